@@ -1,0 +1,1 @@
+"""C sources for the CPU and their loader."""

@@ -1,0 +1,26 @@
+"""localllm: run open-weight language models on one workstation.
+
+The public names are imported lazily: `import localllm` loads no torch.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from ._version import __version__
+
+if TYPE_CHECKING:
+    from .llm import LLM
+    from .request import SamplingParams
+
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LLM":
+        from .llm import LLM
+
+        return LLM
+    if name == "SamplingParams":
+        from .request import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module 'localllm' has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""Messages to prompt text, and streamed text back to content and reasoning."""

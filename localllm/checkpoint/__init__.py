@@ -1,0 +1,1 @@
+"""What is in a model's files, without torch."""

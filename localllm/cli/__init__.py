@@ -1,0 +1,1 @@
+"""Typer commands, one module per group; heavy imports stand inside the commands."""

@@ -1,0 +1,1 @@
+"""Facts and checks of this machine, as data."""

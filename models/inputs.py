@@ -1,0 +1,44 @@
+"""What a forward pass is a function of: one step's tokens and where their keys and values go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionInputs:
+    """One cache group's view of the step (full attention, or a window W: `models.kv_cache.CacheGroup`)."""
+
+    block_table: Tensor
+    """int32 [num_seqs, max_pages]; entries of pages that fell out of the window, or past the end, are -1"""
+    slot_mapping: Tensor
+    """int64 [num_tokens]; slot = page_id * page_size + offset"""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """One forward for many sequences, their new tokens laid end to end."""
+
+    token_ids: Tensor
+    """int64 [num_tokens]"""
+    positions: Tensor
+    """int64 [num_tokens]"""
+    query_lens: tuple[int, ...]
+    """new tokens per sequence"""
+    seq_lens: tuple[int, ...]
+    """tokens per sequence, this step's included"""
+    cu_query_lens: Tensor
+    """int32 [num_seqs + 1]"""
+    seq_lens_tensor: Tensor
+    """int32 [num_seqs]"""
+    logits_indices: Tensor
+    """int64 [num_rows]: the token rows whose logits are wanted"""
+    groups: tuple[AttentionInputs, ...]
+    """per cache group"""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of this step, over all sequences."""
+        return sum(self.query_lens)

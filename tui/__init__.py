@@ -1,0 +1,1 @@
+"""The full-screen interface: Textual only, sees a ChatBackend, never torch."""
