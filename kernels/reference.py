@@ -1,0 +1,274 @@
+"""Every op in plain PyTorch: the oracle, the fallback on a CPU without a compiler, and the documentation.
+
+A token's result does not depend on what it is computed with (`design.md`, batch invariance): reductions run along the
+contiguous last dimension of one row, matrix products have constant shapes, and transcendental functions are built from
+`exp` and `tanh`, whose vector tails PyTorch computes with the same polynomial (`silu` and `sigmoid` are not so).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+KEY_TILE = 256
+"""Keys per tile of attention, aligned to absolute positions. A multiple of every page size."""
+QUERY_ROWS = 16
+"""Rows of a query tile: as many query tokens as fit, times the query heads of one KV head."""
+SCORE_LIMIT = 1 << 22
+"""Scores held at once (16 MiB as float32); longer chunks of queries are cut, which changes no result."""
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """y = x / sqrt(mean(x², -1) + eps) · (offset + weight), computed in float32.
+
+    x       [..., dim]   f32 | bf16 | f16
+    weight  [dim]        any float type
+    returns [..., dim]   dtype of x
+    """
+    wide = x.float()
+    scale = (wide * wide).mean(-1, keepdim=True).add_(eps).sqrt_().reciprocal_()
+    gain = weight.float() if offset == 0.0 else weight.float() + offset
+    return (wide * scale).mul_(gain).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
+    """s = x + residual; returns (rms_norm(s), s).
+
+    x, residual  [num_tokens, hidden]   same dtype
+    """
+    total = x + residual
+    return rms_norm(total, weight, eps, offset), total
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotate the first 2 · half dimensions of every head; the others pass through.
+
+    half:         (x[j], x[j + half]) is a pair        interleaved: (x[2j], x[2j + 1]) is one
+
+    x         [num_tokens, heads, head_dim]   f32 | bf16 | f16
+    cos, sin  [num_tokens, half]              float32, rows of `rope_tables` at the tokens' positions
+    returns   [num_tokens, heads, head_dim]   dtype of x, contiguous
+    """
+    half = cos.shape[-1]
+    wide = x.float()
+    c, s = cos.unsqueeze(1), sin.unsqueeze(1)
+    rotated = wide[..., : 2 * half]
+    out = torch.empty_like(wide, memory_format=torch.contiguous_format)
+    if interleaved:
+        first, second = rotated[..., 0::2], rotated[..., 1::2]
+        out_first, out_second = out[..., 0 : 2 * half : 2], out[..., 1 : 2 * half : 2]
+    else:
+        first, second = rotated[..., :half], rotated[..., half:]
+        out_first, out_second = out[..., :half], out[..., half : 2 * half]
+    torch.sub(first * c, second * s, out=out_first)
+    torch.add(second * c, first * s, out=out_second)
+    if 2 * half < x.shape[-1]:
+        out[..., 2 * half :] = wide[..., 2 * half :]
+    return out.to(x.dtype)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) · up with silu(g) = g / (1 + exp(-g)).
+
+    gate_up  [num_tokens, 2 · intermediate]   gate first
+    returns  [num_tokens, intermediate]       dtype of gate_up
+    """
+    gate, up = gate_up.float().chunk(2, -1)
+    return (gate / torch.neg(gate).exp_().add_(1.0)).mul_(up).to(gate_up.dtype)
+
+
+def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) · up with gelu(g) = g/2 · (1 + tanh(sqrt(2/π) · (g + 0.044715 g³))).
+
+    gate_up  [num_tokens, 2 · intermediate]   gate first
+    returns  [num_tokens, intermediate]       dtype of gate_up
+    """
+    gate, up = gate_up.float().chunk(2, -1)
+    inner = (gate * gate).mul_(gate).mul_(0.044715).add_(gate).mul_(0.7978845608028654).tanh_().add_(1.0)
+    return inner.mul_(gate).mul_(0.5).mul_(up).to(gate_up.dtype)
+
+
+def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Store each token's key and value in its slot.
+
+    k, v              [num_tokens, num_kv_heads, head_dim]              any float type
+    k_cache, v_cache  [num_pages, num_kv_heads, page_size, head_dim]    f32 | bf16 | f16, changed
+    slot_mapping      int64 [num_tokens]                                 page_id * page_size + offset, all valid
+    """
+    page_size = k_cache.shape[2]
+    pages, offsets = slot_mapping // page_size, slot_mapping % page_size
+    k_cache[pages, :, offsets] = k.to(k_cache.dtype)
+    v_cache[pages, :, offsets] = v.to(v_cache.dtype)
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cu_query_lens: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Causal attention of every query over its sequence's pages, softmax and sums in float32.
+
+    Query i of a sequence stands at position p = seq_len - query_len + i and sees keys j <= p, with a window only
+    j > p - window. Scores are q·k·scale, with a softcap c: c · tanh(score / c).
+
+    q                 [num_tokens, num_heads, head_dim]                  f32 | bf16 | f16
+    k_cache, v_cache  [num_pages, num_kv_heads, page_size, head_dim]     f32 | bf16 | f16; this step's tokens are in it
+    block_table       int32 [num_seqs, max_pages]                        -1 where a page fell out of the window
+    cu_query_lens     int32 [num_seqs + 1]
+    seq_lens          int32 [num_seqs]                                   this step's tokens included
+    returns           [num_tokens, num_heads, head_dim]                  dtype of q
+
+    Raises ValueError when page_size does not divide 256, or num_heads is no multiple of num_kv_heads.
+    """
+    num_heads, num_kv_heads, page_size = q.shape[1], k_cache.shape[1], k_cache.shape[2]
+    if KEY_TILE % page_size or num_heads % num_kv_heads:
+        raise ValueError(f"page_size {page_size} must divide {KEY_TILE}, {num_kv_heads} KV heads {num_heads} heads")
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    starts = cu_query_lens.tolist()
+    for index, seq_len in enumerate(seq_lens.tolist()):
+        first, last = starts[index], starts[index + 1]
+        step = _queries_at_once(last - first, seq_len, window, num_heads, num_kv_heads)
+        for begin in range(first, last, step):
+            end = min(begin + step, last)
+            position = seq_len - (last - begin)
+            out[begin:end] = _attend(
+                q[begin:end], k_cache, v_cache, block_table[index], position, seq_len, scale, window, softcap
+            )
+    return out
+
+
+def _query_tile(num_heads: int, num_kv_heads: int) -> int:
+    """Query tokens per tile."""
+    return max(1, QUERY_ROWS * num_kv_heads // num_heads)
+
+
+def _queries_at_once(num_queries: int, seq_len: int, window: int | None, num_heads: int, num_kv_heads: int) -> int:
+    """Queries, in whole tiles, whose scores stay within SCORE_LIMIT."""
+    if num_queries == 1:
+        return 1
+    tile = _query_tile(num_heads, num_kv_heads)
+    keys = seq_len if window is None else min(seq_len, window + num_queries)
+    padded = (keys // KEY_TILE + 2) * KEY_TILE
+    return max(1, SCORE_LIMIT // (padded * num_heads * tile)) * tile
+
+
+def _attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    pages: Tensor,
+    position: int,
+    seq_len: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Attention of consecutive queries, the first at `position`, of one sequence: float32 [queries, heads, head_dim].
+
+    Every matrix product has the shape of one (query tile, key tile, KV head), key tiles start at multiples of
+    KEY_TILE, the maximum is exact, and tiles are summed one after the other: so neither the queries beside this one
+    nor keys it does not see change a bit.
+    """
+    num_queries, num_heads, head_dim = q.shape
+    num_kv_heads = k_cache.shape[1]
+    per_kv = num_heads // num_kv_heads
+    tile = _query_tile(num_heads, num_kv_heads)
+    num_q = -(-num_queries // tile)
+    last = position + num_queries - 1
+    oldest = 0 if window is None else max(0, position - window + 1)
+    first_tile, end_tile = oldest // KEY_TILE, last // KEY_TILE + 1
+    num_k = end_tile - first_tile
+    base = first_tile * KEY_TILE
+
+    keys = _gather(k_cache, pages, first_tile, end_tile)
+    values = _gather(v_cache, pages, first_tile, end_tile)
+    # what lies outside the sequence belongs to others, and 0 · inf would reach this one
+    values[0, :, : oldest - base] = 0.0
+    values[-1, :, last + 1 - (end_tile - 1) * KEY_TILE :] = 0.0
+
+    queries = q.float() * scale
+    if num_q * tile != num_queries:
+        queries = functional.pad(queries, (0, 0, 0, 0, 0, num_q * tile - num_queries))
+    queries = queries.view(num_q, tile, num_kv_heads, per_kv, head_dim).permute(2, 0, 1, 3, 4)
+    queries = queries.reshape(num_kv_heads, num_q, tile * per_kv, head_dim)
+
+    scores = _scores(queries, keys)  # [num_k, num_kv_heads, num_q, rows, KEY_TILE]
+    if softcap is not None:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    key_positions = torch.arange(base, end_tile * KEY_TILE, device=q.device).view(num_k, 1, 1, 1, KEY_TILE)
+    steps = torch.arange(num_q * tile, device=q.device).clamp_(max=num_queries - 1)
+    query_positions = (steps + position).view(num_q, tile, 1).expand(num_q, tile, per_kv)
+    query_positions = query_positions.reshape(1, 1, num_q, tile * per_kv, 1)
+    hidden = key_positions > query_positions
+    if window is not None:
+        hidden |= key_positions <= query_positions - window
+    scores.masked_fill_(hidden, float("-inf"))
+
+    weights = scores.sub_(scores.amax((0, 4), keepdim=True)).exp_()
+    sums = weights.sum(-1, keepdim=True)
+    parts = _weighted(weights, values)
+    total, norm = parts[0], sums[0]
+    for index in range(1, num_k):
+        total, norm = total + parts[index], norm + sums[index]
+    mixed = (total / norm).view(num_kv_heads, num_q * tile, per_kv, head_dim)[:, :num_queries]
+    return mixed.permute(1, 0, 2, 3).reshape(num_queries, num_heads, head_dim)
+
+
+def _gather(cache: Tensor, pages: Tensor, first_tile: int, end_tile: int) -> Tensor:
+    """A sequence's keys or values as float32 [tiles, num_kv_heads, KEY_TILE, head_dim]; page 0 stands in for none."""
+    _, num_kv_heads, page_size, head_dim = cache.shape
+    per_tile = KEY_TILE // page_size
+    wanted = pages[first_tile * per_tile : end_tile * per_tile].clamp(min=0)
+    missing = (end_tile - first_tile) * per_tile - wanted.shape[0]
+    if missing:
+        wanted = functional.pad(wanted, (0, missing))
+    tiles = cache.index_select(0, wanted).view(-1, per_tile, num_kv_heads, page_size, head_dim).transpose(1, 2)
+    out = torch.empty(tiles.shape, dtype=torch.float32, device=cache.device)
+    return out.copy_(tiles).view(-1, num_kv_heads, KEY_TILE, head_dim)
+
+
+def _scores(queries: Tensor, keys: Tensor) -> Tensor:
+    """Products of all tiles: [num_kv_heads, num_q, rows, d] x [num_k, num_kv_heads, KEY_TILE, d] -> [num_k, ..., KEY_TILE]."""
+    num_kv_heads, num_q, rows, head_dim = queries.shape
+    num_k = keys.shape[0]
+    if num_q == 1:
+        repeated = queries.view(1, num_kv_heads, rows, head_dim).expand(num_k, -1, -1, -1)
+        flat = torch.bmm(repeated.reshape(-1, rows, head_dim), keys.view(-1, KEY_TILE, head_dim).transpose(1, 2))
+        return flat.view(num_k, num_kv_heads, 1, rows, KEY_TILE)
+    out = torch.empty((num_k, num_kv_heads, num_q, rows, KEY_TILE), dtype=torch.float32, device=queries.device)
+    for index in range(num_k):
+        for head in range(num_kv_heads):
+            torch.bmm(queries[head], keys[index, head].t().expand(num_q, -1, -1), out=out[index, head])
+    return out
+
+
+def _weighted(weights: Tensor, values: Tensor) -> Tensor:
+    """Products of all tiles: [num_k, num_kv_heads, num_q, rows, KEY_TILE] x values -> [..., rows, head_dim]."""
+    num_k, num_kv_heads, num_q, rows, _ = weights.shape
+    head_dim = values.shape[-1]
+    if num_q == 1:
+        flat = torch.bmm(weights.view(-1, rows, KEY_TILE), values.view(-1, KEY_TILE, head_dim))
+        return flat.view(num_k, num_kv_heads, 1, rows, head_dim)
+    out = torch.empty((num_k, num_kv_heads, num_q, rows, head_dim), dtype=torch.float32, device=weights.device)
+    for index in range(num_k):
+        for head in range(num_kv_heads):
+            torch.bmm(weights[index, head], values[index, head].expand(num_q, -1, -1), out=out[index, head])
+    return out
+
+
+def embedding(token_ids: Tensor, table: Tensor, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Rows of a dense table, times `scale`.
+
+    token_ids  int64 [num_tokens]
+    table      [vocab, hidden]       f32 | bf16 | f16
+    returns    [num_tokens, hidden]  `dtype`
+    """
+    rows = table.index_select(0, token_ids).to(dtype)
+    return rows if scale == 1.0 else rows.mul_(scale)
