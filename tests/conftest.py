@@ -1,0 +1,108 @@
+"""What every test gets: a home of its own, no network, fixed seeds, and the two real models where they are on disk."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SMOLLM2 = "smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GEMMA = "gemma3-270m/gemma-3-270m-Q4_K_M.gguf"
+UNROUTABLE = "http://127.0.0.1:9"
+
+
+def _default_models() -> Path:
+    data = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local/share")
+    home = os.environ.get("LOCALLLM_HOME")
+    return Path(home) / "data/models" if home else Path(data) / "localllm/models"
+
+
+REAL_MODELS = Path(os.environ.get("LOCALLLM_TEST_MODELS") or _default_models())
+
+
+def _isolate(home: Path) -> None:
+    """Point this process and its children at `home`, with no way out to a hub or an index.
+
+    The real models appear there as links to files inside real folders: a test that removes a model removes the link.
+    """
+    for name in [n for n in os.environ if n.startswith(("LOCALLLM_", "HF_", "HUGGING_FACE_"))]:
+        del os.environ[name]
+    os.environ |= {
+        "LOCALLLM_HOME": str(home),
+        "LOCALLLM_TESTING": "1",
+        "HF_HOME": str(home / "hf"),
+        "HF_ENDPOINT": UNROUTABLE,
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "PIP_NO_INDEX": "1",
+    }
+    for name in (SMOLLM2, GEMMA):
+        source = REAL_MODELS / name
+        if source.is_file():
+            link = home / "data/models" / name
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(source.resolve())
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    home = Path(tempfile.mkdtemp(prefix="localllm-tests-"))
+    config.stash[_HOME] = home
+    _isolate(home)
+    if "hypothesis" in sys.modules or config.pluginmanager.has_plugin("hypothesispytest"):
+        from hypothesis import settings
+
+        settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
+        settings.load_profile("repeatable")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    shutil.rmtree(config.stash[_HOME], ignore_errors=True)
+
+
+_HOME = pytest.StashKey[Path]()
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    """The same random numbers in every test, whatever ran before. Loads nothing that is not loaded yet."""
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+    yield
+
+
+@pytest.fixture
+def empty_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home without models, for this test alone."""
+    monkeypatch.setenv("LOCALLLM_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    return tmp_path
+
+
+def _real_model(name: str) -> Path:
+    path = REAL_MODELS / name
+    if not path.is_file():
+        message = f"{path} is not there: run `make models`"
+        if os.environ.get("CI") == "true":
+            pytest.fail(message)
+        pytest.skip(message)
+    return path
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """SmolLM2-135M-Instruct, Q4_1, 98 MB: the starter model."""
+    return _real_model(SMOLLM2)
+
+
+@pytest.fixture(scope="session")
+def gemma_path() -> Path:
+    """Gemma 3 270M, Q4_K_M: a base model, without a chat template."""
+    return _real_model(GEMMA)

@@ -1,0 +1,123 @@
+"""Who may import whom, checked on the source text; and every package ships."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = {"kernels": "kernels", "quant": "quant", "models": "models", "tui": "tui", "localllm": ""}
+
+_TEXT = {"errors", "request", "paths", "config", "checkpoint"}
+_HUB = {"hub", "download", "starter"}  # one layer in three files
+MAY_IMPORT: dict[str, set[str]] = {
+    "_version": set(),
+    "__init__": {"llm", "request"},
+    "errors": set(),
+    "request": set(),
+    "paths": set(),
+    "schemas": set(),
+    "kernels": set(),
+    "checkpoint": {"errors"},
+    "quant": {"kernels", "checkpoint", "errors"},
+    "models": {"kernels", "quant", "checkpoint", "errors"},
+    "config": {"errors", "paths"},
+    "device": {"errors"},
+    "catalog": _TEXT | {"device"},
+    "hub": _TEXT | {"catalog", "device", "download", "starter"},
+    "download": _TEXT | {"catalog"},
+    "starter": _TEXT | {"catalog", "download"},
+    "tokenizer": _TEXT,
+    "chat": _TEXT | {"tokenizer"},
+    "stream": _TEXT | {"tokenizer"},
+    "grammar": _TEXT | {"tokenizer"},
+    "history": _TEXT,
+    "plan": {"checkpoint", "device", "catalog", "config", "errors"} | _HUB,
+    "engine": {"models", "quant", "kernels", "checkpoint", "request", "config", "device", "plan", "errors"},
+    "llm": {"engine", "plan", "models", "tokenizer", "chat", "stream", "grammar", "catalog", "device"} | _HUB | _TEXT,
+    "doctor": {"device", "plan", "catalog", "tokenizer", "chat", "history", "kernels"} | _HUB | _TEXT,
+    "backend": {"llm", "plan", "device", "chat", "tokenizer", "stream", "catalog", "doctor"} | _HUB | _TEXT,
+    "residents": {"llm", "plan", "device", "config", "request", "errors"},
+    "quantize": {"llm", "models", "quant", "kernels", "config", "request", "errors", "checkpoint"} | _HUB,
+    "evaluate": {"llm", "models", "quant", "kernels", "config", "request", "errors", "checkpoint"} | _HUB,
+    "bench": {"llm", "device", "plan", "request", "config", "errors"},
+    "server": {"residents", "llm", "chat", "request", "config", "errors"},
+    "tui": {"request", "history", "config", "paths", "errors"},
+    "console": {"errors", "request"},
+}
+MAY_IMPORT["cli"] = set(MAY_IMPORT)
+FREE = {"_version", "__version__"}
+
+
+def modules() -> list[tuple[Path, tuple[str, ...]]]:
+    return [
+        (path, tuple(p for p in (prefix, *path.relative_to(ROOT / folder).with_suffix("").parts) if p))
+        for folder, prefix in FOLDERS.items()
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
+
+
+def imported_layers(path: Path, name: tuple[str, ...]) -> Iterator[str]:
+    """First-level names under localllm that `path` imports, absolute or relative, at any depth, for types or not."""
+    package = name[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            target: tuple[str, ...] | None = (*base, *(node.module or "").split(".")) if node.module else base
+            if not node.level:
+                target = target[1:] if target and target[0] == "localllm" else None
+            if target is not None:
+                yield from [target[0]] if target else [a.name for a in node.names]
+        elif isinstance(node, ast.Import):
+            yield from (a.name.split(".")[1] for a in node.names if a.name.startswith("localllm."))
+
+
+@pytest.mark.parametrize(("path", "name"), modules(), ids=lambda v: ".".join(v) if isinstance(v, tuple) else "")
+def test_imports_point_down(path: Path, name: tuple[str, ...]) -> None:
+    layer = name[0]
+    assert layer in MAY_IMPORT, f"{path.relative_to(ROOT)}: give {layer} a row in MAY_IMPORT and in the design"
+    bad = {t for t in imported_layers(path, name) if t != layer} - MAY_IMPORT[layer] - FREE
+    assert not bad, f"{path.relative_to(ROOT)} ({layer}) may not import {sorted(bad)}"
+
+
+def test_the_layers_have_no_cycle() -> None:
+    # hub, download and starter are one layer; `__init__` is the front door, which nothing imports
+    order = list(TopologicalSorter(MAY_IMPORT).static_order())
+    assert order.index("kernels") < order.index("models") < order.index("engine") < order.index("llm")
+
+
+@pytest.mark.parametrize(("path", "name"), modules(), ids=lambda v: ".".join(v) if isinstance(v, tuple) else "")
+def test_side_folders_are_imported_under_our_name(path: Path, name: tuple[str, ...]) -> None:
+    """`import kernels` is somebody else's package on a user's machine."""
+    bare = {"kernels", "quant", "models", "tui"}
+    for node in ast.walk(ast.parse(path.read_text())):
+        tops = set()
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            tops = {(node.module or "").split(".")[0]}
+        elif isinstance(node, ast.Import):
+            tops = {a.name.split(".")[0] for a in node.names}
+        assert not tops & bare, f"{path.relative_to(ROOT)}:{node.lineno}: write localllm.{(tops & bare).pop()}"
+
+
+def test_seeded_faults_are_caught(tmp_path: Path) -> None:
+    """The reader of imports sees every spelling: a test that cannot fail proves nothing."""
+    source = tmp_path / "screen.py"
+    source.write_text(
+        "import localllm.engine.engine\n"
+        "from localllm import llm\n"
+        "from localllm.kernels import choose\n"
+        "from ..models import loader\n"
+        "def late():\n    from ..quant.formats import x\n"
+    )
+    found = set(imported_layers(source, ("tui", "screen")))
+    assert found == {"engine", "llm", "kernels", "models", "quant"}
+
+
+def test_every_package_ships() -> None:
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    assert {".".join(("localllm", *name[:-1])) for _, name in modules()} == listed

@@ -1,0 +1,50 @@
+"""What loads nothing heavy: the door, the planner, the doctor, the file readers, the interface."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+
+ENGINE = {"torch", "triton", "transformers", "compressed_tensors"}
+HEAVY = ENGINE | {"huggingface_hub", "textual"}
+CASES = {
+    "localllm": HEAVY | {"numpy"},
+    "localllm.cli": HEAVY | {"numpy", "httpx", "tokenizers", "jinja2", "fastapi", "gguf"},
+    "localllm.plan": HEAVY,
+    "localllm.doctor": HEAVY,
+    "localllm.checkpoint": HEAVY,
+    "localllm.tui": ENGINE | {"huggingface_hub"},
+}
+
+
+def loaded_after(statement: str) -> set[str]:
+    """Top-level modules in a fresh interpreter after `statement`."""
+    code = f"{statement}\nimport sys\nprint(*sorted({{m.split('.')[0] for m in sys.modules}}))"
+    run = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    return set(run.stdout.split())
+
+
+@pytest.mark.parametrize(("module", "forbidden"), CASES.items())
+def test_import_stays_light(module: str, forbidden: set[str]) -> None:
+    assert not loaded_after(f"import {module}") & forbidden
+
+
+def test_help_is_light(record_property: Callable[[str, object], None]) -> None:
+    """C1. The line (0.3 s) is measured by hand on an idle machine; here only a bound ten times as wide."""
+    code = (
+        "import sys\nfrom localllm.cli import main\nsys.argv = ['localllm', '--help']\n"
+        "try:\n    main()\nexcept SystemExit as stop:\n    assert not stop.code\n"
+        "print(*sorted({m.split('.')[0] for m in sys.modules}), file=sys.stderr)"
+    )
+    start = time.monotonic()
+    run = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
+    record_property("help_wall_s", round(time.monotonic() - start, 3))
+    assert run.returncode == 0, run.stderr
+    assert "Usage" in run.stdout
+    assert not set(run.stderr.split()) & CASES["localllm.cli"]
+    assert time.monotonic() - start < 30

@@ -1,0 +1,99 @@
+"""One name in site-packages, and the wheel holds exactly what is tracked."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = {"localllm": "localllm", **{n: f"localllm/{n}" for n in ("kernels", "quant", "models", "tui")}}
+
+
+def tracked(*under: str) -> list[str]:
+    """Files git knows below `under`, as they are in the checkout."""
+    run = subprocess.run(["git", "ls-files", "-z", "--", *under], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [name for name in run.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built once, from a copy of the tracked files: an old `build/` in the checkout would leak into it."""
+    source = tmp_path_factory.mktemp("source")
+    for name in tracked("pyproject.toml", "README.md", "LICENSE", *FOLDERS):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, source / name)
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-P", "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(source)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout + run.stderr
+    (made,) = out.glob("*.whl")
+    return made
+
+
+def test_wheel_holds_exactly_the_tracked_files(wheel: Path) -> None:
+    names = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
+    expected = {FOLDERS[name.split("/")[0]] + "/" + name.split("/", 1)[1] for name in tracked(*FOLDERS)}
+    assert names == expected
+
+
+def test_wheel_claims_one_name(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (top_level,) = [n for n in archive.namelist() if n.endswith("top_level.txt")]
+    assert archive.read(top_level).decode().split() == ["localllm"]
+
+
+def test_wheel_alone_runs(wheel: Path, tmp_path: Path) -> None:
+    """Installed without the checkout, it knows its version."""
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(tmp_path),
+        str(wheel),
+    ]
+    run = subprocess.run(pip, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    # -S leaves out the editable install of this checkout; what localllm needs from others is then handed in by name.
+    code = (
+        "import sys; sys.path += sys.argv[1].split(':'); import localllm; print(localllm.__file__)\n"
+        "from localllm.cli import main; sys.argv = ['localllm', '--version']; main()"
+    )
+    others = ":".join(p for p in sys.path if p.endswith(("site-packages", "dist-packages")))
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    run = subprocess.run(
+        [sys.executable, "-S", "-c", code, others], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    where, *said = run.stdout.splitlines()
+    assert Path(where).is_relative_to(tmp_path)
+    from localllm import __version__
+
+    assert __version__ in "\n".join(said)
+    assert (tmp_path / "bin/localllm").is_file()
+
+
+@pytest.mark.parametrize("name", ["kernels", "quant", "models", "tui"])
+def test_bare_names_are_not_ours(name: str) -> None:
+    """`import kernels` means somebody else's package, also while the tests run in the checkout."""
+    from importlib.util import find_spec
+
+    for spec in [find_spec(name)]:
+        places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
+        assert not [p for p in places if p and Path(p).is_relative_to(ROOT) and ".venv" not in p]
+
+
+def test_bare_names_are_not_ours_for_the_installed_command() -> None:
+    code = "from importlib.util import find_spec\nprint([n for n in ('kernels', 'quant', 'models', 'tui') if find_spec(n)])"
+    run = subprocess.run([sys.executable, "-P", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
