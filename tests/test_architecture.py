@@ -22,6 +22,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "request": set(),
     "paths": set(),
     "schemas": set(),
+    "terminal": set(),
+    "fake": {"errors", "request"},
     "kernels": set(),
     "checkpoint": {"errors"},
     "quant": {"kernels", "checkpoint", "errors"},
@@ -47,8 +49,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "evaluate": {"llm", "models", "quant", "kernels", "config", "request", "errors", "checkpoint"} | _HUB,
     "bench": {"llm", "device", "plan", "request", "config", "errors"},
     "server": {"residents", "llm", "chat", "request", "config", "errors"},
-    "tui": {"request", "history", "config", "paths", "errors"},
-    "console": {"errors", "request"},
+    "tui": {"request", "history", "config", "paths", "errors", "terminal"},
+    "console": {"errors", "request", "terminal"},
 }
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
 FREE = {"_version", "__version__"}

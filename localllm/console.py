@@ -1,0 +1,219 @@
+"""Line output: results on stdout, the rest on stderr; tables, questions, an error as panel, JSON and exit code.
+
+Text from outside is made harmless before a terminal sees it (`terminal.clean`); on a pipe or file it passes verbatim.
+No colour is written with NO_COLOR, TERM=dumb, `--color never` or off a terminal. Progress is `cli/progress.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import IO, Any
+
+from localllm._version import __version__
+from localllm.errors import ConfigError, LocalLLMError
+from localllm.terminal import Cleaner, cell_width, clean, clean_line, dumb, is_tty, is_utf8, json_safe, no_color
+
+MAX_FIXES = 5
+"""An error has at most eight lines: what, why, hint, and these."""
+
+_STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36", "accent": "1;36"}
+_ASCII = {
+    "✓": "+",
+    "✗": "x",
+    "!": "!",
+    "–": "-",
+    "·": "|",
+    "…": "...",
+    "━": "=",
+    "╸": ">",
+    "─": "-",
+    "→": "->",
+    "≈": "~",
+}
+_COMMAND = re.compile(r"`((?:localllm|hf|sudo|export|pip|uv) [^`]+)`")
+
+
+class Console:
+    """Where a command writes. `json` and `quiet` are the global options of the same names.
+
+    color   "auto", "always" or "never"
+    verbose 0, 1 (log lines on stderr), 2 (tracebacks too)
+    """
+
+    def __init__(
+        self,
+        *,
+        stdout: IO[str] | None = None,
+        stderr: IO[str] | None = None,
+        as_json: bool = False,
+        quiet: bool = False,
+        verbose: int = 0,
+        color: str = "auto",
+        ask: bool = True,
+        yes: bool = False,
+    ) -> None:
+        self.stdout = stdout or sys.stdout
+        self.stderr = stderr or sys.stderr
+        self.as_json = as_json
+        self.quiet = quiet
+        self.verbose = verbose
+        self.yes = yes
+        self.ask = ask
+        self.out_tty = is_tty(self.stdout)
+        self.err_tty = is_tty(self.stderr)
+        self._color = color
+        self._cleaner = Cleaner()
+
+    # --- what can be shown -------------------------------------------------------------------------------------------
+
+    def colored(self, stream: IO[str]) -> bool:
+        """Whether colour may be written to `stream`."""
+        if self._color != "auto":
+            return self._color == "always"
+        if no_color() or dumb():
+            return False
+        return is_tty(stream) or bool(os.environ.get("FORCE_COLOR"))
+
+    def style(self, text: str, name: str, *, err: bool = False) -> str:
+        """`text` in a style, or as it is where there is no colour."""
+        if not text or not self.colored(self.stderr if err else self.stdout):
+            return text
+        return f"\x1b[{_STYLES[name]}m{text}\x1b[0m"
+
+    def glyphs(self, text: str, *, err: bool = False) -> str:
+        """Our own marks in ASCII where the stream cannot take them."""
+        if is_utf8(self.stderr if err else self.stdout):
+            return text
+        for mark, plain in _ASCII.items():
+            text = text.replace(mark, plain)
+        return text
+
+    # --- writing -----------------------------------------------------------------------------------------------------
+
+    def answer(self, text: str) -> None:
+        """A piece of an answer on stdout, at once: verbatim off a terminal, harmless on one."""
+        if self.out_tty:
+            text = self._cleaner.push(text)
+        self.stdout.write(text)
+        self.stdout.flush()
+
+    def raw(self, text: str) -> None:
+        """Our own text on stdout, styles included; data in it was cleaned by the caller."""
+        self.stdout.write(text)
+        self.stdout.flush()
+
+    def line(self, text: str = "") -> None:
+        """One line of a result on stdout; data in it was cleaned by the caller."""
+        self.raw(self.glyphs(text) + "\n")
+
+    def say(self, text: str) -> None:
+        """A message on stderr; nothing with --quiet. Data in it was cleaned by the caller."""
+        if not self.quiet:
+            self._err(self.glyphs(text, err=True) + "\n")
+
+    def warn(self, text: str) -> None:
+        """A warning on stderr, also with --quiet."""
+        self._err(self.style("warning: ", "yellow", err=True) + clean(text) + "\n")
+
+    def emit(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """The one JSON object of a command on stdout. `kind` is 'run/1', 'ls/1' and so on."""
+        self.write_json({"schema": f"localllm.{kind}", "version": __version__, **fields})
+
+    def write_json(self, value: Mapping[str, Any]) -> None:
+        """One JSON value and a newline on stdout: indented on a terminal, compact otherwise."""
+        indent = 2 if self.out_tty else None
+        separators = None if indent else (",", ":")
+        text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, default=str)
+        self.stdout.write(json_safe(text) + "\n")
+        self.stdout.flush()
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
+        """A borderless table on stdout. Cells are cleaned; the columns named in `right` are right-aligned."""
+        cells = [[clean_line(cell) for cell in row] for row in rows]
+        widths = [max([cell_width(name), *(cell_width(row[i]) for row in cells)]) for i, name in enumerate(columns)]
+        for number, row in enumerate([list(columns), *cells]):
+            parts = []
+            for i, cell in enumerate(row):
+                padding = " " * (widths[i] - cell_width(cell))
+                last = i == len(row) - 1
+                parts.append(padding + cell if columns[i] in right else cell + ("" if last else padding))
+            text = "  ".join(parts).rstrip()
+            self.line(self.style(text, "dim") if number == 0 else text)
+
+    # --- asking ------------------------------------------------------------------------------------------------------
+
+    def confirm(self, question: str, *, default: bool = True, flag: str = "-y") -> bool:
+        """Ask on the terminal. --yes answers; without a terminal it is a ConfigError naming the flag to pass."""
+        if self.yes:
+            return True
+        if not self.ask or not self.err_tty or not is_tty(sys.stdin):
+            raise ConfigError(
+                f"{clean_line(question)} needs an answer, and there is no terminal to ask on", f"pass {flag} to agree"
+            )
+        self._err(f"{question} {'[Y/n]' if default else '[y/N]'} ")
+        reply = sys.stdin.readline()
+        if not reply:  # Ctrl-D
+            self._err("\n")
+            return False
+        reply = reply.strip().lower()
+        return default if not reply else reply in ("y", "yes")
+
+    # --- failing -----------------------------------------------------------------------------------------------------
+
+    def fail(self, error: LocalLLMError) -> int:
+        """Show an error: lines on stderr, with --json also its twin on stdout. Returns the exit code."""
+        self._err(error_text(error, lambda text, style: self.style(text, style, err=True)))
+        if self.as_json:
+            self.write_json(error_json(error))
+        return error.exit_code
+
+    def _err(self, text: str) -> None:
+        self.stderr.write(text)
+        self.stderr.flush()
+
+
+def error_fixes(error: LocalLLMError) -> list[tuple[str, str]]:
+    """(command, note) pairs: those given, else the commands in the hint."""
+    if error.fixes:
+        return list(error.fixes)[:MAX_FIXES]
+    hint = clean_line(error.hint)
+    if hint.startswith("localllm "):
+        return [(hint, "")]
+    return [(command, "") for command in _COMMAND.findall(hint)]
+
+
+def error_text(error: LocalLLMError, style: Any = lambda text, _: text) -> str:
+    """At most eight lines: what, why, and what to do next, the commands last."""
+    lines = [f"{style('error:', 'red')} {clean_line(error.message)}   {style(f'[{error.code}]', 'dim')}"]
+    if error.why:
+        lines.append(f"  {style('why', 'dim')}   {clean_line(error.why)}")
+    hint = clean_line(error.hint)
+    steps = [(hint, "")] if hint else []
+    steps += [(clean_line(cmd), clean_line(note)) for cmd, note in error.fixes[:MAX_FIXES] if clean_line(cmd) != hint]
+    width = max((cell_width(cmd) for cmd, note in steps if note), default=0)
+    for number, (command, note) in enumerate(steps):
+        label = style("try", "dim") if number == 0 else "   "
+        gap = " " * (width - cell_width(command) + 3) if note else ""
+        lines.append(f"  {label}   {command}{gap}{style(note, 'dim') if note else ''}")
+    return "\n".join(lines) + "\n"
+
+
+def error_json(error: LocalLLMError) -> dict[str, Any]:
+    """The JSON twin of an error."""
+    return {
+        "schema": "localllm.error/1",
+        "version": __version__,
+        "error": {
+            "code": error.code,
+            "exit": error.exit_code,
+            "message": error.message,
+            "why": error.why,
+            "hint": error.hint,
+            "fixes": [{"cmd": command, "note": note} for command, note in error_fixes(error)],
+            "context": error.context,
+        },
+    }

@@ -1,0 +1,141 @@
+"""What a terminal may be shown: foreign text made harmless, cell widths, what a stream can do. No Rich, no Textual.
+
+Model output, model names, file names and hub texts are untrusted: `clean` and `Cleaner` take out everything a terminal
+would obey (ESC, C0 and C1 controls, BEL, lone carriage returns) or that would reorder what is read (bidi controls).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import unicodedata
+from typing import IO
+
+MAX_COMBINING = 16
+"""Combining marks kept on one base character; no script needs more, and 10^5 of them freeze a terminal."""
+
+_DROPPED = [*range(0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0)]
+_BIDI = [0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+_TABLE = dict.fromkeys([*_DROPPED, *_BIDI])
+_JSON_ESCAPED = re.compile("[" + "".join(f"\\u{code:04x}" for code in [*range(0x7F, 0xA0), *_BIDI]) + "]")
+
+
+class Cleaner:
+    """`clean` for text that arrives in pieces: the count of combining marks goes on across them."""
+
+    def __init__(self) -> None:
+        self._marks = 0
+
+    def push(self, text: str) -> str:
+        """The harmless form of the next piece."""
+        text = text.translate(_TABLE)
+        if text.isascii():
+            if text:
+                self._marks = 0
+            return text
+        kept = []
+        for char in text:
+            if unicodedata.category(char) in ("Mn", "Me"):
+                self._marks += 1
+                if self._marks > MAX_COMBINING:
+                    continue
+            else:
+                self._marks = 0
+            kept.append(char)
+        return "".join(kept)
+
+
+def clean(text: str) -> str:
+    """`text` without anything a terminal obeys; newlines and tabs stay."""
+    return Cleaner().push(text)
+
+
+def clean_line(text: str) -> str:
+    """`clean`, on one line: for names, titles and table cells."""
+    return " ".join(clean(text).split())
+
+
+def json_safe(text: str) -> str:
+    """JSON text with C1 and bidi controls as escapes (C0 ones are escaped by `json.dumps` already)."""
+    return _JSON_ESCAPED.sub(lambda match: f"\\u{ord(match.group()):04x}", text)
+
+
+def cell_width(text: str) -> int:
+    """Terminal cells of one line."""
+    if text.isascii():
+        return len(text)
+    cells = 0
+    for char in text:
+        if unicodedata.category(char) in ("Mn", "Me", "Cf"):
+            continue
+        cells += 2 if unicodedata.east_asian_width(char) in "WF" else 1
+    return cells
+
+
+def fit(text: str, cells: int) -> str:
+    """`text` cut to at most `cells` cells, with an ellipsis where something was lost."""
+    if cell_width(text) <= cells:
+        return text
+    kept, used = [], 0
+    for char in text:
+        width = cell_width(char)
+        if used + width > cells - 1:
+            break
+        kept.append(char)
+        used += width
+    return "".join(kept) + "…"
+
+
+def is_tty(stream: IO[str] | None) -> bool:
+    """Whether a stream is a terminal; a closed or missing one is not."""
+    try:
+        return stream is not None and stream.isatty()
+    except ValueError:  # closed
+        return False
+
+
+def dumb() -> bool:
+    """Whether the terminal says that it cannot do more than print."""
+    return os.environ.get("TERM", "") in ("dumb", "unknown")
+
+
+def no_color() -> bool:
+    """Whether the user wants no colour (no-color.org: set and not empty)."""
+    return bool(os.environ.get("NO_COLOR"))
+
+
+def is_utf8(stream: IO[str] | None) -> bool:
+    """Whether glyphs beyond ASCII can be written to a stream."""
+    return "utf" in (getattr(stream, "encoding", None) or sys.getdefaultencoding()).lower()
+
+
+def gib(num_bytes: float) -> str:
+    """Bytes for people, in binary units: '512 B', '98.4 MiB', '7.8 GiB'."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
+
+
+def tokens_short(count: int) -> str:
+    """A number of tokens for a meter: 512, 1.5k, 32k."""
+    if count < 1000:
+        return str(count)
+    if count % 1024 == 0:
+        return f"{count // 1024}k"
+    return f"{count / 1000:.1f}k" if count < 10_000 else f"{count / 1000:.0f}k"
+
+
+def seconds_short(seconds: float) -> str:
+    """A duration for people: '0.4 s', '12 s', '2:43', '1:02:03'."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02d}"
+    return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
