@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-KEY_TILE = 256
+KEY_TILE = 128
 """Keys per tile of attention, aligned to absolute positions. A multiple of every page size."""
-QUERY_ROWS = 16
+QUERY_ROWS = 8
 """Rows of a query tile: as many query tokens as fit, times the query heads of one KV head."""
 SCORE_LIMIT = 1 << 22
 """Scores held at once (16 MiB as float32); longer chunks of queries are cut, which changes no result."""
@@ -125,7 +125,7 @@ def paged_attention(
     seq_lens          int32 [num_seqs]                                   this step's tokens included
     returns           [num_tokens, num_heads, head_dim]                  dtype of q
 
-    Raises ValueError when page_size does not divide 256, or num_heads is no multiple of num_kv_heads.
+    Raises ValueError when page_size does not divide 128, or num_heads is no multiple of num_kv_heads.
     """
     num_heads, num_kv_heads, page_size = q.shape[1], k_cache.shape[1], k_cache.shape[2]
     if KEY_TILE % page_size or num_heads % num_kv_heads:
@@ -187,11 +187,13 @@ def _attend(
     num_k = end_tile - first_tile
     base = first_tile * KEY_TILE
 
-    keys = _gather(k_cache, pages, first_tile, end_tile)
-    values = _gather(v_cache, pages, first_tile, end_tile)
+    rows = _page_rows(pages, k_cache.shape[2], num_kv_heads, first_tile, end_tile)
+    keys, values = _gather(k_cache, rows, num_k), _gather(v_cache, rows, num_k)
     # what lies outside the sequence belongs to others, and 0 · inf would reach this one
-    values[0, :, : oldest - base] = 0.0
-    values[-1, :, last + 1 - (end_tile - 1) * KEY_TILE :] = 0.0
+    if oldest > base:
+        values[0, :, : oldest - base] = 0.0
+    if last + 1 < end_tile * KEY_TILE:
+        values[-1, :, last + 1 - (end_tile - 1) * KEY_TILE :] = 0.0
 
     queries = q.float() * scale
     if num_q * tile != num_queries:
@@ -202,14 +204,11 @@ def _attend(
     scores = _scores(queries, keys)  # [num_k, num_kv_heads, num_q, rows, KEY_TILE]
     if softcap is not None:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
-    key_positions = torch.arange(base, end_tile * KEY_TILE, device=q.device).view(num_k, 1, 1, 1, KEY_TILE)
-    steps = torch.arange(num_q * tile, device=q.device).clamp_(max=num_queries - 1)
-    query_positions = (steps + position).view(num_q, tile, 1).expand(num_q, tile, per_kv)
-    query_positions = query_positions.reshape(1, 1, num_q, tile * per_kv, 1)
-    hidden = key_positions > query_positions
-    if window is not None:
-        hidden |= key_positions <= query_positions - window
-    scores.masked_fill_(hidden, float("-inf"))
+    if num_queries == 1:
+        scores[0, ..., : oldest - base] = float("-inf")
+        scores[-1, ..., last + 1 - (end_tile - 1) * KEY_TILE :] = float("-inf")
+    else:
+        _hide(scores, base, position, num_queries, tile, per_kv, window)
 
     weights = scores.sub_(scores.amax((0, 4), keepdim=True)).exp_()
     sums = weights.sum(-1, keepdim=True)
@@ -221,21 +220,41 @@ def _attend(
     return mixed.permute(1, 0, 2, 3).reshape(num_queries, num_heads, head_dim)
 
 
-def _gather(cache: Tensor, pages: Tensor, first_tile: int, end_tile: int) -> Tensor:
-    """A sequence's keys or values as float32 [tiles, num_kv_heads, KEY_TILE, head_dim]; page 0 stands in for none."""
-    _, num_kv_heads, page_size, head_dim = cache.shape
+def _page_rows(pages: Tensor, page_size: int, num_kv_heads: int, first_tile: int, end_tile: int) -> Tensor:
+    """Rows of a cache seen as [num_pages * num_kv_heads, ...], in the order tile, head, page; page 0 for none."""
     per_tile = KEY_TILE // page_size
-    wanted = pages[first_tile * per_tile : end_tile * per_tile].clamp(min=0)
+    wanted = pages[first_tile * per_tile : end_tile * per_tile]
     missing = (end_tile - first_tile) * per_tile - wanted.shape[0]
     if missing:
         wanted = functional.pad(wanted, (0, missing))
-    tiles = cache.index_select(0, wanted).view(-1, per_tile, num_kv_heads, page_size, head_dim).transpose(1, 2)
-    out = torch.empty(tiles.shape, dtype=torch.float32, device=cache.device)
-    return out.copy_(tiles).view(-1, num_kv_heads, KEY_TILE, head_dim)
+    wanted = wanted.clamp(min=0).mul_(num_kv_heads).view(-1, 1, per_tile)
+    return (wanted + torch.arange(num_kv_heads, dtype=wanted.dtype, device=pages.device).view(-1, 1)).view(-1)
+
+
+def _gather(cache: Tensor, rows: Tensor, num_tiles: int) -> Tensor:
+    """A sequence's keys or values as float32 [num_tiles, num_kv_heads, KEY_TILE, head_dim], a fresh tensor."""
+    num_pages, num_kv_heads, _, head_dim = cache.shape
+    gathered = cache.view(num_pages * num_kv_heads, -1).index_select(0, rows)
+    return gathered.float().view(num_tiles, num_kv_heads, KEY_TILE, head_dim)
+
+
+def _hide(
+    scores: Tensor, base: int, position: int, num_queries: int, tile: int, per_kv: int, window: int | None
+) -> None:
+    """Set the scores of keys a query may not see to -inf. Rows that only fill a tile see what the last query sees."""
+    num_k, _, num_q, _, _ = scores.shape
+    device = scores.device
+    keys = torch.arange(base, base + num_k * KEY_TILE, device=device).view(num_k, 1, 1, 1, KEY_TILE)
+    queries = torch.arange(num_q * tile, device=device).clamp_(max=num_queries - 1).add_(position)
+    queries = queries.view(num_q, tile, 1).expand(-1, -1, per_kv).reshape(1, 1, num_q, tile * per_kv, 1)
+    hidden = keys > queries
+    if window is not None:
+        hidden |= keys <= queries - window
+    scores.masked_fill_(hidden, float("-inf"))
 
 
 def _scores(queries: Tensor, keys: Tensor) -> Tensor:
-    """Products of all tiles: [num_kv_heads, num_q, rows, d] x [num_k, num_kv_heads, KEY_TILE, d] -> [num_k, ..., KEY_TILE]."""
+    """Products of all tiles: queries [num_kv_heads, num_q, rows, d] -> [num_k, num_kv_heads, num_q, rows, KEY_TILE]."""
     num_kv_heads, num_q, rows, head_dim = queries.shape
     num_k = keys.shape[0]
     if num_q == 1:
