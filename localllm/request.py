@@ -39,7 +39,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen and when to stop. Ranges are checked by `check()`.
+    """How the next token is chosen and when to stop. `engine.limits.check_params` checks the ranges.
 
     Order of application: penalties and bias (repetition, presence, frequency, logit_bias, DRY), temperature,
     then the cuts top-k, top-p, min-p, typical-p and XTC, then one draw from what is left.

@@ -1,0 +1,431 @@
+"""The loop: submit, abort, step, stats. Token ids in, `TokenEvent`s out; one thread owns the model.
+
+Every accepted request ends in exactly one terminal event per answer, whatever fails: an exception of one request
+(sampling, mask, stop check) ends that request, an exception in a forward pass ends the requests of that batch, an
+exception outside both makes the engine dead and ends all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+
+from localllm.errors import DeviceError, InternalError, LocalLLMError, OutOfMemory
+from localllm.request import FinishReason, Request, TokenEvent, TokenLogprob, Usage
+
+from .batch import BatchBuilder, row_range
+from .limits import check_request
+from .metrics import EngineStats, timing_of, usage_of
+from .pages import GroupPages, Pages
+from .runner import ForwardOutput, Runner
+from .sampler import sample, token_logprob
+from .scheduler import Scheduled, Scheduler, SchedulerLimits, Step
+from .sequence import Sequence
+
+log = logging.getLogger(__name__)
+
+Listener = Callable[[TokenEvent], None]
+Sampled = tuple[int, TokenLogprob | None] | Exception
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What an engine is built with."""
+
+    max_context: int
+    """tokens a sequence may hold"""
+    page_size: int = 16
+    prefix_cache: bool = True
+    limits: SchedulerLimits = SchedulerLimits()
+    check_invariants: bool = False
+    """verify every page and count after every step"""
+
+
+class RequestStream:
+    """The events of one request, in order. Iterating ends after the terminal event of its last answer."""
+
+    def __init__(self, engine: Engine, request: Request, listener: Listener | None) -> None:
+        self.request = request
+        self._engine = engine
+        self._listener = listener
+        self._events: SimpleQueue[TokenEvent] = SimpleQueue()
+        self._open = 1 if request.score else request.params.n
+        self._unread = self._open
+
+    def put(self, event: TokenEvent) -> None:
+        """Called by the engine's thread."""
+        if event.finish_reason is not None:
+            self._open -= 1
+        if self._listener is not None:
+            self._listener(event)
+        else:
+            self._events.put(event)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every answer had its terminal event published."""
+        return self._open <= 0
+
+    def get(self, timeout: float | None = None) -> TokenEvent | None:
+        """The next event, or None after `timeout` seconds."""
+        try:
+            return self._events.get(timeout=timeout)
+        except Empty:
+            return None
+
+    def __iter__(self) -> Iterator[TokenEvent]:
+        while self._unread > 0:
+            event = self._events.get()
+            if event.finish_reason is not None:
+                self._unread -= 1
+            yield event
+
+    def abort(self) -> None:
+        """End it now; the terminal events say "abort"."""
+        self._engine.abort(self.request.request_id)
+
+
+class Engine:
+    """Continuous batching over one model.
+
+    groups  the page budget of each cache group, as the plan gives it
+    fault   tests: called with the step number before each forward; may raise
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        groups: tuple[GroupPages, ...],
+        options: EngineOptions,
+        device: torch.device,
+        fault: Callable[[int], None] | None = None,
+    ) -> None:
+        self.options = options
+        self._runner = runner
+        self._pages = Pages(groups, options.page_size, options.prefix_cache)
+        self.scheduler = Scheduler(self._pages, options.limits)
+        self._builder = BatchBuilder(len(groups), options.page_size, device)
+        self._fault = fault
+        self._streams: dict[str, RequestStream] = {}
+        self._inbox: deque[tuple[str, Any]] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._dead: Exception | None = None
+        self._thread: threading.Thread | None = None
+        self._num_steps = 0
+        self._num_prompt_tokens = 0
+        self._num_output_tokens = 0
+        self._counter = 0
+
+    # --- called from any thread --------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread that owns the model."""
+        self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request, listener: Listener | None = None) -> RequestStream:
+        """Queue a request. Raises InvalidRequest, ContextTooLong, or DeviceError when the engine is dead."""
+        check_request(request, self._runner.vocab_size, self.options.max_context)
+        if not self._pages.fits_ever(len(request.prompt_token_ids) + 1, self.options.limits.prefill_budget):
+            raise OutOfMemory(
+                f"the prompt has {len(request.prompt_token_ids):,} tokens, more than the key/value cache can ever hold",
+                "start with a smaller --ctx for other requests, or with --kv bf16",
+            )
+        with self._wake:
+            if self._dead is not None or self._closing:
+                raise DeviceError("the engine is not running", "restart localllm") from self._dead
+            self._counter += 1
+            if not request.request_id:
+                request.request_id = f"r{self._counter}"
+            if request.request_id in self._streams:
+                raise LocalLLMError(f"request id {request.request_id!r} is in use", "choose another request id")
+            stream = RequestStream(self, request, listener)
+            self._streams[request.request_id] = stream
+            self._inbox.append(("submit", request))
+            self._wake.notify()
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """End a request; unknown or finished ids are ignored."""
+        with self._wake:
+            self._inbox.append(("abort", request_id))
+            self._wake.notify()
+
+    def clear_prefix_cache(self) -> None:
+        """Forget the prefixes nobody uses; takes effect before the next step."""
+        with self._wake:
+            self._inbox.append(("clear", None))
+            self._wake.notify()
+
+    def stats(self) -> EngineStats:
+        """A snapshot of counters; may be a step old."""
+        pool = self._pages.pools[0]
+        scheduler = self.scheduler
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            pages_total=pool.num_pages,
+            pages_free=pool.num_free,
+            pages_cached=pool.num_reclaimable,
+            num_steps=self._num_steps,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_output_tokens=self._num_output_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            prefix_query_tokens=self._pages.tree.num_query_tokens,
+            prefix_hit_tokens=self._pages.tree.num_hit_tokens,
+            used_tokens=sum(s.num_computed_tokens for s in list(scheduler.running)),
+        )
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether an error outside any request stopped the loop."""
+        return self._dead is not None
+
+    def close(self) -> None:
+        """End every request with "abort" and stop the thread."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    # --- the engine's thread -----------------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        try:
+            while True:
+                with self._wake:
+                    while not (self._inbox or self._closing or self.scheduler.has_work):
+                        self._wake.wait()
+                    if self._closing:
+                        break
+                self.run_once()
+        except BaseException as error:
+            log.exception("the engine stopped")
+            self._dead = error if isinstance(error, Exception) else InternalError(repr(error))
+        self._end_all()
+
+    def run_once(self) -> None:
+        """Take what came in, then one step. The loop's body; tests call it without a thread."""
+        while self._inbox:
+            kind, value = self._inbox.popleft()
+            if kind == "submit":
+                self._accept(value)
+            elif kind == "abort":
+                self._abort(value)
+            else:
+                self._pages.tree.clear()
+        if self.scheduler.has_work:
+            self.step()
+        if self.options.check_invariants:
+            self.scheduler.check_integrity()
+
+    def step(self) -> None:
+        """schedule, build, forward, sample, commit, publish."""
+        step = self.scheduler.schedule()
+        for sequence in step.starved:
+            self._end_starved(sequence)
+        if not step.scheduled:
+            return
+        started = time.monotonic()
+        for part in step.scheduled:
+            part.sequence.start_time = part.sequence.start_time or started
+        self._num_steps += 1
+        try:
+            if self._fault is not None:
+                self._fault(self._num_steps)
+            batch = self._builder.build(step)
+            output = self._runner.forward(batch, step.copies)
+            rows, sampled = self._sample(step, output)
+        except Exception as error:  # the batch's requests end, the loop goes on
+            log.exception("a step failed")
+            for part in step.scheduled:
+                self._fail(part.sequence, _explain(error))
+            return
+        self._commit(step, rows, sampled)
+
+    def _accept(self, request: Request) -> None:
+        params = request.params
+        room = self.options.max_context - len(request.prompt_token_ids)
+        seed = params.seed if params.seed is not None else random.SystemRandom().getrandbits(62)
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        sequence = Sequence(request, 0, len(self._pages.pools), seed, max_tokens)
+        sequence.pending_forks = 0 if request.score else params.n - 1
+        self.scheduler.add(sequence)
+
+    def _abort(self, request_id: str) -> None:
+        for sequence in [s for s in self.scheduler.sequences() if s.request.request_id == request_id]:
+            self._finish(sequence, FinishReason.ABORT)
+
+    def _sample(self, step: Step, output: ForwardOutput) -> tuple[list[Sequence], list[Sampled]]:
+        """Split off the children of finished prompts and sample one token for every sequence at its end."""
+        sequences: list[Sequence] = []
+        rows: list[int] = []
+        start = row = 0
+        for part in step.scheduled:
+            count = len(row_range(part, start))
+            if part.sequence.wants_all_rows and part.start < part.sequence.num_prompt_tokens:
+                self._take_rows(part, output, row)
+            if part.is_last_chunk and not part.sequence.request.score:
+                family = [part.sequence, *self._children(part.sequence)]
+                sequences += family
+                rows += [row + count - 1] * len(family)
+            start += part.num_tokens
+            row += count
+        if not sequences:
+            return [], []
+        with torch.inference_mode():
+            hidden = output.hidden if rows == list(range(row)) else output.hidden[rows]
+            return sequences, sample(output.logits(hidden), sequences)
+
+    def _children(self, parent: Sequence) -> list[Sequence]:
+        children = []
+        for index in range(1, parent.pending_forks + 1):
+            child = Sequence(parent.request, index, len(self._pages.pools), parent.seed + index, parent.max_tokens)
+            child.submit_time, child.start_time = parent.submit_time, parent.start_time
+            child.stop_check = parent.request.stop_check.fork() if parent.request.stop_check else None
+            children.append(child)
+        return children
+
+    def _take_rows(self, part: Scheduled, output: ForwardOutput, row: int) -> None:
+        """Log-probabilities of prompt rows: published (score) or kept for the first token's event (prompt logprobs)."""
+        sequence = part.sequence
+        skip = max(0, sequence.num_rows_done - part.start)  # done before a preemption
+        at = part.start + skip
+        prompt = sequence.token_ids
+        with torch.inference_mode():
+            for logits in output.pieces(row + skip, row + part.num_tokens, self._runner.vocab_size):
+                if sequence.request.score:
+                    scores = torch.log_softmax(logits, -1).cpu().numpy()
+                    progress = (at + len(scores), sequence.num_prompt_tokens)
+                    self._publish(sequence, TokenEvent(sequence.request.request_id, scores=scores, prefill=progress))
+                else:
+                    wanted = sequence.params.prompt_logprobs or 0
+                    for offset in range(logits.shape[0]):
+                        if at + offset + 1 < sequence.num_prompt_tokens:
+                            target = prompt[at + offset + 1]
+                            sequence.prompt_logprobs.append(token_logprob(logits[offset], target, wanted))
+                at += logits.shape[0]
+        sequence.num_rows_done = max(sequence.num_rows_done, at)
+
+    def _commit(self, step: Step, sequences: list[Sequence], sampled: list[Sampled]) -> None:
+        self.scheduler.commit(step)
+        now = time.monotonic()
+        for part in step.scheduled:
+            sequence = part.sequence
+            self._num_prompt_tokens += max(0, min(part.start + part.num_tokens, sequence.num_prompt_tokens) - part.start)
+            if part.is_last_chunk or sequence.num_uncomputed_tokens == 0:
+                sequence.prefill_time = sequence.prefill_time or now
+            if sequence.request.score and sequence.num_uncomputed_tokens == 0:
+                sequence.last_token_time = now
+                self._finish(sequence, FinishReason.STOP)
+            elif sequence.num_uncomputed_tokens > 0 and sequence.num_output_tokens == 0:
+                progress = (sequence.num_computed_tokens, sequence.num_prompt_tokens)
+                self._publish(sequence, TokenEvent(sequence.request.request_id, sequence.index, prefill=progress))
+        parents = {s.request.request_id: s for s in sequences if s.index == 0}
+        for sequence in sequences:
+            if sequence.index > 0 and sequence.num_computed_tokens == 0:
+                self.scheduler.add_fork(sequence, parents[sequence.request.request_id])
+                sequence.prefill_time = now
+        for sequence, result in zip(sequences, sampled, strict=True):
+            sequence.pending_forks = 0
+            self._advance(sequence, result, now)
+
+    def _advance(self, sequence: Sequence, result: Sampled, now: float) -> None:
+        if isinstance(result, Exception):
+            self._fail(sequence, _explain(result))
+            return
+        token, logprob = result
+        try:
+            sequence.append(token)
+            if sequence.request.token_mask is not None:
+                sequence.request.token_mask.accept(token)
+            sequence.check_stop(token)
+        except Exception as error:  # a stop check or mask that fails ends its own request only
+            log.exception("a request failed")
+            self._fail(sequence, _explain(error))
+            return
+        self._num_output_tokens += 1
+        sequence.first_token_time = sequence.first_token_time or now
+        sequence.last_token_time = now
+        event = TokenEvent(sequence.request.request_id, sequence.index, [token])
+        if logprob is not None:
+            event.logprobs = [logprob]
+        if sequence.num_output_tokens == 1 and sequence.params.prompt_logprobs is not None:
+            event.prompt_logprobs = [None, *sequence.prompt_logprobs]
+        if sequence.finish_reason is None:
+            self._publish(sequence, event)
+        else:
+            self._finish(sequence, sequence.finish_reason, event)
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, event: TokenEvent | None = None) -> None:
+        """Take a sequence off and publish its terminal event, and those of children it never split off."""
+        self.scheduler.remove(sequence)
+        event = event or TokenEvent(sequence.request.request_id, sequence.index)
+        event.finish_reason = reason
+        event.stop_reason, event.keep_chars = sequence.stop_reason, sequence.keep_chars
+        event.usage, event.timing = usage_of(sequence), timing_of(sequence)
+        forks, sequence.pending_forks = sequence.pending_forks, 0
+        self._publish(sequence, event)
+        for index in range(1, forks + 1):
+            self._publish(sequence, replace(event, index=index, token_ids=[], usage=replace(event.usage or Usage())))
+
+    def _fail(self, sequence: Sequence, error: LocalLLMError) -> None:
+        if sequence.finish_reason is FinishReason.ERROR:
+            return
+        sequence.finish_reason = FinishReason.ERROR
+        self._finish(sequence, FinishReason.ERROR, TokenEvent(sequence.request.request_id, sequence.index, error=error))
+
+    def _end_starved(self, sequence: Sequence) -> None:
+        """Not a page left for it though it is alone: what it has is its answer, if it has any."""
+        if sequence.num_output_tokens:
+            self._finish(sequence, FinishReason.LENGTH)
+        else:
+            message = f"the key/value cache has no room for {sequence.num_tokens:,} tokens"
+            self._fail(sequence, OutOfMemory(message, "use a larger --ctx, or a smaller prompt"))
+
+    def _publish(self, sequence: Sequence, event: TokenEvent) -> None:
+        stream = self._streams.get(event.request_id)
+        if stream is None:
+            return
+        try:
+            stream.put(event)
+        except Exception:  # a listener's fault is its own
+            log.exception("a listener failed")
+        if stream.is_done:
+            self._streams.pop(event.request_id, None)
+
+    def _end_all(self) -> None:
+        with self._wake:
+            self._closing = True
+            submitted = [value for kind, value in self._inbox if kind == "submit"]
+            self._inbox.clear()
+        for request in submitted:
+            self._accept(request)
+        for sequence in self.scheduler.sequences():
+            if self._dead is None:
+                self._finish(sequence, FinishReason.ABORT)
+            else:
+                self._fail(sequence, DeviceError(f"the engine stopped: {self._dead}", "restart localllm; see the log"))
+
+
+def _explain(error: Exception) -> LocalLLMError:
+    """An error that a user can be shown."""
+    if isinstance(error, LocalLLMError):
+        return error
+    if isinstance(error, MemoryError) or "out of memory" in str(error).lower() or "can't allocate" in str(error):
+        wrapped: LocalLLMError = OutOfMemory("memory ran out during this step", "use a smaller --ctx or fewer requests")
+    else:
+        wrapped = InternalError(f"the request failed inside the engine: {type(error).__name__}", "see the log")
+    wrapped.__cause__ = error
+    return wrapped

@@ -1,0 +1,55 @@
+"""Counters and times of the engine, as plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from localllm.request import Timing, Usage
+
+from .sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    pages_total: int = 0
+    """of the first cache group"""
+    pages_free: int = 0
+    """held by nobody"""
+    pages_cached: int = 0
+    """held by the prefix tree alone: free on demand"""
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    used_tokens: int = 0
+    """K/V tokens of running sequences"""
+
+
+def timing_of(sequence: Sequence) -> Timing:
+    """Times of one sequence; rates over what was really computed."""
+    first = sequence.first_token_time or sequence.last_token_time
+    last = sequence.last_token_time or first
+    if not sequence.start_time:
+        return Timing()
+    decode_s = last - first
+    prefill_s = (sequence.prefill_time or last) - sequence.start_time
+    prefilled = sequence.num_prompt_tokens - sequence.num_cached_tokens
+    outputs = sequence.num_output_tokens
+    return Timing(
+        queue_s=sequence.start_time - sequence.submit_time,
+        ttft_s=max(0.0, first - sequence.submit_time),
+        total_s=max(0.0, last - sequence.submit_time),
+        prefill_tps=prefilled / prefill_s if prefill_s > 0 else 0.0,
+        decode_tps=(outputs - 1) / decode_s if outputs > 1 and decode_s > 0 else 0.0,
+    )
+
+
+def usage_of(sequence: Sequence) -> Usage:
+    """Token counts of one sequence."""
+    return Usage(sequence.num_prompt_tokens, sequence.num_cached_tokens, sequence.num_output_tokens)

@@ -1,0 +1,93 @@
+"""The pages of one cache group as integers: a free list and reference counts. No torch.
+
+A page is free (0 references), or held by sequences and/or by the prefix tree (one reference each). A page held by the
+tree alone can be reclaimed at any time, so it counts as available.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+
+class PagePool:
+    """`num_pages` pages, ids 0 .. num_pages - 1."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._free = deque(range(num_pages))
+        self._refs = [0] * num_pages
+        self._in_tree = bytearray(num_pages)
+        self._num_reclaimable = 0
+
+    @property
+    def num_free(self) -> int:
+        """Pages nobody holds."""
+        return len(self._free)
+
+    @property
+    def num_reclaimable(self) -> int:
+        """Pages only the prefix tree holds."""
+        return self._num_reclaimable
+
+    @property
+    def num_available(self) -> int:
+        """Free pages plus those that eviction could free."""
+        return len(self._free) + self._num_reclaimable
+
+    def refs(self, page: int) -> int:
+        """Holders of a page."""
+        return self._refs[page]
+
+    def in_tree(self, page: int) -> bool:
+        """Whether the prefix tree is one of the holders."""
+        return bool(self._in_tree[page])
+
+    def take(self) -> int | None:
+        """A free page with one reference, or None when there is none."""
+        if not self._free:
+            return None
+        page = self._free.popleft()
+        self._refs[page] = 1
+        return page
+
+    def retain(self, page: int) -> None:
+        """One holder more."""
+        assert self._refs[page] > 0, f"page {page} is free"
+        if self._refs[page] == 1 and self._in_tree[page]:
+            self._num_reclaimable -= 1
+        self._refs[page] += 1
+
+    def release(self, page: int) -> None:
+        """One holder less; the last one frees the page."""
+        assert self._refs[page] > 0, f"page {page} is free already"
+        self._refs[page] -= 1
+        if self._refs[page] == 0:
+            assert not self._in_tree[page], f"page {page} freed while in the tree"
+            self._free.append(page)
+        elif self._refs[page] == 1 and self._in_tree[page]:
+            self._num_reclaimable += 1
+
+    def enter_tree(self, page: int) -> None:
+        """The prefix tree becomes a holder."""
+        assert not self._in_tree[page], f"page {page} is in the tree already"
+        self.retain(page)
+        self._in_tree[page] = 1
+
+    def leave_tree(self, page: int) -> None:
+        """The prefix tree stops being a holder."""
+        assert self._in_tree[page], f"page {page} is not in the tree"
+        if self._refs[page] == 1:
+            self._num_reclaimable -= 1
+        self._in_tree[page] = 0
+        self.release(page)
+
+    def check_integrity(self, held: dict[int, int]) -> None:
+        """Raise AssertionError unless counts match `held`: page -> references by sequences (the tree's come on top)."""
+        free = set(self._free)
+        assert len(free) == len(self._free), "a page is free twice"
+        for page in range(self.num_pages):
+            want = held.get(page, 0) + self._in_tree[page]
+            assert self._refs[page] == want, f"page {page}: {self._refs[page]} references, {want} holders"
+            assert (page in free) == (want == 0), f"page {page}: {want} holders, in free list: {page in free}"
+        alone = sum(1 for p in range(self.num_pages) if self._in_tree[p] and self._refs[p] == 1)
+        assert alone == self._num_reclaimable, f"{alone} pages held by the tree alone, counted {self._num_reclaimable}"

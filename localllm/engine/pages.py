@@ -1,0 +1,188 @@
+"""Which pages a sequence has: taking, sharing, giving back, and handing full pages to the prefix tree. No torch.
+
+One object owns the pools of all cache groups and the tree over them. Every change keeps the invariant that a
+sequence holds exactly one reference on each page in its block tables.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence as Many
+from dataclasses import dataclass
+
+from .page_pool import PagePool
+from .radix_cache import RadixCache
+from .sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPages:
+    """What the scheduler must know of a cache group."""
+
+    num_pages: int
+    window: int | None = None
+    """tokens a query looks back, itself included; None for full attention"""
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """Copy a page before this step writes: it was shared, and one of its holders goes its own way."""
+
+    group: int
+    source: int
+    target: int
+
+
+class Pages:
+    """The pages of all cache groups."""
+
+    def __init__(self, groups: Many[GroupPages], page_size: int, prefix_cache: bool = True) -> None:
+        self.page_size = page_size
+        self.groups = tuple(groups)
+        self.pools = tuple(PagePool(g.num_pages) for g in groups)
+        self.tree = RadixCache(self.pools, [g.window for g in groups], page_size)
+        self.prefix_cache = prefix_cache
+
+    def num_needed(self, sequence: Sequence, group: int, num_tokens: int) -> int:
+        """Pages this group still lacks before the first `num_tokens` tokens of the sequence have a slot."""
+        return max(0, -(-num_tokens // self.page_size) - len(sequence.block_tables[group]))
+
+    def fits_ever(self, num_tokens: int, chunk: int) -> bool:
+        """Whether a sequence of this length could run alone: full groups hold it all, window groups their window."""
+        size = self.page_size
+        for spec in self.groups:
+            tokens = num_tokens if spec.window is None else min(num_tokens, spec.window + chunk + size)
+            if -(-tokens // size) > spec.num_pages:
+                return False
+        return True
+
+    def can_admit(self, sequence: Sequence, first_tokens: int) -> bool:
+        """Whether full groups have room for the whole sequence so far, and window groups for its first chunk."""
+        for group, spec in enumerate(self.groups):
+            tokens = sequence.num_tokens if spec.window is None else first_tokens
+            if self.num_needed(sequence, group, tokens) > self.pools[group].num_available:
+                return False
+        return True
+
+    def attach_prefix(self, sequence: Sequence) -> int:
+        """Give a fresh sequence the longest cached prefix that leaves one token to compute; returns its tokens."""
+        if not (self.prefix_cache and sequence.reads_prefix_cache):
+            return 0
+        path = self.tree.match(sequence.token_ids, sequence.request.cache_salt, sequence.num_tokens - 1)
+        if not path:
+            return 0
+        num_tokens = len(path) * self.page_size
+        for group, pool in enumerate(self.pools):
+            first = self.tree.needed_from(group, num_tokens)
+            table = sequence.block_tables[group]
+            for index, node in enumerate(path):
+                page = node.pages[group]
+                if index < first or page is None:
+                    table.append(-1)
+                else:
+                    pool.retain(page)
+                    table.append(page)
+            sequence.first_kept[group] = first
+        sequence.node = path[-1]
+        sequence.num_tree_pages = len(path)
+        sequence.num_computed_tokens = num_tokens
+        return num_tokens
+
+    def extend(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Make slots for the first `num_tokens` tokens. False, with nothing taken, when pages are short."""
+        plan = [self.num_needed(sequence, group, num_tokens) for group in range(len(self.pools))]
+        for group, count in enumerate(plan):
+            short = count - self.pools[group].num_free
+            if short > 0:
+                self.tree.evict(group, short)
+            if self.pools[group].num_free < count:
+                return False
+        for group, count in enumerate(plan):
+            for _ in range(count):
+                page = self.pools[group].take()
+                assert page is not None
+                sequence.block_tables[group].append(page)
+        return True
+
+    def own_tail(self, sequence: Sequence, start: int) -> list[PageCopy] | None:
+        """Copy on write: make the page that token `start` goes to the sequence's own. None when pages are short."""
+        copies: list[PageCopy] = []
+        for group, pool in enumerate(self.pools):
+            index = start // self.page_size
+            table = sequence.block_tables[group]
+            if index >= len(table) or pool.refs(table[index]) == 1:
+                continue
+            if pool.num_free == 0:
+                self.tree.evict(group, 1)
+            page = pool.take()
+            if page is None:
+                for copy in copies:  # undo: the other groups keep sharing
+                    self.pools[copy.group].retain(copy.source)
+                    self.pools[copy.group].release(copy.target)
+                    sequence.block_tables[copy.group][index] = copy.source
+                return None
+            copies.append(PageCopy(group, table[index], page))
+            pool.release(table[index])
+            table[index] = page
+        return copies
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let a child share every page of its parent."""
+        for group, pool in enumerate(self.pools):
+            child.block_tables[group] = list(parent.block_tables[group])
+            child.first_kept[group] = parent.first_kept[group]
+            for page in child.block_tables[group]:
+                if page >= 0:
+                    pool.retain(page)
+        child.node, child.num_tree_pages = parent.node, parent.num_tree_pages
+        child.num_computed_tokens = parent.num_computed_tokens
+        child.num_cached_tokens = parent.num_cached_tokens
+
+    def commit(self, sequence: Sequence) -> None:
+        """After a step: hand newly full pages to the tree, then give back what fell out of the windows."""
+        if self.prefix_cache and sequence.request.use_prefix_cache:
+            self._grow_tree(sequence)
+        for group, spec in enumerate(self.groups):
+            if spec.window is None:
+                continue
+            first = min(
+                self.tree.needed_from(group, sequence.num_computed_tokens), len(sequence.block_tables[group])
+            )
+            table = sequence.block_tables[group]
+            for index in range(sequence.first_kept[group], first):
+                if table[index] >= 0:
+                    self.pools[group].release(table[index])
+                    table[index] = -1
+            sequence.first_kept[group] = max(first, sequence.first_kept[group])
+
+    def _grow_tree(self, sequence: Sequence) -> None:
+        size = self.page_size
+        node = sequence.node or self.tree.root(sequence.request.cache_salt)
+        for index in range(sequence.num_tree_pages, sequence.num_computed_tokens // size):
+            pages = [table[index] if table[index] >= 0 else None for table in sequence.block_tables]
+            key = tuple(sequence.token_ids[index * size : (index + 1) * size])
+            node, used = self.tree.insert(node, key, pages)
+            for table, page in zip(sequence.block_tables, used, strict=True):
+                table[index] = -1 if page is None else page
+            sequence.node = node
+            sequence.num_tree_pages = index + 1
+
+    def release(self, sequence: Sequence) -> None:
+        """Give back every page of a sequence."""
+        for group, pool in enumerate(self.pools):
+            for page in sequence.block_tables[group]:
+                if page >= 0:
+                    pool.release(page)
+            sequence.block_tables[group] = []
+            sequence.first_kept[group] = 0
+        sequence.node, sequence.num_tree_pages = None, 0
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Raise AssertionError unless every reference is accounted for by these sequences and the tree."""
+        held: list[Counter[int]] = [Counter() for _ in self.pools]
+        for sequence in sequences:
+            for group, table in enumerate(sequence.block_tables):
+                held[group].update(page for page in table if page >= 0)
+        for pool, counts in zip(self.pools, held, strict=True):
+            pool.check_integrity(counts)
+        self.tree.check_integrity()

@@ -1,0 +1,206 @@
+"""The prefix tree: which pages hold the keys and values of which tokens. No torch.
+
+A node is one full page: the edge to it is the page's token ids, below a root per salt (salt and model identity never
+mix). It holds one page id per cache group. A full-attention group needs every page of a prefix; a window group of W
+tokens only the pages of its last W tokens, so a node may have lost its page of such a group (None).
+
+Sequences that use a node's pages hold references of their own, and hold all pages of the full group up to their end;
+therefore a node whose first-group page is held by the tree alone has no user below it, and eviction may take leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from .page_pool import PagePool
+
+EVICT_BATCH = 16
+"""nodes evicted at least, once eviction starts: it scans the tree, so it should not run for every single page"""
+
+
+class Node:
+    """One page of tokens in the tree."""
+
+    __slots__ = ("children", "key", "last_used", "pages", "parent")
+
+    def __init__(self, parent: Node | None, key: tuple[int, ...], pages: list[int | None]) -> None:
+        self.parent = parent
+        self.key = key
+        self.pages = pages
+        self.children: dict[tuple[int, ...], Node] = {}
+        self.last_used = 0
+
+
+class RadixCache:
+    """Prefixes over the page pools of all cache groups.
+
+    pools     one per cache group
+    windows   per group: None for full attention, else the window in tokens
+    """
+
+    def __init__(self, pools: Sequence[PagePool], windows: Sequence[int | None], page_size: int) -> None:
+        self.pools = tuple(pools)
+        self.windows = tuple(windows)
+        self.page_size = page_size
+        self._roots: dict[str, Node] = {}
+        self._clock = 0
+        self.num_nodes = 0
+        self.num_query_tokens = 0
+        self.num_hit_tokens = 0
+        """counted by the scheduler, once per admitted request"""
+
+    def root(self, salt: str) -> Node:
+        """The root for a salt, made when first asked for."""
+        node = self._roots.get(salt)
+        if node is None:
+            node = self._roots[salt] = Node(None, (), [])
+        return node
+
+    def match(self, token_ids: Sequence[int], salt: str, limit: int) -> list[Node]:
+        """The nodes of the longest usable prefix of at most `limit` tokens, in order. Touches them, holds nothing."""
+        size = self.page_size
+        node = self._roots.get(salt)
+        path: list[Node] = []
+        if node is not None:
+            for start in range(0, limit // size * size, size):
+                child = node.children.get(tuple(token_ids[start : start + size]))
+                if child is None:
+                    break
+                path.append(child)
+                node = child
+        length = self._usable(path)
+        del path[length:]
+        self._clock += 1
+        for node in path:
+            node.last_used = self._clock
+        return path
+
+    def needed_from(self, group: int, num_tokens: int) -> int:
+        """The first page index that a query at position `num_tokens` still reads in this group."""
+        window = self.windows[group]
+        return 0 if window is None else max(0, num_tokens - window + 1) // self.page_size
+
+    def _usable(self, path: list[Node]) -> int:
+        """The longest length, in pages, for which every window group still has the pages it would read."""
+        runs = [0] * len(self.windows)  # consecutive pages present, ending at the current index
+        best = 0
+        for index, node in enumerate(path):
+            ok = True
+            for group, window in enumerate(self.windows):
+                runs[group] = runs[group] + 1 if node.pages[group] is not None else 0
+                end = (index + 1) * self.page_size
+                if window is not None and runs[group] < index + 1 - self.needed_from(group, end):
+                    ok = False
+            if ok:
+                best = index + 1
+        return best
+
+    def insert(self, node: Node, key: tuple[int, ...], pages: Sequence[int | None]) -> tuple[Node, list[int | None]]:
+        """Put one full page below `node`, and return its node with the pages the sequence shall use from now on.
+
+        A new node takes references of its own on `pages`. Where the tree has the page already, the sequence is given
+        the tree's page instead: the caller's reference on its own copy is released and one on the tree's is taken.
+        """
+        self._clock += 1
+        child = node.children.get(key)
+        if child is None:
+            child = Node(node, key, [None] * len(self.pools))
+            node.children[key] = child
+            self.num_nodes += 1
+        child.last_used = self._clock
+        used: list[int | None] = []
+        for group, (pool, page) in enumerate(zip(self.pools, pages, strict=True)):
+            mine = child.pages[group]
+            if page is None or mine == page:
+                used.append(page)
+            elif mine is None:
+                child.pages[group] = page
+                pool.enter_tree(page)
+                used.append(page)
+            else:
+                pool.retain(mine)
+                pool.release(page)
+                used.append(mine)
+        return child, used
+
+    def evict(self, group: int, num_pages: int) -> int:
+        """Free at least `num_pages` pages of a group, least recently used first; returns how many it could."""
+        if self.windows[group] is not None:
+            return self._evict_window(group, num_pages)
+        freed = 0
+        goal = max(num_pages, EVICT_BATCH)
+        while freed < goal:
+            leaves = sorted((n for n in self._nodes() if not n.children and self._idle(n)), key=lambda n: n.last_used)
+            if not leaves:
+                break
+            for node in leaves:
+                freed += self._drop(node, group)
+                if freed >= goal:
+                    break
+        return freed
+
+    def _evict_window(self, group: int, num_pages: int) -> int:
+        """Window pages may go from any node: the tokens before a window are not read again."""
+        pool = self.pools[group]
+        freed = 0
+        goal = max(num_pages, EVICT_BATCH)
+        held = [n for n in self._nodes() if (page := n.pages[group]) is not None and pool.refs(page) == 1]
+        for node in sorted(held, key=lambda n: n.last_used)[:goal]:
+            page = node.pages[group]
+            assert page is not None
+            node.pages[group] = None
+            pool.leave_tree(page)
+            freed += 1
+            while node.parent is not None and not node.children and not any(p is not None for p in node.pages):
+                node = self._detach(node)  # nothing left to find here
+        return freed
+
+    def _idle(self, node: Node) -> bool:
+        return all(page is None or pool.refs(page) == 1 for pool, page in zip(self.pools, node.pages, strict=True))
+
+    def _drop(self, node: Node, group: int) -> int:
+        freed = int(node.pages[group] is not None)
+        for pool, page in zip(self.pools, node.pages, strict=True):
+            if page is not None:
+                pool.leave_tree(page)
+        self._detach(node)
+        return freed
+
+    def _detach(self, node: Node) -> Node:
+        assert node.parent is not None
+        del node.parent.children[node.key]
+        self.num_nodes -= 1
+        parent, node.parent = node.parent, None
+        return parent
+
+    def clear(self) -> None:
+        """Forget every prefix that nobody uses at the moment."""
+        while leaves := [n for n in self._nodes() if not n.children and self._idle(n)]:
+            for node in leaves:
+                self._drop(node, 0)
+
+    def _nodes(self) -> Iterator[Node]:
+        stack = [child for root in self._roots.values() for child in root.children.values()]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every page in a node is marked so in its pool, once, and keys are full pages."""
+        seen: list[set[int]] = [set() for _ in self.pools]
+        count = 0
+        for node in self._nodes():
+            count += 1
+            assert len(node.key) == self.page_size, f"a node holds {len(node.key)} tokens"
+            assert node.parent is not None and node.parent.children[node.key] is node, "a node its parent does not know"
+            for group, page in enumerate(node.pages):
+                if page is None:
+                    continue
+                assert page not in seen[group], f"page {page} of group {group} is in two nodes"
+                assert self.pools[group].in_tree(page), f"page {page} of group {group} is not marked as cached"
+                seen[group].add(page)
+        assert count == self.num_nodes, f"{count} nodes, counted {self.num_nodes}"
+        for group, pool in enumerate(self.pools):
+            marked = {p for p in range(pool.num_pages) if pool.in_tree(p)}
+            assert marked == seen[group], f"group {group}: pages marked but in no node: {sorted(marked - seen[group])}"

@@ -1,0 +1,238 @@
+"""Who runs next, under token and page budgets. Integers only, no torch.
+
+Each step: first every decoding sequence gets a slot for its next token (copying a shared page, preempting the latest
+arrival when pages are short); then sequences in prefill get chunks of what is left of the token budget; then waiting
+ones are admitted, oldest and highest priority first. Preemption is by recompute: the pages go back, the tokens stay.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from .pages import PageCopy, Pages
+from .sequence import Sequence, SequenceState
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Budgets of one step."""
+
+    max_parallel: int = 4
+    """sequences running at once"""
+    prefill_budget: int = 512
+    """prompt tokens per step, over all sequences"""
+    score_rows: int = 256
+    """tokens per step of a sequence whose every row's logits are wanted"""
+    preempt_every: int = 0
+    """tests: preempt the latest sequence every so many steps; 0 is never"""
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """A sequence's part in a step: tokens [start, start + num_tokens)."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+
+    @property
+    def is_last_chunk(self) -> bool:
+        """Whether the step leaves nothing uncomputed, so that a token is sampled."""
+        return self.start + self.num_tokens == self.sequence.num_tokens
+
+
+@dataclass(slots=True)
+class Step:
+    """What one forward computes."""
+
+    scheduled: list[Scheduled] = field(default_factory=list)
+    copies: list[PageCopy] = field(default_factory=list)
+    starved: list[Sequence] = field(default_factory=list)
+    """alone and still without a page: the engine ends them with "length" """
+
+
+class Scheduler:
+    """Waiting and running sequences over one `Pages`."""
+
+    def __init__(self, pages: Pages, limits: SchedulerLimits) -> None:
+        self.pages = pages
+        self.limits = limits
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self._arrivals = 0
+        self._steps = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything waits or runs."""
+        return bool(self.waiting or self.running)
+
+    def sequences(self) -> list[Sequence]:
+        """All that are in flight."""
+        return [*self.running, *self.waiting]
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence behind those of its priority."""
+        sequence.order = self._arrivals
+        self._arrivals += 1
+        self._enqueue(sequence)
+
+    def add_fork(self, child: Sequence, parent: Sequence) -> None:
+        """Let a child that shares its parent's pages run at once if there is a place, else next."""
+        child.order = parent.order
+        self.pages.fork(parent, child)
+        if len(self.running) < self.limits.max_parallel:
+            child.state = SequenceState.RUNNING
+            self.running.append(child)
+        else:
+            self._enqueue(child)
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        sequence.state = SequenceState.WAITING
+        key = (-sequence.request.priority, sequence.order, sequence.index)
+        at = len(self.waiting)
+        while at > 0:
+            other = self.waiting[at - 1]
+            if (-other.request.priority, other.order, other.index) <= key:
+                break
+            at -= 1
+        self.waiting.insert(at, sequence)
+
+    def schedule(self) -> Step:
+        """The next step; empty when nothing can run."""
+        step = Step()
+        self._steps += 1
+        every = self.limits.preempt_every
+        if every and self._steps % every == 0 and len(self.running) > 1:
+            self._preempt(self._victim())
+        self._schedule_decodes(step)
+        budget = self._schedule_prefills(step)
+        self._admit(step, budget)
+        return step
+
+    def _schedule_decodes(self, step: Step) -> None:
+        for sequence in [s for s in self.running if s.num_uncomputed_tokens == 1 and s.num_output_tokens > 0]:
+            if sequence.state is not SequenceState.RUNNING:
+                continue  # preempted for an earlier one in this loop
+            if self._take_slots(step, sequence, 1):
+                step.scheduled.append(Scheduled(sequence, sequence.num_computed_tokens, 1))
+
+    def _schedule_prefills(self, step: Step) -> int:
+        budget = self.limits.prefill_budget
+        for sequence in [s for s in self.running if not (s.num_uncomputed_tokens == 1 and s.num_output_tokens > 0)]:
+            if budget <= 0 or sequence.state is not SequenceState.RUNNING:
+                continue
+            count = self._chunk(sequence, budget)
+            if self._take_slots(step, sequence, count):
+                step.scheduled.append(Scheduled(sequence, sequence.num_computed_tokens, count))
+                budget -= count
+        return budget
+
+    def _admit(self, step: Step, budget: int) -> None:
+        while self.waiting and budget > 0 and len(self.running) < self.limits.max_parallel:
+            sequence = self.waiting[0]
+            fresh = not any(sequence.block_tables)
+            if fresh:
+                cached = self.pages.attach_prefix(sequence)
+                if sequence.num_preemptions == 0:
+                    sequence.num_cached_tokens = min(cached, sequence.num_prompt_tokens)
+            count = self._chunk(sequence, budget)
+            if not self.pages.can_admit(sequence, sequence.num_computed_tokens + count):
+                if fresh:
+                    self.pages.release(sequence)
+                    sequence.num_computed_tokens = 0
+                if not self.running and not step.scheduled:
+                    if self._release_waiting():
+                        continue
+                    self._starve(step, sequence)
+                return
+            if fresh and sequence.num_preemptions == 0:
+                self.pages.tree.num_query_tokens += sequence.num_tokens
+                self.pages.tree.num_hit_tokens += sequence.num_computed_tokens
+            self.waiting.popleft()
+            sequence.state = SequenceState.RUNNING
+            self.running.append(sequence)
+            if self._take_slots(step, sequence, count):
+                step.scheduled.append(Scheduled(sequence, sequence.num_computed_tokens, count))
+                budget -= count
+            else:
+                return
+
+    def _chunk(self, sequence: Sequence, budget: int) -> int:
+        count = min(sequence.num_uncomputed_tokens, budget)
+        return min(count, self.limits.score_rows) if sequence.wants_all_rows else count
+
+    def _take_slots(self, step: Step, sequence: Sequence, count: int) -> bool:
+        """Slots for the next `count` tokens, preempting later arrivals. False when `sequence` itself had to go."""
+        while True:
+            copies = self.pages.own_tail(sequence, sequence.num_computed_tokens)
+            if copies is not None:
+                step.copies.extend(copies)
+                if self.pages.extend(sequence, sequence.num_computed_tokens + count):
+                    return True
+            victim = self._victim()
+            if victim is sequence and len(self.running) == 1 and not self._release_waiting():
+                self._starve(step, sequence)
+                return False
+            if victim is sequence and len(self.running) > 1:
+                self._preempt(sequence)
+                self._unschedule(step, sequence)
+                return False
+            if victim is not sequence:
+                self._preempt(victim)
+                self._unschedule(step, victim)
+
+    def _release_waiting(self) -> bool:
+        """Take the pages of a waiting fork; True when there was one."""
+        for sequence in reversed(self.waiting):
+            if any(sequence.block_tables):
+                self.pages.release(sequence)
+                sequence.num_computed_tokens = 0
+                return True
+        return False
+
+    def _victim(self) -> Sequence:
+        return max(self.running, key=lambda s: (-s.request.priority, s.order, s.index))
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.pages.release(sequence)
+        sequence.num_computed_tokens = 0
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self._enqueue(sequence)
+
+    def _unschedule(self, step: Step, sequence: Sequence) -> None:
+        step.scheduled = [s for s in step.scheduled if s.sequence is not sequence]
+
+    def _starve(self, step: Step, sequence: Sequence) -> None:
+        step.starved.append(sequence)
+        self.remove(sequence)
+
+    def commit(self, step: Step) -> None:
+        """Count the step's tokens as computed and settle their pages."""
+        for part in step.scheduled:
+            part.sequence.num_computed_tokens = part.start + part.num_tokens
+            self.pages.commit(part.sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """A sequence ended: take it off its queue and give its pages back."""
+        if sequence.state is SequenceState.RUNNING:
+            self.running.remove(sequence)
+        elif sequence.state is SequenceState.WAITING and sequence in self.waiting:
+            self.waiting.remove(sequence)
+        sequence.state = SequenceState.FINISHED
+        self.pages.release(sequence)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every page and every count is accounted for."""
+        self.pages.check_integrity(self.sequences())
+        for sequence in self.running:
+            assert sequence.state is SequenceState.RUNNING
+            for group, table in enumerate(sequence.block_tables):
+                have = len(table) * self.pages.page_size
+                assert have >= sequence.num_computed_tokens, f"group {group}: {have} slots, {sequence.num_computed_tokens} computed"
+        for sequence in self.waiting:
+            assert sequence.state is SequenceState.WAITING

@@ -1,0 +1,114 @@
+"""One answer in flight: its tokens, its pages, its counters. No torch."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from enum import Enum
+
+from localllm.request import FinishReason, Request, SamplingParams, StopCheck, TokenLogprob
+
+from .radix_cache import Node
+
+
+class SequenceState(Enum):
+    """Where a sequence stands."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """A request's answer number `index`. `token_ids` is prompt plus output; the first `num_computed_tokens` have K/V."""
+
+    def __init__(self, request: Request, index: int, num_groups: int, seed: int, max_tokens: int) -> None:
+        self.request = request
+        self.index = index
+        self.seed = seed
+        """of this child: the request's seed + index"""
+        self.max_tokens = max_tokens
+        """after clamping to the context"""
+        self.token_ids: list[int] = list(request.prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        """prompt tokens taken from the prefix tree at first admission"""
+        self.state = SequenceState.WAITING
+        self.block_tables: list[list[int]] = [[] for _ in range(num_groups)]
+        """per group; -1 where a page fell out of the window"""
+        self.first_kept: list[int] = [0] * num_groups
+        """per group: pages before this index were given back"""
+        self.node: Node | None = None
+        """the tree node of the last full page known to the tree"""
+        self.num_tree_pages = 0
+        """full pages known to the tree"""
+        self.stop_check: StopCheck | None = request.stop_check
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.keep_chars: int | None = None
+        self.output_counts: Counter[int] = Counter()
+        self.prompt_logprobs: list[TokenLogprob | None] = []
+        self.num_rows_done = 0
+        """prompt rows whose log-probabilities were taken, kept through preemption"""
+        self.num_preemptions = 0
+        self.pending_forks = 0
+        """children to split off when the prompt is computed"""
+        self.order = 0
+        """arrival number, kept through preemption"""
+        self.submit_time = time.monotonic()
+        self.start_time = 0.0
+        self.prefill_time = 0.0
+        """when the prompt was computed"""
+        self.first_token_time = 0.0
+        self.last_token_time = 0.0
+
+    @property
+    def params(self) -> SamplingParams:
+        """How it is sampled."""
+        return self.request.params
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens whose K/V is still to be computed: 1 while decoding, more during prefill."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def wants_all_rows(self) -> bool:
+        """Whether the logits of every prompt row are needed (score, prompt logprobs)."""
+        return self.request.score or self.params.prompt_logprobs is not None
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Score and prompt logprobs need every row computed, so they do not read the tree."""
+        return self.request.use_prefix_cache and not self.wants_all_rows
+
+    def append(self, token_id: int) -> None:
+        """Add one generated token."""
+        self.token_ids.append(token_id)
+        self.output_counts[token_id] += 1
+
+    def check_stop(self, token_id: int) -> None:
+        """Set `finish_reason` when the token just appended ends the sequence."""
+        params = self.params
+        early = self.num_output_tokens < params.min_tokens
+        keep = self.stop_check.accept(token_id) if self.stop_check is not None else None
+        if not early:
+            if keep is not None:
+                self.finish_reason, self.keep_chars = FinishReason.STOP, keep
+            elif token_id in params.stop_token_ids:
+                self.finish_reason, self.stop_reason = FinishReason.STOP, token_id
+            elif not params.ignore_eos and token_id in self.request.eos_token_ids:
+                self.finish_reason, self.stop_reason = FinishReason.STOP, token_id
+        if self.finish_reason is None and self.num_output_tokens >= self.max_tokens:
+            self.finish_reason = FinishReason.LENGTH
