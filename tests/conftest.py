@@ -24,6 +24,13 @@ def _default_models() -> Path:
 
 
 REAL_MODELS = Path(os.environ.get("LOCALLLM_TEST_MODELS") or _default_models())
+LINKED_MODELS = (
+    Path(__file__).resolve().parents[1] / ".cache/test-models"
+)  # `make models` links here what a hub cache holds
+
+
+def _on_disk(name: str) -> Path | None:
+    return next((p for p in (REAL_MODELS / name, LINKED_MODELS / name) if p.is_file()), None)
 
 
 def _isolate(home: Path) -> None:
@@ -42,8 +49,8 @@ def _isolate(home: Path) -> None:
         "PIP_NO_INDEX": "1",
     }
     for name in (SMOLLM2, GEMMA):
-        source = REAL_MODELS / name
-        if source.is_file():
+        source = _on_disk(name)
+        if source is not None:
             link = home / "data/models" / name
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(source.resolve())
@@ -86,10 +93,17 @@ def empty_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not Path("/proc/driver/nvidia/version").exists() and not Path("/dev/dxg").exists():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="no NVIDIA driver on this machine"))
+
+
 def _real_model(name: str) -> Path:
-    path = REAL_MODELS / name
-    if not path.is_file():
-        message = f"{path} is not there: run `make models`"
+    path = _on_disk(name)
+    if path is None:
+        message = f"{REAL_MODELS / name} is not there: run `make models`"
         if os.environ.get("CI") == "true":
             pytest.fail(message)
         pytest.skip(message)

@@ -94,6 +94,7 @@ def test_bare_names_are_not_ours(name: str) -> None:
 
 
 def test_bare_names_are_not_ours_for_the_installed_command() -> None:
-    code = "from importlib.util import find_spec\nprint([n for n in ('kernels', 'quant', 'models', 'tui') if find_spec(n)])"
+    names = ["kernels", "quant", "models", "tui"]
+    code = f"from importlib.util import find_spec\nprint([n for n in {names} if find_spec(n)])"
     run = subprocess.run([sys.executable, "-P", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"

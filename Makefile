@@ -1,0 +1,31 @@
+# make chat                     set up, then talk to a model        make chat ARGS='qwen --temp 0'
+# make test                     set up, then the tests              make test ARGS='tests/engine -x'
+# make test-all                 the slow ones too                   make lint / make format
+# PYTHON=/path/to/python3.12    which Python .venv is made with (3.11 or newer)
+SHELL := bash
+export PYTHON
+.PHONY: chat test test-all lint format models setup dev
+
+chat: setup
+	@exec .venv/bin/localllm chat $(ARGS)
+
+test: models
+	@exec .venv/bin/pytest --durations=15 $(ARGS)
+
+test-all: models
+	@exec .venv/bin/pytest --durations=25 -m '' $(ARGS)
+
+lint: dev
+	@.venv/bin/ruff check . && .venv/bin/ruff format --check .
+
+format: dev
+	@.venv/bin/ruff check --fix . ; .venv/bin/ruff format .
+
+models: dev
+	@.ci/setup models
+
+setup:
+	@.ci/setup
+
+dev:
+	@.ci/setup dev
