@@ -1,1 +1,22 @@
-"""What is in a model's files, without torch."""
+"""What is in a model's files, without torch: open one, and ask for tensors, metadata and facts.
+
+checkpoint = open_checkpoint("model.gguf")      a .gguf file, or a folder with safetensors or one .gguf
+checkpoint.facts.num_layers, checkpoint.tensors["token_embd.weight"].shape, checkpoint.read("token_embd.weight")
+stored_formats(checkpoint)                      how each linear module is stored
+"""
+
+from .checkpoint import Checkpoint
+from .facts import ModelFacts, RopeFacts, kv_bytes_per_token
+from .gguf_file import StringArray
+from .opening import open_checkpoint
+from .tensor_info import TensorInfo
+
+__all__ = [
+    "Checkpoint",
+    "ModelFacts",
+    "RopeFacts",
+    "StringArray",
+    "TensorInfo",
+    "kv_bytes_per_token",
+    "open_checkpoint",
+]

@@ -1,0 +1,123 @@
+"""Typed, range-checked reading of a model's hyper-parameters: one place for every limit and every such error."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from localllm.errors import BadModelFile, UnsupportedModel
+
+from .mapped_file import bad, shown
+
+MAX_LAYERS = 1000
+MAX_HIDDEN = 1 << 20
+MAX_HEADS = 4096
+MAX_HEAD_DIM = 4096
+MAX_VOCAB = 1 << 24
+MAX_CONTEXT = 1 << 27
+
+
+class Fields:
+    """The values of one metadata dict, asked for by key with type and range. `path` names the file in errors."""
+
+    def __init__(self, path: Path, values: Mapping[str, Any], prefix: str = "") -> None:
+        """Keys are looked up as `prefix + key`."""
+        self.path = path
+        self.values = values
+        self.prefix = prefix
+
+    def raw(self, key: str) -> Any:
+        """The value, or None when it is absent or null."""
+        return self.values.get(self.prefix + key)
+
+    def fail(self, key: str, what: str) -> BadModelFile:
+        """The error for `key`."""
+        return bad(self.path, what, key=self.prefix + key)
+
+    def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
+        """An integer in [low, high]; a per-layer array counts when all its entries are equal."""
+        value = self.raw(key)
+        if value is None:
+            if default is None:
+                raise self.fail(key, "is missing")
+            return default
+        if isinstance(value, np.ndarray):
+            value = self._same_everywhere(key, value)
+        if type(value) is not int:
+            raise self.fail(key, f"is {shown(repr(value))}, it must be an integer")
+        if not low <= value <= high:
+            raise self.fail(key, f"is {value:,}, it must be {low:,} to {high:,}")
+        return value
+
+    def number(self, key: str, low: float, high: float, default: float | None = None) -> float:
+        """A finite number in [low, high]."""
+        value = self.raw(key)
+        if value is None:
+            if default is None:
+                raise self.fail(key, "is missing")
+            return default
+        if type(value) not in (int, float):
+            raise self.fail(key, f"is {shown(repr(value))}, it must be a number")
+        if not math.isfinite(value) or not low <= value <= high:
+            raise self.fail(key, f"is {value:g}, it must be {low:g} to {high:g}")
+        return float(value)
+
+    def optional_number(self, key: str, low: float, high: float) -> float | None:
+        """As `number`; None when absent."""
+        return None if self.raw(key) is None else self.number(key, low, high)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """A bool."""
+        value = self.raw(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.fail(key, f"is {shown(repr(value))}, it must be true or false")
+        return value
+
+    def text(self, key: str, default: str = "") -> str:
+        """A string."""
+        value = self.raw(key)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise self.fail(key, f"is {shown(repr(value))}, it must be text")
+        return value
+
+    def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
+        """One token id, or a list of them, each below `vocab_size`; () when absent."""
+        value = self.raw(key)
+        if value is None:
+            return ()
+        ids = value if isinstance(value, list) else [value]
+        for item in ids:
+            if type(item) is not int or not 0 <= item < vocab_size:
+                raise self.fail(key, f"token id {shown(repr(item))} is not in the vocabulary of {vocab_size:,}")
+        return tuple(ids)
+
+    def _same_everywhere(self, key: str, values: np.ndarray) -> int:
+        if values.dtype.kind not in "iu" or len(values) == 0:
+            raise self.fail(key, f"is an array of {len(values):,} {values.dtype}, it must hold integers")
+        if (values != values[0]).any():
+            raise bad(
+                self.path,
+                f"differs from layer to layer ({int(values.min()):,} to {int(values.max()):,})",
+                key=self.prefix + key,
+                hint="models whose layers have different sizes are not run by this version",
+                error=UnsupportedModel,
+            )
+        return int(values[0])
+
+
+def check_heads(fields: Fields, num_heads: int, num_kv_heads: int, head_dim: int, rope_dim: int) -> None:
+    """Refuse head counts and sizes that cannot be."""
+    if num_heads % num_kv_heads:
+        raise bad(fields.path, f"{num_heads} attention heads cannot share {num_kv_heads} KV heads evenly", key="heads")
+    if head_dim % 2:
+        raise bad(fields.path, f"the head size {head_dim} is odd", key="head_dim")
+    if rope_dim > head_dim or rope_dim % 2 or rope_dim < 2:
+        raise bad(fields.path, f"{rope_dim} rotated elements do not fit a head of {head_dim}", key="rope")

@@ -1,0 +1,116 @@
+"""One file, memory-mapped read-only, and the words for what is wrong with it.
+
+Everything in `checkpoint/` reads through a `MappedFile`: it refuses what is no regular file without blocking on it (a FIFO, a
+device), and `bad` makes the error every reader raises: file name, place, what was found and the limit.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from localllm.errors import BadModelFile, ModelNotFound
+
+_REFETCH = "fetch it again (localllm pull NAME --repair), or use another copy of the model"
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """Text from a file made safe to print: control characters escaped, long values cut."""
+    text = value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+    cut = text[:limit]
+    safe = "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in cut)
+    return safe if len(text) <= limit else f"{safe}... ({len(text):,} characters)"
+
+
+def bad(
+    path: Path,
+    what: str,
+    *,
+    offset: int | None = None,
+    key: str | None = None,
+    hint: str = _REFETCH,
+    error: type[BadModelFile] = BadModelFile,
+) -> BadModelFile:
+    """The error for one defect of one file; `offset` is a byte position, `key` a metadata key, tensor or JSON field."""
+    place = [f"at byte {offset:,}"] if offset is not None else []
+    place += [f"{shown(key)}"] if key is not None else []
+    message = f"{shown(path.name, 200)}: " + (", ".join(place) + ": " if place else "") + what
+    context: dict[str, Any] = {"file": str(path)}
+    if offset is not None:
+        context["offset"] = offset
+    if key is not None:
+        context["key"] = shown(key)
+    return error(message, hint, context=context)
+
+
+class MappedFile:
+    """A regular file mapped for reading. `buffer` is the map (slices are bytes), `data` a uint8 view of all of it."""
+
+    def __init__(self, path: Path) -> None:
+        """Map `path`. Raises ModelNotFound when there is none, BadModelFile when it cannot be read as a file."""
+        self.path = path
+        descriptor = _open_regular(path)
+        try:
+            self.size = os.fstat(descriptor).st_size
+            if self.size == 0:
+                raise bad(path, "the file is empty", offset=0)
+            self.buffer = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise bad(path, f"cannot be memory-mapped: {error.strerror}") from error
+        finally:
+            os.close(descriptor)
+        self.data: np.ndarray | None = np.frombuffer(self.buffer, dtype=np.uint8)
+
+    def view(self, offset: int, nbytes: int) -> np.ndarray:
+        """Bytes [offset, offset + nbytes) as a read-only uint8 view, no copy. ValueError after `close`."""
+        if self.data is None:
+            raise ValueError(f"{self.path.name} is closed")
+        return self.data[offset : offset + nbytes]
+
+    def close(self) -> None:
+        """Unmap, as soon as the last view of it is gone."""
+        self.data = None
+        try:
+            self.buffer.close()
+        except BufferError:
+            # A view is still in use: the map goes away with it.
+            return
+
+
+def _open_regular(path: Path) -> int:
+    try:
+        # O_NONBLOCK: opening a FIFO for reading would wait for a writer for ever.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ENOENT:
+            raise ModelNotFound(
+                f"{shown(path, 200)}: no such file", "localllm ls lists the models on this machine"
+            ) from error
+        raise bad(path, f"cannot be opened: {error.strerror}", hint="check the file's owner and permissions") from error
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    kind = "a folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "no regular file (a pipe, socket or device)"
+    os.close(descriptor)
+    raise bad(path, f"is {kind}", hint="name a .gguf file, or a folder with safetensors")
+
+
+def read_small(path: Path, limit: int) -> bytes:
+    """The whole of a small file. BadModelFile above `limit` bytes, before anything is read."""
+    descriptor = _open_regular(path)
+    with os.fdopen(descriptor, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise bad(path, f"is {size:,} bytes long, the limit is {limit:,}")
+        try:
+            data = file.read(limit + 1)
+        except OSError as error:
+            raise bad(path, f"cannot be read: {error.strerror}") from error
+    if len(data) > limit:
+        raise bad(path, f"is longer than the limit of {limit:,} bytes")
+    return data
