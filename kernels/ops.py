@@ -1,0 +1,60 @@
+"""The ops other than `linear`: their implementations in order of preference, and the choice among them.
+
+An op's implementations share the signature of the function of the same name in `reference.py`. A back end registers
+its own in a module with `IMPLS: Mapping[str, tuple[OpImpl, ...]]`, keyed by op or segment name; the twin is last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from . import reference
+
+OPS = ("rms_norm", "rope", "silu_mul", "gelu_tanh_mul", "kv_write", "paged_attention")
+"""The ops a decoder layer is made of, besides `linear`."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpFacts:
+    """What decides which implementation of an op a model gets."""
+
+    device: str = "cpu"
+    """torch device type"""
+    capability: int = 0
+    """compute capability as 90, 120; 0 on the CPU"""
+    dtype: str = "float32"
+    """activations: float32 | bfloat16 | float16"""
+    kv_dtype: str = "float32"
+    """float32 | bfloat16 | float16"""
+    num_heads: int = 1
+    num_kv_heads: int = 1
+    head_dim: int = 64
+    page_size: int = 16
+    deterministic: bool = True
+    """a token's result must not depend on the other tokens of the batch"""
+
+
+@dataclass(frozen=True, slots=True)
+class OpImpl:
+    """One way to compute an op: `fits` gives None or the reason why not, `run` has the twin's signature."""
+
+    name: str
+    fits: Callable[[OpFacts], str | None]
+    run: Callable[..., Any]
+
+
+def op_impls(op: str) -> tuple[OpImpl, ...]:
+    """All implementations of an op, preferred first; the plain-PyTorch twin is last and fits everything."""
+    from .cpu import ops as cpu_ops
+
+    return (*cpu_ops.IMPLS.get(op, ()), OpImpl("torch", lambda facts: None, getattr(reference, op)))
+
+
+def choose_op(op: str, facts: OpFacts, quarantined: frozenset[str] = frozenset()) -> OpImpl:
+    """The first implementation of `op` that fits and is not quarantined (`"op:name"`)."""
+    for impl in op_impls(op):
+        if f"{op}:{impl.name}" not in quarantined and impl.fits(facts) is None:
+            return impl
+    raise LookupError(f"no implementation of {op} fits {facts}")

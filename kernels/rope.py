@@ -1,0 +1,83 @@
+"""Rotary position tables: inverse frequencies for every scaling, and cosines and sines by position.
+
+`reference.rope` applies them. Formulas are those of `transformers`, in its order of float32 operations.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+BLOCK = 1024
+"""Positions computed at once, always whole blocks: a row's bits do not depend on when the table grew."""
+
+
+def inverse_frequencies(theta: float, dim: int) -> Tensor:
+    """theta^(-2j/dim) for j in [0, dim/2): float32 [dim / 2]."""
+    return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
+
+
+def scale_llama3(
+    inv_freq: Tensor, factor: float, low_freq_factor: float, high_freq_factor: float, original_context: int
+) -> Tensor:
+    """Llama 3.1: wavelengths over original/low are stretched by factor, under original/high kept, between blended."""
+    wavelength = 2 * math.pi / inv_freq
+    longest, shortest = original_context / low_freq_factor, original_context / high_freq_factor
+    stretched = torch.where(wavelength > longest, inv_freq / factor, inv_freq)
+    smooth = (original_context / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor)
+    blended = (1 - smooth) * stretched / factor + smooth * stretched
+    between = ~(wavelength < shortest) & ~(wavelength > longest)
+    return torch.where(between, blended, stretched)
+
+
+def scale_yarn(
+    inv_freq: Tensor, theta: float, factor: float, beta_fast: float, beta_slow: float, original_context: int
+) -> Tensor:
+    """YaRN: dimensions turning under beta_slow times in the original context are stretched, over beta_fast kept."""
+    half = inv_freq.shape[0]
+
+    def dimension(rotations: float) -> float:
+        return 2 * half * math.log(original_context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = max(math.floor(dimension(beta_fast)), 0), min(math.ceil(dimension(beta_slow)), 2 * half - 1)
+    ramp = torch.clamp((torch.arange(half, dtype=torch.float32) - low) / max(high - low, 0.001), 0, 1)
+    kept = 1 - ramp
+    return inv_freq / factor * (1 - kept) + inv_freq * kept
+
+
+def yarn_attention_factor(factor: float) -> float:
+    """What YaRN multiplies cosines and sines with unless the file names another number."""
+    return 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
+
+
+class RopeTable:
+    """Cosines and sines by position, float32, grown in whole blocks as longer sequences come.
+
+    inv_freq          float32 [half]
+    attention_factor  multiplies both
+    """
+
+    def __init__(self, inv_freq: Tensor, attention_factor: float = 1.0, device: str | torch.device = "cpu") -> None:
+        self.inv_freq = inv_freq.float().contiguous()
+        self.attention_factor = attention_factor
+        self.device = torch.device(device)
+        half = self.inv_freq.shape[0]
+        self._cos = torch.empty((0, half), dtype=torch.float32, device=self.device)
+        self._sin = torch.empty((0, half), dtype=torch.float32, device=self.device)
+
+    def rows(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """(cos, sin), each float32 [num_tokens, half], at `positions` int64 [num_tokens], all below `length`."""
+        if length > self._cos.shape[0]:
+            self._grow(length)
+        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+
+    def _grow(self, length: int) -> None:
+        cos, sin = [self._cos], [self._sin]
+        for start in range(self._cos.shape[0], length, BLOCK):
+            positions = torch.arange(start, start + BLOCK, dtype=torch.float32)
+            angles = positions[:, None] * self.inv_freq[None, :]
+            cos.append((angles.cos() * self.attention_factor).to(self.device))
+            sin.append((angles.sin() * self.attention_factor).to(self.device))
+        self._cos, self._sin = torch.cat(cos), torch.cat(sin)

@@ -1,0 +1,227 @@
+"""What a decoder layer calls: five segments, each composed of single ops here, and the frozen `KernelTable` of them.
+
+    attn_in    norm, QKV, QK-norm, RoPE, KV write        attention   paged attention
+    attn_out   output projection, residual               mlp         norm, gate/up, activation, down, residual
+    head       norm, vocabulary projection, soft-cap  (and a norm before each residual where the model has one)
+
+The composed segments are always there and are the twins of fused ones. Weights come as frozen values; a fused
+implementation may look at `Linear.parts` to see by which implementation they were prepared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import Impl
+from .ops import OPS, OpFacts, choose_op
+
+
+@dataclass(frozen=True, slots=True)
+class LinearPart:
+    """One prepared weight with the implementation that reads it."""
+
+    impl: Impl
+    prepared: Any
+    bias: Tensor | None
+    """float32 [N]"""
+    shape: tuple[int, int]
+    """(N, K)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """y = x Wᵀ + b. Several parts where weights could not be fused exactly; their outputs lie end to end."""
+
+    parts: tuple[LinearPart, ...]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [num_tokens, K] -> [num_tokens, sum of N], dtype of x."""
+        if len(self.parts) == 1:
+            part = self.parts[0]
+            return part.impl.run(x, part.prepared, part.bias)
+        return torch.cat([part.impl.run(x, part.prepared, part.bias) for part in self.parts], -1)
+
+    @property
+    def out_features(self) -> int:
+        """Rows of all parts together."""
+        return sum(part.shape[0] for part in self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the prepared weights and biases."""
+        biases = sum(part.bias.nbytes for part in self.parts if part.bias is not None)
+        return biases + sum(part.impl.nbytes(part.prepared) for part in self.parts)
+
+    @property
+    def impl_names(self) -> tuple[str, ...]:
+        """Names of the implementations, each once, in order."""
+        return tuple(dict.fromkeys(part.impl.name for part in self.parts))
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """An RMSNorm: weight [dim], and what is added to it."""
+
+    weight: Tensor
+    eps: float
+    offset: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWeights:
+    """What attention in one layer needs, besides its caches."""
+
+    norm: Norm
+    qkv: Linear
+    """rows: all query heads, then key heads, then value heads"""
+    out: Linear
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    """of q·k"""
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    """over head_dim, before RoPE"""
+    post_norm: Norm | None = None
+    """on the output, before the residual"""
+    window: int | None = None
+    softcap: float | None = None
+    interleaved: bool = False
+    """RoPE pairs (2j, 2j + 1) instead of (j, j + half)"""
+
+
+@dataclass(frozen=True, slots=True)
+class MlpWeights:
+    """A gated feed-forward layer."""
+
+    norm: Norm
+    gate_up: Linear
+    """rows: gate, then up"""
+    down: Linear
+    activation: str
+    """silu | gelu_tanh"""
+    post_norm: Norm | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeadWeights:
+    """The last norm and the projection to the vocabulary."""
+
+    norm: Norm
+    linear: Linear
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTable:
+    """The segments of one model, chosen once at load. A quarantine builds another table; nothing is changed in one."""
+
+    attn_in: Callable[..., Tensor]
+    """(x [num_tokens, hidden], AttentionWeights, cos, sin, k_cache, v_cache, slot_mapping) -> q; stores k, v"""
+    attention: Callable[..., Tensor]
+    """(q, AttentionWeights, k_cache, v_cache, block_table, cu_query_lens, seq_lens) -> [num_tokens, heads * dim]"""
+    attn_out: Callable[..., Tensor]
+    """(attended, x, AttentionWeights) -> x; x may be overwritten"""
+    mlp: Callable[..., Tensor]
+    """(x, MlpWeights) -> x; x may be overwritten"""
+    head: Callable[..., Tensor]
+    """(x [rows, hidden], HeadWeights) -> float32 [rows, vocab]"""
+    ops: tuple[tuple[str, str], ...]
+    """(op, name of the implementation chosen)"""
+
+
+def kernel_table(facts: OpFacts, quarantined: frozenset[str] = frozenset()) -> KernelTable:
+    """Choose an implementation for every op and compose the segments of them. Pure; `quarantined` as in `choose_op`."""
+    chosen = {op: choose_op(op, facts, quarantined) for op in OPS}
+    run = {op: impl.run for op, impl in chosen.items()}
+    norm = run["rms_norm"]
+    activations = {"silu": run["silu_mul"], "gelu_tanh": run["gelu_tanh_mul"]}
+    return KernelTable(
+        attn_in=partial(attn_in, norm, run["rope"], run["kv_write"]),
+        attention=partial(attention, run["paged_attention"]),
+        attn_out=partial(attn_out, norm),
+        mlp=partial(mlp, norm, activations),
+        head=partial(head, norm),
+        ops=tuple((op, impl.name) for op, impl in chosen.items()),
+    )
+
+
+def attn_in(
+    rms_norm: Callable[..., Tensor],
+    rope: Callable[..., Tensor],
+    kv_write: Callable[..., None],
+    x: Tensor,
+    weights: AttentionWeights,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """Norm, QKV, QK-norm and RoPE; stores keys and values. Returns q [num_tokens, num_heads, head_dim]."""
+    heads, kv_heads, dim = weights.num_heads, weights.num_kv_heads, weights.head_dim
+    normed = rms_norm(x, weights.norm.weight, weights.norm.eps, weights.norm.offset)
+    qkv = weights.qkv(normed).view(-1, heads + 2 * kv_heads, dim)
+    v = qkv[:, heads + kv_heads :]
+    if weights.q_norm is None or weights.k_norm is None:
+        rotated = rope(qkv[:, : heads + kv_heads], cos, sin, weights.interleaved)
+        q, k = rotated[:, :heads], rotated[:, heads:]
+    else:
+        q_norm, k_norm = weights.q_norm, weights.k_norm
+        q = rms_norm(qkv[:, :heads], q_norm.weight, q_norm.eps, q_norm.offset)
+        k = rms_norm(qkv[:, heads : heads + kv_heads], k_norm.weight, k_norm.eps, k_norm.offset)
+        q = rope(q, cos, sin, weights.interleaved)
+        k = rope(k, cos, sin, weights.interleaved)
+    kv_write(k, v, k_cache, v_cache, slot_mapping)
+    return q
+
+
+def attention(
+    paged_attention: Callable[..., Tensor],
+    q: Tensor,
+    weights: AttentionWeights,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cu_query_lens: Tensor,
+    seq_lens: Tensor,
+) -> Tensor:
+    """Attention over the pages: [num_tokens, num_heads * head_dim]."""
+    scale, window, softcap = weights.scale, weights.window, weights.softcap
+    mixed = paged_attention(q, k_cache, v_cache, block_table, cu_query_lens, seq_lens, scale, window, softcap)
+    return mixed.view(q.shape[0], -1)
+
+
+def attn_out(rms_norm: Callable[..., Tensor], attended: Tensor, x: Tensor, weights: AttentionWeights) -> Tensor:
+    """x + post_norm(attended Wᵀ): [num_tokens, hidden], in the place of x."""
+    out = weights.out(attended)
+    if weights.post_norm is not None:
+        out = rms_norm(out, weights.post_norm.weight, weights.post_norm.eps, weights.post_norm.offset)
+    return x.add_(out)
+
+
+def mlp(
+    rms_norm: Callable[..., Tensor], activations: dict[str, Callable[..., Tensor]], x: Tensor, weights: MlpWeights
+) -> Tensor:
+    """x + post_norm(down(act(gate) · up)) of the normed x: [num_tokens, hidden], in the place of x."""
+    normed = rms_norm(x, weights.norm.weight, weights.norm.eps, weights.norm.offset)
+    out = weights.down(activations[weights.activation](weights.gate_up(normed)))
+    if weights.post_norm is not None:
+        out = rms_norm(out, weights.post_norm.weight, weights.post_norm.eps, weights.post_norm.offset)
+    return x.add_(out)
+
+
+def head(rms_norm: Callable[..., Tensor], x: Tensor, weights: HeadWeights) -> Tensor:
+    """Logits, float32 [rows, vocab]."""
+    normed = rms_norm(x, weights.norm.weight, weights.norm.eps, weights.norm.offset)
+    logits = weights.linear(normed).float()
+    if weights.softcap is None:
+        return logits
+    return torch.tanh(logits / weights.softcap).mul_(weights.softcap)
