@@ -1,0 +1,390 @@
+"""The loop over a model of integers: its "cache" holds token ids, its logits are a hash of the ids read through the
+block table, so that a wrong page, a stale slot or a neighbour's token changes the answer at once."""
+
+import random
+import threading
+
+import pytest
+import torch
+
+from localllm.engine.engine import Engine, EngineOptions
+from localllm.engine.pages import GroupPages
+from localllm.engine.runner import Runner
+from localllm.engine.scheduler import SchedulerLimits
+from localllm.errors import ContextTooLong, DeviceError, InvalidRequest, OutOfMemory
+from localllm.request import FinishReason, Request, SamplingParams
+
+VOCAB = 50
+PAGE = 4
+
+
+class FakeCache:
+    def __init__(self, groups):
+        self.slots = [torch.zeros(g.num_pages * PAGE, dtype=torch.long) for g in groups]
+
+    def copy_page(self, group, source, target):
+        view = self.slots[group].view(-1, PAGE)
+        view[target] = view[source]
+
+
+class FakeModel:
+    """logits = f(hash of the tokens up to the row), read from the first group's pages"""
+
+    def __init__(self, groups, broken=None):
+        self.groups = groups
+        self.broken = broken
+
+    def forward(self, batch, cache):
+        for group, inputs in enumerate(batch.groups):
+            cache.slots[group][inputs.slot_mapping] = batch.token_ids
+        if self.broken is not None and (batch.token_ids == self.broken).any():
+            raise RuntimeError("a bad token at 0x7f001234 in /home/u/x.py")
+        rows = []
+        token = 0
+        for index, (query, length) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
+            for offset in range(query):
+                end = length - query + offset + 1
+                value = 7
+                for group, spec in enumerate(self.groups):
+                    table = batch.groups[group].block_table[index].tolist()
+                    first = 0 if spec.window is None else max(0, end - spec.window)
+                    for key in range(first, end):
+                        slot = table[key // PAGE] * PAGE + key % PAGE
+                        assert slot >= 0
+                        value = (value * 31 + int(cache.slots[group][slot]) + 1) % 1_000_003
+                rows.append(value)
+                token += 1
+        return torch.tensor(rows, dtype=torch.float64).unsqueeze(1)
+
+    def logits(self, hidden):
+        base = torch.arange(1, VOCAB + 1, dtype=torch.float64)
+        return (torch.sin(hidden * base) * 4).to(torch.float32)
+
+
+def make(num_pages=64, window=None, broken=None, prefix_cache=True, max_context=200, fault=None, **limits):
+    groups = tuple([GroupPages(num_pages)] + ([GroupPages(num_pages, window)] if window else []))
+    runner = Runner(FakeModel(groups, broken), FakeCache(groups), VOCAB)
+    options = EngineOptions(
+        max_context, PAGE, prefix_cache, SchedulerLimits(**({"max_parallel": 4, "prefill_budget": 16} | limits)), True
+    )
+    return Engine(runner, groups, options, torch.device("cpu"), fault)
+
+
+def drain(engine):
+    for _ in range(3000):
+        engine.run_once()
+        if not engine.scheduler.has_work and not engine._inbox:
+            return
+    raise AssertionError("the engine does not come to rest")
+
+
+def ids_of(stream, index=0):
+    return [t for e in collected(stream) if e.index == index for t in e.token_ids]
+
+
+def collected(stream):
+    if not hasattr(stream, "seen"):
+        stream.seen = list(stream)
+    return stream.seen
+
+
+def run(engine, *requests):
+    streams = [engine.submit(r) for r in requests]
+    drain(engine)
+    for stream in streams:
+        ends = [e for e in collected(stream) if e.finish_reason is not None]
+        assert sorted(e.index for e in ends) == list(range(stream.request.params.n if not stream.request.score else 1))
+    return streams
+
+
+def request(tokens, **params):
+    keys = {k: params.pop(k) for k in ("eos_token_ids", "stop_check", "cache_salt", "score", "priority") if k in params}
+    return Request(list(tokens), SamplingParams(**({"temperature": 0, "max_tokens": 12} | params)), **keys)
+
+
+PROMPTS = [[1, 2, 3], list(range(20)), [*range(16), 40], [5] * 9, [*range(18), 7, 7], [9]]
+
+
+def alone(tokens, **kwargs):
+    engine = make(prefix_cache=False)
+    return ids_of(run(engine, request(tokens, **kwargs))[0])
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("preempt_every", [0, 3])
+def test_batched_equals_alone(window, preempt_every):
+    """ISO-04, ISO-05: shared prefixes, forced preemption, small pools; the tokens stay those of a lone request."""
+    reference = [ids_of(run(make(prefix_cache=False, window=window), request(p))[0]) for p in PROMPTS]
+    engine = make(num_pages=30, window=window, preempt_every=preempt_every)
+    for _ in range(3):
+        streams = run(engine, *[request(p) for p in PROMPTS])
+        assert [ids_of(s) for s in streams] == reference
+    if preempt_every:
+        assert engine.stats().num_preemptions > 0
+    assert engine.stats().prefix_hit_tokens > 0
+
+
+def test_neighbours_with_odd_wishes_do_not_disturb():
+    """ISO-01, ISO-02: biases, penalties, bans, n and random stops beside a greedy victim."""
+    rng = random.Random(0)
+    victim = list(range(10))
+    reference = alone(victim)
+    engine = make()
+    for _ in range(20):
+        attackers = [
+            request([rng.randrange(VOCAB)] * 3, logit_bias={rng.randrange(VOCAB): 100.0}, temperature=1, seed=1),
+            request([rng.randrange(VOCAB)] * 5, repetition_penalty=3.0, presence_penalty=2.0, frequency_penalty=-2.0),
+            request([rng.randrange(VOCAB)] * 4, temperature=2.0, n=3, top_k=3, stop_token_ids=tuple(range(20))),
+        ]
+        streams = run(engine, attackers[0], request(victim), *attackers[1:])
+        assert ids_of(streams[1]) == reference
+
+
+def test_same_seed_same_text_alone_or_in_a_batch():
+    """REL-17"""
+    kwargs = {"temperature": 1.5, "seed": 11, "top_p": 0.95}
+    reference = alone([1, 2, 3], **kwargs)
+    streams = run(make(), *[request(p, temperature=1.0) for p in PROMPTS[1:4]], request([1, 2, 3], **kwargs))
+    assert ids_of(streams[-1]) == reference
+    others = {tuple(alone([1, 2, 3], **(kwargs | {"seed": s}))) for s in range(20)}
+    assert len(others) >= 19
+
+
+def test_n_answers_are_seeds_seed_plus_i_and_share_the_prompt():
+    engine = make()
+    stream = run(engine, request(list(range(10)), n=4, temperature=1.5, seed=3))[0]
+    for index in range(4):
+        assert ids_of(stream, index) == alone(list(range(10)), temperature=1.5, seed=3 + index)
+    assert engine.stats().num_prompt_tokens == 10
+    usages = [e.usage.completion_tokens for e in collected(stream) if e.usage]
+    assert usages == [12] * 4
+
+
+@pytest.mark.parametrize("preempt_every", [0, 2])
+def test_more_answers_than_places_on_few_pages(preempt_every):
+    engine = make(num_pages=9, max_parallel=2, preempt_every=preempt_every)
+    stream = run(engine, request(list(range(10)), n=5, temperature=1.5, seed=3))[0]
+    assert [ids_of(stream, i) for i in range(5)] == [alone(list(range(10)), temperature=1.5, seed=3 + i) for i in range(5)]
+
+
+def test_stops():
+    tokens = alone([1, 2, 3])
+    stop = tokens[4]
+    first = tokens.index(stop)
+    stream = run(make(), request([1, 2, 3], stop_token_ids=(stop,)))[0]
+    assert ids_of(stream) == tokens[: first + 1]
+    assert (collected(stream)[-1].finish_reason, collected(stream)[-1].stop_reason) == (FinishReason.STOP, stop)
+    stream = run(make(), request([1, 2, 3], eos_token_ids=frozenset({stop})))[0]
+    assert ids_of(stream) == tokens[: first + 1]
+    stream = run(make(), request([1, 2, 3], eos_token_ids=frozenset({stop}), ignore_eos=True))[0]
+    assert ids_of(stream) == tokens
+    stream = run(make(), request([1, 2, 3], eos_token_ids=frozenset(range(VOCAB)), max_tokens=1))[0]
+    assert collected(stream)[-1].finish_reason is FinishReason.STOP
+    stream = run(make(), request([1, 2, 3], stop_token_ids=tuple(range(5, VOCAB)), min_tokens=4))[0]
+    assert len(ids_of(stream)) >= 4
+    assert all(t < 5 for t in ids_of(stream)[:4])
+
+
+def test_length_is_clamped_to_the_context():
+    stream = run(make(max_context=16), request(list(range(10)), max_tokens=None))[0]
+    assert len(ids_of(stream)) == 6
+    assert collected(stream)[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_logprobs_and_prompt_logprobs():
+    engine = make()
+    run(engine, request(list(range(10))))
+    stream = run(engine, request(list(range(10)), logprobs=2, prompt_logprobs=1, max_tokens=2))[0]
+    events = collected(stream)
+    tokens = [e for e in events if e.token_ids]
+    assert tokens[0].logprobs[0].top[0][0] == tokens[0].token_ids[0]
+    assert len(tokens[0].logprobs[0].top) == 2
+    prompt = tokens[0].prompt_logprobs
+    assert prompt[0] is None and len(prompt) == 10
+    assert all(p.logprob <= 0 and len(p.top) == 1 for p in prompt[1:])
+    assert [p.token_id for p in prompt[1:]] == list(range(1, 10))
+    assert tokens[0].usage is None and events[-1].usage.cached_tokens == 0
+
+
+def test_score_gives_every_row_once_also_through_preemption():
+    whole = run(make(), request(list(range(30)), score=True))[0]
+    rows = torch.cat([torch.from_numpy(e.scores) for e in collected(whole) if e.scores is not None])
+    assert rows.shape == (30, VOCAB)
+    engine = make(score_rows=4, preempt_every=3)
+    streams = run(engine, request([1, 2]), request(list(range(30)), score=True), request([3, 4]))
+    again = torch.cat([torch.from_numpy(e.scores) for e in collected(streams[1]) if e.scores is not None])
+    assert torch.equal(rows, again)
+    assert torch.equal(torch.tensor(ids_of(run(make(), request(list(range(30)), max_tokens=1))[0])), rows[-1:].argmax(-1))
+
+
+def test_a_failing_forward_ends_its_batch_and_nothing_else():
+    """ISO-06"""
+    engine = make(broken=49, max_parallel=1)
+    streams = run(engine, request([1, 2, 3]), request([49, 1]), request([4, 5]))
+    assert [collected(s)[-1].finish_reason for s in streams] == ["length", "error", "length"]
+    assert ids_of(streams[0]) == alone([1, 2, 3])
+    error = collected(streams[1])[-1].error
+    assert "0x" not in str(error) and "/home" not in str(error)
+    assert ids_of(run(engine, request([6]))[0]) == alone([6])
+
+
+class BadCheck:
+    def __init__(self, after):
+        self.after = after
+
+    def accept(self, token_id):
+        self.after -= 1
+        if self.after < 0:
+            raise ValueError("boom")
+
+    def fork(self):
+        return BadCheck(2)
+
+
+def test_a_failing_stop_check_or_mask_ends_only_its_request():
+    """ISO-06"""
+
+    class BadMask:
+        def fill(self, row):
+            raise ValueError("boom")
+
+        def accept(self, token_id):
+            pass
+
+    bad = request([1, 2], stop_check=BadCheck(3))
+    masked = request([1, 2])
+    masked.token_mask = BadMask()
+    family = request([1, 2], stop_check=BadCheck(1), n=3, temperature=1.0)
+    streams = run(make(), bad, request([1, 2, 3]), masked, request([4, 5]), family)
+    ends = [[e.finish_reason for e in collected(s) if e.finish_reason] for s in streams]
+    assert ends == [["error"], ["length"], ["error"], ["length"], ["error"] * 3]
+    assert ids_of(streams[1]) == alone([1, 2, 3])
+    assert ids_of(streams[3]) == alone([4, 5])
+
+
+def test_masks_are_obeyed():
+    class Only:
+        def __init__(self):
+            self.seen = []
+
+        def fill(self, row):
+            row[0] = 1 << 7
+            row[1] = 1 << (33 - 32)
+
+        def accept(self, token_id):
+            self.seen.append(token_id)
+
+    one = request([1, 2, 3])
+    one.token_mask = Only()
+    tokens = ids_of(run(make(), one)[0])
+    assert set(tokens) <= {7, 33} and one.token_mask.seen == tokens
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, 3, 5, 9])
+def test_abort_in_every_phase(turns):
+    """ISO-03"""
+    engine = make(max_parallel=2)
+    victim = engine.submit(request([1, 2, 3]))
+    others = [engine.submit(request(list(range(40)), n=2, temperature=1)), engine.submit(request([7, 8]))]
+    for _ in range(turns):
+        engine.run_once()
+    for other in others:
+        other.abort()
+        other.abort()
+    drain(engine)
+    assert ids_of(victim) == alone([1, 2, 3])
+    assert [e.finish_reason for e in collected(others[0]) if e.finish_reason] == ["abort", "abort"]
+    stats = engine.stats()
+    assert stats.num_running == stats.num_waiting == 0
+    assert stats.pages_free + stats.pages_cached == stats.pages_total
+
+
+def test_random_faults_leak_nothing():
+    rng = random.Random(4)
+
+    def fault(step):
+        if rng.random() < 0.1:
+            raise rng.choice([MemoryError(), RuntimeError("x"), torch.OutOfMemoryError("out of memory")])
+
+    engine = make(fault=fault, num_pages=24)
+    for _ in range(30):
+        streams = [engine.submit(request(rng.choice(PROMPTS), n=rng.choice([1, 1, 3]))) for _ in range(5)]
+        if rng.random() < 0.3:
+            rng.choice(streams).abort()
+        drain(engine)
+        for stream in streams:
+            assert sum(e.finish_reason is not None for e in collected(stream)) == stream.request.params.n
+    stats = engine.stats()
+    assert stats.pages_free + stats.pages_cached == stats.pages_total
+
+
+@pytest.mark.parametrize(
+    ("tokens", "params", "error"),
+    [
+        ([], {}, InvalidRequest),
+        ([VOCAB], {}, InvalidRequest),
+        ([-1], {}, InvalidRequest),
+        ([True], {}, InvalidRequest),
+        ([1], {"temperature": -1}, InvalidRequest),
+        ([1], {"temperature": float("nan")}, InvalidRequest),
+        ([1], {"top_p": 0.0}, InvalidRequest),
+        ([1], {"top_k": -5}, InvalidRequest),
+        ([1], {"n": 0}, InvalidRequest),
+        ([1], {"n": 10**9}, InvalidRequest),
+        ([1], {"n": True}, InvalidRequest),
+        ([1], {"max_tokens": 0}, InvalidRequest),
+        ([1], {"repetition_penalty": 0}, InvalidRequest),
+        ([1], {"logit_bias": {VOCAB: 1.0}}, InvalidRequest),
+        ([1], {"logit_bias": {1: 101.0}}, InvalidRequest),
+        ([1], {"stop": ("",)}, InvalidRequest),
+        ([1], {"stop": ("a",) * 17}, InvalidRequest),
+        ([1], {"stop_token_ids": (VOCAB,)}, InvalidRequest),
+        ([1], {"logprobs": 21}, InvalidRequest),
+        ([1], {"seed": 2**70}, InvalidRequest),
+        ([1], {"min_tokens": 9, "max_tokens": 3}, InvalidRequest),
+        ([1] * 200, {}, ContextTooLong),
+    ],
+)
+def test_bad_requests_are_refused_before_anything_runs(tokens, params, error):
+    """LIM-01, LIM-04, LIM-05, LIM-07, LIM-08"""
+    engine = make()
+    with pytest.raises(error) as caught:
+        engine.submit(request(tokens, **params))
+    assert caught.value.hint
+    assert not engine._inbox and not engine._streams
+
+
+def test_a_prompt_larger_than_the_pool_is_refused_at_once():
+    """REL-09"""
+    with pytest.raises(OutOfMemory):
+        make(num_pages=4).submit(request([1] * 40))
+
+
+def test_thread_streams_and_close_ends_everything():
+    engine = make()
+    engine.start()
+    assert ids_of(engine.submit(request([1, 2, 3]))) == alone([1, 2, 3])
+    seen = []
+    done = threading.Event()
+    engine.submit(request([1, 2]), listener=lambda e: (seen.append(e), e.finish_reason and done.set()))
+    assert done.wait(10)
+    assert [t for e in seen for t in e.token_ids] == alone([1, 2])
+    streams = [engine.submit(request([i, 2], max_tokens=None)) for i in range(8)]
+    engine.close()
+    for stream in streams:
+        assert collected(stream)[-1].finish_reason in ("abort", "length")
+    with pytest.raises(DeviceError):
+        engine.submit(request([1]))
+
+
+def test_a_fault_outside_requests_kills_the_engine_and_tells_everyone(monkeypatch):
+    """REL-10"""
+    engine = make()
+    monkeypatch.setattr(engine.scheduler, "schedule", lambda: 1 / 0)
+    stream = engine.submit(request([1, 2]))
+    engine.start()
+    assert collected(stream)[-1].finish_reason is FinishReason.ERROR
+    engine._thread.join(5)
+    assert engine.is_dead
+    with pytest.raises(DeviceError):
+        engine.submit(request([1]))
