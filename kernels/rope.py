@@ -33,7 +33,13 @@ def scale_llama3(
 
 
 def scale_yarn(
-    inv_freq: Tensor, theta: float, factor: float, beta_fast: float, beta_slow: float, original_context: int
+    inv_freq: Tensor,
+    theta: float,
+    factor: float,
+    beta_fast: float,
+    beta_slow: float,
+    original_context: int,
+    truncate: bool = True,
 ) -> Tensor:
     """YaRN: dimensions turning under beta_slow times in the original context are stretched, over beta_fast kept."""
     half = inv_freq.shape[0]
@@ -41,7 +47,10 @@ def scale_yarn(
     def dimension(rotations: float) -> float:
         return 2 * half * math.log(original_context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = max(math.floor(dimension(beta_fast)), 0), min(math.ceil(dimension(beta_slow)), 2 * half - 1)
+    low, high = dimension(beta_fast), dimension(beta_slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
     ramp = torch.clamp((torch.arange(half, dtype=torch.float32) - low) / max(high - low, 0.001), 0, 1)
     kept = 1 - ramp
     return inv_freq / factor * (1 - kept) + inv_freq * kept

@@ -1,0 +1,123 @@
+"""What every architecture is made of: `LayerSpec` says what a layer has, `DecoderLayer` runs it, `Embedding` begins.
+
+Weights are the frozen values of `kernels.segments`; nothing here knows how they are stored or computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from localllm.kernels import Weight, reference
+from localllm.kernels.segments import (
+    AttentionWeights,
+    HeadWeights,
+    KernelTable,
+    Linear,
+    LinearPart,
+    MlpWeights,
+    Norm,
+)
+from localllm.quant import dequantize
+from torch import Tensor
+
+from .inputs import AttentionInputs, ForwardBatch
+
+__all__ = [
+    "AttentionWeights",
+    "DecoderLayer",
+    "Embedding",
+    "HeadWeights",
+    "LayerSpec",
+    "Linear",
+    "LinearPart",
+    "MlpWeights",
+    "Norm",
+]
+
+_ROWWISE = frozenset({"dense", "int4g", "int8", "fp4g16", "fp4g32", "fp8mx", "gguf"})
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """What a decoder layer consists of, by its names in the checkpoint below `model.layers.{i}.`.
+
+    A bias that is stored is used; one that the spec names must be there.
+    """
+
+    attn_norm: str = "input_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    post_attn_norm: str | None = None
+    """on what attention adds to the residual"""
+    post_mlp_norm: str | None = None
+    """on what the feed-forward layer adds to the residual"""
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+
+
+class Embedding:
+    """Token ids -> rows of the embedding, times a scale. A quantised table is dequantised for the rows asked for."""
+
+    def __init__(self, weight: Weight, scale: float, dtype: torch.dtype) -> None:
+        """`weight` [vocab, hidden] in any canonical form; its tensors may be shared with a tied head."""
+        if weight.form not in _ROWWISE:
+            weight = Weight("dense", weight.shape, dequantize(weight))
+        self.weight = weight
+        self.scale = scale
+        self.dtype = dtype
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """token_ids int64 [num_tokens] -> [num_tokens, hidden] in the compute dtype."""
+        if self.weight.form == "dense":
+            return reference.embedding(token_ids, self.weight.qweight, self.scale, self.dtype)
+        weight = self.weight
+        rows = weight._replace(
+            shape=(token_ids.shape[0], weight.shape[1]),
+            qweight=weight.qweight.index_select(0, token_ids),
+            scales=_rows(weight.scales, token_ids),
+            zeros=_rows(weight.zeros, token_ids),
+            mins=_rows(weight.mins, token_ids),
+            global_scale=_rows(weight.global_scale, token_ids),
+        )
+        hidden = dequantize(rows)
+        return (hidden if self.scale == 1.0 else hidden.mul_(self.scale)).to(self.dtype)
+
+
+def _rows(values: Tensor | None, token_ids: Tensor) -> Tensor | None:
+    return None if values is None else values.index_select(0, token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """Attention and a gated feed-forward layer, each added to the residual stream."""
+
+    attention: AttentionWeights
+    mlp: MlpWeights
+
+    def forward(
+        self,
+        x: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        pages: tuple[Tensor, Tensor],
+        inputs: AttentionInputs,
+        batch: ForwardBatch,
+        kernels: KernelTable,
+    ) -> Tensor:
+        """x [num_tokens, hidden] -> the same, overwritten. `rotation` is (cos, sin), `pages` the layer's (k, v)."""
+        k_cache, v_cache = pages
+        q = kernels.attn_in(x, self.attention, *rotation, k_cache, v_cache, inputs.slot_mapping)
+        attended = kernels.attention(
+            q, self.attention, k_cache, v_cache, inputs.block_table, batch.cu_query_lens, batch.seq_lens_tensor
+        )
+        x = kernels.attn_out(attended, x, self.attention)
+        return kernels.mlp(x, self.mlp)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its prepared weights, norms included."""
+        attention, mlp = self.attention, self.mlp
+        norms = (attention.norm, attention.q_norm, attention.k_norm, attention.post_norm, mlp.norm, mlp.post_norm)
+        linears = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
+        return sum(linear.nbytes for linear in linears) + sum(n.weight.nbytes for n in norms if n is not None)

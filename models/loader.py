@@ -1,0 +1,303 @@
+"""`load_model`: a checkpoint -> `Model`, one linear layer at a time: read, canonical form, choose, prepare, free.
+
+So memory holds the prepared weights and the tensors of one layer class at any time. What is missing or has the wrong
+shape is a `BadModelFile`; tensors nobody asked for are ignored, unless they are known to change the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from localllm.checkpoint.detect import StoredFormat, stored_formats
+from localllm.checkpoint.names import stored_name
+from localllm.kernels import LinearFacts, Weight, rope
+from localllm.kernels.ops import OpFacts
+from localllm.kernels.segments import kernel_table
+from localllm.quant import fuse, load_weight, read_dense
+from torch import Tensor
+
+from localllm import kernels
+from localllm.checkpoint import Checkpoint
+from localllm.checkpoint.facts import ModelFacts, RopeFacts, linear_shapes
+from localllm.errors import BadModelFile, UnsupportedModel
+
+from . import gemma3, llama, qwen2, qwen3
+from .kv_cache import cache_groups
+from .layers import (
+    AttentionWeights,
+    DecoderLayer,
+    Embedding,
+    HeadWeights,
+    LayerSpec,
+    Linear,
+    LinearPart,
+    MlpWeights,
+    Norm,
+)
+from .model import Model
+
+ARCHITECTURES: dict[str, Callable[[ModelFacts], LayerSpec]] = {
+    "llama": llama.layer_spec,
+    "qwen2": qwen2.layer_spec,
+    "qwen3": qwen3.layer_spec,
+    "gemma3": gemma3.layer_spec,
+}
+
+_CHANGES_RESULT = {
+    "lora_": "a LoRA adapter",
+    "sinks": "attention sinks",
+    "_exps.": "a mixture of experts",
+    ".experts.": "a mixture of experts",
+    "block_sparse_moe": "a mixture of experts",
+    "ssm_": "recurrent layers",
+    "altup": "AltUp layers",
+    "score.weight": "a classification head",
+}
+"""parts of tensor names -> what they belong to, none of which is implemented"""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How to load: where to, in which precision, under which promises."""
+
+    device: str = "cpu"
+    dtype: str = "float32"
+    """of activations: float32 | bfloat16 | float16"""
+    kv_dtype: str = "float32"
+    """of the cache: float32 | bfloat16 | float16"""
+    page_size: int = 16
+    """tokens"""
+    exact: bool = False
+    """the dtype was asked for by name: nothing may be rounded below it"""
+    deterministic: bool = True
+    """a token's result does not depend on the rest of its batch"""
+    quarantined: frozenset[str] = frozenset()
+    """implementations that failed their self-test: a name for `linear`, "op:name" for the others"""
+    progress: Callable[[int, int], None] | None = None
+    """called with (stored bytes done, of how many)"""
+
+
+def load_model(checkpoint: Checkpoint, options: LoadOptions | None = None) -> Model:
+    """Load every weight of `checkpoint`, which may be closed afterwards.
+
+    Raises BadModelFile, UnsupportedModel or UnsupportedFormat.
+    """
+    options = options or LoadOptions()
+    facts = checkpoint.facts
+    if facts.architecture not in ARCHITECTURES:
+        raise UnsupportedModel(
+            f"{checkpoint.path.name}: architecture {facts.architecture} cannot run",
+            f"these can: {', '.join(ARCHITECTURES)}",
+        )
+    return _Loading(checkpoint, facts, options).model()
+
+
+class _Loading:
+    """One load in progress: what has been read, and which implementations were chosen."""
+
+    def __init__(self, checkpoint: Checkpoint, facts: ModelFacts, options: LoadOptions) -> None:
+        self.checkpoint = checkpoint
+        self.facts = facts
+        self.options = options
+        self.spec = ARCHITECTURES[facts.architecture](facts)
+        self.stored = stored_formats(checkpoint)
+        self.shapes = linear_shapes(facts)
+        self.impls = kernels.linear_impls()
+        self.chosen: dict[str, dict[str, None]] = {}
+        self.done = 0
+
+    def model(self) -> Model:
+        """Read everything, in the order of the layers."""
+        facts, options = self.facts, self.options
+        self._refuse_unknown_parts()
+        table = kernel_table(
+            OpFacts(
+                device=options.device,
+                dtype=options.dtype,
+                kv_dtype=options.kv_dtype,
+                num_heads=facts.num_heads,
+                num_kv_heads=facts.num_kv_heads,
+                head_dim=facts.head_dim,
+                page_size=options.page_size,
+                deterministic=options.deterministic,
+            ),
+            options.quarantined,
+        )
+        vocabulary = (facts.vocab_size, facts.hidden_size)
+        tied = self.weight("model.embed_tokens", vocabulary)
+        embedding = Embedding(tied, facts.embedding_scale, getattr(torch, options.dtype))
+        layers = [self.layer(index) for index in range(facts.num_layers)]
+        if facts.tied_embeddings:
+            linear = Linear((self.prepare("head", tied, None),))
+        else:
+            linear = self.linear("head", ("lm_head",), (vocabulary,), needs_bias=False)
+        head = HeadWeights(self.norm("model.norm", facts.hidden_size), linear, facts.logit_softcap)
+        ropes = [self.rope(facts.rope)]
+        if facts.local_rope is not None:
+            ropes.append(self.rope(facts.local_rope))
+        names = {layer_class: "+".join(found) for layer_class, found in self.chosen.items()}
+        return Model(facts, cache_groups(facts), embedding, layers, head, ropes, table, names | dict(table.ops))
+
+    def layer(self, index: int) -> DecoderLayer:
+        """Decoder layer `index`."""
+        facts, spec = self.facts, self.spec
+        base = f"model.layers.{index}."
+        hidden, dim = facts.hidden_size, facts.head_dim
+        attention = AttentionWeights(
+            norm=self.norm(base + spec.attn_norm, hidden),
+            qkv=self.fused("qkv", base, [f"self_attn.{name}_proj" for name in "qkv"], spec.qkv_bias),
+            out=self.fused("o", base, ["self_attn.o_proj"], spec.out_bias),
+            num_heads=facts.num_heads,
+            num_kv_heads=facts.num_kv_heads,
+            head_dim=dim,
+            scale=facts.attention_scale,
+            q_norm=self.norm(base + "self_attn.q_norm", dim) if spec.qk_norm else None,
+            k_norm=self.norm(base + "self_attn.k_norm", dim) if spec.qk_norm else None,
+            post_norm=self.norm(base + spec.post_attn_norm, hidden) if spec.post_attn_norm else None,
+            window=facts.windows[index],
+            softcap=facts.attn_softcap,
+            interleaved=facts.rope.interleaved,
+        )
+        mlp = MlpWeights(
+            norm=self.norm(base + spec.mlp_norm, hidden),
+            gate_up=self.fused("gate_up", base, ["mlp.gate_proj", "mlp.up_proj"], spec.mlp_bias),
+            down=self.fused("down", base, ["mlp.down_proj"], spec.mlp_bias),
+            activation=facts.hidden_act,
+            post_norm=self.norm(base + spec.post_mlp_norm, hidden) if spec.post_mlp_norm else None,
+        )
+        return DecoderLayer(attention, mlp)
+
+    def fused(self, layer_class: str, base: str, names: Sequence[str], needs_bias: bool) -> Linear:
+        """Linear modules of one layer that share their input, by their names below `base`."""
+        return self.linear(layer_class, [base + n for n in names], [self.shapes[n] for n in names], needs_bias)
+
+    def linear(
+        self, layer_class: str, names: Sequence[str], shapes: Sequence[tuple[int, int]], needs_bias: bool
+    ) -> Linear:
+        """Read linear modules and prepare them, as one weight if their forms allow it exactly."""
+        weights = [self.weight(name, shape) for name, shape in zip(names, shapes, strict=True)]
+        biases = [self.bias(name, shape[0], needs_bias) for name, shape in zip(names, shapes, strict=True)]
+        whole = fuse(weights) if len(weights) > 1 else weights[0]
+        if whole is None:
+            parts = zip(weights, biases, strict=True)
+            return Linear(tuple(self.prepare(layer_class, weight, bias) for weight, bias in parts))
+        bias = None
+        if any(b is not None for b in biases):
+            rows = [torch.zeros(s[0]) if b is None else b for b, s in zip(biases, shapes, strict=True)]
+            bias = torch.cat(rows)
+        return Linear((self.prepare(layer_class, whole, bias),))
+
+    def prepare(self, layer_class: str, weight: Weight, bias: Tensor | None) -> LinearPart:
+        """Choose the implementation for a canonical weight and let it repack it."""
+        facts = LinearFacts(
+            form=weight.form,
+            shape=weight.shape,
+            group_size=weight.group_size,
+            block_type=weight.block_type,
+            device=self.options.device,
+            dtype=self.options.dtype,
+            exact=self.options.exact,
+            deterministic=self.options.deterministic,
+        )
+        impl = kernels.choose(self.impls, facts, self.options.quarantined).impl
+        self.chosen.setdefault(layer_class, {})[impl.name] = None
+        return LinearPart(impl, impl.prepare(weight), bias, weight.shape)
+
+    def weight(self, name: str, shape: tuple[int, int]) -> Weight:
+        """A linear module's canonical weight."""
+        stored_as = self.stored_as(name)
+        found = self.stored.get(stored_as)
+        if found is None:
+            if f"{stored_as}.weight" not in self.checkpoint.tensors:
+                raise self.missing(f"{stored_as}.weight")
+            found = StoredFormat("gguf" if self.checkpoint.kind == "gguf" else "dense", {})
+        weight = load_weight(self.checkpoint, stored_as, found, shape)
+        self.count(stored_as + ".")
+        return weight
+
+    def bias(self, name: str, size: int, needed: bool) -> Tensor | None:
+        """A linear module's bias, float32 [size]; None where there is none, or all are zero (as GPTQ files have it)."""
+        stored = f"{self.stored_as(name)}.bias"
+        if stored not in self.checkpoint.tensors:
+            if needed:
+                raise self.missing(stored)
+            return None
+        bias = self.vector(stored, size)
+        return bias if bool(bias.any()) else None
+
+    def norm(self, name: str, size: int) -> Norm:
+        """A norm, its weight float32 with the model's offset added."""
+        stored = f"{self.stored_as(name)}.weight"
+        if stored not in self.checkpoint.tensors:
+            raise self.missing(stored)
+        weight = self.vector(stored, size)
+        self.count(stored)
+        return Norm(weight + self.facts.norm_offset if self.facts.norm_offset else weight, self.facts.rms_norm_eps)
+
+    def vector(self, stored: str, size: int) -> Tensor:
+        """A stored vector as float32 [size]."""
+        shape = self.checkpoint.tensors[stored].shape
+        if shape != (size,):
+            raise BadModelFile(
+                f"{self.checkpoint.path.name}: {stored} has shape {list(shape)}, expected [{size}]",
+                "download the model again, or choose another file",
+            )
+        return read_dense(self.checkpoint, stored).float().contiguous()
+
+    def rope(self, facts: RopeFacts) -> rope.RopeTable:
+        """The table of cosines and sines for one kind of layer."""
+        inv_freq = rope.inverse_frequencies(facts.theta, facts.dim)
+        if facts.factors_tensor is not None:
+            if facts.factors_tensor not in self.checkpoint.tensors:
+                raise self.missing(facts.factors_tensor)
+            inv_freq = inv_freq / self.vector(facts.factors_tensor, facts.dim // 2)
+        elif facts.scaling == "linear":
+            inv_freq = inv_freq / facts.factor
+        elif facts.scaling == "llama3":
+            low, high = facts.low_freq_factor, facts.high_freq_factor
+            inv_freq = rope.scale_llama3(inv_freq, facts.factor, low, high, facts.original_context)
+        elif facts.scaling == "yarn":
+            inv_freq = rope.scale_yarn(
+                inv_freq,
+                facts.theta,
+                facts.factor,
+                facts.beta_fast,
+                facts.beta_slow,
+                facts.original_context,
+                facts.truncate,
+            )
+        elif facts.scaling != "none":
+            raise UnsupportedModel(
+                f"{self.checkpoint.path.name}: RoPE scaling {facts.scaling} cannot be computed",
+                "none, linear, llama3 and yarn can",
+            )
+        return rope.RopeTable(inv_freq, facts.attention_factor, self.options.device)
+
+    def stored_as(self, name: str) -> str:
+        """The file's name of a module with canonical name `name`."""
+        return stored_name(self.checkpoint, name)
+
+    def missing(self, stored: str) -> BadModelFile:
+        """The error for a tensor that is not there."""
+        return BadModelFile(
+            f"{self.checkpoint.path.name}: the tensor {stored} is missing",
+            "download the model again, or choose another file",
+        )
+
+    def count(self, prefix: str) -> None:
+        """Report the stored bytes of a module as done."""
+        if self.options.progress is not None:
+            tensors = self.checkpoint.tensors
+            self.done += sum(tensors[name].nbytes for name in tensors if name.startswith(prefix))
+            self.options.progress(self.done, self.checkpoint.nbytes)
+
+    def _refuse_unknown_parts(self) -> None:
+        for name in self.checkpoint.tensors:
+            for part, what in _CHANGES_RESULT.items():
+                if part in name:
+                    raise UnsupportedModel(
+                        f"{self.checkpoint.path.name}: {name} belongs to {what}, which cannot be computed",
+                        "choose another model (localllm ls, localllm pull)",
+                    )

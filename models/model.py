@@ -1,0 +1,67 @@
+"""`Model`: loaded weights and one forward pass, a function of its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from localllm.kernels.rope import RopeTable
+from localllm.kernels.segments import HeadWeights, KernelTable
+from torch import Tensor
+
+from localllm.checkpoint.facts import ModelFacts
+
+from .inputs import ForwardBatch
+from .kv_cache import CacheGroup, KVCache
+from .layers import DecoderLayer, Embedding
+
+
+class Model:
+    """A decoder. Made by `loader.load_model`; nothing in it changes afterwards but the growing RoPE tables."""
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        groups: Sequence[CacheGroup],
+        embedding: Embedding,
+        layers: Sequence[DecoderLayer],
+        head: HeadWeights,
+        ropes: Sequence[RopeTable],
+        table: KernelTable,
+        kernels: Mapping[str, str],
+    ) -> None:
+        """`ropes` has one table, or two: that of layers which see everything, and that of windowed ones."""
+        self.facts = facts
+        self.groups = tuple(groups)
+        self.embedding = embedding
+        self.layers = tuple(layers)
+        self.head = head
+        self.table = table
+        self.kernels = dict(kernels)
+        """what runs what, for the truth line: layer class or op -> names of implementations"""
+        self._ropes = tuple(ropes)
+
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """Run every layer, storing keys and values: hidden [num_tokens, hidden], before the last norm."""
+        length = max(batch.seq_lens)
+        rotations = [rope.rows(batch.positions, length) for rope in self._ropes]
+        x = self.embedding(batch.token_ids)
+        for index, layer in enumerate(self.layers):
+            local = layer.attention.window is not None
+            inputs = batch.groups[cache.group_of(index)]
+            x = layer.forward(x, rotations[-1 if local else 0], cache.layer(index), inputs, batch, self.table)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Rows of `forward` -> float32 [rows, vocab], soft-capped where the model does so."""
+        return self.table.head(hidden, self.head)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all prepared weights; a tied table that the head shares counts once."""
+        table = self.embedding.weight
+        shared = any(
+            prepared is table or prepared is table.qweight or getattr(prepared, "qweight", None) is table.qweight
+            for prepared in (part.prepared for part in self.head.linear.parts)
+        )
+        total = sum(layer.nbytes for layer in self.layers) + self.head.linear.nbytes + self.head.norm.weight.nbytes
+        return total + (0 if shared else table.nbytes)
