@@ -1,0 +1,449 @@
+"""The façade for one model: everything above the engine uses it.
+
+`LLM(name)` finds the files, makes the plan, loads the weights and starts the engine. Importing this module loads no
+torch; constructing an `LLM` does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from localllm.answer import Answer, Piece, Splitter, Turn, TurnText
+from localllm.errors import ConfigError, InvalidRequest
+from localllm.request import Facts, Message, Phase, Request, SamplingParams, TokenEvent
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from localllm.chat.template import ChatTemplate
+    from localllm.checkpoint import Checkpoint
+    from localllm.checkpoint.facts import ModelFacts
+    from localllm.device import MachineFacts
+    from localllm.engine.engine import Engine
+    from localllm.engine.metrics import EngineStats
+    from localllm.models.loader import Model
+    from localllm.plan import Plan
+    from localllm.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+OnPhase = Callable[[Phase], None]
+Prompt = str | Sequence[int]
+
+DEFAULT_TEMPERATURE = 0.7
+"""where the model's files recommend nothing"""
+SWITCH_INTERVAL_S = 1e-4
+"""the interpreter's thread switch: 95 % of engine steps kept beside a busy interface thread, 78 % at Python's 5e-3"""
+
+
+class LLM:
+    """One loaded model.
+
+    name_or_path   a path, `org/repo[:quant][@revision]`, an alias, or part of a local model's name; downloaded if needed
+    device         auto | cpu | cuda:N
+    dtype          activations: auto | float32 | bfloat16 | float16; naming float32 also asks for exact float32 products
+    kv             key/value cache: auto | bf16 | fp16 | f32
+    ctx            context window in tokens, "auto" (what fits), or "max" (the model's own)
+    threads        CPU threads; None is one per usable core
+    deterministic  same tokens whatever else is in the batch; None is on for the CPU
+    max_parallel   sequences decoded together
+    prefix_cache   reuse the keys and values of shared prefixes
+    offline        never touch the network
+    on_phase       called with a `Phase` for everything that takes time
+    cancel         an event that stops a download
+
+    Raises the errors of `localllm.errors`. A context manager; `close()` frees everything.
+    """
+
+    def __init__(
+        self,
+        name_or_path: str | os.PathLike[str],
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        kv: str = "auto",
+        ctx: int | str = "auto",
+        threads: int | None = None,
+        deterministic: bool | None = None,
+        max_parallel: int = 4,
+        prefix_cache: bool = True,
+        offline: bool = False,
+        prefill_budget: int | None = None,
+        debug_invariants: bool = False,
+        on_phase: OnPhase | None = None,
+        cancel: threading.Event | None = None,
+    ) -> None:
+        self._notify = on_phase or (lambda phase: None)
+        self.name = os.fspath(name_or_path)
+        self.path: Path = self._find(self.name, offline, cancel)
+        """the file or folder that was loaded"""
+        self._checkpoint = self._open()
+        self.facts: ModelFacts = self._checkpoint.facts
+        from localllm.device import machine
+        from localllm.plan import PlanOptions, plan
+
+        self.machine: MachineFacts = machine()
+        options = PlanOptions(device=device, dtype=dtype, kv=kv, ctx=ctx, max_parallel=max_parallel)
+        if prefill_budget is not None:
+            options = replace(options, prefill_budget=prefill_budget)
+        self.plan: Plan = plan(self.facts, self.machine, options)
+        """what runs how, in bytes, with reasons"""
+        if not self.plan.fits:
+            raise self.plan.error(self.name)
+        self._template: ChatTemplate | None = None
+        self._engine: Engine | None = None
+        try:
+            self._start(dtype == "float32", deterministic, threads, prefix_cache, debug_invariants)
+        except BaseException:
+            self.close()
+            raise
+
+    # --- loading -----------------------------------------------------------------------------------------------------
+
+    def _find(self, name: str, offline: bool, cancel: threading.Event | None) -> Path:
+        self._notify(Phase("resolve", detail=name))
+        if os.sep in name or name.endswith(".gguf") or name.startswith((".", "~")):
+            path = Path(name).expanduser()
+            if path.exists():
+                return path
+        from localllm import hub
+
+        resolved = hub.resolve(name, offline=offline)
+        if resolved.path is not None:
+            return Path(resolved.path)
+        return Path(hub.download(resolved, progress=self._notify, cancel=cancel or threading.Event()))
+
+    def _open(self) -> Checkpoint:
+        from localllm.checkpoint import open_checkpoint
+
+        return open_checkpoint(self.path)
+
+    def _start(
+        self,
+        exact: bool,
+        deterministic: bool | None,
+        threads: int | None,
+        prefix_cache: bool,
+        debug_invariants: bool,
+    ) -> None:
+        from localllm.tokenizer import load_tokenizer
+
+        started = time.monotonic()
+        self.tokenizer: Tokenizer = load_tokenizer(self._checkpoint)
+        if self.tokenizer.chat_template:
+            self._template = self._new_template(self.tokenizer.chat_template)
+        self._notify(Phase("import"))
+        import torch
+
+        from localllm.engine.engine import Engine, EngineOptions
+        from localllm.engine.pages import GroupPages
+        from localllm.engine.runner import Runner
+        from localllm.engine.scheduler import SchedulerLimits
+        from localllm.models.kv_cache import KVCache
+        from localllm.models.loader import LoadOptions, load_model
+
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        device = torch.device(self.plan.device)
+        self.threads = set_threads(threads, self.machine)
+        self.deterministic = device.type == "cpu" if deterministic is None else deterministic
+        self.import_s = time.monotonic() - started
+        loading = time.monotonic()
+        options = LoadOptions(
+            device=str(device),
+            dtype=self.plan.dtype,
+            exact=exact,
+            deterministic=self.deterministic,
+            progress=lambda done, total: self._notify(Phase("weights", done, total)),
+        )
+        self._model: Model = load_model(self._checkpoint, options)
+        self._notify(Phase("kv", detail=f"{self.plan.ctx:,} tokens"))
+        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "f32": torch.float32}
+        cache = KVCache(
+            self._model.groups, self.plan.num_pages, self.plan.page_size, dtypes[self.plan.kv], device=str(device)
+        )
+        groups = tuple(
+            GroupPages(count, group.window)
+            for count, group in zip(self.plan.num_pages, self._model.groups, strict=True)
+        )
+        limits = SchedulerLimits(self.plan.max_parallel, self.plan.prefill_budget)
+        engine_options = EngineOptions(self.plan.ctx, self.plan.page_size, prefix_cache, limits, debug_invariants)
+        runner = Runner(self._model, cache, self.facts.vocab_size)
+        self._kv_bytes = cache.nbytes
+        self._engine = Engine(runner, groups, engine_options, device)
+        self._engine.start()
+        self.load_s = time.monotonic() - loading
+        """seconds from the end of the imports to ready"""
+        self._notify(Phase("ready", detail=self.truth_line))
+
+    def _new_template(self, text: str) -> ChatTemplate:
+        from localllm.chat.template import ChatTemplate
+
+        tokens = self.tokenizer
+        bos = tokens.id_to_token(tokens.bos_token_id) if tokens.bos_token_id is not None else ""
+        eos = next((tokens.id_to_token(i) for i in self.facts.eos_token_ids), "")
+        return ChatTemplate(text, bos_token=bos or "", eos_token=eos or "")
+
+    # --- asking ------------------------------------------------------------------------------------------------------
+
+    @overload
+    def generate(
+        self, prompts: Prompt, params: SamplingParams | None = None, *, stream: Literal[False] = False
+    ) -> Answer: ...
+    @overload
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams | None = None, *, stream: Literal[False] = False
+    ) -> list[Answer]: ...
+    @overload
+    def generate(
+        self, prompts: Prompt, params: SamplingParams | None = None, *, stream: Literal[True]
+    ) -> Iterator[Piece]: ...
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, *, stream: bool = False
+    ) -> Answer | list[Answer] | Iterator[Piece]:
+        """Complete text. A prompt is a string (special tokens in it count, BOS is added) or token ids.
+
+        One prompt gives an `Answer`, a list of prompts a list of them, computed together; `stream=True` takes one
+        prompt and gives its `Piece`s.
+        """
+        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+            turn = self.submit(self.encode_prompt(prompts), params)  # type: ignore[arg-type]
+            return iter(turn) if stream else turn.answer()
+        if stream:
+            raise InvalidRequest(f"stream=True takes one prompt, not {len(prompts)}", "call generate once per prompt")
+        turns = [self.submit(self.encode_prompt(p), params) for p in prompts]  # type: ignore[arg-type]
+        return [turn.answer() for turn in turns]
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        stream: Literal[False] = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Answer: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        stream: Literal[True],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Iterator[Piece]: ...
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        stream: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Answer | Iterator[Piece]:
+        """Answer a conversation. Raises InvalidRequest for a base model, which has no chat template."""
+        prompt = self.encode_chat(messages, tools, template_kwargs)
+        turn = self.submit(prompt, params, splits_reasoning=True)
+        return iter(turn) if stream else turn.answer()
+
+    def score(self, token_ids: Sequence[int], *, chunk: int | None = None) -> np.ndarray | Iterator[np.ndarray]:
+        """Log-probabilities float32 [num_tokens, vocab]; row i is the distribution of the token after `token_ids[i]`.
+
+        The prefix cache is not read. `chunk` yields arrays of at most so many rows instead of one array: a row of a
+        262k vocabulary is 1 MB.
+        """
+        import numpy as np
+
+        request = Request(list(token_ids), SamplingParams(max_tokens=1), score=True)
+        pieces = self._scores(request)
+        if chunk is None:
+            return np.concatenate(list(pieces))
+        if chunk < 1:
+            raise InvalidRequest(f"chunk is {chunk}, it must be at least 1", "give chunk=256")
+        return (p[at : at + chunk] for p in pieces for at in range(0, len(p), chunk))
+
+    def _scores(self, request: Request) -> Iterator[np.ndarray]:
+        stream = self.engine.submit(request)
+        try:
+            for event in stream:
+                if event.error is not None:
+                    raise event.error
+                if event.scores is not None:
+                    yield event.scores
+        finally:
+            stream.abort()
+
+    def default_params(self) -> SamplingParams:
+        """What the model's files recommend."""
+        known = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "typical_p"}
+        given = {k: v for k, v in self.facts.sampling_defaults.items() if k in known}
+        return SamplingParams(**({"temperature": DEFAULT_TEMPERATURE} | given))
+
+    def encode_prompt(self, prompt: Prompt) -> list[int]:
+        """Text -> ids, with BOS where the model wants one and the text does not begin with it; ids stay as they are."""
+        if not isinstance(prompt, str):
+            return list(prompt)
+        ids = self.tokenizer.encode(prompt, special=True)
+        bos = self.tokenizer.bos_token_id
+        if self.tokenizer.add_bos and bos is not None and ids[:1] != [bos]:
+            ids = [bos, *ids]
+        return ids
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Messages -> ids through the model's chat template. Text of users never becomes control tokens."""
+        if self._template is None:
+            raise InvalidRequest(
+                f"{self.name} is a base model: its files hold no chat template",
+                f'localllm run {self.name} "Once upon a time" completes text',
+                param="messages",
+            )
+        from localllm.chat.template import encode_chat
+
+        return encode_chat(
+            self.tokenizer, self._template, list(messages), tools=tools, template_kwargs=dict(template_kwargs or {})
+        )
+
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        splits_reasoning: bool = False,
+        request_id: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+        listener: Callable[[Piece], None] | None = None,
+    ) -> Turn:
+        """Queue token ids. With a `listener`, pieces go to it, in the engine's thread, instead of to the `Turn`."""
+        params = params or self.default_params()
+        request = Request(
+            prompt_token_ids=list(prompt_token_ids),
+            params=params,
+            eos_token_ids=self.tokenizer.eos_token_ids,
+            request_id=request_id,
+            stop_check=self._stop_check(params),
+            cache_salt=cache_salt,
+            priority=priority,
+        )
+        text = TurnText(self.tokenizer, params.n, params.stop, self._splitter(prompt_token_ids, splits_reasoning))
+        if listener is None:
+            return Turn(self.engine.submit(request), text)
+        tell = listener
+
+        def on_event(event: TokenEvent) -> None:
+            tell(text.take(event))
+
+        return Turn(self.engine.submit(request, on_event), text)
+
+    def _stop_check(self, params: SamplingParams) -> Any:
+        if not params.stop:
+            return None
+        from localllm.stream import StopStrings
+
+        return StopStrings(self.tokenizer, params.stop, params.min_tokens, params.include_stop)
+
+    def _splitter(self, prompt_token_ids: Sequence[int], wanted: bool) -> Callable[[], Splitter] | None:
+        if not wanted or self._template is None:
+            return None
+        from localllm.chat.parser import reasoning_parser
+
+        tail = self.tokenizer.decode(list(prompt_token_ids)[-16:], skip_special=False)
+        template = self.tokenizer.chat_template or ""
+        return None if reasoning_parser(template, tail) is None else lambda: reasoning_parser(template, tail)
+
+    # --- facts and end -----------------------------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> Engine:
+        """The running engine. Raises ConfigError after `close()`."""
+        if self._engine is None:
+            raise ConfigError("this LLM is closed", "make a new one")
+        return self._engine
+
+    @property
+    def has_chat_template(self) -> bool:
+        """False for base models."""
+        return self._template is not None
+
+    @property
+    def truth_line(self) -> str:
+        """What is running, in one line."""
+        kernels = ", ".join(sorted(set(self._model.kernels.values())))
+        plan = self.plan
+        threads = f" × {self.threads} threads" if plan.device == "cpu" else ""
+        exact = "" if self.deterministic else " · not batch-invariant"
+        return (
+            f"{Path(self.name).name} · {self.facts.stored_format} · {plan.device}{threads} · {plan.dtype} activations"
+            f" · KV {plan.kv} · ctx {plan.ctx:,} · {kernels}{exact}"
+        )
+
+    def stats(self) -> EngineStats:
+        """Counters of the engine."""
+        return self.engine.stats()
+
+    def state(self) -> Facts:
+        """Plain data for status lines."""
+        stats = self.stats()
+        return Facts(
+            model=self.name,
+            truth_line=self.truth_line,
+            device=self.plan.device,
+            ctx=self.plan.ctx,
+            used_tokens=stats.used_tokens,
+            pages_total=stats.pages_total,
+            pages_free=stats.pages_free,
+            pages_cached=stats.pages_cached,
+            weight_bytes=self._model.weight_bytes,
+            kv_bytes=self._kv_bytes,
+            has_chat_template=self.has_chat_template,
+            warnings=tuple(self.plan.warnings),
+        )
+
+    def close(self) -> None:
+        """End all requests and free the weights. Safe to call twice."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+        if self._template is not None:
+            self._template.close()
+        self.__dict__.pop("_model", None)
+        self._checkpoint.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def set_threads(threads: int | None, machine: MachineFacts) -> int:
+    """Give torch and our kernels the cores this process may use. Returns how many."""
+    import torch
+
+    usable = max(1, machine.cpu.cores_usable)
+    if threads is not None and threads < 1:
+        raise ConfigError(f"threads is {threads}, it must be at least 1", f"use --threads {usable}")
+    count = threads or usable
+    torch.set_num_threads(count)
+    from localllm.kernels import cpu
+
+    cpu.set_threads(count)
+    return count
+
