@@ -1,0 +1,207 @@
+"""`linear` on dense weights in plain PyTorch, a row's result not depending on the rows beside it.
+
+A matrix product may sum over K in another order when the number of rows changes (a vector routine for one row, other
+blocks for many). So rows are cut into tiles whose sizes were proven, for this shape on this machine, to give the same
+bits; what is left over is padded up to such a size.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import Impl, LinearFacts
+from .dequant import dequantize, row_chunk, stored_rows
+from .weight import Weight
+
+ANCHOR = 16
+"""Rows of the tile that every other size is compared with."""
+TILES = (1, 2, 4, 8, ANCHOR, 64, 256)
+PROOF_BUDGET = 1 << 32
+"""Multiply-adds of the largest tile worth proving: about 40 ms on two cores."""
+
+_proven: dict[
+    tuple, tuple[int, ...]
+] = {}  # a memo: (N, K, dtype, device, threads, packed) -> tiles; the proof takes ms
+
+
+class DenseWeight(NamedTuple):
+    """A dense weight ready to multiply."""
+
+    shape: tuple[int, int]
+    matrix: Tensor
+    """[N, K] float32 or bfloat16, columns in stored order; oneDNN's own layout where `packed`"""
+    packed: bool
+    tiles: tuple[int, ...]
+    """row counts that give the same bits, ascending; empty when never asked for"""
+    perm: Tensor | None
+    pre_scale: Tensor | None
+
+
+def _pack(matrix: Tensor) -> tuple[Tensor, bool]:
+    """oneDNN's blocked layout where there is one: 1.3 to 6 times F.linear for 1 to 16 rows, and no packing per call."""
+    if matrix.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return matrix, False
+    if matrix.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return matrix, False
+    return torch.ops.mkldnn._reorder_linear_weight(matrix.contiguous(), ANCHOR), True
+
+
+def _dense_matrix(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """[N, K] in stored column order: a view when it is already `dtype`, else converted chunk by chunk."""
+    n, k = weight.shape
+    if weight.form == "dense" and weight.qweight.dtype == dtype:
+        return weight.qweight
+    out = torch.empty(n, k, dtype=dtype, device=weight.qweight.device)
+    step = row_chunk(k)
+    for start in range(0, n, step):
+        rows = slice(start, min(start + step, n))
+        out[rows] = stored_rows(weight, rows)
+    return out
+
+
+def _product(x: Tensor, w: DenseWeight, bias: Tensor | None) -> Tensor:
+    if w.packed:
+        return torch.ops.mkldnn._linear_pointwise(x, w.matrix, bias, "none", [], "")
+    return F.linear(x, w.matrix, bias)
+
+
+def _tiles(w: DenseWeight) -> tuple[int, ...]:
+    """The sizes of TILES whose rows equal those of the anchor tile, bit for bit; (1,) when a row's place matters."""
+    n, k = w.shape
+    key = (n, k, w.matrix.dtype, str(w.matrix.device), torch.get_num_threads(), w.packed)
+    if key in _proven:
+        return _proven[key]
+    sizes = [size for size in TILES if size <= ANCHOR or n * k * size <= PROOF_BUDGET]
+    count = max(sizes) * k
+    x = torch.arange(count, dtype=torch.float64, device=w.matrix.device).mul_(0.7310585).sin_().view(-1, k)
+    x = x.to(w.matrix.dtype)
+    anchor = _product(x[:ANCHOR], w, None)
+    if 2 * int(anchor.count_nonzero()) < anchor.numel():
+        return (ANCHOR,)  # a weight of zeros proves nothing about the next one of its shape
+    _proven[key] = _prove(w, x, anchor, sizes)
+    return _proven[key]
+
+
+def _prove(w: DenseWeight, x: Tensor, anchor: Tensor, sizes: list[int]) -> tuple[int, ...]:
+    if not torch.equal(_product(x[:ANCHOR].flip(0).contiguous(), w, None).flip(0), anchor):
+        return (1,)
+    good = []
+    for size in sizes:
+        if size <= ANCHOR:
+            starts = {0, ANCHOR - size}
+            same = all(torch.equal(_product(x[s : s + size], w, None), anchor[s : s + size]) for s in starts)
+        else:
+            wide = _product(x[:size], w, None)
+            starts = {0, size // 2, size - ANCHOR}
+            same = all(torch.equal(_product(x[s : s + ANCHOR], w, None), wide[s : s + ANCHOR]) for s in starts)
+        if same:
+            good.append(size)
+    return tuple(good)
+
+
+def _prepare(weight: Weight, dtype: torch.dtype) -> DenseWeight:
+    matrix, packed = _pack(_dense_matrix(weight, dtype))
+    bare = DenseWeight(weight.shape, matrix, packed, (), weight.perm, weight.pre_scale)
+    return bare._replace(tiles=_tiles(bare))
+
+
+def _prepare_float32(weight: Weight) -> DenseWeight:
+    return _prepare(weight, torch.float32)
+
+
+def _prepare_bfloat16(weight: Weight) -> DenseWeight:
+    """Stored bfloat16 stays bfloat16; any other stored number keeps its bits in float32."""
+    return _prepare(weight, torch.bfloat16 if weight.qweight.dtype == torch.bfloat16 else torch.float32)
+
+
+def gathered(x: Tensor, perm: Tensor | None, pre_scale: Tensor | None) -> Tensor:
+    """x [num_tokens, K] as the stored columns want it: scaled first, then its columns gathered."""
+    if pre_scale is not None:
+        x = x * pre_scale.to(x.dtype)
+    if perm is not None:
+        x = x.index_select(1, perm)
+    return x
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    return F.pad(x, (0, 0, 0, rows - x.shape[0]))
+
+
+def _next_tile(left: int, tiles: tuple[int, ...]) -> int:
+    """The largest tile that `left` rows fill, or the next larger one when they fill more than half of it."""
+    fits = max((size for size in tiles if size <= left), default=0)
+    above = next((size for size in tiles if size >= left), 0)
+    return above if above and (not fits or left * 2 > above) else fits
+
+
+def _run_tiled(x: Tensor, w: DenseWeight, bias: Tensor | None) -> Tensor:
+    inputs = gathered(x, w.perm, w.pre_scale).to(w.matrix.dtype).contiguous()
+    bias = None if bias is None else bias.to(w.matrix.dtype)
+    rows = inputs.shape[0]
+    if rows in w.tiles:
+        return _product(inputs, w, bias).to(x.dtype)
+    out = torch.empty(rows, w.shape[0], dtype=x.dtype, device=x.device)
+    start = 0
+    while start < rows:
+        size = _next_tile(rows - start, w.tiles)
+        tile = inputs[start : start + size]
+        filled = tile.shape[0]
+        out[start : start + filled] = _product(tile if filled == size else _padded(tile, size), w, bias)[:filled]
+        start += filled
+    return out
+
+
+def _run_whole(x: Tensor, w: DenseWeight, bias: Tensor | None) -> Tensor:
+    inputs = gathered(x, w.perm, w.pre_scale).to(w.matrix.dtype).contiguous()
+    if inputs.shape[0] == 0:
+        return x.new_empty(0, w.shape[0])
+    return _product(inputs, w, None if bias is None else bias.to(w.matrix.dtype)).to(x.dtype)
+
+
+def _unpack(w: DenseWeight) -> Tensor:
+    matrix = w.matrix.to_dense() if w.packed else w.matrix
+    return dequantize(Weight("dense", w.shape, matrix, perm=w.perm, pre_scale=w.pre_scale))
+
+
+def _nbytes(w: DenseWeight) -> int:
+    extra = sum(t.numel() * t.element_size() for t in (w.perm, w.pre_scale) if t is not None)
+    return w.shape[0] * w.shape[1] * w.matrix.element_size() + extra
+
+
+def _fits_bfloat16(facts: LinearFacts) -> str | None:
+    if facts.form != "dense":
+        return f"form {facts.form} would lose bits in bfloat16"
+    return None if facts.dtype == "bfloat16" else f"activations are {facts.dtype}"
+
+
+def _fits_whole(facts: LinearFacts) -> str | None:
+    return "sums in an order that depends on the batch" if facts.deterministic else None
+
+
+def _twin_run(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """Row chunks of the weight are decoded on every call; x goes through in tiles of ANCHOR rows, so order is fixed."""
+    n, k = weight.shape
+    inputs = gathered(x.float(), weight.perm, weight.pre_scale)
+    rows = inputs.shape[0]
+    tiles = _padded(inputs, -(-rows // ANCHOR) * ANCHOR).split(ANCHOR) if rows else ()
+    out = torch.empty(rows, n, dtype=torch.float32, device=x.device)
+    step = row_chunk(k)
+    for start in range(0, n, step):
+        part = slice(start, min(start + step, n))
+        matrix = stored_rows(weight, part)
+        for index, tile in enumerate(tiles):
+            place = slice(index * ANCHOR, min((index + 1) * ANCHOR, rows))
+            out[place, part] = F.linear(tile, matrix)[: place.stop - place.start]
+    if bias is not None:
+        out += bias.float()
+    return out.to(x.dtype)
+
+
+DENSE_BF16 = Impl("torch_dense_bf16", _fits_bfloat16, _prepare_bfloat16, _run_tiled, _unpack, _nbytes)
+DENSE_TILED = Impl("torch_dense_tiled", lambda _facts: None, _prepare_float32, _run_tiled, _unpack, _nbytes)
+DENSE = Impl("torch_dense", _fits_whole, _prepare_float32, _run_whole, _unpack, _nbytes)
+TWIN = Impl("torch_dequant", lambda _facts: None, lambda w: w, _twin_run, dequantize, lambda w: w.nbytes)

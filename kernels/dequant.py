@@ -1,0 +1,133 @@
+"""The plain twin of every weight form: `Weight` to float32, in bounded chunks of rows.
+
+Numbers come out as `kernels/weight.py` defines them; columns in natural order (`perm` undone) and `pre_scale` folded
+in, so that `x @ dequantize(w).T` is the layer.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .gguf_blocks import BLOCK_TYPES, CHUNK_ELEMS, E2M1, dequantize_blocks, exp2_e8m0
+from .weight import Weight
+
+__all__ = ["dequantize", "dequantize_rows", "row_chunk", "stored_rows", "unpack_nibbles"]
+
+FP8_BLOCK = 128
+"""Rows and columns that share one scale of a block-scaled FP8 weight."""
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """u8 [..., K/2] -> u8 [..., K]; the low nibble of byte j is element 2j."""
+    return torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
+
+
+def row_chunk(columns: int) -> int:
+    """Rows of `columns` elements that are worth decoding at once: temporaries stay near 20 MB."""
+    return max(1, CHUNK_ELEMS // max(columns, 1))
+
+
+def _fp4(packed: Tensor) -> Tensor:
+    """u8 [rows, K/2] -> float32 [rows, K]: both values of a byte by one look-up."""
+    values = torch.tensor(E2M1, dtype=torch.float32, device=packed.device)
+    pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], -1)  # [256, 2], low nibble first
+    return pairs.index_select(0, packed.flatten().int()).view(packed.shape[0], -1)
+
+
+def _grouped(values: Tensor, scales: Tensor) -> Tensor:
+    """[rows, K], [rows, K/g] -> [rows, K/g, g] and [rows, K/g, 1], ready to combine."""
+    return values.view(values.shape[0], scales.shape[1], -1)
+
+
+def _int4g(w: Weight, rows: slice | Tensor) -> Tensor:
+    assert w.scales is not None
+    scales = w.scales[rows].float()
+    q = _grouped(unpack_nibbles(w.qweight[rows]).float(), scales)
+    if w.mins is not None:
+        return (scales.unsqueeze(-1) * q + w.mins[rows].float().unsqueeze(-1)).flatten(1)
+    zeros = 8.0 if w.zeros is None else w.zeros[rows].float().unsqueeze(-1)
+    return (scales.unsqueeze(-1) * (q - zeros)).flatten(1)
+
+
+def _int8(w: Weight, rows: slice | Tensor) -> Tensor:
+    assert w.scales is not None
+    scales = w.scales[rows].float()
+    return (_grouped(w.qweight[rows].float(), scales) * scales.unsqueeze(-1)).flatten(1)
+
+
+def _fp4g16(w: Weight, rows: slice | Tensor) -> Tensor:
+    assert w.scales is not None and w.global_scale is not None
+    scales = w.scales[rows].float() * w.global_scale[rows].unsqueeze(-1)
+    return (_grouped(_fp4(w.qweight[rows]), scales) * scales.unsqueeze(-1)).flatten(1)
+
+
+def _fp4g32(w: Weight, rows: slice | Tensor) -> Tensor:
+    assert w.scales is not None
+    half = exp2_e8m0(w.scales[rows])
+    return ((_grouped(_fp4(w.qweight[rows]), half) * 2) * half.unsqueeze(-1)).flatten(1)
+
+
+def _fp8mx(w: Weight, rows: slice | Tensor) -> Tensor:
+    assert w.scales is not None
+    half = exp2_e8m0(w.scales[rows])
+    return ((_grouped(w.qweight[rows].float(), half) * 2) * half.unsqueeze(-1)).flatten(1)
+
+
+def _fp8(w: Weight, rows: slice | Tensor) -> Tensor:
+    assert w.scales is not None
+    n, k = w.shape
+    values = w.qweight[rows].float()
+    if w.scales.numel() == 1:
+        return values * w.scales.view(1, 1)
+    if w.scales.shape == (n, 1):
+        return values * w.scales[rows]
+    index = torch.arange(n, device=values.device)[rows] // FP8_BLOCK
+    return values * w.scales[index].repeat_interleave(FP8_BLOCK, 1)[:, :k]
+
+
+def _gguf(w: Weight, rows: slice | Tensor) -> Tensor:
+    return dequantize_blocks(w.qweight[rows], w.block_type)
+
+
+_FORMS = {
+    "dense": lambda w, rows: w.qweight[rows].float(),
+    "int4g": _int4g,
+    "int8": _int8,
+    "fp4g16": _fp4g16,
+    "fp4g32": _fp4g32,
+    "fp8": _fp8,
+    "fp8mx": _fp8mx,
+    "gguf": _gguf,
+}
+
+
+def stored_rows(weight: Weight, rows: slice | Tensor) -> Tensor:
+    """float32 [len(rows), K] in stored column order, without `perm` and `pre_scale`: what multiplies the prepared x."""
+    decode = _FORMS.get(weight.form)
+    if decode is None:
+        raise ValueError(f"unknown weight form {weight.form!r}")
+    return decode(weight, rows)
+
+
+def dequantize_rows(weight: Weight, rows: slice | Tensor) -> Tensor:
+    """float32 [len(rows), K] of the rows a slice or an index tensor names: the embedding's gather, too."""
+    out = stored_rows(weight, rows)
+    if weight.perm is not None:
+        out = out[:, torch.argsort(weight.perm)]
+    if weight.pre_scale is not None:
+        out = out * weight.pre_scale.float()
+    return out
+
+
+def dequantize(weight: Weight) -> Tensor:
+    """float32 [N, K] of the whole weight, decoded chunk by chunk."""
+    n, k = weight.shape
+    if weight.form == "gguf" and weight.block_type not in BLOCK_TYPES:
+        raise ValueError(f"no decoder for GGUF block type {weight.block_type}")
+    out = torch.empty(n, k, dtype=torch.float32, device=weight.qweight.device)
+    step = row_chunk(k)
+    for start in range(0, n, step):
+        rows = slice(start, min(start + step, n))
+        out[rows] = dequantize_rows(weight, rows)
+    return out
