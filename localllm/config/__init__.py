@@ -1,0 +1,50 @@
+"""The user's settings: every key with its default, where a value came from, and the file they live in.
+
+Highest first: flag, environment (`LOCALLLM_` + upper-case path), `.localllm.toml` of the working folder (only with
+LOCALLLM_PROJECT=1), the user's file, default. A wrong value in a file is a warning and the default holds; a wrong flag
+or variable, and a file that is no TOML, is a `ConfigError`. Knows nothing of models, devices or commands.
+"""
+
+from .edit import set_key, unset_key
+from .keys import (
+    KEYS,
+    SECTIONS,
+    ChatConfig,
+    EngineConfig,
+    Key,
+    Preset,
+    PullConfig,
+    SamplingConfig,
+    ServerConfig,
+    UiConfig,
+    UserConfig,
+    environment,
+    find_key,
+)
+from .kinds import parse_bytes, parse_seconds, parse_tokens
+from .load import load_config, settings_file
+from .reference import reference
+
+__all__ = [
+    "KEYS",
+    "SECTIONS",
+    "ChatConfig",
+    "EngineConfig",
+    "Key",
+    "Preset",
+    "PullConfig",
+    "SamplingConfig",
+    "ServerConfig",
+    "UiConfig",
+    "UserConfig",
+    "environment",
+    "find_key",
+    "load_config",
+    "parse_bytes",
+    "parse_seconds",
+    "parse_tokens",
+    "reference",
+    "set_key",
+    "settings_file",
+    "unset_key",
+]

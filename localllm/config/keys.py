@@ -1,0 +1,248 @@
+"""Every setting: its default, what it takes, what it means. Read-only values; nothing here reads a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields
+from types import MappingProxyType
+from typing import Any, Literal
+
+from localllm.errors import ConfigError
+
+from .kinds import DEVICE, DURATION, FLAG, SIZE, TEXT, TEXTS, TOKENS, Kind, choice, number, or_auto, whole
+
+Auto = Literal["auto"]
+PROJECT_FILE = ".localllm.toml"
+
+ENVIRONMENT: Mapping[str, str] = MappingProxyType(
+    {
+        "LOCALLLM_HOME": "one folder for data, cache, config and state, instead of the XDG ones",
+        "LOCALLLM_CONFIG": "another settings file, as --config",
+        "LOCALLLM_PROJECT": f"1: also read {PROJECT_FILE} of the working folder",
+        "LOCALLLM_TESTING": "1: allows LOCALLLM_FAKE_HW",
+        "LOCALLLM_FAKE_HW": "a machine by name, for the tests of plan and doctor",
+        "LOCALLLM_ENGINE": "fake: scripted answers without a model, for tests and screenshots",
+        "LOCALLLM_FAKE_TPS": "tokens a second of the fake engine",
+        "LOCALLLM_FAKE_LOAD_S": "seconds a loading phase of the fake engine takes",
+        "LOCALLLM_TEST_MODELS": "where the tests find the two real models",
+        "HF_HOME": "the Hugging Face cache, shared with other tools",
+        "HF_HUB_CACHE": "the model folder of that cache",
+        "HF_TOKEN": "the hub's access token",
+        "HF_ENDPOINT": "another hub",
+        "HF_HUB_OFFLINE": "1: as `offline = true`",
+        "NO_COLOR": "any value: no colours",
+    }
+)
+"""Names that mirror no key. Every other name is `LOCALLLM_` + a key's path."""
+
+
+def _key(kind: Kind, default: Any, meaning: str, name: str = "") -> Any:
+    return field(default=default, metadata={"kind": kind, "meaning": meaning, "key": name})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How a model runs."""
+
+    device: str = _key(DEVICE, "auto", "what computes; auto takes a GPU that can run the model, else the CPU")
+    dtype: str = _key(choice("auto", "float32", "bfloat16", "float16"), "auto", "type of activations")
+    ctx: int | Auto = _key(TOKENS, "auto", "context window; auto is what fits, up to the model's own")
+    kv: str = _key(choice("auto", "bf16", "fp16", "f32", "int8", "fp8"), "auto", "how keys and values are stored")
+    gpu_mem: float = _key(number(0.05, 1), 0.92, "largest share of a GPU's memory to use")
+    graphs: bool = _key(FLAG, True, "replay decode steps as CUDA graphs")
+    threads: int | Auto = _key(or_auto(whole(1, 1024)), "auto", "CPU threads; auto is the usable cores")
+    deterministic: bool | Auto = _key(or_auto(FLAG), "auto", "a batch never changes an answer; auto: on the CPU")
+    prefix_cache: bool = _key(FLAG, True, "keep pages of finished prompts for the next one that starts alike")
+    max_parallel: int = _key(whole(1, 1024), 4, "requests computed side by side")
+    ttl_s: float = _key(DURATION, 1800.0, "an unused model is unloaded after this time", "ttl")
+
+
+@dataclass(frozen=True, slots=True)
+class PullConfig:
+    """What may be downloaded."""
+
+    max_auto_bytes: int = _key(SIZE, 32 << 30, "a family name never picks a larger download by itself", "max_auto")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingConfig:
+    """Unset keys are the model's own (generation_config.json or its GGUF metadata)."""
+
+    temperature: float | None = _key(number(0, 100), None, "0 is greedy")
+    top_k: int | None = _key(whole(0, 1 << 20), None, "0 is off")
+    top_p: float | None = _key(number(1e-9, 1), None, "1 is off")
+    min_p: float | None = _key(number(0, 1), None, "0 is off")
+    typical_p: float | None = _key(number(1e-9, 1), None, "1 is off")
+    repetition_penalty: float | None = _key(number(1e-3, 100), None, "1 is off")
+    presence_penalty: float | None = _key(number(-2, 2), None, "0 is off")
+    frequency_penalty: float | None = _key(number(-2, 2), None, "0 is off")
+    seed: int | None = _key(whole(0, 2**63 - 1), None, "same seed, same text")
+    max_tokens: int | None = _key(whole(1, 1 << 24), None, "unset: the rest of the context")
+
+    def given(self) -> dict[str, float | int]:
+        """The keys that are set, as arguments of `SamplingParams`."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatConfig:
+    """Conversations."""
+
+    system: str = _key(TEXT, "", "system message of every new chat")
+    think: bool | Auto = _key(or_auto(FLAG), "auto", "reasoning of models that can switch it")
+    save: bool = _key(FLAG, True, "keep chats on disk")
+    title: str = _key(choice("auto", "off"), "auto", "auto: the first line of the first message")
+
+
+@dataclass(frozen=True, slots=True)
+class UiConfig:
+    """The full-screen interface."""
+
+    theme: str = _key(TEXT, "localllm-dark", "colours")
+    code_theme: str = _key(TEXT, "auto", "colours of code")
+    mouse: bool = _key(FLAG, True, "take mouse events")
+    animations: bool | Auto = _key(or_auto(FLAG), "auto", "auto: off over ssh")
+    thinking: str = _key(choice("auto", "expanded", "collapsed", "hidden"), "auto", "how reasoning is shown")
+    stats: str = _key(choice("footer", "off"), "footer", "speeds below an answer")
+    enter: str = _key(choice("send", "newline"), "send", "newline: alt+enter or ctrl+j sends")
+    keys: str = _key(choice("default", "vim"), "default", "keyboard style")
+    notify: str = _key(choice("never", "unfocused", "always"), "unfocused", "bell and title when an answer is done")
+    column: int = _key(whole(0, 1000), 100, "largest text width in columns; 0 is all")
+    history_window: int = _key(whole(1, 10_000), 16, "messages kept on screen")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """The HTTP endpoint."""
+
+    host: str = _key(TEXT, "127.0.0.1", "address to listen on")
+    port: int = _key(whole(0, 65535), 8000, "port; 0 takes a free one")
+    api_key_file: str = _key(TEXT, "", "file with the key that clients must send")
+    cors: tuple[str, ...] = _key(TEXTS, (), "web origins that may call")
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A named set of sampling values, with a system message and a model."""
+
+    system: str | None = None
+    model: str | None = None
+    sampling: SamplingConfig = SamplingConfig()
+
+
+@dataclass(frozen=True, slots=True)
+class UserConfig:
+    """All settings with their origins. `origins[path]` is `default`, `flag`, `env NAME` or `file PATH`."""
+
+    model: str = _key(TEXT, "", "the model when none is named")
+    offline: bool = _key(FLAG, False, "never use the network")
+    engine: EngineConfig = EngineConfig()
+    pull: PullConfig = PullConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    chat: ChatConfig = ChatConfig()
+    ui: UiConfig = UiConfig()
+    server: ServerConfig = ServerConfig()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    presets: Mapping[str, Preset] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+    def get(self, path: str) -> Any:
+        """The value of a key such as `engine.ctx` or `aliases.work`. Raises ConfigError for a name that is none."""
+        table, _, name = path.partition(".")
+        if table in TABLES and name:
+            if name not in getattr(self, table):
+                raise ConfigError(f"{path} is not set", f"localllm config set {path} VALUE")
+            return getattr(self, table)[name]
+        found = find_key(path)
+        return getattr(getattr(self, found.section) if found.section else self, found.attribute)
+
+    def origin(self, path: str) -> str:
+        """Where the value of a key came from."""
+        return self.origins.get(path, "default")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One setting: its path in the file, and the attribute of the dataclass that holds it."""
+
+    path: str
+    section: str
+    attribute: str
+    kind: Kind
+    default: Any
+    meaning: str
+
+    @property
+    def env(self) -> str:
+        """The variable that sets it."""
+        return "LOCALLLM_" + self.path.replace(".", "_").upper()
+
+    def parse(self, value: Any, origin: str) -> Any:
+        """The value, or ConfigError naming where it came from."""
+        try:
+            return self.kind.parse(value)
+        except (ValueError, TypeError, OverflowError):
+            expects = f"expected {self.kind.expects}"
+            shown = repr(value) if len(repr(value)) <= 60 else repr(value)[:57] + "..."
+            raise ConfigError(
+                f"{self.path} = {shown} ({origin}): {expects}",
+                f"localllm config set {self.path} {self.kind.show(self.default) or 'VALUE'}",
+                context={"key": self.path, "origin": origin, "expects": self.kind.expects},
+            ) from None
+
+
+SECTIONS: Mapping[str, type] = MappingProxyType(
+    {"engine": EngineConfig, "pull": PullConfig, "sampling": SamplingConfig}
+    | {"chat": ChatConfig, "ui": UiConfig, "server": ServerConfig}
+)
+TABLES = ("aliases", "presets", "keys")
+"""Tables whose keys are the user's own."""
+
+
+def _keys() -> Iterator[Key]:
+    def of(section: str, f: Field[Any]) -> Key:
+        name = f.metadata["key"] or f.name
+        path = f"{section}.{name}" if section else name
+        return Key(path, section, f.name, f.metadata["kind"], f.default, f.metadata["meaning"])
+
+    yield from (of("", f) for f in fields(UserConfig) if f.metadata)
+    for section, holder in SECTIONS.items():
+        yield from (of(section, f) for f in fields(holder))
+
+
+KEYS: Mapping[str, Key] = MappingProxyType({key.path: key for key in _keys()})
+
+
+def environment() -> dict[str, str]:
+    """Every environment name the program reads, with its meaning."""
+    return {key.env: f"as `{key.path}`" for key in KEYS.values()} | dict(ENVIRONMENT)
+
+
+def find_key(path: str) -> Key:
+    """The key of a path; ConfigError with the nearest names for anything else."""
+    if path in KEYS:
+        return KEYS[path]
+    near = nearest(path)
+    raise ConfigError(
+        f"there is no setting {path!r}{did_you_mean(near)}",
+        f"localllm config get {near}" if near else "localllm config list",
+        context={"key": path},
+    )
+
+
+def nearest(path: str, among: Mapping[str, Any] = KEYS) -> str:
+    """The name among `among` that `path` was probably meant to be, or nothing."""
+    from difflib import get_close_matches
+
+    leaves = {p.rsplit(".", 1)[-1]: p for p in among}
+    if path.rsplit(".", 1)[-1] in leaves:  # the right name in the wrong table
+        return leaves[path.rsplit(".", 1)[-1]]
+    near = get_close_matches(path, list(among), 1, 0.75) or get_close_matches(path, list(leaves), 1, 0.75)
+    return leaves.get(near[0], near[0]) if near else ""
+
+
+def did_you_mean(near: str) -> str:
+    """The end of a sentence about an unknown name."""
+    return f"; did you mean {near}?" if near else ""

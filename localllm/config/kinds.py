@@ -1,0 +1,140 @@
+"""Kinds of values: text from a variable or a flag, or a TOML value, becomes the value itself, or ValueError."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+def as_text(value: Any) -> str:
+    """A value as one types it: `true`, `a,b`, nothing for None."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(value) if isinstance(value, tuple) else "" if value is None else str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a key takes. `parse` raises ValueError or returns the value; `show` gives the text one would type for it."""
+
+    expects: str
+    parse: Callable[[Any], Any]
+    show: Callable[[Any], str] = as_text
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    known = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if str(value).lower() not in known:
+        raise ValueError
+    return known[str(value).lower()]
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    parts = [p.strip() for p in value.split(",") if p.strip()] if isinstance(value, str) else value
+    if not isinstance(parts, (list, tuple)) or not all(isinstance(p, str) for p in parts):
+        raise ValueError
+    return tuple(parts)
+
+
+def _scaled(units: Mapping[str, float]) -> Callable[[Any], float]:
+    def parse(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            raise ValueError
+        found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", str(value).strip())
+        if not found or found[2].lower() not in units:
+            raise ValueError
+        return float(found[1]) * units[found[2].lower()]
+
+    return parse
+
+
+_BYTES = {"": 1.0, "b": 1.0} | {f"{p}b": 1000.0**i for i, p in enumerate("kmgt", 1)}
+_BYTES |= {f"{p}{tail}": 1024.0**i for i, p in enumerate("kmgt", 1) for tail in ("", "ib")}
+parse_bytes = _scaled(_BYTES)
+"""32GiB, 32G (both powers of two), 32GB (powers of ten), 4096 -> bytes; ValueError"""
+parse_seconds = _scaled({"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400})
+"""90, 90s, 30m, 2h, 1d -> seconds; ValueError"""
+parse_tokens = _scaled({"": 1, "k": 1024})
+"""4096, 8k -> tokens; ValueError"""
+
+
+def number(low: float, high: float) -> Kind:
+    """A number with a fraction, within bounds."""
+
+    def parse(value: Any) -> float:
+        if isinstance(value, bool) or not low <= float(value) <= high:
+            raise ValueError
+        return float(value)
+
+    return Kind(
+        f"a number, {low:g} to {high:g}" if low == 0 or low > 1e-4 or low < 0 else f"a number over 0, up to {high:g}",
+        parse,
+    )
+
+
+def whole(low: int, high: int) -> Kind:
+    """A whole number within bounds."""
+
+    def parse(value: Any) -> int:
+        if isinstance(value, (bool, float)) or not low <= int(value) <= high:
+            raise ValueError
+        return int(value)
+
+    return Kind(f"a whole number, {low} to {high}" if high < 1 << 20 else f"a whole number from {low}", parse)
+
+
+def _tokens(value: Any) -> int:
+    count = parse_tokens(value)
+    if count != int(count) or not 16 <= count <= 1 << 24:
+        raise ValueError
+    return int(count)
+
+
+def choice(*names: str) -> Kind:
+    """One of a few words."""
+
+    def parse(value: Any) -> str:
+        if value not in names:
+            raise ValueError
+        return str(value)
+
+    return Kind(" | ".join(names), parse)
+
+
+def or_auto(kind: Kind) -> Kind:
+    """The word auto, or what `kind` takes."""
+    return Kind(f"auto, or {kind.expects}", lambda value: "auto" if value == "auto" else kind.parse(value))
+
+
+def _device(value: Any) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", value):
+        raise ValueError
+    return value
+
+
+def _whole_units(*units: tuple[int, str]) -> Callable[[float], str]:
+    def show(value: float) -> str:
+        return next((f"{value // size:g}{name}" for size, name in units if value and value % size == 0), f"{value:g}")
+
+    return show
+
+
+TEXT, FLAG, TEXTS = Kind("text", _text), Kind("true | false", _flag), Kind("a list of texts", _texts)
+DEVICE = Kind("auto | cpu | cuda | cuda:N", _device)
+TOKENS = or_auto(Kind("a number of tokens from 16, such as 8192 or 32k", _tokens))
+SIZE = Kind(
+    "a size such as 32GiB", lambda value: int(parse_bytes(value)), _whole_units((1 << 30, "GiB"), (1 << 20, "MiB"))
+)
+DURATION = Kind(
+    "a time such as 90s, 30m or 2h; 0 is never", parse_seconds, _whole_units((3600, "h"), (60, "m"), (1, "s"))
+)

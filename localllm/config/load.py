@@ -1,0 +1,173 @@
+"""Reads the settings: flags over environment over project file over the user's file over defaults."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from localllm.errors import ConfigError
+from localllm.paths import config_file
+
+from .keys import (
+    ENVIRONMENT,
+    KEYS,
+    PROJECT_FILE,
+    SECTIONS,
+    TABLES,
+    Preset,
+    SamplingConfig,
+    UserConfig,
+    did_you_mean,
+    environment,
+    find_key,
+    nearest,
+)
+
+MAX_FILE_BYTES = 1 << 20
+
+
+def settings_file(environ: Mapping[str, str] = os.environ) -> Path:
+    """The user's file: LOCALLLM_CONFIG, else the XDG one. It need not exist."""
+    return Path(environ["LOCALLLM_CONFIG"]).expanduser() if environ.get("LOCALLLM_CONFIG") else config_file()
+
+
+def load_config(
+    flags: Mapping[str, Any] | None = None,
+    *,
+    path: Path | None = None,
+    environ: Mapping[str, str] = os.environ,
+    folder: Path | None = None,
+) -> UserConfig:
+    """All settings, each with its origin.
+
+    flags    key path -> value; None is "not given"
+    path     the user's file (`--config`); when given it must exist
+    folder   where the project file is looked for; the working folder
+
+    Raises ConfigError for a wrong flag or variable, an unreadable file, or one that is no TOML. Unknown keys and wrong
+    values in a file end up in `warnings`.
+    """
+    if path is not None and not path.is_file():
+        raise ConfigError(f"there is no settings file {path}", "leave --config out, or name a file that is there")
+    loading = _Loading()
+    loading.take_file(path or settings_file(environ))
+    if environ.get("LOCALLLM_PROJECT") == "1":
+        loading.take_file((folder or Path.cwd()) / PROJECT_FILE)
+    loading.take_environment(environ)
+    for name, value in (flags or {}).items():
+        if value is not None:
+            loading.put(name, find_key(name).parse(value, "flag"), "flag")
+    return loading.config()
+
+
+def read_toml(file: Path) -> dict[str, Any]:
+    """The tables of a settings file; an absent file is empty. Raises ConfigError with file, line and column."""
+    hint = f"edit {file}, or move it away"
+    try:
+        if not file.exists():
+            return {}
+        if file.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(
+                f"{file} has {file.stat().st_size:,} bytes, a settings file {MAX_FILE_BYTES:,} at most", hint
+            )
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file} is not valid TOML: {error}", hint) from None
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{file} is not valid TOML: {type(error).__name__}", hint) from None
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}", hint) from None
+
+
+class _Loading:
+    """Values gathered so far; a later `put` wins."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.origins: dict[str, str] = {}
+        self.tables: dict[str, dict[str, Any]] = {name: {} for name in TABLES}
+        self.warnings: list[str] = []
+
+    def put(self, path: str, value: Any, origin: str) -> None:
+        self.values[path] = value
+        self.origins[path] = origin
+
+    def take_file(self, file: Path) -> None:
+        origin = f"file {file}"
+        for name, value in read_toml(file).items():
+            if name in TABLES:
+                self._take_table(name, value, origin)
+            elif name in SECTIONS and isinstance(value, dict):
+                for leaf, inner in value.items():
+                    self._take(f"{name}.{leaf}", inner, origin)
+            elif name in SECTIONS:
+                self.warnings.append(f"{file}: {name} must be a table, [{name}]; ignored")
+            else:
+                self._take(name, value, origin)
+
+    def take_environment(self, environ: Mapping[str, str]) -> None:
+        by_env = {key.env: key for key in KEYS.values()}
+        for name, text in environ.items():
+            if name in by_env:
+                self.put(by_env[name].path, by_env[name].parse(text, name), f"env {name}")
+            elif name.startswith("LOCALLLM_") and name not in ENVIRONMENT:
+                self.warnings.append(f"unknown variable {name}{did_you_mean(nearest(name, environment()))}")
+        if (
+            environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
+            and "LOCALLLM_OFFLINE" not in environ
+        ):
+            self.put("offline", True, "env HF_HUB_OFFLINE")
+
+    def _take(self, path: str, value: Any, origin: str) -> None:
+        if path not in KEYS:
+            self.warnings.append(f"{origin[5:]}: unknown key {path}{did_you_mean(nearest(path))}")
+            return
+        try:
+            self.put(path, KEYS[path].parse(value, origin), origin)
+        except ConfigError as error:
+            self.warnings.append(f"{error.message}; ignored")
+
+    def _take_table(self, name: str, value: Any, origin: str) -> None:
+        if not isinstance(value, dict):
+            self.warnings.append(f"{origin[5:]}: {name} must be a table, [{name}]; ignored")
+            return
+        for key, inner in value.items():
+            where = f"{name}.{key}"
+            if name == "presets" and isinstance(inner, dict):
+                self.tables[name][key] = self._preset(where, inner, origin)
+            elif name != "presets" and isinstance(inner, str):
+                self.tables[name][key] = inner
+            else:
+                wanted = "a table" if name == "presets" else "text"
+                self.warnings.append(f"{origin[5:]}: {where} must be {wanted}; ignored")
+                continue
+            self.origins[where] = origin
+
+    def _preset(self, where: str, table: Mapping[str, Any], origin: str) -> Preset:
+        own: dict[str, str] = {}
+        sampling: dict[str, Any] = {}
+        for leaf, value in table.items():
+            key = KEYS.get(f"sampling.{leaf}")
+            if leaf in ("system", "model") and isinstance(value, str):
+                own[leaf] = value
+            elif key is None:
+                self.warnings.append(f"{origin[5:]}: {where}.{leaf} is not text, or no key of a preset; ignored")
+            else:
+                try:
+                    sampling[key.attribute] = replace(key, path=f"{where}.{leaf}").parse(value, origin)
+                except ConfigError as error:
+                    self.warnings.append(f"{error.message}; ignored")
+        return Preset(**own, sampling=SamplingConfig(**sampling))
+
+    def config(self) -> UserConfig:
+        held: dict[str, dict[str, Any]] = {"": {}} | {name: {} for name in SECTIONS}
+        for path, value in self.values.items():
+            key = KEYS[path]
+            held[key.section][key.attribute] = value
+        sections = {name: holder(**held[name]) for name, holder in SECTIONS.items()}
+        rest: dict[str, Any] = {**self.tables, "origins": self.origins, "warnings": tuple(self.warnings)}
+        return UserConfig(**held[""], **sections, **rest)
