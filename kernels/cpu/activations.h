@@ -1,0 +1,145 @@
+/* What a product reads of its inputs: per row and block of 32 either 16-bit integers with one scale, or the floats. */
+#ifndef LL_ACTIVATIONS_H
+#define LL_ACTIVATIONS_H
+
+#include "pool.h"
+#include "weight.h"
+
+#define X_MAX 32512.0f /* 127 * 256: the high byte stays within a signed byte after rounding */
+
+/* One block's numbers beside the planes. With mins: sums[h] = float sum of half h; else start[h] = -zero_offset * sum. */
+typedef struct {
+    float scale;
+    union { int32_t start[2]; float sums[2]; };
+    float unused;
+} xblock;
+
+typedef struct {
+    const float *x;       /* [m, k] as given */
+    int64_t m;
+    int exact;            /* floats instead of integers */
+    const uint8_t *planes; /* [m][blocks][XBYTES] */
+    const xblock *meta;   /* [m][blocks] */
+    const float *floats;  /* [m][stride] */
+    int64_t stride;
+} activations;
+
+static int64_t scratch_size;
+static uint8_t *scratch_data;
+
+/* Memory kept between calls; the caller holds pool.lock. NULL when there is none. */
+static uint8_t *scratch(int64_t bytes)
+{
+    if (bytes > scratch_size) {
+        free(scratch_data);
+        bytes = round_up(bytes + bytes / 4, 4096);
+        scratch_data = aligned_alloc(4096, (size_t)bytes);
+        scratch_size = scratch_data ? bytes : 0;
+    }
+    return scratch_data;
+}
+
+/* Gathers 32 inputs of a row: order, factor and zero padding applied. */
+INLINE const float *gather_block(const ll_weight *w, const float *x, int64_t block, float buffer[BLOCK])
+{
+    int64_t first = block * BLOCK;
+    if (!w->perm && !w->pre_scale && first + BLOCK <= w->k) return x + first;
+    for (int i = 0; i < BLOCK; i++) {
+        int64_t c = first + i;
+        if (c >= w->k) { buffer[i] = 0.0f; continue; }
+        int64_t from = w->perm ? w->perm[c] : c;
+        buffer[i] = w->pre_scale ? x[from] * w->pre_scale[from] : x[from];
+    }
+    return buffer;
+}
+
+INLINE float half_sum(const float *x)
+{
+    vf s = vf_load(x);
+    for (int i = VW; i < 16; i += VW) s = s + vf_load(x + i);
+    return vf_sum(s);
+}
+
+static void quantise_block(const float *x, uint8_t *planes, xblock *meta, int halves, int has_min, int32_t zero)
+{
+    vf top = vf_set1(0.0f), check = vf_set1(0.0f);
+    for (int i = 0; i < BLOCK; i += VW) {
+        vf a = vf_load(x + i);
+        top = vf_max((vf)((vi)a & 0x7fffffff), top);
+        check = check + a * 0.0f; /* NaN when any input is NaN or infinite */
+    }
+    float peak = vf_hmax(top);
+    int32_t q[BLOCK], sums[2] = {0, 0};
+    float scale = peak / X_MAX, inverse = peak > 1e-30f ? X_MAX / peak : 0.0f;
+    if (!(peak > 1e-30f)) scale = 0.0f;
+    if (vf_sum(check) != 0.0f) { /* nothing sensible can come out: let it be NaN */
+        scale = f32_bits(0x7fc00000);
+        inverse = 0.0f;
+        memset(q, 0, sizeof q);
+    } else {
+        for (int i = 0; i < BLOCK; i += VW) vi_store(q + i, vi_round(vf_load(x + i) * vf_set1(inverse)));
+    }
+    split_block(q, planes);
+    for (int i = 0; i < BLOCK; i++) sums[i / 16] += q[i];
+    if (halves == 1) sums[0] += sums[1];
+    meta->scale = scale;
+    for (int h = 0; h < 2; h++)
+        if (has_min) meta->sums[h] = scale * (float)sums[h];
+        else meta->start[h] = -zero * sums[h];
+}
+
+typedef struct {
+    const ll_weight *w;
+    activations *a;
+    uint8_t *planes;
+    xblock *meta;
+    float *floats;
+} prepare_job;
+
+static void prepare_rows(void *arg, int64_t begin, int64_t end, int thread)
+{
+    (void)thread;
+    prepare_job *j = arg;
+    const ll_weight *w = j->w;
+    const int halves = halves_of(w), has_min = w->min_kind != NUM_NONE;
+    float buffer[BLOCK];
+    for (int64_t row = begin; row < end; row++) {
+        const float *x = j->a->x + row * w->k;
+        for (int64_t b = 0; b < w->blocks; b++) {
+            const float *xb = gather_block(w, x, b, buffer);
+            xblock *meta = j->meta + row * w->blocks + b;
+            if (!j->a->exact) {
+                quantise_block(xb, j->planes + (row * w->blocks + b) * XBYTES, meta, halves, has_min, (int32_t)w->zero_offset);
+                continue;
+            }
+            if (has_min) {
+                float low = half_sum(xb), high = half_sum(xb + 16);
+                meta->sums[0] = halves == 1 ? low + high : low;
+                meta->sums[1] = high;
+            }
+            if (j->floats) memcpy(j->floats + row * j->a->stride + b * BLOCK, xb, sizeof buffer);
+        }
+    }
+}
+
+/* Makes `a` ready for products with w. Returns 0, or -1 without memory. */
+static int prepare_activations(const ll_weight *w, activations *a)
+{
+    const int has_min = w->min_kind != NUM_NONE;
+    const int64_t blocks = a->m * w->blocks;
+    const int copy = a->exact && (w->perm || w->pre_scale || w->k % BLOCK);
+    int64_t meta_bytes = round_up(blocks * (int64_t)sizeof(xblock), 64);
+    uint8_t *memory = scratch(meta_bytes + blocks * (a->exact ? (copy ? BLOCK * 4 : 0) : XBYTES) + 64);
+    if (!memory) return -1;
+    prepare_job job = {w, a, memory + meta_bytes, (xblock *)memory, copy ? (float *)(memory + meta_bytes) : NULL};
+    a->meta = job.meta;
+    a->planes = job.planes;
+    a->floats = copy ? job.floats : a->x;
+    a->stride = copy ? w->blocks * BLOCK : w->k;
+    if (a->exact && !copy && !has_min) return 0;
+    if (a->m < 4) prepare_rows(&job, 0, a->m, 0);
+    else pool_run(prepare_rows, &job, a->m);
+    return 0;
+}
+
+#endif

@@ -1,0 +1,224 @@
+"""Compiles the C sources of this folder on first use and loads them; says why where that is not possible.
+
+The library lies in the cache folder under a name made of the instruction set, the sources and the compiler, so a
+change of any of them builds anew and an older CPU never loads a newer CPU's code. A file comes into place by an atomic
+rename: two processes that build at once both succeed. Without a compiler a library built earlier is still used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from .threads import usable_cores
+
+__all__ = ["ISAS", "Library", "cache_folder", "detect_isa", "is_built", "library"]
+
+FOLDER = Path(__file__).parent
+TIMEOUT_S = 120
+X86 = ("-mavx2", "-mfma", "-mf16c")
+ISAS: dict[str, tuple[str, ...]] = {
+    "avx512vnni": (*X86, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni"),
+    "avx512": (*X86, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
+    "avxvnni": (*X86, "-mavxvnni"),
+    "avx2": X86,
+    "neon": (),
+    "portable": (),
+}
+"""Compiler flags of each instruction set, best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """The loaded C library, or the reason why there is none."""
+
+    lib: ctypes.CDLL | None
+    isa: str
+    reason: str | None
+    path: Path | None = None
+    build_s: float = 0.0
+    """Seconds the compiler took; 0 when the library was there."""
+
+
+def detect_isa() -> str:
+    """The best instruction set of this machine, or LOCALLLM_CPU_ISA."""
+    forced = os.environ.get("LOCALLLM_CPU_ISA")
+    if forced:
+        return forced
+    machine = platform.machine().lower()
+    if machine in ("arm64", "aarch64"):
+        return "neon"
+    if machine not in ("x86_64", "amd64"):
+        return "portable"
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return "portable"
+    flags = next((set(line.split(":", 1)[1].split()) for line in text.splitlines() if line.startswith("flags")), set())
+    if not {"avx2", "fma", "f16c"} <= flags:
+        return "portable"
+    if {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= flags:
+        return "avx512vnni" if "avx512_vnni" in flags else "avx512"
+    return "avxvnni" if "avx_vnni" in flags else "avx2"
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels lie: LOCALLLM_CACHE, else LOCALLLM_HOME/cache, else the user's cache folder."""
+    chosen = os.environ.get("LOCALLLM_CACHE")
+    home = os.environ.get("LOCALLLM_HOME")
+    if chosen:
+        base = Path(chosen)
+    elif home:
+        base = Path(home) / "cache"
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library/Caches/localllm"
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "localllm"
+    return base / "kernels"
+
+
+def is_built() -> bool:
+    """Whether `library()` will find its file and need no compiler (for a progress message)."""
+    isa = detect_isa()
+    return isa in ISAS and _find(cache_folder(), isa, _compiler()) is not None
+
+
+@cache
+def library() -> Library:
+    """The library for this machine, built when needed; asked once per process."""
+    isa = detect_isa()
+    if isa not in ISAS:
+        return Library(None, isa, f"LOCALLLM_CPU_ISA={isa} is not one of {', '.join(ISAS)}")
+    compiler = _compiler()
+    folder = cache_folder()
+    found = _find(folder, isa, compiler)
+    if found is not None:
+        loaded = _load(found, isa)
+        if loaded.lib is not None:
+            return loaded
+    if not compiler:
+        return Library(None, isa, "no C compiler: install gcc or clang, or `pip install ziglang`")
+    return _build(folder, isa, compiler)
+
+
+def _compiler() -> tuple[str, ...]:
+    """The command of a C compiler: $CC, the system's, or the one in the ziglang wheel; () without one."""
+    named = shlex.split(os.environ.get("CC", ""))
+    if named:
+        return tuple(named) if shutil.which(named[0]) else ()
+    for name in ("cc", "gcc", "clang"):
+        path = shutil.which(name)
+        if path:
+            return (path,)
+    if importlib.util.find_spec("ziglang") is not None:
+        return (sys.executable, "-m", "ziglang", "cc")
+    return ()
+
+
+@cache
+def _source_hash() -> str:
+    digest = hashlib.sha256()
+    for file in sorted([*FOLDER.glob("*.c"), *FOLDER.glob("*.h")]):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _compiler_hash(compiler: tuple[str, ...]) -> str:
+    """Changes with the compiler's file; asking it for its version would cost a process per start."""
+    program = Path(shutil.which(compiler[0]) or compiler[0]).resolve()
+    stat = program.stat()
+    return hashlib.sha256(repr((compiler[1:], str(program), stat.st_size, stat.st_mtime_ns)).encode()).hexdigest()[:8]
+
+
+def _stem(isa: str) -> str:
+    flags = hashlib.sha256(" ".join(_flags(isa)).encode()).hexdigest()[:4]
+    return f"cpu-{isa}-{platform.machine().lower()}-{_source_hash()}{flags}"
+
+
+def _find(folder: Path, isa: str, compiler: tuple[str, ...]) -> Path | None:
+    if compiler:
+        exact = folder / f"{_stem(isa)}-{_compiler_hash(compiler)}.so"
+        return exact if exact.is_file() else None
+    return next(iter(sorted(folder.glob(f"{_stem(isa)}-*.so"))), None)
+
+
+def _flags(isa: str) -> tuple[str, ...]:
+    return (
+        "-std=gnu11",
+        "-O3",
+        "-fPIC",
+        "-shared",
+        "-pthread",
+        "-ffp-contract=off",
+        "-fno-math-errno",
+        "-Wno-psabi",
+        *ISAS[isa],
+    )
+
+
+def _build(folder: Path, isa: str, compiler: tuple[str, ...]) -> Library:
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        place = tempfile.TemporaryDirectory(dir=folder, prefix="build-")
+        keep = True
+    except OSError:  # build for this process only
+        try:
+            place = tempfile.TemporaryDirectory(prefix="localllm-kernels-")
+        except OSError as error:
+            return Library(None, isa, f"no folder to build in: {folder} ({error})")
+        keep = False
+    started = time.monotonic()
+    with place as temporary:
+        output = Path(temporary) / "cpu.so"
+        failure = _compile(compiler, isa, output)
+        if failure:
+            return Library(None, isa, failure)
+        final = output
+        if keep:
+            final = folder / f"{_stem(isa)}-{_compiler_hash(compiler)}.so"
+            try:
+                os.replace(output, final)
+            except OSError:
+                final = output
+        return _load(final, isa, time.monotonic() - started)
+
+
+def _compile(compiler: tuple[str, ...], isa: str, output: Path) -> str | None:
+    """None, or why it failed."""
+    command = [*compiler, *_flags(isa), str(FOLDER / "main.c"), "-o", str(output), "-lm"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"the C compiler {compiler[0]} took more than {TIMEOUT_S} s"
+    except OSError as error:
+        return f"the C compiler {compiler[0]} does not start: {error}"
+    if done.returncode != 0 or not output.is_file():
+        lines = (
+            [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["no message"]
+        )
+        return f"the C compiler {compiler[0]} failed (exit {done.returncode}): {lines[0][:200]}"
+    return None
+
+
+def _load(path: Path, isa: str, build_s: float = 0.0) -> Library:
+    from .interface import declare
+
+    try:
+        lib = ctypes.CDLL(str(path))
+        declare(lib)
+    except (OSError, AttributeError, ValueError) as error:
+        return Library(None, isa, f"the compiled kernels do not load: {error}")
+    lib.ll_threads(usable_cores())
+    return Library(lib, isa, None, path, build_s)

@@ -1,0 +1,245 @@
+/* Vectors of VW 32-bit lanes: the few operations the kernels need, for AVX-512, AVX2, NEON and plain C.
+ *
+ * The integer dot product takes weight codes as unsigned bytes, four inputs of one row per lane, and activations of
+ * 16 bits. With VNNI the activations come as two planes of signed bytes (256 * hi + lo), otherwise as pairs of
+ * 16-bit numbers; `split_block` writes what `dot_quad` reads. Integer sums are exact, so both give the same result. */
+#ifndef LL_VEC_H
+#define LL_VEC_H
+
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+#include <immintrin.h>
+#define VW 16
+#elif defined(__AVX2__)
+#include <immintrin.h>
+#define VW 8
+#else
+#define VW 4
+#if defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+#endif
+
+#define TILE 16          /* weight rows in a tile: one lane each */
+#define NV (TILE / VW)   /* vectors in a tile */
+#define BLOCK 32         /* inputs that share one activation scale */
+#define XBYTES (2 * BLOCK)
+
+typedef float vf __attribute__((vector_size(4 * VW)));
+typedef int32_t vi __attribute__((vector_size(4 * VW)));
+typedef uint32_t vu __attribute__((vector_size(4 * VW)));
+typedef uint16_t vh __attribute__((vector_size(4 * VW)));
+typedef uint8_t vb __attribute__((vector_size(4 * VW)));
+
+INLINE vf vf_load(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
+INLINE void vf_store(float *p, vf v) { memcpy(p, &v, sizeof v); }
+INLINE vi vi_load(const void *p) { vi v; memcpy(&v, p, sizeof v); return v; }
+INLINE void vi_store(void *p, vi v) { memcpy(p, &v, sizeof v); }
+INLINE vi vi_shl16(vi a, int n) { return (vi)((vh)a << n); }
+INLINE vi vi_shr16(vi a, int n) { return (vi)((vh)a >> n); }
+
+INLINE float f32_bits(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }
+INLINE uint32_t bits_f32(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
+
+INLINE float f16_to_f32(uint16_t h)
+{
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, body = h & 0x7fff;
+    if (body >= 0x7c00) return f32_bits(sign | 0x7f800000 | (body & 0x3ff) << 13);
+    if (body >= 0x0400) return f32_bits(sign | ((body << 13) + (112u << 23)));
+    float small = (float)body * 0x1p-24f;
+    return f32_bits(bits_f32(small) | sign);
+}
+INLINE float bf16_to_f32(uint16_t h) { return f32_bits((uint32_t)h << 16); }
+INLINE uint16_t f32_to_bf16(float f)
+{
+    uint32_t u = bits_f32(f);
+    if ((u & 0x7fffffff) > 0x7f800000) return (uint16_t)(u >> 16 | 0x40);
+    return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
+}
+/* An E4M3 byte as a float; 0x7F and 0xFF are NaN. */
+INLINE float e4m3_to_f32(uint8_t b)
+{
+    if ((b & 0x7f) == 0x7f) return f32_bits(0x7fc00000);
+    return f16_to_f32((uint16_t)((b & 0x80) << 8 | (b & 0x7f) << 7)) * 256.0f;
+}
+
+/* ---- what differs ---- */
+
+#if VW == 16
+INLINE vf vf_set1(float x) { return (vf)_mm512_set1_ps(x); }
+INLINE vi vi_set1(int32_t x) { return (vi)_mm512_set1_epi32(x); }
+INLINE vf vf_fma(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+INLINE vf vf_max(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE vf vf_min(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
+INLINE vf vf_cvt(vi a) { return (vf)_mm512_cvtepi32_ps((__m512i)a); }
+INLINE vi vi_round(vf a) { return (vi)_mm512_cvtps_epi32((__m512)a); }
+INLINE vf vf_f16(const uint16_t *p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)p)); }
+INLINE vi vi_u16(const uint16_t *p) { return (vi)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)); }
+INLINE vi vi_u8(const uint8_t *p) { return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)p)); }
+INLINE vi vi_i8(const uint8_t *p) { return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p)); }
+INLINE vf vf_e4m3_256(const uint8_t *p) /* value / 256; NaN codes must not occur */
+{
+    __m256i h = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)p)), 7);
+    return (vf)_mm512_cvtph_ps(_mm256_and_si256(h, _mm256_set1_epi16((short)0xbfff)));
+}
+typedef __m512i vlut;
+INLINE vlut lut_load(const uint8_t *t) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const void *)t)); }
+INLINE vi lut_get(vlut t, vi i) { return (vi)_mm512_shuffle_epi8(t, (__m512i)i); }
+INLINE float vf_sum(vf a) { return _mm512_reduce_add_ps((__m512)a); }
+INLINE float vf_hmax(vf a) { return _mm512_reduce_max_ps((__m512)a); }
+
+#elif VW == 8
+INLINE vf vf_set1(float x) { return (vf)_mm256_set1_ps(x); }
+INLINE vi vi_set1(int32_t x) { return (vi)_mm256_set1_epi32(x); }
+INLINE vf vf_fma(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+INLINE vf vf_max(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
+INLINE vf vf_min(vf a, vf b) { return (vf)_mm256_min_ps((__m256)a, (__m256)b); }
+INLINE vf vf_cvt(vi a) { return (vf)_mm256_cvtepi32_ps((__m256i)a); }
+INLINE vi vi_round(vf a) { return (vi)_mm256_cvtps_epi32((__m256)a); }
+INLINE vf vf_f16(const uint16_t *p) { return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const void *)p)); }
+INLINE vi vi_u16(const uint16_t *p) { return (vi)_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)p)); }
+INLINE vi vi_u8(const uint8_t *p) { return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)p)); }
+INLINE vi vi_i8(const uint8_t *p) { return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)p)); }
+INLINE vf vf_e4m3_256(const uint8_t *p)
+{
+    __m128i h = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const void *)p)), 7);
+    return (vf)_mm256_cvtph_ps(_mm_and_si128(h, _mm_set1_epi16((short)0xbfff)));
+}
+typedef __m256i vlut;
+INLINE vlut lut_load(const uint8_t *t) { return _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)t)); }
+INLINE vi lut_get(vlut t, vi i) { return (vi)_mm256_shuffle_epi8(t, (__m256i)i); }
+
+#else
+INLINE vf vf_set1(float x) { return (vf){x, x, x, x}; }
+INLINE vi vi_set1(int32_t x) { return (vi){x, x, x, x}; }
+#if defined(__ARM_NEON)
+INLINE vf vf_fma(vf a, vf b, vf c) { return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
+INLINE vi vi_round(vf a) { return (vi)vcvtnq_s32_f32((float32x4_t)a); }
+#else
+INLINE vf vf_fma(vf a, vf b, vf c) { return a * b + c; }
+INLINE vi vi_round(vf a) { vi r; for (int i = 0; i < VW; i++) r[i] = (int32_t)__builtin_rintf(a[i]); return r; }
+#endif
+INLINE vf vf_max(vf a, vf b) { vi m = a > b; return (vf)(((vi)a & m) | ((vi)b & ~m)); }
+INLINE vf vf_min(vf a, vf b) { vi m = a < b; return (vf)(((vi)a & m) | ((vi)b & ~m)); }
+INLINE vf vf_cvt(vi a) { return __builtin_convertvector(a, vf); }
+INLINE vf vf_f16(const uint16_t *p)
+{
+    return (vf){f16_to_f32(p[0]), f16_to_f32(p[1]), f16_to_f32(p[2]), f16_to_f32(p[3])};
+}
+INLINE vi vi_u16(const uint16_t *p) { return (vi){p[0], p[1], p[2], p[3]}; }
+INLINE vi vi_u8(const uint8_t *p) { return (vi){p[0], p[1], p[2], p[3]}; }
+INLINE vi vi_i8(const uint8_t *p) { return (vi){(int8_t)p[0], (int8_t)p[1], (int8_t)p[2], (int8_t)p[3]}; }
+INLINE vf vf_e4m3_256(const uint8_t *p)
+{
+    vf r;
+    for (int i = 0; i < VW; i++) r[i] = f16_to_f32((uint16_t)((p[i] & 0x80) << 8 | (p[i] & 0x7f) << 7));
+    return r;
+}
+typedef struct { uint8_t t[16]; } vlut;
+INLINE vlut lut_load(const uint8_t *t) { vlut l; memcpy(l.t, t, 16); return l; }
+INLINE vi lut_get(vlut t, vi i)
+{
+    vb b = (vb)i;
+    for (int j = 0; j < 4 * VW; j++) b[j] = t.t[b[j] & 15];
+    return (vi)b;
+}
+#endif
+
+#if VW != 16
+INLINE float vf_sum(vf a) { float s = 0; for (int i = 0; i < VW; i++) s += a[i]; return s; }
+INLINE float vf_hmax(vf a) { float m = a[0]; for (int i = 1; i < VW; i++) m = a[i] > m ? a[i] : m; return m; }
+#endif
+
+INLINE vf vf_bf16(const uint16_t *p) { return (vf)(vi_u16(p) << 16); }
+INLINE vf vf_select(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
+
+/* exp(x) to about 1e-7 relative for x <= 0 (it is used on x - max); 0 below -87.3, NaN stays NaN. */
+INLINE vf vf_exp(vf x)
+{
+    const vf lowest = vf_set1(-87.33654f), highest = vf_set1(88.37626f);
+    vi under = x < lowest, nan = x != x;
+    vf y = vf_min(vf_max(x, lowest), highest);
+    vi n = vi_round(y * vf_set1(1.44269504f));
+    vf f = vf_cvt(n);
+    vf r = vf_fma(f, vf_set1(-0.693359375f), y);
+    r = vf_fma(f, vf_set1(2.12194440e-4f), r);
+    vf p = vf_set1(1.9875691500e-4f);
+    p = vf_fma(p, r, vf_set1(1.3981999507e-3f));
+    p = vf_fma(p, r, vf_set1(8.3334519073e-3f));
+    p = vf_fma(p, r, vf_set1(4.1665795894e-2f));
+    p = vf_fma(p, r, vf_set1(1.6666665459e-1f));
+    p = vf_fma(p, r, vf_set1(5.0000001201e-1f));
+    p = vf_fma(p, r * r, r + vf_set1(1.0f));
+    vf e = p * (vf)((n + 127) << 23);
+    e = vf_select(under, vf_set1(0.0f), e);
+    return vf_select(nan, x, e);
+}
+
+/* ---- integer dot product ---- */
+
+#if (VW == 16 && defined(__AVX512VNNI__)) || (VW == 8 && (defined(__AVXVNNI__) || (defined(__AVX512VNNI__) && defined(__AVX512VL__))))
+#define LL_VNNI 1
+#if VW == 16
+#define DPBUSD(acc, u, s) ((vi)_mm512_dpbusd_epi32((__m512i)(acc), (__m512i)(u), (__m512i)(s)))
+#elif defined(__AVXVNNI__)
+#define DPBUSD(acc, u, s) ((vi)_mm256_dpbusd_avx_epi32((__m256i)(acc), (__m256i)(u), (__m256i)(s)))
+#else
+#define DPBUSD(acc, u, s) ((vi)_mm256_dpbusd_epi32((__m256i)(acc), (__m256i)(u), (__m256i)(s)))
+#endif
+typedef struct { vi hi, lo; } vdot;
+INLINE vdot dot_start(int32_t z) { return (vdot){vi_set1(0), vi_set1(z)}; }
+INLINE void dot_quad(vdot *d, vi codes, const uint8_t *x, int j)
+{
+    int32_t hi, lo;
+    memcpy(&hi, x + 4 * j, 4);
+    memcpy(&lo, x + BLOCK + 4 * j, 4);
+    d->hi = DPBUSD(d->hi, codes, vi_set1(hi));
+    d->lo = DPBUSD(d->lo, codes, vi_set1(lo));
+}
+INLINE vf dot_value(vdot d) { return vf_cvt((d.hi << 8) + d.lo); }
+INLINE void split_block(const int32_t *q, uint8_t *x)
+{
+    for (int i = 0; i < BLOCK; i++) {
+        x[i] = (uint8_t)((q[i] + 128) >> 8);
+        x[BLOCK + i] = (uint8_t)q[i];
+    }
+}
+#else
+#define LL_VNNI 0
+typedef struct { vi sum; } vdot;
+INLINE vdot dot_start(int32_t z) { return (vdot){vi_set1(z)}; }
+INLINE vi madd16(vi a, vi b)
+{
+#if VW == 16
+    return (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif VW == 8
+    return (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+    return (vi)__builtin_ia32_pmaddwd128((short __attribute__((vector_size(16))))a, (short __attribute__((vector_size(16))))b);
+#else
+    return ((a << 16) >> 16) * ((b << 16) >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+INLINE void dot_quad(vdot *d, vi codes, const uint8_t *x, int j)
+{
+    int32_t even, odd;
+    memcpy(&even, x + 8 * j, 4);
+    memcpy(&odd, x + 8 * j + 4, 4);
+    d->sum += madd16(codes & 0x00ff00ff, vi_set1(even));
+    d->sum += madd16(vi_shr16(codes, 8), vi_set1(odd));
+}
+INLINE vf dot_value(vdot d) { return vf_cvt(d.sum); }
+INLINE void split_block(const int32_t *q, uint8_t *x)
+{
+    for (int j = 0; j < BLOCK / 4; j++) {
+        int16_t quad[4] = {(int16_t)q[4 * j], (int16_t)q[4 * j + 2], (int16_t)q[4 * j + 1], (int16_t)q[4 * j + 3]};
+        memcpy(x + 8 * j, quad, 8);
+    }
+}
+#endif
+
+#endif

@@ -1,0 +1,148 @@
+/* A prepared weight: rows in tiles of 16, one vector lane a row, so that dot products need no sum across lanes.
+ *
+ * A tile is contiguous: scales [groups][16], mins [groups][16], super-scales, then codes [blocks of 32 inputs]. In a
+ * block the codes of inputs 4j..4j+3 of all rows are "quad j": 16 lanes of 4 bytes. Narrow codes are cut into planes:
+ *   nibble plane  4 vectors: byte = quad i | quad i+4 << 4
+ *   2-bit plane   2 vectors: quad j at bits 2(j%4) of vector j/4
+ *   1-bit plane   1 vector:  quad j at bit j
+ * Float codes (dense, E4M3) lie as [32 inputs][16 rows].
+ *
+ * value = scale * (code - zero_offset) + min, or scale * (code - zero); then times row_scale. */
+#ifndef LL_WEIGHT_H
+#define LL_WEIGHT_H
+
+#include "vec.h"
+
+enum { CODE_8, CODE_4, CODE_4T, CODE_5, CODE_6, CODE_2, CODE_3, CODE_F32, CODE_F16, CODE_BF16, CODE_E4M3 };
+enum { NUM_NONE, NUM_F32, NUM_F16, NUM_BF16, NUM_SUB8 /* 8-bit number * f16 per 256 inputs */, NUM_ZERO8 /* mins only */ };
+#define SUPER 256
+
+typedef struct {
+    int64_t n, k, tiles, blocks;
+    int64_t code, scale_kind, min_kind, zero_offset;
+    int64_t group;        /* inputs per scale: 16, or a multiple of 32 */
+    int64_t groups, supers;
+    int64_t tile_bytes, at_min, at_super_scale, at_super_min, at_codes, block_bytes;
+    uint8_t *data;
+    const float *row_scale;   /* [n] or NULL */
+    const int32_t *perm;      /* [k] or NULL: x[perm[i]] meets column i */
+    const float *pre_scale;   /* [k] or NULL */
+    uint8_t table[16];        /* CODE_4T */
+} ll_weight;
+
+INLINE int code_is_float(int64_t code) { return code >= CODE_F32; }
+INLINE int64_t number_bytes(int64_t kind) { return kind == NUM_F32 ? 4 : kind == NUM_F16 || kind == NUM_BF16 ? 2 : kind == NUM_NONE ? 0 : 1; }
+INLINE int halves_of(const ll_weight *w) { return w->group == 16 ? 2 : 1; }
+INLINE int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
+
+static const int16_t block_bytes_of[] = {512, 256, 256, 320, 384, 128, 192, 2048, 1024, 1024, 512};
+
+/* Fills the sizes from n, k, code, kinds and group; returns the bytes of `data`. */
+int64_t ll_layout(ll_weight *w)
+{
+    w->tiles = (w->n + TILE - 1) / TILE;
+    w->blocks = (w->k + BLOCK - 1) / BLOCK;
+    w->groups = w->scale_kind == NUM_NONE ? 0 : (w->blocks * BLOCK + w->group - 1) / w->group;
+    int sub = w->scale_kind == NUM_SUB8 || w->min_kind == NUM_SUB8;
+    w->supers = sub ? (w->blocks * BLOCK + SUPER - 1) / SUPER : 0;
+    w->at_min = round_up(w->groups * TILE * number_bytes(w->scale_kind), 64);
+    w->at_super_scale = w->at_min + round_up(w->groups * TILE * number_bytes(w->min_kind), 64);
+    w->at_super_min = w->at_super_scale + round_up(w->supers * TILE * 2, 64);
+    w->at_codes = w->at_super_min + (w->min_kind == NUM_SUB8 ? round_up(w->supers * TILE * 2, 64) : 0);
+    w->block_bytes = block_bytes_of[w->code];
+    w->tile_bytes = w->at_codes + w->blocks * w->block_bytes;
+    return w->tiles * w->tile_bytes;
+}
+
+INLINE vf load_number(const uint8_t *at, int64_t index, int64_t kind, int v)
+{
+    index = index * TILE + v * VW;
+    switch (kind) {
+    case NUM_F32: return vf_load((const float *)at + index);
+    case NUM_F16: return vf_f16((const uint16_t *)at + index);
+    case NUM_BF16: return vf_bf16((const uint16_t *)at + index);
+    case NUM_SUB8: return vf_cvt(vi_i8(at + index));
+    case NUM_ZERO8: return vf_cvt(vi_u8(at + index));
+    default: return vf_set1(1.0f);
+    }
+}
+
+/* Scales and mins of blocks [first, first + count) as floats: [count][halves][16] each. */
+static void expand_scales(const ll_weight *w, const uint8_t *tile, int64_t first, int64_t count, float *scale, float *min)
+{
+    const int halves = halves_of(w);
+    const int64_t per_group = w->group < BLOCK ? 1 : w->group / BLOCK, blocks_per_super = SUPER / BLOCK;
+    for (int64_t i = 0; i < count * halves; i++) {
+        int64_t block = first + i / halves;
+        int64_t g = halves == 2 ? first * 2 + i : block / per_group;
+        for (int v = 0; v < NV; v++) {
+            vf s = load_number(tile, g, w->scale_kind, v);
+            if (w->scale_kind == NUM_SUB8) s = s * load_number(tile + w->at_super_scale, block / blocks_per_super, NUM_F16, v);
+            vf_store(scale + i * TILE + v * VW, w->code == CODE_E4M3 ? s * 256.0f : s);
+            if (w->min_kind == NUM_NONE) continue;
+            vf m = load_number(tile + w->at_min, g, w->min_kind, v);
+            if (w->min_kind == NUM_SUB8) m = -(m * load_number(tile + w->at_super_min, block / blocks_per_super, NUM_F16, v));
+            if (w->min_kind == NUM_ZERO8) m = -(m * s);
+            vf_store(min + i * TILE + v * VW, m);
+        }
+    }
+}
+
+/* The eight quads of a block as bytes, for the lanes of vector v. */
+INLINE void block_quads(const uint8_t *block, int v, const int code, vlut table, vi q[8])
+{
+    const uint8_t *at = block + v * 4 * VW;
+    if (code == CODE_8) {
+        for (int j = 0; j < 8; j++) q[j] = vi_load(at + 64 * j);
+        return;
+    }
+    if (code == CODE_2 || code == CODE_3) {
+        vi low[2] = {vi_load(at), vi_load(at + 64)};
+        for (int j = 0; j < 8; j++) q[j] = vi_shr16(low[j / 4], 2 * (j % 4)) & 0x03030303;
+        if (code == CODE_3) {
+            vi high = vi_load(at + 128);
+            for (int j = 0; j < 8; j++) q[j] |= (j < 2 ? vi_shl16(high, 2 - j) : vi_shr16(high, j - 2)) & 0x04040404;
+        }
+        return;
+    }
+    for (int i = 0; i < 4; i++) {
+        vi both = vi_load(at + 64 * i);
+        q[i] = both & 0x0f0f0f0f;
+        q[i + 4] = vi_shr16(both, 4) & 0x0f0f0f0f;
+    }
+    if (code == CODE_4T)
+        for (int j = 0; j < 8; j++) q[j] = lut_get(table, q[j]);
+    if (code == CODE_5) {
+        vi high = vi_load(at + 256);
+        for (int j = 0; j < 8; j++) q[j] |= (j < 4 ? vi_shl16(high, 4 - j) : vi_shr16(high, j - 4)) & 0x10101010;
+    }
+    if (code == CODE_6) {
+        vi high[2] = {vi_load(at + 256), vi_load(at + 320)};
+        for (int j = 0; j < 8; j++) {
+            int shift = 4 - 2 * (j % 4);
+            q[j] |= (shift > 0 ? vi_shl16(high[j / 4], shift) : vi_shr16(high[j / 4], -shift)) & 0x30303030;
+        }
+    }
+}
+
+/* Input t (0..3) of a quad as floats, minus the zero offset, exact. */
+INLINE vf quad_floats(vi q, int t, vf zero)
+{
+    vi byte = (vi)((vu)q >> (8 * t)) & 0xff;
+    return (vf)(byte | 0x4b000000) - zero; /* 2^23 + byte */
+}
+INLINE vf quad_zero(const ll_weight *w) { return vf_set1(8388608.0f + (float)w->zero_offset); }
+
+/* Row vector of input i of a block of float codes; E4M3 comes divided by 256. */
+INLINE vf float_code(const uint8_t *block, int i, int v, const int64_t code)
+{
+    int at = i * TILE + v * VW;
+    switch (code) {
+    case CODE_F32: return vf_load((const float *)block + at);
+    case CODE_F16: return vf_f16((const uint16_t *)block + at);
+    case CODE_BF16: return vf_bf16((const uint16_t *)block + at);
+    default: return vf_e4m3_256(block + at);
+    }
+}
+
+#endif
