@@ -50,9 +50,17 @@ class InProcessBackend:
 
     llm_options      passed on to `LLM`
     default_params   how turns without parameters are sampled; None: what the model's files recommend
+    completes        a base model, which has no chat template, continues the messages' text instead of refusing it
     """
 
-    def __init__(self, default_params: Callable[[LLM], SamplingParams] | None = None, **llm_options: Any) -> None:
+    def __init__(
+        self,
+        default_params: Callable[[LLM], SamplingParams] | None = None,
+        *,
+        completes: bool = False,
+        **llm_options: Any,
+    ) -> None:
+        self._completes = completes
         self._events: deque[ChatEvent] = deque()
         self._options = llm_options
         self._default_params = default_params
@@ -177,7 +185,7 @@ class InProcessBackend:
             return
         params = queued.params or (self._default_params(llm) if self._default_params else None)
         try:
-            prompt = llm.encode_chat(queued.messages)
+            prompt = self._encode(llm, queued.messages)
             self._events.append(Prefill(turn, 0, len(prompt)))
             running = llm.submit(
                 prompt, params, splits_reasoning=True, listener=lambda piece: self._publish(turn, piece)
@@ -195,6 +203,11 @@ class InProcessBackend:
             stopped = turn in self._stopped
         if stopped:
             running.abort()
+
+    def _encode(self, llm: LLM, messages: list[Message]) -> list[int]:
+        if self._completes and not llm.has_chat_template:
+            return llm.encode_prompt("\n\n".join(m.get("content", "") for m in messages))
+        return llm.encode_chat(messages)
 
     def _publish(self, turn: int, piece: Piece) -> None:
         """Called in the engine's thread."""
