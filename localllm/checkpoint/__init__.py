@@ -6,17 +6,23 @@ stored_formats(checkpoint)                      how each linear module is stored
 """
 
 from .checkpoint import Checkpoint
+from .detect import stored_formats
 from .facts import ModelFacts, RopeFacts, kv_bytes_per_token
 from .gguf_file import StringArray
+from .names import SourceNames
 from .opening import open_checkpoint
+from .stored_format import StoredFormat
 from .tensor_info import TensorInfo
 
 __all__ = [
     "Checkpoint",
     "ModelFacts",
     "RopeFacts",
+    "SourceNames",
+    "StoredFormat",
     "StringArray",
     "TensorInfo",
     "kv_bytes_per_token",
     "open_checkpoint",
+    "stored_formats",
 ]

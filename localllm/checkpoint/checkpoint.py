@@ -1,4 +1,4 @@
-"""`open_checkpoint`: a path -> `Checkpoint`, one model's tensors, metadata and facts, whatever container they came in."""
+"""`Checkpoint`: one model's tensors, metadata and facts, whatever container they came in. `opening.py` makes it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from .check import checked_facts
 from .facts import ModelFacts
 from .mapped_file import MappedFile
 from .tensor_info import TensorInfo
@@ -48,7 +49,7 @@ class Checkpoint:
         self._files = dict(files)
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor's stored bytes: uint8, flat, read-only, a view of the file. KeyError for a name that is not there."""
+        """A tensor's stored bytes: uint8, flat, read-only, a view of the file. KeyError for an unknown name."""
         info = self.tensors[name]
         return self._files[info.file].view(info.offset, info.nbytes)
 
@@ -60,8 +61,6 @@ class Checkpoint:
     @cached_property
     def facts(self) -> ModelFacts:
         """The model's numbers, checked against limits and tensors. Raises BadModelFile or UnsupportedModel."""
-        from .check import checked_facts
-
         return checked_facts(self)
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
-"""What a model is, in numbers: `ModelFacts`, made from config.json or from GGUF metadata, checked against limits and tensors.
+"""What a model is, in numbers: `ModelFacts`, from config.json or GGUF metadata, checked against limits and tensors.
 
-No torch, no weights: plan, listing and loader all decide on these values. `hf_facts.py` and `gguf_facts.py` fill them in.
+No torch, no weights: plan, listing and loader all decide on these values. `hf_facts.py` and `gguf_facts.py` fill
+them in.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class RopeFacts:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     interleaved: bool = False
-    """True: pairs (2j, 2j + 1), GGUF files of the llama family, whose Q and K rows are permuted. False: (j, j + dim/2)."""
+    """True: pairs (2j, 2j + 1), GGUF of the llama family, whose Q and K rows are permuted; else (j, j + dim/2)."""
     factors_tensor: str | None = None
     """Name of the stored tensor [dim/2] that divides inv_freq; then no other scaling applies."""
     truncate: bool = True

@@ -1,4 +1,4 @@
-"""GGUF metadata -> `ModelFacts` (formats.md 14): keys, defaults, per-architecture quirks, and the vocabulary's consistency."""
+"""GGUF metadata -> `ModelFacts`: keys, defaults, quirks of each architecture, and the vocabulary's consistency."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def unsupported(path: Path, architecture: str) -> UnsupportedModel:
 
 
 def check_vocabulary(path: Path, metadata: Mapping[str, Any], vocab_size: int) -> None:
-    """Refuse a vocabulary whose parts do not fit together: array types, lengths, special ids, merges without a space."""
+    """Refuse a vocabulary whose parts do not fit together: array types, lengths, special ids, merges."""
     general = Fields(path, metadata)
     for key, kind in _KEY_ARRAYS.items():
         value = metadata.get(key)

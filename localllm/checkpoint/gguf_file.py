@@ -1,9 +1,9 @@
 """Reads GGUF containers (versions 2 and 3), treating every byte as hostile.
 
-Every length and count is checked against the bytes that remain before anything is allocated; sizes are Python integers, so
-nothing wraps. The result is plain: metadata as a dict, tensors as name -> place in the file. What a model means by its
-metadata is `gguf_facts.py`'s business. One pass over a header of 150,000 tokens and 150,000 merges takes about 0.1 s: string
-arrays are only scanned for their lengths, and cut into `bytes` when somebody asks.
+Every length and count is checked against the bytes that remain before anything is allocated; sizes are Python
+integers, so nothing wraps. The result is plain: metadata as a dict, tensors as name -> place in the file. What a model
+means by its metadata is `gguf_facts.py`'s business. One pass over a header of 150,000 tokens and 150,000 merges takes
+about 0.1 s: string arrays are only scanned for their lengths, and cut into `bytes` when somebody asks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from localllm.errors import UnsupportedFormat
 
 from .gguf_types import ACTIVATION_TYPES, ARRAY, BOOL, RETIRED_TYPES, SCALARS, STRING, TENSOR_TYPES, VALUE_NAMES
-from .mapped_file import MappedFile, bad, shown
+from .mapped_file import MappedFile, bad, pickle_error, shown
 from .tensor_info import TensorInfo
 
 MAX_HEADER_BYTES = 64 << 20  # a 262,144-token vocabulary with its merges is under 20 MiB
@@ -81,7 +81,7 @@ class StringArray(Sequence[bytes]):
 
 @dataclass
 class GgufFile:
-    """One file's contents. Numeric arrays in `metadata` are numpy, arrays of strings are `StringArray`, strings are str."""
+    """One file's contents. In `metadata` numeric arrays are numpy, arrays of strings `StringArray`, strings str."""
 
     file: MappedFile
     metadata: dict[str, Any]
@@ -162,7 +162,8 @@ def read_gguf(path: Path) -> GgufFile:
 def _read(file: MappedFile) -> GgufFile:
     cursor = _Cursor(file)
     _check_magic(cursor)
-    # Smallest entries: a tensor is name length 8, dims count 4, one dim 8, type 4, offset 8; a key is length 8, type 4, value 1.
+    # Smallest entries: a tensor is name length 8, dims count 4, one dim 8, type 4, offset 8;
+    # a key is length 8, type 4, value 1.
     num_tensors = cursor.count("the number of tensors", 32, MAX_ENTRIES)
     num_keys = cursor.count("the number of metadata keys", 13, MAX_ENTRIES)
     metadata: dict[str, Any] = {}
@@ -202,15 +203,6 @@ def _check_magic(cursor: _Cursor) -> None:
         raise bad(path, f"the version is {version:,}; versions 2 and 3 are read", offset=4)
     hint = "fetch a current little-endian GGUF of this model"
     raise bad(path, what, offset=4, hint=hint, error=UnsupportedFormat)
-
-
-def pickle_error(path: Path) -> UnsupportedFormat:
-    """The refusal of a pickle or an archive, by its first bytes or its name: such files run code when they are read."""
-    what = "is a pickle or an archive; only safetensors and GGUF are read, since pickles can run code"
-    hint = "fetch the safetensors or GGUF version of this model"
-    error = bad(path, what, offset=0, hint=hint, error=UnsupportedFormat)
-    assert isinstance(error, UnsupportedFormat)
-    return error
 
 
 def _value(cursor: _Cursor, key: str) -> Any:
@@ -266,8 +258,8 @@ def _string_array(cursor: _Cursor, key: str) -> StringArray:
         raise bad(cursor.path, f"arrays hold over {MAX_STRINGS:,} strings in all", offset=cursor.at, key=key)
     start = at = cursor.at
     buffer, limit = cursor.file.buffer, min(cursor.end, MAX_HEADER_BYTES)
-    unpack, ends = _U64.unpack_from, []
-    append = ends.append
+    ends: list[int] = []
+    unpack, append = _U64.unpack_from, ends.append
     for index in range(count):
         if at + 8 > limit:
             raise bad(cursor.path, f"string {index:,} of {count:,} is cut off", offset=at, key=key)

@@ -1,7 +1,7 @@
 """One file, memory-mapped read-only, and the words for what is wrong with it.
 
-Everything in `checkpoint/` reads through a `MappedFile`: it refuses what is no regular file without blocking on it (a FIFO, a
-device), and `bad` makes the error every reader raises: file name, place, what was found and the limit.
+Everything in `checkpoint/` reads through a `MappedFile`: it refuses what is no regular file without blocking on it (a
+FIFO, a device), and `bad` makes the error every reader raises: file name, place, what was found and the limit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from localllm.errors import BadModelFile, ModelNotFound
+from localllm.errors import BadModelFile, ModelNotFound, UnsupportedFormat
 
 _REFETCH = "fetch it again (localllm pull NAME --repair), or use another copy of the model"
 
@@ -47,6 +47,15 @@ def bad(
     if key is not None:
         context["key"] = shown(key)
     return error(message, hint, context=context)
+
+
+def pickle_error(path: Path) -> UnsupportedFormat:
+    """The refusal of a pickle or an archive, by its first bytes or its name: such files run code when they are read."""
+    what = "is a pickle or an archive; only safetensors and GGUF are read, since pickles can run code"
+    hint = "fetch the safetensors or GGUF version of this model"
+    error = bad(path, what, offset=0, hint=hint, error=UnsupportedFormat)
+    assert isinstance(error, UnsupportedFormat)
+    return error
 
 
 class MappedFile:

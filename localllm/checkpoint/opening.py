@@ -1,15 +1,327 @@
-"""From a path to an open `Checkpoint`: which files belong to it, and what is refused by name."""
+"""From a path to an open `Checkpoint`: which files belong to it, and what is refused by name.
+
+Files named by other files (shards) or found in a folder must lie inside it; the one exception is the Hugging Face
+cache, whose snapshots link to the blobs of the same repository. Nothing is unpickled, and no Python beside a model is
+ever imported.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
+from typing import Any
+
+from localllm.errors import BadModelFile, ModelNotFound, UnsupportedFormat
 
 from .checkpoint import Checkpoint
-from .gguf_file import read_gguf
+from .gguf_facts import model_architecture
+from .gguf_file import GgufFile, read_gguf
+from .json_file import read_json_object
+from .limits import Fields
+from .mapped_file import MappedFile, bad, read_small, shown
+from .safetensors_file import read_safetensors
+from .tensor_info import TensorInfo
+
+PICKLES = (
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".pkl",
+    ".pickle",
+    ".npy",
+    ".npz",
+    ".msgpack",
+    ".h5",
+    ".onnx",
+    ".zip",
+    ".tar",
+)
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
+INDEX_NAME = "model.safetensors.index.json"
+MAX_INDEX_BYTES = 32 << 20
+MAX_INDEX_ENTRIES = 1 << 17
+MAX_PARTS = 1000
+MAX_FOLDER_ENTRIES = 20_000
+_PART = re.compile(r"^(.*)-(\d{5})-of-(\d{5})(\.gguf|\.safetensors)$")
+_QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
-    """Open the .gguf file at `path`."""
-    path = Path(path)
-    gguf = read_gguf(path)
-    return Checkpoint(path, "gguf", gguf.tensors, {path: gguf.file}, metadata=gguf.metadata)
+    """Open the model at `path`: a .gguf file (its splits are found), or a folder with safetensors or one .gguf.
+
+    Raises ModelNotFound when there is none, UnsupportedFormat or UnsupportedModel for what is refused by name,
+    BadModelFile for what is damaged. Numbers and tensors are held against each other when `facts` is asked for.
+    """
+    path = Path(path).expanduser()
+    if "\0" in str(path) or len(os.fsencode(path.name)) > 255:
+        raise ModelNotFound(f"{shown(path)} is no file name", "localllm ls lists the models on this machine")
+    if path.is_dir():
+        return _open_folder(path)
+    if path.name.endswith(PICKLES):
+        raise _refuse_pickle(path)
+    if path.suffix == ".safetensors":
+        return _open_safetensors_file(path)
+    return _open_gguf(path)
+
+
+def _refuse_pickle(path: Path) -> BadModelFile:
+    what = f"{path.suffix} files are not read; only safetensors and GGUF are, since pickles can run code"
+    return bad(path, what, hint="fetch the safetensors or GGUF version of this model", error=UnsupportedFormat)
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    names = _names(folder)
+    if INDEX_NAME in names:
+        return _open_sharded(folder, names)
+    safetensors = [name for name in names if name.endswith(".safetensors")]
+    if "model.safetensors" in names and "config.json" in names:
+        return _open_parts(folder, [folder / "model.safetensors"], names)
+    models = [name for name in names if name.endswith(".gguf") and not name.lower().startswith("mmproj")]
+    firsts = [name for name in models if not (found := _PART.match(name)) or int(found[2]) == 1]
+    if len(firsts) == 1:
+        return _open_gguf(_inside(folder, firsts[0]), folder)
+    if len(firsts) > 1:
+        listed = ", ".join(shown(name, 60) for name in sorted(firsts)[:6])
+        raise ModelNotFound(
+            f"{shown(folder)} holds {len(firsts)} GGUF models: {listed}",
+            "name one of the files",
+            context={"files": firsts},
+        )
+    if models:
+        raise bad(folder, f"holds parts of a GGUF model, the first is missing: {shown(models[0])}")
+    return _open_other_safetensors(folder, names, safetensors)
+
+
+def _open_other_safetensors(folder: Path, names: set[str], safetensors: list[str]) -> Checkpoint:
+    """A folder without the usual file names: one safetensors file under another name, or a reason why not."""
+    if "params.json" in names and any(name.startswith("consolidated") for name in safetensors):
+        what = "holds a model in Mistral's own layout (params.json, consolidated.safetensors), which is not read"
+        raise bad(folder, what, hint="fetch the files with config.json of the same repository", error=UnsupportedFormat)
+    if "adapter_config.json" in names:
+        what = "holds a LoRA adapter, not a model"
+        hint = "merge it into its base model first; adapters alone cannot run"
+        raise bad(folder, what, hint=hint, error=UnsupportedFormat)
+    if safetensors and "config.json" not in names:
+        raise bad(folder, "config.json is missing beside the safetensors files", key="config.json")
+    if len(safetensors) == 1 and not _PART.match(safetensors[0]):
+        return _open_parts(folder, [folder / safetensors[0]], names)
+    if safetensors:
+        raise bad(folder, f"{INDEX_NAME} is missing beside {len(safetensors)} safetensors files", key=INDEX_NAME)
+    pickles = sorted(name for name in names if name.endswith(PICKLES))
+    if pickles:
+        raise _refuse_pickle(folder / pickles[0])
+    raise ModelNotFound(
+        f"{shown(folder)} holds no model (no .safetensors, no .gguf)", "localllm ls lists the models here"
+    )
+
+
+def _names(folder: Path) -> set[str]:
+    names: set[str] = set()
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                names.add(entry.name)
+                if len(names) > MAX_FOLDER_ENTRIES:
+                    raise bad(folder, f"holds over {MAX_FOLDER_ENTRIES:,} files", hint="name the model's own folder")
+    except OSError as error:
+        raise bad(folder, f"cannot be listed: {error.strerror}", hint="check its owner and permissions") from error
+    return names
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """`folder / name`, known to lie in the folder, or in the blobs of the same repository in the hub's cache."""
+    path = folder / name
+    home = folder.resolve()
+    target = path.resolve()
+    allowed = [home]
+    if home.parent.name == "snapshots":
+        allowed.append(home.parent.parent / "blobs")
+    if any(target.is_relative_to(root) for root in allowed):
+        return path
+    what = f"is a link that leaves the folder: {shown(target)}"
+    raise bad(path, what, hint="copy the file itself into the folder")
+
+
+def _open_gguf(path: Path, folder: Path | None = None) -> Checkpoint:
+    part = _PART.match(path.name)
+    if part and int(part[2]) != 1:
+        path = path.with_name(f"{part[1]}-00001-of-{part[3]}.gguf")
+    first = read_gguf(path)
+    opened = [first]
+    try:
+        model_architecture(path, first.metadata)
+        opened += _other_parts(path, first)
+        tensors: dict[str, TensorInfo] = {}
+        for gguf in opened:
+            for name, info in gguf.tensors.items():
+                if name in tensors:
+                    raise bad(info.file, f"the tensor is in {tensors[name].file.name} too", key=name)
+                tensors[name] = info
+        expected = Fields(path, first.metadata).integer("split.tensors.count", 0, 1 << 31, len(tensors))
+        if len(opened) > 1 and expected != len(tensors):
+            raise bad(path, f"is {expected:,}, the parts hold {len(tensors):,} tensors", key="split.tensors.count")
+    except BaseException:
+        for gguf in opened:
+            gguf.file.close()
+        raise
+    files = {gguf.file.path: gguf.file for gguf in opened}
+    beside = _tokenizer_files(folder, _names(folder)) if folder else {}
+    return Checkpoint(path, "gguf", tensors, files, metadata=first.metadata, tokenizer_files=beside)
+
+
+def _other_parts(path: Path, first: GgufFile) -> list[GgufFile]:
+    part = _PART.match(path.name)
+    count = Fields(path, first.metadata).integer("split.count", 0, MAX_PARTS, 1)
+    named = int(part[3]) if part else 1
+    if max(count, 1) != max(named, 1):
+        raise bad(path, f"is {count}, the file name says {named}", key="split.count")
+    if count < 2 or part is None:
+        return []
+    opened: list[GgufFile] = []
+    try:
+        _check_part(first, 0, count)
+        for number in range(2, count + 1):
+            name = f"{part[1]}-{number:05d}-of-{part[3]}.gguf"
+            other = path.with_name(name)
+            if not other.exists():
+                raise bad(
+                    path, f"part {number} of {count} is missing: {shown(name)}", hint="fetch all parts of the model"
+                )
+            opened.append(read_gguf(other))
+            _check_part(opened[-1], number - 1, count)
+    except BaseException:
+        for gguf in opened:
+            gguf.file.close()
+        raise
+    return opened
+
+
+def _check_part(gguf: GgufFile, number: int, count: int) -> None:
+    fields = Fields(gguf.file.path, gguf.metadata)
+    for key, expected in (("split.no", number), ("split.count", count)):
+        found = fields.integer(key, 0, 1 << 16)
+        if found != expected:
+            raise bad(gguf.file.path, f"is {found:,}, {expected} is expected", key=key)
+
+
+def _open_safetensors_file(path: Path) -> Checkpoint:
+    folder = path.parent
+    names = _names(folder) if folder.is_dir() else set()
+    if _PART.match(path.name) and INDEX_NAME in names:
+        return _open_sharded(folder, names)
+    if "config.json" not in names:
+        read_safetensors(path).file.close()  # a damaged file is to be called that first
+        what = "config.json is missing beside it: the tensors alone do not say what model they are"
+        raise bad(path, what, key="config.json", hint="give the folder of the whole model", error=UnsupportedFormat)
+    return _open_parts(folder, [path], names)
+
+
+def _open_sharded(folder: Path, names: set[str]) -> Checkpoint:
+    index_path = _inside(folder, INDEX_NAME)
+    index = read_json_object(index_path, MAX_INDEX_BYTES, 2 * MAX_INDEX_ENTRIES, unique=True)
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise bad(index_path, "must map tensor names to files", key="weight_map")
+    if len(weight_map) > MAX_INDEX_ENTRIES:
+        raise bad(index_path, f"has {len(weight_map):,} entries, the limit is {MAX_INDEX_ENTRIES:,}", key="weight_map")
+    for name, shard in weight_map.items():
+        # A plain file name: nothing that could lead elsewhere, on any system.
+        plain = isinstance(shard, str) and shard.endswith(".safetensors") and shard.isprintable()
+        if not plain or "/" in shard or "\\" in shard or ":" in shard or shard.startswith(".") or len(shard) > 255:
+            what = f"'{shown(shard)}' is not the name of a safetensors file in the folder"
+            raise bad(index_path, what, key=f"weight_map.{name}")
+    shards = sorted(set(weight_map.values()))
+    if len(shards) > MAX_PARTS:
+        raise bad(index_path, f"names {len(shards):,} files, the limit is {MAX_PARTS:,}", key="weight_map")
+    missing = [shard for shard in shards if shard not in names]
+    if missing:
+        what = f"{len(missing)} of {len(shards)} files are missing, the first is {shown(missing[0])}"
+        raise bad(index_path, what, key="weight_map", hint="fetch the rest: localllm pull NAME --repair")
+    checkpoint = _open_parts(folder, [folder / shard for shard in shards], names)
+    for name, shard in weight_map.items():
+        info = checkpoint.tensors.get(name)
+        if info is None or info.file.name != shard:
+            checkpoint.close()
+            raise bad(folder / shard, f"the tensor is listed by {INDEX_NAME} and not in this file", key=name)
+    return checkpoint
+
+
+def _open_parts(folder: Path, paths: list[Path], names: set[str]) -> Checkpoint:
+    for path in paths:
+        _inside(folder, path.name)
+    config = read_json_object(_inside(folder, "config.json"))
+    generation: dict[str, Any] = {}
+    if "generation_config.json" in names:
+        generation = read_json_object(_inside(folder, "generation_config.json"))
+    quantization = _quantization_config(folder, names, config)
+    files: dict[Path, MappedFile] = {}
+    tensors: dict[str, TensorInfo] = {}
+    try:
+        for path in paths:
+            opened = read_safetensors(path)
+            files[path] = opened.file
+            for name, info in opened.tensors.items():
+                if name in tensors:
+                    raise bad(path, f"the tensor is in {tensors[name].file.name} too", key=name)
+                tensors[name] = info
+    except BaseException:
+        for file in files.values():
+            file.close()
+        raise
+    return Checkpoint(
+        folder,
+        "safetensors",
+        tensors,
+        files,
+        config=config,
+        generation_config=generation,
+        quantization_config=quantization,
+        tokenizer_files=_tokenizer_files(folder, names),
+        licence=_licence(folder, names),
+    )
+
+
+def _quantization_config(folder: Path, names: set[str], config: dict[str, Any]) -> dict[str, Any]:
+    """The first of the places where tools put it (formats.md 1.1)."""
+    text_config = config.get("text_config")
+    inner = text_config if isinstance(text_config, dict) else {}
+    places = (("quantization_config", config), ("quantization_config", inner), ("compression_config", config))
+    for key, holder in places:
+        if holder.get(key) is not None:
+            if not isinstance(holder[key], dict):
+                raise bad(folder / "config.json", "must be an object", key=key)
+            return dict(holder[key])
+    for name in _QUANTIZATION_FILES:
+        if name in names:
+            found = read_json_object(_inside(folder, name))
+            return {"source_file": name, **found}
+    return {}
+
+
+def _tokenizer_files(folder: Path, names: set[str]) -> dict[str, Path]:
+    return {name: _inside(folder, name) for name in TOKENIZER_FILES if name in names}
+
+
+def _licence(folder: Path, names: set[str]) -> str:
+    """The `license:` line of the model card's front matter; empty when there is none."""
+    if "README.md" not in names:
+        return ""
+    try:
+        text = read_small(_inside(folder, "README.md"), 1 << 20)[: 1 << 14].decode("utf-8", "replace")
+    except (BadModelFile, ModelNotFound):
+        return ""  # a card that cannot be read takes nothing from the model
+    front = re.match(r"---\r?\n(.*?)\n---", text, re.DOTALL)
+    line = re.search(r"^license(?:_name)?:[ \t]*([^\r\n]{1,100})", front[1], re.MULTILINE) if front else None
+    return shown(line[1].strip().strip("'\"")) if line else ""
