@@ -1,1 +1,12 @@
-"""How a weight is stored: one module per format."""
+"""How a weight is stored: one module per format, all ending in the few forms of `kernels/weight.py`."""
+
+from __future__ import annotations
+
+from localllm.kernels import Weight
+from localllm.kernels.dequant import dequantize, dequantize_rows
+
+from .dense import read_dense
+from .fuse import fuse
+from .load import load_weight
+
+__all__ = ["Weight", "dequantize", "dequantize_rows", "fuse", "load_weight", "read_dense"]

@@ -1,0 +1,37 @@
+"""Dense weights and the small float tensors beside them: norms, biases, embeddings.
+
+weight   BF16 | F16 | F32  [N, K]
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from localllm.kernels import Weight
+
+from .stored import FLOATS, Module, read_tensor
+
+if TYPE_CHECKING:
+    from localllm.checkpoint.checkpoint import Checkpoint
+
+COPY_BELOW_BYTES = 16 << 20
+
+
+def load_dense(module: Module, _params: dict) -> Weight:
+    """Form `dense` in the file's dtype, a read-only view of the file."""
+    return Weight("dense", module.shape, module.get("weight", FLOATS, module.shape))
+
+
+def read_dense(ckpt: Checkpoint, name: str) -> Tensor:
+    """A float tensor as stored, f32 | bf16 | f16 (F64 becomes f32): norms, biases, dense embeddings.
+
+    Below 16 MiB it is a copy; above, a view of the mapped file that must not be written to.
+    Raises BadModelFile when it is missing or not of a float type.
+    """
+    tensor = read_tensor(ckpt, name, (*FLOATS, "F64"))
+    if tensor.dtype == torch.float64:
+        return tensor.float()
+    return tensor.clone() if tensor.numel() * tensor.element_size() < COPY_BELOW_BYTES else tensor

@@ -1,0 +1,80 @@
+"""Stacking weights that see the same x (q/k/v, gate/up) along N, only where no bit is lost (formats.md 9.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from localllm.kernels import Weight
+from localllm.kernels.dequant import FP8_BLOCK
+
+
+def fuse(weights: Sequence[Weight]) -> Weight | None:
+    """The weights stacked along N, exactly; None where that cannot be: form, K, groups or input order differ.
+
+    NVFP4 keeps its global scale per row; per-tensor FP8 scales become scales per row.
+    """
+    first = weights[0]
+    for other in weights[1:]:
+        same = (
+            other.form == first.form
+            and other.shape[1] == first.shape[1]
+            and other.group_size == first.group_size
+            and other.block_type == first.block_type
+            and other.qweight.dtype == first.qweight.dtype
+            and _same_input(first.perm, other.perm)
+            and _same_input(first.pre_scale, other.pre_scale)
+        )
+        if not same:
+            return None
+    if len(weights) == 1:
+        return first
+    parts = {"scales": _fp8_scales(weights) if first.form == "fp8" else _stacked([w.scales for w in weights])}
+    parts["zeros"] = _zeros(weights)
+    parts["mins"] = _stacked([w.mins for w in weights])
+    parts["global_scale"] = _stacked([w.global_scale for w in weights])
+    for name, part in parts.items():
+        if part is None and any(getattr(w, name) is not None for w in weights):
+            return None
+    shape = (sum(w.shape[0] for w in weights), first.shape[1])
+    qweight = torch.cat([w.qweight for w in weights])
+    return first._replace(shape=shape, qweight=qweight, **parts)
+
+
+def _same_input(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and torch.equal(a, b))
+
+
+def _stacked(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Along N, or None when some lack it or their widths differ. Mixed float dtypes widen, which is exact in f32."""
+    present = [part for part in parts if part is not None]
+    if len(present) < len(parts) or len({part.shape[1:] for part in present}) > 1:
+        return None
+    if len({part.dtype for part in present}) > 1:
+        present = [part.float() for part in present]
+    return torch.cat(present)
+
+
+def _zeros(weights: Sequence[Weight]) -> Tensor | None:
+    """An `int4g` without zeros means 8 everywhere: say so where another has some."""
+    if all(w.zeros is None for w in weights) or any(w.mins is not None for w in weights):
+        return _stacked([w.zeros for w in weights])
+    filled = [w.zeros if w.zeros is not None else _eights(w) for w in weights]
+    return _stacked(filled)
+
+
+def _eights(weight: Weight) -> Tensor:
+    assert weight.scales is not None
+    return torch.full(weight.scales.shape, 8, dtype=torch.uint8)
+
+
+def _fp8_scales(weights: Sequence[Weight]) -> Tensor | None:
+    scales = [w.scales for w in weights if w.scales is not None]
+    per_row = [s.numel() == 1 or s.shape == (w.shape[0], 1) for s, w in zip(scales, weights, strict=True)]
+    if all(per_row):
+        return torch.cat([s.view(-1, 1).expand(w.shape[0], 1) for s, w in zip(scales, weights, strict=True)])
+    if any(per_row) or any(w.shape[0] % FP8_BLOCK for w in weights[:-1]):
+        return None
+    return torch.cat(scales)

@@ -1,0 +1,145 @@
+"""GGUF tensors: the types that repack without loss become canonical forms, the others stay as stored (formats.md 13).
+
+Q4_0 Q4_1      int4g, groups of 32, scales f16 (and mins f16)
+Q8_0           int8, groups of 32, scales f16
+MXFP4          fp4g32
+NVFP4          fp4g16; `<prefix>.scale` F32 [] or [1] multiplies when it is there
+F32 F16 BF16   dense
+IQ1* IQ2* IQ3* TQ*   dense bfloat16, decoded at load, with a warning
+other          gguf: raw rows
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from localllm.errors import UnsupportedFormat
+from localllm.kernels import Weight
+
+from .gguf_blocks import BLOCK_TYPES, CODEBOOK_TYPES, dequantize_blocks
+from .packing import chunks
+from .stored import DTYPES, FLOATS, Module, bad, stored_bytes
+
+_log = logging.getLogger(__name__)
+
+
+def load_gguf(module: Module, _params: dict) -> Weight:
+    """`<prefix>.weight` in its canonical form.
+
+    Raises BadModelFile for a size that contradicts the shape and for scales that are not finite; UnsupportedFormat for
+    a block type that nothing here can decode.
+    """
+    name = module.name("weight")
+    info = module.ckpt.tensors.get(name)
+    if info is None:
+        raise bad(f"tensor {name} is missing")
+    n, k = module.shape
+    elements = 1
+    for size in info.shape:
+        elements *= size
+    if not info.shape or info.shape[-1] != k or elements != n * k:
+        raise bad(f"tensor {name} has shape {list(info.shape)}, expected {[n, k]}")
+    if info.dtype not in BLOCK_TYPES and info.dtype not in CODEBOOK_TYPES:
+        known = ", ".join([*BLOCK_TYPES, *sorted(CODEBOOK_TYPES)])
+        raise UnsupportedFormat(f"tensor {name} has block type {info.dtype}, which cannot be read", f"known: {known}")
+    rows = stored_bytes(module.ckpt, name)
+    if n == 0 or rows.numel() % n:
+        raise bad(f"tensor {name} has {rows.numel()} bytes for {n} rows")
+    return _by_type(module, rows.view(n, -1), info.dtype)
+
+
+def _by_type(module: Module, rows: Tensor, block_type: str) -> Weight:
+    k = module.shape[1]
+    if block_type in CODEBOOK_TYPES:
+        return _codebook(module, rows, block_type)
+    layout = BLOCK_TYPES[block_type]
+    if rows.shape[1] * layout.elems != k * layout.nbytes:
+        raise bad(
+            f"tensor {module.name('weight')} has {rows.shape[1]} bytes a row, {k} {block_type} values need others"
+        )
+    if block_type in FLOATS:
+        itemsize = DTYPES[block_type].itemsize
+        aligned = rows.clone() if rows.data_ptr() % itemsize else rows
+        return Weight("dense", module.shape, aligned.view(DTYPES[block_type]))
+    blocks = rows.view(rows.shape[0], -1, layout.nbytes)
+    for offset in layout.scale_offsets:
+        module.finite("weight", _halves(blocks, offset))
+    repack = _REPACK.get(block_type)
+    if repack is None:
+        return Weight("gguf", module.shape, rows, group_size=layout.elems, block_type=block_type)
+    return repack(module, blocks)
+
+
+def _halves(blocks: Tensor, offset: int) -> Tensor:
+    """f16 [N, blocks] at a byte offset inside each block."""
+    return blocks[:, :, offset : offset + 2].contiguous().view(torch.float16).squeeze(-1)
+
+
+def _interleaved(planar: Tensor) -> Tensor:
+    """u8 [..., b] of planar nibbles (low = first half) -> u8 [..., b] where byte j holds elements 2j and 2j+1."""
+    even, odd = planar[..., 0::2], planar[..., 1::2]
+    return torch.cat([(even & 15) | (odd << 4), (even >> 4) | (odd & 0xF0)], -1)
+
+
+def _nibbles(module: Module, blocks: Tensor, offset: int, run: int = 16) -> Tensor:
+    """u8 [N, K/2] interleaved, from `run` bytes of planar nibbles at a time, starting at `offset` in each block."""
+    n, k = module.shape
+    out = torch.empty(n, k // 2, dtype=torch.uint8)
+    for rows in chunks(n, k):
+        planar = blocks[rows, :, offset:]
+        out[rows] = _interleaved(planar.unflatten(-1, (-1, run))).flatten(1)
+    return out
+
+
+def _q4_0(module: Module, blocks: Tensor) -> Weight:
+    return Weight("int4g", module.shape, _nibbles(module, blocks, 2), _halves(blocks, 0), group_size=32)
+
+
+def _q4_1(module: Module, blocks: Tensor) -> Weight:
+    scales, mins = _halves(blocks, 0), _halves(blocks, 2)
+    return Weight("int4g", module.shape, _nibbles(module, blocks, 4), scales, mins=mins, group_size=32)
+
+
+def _q8_0(module: Module, blocks: Tensor) -> Weight:
+    codes = blocks[:, :, 2:].reshape(module.shape).view(torch.int8)
+    return Weight("int8", module.shape, codes, _halves(blocks, 0), group_size=32)
+
+
+def _mxfp4(module: Module, blocks: Tensor) -> Weight:
+    scales = blocks[:, :, 0].contiguous()
+    if bool((scales == 0xFF).any()):
+        raise bad(f"tensor {module.name('weight')} holds E8M0 scales that are NaN (0xFF)")
+    return Weight("fp4g32", module.shape, _nibbles(module, blocks, 1), scales, group_size=32)
+
+
+def _nvfp4(module: Module, blocks: Tensor) -> Weight:
+    n = module.shape[0]
+    stored = blocks[:, :, :4].reshape(n, -1)
+    if bool((stored == 0xFF).any()):
+        raise bad(f"tensor {module.name('weight')} holds E4M3 scales that are NaN (0xFF)")
+    scales = stored & 0x7F  # ggml ignores the sign and reads 0x7F as 0
+    scales = scales.masked_fill(scales == 0x7F, 0).view(torch.float8_e4m3fn)
+    alpha = module.scalar("scale") if module.has("scale") else 1.0
+    qweight = _nibbles(module, blocks, 4, run=8)
+    return Weight("fp4g16", module.shape, qweight, scales, global_scale=torch.full((n,), alpha), group_size=16)
+
+
+_REPACK = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q8_0": _q8_0, "MXFP4": _mxfp4, "NVFP4": _nvfp4}
+
+
+@lru_cache
+def _warn_once(block_type: str) -> None:
+    _log.warning("GGUF block type %s is decoded to bfloat16 at load: four times its size or more", block_type)
+
+
+def _codebook(module: Module, rows: Tensor, block_type: str) -> Weight:
+    _warn_once(block_type)
+    out = torch.empty(module.shape, dtype=torch.bfloat16)
+    for part in chunks(*module.shape):
+        out[part] = dequantize_blocks(rows[part], block_type)
+    module.finite("weight", out)
+    return Weight("dense", module.shape, out)

@@ -1,0 +1,27 @@
+"""GGUF block types: which decoder reads them, ours in PyTorch or, for the rare codebook types, the `gguf` package's."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from localllm.kernels.gguf_blocks import BLOCK_TYPES
+from localllm.kernels.gguf_blocks import dequantize_blocks as _dequantize_blocks
+
+__all__ = ["BLOCK_TYPES", "CODEBOOK_TYPES", "dequantize_blocks"]
+
+CODEBOOK_TYPES = frozenset(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"))
+"""Read through `gguf.quants`, slowly: decoded once at load."""
+
+
+def dequantize_blocks(data: Tensor, block_type: str) -> Tensor:
+    """Rows as stored, u8 [rows, row_bytes] -> float32 [rows, K], bit for bit as `gguf.quants` gives them.
+
+    Raises ValueError for an unknown block type or a row that is no whole number of blocks.
+    """
+    if block_type not in CODEBOOK_TYPES:
+        return _dequantize_blocks(data, block_type)
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    return torch.from_numpy(dequantize(data.numpy(), GGMLQuantizationType[block_type]))

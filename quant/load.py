@@ -1,0 +1,41 @@
+"""`load_weight`: a stored linear layer to its canonical `Weight`, whatever format the checkpoint keeps it in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from localllm.errors import UnsupportedFormat
+from localllm.kernels import Weight
+
+from .dense import load_dense
+from .gguf import load_gguf
+from .stored import Module
+
+if TYPE_CHECKING:
+    from localllm.checkpoint.checkpoint import Checkpoint
+    from localllm.checkpoint.detect import StoredFormat
+
+_LOADERS: dict[str, Callable[[Module, dict], Weight]] = {
+    "dense": load_dense,
+    "gguf": load_gguf,
+}
+
+
+def load_weight(ckpt: Checkpoint, prefix: str, stored: StoredFormat, shape: tuple[int, int]) -> Weight:
+    """One linear layer in canonical form (see `kernels/weight.py`), on the CPU.
+
+    prefix   module name as in the file, without `.weight`
+    stored   its format, from `checkpoint.detect`
+    shape    (N, K) that the model's configuration demands
+
+    Tensors may be views of the mapped file: read them, never write. Above the result, one stored tensor and about
+    50 MB are touched. Raises BadModelFile for missing tensors, wrong dtypes or shapes and unsound scales, all named;
+    UnsupportedFormat for a kind or variant that cannot be read.
+    """
+    loader = _LOADERS.get(stored.kind)
+    if loader is None:
+        raise UnsupportedFormat(
+            f"{prefix} is stored as {stored.kind}, which cannot be read", f"known: {', '.join(sorted(_LOADERS))}"
+        )
+    return loader(Module(ckpt, prefix, shape), dict(stored.params))

@@ -1,0 +1,163 @@
+"""Integer codes in 32-bit words, and the ways from them to the canonical `int4g` and `int8`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from math import gcd
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from localllm.kernels import Weight
+from localllm.kernels.dequant import row_chunk, unpack_nibbles
+
+from .stored import Module, bad
+
+__all__ = [
+    "Codes",
+    "Groups",
+    "chunks",
+    "from_codes",
+    "group_order",
+    "pack_nibbles",
+    "unpack_nibbles",
+    "unpack_stream",
+    "unpack_words",
+]
+
+_log = logging.getLogger(__name__)
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """u8 [..., K] with values 0..15 -> u8 [..., K/2]; element 2j is the low nibble of byte j."""
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def unpack_words(words: Tensor, bits: int) -> Tensor:
+    """i32 [..., W] -> u8 [..., W * (32 // bits)], lowest bits first, left-over bits of a word unused."""
+    per_word = 32 // bits
+    shifts = torch.arange(0, per_word * bits, bits, dtype=torch.int32)
+    return ((words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).to(torch.uint8).flatten(-2)
+
+
+def unpack_stream(words: Tensor, bits: int) -> Tensor:
+    """i32 [..., W] read as one little-endian bit stream -> u8 [..., W * 32 // bits]: 3 bits cross word borders."""
+    if 32 % bits == 0:
+        return unpack_words(words, bits)
+    missing = -words.shape[-1] % bits
+    runs = torch.nn.functional.pad(words, (0, missing)).unflatten(-1, (-1, bits)).long() & 0xFFFFFFFF
+    first = torch.arange(32) * bits
+    low = runs[..., first // 32] >> (first % 32)
+    high = runs[..., ((first + bits - 1) // 32)] << (32 - first % 32)
+    crosses = (first % 32) + bits > 32
+    return ((low | torch.where(crosses, high, 0)) & ((1 << bits) - 1)).to(torch.uint8).flatten(-2)
+
+
+def chunks(rows: int, columns: int, multiple: int = 1) -> Iterator[slice]:
+    """Slices over `rows` of bounded size, each start a multiple of `multiple`."""
+    step = max(multiple, row_chunk(columns) // multiple * multiple)
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+class Groups(NamedTuple):
+    """Scales and zeros with groups of equal size that divide K."""
+
+    scales: Tensor
+    zeros: Tensor | None
+    size: int
+    perm: Tensor | None
+
+
+def group_order(module: Module, scales: Tensor, zeros: Tensor | None, group_size: int, g_idx: Tensor | None) -> Groups:
+    """Order columns by group, so that groups are contiguous and equally long.
+
+    scales, zeros  [N, G]; group_size is the file's, K need not be a multiple of it (the last group is shorter then)
+    g_idx          [K], the group of each column, or None for k // group_size; `perm` is None where it says just that
+    """
+    k, count = module.shape[1], scales.shape[1]
+    plain = torch.arange(k) // group_size
+    groups = plain if g_idx is None else g_idx.long()
+    if int(groups.min()) < 0 or int(groups.max()) >= count:
+        low, high = int(groups.min()), int(groups.max())
+        raise bad(f"{module.prefix}: group numbers go from {low} to {high}, there are scales for 0 to {count - 1}")
+    perm = None
+    if not torch.equal(groups, plain):
+        ordered, perm = torch.sort(groups, stable=True)
+        perm = None if torch.equal(perm, torch.arange(k)) else perm.int()
+        groups = ordered
+    used, sizes = torch.unique_consecutive(groups, return_counts=True)
+    size = gcd(*sizes.tolist())
+    if size < 2 and k > 1:
+        raise bad(f"{module.prefix}: groups of {int(sizes.min())} to {int(sizes.max())} columns cannot be aligned")
+    order = used.repeat_interleave(sizes // size)
+    if order.numel() != count or not torch.equal(order, torch.arange(count)):
+        scales, zeros = scales[:, order], None if zeros is None else zeros[:, order]
+    return Groups(scales.contiguous(), None if zeros is None else zeros.contiguous(), size, perm)
+
+
+class Codes(NamedTuple):
+    """How to read unsigned integer codes."""
+
+    bits: int
+    rows: Callable[[slice], Tensor]
+    """u8 [len(slice), K] in the file's column order"""
+    multiple: int = 1
+    """slices must start at multiples of this"""
+
+
+def from_codes(module: Module, codes: Codes, groups: Groups) -> Weight:
+    """Codes and groups -> `int4g` up to 4 bits; `int8` above where every q - z fits; else exact float32 `dense`.
+
+    groups.zeros u8 [N, K/g]; None means the middle code, 2^(bits-1).
+    """
+    if codes.bits <= 4:
+        return _int4g(module, codes, groups)
+    return _int8(module, codes, groups) or _dense(module, codes, groups)
+
+
+def _ordered(codes: Codes, groups: Groups, rows: slice) -> Tensor:
+    part = codes.rows(rows)
+    return part if groups.perm is None else part.index_select(1, groups.perm)
+
+
+def _int4g(module: Module, codes: Codes, groups: Groups) -> Weight:
+    n, k = module.shape
+    if k % 2:
+        raise bad(f"{module.prefix} has {k} inputs, packed codes need an even number")
+    shift = 8 - (1 << (codes.bits - 1)) if groups.zeros is None else 0  # the middle code of int4g is 8
+    qweight = torch.empty(n, k // 2, dtype=torch.uint8)
+    for rows in chunks(n, k, codes.multiple):
+        qweight[rows] = pack_nibbles(_ordered(codes, groups, rows) + shift)
+    return Weight("int4g", module.shape, qweight, groups.scales, groups.zeros, perm=groups.perm, group_size=groups.size)
+
+
+def _centred(codes: Codes, groups: Groups, rows: slice) -> Tensor:
+    """int16 [rows, K]: q - z."""
+    q = _ordered(codes, groups, rows).short()
+    if groups.zeros is None:
+        return q - (1 << (codes.bits - 1))
+    return (q.unflatten(-1, (-1, groups.size)) - groups.zeros[rows].short().unsqueeze(-1)).flatten(1)
+
+
+def _int8(module: Module, codes: Codes, groups: Groups) -> Weight | None:
+    n, k = module.shape
+    qweight = torch.empty(n, k, dtype=torch.int8)
+    for rows in chunks(n, k, codes.multiple):
+        part = _centred(codes, groups, rows)
+        if int(part.min()) < -128 or int(part.max()) > 127:
+            return None
+        qweight[rows] = part.to(torch.int8)
+    return Weight("int8", module.shape, qweight, groups.scales, perm=groups.perm, group_size=groups.size)
+
+
+def _dense(module: Module, codes: Codes, groups: Groups) -> Weight:
+    _log.warning("%s: 8-bit codes with zero points do not fit in int8, kept as float32", module.prefix)
+    n, k = module.shape
+    out = torch.empty(n, k, dtype=torch.float32)
+    for rows in chunks(n, k, codes.multiple):
+        values = _centred(codes, groups, rows).float().unflatten(-1, (-1, groups.size))
+        out[rows] = (values * groups.scales[rows].float().unsqueeze(-1)).flatten(1)
+    return Weight("dense", module.shape, out, perm=groups.perm)

@@ -1,0 +1,154 @@
+"""Typed, checked access to the tensors that store one linear layer: names, dtypes, shapes and sound scales."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from localllm.errors import BadModelFile
+
+if TYPE_CHECKING:
+    from localllm.checkpoint.checkpoint import Checkpoint
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.uint8,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+FLOATS = ("F32", "BF16", "F16")
+HINT = "run `localllm pull NAME --repair`, or get the checkpoint from another source"
+
+
+def bad(message: str) -> BadModelFile:
+    """A damaged or contradictory checkpoint, said in one sentence."""
+    return BadModelFile(message, HINT)
+
+
+def stored_bytes(ckpt: Checkpoint, name: str) -> Tensor:
+    """u8 [nbytes], a view of the mapped file: read it, never write to it. It keeps the mapping alive."""
+    data = ckpt.read(name)
+    if data.nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    # torch.from_numpy warns about read-only memory on every call; a ctypes array is the same memory without a flag.
+    memory = (ctypes.c_uint8 * data.nbytes).from_address(data.ctypes.data)
+    memory.owner = data  # type: ignore[attr-defined]
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def read_tensor(ckpt: Checkpoint, name: str, dtypes: Collection[str] = ()) -> Tensor:
+    """A tensor in its stored dtype and shape, a view of the file where its address allows.
+
+    Raises BadModelFile when it is missing, of another dtype than `dtypes`, or its bytes are not what its shape needs.
+    """
+    info = ckpt.tensors.get(name)
+    if info is None:
+        raise bad(f"tensor {name} is missing")
+    dtype = DTYPES.get(info.dtype)
+    if dtype is None or (dtypes and info.dtype not in dtypes):
+        raise bad(f"tensor {name} is stored as {info.dtype}, expected {' or '.join(dtypes or DTYPES)}")
+    data = stored_bytes(ckpt, name)
+    count = 1
+    for size in info.shape:
+        count *= size
+    if data.numel() != count * dtype.itemsize:
+        raise bad(
+            f"tensor {name} has {data.numel()} bytes, its shape {list(info.shape)} needs {count * dtype.itemsize}"
+        )
+    if data.data_ptr() % dtype.itemsize:
+        data = data.clone()
+    return data.view(dtype).view(info.shape)
+
+
+@dataclass(frozen=True)
+class Module:
+    """The tensors under one prefix. `get` is how every format module reads them."""
+
+    ckpt: Checkpoint
+    prefix: str
+    shape: tuple[int, int]
+    """(N, K) of the layer, from the model's configuration"""
+
+    def name(self, suffix: str) -> str:
+        """The full tensor name; a suffix that starts with `_` is glued on without a dot."""
+        return self.prefix + (suffix if suffix.startswith("_") else f".{suffix}")
+
+    def has(self, suffix: str) -> bool:
+        """Whether the checkpoint stores this tensor."""
+        return self.name(suffix) in self.ckpt.tensors
+
+    def get(self, suffix: str, dtypes: Collection[str], shape: tuple[int, ...] | None = None) -> Tensor:
+        """The tensor, with its dtype and shape checked. Raises BadModelFile, naming tensor, value and expectation."""
+        tensor = read_tensor(self.ckpt, self.name(suffix), dtypes)
+        if shape is not None and tuple(tensor.shape) != shape:
+            raise bad(
+                f"tensor {self.name(suffix)} has shape {list(tensor.shape)}, a layer of {self.shape[0]} outputs and "
+                f"{self.shape[1]} inputs needs {list(shape)}"
+            )
+        return tensor
+
+    def finite(self, suffix: str, scales: Tensor) -> Tensor:
+        """`scales` unchanged. Raises BadModelFile when one is infinite or not a number."""
+        if not bool(torch.isfinite(scales).all()):
+            wrong = int((~torch.isfinite(scales)).sum())
+            raise bad(f"tensor {self.name(suffix)} has {wrong} of {scales.numel()} values that are not finite")
+        return scales
+
+    def scales(self, suffix: str, shape: tuple[int, ...] | None = None) -> Tensor:
+        """Floating-point scales, finite, in the file's dtype."""
+        return self.finite(suffix, self.get(suffix, FLOATS, shape))
+
+    def scalar(self, suffix: str) -> float:
+        """One positive finite number, stored as [] or [1]."""
+        tensor = self.get(suffix, FLOATS)
+        if tensor.numel() != 1:
+            raise bad(f"tensor {self.name(suffix)} has {tensor.numel()} values, expected 1")
+        value = float(tensor.float().flatten()[0])
+        if not 0 < value < float("inf"):
+            raise bad(f"tensor {self.name(suffix)} is {value}, expected a positive finite number")
+        return value
+
+    def e4m3(self, suffix: str, shape: tuple[int, ...]) -> Tensor:
+        """E4M3 numbers without NaN bytes."""
+        tensor = self.get(suffix, ("F8_E4M3",), shape)
+        self.no_nan_bytes(suffix, tensor)
+        return tensor
+
+    def no_nan_bytes(self, suffix: str, tensor: Tensor) -> None:
+        """Raises BadModelFile when an E4M3 tensor holds 0x7F or 0xFF: one such scale makes a whole row NaN."""
+        wrong = sum(int(((part & 0x7F) == 0x7F).sum()) for part in tensor.view(torch.uint8).flatten().split(1 << 22))
+        if wrong:
+            raise bad(f"tensor {self.name(suffix)} holds {wrong} NaN bytes (0x7F or 0xFF) of {tensor.numel()}")
+
+    def e8m0(self, suffix: str, shape: tuple[int, ...]) -> Tensor:
+        """Power-of-two scales u8 without the NaN byte."""
+        tensor = self.get(suffix, ("U8", "F8_E8M0"), shape)
+        wrong = int((tensor == 0xFF).sum())
+        if wrong:
+            raise bad(f"tensor {self.name(suffix)} holds {wrong} NaN bytes (0xFF) of {tensor.numel()}")
+        return tensor
+
+    def pre_scale(self) -> Tensor | None:
+        """[K] that multiplies x before the product (AWQ-style exports of ModelOpt), or None."""
+        if not self.has("pre_quant_scale"):
+            return None
+        return self.scales("pre_quant_scale").flatten().expand(self.shape[1]).clone()
+
+    def group_size(self, suffix: str, groups: int) -> int:
+        """K / groups. Raises BadModelFile when K is no multiple."""
+        k = self.shape[1]
+        if groups < 1 or k % groups:
+            raise bad(f"tensor {self.name(suffix)} has {groups} groups for {k} inputs, expected a divisor")
+        return k // groups
