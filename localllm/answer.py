@@ -134,9 +134,7 @@ class AnswerText:
         error = event.error if isinstance(event.error, LocalLLMError) else None
         usage = event.usage
         if usage is not None:
-            usage = Usage(
-                usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, self._num_reasoning_tokens
-            )
+            usage = Usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, self._num_reasoning_tokens)
         return Piece(
             event.index, parts, event.token_ids, event.logprobs, event.finish_reason, event.stop_reason, event.prefill,
             event.prompt_logprobs, usage, event.timing, error,
@@ -177,6 +175,16 @@ class Turn:
         """The engine's name for it."""
         return str(self._stream.request.request_id)
 
+    @property
+    def num_answers(self) -> int:
+        """How many answers it has."""
+        return int(self._stream.request.params.n)
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """What was asked."""
+        return list(self._stream.request.prompt_token_ids)
+
     def __iter__(self) -> Iterator[Piece]:
         for event in self._stream:
             yield self._text.take(event)
@@ -187,8 +195,7 @@ class Turn:
 
     def answer(self) -> Answer:
         """Wait for the end. Raises the error if it failed; ends the request if the wait is interrupted."""
-        request = self._stream.request
-        answer = Answer(list(request.prompt_token_ids), [Completion(i) for i in range(request.params.n)])
+        answer = Answer(self.prompt_token_ids, [Completion(i) for i in range(self.num_answers)])
         try:
             for piece in self:
                 answer.take(piece)

@@ -25,7 +25,6 @@ from localllm.request import (
     FinishReason,
     Message,
     ModelChoice,
-    Phase,
     Prefill,
     SamplingParams,
     Timing,
@@ -117,8 +116,13 @@ class InProcessBackend:
 
         return [
             ModelChoice(
-                name=m.name, format=m.format, size_bytes=m.size_bytes, local=True, supported=m.supported,
-                reason=m.reason or "", max_ctx=m.max_context,
+                name=m.name,
+                format=m.format,
+                size_bytes=m.size_bytes,
+                local=True,
+                supported=m.supported,
+                reason=m.reason or "",
+                max_ctx=m.max_context,
             )  # fmt: skip
             for m in hub.list_local()
         ]

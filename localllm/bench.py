@@ -100,9 +100,7 @@ def run_bench(llm: LLM, options: BenchOptions, on_test: Callable[[str], None] | 
         result.rows.append(_row(name, [t.prefill_tps for t in timings], [t.ttft_s for t in timings]))
         name = f"tg{options.output_tokens}{behind}"
         tell(name)
-        runs = []
-        for _ in range(options.repeat):
-            runs.append(_decode(llm, [_words(llm, rng, max(depth, 1))], options.output_tokens))
+        runs = [_decode(llm, [_words(llm, rng, max(depth, 1))], options.output_tokens) for _ in range(options.repeat)]
         result.rows.append(_row(name, runs))
     for streams in options.concurrency:
         if streams > 1:

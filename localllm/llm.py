@@ -48,7 +48,7 @@ SWITCH_INTERVAL_S = 1e-4
 class LLM:
     """One loaded model.
 
-    name_or_path   a path, `org/repo[:quant][@revision]`, an alias, or part of a local model's name; downloaded if needed
+    name_or_path   a path, `org/repo[:quant][@revision]`, an alias, part of a local name; downloaded if needed
     device         auto | cpu | cuda:N
     dtype          activations: auto | float32 | bfloat16 | float16; naming float32 also asks for exact float32 products
     kv             key/value cache: auto | bf16 | fp16 | f32
@@ -446,4 +446,3 @@ def set_threads(threads: int | None, machine: MachineFacts) -> int:
 
     cpu.set_threads(count)
     return count
-

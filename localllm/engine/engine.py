@@ -323,7 +323,9 @@ class Engine:
         now = time.monotonic()
         for part in step.scheduled:
             sequence = part.sequence
-            self._num_prompt_tokens += max(0, min(part.start + part.num_tokens, sequence.num_prompt_tokens) - part.start)
+            self._num_prompt_tokens += max(
+                0, min(part.start + part.num_tokens, sequence.num_prompt_tokens) - part.start
+            )
             if part.is_last_chunk or sequence.num_uncomputed_tokens == 0:
                 sequence.prefill_time = sequence.prefill_time or now
             if sequence.request.score and sequence.num_uncomputed_tokens == 0:

@@ -7,7 +7,8 @@ sequence holds exactly one reference on each page in its block tables.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence as Many
+from collections.abc import Iterable
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 from .page_pool import PagePool
@@ -145,9 +146,7 @@ class Pages:
         for group, spec in enumerate(self.groups):
             if spec.window is None:
                 continue
-            first = min(
-                self.tree.needed_from(group, sequence.num_computed_tokens), len(sequence.block_tables[group])
-            )
+            first = min(self.tree.needed_from(group, sequence.num_computed_tokens), len(sequence.block_tables[group]))
             table = sequence.block_tables[group]
             for index in range(sequence.first_kept[group], first):
                 if table[index] >= 0:

@@ -16,7 +16,7 @@ from localllm.request import SamplingParams, TokenLogprob
 from .sequence import Sequence
 
 FIRST_CUT = 1024
-"""candidates sorted first when only top-p bounds them: a full sort of 262k logits takes 20 ms on two cores, topk 2 ms"""
+"""candidates sorted first when only top-p bounds them: sorting 262k logits takes 20 ms on two cores, topk 2 ms"""
 DRY_WINDOW = 2048
 """tokens DRY looks back"""
 _MASK = (1 << 64) - 1

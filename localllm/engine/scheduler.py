@@ -233,6 +233,8 @@ class Scheduler:
             assert sequence.state is SequenceState.RUNNING
             for group, table in enumerate(sequence.block_tables):
                 have = len(table) * self.pages.page_size
-                assert have >= sequence.num_computed_tokens, f"group {group}: {have} slots, {sequence.num_computed_tokens} computed"
+                assert have >= sequence.num_computed_tokens, (
+                    f"group {group}: {have} slots, {sequence.num_computed_tokens} computed"
+                )
         for sequence in self.waiting:
             assert sequence.state is SequenceState.WAITING

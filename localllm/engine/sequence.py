@@ -20,7 +20,7 @@ class SequenceState(Enum):
 
 
 class Sequence:
-    """A request's answer number `index`. `token_ids` is prompt plus output; the first `num_computed_tokens` have K/V."""
+    """Answer number `index` of a request. `token_ids` is prompt plus output; `num_computed_tokens` of them have K/V."""
 
     def __init__(self, request: Request, index: int, num_groups: int, seed: int, max_tokens: int) -> None:
         self.request = request
@@ -106,9 +106,7 @@ class Sequence:
         if not early:
             if keep is not None:
                 self.finish_reason, self.keep_chars = FinishReason.STOP, keep
-            elif token_id in params.stop_token_ids:
-                self.finish_reason, self.stop_reason = FinishReason.STOP, token_id
-            elif not params.ignore_eos and token_id in self.request.eos_token_ids:
+            elif token_id in params.stop_token_ids or not params.ignore_eos and token_id in self.request.eos_token_ids:
                 self.finish_reason, self.stop_reason = FinishReason.STOP, token_id
         if self.finish_reason is None and self.num_output_tokens >= self.max_tokens:
             self.finish_reason = FinishReason.LENGTH

@@ -164,7 +164,9 @@ def test_n_answers_are_seeds_seed_plus_i_and_share_the_prompt():
 def test_more_answers_than_places_on_few_pages(preempt_every):
     engine = make(num_pages=9, max_parallel=2, preempt_every=preempt_every)
     stream = run(engine, request(list(range(10)), n=5, temperature=1.5, seed=3))[0]
-    assert [ids_of(stream, i) for i in range(5)] == [alone(list(range(10)), temperature=1.5, seed=3 + i) for i in range(5)]
+    assert [ids_of(stream, i) for i in range(5)] == [
+        alone(list(range(10)), temperature=1.5, seed=3 + i) for i in range(5)
+    ]
 
 
 def test_stops():
@@ -214,7 +216,9 @@ def test_score_gives_every_row_once_also_through_preemption():
     streams = run(engine, request([1, 2]), request(list(range(30)), score=True), request([3, 4]))
     again = torch.cat([torch.from_numpy(e.scores) for e in collected(streams[1]) if e.scores is not None])
     assert torch.equal(rows, again)
-    assert torch.equal(torch.tensor(ids_of(run(make(), request(list(range(30)), max_tokens=1))[0])), rows[-1:].argmax(-1))
+    assert torch.equal(
+        torch.tensor(ids_of(run(make(), request(list(range(30)), max_tokens=1))[0])), rows[-1:].argmax(-1)
+    )
 
 
 def test_a_failing_forward_ends_its_batch_and_nothing_else():

@@ -134,7 +134,7 @@ def test_a_row_does_not_depend_on_its_neighbours():
 
 def test_uniform_is_uniform_and_depends_on_everything():
     values = [uniform(s, p) for s in range(50) for p in range(200)]
-    assert 0 <= min(values) and max(values) < 1
+    assert min(values) >= 0 and max(values) < 1
     assert abs(sum(values) / len(values) - 0.5) < 0.01
     assert len(set(values)) == len(values)
     assert uniform(1, 2, 0) != uniform(1, 2, 1)

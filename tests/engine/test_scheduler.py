@@ -174,7 +174,10 @@ def test_random_traffic(seed, window):
     rng = random.Random(seed)
     every = rng.choice([0, 3])
     scheduler, memory = build(
-        num_pages=rng.choice([14, 24]), window=window, max_parallel=rng.choice([2, 5]), prefill_budget=rng.choice([3, 16]),
+        num_pages=rng.choice([14, 24]),
+        window=window,
+        max_parallel=rng.choice([2, 5]),
+        prefill_budget=rng.choice([3, 16]),
         preempt_every=every,
     )
     stems = [[rng.randrange(3) for _ in range(16)] for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Write greedy_<model>.json: 64 greedy tokens on 20 prompts by transformers in float32, on the same dequantised weights.
+"""Write greedy_<model>.json: 64 greedy tokens on 20 prompts by transformers in float32, same dequantised weights.
 
     python tests/golden/make_greedy.py smollm2 path/to/SmolLM2-135M-Instruct.Q4_1.gguf
     python tests/golden/make_greedy.py gemma3-270m path/to/gemma-3-270m-Q4_K_M.gguf
@@ -30,7 +30,7 @@ TEXTS = [
     "🙂🚀 emoji are",
     "The quick brown fox jumps over the lazy dog. " * 12,
     "List five fruits:\n1.",
-    "{\"name\": \"Alice\", \"age\": 30, \"city\":",
+    '{"name": "Alice", "age": 30, "city":',
     "Water boils at a temperature of",
     "In 1969, the first humans",
     "x" * 40,

@@ -1,0 +1,75 @@
+"""A request's body as a checked model: bad JSON, wrong types and missing fields become 400s that name the field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+
+from .errors import ApiError
+
+Body = TypeVar("Body", bound=BaseModel)
+
+CODES = {
+    "missing": "missing_required_parameter",
+    "greater_than_equal": "integer_below_min_value",
+    "too_long": "array_above_max_length",
+    "string_too_long": "string_above_max_length",
+    "literal_error": "invalid_value",
+}
+
+
+async def read_body(request: Request, model: type[Body]) -> Body:
+    """Parse and check. Raises ApiError 400, 413 or 415."""
+    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(415, "The body must be application/json.", code="unsupported_media_type")
+    data = await request.body()
+    try:
+        value = json.loads(data, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        detail = "nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
+        raise ApiError(400, f"The body is not valid JSON: {detail}.", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, "The body must be a JSON object.", code="invalid_type")
+    if has_lone_surrogate(value):
+        raise ApiError(400, "The body holds a lone surrogate, which is no text.", code="invalid_value")
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        path = dotted(first["loc"])
+        code = CODES.get(first["type"], "invalid_type" if first["type"].endswith("_type") else "invalid_value")
+        raise ApiError(400, f"{path or 'body'}: {first['msg']}.", code=code, param=path or None) from None
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def has_lone_surrogate(value: Any) -> bool:
+    """Whether any string holds half of a surrogate pair; iterative, so depth does not matter."""
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, str):
+            if any("\ud800" <= c <= "\udfff" for c in item):
+                return True
+        elif isinstance(item, dict):
+            stack += [*item.keys(), *item.values()]
+        elif isinstance(item, list):
+            stack += item
+    return False
+
+
+def dotted(location: tuple[int | str, ...]) -> str:
+    """messages[0].content from ("messages", 0, "content"); the tags pydantic adds for unions are left out."""
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier() and not part.startswith("Strict") and part not in ("str", "int", "list"):
+            path += f".{part}" if path else part
+    return path
