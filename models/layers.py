@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from localllm.kernels import Weight, reference
+from localllm.kernels.dequant import dequantize_rows
 from localllm.kernels.segments import (
     AttentionWeights,
     HeadWeights,
@@ -18,7 +19,6 @@ from localllm.kernels.segments import (
     MlpWeights,
     Norm,
 )
-from localllm.quant import dequantize
 from torch import Tensor
 
 from .inputs import AttentionInputs, ForwardBatch
@@ -34,8 +34,6 @@ __all__ = [
     "MlpWeights",
     "Norm",
 ]
-
-_ROWWISE = frozenset({"dense", "int4g", "int8", "fp4g16", "fp4g32", "fp8mx", "gguf"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +60,6 @@ class Embedding:
 
     def __init__(self, weight: Weight, scale: float, dtype: torch.dtype) -> None:
         """`weight` [vocab, hidden] in any canonical form; its tensors may be shared with a tied head."""
-        if weight.form not in _ROWWISE:
-            weight = Weight("dense", weight.shape, dequantize(weight))
         self.weight = weight
         self.scale = scale
         self.dtype = dtype
@@ -72,21 +68,8 @@ class Embedding:
         """token_ids int64 [num_tokens] -> [num_tokens, hidden] in the compute dtype."""
         if self.weight.form == "dense":
             return reference.embedding(token_ids, self.weight.qweight, self.scale, self.dtype)
-        weight = self.weight
-        rows = weight._replace(
-            shape=(token_ids.shape[0], weight.shape[1]),
-            qweight=weight.qweight.index_select(0, token_ids),
-            scales=_rows(weight.scales, token_ids),
-            zeros=_rows(weight.zeros, token_ids),
-            mins=_rows(weight.mins, token_ids),
-            global_scale=_rows(weight.global_scale, token_ids),
-        )
-        hidden = dequantize(rows)
-        return (hidden if self.scale == 1.0 else hidden.mul_(self.scale)).to(self.dtype)
-
-
-def _rows(values: Tensor | None, token_ids: Tensor) -> Tensor | None:
-    return None if values is None else values.index_select(0, token_ids)
+        rows = dequantize_rows(self.weight, token_ids)
+        return (rows if self.scale == 1.0 else rows.mul_(self.scale)).to(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from localllm.checkpoint.detect import StoredFormat, stored_formats
-from localllm.checkpoint.names import stored_name
+from localllm.checkpoint.detect import stored_formats
+from localllm.checkpoint.names import SourceNames
 from localllm.kernels import LinearFacts, Weight, rope
 from localllm.kernels.ops import OpFacts
 from localllm.kernels.segments import kernel_table
@@ -102,6 +102,7 @@ class _Loading:
         self.facts = facts
         self.options = options
         self.spec = ARCHITECTURES[facts.architecture](facts)
+        self.names = SourceNames(checkpoint, facts.architecture)
         self.stored = stored_formats(checkpoint)
         self.shapes = linear_shapes(facts)
         self.impls = kernels.linear_impls()
@@ -210,9 +211,7 @@ class _Loading:
         stored_as = self.stored_as(name)
         found = self.stored.get(stored_as)
         if found is None:
-            if f"{stored_as}.weight" not in self.checkpoint.tensors:
-                raise self.missing(f"{stored_as}.weight")
-            found = StoredFormat("gguf" if self.checkpoint.kind == "gguf" else "dense", {})
+            raise self.missing(f"{stored_as}.weight")
         weight = load_weight(self.checkpoint, stored_as, found, shape)
         self.count(stored_as + ".")
         return weight
@@ -277,7 +276,7 @@ class _Loading:
 
     def stored_as(self, name: str) -> str:
         """The file's name of a module with canonical name `name`."""
-        return stored_name(self.checkpoint, name)
+        return self.names.source(name)
 
     def missing(self, stored: str) -> BadModelFile:
         """The error for a tensor that is not there."""

@@ -1,0 +1,226 @@
+"""Tiny random models of every architecture as checkpoints, and a driver that pages sequences through a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from localllm.models.inputs import AttentionInputs, ForwardBatch
+from localllm.models.kv_cache import KVCache
+from localllm.models.loader import LoadOptions, load_model
+from localllm.models.model import Model
+from safetensors.torch import save_file
+from torch import Tensor
+
+from localllm.checkpoint import open_checkpoint
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+COMMON = {
+    "vocab_size": 99,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": PLAIN,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+
+# name -> (model_type, configuration): odd sizes, head_dim != hidden / heads, tied and not, every GQA ratio, biases
+TINY: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"hidden_size": 42, "intermediate_size": 70, "heads": (6, 2, 12), "rope_parameters": LLAMA3}),
+    "llama-bias": (
+        "llama",
+        {"hidden_size": 30, "intermediate_size": 50, "heads": (3, 3, 10), "attention_bias": True, "mlp_bias": True}
+        | {"tie_word_embeddings": True, "rope_parameters": LINEAR},
+    ),
+    "llama-yarn": ("llama", {"hidden_size": 40, "intermediate_size": 64, "heads": (4, 1, 16), "rope_parameters": YARN}),
+    "llama-packable": ("llama", {"hidden_size": 64, "intermediate_size": 128, "heads": (4, 2, 32)}),
+    "mistral": ("mistral", {"hidden_size": 40, "intermediate_size": 64, "heads": (4, 2, 14), "sliding_window": 9}),
+    "qwen2": ("qwen2", {"hidden_size": 36, "intermediate_size": 52, "heads": (6, 2, 6), "tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"hidden_size": 44, "intermediate_size": 70, "heads": (4, 2, 18)}),
+    "gemma3": (
+        "gemma3_text",
+        {"hidden_size": 44, "intermediate_size": 70, "heads": (4, 1, 20), "sliding_window": 11}
+        | {"num_hidden_layers": 4, "query_pre_attn_scalar": 24, "final_logit_softcapping": 8.0}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]}
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": PLAIN,
+            }
+        },
+    ),
+}
+
+
+@dataclass
+class Tiny:
+    """A transformers model in float32, and its configuration and tensors as a checkpoint has them."""
+
+    reference: Any
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    def save(self, folder: Path, tensors: dict[str, Tensor] | None = None, **config: Any) -> Path:
+        """Write a safetensors checkpoint; `tensors` and `config` replace or, when None, remove what the model has."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(self.config | config))
+        kept = {name: tensor for name, tensor in (self.tensors | (tensors or {})).items() if tensor is not None}
+        save_file({name: tensor.contiguous() for name, tensor in kept.items()}, folder / "model.safetensors")
+        return folder
+
+    def logits(self, token_ids: Sequence[int]) -> Tensor:
+        """float32 [num_tokens, vocab] from transformers."""
+        with torch.no_grad():
+            return self.reference(torch.tensor([list(token_ids)]), use_cache=False).logits[0]
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Callable[[str], Tiny]:
+    """name of TINY -> `Tiny`, made once."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    made: dict[str, Tiny] = {}
+
+    def make(name: str) -> Tiny:
+        if name not in made:
+            model_type, values = TINY[name]
+            heads, kv_heads, head_dim = values["heads"]
+            settings = COMMON | {key: value for key, value in values.items() if key != "heads"}
+            settings |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+            config = AutoConfig.for_model(model_type, **settings)
+            torch.manual_seed(sum(map(ord, name)))
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+            with torch.no_grad():
+                for key, parameter in model.named_parameters():
+                    if key.endswith("norm.weight"):
+                        parameter.copy_(1 - (model_type == "gemma3_text") + 0.2 * torch.randn_like(parameter))
+                    elif key.endswith("bias"):
+                        parameter.copy_(0.3 * torch.randn_like(parameter))
+                    else:
+                        parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
+            tensors = {key: value.detach().clone() for key, value in model.state_dict().items()}
+            if config.tie_word_embeddings:
+                del tensors["lm_head.weight"]
+            described = json.loads(config.to_json_string(use_diff=False))
+            described["architectures"] = [type(model).__name__]
+            made[name] = Tiny(model, described, tensors)
+        return made[name]
+
+    return make
+
+
+@dataclass
+class Paged:
+    """Sequences in a paged cache: hands out pages, drops those that leave a window, and runs steps."""
+
+    model: Model
+    page_size: int = 16
+    dtype: torch.dtype = torch.float32
+    num_pages: int = 96
+    tables: dict[int, list[list[int]]] = field(default_factory=dict)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Pages are handed out in an order that is not ascending."""
+        groups = self.model.groups
+        self.cache = KVCache(groups, [self.num_pages] * len(groups), self.page_size, self.dtype)
+        self.free = [[(i * 37 + 11) % self.num_pages for i in range(self.num_pages)] for _ in groups]
+        assert sorted(self.free[0]) == list(range(self.num_pages))
+
+    def step(self, new: dict[int, Sequence[int]]) -> dict[int, Tensor]:
+        """Run one forward with new tokens per sequence; float32 logits [new tokens, vocab] for each."""
+        batch = self.batch(new)
+        with torch.inference_mode():
+            logits = self.model.logits(self.model.forward(batch, self.cache))
+        rows = logits.split(list(batch.query_lens))
+        return dict(zip(new, rows, strict=True))
+
+    def batch(self, new: dict[int, Sequence[int]]) -> ForwardBatch:
+        """The inputs of one step."""
+        positions, seq_lens = [], []
+        for key, ids in new.items():
+            known = self.tokens.setdefault(key, [])
+            positions += range(len(known), len(known) + len(ids))
+            known.extend(ids)
+            seq_lens.append(len(known))
+        query_lens = tuple(len(ids) for ids in new.values())
+        starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+        groups = tuple(self._group(index, new, starts, positions) for index in range(len(self.model.groups)))
+        return ForwardBatch(
+            token_ids=torch.tensor([i for ids in new.values() for i in ids]),
+            positions=torch.tensor(positions),
+            query_lens=query_lens,
+            seq_lens=tuple(seq_lens),
+            cu_query_lens=starts,
+            seq_lens_tensor=torch.tensor(seq_lens).int(),
+            logits_indices=torch.arange(sum(query_lens)),
+            groups=groups,
+        )
+
+    def _group(
+        self, index: int, new: dict[int, Sequence[int]], starts: Tensor, positions: list[int]
+    ) -> AttentionInputs:
+        window, size = self.model.groups[index].window, self.page_size
+        slots: list[int] = []
+        for place, (key, ids) in enumerate(new.items()):
+            table = self.tables.setdefault(key, [[] for _ in self.model.groups])[index]
+            while len(table) * size < len(self.tokens[key]):
+                table.append(self.free[index].pop())
+            at = positions[int(starts[place]) : int(starts[place + 1])]
+            if window is not None:
+                for page in range(max(0, at[0] - window + 1) // size):
+                    if table[page] >= 0:
+                        self.free[index].insert(0, table[page])
+                        table[page] = -1
+            slots += [table[p // size] * size + p % size for p in at]
+            assert len(at) == len(ids)
+        tables = [self.tables[key][index] for key in new]
+        width = max(map(len, tables))
+        padded = torch.tensor([table + [-1] * (width - len(table)) for table in tables]).int()
+        return AttentionInputs(padded, torch.tensor(slots))
+
+    def all_logits(self, token_ids: Sequence[int], chunks: Sequence[int], key: int = 0) -> Tensor:
+        """Logits of every token of a sequence that is computed in chunks of these lengths, the rest one by one."""
+        rows, start = [], 0
+        lengths = [*chunks, *[1] * (len(token_ids) - sum(chunks))]
+        for length in lengths:
+            rows.append(self.step({key: token_ids[start : start + length]})[key])
+            start += length
+        return torch.cat(rows)
+
+
+@pytest.fixture(scope="session")
+def paged() -> type[Paged]:
+    """The driver, for tests, which cannot import this file."""
+    return Paged
+
+
+@pytest.fixture(scope="session")
+def loaded(tiny: Callable[[str], Tiny], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
+    """name of TINY -> our model, loaded once from safetensors."""
+    made: dict[str, Model] = {}
+
+    def load(name: str) -> Model:
+        if name not in made:
+            with open_checkpoint(tiny(name).save(tmp_path_factory.mktemp(name))) as checkpoint:
+                made[name] = load_model(checkpoint, LoadOptions(exact=True))
+        return made[name]
+
+    return load

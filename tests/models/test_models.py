@@ -1,0 +1,86 @@
+"""Every architecture against transformers in float32, and against itself in other company."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+NAMES = ("llama", "llama-bias", "llama-yarn", "mistral", "qwen2", "qwen3", "gemma3")
+
+
+def relative_error(ours: Tensor, reference: Tensor) -> float:
+    return float((ours - reference).abs().max() / reference.abs().max())
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(0, 99, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_match_transformers(name: str, tiny: Callable, loaded: Callable, paged: Any) -> None:
+    token_ids = prompt(150)
+    reference = tiny(name).logits(token_ids)
+    assert relative_error(paged(loaded(name)).all_logits(token_ids, [64, 1, 70]), reference) < 1e-4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_token_does_not_depend_on_chunks_or_neighbours(name: str, loaded: Callable, paged: Any) -> None:
+    model = loaded(name)
+    ids, others = prompt(150), prompt(90, 1)
+    whole = paged(model).all_logits(ids, [150])
+    assert torch.equal(paged(model, page_size=32).all_logits(ids, [7, 100, 31]), whole)
+    together = paged(model)
+    first = together.step({0: ids[:20], 1: others[:33]})
+    second = together.step({1: others[33:34], 0: ids[20:90], 2: others[:5]})
+    third = together.step({2: others[5:6], 0: ids[90:91], 1: others[34:35]})
+    assert torch.equal(torch.cat([first[0], second[0], third[0]]), whole[:91])
+    alone = paged(model).all_logits(others[:35], [35])
+    assert torch.equal(torch.cat([first[1], second[1], third[1]]), alone)
+    assert torch.equal(torch.cat([second[2], third[2]]), alone[:6])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_cached_prefix_gives_the_same_bits(name: str, loaded: Callable, paged: Any) -> None:
+    model, ids = loaded(name), prompt(80)
+    driver = paged(model)
+    whole = driver.all_logits(ids, [80])
+    # a second sequence reads the pages of the first 32 tokens, as a hit in the prefix cache does
+    for group, table in enumerate(driver.tables[0]):
+        shared = [page for page in table[:2] if page >= 0]
+        driver.tables.setdefault(1, [[] for _ in model.groups])[group].extend(shared)
+    driver.tokens[1] = ids[:32]
+    assert torch.equal(driver.step({1: ids[32:]})[1], whole[32:])
+
+
+def test_copied_pages_continue_alike(loaded: Callable, paged: Any) -> None:
+    model, ids = loaded("mistral"), prompt(40)
+    driver = paged(model)
+    driver.all_logits(ids[:20], [20])
+    for group, table in enumerate(driver.tables[0]):
+        fresh = [driver.free[group].pop() for _ in table]
+        for source, target in zip(table, fresh, strict=True):
+            driver.cache.copy_page(group, source, target)
+        driver.tables.setdefault(1, [[] for _ in model.groups])[group] = fresh
+    driver.tokens[1] = ids[:20]
+    rows = driver.step({0: ids[20:30], 1: ids[20:30]})
+    assert torch.equal(rows[0], rows[1])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_bfloat16_pages_stay_close(name: str, tiny: Callable, loaded: Callable, paged: Any) -> None:
+    token_ids = prompt(60)
+    reference = tiny(name).logits(token_ids)
+    rows = paged(loaded(name), dtype=torch.bfloat16).all_logits(token_ids, [40])
+    assert 1e-6 < relative_error(rows, reference) < 0.05
+
+
+def test_groups_put_full_attention_first(loaded: Callable) -> None:
+    full, window = loaded("gemma3").groups
+    assert (full.name, full.window, full.layers) == ("full", None, (1,))
+    assert (window.name, window.window, window.layers) == ("window-11", 11, (0, 2, 3))
+    (only,) = loaded("mistral").groups
+    assert only.window == 9 and only.layers == (0, 1, 2)
