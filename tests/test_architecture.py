@@ -56,6 +56,8 @@ FREE = {"_version", "__version__"}
 
 
 def layer_of(name: str) -> str:
+    if name.startswith("tokenizer_"):
+        return "tokenizer"
     return "hub" if name in HUB or name.startswith("hub_") else name
 
 

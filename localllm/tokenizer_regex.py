@@ -1,0 +1,62 @@
+"""How the text of a GGUF byte-level vocabulary is cut before BPE: `tokenizer.ggml.pre` -> regexes (formats.md 15.3).
+
+These are the Hugging Face originals, for Oniguruma; llama.cpp's C++ versions are rewritten for its own engine. Names
+whose regexes are not known exactly are missing on purpose: they are refused, not guessed.
+"""
+
+_C = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_C}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_WS}"
+_QWEN2 = rf"{_C}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_WS}"
+_QWEN35 = rf"{_C}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_WS}"
+_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
+_AFTER_CASED = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_WS}"
+_GPT4O = rf"{_CASED % (_C + '?', _C + '?')}|\p{{N}}{{1,3}}|{_AFTER_CASED}"
+_TEKKEN = rf"{_CASED % ('', '')}|\p{{N}}|{_AFTER_CASED}"
+_ASCII_PUNCTUATION = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
+_DEEPSEEK3 = (
+    rf"{_ASCII_PUNCTUATION}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_WS}"
+)
+_BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
+_BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+_EXAONE_MOE = (
+    rf"{_C}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+_CJK_RUN = r"[一-龥ࠀ-一가-퟿]+"
+
+# names -> successive isolated splits (formats.md 15.3)
+_PRE_GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano", (_LLAMA3,)),
+    ("dbrx smaug-bpe chatglm-bpe glm4", (_LLAMA3,)),
+    ("qwen2 deepseek-r1-qwen stablelm2 hunyuan megrez solar-open kormo f2llmv2 grok-2", (_QWEN2,)),
+    ("qwen35", (_QWEN35,)),
+    ("smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", (r"\p{N}", _GPT2)),
+    ("gpt-2 gpt2 phi-2 mpt olmo jais trillion jina-v1-en jina-v2-code jina-v2-es jina-v2-de", (_GPT2,)),
+    ("gigachat mellum a.x-4.0 modern-bert exaone4 granite-docling", (_GPT2,)),
+    ("gpt-4o llama4 kanana2 talkie minimax-m2", (_GPT4O,)),
+    ("tekken", (_TEKKEN,)),
+    ("deepseek-v3 hunyuan-dense joyai-llm hy_v4", (r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3)),
+    ("deepseek-coder", (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK_RUN, r"\p{N}")),
+    ("falcon", (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
+    ("bloom poro-chat gpt3-finnish", (_BLOOM,)),
+    ("viking", (_BLOOM, r"\p{N}")),
+    ("bailingmoe", (_BAILING,)),
+    ("seed-coder", (rf"{_C}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_WS}",)),
+    ("superbpe", (r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
+    ("tiny_aya cohere2moe", (r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O)),
+    ("laguna", (r"[^\n]+|[\n]+", _QWEN2)),
+    ("exaone-moe", (_EXAONE_MOE,)),
+    ("default", (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+)
+PRE_TOKENIZERS = {name: regexes for names, regexes in _PRE_GROUPS for name in names.split()}
+"""name -> regexes, each an isolated split of what the one before left"""
+IGNORE_MERGES = frozenset([*_PRE_GROUPS[0][0].split(), "tekken"])
+"""a piece that is a token as it stands is taken whole"""
+ADD_BOS = IGNORE_MERGES
+"""BOS is added unless the file says otherwise"""
+NFC = frozenset(["qwen2", "qwen35", "deepseek-r1-qwen", "megrez", "kormo", "f2llmv2"])
+"""text is normalised to NFC first: Hugging Face's Qwen tokenizers do, llama.cpp does not"""
