@@ -1,0 +1,32 @@
+"""A name becomes verified local files: resolve, download, list, remove, repair. The Hugging Face cache is the store.
+
+No torch; httpx and huggingface_hub are imported when the network is really used. `tests/hub/hub_server.py` is a hub
+with faults to try it against.
+"""
+
+from .client import Patience, RepoFile, endpoint, is_offline
+from .fetching import Repaired, download, repair
+from .local import LocalModel, default_model, list_local, remember
+from .removal import Removal, remove, remove_partials
+from .resolve import Resolved, resolve
+from .transfer import size_text
+
+__all__ = [
+    "LocalModel",
+    "Patience",
+    "Removal",
+    "Repaired",
+    "RepoFile",
+    "Resolved",
+    "default_model",
+    "download",
+    "endpoint",
+    "is_offline",
+    "list_local",
+    "remember",
+    "remove",
+    "remove_partials",
+    "repair",
+    "resolve",
+    "size_text",
+]

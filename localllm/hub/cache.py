@@ -1,0 +1,354 @@
+"""The Hugging Face cache on disk: where it is, what is in it, how a verified file enters it and leaves it.
+
+The layout is huggingface_hub's and shared with other tools: `models--org--name/{blobs,refs,snapshots}`, locks in
+`.locks`. Ours alone are partial files, `blobs/<digest>.localllm-partial` with a `.json` beside them.
+No network here. Called by the other modules of this folder.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from localllm.errors import ConfigError, DoesNotFit, LocalLLMError
+
+from .names import check_digest
+
+PARTIAL = ".localllm-partial"
+_REPO_LOCK = "localllm-snapshot.lock"
+_REFUSED = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ELOOP,
+    errno.ENOTDIR,
+    errno.EEXIST,
+    errno.EISDIR,
+    errno.ENOENT,
+)
+
+
+def hub_dir() -> Path:
+    """The folder of cached repositories: HF_HUB_CACHE, or HF_HOME/hub, or the default below the home folder."""
+    cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    return (_home(os.path.expandvars(cache)) if cache else hf_home() / "hub").absolute()
+
+
+def hf_home() -> Path:
+    """HF_HOME, or the folder huggingface_hub takes without it."""
+    named = os.environ.get("HF_HOME")
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return _home(os.path.expandvars(named or os.path.join(base, "huggingface")))
+
+
+def _home(text: str) -> Path:
+    expanded = os.path.expanduser(text)
+    if expanded.startswith("~"):
+        raise ConfigError(
+            f"there is no home folder for {text!r}: HOME is not set and the user is unknown",
+            "set HF_HOME to a folder for models, for example HF_HOME=/data/hf",
+        )
+    return Path(expanded)
+
+
+def repo_dir(repo: str) -> Path:
+    """The folder of one repository in the cache."""
+    return hub_dir() / ("models--" + repo.replace("/", "--"))
+
+
+class Partial(NamedTuple):
+    """Where a blob grows before it is verified."""
+
+    data: Path
+    facts: Path
+
+
+def partial_of(repo: str, digest: str) -> Partial:
+    """The partial file of a blob and the JSON beside it."""
+    data = repo_dir(repo) / "blobs" / (digest + PARTIAL)
+    return Partial(data, data.with_name(data.name + ".json"))
+
+
+def blob_path(repo: str, digest: str) -> Path:
+    """Where the verified file with that digest lives."""
+    return repo_dir(repo) / "blobs" / digest
+
+
+def blob_lock_path(repo: str, digest: str) -> Path:
+    """huggingface_hub's lock for one blob."""
+    return hub_dir() / ".locks" / repo_dir(repo).name / f"{digest}.lock"
+
+
+@contextmanager
+def repo_lock(repo: str) -> Iterator[None]:
+    """Held while snapshots of a repository gain or lose files: pulling and removing never interleave there."""
+    from filelock import FileLock
+
+    path = hub_dir() / ".locks" / repo_dir(repo).name / _REPO_LOCK
+    with writing(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path, mode=0o664)
+        lock.acquire(timeout=600)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turn the ways a folder can refuse to be written into one sentence."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DoesNotFit(
+                f"no space left for {folder}", "localllm rm frees space, or set HF_HOME elsewhere"
+            ) from error
+        if error.errno in _REFUSED:
+            why = (error.strerror or "refused").lower()
+            raise ConfigError(
+                f"cannot write to the model folder {folder}: {why}",
+                "set HF_HOME to a folder you can write, for example HF_HOME=/data/hf",
+            ) from error
+        raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace a small file in one step, so that a kill leaves the old or the new one."""
+    fd, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            json.dump(value, file)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A small JSON object of ours; {} when it is missing or damaged."""
+    try:
+        if path.stat().st_size > 1 << 20:
+            return {}
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def file_digest(path: Path, hex_digits: int, tick: Callable[[int], None] | None = None) -> str:
+    """SHA-256 (64 digits) or git blob SHA-1 (40 digits) of a file. `tick` gets the bytes read so far."""
+    with open(path, "rb") as file:
+        hasher = new_hasher(hex_digits, os.fstat(file.fileno()).st_size)
+        done = 0
+        while block := file.read(1 << 20):
+            hasher.update(block)
+            done += len(block)
+            if tick:
+                tick(done)
+    return hasher.hexdigest()
+
+
+def new_hasher(hex_digits: int, size: int) -> Any:
+    """The hash a digest of that length stands for, ready for the file's bytes."""
+    if hex_digits == 64:
+        return hashlib.sha256()
+    return hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+
+
+def prepare(repo: str) -> list[str]:
+    """Make the folders of a repository; returns notes worth showing. Raises ConfigError where that is refused."""
+    root = hub_dir()
+    with writing(root):
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        (repo_dir(repo) / "blobs").mkdir(parents=True, exist_ok=True)
+        (root / ".locks" / repo_dir(repo).name).mkdir(parents=True, exist_ok=True)
+        mode = root.stat().st_mode
+        with tempfile.TemporaryFile(dir=repo_dir(repo) / "blobs"):  # folders that exist may still refuse a file
+            pass
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        return [f"{root} can be written by every user of this machine: chmod o-w {root}"]
+    return []
+
+
+def link_snapshot(repo: str, revision: str, names: dict[str, str], ref: str | None) -> Path:
+    """Give verified blobs their names in a snapshot, weights last, then point the ref at it.
+
+    names maps file name -> digest. The caller holds `repo_lock` and has seen every blob there.
+    """
+    folder = repo_dir(repo) / "snapshots" / check_digest(revision, 40)
+    for name in sorted(names, key=lambda n: (n.endswith((".safetensors", ".gguf")), n)):
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        blob = blob_path(repo, names[name])
+        _link(os.path.relpath(blob, target.parent), target, blob)
+    if ref:
+        path = repo_dir(repo) / "refs" / ref
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(path.name + f".{os.getpid()}.tmp")
+        temporary.write_text(revision, encoding="utf-8")
+        os.replace(temporary, path)
+    return folder
+
+
+def _link(source: str, target: Path, blob: Path) -> None:
+    if target.is_symlink() and os.readlink(target) == source:
+        return
+    if target.is_dir() and not target.is_symlink():
+        shutil.rmtree(target)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        temporary.unlink(missing_ok=True)
+        os.symlink(source, temporary)
+    except OSError:  # a file system without symbolic links: the file itself, as huggingface_hub does
+        shutil.copyfile(blob, temporary)
+    os.replace(temporary, target)
+
+
+def read_ref(repo: str, revision: str) -> str | None:
+    """The commit a branch, tag or commit stands for in this cache, or None."""
+    folder = repo_dir(repo)
+    if len(revision) == 40 and (folder / "snapshots" / revision).is_dir():
+        return revision
+    try:
+        text = (folder / "refs" / revision).read_text(encoding="utf-8").strip()
+        return check_digest(text, 40) if (folder / "snapshots" / text).is_dir() else None
+    except (OSError, ValueError, LocalLLMError):  # an unreadable or damaged ref: as if it were not there
+        return None
+
+
+def files_in(folder: Path) -> list[str]:
+    """File names below a snapshot folder, `/`-separated, broken links included. Two levels are enough for models."""
+    found: list[str] = []
+    try:
+        for entry in os.scandir(folder):
+            if entry.is_dir(follow_symlinks=False):
+                found += [
+                    f"{entry.name}/{e.name}" for e in os.scandir(entry.path) if not e.is_dir(follow_symlinks=False)
+                ]
+            else:
+                found.append(entry.name)
+    except OSError:
+        return sorted(found)
+    return sorted(found)
+
+
+def cached_repos() -> list[tuple[str, list[str]]]:
+    """(repository, snapshot commits, newest first) of everything in the cache."""
+    try:
+        folders = sorted(p for p in hub_dir().iterdir() if p.name.startswith("models--") and p.is_dir())
+    except (OSError, ConfigError):
+        return []
+    return [(p.name.removeprefix("models--").replace("--", "/"), _snapshots(p)) for p in folders]
+
+
+def _snapshots(folder: Path) -> list[str]:
+    try:
+        found = [p for p in (folder / "snapshots").iterdir() if p.is_dir()]
+        return [p.name for p in sorted(found, key=lambda p: p.stat().st_mtime, reverse=True)]
+    except OSError:
+        return []
+
+
+class RemovalPlan(NamedTuple):
+    """What removing one model means: links to delete, blobs nobody else needs, their bytes."""
+
+    links: list[Path]
+    blobs: list[Path]
+    num_bytes: int
+    revisions: list[str]
+
+
+def plan_removal(repo: str, wanted: Callable[[str], bool]) -> RemovalPlan:
+    """Find the files of a model in all snapshots. Blobs that other names still point to stay."""
+    links: list[Path] = []
+    kept: set[Path] = set()
+    blobs: set[Path] = set()
+    revisions: list[str] = []
+    for revision in _snapshots(repo_dir(repo)):
+        folder = repo_dir(repo) / "snapshots" / revision
+        for name in files_in(folder):
+            path = folder / name
+            blob = _blob_behind(path)
+            if wanted(name):
+                links.append(path)
+                blobs.add(blob) if blob else None
+                revisions += [revision] if revision not in revisions else []
+            elif blob:
+                kept.add(blob)
+    doomed = sorted(blobs - kept)
+    plain = [p for p in links if not p.is_symlink()]
+    return RemovalPlan(links, doomed, sum(_size(p) for p in [*doomed, *plain]), revisions)
+
+
+def _blob_behind(path: Path) -> Path | None:
+    if not path.is_symlink():
+        return None
+    target = Path(os.path.normpath(path.parent / os.readlink(path)))
+    return target if target.parent.name == "blobs" and target.parent.parent == path_repo(path) else None
+
+
+def path_repo(path: Path) -> Path | None:
+    """The cached repository folder a path lies in, by name only."""
+    return next((p for p in path.parents if p.name.startswith("models--")), None)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except OSError:
+        return 0
+
+
+def remove_planned(repo: str, plan: RemovalPlan) -> None:
+    """Carry out a removal and drop folders and refs that nothing is left of. The caller holds `repo_lock`."""
+    folder = repo_dir(repo)
+    with writing(folder):
+        for path in [*plan.links, *plan.blobs]:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        for revision in _snapshots(folder):
+            snapshot = folder / "snapshots" / revision
+            if not files_in(snapshot):
+                shutil.rmtree(snapshot)
+        left = set(_snapshots(folder))
+        for ref in [p for p in (folder / "refs").rglob("*") if p.is_file()]:
+            if ref.read_text(encoding="utf-8", errors="replace").strip() not in left:
+                ref.unlink()
+        if not left:
+            _drop_empty(folder)
+
+
+def _drop_empty(folder: Path) -> None:
+    """Remove folders that hold nothing. rmdir refuses one in which a download has just begun."""
+    for path, _, _ in os.walk(folder, topdown=False):
+        try:
+            os.rmdir(path)
+        except OSError:  # not empty: someone's files
+            continue
+
+
+def partials() -> list[Path]:
+    """Partial downloads of ours in the whole cache."""
+    try:
+        return sorted(hub_dir().glob(f"models--*/blobs/*{PARTIAL}"))
+    except (OSError, ConfigError):
+        return []
+
+
+def blob_lock_of(partial: Path) -> Path:
+    """The lock of the blob that a partial file will become."""
+    digest = partial.name.removesuffix(PARTIAL)
+    return partial.parents[2] / ".locks" / partial.parents[1].name / f"{digest}.lock"

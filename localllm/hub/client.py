@@ -1,0 +1,426 @@
+"""Talks HTTP to a model hub: the listing of a repository, and one file from a byte on. Writes nothing to disk.
+
+Plain httpx instead of huggingface_hub: that library (2.4.0) calls `/api/agent-harnesses` on its own, follows redirects
+we must judge (downgrades, link-local addresses), and gives no hold on the bytes before they are stored. It is asked for
+the user's token only.
+"""
+
+from __future__ import annotations
+
+import email.utils
+import ipaddress
+import json
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import quote, urlsplit
+
+from localllm._version import __version__
+from localllm.errors import Aborted, AuthRequired, ConfigError, DownloadError, ModelNotFound
+
+from .names import check_digest, check_file_names, check_repo_id, check_revision, shown
+
+if TYPE_CHECKING:
+    import httpx
+
+DEFAULT_ENDPOINT = "https://huggingface.co"
+MAX_HOPS = 10
+MAX_LISTING_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long to wait for a hub, and how often to ask again."""
+
+    connect_s: float = 5.0
+    stall_s: float = 20.0
+    """no byte for this long: the connection is given up and resumed"""
+    answer_s: float = 20.0
+    """until the headers of a listing are there"""
+    retries: int = 6
+    """per file, counted anew after every MiB that arrived"""
+    backoff_s: float = 0.5
+    """first pause; doubles, with up to half of it added at random, up to 30 s"""
+    max_wait_s: float = 120.0
+    """a longer Retry-After ends the download"""
+
+
+class RepoFile(NamedTuple):
+    """One file of a repository as the hub states it."""
+
+    name: str
+    size: int
+    digest: str
+    """SHA-256 (64 hex digits) of a large file, git blob SHA-1 (40) of a small one: also its name in the cache"""
+
+
+@dataclass(frozen=True, slots=True)
+class RepoInfo:
+    """A repository at one commit."""
+
+    repo: str
+    revision: str
+    """the commit, 40 hex digits"""
+    files: tuple[RepoFile, ...]
+    gated: bool = False
+    licence: str = ""
+    architecture: str = ""
+    """what the hub read from config.json or the GGUF header, "" where it does not say"""
+
+
+class TransientError(Exception):
+    """Worth another try. `wait_s` is what the hub asked for."""
+
+    def __init__(self, message: str, wait_s: float | None = None, *, connect: bool = False) -> None:
+        super().__init__(message)
+        self.wait_s = wait_s
+        self.connect = connect
+
+
+def endpoint() -> str:
+    """HF_ENDPOINT without its trailing slash, or the public hub. Raises ConfigError when it is no http(s) address."""
+    text = (os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
+        raise ConfigError(f"HF_ENDPOINT is {shown(text)!r}, which is not an http or https address", "unset HF_ENDPOINT")
+    return text
+
+
+def endpoint_notes() -> list[str]:
+    """What a user should see about the endpoint before anything is fetched from it."""
+    address = endpoint()
+    if address.startswith("http://"):
+        return [f"HF_ENDPOINT {address} is not encrypted; files are still checked against the hashes it states"]
+    return []
+
+
+def is_offline() -> bool:
+    """HF_HUB_OFFLINE is set to a true value."""
+    return os.environ.get("HF_HUB_OFFLINE", "").strip().upper() in ("1", "ON", "YES", "TRUE")
+
+
+def token() -> str | None:
+    """The user's hub token: HF_TOKEN, or the one `hf auth login` stored."""
+    named = os.environ.get("HF_TOKEN", "").strip() or os.environ.get("HUGGING_FACE_HUB_TOKEN", "").strip()
+    if not named:
+        from huggingface_hub import get_token
+
+        named = get_token() or ""
+    if named and not (named.isascii() and named.isprintable() and " " not in named):
+        raise ConfigError("HF_TOKEN holds characters that no token has", "hf auth login")
+    return named or None
+
+
+class HubClient:
+    """A connection pool to one hub. Threads may share it; a context manager."""
+
+    def __init__(self, patience: Patience | None = None) -> None:
+        import httpx
+
+        self.patience = patience or Patience()
+        self.endpoint = endpoint()
+        self._token = token()
+        timeout = httpx.Timeout(self.patience.stall_s, connect=self.patience.connect_s, pool=None)
+        self._http = httpx.Client(
+            timeout=timeout,
+            follow_redirects=False,
+            headers={"User-Agent": f"localllm/{__version__}", "Accept-Encoding": "identity"},
+        )
+
+    def __enter__(self) -> HubClient:
+        """Itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close all connections."""
+        self._http.close()
+
+    def repo_info(self, repo: str, revision: str = "main", *, tries: int | None = None) -> RepoInfo:
+        """Ask for the files of a repository with sizes and digests, at one commit."""
+        check_repo_id(repo)
+        check_revision(revision)
+        url = f"{self.endpoint}/api/models/{repo}/revision/{quote(revision, safe='')}?blobs=true"
+        limit = self.patience.retries if tries is None else tries
+
+        def ask() -> Any:
+            with self.open(url, repo, read_s=self.patience.answer_s) as response:
+                body = b"".join(_limited(response.iter_bytes(), MAX_LISTING_BYTES, repo))
+            try:
+                return json.loads(body)
+            except (ValueError, RecursionError) as error:
+                raise DownloadError(
+                    f"{self.endpoint} answered something else than a listing of {repo}", _LATER
+                ) from error
+
+        # a hub that cannot even be reached is asked twice only: the user is waiting, and is most likely offline
+        return _parse_info(
+            repo, with_retries(ask, self.patience, limit, what=f"the listing of {repo}", connect_tries=1)
+        )
+
+    @contextmanager
+    def file(self, repo: str, revision: str, name: str, start: int) -> Iterator[httpx.Response]:
+        """One file from byte `start` on, as a response whose body has not been read."""
+        url = f"{self.endpoint}/{repo}/resolve/{revision}/{quote(name)}"
+        headers = {"Range": f"bytes={start}-"} if start else {}
+        with self.open(url, repo, headers, name=name) as response:
+            yield response
+
+    @contextmanager
+    def open(
+        self, url: str, repo: str, headers: dict[str, str] | None = None, *, name: str = "", read_s: float | None = None
+    ) -> Iterator[httpx.Response]:
+        """GET with redirects judged one by one; the token goes to the hub's own origin only.
+
+        The response carries the first hop's headers in `extensions["first_headers"]`.
+        """
+        import httpx
+
+        origin = _origin(self.endpoint)
+        first = None
+        for _ in range(MAX_HOPS + 1):
+            sent = dict(headers or {})
+            if self._token and _origin(url) == origin:
+                sent["Authorization"] = f"Bearer {self._token}"
+            request = self._http.build_request("GET", url, headers=sent)
+            if read_s is not None:
+                request.extensions["timeout"] = request.extensions["timeout"] | {"read": read_s}
+            try:
+                response = self._http.send(request, stream=True)
+            except httpx.HTTPError as error:
+                raise _unreachable(error, url) from error
+            try:
+                first = response.headers if first is None else first
+                location = response.headers.get("location")
+                if response.status_code in (301, 302, 303, 307, 308) and location:
+                    url = _judge_redirect(url, str(response.url.join(location)), self.endpoint)
+                    continue
+                self._check_status(response, repo, name)
+                response.extensions["first_headers"] = first
+                try:
+                    yield response
+                except (httpx.HTTPError, httpx.StreamError) as error:
+                    raise _unreachable(error, url) from error
+                return
+            finally:
+                response.close()
+        raise DownloadError(f"{_origin(self.endpoint)} redirects more than {MAX_HOPS} times", _LATER)
+
+    def _check_status(self, response: httpx.Response, repo: str, name: str) -> None:
+        """Return when the answer holds the bytes asked for, else raise what the user or the retry loop needs."""
+        status = response.status_code
+        if status in (200, 206):
+            return
+        code = response.headers.get("x-error-code", "")
+        if status == 416:
+            raise TransientError("the hub says the file is shorter than what is here")
+        if code == "GatedRepo":
+            raise gated_error(repo, self._token is not None)
+        if code == "RepoNotFound" or (status == 404 and code not in ("EntryNotFound", "RevisionNotFound")):
+            raise ModelNotFound(
+                f"{self.endpoint} has no repository {repo}, or it is private",
+                "check the spelling; for a private one, hf auth login",
+            )
+        if status == 404:
+            missing = f"revision for {repo}" if code == "RevisionNotFound" else f"file {shown(name)} in {repo}"
+            raise ModelNotFound(f"{self.endpoint} has no such {missing}", f"localllm pull {repo}")
+        if status in (401, 403):
+            why = (
+                "the token was refused: it is wrong, expired or lacks the right" if self._token else "it wants a token"
+            )
+            raise AuthRequired(f"{self.endpoint} refused access to {repo} ({status}): {why}", "hf auth login")
+        if status in (408, 425, 429) or status >= 500:
+            raise TransientError(f"the hub answered {status}", _retry_after(response.headers.get("retry-after")))
+        raise DownloadError(f"{self.endpoint} answered {status} for {shown(name) or repo}", _LATER)
+
+
+_LATER = "run the same command again later; what has arrived is kept"
+
+
+def gated_error(repo: str, has_token: bool) -> AuthRequired:
+    """The licence of a gated repository has not been accepted with this token."""
+    page = f"{DEFAULT_ENDPOINT}/{repo}"
+    why = (
+        "this token's account has not accepted its licence" if has_token else "it needs an accepted licence and a token"
+    )
+    return AuthRequired(
+        f"{repo} is gated: {why}",
+        f"accept the licence at {page}, then: hf auth login",
+        context={"repo": repo, "licence_url": page},
+    )
+
+
+def with_retries(
+    ask: Callable[[], Any],
+    patience: Patience,
+    retries: int,
+    *,
+    what: str,
+    connect_tries: int | None = None,
+    stop: threading.Event | None = None,
+    notice: Callable[[str], None] | None = None,
+) -> Any:
+    """Call `ask` until it does not raise TransientError, at most `retries` more times, with growing pauses."""
+    failed = 0
+    while True:
+        try:
+            return ask()
+        except TransientError as error:
+            failed += 1
+            limit = connect_tries if error.connect and connect_tries is not None else retries
+            if failed > limit:
+                raise DownloadError(f"{what}: {error}, after {failed} tries", _LATER) from error
+            pause(error, failed, patience, stop, notice)
+
+
+def pause(
+    error: TransientError,
+    failed: int,
+    patience: Patience,
+    stop: threading.Event | None = None,
+    notice: Callable[[str], None] | None = None,
+) -> None:
+    """Wait as long as the hub asked, or longer each time, with some chance in it so that clients spread out."""
+    wait_s = min(30.0, patience.backoff_s * 2 ** (failed - 1)) * (1 + random.random() / 2)
+    if error.wait_s is not None:
+        if error.wait_s > patience.max_wait_s:
+            raise DownloadError(f"{error}, and asks to wait {error.wait_s:.0f} s", _LATER) from error
+        wait_s = max(wait_s, error.wait_s)
+    if notice:
+        notice(f"{error}; retrying in {wait_s:.0f} s")
+    if stop is None:
+        time.sleep(wait_s)
+    elif stop.wait(wait_s):
+        raise Aborted("stopped")
+
+
+def shut(response: httpx.Response) -> None:
+    """End a response another thread is waiting on: its read returns at once."""
+    stream = response.extensions.get("network_stream")
+    connection = stream.get_extra_info("socket") if stream else None
+    if connection is not None:
+        try:
+            connection.shutdown(socket.SHUT_RDWR)
+        except OSError:  # already closed by the other side
+            pass
+
+
+def _origin(url: str) -> tuple[str, str, int]:
+    parts = urlsplit(url)
+    return parts.scheme, (parts.hostname or "").lower(), parts.port or (443 if parts.scheme == "https" else 80)
+
+
+def _judge_redirect(source: str, target: str, home: str) -> str:
+    """The target, or DownloadError where following it would weaken or misuse the request."""
+    old, new = _origin(source), _origin(target)
+    problem = None
+    if new[0] not in ("http", "https"):
+        problem = f"to a {shown(new[0], 12)}: address"
+    elif old[0] == "https" and new[0] == "http":
+        problem = "from https to http"
+    elif _is_inside(new[1]) and not _is_inside(_origin(home)[1]):
+        problem = f"to the internal address {shown(new[1])}"
+    elif _is_link_local(new[1]):
+        problem = f"to the link-local address {shown(new[1])}"
+    if problem:
+        raise DownloadError(f"{old[1]} redirects {problem}, which is refused", "check HF_ENDPOINT and the network")
+    return target
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        address = ipaddress.ip_address(host.split("%")[0])
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def _is_inside(host: str) -> bool:
+    address = _address(host)
+    return host == "localhost" or host.endswith(".localhost") or (address is not None and not address.is_global)
+
+
+def _is_link_local(host: str) -> bool:
+    address = _address(host)
+    return address is not None and address.is_link_local
+
+
+def _unreachable(error: Exception, url: str) -> Exception:
+    """What a failed connection means: mostly another try, for a bad certificate none."""
+    import httpx
+
+    host = urlsplit(url).hostname
+    text = str(error)
+    if "CERTIFICATE_VERIFY_FAILED" in text or "certificate verify failed" in text:
+        return DownloadError(
+            f"the certificate of {host} cannot be verified",
+            "behind a company proxy, set SSL_CERT_FILE to its certificate",
+            why=shown(text, 160),
+        )
+    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.ProxyError):
+        return TransientError(f"{host} cannot be reached", connect=True)
+    if isinstance(error, httpx.TimeoutException):
+        return TransientError(f"{host} sent nothing for a while")
+    if isinstance(error, httpx.UnsupportedProtocol | httpx.InvalidURL):
+        return DownloadError(f"{shown(url)} is not an address", "check HF_ENDPOINT")
+    return TransientError(f"the connection to {host} broke")
+
+
+def _retry_after(text: str | None) -> float | None:
+    """Seconds of a Retry-After header, which may also be a date."""
+    if not text:
+        return None
+    try:
+        return max(0.0, float(text))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
+    except (ValueError, TypeError):
+        return None
+
+
+def _limited(chunks: Iterator[bytes], limit: int, repo: str) -> Iterator[bytes]:
+    size = 0
+    for chunk in chunks:
+        size += len(chunk)
+        if size > limit:
+            raise DownloadError(f"the listing of {repo} is over {limit >> 20} MiB", "use another repository")
+        yield chunk
+
+
+def _parse_info(repo: str, listing: Any) -> RepoInfo:
+    """Check everything a listing says before any of it becomes a path."""
+    try:
+        siblings = listing["siblings"] or []
+        names = [str(s["rfilename"]) for s in siblings]
+        check_file_names(names, repo)
+        files = tuple(_parse_file(s, repo) for s in siblings)
+        revision = check_digest(listing["sha"], 40)
+        card = listing.get("cardData") or {}
+        licence = card.get("license_name") or card.get("license") or ""
+        tags = [t for t in listing.get("tags") or [] if isinstance(t, str)]
+        licence = licence or next((t.removeprefix("license:") for t in tags if t.startswith("license:")), "")
+        architectures = (listing.get("config") or {}).get("architectures") or [
+            (listing.get("gguf") or {}).get("architecture")
+        ]
+        gated = listing.get("gated", False)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise DownloadError(f"the hub's listing of {repo} is not in the form expected", "check HF_ENDPOINT") from error
+    return RepoInfo(repo, revision, files, bool(gated), shown(str(licence)), shown(str(architectures[0] or "")))
+
+
+def _parse_file(entry: dict[str, Any], repo: str) -> RepoFile:
+    name, lfs = str(entry["rfilename"]), entry.get("lfs")
+    size = (lfs or entry).get("size")
+    if size is None:
+        return RepoFile(name, -1, "")  # some mirrors list names only; refused where such a file is needed
+    if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size < 1 << 50:
+        raise DownloadError(f"{repo} lists {shown(name)} with the size {shown(str(size), 30)}", "check HF_ENDPOINT")
+    digest = check_digest(lfs["sha256"]) if lfs else check_digest(entry.get("blobId"), 40)
+    return RepoFile(name, size, digest)

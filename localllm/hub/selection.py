@@ -1,0 +1,131 @@
+"""Which files of a repository or folder make up one model. Names in, names out; nothing is opened."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from localllm.errors import BadModelFile, DownloadError, ModelNotFound, UnsupportedFormat
+
+from .client import RepoFile, RepoInfo
+from .names import check_no_collision, shown
+
+PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+_SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
+_QUANT_LABEL = re.compile(
+    r"(?:^|[-_./])"
+    r"((?:UD-)?(?:IQ\d_[A-Z]+|TQ\d_\d|Q\d(?:_[A-Z0-9]+)*|BF16|F16|F32|FP16|MXFP4(?:_MOE)?|NVFP4))"
+    r"(?=[-_./]|$)",
+    re.IGNORECASE,
+)
+_QUANT_ORDER = (
+    *("Q4_K_M", "UD-Q4_K_XL", "Q4_1", "Q4_K_S", "Q4_0", "IQ4_NL", "IQ4_XS", "MXFP4", "Q5_K_M", "Q5_K_S", "Q5_1"),
+    *("Q5_0", "Q6_K", "Q8_0", "Q3_K_M", "Q3_K_L", "BF16", "F16"),
+)
+"""which quant a repository is asked for when none is named: four bits first, because bytes decide the speed"""
+
+_SMALL = re.compile(
+    r"[^/]+\.(json|jinja)|tokenizer\.model|merges\.txt|vocab\.txt|(additional_chat_templates|chat_templates)/[^/]+\.jinja"
+    r"|(LICEN[CS]E|NOTICE|COPYING|USE_POLICY)[^/]*",
+    re.IGNORECASE,
+)
+MAX_SMALL_BYTES = 128 << 20
+"""of one file beside the weights; the largest tokenizers have 35 MB"""
+
+
+class GgufSet(NamedTuple):
+    """One model among GGUF files: a file with its splits, in order."""
+
+    label: str
+    """the quant in the file name, upper case, or "" """
+    files: tuple[str, ...]
+
+
+def quant_label(file_name: str) -> str:
+    """The quant a GGUF's name states, upper case: "model-Q4_K_M.gguf" -> "Q4_K_M"; "" when it states none."""
+    stem = re.sub(r"\.gguf$", "", _SPLIT.sub("", file_name), flags=re.IGNORECASE)
+    found = _QUANT_LABEL.findall(stem)
+    return found[-1].upper() if found else ""
+
+
+def gguf_sets(names: Iterable[str], where: str) -> list[GgufSet]:
+    """Group the GGUF models among file names, splits together and in order; projectors and calibration data left out.
+
+    Raises BadModelFile when a split is missing.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in sorted(names):
+        last = name.rsplit("/", 1)[-1].lower()
+        if last.endswith(".gguf") and not last.startswith("mmproj") and "imatrix" not in last:
+            groups.setdefault(_SPLIT.sub("", name), []).append(name)
+    for stem, files in groups.items():
+        parts = [_SPLIT.search(f) for f in files]
+        if parts[0] and [int(p[1]) for p in parts if p] != list(range(1, int(parts[0][2]) + 1)):
+            raise BadModelFile(
+                f"{where}: {shown(stem)} has {len(files)} of its {int(parts[0][2])} parts",
+                "localllm pull --repair fetches what is missing",
+            )
+    return [GgufSet(quant_label(files[0]), tuple(files)) for files in groups.values()]
+
+
+def choose_gguf(sets: Sequence[GgufSet], quant: str | None, where: str) -> GgufSet:
+    """The one set that `quant` means, or the usual choice when None. Raises ModelNotFound with what there is."""
+    if quant is None:
+        return min(sets, key=lambda s: (_rank(s.label), len(s.files[0]), s.files[0]))
+    wanted = quant.casefold()
+    found = [s for s in sets if s.label.casefold() == wanted]
+    found = found or [s for s in sets if wanted in s.files[0].rsplit("/", 1)[-1].casefold()]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        labels = ", ".join(sorted({s.label or s.files[0] for s in sets}))
+        raise ModelNotFound(f"{where} has no {shown(quant)}; it has {labels}", f"localllm pull {where}:{sets[0].label}")
+    names = ", ".join(s.files[0] for s in found[:6])
+    raise ModelNotFound(f"{where}:{shown(quant)} could be {len(found)} files: {names}", "give more of the file name")
+
+
+def _rank(label: str) -> int:
+    return _QUANT_ORDER.index(label) if label in _QUANT_ORDER else len(_QUANT_ORDER)
+
+
+def safetensors_names(names: Iterable[str]) -> list[str]:
+    """The weight files of a model folder: those at its top, without a second copy in the vendor's own layout."""
+    top = [n for n in names if n.endswith(".safetensors") and "/" not in n]
+    return sorted([n for n in top if not n.startswith("consolidated")] or top)
+
+
+def select_files(info: RepoInfo, quant: str | None) -> tuple[str, tuple[RepoFile, ...]]:
+    """(quant label or "", the files to fetch). Never a pickle, never Python.
+
+    Raises ModelNotFound, UnsupportedFormat when there are no weights we read, DownloadError when a file has no digest.
+    """
+    names = [f.name for f in info.files]
+    sets, tensors = gguf_sets(names, info.repo), safetensors_names(names)
+    label = ""
+    if sets and (quant is not None or not tensors or "config.json" not in names):
+        chosen = choose_gguf(sets, quant, info.repo)
+        label = chosen.label or (quant or "").upper()
+        wanted = {*chosen.files, *(n for n in names if _SMALL.fullmatch(n) and not n.endswith((".json", ".jinja")))}
+    elif tensors and quant is None:
+        wanted = {*tensors, *(n for n in names if _SMALL.fullmatch(n))}
+        if "config.json" not in wanted:
+            raise UnsupportedFormat(f"{info.repo} has weights but no config.json", "use a repository that has both")
+    elif tensors:
+        raise ModelNotFound(
+            f"{info.repo} has no {shown(quant or '')}; it has safetensors", f"localllm pull {info.repo}"
+        )
+    elif any(n.endswith(PICKLED) for n in names):
+        raise UnsupportedFormat(f"{info.repo} has pickled weights only (.bin, .pt), which are never loaded",
+                                "use a version of it in safetensors or GGUF")  # fmt: skip
+    else:
+        raise ModelNotFound(f"{info.repo} holds no model weights", "localllm ls lists the models on this machine")
+    check_no_collision(wanted, info.repo)
+    heavy = (".gguf", ".safetensors")
+    files = tuple(f for f in info.files if f.name in wanted and (f.name.endswith(heavy) or f.size <= MAX_SMALL_BYTES))
+    unknown = next((f for f in files if f.size < 0), None)
+    if unknown:
+        raise DownloadError(
+            f"the hub states no size and checksum for {shown(unknown.name)}", "set HF_ENDPOINT to a hub that does"
+        )
+    return label, files

@@ -1,0 +1,416 @@
+"""Moves files of a hub repository into the cache: parallel, resumable after a kill, verified before they get a name.
+
+A file grows as `<digest>.localllm-partial` under huggingface_hub's lock for that blob. Only when all its bytes hash to
+what the hub listed is it renamed, and only when all files of the model are there does the snapshot get its links, so no
+tool ever sees half a model. The caller's thread reports progress; worker threads move bytes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from localllm.errors import Aborted, DoesNotFit, DownloadError, LocalLLMError
+from localllm.request import Phase
+
+from . import cache
+from .client import HubClient, RepoFile, TransientError, pause, shut
+from .names import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import httpx
+
+WORKERS = 4
+SPARE = 1.1
+"""free disk asked for, as a multiple of what is still to come"""
+STALL_NOTICE_S = 10.0
+_MIN_RATE = 1024
+"""bytes per second below which a connection counts as stalled"""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Files of one repository at one commit."""
+
+    repo: str
+    revision: str
+    files: tuple[RepoFile, ...]
+    ref: str | None = None
+    """the branch or tag that now stands for this commit"""
+
+
+def fetch(job: Job, client: HubClient, progress: Callable[[Phase], None], cancel: threading.Event) -> Path:
+    """Bring all files of a job into the cache; returns the snapshot folder.
+
+    Raises Aborted when `cancel` is set or Ctrl-C is pressed, DoesNotFit for the disk, DownloadError for the rest.
+    Whatever arrived stays for the next call, except what failed its checksum.
+    """
+    for note in cache.prepare(job.repo):
+        progress(Phase("resolve", detail=note))
+    for _ in range(3):
+        check_disk(job)
+        _Transfer(job, client, progress, cancel).run()
+        with cache.repo_lock(job.repo), cache.writing(cache.repo_dir(job.repo)):
+            if all(is_stored(job.repo, f) for f in job.files):  # else another process removed one in between
+                return cache.link_snapshot(job.repo, job.revision, {f.name: f.digest for f in job.files}, job.ref)
+    raise DownloadError(f"files of {job.repo} are removed while they arrive", "is another localllm rm running?")
+
+
+def is_stored(repo: str, file: RepoFile) -> bool:
+    """The verified blob is there, with the size the hub states."""
+    try:
+        return cache.blob_path(repo, file.digest).stat().st_size == file.size
+    except OSError:
+        return False
+
+
+def missing_bytes(job: Job) -> int:
+    """Bytes still to come, partial files counted as here."""
+    return sum(f.size - _partial_size(job.repo, f) for f in job.files if not is_stored(job.repo, f))
+
+
+def check_disk(job: Job) -> None:
+    """Raise DoesNotFit, with both numbers, unless the disk has room for what is missing and a tenth more."""
+    need = int(missing_bytes(job) * SPARE)
+    folder = next(p for p in [cache.hub_dir(), *cache.hub_dir().parents] if p.exists())
+    free = shutil.disk_usage(folder).free
+    if need > free:
+        raise DoesNotFit(
+            f"{job.repo} needs {size_text(need)} of free disk, {folder} has {size_text(free)}",
+            "localllm rm frees space, or set HF_HOME to another disk",
+            context={"need_bytes": need, "free_bytes": free},
+        )
+
+
+def size_text(num_bytes: float) -> str:
+    """Bytes for people: "27.6 GiB", "98.4 MiB"."""
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} GiB"
+
+
+def _partial_size(repo: str, file: RepoFile) -> int:
+    try:
+        size = cache.partial_of(repo, file.digest).data.stat().st_size
+    except OSError:
+        return 0
+    return size if size <= file.size else 0
+
+
+class _Stopped(Exception):
+    """A worker saw the stop sign; never leaves this module."""
+
+
+class Meter:
+    """What has arrived, shared by workers and the reporting thread; makes the progress events."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._lock = threading.Lock()
+        self._done: dict[str, int] = {}
+        self._shown = 0
+        self._file = ""
+        self._notice = ""
+        self._moved = time.monotonic()
+        self._history: deque[tuple[float, int]] = deque()
+
+    def at(self, file: str, done: int, *, arrived: bool = True) -> None:
+        """Say how much of a file is here. `arrived` is false for bytes that were here before."""
+        with self._lock:
+            self._done[file] = done
+            if arrived:
+                self._moved, self._file, self._notice = time.monotonic(), file, ""
+
+    def notice(self, text: str) -> None:
+        """Say what is waited for, until bytes arrive again."""
+        with self._lock:
+            self._notice = text
+
+    def phase(self) -> Phase:
+        """The state as an event. `done` never falls, also when a file starts again."""
+        with self._lock:
+            now, real = time.monotonic(), min(sum(self._done.values()), self.total)
+            self._shown = max(self._shown, real)
+            self._history.append((now, real))
+            while len(self._history) > 2 and now - self._history[0][0] > 5:
+                self._history.popleft()
+            before, span = self._history[0][1], now - self._history[0][0]
+            rate = max(0.0, (real - before) / span) if span > 0.2 else 0.0
+            quiet = now - self._moved
+            detail = self._notice
+            if quiet >= STALL_NOTICE_S and not detail:
+                detail = f"stalled {quiet:.0f} s, retrying"
+            eta = (self.total - self._shown) / rate if rate > 0 else None
+            return Phase("download", self._shown, self.total, detail, rate, eta, self._file)
+
+
+class _Transfer:
+    """One run over the files of a job."""
+
+    def __init__(self, job: Job, client: HubClient, progress: Callable[[Phase], None], cancel: threading.Event) -> None:
+        self.job, self.client, self.progress, self.cancel = job, client, progress, cancel
+        self.stop = threading.Event()
+        self.meter = Meter(sum(f.size for f in job.files))
+        self._queue: deque[RepoFile] = deque()
+        self._failure: BaseException | None = None
+        self._open: set[httpx.Response] = set()
+        self._guard = threading.Lock()
+
+    def run(self) -> None:
+        """Start workers, report until they are done, and pass on the first failure."""
+        for file in self.job.files:
+            here = file.size if is_stored(self.job.repo, file) else _partial_size(self.job.repo, file)
+            self.meter.at(file.name, here, arrived=False)
+        unique = {f.digest: f for f in self.job.files if not is_stored(self.job.repo, f)}
+        self._queue.extend(sorted(unique.values(), key=lambda f: -f.size))
+        workers = [threading.Thread(target=self._work, daemon=True) for _ in range(min(WORKERS, len(self._queue)))]
+        try:
+            for worker in workers:
+                worker.start()
+            while any(w.is_alive() for w in workers) and not self.cancel.is_set():
+                self.progress(self.meter.phase())
+                next((w for w in workers if w.is_alive()), workers[0]).join(0.2)
+        except KeyboardInterrupt:
+            self.cancel.set()
+        finally:
+            self._halt(workers)
+        if self._failure is not None and not self.cancel.is_set():
+            raise self._failure
+        state = self.meter.phase()
+        if self.cancel.is_set():
+            percent = 100 * state.done // max(1, state.total)
+            raise Aborted(f"paused at {percent} %; run the same command to resume")
+        self.progress(state)
+
+    def _halt(self, workers: list[threading.Thread]) -> None:
+        """Stop all workers; a read that blocks ends because its socket is shut."""
+        self.stop.set()
+        with self._guard:
+            for response in self._open:
+                shut(response)
+        for worker in workers:
+            if worker.ident is not None:
+                worker.join(2.0)
+
+    def _work(self) -> None:
+        while not self.stop.is_set():
+            try:
+                file = self._queue.popleft()
+            except IndexError:
+                return
+            try:
+                self._store(file)
+            except (_Stopped, Aborted):
+                return
+            except BaseException as error:  # handed to the caller's thread, which raises it
+                with self._guard:
+                    self._failure = self._failure or error
+                self.stop.set()
+                return
+
+    def _store(self, file: RepoFile) -> None:
+        """Bring one file in, or wait until another process has."""
+        blob = cache.blob_path(self.job.repo, file.digest)
+        with cache.writing(blob.parent), self._blob_lock(file):
+            if is_stored(self.job.repo, file):
+                self.meter.at(file.name, file.size)
+                return
+            try:
+                blob.parent.mkdir(parents=True, exist_ok=True)
+                with _Growing(self.job.repo, file) as growing:
+                    self._receive_all(file, growing)
+                    if growing.resumed and not growing.is_right():  # bytes of an earlier run went bad on this disk
+                        growing.restart()
+                        self._receive_all(file, growing)
+                    growing.finish(blob)
+            except OSError as error:
+                raise self._disk_error(error) or error from error
+
+    @contextmanager
+    def _blob_lock(self, file: RepoFile) -> Iterator[None]:
+        """huggingface_hub's lock for this blob. While another process has it, its progress is shown as ours."""
+        from filelock import FileLock, Timeout
+
+        lock = FileLock(cache.blob_lock_path(self.job.repo, file.digest), mode=0o664)
+        seen = 0
+        while True:
+            try:
+                lock.acquire(timeout=0.25, poll_interval=0.05)
+                break
+            except Timeout:
+                if self.stop.is_set():
+                    raise _Stopped from None
+                here = _partial_size(self.job.repo, file)
+                self.meter.at(file.name, here, arrived=here != seen)
+                seen = here
+                self.meter.notice(f"another process is downloading {file.name}, waiting for it")
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _receive_all(self, file: RepoFile, growing: _Growing) -> None:
+        """Ask until the last byte is here. Pauses grow with failures in a row; a MiB of progress resets them."""
+        failed = 0
+        while growing.size < file.size:
+            before = growing.size
+            try:
+                self._receive(file, growing)
+            except TransientError as error:
+                if self.stop.is_set():
+                    raise _Stopped from None
+                failed = 1 if growing.size - before >= 1 << 20 else failed + 1
+                if failed > self.client.patience.retries:
+                    raise DownloadError(
+                        f"{file.name}: {error}, after {failed} tries",
+                        "run the same command to resume; what has arrived is kept",
+                    ) from error
+                pause(error, failed, self.client.patience, self.stop, self.meter.notice)
+
+    def _receive(self, file: RepoFile, growing: _Growing) -> None:
+        """One request, from where the partial file ends."""
+        with self.client.file(self.job.repo, self.job.revision, file.name, growing.size) as response:
+            with self._guard:
+                self._open.add(response)
+            try:
+                _check_answer(response, file, growing)
+                self._pour(response, file, growing)
+            finally:
+                with self._guard:
+                    self._open.discard(response)
+        if growing.size < file.size:
+            raise TransientError(f"the connection ended at {size_text(growing.size)} of {size_text(file.size)}")
+
+    def _pour(self, response: httpx.Response, file: RepoFile, growing: _Growing) -> None:
+        window, since = time.monotonic(), growing.size
+        for chunk in response.iter_raw():
+            if self.stop.is_set():
+                raise _Stopped
+            if growing.size + len(chunk) > file.size:
+                raise TransientError(f"checksum mismatch: more than the {file.size:,} bytes the hub listed")
+            growing.write(chunk)
+            self.meter.at(file.name, growing.size)
+            now = time.monotonic()
+            if now - window > self.client.patience.stall_s:
+                if growing.size - since < _MIN_RATE * (now - window):
+                    raise TransientError("the hub sends less than 1 KiB per second")
+                window, since = now, growing.size
+
+    def _disk_error(self, error: OSError) -> LocalLLMError | None:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return None
+        state, folder = self.meter.phase(), cache.hub_dir()
+        what = "the file size limit is reached" if error.errno == errno.EFBIG else "no space left"
+        return DoesNotFit(
+            f"{what} on {folder} after {size_text(state.done)} of {size_text(state.total)} of {self.job.repo}",
+            "free some space and run the same command to resume; localllm rm --partial drops what has arrived",
+            context={"need_bytes": state.total, "done_bytes": state.done},
+        )
+
+
+def _check_answer(response: httpx.Response, file: RepoFile, growing: _Growing) -> None:
+    """The answer must be the listed file, and start where the partial file ends; else the partial starts again."""
+    stated = _stated_digest(response, len(file.digest))
+    if stated and stated != file.digest:
+        growing.restart()
+        raise TransientError(
+            f"checksum mismatch: the hub now has another {shown(file.name)} ({stated[:12]}…) than it listed"
+        )
+    if response.headers.get("content-encoding", "identity") != "identity":
+        raise TransientError("the hub sends the file compressed")
+    total: str | None = None
+    if response.status_code == 206:
+        first, _, total = response.headers.get("content-range", "").removeprefix("bytes ").partition("/")
+        if first.split("-")[0] != str(growing.size):
+            growing.restart()
+            raise TransientError("the hub answered another range than the one asked for")
+    else:
+        growing.restart()  # the hub ignores Range
+    length = response.headers.get("content-length", "")
+    announced = int(length) + growing.size if length.isascii() and length.isdigit() else file.size
+    if announced > file.size or (total not in (None, "*", str(file.size))):
+        raise TransientError(f"checksum mismatch: {announced:,} bytes announced, the hub listed {file.size:,}")
+
+
+def _stated_digest(response: httpx.Response, hex_digits: int) -> str:
+    """The digest in the hub's own answer. A storage host behind a redirect uses ETags of another kind."""
+    headers: Any = response.extensions.get("first_headers") or response.headers
+    own = headers is response.headers
+    tag = headers.get("x-linked-etag") or (headers.get("etag", "") if own else "")
+    tag = tag.removeprefix("W/").strip('"')
+    return tag if len(tag) == hex_digits and all(c in "0123456789abcdef" for c in tag) else ""
+
+
+class _Growing:
+    """A partial file with the hash of what it holds; a context manager that closes it."""
+
+    def __init__(self, repo: str, file: RepoFile) -> None:
+        self.file = file
+        self.paths = cache.partial_of(repo, file.digest)
+        facts = {"etag": file.digest, "size": file.size, "file": file.name, "repo": repo}
+        if cache.read_json(self.paths.facts) != facts:
+            self.paths.data.unlink(missing_ok=True)
+            cache.write_json(self.paths.facts, facts)
+        self._data = open(self.paths.data, "ab", buffering=0)  # noqa: SIM115 - __exit__ closes it
+        self.restart(keep=os.fstat(self._data.fileno()).st_size <= file.size)
+        self.resumed = self.size > 0
+
+    def __enter__(self) -> _Growing:
+        """Itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the file; what it holds stays."""
+        self._data.close()
+
+    def restart(self, *, keep: bool = False) -> None:
+        """Drop every byte, or hash what is there when `keep`."""
+        self.size, self.resumed = 0, False
+        self._hasher = cache.new_hasher(len(self.file.digest), self.file.size)
+        if not keep:
+            self._data.truncate(0)
+            return
+        with open(self.paths.data, "rb") as file:
+            while block := file.read(1 << 20):
+                self._hasher.update(block)
+                self.size += len(block)
+
+    def write(self, chunk: bytes) -> None:
+        """Append; a short write (full disk) keeps size and hash in step with the file."""
+        view = memoryview(chunk)
+        while view:
+            written = self._data.write(view)
+            self._hasher.update(view[:written])
+            self.size += written
+            view = view[written:]
+
+    def is_right(self) -> bool:
+        """What is here hashes to what the hub listed."""
+        return bool(self._hasher.hexdigest() == self.file.digest)
+
+    def finish(self, blob: Path) -> None:
+        """Give a verified file its name; remove one that is not what the hub listed (DownloadError)."""
+        if not self.is_right():
+            self.paths.data.unlink(missing_ok=True)
+            self.paths.facts.unlink(missing_ok=True)
+            raise DownloadError(
+                f"checksum mismatch: {self.file.name} is not what the hub listed ({self.file.digest[:12]}…); "
+                "it was removed",
+                "run the same command to fetch it again",
+            )
+        os.fsync(self._data.fileno())
+        os.replace(self.paths.data, blob)
+        self.paths.facts.unlink(missing_ok=True)
