@@ -172,16 +172,17 @@ def _attend(
 ) -> Tensor:
     """Attention of consecutive queries, the first at `position`, of one sequence: float32 [queries, heads, head_dim].
 
-    Every matrix product has the shape of one (query tile, key tile, KV head), key tiles start at multiples of
-    KEY_TILE, the maximum is exact, and tiles are summed one after the other: so neither the queries beside this one
-    nor keys it does not see change a bit.
+    Every matrix product has the shape of one (query tile, key tile, KV head), both tiles start at multiples of their
+    size, the maximum is exact, and tiles are summed one after the other: so neither the queries beside this one nor
+    keys it does not see change a bit. (A query's row in its tile matters: for a head_dim of 10 MKL sums some rows in
+    another order.)
     """
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[1]
     per_kv = num_heads // num_kv_heads
     tile = _query_tile(num_heads, num_kv_heads)
-    num_q = -(-num_queries // tile)
     last = position + num_queries - 1
+    lead, num_q = position % tile, last // tile - position // tile + 1
     oldest = 0 if window is None else max(0, position - window + 1)
     first_tile, end_tile = oldest // KEY_TILE, last // KEY_TILE + 1
     num_k = end_tile - first_tile
@@ -197,7 +198,7 @@ def _attend(
 
     queries = q.float() * scale
     if num_q * tile != num_queries:
-        queries = functional.pad(queries, (0, 0, 0, 0, 0, num_q * tile - num_queries))
+        queries = functional.pad(queries, (0, 0, 0, 0, lead, num_q * tile - lead - num_queries))
     queries = queries.view(num_q, tile, num_kv_heads, per_kv, head_dim).permute(2, 0, 1, 3, 4)
     queries = queries.reshape(num_kv_heads, num_q, tile * per_kv, head_dim)
 
@@ -208,7 +209,8 @@ def _attend(
         scores[0, ..., : oldest - base] = float("-inf")
         scores[-1, ..., last + 1 - (end_tile - 1) * KEY_TILE :] = float("-inf")
     else:
-        _hide(scores, base, position, num_queries, tile, per_kv, window)
+        steps = torch.arange(position - lead, position - lead + num_q * tile, device=q.device).clamp_(position, last)
+        _hide(scores, base, steps.view(num_q, tile, 1).expand(-1, -1, per_kv), window)
 
     weights = scores.sub_(scores.amax((0, 4), keepdim=True)).exp_()
     sums = weights.sum(-1, keepdim=True)
@@ -216,7 +218,7 @@ def _attend(
     total, norm = parts[0], sums[0]
     for index in range(1, num_k):
         total, norm = total + parts[index], norm + sums[index]
-    mixed = (total / norm).view(num_kv_heads, num_q * tile, per_kv, head_dim)[:, :num_queries]
+    mixed = (total / norm).view(num_kv_heads, num_q * tile, per_kv, head_dim)[:, lead : lead + num_queries]
     return mixed.permute(1, 0, 2, 3).reshape(num_queries, num_heads, head_dim)
 
 
@@ -238,15 +240,11 @@ def _gather(cache: Tensor, rows: Tensor, num_tiles: int) -> Tensor:
     return gathered.float().view(num_tiles, num_kv_heads, KEY_TILE, head_dim)
 
 
-def _hide(
-    scores: Tensor, base: int, position: int, num_queries: int, tile: int, per_kv: int, window: int | None
-) -> None:
-    """Set the scores of keys a query may not see to -inf. Rows that only fill a tile see what the last query sees."""
-    num_k, _, num_q, _, _ = scores.shape
-    device = scores.device
-    keys = torch.arange(base, base + num_k * KEY_TILE, device=device).view(num_k, 1, 1, 1, KEY_TILE)
-    queries = torch.arange(num_q * tile, device=device).clamp_(max=num_queries - 1).add_(position)
-    queries = queries.view(num_q, tile, 1).expand(-1, -1, per_kv).reshape(1, 1, num_q, tile * per_kv, 1)
+def _hide(scores: Tensor, base: int, positions: Tensor, window: int | None) -> None:
+    """Set the scores of keys that a query at `positions` [num_q, tile, per_kv] may not see to -inf."""
+    num_k, _, num_q, rows, _ = scores.shape
+    keys = torch.arange(base, base + num_k * KEY_TILE, device=scores.device).view(num_k, 1, 1, 1, KEY_TILE)
+    queries = positions.reshape(1, 1, num_q, rows, 1)
     hidden = keys > queries
     if window is not None:
         hidden |= keys <= queries - window

@@ -145,7 +145,7 @@ class Paged:
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), flat(self.v))
 
 
-SHAPES = [(9, 3, 64, 16), (4, 1, 256, 32), (4, 4, 20, 64), (6, 2, 36, 16), (16, 1, 8, 16)]
+SHAPES = [(9, 3, 64, 16), (4, 1, 256, 32), (4, 4, 20, 64), (3, 3, 10, 16), (6, 2, 36, 16), (16, 1, 8, 16)]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "page_size"), SHAPES)
