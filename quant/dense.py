@@ -1,6 +1,6 @@
 """Dense weights and the small float tensors beside them: norms, biases, embeddings.
 
-weight   BF16 | F16 | F32  [N, K]
+weight   BF16 | F16 | F32 | F64  [N, K]
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ COPY_BELOW_BYTES = 16 << 20
 
 
 def load_dense(module: Module, _params: dict) -> Weight:
-    """Form `dense` in the file's dtype, a read-only view of the file."""
-    return Weight("dense", module.shape, module.get("weight", FLOATS, module.shape))
+    """Form `dense` in the file's dtype (F64 becomes f32), a read-only view of the file."""
+    weight = module.get("weight", (*FLOATS, "F64"), module.shape)
+    return Weight("dense", module.shape, weight.float() if weight.dtype == torch.float64 else weight)
 
 
 def read_dense(ckpt: Checkpoint, name: str) -> Tensor:

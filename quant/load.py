@@ -8,8 +8,16 @@ from typing import TYPE_CHECKING
 from localllm.errors import UnsupportedFormat
 from localllm.kernels import Weight
 
+from .awq import load_gemm, load_gemv, load_gemv_fast
+from .compressed_tensors import load_pack
 from .dense import load_dense
+from .fp8 import load_fp8, load_mxfp8
 from .gguf import load_gguf
+from .gptq import load_gptq
+from .int8 import load_int8
+from .modelopt_int4 import load_modelopt_int4
+from .mxfp4 import load_gptoss, load_mxfp4
+from .nvfp4 import load_compressed, load_modelopt
 from .stored import Module
 
 if TYPE_CHECKING:
@@ -19,6 +27,20 @@ if TYPE_CHECKING:
 _LOADERS: dict[str, Callable[[Module, dict], Weight]] = {
     "dense": load_dense,
     "gguf": load_gguf,
+    "awq_gemm": load_gemm,
+    "awq_gemv": load_gemv,
+    "awq_gemv_fast": load_gemv_fast,
+    "gptq": load_gptq,
+    "ct_pack": load_pack,
+    "ct_nvfp4": load_compressed,
+    "modelopt_nvfp4": load_modelopt,
+    "ct_mxfp4": load_mxfp4,
+    "gptoss_mxfp4": load_gptoss,
+    "modelopt_int4": load_modelopt_int4,
+    "ct_int8": load_int8,
+    "fp8": load_fp8,
+    "ct_fp8": load_fp8,
+    "mxfp8": load_mxfp8,
 }
 
 

@@ -1,0 +1,93 @@
+"""AWQ, 4 bits: w = (q - z) * s, no +1 on zeros (formats.md 6.1). All three layouts become `int4g`.
+
+gemm        qweight I32 [K, N/8], qzeros I32 [K/g, N/8], scales [K/g, N]; packed along N, column j of a word in nibble
+            (0, 4, 1, 5, 2, 6, 3, 7)[j]
+gemv        qweight I32 [N, K/8], lowest bits first; qzeros I32 [N, Zw], scales [N, Zw * 8], padded
+gemv_fast   qweight I16 [N/4, K]; scales [Zw * 8, N] and qzeros float [Zw * 8, N], holding -(scale * zero)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from localllm.kernels import Weight
+from localllm.kernels.dequant import row_chunk
+
+from .packing import Codes, Groups, chunks, from_codes, pack_nibbles, unpack_words
+from .stored import Module, bad
+
+_COLUMN_SHIFTS = 4 * torch.tensor([0, 4, 1, 5, 2, 6, 3, 7], dtype=torch.int32)
+
+
+def unpack_gemm(words: Tensor) -> Tensor:
+    """i32 [R, C/8] -> u8 [R, C] in logical column order."""
+    return ((words.unsqueeze(-1) >> _COLUMN_SHIFTS) & 15).to(torch.uint8).flatten(-2)
+
+
+def unpack_gemv_fast(words: Tensor) -> Tensor:
+    """i16 [N/4, K] -> u8 [N, K]: four rows share a word row, in runs of 64 columns, 32 apart in steps of 8."""
+    quarter, k = words.shape
+    wide = words.int() & 0xFFFF
+    nibbles = (wide.unsqueeze(-1) >> torch.tensor([0, 4, 8, 12], dtype=torch.int32)) & 15
+    runs = nibbles.view(quarter, k // 64, 4, 64).transpose(1, 2).reshape(quarter * 4, k // 32, 4, 2, 4)
+    return runs.permute(0, 1, 4, 2, 3).reshape(quarter * 4, k).to(torch.uint8)
+
+
+def load_gemm(module: Module, params: dict) -> Weight:
+    """AWQ `version: gemm`, nearly all files."""
+    n, k = module.shape
+    if n % 8:
+        raise bad(f"{module.prefix} has {n} outputs, AWQ packs 8 in a word")
+    words = module.get("qweight", ("I32",), (k, n // 8))
+    groups = module.get("scales", ("F16", "BF16", "F32")).shape[0]
+    size = module.group_size("scales", groups)
+    scales = module.scales("scales", (groups, n)).t().contiguous()
+    zeros = None
+    if params.get("zero_point", True):
+        zeros = unpack_gemm(module.get("qzeros", ("I32",), (groups, n // 8))).t().contiguous()
+    qweight = torch.empty(n, k // 2, dtype=torch.uint8)
+    step = max(1, row_chunk(k) // 8)
+    for start in range(0, n // 8, step):
+        codes = unpack_gemm(words[:, start : start + step])  # [K, rows]
+        qweight[start * 8 : start * 8 + codes.shape[1]] = pack_nibbles(codes.t())
+    return Weight("int4g", module.shape, qweight, scales, zeros, group_size=size)
+
+
+def load_gemv(module: Module, params: dict) -> Weight:
+    """AWQ `version: gemv`; only the config knows the group size, scales and zeros being padded."""
+    n, k = module.shape
+    groups = k // params["group_size"]
+    words = module.get("qweight", ("I32",), (n, k // 8))
+    scales = _columns(module, "scales", module.scales("scales"), (n, groups))
+    zeros = None
+    if params.get("zero_point", True):
+        unpacked = unpack_words(module.get("qzeros", ("I32",)), 4)
+        zeros = _columns(module, "qzeros", unpacked, (n, groups))
+    codes = Codes(4, lambda rows: unpack_words(words[rows], 4))
+    return from_codes(module, codes, Groups(scales, zeros, params["group_size"], None))
+
+
+def load_gemv_fast(module: Module, params: dict) -> Weight:
+    """AWQ `version: gemv_fast`: w = q * s + qzeros."""
+    n, k = module.shape
+    groups = k // params["group_size"]
+    if n % 4 or k % 64:
+        raise bad(f"{module.prefix} is {n} x {k}, AWQ's fast GEMV layout needs multiples of 4 x 64")
+    words = module.get("qweight", ("I16",), (n // 4, k))
+    scales = _columns(module, "scales", module.scales("scales").t(), (n, groups))
+    mins = None
+    if params.get("zero_point", True):
+        mins = _columns(module, "qzeros", module.scales("qzeros").t(), (n, groups))
+    qweight = torch.empty(n, k // 2, dtype=torch.uint8)
+    for rows in chunks(n, k, 4):
+        part = words[rows.start // 4 : rows.stop // 4]
+        qweight[rows] = pack_nibbles(unpack_gemv_fast(part))
+    return Weight("int4g", module.shape, qweight, scales, mins=mins, group_size=params["group_size"])
+
+
+def _columns(module: Module, suffix: str, padded: Tensor, shape: tuple[int, int]) -> Tensor:
+    """The first columns of a padded [N, >= K/g] tensor."""
+    if padded.shape[0] != shape[0] or padded.shape[1] < shape[1]:
+        raise bad(f"tensor {module.name(suffix)} holds {list(padded.shape)} values, at least {list(shape)} are needed")
+    return padded[:, : shape[1]].contiguous()

@@ -1,0 +1,57 @@
+"""FP8 E4M3 weights (formats.md 5): per tensor, per row, in blocks of 128 x 128, and MXFP8.
+
+weight          F8_E4M3 [N, K]
+weight_scale    multiplies; [] | [1] | [N] | [N, 1] | [cdiv(N, 128), cdiv(K, 128)] | [.., 1, .., 1]
+weight_scale_inv   multiplies too, in spite of its name; F32 (DeepSeek) or BF16 (Qwen); U8 and E8M0 mean powers of two
+MXFP8           weight_scale or weight_scale_inv u8 E8M0 [N, K/32]
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from localllm.kernels import Weight
+from localllm.kernels.dequant import FP8_BLOCK
+
+from .stored import FLOATS, Module, bad
+
+
+def load_fp8(module: Module, params: dict) -> Weight:
+    """`fp8` with float32 scales: [1], [N, 1] or one per 128 x 128 block."""
+    n, k = module.shape
+    weight = module.e4m3("weight", module.shape)
+    suffix = params.get("scale", "weight_scale")
+    scales = _float32(module, suffix)
+    blocks = (-(-n // FP8_BLOCK), -(-k // FP8_BLOCK))
+    if scales.numel() == 1:
+        scales = scales.view(1)
+    elif tuple(scales.shape) in ((n,), (n, 1)):
+        scales = scales.view(n, 1)
+    elif tuple(scales.shape) in (blocks, (blocks[0], 1, blocks[1], 1)):
+        scales = scales.view(blocks)
+    else:
+        raise bad(
+            f"tensor {module.name(suffix)} has shape {list(scales.shape)}; a weight of {n} x {k} needs 1 value, {n}, "
+            f"or {blocks[0]} x {blocks[1]}"
+        )
+    size = FP8_BLOCK if scales.dim() == 2 and scales.shape[1] != 1 else 0
+    return Weight("fp8", module.shape, weight, scales, pre_scale=module.pre_scale(), group_size=size)
+
+
+def load_mxfp8(module: Module, params: dict) -> Weight:
+    """`fp8mx`: one power of two per 32 inputs."""
+    n, k = module.shape
+    if k % 32:
+        raise bad(f"{module.prefix} has {k} inputs, MXFP8 needs a multiple of 32")
+    weight = module.e4m3("weight", module.shape)
+    scales = module.e8m0(params.get("scale", "weight_scale"), (n, k // 32))
+    return Weight("fp8mx", module.shape, weight, scales, pre_scale=module.pre_scale(), group_size=32)
+
+
+def _float32(module: Module, suffix: str) -> Tensor:
+    stored = module.get(suffix, (*FLOATS, "U8", "F8_E8M0", "F8_E4M3"))
+    if stored.dtype == torch.uint8:
+        module.e8m0(suffix, tuple(stored.shape))
+        return torch.ldexp(torch.ones(()), stored.int() - 127)
+    return module.finite(suffix, stored.float())

@@ -1,0 +1,49 @@
+"""GPTQ with 2, 3, 4 or 8 bits: w = (q - z[g]) * s[g] (formats.md 6.2).
+
+qweight   I32 [K * bits / 32, N], a little-endian bit stream along K
+qzeros    I32 [G, N * bits / 32], along N; v1 stores z - 1, v2 stores z; never read when the file is symmetric
+scales    F16 [G, N]
+g_idx     I32 [K], the group of each input column
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from localllm.kernels import Weight
+
+from .packing import Codes, from_codes, group_order, unpack_stream
+from .stored import FLOATS, Module, bad
+
+_SYMMETRIC_WORDS = {4: (0x77777777, -0x77777778), 8: (0x7F7F7F7F, -0x7F7F7F80)}
+"""qzeros words of a symmetric file: (v1, v2 as a signed word)."""
+
+
+def load_gptq(module: Module, params: dict) -> Weight:
+    """`int4g`, or `int8` for 8 bits; `perm` is set where g_idx really reorders columns, whatever the flag says."""
+    n, k = module.shape
+    bits = params["bits"]
+    if k * bits % 32 or n * bits % 32:
+        raise bad(f"{module.prefix} is {n} x {k}, {bits}-bit GPTQ needs whole 32-bit words along both")
+    words = module.get("qweight", ("I32",), (k * bits // 32, n))
+    groups = module.get("scales", FLOATS).shape[0]
+    scales = module.scales("scales", (groups, n)).t().contiguous()
+    zeros = _zeros(module, bits, groups, params)
+    g_idx = module.get("g_idx", ("I32", "I64"), (k,)) if params.get("g_idx", module.has("g_idx")) else None
+    codes = Codes(bits, lambda rows: unpack_stream(words[:, rows].t(), bits))
+    return from_codes(module, codes, group_order(module, scales, zeros, params["group_size"], g_idx))
+
+
+def _zeros(module: Module, bits: int, groups: int, params: dict) -> Tensor | None:
+    """u8 [N, G], or None for the middle code."""
+    if params.get("sym") is True:
+        return None
+    n = module.shape[0]
+    words = module.get("qzeros", ("I32",), (groups, n * bits // 32))
+    # Labels are wrong in the wild: a file whose every word is one of the two symmetric constants is symmetric.
+    if any(bool((words == constant).all()) for constant in _SYMMETRIC_WORDS.get(bits, ())):
+        return None
+    zeros = unpack_stream(words, bits)
+    if not params.get("v2", False):
+        zeros = (zeros + 1) & ((1 << bits) - 1)  # 15 -> 0, as AutoGPTQ does
+    return zeros.t().contiguous()
