@@ -3,7 +3,8 @@
 Used when `LOCALLLM_ENGINE=fake` and only together with `LOCALLLM_TESTING=1`. The model's name chooses how loading goes
 (`fake-download`, `fake-slow`, `fake-gated`, `fake-huge`, `fake-missing`, `fake-crash`, `fake-base`, `fake-small`), the
 last message how the answer goes (`!md`, `!list`, `!think`, `!fd2`, `!oom`, `!error`, `!escape`, `long`); any other
-message is given back. `LOCALLLM_FAKE_TPS` sets the speed, 0 being as fast as it goes.
+message is given back. `LOCALLLM_ENGINE=fake:tps=0:load=1.5` sets the speed (0 is as fast as it goes) and the seconds
+of every load phase.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 from localllm.errors import (
     AuthRequired,
@@ -110,9 +112,17 @@ class FakeBackend:
     ctx      context window in tokens; a longer conversation fails as a real one does
     """
 
-    def __init__(self, *, tps: float | None = None, load_s: float | None = None, ctx: int = 32_768) -> None:
-        self.tps = float(os.environ.get("LOCALLLM_FAKE_TPS", "200")) if tps is None else tps
-        self.load_s = float(os.environ.get("LOCALLLM_FAKE_LOAD_S", "0.02")) if load_s is None else load_s
+    def __init__(
+        self,
+        *,
+        tps: float | None = None,
+        load_s: float | None = None,
+        ctx: int = 32_768,
+        default_params: Callable[[], SamplingParams] = SamplingParams,
+    ) -> None:
+        self.tps = _setting("tps", 200.0) if tps is None else tps
+        self.load_s = _setting("load", 0.02) if load_s is None else load_s
+        self._default_params = default_params
         self.ctx = ctx
         self.model = ""
         self.answers: list[str] = []
@@ -203,7 +213,7 @@ class FakeBackend:
                 if self._closed:
                     return
                 turn, messages, params = self._queue.popleft()
-            self._answer(turn, messages, params)
+            self._answer(turn, messages, params or self._default_params())
 
     def _load(self) -> bool:
         self._events.append(Phase("resolve", detail=self.model))
@@ -239,11 +249,11 @@ class FakeBackend:
                 self._wake.wait(left)
             return self._closed
 
-    def _answer(self, turn: int, messages: list[Message], params: SamplingParams | None) -> None:
+    def _answer(self, turn: int, messages: list[Message], params: SamplingParams) -> None:
         begin = time.monotonic()
         prompt = messages[-1].get("content", "") if messages else ""
         prompt_tokens = sum(1 + len(m.get("content", "").split()) for m in messages)
-        limit = params.max_tokens if params and params.max_tokens else self.ctx
+        limit = params.max_tokens or self.ctx
         if prompt_tokens > self.ctx or prompt.startswith("!full"):
             needed = max(prompt_tokens, self.ctx + 1332)
             error: LocalLLMError = ContextTooLong(
@@ -295,7 +305,7 @@ class FakeBackend:
         )
         self._events.append(Done(turn, stop, Usage(prompt_tokens, 0, count, reasoning), timing))
 
-    def _script(self, prompt: str) -> Iterator[tuple[str, str]]:
+    def _script(self, prompt: str) -> Iterator[tuple[Literal["content", "reasoning"], str]]:
         if self.answers:
             text = self.answers.pop(0)
         elif prompt == "!md":
@@ -314,6 +324,14 @@ class FakeBackend:
             text = prompt
         for piece in _pieces(text):
             yield "content", piece
+
+
+def _setting(name: str, default: float) -> float:
+    for part in os.environ.get("LOCALLLM_ENGINE", "").split(":"):
+        key, _, value = part.partition("=")
+        if key == name:
+            return float(value)
+    return default
 
 
 def _pieces(text: str) -> Iterator[str]:

@@ -1,0 +1,119 @@
+"""Help as text: examples first, then arguments and options; for the program itself, its commands in groups.
+
+Drawn without Rich, so that `--help` costs no import and means the same in a pipe, a log and the reference.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from typer.core import TyperCommand
+
+from localllm.console import Console
+from localllm.terminal import cell_width
+
+from .command import GLOBAL_PANEL
+
+EXAMPLES = (
+    ("localllm chat qwen", "talk to a model that fits this machine"),
+    ('git diff | localllm run qwen "write a commit message"', ""),
+    ("localllm serve qwen --port 8000", "OpenAI-compatible endpoint"),
+    ("localllm doctor", "check hardware, drivers and best flags"),
+)
+SUMMARY = "Run open-weight models on this machine: terminal chat, scripts, OpenAI-compatible API."
+GLOBALS = "-q -v --json --progress --color --offline -y --no-input --config --device --log-file"
+
+
+def width() -> int:
+    """Columns to fill."""
+    return max(40, min(80, shutil.get_terminal_size().columns - 1))
+
+
+def program_help(groups: Sequence[tuple[str, Sequence[tuple[str, str]]]]) -> str:
+    """`localllm --help`: summary, usage, examples, a box per group of commands, the global options."""
+    console = Console(stdout=sys.stdout)
+    columns = width()
+    usage = f"{console.style('Usage:', 'bold')} localllm [OPTIONS] COMMAND [ARGS]..."
+    lines = [*textwrap.wrap(SUMMARY, columns - 1), "", usage, ""]
+    longest = max(len(command) for command, note in EXAMPLES if note)
+    for command, note in EXAMPLES:
+        text = f"$ {command}"
+        if note and longest + len(note) + 6 <= columns:
+            text += " " * (longest - len(command) + 3) + console.style(note, "dim")
+        lines.append(text)
+    lines.append("")
+    name_width = max(len(name) for _, commands in groups for name, _ in commands)
+    for title, commands in groups:
+        lines += _box(console, title, commands, name_width, columns)
+    lines += textwrap.wrap(f"Global options, before or after the command: {GLOBALS}", columns - 1)
+    lines += ["", "-h, --help   --version   --install-completion   --show-completion"]
+    lines += ["Help on one command: localllm COMMAND -h      Problems: localllm doctor"]
+    return "\n".join(f" {line}".rstrip() for line in lines)
+
+
+def _box(console: Console, title: str, commands: Sequence[tuple[str, str]], name_width: int, columns: int) -> list[str]:
+    inner = columns - 4
+    rows = [f"╭─ {title} " + "─" * (columns - len(title) - 5) + "╮"]
+    for name, summary in commands:
+        for number, part in enumerate(textwrap.wrap(summary, inner - name_width - 3)):
+            label = name if number == 0 else ""
+            text = console.style(label, "accent") + " " * (name_width - len(label) + 3) + part
+            padding = " " * (inner - name_width - 3 - cell_width(part))
+            rows.append(f"│ {text}{padding} │")
+    rows.append("╰" + "─" * (columns - 2) + "╯")
+    return [_ascii_box(console, row) for row in rows]
+
+
+def _ascii_box(console: Console, row: str) -> str:
+    plain = console.glyphs("─") != "─"
+    return row.translate(str.maketrans("╭╮╰╯│─", "++++|-")) if plain else row
+
+
+class HelpCommand(TyperCommand):
+    """A command whose help shows its examples first and the global options last."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help of one command."""
+        console = Console(stdout=sys.stdout)
+        columns = width()
+        names = [str(p.metavar or p.name.upper()) for p in self.params if p.param_type_name == "argument"]
+        usage = " ".join(["localllm", str(ctx.info_name), "[OPTIONS]", *names])
+        parts = [f" {console.style('Usage:', 'bold')} {usage}", ""]
+        for paragraph in (self.help or "").split("\n\n"):
+            parts += [f" {line}" for line in textwrap.wrap(" ".join(paragraph.split()), columns)]
+            parts.append("")
+        if self.epilog:
+            parts.append(" " + console.style("Examples", "bold"))
+            parts += [f"   $ {line}" for line in self.epilog.splitlines()]
+            parts.append("")
+        arguments, options, shared = [], [], []
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is None:
+                continue
+            if param.param_type_name == "argument":
+                arguments.append((str(param.metavar or param.name.upper()), str(getattr(param, "help", "") or "")))
+            elif getattr(param, "rich_help_panel", None) == GLOBAL_PANEL:
+                shared.append(record)
+            else:
+                options.append(record)
+        for title, rows in (("Arguments", arguments), ("Options", options), (GLOBAL_PANEL, shared)):
+            if rows:
+                parts += [" " + console.style(title, "bold"), *_definitions(rows, columns), ""]
+        formatter.write("\n".join(parts).rstrip() + "\n")
+
+
+def _definitions(rows: Sequence[tuple[str, str]], columns: int) -> Iterable[str]:
+    left = min(28, max(len(name) for name, _ in rows)) + 3
+    for name, text in rows:
+        wrapped = textwrap.wrap(text, max(20, columns - left - 3)) or [""]
+        if len(name) > left - 3:
+            yield f"   {name}"
+            yield from (f"   {' ' * left}{line}" for line in wrapped)
+        else:
+            yield f"   {name.ljust(left)}{wrapped[0]}".rstrip()
+            yield from (f"   {' ' * left}{line}" for line in wrapped[1:])

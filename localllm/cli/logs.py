@@ -1,0 +1,87 @@
+"""Where log lines go: a rotating file, and stderr with -v. Nothing is written until there is something to write."""
+
+from __future__ import annotations
+
+import logging
+import logging.handlers
+import sys
+from pathlib import Path
+
+from localllm.paths import log_dir
+from localllm.terminal import clean
+
+MAX_BYTES = 2 << 20
+"""Size of one log file; three are kept."""
+
+
+class _Lines(logging.Formatter):
+    """One record, one line (a traceback follows indented); control characters of foreign text never reach the file."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        trace = record.exc_info
+        record.exc_info, record.exc_text = None, None
+        try:
+            line = clean(super().format(record)).replace("\n", "\\n")
+        finally:
+            record.exc_info = trace
+        if trace:
+            line += "\n    " + clean(self.formatException(trace)).replace("\n", "\n    ")
+        return line
+
+
+class _LazyFile(logging.handlers.RotatingFileHandler):
+    """Makes its folder when the first line comes; a folder that cannot be written to costs the log, not the command."""
+
+    def _open(self):  # type: ignore[no-untyped-def]  # the type is typeshed's own detail
+        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+        return super()._open()
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
+def path() -> Path:
+    """The log file in use."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, _LazyFile):
+            return Path(handler.baseFilename)
+    return log_dir() / "localllm.log"
+
+
+def start(file: Path | None = None, verbose: int = 0) -> None:
+    """Send all loggers to the file, warnings of libraries included; with `verbose` ours to stderr as well."""
+    root = logging.getLogger()
+    stop()
+    target = file or log_dir() / "localllm.log"
+    handler = _LazyFile(target, maxBytes=MAX_BYTES, backupCount=2, delay=True, encoding="utf-8", errors="replace")
+    handler.setFormatter(_Lines("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setLevel(logging.DEBUG if verbose >= 2 else logging.INFO)
+    root.addHandler(handler)
+    root.setLevel(logging.DEBUG if verbose >= 2 else logging.INFO)
+    for noisy in ("httpx", "httpcore", "filelock", "markdown_it", "asyncio"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    logging.captureWarnings(True)
+    if verbose:
+        lines = logging.StreamHandler(sys.stderr)
+        lines.setFormatter(_Lines("%(levelname)s %(name)s: %(message)s"))
+        lines.setLevel(logging.DEBUG if verbose >= 2 else logging.INFO)
+        lines.set_name("localllm.stderr")
+        root.addHandler(lines)
+
+
+def no_stderr() -> None:
+    """Take log lines off stderr: before a full-screen interface opens."""
+    root = logging.getLogger()
+    for handler in [h for h in root.handlers if h.get_name() == "localllm.stderr"]:
+        root.removeHandler(handler)
+
+
+def stop() -> None:
+    """Remove what `start` added."""
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        if isinstance(handler, _LazyFile) or handler.get_name() == "localllm.stderr":
+            root.removeHandler(handler)
+            handler.close()
+    logging.captureWarnings(False)

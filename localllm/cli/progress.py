@@ -1,0 +1,313 @@
+"""How slow phases are shown on stderr: a bar on a terminal, lines in a log, NDJSON for programs, or nothing.
+
+The bar is drawn with carriage returns and spaces only, so that NO_COLOR leaves no escape sequence at all. A bar never
+runs backwards, says when nothing has moved for ten seconds, and is wiped before an answer is printed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from localllm.console import Console
+from localllm.errors import ConfigError
+from localllm.request import Phase
+from localllm.terminal import cell_width, clean_line, dumb, fit, gib, json_safe, seconds_short
+
+STALL_S = 10.0
+"""Seconds without movement before the bar says so."""
+PLAIN_EVERY_S = 5.0
+"""A plain line at the latest after this many seconds of movement."""
+MODES = ("auto", "plain", "json", "none")
+
+_LABELS = {
+    "resolve": "looking up",
+    "import": "starting up",
+    "weights": "weights",
+    "quantise": "packing",
+    "kv": "KV cache",
+    "compile": "kernels",
+    "graphs": "graphs",
+    "warmup": "warm-up",
+}
+
+
+class Progress(Protocol):
+    """A way to show phases."""
+
+    def update(self, phase: Phase) -> None:
+        """A phase moved."""
+        ...
+
+    def tick(self) -> None:
+        """Time passed; called a few times a second."""
+        ...
+
+    def close(self, interrupted: bool = False) -> None:
+        """Wipe what should not stay. `interrupted`: by Ctrl-C, so say how to go on."""
+        ...
+
+
+def make_progress(console: Console, mode: str = "auto", title: str = "") -> Progress:
+    """The view for a mode; `auto` is a bar on a terminal and lines elsewhere. Raises ConfigError for another word."""
+    if mode not in MODES:
+        raise ConfigError(
+            f"--progress is {mode!r}, it can be {', '.join(MODES)}", "localllm pull MODEL --progress plain"
+        )
+    if console.quiet and mode == "auto":
+        mode = "none"
+    if mode == "auto":
+        mode = "bar" if console.err_tty and not dumb() else "plain"
+    kinds: dict[str, Callable[[], Progress]] = {
+        "bar": lambda: BarProgress(console, title),
+        "plain": lambda: PlainProgress(console, title),
+        "json": lambda: JsonProgress(console),
+        "none": NoProgress,
+    }
+    return kinds[mode]()
+
+
+def phase_event(phase: Phase, elapsed_s: float) -> dict[str, Any]:
+    """A phase as a progress event (schema progress/1)."""
+    event: dict[str, Any] = {"t": round(elapsed_s, 3)}
+    if phase.name == "download":
+        event |= {"event": "download", "done": phase.done, "total": phase.total, "rate": round(phase.rate)}
+        if phase.eta_s is not None:
+            event["eta_s"] = round(phase.eta_s, 1)
+        if phase.file:
+            event["file"] = phase.file
+    elif phase.name == "resolve":
+        event |= {"event": "resolve", "model": phase.detail}
+    elif phase.name == "ready":
+        event |= {"event": "ready", "detail": phase.detail}
+    else:
+        event |= {"event": "load", "phase": phase.name, "done": phase.done, "total": phase.total}
+    return event
+
+
+class Monotonic:
+    """Byte counts that never fall back, whatever a retry reports, and the time since they last rose."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.done = 0
+        self.total = 0
+        self.moved_at = clock()
+
+    def push(self, done: int, total: int) -> None:
+        """Take a report."""
+        self.total = max(self.total, total)
+        if done > self.done:
+            self.done = min(done, self.total) if self.total else done
+            self.moved_at = self._clock()
+
+    @property
+    def percent(self) -> int:
+        """Whole per cent, rounded down."""
+        return self.done * 100 // self.total if self.total else 0
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds without movement; 0 below the limit and when all is there."""
+        still = self._clock() - self.moved_at
+        return still if still >= STALL_S and self.done < self.total else 0.0
+
+
+class NoProgress:
+    """Nothing at all."""
+
+    def update(self, phase: Phase) -> None:
+        """Nothing."""
+
+    def tick(self) -> None:
+        """Nothing."""
+
+    def close(self, interrupted: bool = False) -> None:
+        """Nothing."""
+
+
+class JsonProgress:
+    """One JSON object a line, on stderr."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._start = time.monotonic()
+        self._bytes = Monotonic()
+
+    def update(self, phase: Phase) -> None:
+        """Write the event."""
+        if phase.name == "download":
+            self._bytes.push(phase.done, phase.total)
+            phase = Phase(
+                "download", self._bytes.done, self._bytes.total, phase.detail, phase.rate, phase.eta_s, phase.file
+            )
+        self._write(phase_event(phase, time.monotonic() - self._start))
+
+    def tick(self) -> None:
+        """Nothing: a program can tell the time itself."""
+
+    def close(self, interrupted: bool = False) -> None:
+        """The last line of an interrupted download."""
+        if interrupted and self._bytes.total:
+            elapsed = time.monotonic() - self._start
+            self._write(
+                {"t": round(elapsed, 3), "event": "paused", "done": self._bytes.done, "total": self._bytes.total}
+            )
+
+    def _write(self, event: dict[str, Any]) -> None:
+        self._console.stderr.write(json_safe(json.dumps(event, ensure_ascii=False)) + "\n")
+        self._console.stderr.flush()
+
+
+class PlainProgress:
+    """A line every 10 % or 5 seconds."""
+
+    def __init__(self, console: Console, title: str = "") -> None:
+        self._console = console
+        self._title = clean_line(title)
+        self._bytes = Monotonic()
+        self._shown_percent = -10
+        self._shown_at = time.monotonic()
+        self._loading = ""
+        self._stall_shown = False
+
+    def update(self, phase: Phase) -> None:
+        """Print a line when there is something new to say."""
+        if phase.name == "download":
+            first = not self._bytes.total
+            self._bytes.push(phase.done, phase.total)
+            if first and phase.done and phase.done < phase.total:
+                self._console.say(f"download resumes at {self._bytes.percent} %")
+            now = time.monotonic()
+            percent = self._bytes.percent
+            if percent - self._shown_percent >= 10 or (now - self._shown_at >= PLAIN_EVERY_S and percent < 100):
+                self._shown_percent = percent - percent % 10
+                self._shown_at = now
+                self._stall_shown = False
+                self._console.say(f"download {percent} % {_of(self._bytes)}")
+        elif phase.name not in ("resolve", "ready"):
+            if not self._loading:
+                self._console.say(f"loading {self._title}".rstrip())
+            elif time.monotonic() - self._shown_at < PLAIN_EVERY_S or phase.name == self._loading:
+                return
+            else:
+                self._console.say(f"loading: {_LABELS.get(phase.name, clean_line(phase.name))}")
+            self._loading = phase.name
+            self._shown_at = time.monotonic()
+
+    def tick(self) -> None:
+        """Say once that nothing moves."""
+        if self._bytes.stalled_s and not self._stall_shown:
+            self._stall_shown = True
+            stalled = seconds_short(self._bytes.stalled_s)
+            self._console.say(f"download stalled {stalled} at {self._bytes.percent} %, retrying")
+
+    def close(self, interrupted: bool = False) -> None:
+        """Say how to go on."""
+        _say_paused(self._console, self._bytes, interrupted)
+
+
+class BarProgress:
+    """One line, redrawn in place."""
+
+    def __init__(self, console: Console, title: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._title = clean_line(title)
+        self._clock = clock
+        self._bytes = Monotonic(clock)
+        self._last: Phase | None = None
+        self._finished: list[str] = []
+        self._phase_start = clock()
+        self._width = 0
+        self._drawn_at = 0.0
+        self._resumed = 0
+
+    def update(self, phase: Phase) -> None:
+        """Take a phase in and redraw, at most 20 times a second."""
+        now = self._clock()
+        changed = self._last is None or self._last.name != phase.name
+        if changed and self._last is not None and self._last.name not in ("resolve", "download"):
+            took = seconds_short(now - self._phase_start)
+            self._finished.append(f"{_LABELS.get(self._last.name, self._last.name)} ✓ {took}")
+        if changed:
+            self._phase_start = now
+        if phase.name == "download":
+            if not self._bytes.total and 0 < phase.done < phase.total:
+                self._resumed = phase.done * 100 // phase.total
+            self._bytes.push(phase.done, phase.total)
+        self._last = phase
+        if changed or now - self._drawn_at > 0.05:
+            self._draw()
+
+    def tick(self) -> None:
+        """Redraw about once a second, for stalls and elapsed time."""
+        if self._last is not None and self._clock() - self._drawn_at > 0.5:
+            self._draw()
+
+    def close(self, interrupted: bool = False) -> None:
+        """Wipe the line."""
+        if self._width:
+            self._console.stderr.write("\r" + " " * self._width + "\r")
+            self._console.stderr.flush()
+            self._width = 0
+        self._last = None
+        _say_paused(self._console, self._bytes, interrupted)
+
+    def _draw(self) -> None:
+        self._drawn_at = self._clock()
+        columns = max(20, shutil.get_terminal_size().columns - 1)
+        phase = self._last
+        if phase is None or phase.name == "ready":
+            return
+        text = self._download_line(phase, columns) if phase.name == "download" else self._load_line(phase)
+        text = fit(self._console.glyphs(text, err=True), columns)
+        width = cell_width(text)
+        self._console.stderr.write("\r" + text + " " * max(0, self._width - width))
+        self._console.stderr.flush()
+        self._width = max(width, self._width)
+
+    def _download_line(self, phase: Phase, columns: int) -> str:
+        if stalled := self._bytes.stalled_s:
+            tail = f"stalled {seconds_short(stalled)}, retrying"
+        else:
+            left = "" if phase.eta_s is None else f"  {seconds_short(phase.eta_s)} left"
+            tail = f"{gib(phase.rate)}/s{left}" if phase.rate else ""
+            if self._resumed:
+                tail += f"  (resumed at {self._resumed} %)"
+        title = f"Downloading {self._title or clean_line(phase.file)}".rstrip()
+        numbers = f"{self._bytes.percent:3d} %  {_of(self._bytes)}  {tail}"
+        room = columns - cell_width(title) - cell_width(numbers) - 4
+        middle = f"  {_bar(self._bytes.done, self._bytes.total, min(30, room))}  " if room >= 8 else "  "
+        return title + middle + numbers
+
+    def _load_line(self, phase: Phase) -> str:
+        label = _LABELS.get(phase.name, clean_line(phase.name))
+        if phase.name == "resolve":
+            return f"Looking up {clean_line(phase.detail)}"
+        if phase.total > 1:
+            now = f"{label} {_bar(phase.done, phase.total, 12)}"
+        else:
+            now = f"{label} {seconds_short(self._clock() - self._phase_start)}"
+        return "Loading  " + " · ".join([*self._finished, now])
+
+
+def _bar(done: int, total: int, width: int) -> str:
+    filled = min(width, done * width // total) if total else 0
+    head = "╸" if 0 < filled < width else ""
+    return "━" * (filled - len(head)) + head + "─" * (width - filled)
+
+
+def _of(count: Monotonic) -> str:
+    """'13.2/27.6 GiB': both numbers in the unit of the second."""
+    total = gib(count.total)
+    unit = total.split()[1]
+    scale = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}[unit]
+    return f"{count.done / scale:.1f}/{total}" if unit != "B" else f"{count.done}/{total}"
+
+
+def _say_paused(console: Console, count: Monotonic, interrupted: bool) -> None:
+    if interrupted and count.total and count.done < count.total:
+        console.say(f"paused at {count.percent} %; run the same command to resume")

@@ -1,0 +1,221 @@
+"""From a model's name to a running backend, and from a turn to its text: what `run`, `chat` and `bench` share."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from localllm.errors import ConfigError, LocalLLMError
+from localllm.request import ChatBackend, ChatEvent, Delta, Done, Facts, Failed, Phase, SamplingParams, Timing, Usage
+
+from .command import Env
+from .progress import Progress
+
+if TYPE_CHECKING:
+    from localllm.config import UserConfig
+
+POLL_S = 0.02
+"""How often the queue of events is drained: below what a reader notices."""
+
+
+class BackendError(LocalLLMError):
+    """A failure that arrived as an event; its code says which exit code it has."""
+
+    def __init__(self, failed: Failed) -> None:
+        super().__init__(failed.message, failed.hint, fixes=failed.fixes)
+        self.exit_code, self.number = split_code(failed.code)
+
+
+def split_code(code: str) -> tuple[int, int]:
+    """'E1203' -> (12, 3); (1, 1) for what is no code."""
+    digits = code[1:] if code.startswith("E") else ""
+    return (int(digits[:-2]), int(digits[-2:])) if digits.isdigit() and len(digits) >= 3 else (1, 1)
+
+
+def fake_engine() -> bool:
+    """Whether the scripted engine was asked for. Raises ConfigError outside tests."""
+    if not os.environ.get("LOCALLLM_ENGINE", "").startswith("fake"):
+        return False
+    if os.environ.get("LOCALLLM_TESTING") != "1":
+        raise ConfigError("LOCALLLM_ENGINE=fake is for tests only", "`unset LOCALLLM_ENGINE`")
+    return True
+
+
+# --- a backend -------------------------------------------------------------------------------------------------------
+
+
+def llm_options(env: Env, config: UserConfig, ctx: str | None = None) -> dict[str, Any]:
+    """The settings as arguments of `LLM`. `ctx` is the flag as typed: "max" is known to the model only."""
+    engine = config.engine
+    return {
+        "device": engine.device,
+        "dtype": engine.dtype,
+        "kv": engine.kv,
+        "ctx": "max" if ctx == "max" else engine.ctx,
+        "threads": None if engine.threads == "auto" else engine.threads,
+        "deterministic": None if engine.deterministic == "auto" else engine.deterministic,
+        "max_parallel": engine.max_parallel,
+        "prefix_cache": engine.prefix_cache,
+        "offline": env.offline,
+    }
+
+
+@dataclass
+class Sampling:
+    """What the user gave on top of the model's own sampling; `used` is what the last turn really had."""
+
+    given: dict[str, Any] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    num_samples: int = 1
+    used: SamplingParams = field(default_factory=SamplingParams)
+    _turns: int = 0
+
+    def params(self, base: SamplingParams) -> SamplingParams:
+        """The next turn's parameters: sample i of several takes seed + i."""
+        given = dict(self.given) | ({"stop": self.stop} if self.stop else {})
+        if self.num_samples > 1 and given.get("seed") is not None:
+            given["seed"] += self._turns % self.num_samples
+        self._turns += 1
+        params = replace(base, **given)
+        if self._turns == 1:
+            self.used = params
+        return params
+
+
+@contextmanager
+def open_backend(
+    env: Env, config: UserConfig, sampling: Sampling, *, ctx: str | None = None, completes: bool = False
+) -> Iterator[ChatBackend]:
+    """A backend that is closed at the end. `completes`: a base model continues the text instead of refusing it."""
+    backend = make_backend(env, config, sampling, ctx=ctx, completes=completes)
+    try:
+        yield backend
+    except KeyboardInterrupt:
+        raise  # the process is about to end: nothing is worth waiting for
+    except BaseException:
+        backend.close()
+        raise
+    backend.close()
+
+
+def make_backend(
+    env: Env, config: UserConfig, sampling: Sampling, *, ctx: str | None = None, completes: bool = False
+) -> ChatBackend:
+    """The engine in this process, or the scripted one."""
+    if fake_engine():
+        from localllm.fake import FakeBackend
+
+        return FakeBackend(default_params=lambda: sampling.params(SamplingParams()))
+    from localllm.backend import InProcessBackend
+
+    return InProcessBackend(
+        default_params=lambda llm: sampling.params(llm.default_params()),
+        completes=completes,
+        **llm_options(env, config, ctx),
+    )
+
+
+def wait_ready(
+    backend: ChatBackend, progress: Progress, on_phase: Callable[[Phase], None] | None = None
+) -> tuple[Facts, float]:
+    """Show phases until the model is ready. Returns its facts and the seconds that took; raises why loading failed."""
+    start = time.monotonic()
+    ready = False
+    try:
+        while not ready:
+            for event in drain(backend):
+                if isinstance(event, Failed):
+                    raise BackendError(event)
+                if isinstance(event, Phase):
+                    progress.update(event)
+                    if on_phase is not None:
+                        on_phase(event)
+                    if event.name == "ready":
+                        ready = True
+                        break  # what follows belongs to a turn
+            progress.tick()
+            if not ready:
+                time.sleep(POLL_S)
+    except KeyboardInterrupt:
+        progress.close(interrupted=True)
+        raise
+    except LocalLLMError:
+        progress.close()
+        raise
+    progress.close()
+    return backend.facts(), time.monotonic() - start
+
+
+def drain(backend: ChatBackend) -> Iterator[ChatEvent]:
+    """Everything in the queue now."""
+    events = backend.events()
+    while events:
+        yield events.popleft()
+
+
+# --- a turn ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Answered:
+    """One finished answer."""
+
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: list[str] = field(default_factory=list)
+    stop: str = ""
+    usage: Usage = field(default_factory=Usage)
+    timing: Timing = field(default_factory=Timing)
+
+
+def follow(backend: ChatBackend, turns: list[int], on_event: Callable[[ChatEvent], None]) -> list[Answered]:
+    """Drain until every turn has ended. Raises the first failure; stops the turns when interrupted."""
+    answers = {turn: Answered() for turn in turns}
+    open_turns = set(turns)
+    try:
+        while open_turns:
+            for event in drain(backend):
+                if isinstance(event, Failed) and event.turn in (-1, *open_turns):
+                    raise BackendError(event)
+                on_event(event)
+                if isinstance(event, Delta) and event.turn in answers:
+                    _add(answers[event.turn], event)
+                elif isinstance(event, Done) and event.turn in open_turns:
+                    answer = answers[event.turn]
+                    answer.stop, answer.usage, answer.timing = str(event.stop), event.usage, event.timing
+                    open_turns.discard(event.turn)
+            if open_turns:
+                time.sleep(POLL_S)
+    except BaseException:
+        for turn in open_turns:
+            backend.stop(turn)
+        raise
+    return [answers[turn] for turn in turns]
+
+
+def _add(answer: Answered, delta: Delta) -> None:
+    if delta.kind == "content":
+        answer.text += delta.text
+    elif delta.kind == "reasoning":
+        answer.reasoning += delta.text
+    else:
+        answer.tool_calls.append(delta.text)
+
+
+def stats_line(answer: Answered, facts: Facts) -> str:
+    """'41 tokens, 91.2 tok/s, TTFT 38 ms, prompt 12, ctx 1 %'."""
+    usage, timing = answer.usage, answer.timing
+    cached = f" (cached {usage.cached_tokens:,})" if usage.cached_tokens else ""
+    parts = [
+        f"{usage.completion_tokens:,} tokens",
+        f"{timing.decode_tps:.1f} tok/s",
+        f"TTFT {timing.ttft_s * 1000:.0f} ms",
+        f"prompt {usage.prompt_tokens:,}{cached}",
+    ]
+    if facts.ctx:
+        parts.append(f"ctx {(usage.prompt_tokens + usage.completion_tokens) * 100 // facts.ctx} %")
+    return ", ".join(parts)
