@@ -96,6 +96,8 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
     if model == "llama" and len(tokens) > 2:
         ids = {"bos": 1, "eos": 2, "unknown": 0} | ids
     digest.update(types.tobytes() + scores.tobytes())
+    if model != "gpt2":
+        _respell_spaces(tokens, types)
     return Vocabulary(
         model=model,
         pre=pre,
@@ -125,7 +127,7 @@ def build_backend(vocabulary: Vocabulary, control_ids: Sequence[int] = ()) -> Ba
     tokens = vocabulary.tokens
     control = sorted({*np.flatnonzero(vocabulary.types == CONTROL).tolist(), *control_ids})
     plain = sorted(set(np.flatnonzero(vocabulary.types == USER_DEFINED).tolist()) - set(control))
-    texts = [tokens[index] for index in plain if vocabulary.model == "gpt2" or tokens[index].strip(" ")]
+    texts = [tokens[index] for index in plain if vocabulary.model == "gpt2" or tokens[index].strip("▁")]
     backend.add_special_tokens([AddedToken(tokens[i], normalized=False, special=True) for i in control if tokens[i]])
     backend.add_tokens([AddedToken(text, normalized=False, special=False) for text in texts if text])
     return backend
@@ -153,30 +155,26 @@ def _gemma4(vocabulary: Vocabulary) -> Backend:
     from tokenizers import Regex
     from tokenizers import pre_tokenizers as pre
 
-    tokens, ids = _respelled(vocabulary)
-    backend = _over_spaces(vocabulary, ids, tokens, _split_merges(vocabulary), prefix=False)
+    backend = _over_spaces(vocabulary, _split_merges(vocabulary), prefix=False)
     backend.pre_tokenizer = pre.Split(Regex(r"[^\n]+|[\n]+"), "isolated")
     return backend
 
 
 def _sentencepiece(vocabulary: Vocabulary) -> Backend:
-    tokens, ids = _respelled(vocabulary)
-    pairs = _cached_merges(vocabulary, tokens)
+    tokens, pairs = vocabulary.tokens, _cached_merges(vocabulary)
     merges = [(tokens[left], tokens[right]) for left, right in zip(pairs[::2], pairs[1::2], strict=True)]
-    return _over_spaces(vocabulary, ids, tokens, merges, prefix=vocabulary.add_space_prefix)
+    return _over_spaces(vocabulary, merges, prefix=vocabulary.add_space_prefix)
 
 
-def _over_spaces(
-    vocabulary: Vocabulary, ids: dict[str, int], tokens: list[str], merges: list[tuple[str, str]], *, prefix: bool
-) -> Backend:
+def _over_spaces(vocabulary: Vocabulary, merges: list[tuple[str, str]], *, prefix: bool) -> Backend:
     """BPE over text whose spaces are written `▁`, unknown characters falling back to byte tokens."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     unknown = vocabulary.ids.get("unknown")
     bpe = models.BPE(
-        vocab=ids,
+        vocab=vocabulary.token_ids,
         merges=merges,
-        unk_token=None if unknown is None else tokens[unknown],
+        unk_token=None if unknown is None else vocabulary.tokens[unknown],
         fuse_unk=True,
         byte_fallback=True,
     )
@@ -222,12 +220,12 @@ def derive_merges(tokens: Sequence[str], types: np.ndarray, scores: np.ndarray) 
     return flat
 
 
-def _cached_merges(vocabulary: Vocabulary, tokens: list[str]) -> list[int]:
+def _cached_merges(vocabulary: Vocabulary) -> list[int]:
     """`derive_merges` through the cache; a file that cannot be read or does not fit is made again."""
     path = cache_dir() / "tokenizers" / f"{vocabulary.key}.json"
-    merges = _read_merges(path, len(tokens))
+    merges = _read_merges(path, len(vocabulary.tokens))
     if merges is None:
-        merges = derive_merges(tokens, vocabulary.types, vocabulary.scores)
+        merges = derive_merges(vocabulary.tokens, vocabulary.types, vocabulary.scores)
         _write_atomically(path, json.dumps({"version": _CACHE_VERSION, "merges": merges}, separators=(",", ":")))
     return merges
 
@@ -294,15 +292,11 @@ def _first_ids(tokens: Sequence[str]) -> dict[str, int]:
     return ids
 
 
-def _respelled(vocabulary: Vocabulary) -> tuple[list[str], dict[str, int]]:
-    """Tokens as the model's own text has them: GGUF stores user-defined runs of `▁` as spaces."""
-    tokens = list(vocabulary.tokens)
-    changed = False
-    for index in np.flatnonzero(vocabulary.types == USER_DEFINED).tolist():
+def _respell_spaces(tokens: list[str], types: np.ndarray) -> None:
+    """GGUF stores user-defined runs of `▁` as spaces; the model's own text has `▁`."""
+    for index in np.flatnonzero(types == USER_DEFINED).tolist():
         if tokens[index] and not tokens[index].strip(" "):
             tokens[index] = "▁" * len(tokens[index])
-            changed = True
-    return tokens, _first_ids(tokens) if changed else vocabulary.token_ids
 
 
 def _pre_name(metadata: Mapping[str, Any], model: str, num_tokens: int) -> str:
@@ -384,7 +378,7 @@ def _strings(values: Sequence[Any]) -> tuple[list[str], Any]:
         strings = joined.decode().split("\0")
         if len(strings) != len(items):  # a token holds a zero byte
             strings = [item.decode() if isinstance(item, bytes) else item for item in items]
-    except UnicodeError as error:
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise BadModelFile(f"the vocabulary is not UTF-8 ({error.reason})", "download the model again") from error
     except (TypeError, AttributeError) as error:
         raise BadModelFile("the vocabulary holds something that is not text", "download the model again") from error
