@@ -1,0 +1,61 @@
+"""Facts about this machine: CPU, memory, GPUs, what surrounds the process. No torch, no decision.
+
+`machine()` takes a few milliseconds without a GPU. `plan` decides on the facts, `doctor` judges them.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import replace
+from pathlib import Path
+
+from .bandwidth import guessed_bandwidth, read_bandwidth
+from .cpu import cpu_facts
+from .facts import CpuFacts, GpuFacts, GpuProcess, MachineFacts
+from .fake import fake_machine
+from .memory import memory_limits
+from .nvml import gpu_facts
+from .surroundings import container, torch_build, wsl_version
+
+__all__ = ["CpuFacts", "GpuFacts", "GpuProcess", "MachineFacts", "machine", "read_bandwidth", "torch_build"]
+
+
+def machine(*, measure: bool = False, root: Path = Path("/")) -> MachineFacts:
+    """What there is to compute with.
+
+    measure   read memory for about 100 ms to know the CPU's bandwidth; else a guess from its cores
+    root      where /proc and /sys are found: tests hand in a tree of their own
+
+    Never raises for a missing file or a broken driver: what is not known is 0, "" or empty, and `gpu_error` says why.
+    With LOCALLLM_TESTING=1, LOCALLLM_FAKE_HW names an invented machine.
+    """
+    name = os.environ.get("LOCALLLM_FAKE_HW", "")
+    if name and os.environ.get("LOCALLLM_TESTING") == "1":
+        return fake_machine(name)
+    cpu = cpu_facts(root)
+    if measure:
+        cpu = replace(cpu, bandwidth=read_bandwidth(cpu.cores_usable, cpu.cache_bytes), bandwidth_basis="measured")
+    else:
+        cpu = replace(cpu, bandwidth=guessed_bandwidth(cpu))
+    memory = memory_limits(root)
+    gpus, driver, cuda_version, error = gpu_facts(memory.available_bytes, root)
+    version, cuda = torch_build()
+    return MachineFacts(
+        cpu=cpu,
+        ram_total_bytes=memory.total_bytes,
+        ram_available_bytes=memory.available_bytes,
+        ram_limit=memory.limit,
+        swap_total_bytes=memory.swap_total_bytes,
+        swap_free_bytes=memory.swap_free_bytes,
+        gpus=gpus,
+        gpu_error=error,
+        driver=driver,
+        driver_cuda=cuda_version,
+        torch_version=version,
+        torch_cuda=cuda,
+        platform=f"{platform.system()} {platform.release()}",
+        arch=platform.machine(),
+        wsl=wsl_version(root),
+        container=container(root),
+    )

@@ -1,0 +1,59 @@
+"""RAM and swap: what there is, and what this process may still take."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import NamedTuple
+
+from .cgroup import memory_groups
+
+
+class MemoryLimits(NamedTuple):
+    """Bytes. `limit` names what makes the total smaller than the RAM: cgroup, ulimit, or nothing."""
+
+    total_bytes: int
+    available_bytes: int
+    limit: str
+    swap_total_bytes: int
+    swap_free_bytes: int
+
+
+def memory_limits(root: Path = Path("/")) -> MemoryLimits:
+    """The smallest of installed RAM, each cgroup's limit, and the address space a `ulimit -v` leaves."""
+    info = _meminfo(root)
+    total = info.get("MemTotal", 0)
+    free = info.get("MemAvailable", info.get("MemFree", 0) + info.get("Cached", 0))
+    limit = ""
+    for bound, left in memory_groups(root):
+        if bound < total:
+            total, limit = bound, "cgroup"
+        free = min(free, left)
+    space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if space != resource.RLIM_INFINITY:
+        if space < total:
+            total, limit = space, "ulimit"
+        free = min(free, max(0, space - _address_space(root)))
+    return MemoryLimits(total, free, limit, info.get("SwapTotal", 0), info.get("SwapFree", 0))
+
+
+def _meminfo(root: Path) -> dict[str, int]:
+    found = {}
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:
+        return found
+    for line in lines:
+        name, _, rest = line.partition(":")
+        parts = rest.split()
+        if parts and parts[0].isdigit():
+            found[name] = int(parts[0]) * (1024 if parts[-1] == "kB" else 1)
+    return found
+
+
+def _address_space(root: Path) -> int:
+    """Bytes of address space this process has taken."""
+    try:
+        return int((root / "proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except (OSError, ValueError, IndexError):
+        return 0

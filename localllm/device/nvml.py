@@ -1,0 +1,184 @@
+"""GPUs as the NVIDIA driver's own library tells them, through ctypes: no torch, no subprocess.
+
+Every call may fail on some card or driver; then that fact stays unknown. The whole query runs in a thread with a
+deadline, because a driver in trouble can hang.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from ctypes import Structure, byref, c_char, c_int, c_uint, c_ulonglong, c_void_p
+from pathlib import Path
+from typing import Any
+
+from .facts import GpuFacts, GpuProcess
+from .gpu_table import table_bandwidth
+
+LIBRARIES = ("libnvidia-ml.so.1", "/usr/lib/wsl/lib/libnvidia-ml.so.1")
+DEADLINE_S = 5.0
+MEMORY_CLOCK = 2
+MAX_PROCESSES = 64
+Answer = tuple[tuple[GpuFacts, ...], str, str, str]
+"""(GPUs, driver, newest CUDA of the driver, why it failed)"""
+
+
+class _Memory(Structure):
+    _fields_ = (("total", c_ulonglong), ("free", c_ulonglong), ("used", c_ulonglong))
+
+
+class _Process(Structure):
+    _fields_ = (("pid", c_uint), ("used", c_ulonglong), ("instance", c_uint), ("compute_instance", c_uint))
+
+
+def gpu_facts(ram_available: int, root: Path = Path("/"), library: Any = None) -> Answer:
+    """All GPUs that CUDA_VISIBLE_DEVICES leaves; nothing, without an error, where there is no NVIDIA driver.
+
+    library   what answers instead of the driver's own, in tests
+    """
+    library = library or _load()
+    if library is None:
+        loaded = (root / "proc/driver/nvidia/version").exists()
+        error = "the kernel module is loaded, but libnvidia-ml.so.1 is not installed or not in this container"
+        return (), "", "", error if loaded else ""
+    answers: list[Answer] = []
+
+    def ask() -> None:
+        answers.append(_ask(_Nvml(library), ram_available, root))
+
+    thread = threading.Thread(target=ask, daemon=True, name="nvml")
+    thread.start()
+    thread.join(DEADLINE_S)
+    if not answers:
+        return (), "", "", f"the driver did not answer within {DEADLINE_S:g} s"
+    gpus, driver, cuda, error = answers[0]
+    return visible(gpus, os.environ.get("CUDA_VISIBLE_DEVICES")), driver, cuda, error
+
+
+def visible(gpus: tuple[GpuFacts, ...], setting: str | None) -> tuple[GpuFacts, ...]:
+    """What CUDA_VISIBLE_DEVICES leaves, in its order: indices or UUID prefixes, up to the first that is none."""
+    if setting is None:
+        return gpus
+    chosen: list[GpuFacts] = []
+    for part in (p.strip() for p in setting.split(",")):
+        if part.isdigit():
+            found = [g for g in gpus if g.index == int(part)]
+        else:
+            found = [g for g in gpus if part.startswith(("GPU-", "MIG-")) and g.uuid.startswith(part)]
+        if len(found) != 1 or found[0] in chosen:
+            break
+        chosen += found
+    return tuple(chosen)
+
+
+def _load() -> Any:
+    for name in LIBRARIES:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    return None
+
+
+def _ask(nvml: _Nvml, ram_available: int, root: Path) -> Answer:
+    code = nvml.call("nvmlInit_v2")
+    if code:
+        return (), "", "", nvml.reason(code)
+    try:
+        driver = nvml.text("nvmlSystemGetDriverVersion")
+        cuda = nvml.integer("nvmlSystemGetCudaDriverVersion_v2")
+        count = nvml.integer("nvmlDeviceGetCount_v2")
+        gpus = [_gpu(nvml, index, ram_available, root) for index in range(min(count, 64))]
+        error = "" if count else "the driver is there, but sees no GPU"
+        return tuple(g for g in gpus if g), driver, f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else "", error
+    finally:
+        nvml.call("nvmlShutdown")
+
+
+def _gpu(nvml: _Nvml, index: int, ram_available: int, root: Path) -> GpuFacts | None:
+    handle = c_void_p()
+    if nvml.call("nvmlDeviceGetHandleByIndex_v2", c_uint(index), byref(handle)):
+        return None
+    name = nvml.text("nvmlDeviceGetName", handle)
+    major, minor = c_int(), c_int()
+    nvml.call("nvmlDeviceGetCudaComputeCapability", handle, byref(major), byref(minor))
+    memory = _Memory()
+    unified = bool(nvml.call("nvmlDeviceGetMemoryInfo", handle, byref(memory))) or not memory.total
+    speed, basis = _bandwidth(nvml, handle, name)
+    return GpuFacts(
+        name=name,
+        capability=major.value * 10 + minor.value,
+        # a card without memory of its own answers "not supported": it lives in the machine's RAM
+        total_bytes=ram_available if unified else memory.total,
+        free_bytes=ram_available if unified else memory.free,
+        bandwidth=speed,
+        bandwidth_basis=basis,
+        index=index,
+        uuid=nvml.text("nvmlDeviceGetUUID", handle),
+        unified=unified,
+        power_limit_w=nvml.integer("nvmlDeviceGetEnforcedPowerLimit", handle) / 1000,
+        power_max_w=nvml.integer("nvmlDeviceGetPowerManagementDefaultLimit", handle) / 1000,
+        processes=_processes(nvml, handle, root),
+    )
+
+
+def _bandwidth(nvml: _Nvml, handle: c_void_p, name: str) -> tuple[float, str]:
+    """Clock x bus width x 2 transfers; the table where the driver does not tell, or is off by more than a half."""
+    clock, width = c_uint(), c_uint()
+    nvml.call("nvmlDeviceGetMaxClockInfo", handle, c_uint(MEMORY_CLOCK), byref(clock))
+    nvml.call("nvmlDeviceGetMemoryBusWidth", handle, byref(width))
+    told = clock.value * 1e6 * 2 * width.value / 8
+    known = table_bandwidth(name)
+    if told and (not known or 0.5 < told / known < 1.5):
+        return told, "driver"
+    return (known, "table") if known else (0.0, "unknown")
+
+
+def _processes(nvml: _Nvml, handle: c_void_p, root: Path) -> tuple[GpuProcess, ...]:
+    found: dict[int, GpuProcess] = {}
+    for kind in ("Compute", "Graphics"):
+        count, held = c_uint(MAX_PROCESSES), (_Process * MAX_PROCESSES)()
+        if nvml.call(f"nvmlDeviceGet{kind}RunningProcesses_v3", handle, byref(count), held):
+            continue
+        for entry in held[: min(count.value, MAX_PROCESSES)]:
+            used = 0 if entry.used == 2**64 - 1 else int(entry.used)
+            try:
+                name = (root / f"proc/{entry.pid}/comm").read_text().strip()
+            except OSError:  # gone, or another container's
+                name = ""
+            found[int(entry.pid)] = GpuProcess(int(entry.pid), used, name)
+    return tuple(sorted(found.values(), key=lambda p: -p.used_bytes))
+
+
+class _Nvml:
+    """Calls by name; a function the library lacks answers like one that is not supported."""
+
+    NOT_FOUND = 13
+
+    def __init__(self, library: Any) -> None:
+        self.library = library
+
+    def call(self, name: str, *arguments: Any) -> int:
+        """The driver's code, 0 for success."""
+        function = getattr(self.library, name, None)
+        return int(function(*arguments)) if function is not None else self.NOT_FOUND
+
+    def text(self, name: str, *handle: c_void_p) -> str:
+        """A function that fills a buffer."""
+        buffer = (c_char * 96)()
+        return buffer.value.decode(errors="replace") if not self.call(name, *handle, buffer, c_uint(96)) else ""
+
+    def integer(self, name: str, *handle: c_void_p) -> int:
+        """A function that fills an unsigned integer."""
+        value = c_uint()
+        return value.value if not self.call(name, *handle, byref(value)) else 0
+
+    def reason(self, code: int) -> str:
+        """The library's own words for a code."""
+        function = getattr(self.library, "nvmlErrorString", None)
+        if function is None:
+            return f"the driver's library answered with code {code}"
+        function.restype = ctypes.c_char_p
+        words = function(code)
+        return f"{words.decode(errors='replace')} (code {code})" if words else f"code {code}"

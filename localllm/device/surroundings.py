@@ -1,0 +1,52 @@
+"""What the process runs in: WSL, a container, and which torch is installed (read from its files, not imported)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from pathlib import Path
+
+CONTAINERS = {"docker": "docker", "podman": "podman", "oci": "container", "lxc": "lxc", "systemd-nspawn": "nspawn"}
+
+
+def wsl_version(root: Path = Path("/")) -> int:
+    """1 or 2 inside the Windows Subsystem for Linux, else 0."""
+    release = _text(root / "proc/sys/kernel/osrelease").lower()
+    if "microsoft" not in release:
+        return 0
+    return 2 if "wsl2" in release or "microsoft-standard" in release else 1
+
+
+def container(root: Path = Path("/")) -> str:
+    """The kind of container around this process, or nothing."""
+    if os.environ.get("KUBERNETES_SERVICE_HOST"):
+        return "kubernetes"
+    if (root / ".dockerenv").exists():
+        return "docker"
+    if (root / "run/.containerenv").exists():
+        return "podman"
+    named = _text(root / "run/systemd/container").strip() or os.environ.get("container", "")  # noqa: SIM112
+    if named and named != "wsl":
+        return CONTAINERS.get(named, named)
+    groups = _text(root / "proc/1/cgroup")
+    found = re.search(r"/(docker|kubepods|lxc|libpod)", groups)
+    return {"kubepods": "kubernetes", "libpod": "podman"}.get(found[1], found[1]) if found else ""
+
+
+def torch_build() -> tuple[str, str]:
+    """(version, CUDA it was built with) of the installed torch, read from its version.py; ("", "") without one."""
+    found = importlib.util.find_spec("torch")
+    if found is None or not found.submodule_search_locations:
+        return "", ""
+    text = _text(Path(found.submodule_search_locations[0]) / "version.py")
+    version = re.search(r"^__version__ *= *['\"]([^'\"]+)", text, re.MULTILINE)
+    cuda = re.search(r"^cuda[^=\n]*= *['\"]([\d.]+)", text, re.MULTILINE)
+    return (version[1] if version else ""), (cuda[1] if cuda else "")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,47 @@
+/* Stands in for libnvidia-ml.so.1: one RTX 4090, one GB10 that tells no memory. Built by test_nvml.py. */
+#include <stdio.h>
+#include <string.h>
+typedef struct { unsigned long long total, free, used; } memory_t;
+typedef struct { unsigned pid; unsigned long long used; unsigned gi, ci; } process_t;
+#ifndef INIT_CODE
+#define INIT_CODE 0
+#endif
+int nvmlInit_v2(void) { return INIT_CODE; }
+int nvmlShutdown(void) { return 0; }
+const char *nvmlErrorString(int code) { return code == 18 ? "Driver/library version mismatch" : "Unknown"; }
+int nvmlSystemGetDriverVersion(char *out, unsigned size) { snprintf(out, size, "580.95.05"); return 0; }
+int nvmlSystemGetCudaDriverVersion_v2(int *out) { *out = 13000; return 0; }
+int nvmlDeviceGetCount_v2(unsigned *out) { *out = 3; return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **out) {
+    if (index == 2) return 15; /* GPU is lost */
+    *out = (void *)(long)(index + 1);
+    return 0;
+}
+int nvmlDeviceGetName(void *gpu, char *out, unsigned size) {
+    snprintf(out, size, (long)gpu == 1 ? "NVIDIA GeForce RTX 4090" : "NVIDIA GB10");
+    return 0;
+}
+int nvmlDeviceGetUUID(void *gpu, char *out, unsigned size) { snprintf(out, size, "GPU-%ld000", (long)gpu); return 0; }
+int nvmlDeviceGetCudaComputeCapability(void *gpu, int *major, int *minor) {
+    *major = (long)gpu == 1 ? 8 : 12;
+    *minor = (long)gpu == 1 ? 9 : 1;
+    return 0;
+}
+int nvmlDeviceGetMemoryInfo(void *gpu, memory_t *out) {
+    if ((long)gpu == 2) return 3; /* not supported */
+    out->total = 25757220864ull, out->free = 25000000000ull, out->used = 757220864ull;
+    return 0;
+}
+int nvmlDeviceGetMaxClockInfo(void *gpu, unsigned kind, unsigned *out) {
+    if ((long)gpu == 2) return 3;
+    *out = kind == 2 ? 10501 : 0;
+    return 0;
+}
+int nvmlDeviceGetMemoryBusWidth(void *gpu, unsigned *out) { *out = 384; return (long)gpu == 1 ? 0 : 3; }
+int nvmlDeviceGetComputeRunningProcesses_v3(void *gpu, unsigned *count, process_t *out) {
+    (void)gpu;
+    *count = 2;
+    out[0] = (process_t){1, 1 << 20, 0, 0};
+    out[1] = (process_t){4194999, ~0ull, 0, 0};
+    return 0;
+}
