@@ -210,9 +210,7 @@ def candidates() -> tuple[Candidate, ...]:
 @functools.cache
 def starters() -> dict[str, Starter]:
     """Starter models by name."""
-    lists = ("packages", "repos")
-    made = [Starter(**{k: tuple(v) if k in lists else v for k, v in entry.items()}) for entry in _data()["starter"]]
-    return {s.name: s for s in made}
+    return {entry["name"]: _starter(entry) for entry in _data()["starter"]}
 
 
 def families() -> dict[str, tuple[Candidate, ...]]:
@@ -353,6 +351,10 @@ def _gib(num_bytes: int) -> str:
 
 def _data() -> dict[str, Any]:
     return tomllib.loads(resources.files(__package__).joinpath("catalog.toml").read_text(encoding="utf-8"))
+
+
+def _starter(entry: dict[str, Any]) -> Starter:
+    return Starter(**(entry | {"packages": tuple(entry["packages"]), "repos": tuple(entry["repos"])}))
 
 
 def _candidate(model: dict[str, Any], file: dict[str, Any]) -> Candidate:

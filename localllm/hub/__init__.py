@@ -6,7 +6,7 @@ with faults to try it against.
 
 from .client import Patience, RepoFile, endpoint, is_offline
 from .fetching import Repaired, download, repair
-from .local import LocalModel, default_model, list_local, remember
+from .local import LocalModel, default_model, list_local, remember_model
 from .removal import Removal, remove, remove_partials
 from .resolve import Resolved, resolve
 from .transfer import size_text
@@ -23,7 +23,7 @@ __all__ = [
     "endpoint",
     "is_offline",
     "list_local",
-    "remember",
+    "remember_model",
     "remove",
     "remove_partials",
     "repair",

@@ -146,17 +146,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def file_digest(path: Path, hex_digits: int, tick: Callable[[int], None] | None = None) -> str:
-    """SHA-256 (64 digits) or git blob SHA-1 (40 digits) of a file. `tick` gets the bytes read so far."""
+def file_digest(path: Path, hex_digits: int) -> str:
+    """SHA-256 (64 digits) or git blob SHA-1 (40 digits) of a file."""
     with open(path, "rb") as file:
         hasher = new_hasher(hex_digits, os.fstat(file.fileno()).st_size)
-        done = 0
         while block := file.read(1 << 20):
             hasher.update(block)
-            done += len(block)
-            if tick:
-                tick(done)
-    return hasher.hexdigest()
+    return str(hasher.hexdigest())
 
 
 def new_hasher(hex_digits: int, size: int) -> Any:

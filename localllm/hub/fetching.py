@@ -143,23 +143,20 @@ def _repair_from_hub(
 
 def _bad_blobs(found: local.Found, folder: Path, progress: Callable[[Phase], None]) -> tuple[list[str], int]:
     """Hash every linked file of a snapshot; wrong blobs are deleted. Returns their names, and how many were hashed."""
-    names = [n for n in cache.files_in(folder) if (folder / n).is_symlink() and (folder / n).is_file()]
-    total = sum((folder / n).stat().st_size for n in names)
+    links = [(n, (folder / n).resolve()) for n in cache.files_in(folder) if (folder / n).is_symlink()]
+    blobs = [(n, blob) for n, blob in links if blob.is_file() and len(blob.name) in (40, 64)]
+    total = sum(blob.stat().st_size for _, blob in blobs)
     bad, before = [], 0
-    for name in names:
-        blob = (folder / name).resolve()
-        if len(blob.name) in (40, 64):
-            done = before
-            digest = cache.file_digest(
-                blob, len(blob.name), lambda n, at=done, f=name: progress(Phase("verify", at + n, total, file=f))
-            )  # type: ignore[misc]
-            if digest != blob.name:
-                bad.append(name)
-                with cache.writing(blob.parent):
-                    blob.unlink()
-                continue
-            before += blob.stat().st_size
-    return bad, len(names)
+    for name, blob in blobs:
+        size = blob.stat().st_size
+        progress(Phase("verify", before, total, file=name))
+        if cache.file_digest(blob, len(blob.name)) != blob.name:
+            bad.append(name)
+            with cache.writing(blob.parent):
+                blob.unlink()
+        before += size
+    progress(Phase("verify", total, total))
+    return bad, len(blobs)
 
 
 def _is_linked(repo: str, folder: Path, file: RepoFile) -> bool:

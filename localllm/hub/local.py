@@ -23,6 +23,9 @@ from .selection import GgufSet, gguf_sets, safetensors_names
 if TYPE_CHECKING:
     from localllm.checkpoint import ModelFacts
 
+STARTER = "smollm2"
+"""what a new user talks to first"""
+
 Source = Literal["hub", "index", "folder"]
 
 
@@ -65,7 +68,7 @@ class LocalModel:
     format: str = ""
     architecture: str = ""
     params: int = 0
-    max_ctx: int = 0
+    max_context: int = 0
     licence: str = ""
     chat: bool = False
     """has a chat template"""
@@ -119,7 +122,7 @@ def describe(found: Found, last_used: float | None = None) -> LocalModel:
         format=facts.stored_format,
         architecture=facts.architecture,
         params=facts.num_params,
-        max_ctx=facts.max_context,
+        max_context=facts.max_context,
         licence=facts.licence,
         chat=facts.has_chat_template,
         facts=facts,
@@ -245,7 +248,7 @@ def _from_models_dir() -> list[Found]:
     return found
 
 
-def remember(name: str) -> None:
+def remember_model(name: str) -> None:
     """Record that a model was used now. A state folder that cannot be written is no reason to fail a chat."""
     state = _state()
     used = state.get("used")
@@ -257,21 +260,21 @@ def remember(name: str) -> None:
         return
 
 
-def default_model(fits: Callable[[LocalModel], tuple[bool, float]] | None = None) -> tuple[str, str]:
-    """(name, why) for a chat that names none: the one used last; else the largest local chat model that fits at 10
+def default_model(fits: Callable[[LocalModel], tuple[bool, float]] | None = None) -> str:
+    """The name for a chat that gives none: the model used last; else the largest local chat model that fits at 10
     tokens per second or more; else the starter.
     """
     names = {f.name for f in scan() if not f.problem}
     last = _state().get("last")
     if isinstance(last, str) and (last in names or os.path.exists(last)):
-        return last, "the model used last"
+        return last
     verdict = fits or _fits_free_memory
     chats = [(m, *verdict(m)) for m in list_local() if m.chat and m.supported and not m.broken]
     usable = [m for m, runs, tps in chats if runs and tps >= 10]
     if usable:
         best = max(usable, key=lambda m: m.params)
-        return best.name, "the largest chat model on this machine that runs at 10 tok/s or more"
-    return "smollm2", "the starter model"
+        return best.name
+    return STARTER
 
 
 def _fits_free_memory(model: LocalModel) -> tuple[bool, float]:

