@@ -434,15 +434,11 @@ class LLM:
 
 
 def set_threads(threads: int | None, machine: MachineFacts) -> int:
-    """Give torch and our kernels the cores this process may use. Returns how many."""
-    import torch
+    """Give the computing threads the cores this process may use. Returns how many."""
+    from localllm.engine.threads import set_threads as give
 
     usable = max(1, machine.cpu.cores_usable)
     if threads is not None and threads < 1:
         raise ConfigError(f"threads is {threads}, it must be at least 1", f"use --threads {usable}")
-    count = threads or usable
-    torch.set_num_threads(count)
-    from localllm.kernels import cpu
-
-    cpu.set_threads(count)
-    return count
+    give(threads or usable)
+    return threads or usable
