@@ -31,16 +31,18 @@ def fuse(weights: Sequence[Weight]) -> Weight | None:
             return None
     if len(weights) == 1:
         return first
-    parts = {"scales": _fp8_scales(weights) if first.form == "fp8" else _stacked([w.scales for w in weights])}
-    parts["zeros"] = _zeros(weights)
-    parts["mins"] = _stacked([w.mins for w in weights])
-    parts["global_scale"] = _stacked([w.global_scale for w in weights])
-    for name, part in parts.items():
+    scales = _fp8_scales(weights) if first.form == "fp8" else _stacked([w.scales for w in weights])
+    zeros = _zeros(weights)
+    mins = _stacked([w.mins for w in weights])
+    global_scale = _stacked([w.global_scale for w in weights])
+    for name, part in (("scales", scales), ("zeros", zeros), ("mins", mins), ("global_scale", global_scale)):
         if part is None and any(getattr(w, name) is not None for w in weights):
             return None
     shape = (sum(w.shape[0] for w in weights), first.shape[1])
     qweight = torch.cat([w.qweight for w in weights])
-    return first._replace(shape=shape, qweight=qweight, **parts)
+    return first._replace(
+        shape=shape, qweight=qweight, scales=scales, zeros=zeros, mins=mins, global_scale=global_scale
+    )
 
 
 def _same_input(a: Tensor | None, b: Tensor | None) -> bool:
