@@ -168,7 +168,7 @@ def _sentencepiece(vocabulary: Vocabulary) -> Backend:
 
 def _over_spaces(vocabulary: Vocabulary, merges: list[tuple[str, str]], *, prefix: bool) -> Backend:
     """BPE over text whose spaces are written `▁`, unknown characters falling back to byte tokens."""
-    from tokenizers import Tokenizer, decoders, models, normalizers
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     unknown = vocabulary.ids.get("unknown")
     bpe = models.BPE(
@@ -180,7 +180,12 @@ def _over_spaces(vocabulary: Vocabulary, merges: list[tuple[str, str]], *, prefi
     )
     backend = Tokenizer(bpe)
     spaces = normalizers.Replace(" ", "▁")
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
+    bracket = vocabulary.token_ids.get("[INST]")
+    if prefix and bracket is not None and vocabulary.types[bracket] == CONTROL:
+        # Mistral v3: its templates write the space after a control token themselves
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    else:
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
     return backend

@@ -20,9 +20,7 @@ from tokenizers import pre_tokenizers
 
 
 def encode(tokenizer: Any, *, split_special: bool) -> list[list[int]]:
-    return [
-        tokenizer(text, add_special_tokens=False, split_special_tokens=split_special).input_ids for text in TEXTS
-    ]
+    return [tokenizer(text, add_special_tokens=False, split_special_tokens=split_special).input_ids for text in TEXTS]
 
 
 def load(name: str, path: Path) -> tuple[Any, list[int]]:
