@@ -95,6 +95,8 @@ def test_kv_write_puts_tokens_into_their_slots() -> None:
         assert torch.equal(k_cache[page, :, offset], k[token].bfloat16())
         assert torch.equal(v_cache[page, :, offset], v[token].bfloat16())
     assert k_cache.ne(0).sum() == k.numel()
+    reference.kv_write(k[:1], v[:1], k_cache, v_cache, torch.tensor([34]))
+    assert torch.equal(k_cache[2, :, 2], k[0].bfloat16()) and torch.equal(v_cache[2, :, 2], v[0].bfloat16())
 
 
 def test_embedding_gathers_and_scales() -> None:
