@@ -125,6 +125,7 @@ def unsupported(path: Path, architecture: str) -> UnsupportedModel:
     """The refusal of an architecture, with what would work."""
     what = f"the architecture {shown(architecture)} is not supported by this version"
     error = bad(path, what, hint=f"it runs {RUNNABLE}: try localllm chat qwen", error=UnsupportedModel)
+    error.context |= {"key": "architecture", "architecture": shown(architecture)}
     assert isinstance(error, UnsupportedModel)
     return error
 

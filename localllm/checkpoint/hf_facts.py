@@ -85,7 +85,7 @@ def hf_facts(model: StoredModel) -> ModelFacts:
     rope, local_rope, max_context = full_and_local_rope(given, keys, family.architecture, head_dim)
     check_heads(keys, num_heads, num_kv_heads, head_dim, rope.dim)
     names = SourceNames(model, family.architecture)
-    windows = _windows(given, keys, family.architecture, source, num_layers)
+    windows = _windows(given, keys, family, source, num_layers)
     gemma = family.architecture == "gemma3"
     if keys.flag("use_bidirectional_attention"):
         raise unsupported(path, f"{source} with bidirectional attention (an embedding model)")
@@ -159,9 +159,11 @@ def _activation(keys: Fields, key: str) -> str:
     return _ACTIVATIONS[name]
 
 
-def _windows(given: Fields, keys: Fields, architecture: str, source: str, num_layers: int) -> tuple[int | None, ...]:
+def _windows(given: Fields, keys: Fields, family: _Family, source: str, num_layers: int) -> tuple[int | None, ...]:
     """The window of each layer, as transformers derives it. An explicit null switches a default window off."""
-    key = "sliding_window"
+    key, architecture = "sliding_window", family.architecture
+    if key not in family.defaults:
+        return (None,) * num_layers  # Llama has none, whatever its config carries along
     off = key in given.values and given.values[key] is None
     window = None if off or keys.raw(key) is None else keys.integer(key, 1, MAX_CONTEXT)
     if architecture.startswith("qwen") and not keys.flag("use_sliding_window"):
@@ -182,7 +184,7 @@ def _windows(given: Fields, keys: Fields, architecture: str, source: str, num_la
     if architecture == "gemma3":
         every = keys.integer("sliding_window_pattern", 1, MAX_LAYERS, 6)
         return tuple(None if (layer + 1) % every == 0 else window for layer in range(num_layers))
-    return (window,) * num_layers if "sliding_window" in keys.values else (None,) * num_layers
+    return (window,) * num_layers
 
 
 def _tied(model: StoredModel, names: SourceNames, top: Fields, keys: Fields) -> bool:

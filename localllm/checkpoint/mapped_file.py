@@ -117,7 +117,7 @@ def read_small(path: Path, limit: int) -> bytes:
         if size > limit:
             raise bad(path, f"is {size:,} bytes long, the limit is {limit:,}")
         try:
-            data = file.read(limit + 1)
+            data = file.read(min(size, limit) + 1)  # it may have grown meanwhile
         except OSError as error:
             raise bad(path, f"cannot be read: {error.strerror}") from error
     if len(data) > limit:

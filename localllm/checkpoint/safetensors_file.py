@@ -19,7 +19,7 @@ from .mapped_file import MappedFile, bad, pickle_error, shown
 from .tensor_info import TensorInfo
 
 MAX_HEADER_BYTES = 100_000_000
-MAX_TENSORS = 1 << 17
+MAX_TENSORS = 1 << 16
 MAX_NAME_BYTES = 512
 MAX_DIMS = 8
 MAX_METADATA_ENTRIES = 1 << 12
