@@ -18,6 +18,7 @@ typedef struct {
     const float *x;       /* [m, k] as given */
     int64_t m;
     int exact;            /* floats instead of integers */
+    int paired;           /* 16-bit pairs instead of planes of bytes */
     const uint8_t *planes; /* [m][blocks][XBYTES] */
     const xblock *meta;   /* [m][blocks] */
     const float *floats;  /* [m][stride] */
@@ -60,27 +61,34 @@ INLINE float half_sum(const float *x)
     return vf_sum(s);
 }
 
-static void quantise_block(const float *x, uint8_t *planes, xblock *meta, int halves, int has_min, int32_t zero)
+INLINE void quantise_block(const float *x, uint8_t *planes, int paired, xblock *meta, int halves, int has_min, int32_t zero)
 {
-    vf top = vf_set1(0.0f), check = vf_set1(0.0f);
+    vf top = vf_set1(0.0f);
+    vi bad = vi_set1(0);
     for (int i = 0; i < BLOCK; i += VW) {
-        vf a = vf_load(x + i);
-        top = vf_max((vf)((vi)a & 0x7fffffff), top);
-        check = check + a * 0.0f; /* NaN when any input is NaN or infinite */
+        vi a = (vi)vf_load(x + i) & 0x7fffffff;
+        top = vf_max((vf)a, top);
+        bad |= a > 0x7f7fffff; /* infinite or NaN */
     }
-    float peak = vf_hmax(top);
-    int32_t q[BLOCK], sums[2] = {0, 0};
-    float scale = peak / X_MAX, inverse = peak > 1e-30f ? X_MAX / peak : 0.0f;
-    if (!(peak > 1e-30f)) scale = 0.0f;
-    if (vf_sum(check) != 0.0f) { /* nothing sensible can come out: let it be NaN */
+    const float peak = vf_hmax(top);
+    float scale = peak / X_MAX, inverse = X_MAX / peak;
+    if (!(peak > 1e-30f)) scale = inverse = 0.0f;
+    if (vi_sum(bad)) { /* nothing sensible can come out: let it be NaN */
         scale = f32_bits(0x7fc00000);
         inverse = 0.0f;
-        memset(q, 0, sizeof q);
-    } else {
-        for (int i = 0; i < BLOCK; i += VW) vi_store(q + i, vi_round(vf_load(x + i) * vf_set1(inverse)));
     }
-    split_block(q, planes);
-    for (int i = 0; i < BLOCK; i++) sums[i / 16] += q[i];
+    int32_t q[BLOCK], sums[2];
+    for (int h = 0; h < 2; h++) {
+        vi total = vi_set1(0);
+        for (int i = 16 * h; i < 16 * h + 16; i += VW) {
+            vi n = vi_round(vf_select(vi_set1(inverse == 0.0f ? 0 : -1), vf_load(x + i), vf_set1(0.0f)) * vf_set1(inverse));
+            vi_store(q + i, n);
+            total += n;
+        }
+        sums[h] = vi_sum(total);
+    }
+    if (paired) pair_block(q, planes);
+    else plane_block(q, planes);
     if (halves == 1) sums[0] += sums[1];
     meta->scale = scale;
     for (int h = 0; h < 2; h++)
@@ -109,7 +117,7 @@ static void prepare_rows(void *arg, int64_t begin, int64_t end, int thread)
             const float *xb = gather_block(w, x, b, buffer);
             xblock *meta = j->meta + row * w->blocks + b;
             if (!j->a->exact) {
-                quantise_block(xb, j->planes + (row * w->blocks + b) * XBYTES, meta, halves, has_min, (int32_t)w->zero_offset);
+                quantise_block(xb, j->planes + (row * w->blocks + b) * XBYTES, j->a->paired, meta, halves, has_min, (int32_t)w->zero_offset);
                 continue;
             }
             if (has_min) {

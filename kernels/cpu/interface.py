@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int64, c_uint8, c_void_p
+from ctypes import c_int64, c_uint8, c_void_p
 
 __all__ = ["CWeight", "CSource", "Code", "From", "Number", "declare"]
 
@@ -47,6 +47,7 @@ class CSource(ctypes.Structure):
 _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ll_abi": (c_int64, ()),
     "ll_threads": (c_int64, (c_int64,)),
+    "ll_advise": (None, (c_void_p, c_int64)),
     "ll_layout": (c_int64, (c_void_p,)),
     "ll_pack": (c_int64, (c_void_p, c_void_p)),
     "ll_unpack": (None, (c_void_p, c_void_p, c_int64, c_void_p)),

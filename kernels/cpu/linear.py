@@ -8,6 +8,7 @@ result does not depend on the other rows, nor on the number of threads.
 from __future__ import annotations
 
 import ctypes
+import weakref
 from functools import cache, partial
 from typing import Any
 
@@ -58,6 +59,34 @@ class Prepared:
         return self.data.numel() + sum(t.numel() * t.element_size() for t in self.kept)
 
 
+class Arena:
+    """Memory for weights, cut from large pieces so that the kernel can back it with 2 MiB pages."""
+
+    SIZE = 32 << 20
+    ALIGN = 64
+
+    def __init__(self) -> None:
+        self._piece: weakref.ref[torch.UntypedStorage] | None = None
+        self._used = 0
+
+    def take(self, count: int) -> Tensor:
+        """uint8 [count], aligned to 64 bytes; the piece is freed with the last tensor cut from it."""
+        storage = self._piece() if self._piece is not None else None
+        if storage is None or self._used + count > storage.nbytes():
+            piece = torch.empty(max(self.SIZE, count + self.ALIGN), dtype=torch.uint8)
+            storage = piece.untyped_storage()
+            _lib().ll_advise(piece.data_ptr(), piece.numel())
+            self._piece, self._used = weakref.ref(storage), -piece.data_ptr() % self.ALIGN
+        data = torch.empty(0, dtype=torch.uint8).set_(storage, self._used, (count,))
+        self._used += -(-count // self.ALIGN) * self.ALIGN
+        return data
+
+
+@cache
+def _arena() -> Arena:
+    return Arena()
+
+
 def prepare(weight: Weight) -> Prepared:
     """Repacks a canonical weight, exactly. Raises ValueError for what `fits` refuses."""
     struct = CWeight(n=weight.shape[0], k=weight.shape[1], group=32)
@@ -72,7 +101,7 @@ def prepare(weight: Weight) -> Prepared:
             kept.append(tensor.to(dtype).contiguous())
             setattr(struct, name, kept[-1].data_ptr())
     lib = _lib()
-    data = torch.empty(lib.ll_layout(ctypes.addressof(struct)), dtype=torch.uint8)
+    data = _arena().take(lib.ll_layout(ctypes.addressof(struct)))
     struct.data = data.data_ptr()
     codes = codes.contiguous()
     scales, mins = _padded(scales, struct), _padded(mins, struct)

@@ -2,15 +2,18 @@
  *
  * For every (row of x, row of the weight) the sum runs over blocks of 32 inputs in order, one chain, whatever the
  * number of rows: integer sums within a block are exact, the float steps are the same instructions in every variant.
- * So a row's result does not depend on the batch. One row unpacks codes in registers; more rows unpack a chunk of
- * codes once to bytes (or floats) in the first-level cache. */
+ * So a row's result does not depend on the batch. Few rows unpack codes in registers; more rows widen a chunk of
+ * codes once, in the first-level cache. */
 #ifndef LL_MATMUL_H
 #define LL_MATMUL_H
 
 #include "activations.h"
 
-#define CHUNK 16  /* blocks of unpacked byte codes: 8 KiB */
+#define CHUNK 16  /* blocks whose scales are expanded at a time */
+#define FEW 3     /* up to so many rows unpack codes in registers, each anew */
+#define CHUNK_W 8 /* blocks of codes widened to 16 bits: 8 KiB a tile */
 #define CHUNK_F 4 /* blocks of unpacked float codes: 8 KiB */
+#define AHEAD 3072 /* bytes: the hardware's own prefetching stops at a page's end (24 -> 30 GB/s on one Zen 4 core) */
 #define SLAB 128  /* rows of x that share one unpacking */
 
 typedef struct {
@@ -37,181 +40,249 @@ static void store_tile(const product *p, int64_t tile, int64_t row, const float 
     else memcpy(out, r, (size_t)count * 4);
 }
 
-/* ---- integer codes, integer activations ---- */
+/* ---- integer codes, integer activations, few rows of x ---- */
 
-/* One block of one row: adds to acc. */
-INLINE vf block_int(vf acc, const vi q[8], const uint8_t *x, const xblock *meta, const float *scale, const float *min,
-                    const int halves, const int has_min)
-{
-    const vf step = vf_set1(meta->scale);
-    for (int h = 0; h < halves; h++) {
-        vdot d = dot_start(has_min ? 0 : meta->start[h]);
-        for (int j = h * 4; j < (halves == 1 ? 8 : h * 4 + 4); j++) dot_quad(&d, q[j], x, j);
-        acc = vf_fma(dot_value(d), vf_load(scale + h * TILE) * step, acc);
-        if (has_min) acc = vf_fma(vf_load(min + h * TILE), vf_set1(meta->sums[h]), acc);
-    }
-    return acc;
-}
+#if VW == 16
+#define PAIR 2 /* tiles taken together: they share the broadcasts of x */
+#else
+#define PAIR 1
+#endif
+typedef float tile_floats[CHUNK * 2 * TILE];
 
-/* One tile, one row of x. */
-INLINE void tile_one(const product *p, int64_t tile, int64_t row, const int code, const int halves, const int has_min)
+/* Tiles `tile` and, where PAIR is 2, `tile + 1` (`other` = 0: it does not exist and is computed in vain). */
+INLINE void tile_one(const product *p, int64_t tile, int64_t other, int64_t row, const int code, const int halves, const int has_min)
 {
     const ll_weight *w = p->w;
-    const uint8_t *at = w->data + tile * w->tile_bytes, *codes = at + w->at_codes;
+    const uint8_t *tiles[PAIR], *codes[PAIR];
+    for (int c = 0; c < PAIR; c++) {
+        tiles[c] = w->data + (tile + c * other) * w->tile_bytes;
+        codes[c] = tiles[c] + w->at_codes;
+    }
     const uint8_t *x = p->a->planes + row * w->blocks * XBYTES;
     const xblock *meta = p->a->meta + row * w->blocks;
     const vlut table = lut_load(w->table);
-    float scale[CHUNK * 2 * TILE], min[CHUNK * 2 * TILE], sums[TILE];
-    vf acc[NV];
-    for (int v = 0; v < NV; v++) acc[v] = vf_set1(0.0f);
+    const int bytes = block_bytes_of[code];
+    _Alignas(64) tile_floats scale[PAIR], min[PAIR];
+    vf acc[PAIR][NV];
+    for (int c = 0; c < PAIR; c++)
+        for (int v = 0; v < NV; v++) acc[c][v] = vf_set1(0.0f);
     for (int64_t first = 0; first < w->blocks; first += CHUNK) {
         int64_t count = w->blocks - first < CHUNK ? w->blocks - first : CHUNK;
-        expand_scales(w, at, first, count, scale, min);
-        for (int64_t b = 0; b < count; b++) {
+        for (int c = 0; c < PAIR; c++) expand_scales(w, tiles[c], first, count, scale[c], min[c]);
+        for (int64_t b = 0; b < count; b++, x += XBYTES, meta++) {
+            const vf step = vf_set1(meta->scale);
             for (int v = 0; v < NV; v++) {
-                vi q[8];
-                block_quads(codes + b * block_bytes_of[code], v, code, table, q);
-                acc[v] = block_int(acc[v], q, x + b * XBYTES, meta + b, scale + b * halves * TILE + v * VW,
-                                   min + b * halves * TILE + v * VW, halves, has_min);
+                vi q[PAIR][8];
+                for (int c = 0; c < PAIR; c++) {
+                    for (int i = 0; v == 0 && i < bytes; i += 64) __builtin_prefetch(codes[c] + i + AHEAD, 0, 3);
+                    block_quads(codes[c] + v * 4 * VW, code, table, q[c]);
+                }
+                for (int h = 0; h < halves; h++) {
+                    vdot d[PAIR];
+                    for (int c = 0; c < PAIR; c++) d[c] = dot_start(has_min ? 0 : meta->start[h]);
+                    for (int j = h * 4; j < (halves == 1 ? 8 : h * 4 + 4); j++)
+                        for (int c = 0; c < PAIR; c++) dot_quad(&d[c], q[c][j], x, j);
+                    for (int c = 0; c < PAIR; c++) {
+                        const int64_t at = (b * halves + h) * TILE + v * VW;
+                        acc[c][v] = vf_fma(dot_value(d[c]), vf_load(scale[c] + at) * step, acc[c][v]);
+                        if (has_min) acc[c][v] = vf_fma(vf_load(min[c] + at), vf_set1(meta->sums[h]), acc[c][v]);
+                    }
+                }
+            }
+            for (int c = 0; c < PAIR; c++) codes[c] += bytes;
+        }
+    }
+    for (int c = 0; c < PAIR && c <= other; c++) {
+        float sums[TILE];
+        for (int v = 0; v < NV; v++) vf_store(sums + v * VW, acc[c][v]);
+        store_tile(p, tile + c, row, sums);
+    }
+}
+
+/* ---- the same for many rows: codes widened to 16 bits once, shared by ROWS rows ---- */
+
+#define ROWS (VW == 16 ? 6 : 4)
+
+typedef struct {
+    const uint8_t *pairs[PAIR];  /* [count][16][16 lanes] of 16-bit pairs */
+    const float *scale[PAIR], *min[PAIR];
+    int64_t count;               /* blocks in the chunk */
+    const uint8_t *x;            /* the first row's first block of the chunk */
+    const xblock *meta;
+    int64_t blocks;              /* between rows of x */
+    float *part[PAIR];           /* [rows][16] sums so far */
+} chunk;
+
+INLINE void chunk_int(const chunk *k, int64_t row, const int rows, const int halves, const int has_min)
+{
+    const uint8_t *x = k->x + row * k->blocks * XBYTES;
+    const xblock *meta = k->meta + row * k->blocks;
+    for (int v = 0; v < NV; v++) {
+        vf acc[ROWS][PAIR];
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < PAIR; c++) acc[r][c] = vf_load(k->part[c] + (row + r) * TILE + v * VW);
+        for (int64_t b = 0; b < k->count; b++) {
+            for (int h = 0; h < halves; h++) {
+                vi sum[ROWS][PAIR];
+                for (int r = 0; r < rows; r++)
+                    for (int c = 0; c < PAIR; c++) sum[r][c] = vi_set1(has_min ? 0 : meta[r * k->blocks + b].start[h]);
+                for (int i = h * 8; i < (halves == 1 ? 16 : h * 8 + 8); i++) {
+                    vi q[PAIR];
+                    for (int c = 0; c < PAIR; c++) q[c] = vi_load(k->pairs[c] + b * 1024 + i * 64 + v * 4 * VW);
+                    for (int r = 0; r < rows; r++) {
+                        vi xr = vi_bcast(x + (r * k->blocks + b) * XBYTES + 4 * i);
+                        for (int c = 0; c < PAIR; c++) sum[r][c] = madd16(sum[r][c], q[c], xr);
+                    }
+                }
+                for (int c = 0; c < PAIR; c++) {
+                    const int64_t at = (b * halves + h) * TILE + v * VW;
+                    vf scale = vf_load(k->scale[c] + at), min = has_min ? vf_load(k->min[c] + at) : scale;
+                    for (int r = 0; r < rows; r++) {
+                        const xblock *m = meta + r * k->blocks + b;
+                        acc[r][c] = vf_fma(vf_cvt(sum[r][c]), scale * vf_set1(m->scale), acc[r][c]);
+                        if (has_min) acc[r][c] = vf_fma(min, vf_set1(m->sums[h]), acc[r][c]);
+                    }
+                }
             }
         }
-        codes += count * block_bytes_of[code];
-        x += count * XBYTES;
-        meta += count;
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < PAIR; c++) vf_store(k->part[c] + (row + r) * TILE + v * VW, acc[r][c]);
     }
-    for (int v = 0; v < NV; v++) vf_store(sums + v * VW, acc[v]);
-    store_tile(p, tile, row, sums);
 }
 
-/* `rows` rows of x against a chunk of byte codes; part [rows][16] goes on. */
-INLINE void chunk_int(const uint8_t *codes, const float *scale, const float *min, int64_t count, const uint8_t *x,
-                      const xblock *meta, int64_t blocks, float *part, const int rows, const int halves, const int has_min)
+/* How many of the rows left the next step takes: even steps rather than one long and one short. */
+INLINE int step_of(int64_t left)
 {
-    for (int v = 0; v < NV; v++) {
-        vf acc[8];
-        for (int r = 0; r < rows; r++) acc[r] = vf_load(part + r * TILE + v * VW);
-        for (int64_t b = 0; b < count; b++) {
-            vi q[8];
-            for (int j = 0; j < 8; j++) q[j] = vi_load(codes + b * 512 + j * 64 + v * 4 * VW);
-            for (int r = 0; r < rows; r++)
-                acc[r] = block_int(acc[r], q, x + (r * blocks + b) * XBYTES, meta + r * blocks + b,
-                                   scale + b * halves * TILE + v * VW, min + b * halves * TILE + v * VW, halves, has_min);
-        }
-        for (int r = 0; r < rows; r++) vf_store(part + r * TILE + v * VW, acc[r]);
-    }
+    if (left >= 2 * ROWS || left == ROWS) return ROWS;
+    if (left > ROWS) return left - ROWS >= 3 || ROWS == 4 ? ROWS : 4;
+    return (int)left;
 }
 
-#define CHUNK_INT(NAME, HALVES, HAS_MIN)                                                                            \
-    static __attribute__((noinline)) void NAME(const uint8_t *codes, const float *scale, const float *min,         \
-                                               int64_t count, const uint8_t *x, const xblock *meta,                \
-                                               int64_t blocks, float *part, int64_t rows)                          \
-    {                                                                                                               \
-        int64_t r = 0;                                                                                              \
-        for (; r + 8 <= rows; r += 8)                                                                               \
-            chunk_int(codes, scale, min, count, x + r * blocks * XBYTES, meta + r * blocks, blocks, part + r * TILE, 8, HALVES, HAS_MIN); \
-        for (; r + 3 <= rows; r += 3)                                                                               \
-            chunk_int(codes, scale, min, count, x + r * blocks * XBYTES, meta + r * blocks, blocks, part + r * TILE, 3, HALVES, HAS_MIN); \
-        for (; r < rows; r++)                                                                                       \
-            chunk_int(codes, scale, min, count, x + r * blocks * XBYTES, meta + r * blocks, blocks, part + r * TILE, 1, HALVES, HAS_MIN); \
+#define CHUNK_INT(NAME, HALVES, HAS_MIN)                                                     \
+    static __attribute__((noinline)) void NAME(const chunk *k, int64_t rows)                 \
+    {                                                                                        \
+        for (int64_t r = 0, step; r < rows; r += step) {                                     \
+            switch (step = step_of(rows - r)) {                                              \
+            case 6: chunk_int(k, r, ROWS == 6 ? 6 : 1, HALVES, HAS_MIN); break;              \
+            case 5: chunk_int(k, r, 3, HALVES, HAS_MIN); step = 3; break;                    \
+            case 4: chunk_int(k, r, 4, HALVES, HAS_MIN); break;                              \
+            case 3: chunk_int(k, r, 3, HALVES, HAS_MIN); break;                              \
+            case 2: chunk_int(k, r, 2, HALVES, HAS_MIN); break;                              \
+            default: chunk_int(k, r, 1, HALVES, HAS_MIN); break;                             \
+            }                                                                                \
+        }                                                                                    \
     }
 CHUNK_INT(chunk_int_zero, 1, 0)
 CHUNK_INT(chunk_int_min, 1, 1)
 CHUNK_INT(chunk_int_half_zero, 2, 0)
 CHUNK_INT(chunk_int_half_min, 2, 1)
 
-INLINE void unpack_blocks(const uint8_t *codes, int64_t count, const int code, vlut table, uint8_t *bytes)
+INLINE void widen_as(const uint8_t *codes, int64_t count, const int code, vlut table, uint8_t *pairs)
 {
     for (int64_t b = 0; b < count; b++)
         for (int v = 0; v < NV; v++) {
             vi q[8];
-            block_quads(codes + b * block_bytes_of[code], v, code, table, q);
-            for (int j = 0; j < 8; j++) vi_store(bytes + b * 512 + j * 64 + v * 4 * VW, q[j]);
+            block_quads(codes + b * block_bytes_of[code] + v * 4 * VW, code, table, q);
+            for (int j = 0; j < 8; j++) {
+                vi_store(pairs + b * 1024 + j * 128 + v * 4 * VW, quad_even(q[j]));
+                vi_store(pairs + b * 1024 + j * 128 + 64 + v * 4 * VW, quad_odd(q[j]));
+            }
         }
 }
 
-static void unpack_chunk(const ll_weight *w, const uint8_t *codes, int64_t count, uint8_t *bytes)
+static void widen_chunk(const ll_weight *w, const uint8_t *codes, int64_t count, uint8_t *pairs)
 {
     const vlut table = lut_load(w->table);
     switch (w->code) {
-    case CODE_4: unpack_blocks(codes, count, CODE_4, table, bytes); break;
-    case CODE_4T: unpack_blocks(codes, count, CODE_4T, table, bytes); break;
-    case CODE_5: unpack_blocks(codes, count, CODE_5, table, bytes); break;
-    case CODE_6: unpack_blocks(codes, count, CODE_6, table, bytes); break;
-    case CODE_2: unpack_blocks(codes, count, CODE_2, table, bytes); break;
-    case CODE_3: unpack_blocks(codes, count, CODE_3, table, bytes); break;
-    default: memcpy(bytes, codes, (size_t)count * 512); break;
+    case CODE_4: widen_as(codes, count, CODE_4, table, pairs); break;
+    case CODE_4T: widen_as(codes, count, CODE_4T, table, pairs); break;
+    case CODE_5: widen_as(codes, count, CODE_5, table, pairs); break;
+    case CODE_6: widen_as(codes, count, CODE_6, table, pairs); break;
+    case CODE_2: widen_as(codes, count, CODE_2, table, pairs); break;
+    case CODE_3: widen_as(codes, count, CODE_3, table, pairs); break;
+    default: widen_as(codes, count, CODE_8, table, pairs); break;
     }
 }
 
-static void tile_many(const product *p, int64_t tile, int64_t row, int64_t rows)
+static void tile_many(const product *p, int64_t tile, int64_t other, int64_t row, int64_t rows)
 {
     const ll_weight *w = p->w;
     const int halves = halves_of(w), has_min = w->min_kind != NUM_NONE;
-    const uint8_t *at = w->data + tile * w->tile_bytes, *codes = at + w->at_codes;
-    _Alignas(64) uint8_t bytes[CHUNK * 512];
-    _Alignas(64) float scale[CHUNK * 2 * TILE], min[CHUNK * 2 * TILE], part[SLAB * TILE];
-    memset(part, 0, (size_t)rows * TILE * 4);
-    for (int64_t first = 0; first < w->blocks; first += CHUNK) {
-        int64_t count = w->blocks - first < CHUNK ? w->blocks - first : CHUNK;
-        const uint8_t *from = codes + first * w->block_bytes;
-        if (w->code != CODE_8) {
-            unpack_chunk(w, from, count, bytes);
-            from = bytes;
-        }
-        expand_scales(w, at, first, count, scale, min);
-        const uint8_t *x = p->a->planes + (row * w->blocks + first) * XBYTES;
-        const xblock *meta = p->a->meta + row * w->blocks + first;
-        (halves == 2 ? has_min ? chunk_int_half_min : chunk_int_half_zero : has_min ? chunk_int_min : chunk_int_zero)(
-            from, scale, min, count, x, meta, w->blocks, part, rows);
+    _Alignas(64) uint8_t pairs[PAIR][CHUNK_W * 1024];
+    _Alignas(64) tile_floats scale[PAIR], min[PAIR];
+    _Alignas(64) float part[PAIR][SLAB * TILE];
+    chunk k = {.blocks = w->blocks};
+    for (int c = 0; c < PAIR; c++) {
+        memset(part[c], 0, (size_t)rows * TILE * 4);
+        k.pairs[c] = pairs[c];
+        k.scale[c] = scale[c];
+        k.min[c] = min[c];
+        k.part[c] = part[c];
     }
-    for (int64_t r = 0; r < rows; r++) store_tile(p, tile, row + r, part + r * TILE);
+    for (int64_t first = 0; first < w->blocks; first += CHUNK_W) {
+        k.count = w->blocks - first < CHUNK_W ? w->blocks - first : CHUNK_W;
+        for (int c = 0; c < PAIR; c++) {
+            const uint8_t *at = w->data + (tile + c * other) * w->tile_bytes;
+            widen_chunk(w, at + w->at_codes + first * w->block_bytes, k.count, pairs[c]);
+            expand_scales(w, at, first, k.count, scale[c], min[c]);
+        }
+        k.x = p->a->planes + (row * w->blocks + first) * XBYTES;
+        k.meta = p->a->meta + row * w->blocks + first;
+        (halves == 2 ? has_min ? chunk_int_half_min : chunk_int_half_zero : has_min ? chunk_int_min : chunk_int_zero)(&k, rows);
+    }
+    for (int c = 0; c < PAIR && c <= other; c++)
+        for (int64_t r = 0; r < rows; r++) store_tile(p, tile + c, row + r, part[c] + r * TILE);
 }
 
-#define TILES_ONE(NAME, CODE, HALVES, HAS_MIN)                                                                       \
+#define TILES_FEW(NAME, CODE, HALVES, HAS_MIN)                                                                       \
     static void NAME(const product *p, int64_t begin, int64_t end)                                                   \
     {                                                                                                                \
-        for (int64_t t = begin; t < end; t++) tile_one(p, t, 0, CODE, HALVES, HAS_MIN);                              \
+        for (int64_t t = begin * PAIR; t < end * PAIR && t < p->w->tiles; t += PAIR)                                 \
+            for (int64_t r = 0; r < p->a->m; r++)                                                                    \
+                tile_one(p, t, PAIR == 2 && t + 1 < p->w->tiles, r, CODE, HALVES, HAS_MIN);                          \
     }
-TILES_ONE(one_8_zero, CODE_8, 1, 0)
-TILES_ONE(one_8_min, CODE_8, 1, 1)
-TILES_ONE(one_4_zero, CODE_4, 1, 0)
-TILES_ONE(one_4_min, CODE_4, 1, 1)
-TILES_ONE(one_4t_zero, CODE_4T, 1, 0)
-TILES_ONE(one_4t_half, CODE_4T, 2, 0)
-TILES_ONE(one_5_zero, CODE_5, 1, 0)
-TILES_ONE(one_5_min, CODE_5, 1, 1)
-TILES_ONE(one_6_half, CODE_6, 2, 0)
-TILES_ONE(one_2_half, CODE_2, 2, 1)
-TILES_ONE(one_3_half, CODE_3, 2, 0)
+TILES_FEW(few_8_zero, CODE_8, 1, 0)
+TILES_FEW(few_8_min, CODE_8, 1, 1)
+TILES_FEW(few_4_zero, CODE_4, 1, 0)
+TILES_FEW(few_4_min, CODE_4, 1, 1)
+TILES_FEW(few_4t_zero, CODE_4T, 1, 0)
+TILES_FEW(few_4t_half, CODE_4T, 2, 0)
+TILES_FEW(few_5_zero, CODE_5, 1, 0)
+TILES_FEW(few_5_min, CODE_5, 1, 1)
+TILES_FEW(few_6_half, CODE_6, 2, 0)
+TILES_FEW(few_2_half, CODE_2, 2, 1)
+TILES_FEW(few_3_half, CODE_3, 2, 0)
 
-/* The function for one row and all its tiles; NULL for combinations no format has. */
-static void (*one_row(const ll_weight *w))(const product *, int64_t, int64_t)
+/* The function for few rows and a range of tiles; NULL for combinations no format has. */
+static void (*few_rows(const ll_weight *w))(const product *, int64_t, int64_t)
 {
     const int half = w->group == 16, min = w->min_kind != NUM_NONE;
     switch (w->code) {
-    case CODE_8: return half ? NULL : min ? one_8_min : one_8_zero;
-    case CODE_4: return half ? NULL : min ? one_4_min : one_4_zero;
-    case CODE_4T: return min ? NULL : half ? one_4t_half : one_4t_zero;
-    case CODE_5: return half ? NULL : min ? one_5_min : one_5_zero;
-    case CODE_6: return half && !min ? one_6_half : NULL;
-    case CODE_2: return half && min ? one_2_half : NULL;
-    case CODE_3: return half && !min ? one_3_half : NULL;
+    case CODE_8: return half ? NULL : min ? few_8_min : few_8_zero;
+    case CODE_4: return half ? NULL : min ? few_4_min : few_4_zero;
+    case CODE_4T: return min ? NULL : half ? few_4t_half : few_4t_zero;
+    case CODE_5: return half ? NULL : min ? few_5_min : few_5_zero;
+    case CODE_6: return half && !min ? few_6_half : NULL;
+    case CODE_2: return half && min ? few_2_half : NULL;
+    case CODE_3: return half && !min ? few_3_half : NULL;
     default: return NULL;
     }
 }
+
+INLINE int64_t tile_groups(const ll_weight *w) { return (w->tiles + PAIR - 1) / PAIR; }
 
 static void int_tiles(void *arg, int64_t begin, int64_t end, int thread)
 {
     (void)thread;
     const product *p = arg;
-    void (*one)(const product *, int64_t, int64_t) = one_row(p->w);
-    if (p->a->m == 1 && one) {
-        one(p, begin, end);
+    if (!p->a->paired) {
+        few_rows(p->w)(p, begin, end);
         return;
     }
+    const int64_t groups = tile_groups(p->w);
     for (int64_t i = begin; i < end; i++) {
-        int64_t row = i / p->w->tiles * SLAB, rows = p->a->m - row < SLAB ? p->a->m - row : SLAB;
-        tile_many(p, i % p->w->tiles, row, rows);
+        int64_t tile = i % groups * PAIR, row = i / groups * SLAB, rows = p->a->m - row < SLAB ? p->a->m - row : SLAB;
+        tile_many(p, tile, PAIR == 2 && tile + 1 < p->w->tiles, row, rows);
     }
 }
 
@@ -280,14 +351,19 @@ static void floats_chunk(const ll_weight *w, const uint8_t *from, int64_t count,
     case CODE_BF16: float_blocks_as(from, count, CODE_BF16, to); return;
     case CODE_E4M3: float_blocks_as(from, count, CODE_E4M3, to); return;
     }
-    _Alignas(64) uint8_t bytes[CHUNK_F * 512];
+    _Alignas(64) uint8_t pairs[CHUNK_F * 1024];
     const vf zero = quad_zero(w);
-    unpack_chunk(w, from, count, bytes);
+    widen_chunk(w, from, count, pairs);
     for (int64_t b = 0; b < count; b++)
         for (int j = 0; j < 8; j++)
             for (int v = 0; v < NV; v++) {
-                vi q = vi_load(bytes + b * 512 + j * 64 + v * 4 * VW);
-                for (int t = 0; t < 4; t++) vf_store(to + (b * BLOCK + 4 * j + t) * TILE + v * VW, quad_floats(q, t, zero));
+                const uint8_t *at = pairs + b * 1024 + j * 128 + v * 4 * VW;
+                vi even = vi_load(at), odd = vi_load(at + 64);
+                float *f = to + (b * BLOCK + 4 * j) * TILE + v * VW;
+                vf_store(f, code_float(even & 0xffff, zero));
+                vf_store(f + TILE, code_float(odd & 0xffff, zero));
+                vf_store(f + 2 * TILE, code_float((vi)((vu)even >> 16), zero));
+                vf_store(f + 3 * TILE, code_float((vi)((vu)odd >> 16), zero));
             }
 }
 
@@ -323,9 +399,11 @@ static void float_tiles(void *arg, int64_t begin, int64_t end, int thread)
 static int linear_locked(const ll_weight *w, const float *x, int64_t m, const float *bias, const float *residual, float *out, int exact)
 {
     activations a = {.x = x, .m = m, .exact = exact || code_is_float(w->code)};
+    a.paired = m > FEW || !few_rows(w);
     if (prepare_activations(w, &a)) return -1;
     product p = {w, &a, bias, residual, out};
-    pool_run(a.exact ? float_tiles : int_tiles, &p, w->tiles * ((m + SLAB - 1) / SLAB));
+    int64_t slabs = (m + SLAB - 1) / SLAB;
+    pool_run(a.exact ? float_tiles : int_tiles, &p, slabs * (a.exact ? w->tiles : tile_groups(w)));
     return 0;
 }
 

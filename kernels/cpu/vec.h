@@ -1,8 +1,9 @@
 /* Vectors of VW 32-bit lanes: the few operations the kernels need, for AVX-512, AVX2, NEON and plain C.
  *
  * The integer dot product takes weight codes as unsigned bytes, four inputs of one row per lane, and activations of
- * 16 bits. With VNNI the activations come as two planes of signed bytes (256 * hi + lo), otherwise as pairs of
- * 16-bit numbers; `split_block` writes what `dot_quad` reads. Integer sums are exact, so both give the same result. */
+ * 16 bits: two planes of signed bytes (256 * hi + lo) for the byte dot products of VNNI, which need no widening of
+ * codes (`plane_block` writes what `dot_quad` reads), or 16-bit pairs for codes widened once and used for many rows
+ * (`pair_block`, `madd16`). Integer sums are exact, so all give the same result. */
 #ifndef LL_VEC_H
 #define LL_VEC_H
 
@@ -91,6 +92,7 @@ INLINE vlut lut_load(const uint8_t *t) { return _mm512_broadcast_i32x4(_mm_loadu
 INLINE vi lut_get(vlut t, vi i) { return (vi)_mm512_shuffle_epi8(t, (__m512i)i); }
 INLINE float vf_sum(vf a) { return _mm512_reduce_add_ps((__m512)a); }
 INLINE float vf_hmax(vf a) { return _mm512_reduce_max_ps((__m512)a); }
+INLINE int32_t vi_sum(vi a) { return _mm512_reduce_add_epi32((__m512i)a); }
 
 #elif VW == 8
 INLINE vf vf_set1(float x) { return (vf)_mm256_set1_ps(x); }
@@ -152,6 +154,7 @@ INLINE vi lut_get(vlut t, vi i)
 #if VW != 16
 INLINE float vf_sum(vf a) { float s = 0; for (int i = 0; i < VW; i++) s += a[i]; return s; }
 INLINE float vf_hmax(vf a) { float m = a[0]; for (int i = 1; i < VW; i++) m = a[i] > m ? a[i] : m; return m; }
+INLINE int32_t vi_sum(vi a) { int32_t s = 0; for (int i = 0; i < VW; i++) s += a[i]; return s; }
 #endif
 
 INLINE vf vf_bf16(const uint16_t *p) { return (vf)(vi_u16(p) << 16); }
@@ -179,7 +182,47 @@ INLINE vf vf_exp(vf x)
     return vf_select(nan, x, e);
 }
 
-/* ---- integer dot product ---- */
+/* ---- integer dot products ---- */
+
+/* 16-bit pairs: sum += a.low * b.low + a.high * b.high in every lane. */
+INLINE vi madd16(vi sum, vi a, vi b)
+{
+#if VW == 16 && defined(__AVX512VNNI__)
+    return (vi)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#elif VW == 16
+    return sum + (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif VW == 8 && defined(__AVXVNNI__)
+    return (vi)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)a, (__m256i)b);
+#elif VW == 8
+    return sum + (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+    typedef short v8hi __attribute__((vector_size(16)));
+    return sum + (vi)__builtin_ia32_pmaddwd128((v8hi)a, (v8hi)b);
+#else
+    return sum + ((a << 16) >> 16) * ((b << 16) >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+/* A quad of byte codes as two vectors of 16-bit pairs: inputs (0, 2) and (1, 3). */
+INLINE vi quad_even(vi q) { return q & 0x00ff00ff; }
+INLINE vi quad_odd(vi q) { return vi_shr16(q, 8); }
+/* The activations that meet them: 8 bytes a quad. */
+#if VW == 16
+INLINE void pair_block(const int32_t *q, uint8_t *x)
+{
+    __m512i all = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(_mm512_loadu_si512(q))),
+                                     _mm512_cvtepi32_epi16(_mm512_loadu_si512(q + 16)), 1);
+    _mm512_storeu_si512(x, _mm512_shufflelo_epi16(_mm512_shufflehi_epi16(all, 0xd8), 0xd8));
+}
+#else
+INLINE void pair_block(const int32_t *q, uint8_t *x)
+{
+    for (int j = 0; j < BLOCK / 4; j++) {
+        int16_t quad[4] = {(int16_t)q[4 * j], (int16_t)q[4 * j + 2], (int16_t)q[4 * j + 1], (int16_t)q[4 * j + 3]};
+        memcpy(x + 8 * j, quad, 8);
+    }
+}
+#endif
+INLINE vi vi_bcast(const uint8_t *p) { int32_t x; memcpy(&x, p, 4); return vi_set1(x); }
 
 #if (VW == 16 && defined(__AVX512VNNI__)) || (VW == 8 && (defined(__AVXVNNI__) || (defined(__AVX512VNNI__) && defined(__AVX512VL__))))
 #define LL_VNNI 1
@@ -194,52 +237,36 @@ typedef struct { vi hi, lo; } vdot;
 INLINE vdot dot_start(int32_t z) { return (vdot){vi_set1(0), vi_set1(z)}; }
 INLINE void dot_quad(vdot *d, vi codes, const uint8_t *x, int j)
 {
-    int32_t hi, lo;
-    memcpy(&hi, x + 4 * j, 4);
-    memcpy(&lo, x + BLOCK + 4 * j, 4);
-    d->hi = DPBUSD(d->hi, codes, vi_set1(hi));
-    d->lo = DPBUSD(d->lo, codes, vi_set1(lo));
+    d->hi = DPBUSD(d->hi, codes, vi_bcast(x + 4 * j));
+    d->lo = DPBUSD(d->lo, codes, vi_bcast(x + BLOCK + 4 * j));
 }
 INLINE vf dot_value(vdot d) { return vf_cvt((d.hi << 8) + d.lo); }
-INLINE void split_block(const int32_t *q, uint8_t *x)
+INLINE void plane_block(const int32_t *q, uint8_t *x)
 {
+#if VW == 16
+    for (int i = 0; i < BLOCK; i += 16) {
+        __m512i v = _mm512_loadu_si512(q + i), high = _mm512_srai_epi32(_mm512_add_epi32(v, _mm512_set1_epi32(128)), 8);
+        _mm_storeu_si128((void *)(x + i), _mm512_cvtepi32_epi8(high));
+        _mm_storeu_si128((void *)(x + BLOCK + i), _mm512_cvtepi32_epi8(v));
+    }
+#else
     for (int i = 0; i < BLOCK; i++) {
         x[i] = (uint8_t)((q[i] + 128) >> 8);
         x[BLOCK + i] = (uint8_t)q[i];
     }
+#endif
 }
 #else
 #define LL_VNNI 0
 typedef struct { vi sum; } vdot;
 INLINE vdot dot_start(int32_t z) { return (vdot){vi_set1(z)}; }
-INLINE vi madd16(vi a, vi b)
-{
-#if VW == 16
-    return (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#elif VW == 8
-    return (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-#elif defined(__SSE2__)
-    return (vi)__builtin_ia32_pmaddwd128((short __attribute__((vector_size(16))))a, (short __attribute__((vector_size(16))))b);
-#else
-    return ((a << 16) >> 16) * ((b << 16) >> 16) + (a >> 16) * (b >> 16);
-#endif
-}
 INLINE void dot_quad(vdot *d, vi codes, const uint8_t *x, int j)
 {
-    int32_t even, odd;
-    memcpy(&even, x + 8 * j, 4);
-    memcpy(&odd, x + 8 * j + 4, 4);
-    d->sum += madd16(codes & 0x00ff00ff, vi_set1(even));
-    d->sum += madd16(vi_shr16(codes, 8), vi_set1(odd));
+    d->sum = madd16(d->sum, quad_even(codes), vi_bcast(x + 8 * j));
+    d->sum = madd16(d->sum, quad_odd(codes), vi_bcast(x + 8 * j + 4));
 }
 INLINE vf dot_value(vdot d) { return vf_cvt(d.sum); }
-INLINE void split_block(const int32_t *q, uint8_t *x)
-{
-    for (int j = 0; j < BLOCK / 4; j++) {
-        int16_t quad[4] = {(int16_t)q[4 * j], (int16_t)q[4 * j + 2], (int16_t)q[4 * j + 1], (int16_t)q[4 * j + 3]};
-        memcpy(x + 8 * j, quad, 8);
-    }
-}
+INLINE void plane_block(const int32_t *q, uint8_t *x) { pair_block(q, x); }
 #endif
 
 #endif

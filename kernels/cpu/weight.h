@@ -54,44 +54,74 @@ int64_t ll_layout(ll_weight *w)
     return w->tiles * w->tile_bytes;
 }
 
-INLINE vf load_number(const uint8_t *at, int64_t index, int64_t kind, int v)
+INLINE vf load_number(const uint8_t *at, int64_t index, const int64_t kind)
 {
-    index = index * TILE + v * VW;
     switch (kind) {
     case NUM_F32: return vf_load((const float *)at + index);
     case NUM_F16: return vf_f16((const uint16_t *)at + index);
     case NUM_BF16: return vf_bf16((const uint16_t *)at + index);
     case NUM_SUB8: return vf_cvt(vi_i8(at + index));
-    case NUM_ZERO8: return vf_cvt(vi_u8(at + index));
-    default: return vf_set1(1.0f);
+    default: return vf_cvt(vi_u8(at + index)); /* NUM_ZERO8 */
     }
+}
+
+/* to[i][16] = number group(first + i), where `per` consecutive i share a group. */
+INLINE void expand_as(const uint8_t *at, int64_t first, int64_t count, int64_t per, float *to, const int64_t kind)
+{
+    if (per == 1) {
+        for (int64_t i = 0; i < count * TILE; i += VW) vf_store(to + i, load_number(at, first * TILE + i, kind));
+        return;
+    }
+    int64_t group = first / per, left = per - first % per;
+    for (int64_t i = 0; i < count; i++, to += TILE) {
+        for (int v = 0; v < TILE; v += VW) vf_store(to + v, load_number(at, group * TILE + v, kind));
+        if (--left == 0) left = per, group++;
+    }
+}
+
+static void expand_numbers(const uint8_t *at, int64_t first, int64_t count, int64_t per, float *to, int64_t kind)
+{
+    switch (kind) {
+    case NUM_F32: expand_as(at, first, count, per, to, NUM_F32); break;
+    case NUM_F16: expand_as(at, first, count, per, to, NUM_F16); break;
+    case NUM_BF16: expand_as(at, first, count, per, to, NUM_BF16); break;
+    case NUM_SUB8: expand_as(at, first, count, per, to, NUM_SUB8); break;
+    case NUM_ZERO8: expand_as(at, first, count, per, to, NUM_ZERO8); break;
+    default: for (int64_t i = 0; i < count * TILE; i++) to[i] = 1.0f;
+    }
+}
+
+/* to[i][16] *= sign * super-scale of i, where 1 << shift consecutive i share one. */
+INLINE void times_super(const uint8_t *at, int64_t first, int64_t count, int shift, float sign, float *to)
+{
+    for (int64_t i = 0; i < count; i++)
+        for (int v = 0; v < TILE; v += VW) {
+            vf super = vf_f16((const uint16_t *)at + ((first + i) >> shift) * TILE + v) * vf_set1(sign);
+            vf_store(to + i * TILE + v, vf_load(to + i * TILE + v) * super);
+        }
 }
 
 /* Scales and mins of blocks [first, first + count) as floats: [count][halves][16] each. */
 static void expand_scales(const ll_weight *w, const uint8_t *tile, int64_t first, int64_t count, float *scale, float *min)
 {
     const int halves = halves_of(w);
-    const int64_t per_group = w->group < BLOCK ? 1 : w->group / BLOCK, blocks_per_super = SUPER / BLOCK;
-    for (int64_t i = 0; i < count * halves; i++) {
-        int64_t block = first + i / halves;
-        int64_t g = halves == 2 ? first * 2 + i : block / per_group;
-        for (int v = 0; v < NV; v++) {
-            vf s = load_number(tile, g, w->scale_kind, v);
-            if (w->scale_kind == NUM_SUB8) s = s * load_number(tile + w->at_super_scale, block / blocks_per_super, NUM_F16, v);
-            vf_store(scale + i * TILE + v * VW, w->code == CODE_E4M3 ? s * 256.0f : s);
-            if (w->min_kind == NUM_NONE) continue;
-            vf m = load_number(tile + w->at_min, g, w->min_kind, v);
-            if (w->min_kind == NUM_SUB8) m = -(m * load_number(tile + w->at_super_min, block / blocks_per_super, NUM_F16, v));
-            if (w->min_kind == NUM_ZERO8) m = -(m * s);
-            vf_store(min + i * TILE + v * VW, m);
-        }
-    }
+    const int64_t per = halves == 2 || w->group == BLOCK ? 1 : w->group / BLOCK;
+    const int shift = halves == 2 ? 4 : 3; /* 256 inputs */
+    first *= halves;
+    count *= halves;
+    expand_numbers(tile, first, count, per, scale, w->scale_kind);
+    if (w->scale_kind == NUM_SUB8) times_super(tile + w->at_super_scale, first, count, shift, 1.0f, scale);
+    if (w->min_kind != NUM_NONE) expand_numbers(tile + w->at_min, first, count, per, min, w->min_kind);
+    if (w->min_kind == NUM_SUB8) times_super(tile + w->at_super_min, first, count, shift, -1.0f, min);
+    if (w->min_kind == NUM_ZERO8)
+        for (int64_t i = 0; i < count * TILE; i++) min[i] = -(min[i] * scale[i]);
+    if (w->code == CODE_E4M3) /* its codes come divided by 256 */
+        for (int64_t i = 0; i < count * TILE; i++) scale[i] *= 256.0f;
 }
 
-/* The eight quads of a block as bytes, for the lanes of vector v. */
-INLINE void block_quads(const uint8_t *block, int v, const int code, vlut table, vi q[8])
+/* The eight quads of a block as bytes, for the VW rows whose lanes begin at `at`. */
+INLINE void block_quads(const uint8_t *at, const int code, vlut table, vi q[8])
 {
-    const uint8_t *at = block + v * 4 * VW;
     if (code == CODE_8) {
         for (int j = 0; j < 8; j++) q[j] = vi_load(at + 64 * j);
         return;
@@ -125,12 +155,8 @@ INLINE void block_quads(const uint8_t *block, int v, const int code, vlut table,
     }
 }
 
-/* Input t (0..3) of a quad as floats, minus the zero offset, exact. */
-INLINE vf quad_floats(vi q, int t, vf zero)
-{
-    vi byte = (vi)((vu)q >> (8 * t)) & 0xff;
-    return (vf)(byte | 0x4b000000) - zero; /* 2^23 + byte */
-}
+/* Codes below 2^16 as floats minus the zero offset (`quad_zero`), exact. */
+INLINE vf code_float(vi code, vf zero) { return (vf)(code | 0x4b000000) - zero; /* 2^23 + code */ }
 INLINE vf quad_zero(const ll_weight *w) { return vf_set1(8388608.0f + (float)w->zero_offset); }
 
 /* Row vector of input i of a block of float codes; E4M3 comes divided by 256. */
