@@ -16,7 +16,7 @@ from .facts import CpuFacts, GpuFacts, GpuProcess, MachineFacts
 from .fake import fake_machine
 from .memory import memory_limits
 from .nvml import gpu_facts
-from .surroundings import container, torch_build, wsl_version
+from .surroundings import compiler, container, torch_build, wsl_version
 
 __all__ = ["CpuFacts", "GpuFacts", "GpuProcess", "MachineFacts", "machine", "read_bandwidth", "torch_build"]
 
@@ -54,6 +54,7 @@ def machine(*, measure: bool = False, root: Path = Path("/")) -> MachineFacts:
         driver_cuda=cuda_version,
         torch_version=version,
         torch_cuda=cuda,
+        compiler=compiler(),
         platform=f"{platform.system()} {platform.release()}",
         arch=platform.machine(),
         wsl=wsl_version(root),

@@ -101,6 +101,8 @@ class MachineFacts:
     """of the installed torch, nothing when there is none"""
     torch_cuda: str = ""
     """CUDA the installed torch was built with, nothing for a CPU build"""
+    compiler: str = ""
+    """command of a C compiler (for the CPU kernels and Triton's launcher), nothing without one"""
     platform: str = ""
     arch: str = ""
     """x86_64 | aarch64"""

@@ -17,6 +17,7 @@ _CPU = MachineFacts(
     ram_total_bytes=64 * GIB,
     ram_available_bytes=56 * GIB,
     torch_version="2.13.0+cpu",
+    compiler="/usr/bin/cc",
     platform="Linux 6.8.0",
     arch="x86_64",
 )

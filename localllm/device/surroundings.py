@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shlex
+import shutil
+import sys
 from pathlib import Path
 
 CONTAINERS = {"docker": "docker", "podman": "podman", "oci": "container", "lxc": "lxc", "systemd-nspawn": "nspawn"}
@@ -32,6 +35,17 @@ def container(root: Path = Path("/")) -> str:
     groups = _text(root / "proc/1/cgroup")
     found = re.search(r"/(docker|kubepods|lxc|libpod)", groups)
     return {"kubepods": "kubernetes", "libpod": "podman"}.get(found[1], found[1]) if found else ""
+
+
+def compiler() -> str:
+    """The C compiler that would be used: $CC, the system's, or the one in the ziglang wheel; nothing without one."""
+    named = shlex.split(os.environ.get("CC", ""))
+    if named:
+        return " ".join(named) if shutil.which(named[0]) else ""
+    found = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), "")
+    if not found and importlib.util.find_spec("ziglang") is not None:
+        return f"{sys.executable} -m ziglang cc"
+    return found
 
 
 def torch_build() -> tuple[str, str]:
