@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from localllm.kernels import Weight, reference
 from localllm.kernels.dequant import dequantize_rows
 from localllm.kernels.segments import (
@@ -19,7 +21,6 @@ from localllm.kernels.segments import (
     MlpWeights,
     Norm,
 )
-from torch import Tensor
 
 from .inputs import AttentionInputs, ForwardBatch
 

@@ -10,18 +10,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from localllm.checkpoint.detect import stored_formats
-from localllm.checkpoint.names import SourceNames
-from localllm.kernels import LinearFacts, Weight, rope
-from localllm.kernels.ops import OpFacts
-from localllm.kernels.segments import kernel_table
-from localllm.quant import fuse, load_weight, read_dense
 from torch import Tensor
 
 from localllm import kernels
 from localllm.checkpoint import Checkpoint
+from localllm.checkpoint.detect import stored_formats
 from localllm.checkpoint.facts import ModelFacts, RopeFacts, linear_shapes
+from localllm.checkpoint.names import SourceNames
 from localllm.errors import BadModelFile, UnsupportedModel
+from localllm.kernels import LinearFacts, Weight, rope
+from localllm.kernels.ops import OpFacts
+from localllm.kernels.segments import kernel_table
+from localllm.quant import fuse, load_weight, read_dense
 
 from . import gemma3, llama, qwen2, qwen3
 from .kv_cache import cache_groups

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from localllm.kernels.rope import RopeTable
-from localllm.kernels.segments import HeadWeights, KernelTable
 from torch import Tensor
 
 from localllm.checkpoint.facts import ModelFacts
+from localllm.kernels.rope import RopeTable
+from localllm.kernels.segments import HeadWeights, KernelTable
 
 from .inputs import ForwardBatch
 from .kv_cache import CacheGroup, KVCache

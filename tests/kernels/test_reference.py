@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from localllm.kernels import reference
-from localllm.kernels.rope import BLOCK, RopeTable, inverse_frequencies
 from torch import Tensor
 from torch.nn import functional
+
+from localllm.kernels import reference
+from localllm.kernels.rope import BLOCK, RopeTable, inverse_frequencies
 
 
 @pytest.fixture(params=[1, 2], ids=["1-thread", "2-threads"])

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from localllm.models.inputs import AttentionInputs, ForwardBatch
-from localllm.models.kv_cache import KVCache
-from localllm.models.loader import LoadOptions, load_model
-from localllm.models.model import Model
 from safetensors.torch import save_file
 from torch import Tensor
 
 from localllm.checkpoint import open_checkpoint
+from localllm.models.inputs import AttentionInputs, ForwardBatch
+from localllm.models.kv_cache import KVCache
+from localllm.models.loader import LoadOptions, load_model
+from localllm.models.model import Model
 
 LLAMA3 = {
     "rope_type": "llama3",

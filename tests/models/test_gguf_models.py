@@ -1,0 +1,117 @@
+"""The tiny models written as GGUF, with GGUF's names, permuted rows and baked norms, against safetensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from torch import Tensor
+
+from localllm.checkpoint import open_checkpoint
+from localllm.checkpoint.names import gguf_name
+from localllm.kernels.rope import inverse_frequencies, scale_llama3
+from localllm.models.loader import LoadOptions, load_model
+
+ARCHITECTURE = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3"}
+
+
+def permuted(rows: Tensor, heads: int) -> Tensor:
+    """As converters for llama store q and k: pairs (j, j + half) become neighbours."""
+    split = rows.view(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
+    return split.transpose(1, 2).reshape(rows.shape)
+
+
+def write_gguf(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], kind: gguf.GGMLQuantizationType) -> Path:
+    """A GGUF file of a tiny model, its matrices stored as `kind`."""
+    arch = ARCHITECTURE[config["model_type"]]
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(dim)
+    writer.add_value_length(dim)
+    writer.add_rope_dimension_count(dim)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    _rope(writer, config, dim)
+    if config.get("sliding_window"):
+        writer.add_sliding_window(config["sliding_window"])
+        if "layer_types" in config:
+            writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    if arch == "gemma3":
+        writer.add_float32("gemma3.attention.scale", config["query_pre_attn_scalar"] ** -0.5)
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    vocabulary = config["vocab_size"]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([f"t{i}" for i in range(vocabulary)])
+    writer.add_token_scores([-float(i) for i in range(vocabulary)])
+    writer.add_token_types([1] * vocabulary)
+    for name, tensor in tensors.items():
+        module, _, suffix = name.rpartition(".")
+        if arch == "llama" and module.endswith(("q_proj", "k_proj")):
+            tensor = permuted(tensor, heads if module.endswith("q_proj") else kv_heads)
+        if arch == "gemma3" and module.endswith("norm"):
+            tensor = tensor + 1
+        stored = gguf.GGMLQuantizationType.F32 if tensor.ndim == 1 else kind
+        data = gguf.quants.quantize(tensor.numpy(), stored)
+        writer.add_tensor(f"{gguf_name(module, arch)}.{suffix}", data, raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _rope(writer: gguf.GGUFWriter, config: dict[str, Any], dim: int) -> None:
+    rope = config["rope_parameters"]
+    rope = rope.get("full_attention", rope)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "llama3":
+        plain = inverse_frequencies(rope["rope_theta"], dim)
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        scaled = scale_llama3(plain, rope["factor"], low, high, rope["original_max_position_embeddings"])
+        writer.add_tensor("rope_freqs.weight", (plain / scaled).numpy())
+    elif rope["rope_type"] != "default":
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+        if "original_max_position_embeddings" in rope:
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
+def gguf_logits(model: Any, paged: Any, path: Path, kind: gguf.GGMLQuantizationType, ids: list[int]) -> Tensor:
+    with open_checkpoint(write_gguf(path, model.config, model.tensors, kind)) as checkpoint:
+        ours = load_model(checkpoint, LoadOptions(exact=True))
+    return paged(ours).all_logits(ids, [50])
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-bias", "llama-yarn", "mistral", "qwen2", "qwen3", "gemma3"])
+def test_gguf_equals_safetensors(name: str, tiny: Callable, loaded: Callable, paged: Any, tmp_path: Path) -> None:
+    ids = torch.randint(0, 99, (70,)).tolist()
+    rows = gguf_logits(tiny(name), paged, tmp_path / "tiny.gguf", gguf.GGMLQuantizationType.F32, ids)
+    expected = paged(loaded(name)).all_logits(ids, [50])
+    assert float((rows - expected).abs().max() / expected.abs().max()) < 2e-5
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+def test_gguf_block_types(kind: str, tiny: Callable, paged: Any, tmp_path: Path) -> None:
+    model, stored = tiny("llama-packable"), gguf.GGMLQuantizationType[kind]
+    ids = torch.randint(0, 99, (70,)).tolist()
+    rounded = {
+        key: torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(value.numpy(), stored), stored))
+        if value.ndim == 2
+        else value
+        for key, value in model.tensors.items()
+    }
+    with open_checkpoint(model.save(tmp_path / "rounded", rounded)) as checkpoint:
+        expected = paged(load_model(checkpoint, LoadOptions(exact=True))).all_logits(ids, [50])
+    rows = gguf_logits(model, paged, tmp_path / "tiny.gguf", stored, ids)
+    assert float((rows - expected).abs().max() / expected.abs().max()) < 2e-5
+    assert math.isfinite(float(rows.sum()))
