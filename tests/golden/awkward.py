@@ -1,5 +1,6 @@
-"""Texts on which tokenizers part ways: white space, digits, scripts, joined emoji, markup, control-token look-alikes."""
+"""Texts on which tokenizers part ways: white space, digits, scripts, emoji, markup, look-alikes of control tokens."""
 
+# ruff: noqa: E501
 # fmt: off
 _WORDS = [
     "", "a", " ", "\n", "\t", "  ", "Hello", " Hello", "Hello ", "hello world", "Hello, World!", "I'm", "don't", "we'll",

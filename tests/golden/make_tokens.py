@@ -3,9 +3,9 @@
     python tests/golden/make_tokens.py smollm2 path/to/SmolLM2-135M-Instruct.Q4_1.gguf
     python tests/golden/make_tokens.py gemma3-270m path/to/gemma-3-270m-Q4_K_M.gguf
 
-`special` are the ids with control tokens recognised, `plain` with them as text. transformers 5.23 knows no pre-tokenizer
-for `smollm` files and takes GPT-2's; the model's own tokenizer.json cuts single digits first, so that is put in, and the
-texts on which it matters are listed under `patched`.
+`special` are the ids with control tokens recognised, `plain` with them as text. transformers 5.23 knows no
+pre-tokenizer for `smollm` files and takes GPT-2's; the model's own tokenizer.json cuts single digits first, so that is
+put in, and the texts on which it matters are listed under `patched`.
 """
 
 import json
