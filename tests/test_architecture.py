@@ -39,7 +39,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "history": _TEXT,
     "plan": {"checkpoint", "device", "catalog", "config", "errors", "hub"},
     "engine": {"models", "quant", "kernels", "checkpoint", "request", "config", "device", "plan", "errors"},
-    "llm": {"answer", "engine", "plan", "models", "tokenizer", "chat", "stream", "grammar", "catalog", "device", "hub"} | _TEXT,
+    "llm": {"answer", "engine", "plan", "models", "tokenizer", "chat", "stream", "grammar", "catalog", "device", "hub"}
+    | _TEXT,
     "doctor": {"device", "plan", "catalog", "tokenizer", "chat", "history", "kernels", "hub"} | _TEXT,
     "backend": {"llm", "answer", "plan", "device", "chat", "tokenizer", "stream", "catalog", "doctor", "hub"} | _TEXT,
     "answer": {"errors", "request", "stream", "tokenizer"},
