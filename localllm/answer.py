@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from localllm.errors import LocalLLMError
-from localllm.request import FinishReason, Timing, TokenEvent, TokenLogprob, Usage
+from localllm.request import FinishReason, SamplingParams, Timing, TokenEvent, TokenLogprob, Usage
 from localllm.stream import TextEmitter
 from localllm.tokenizer import Tokenizer
 
@@ -148,14 +148,24 @@ class AnswerText:
 
 
 class TurnText:
-    """All answers of one request."""
+    """All answers of one request.
+
+    continuing   the text goes on from the prompt's, so a first word keeps its leading space
+    """
 
     def __init__(
-        self, tokenizer: Tokenizer, num_answers: int, stop: tuple[str, ...], new_splitter: Callable[[], Splitter] | None
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        new_splitter: Callable[[], Splitter] | None = None,
+        continuing: bool = False,
     ) -> None:
         self._answers = [
-            AnswerText(TextEmitter(tokenizer, stop), new_splitter() if new_splitter else None)
-            for _ in range(num_answers)
+            AnswerText(
+                TextEmitter(tokenizer, params.stop, params.min_tokens, params.include_stop, continuing=continuing),
+                new_splitter() if new_splitter else None,
+            )
+            for _ in range(params.n)
         ]
 
     def take(self, event: TokenEvent) -> Piece:

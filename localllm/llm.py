@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from localllm.answer import Answer, Piece, Splitter, Turn, TurnText
 from localllm.errors import ConfigError, InvalidRequest
-from localllm.request import Facts, Message, Phase, Request, SamplingParams, TokenEvent
+from localllm.request import Facts, Message, Phase, Request, SamplingParams, StopCheck, TokenEvent
 
 if TYPE_CHECKING:
     import numpy as np
@@ -83,6 +83,7 @@ class LLM:
         cancel: threading.Event | None = None,
     ) -> None:
         self._notify = on_phase or (lambda phase: None)
+        self._percent = -1
         self.name = os.fspath(name_or_path)
         self.path: Path = self._find(self.name, offline, cancel)
         """the file or folder that was loaded"""
@@ -162,7 +163,7 @@ class LLM:
             dtype=self.plan.dtype,
             exact=exact,
             deterministic=self.deterministic,
-            progress=lambda done, total: self._notify(Phase("weights", done, total)),
+            progress=self._on_weights,
         )
         self._model: Model = load_model(self._checkpoint, options)
         self._notify(Phase("kv", detail=f"{self.plan.ctx:,} tokens"))
@@ -183,6 +184,13 @@ class LLM:
         self.load_s = time.monotonic() - loading
         """seconds from the end of the imports to ready"""
         self._notify(Phase("ready", detail=self.truth_line))
+
+    def _on_weights(self, done: int, total: int) -> None:
+        """Tell of every whole percent, not of every tensor."""
+        percent = 100 * done // max(total, 1)
+        if percent > self._percent or done == total:
+            self._percent = percent
+            self._notify(Phase("weights", done, total))
 
     def _new_template(self, text: str) -> ChatTemplate:
         from localllm.chat.template import ChatTemplate
@@ -336,11 +344,12 @@ class LLM:
             params=params,
             eos_token_ids=self.tokenizer.eos_token_ids,
             request_id=request_id,
-            stop_check=self._stop_check(params),
+            stop_check=self._stop_check(params, not splits_reasoning),
             cache_salt=cache_salt,
             priority=priority,
         )
-        text = TurnText(self.tokenizer, params.n, params.stop, self._splitter(prompt_token_ids, splits_reasoning))
+        splitter = self._splitter(prompt_token_ids) if splits_reasoning else None
+        text = TurnText(self.tokenizer, params, splitter, continuing=not splits_reasoning)
         if listener is None:
             return Turn(self.engine.submit(request), text)
         tell = listener
@@ -350,15 +359,17 @@ class LLM:
 
         return Turn(self.engine.submit(request, on_event), text)
 
-    def _stop_check(self, params: SamplingParams) -> Any:
+    def _stop_check(self, params: SamplingParams, continuing: bool) -> StopCheck | None:
         if not params.stop:
             return None
         from localllm.stream import StopStrings
 
-        return StopStrings(self.tokenizer, params.stop, params.min_tokens, params.include_stop)
+        return StopStrings(
+            self.tokenizer, params.stop, params.min_tokens, params.include_stop, continuing=continuing
+        )
 
-    def _splitter(self, prompt_token_ids: Sequence[int], wanted: bool) -> Callable[[], Splitter] | None:
-        if not wanted or self._template is None:
+    def _splitter(self, prompt_token_ids: Sequence[int]) -> Callable[[], Splitter] | None:
+        if self._template is None:
             return None
         from localllm.chat.parser import reasoning_parser
 
