@@ -53,5 +53,5 @@ def _float32(module: Module, suffix: str) -> Tensor:
     stored = module.get(suffix, (*FLOATS, "U8", "F8_E8M0", "F8_E4M3"))
     if stored.dtype == torch.uint8:
         module.e8m0(suffix, tuple(stored.shape))
-        return torch.ldexp(torch.ones(()), stored.int() - 127)
+        return torch.ldexp(torch.ones(stored.shape), stored.int() - 127)
     return module.finite(suffix, stored.float())
