@@ -339,7 +339,7 @@ def _pieces(text: str) -> Iterator[str]:
     at = 0
     while at < len(text):
         end = at + 1
-        while end < len(text) and end - at < 6 and text[end] not in " \n":
+        while end < len(text) and end - at < 4 and text[end] not in " \n":
             end += 1
         yield text[at:end]
         at = end

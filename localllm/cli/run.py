@@ -38,7 +38,9 @@ def run(
         list[str] | None, typer.Argument(metavar="[PROMPT...]", help="The question; - takes standard input only.")
     ] = None,
     system: params.System = None,
-    file: Annotated[list[Path] | None, typer.Option("-f", "--file", metavar="PATH", help="Text put before the prompt.")] = None,
+    file: Annotated[
+        list[Path] | None, typer.Option("-f", "--file", metavar="PATH", help="Text put before the prompt.")
+    ] = None,
     samples: Annotated[int, typer.Option("-n", metavar="N", min=1, max=MAX_SAMPLES, help="Answers to give.")] = 1,
     temp: params.Temp = None,
     top_p: params.TopP = None,

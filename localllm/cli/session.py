@@ -172,9 +172,19 @@ class Answered:
     timing: Timing = field(default_factory=Timing)
 
 
-def follow(backend: ChatBackend, turns: list[int], on_event: Callable[[ChatEvent], None]) -> list[Answered]:
-    """Drain until every turn has ended. Raises the first failure; stops the turns when interrupted."""
-    answers = {turn: Answered() for turn in turns}
+def follow(
+    backend: ChatBackend,
+    turns: list[int],
+    on_event: Callable[[ChatEvent], None],
+    so_far: dict[int, Answered] | None = None,
+) -> list[Answered]:
+    """Drain until every turn has ended. Raises the first failure; stops the turns when interrupted.
+
+    `so_far` holds what there is of each answer, also after an interruption; given again, it goes on from there.
+    """
+    answers = {} if so_far is None else so_far
+    for turn in turns:
+        answers.setdefault(turn, Answered())
     open_turns = set(turns)
     try:
         while open_turns:

@@ -1,0 +1,110 @@
+"""The application: holds the backend and the settings, opens the chat screen, knows how to copy.
+
+Built on `ChatBackend` alone. The backend is started after the first frame, so that the prompt can be typed into while
+torch is imported.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import ClassVar
+
+from textual.app import App
+from textual.theme import Theme
+
+from localllm.config import UiConfig
+from localllm.request import ChatBackend
+from localllm.terminal import gib, no_color
+from localllm.tui import clipboard
+from localllm.tui.conversation import Conversation
+from localllm.tui.screens.chat import ChatScreen
+
+DARK = Theme(
+    name="localllm-dark",
+    primary="#7aa2f7",
+    secondary="#9d7cd8",
+    accent="#ff9e64",
+    foreground="#c8d0e8",
+    background="#14161f",
+    surface="#1a1d29",
+    panel="#222637",
+    success="#9ece6a",
+    warning="#e0af68",
+    error="#f7768e",
+    dark=True,
+)
+DRAIN_S = 0.1
+DRAIN_STILL_S = 0.25
+"""Between two looks at the queue with animations off: nothing on the screen moves more often."""
+
+
+class ChatApp(App[None]):
+    """`chat` in a terminal."""
+
+    CSS_PATH = "app.tcss"
+    TITLE = "localllm"
+    HORIZONTAL_BREAKPOINTS: ClassVar[list[tuple[int, str]] | None] = [(0, "-tiny"), (40, "-narrow"), (100, "-wide")]
+    VERTICAL_BREAKPOINTS: ClassVar[list[tuple[int, str]] | None] = [(0, "-low"), (12, "-high")]
+    ENABLE_COMMAND_PALETTE = True
+
+    def __init__(
+        self,
+        backend: ChatBackend,
+        conversation: Conversation,
+        *,
+        model: str | None = None,
+        shown: str = "",
+        ui: UiConfig | None = None,
+        first_message: str = "",
+        offline: bool = False,
+    ) -> None:
+        super().__init__()
+        self.backend = backend
+        self.conversation = conversation
+        self.ui = ui or UiConfig()
+        self.model = shown or model or ""
+        self.offline = offline
+        self._start_with = model
+        self._first_message = first_message
+        self._started = False
+        still = self.ui.animations is False or (self.ui.animations == "auto" and "SSH_CONNECTION" in os.environ)
+        self.moving = not still
+        self.drain_s = DRAIN_STILL_S if still else DRAIN_S
+        if still:
+            self.animation_level = "none"
+
+    def on_mount(self) -> None:
+        """Colours, then the chat."""
+        self.register_theme(DARK)
+        wanted = "ansi-dark" if no_color() else self.ui.theme
+        self.theme = wanted if wanted in self.available_themes else "localllm-dark"
+        self.push_screen(ChatScreen(self.conversation))
+
+    async def start_backend(self) -> None:
+        """Begin to load: called once, when the first frame is out."""
+        if self._started:
+            return
+        self._started = True
+        self.backend.start(self._start_with)
+        if self._first_message and isinstance(self.screen, ChatScreen):
+            await self.screen.submit(self._first_message)
+
+    def copy(self, text: str) -> str:
+        """Copy, and say how."""
+        self._clipboard = text
+        driver = self._driver
+        return clipboard.copy(text, driver.write if driver is not None and not self.is_headless else lambda _: None)
+
+    def stats_text(self, conversation: Conversation) -> str:
+        """/stats."""
+        facts = self.backend.facts()
+        lines = [facts.truth_line or "no model is loaded yet"]
+        if facts.weight_bytes:
+            cached = f", {facts.pages_cached:,} cached" if facts.pages_cached else ""
+            lines.append(
+                f"weights {gib(facts.weight_bytes)} · KV {gib(facts.kv_bytes)} · pages {facts.pages_total:,}"
+                f" ({facts.pages_free:,} free{cached})"
+            )
+        if conversation.summary:
+            lines.append(conversation.summary)
+        return "\n".join(lines)

@@ -1,0 +1,37 @@
+"""Keeps what libraries and drivers write to file descriptor 2 off the screen: it goes to the log instead.
+
+Textual draws on `sys.__stderr__`. While the guard holds, that is a copy of the terminal under another number, and
+descriptor 2 is the log file: a driver's message survives there and nothing is written across the screen.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def stderr_to(log: Path) -> Iterator[None]:
+    """Point descriptor 2 at `log` (or at nothing, when that cannot be written) until the block ends."""
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    except OSError:
+        target = os.open(os.devnull, os.O_WRONLY)
+    sys.stderr.flush()
+    screen = os.dup(2)
+    os.dup2(target, 2)
+    os.close(target)
+    before = sys.__stderr__, sys.stderr
+    terminal = os.fdopen(os.dup(screen), "w", encoding="utf-8", errors="replace", newline="")
+    sys.__stderr__ = sys.stderr = terminal  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        sys.__stderr__, sys.stderr = before  # type: ignore[misc]
+        terminal.close()
+        os.dup2(screen, 2)
+        os.close(screen)

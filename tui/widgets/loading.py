@@ -1,0 +1,101 @@
+"""The card that shows what happens before the model is ready: download with bar and time left, then load phases."""
+
+from __future__ import annotations
+
+import time
+
+from textual.app import ComposeResult
+from textual.containers import Vertical
+from textual.widgets import ProgressBar, Static
+
+from localllm.request import Phase
+from localllm.terminal import clean_line, gib, seconds_short
+
+STALL_S = 10.0
+LABELS = {
+    "resolve": "looking up",
+    "import": "starting up",
+    "weights": "weights",
+    "quantise": "packing",
+    "kv": "KV cache",
+    "compile": "kernels",
+    "graphs": "graphs",
+    "warmup": "warm-up",
+}
+
+
+class LoadCard(Vertical):
+    """Phases as they come. `lines` is what it says, for tests and the status line."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__()
+        self._model = clean_line(model)
+        self._finished: list[str] = []
+        self._phase: Phase | None = None
+        self._since = time.monotonic()
+        self._moved_at = time.monotonic()
+        self._done = 0
+
+    def compose(self) -> ComposeResult:
+        """A heading, a bar for bytes, a line of phases."""
+        yield Static(f"Starting {self._model}", id="load-title", markup=False)
+        bar = ProgressBar(total=None, show_eta=False, show_percentage=True, id="load-bar")
+        bar.display = False
+        yield bar
+        yield Static("", id="load-line", markup=False)
+
+    def update(self, phase: Phase) -> None:
+        """Take a phase in."""
+        now = time.monotonic()
+        if self._phase is None or phase.name != self._phase.name:
+            if self._phase is not None and self._phase.name not in ("resolve", "download"):
+                label = LABELS.get(self._phase.name, self._phase.name)
+                self._finished.append(f"{label} ✓ {seconds_short(now - self._since)}")
+            self._since = now
+        if phase.name == "download" and phase.done > self._done:
+            self._done, self._moved_at = phase.done, now
+        self._phase = phase
+        self.tick()
+
+    def tick(self) -> None:
+        """Redraw: elapsed time and stalls."""
+        phase = self._phase
+        if phase is None or not self.is_mounted:
+            return
+        bar = self.query_one("#load-bar", ProgressBar)
+        bar.display = phase.name == "download" and phase.total > 0
+        line, title = self.query_one("#load-line", Static), self.query_one("#load-title", Static)
+        if phase.name == "download":
+            title.update(f"Downloading {clean_line(phase.file) or self._model}")
+            bar.update(total=phase.total or None, progress=self._done)
+            line.update(self._bytes(phase))
+        else:
+            title.update(f"Loading {self._model}")
+            line.update(self.phases())
+
+    def _bytes(self, phase: Phase) -> str:
+        still = time.monotonic() - self._moved_at
+        if still >= STALL_S and self._done < phase.total:
+            return f"stalled {seconds_short(still)}, retrying"
+        parts = [f"{gib(self._done)} of {gib(phase.total)}" if phase.total else gib(self._done)]
+        if phase.rate:
+            parts.append(f"{gib(phase.rate)}/s")
+        if phase.eta_s is not None:
+            parts.append(f"{seconds_short(phase.eta_s)} left")
+        return " · ".join(parts)
+
+    def phases(self) -> str:
+        """'starting up ✓ 1.1 s · weights 3/8'."""
+        return " · ".join([*self._finished, self.current()])
+
+    def current(self) -> str:
+        """The phase that runs: for the status line."""
+        phase = self._phase
+        if phase is None:
+            return "starting…"
+        label = LABELS.get(phase.name, clean_line(phase.name))
+        if phase.name == "download":
+            return f"downloading {self._done * 100 // phase.total} %" if phase.total else "downloading"
+        if phase.total > 1:
+            return f"{label} {phase.done}/{phase.total}"
+        return f"{label} {seconds_short(time.monotonic() - self._since)}"

@@ -1,0 +1,332 @@
+"""Markdown that is written while it is made: settled blocks are rendered once, the open end is plain text.
+
+What is handed to `Answer.feed` is split by `Settler`: every block that can no longer change goes to `Body`, the rest
+is the tail. A list is one widget with hanging indents (one widget per item costs seconds at a hundred items), and a
+long list settles item by item. `Answer.source` is always exactly what was fed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from textual.app import ComposeResult
+from textual.containers import Vertical
+from textual.content import Content
+from textual.geometry import Size
+from textual.message import Message
+from textual.widgets import Markdown, Static
+from textual.widgets._markdown import (
+    MarkdownBlock,
+    MarkdownBulletList,
+    MarkdownFence,
+    MarkdownList,
+    MarkdownListItem,
+    MarkdownOrderedList,
+    MarkdownParagraph,
+)
+
+LIST_CHUNK = 24
+"""Items of an open list that wait; beyond this the finished ones are settled."""
+TAIL_CHUNK = 3000
+"""Characters of the tail that are laid out again at every update; what is before is frozen."""
+_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})[^`\n]*$")
+
+
+def new_parser() -> MarkdownIt:
+    """GitHub's Markdown without HTML and reference definitions, which would make text disappear from the screen."""
+    return MarkdownIt("gfm-like", {"html": False}).disable("reference")
+
+
+class Settler:
+    """Finds how much of a growing text can no longer change. Only whole lines are looked at."""
+
+    def __init__(self) -> None:
+        self._parser = new_parser()
+        self._checked = 0
+
+    def split(self, tail: str) -> tuple[int, bool]:
+        """(characters of `tail` that are settled, whether the cut is inside a list)."""
+        end = tail.rfind("\n") + 1
+        if end <= self._checked:
+            return 0, False
+        fresh, self._checked = tail[self._checked : end], end
+        if self._in_open_fence(tail, fresh):
+            return 0, False
+        cut, inside = self._cut(tail[:end])
+        if cut:
+            self._checked = 0
+        return cut, inside
+
+    def reset(self) -> None:
+        """The tail was taken away."""
+        self._checked = 0
+
+    def _in_open_fence(self, tail: str, fresh: str) -> bool:
+        """A long open code block is not parsed again at every line."""
+        first = tail[: tail.find("\n")]
+        mark = _FENCE.match(first)
+        if mark is None or fresh.startswith(first + "\n"):
+            return False
+        return not any(line.strip().startswith(mark[1]) for line in fresh.split("\n"))
+
+    def _cut(self, text: str) -> tuple[int, bool]:
+        tokens = self._parser.parse(text)
+        top = [token for token in tokens if token.level == 0 and token.map]
+        if not top:
+            return 0, False
+        last = top[-1]
+        assert last.map is not None
+        lines = text.split("\n")
+        line, inside = last.map[0], False
+        if _is_closed(last, lines):
+            line = last.map[1]
+        elif last.type in ("bullet_list_open", "ordered_list_open"):
+            items = [t for t in tokens[tokens.index(last) :] if t.level == 1 and t.type == "list_item_open"]
+            if len(items) > LIST_CHUNK and items[-1].map:
+                line, inside = items[-1].map[0], True
+        return sum(len(part) + 1 for part in lines[:line]), inside
+
+
+def _is_closed(token: Token, lines: list[str]) -> bool:
+    """Whether a block is complete although nothing follows it yet."""
+    assert token.map is not None
+    start, end = token.map
+    if token.type in ("heading_open", "hr"):
+        return True
+    if token.type == "paragraph_open":
+        return end < len(lines) - 1 and not lines[end].strip()
+    if token.type == "fence":
+        closing = lines[end - 1].strip()
+        return end - start > 1 and closing.startswith(token.markup) and not closing.strip(token.markup[0])
+    return False
+
+
+# --- settled blocks --------------------------------------------------------------------------------------------------
+
+
+class _Row:
+    """A paragraph of a list item: how far in, its bullet on the first line, its text."""
+
+    def __init__(self, indent: int, bullet: str, content: Content) -> None:
+        self.indent = indent
+        self.bullet = bullet
+        self.content = content
+
+    def lines(self, width: int) -> Iterator[Content]:
+        """Wrapped lines, the following ones below the text of the first."""
+        lead = " " * self.indent
+        room = max(8, width - self.indent - len(self.bullet))
+        for number, line in enumerate(self.content.wrap(room)):
+            mark = Content(lead) + Content.styled(self.bullet, "$text-primary") if number == 0 else None
+            yield (mark or Content(lead + " " * len(self.bullet))) + line.rstrip()
+
+
+class _FlatList(MarkdownList):
+    """A list drawn by one widget, when its items hold nothing but paragraphs and such lists."""
+
+    _rows: list[_Row] | None = None
+    _drawn: tuple[int, Content] | None = None
+
+    def compose(self) -> ComposeResult:
+        """Nothing, or the stock widgets for a list with code, tables or quotations in it."""
+        self._rows = list(_rows_of(self, 0)) if _is_simple(self) else None
+        if self._rows is None:
+            yield from super().compose()
+        else:
+            self.add_class("-flat")
+
+    def _text(self, width: int) -> Content:
+        if self._drawn is None or self._drawn[0] != width:
+            lines = [line for row in self._rows or () for line in row.lines(width)]
+            self._drawn = width, Content("\n").join(lines)
+        return self._drawn[1]
+
+    def render(self) -> Any:
+        """The wrapped lines."""
+        return super().render() if self._rows is None else self._text(self.size.width)
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        """How many lines it takes."""
+        if self._rows is None:
+            return super().get_content_height(container, viewport, width)
+        return self._text(width).plain.count("\n") + 1
+
+
+class FlatBulletList(_FlatList, MarkdownBulletList):
+    """An unordered list."""
+
+
+class FlatOrderedList(_FlatList, MarkdownOrderedList):
+    """A numbered list."""
+
+
+def _is_simple(block: MarkdownBlock) -> bool:
+    return all(
+        all(
+            isinstance(part, MarkdownParagraph) or (isinstance(part, _FlatList) and _is_simple(part))
+            for part in item._blocks
+        )
+        for item in block._blocks
+    )
+
+
+def _rows_of(block: MarkdownBlock, indent: int) -> Iterator[_Row]:
+    items = [item for item in block._blocks if isinstance(item, MarkdownListItem)]
+    ordered = isinstance(block, MarkdownOrderedList)
+    start = int(items[0].bullet) if ordered and items and items[0].bullet.isdigit() else 1
+    widest = len(str(start + len(items) - 1))
+    for number, item in enumerate(items, start):
+        bullet = f"{number}. ".rjust(widest + 2) if ordered else item.bullet
+        for part in item._blocks:
+            if isinstance(part, MarkdownParagraph):
+                yield _Row(indent, bullet, part._content)
+            else:
+                yield from _rows_of(part, indent + len(bullet))
+            bullet = " " * len(bullet)
+        if not item._blocks:
+            yield _Row(indent, bullet, Content(""))
+
+
+class Fence(MarkdownFence):
+    """A code block with a line above that names the language and copies the code when clicked."""
+
+    class Copy(Message):
+        """Somebody wants this code."""
+
+        def __init__(self, code: str) -> None:
+            super().__init__()
+            self.code = code
+
+    def compose(self) -> ComposeResult:
+        """The line above, then the code."""
+        count = self.code.count("\n") + 1
+        language = (self.lexer or "").split(" ")[0] or "text"
+        yield Static(
+            f"{language} · {count} line{'s' if count > 1 else ''} · click to copy", classes="head", markup=False
+        )
+        yield from super().compose()
+
+    def on_click(self, event: Any) -> None:
+        """Copy when the line above was hit."""
+        if isinstance(event.widget, Static) and event.widget.has_class("head"):
+            event.stop()
+            self.post_message(self.Copy(self.code))
+
+
+class Body(Markdown):
+    """Blocks that do not change any more."""
+
+    _OWN = {
+        "bullet_list_open": FlatBulletList,
+        "ordered_list_open": FlatOrderedList,
+        "fence": Fence,
+        "code_block": Fence,
+    }
+
+    def __init__(self) -> None:
+        super().__init__(parser_factory=new_parser, open_links=False)
+
+    def get_block_class(self, block_name: str) -> type[MarkdownBlock]:
+        """Our lists and code blocks."""
+        return self._OWN.get(block_name) or super().get_block_class(block_name)
+
+    async def settle(self, text: str, inside_list: bool) -> None:
+        """Add blocks. `Markdown.append` would parse and draw the block before them again."""
+        async with self.lock:
+            blocks = self._build_from_source(text)
+            self._markdown += text
+            if inside_list and blocks:
+                blocks[-1].add_class("-goes-on")
+            if blocks:
+                await self.mount_all(blocks)
+
+
+class Tail(Vertical):
+    """The open end, as plain text. Of a long one only the last part is laid out again."""
+
+    def compose(self) -> ComposeResult:
+        """The part that changes."""
+        yield Static("", id="live", markup=False)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._frozen = 0
+
+    async def show(self, text: str) -> None:
+        """Replace the text; it may only grow until `clear`."""
+        self.display = bool(text)
+        self.set_class(bool(_FENCE.match(text.partition("\n")[0])), "-code")
+        if len(text) - self._frozen > TAIL_CHUNK:
+            cut = max(text.rfind("\n", self._frozen), text.rfind(" ", self._frozen)) + 1
+            piece = text[self._frozen : cut]
+            if piece:
+                await self.mount(Static(piece.removesuffix("\n"), markup=False, classes="frozen"), before="#live")
+                self._frozen = cut
+        self.query_one("#live", Static).update(text[self._frozen :])
+
+    async def clear(self) -> None:
+        """Drop everything."""
+        self._frozen = 0
+        self.display = False
+        await self.query(".frozen").remove()
+        self.query_one("#live", Static).update("")
+
+
+class Answer(Vertical):
+    """An answer as it grows: `feed` any number of times, `flush` about ten times a second, `finish` once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._body = Body()
+        self._tail = Tail()
+        self._text = ""
+        self._settler = Settler()
+        self._shown = ""
+        self._drawing = asyncio.Lock()
+
+    def compose(self) -> ComposeResult:
+        """Settled blocks, then the open end."""
+        yield self._body
+        yield self._tail
+
+    @property
+    def source(self) -> str:
+        """What is on the screen, as Markdown."""
+        return self._body.source + self._shown
+
+    def feed(self, text: str) -> None:
+        """Take more text; nothing is drawn yet."""
+        self._text += text
+
+    async def flush(self) -> bool:
+        """Draw what is new. False when nothing was."""
+        if self._text == self._shown:
+            return False
+        async with self._drawing:
+            await self._draw()
+        return True
+
+    async def _draw(self) -> None:
+        cut, inside = self._settler.split(self._text)
+        with self.app.batch_update():
+            if cut:
+                settled, self._text = self._text[:cut], self._text[cut:]
+                await self._tail.clear()
+                await self._body.settle(settled, inside)
+            self._shown = self._text
+            await self._tail.show(self._text)
+
+    async def finish(self) -> None:
+        """Settle all that is left."""
+        async with self._drawing:
+            with self.app.batch_update():
+                await self._tail.clear()
+                if self._text:
+                    rest, self._text, self._shown = self._text, "", ""
+                    await self._body.settle(rest, False)
+            self._settler.reset()

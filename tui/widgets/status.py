@@ -1,0 +1,84 @@
+"""The line on top (what runs where) and the line at the bottom (what is going on, how full the context is)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from textual.app import ComposeResult
+from textual.containers import Horizontal
+from textual.content import Content
+from textual.widgets import Static
+
+from localllm.request import Facts
+from localllm.terminal import clean_line, fit, tokens_short
+
+WARN_SHARE = 0.8
+"""From here on the context meter is a warning."""
+
+
+@dataclass(slots=True)
+class State:
+    """What the status line says."""
+
+    text: str = "starting…"
+    facts: Facts = field(default_factory=Facts)
+    used_tokens: int = 0
+    sampling: dict[str, object] = field(default_factory=dict)
+    offline: bool = False
+
+
+class TitleLine(Horizontal):
+    """Name of the chat on the left, the model and its device on the right."""
+
+    def compose(self) -> ComposeResult:
+        """Left and right."""
+        yield Static(" localllm", id="title", markup=False)
+        yield Static("", id="model", markup=False)
+
+    def show(self, title: str, model: str, facts: Facts) -> None:
+        """Set both sides."""
+        name = clean_line(facts.model or model)
+        name = name.rsplit("/", 1)[-1]
+        device = f" · {facts.device}" if facts.device else ""
+        room = max(10, self.app.size.width - len(name) - len(device) - 16)
+        bold = Content.styled(" localllm", "bold $primary")
+        self.query_one("#title", Static).update(bold + Content(f"   {fit(clean_line(title), room)}"))
+        self.query_one("#model", Static).update(f"{name}{device} ")
+
+
+class StatusLine(Horizontal):
+    """What is going on, the context meter, sampling on the left; keys on the right."""
+
+    def compose(self) -> ComposeResult:
+        """Left and right."""
+        yield Static("", id="state", markup=False)
+        yield Static("", id="keys", markup=False)
+
+    def show(self, state: State, keys: str) -> None:
+        """Set both sides; what does not fit is left out, the state last."""
+        wide = self.app.size.width >= 100
+        parts = [Content(f" {state.text}")]
+        if state.facts.ctx:
+            parts.append(self._meter(state, wide))
+        if state.offline:
+            parts.append(Content.styled("offline", "$text-warning"))
+        if wide and state.sampling:
+            parts.append(Content(" ".join(f"{_SHORT.get(k, k)} {v}" for k, v in state.sampling.items())))
+        self.query_one("#state", Static).update(Content(" │ ").join(parts))
+        self.query_one("#keys", Static).update(f"{keys} ")
+
+    @staticmethod
+    def _meter(state: State, wide: bool) -> Content:
+        used, ctx = state.used_tokens, state.facts.ctx
+        share = min(1.0, used / ctx)
+        text = f"ctx {tokens_short(used)}/{tokens_short(ctx)}"
+        if wide:
+            filled = round(share * 10)
+            text += " " + "▓" * filled + "░" * (10 - filled)
+        text += f" {share:.0%}".replace("%", " %")
+        if share >= WARN_SHARE:
+            return Content.styled(f"! {text}", "$text-warning")
+        return Content(text)
+
+
+_SHORT = {"temperature": "temp", "max_tokens": "max"}
