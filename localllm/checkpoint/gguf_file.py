@@ -67,7 +67,7 @@ class StringArray(Sequence[bytes]):
     def tolist(self) -> list[bytes]:
         """All strings, at the speed of one list comprehension."""
         blob, ends = self.blob, self.ends.tolist()
-        return [blob[begin + 8 : end] for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+        return [blob[begin + 8 : end] for begin, end in zip([0, *ends], ends, strict=False)]
 
     def decoded(self) -> list[str]:
         """All strings as text; bytes that are not UTF-8 become U+FFFD (for display, not for token bytes)."""

@@ -58,7 +58,7 @@ _WRAPPERS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
 """Multi-modal model types -> the type of their text part, when their text_config does not say."""
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-_TEMPLATE = re.compile(rb'"chat_template"\s*:\s*(?!null)')
+_TEMPLATE = re.compile(rb'"chat_template"\s*+:\s*+(?!null)')
 _SAMPLING = {
     "temperature": (0.0, 100.0),
     "top_p": (0.0, 1.0),

@@ -14,7 +14,7 @@ MAX_DEPTH = 64
 
 
 def read_json_object(
-    path: Path, max_bytes: int = MAX_CONFIG_BYTES, max_values: int = 1 << 18, unique: bool = False
+    path: Path, max_bytes: int = MAX_CONFIG_BYTES, max_values: int = 1 << 19, unique: bool = False
 ) -> dict[str, Any]:
     """The JSON object in `path`. Raises ModelNotFound or BadModelFile; at most about 100 bytes of memory per value.
 
@@ -23,11 +23,14 @@ def read_json_object(
     data = read_small(path, max_bytes)
     # Every value but the first follows one of these bytes: an upper bound, before any object is made.
     bound = data.count(b",") + data.count(b":") + data.count(b"[") + data.count(b"{")
-    if bound > 2 * max_values:
-        raise bad(path, f"holds up to {bound:,} JSON values, the limit is {2 * max_values:,}")
+    if bound > max_values:
+        raise bad(path, f"holds up to {bound:,} JSON values, the limit is {max_values:,}")
     try:
         value = json.loads(
-            data, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_unique_names if unique else None
+            data.decode("utf-8-sig"),
+            parse_constant=_no_constant,
+            parse_float=_finite,
+            object_pairs_hook=_unique_names if unique else None,
         )
     except UnicodeDecodeError as error:
         raise bad(path, "is not UTF-8 text", offset=error.start) from error

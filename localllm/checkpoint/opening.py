@@ -143,8 +143,12 @@ def _names(folder: Path) -> set[str]:
 def _inside(folder: Path, name: str) -> Path:
     """`folder / name`, known to lie in the folder, or in the blobs of the same repository in the hub's cache."""
     path = folder / name
-    home = folder.resolve()
-    target = path.resolve()
+    try:
+        home, target = folder.resolve(), path.resolve()
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
+        raise bad(
+            path, f"is a link that leads nowhere: {error}", hint="copy the file itself into the folder"
+        ) from error
     allowed = [home]
     if home.parent.name == "snapshots":
         allowed.append(home.parent.parent / "blobs")
@@ -230,7 +234,7 @@ def _open_safetensors_file(path: Path) -> Checkpoint:
 
 def _open_sharded(folder: Path, names: set[str]) -> Checkpoint:
     index_path = _inside(folder, INDEX_NAME)
-    index = read_json_object(index_path, MAX_INDEX_BYTES, 2 * MAX_INDEX_ENTRIES, unique=True)
+    index = read_json_object(index_path, MAX_INDEX_BYTES, 4 * MAX_INDEX_ENTRIES, unique=True)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise bad(index_path, "must map tensor names to files", key="weight_map")
