@@ -24,9 +24,9 @@ def _default_models() -> Path:
 
 
 REAL_MODELS = Path(os.environ.get("LOCALLLM_TEST_MODELS") or _default_models())
-LINKED_MODELS = (
-    Path(__file__).resolve().parents[1] / ".cache/test-models"
-)  # `make models` links here what a hub cache holds
+CACHE = Path(__file__).resolve().parents[1] / ".cache"
+LINKED_MODELS = CACHE / "test-models"
+"""`make models` links here what it finds in a hub cache."""
 
 
 def _on_disk(name: str) -> Path | None:
