@@ -1,0 +1,134 @@
+"""Streamed answers to reasoning and content: `reasoning_parser(template, prompt_tail)` -> `ReasoningParser` or None.
+
+Which tags a model thinks in is read from its chat template. A template may have opened the tag itself: then the prompt
+ends with it, and the answer begins inside. The concatenated pieces do not depend on how the text was cut.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+Part = tuple[str, str]
+"""("reasoning" | "content", text)"""
+State = Literal["start", "opened", "reasoning", "closed", "content"]
+
+_NAMES = ("think", "thinking", "thought", "thoughts", "reasoning", "reason", "reflection", "seed:think")
+_TAGS = tuple((f"<{name}>", f"</{name}>") for name in _NAMES)
+TAGS = (*_TAGS, ("[THINK]", "[/THINK]"), ("<|START_THINKING|>", "<|END_THINKING|>"))
+"""(opens, closes)"""
+_LINE_ENDS = "\r\n"
+_MOST_HELD = 64
+"""line ends before a closing tag, or white space before an opening one, beyond which they count as text"""
+
+
+def reasoning_tags(template: str, prompt_tail: str = "") -> tuple[str, str] | None:
+    """The pair of tags that a template speaks of, or that the prompt ends with; None for a model that does not think."""
+    tail = prompt_tail.rstrip()
+    for opens, closes in TAGS:
+        if tail.endswith((opens, closes)):
+            return opens, closes
+    found = [(template.find(closes), opens, closes) for opens, closes in TAGS if closes in template]
+    found += [(template.find(opens), opens, closes) for opens, closes in TAGS if opens in template]
+    return min(found)[1:] if found else None
+
+
+def reasoning_parser(template: str, prompt_tail: str = "") -> ReasoningParser | None:
+    """A fresh parser for one answer. `prompt_tail` is the end of the prompt, control tokens as text."""
+    tags = reasoning_tags(template, prompt_tail)
+    return None if tags is None else ReasoningParser(*tags, opened=prompt_tail.rstrip().endswith(tags[0]))
+
+
+class ReasoningParser:
+    """Splits one answer as it comes.
+
+    Only a tag at the very beginning opens reasoning: later ones are text about tags. Line ends next to the tags belong to
+    neither side. At most 64 line ends and a part of a tag wait for what follows.
+    """
+
+    def __init__(self, opens: str = "<think>", closes: str = "</think>", *, opened: bool = False) -> None:
+        """`opened`: the prompt has opened the tag already."""
+        self.opens, self.closes = opens, closes
+        self._state: State = "opened" if opened else "start"
+        self._held = ""
+        self._partial_close = re.compile("|".join(re.escape(closes[:size]) for size in range(len(closes) - 1, 0, -1)))
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the text is inside the tags now."""
+        return self._state in ("opened", "reasoning")
+
+    def push(self, text: str) -> list[Part]:
+        """The pieces that this text completes, in order."""
+        text, self._held = self._held + text, ""
+        parts: list[Part] = []
+        while text:
+            if self._state == "start":
+                text = self._start(text)
+            elif self._state == "opened":
+                text = self._opened(text)
+            elif self._state == "reasoning":
+                text = self._reasoning(text, parts)
+            elif self._state == "closed":
+                text = text.lstrip(_LINE_ENDS)
+                self._state = "content" if text else "closed"
+            else:
+                parts.append(("content", text))
+                break
+        return parts
+
+    def finish(self) -> list[Part]:
+        """What was held back. A tag that was never closed leaves everything reasoning."""
+        held, self._held = self._held, ""
+        kind = "reasoning" if self.in_reasoning else "content"
+        return [(kind, held)] if held else []
+
+    def _start(self, text: str) -> str:
+        """Before anything was said: an opening tag, perhaps after white space, or content."""
+        said = text.lstrip()
+        if said.startswith(self.opens) and len(text) - len(said) <= _MOST_HELD:
+            self._state = "opened"
+            return said[len(self.opens) :]
+        if self.opens.startswith(said) and len(text) - len(said) <= _MOST_HELD:
+            self._held = text
+            return ""
+        self._state = "content"
+        return text
+
+    def _opened(self, text: str) -> str:
+        """At the beginning of the reasoning: line ends, and an opening tag that the prompt has already."""
+        text = text.lstrip(_LINE_ENDS)
+        if text.startswith(self.opens):
+            return text[len(self.opens) :]
+        if text and self.opens.startswith(text):
+            self._held = text
+            return ""
+        if text:
+            self._state = "reasoning"
+        return text
+
+    def _reasoning(self, text: str, parts: list[Part]) -> str:
+        close = text.find(self.closes)
+        if close >= 0:
+            self._state = "closed"
+            self._emit(text[: self._before_line_ends(text, close)], parts)
+            return text[close + len(self.closes) :]
+        end = len(text)
+        for match in self._partial_close.finditer(text, max(end - len(self.closes) + 1, 0)):
+            if match.end() == len(text):
+                end = match.start()
+        keep = self._before_line_ends(text, end)
+        self._held = text[keep:]
+        self._emit(text[:keep], parts)
+        return ""
+
+    @staticmethod
+    def _before_line_ends(text: str, end: int) -> int:
+        """Where the line ends before `end` begin, going back at most `_MOST_HELD`."""
+        begin = max(end - _MOST_HELD, 0)
+        return begin + len(text[begin:end].rstrip(_LINE_ENDS))
+
+    @staticmethod
+    def _emit(text: str, parts: list[Part]) -> None:
+        if text:
+            parts.append(("reasoning", text))

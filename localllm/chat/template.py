@@ -1,0 +1,289 @@
+"""Messages and tools to prompt text, and prompt text to token ids in which users' text is never a control token.
+
+`ChatTemplate.render` has the template rendered in the child (`render.py`). Texts of control tokens inside users'
+strings are wrapped in two private-use characters first; in the result these are taken out again and their places
+remembered, so that `encode_chat` knows which control tokens the template itself wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from localllm.errors import InvalidRequest
+from localllm.tokenizer import ControlText, Span, Tokenizer
+
+from .render_child import RenderChild, shared_child
+
+Finder = Callable[[str], list[Span]]
+# other names under which clients send a message's reasoning; templates read the first, gpt-oss's the second
+_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+_OUTSIDERS = frozenset(["user", "tool", "function", "ipython", "observation"])
+_PRIVATE = range(0x10F800, 0x10FFF0, 2)
+
+
+class RenderedPrompt(str):
+    """Prompt text that knows which of its characters are control-token look-alikes from users."""
+
+    as_text: tuple[Span, ...] = ()
+    """(begin, end), in order; an empty span parts two pieces that must not join into a control token"""
+
+    @classmethod
+    def of(cls, text: str, as_text: Iterable[Span] = ()) -> RenderedPrompt:
+        """`text` with its spans."""
+        made = cls(text)
+        made.as_text = tuple(as_text)
+        return made
+
+
+class ChatTemplate:
+    """One model's chat template."""
+
+    def __init__(
+        self,
+        template: str,
+        *,
+        named_tokens: Mapping[str, str] | None = None,
+        templates: Mapping[str, str] | None = None,
+        control_text: ControlText | None = None,
+        added_text: ControlText | None = None,
+        of_model: bool = True,
+        child: RenderChild | None = None,
+    ) -> None:
+        """Renders nothing yet.
+
+        named_tokens  bos_token, eos_token, ... -> text, visible in the template
+        templates     named templates besides: "tool_use" is taken when there are tools
+        control_text, added_text  the tokenizer's; without them nothing is known of control tokens
+        of_model      whose fault a broken template is: the model's or the request's
+        """
+        self.template = template
+        self.named_tokens = dict(named_tokens or {})
+        self.templates = dict(templates or {})
+        self._control = control_text
+        self._added = added_text
+        self._of_model = of_model
+        self._child = child or shared_child()
+
+    @classmethod
+    def for_tokenizer(
+        cls, tokenizer: Tokenizer, template: str | None = None, *, child: RenderChild | None = None
+    ) -> ChatTemplate:
+        """The tokenizer's own template, or `template` in its place. Raises InvalidRequest when there is neither."""
+        text = template if template is not None else tokenizer.chat_template
+        if text is None:
+            raise InvalidRequest(
+                "the model has no chat template: it is a base model, it completes text",
+                "use `localllm run`, or give a template",
+            )
+        return cls(
+            text,
+            named_tokens=tokenizer.named_tokens,
+            templates=tokenizer.chat_templates if template is None else None,
+            control_text=tokenizer.control_text,
+            added_text=tokenizer.added_text,
+            of_model=template is None,
+            child=child,
+        )
+
+    def warm_up(self) -> None:
+        """Start the child, so that the first rendering need not wait for it. Returns at once."""
+        self._child.start()
+
+    def chosen(self, tools: Sequence[Any] | None = None) -> str:
+        """The template text that is used: with tools the one named "tool_use", when there is one."""
+        return self.templates["tool_use"] if tools is not None and "tool_use" in self.templates else self.template
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> RenderedPrompt:
+        """Prompt text, byte for byte as `apply_chat_template` of transformers makes it.
+
+        kwargs  further template variables: enable_thinking, documents, reasoning_effort, ...
+
+        Raises InvalidRequest for messages that are malformed, that the template refuses or that exceed its limits, and
+        BadModelFile for a template of the model that is broken or forbidden.
+        """
+        template = self.chosen(tools)
+        shaped = [_shape(message, number) for number, message in enumerate(_checked(messages))]
+        given = {"documents": None, **kwargs, "tools": tools}
+        marker = _Marker([shaped, given], self._finders(template))
+        variables = {
+            **self.named_tokens,
+            **marker.mark(given, outsider=False),
+            "documents": marker.mark(given["documents"], outsider=True),
+            "messages": [self._mark(marker, message) for message in shaped],
+            "add_generation_prompt": add_generation_prompt,
+        }
+        text = self._child.render(template, variables, of_model=self._of_model)
+        return marker.unmark(text) if marker.marked else RenderedPrompt.of(text)
+
+    def _finders(self, template: str) -> tuple[Finder, Finder]:
+        """What to look for in the application's strings, and in strings of users and tools.
+
+        There also added tokens that the template uses, such as `<tool_response>`. White space is never among them.
+        """
+        control, added = self._control, self._added
+        if control is None:
+            return (lambda text: []), (lambda text: [])
+        used = ControlText({text: index for text, index in added.ids.items() if text in template} if added else {})
+        both = ControlText({**used.ids, **control.ids}) if used.ids else control
+        return (lambda text: _places(control, text)), (lambda text: _places(both, text))
+
+    def _mark(self, marker: _Marker, message: dict[str, Any]) -> dict[str, Any]:
+        role = message["role"]
+        if self._control is not None and marker.mark(role, outsider=True) != role:
+            raise InvalidRequest(f"the role {role!r:.40} holds a control token", "use user, assistant, system or tool")
+        rest = {key: value for key, value in message.items() if key != "role"}
+        return {"role": role, **marker.mark(rest, outsider=role in _OUTSIDERS)}
+
+
+def encode_chat(
+    tokenizer: Tokenizer, rendered: str, messages: Sequence[Mapping[str, Any]] = (), *, add_bos: bool | None = None
+) -> list[int]:
+    """Token ids of a rendered chat: the template's control tokens are tokens, users' text never is. BOS stands once.
+
+    `rendered` comes from `ChatTemplate.render`; for text made elsewhere the strings of `messages` are looked for in it.
+    Raises InvalidRequest when one that holds a control token cannot be found.
+    """
+    if isinstance(rendered, RenderedPrompt):
+        spans: Sequence[Span] = rendered.as_text
+    else:
+        spans = list(_located(tokenizer.control_text, rendered, messages))
+    ids = tokenizer.encode_mixed(rendered, spans)
+    bos = tokenizer.bos_token_id
+    if (tokenizer.add_bos if add_bos is None else add_bos) and bos is not None and ids[:1] != [bos]:
+        ids.insert(0, bos)
+    return ids
+
+
+class _Marker:
+    """Wraps control-token texts in two characters that occur nowhere in the request, and finds them again."""
+
+    def __init__(self, given: Any, finders: tuple[Finder, Finder]) -> None:
+        everything = _dumps(given)
+        code = next(
+            (code for code in _PRIVATE if chr(code) not in everything and chr(code + 1) not in everything), None
+        )
+        if code is None:
+            raise InvalidRequest("the messages use every private-use character there is", "send plain text")
+        self._begin, self._end = chr(code), chr(code + 1)
+        self._finders = finders
+        self.marked: set[str] = set()
+        """the texts that were wrapped"""
+
+    def mark(self, value: Any, *, outsider: bool) -> Any:
+        """A copy with the texts wrapped, in keys too. `outsider`: the strings are a user's or a tool's."""
+        if isinstance(value, str):
+            return self._mark_text(value, self._finders[outsider])
+        if isinstance(value, Mapping):
+            return {self.mark(k, outsider=outsider): self.mark(v, outsider=outsider) for k, v in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.mark(item, outsider=outsider) for item in value]
+        return value
+
+    def _mark_text(self, text: str, find: Finder) -> str:
+        places = find(text)
+        if not places:
+            return text
+        pieces, at = [], 0
+        for begin, end in places:
+            self.marked.add(text[begin:end])
+            pieces += [text[at:begin], self._begin, text[begin:end], self._end]
+            at = end
+        return "".join([*pieces, text[at:]])
+
+    def unmark(self, text: str) -> RenderedPrompt:
+        """The text without marks, and where they were.
+
+        A template may part two marks or change what is between them: then only their places are kept, as empty spans.
+        """
+        names = {self._begin: True, self._end: False}
+        names |= {json.dumps(char)[1:-1]: begins for char, begins in names.items()}  # after tojson(ensure_ascii=true)
+        parts = re.split("(" + "|".join(map(re.escape, names)) + ")", text)
+        spans: list[Span] = []
+        length, opened = 0, None
+        pieces = []
+        for part in parts:
+            begins = names.get(part)
+            if begins is None:
+                pieces.append(part)
+                length += len(part)
+            elif begins:
+                opened = len(pieces)
+                spans.append((length, length))
+            elif opened is not None and "".join(pieces[opened:]) in self.marked:
+                spans[-1] = (spans[-1][0], length)
+                opened = None
+            else:
+                spans.append((length, length))
+                opened = None
+        return RenderedPrompt.of("".join(pieces), spans)
+
+
+def _places(tokens: ControlText, text: str) -> list[Span]:
+    """Control-token texts in a string, and its end if one could begin there (the template may go on with the rest)."""
+    places = [(begin, end) for begin, end, _ in tokens.find(text)]
+    tail = tokens.open_end(text)
+    begin = len(text) - tail
+    return [*places, (begin, len(text))] if tail and (not places or places[-1][1] <= begin) else places
+
+
+def _located(control: ControlText, rendered: str, messages: Sequence[Mapping[str, Any]]) -> Iterator[Span]:
+    """Places of control-token texts that came with the messages, in text that was rendered elsewhere."""
+    at = 0
+    for text in _strings(messages):
+        if not control.find(text):
+            continue
+        for form in (text, text.strip(), json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1]):
+            found = rendered.find(form, at)
+            if found >= 0:
+                break
+        else:
+            raise InvalidRequest("a message holds a control token of this model", "take it out of the message")
+        yield from ((found + begin, found + end) for begin, end, _ in control.find(form))
+        at = found + len(form)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)
+
+
+def _checked(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    if not isinstance(messages, list | tuple) or not messages:
+        raise InvalidRequest("messages is empty: a chat needs at least one message", "send a message", param="messages")
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            what = f"messages[{number}] is no object with a role"
+            raise InvalidRequest(what, 'send {"role": "user", "content": "..."}', param=f"messages[{number}]")
+    return messages
+
+
+def _shape(message: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """As transformers shapes it: no keys without a value, the reasoning under the name that templates read."""
+    if not all(isinstance(key, str) for key in message):
+        raise InvalidRequest(f"messages[{number}] has a key that is not text", "send JSON", param=f"messages[{number}]")
+    shaped = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((shaped[name] for name in _REASONING_NAMES if name in shaped), None)
+    return shaped if reasoning is None else {"thinking": reasoning, **shaped, "reasoning_content": reasoning}
+
+
+def _dumps(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest("the messages are not plain data (text, numbers, lists, objects)", "send JSON") from error
