@@ -305,8 +305,9 @@ def _explain(
     alias: str, best: Considered, considered: Sequence[Considered], free_label: str
 ) -> tuple[str, tuple[str, ...]]:
     """The sentence for the choice, and the lines about what else there is."""
-    which = "largest that fits" if len({c.candidate.name for c in considered}) > 1 else "best file that fits"
-    reason = f"{len(considered)} candidates; {which} {free_label}, ≈ {best.tps:.0f} tok/s"
+    models = {c.candidate.name for c in considered}
+    count, which = (len(models), "largest") if len(models) > 1 else (len(considered), "best file")
+    reason = f"{count} candidate{'s' if count > 1 else ''}; {which} that fits {free_label}, ≈ {best.tps:.0f} tok/s"
     also = []
     bigger = [
         c for c in considered if not c.fits and not c.candidate.needs and c.candidate.params > best.candidate.params

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from localllm import paths
 from localllm.errors import ConfigError, DoesNotFit, LocalLLMError
 
 from .names import check_digest
@@ -58,6 +59,17 @@ def _home(text: str) -> Path:
             "set HF_HOME to a folder for models, for example HF_HOME=/data/hf",
         )
     return Path(expanded)
+
+
+def models_dir() -> Path:
+    """The folder of models from a package index. Raises ConfigError when there is no home folder."""
+    try:
+        return paths.models_dir()
+    except RuntimeError as error:  # platformdirs: no HOME, and the user is unknown
+        raise ConfigError(
+            "there is no home folder: HOME is not set and the user is unknown",
+            "set HOME, or LOCALLLM_HOME to a folder for models",
+        ) from error
 
 
 def repo_dir(repo: str) -> Path:
@@ -183,6 +195,8 @@ def link_snapshot(repo: str, revision: str, names: dict[str, str], ref: str | No
     names maps file name -> digest. The caller holds `repo_lock` and has seen every blob there.
     """
     folder = repo_dir(repo) / "snapshots" / check_digest(revision, 40)
+    if folder.is_symlink() or not folder.is_dir():
+        clear(folder)
     for name in sorted(names, key=lambda n: (n.endswith((".safetensors", ".gguf")), n)):
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -191,17 +205,27 @@ def link_snapshot(repo: str, revision: str, names: dict[str, str], ref: str | No
     if ref:
         path = repo_dir(repo) / "refs" / ref
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            clear(path)
         temporary = path.with_name(path.name + f".{os.getpid()}.tmp")
         temporary.write_text(revision, encoding="utf-8")
         os.replace(temporary, path)
     return folder
 
 
+def clear(path: Path) -> None:
+    """Remove whatever goes by that name: a file, a link, a folder, or nothing."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def _link(source: str, target: Path, blob: Path) -> None:
     if target.is_symlink() and os.readlink(target) == source:
         return
     if target.is_dir() and not target.is_symlink():
-        shutil.rmtree(target)
+        clear(target)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         temporary.unlink(missing_ok=True)
@@ -311,10 +335,7 @@ def remove_planned(repo: str, plan: RemovalPlan) -> None:
     folder = repo_dir(repo)
     with writing(folder):
         for path in [*plan.links, *plan.blobs]:
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+            clear(path)
         for revision in _snapshots(folder):
             snapshot = folder / "snapshots" / revision
             if not files_in(snapshot):

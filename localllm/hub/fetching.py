@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -143,7 +144,7 @@ def _repair_from_hub(
 
 def _bad_blobs(found: local.Found, folder: Path, progress: Callable[[Phase], None]) -> tuple[list[str], int]:
     """Hash every linked file of a snapshot; wrong blobs are deleted. Returns their names, and how many were hashed."""
-    links = [(n, (folder / n).resolve()) for n in cache.files_in(folder) if (folder / n).is_symlink()]
+    links = [(n, Path(os.path.realpath(folder / n))) for n in cache.files_in(folder) if (folder / n).is_symlink()]
     blobs = [(n, blob) for n, blob in links if blob.is_file() and len(blob.name) in (40, 64)]
     total = sum(blob.stat().st_size for _, blob in blobs)
     bad, before = [], 0
@@ -163,6 +164,6 @@ def _is_linked(repo: str, folder: Path, file: RepoFile) -> bool:
     """The snapshot's name leads to the blob the hub lists, and that has the right size."""
     path, blob = folder / file.name, cache.blob_path(repo, file.digest)
     try:
-        return path.resolve() == blob.resolve() and blob.stat().st_size == file.size
+        return os.path.realpath(path) == os.path.realpath(blob) and blob.stat().st_size == file.size
     except OSError:
         return False

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from localllm import catalog, paths
-from localllm.errors import BadModelFile, LocalLLMError, ModelNotFound, UnsupportedFormat, UnsupportedModel
+from localllm.errors import BadModelFile, ConfigError, LocalLLMError, ModelNotFound, UnsupportedFormat, UnsupportedModel
 
 from . import cache
 from .names import ModelName, shown
@@ -179,10 +179,9 @@ def _from_snapshot(repo: str, revision: str) -> list[Found]:
     names = cache.files_in(folder)
     found = []
     tensors = safetensors_names(names)
-    if tensors and "config.json" in names:
-        found.append(
-            _found(repo, folder, "hub", folder, tuple(tensors), repo, "", revision, _missing_shards(folder, names))
-        )
+    if tensors:
+        missing = _missing_shards(folder, names) if "config.json" in names else "config.json is missing"
+        found.append(_found(repo, folder, "hub", folder, tuple(tensors), repo, "", revision, missing))
     for group in _sets(names, repo):
         quant = group.label or Path(group.files[0]).stem
         path = folder / group.files[0]
@@ -228,8 +227,8 @@ def _missing_shards(folder: Path, names: list[str]) -> str:
 
 def _from_models_dir() -> list[Found]:
     try:
-        folders = sorted(p for p in paths.models_dir().iterdir() if p.is_dir())
-    except OSError:
+        folders = sorted(p for p in cache.models_dir().iterdir() if p.is_dir())
+    except (OSError, ConfigError):
         return []
     found = []
     for folder in folders:

@@ -6,8 +6,6 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from localllm import paths
-
 from . import cache, local
 from .names import parse_name
 
@@ -70,7 +68,7 @@ def _remove_from_cache(found: list[local.Found], dry_run: bool) -> Removal:
 def remove_partials(*, dry_run: bool = False) -> Removal:
     """Remove what interrupted downloads left; files that are arriving right now stay."""
     found = [(p, _bytes(p), cache.blob_lock_of(p)) for p in cache.partials()]
-    found += [(p, _bytes(p), p.parent / ".lock") for p in sorted(paths.models_dir().glob("*/.fetch-*"))]
+    found += [(p, _bytes(p), p.parent / ".lock") for p in sorted(cache.models_dir().glob("*/.fetch-*"))]
     gone = [(path, size) for path, size, lock in found if dry_run or _remove_idle(path, lock)]
     taken = tuple(path for path, _ in gone)
     return Removal(tuple(p.name for p in taken), taken, sum(size for _, size in gone), done=not dry_run)

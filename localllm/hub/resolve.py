@@ -329,7 +329,9 @@ def _best_local(alias: str, quant: str | None, ask: _Ask) -> local.Found | None:
         if candidate is None and named and named.search(found.base):
             row = local.describe(found)
             if row.supported and row.chat:
-                candidate = catalog.candidate_of(row.name, row.architecture, row.params, row.size_bytes, row.max_context)
+                candidate = catalog.candidate_of(
+                    row.name, row.architecture, row.params, row.size_bytes, row.max_context
+                )
         if candidate and ask.fits(candidate)[0]:
             usable.append((candidate.params, found))
     return max(usable, key=lambda u: u[0])[1] if usable else None

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from localllm import catalog, paths
+from localllm import catalog
 from localllm.errors import Aborted, ConfigError, DoesNotFit, DownloadError
 from localllm.request import Phase
 
@@ -34,7 +34,7 @@ INDEX_TIMEOUT_S = 900.0
 
 def starter_path(starter: catalog.Starter) -> Path:
     """Where the file from the package index lives."""
-    return paths.models_dir() / starter.name / starter.file
+    return cache.models_dir() / starter.name / starter.file
 
 
 def local_starter(starter: catalog.Starter) -> Path | None:
@@ -46,7 +46,7 @@ def local_starter(starter: catalog.Starter) -> Path | None:
         blob = cache.blob_path(repo, starter.sha256)
         if _has_size(blob, starter.size):
             links = (cache.repo_dir(repo) / "snapshots").glob(f"*/{starter.file}")
-            found = next((p for p in links if p.resolve() == blob.resolve()), None)
+            found = next((p for p in links if os.path.realpath(p) == os.path.realpath(blob)), None)
             if found:
                 return found
     return None
@@ -67,8 +67,6 @@ def fetch_starter(starter: catalog.Starter, progress: Callable[[Phase], None], c
     from filelock import FileLock, Timeout
 
     target = starter_path(starter)
-    if not target.is_absolute() or target.parts[1:2] == ("~",):
-        raise ConfigError("there is no home folder: HOME is not set", "set LOCALLLM_HOME to a folder for models")
     try:
         with cache.writing(target.parent):
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -230,6 +230,7 @@ class _Transfer:
                 return
             try:
                 blob.parent.mkdir(parents=True, exist_ok=True)
+                cache.clear(blob)
                 with _Growing(self.job.repo, file) as growing:
                     self._receive_all(file, growing)
                     if growing.resumed and not growing.is_right():  # bytes of an earlier run went bad on this disk

@@ -1,0 +1,119 @@
+"""The catalogue: well-formed; every alias gives something runnable on every memory class, or is refused by name."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from localllm import catalog
+from localllm.errors import DoesNotFit, UnsupportedModel
+from localllm.hub.names import check_repo_id
+
+GIB = catalog.GIB
+MEMORIES = [catalog.Memory("cpu", c, 20e9) for c in catalog.CPU_CLASSES]
+MEMORIES += [catalog.Memory("gpu", c, 250e9) for c in catalog.GPU_CLASSES]
+ALIASES = [a for a in catalog.aliases() if catalog.members(a)]
+
+
+def pick(alias: str, memory: catalog.Memory, **options: object) -> catalog.Choice:
+    fits = catalog.default_fits(memory)
+    return catalog.choose(alias, fits, free_label=memory.label, on_gpu=memory.kind == "gpu", **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("candidate", catalog.candidates(), ids=lambda c: f"{c.name}-{c.format}")
+def test_entries_are_well_formed(candidate: catalog.Candidate) -> None:
+    check_repo_id(candidate.repo)
+    bits = candidate.download_bytes * 8 / candidate.params
+    assert 3 < bits < 21, f"{bits:.1f} bits per weight"
+    assert ("GGUF" in candidate.repo) == bool(candidate.quant)
+    assert candidate.device in ("gpu", "any")
+    assert re.fullmatch(r"(\d{4}-\d\d)?", candidate.released)
+    assert 0 < candidate.active_params <= candidate.params
+    assert 1024 <= candidate.kv_bytes_per_token <= 1 << 19
+    assert candidate.context >= 8192
+    assert candidate.licence
+    assert candidate.min_free_bytes > candidate.download_bytes
+    assert candidate.released or candidate.needs, "what can run has a date"
+
+
+def test_names_are_unique_and_families_complete() -> None:
+    assert {"qwen", "llama", "gemma", "mistral", "gpt-oss", "phi"} <= set(catalog.families())
+    names = [*dict.fromkeys(c.name for c in catalog.candidates()), *catalog.families(), *catalog.starters()]
+    assert len(names) == len(set(names))
+    assert {c.architecture for c in catalog.candidates() if not c.needs} == {"llama", "qwen3", "gemma3"}
+
+
+def test_bf16_comes_after_ready_made_quantised_files() -> None:
+    for name in {c.name for c in catalog.candidates()}:
+        formats = [c.format for c in catalog.members(name)]
+        assert "bf16" not in formats[:-1]
+
+
+def test_every_alias_resolves_or_is_refused_by_name() -> None:
+    """For all memory classes, the four "CPU only" ones included."""
+    for memory in MEMORIES:
+        fits = catalog.default_fits(memory)
+        for alias in ALIASES:
+            try:
+                best = pick(alias, memory).best
+            except (UnsupportedModel, DoesNotFit) as refusal:
+                assert alias in refusal.message
+                near = refusal.hint.removeprefix("localllm chat ")
+                assert near in catalog.aliases()
+                assert near == "smollm2" or any(not c.needs and fits(c)[0] for c in catalog.members(near))
+            else:
+                assert best.architecture in catalog.RUNNABLE
+                assert fits(best)[0]
+                assert not (memory.kind == "cpu" and best.device == "gpu")
+
+
+@pytest.mark.parametrize("alias", ["gpt-oss", "phi", "muse", "glm", "nemotron", "qwen3.8-27b", "gemma4-12b"])
+def test_families_that_cannot_run_name_the_reason_and_the_nearest(alias: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"{alias} needs a newer localllm.*architecture") as caught:
+        pick(alias, MEMORIES[-1])
+    assert caught.value.hint.startswith("localllm chat ")
+    assert caught.value.exit_code == 12
+
+
+@pytest.mark.parametrize(
+    ("alias", "memory", "spec"),
+    [
+        ("qwen", MEMORIES[0], "Qwen/Qwen3-1.7B-GGUF:Q8_0"),
+        ("qwen", catalog.Memory("gpu", 24 * GIB, 1e12), "Qwen/Qwen3-32B-AWQ"),
+        ("qwen", catalog.Memory("gpu", 16 * GIB, 5e11), "Qwen/Qwen3-14B-AWQ"),
+        ("gemma", MEMORIES[0], "unsloth/gemma-3-1b-it-GGUF:Q8_0"),
+        ("llama", catalog.Memory("gpu", 8 * GIB, 3e11), "hugging-quants/Meta-Llama-3.1-8B-Instruct-AWQ-INT4"),
+        ("mistral", catalog.Memory("gpu", 24 * GIB, 1e12), "unsloth/Mistral-Small-3.2-24B-Instruct-2506-GGUF:Q4_K_M"),
+    ],
+)
+def test_choices(alias: str, memory: catalog.Memory, spec: str) -> None:
+    choice = pick(alias, memory)
+    assert choice.best.spec == spec
+    assert "candidates; largest that fits" in choice.reason
+
+
+def test_a_choice_says_what_else_there_is() -> None:
+    choice = pick("qwen", MEMORIES[2])
+    assert any("would be larger: needs" in line for line in choice.also)
+    assert any("a newer localllm" in line for line in choice.also)
+    assert len(choice.considered) == len(catalog.members("qwen"))
+    assert all(c.note for c in choice.considered if not c.fits)
+
+
+def test_limits_quants_and_missing_repositories() -> None:
+    big = catalog.Memory("gpu", 96 * GIB, 3e12)
+    assert pick("llama", big).best.name == "llama3.3-70b"
+    assert pick("llama", big, max_bytes=32 * GIB).best.name == "llama3.1-8b"
+    assert pick("llama3.3-70b", big, max_bytes=32 * GIB).best.name == "llama3.3-70b", "a model's own name is no family"
+    assert pick("qwen3-8b", big, quant="Q4_K_M").best.format == "Q4_K_M"
+    skip = frozenset({"Qwen/Qwen3-8B-FP8"})
+    assert pick("qwen3-8b", big, skip=skip).best.format == "awq"
+    with pytest.raises(DoesNotFit, match="no qwen3-8b fits CPU with 4 GiB free"):
+        pick("qwen3-8b", MEMORIES[0])
+
+
+def test_memory_classes_have_labels() -> None:
+    assert catalog.Memory("cpu", int(15 * GIB), 1).label == "CPU with 8 GiB free"
+    assert catalog.Memory("gpu", int(23.5 * GIB), 1).label == "GPU with 24 GiB free"
+    assert catalog.memory_of(None).kind == "cpu"
