@@ -69,44 +69,63 @@ def _product(x: Tensor, w: DenseWeight, bias: Tensor | None) -> Tensor:
     return F.linear(x, w.matrix, bias)
 
 
-def _tiles(w: DenseWeight) -> tuple[int, ...]:
-    """The sizes of TILES whose rows equal those of the anchor tile, bit for bit; (1,) when a row's place matters."""
+def _tiles(w: DenseWeight, rows: Tensor) -> tuple[int, ...]:
+    """The sizes of TILES whose rows equal those of the anchor tile, bit for bit; (1,) when a row's place matters.
+
+    rows   [max(TILES), K] of the matrix before it was packed, from `_probe_rows`
+    """
     n, k = w.shape
     key = (n, k, w.matrix.dtype, str(w.matrix.device), torch.get_num_threads(), w.packed)
     if key in _proven:
         return _proven[key]
     sizes = [size for size in TILES if size <= ANCHOR or n * k * size <= PROOF_BUDGET]
-    count = max(sizes) * k
-    x = torch.arange(count, dtype=torch.float64, device=w.matrix.device).mul_(0.7310585).sin_().view(-1, k)
-    x = x.to(w.matrix.dtype)
-    anchor = _product(x[:ANCHOR], w, None)
-    if 2 * int(anchor.count_nonzero()) < anchor.numel():
+    x = _orthogonal(rows[: max(sizes)])
+    if 2 * int(x.count_nonzero()) < x.numel():
         return (ANCHOR,)  # a weight of zeros proves nothing about the next one of its shape
-    _proven[key] = _prove(w, x, anchor, sizes)
+    _proven[key] = _prove(w, x, sizes)
     return _proven[key]
 
 
-def _prove(w: DenseWeight, x: Tensor, anchor: Tensor, sizes: list[int]) -> tuple[int, ...]:
+def _probe_rows(n: int, device: torch.device) -> Tensor:
+    return (torch.arange(max(TILES), device=device) * 7919) % n
+
+
+def _orthogonal(rows: Tensor) -> Tensor:
+    """For each row w an x with x . w = 0 exactly: x[a] = w[b], x[b] = -w[a] for pairs (a, b) scattered over K.
+
+    What a product makes of it is rounding alone, which shows the order of the sum even through bfloat16.
+    """
+    count, k = rows.shape
+    scattered = torch.randperm(k, generator=torch.Generator().manual_seed(1)).to(rows.device)
+    order = torch.stack([scattered.roll(i) for i in range(count)])
+    a, b = order[:, 0 : k // 2 * 2 : 2], order[:, 1::2]
+    return torch.zeros_like(rows).scatter_(1, a, rows.gather(1, b)).scatter_(1, b, -rows.gather(1, a))
+
+
+def _prove(w: DenseWeight, x: Tensor, sizes: list[int]) -> tuple[int, ...]:
+    anchor = _product(x[:ANCHOR], w, None)
     if not torch.equal(_product(x[:ANCHOR].flip(0).contiguous(), w, None).flip(0), anchor):
         return (1,)
     good = []
     for size in sizes:
         if size <= ANCHOR:
-            starts = {0, ANCHOR - size}
+            starts = {0, min(size, ANCHOR - size), ANCHOR - size}
             same = all(torch.equal(_product(x[s : s + size], w, None), anchor[s : s + size]) for s in starts)
         else:
             wide = _product(x[:size], w, None)
-            starts = {0, size // 2, size - ANCHOR}
-            same = all(torch.equal(_product(x[s : s + ANCHOR], w, None), wide[s : s + ANCHOR]) for s in starts)
+            steps = range(0, size, ANCHOR)
+            same = all(torch.equal(_product(x[s : s + ANCHOR], w, None), wide[s : s + ANCHOR]) for s in steps)
         if same:
             good.append(size)
     return tuple(good)
 
 
 def _prepare(weight: Weight, dtype: torch.dtype) -> DenseWeight:
-    matrix, packed = _pack(_dense_matrix(weight, dtype))
+    matrix = _dense_matrix(weight, dtype)
+    rows = matrix[_probe_rows(weight.shape[0], matrix.device)]
+    matrix, packed = _pack(matrix)
     bare = DenseWeight(weight.shape, matrix, packed, (), weight.perm, weight.pre_scale)
-    return bare._replace(tiles=_tiles(bare))
+    return bare._replace(tiles=_tiles(bare, rows))
 
 
 def _prepare_float32(weight: Weight) -> DenseWeight:
