@@ -36,6 +36,7 @@ _KEY_ARRAYS = {
     "tokenizer.ggml.token_type": _INT,
 }
 _TOKEN_IDS = ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask")
+_NO_TOKEN = (None, -1, 2**32 - 1)  # how converters write "none": nothing, -1, or -1 as u32
 _TEXT_KEYS = ("tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.chat_template", "tokenizer.huggingface.json")
 _FLAG_KEYS = tuple(f"tokenizer.ggml.add_{name}" for name in ("bos_token", "eos_token", "sep_token", "space_prefix"))
 MAX_TEMPLATE_CHARS = 1 << 20
@@ -94,8 +95,8 @@ def gguf_facts(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Te
         rope=rope,
         local_rope=_local_rope(keys, head_dim) if gemma and any(windows) else None,
         post_norms=gemma,
-        eos_token_ids=_eos_ids(general, vocab_size),
-        bos_token_id=next(iter(general.token_ids("tokenizer.ggml.bos_token_id", vocab_size)), None),
+        eos_token_ids=_special_ids(general, vocab_size, "eos", "eot", "eom"),
+        bos_token_id=next(iter(_special_ids(general, vocab_size, "bos")), None),
         sampling_defaults=_sampling(general),
         has_chat_template=bool(general.text("tokenizer.chat_template")),
         licence=general.text("general.license")[:200],
@@ -158,11 +159,7 @@ def check_vocabulary(path: Path, metadata: Mapping[str, Any], vocab_size: int) -
     scores = metadata.get("tokenizer.ggml.scores")
     if scores is not None and not np.isfinite(scores).all():
         raise bad(path, "holds a value that is not finite", key="tokenizer.ggml.scores")
-    for name in _TOKEN_IDS:
-        key = f"tokenizer.ggml.{name}_token_id"
-        # -1 (as u32: 2^32 - 1) is how some converters write "none".
-        if metadata.get(key) not in (None, -1, 2**32 - 1):
-            general.token_ids(key, vocab_size)
+    _special_ids(general, vocab_size, *_TOKEN_IDS)
     merges = metadata.get("tokenizer.ggml.merges")
     if merges is not None and len(merges):
         _check_merges(path, merges)
@@ -252,11 +249,13 @@ def _windows(keys: Fields, arch: str, num_layers: int) -> tuple[int | None, ...]
     return tuple(None if (layer + 1) % every == 0 else window for layer in range(num_layers))
 
 
-def _eos_ids(general: Fields, vocab_size: int) -> tuple[int, ...]:
+def _special_ids(general: Fields, vocab_size: int, *names: str) -> tuple[int, ...]:
+    """The ids of the named special tokens that there are, in order, each once."""
     ids: list[int] = []
-    for name in ("eos", "eot", "eom"):
-        if general.raw(f"tokenizer.ggml.{name}_token_id") not in (-1, 2**32 - 1):
-            ids += general.token_ids(f"tokenizer.ggml.{name}_token_id", vocab_size)
+    for name in names:
+        key = f"tokenizer.ggml.{name}_token_id"
+        if general.raw(key) not in _NO_TOKEN:
+            ids += general.token_ids(key, vocab_size)
     return tuple(dict.fromkeys(ids))
 
 
