@@ -210,7 +210,8 @@ def interrupted(console: Console, error: Aborted | None = None) -> int:
     with _hard_interrupt():
         if console.as_json:
             return console.fail(error or Aborted("stopped by Ctrl-C"))
-        console.stderr.write("\nstopped\n" if console.err_tty else "stopped\n")
+        said = error.message if error else "stopped"
+        console.stderr.write(f"\n{said}\n" if console.err_tty else f"{said}\n")
         console.stderr.flush()
     return 130
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from localllm.config import UserConfig
 from localllm.errors import ModelNotFound
-from localllm.terminal import clean_line, gib
+from localllm.terminal import clean_line
 
 from .command import Env
 from .session import fake_engine
+
+if TYPE_CHECKING:
+    from localllm.hub import Resolved
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,6 @@ class Choice:
     """for people"""
     revision: str | None = None
     quant: str | None = None
-    resolved: Any = None
 
 
 def choose(env: Env, config: UserConfig, name: str | None) -> Choice:
@@ -35,30 +37,42 @@ def choose(env: Env, config: UserConfig, name: str | None) -> Choice:
         return Choice(name or "fake", name or "fake", quant="Q4_1")
     from localllm import hub
 
-    wanted = name or config.model or hub.default_model()
-    resolved = hub.resolve(wanted, offline=env.offline, config=config)
+    wanted = name or config.model
+    resolved = resolve(env, config, wanted or hub.default_model())
     if resolved.path is None:
-        agree(env, resolved, wanted, asked_for=bool(name or config.model))
-    return Choice(wanted, clean_line(resolved.repo or resolved.name), resolved.revision, resolved.quant, resolved)
+        agree(env, resolved, asked_for=bool(wanted))
+    return choice_of(resolved)
 
 
-def agree(env: Env, resolved: Any, wanted: str, *, asked_for: bool) -> None:
+def resolve(env: Env, config: UserConfig, name: str, *, refresh: bool = False) -> Resolved:
+    """Say what a name stands for on this machine. A local model is found without any request."""
+    from localllm import hub
+    from localllm.device import machine
+
+    return hub.resolve(name, device=machine(), offline=env.offline, config=config, refresh=refresh)
+
+
+def choice_of(resolved: Resolved) -> Choice:
+    """The full name, so that nothing is decided a second time; the commit where one was asked for."""
+    name = resolved.name
+    if resolved.kind == "hub" and resolved.repo and "@" in resolved.asked and "@" not in name:
+        name = f"{name}@{resolved.revision}"
+    shown = clean_line(resolved.path.name if resolved.kind == "path" and resolved.path else resolved.name)
+    return Choice(name, shown, resolved.revision or None, resolved.quant or None)
+
+
+def agree(env: Env, resolved: Resolved, *, asked_for: bool) -> None:
     """Say what would be downloaded, and ask. The starter, which nobody asked for by name, is only announced."""
     console = env.console
-    for line in describe(resolved):
-        console.say(line)
+    for line in resolved.lines:
+        console.say(clean_line(line) if not line.startswith("  ") else f"  {clean_line(line)}")
     if not asked_for or env.options.yes:
         return
+    asked = clean_line(resolved.asked)
+    command = f"localllm pull {asked}"
     if not env.interactive:
-        command = f"localllm pull {clean_line(wanted)} -y"
-        raise ModelNotFound(f"{clean_line(wanted)} is not on this machine", command, fixes=((command, "download it"),))
+        raise ModelNotFound(
+            f"{asked} is not on this machine", f"{command} -y", fixes=((f"{command} -y", "download it"),)
+        )
     if not console.confirm("Download now?"):
-        raise ModelNotFound(f"{clean_line(wanted)} was not downloaded", f"localllm pull {clean_line(wanted)}")
-
-
-def describe(resolved: Any) -> list[str]:
-    """What is about to be fetched: the pick and why, size, licence."""
-    lines = [clean_line(resolved.reason)] if resolved.reason else []
-    size = f"download {gib(resolved.download_bytes)}" if resolved.download_bytes else "download"
-    lines.append(f"  {size} · licence: {clean_line(resolved.licence or '') or 'not stated'}")
-    return lines
+        raise ModelNotFound(f"{asked} was not downloaded", command)

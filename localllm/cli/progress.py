@@ -26,6 +26,7 @@ MODES = ("auto", "plain", "json", "none")
 _LABELS = {
     "resolve": "looking up",
     "import": "starting up",
+    "verify": "checking",
     "weights": "weights",
     "quantise": "packing",
     "kv": "KV cache",
@@ -46,8 +47,12 @@ class Progress(Protocol):
         """Time passed; called a few times a second."""
         ...
 
-    def close(self, interrupted: bool = False) -> None:
-        """Wipe what should not stay. `interrupted`: by Ctrl-C, so say how to go on."""
+    def interrupted(self) -> str:
+        """Ctrl-C: what to say about going on; empty when there is nothing to go on with."""
+        ...
+
+    def close(self) -> None:
+        """Wipe what should not stay."""
         ...
 
 
@@ -110,6 +115,12 @@ class Monotonic:
         return self.done * 100 // self.total if self.total else 0
 
     @property
+    def paused(self) -> str:
+        """What an interrupted download says."""
+        unfinished = self.total and self.done < self.total
+        return f"paused at {self.percent} %; run the same command to resume" if unfinished else ""
+
+    @property
     def stalled_s(self) -> float:
         """Seconds without movement; 0 below the limit and when all is there."""
         still = self._clock() - self.moved_at
@@ -125,7 +136,11 @@ class NoProgress:
     def tick(self) -> None:
         """Nothing."""
 
-    def close(self, interrupted: bool = False) -> None:
+    def interrupted(self) -> str:
+        """Nothing is known."""
+        return ""
+
+    def close(self) -> None:
         """Nothing."""
 
 
@@ -176,7 +191,9 @@ class PlainProgress:
 
     def update(self, phase: Phase) -> None:
         """Print a line when there is something new to say."""
-        if phase.name == "download":
+        if _is_note(phase):
+            self._console.say(clean_line(phase.detail))
+        elif phase.name == "download":
             first = not self._bytes.total
             self._bytes.push(phase.done, phase.total)
             if first and phase.done and phase.done < phase.total:
@@ -205,9 +222,12 @@ class PlainProgress:
             stalled = seconds_short(self._bytes.stalled_s)
             self._console.say(f"download stalled {stalled} at {self._bytes.percent} %, retrying")
 
-    def close(self, interrupted: bool = False) -> None:
-        """Say how to go on."""
-        _say_paused(self._console, self._bytes, interrupted)
+    def interrupted(self) -> str:
+        """How to go on."""
+        return self._bytes.paused
+
+    def close(self) -> None:
+        """Nothing: lines stay."""
 
 
 class BarProgress:
@@ -227,6 +247,10 @@ class BarProgress:
 
     def update(self, phase: Phase) -> None:
         """Take a phase in and redraw, at most 20 times a second."""
+        if _is_note(phase):
+            self.close()
+            self._console.say(clean_line(phase.detail))
+            return
         now = self._clock()
         changed = self._last is None or self._last.name != phase.name
         if changed and self._last is not None and self._last.name not in ("resolve", "download"):
@@ -247,14 +271,17 @@ class BarProgress:
         if self._last is not None and self._clock() - self._drawn_at > 0.5:
             self._draw()
 
-    def close(self, interrupted: bool = False) -> None:
+    def interrupted(self) -> str:
+        """How to go on."""
+        return self._bytes.paused
+
+    def close(self) -> None:
         """Wipe the line."""
         if self._width:
             self._console.stderr.write("\r" + " " * self._width + "\r")
             self._console.stderr.flush()
             self._width = 0
         self._last = None
-        _say_paused(self._console, self._bytes, interrupted)
 
     def _draw(self) -> None:
         self._drawn_at = self._clock()
@@ -294,6 +321,11 @@ class BarProgress:
         return "Loading  " + " · ".join([*self._finished, now])
 
 
+def _is_note(phase: Phase) -> bool:
+    """A sentence of the hub's that should stay on the screen, not the name that is looked up."""
+    return phase.name == "resolve" and " " in phase.detail
+
+
 def _bar(done: int, total: int, width: int) -> str:
     filled = min(width, done * width // total) if total else 0
     head = "╸" if 0 < filled < width else ""
@@ -306,8 +338,3 @@ def _of(count: Monotonic) -> str:
     unit = total.split()[1]
     scale = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}[unit]
     return f"{count.done / scale:.1f}/{total}" if unit != "B" else f"{count.done}/{total}"
-
-
-def _say_paused(console: Console, count: Monotonic, interrupted: bool) -> None:
-    if interrupted and count.total and count.done < count.total:
-        console.say(f"paused at {count.percent} %; run the same command to resume")

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from localllm.errors import ConfigError, LocalLLMError
+from localllm.errors import Aborted, ConfigError, LocalLLMError
 from localllm.request import ChatBackend, ChatEvent, Delta, Done, Facts, Failed, Phase, SamplingParams, Timing, Usage
 
 from .command import Env
@@ -94,7 +94,7 @@ def open_backend(
     backend = make_backend(env, config, sampling, ctx=ctx, completes=completes)
     try:
         yield backend
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Aborted):
         raise  # the process is about to end: nothing is worth waiting for
     except BaseException:
         backend.close()
@@ -141,12 +141,9 @@ def wait_ready(
             if not ready:
                 time.sleep(POLL_S)
     except KeyboardInterrupt:
-        progress.close(interrupted=True)
-        raise
-    except LocalLLMError:
+        raise Aborted(progress.interrupted() or "stopped") from None
+    finally:
         progress.close()
-        raise
-    progress.close()
     return backend.facts(), time.monotonic() - start
 
 

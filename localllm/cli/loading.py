@@ -1,0 +1,24 @@
+"""Loads an `LLM` in a thread while its phases are shown: for commands that need more than a `ChatBackend`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .command import Env
+from .names import Choice
+from .progress import make_progress
+from .pull import watched
+
+if TYPE_CHECKING:
+    from localllm.llm import LLM
+
+
+def load_llm(env: Env, choice: Choice, options: dict[str, Any]) -> LLM:
+    """Load a model. Raises what loading failed with; Ctrl-C becomes Aborted."""
+    from localllm import hub
+    from localllm.llm import LLM
+
+    progress = make_progress(env.console, env.options.progress or "auto", choice.shown)
+    llm = watched(progress, lambda tell, cancel: LLM(choice.name, on_phase=tell, cancel=cancel, **options))
+    hub.remember_model(choice.name)
+    return llm

@@ -1,0 +1,345 @@
+"""`localllm ls`, `show`, `rm`: the models on this machine."""
+
+from __future__ import annotations
+
+import datetime
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from localllm.errors import ConfigError, LocalLLMError, ModelNotFound
+from localllm.terminal import clean, clean_line, gib, tokens_short
+
+from . import params
+from .command import Env, command
+from .names import resolve
+
+if TYPE_CHECKING:
+    from localllm.checkpoint import Checkpoint, ModelFacts
+    from localllm.device import MachineFacts
+    from localllm.hub import LocalModel
+    from localllm.plan import Plan
+
+SORTS = ("name", "size", "params", "used")
+_FROM = {"hub": "Hugging Face cache", "index": "from the package index", "folder": "models folder"}
+
+
+def local_names() -> list[str]:
+    """Names for the shell's completion: from folder names alone, no file is opened."""
+    from localllm import hub
+
+    try:
+        return [found.name for found in hub.local.scan() if not found.problem]
+    except (LocalLLMError, OSError):
+        return []
+
+
+@command("localllm ls", "localllm ls --all", "localllm ls --json | jq -r '.models[].id'")
+def ls(
+    env: Env,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also damaged models and those this version cannot run.")
+    ] = False,
+    sort: Annotated[str, typer.Option(metavar="name|size|params|used", help="Order.")] = "name",
+) -> int:
+    """List the models on this machine, whether they fit, and how fast they should be."""
+    from localllm import hub
+    from localllm.device import machine
+
+    if sort not in SORTS:
+        raise ConfigError(f"--sort is {sort!r}, it can be {', '.join(SORTS)}", "localllm ls --sort size")
+    facts = machine()
+    found = hub.list_local()
+    orders: dict[str, Any] = {
+        "name": lambda m: m.name.casefold(),
+        "size": lambda m: -m.size_bytes,
+        "params": lambda m: -m.params,
+        "used": lambda m: -(m.last_used or 0),
+    }
+    found.sort(key=orders[sort])
+    shown = [m for m in found if everything or m.supported]
+    console = env.console
+    if console.as_json:
+        rows = [_ls_row(model, facts) for model in shown]
+        console.emit("ls/1", {"cache": str(hub.cache.hub_dir()), "free_bytes": _free(), "models": rows})
+        return 0
+    total = sum(m.size_bytes for m in shown)
+    count = f"{len(shown)} model{'' if len(shown) == 1 else 's'}"
+    console.say(f"{count} · {gib(total)} · {gib(_free())} free in {clean_line(_short(hub.cache.hub_dir()))}")
+    if shown:
+        columns = ("NAME", "PARAMS", "FORMAT", "SIZE", "CTX", "FITS", "SPEED", "USED", "")
+        console.table(columns, [_cells(model, facts) for model in shown], right=("PARAMS", "SIZE", "CTX"))
+    hidden = len(found) - len(shown)
+    if hidden:
+        console.say(f"{hidden} more cannot be run: localllm ls --all")
+    if not found:
+        console.say("Next: localllm pull smollm2")
+    return 0
+
+
+def _plan(model: LocalModel, machine: MachineFacts) -> Plan | None:
+    from localllm.plan import plan
+
+    if model.facts is None or not model.supported:
+        return None
+    try:
+        return plan(model.facts, machine)
+    except LocalLLMError:
+        return None
+
+
+def _cells(model: LocalModel, machine: MachineFacts) -> tuple[str, ...]:
+    made = _plan(model, machine)
+    if made is None:
+        return (model.name, "", model.format, gib(model.size_bytes), "", "✗", "–", _ago(model.last_used), model.reason)
+    mark = "✓" if made.basis == "measured" else "≈"
+    note = _FROM[model.source] if model.source != "hub" else ""
+    if not model.chat:
+        note = f"{note}, base model" if note else "base model"
+    return (
+        model.name,
+        _params(model.params),
+        model.format,
+        gib(model.size_bytes),
+        tokens_short(model.max_context),
+        f"✓ {tokens_short(made.ctx)}" if made.fits else "✗",
+        f"{mark} {made.decode_tps:.0f} t/s" if made.fits else "–",
+        _ago(model.last_used),
+        note,
+    )
+
+
+def _ls_row(model: LocalModel, machine: MachineFacts) -> dict[str, Any]:
+    made = _plan(model, machine)
+    return {
+        "id": model.name,
+        "revision": model.revision or None,
+        "format": "gguf" if model.path.suffix.lower() == ".gguf" else "safetensors",
+        "dtype": model.format or None,
+        "architecture": model.architecture or None,
+        "params": model.params,
+        "size_bytes": model.size_bytes,
+        "max_ctx": model.max_context,
+        "chat": model.chat,
+        "supported": model.supported,
+        "broken": model.broken,
+        "reason": model.reason or None,
+        "fits": {"ok": made.fits, "max_ctx": made.max_ctx} if made else {"ok": False, "max_ctx": 0},
+        "speed": {"tps": round(made.decode_tps, 1), "basis": made.basis} if made else None,
+        "last_used": _iso(model.last_used),
+        "source": model.source,
+        "path": str(model.path),
+    }
+
+
+# --- show ------------------------------------------------------------------------------------------------------------
+
+
+@command("localllm show smollm2", "localllm show ./model.gguf --json", "localllm show qwen --template")
+def show(
+    env: Env,
+    model: params.Model,
+    template: Annotated[bool, typer.Option("--template", help="Print the chat template.")] = False,
+) -> int:
+    """Say what a model is: architecture, context, licence, files, memory, and what it would run as here.
+
+    Reads headers only, so a damaged file is found in milliseconds (exit 12).
+    """
+    from localllm.checkpoint import open_checkpoint
+
+    resolved = resolve(env, env.config, model)
+    if resolved.path is None:
+        name = clean_line(resolved.name)
+        raise ModelNotFound(f"{name} is not on this machine", f"localllm pull {name}")
+    with open_checkpoint(resolved.path) as checkpoint:
+        if template:
+            text = _template(checkpoint)
+            env.console.answer(text if text.endswith("\n") else text + "\n")
+            return 0
+        fields = _show_fields(checkpoint, resolved.name, resolved.revision)
+        if env.console.as_json:
+            env.console.emit("show/1", fields)
+        else:
+            _print_facts(env, checkpoint.facts, fields)
+    return 0
+
+
+def _template(checkpoint: Checkpoint) -> str:
+    from localllm.tokenizer import load_tokenizer
+
+    text = load_tokenizer(checkpoint).chat_template
+    if not text:
+        raise ModelNotFound(
+            "this model has no chat template: it is a base model", 'localllm run MODEL "Once upon a time"'
+        )
+    return text
+
+
+def _show_fields(checkpoint: Checkpoint, name: str, revision: str) -> dict[str, Any]:
+    from localllm.checkpoint.facts import kv_bytes_per_token
+    from localllm.device import machine
+    from localllm.plan import plan
+
+    facts = checkpoint.facts
+    try:
+        made = plan(facts, machine())
+        here = {
+            "fits": made.fits,
+            "device": made.device,
+            "ctx": made.ctx,
+            "kv": made.kv,
+            "need_bytes": made.need_bytes,
+            "have_bytes": made.have_bytes,
+            "decode_tps": round(made.decode_tps, 1),
+            "basis": made.basis,
+        }
+    except LocalLLMError as error:
+        here = {"fits": False, "reason": error.message}
+    return {
+        "id": name,
+        "path": str(checkpoint.path),
+        "format": checkpoint.kind,
+        "stored_format": facts.stored_format,
+        "architecture": facts.architecture,
+        "source_architecture": facts.source_architecture,
+        "name": facts.name,
+        "params": facts.num_params,
+        "size_bytes": checkpoint.nbytes,
+        "max_ctx": facts.max_context,
+        "layers": facts.num_layers,
+        "hidden": facts.hidden_size,
+        "heads": facts.num_heads,
+        "kv_heads": facts.num_kv_heads,
+        "head_dim": facts.head_dim,
+        "vocab": facts.vocab_size,
+        "kv_bytes_per_token": kv_bytes_per_token(facts, "bf16"),
+        "template": facts.has_chat_template,
+        "licence": facts.licence or None,
+        "revision": revision or None,
+        "sampling_defaults": dict(facts.sampling_defaults),
+        "tensors": len(checkpoint.tensors),
+        "files": sorted({str(tensor.file) for tensor in checkpoint.tensors.values()}),
+        "plan": here,
+    }
+
+
+def _print_facts(env: Env, facts: ModelFacts, fields: dict[str, Any]) -> None:
+    from localllm.terminal import cell_width
+
+    windows = sorted({w for w in facts.windows if w})
+    sliding = f", {sum(1 for w in facts.windows if w)} of them with a window of {windows[0]:,}" if windows else ""
+    here = fields["plan"]
+    sampling = ", ".join(f"{key} {value}" for key, value in facts.sampling_defaults.items()) or "not stated"
+    fit = here.get("reason") or (
+        f"{'fits' if here['fits'] else 'does not fit'} on {here['device']}: needs {gib(here['need_bytes'])} of"
+        f" {gib(here['have_bytes'])} at {here['ctx']:,} tokens, ≈ {here['decode_tps']:.0f} tok/s"
+    )
+    rows = [
+        ("name", fields["id"] if not facts.name else f"{fields['id']} ({facts.name})"),
+        ("architecture", f"{facts.architecture} ({facts.source_architecture})"),
+        ("parameters", f"{_params(facts.num_params)}, {facts.stored_format}, {gib(fields['size_bytes'])}"),
+        ("layers", f"{facts.num_layers}{sliding}"),
+        ("attention", f"{facts.num_heads} heads, {facts.num_kv_heads} for K and V, {facts.head_dim} wide"),
+        ("vocabulary", f"{facts.vocab_size:,} tokens"),
+        ("context", f"{facts.max_context:,} tokens, {gib(fields['kv_bytes_per_token'])} each (bf16)"),
+        ("chat template", "yes" if facts.has_chat_template else "no: a base model, for `localllm run`"),
+        ("sampling", sampling),
+        ("licence", facts.licence or "not stated"),
+        ("here", fit),
+        *(("file", _short(Path(name))) for name in fields["files"][:8]),
+    ]
+    width = max(cell_width(label) for label, _ in rows)
+    for label, value in rows:
+        env.console.line(f"{env.console.style(label.ljust(width), 'dim')}  {clean_line(str(value))}")
+    if len(fields["files"]) > 8:
+        env.console.line(f"{' ' * width}  … {len(fields['files']) - 8} more files")
+
+
+# --- rm --------------------------------------------------------------------------------------------------------------
+
+
+@command("localllm rm smollm2", "localllm rm org/repo:Q4_K_M -y", "localllm rm --partial")
+def rm(
+    env: Env,
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="MODEL...", help="Names as `ls` shows them.", autocompletion=params.complete_model),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("-n", "--dry-run", help="Only say what would be removed.")] = False,
+    partial: Annotated[bool, typer.Option("--partial", help="Remove what interrupted downloads left.")] = False,
+) -> int:
+    """Remove models, or left-over parts of downloads. Says who else uses the files, and asks first."""
+    from localllm import hub
+
+    console = env.console
+    if partial == bool(models):
+        raise ConfigError("rm takes either names or --partial", "localllm rm NAME, or localllm rm --partial")
+    planned = (
+        [hub.remove_partials(dry_run=True)] if partial else [hub.remove(name, dry_run=True) for name in models or ()]
+    )
+    total = sum(item.num_bytes for item in planned)
+    paths = [path for item in planned for path in item.paths]
+    names = [name for item in planned for name in item.names]
+    for name in names:
+        console.say(f"{clean_line(name)}")
+    for note in dict.fromkeys(item.note for item in planned if item.note):
+        console.say(f"note: {clean(note)}")
+    console.say(f"{len(paths)} file{'' if len(paths) == 1 else 's'}, {gib(total)}")
+    if paths and not dry_run and not console.confirm("Remove?", default=False):
+        raise ConfigError("nothing was removed", "answer y, or pass -y")
+    done = planned
+    if paths and not dry_run:
+        done = [hub.remove_partials()] if partial else [hub.remove(name) for name in models or ()]
+        console.say(f"removed {gib(sum(item.num_bytes for item in done))}")
+    if console.as_json:
+        fields = {
+            "removed": bool(paths) and not dry_run,
+            "models": names,
+            "bytes": sum(item.num_bytes for item in done),
+            "paths": [str(path) for item in done for path in item.paths],
+        }
+        console.emit("rm/1", fields)
+    return 0
+
+
+# --- words -----------------------------------------------------------------------------------------------------------
+
+
+def _params(count: int) -> str:
+    return f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.0f} M"
+
+
+def _free() -> int:
+    from localllm import hub
+
+    folder = hub.cache.hub_dir()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return 0
+
+
+def _short(path: Path) -> str:
+    """A path with the home folder as ~."""
+    try:
+        return f"~/{path.relative_to(Path.home())}"
+    except (ValueError, RuntimeError):
+        return str(path)
+
+
+def _ago(when: float | None) -> str:
+    if when is None:
+        return "–"
+    days = int((time.time() - when) // 86400)
+    return "today" if days < 1 else f"{days} d"
+
+
+def _iso(when: float | None) -> str | None:
+    if when is None:
+        return None
+    return datetime.datetime.fromtimestamp(when, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

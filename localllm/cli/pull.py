@@ -1,0 +1,179 @@
+"""`localllm pull`: bring models here, verified and resumable; or check the ones that are here."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from localllm.errors import Aborted, ConfigError
+from localllm.request import Phase
+from localllm.terminal import clean_line, gib, seconds_short
+
+from . import params
+from .command import Env, command
+from .names import resolve
+from .progress import Progress, make_progress
+
+if TYPE_CHECKING:
+    from localllm.hub import Resolved
+
+T = TypeVar("T")
+TICK_S = 0.05
+CANCEL_S = 0.4
+"""How long Ctrl-C waits for the download to put its bytes away."""
+
+
+@command(
+    "localllm pull qwen",
+    "localllm pull Qwen/Qwen3-8B-GGUF:Q4_K_M -y",
+    "localllm pull smollm2 --dry-run --json",
+    "localllm pull smollm2 --repair",
+)
+def pull(
+    env: Env,
+    models: params.Models,
+    dry_run: Annotated[bool, typer.Option("-n", "--dry-run", help="Only say what would be downloaded.")] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="Hash local files again; fetch what is wrong.")] = False,
+    revision: Annotated[str | None, typer.Option(metavar="REV", help="A branch, tag or commit.")] = None,
+    quant: Annotated[str | None, typer.Option(metavar="Q", help="Which quantisation, such as Q4_K_M.")] = None,
+) -> int:
+    """Download models: verified against what the hub states, resumed where an earlier run ended.
+
+    Files go to the Hugging Face cache, which other tools share. Ctrl-C pauses; the same command goes on.
+    """
+    if repair and (dry_run or revision or quant):
+        raise ConfigError("--repair takes only names", "localllm pull NAME --repair")
+    rows = []
+    for name in models:
+        if repair:
+            rows.append(_repair(env, name))
+        else:
+            rows.append(_pull(env, _full_name(name, quant, revision), dry_run))
+    if env.console.as_json:
+        env.console.emit("pull/1", {**rows[0], "models": rows})
+    return 0
+
+
+def _full_name(name: str, quant: str | None, revision: str | None) -> str:
+    for mark, value in ((":", quant), ("@", revision)):
+        if value and mark in name:
+            raise ConfigError(f"{name} already names one; {value} is a second", "give it once")
+    return name + (f":{quant}" if quant else "") + (f"@{revision}" if revision else "")
+
+
+def _pull(env: Env, name: str, dry_run: bool) -> dict[str, Any]:
+    from localllm import hub
+
+    console = env.console
+    config = env.config
+    resolved = resolve(env, config, name, refresh="@" in name and not env.offline)
+    shown = clean_line(resolved.name)
+    if resolved.path is not None:
+        console.say(f"{shown} is already here: {clean_line(str(resolved.path))}")
+        return _row(resolved, resolved.path, 0.0)
+    for line in resolved.lines:
+        console.say(f"  {clean_line(line)}" if line.startswith("  ") else clean_line(line))
+    if resolved.licence_url:
+        console.say(f"  licence text: {clean_line(resolved.licence_url)}")
+    if dry_run:
+        if not console.as_json:
+            _list_files(env, resolved)
+        return _row(resolved, None, 0.0)
+    if not console.confirm("Download now?"):
+        raise ConfigError("nothing was downloaded", f"localllm pull {clean_line(name)} -y")
+    start = time.monotonic()
+    progress = make_progress(console, env.options.progress or "auto", shown)
+    path = watched(progress, lambda tell, cancel: hub.download(resolved, progress=tell, cancel=cancel))
+    took = time.monotonic() - start
+    row = _row(resolved, path, took)
+    console.say(f"{shown}: {gib(resolved.size_bytes)}, verified, in {seconds_short(took)}")
+    if row["fits"] is False:
+        console.warn(f"it does not fit this machine's memory: localllm plan {shown}")
+    console.say(f"Next: localllm {'run' if row['chat'] is False else 'chat'} {shown}")
+    return row
+
+
+def _row(resolved: Resolved, path: Path | None, took_s: float) -> dict[str, Any]:
+    fits, chat = _fits(path) if path is not None else (None, None)
+    return {
+        "repo": resolved.repo or resolved.name,
+        "name": resolved.name,
+        "source": resolved.kind,
+        "revision": resolved.revision or None,
+        "quant": resolved.quant or None,
+        "licence": resolved.licence or None,
+        "bytes": resolved.size_bytes,
+        "download_bytes": resolved.download_bytes if resolved.path is None else 0,
+        "seconds": round(took_s, 2),
+        "path": str(path) if path is not None else None,
+        "fits": fits,
+        "chat": chat,
+        "files": [{"name": f.name, "size": f.size, "will_download": resolved.path is None} for f in resolved.files],
+    }
+
+
+def _fits(path: Path) -> tuple[bool, bool]:
+    """(whether it fits this machine, whether it has a chat template)."""
+    from localllm.checkpoint import open_checkpoint
+    from localllm.device import machine
+    from localllm.plan import plan
+
+    with open_checkpoint(path) as checkpoint:
+        return plan(checkpoint.facts, machine()).fits, checkpoint.facts.has_chat_template
+
+
+def _list_files(env: Env, resolved: Resolved) -> None:
+    rows = [(f.name, gib(f.size)) for f in resolved.files]
+    if not rows:
+        rows = [(resolved.name, gib(resolved.size_bytes))]
+    env.console.table(("FILE", "SIZE"), rows, right=("SIZE",))
+
+
+def _repair(env: Env, name: str) -> dict[str, Any]:
+    from localllm import hub
+
+    progress = make_progress(env.console, env.options.progress or "auto", name)
+    offline = env.offline
+    done = watched(progress, lambda tell, cancel: hub.repair(name, progress=tell, cancel=cancel, offline=offline))
+    found = f"{len(done.bad)} fetched again: {', '.join(done.bad)}" if done.bad else "all of them right"
+    env.console.say(f"{clean_line(done.name)}: {done.checked} files checked, {clean_line(found)}")
+    return {"name": done.name, "path": str(done.path), "checked": done.checked, "repaired": list(done.bad)}
+
+
+def watched(progress: Progress, work: Callable[[Callable[[Phase], None], threading.Event], T]) -> T:
+    """Run `work(tell, cancel)` in a thread and show its phases. Ctrl-C cancels it and becomes Aborted."""
+    from collections import deque
+
+    phases: deque[Phase] = deque()
+    cancel = threading.Event()
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            results.append(work(phases.append, cancel))
+        except BaseException as error:  # it is raised again in the caller's thread
+            errors.append(error)
+
+    thread = threading.Thread(target=body, name="work", daemon=True)
+    thread.start()
+    try:
+        while thread.is_alive() or phases:
+            while phases:
+                progress.update(phases.popleft())
+            progress.tick()
+            thread.join(TICK_S)
+    except KeyboardInterrupt:
+        cancel.set()
+        thread.join(CANCEL_S)
+        raise Aborted(progress.interrupted() or "stopped") from None
+    finally:
+        progress.close()
+    if errors:
+        raise errors[0]
+    return results[0]

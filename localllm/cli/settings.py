@@ -1,0 +1,133 @@
+"""`localllm config`: show and change settings."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from localllm.config import KEYS, UserConfig, find_key, load_config, reference, set_key, settings_file, unset_key
+from localllm.config.keys import TABLES
+from localllm.errors import ConfigError
+from localllm.terminal import clean_line
+
+from .command import Env, command
+
+ACTIONS = ("list", "get", "set", "unset", "path", "edit", "schema")
+
+
+@command(
+    "localllm config list --origin",
+    "localllm config set sampling.temperature 0.2",
+    "localllm config get engine.ctx",
+    "localllm config edit",
+)
+def config(
+    env: Env,
+    action: Annotated[str, typer.Argument(metavar="list|get|set|unset|path|edit|schema", help="What to do.")] = "list",
+    key: Annotated[str | None, typer.Argument(metavar="[KEY]", help="A setting, such as engine.ctx.")] = None,
+    value: Annotated[str | None, typer.Argument(metavar="[VALUE]", help="For set.")] = None,
+    origin: Annotated[bool, typer.Option("--origin", help="Where each value comes from.")] = False,
+) -> int:
+    """Show and change settings. A flag wins over a variable, a variable over the file, the file over the default."""
+    if action not in ACTIONS:
+        raise ConfigError(f"config {action}: there is {', '.join(ACTIONS)}", "localllm config list")
+    wanted = {"get": 1, "unset": 1, "set": 2}.get(action, 0)
+    given = sum(part is not None for part in (key, value))
+    if given != wanted:
+        names = " ".join(("KEY", "VALUE")[:wanted])
+        raise ConfigError(
+            f"config {action} takes {names or 'no further words'}", f"localllm config {action} {names}".rstrip()
+        )
+    file = env.options.config or settings_file()
+    if action == "list":
+        return _list(env, origin)
+    if action == "get":
+        return _get(env, str(key), origin)
+    if action in ("set", "unset"):
+        return _change(env, action, str(key), value, file)
+    if action == "path":
+        env.console.line(str(file))
+    elif action == "schema":
+        env.console.answer(reference())
+    else:
+        return _edit(env, file)
+    return 0
+
+
+def _list(env: Env, origin: bool) -> int:
+    found = env.config
+    rows = _rows(found)
+    if env.console.as_json:
+        settings = {path: {"value": value, "origin": found.origin(path)} for path, value in rows}
+        env.console.emit("config/1", {"file": str(env.options.config or settings_file()), "settings": settings})
+        return 0
+    columns = ("KEY", "VALUE", "ORIGIN") if origin else ("KEY", "VALUE")
+    env.console.table(columns, [(path, _text(path, value), found.origin(path))[: len(columns)] for path, value in rows])
+    return 0
+
+
+def _rows(found: UserConfig) -> list[tuple[str, Any]]:
+    rows = [(path, found.get(path)) for path in KEYS]
+    for table in TABLES:
+        rows += [(f"{table}.{name}", value) for name, value in getattr(found, table).items()]
+    return rows
+
+
+def _text(path: str, value: Any) -> str:
+    if value is None:
+        return "(the model's own)" if path.startswith("sampling.") else ""
+    if path in KEYS:
+        return KEYS[path].kind.show(value)
+    return str(value)
+
+
+def _get(env: Env, key: str, origin: bool) -> int:
+    value = env.config.get(key)
+    where = env.config.origin(key)
+    if env.console.as_json:
+        env.console.emit("config/1", {"settings": {key: {"value": value, "origin": where}}})
+    else:
+        env.console.line(clean_line(_text(key, value)) + (f"   ({where})" if origin else ""))
+    return 0
+
+
+def _change(env: Env, action: str, key: str, value: str | None, file: Path) -> int:
+    if action == "set":
+        parsed = set_key(key, str(value), file)
+        env.console.say(f"{clean_line(key)} = {clean_line(_text(key, parsed))} in {file}")
+        now = load_config(path=file)
+        where = now.origin(key)
+        if where.startswith("env "):
+            env.console.warn(f"{where[4:]} is set and wins over the file")
+    elif unset_key(key, file):
+        env.console.say(f"{clean_line(key)} removed from {file}")
+    else:
+        if key.split(".")[0] not in TABLES:
+            find_key(key)
+        env.console.say(f"{clean_line(key)} was not set in {file}")
+    if env.console.as_json:
+        env.console.emit("config/1", {"file": str(file), "key": key, "action": action})
+    return 0
+
+
+def _edit(env: Env, file: Path) -> int:
+    editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or ""
+    if not editor:
+        raise ConfigError("neither VISUAL nor EDITOR is set", f"export EDITOR=nano, or edit {file} yourself")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if not file.exists():
+        file.write_text("# see `localllm config schema` for every key\n", encoding="utf-8")
+    try:
+        code = subprocess.run([*shlex.split(editor), str(file)], check=False).returncode
+    except OSError as error:
+        raise ConfigError(f"{editor}: {error.strerror}", "set EDITOR to an editor that is installed") from None
+    if code:
+        raise ConfigError(f"{editor} ended with {code}", f"edit {file} yourself")
+    for warning in load_config(path=file).warnings:
+        env.console.warn(warning)
+    return 0
