@@ -1,8 +1,9 @@
 /* A pool of threads that share out the tasks of one call at a time.
  *
- * A call publishes (generation, tasks left) in one 64-bit word; threads take ranges off it by compare-and-swap, so a
- * thread that wakes late, or never gets a core, takes nothing and holds nobody up. Waiting spins for some microseconds
- * and then sleeps in the kernel, which gives the core to whoever has work. */
+ * A call gives every thread a contiguous range of tasks (weights stream, and memory is asked for ahead) in one 64-bit
+ * word: generation, begin, end. Its thread takes from the front by compare-and-swap, the others, when they have nothing
+ * left, from the back: a thread that wakes late, or has lost its core, holds up nobody but the range in its hands.
+ * Waiting spins for some microseconds and then sleeps in the kernel, which gives the core to whoever has work. */
 #ifndef LL_POOL_H
 #define LL_POOL_H
 
@@ -23,18 +24,28 @@
 
 typedef void (*task_fn)(void *arg, int64_t begin, int64_t end, int thread);
 
+#define RANGE_BITS 20
+#define RANGE_MAX ((1 << RANGE_BITS) - 1)
+#define RANGE_BEGIN(word) ((int64_t)((word) >> RANGE_BITS & RANGE_MAX))
+#define RANGE_END(word) ((int64_t)((word) & RANGE_MAX))
+#define RANGE_LEFT(word) (RANGE_END(word) - RANGE_BEGIN(word))
+#define GENERATION(word) ((word) >> 2 * RANGE_BITS)
+
+typedef struct { _Alignas(64) _Atomic uint64_t word; } range;
+
 static struct {
-    pthread_mutex_t lock;              /* one call at a time */
-    _Alignas(64) _Atomic uint64_t word; /* generation << 32 | tasks left */
+    pthread_mutex_t lock;    /* one call at a time */
     _Alignas(64) _Atomic int64_t done;
-    _Alignas(64) task_fn fn;
+    _Atomic int32_t caller_sleeps; /* what the caller sleeps on: 1 while it does */
+    _Alignas(64) task_fn fn; /* the call's facts: written only while no task is left of the call before */
     void *arg;
-    int64_t total;
-    _Atomic int32_t wake;              /* what idle threads sleep on: changes with every call that finds sleepers */
+    int64_t total, grain;
+    uint64_t generation;
+    _Atomic int32_t wake;    /* what idle threads sleep on: changes with every call that finds sleepers */
     _Atomic int32_t sleepers;
-    _Atomic int32_t caller_sleeps;     /* what the caller sleeps on: 1 while it does */
     _Atomic int wanted;
     int started;
+    range ranges[MAX_THREADS];
 #if !defined(__linux__)
     pthread_mutex_t sleep_lock;
     pthread_cond_t sleep_cond;
@@ -84,36 +95,51 @@ static void wake_all(_Atomic int32_t *word)
 #endif
 }
 
-/* Takes ranges of generation `word >> 32` until none is left: large ones first, so that a stream of weights is read
- * in few pieces, then small ones, so that all threads finish together. */
-static void pool_work(uint64_t word, int thread)
+/* Takes a part of range `of` of the generation, from the front or the back, and runs it. Returns the tasks run, 0 when
+ * none was left. */
+static int64_t pool_take(int of, uint64_t generation, int thread)
 {
-    const uint32_t generation = (uint32_t)(word >> 32);
-    while ((uint32_t)(word >> 32) == generation && (uint32_t)word) {
-        /* The fields are those of this generation if the swap succeeds: the caller changes them only when no task
-         * of it is left. */
+    uint64_t word = atomic_load(&pool.ranges[of].word);
+    for (;;) {
+        const int64_t left = RANGE_LEFT(word);
+        if (GENERATION(word) != generation || left <= 0) return 0;
+        /* These are the generation's if the swap succeeds: the caller changes them only when nothing is left of it. */
         task_fn fn = *(volatile task_fn *)&pool.fn;
         void *arg = *(void *volatile *)&pool.arg;
-        int64_t total = *(volatile int64_t *)&pool.total;
-        uint32_t left = (uint32_t)word, take = left / (uint32_t)(4 * pool.wanted) + 1;
-        if (!atomic_compare_exchange_weak(&pool.word, &word, word - take)) continue;
-        int64_t begin = total - left;
-        fn(arg, begin, begin + take, thread);
-        if (atomic_fetch_add(&pool.done, take) + take == total && atomic_load(&pool.caller_sleeps)) {
-            atomic_store(&pool.caller_sleeps, 0);
-            wake_all(&pool.caller_sleeps);
-        }
-        word = atomic_load(&pool.word);
+        int64_t total = *(volatile int64_t *)&pool.total, grain = *(volatile int64_t *)&pool.grain;
+        const int64_t take = (left + 7) / 8;
+        const uint64_t rest = of == thread ? word + ((uint64_t)take << RANGE_BITS) : word - (uint64_t)take;
+        if (!atomic_compare_exchange_weak(&pool.ranges[of].word, &word, rest)) continue;
+        int64_t begin = (of == thread ? RANGE_BEGIN(word) : RANGE_END(word) - take) * grain, end = begin + take * grain;
+        fn(arg, begin, end < total ? end : total, thread);
+        return take;
+    }
+}
+
+static void pool_work(uint64_t generation, int thread)
+{
+    const int threads = pool.wanted;
+    int64_t ran = 0, total = *(volatile int64_t *)&pool.total, grain = *(volatile int64_t *)&pool.grain;
+    for (int i = 0; i < threads; i++) {
+        int of = thread + i < threads ? thread + i : thread + i - threads;
+        for (int64_t n; (n = pool_take(of, generation, thread)) > 0;) ran += n;
+    }
+    if (!ran) return; /* too late: this call may be over, and its facts gone */
+    if (atomic_fetch_add(&pool.done, ran) + ran == (total + grain - 1) / grain && atomic_load(&pool.caller_sleeps)) {
+        atomic_store(&pool.caller_sleeps, 0);
+        wake_all(&pool.caller_sleeps);
     }
 }
 
 static void *pool_thread(void *index)
 {
     const int thread = (int)(intptr_t)index;
+    range *mine = &pool.ranges[thread];
+    uint64_t seen = GENERATION(atomic_load(&mine->word));
     for (;;) {
         int64_t start = 0;
         uint64_t word;
-        for (int spins = 1; !(uint32_t)(word = atomic_load(&pool.word)) || thread >= pool.wanted; spins++) {
+        for (int spins = 1; word = atomic_load(&mine->word), GENERATION(word) == seen && !RANGE_LEFT(word); spins++) {
             cpu_relax();
             if (spins & 63) continue;
             int64_t now = now_ns();
@@ -121,12 +147,13 @@ static void *pool_thread(void *index)
             if (now - start < SPIN_IDLE_NS) continue;
             int32_t ticket = atomic_load(&pool.wake);
             atomic_fetch_add(&pool.sleepers, 1);
-            word = atomic_load(&pool.word);
-            if (!(uint32_t)word || thread >= pool.wanted) sleep_while(&pool.wake, ticket);
+            word = atomic_load(&mine->word);
+            if (GENERATION(word) == seen && !RANGE_LEFT(word)) sleep_while(&pool.wake, ticket);
             atomic_fetch_sub(&pool.sleepers, 1);
             start = 0;
         }
-        pool_work(word, thread);
+        seen = GENERATION(word);
+        pool_work(seen, thread);
     }
     return NULL;
 }
@@ -153,31 +180,37 @@ static void pool_start(void)
 static void pool_run(task_fn fn, void *arg, int64_t total)
 {
     if (total <= 0) return;
-    if (pool.wanted == 1 || total == 1) {
+    if (pool.wanted > 1 && pool.started < pool.wanted - 1) pool_start();
+    const int threads = pool.wanted;
+    if (threads == 1 || total == 1) {
         fn(arg, 0, total, 0);
         return;
     }
-    if (pool.started < pool.wanted - 1) pool_start();
+    const int64_t grain = (total + RANGE_MAX - 1) / RANGE_MAX, units = (total + grain - 1) / grain;
     pool.fn = fn;
     pool.arg = arg;
     pool.total = total;
+    pool.grain = grain;
+    pool.generation = (pool.generation + 1) & (((uint64_t)1 << (64 - 2 * RANGE_BITS)) - 1);
     atomic_store(&pool.done, 0);
-    uint64_t word = ((atomic_load(&pool.word) >> 32) + 1) << 32 | (uint64_t)total;
-    atomic_store(&pool.word, word);
+    for (int t = threads - 1; t >= 0; t--) {
+        uint64_t begin = (uint64_t)(units * t / threads), end = (uint64_t)(units * (t + 1) / threads);
+        atomic_store(&pool.ranges[t].word, pool.generation << 2 * RANGE_BITS | begin << RANGE_BITS | end);
+    }
     if (atomic_load(&pool.sleepers)) {
         atomic_fetch_add(&pool.wake, 1);
         wake_all(&pool.wake);
     }
-    pool_work(word, 0);
+    pool_work(pool.generation, 0);
     int64_t start = 0;
-    for (int spins = 1; atomic_load(&pool.done) != total; spins++) {
+    for (int spins = 1; atomic_load(&pool.done) != units; spins++) {
         cpu_relax();
         if (spins & 63) continue;
         int64_t now = now_ns();
         if (!start) start = now;
         if (now - start < SPIN_DONE_NS) continue;
         atomic_store(&pool.caller_sleeps, 1);
-        if (atomic_load(&pool.done) != total) sleep_while(&pool.caller_sleeps, 1);
+        if (atomic_load(&pool.done) != units) sleep_while(&pool.caller_sleeps, 1);
         atomic_store(&pool.caller_sleeps, 0);
         start = 0;
     }
@@ -192,7 +225,8 @@ static void pool_after_fork(void)
     pthread_cond_init(&pool.sleep_cond, NULL);
 #endif
     atomic_store(&pool.sleepers, 0);
-    atomic_store(&pool.word, 0);
+    for (int t = 0; t < MAX_THREADS; t++) atomic_store(&pool.ranges[t].word, 0);
+    pool.generation = 0;
     pool.started = 0;
 }
 
