@@ -147,22 +147,37 @@ class AnswerText:
         return [*parts, *self._splitter.finish()] if last else parts
 
 
-class TurnText:
-    """All answers of one request.
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """How ids become text."""
 
-    continuing   the text goes on from the prompt's, so a first word keeps its leading space
-    """
+    continuing: bool = False
+    """the text goes on from the prompt's, so a first word keeps its leading space"""
+    keep_ids: frozenset[int] = frozenset()
+    """control tokens that are shown all the same"""
+
+
+class TurnText:
+    """All answers of one request."""
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         params: SamplingParams,
         new_splitter: Callable[[], Splitter] | None = None,
-        continuing: bool = False,
+        shown: Shown | None = None,
     ) -> None:
+        shown = shown or Shown()
         self._answers = [
             AnswerText(
-                TextEmitter(tokenizer, params.stop, params.min_tokens, params.include_stop, continuing=continuing),
+                TextEmitter(
+                    tokenizer,
+                    params.stop,
+                    params.min_tokens,
+                    params.include_stop,
+                    continuing=shown.continuing,
+                    keep_ids=shown.keep_ids,
+                ),
                 new_splitter() if new_splitter else None,
             )
             for _ in range(params.n)

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from localllm.answer import Answer, Piece, Splitter, Turn, TurnText
+from localllm.answer import Answer, Piece, Shown, Splitter, Turn, TurnText
 from localllm.errors import ConfigError, InvalidRequest
 from localllm.request import Facts, Message, Phase, Request, SamplingParams, StopCheck, TokenEvent
 
@@ -141,7 +141,10 @@ class LLM:
         started = time.monotonic()
         self.tokenizer: Tokenizer = load_tokenizer(self._checkpoint)
         if self.tokenizer.chat_template:
-            self._template = self._new_template(self.tokenizer.chat_template)
+            from localllm.chat.template import ChatTemplate
+
+            self._template = ChatTemplate.for_tokenizer(self.tokenizer)
+            self._template.warm_up()
         self._notify(Phase("import"))
         import torch
 
@@ -191,14 +194,6 @@ class LLM:
         if percent > self._percent or done == total:
             self._percent = percent
             self._notify(Phase("weights", done, total))
-
-    def _new_template(self, text: str) -> ChatTemplate:
-        from localllm.chat.template import ChatTemplate
-
-        tokens = self.tokenizer
-        bos = tokens.id_to_token(tokens.bos_token_id) if tokens.bos_token_id is not None else ""
-        eos = next((tokens.id_to_token(i) for i in self.facts.eos_token_ids), "")
-        return ChatTemplate(text, bos_token=bos or "", eos_token=eos or "")
 
     # --- asking ------------------------------------------------------------------------------------------------------
 
@@ -322,9 +317,8 @@ class LLM:
             )
         from localllm.chat.template import encode_chat
 
-        return encode_chat(
-            self.tokenizer, self._template, list(messages), tools=tools, template_kwargs=dict(template_kwargs or {})
-        )
+        rendered = self._template.render(messages, tools=tools, **(template_kwargs or {}))
+        return encode_chat(self.tokenizer, rendered, messages)
 
     def submit(
         self,
@@ -339,17 +333,18 @@ class LLM:
     ) -> Turn:
         """Queue token ids. With a `listener`, pieces go to it, in the engine's thread, instead of to the `Turn`."""
         params = params or self.default_params()
+        tags = self._reasoning_tags(prompt_token_ids) if splits_reasoning else None
+        shown = self._shown(tags, continuing=not splits_reasoning)
         request = Request(
             prompt_token_ids=list(prompt_token_ids),
             params=params,
             eos_token_ids=self.tokenizer.eos_token_ids,
             request_id=request_id,
-            stop_check=self._stop_check(params, not splits_reasoning),
+            stop_check=self._stop_check(params, shown),
             cache_salt=cache_salt,
             priority=priority,
         )
-        splitter = self._splitter(prompt_token_ids) if splits_reasoning else None
-        text = TurnText(self.tokenizer, params, splitter, continuing=not splits_reasoning)
+        text = TurnText(self.tokenizer, params, self._splitter(tags, prompt_token_ids), shown)
         if listener is None:
             return Turn(self.engine.submit(request), text)
         tell = listener
@@ -359,23 +354,42 @@ class LLM:
 
         return Turn(self.engine.submit(request, on_event), text)
 
-    def _stop_check(self, params: SamplingParams, continuing: bool) -> StopCheck | None:
+    def _reasoning_tags(self, prompt_token_ids: Sequence[int]) -> tuple[str, str] | None:
+        if self._template is None:
+            return None
+        from localllm.chat.parser import reasoning_tags
+
+        return reasoning_tags(self.tokenizer.chat_template or "", self._tail(prompt_token_ids))
+
+    def _tail(self, prompt_token_ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(prompt_token_ids)[-16:], skip_special=False)
+
+    def _shown(self, tags: tuple[str, str] | None, continuing: bool) -> Shown:
+        """Which tokens become text: no control tokens, except the tags that the splitter must see."""
+        ids = (self.tokenizer.token_to_id(tag) for tag in tags or ())
+        return Shown(continuing, frozenset(i for i in ids if i is not None))
+
+    def _stop_check(self, params: SamplingParams, shown: Shown) -> StopCheck | None:
         if not params.stop:
             return None
         from localllm.stream import StopStrings
 
         return StopStrings(
-            self.tokenizer, params.stop, params.min_tokens, params.include_stop, continuing=continuing
+            self.tokenizer,
+            params.stop,
+            params.min_tokens,
+            params.include_stop,
+            continuing=shown.continuing,
+            keep_ids=shown.keep_ids,
         )
 
-    def _splitter(self, prompt_token_ids: Sequence[int]) -> Callable[[], Splitter] | None:
-        if self._template is None:
+    def _splitter(self, tags: tuple[str, str] | None, prompt_token_ids: Sequence[int]) -> Callable[[], Splitter] | None:
+        if tags is None:
             return None
-        from localllm.chat.parser import reasoning_parser
+        from localllm.chat.parser import ReasoningParser
 
-        tail = self.tokenizer.decode(list(prompt_token_ids)[-16:], skip_special=False)
-        template = self.tokenizer.chat_template or ""
-        return None if reasoning_parser(template, tail) is None else lambda: reasoning_parser(template, tail)
+        opened = self._tail(prompt_token_ids).rstrip().endswith(tags[0])
+        return lambda: ReasoningParser(*tags, opened=opened)
 
     # --- facts and end -----------------------------------------------------------------------------------------------
 
@@ -430,8 +444,6 @@ class LLM:
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
-        if self._template is not None:
-            self._template.close()
         self.__dict__.pop("_model", None)
         self._checkpoint.close()
 
