@@ -7,7 +7,6 @@ torch is imported.
 from __future__ import annotations
 
 import os
-from typing import ClassVar
 
 from textual.app import App
 from textual.theme import Theme
@@ -43,8 +42,8 @@ class ChatApp(App[None]):
 
     CSS_PATH = "app.tcss"
     TITLE = "localllm"
-    HORIZONTAL_BREAKPOINTS: ClassVar[list[tuple[int, str]] | None] = [(0, "-tiny"), (40, "-narrow"), (100, "-wide")]
-    VERTICAL_BREAKPOINTS: ClassVar[list[tuple[int, str]] | None] = [(0, "-low"), (12, "-high")]
+    HORIZONTAL_BREAKPOINTS = [(0, "-tiny"), (40, "-narrow"), (100, "-wide")]
+    VERTICAL_BREAKPOINTS = [(0, "-low"), (12, "-high")]
     ENABLE_COMMAND_PALETTE = True
 
     def __init__(

@@ -77,12 +77,19 @@ class Root(TyperGroup):
             groups.setdefault(group, []).append((name, summary))
         formatter.write(program_help(list(groups.items())) + "\n")
 
-    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any) -> Any:
-        """Run a command line; always ends in SystemExit, with the code of `ux.md` 8.3."""
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run a command line; always ends in SystemExit with one of the documented codes."""
         words = list(sys.argv[1:] if args is None else args)
-        extra.pop("standalone_mode", None)
         try:
-            code = super().main(args=words, prog_name="localllm", standalone_mode=False, **extra)
+            code = super().main(words, "localllm", complete_var, False, windows_expand_args, **extra)
             sys.stdout.flush()
         except ConfigError as error:
             code = Console(as_json="--json" in words).fail(error)

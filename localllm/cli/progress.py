@@ -164,13 +164,17 @@ class JsonProgress:
     def tick(self) -> None:
         """Nothing: a program can tell the time itself."""
 
-    def close(self, interrupted: bool = False) -> None:
+    def interrupted(self) -> str:
         """The last line of an interrupted download."""
-        if interrupted and self._bytes.total:
-            elapsed = time.monotonic() - self._start
+        if self._bytes.total:
+            done, total = self._bytes.done, self._bytes.total
             self._write(
-                {"t": round(elapsed, 3), "event": "paused", "done": self._bytes.done, "total": self._bytes.total}
+                {"t": round(time.monotonic() - self._start, 3), "event": "paused", "done": done, "total": total}
             )
+        return self._bytes.paused
+
+    def close(self) -> None:
+        """Nothing: lines stay."""
 
     def _write(self, event: dict[str, Any]) -> None:
         self._console.stderr.write(json_safe(json.dumps(event, ensure_ascii=False)) + "\n")

@@ -364,7 +364,7 @@ class ChatScreen(Screen[None]):
 
     def action_thinking(self) -> None:
         """Open or close the reasoning of the last answer that has any."""
-        for message in reversed(self.query(AssistantMessage).results()):
+        for message in reversed(list(self.query(AssistantMessage))):
             if message.exchange.reasoning:
                 message.thought.toggle()
                 return

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
@@ -221,7 +221,7 @@ class Fence(MarkdownFence):
 class Body(Markdown):
     """Blocks that do not change any more."""
 
-    _OWN = {
+    _OWN: ClassVar[dict[str, type[MarkdownBlock]]] = {
         "bullet_list_open": FlatBulletList,
         "ordered_list_open": FlatOrderedList,
         "fence": Fence,
