@@ -13,10 +13,10 @@ from torch.nn import functional
 
 KEY_TILE = 128
 """Keys per tile of attention, aligned to absolute positions. A multiple of every page size."""
-QUERY_ROWS = 8
+QUERY_ROWS = 16
 """Rows of a query tile: as many query tokens as fit, times the query heads of one KV head."""
-SCORE_LIMIT = 1 << 22
-"""Scores held at once (16 MiB as float32); longer chunks of queries are cut, which changes no result."""
+SCORE_LIMIT = 1 << 20
+"""Scores held at once, 4 MiB as float32: they stay in the cache. Cutting longer chunks of queries changes no result."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -177,10 +177,11 @@ def _attend(
 
     Every matrix product has the shape of one (query tile, key tile, KV head), both tiles start at multiples of their
     size, the maximum is exact, and tiles are summed one after the other: so neither the queries beside this one nor
-    keys it does not see change a bit. (A query's row in its tile matters: for a head_dim of 10 MKL sums some rows in
-    another order.)
+    keys it does not see change a bit. (A query's row in its tile matters to MKL, and so does the alignment of a tile:
+    with a head_dim that is no multiple of 16 it sums in another order; hence the padding.)
     """
     num_queries, num_heads, head_dim = q.shape
+    spare = -head_dim % 16
     num_kv_heads = k_cache.shape[1]
     per_kv = num_heads // num_kv_heads
     tile = _query_tile(num_heads, num_kv_heads)
@@ -192,7 +193,7 @@ def _attend(
     base = first_tile * KEY_TILE
 
     rows = _page_rows(pages, k_cache.shape[2], num_kv_heads, first_tile, end_tile)
-    keys, values = _gather(k_cache, rows, num_k), _gather(v_cache, rows, num_k)
+    keys, values = _gather(k_cache, rows, num_k, spare), _gather(v_cache, rows, num_k, spare)
     # what lies outside the sequence belongs to others, and 0 · inf would reach this one
     if oldest > base:
         values[0, :, : oldest - base] = 0.0
@@ -200,10 +201,10 @@ def _attend(
         values[-1, :, last + 1 - (end_tile - 1) * KEY_TILE :] = 0.0
 
     queries = q.float() * scale
-    if num_q * tile != num_queries:
-        queries = functional.pad(queries, (0, 0, 0, 0, lead, num_q * tile - lead - num_queries))
-    queries = queries.view(num_q, tile, num_kv_heads, per_kv, head_dim).permute(2, 0, 1, 3, 4)
-    queries = queries.reshape(num_kv_heads, num_q, tile * per_kv, head_dim)
+    if num_q * tile != num_queries or spare:
+        queries = functional.pad(queries, (0, spare, 0, 0, lead, num_q * tile - lead - num_queries))
+    queries = queries.view(num_q, tile, num_kv_heads, per_kv, -1).permute(2, 0, 1, 3, 4)
+    queries = queries.reshape(num_kv_heads, num_q, tile * per_kv, -1)
 
     scores = _scores(queries, keys)  # [num_k, num_kv_heads, num_q, rows, KEY_TILE]
     if softcap is not None:
@@ -221,7 +222,7 @@ def _attend(
     total, norm = parts[0], sums[0]
     for index in range(1, num_k):
         total, norm = total + parts[index], norm + sums[index]
-    mixed = (total / norm).view(num_kv_heads, num_q * tile, per_kv, head_dim)[:, lead : lead + num_queries]
+    mixed = (total / norm).view(num_kv_heads, num_q * tile, per_kv, -1)[:, lead : lead + num_queries, :, :head_dim]
     return mixed.permute(1, 0, 2, 3).reshape(num_queries, num_heads, head_dim)
 
 
@@ -236,11 +237,12 @@ def _page_rows(pages: Tensor, page_size: int, num_kv_heads: int, first_tile: int
     return (wanted + torch.arange(num_kv_heads, dtype=wanted.dtype, device=pages.device).view(-1, 1)).view(-1)
 
 
-def _gather(cache: Tensor, rows: Tensor, num_tiles: int) -> Tensor:
-    """A sequence's keys or values as float32 [num_tiles, num_kv_heads, KEY_TILE, head_dim], a fresh tensor."""
+def _gather(cache: Tensor, rows: Tensor, num_tiles: int, spare: int) -> Tensor:
+    """A sequence's keys or values, fresh, float32 [num_tiles, num_kv_heads, KEY_TILE, head_dim + spare zeros]."""
     num_pages, num_kv_heads, _, head_dim = cache.shape
     gathered = cache.view(num_pages * num_kv_heads, -1).index_select(0, rows)
-    return gathered.float().view(num_tiles, num_kv_heads, KEY_TILE, head_dim)
+    tiles = gathered.float().view(num_tiles, num_kv_heads, KEY_TILE, head_dim)
+    return functional.pad(tiles, (0, spare)) if spare else tiles
 
 
 def _hide(scores: Tensor, base: int, positions: Tensor, window: int | None) -> None:
