@@ -6,7 +6,6 @@ ends with it, and the answer begins inside. The concatenated pieces do not depen
 
 from __future__ import annotations
 
-import re
 from typing import Literal
 
 Part = tuple[str, str]
@@ -23,7 +22,7 @@ _MOST_HELD = 64
 
 
 def reasoning_tags(template: str, prompt_tail: str = "") -> tuple[str, str] | None:
-    """The pair of tags that a template speaks of, or that the prompt ends with; None for a model that does not think."""
+    """The tags that the prompt ends with, or that a template speaks of; None for a model that does not think."""
     tail = prompt_tail.rstrip()
     for opens, closes in TAGS:
         if tail.endswith((opens, closes)):
@@ -42,8 +41,8 @@ def reasoning_parser(template: str, prompt_tail: str = "") -> ReasoningParser | 
 class ReasoningParser:
     """Splits one answer as it comes.
 
-    Only a tag at the very beginning opens reasoning: later ones are text about tags. Line ends next to the tags belong to
-    neither side. At most 64 line ends and a part of a tag wait for what follows.
+    Only a tag at the very beginning opens reasoning: later ones are text about tags. Line ends next to the tags belong
+    to neither side. At most 64 line ends and a part of a tag wait for what follows.
     """
 
     def __init__(self, opens: str = "<think>", closes: str = "</think>", *, opened: bool = False) -> None:
@@ -51,7 +50,6 @@ class ReasoningParser:
         self.opens, self.closes = opens, closes
         self._state: State = "opened" if opened else "start"
         self._held = ""
-        self._partial_close = re.compile("|".join(re.escape(closes[:size]) for size in range(len(closes) - 1, 0, -1)))
 
     @property
     def in_reasoning(self) -> bool:
@@ -114,9 +112,10 @@ class ReasoningParser:
             self._emit(text[: self._before_line_ends(text, close)], parts)
             return text[close + len(self.closes) :]
         end = len(text)
-        for match in self._partial_close.finditer(text, max(end - len(self.closes) + 1, 0)):
-            if match.end() == len(text):
-                end = match.start()
+        for size in range(min(len(self.closes) - 1, len(text)), 0, -1):
+            if text.endswith(self.closes[:size]):
+                end -= size
+                break
         keep = self._before_line_ends(text, end)
         self._held = text[keep:]
         self._emit(text[:keep], parts)

@@ -206,7 +206,8 @@ class _Marker:
         A template may part two marks or change what is between them: then only their places are kept, as empty spans.
         """
         names = {self._begin: True, self._end: False}
-        names |= {json.dumps(char)[1:-1]: begins for char, begins in names.items()}  # after tojson(ensure_ascii=true)
+        for char, begins in list(names.items()):  # as tojson(ensure_ascii=true) and the text of a list write them
+            names |= {json.dumps(char)[1:-1]: begins, repr(char)[1:-1]: begins}
         parts = re.split("(" + "|".join(map(re.escape, names)) + ")", text)
         spans: list[Span] = []
         length, opened = 0, None

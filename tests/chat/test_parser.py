@@ -1,0 +1,93 @@
+"""Reasoning split from content: any cut of the text gives the same two texts."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from localllm.chat.parser import ReasoningParser, reasoning_parser, reasoning_tags
+
+
+def split(parser: ReasoningParser, pieces: list[str]) -> tuple[str, str]:
+    parts = [part for piece in pieces for part in parser.push(piece)] + parser.finish()
+    assert all(text for _, text in parts)
+    return tuple("".join(t for k, t in parts if k == kind) for kind in ("reasoning", "content"))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("opened", "text", "reasoning", "content"),
+    [
+        (False, "<think>\nWhy?\n</think>\n\nBecause.", "Why?", "Because."),
+        (True, "Why?\n\nSo.\n</think>\n\nBecause.", "Why?\n\nSo.", "Because."),
+        (True, "<think>\nWhy?</think>Because.", "Why?", "Because."),
+        (False, "<think>\n\n</think>\n\nBecause.", "", "Because."),
+        (False, "Plain answer.\n", "", "Plain answer.\n"),
+        (False, "  \n<think>x</think>y", "x", "y"),
+        (False, "The tag <think> opens, </think> closes.", "", "The tag <think> opens, </think> closes."),
+        (False, "<think>a </think> b <think>c</think>", "a ", " b <think>c</think>"),
+        (False, "<think>never closed\n", "never closed\n", ""),
+        (True, "</think>\n    indented", "", "    indented"),
+        (False, "<thin", "", "<thin"),
+        (False, "<thinker>", "", "<thinker>"),
+        (True, "a</thin", "a</thin", ""),
+        (True, "a\n</thinkx></think>b", "a\n</thinkx>", "b"),
+        (False, "\n\n", "", "\n\n"),
+        (False, "", "", ""),
+        (True, "x" + "\n" * 100 + "</think>y", "x" + "\n" * 36, "y"),
+        (False, " " * 65 + "<think>x", "", " " * 65 + "<think>x"),
+    ],
+)
+def test_split(opened: bool, text: str, reasoning: str, content: str) -> None:
+    for pieces in ([text], list(text), [text[i : i + 3] for i in range(0, len(text), 3)]):
+        assert split(ReasoningParser(opened=opened), pieces) == (reasoning, content)
+
+
+PIECES = st.sampled_from(["<think>", "</think>", "<", "</", "think", ">", "a", " ", "\n", "\r\n", "🙂", "\n" * 40])
+
+
+@given(st.lists(PIECES, max_size=12).map("".join), st.booleans(), st.lists(st.integers(0, 80), max_size=10))
+@settings(max_examples=300)
+@example("<think>a\n</think>\nb", False, [3, 8, 10])
+def test_any_cut_gives_the_same(text: str, opened: bool, cuts: list[int]) -> None:
+    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    whole = split(ReasoningParser(opened=opened), [text])
+    assert split(ReasoningParser(opened=opened), pieces) == whole
+    tags = text.count("<think>") + text.count("</think>")
+    assert sum(map(len, whole)) <= len(text)
+    assert tags or opened or whole == ("", text)
+
+
+def test_waiting_text_is_short_and_work_is_linear() -> None:
+    parser = ReasoningParser(opened=True)
+    seen = sum(len(text) for _ in range(20_000) for _, text in parser.push("\n"))
+    assert seen == 0  # line ends before anything is said belong to the tag
+    parser.push("x")
+    seen = sum(len(text) for _ in range(20_000) for _, text in parser.push("\n"))
+    assert seen >= 20_000 - 64 - 8
+
+
+def test_tags_come_from_the_template() -> None:
+    assert reasoning_tags("{{ messages }}") is None
+    assert reasoning_parser("plain") is None
+    assert reasoning_tags("{% if '</think>' in content %}") == ("<think>", "</think>")
+    assert reasoning_tags("[THINK]{{ x }}[/THINK]") == ("[THINK]", "[/THINK]")
+    assert reasoning_tags("<seed:think>..</seed:think>") == ("<seed:think>", "</seed:think>")
+    assert reasoning_tags("no tags", "<|im_start|>assistant\n<think>\n") == ("<think>", "</think>")
+
+
+@pytest.mark.parametrize(
+    ("tail", "text", "expected"),
+    [
+        ("<|im_start|>assistant\n<think>\n", "r</think>c", ("r", "c")),
+        ("<|im_start|>assistant\n", "<think>r</think>c", ("r", "c")),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", "c", ("", "c")),
+    ],
+)
+def test_the_prompt_may_have_opened_the_tag(tail: str, text: str, expected: tuple[str, str]) -> None:
+    parser = reasoning_parser("{{ '<think>' }}", tail)
+    assert parser is not None
+    assert parser.in_reasoning == tail.endswith("<think>\n")
+    assert split(parser, list(text)) == expected
+    assert not parser.in_reasoning
