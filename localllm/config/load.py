@@ -164,7 +164,7 @@ class _Loading:
         return Preset(**own, sampling=SamplingConfig(**sampling))
 
     def config(self) -> UserConfig:
-        held: dict[str, dict[str, Any]] = {"": {}} | {name: {} for name in SECTIONS}
+        held: dict[str, dict[str, Any]] = {name: {} for name in ("", *SECTIONS)}
         for path, value in self.values.items():
             key = KEYS[path]
             held[key.section][key.attribute] = value

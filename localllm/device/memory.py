@@ -38,7 +38,7 @@ def memory_limits(root: Path = Path("/")) -> MemoryLimits:
 
 
 def _meminfo(root: Path) -> dict[str, int]:
-    found = {}
+    found: dict[str, int] = {}
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
     except OSError:

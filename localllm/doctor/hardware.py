@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import Any
 
 from localllm.device import GpuFacts, MachineFacts
 from localllm.device.gpu_table import min_driver
@@ -43,7 +44,7 @@ def gpu_driver(machine: MachineFacts) -> Check:
     title = f"{machine.driver} (CUDA up to {machine.driver_cuda or '?'})"
     least = max((min_driver(gpu.capability) for gpu in machine.gpus), default=0)
     branch = int(machine.driver.split(".")[0]) if machine.driver.split(".")[0].isdigit() else 0
-    data = {"driver": machine.driver, "cuda": machine.driver_cuda, "least_branch": least}
+    data: dict[str, Any] = {"driver": machine.driver, "cuda": machine.driver_cuda, "least_branch": least}
     if branch and branch < least:
         return found(
             "gpu.driver", HARDWARE, "fail", f"{title}: this card needs {least} or newer", fix="nvidia-smi", **data
@@ -102,7 +103,7 @@ def cpu_isa(machine: MachineFacts) -> Check:
     """Which vector instructions the CPU kernels can use."""
     cpu = machine.cpu
     title = f"{cpu.name}, {cpu.isa.replace('_', '-')}"
-    data = {"name": cpu.name, "isa": cpu.isa, "flags": list(cpu.flags)}
+    data: dict[str, Any] = {"name": cpu.name, "isa": cpu.isa, "flags": list(cpu.flags)}
     if cpu.isa == "generic":
         title += ": without AVX2 or NEON a few tokens per second are to be expected"
         return found("cpu.isa", HARDWARE, "warn", title, fix="localllm bench smollm2", **data)
@@ -113,7 +114,7 @@ def cpu_cores(machine: MachineFacts) -> Check:
     """How many cores this process may keep busy."""
     cpu = machine.cpu
     limit = f", a control group allows {cpu.quota:g}" if cpu.quota else ""
-    data = {"cores_usable": cpu.cores_usable, "cpus_total": cpu.cpus_total, "quota": cpu.quota}
+    data: dict[str, Any] = {"cores_usable": cpu.cores_usable, "cpus_total": cpu.cpus_total, "quota": cpu.quota}
     if cpu.quota and cpu.quota < 1:
         title = f"a control group allows {cpu.quota:g} of a CPU: expect long pauses"
         return found("cpu.cores", HARDWARE, "warn", title, fix="docker update --cpus 4 CONTAINER", **data)
@@ -124,7 +125,7 @@ def cpu_cores(machine: MachineFacts) -> Check:
 def ram(machine: MachineFacts) -> Check:
     """Memory that may still be taken."""
     title = f"{size(machine.ram_available_bytes)} of {size(machine.ram_total_bytes)} free"
-    data = {"total_bytes": machine.ram_total_bytes, "available_bytes": machine.ram_available_bytes}
+    data: dict[str, Any] = {"total_bytes": machine.ram_total_bytes, "available_bytes": machine.ram_available_bytes}
     if machine.ram_available_bytes < LITTLE_RAM:
         title += f": below {size(LITTLE_RAM)} only the smallest models run"
         return found("ram", HARDWARE, "warn", title, fix="localllm plan smollm2", **data)

@@ -7,6 +7,7 @@ import sysconfig
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from localllm.device import MachineFacts
 from localllm.request import Check
@@ -59,7 +60,7 @@ def triton_version(machine: MachineFacts) -> Check:
 def compiler(machine: MachineFacts) -> Check:
     """A C compiler, for the CPU kernels; on a GPU also Python's headers, for Triton's launcher."""
     headers = Path(sysconfig.get_path("include")) / "Python.h"
-    data = {"compiler": machine.compiler, "headers": headers.exists()}
+    data: dict[str, Any] = {"compiler": machine.compiler, "headers": headers.exists()}
     if not machine.compiler:
         title = "no C compiler: the CPU kernels cannot be built, PyTorch's own products are used"
         return found("compiler", SOFTWARE, "warn", title, "slower and larger in memory", install("gcc"), **data)
@@ -92,7 +93,7 @@ def cgroup_memory(machine: MachineFacts) -> Check:
     if not machine.ram_limit:
         return found("cgroup.mem", SOFTWARE, "skip", "no limit below the installed RAM")
     title = f"a {machine.ram_limit} limits memory to {size(machine.ram_total_bytes)}"
-    data = {"limit": machine.ram_limit, "limit_bytes": machine.ram_total_bytes}
+    data: dict[str, Any] = {"limit": machine.ram_limit, "limit_bytes": machine.ram_total_bytes}
     if machine.ram_total_bytes < 2 * GIB:
         fix = "ulimit -v unlimited" if machine.ram_limit == "ulimit" else "docker update --memory 8g CONTAINER"
         return found("cgroup.mem", SOFTWARE, "warn", title, fix=fix, **data)

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from localllm import hub, paths
 from localllm.device import MachineFacts
@@ -31,7 +32,7 @@ def disk_free(machine: MachineFacts) -> Check:
     place = hub_dir()
     free = shutil.disk_usage(existing(place)).free
     title = f"{size(free)} free for models in {_short(place)}"
-    data = {"path": str(place), "free_bytes": free}
+    data: dict[str, Any] = {"path": str(place), "free_bytes": free}
     if free < NO_DISK:
         return found("disk.free", STORAGE, "fail", title, fix="export HF_HOME=/a/larger/disk/hf", **data)
     if free < LITTLE_DISK:
@@ -43,7 +44,7 @@ def hf_cache(machine: MachineFacts) -> Check:
     """Whether the cache shared with other tools can be read and written."""
     place = hub_dir()
     parent = existing(place)
-    data = {"path": str(place), "exists": place.exists()}
+    data: dict[str, Any] = {"path": str(place), "exists": place.exists()}
     if not parent.is_dir():
         return found("hf.cache", STORAGE, "fail", f"{parent} is not a folder", fix="export HF_HOME=~/hf", **data)
     if not os.access(parent, os.W_OK | os.X_OK):
@@ -82,7 +83,7 @@ def models(machine: MachineFacts) -> Check:
     """The models on this machine."""
     rows = scan()  # no file is opened: `localllm ls` does that
     broken = [m for m in rows if m.problem]
-    data = {"models": [m.name for m in rows], "broken": [m.name for m in broken]}
+    data: dict[str, Any] = {"models": [m.name for m in rows], "broken": [m.name for m in broken]}
     if broken:
         title = (
             f"{_count(len(broken), 'model', 'models')} of {len(rows)} damaged: {broken[0].name}: {broken[0].problem}"
