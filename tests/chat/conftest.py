@@ -1,29 +1,29 @@
-"""The tokenizers of the real models, where their files are on disk."""
+"""The starter model's tokenizer, where its file is on disk, and one render child per test file."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
+from localllm.chat.render_child import RenderChild
 from localllm.checkpoint.opening import open_checkpoint
 from localllm.paths import models_dir
 from localllm.tokenizer import Tokenizer, load_tokenizer
 
 
-def _load(name: str) -> Tokenizer:
-    path: Path = models_dir() / name
+@pytest.fixture(scope="session")
+def smollm2_tokenizer() -> Tokenizer:
+    path = models_dir() / "smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
     if not path.exists():
-        pytest.skip(f"{name} is not on this machine")
+        pytest.skip("the starter model is not on this machine")
     with open_checkpoint(path) as ckpt:
         return load_tokenizer(ckpt)
 
 
-@pytest.fixture(scope="session")
-def smollm2_tokenizer() -> Tokenizer:
-    return _load("smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
-
-
-@pytest.fixture(scope="session")
-def gemma_tokenizer() -> Tokenizer:
-    return _load("gemma3-270m/gemma-3-270m-Q4_K_M.gguf")
+@pytest.fixture(scope="module")
+def child() -> Iterator[RenderChild]:
+    made = RenderChild()
+    made.start()
+    yield made
+    made.close()

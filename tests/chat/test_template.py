@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,14 +74,6 @@ VARIANTS: list[dict[str, Any]] = [
     {"add_generation_prompt": True, "enable_thinking": False, "reasoning_effort": "high"},
     {"add_generation_prompt": True, "documents": [{"title": "T", "text": "é <d>"}], "date_string": "1 Jan 2025"},
 ]
-
-
-@pytest.fixture(scope="module")
-def child() -> Iterator[RenderChild]:
-    made = RenderChild()
-    made.start()
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="module")
