@@ -8,7 +8,7 @@ from .client import Patience, RepoFile, endpoint, is_offline
 from .fetching import Repaired, download, repair
 from .local import LocalModel, default_model, list_local, remember_model
 from .removal import Removal, remove, remove_partials
-from .resolve import Resolved, resolve
+from .resolution import Resolved, resolve
 from .transfer import size_text
 
 __all__ = [

@@ -25,6 +25,8 @@ from localllm.errors import ConfigError, DoesNotFit, LocalLLMError
 from .names import check_digest
 
 PARTIAL = ".localllm-partial"
+_SCRAP = ".localllm-tmp"
+"""ends the names of files that are about to be renamed"""
 _REPO_LOCK = "localllm-snapshot.lock"
 _REFUSED = (
     errno.EACCES,
@@ -137,7 +139,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 def write_json(path: Path, value: Any) -> None:
     """Replace a small file in one step, so that a kill leaves the old or the new one."""
-    fd, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    fd, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=_SCRAP)
     try:
         with os.fdopen(fd, "w", encoding="utf-8") as file:
             json.dump(value, file)
@@ -197,6 +199,8 @@ def link_snapshot(repo: str, revision: str, names: dict[str, str], ref: str | No
     folder = repo_dir(repo) / "snapshots" / check_digest(revision, 40)
     if folder.is_symlink() or not folder.is_dir():
         clear(folder)
+    for scrap in folder.rglob(f".*{_SCRAP}"):  # left by a process that was killed; the lock is ours
+        clear(scrap)
     for name in sorted(names, key=lambda n: (n.endswith((".safetensors", ".gguf")), n)):
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -207,7 +211,9 @@ def link_snapshot(repo: str, revision: str, names: dict[str, str], ref: str | No
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             clear(path)
-        temporary = path.with_name(path.name + f".{os.getpid()}.tmp")
+        for scrap in path.parent.glob(f"*{_SCRAP}"):
+            clear(scrap)
+        temporary = path.with_name(path.name + f".{os.getpid()}{_SCRAP}")
         temporary.write_text(revision, encoding="utf-8")
         os.replace(temporary, path)
     return folder
@@ -226,7 +232,7 @@ def _link(source: str, target: Path, blob: Path) -> None:
         return
     if target.is_dir() and not target.is_symlink():
         clear(target)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}{_SCRAP}")
     try:
         temporary.unlink(missing_ok=True)
         os.symlink(source, temporary)
@@ -258,6 +264,7 @@ def files_in(folder: Path) -> list[str]:
                 ]
             else:
                 found.append(entry.name)
+        found = [n for n in found if not n.endswith(_SCRAP)]
     except OSError:
         return sorted(found)
     return sorted(found)
@@ -357,15 +364,21 @@ def _drop_empty(folder: Path) -> None:
             continue
 
 
+def drop_scraps(partial: Partial) -> None:
+    """Remove what a killed process left beside a partial file. The caller holds the blob's lock."""
+    for scrap in partial.facts.parent.glob(f"{partial.facts.name}*{_SCRAP}"):
+        clear(scrap)
+
+
 def partials() -> list[Path]:
-    """Partial downloads of ours in the whole cache."""
+    """Partial downloads of ours in the whole cache, and what belongs to them."""
     try:
-        return sorted(hub_dir().glob(f"models--*/blobs/*{PARTIAL}"))
+        return sorted(hub_dir().glob(f"models--*/blobs/*{PARTIAL}*"))
     except (OSError, ConfigError):
         return []
 
 
 def blob_lock_of(partial: Path) -> Path:
     """The lock of the blob that a partial file will become."""
-    digest = partial.name.removesuffix(PARTIAL)
+    digest = partial.name.partition(PARTIAL)[0]
     return partial.parents[2] / ".locks" / partial.parents[1].name / f"{digest}.lock"

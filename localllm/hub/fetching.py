@@ -15,7 +15,7 @@ from localllm.request import Phase
 from . import cache, local
 from .client import HubClient, Patience, RepoFile, endpoint_notes, is_offline
 from .names import parse_name
-from .resolve import Resolved
+from .resolution import Resolved
 from .selection import select_files
 from .starter import fetch_starter, starter_path, verify_starter
 from .transfer import Job, fetch

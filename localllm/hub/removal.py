@@ -95,7 +95,6 @@ def _remove_idle(path: Path, lock_path: Path) -> bool:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
-                path.with_name(path.name + ".json").unlink(missing_ok=True)
         finally:
             lock.release()
     return True

@@ -63,6 +63,8 @@ def fetch(job: Job, client: HubClient, progress: Callable[[Phase], None], cancel
         _Transfer(job, client, progress, cancel).run()
         with cache.repo_lock(job.repo), cache.writing(cache.repo_dir(job.repo)):
             if all(is_stored(job.repo, f) for f in job.files):  # else another process removed one in between
+                for file in job.files:  # where a process was killed between the last byte and the clean-up
+                    cache.partial_of(job.repo, file.digest).facts.unlink(missing_ok=True)
                 return cache.link_snapshot(job.repo, job.revision, {f.name: f.digest for f in job.files}, job.ref)
     raise DownloadError(f"files of {job.repo} are removed while they arrive", "is another localllm rm running?")
 
@@ -361,6 +363,7 @@ class _Growing:
     def __init__(self, repo: str, file: RepoFile) -> None:
         self.file = file
         self.paths = cache.partial_of(repo, file.digest)
+        cache.drop_scraps(self.paths)
         facts = {"etag": file.digest, "size": file.size, "file": file.name, "repo": repo}
         if cache.read_json(self.paths.facts) != facts:
             self.paths.data.unlink(missing_ok=True)
