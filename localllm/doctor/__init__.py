@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 CHECKS: dict[str, CheckFunction] = {
     **hardware.CHECKS,
     **software.CHECKS,
-    **storage.CHECKS,
     **settings.CHECKS,
+    **storage.CHECKS,
     **terminal.CHECKS,
 }
 """All quick checks by id, in the order they are shown."""
