@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from localllm.kernels import Weight, reference
-from localllm.kernels.dequant import dequantize_rows
+from localllm.kernels.embedding import RowReader
 from localllm.kernels.segments import (
     AttentionWeights,
     HeadWeights,
@@ -56,20 +55,20 @@ class LayerSpec:
     mlp_bias: bool = False
 
 
+@dataclass(frozen=True, slots=True)
 class Embedding:
-    """Token ids -> rows of the embedding, times a scale. A quantised table is dequantised for the rows asked for."""
+    """Token ids -> rows of the embedding, times a scale. Of a quantised table only the rows asked for are decoded."""
 
-    def __init__(self, weight: Weight, scale: float, dtype: torch.dtype) -> None:
-        """`weight` [vocab, hidden] in any canonical form; its tensors may be shared with a tied head."""
-        self.weight = weight
-        self.scale = scale
-        self.dtype = dtype
+    rows: RowReader
+    scale: float
+    dtype: torch.dtype
+    """of what it returns"""
+    nbytes: int
+    """bytes it holds; 0 where it reads the table of a tied head"""
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """token_ids int64 [num_tokens] -> [num_tokens, hidden] in the compute dtype."""
-        if self.weight.form == "dense":
-            return reference.embedding(token_ids, self.weight.qweight, self.scale, self.dtype)
-        rows = dequantize_rows(self.weight, token_ids)
+        rows = self.rows(token_ids)
         return (rows if self.scale == 1.0 else rows.mul_(self.scale)).to(self.dtype)
 
 

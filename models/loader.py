@@ -19,6 +19,7 @@ from localllm.checkpoint.facts import ModelFacts, RopeFacts, linear_shapes
 from localllm.checkpoint.names import SourceNames
 from localllm.errors import BadModelFile, UnsupportedModel
 from localllm.kernels import LinearFacts, Weight, rope
+from localllm.kernels.embedding import prepared_rows, weight_rows
 from localllm.kernels.ops import OpFacts
 from localllm.kernels.segments import kernel_table
 from localllm.quant import fuse, load_weight, read_dense
@@ -127,19 +128,28 @@ class _Loading:
             options.quarantined,
         )
         vocabulary = (facts.vocab_size, facts.hidden_size)
-        tied = self.weight("model.embed_tokens", vocabulary)
-        embedding = Embedding(tied, facts.embedding_scale, getattr(torch, options.dtype))
-        layers = [self.layer(index) for index in range(facts.num_layers)]
+        rows = self.weight("model.embed_tokens", vocabulary)
         if facts.tied_embeddings:
-            linear = Linear((self.prepare("head", tied, None),))
+            linear = Linear((self.prepare("head", rows, None),))
         else:
             linear = self.linear("head", ("lm_head",), (vocabulary,), needs_bias=False)
+        embedding = self.embedding(rows, linear if facts.tied_embeddings else None)
+        del rows  # where the head's layout serves both, the canonical table goes
+        layers = [self.layer(index) for index in range(facts.num_layers)]
         head = HeadWeights(self.norm("model.norm", facts.hidden_size), linear, facts.logit_softcap)
         ropes = [self.rope(facts.rope)]
         if facts.local_rope is not None:
             ropes.append(self.rope(facts.local_rope))
         names = {layer_class: "+".join(found) for layer_class, found in self.chosen.items()}
         return Model(facts, cache_groups(facts), embedding, layers, head, ropes, table, names | dict(table.ops))
+
+    def embedding(self, weight: Weight, head: Linear | None) -> Embedding:
+        """The embedding; it reads rows of the tied head's prepared weight where that is possible."""
+        dtype = getattr(torch, self.options.dtype)
+        shared = prepared_rows(head.parts[0].prepared) if head is not None else None
+        if shared is not None:
+            return Embedding(shared, self.facts.embedding_scale, dtype, nbytes=0)
+        return Embedding(weight_rows(weight), self.facts.embedding_scale, dtype, nbytes=weight.nbytes)
 
     def layer(self, index: int) -> DecoderLayer:
         """Decoder layer `index`."""

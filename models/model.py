@@ -57,11 +57,6 @@ class Model:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all prepared weights; a tied table that the head shares counts once."""
-        table = self.embedding.weight
-        shared = any(
-            prepared is table or prepared is table.qweight or getattr(prepared, "qweight", None) is table.qweight
-            for prepared in (part.prepared for part in self.head.linear.parts)
-        )
-        total = sum(layer.nbytes for layer in self.layers) + self.head.linear.nbytes + self.head.norm.weight.nbytes
-        return total + (0 if shared else table.nbytes)
+        """Bytes of all prepared weights; a table that embedding and head share counts once."""
+        head = self.head.linear.nbytes + self.head.norm.weight.nbytes
+        return self.embedding.nbytes + sum(layer.nbytes for layer in self.layers) + head

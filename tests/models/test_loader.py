@@ -98,3 +98,14 @@ def test_pages_cost_what_the_plan_counts(loaded: Callable) -> None:
     counted = [kv_bytes_per_page(group, torch.bfloat16, 32) for group in groups]
     assert cache.nbytes == 5 * counted[0] + 7 * counted[1]
     assert all(not pages.any() for layer in range(4) for pages in cache.layer(layer))
+
+
+@pytest.mark.parametrize("quarantined", [frozenset(), frozenset({"c_int16", "c_float32"})], ids=["C", "torch"])
+@pytest.mark.parametrize("name", ["llama-bias", "qwen2", "llama"])
+def test_embedding_rows_are_those_of_the_file(
+    name: str, quarantined: frozenset[str], tiny: Callable, tmp_path: Path
+) -> None:
+    with open_checkpoint(tiny(name).save(tmp_path)) as checkpoint:
+        model = load_model(checkpoint, LoadOptions(exact=True, quarantined=quarantined))
+    ids = torch.tensor([5, 98, 0, 5])
+    assert torch.equal(model.embedding(ids), tiny(name).tensors["model.embed_tokens.weight"][ids])

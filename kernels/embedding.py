@@ -1,0 +1,42 @@
+"""Rows of a table by index, whatever holds it: a canonical weight, or what a tied head's `prepare` made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from . import reference
+from .dense_linear import DenseWeight
+from .dequant import dequantize_rows
+from .weight import Weight
+
+RowReader = Callable[[Tensor], Tensor]
+"""ids int64 [n] -> float32 [n, K], a fresh tensor"""
+
+
+def weight_rows(weight: Weight) -> RowReader:
+    """Reads rows of a canonical weight; only those asked for are decoded."""
+    if weight.form == "dense" and weight.perm is None and weight.pre_scale is None:
+        return partial(_dense_rows, weight.qweight)
+    return partial(dequantize_rows, weight)
+
+
+def prepared_rows(prepared: Any) -> RowReader | None:
+    """Reads rows of a prepared weight, exactly; None where its layout knows only whole tables."""
+    from .cpu import linear as cpu_linear
+
+    if isinstance(prepared, Weight):
+        return weight_rows(prepared)
+    if isinstance(prepared, cpu_linear.Prepared):
+        return partial(cpu_linear.rows, prepared)
+    if isinstance(prepared, DenseWeight) and not prepared.packed:
+        plain = Weight("dense", prepared.shape, prepared.matrix, perm=prepared.perm, pre_scale=prepared.pre_scale)
+        return weight_rows(plain)
+    return None
+
+
+def _dense_rows(table: Tensor, ids: Tensor) -> Tensor:
+    return reference.embedding(ids, table)
