@@ -90,6 +90,8 @@ class _Header:
         if length > file.size - 8:
             what = f"the header length is {length:,}, {file.size - 8:,} bytes remain: truncated, or damaged"
             raise bad(self.path, what, offset=0)
+        if length < 2:
+            raise bad(self.path, f"the header length is {length}, an empty header has 2 bytes", offset=0)
         self.at = 8
         self.end = 8 + length
 

@@ -254,6 +254,8 @@ def safetensors_cases() -> dict[str, bytes]:
         "header_length_over_cap": framed(plain, length=100_000_001),
         "header_length_past_end": framed(plain, length=5000),
         "header_length_0": framed(b"", b"\0" * 16),
+        "header_length_0_before_a_header": framed(plain, b"\0" * 16, length=0),
+        "header_length_1": framed(plain, b"\0" * 16, length=1),
         "header_not_json": framed(b"{hello world}   "),
         "header_leading_space": framed(b" " + plain, b"\0" * 16),
         "header_array": framed(b"[1, 2, 3]       "),
