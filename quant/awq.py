@@ -14,7 +14,7 @@ from torch import Tensor
 from localllm.kernels import Weight
 from localllm.kernels.dequant import row_chunk
 
-from .packing import Codes, Groups, chunks, from_codes, pack_nibbles, unpack_words
+from .packing import Codes, Groups, chunks, from_codes, pack_nibbles, unpack_stream
 from .stored import Module, bad
 
 _COLUMN_SHIFTS = 4 * torch.tensor([0, 4, 1, 5, 2, 6, 3, 7], dtype=torch.int32)
@@ -62,9 +62,9 @@ def load_gemv(module: Module, params: dict) -> Weight:
     scales = _columns(module, "scales", module.scales("scales"), (n, groups))
     zeros = None
     if params.get("zero_point", True):
-        unpacked = unpack_words(module.get("qzeros", ("I32",)), 4)
+        unpacked = unpack_stream(module.get("qzeros", ("I32",)), 4)
         zeros = _columns(module, "qzeros", unpacked, (n, groups))
-    codes = Codes(4, lambda rows: unpack_words(words[rows], 4))
+    codes = Codes(4, lambda rows: unpack_stream(words[rows], 4))
     return from_codes(module, codes, Groups(scales, zeros, params["group_size"], None))
 
 

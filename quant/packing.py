@@ -43,16 +43,21 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
 
 
 def unpack_stream(words: Tensor, bits: int) -> Tensor:
-    """i32 [..., W] read as one little-endian bit stream -> u8 [..., W * 32 // bits]: 3 bits cross word borders."""
-    if 32 % bits == 0:
-        return unpack_words(words, bits)
-    missing = -words.shape[-1] % bits
-    runs = torch.nn.functional.pad(words, (0, missing)).unflatten(-1, (-1, bits)).long() & 0xFFFFFFFF
-    first = torch.arange(32) * bits
-    low = runs[..., first // 32] >> (first % 32)
-    high = runs[..., ((first + bits - 1) // 32)] << (32 - first % 32)
-    crosses = (first % 32) + bits > 32
-    return ((low | torch.where(crosses, high, 0)) & ((1 << bits) - 1)).to(torch.uint8).flatten(-2)
+    """i32 [..., W] read as one little-endian bit stream -> u8 [..., W * 32 // bits]; values may cross word borders.
+
+    Eight values take `bits` whole bytes, so bytes suffice: a quarter of the time that 32-bit words take.
+    """
+    count = words.shape[-1] * 32 // bits
+    stream = torch.nn.functional.pad(words, (0, -words.shape[-1] % bits)).contiguous().view(torch.uint8)
+    groups = stream.unflatten(-1, (-1, bits))  # [..., values / 8, bits]
+    out = torch.empty(*groups.shape[:-1], 8, dtype=torch.uint8)
+    for index in range(8):
+        byte, shift = divmod(index * bits, 8)
+        value = groups[..., byte] >> shift
+        if shift + bits > 8:
+            value = value | (groups[..., byte + 1] << (8 - shift))
+        out[..., index] = value & ((1 << bits) - 1)
+    return out.flatten(-2)[..., :count]
 
 
 def chunks(rows: int, columns: int, multiple: int = 1) -> Iterator[slice]:
