@@ -30,7 +30,7 @@ GLOBALS = "-q -v --json --progress --color --offline -y --no-input --config --de
 
 def width() -> int:
     """Columns to fill."""
-    return max(40, min(80, shutil.get_terminal_size().columns - 1))
+    return max(40, min(79, shutil.get_terminal_size().columns - 1))
 
 
 def program_help(groups: Sequence[tuple[str, Sequence[tuple[str, str]]]]) -> str:

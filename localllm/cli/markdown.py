@@ -13,7 +13,7 @@ MAX_HELD = 400
 """Characters a span may hold back; what is longer is shown as it is."""
 
 _LINE_START = re.compile(r" {0,3}(?:#{0,6}|`{0,3}|~{0,3}|[-*+])? ?$| *$")
-_FENCE = re.compile(r" {0,3}(```+|~~~+)")
+_FENCE = re.compile(r" {0,3}(```+(?=[^`\n]*(?:\n|$))|~~~+)")
 _SPANS = (
     (re.compile(r"`([^`\n]+)`"), CODE),
     (re.compile(r"\*\*(\S(?:[^\n]*?\S)?)\*\*"), BOLD),
@@ -34,11 +34,8 @@ class MarkdownStream:
         """The printable form of as much as can be decided."""
         self._held += text
         out = []
-        while self._held:
-            before = self._held
-            out.append(self._step())
-            if self._held == before:
-                break
+        while self._held and (step := self._step()) is not None:
+            out.append(step)
         return "".join(out)
 
     def flush(self) -> str:
@@ -46,7 +43,8 @@ class MarkdownStream:
         rest, self._held = self._held, ""
         return rest + (RESET if self._heading or self._fence else "")
 
-    def _step(self) -> str:
+    def _step(self) -> str | None:
+        """The next printable part; None when more text is needed to decide."""
         if self._line_start:
             return self._start_line()
         if self._fence:
@@ -58,7 +56,7 @@ class MarkdownStream:
             done = done.replace(RESET, RESET + HEADING)
         if newline < 0:
             self._held = rest
-            return done
+            return done or None
         self._held = self._held[newline + 1 :]
         end = RESET if self._heading else ""
         self._heading, self._line_start = False, True
@@ -73,11 +71,11 @@ class MarkdownStream:
         self._line_start = True
         return text[:newline] + RESET + "\n"
 
-    def _start_line(self) -> str:
+    def _start_line(self) -> str | None:
         if self._fence or _FENCE.match(self._held):
             return self._start_fenced()
         if "\n" not in self._held and _LINE_START.fullmatch(self._held):
-            return ""  # not decided yet
+            return None
         self._line_start = False
         if heading := re.match(r" {0,3}#{1,6} +", self._held):
             self._held = self._held[heading.end() :]
@@ -88,12 +86,12 @@ class MarkdownStream:
             return f"{bullet[1]}• "
         return ""
 
-    def _start_fenced(self) -> str:
+    def _start_fenced(self) -> str | None:
         """A line that opens or closes a fence, or one inside."""
         newline = self._held.find("\n")
         mark = _FENCE.match(self._held)
         if newline < 0 and (mark or (len(self._held) < 6 and _FENCE.match(self._held.lstrip() + "```"))):
-            return ""  # a fence line is shown when it is whole
+            return None  # a fence line is shown when it is whole
         if mark and not self._fence:
             self._fence = mark[1]
         elif mark and mark[1].startswith(self._fence) and not self._held[mark.end() : newline].strip():

@@ -140,6 +140,8 @@ def answer(env: Env, config: UserConfig, model: str | None, job: Job) -> int:
     with open_backend(env, config, job.sampling, ctx=job.ctx, completes=True) as backend:
         backend.start(choice.name)
         facts, load_s = wait_ready(backend, progress, events.phase if events else None)
+        if events is not None:
+            events.ready(facts)
         for warning in facts.warnings:
             console.warn(warning)
         view = events or (Text(console, job) if not console.as_json else Silent())
@@ -211,7 +213,13 @@ class EventLines:
 
     def phase(self, phase: Phase) -> None:
         """A phase of loading."""
-        self._write(phase_event(phase, self._elapsed()))
+        if phase.name != "ready":
+            self._write(phase_event(phase, self._elapsed()))
+
+    def ready(self, facts: Facts) -> None:
+        """The model can answer."""
+        line = {"t": round(self._elapsed(), 3), "event": "ready", "device": facts.device, "ctx": facts.ctx}
+        self._write(line | {"detail": facts.truth_line})
 
     def event(self, event: ChatEvent) -> None:
         """An event of a turn."""

@@ -1,0 +1,143 @@
+"""`chat` without a full screen: piped, in lines, and never hanging: C14."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .conftest import LOCALLLM, Invoke, process
+
+
+def test_piped_input_is_answered_once_and_alone_on_stdout(invoke: Invoke) -> None:
+    result = invoke("chat", "fake", "--temp", "0", stdin="What is\nthis?\n")
+    assert result.exit_code == 0
+    assert result.stdout == "What is\nthis?\n"
+    assert "as `localllm run` does" in result.stderr
+
+
+def test_piped_input_and_a_prompt_go_together(invoke: Invoke) -> None:
+    assert invoke("chat", "fake", "second", stdin="first").stdout == "first\n\nsecond\n"
+
+
+def test_c14_nothing_on_stdin_exits_2(invoke: Invoke) -> None:
+    assert invoke("chat", "fake", stdin="").exit_code == 2
+    assert process("chat", "fake").returncode == 2
+
+
+class Line:
+    """A chat behind a pseudo-terminal for stdin and stdout; stderr is a file."""
+
+    def __init__(
+        self, tmp_path: Path, *words: str, env: dict[str, str] | None = None, stderr_tty: bool = False
+    ) -> None:
+        self.errors = tmp_path / "stderr"
+        self._fd, other = pty.openpty()
+        environ = dict(os.environ) | {"LOCALLLM_ENGINE": "fake:tps=0:load=0", "TERM": "xterm"} | (env or {})
+        with self.errors.open("wb") as file:
+            self.child = subprocess.Popen(
+                [*LOCALLLM, "chat", "fake", *words], stdin=other, stdout=other, stderr=other if stderr_tty else file,
+                env=environ, start_new_session=True,
+            )  # fmt: skip
+        os.close(other)
+        self.seen = ""
+
+    def wait_for(self, text: str, seconds: float = 20) -> str:
+        """Read until `text` was printed."""
+        end = time.monotonic() + seconds
+        while text not in self.seen + self.errors.read_text():
+            assert time.monotonic() < end, self.seen + self.errors.read_text()
+            if select.select([self._fd], [], [], 0.05)[0]:
+                self.seen += os.read(self._fd, 65536).decode(errors="replace")
+        return self.seen
+
+    def send(self, text: str) -> None:
+        """Type."""
+        os.write(self._fd, text.encode())
+
+    def end(self) -> int:
+        """Wait for the process."""
+        code = self.child.wait(20)
+        os.close(self._fd)
+        return code
+
+
+@pytest.fixture
+def line(tmp_path: Path) -> Iterator[Line]:
+    """stderr is no terminal, so line mode is chosen by itself."""
+    started = Line(tmp_path)
+    yield started
+    if started.child.poll() is None:
+        started.child.kill()
+        started.child.wait()
+
+
+def test_line_mode_answers_commands_and_ends_at_ctrl_d(line: Line) -> None:
+    line.wait_for("/help for commands")
+    line.wait_for("> ")
+    line.send("hello you\n")
+    line.wait_for("tok/s")
+    line.send("/set temp 0.3\n")
+    line.wait_for("temperature = 0.3")
+    line.send("/nope\n")
+    line.wait_for("there is no command /nope")
+    line.send("//literal\n")
+    line.wait_for("/literal\r\n")
+    line.send("one\\\n")
+    line.wait_for("... ")
+    line.send("two\n")
+    line.wait_for("one\r\ntwo\r\n")
+    line.send("\x04")
+    assert line.end() == 0
+    text = line.errors.read_text()
+    assert "3 turns" in text
+    assert "\x1b" not in text
+
+
+def test_ctrl_c_stops_an_answer_and_twice_leaves(tmp_path: Path) -> None:
+    chat = Line(tmp_path, env={"LOCALLLM_ENGINE": "fake:tps=50:load=0"})
+    chat.wait_for("> ")
+    chat.send("long\n")
+    chat.wait_for("Sentence number 0")
+    chat.child.send_signal(2)
+    chat.wait_for("stopped by you")
+    time.sleep(0.2)
+    chat.child.send_signal(2)
+    chat.wait_for("Ctrl-C again")
+    chat.child.send_signal(2)
+    assert chat.end() == 0
+
+
+def test_a_failing_turn_does_not_end_the_chat(line: Line) -> None:
+    line.wait_for("> ")
+    line.send("!error\n")
+    line.wait_for("[E101]")
+    line.send("still here\n")
+    line.wait_for("tok/s")
+    line.send("/quit\n")
+    assert line.end() == 0
+
+
+def test_term_dumb_is_line_mode_on_a_terminal(tmp_path: Path) -> None:
+    chat = Line(tmp_path, env={"TERM": "dumb"}, stderr_tty=True)
+    chat.wait_for("/help for commands")
+    chat.wait_for("> ")
+    chat.send("/quit\n")
+    assert chat.end() == 0
+    assert "\x1b" not in chat.seen
+
+
+def test_a_base_model_is_told_apart(tmp_path: Path) -> None:
+    environ = dict(os.environ) | {"LOCALLLM_ENGINE": "fake:tps=0:load=0", "TERM": "dumb"}
+    fd, other = pty.openpty()
+    run = subprocess.run([*LOCALLLM, "chat", "fake-base"], stdin=other, capture_output=True, timeout=30, env=environ)
+    os.close(other)
+    os.close(fd)
+    assert run.returncode == 2
+    assert b"base model" in run.stderr and b"localllm run fake-base" in run.stderr

@@ -1,0 +1,219 @@
+"""Line output without a command: harmless text, tables, errors, progress, streamed Markdown."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localllm.cli.markdown import MarkdownStream
+from localllm.cli.progress import BarProgress, JsonProgress, Monotonic, PlainProgress
+from localllm.console import Console, error_json, error_text
+from localllm.errors import DoesNotFit, ModelNotFound
+from localllm.request import Phase
+from localllm.terminal import Cleaner, cell_width, clean, clean_line, fit, gib, json_safe, seconds_short, tokens_short
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_err_02_nothing_that_a_terminal_obeys_is_left() -> None:
+    bad = (
+        "".join(map(chr, range(32))) + "\x7f" + "".join(map(chr, range(0x80, 0xA0))) + "\u202a\u202e\u2066\u2069\u200f"
+    )
+    assert clean(f"a{bad}b") == "a\t\nb"
+    assert clean_line("one\ntwo\t three\x1b[2J") == "one two three[2J"
+    assert clean("a" + "\u0301" * 100_000 + "b").count("\u0301") == 16
+
+
+@settings(max_examples=60)
+@given(st.lists(st.text(max_size=20), max_size=8))
+def test_err_02_pieces_are_cleaned_as_the_whole(pieces: list[str]) -> None:
+    cleaner = Cleaner()
+    assert "".join(cleaner.push(piece) for piece in pieces) == clean("".join(pieces))
+
+
+def test_json_hides_what_json_does_not_escape() -> None:
+    text = json_safe(json.dumps({"x": "\x9b\u202e\x1b"}, ensure_ascii=False))
+    assert json.loads(text) == {"x": "\x9b\u202e\x1b"}
+    assert "\x9b" not in text and "\u202e" not in text
+
+
+def test_widths() -> None:
+    assert cell_width("日本") == 4
+    assert cell_width("e\u0301") == 1
+    assert fit("日本語", 5) == "日本…"
+    assert fit("abc", 3) == "abc"
+    assert [gib(n) for n in (512, 2048, 98 << 20, 250 << 20, 8_375_186_227)] == [
+        "512 B", "2.0 KiB", "98.0 MiB", "250 MiB", "7.8 GiB"
+    ]  # fmt: skip
+    assert [tokens_short(n) for n in (12, 1532, 32768, 40960, 41000)] == ["12", "1.5k", "32k", "40k", "41k"]
+    assert [seconds_short(s) for s in (0.42, 12.9, 163, 3723)] == ["0.4 s", "12 s", "2:43", "1:02:03"]
+
+
+def test_an_error_is_at_most_eight_lines_with_the_commands_last() -> None:
+    error = DoesNotFit(
+        "it needs 26.4 GiB, 23.5 GiB are free", "a smaller context fits", why="weights 17.2 + KV 8.0",
+        fixes=[(f"localllm chat x --ctx {n}k", "fits") for n in range(9)],
+    )  # fmt: skip
+    lines = error_text(error).splitlines()
+    assert len(lines) == 8
+    assert lines[0] == "error: it needs 26.4 GiB, 23.5 GiB are free   [E501]"
+    assert lines[1].startswith("  why")
+    assert lines[-1].strip().startswith("localllm chat")
+
+
+def test_untrusted_parts_of_an_error_are_harmless() -> None:
+    error = ModelNotFound("no \x1b[2Jmodel [red]x[/red]\nsecond line", "localllm pull \x07evil")
+    text = error_text(error)
+    assert "\x1b" not in text and "\x07" not in text
+    assert "[red]x[/red] second line" in text
+    assert error_json(error)["error"]["fixes"] == [{"cmd": "localllm pull evil", "note": ""}]
+
+
+def test_colour_only_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b" in Console(stdout=Terminal()).style("x", "red")
+    assert Console(stdout=io.StringIO()).style("x", "red") == "x"
+    assert Console(stdout=Terminal(), color="never").style("x", "red") == "x"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert Console(stdout=Terminal()).style("x", "red") == "x"
+
+
+def test_marks_in_ascii_where_the_stream_has_no_more() -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    assert Console(stdout=out).glyphs("✓ a → b … ━") == "+ a -> b ... ="
+
+
+def test_a_table_lines_up_wide_text_and_cleans_cells() -> None:
+    out = io.StringIO()
+    Console(stdout=out).table(("NAME", "SIZE"), [("日本", "1"), ("a\x1b[2J", "22")], right=("SIZE",))
+    assert out.getvalue().splitlines() == ["NAME  SIZE", "日本     1", "a[2J    22"]
+
+
+# --- progress --------------------------------------------------------------------------------------------------------
+
+
+def _download(done: int, total: int = 1000, rate: float = 100.0) -> Phase:
+    return Phase("download", done, total, rate=rate, eta_s=5.0, file="model.gguf")
+
+
+def test_a_bar_has_no_escapes_never_runs_back_and_is_wiped() -> None:
+    err, now = Terminal(), [0.0]
+    bar = BarProgress(Console(stderr=err), "org/model", clock=lambda: now[0])
+    for done in (100, 500, 300, 900):
+        now[0] += 1
+        bar.update(_download(done))
+    text = err.getvalue()
+    assert "\x1b" not in text
+    assert [int(part.split("%")[0].split()[-1]) for part in text.split("\r")[1:] if "%" in part] == [10, 50, 50, 90]
+    bar.close()
+    assert err.getvalue().endswith(" \r")
+    assert bar.interrupted() == "paused at 90 %; run the same command to resume"
+
+
+def test_a_bar_says_that_nothing_moves() -> None:
+    err, now = Terminal(), [0.0]
+    bar = BarProgress(Console(stderr=err), "m", clock=lambda: now[0])
+    bar.update(_download(100))
+    now[0] += 12
+    bar.tick()
+    assert "stalled 12 s, retrying" in err.getvalue()
+
+
+def test_a_bar_shows_load_phases() -> None:
+    err, now = Terminal(), [0.0]
+    bar = BarProgress(Console(stderr=err), "m", clock=lambda: now[0])
+    for phase in (Phase("import"), Phase("weights", 1, 8), Phase("weights", 5, 8), Phase("kv"), Phase("ready")):
+        bar.update(phase)
+        now[0] += 1
+    assert "starting up ✓ 1.0 s · weights ✓ 2.0 s · KV cache" in err.getvalue()
+
+
+def test_plain_lines_come_every_ten_per_cent() -> None:
+    err = io.StringIO()
+    plain = PlainProgress(Console(stderr=err))
+    for done in range(0, 1001, 5):
+        plain.update(_download(done))
+    lines = err.getvalue().splitlines()
+    assert len(lines) == 11
+    assert lines[5] == "download 50 % 500/1000 B"
+
+
+def test_a_resumed_download_says_so() -> None:
+    err = io.StringIO()
+    PlainProgress(Console(stderr=err)).update(_download(480))
+    assert "download resumes at 48 %" in err.getvalue()
+
+
+def test_json_lines_never_decrease() -> None:
+    err = io.StringIO()
+    view = JsonProgress(Console(stderr=err))
+    for done in (100, 50, 400):
+        view.update(_download(done))
+    assert [json.loads(line)["done"] for line in err.getvalue().splitlines()] == [100, 100, 400]
+
+
+def test_a_sentence_of_the_hub_stays_on_the_screen() -> None:
+    err = Terminal()
+    BarProgress(Console(stderr=err), "m").update(Phase("resolve", detail="the hub does not answer; taking the index"))
+    assert err.getvalue() == "the hub does not answer; taking the index\n"
+
+
+def test_monotonic_without_a_total() -> None:
+    count = Monotonic()
+    count.push(10, 0)
+    assert (count.percent, count.paused) == (0, "")
+
+
+# --- Markdown as it streams ------------------------------------------------------------------------------------------
+
+
+def _plain(text: str) -> str:
+    import re
+
+    return re.sub("\x1b\\[[0-9;]*m", "", text)
+
+
+def test_marks_become_styles() -> None:
+    stream = MarkdownStream()
+    shown = stream.push("# Head\n\na **bold** `code` *it*\n- item\n") + stream.flush()
+    assert _plain(shown) == "Head\n\na bold code it\n• item\n"
+    assert "\x1b[1mbold\x1b[0m" in shown and "\x1b[36mcode\x1b[0m" in shown
+
+
+@pytest.mark.parametrize(
+    "text", ["2 ** 3 and 4 * 5\n", "a `tick\n", "**open\n", "f(*args, **kwargs)\n", "snake_case_name\n", "****\n"]
+)
+def test_what_is_no_markdown_stays(text: str) -> None:
+    stream = MarkdownStream()
+    assert _plain(stream.push(text) + stream.flush()) == text
+
+
+def test_backticks_on_one_line_are_no_fence() -> None:
+    stream = MarkdownStream()
+    assert "\x1b[1mbold" in stream.push("```x``` and\n**bold**\n") + stream.flush()
+
+
+def test_code_is_left_alone() -> None:
+    stream = MarkdownStream()
+    text = "```python\nx = a ** b  # `not` **bold**\n- y\n```\nafter **it**\n"
+    assert _plain(stream.push(text) + stream.flush()) == text.replace("**it**", "it")
+
+
+@settings(max_examples=60)
+@given(st.text(alphabet="a*`#- \n", max_size=60), st.integers(1, 7))
+def test_pieces_are_styled_as_the_whole(text: str, size: int) -> None:
+    """How the text is cut must not matter for what is read."""
+    whole, cut = MarkdownStream(), MarkdownStream()
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    expected = _plain(whole.push(text) + whole.flush())
+    assert _plain("".join(cut.push(piece) for piece in pieces) + cut.flush()) == expected

@@ -1,0 +1,182 @@
+"""Help, names, options before and after, usage errors: C1 (with test_cold_start), C2, C3, C7, C16."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import jsonschema
+import pytest
+
+from localllm.cli import ALIASES, COMMANDS
+
+from .conftest import LOCALLLM, Invoke, process, schema, valid
+
+NAMES = [name for name, *_ in COMMANDS]
+
+
+def test_help_fits_a_screen_and_names_every_command(invoke: Invoke) -> None:
+    result = invoke("--help")
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert len(lines) <= 45
+    assert max(map(len, lines)) <= 80
+    for name in NAMES:
+        assert f"│ {name} " in result.stdout
+
+
+def test_no_arguments_is_help_and_success(invoke: Invoke) -> None:
+    assert invoke().exit_code == 0
+    assert invoke().stdout == invoke("-h").stdout
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_c2_every_command_explains_itself(invoke: Invoke, name: str) -> None:
+    result = invoke(name, "-h")
+    assert result.exit_code == 0
+    assert "Examples" in result.stdout
+    assert f"$ localllm {name}" in result.stdout
+    assert "--json" in result.stdout  # the global options are there too
+    assert "\x1b" not in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(("alias", "name"), ALIASES.items())
+def test_aliases(invoke: Invoke, alias: str, name: str) -> None:
+    assert f"localllm {name}" in invoke(alias, "-h").stdout
+
+
+def test_c3_a_typo_is_answered_with_the_command(invoke: Invoke) -> None:
+    result = invoke("cht")
+    assert result.exit_code == 2
+    assert "Did you mean chat" in result.stderr
+    assert "[E201]" in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run",),
+        ("run", "fake", "x", "--frob"),
+        ("run", "fake", "x", "-n", "many"),
+        ("run", "fake", "x", "--top-k", "x"),
+    ],
+)
+def test_usage_errors_have_the_form_of_all_errors(invoke: Invoke, words: tuple[str, ...]) -> None:
+    result = invoke(*words)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert "localllm run -h" in result.stderr
+    twin = invoke(*words, "--json")
+    error = valid(twin.stdout, "error-1")["error"]
+    assert (error["code"], error["exit"]) == ("E201", 2)
+
+
+def test_a_value_outside_its_range_names_the_range(invoke: Invoke) -> None:
+    result = invoke("run", "fake", "x", "--temp", "-1")
+    assert result.exit_code == 2
+    assert "0 to 100" in result.stderr
+
+
+def test_version(invoke: Invoke) -> None:
+    from localllm import __version__
+
+    assert invoke("--version").stdout == f"localllm {__version__}\n"
+
+
+def test_global_options_stand_before_and_after(invoke: Invoke) -> None:
+    after, before = invoke("run", "fake", "hi", "--json"), invoke("--json", "run", "fake", "hi")
+    assert json.loads(after.stdout)["output"] == json.loads(before.stdout)["output"]
+    assert invoke("-q", "run", "fake", "hi", "--stats").stderr == ""
+
+
+def test_the_nearer_global_option_wins(invoke: Invoke) -> None:
+    result = invoke("--progress", "json", "run", "fake", "hi", "--progress", "none")
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize("option", [("--color", "sometimes"), ("--progress", "loud"), ("--config", "/no/such/file")])
+def test_wrong_global_values_exit_2(invoke: Invoke, option: tuple[str, str]) -> None:
+    assert invoke("run", "fake", "hi", *option).exit_code == 2
+
+
+@pytest.mark.parametrize("env", [{"NO_COLOR": "1"}, {"TERM": "dumb"}, {}])
+@pytest.mark.parametrize("words", [("--help",), ("run", "-h"), ("ls",), ("doctor",), ("cht",), ("run", "fake", "hi")])
+def test_c7_no_escapes_without_colour(invoke: Invoke, words: tuple[str, ...], env: dict[str, str]) -> None:
+    result = invoke(*words, env=env)
+    assert "\x1b" not in result.output
+
+
+def test_color_always_is_obeyed(invoke: Invoke) -> None:
+    assert "\x1b[31m" in invoke("run", "fake-gated", "x", "--color", "always").stderr
+
+
+def test_the_fake_engine_is_for_tests(invoke: Invoke) -> None:
+    result = invoke("run", "fake", "x", env={"LOCALLLM_TESTING": None})
+    assert result.exit_code == 2
+
+
+def test_an_unexpected_exception_is_one_sentence_and_a_log(invoke: Invoke, empty_home: Any, monkeypatch: Any) -> None:
+    import localllm.cli.run as module
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("the flux\x1b[2J is out\nsecond line")
+
+    monkeypatch.setattr(module, "gather_prompt", broken)
+    result = invoke("run", "fake", "x")
+    assert result.exit_code == 1
+    assert "unexpected error: RuntimeError: the flux[2J is out" in result.stderr
+    assert "Traceback" not in result.output
+    log = empty_home / "state/log/localllm.log"
+    assert "RuntimeError" in log.read_text()
+    assert "\x1b" not in log.read_text()
+    assert "Traceback" in invoke("run", "fake", "x", "-vv").stderr
+
+
+def test_every_shipped_schema_is_a_schema() -> None:
+    from importlib import resources
+
+    names = [p.name for p in resources.files("localllm.schemas").iterdir() if p.name.endswith(".json")]
+    assert len(names) >= 10
+    for name in names:
+        jsonschema.Draft202012Validator.check_schema(schema(name.removesuffix(".json")))
+
+
+def test_c16_completion_knows_commands_and_local_models(smollm2_path: Any) -> None:
+    def complete(line: str) -> str:
+        env = {"_LOCALLLM_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split(" ")) - 1)}
+        return process(env=env).stdout.decode()
+
+    assert "chat" in complete("localllm c").split()
+    assert "smollm2" in complete("localllm run smol").split()
+    loaded = subprocess.run(
+        [*LOCALLLM[:3], "import sys\nfrom localllm.cli.models import local_names\nlocal_names()\n"
+         "print('torch' in sys.modules, 'huggingface_hub' in sys.modules, 'gguf' in sys.modules)"],
+        capture_output=True, text=True, timeout=60, env=dict(os.environ),
+    )  # fmt: skip
+    assert loaded.stdout.split() == ["False", "False", "False"], loaded.stderr
+
+
+def test_closed_standard_streams_end_without_a_traceback() -> None:
+    """REL-24."""
+    for closed in ("<&-", ">&-", "2>&-"):
+        run = subprocess.run(
+            ["bash", "-c", f'exec "$0" -P -c "$1" run fake hi {closed}', sys.executable, LOCALLLM[-1]],
+            capture_output=True, timeout=60, env=dict(os.environ) | {"LOCALLLM_ENGINE": "fake:tps=0:load=0"},
+        )  # fmt: skip
+        assert b"Traceback" not in run.stdout + run.stderr
+
+
+@pytest.mark.parametrize(
+    "env", [{"LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, {"HOME": "/nowhere"}]
+)
+def test_odd_environments_end_without_a_traceback(env: dict[str, str]) -> None:
+    """REL-24."""
+    for words in (("--help",), ("run", "fake", "é 日本語")):
+        run = process(*words, env=env)
+        assert run.returncode == 0, run.stderr
+        assert b"Traceback" not in run.stderr

@@ -1,0 +1,233 @@
+"""`ls`, `show`, `rm`, `pull`, `plan`, `doctor` on real and broken files: C9, C12, C15, and exit 12."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import LOCALLLM, Invoke, schema, valid
+
+HUB_SERVER = Path(__file__).parents[1] / "hub/hub_server.py"
+
+
+@pytest.fixture
+def models(empty_home: Path, smollm2_path: Path) -> Path:
+    """A home with one good model (by link) and one broken file."""
+    folder = empty_home / "data/models"
+    (folder / "smollm2").mkdir(parents=True)
+    (folder / "smollm2" / smollm2_path.name).symlink_to(smollm2_path.resolve())
+    (folder / "broken").mkdir()
+    (folder / "broken/bad\x1b[2J.gguf").write_bytes(b"GGUF" + b"\xff" * 64)
+    return folder
+
+
+def test_ls_shows_what_runs_and_with_all_what_does_not(invoke: Invoke, models: Path) -> None:
+    result = invoke("ls")
+    assert "smollm2" in result.stdout and "broken" not in result.stdout
+    assert "from the package index" in result.stdout
+    assert "ls --all" in result.stderr
+    everything = invoke("ls", "--all")
+    assert "broken" in everything.stdout
+    assert "\x1b" not in everything.output
+
+
+def test_ls_json(invoke: Invoke, models: Path) -> None:
+    rows = valid(invoke("ls", "--all", "--json").stdout, "ls-1")["models"]
+    assert {row["id"]: row["supported"] for row in rows}["smollm2"] is True
+    assert any(row["broken"] and row["reason"] for row in rows)
+    assert valid(invoke("ls", "--json").stdout, "ls-1")["models"][0]["path"].endswith(".gguf")
+
+
+def test_ls_without_models_is_a_success(invoke: Invoke, empty_home: Path) -> None:
+    result = invoke("ls")
+    assert result.exit_code == 0
+    assert result.stdout == ""
+    assert "localllm pull smollm2" in result.stderr
+
+
+def test_show(invoke: Invoke, models: Path, smollm2_path: Path) -> None:
+    value = valid(invoke("show", "smollm2", "--json").stdout, "show-1")
+    assert value["architecture"] == "llama" and value["template"] is True
+    assert Path(value["path"]).name == smollm2_path.name
+    assert "Q4_1" in invoke("show", str(smollm2_path)).stdout
+    assert "<|im_start|>" in invoke("show", "smollm2", "--template").stdout
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"GGUF" + b"\xff" * 64, b"not a model at all" * 10])
+def test_a_bad_file_exits_12(invoke: Invoke, tmp_path: Path, content: bytes) -> None:
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(content)
+    for words in (("show", str(bad)), ("show", str(bad), "--json")):
+        result = invoke(*words)
+        assert result.exit_code == 12
+        assert "[E12" in result.stderr and "Traceback" not in result.stderr
+    run = invoke("run", str(bad), "x", env={"LOCALLLM_ENGINE": None})
+    assert run.exit_code == 12
+    assert run.stdout == ""
+
+
+def test_a_missing_file_or_name_exits_3(invoke: Invoke, empty_home: Path) -> None:
+    for name in ("./no-such.gguf", "no-such-model-xyz"):
+        assert invoke("show", name, "--offline").exit_code == 3
+        result = invoke("run", name, "x", "--offline", env={"LOCALLLM_ENGINE": None})
+        assert result.exit_code == 3
+        assert "localllm" in result.stderr
+
+
+def test_a_name_that_is_not_here_is_not_fetched_unasked(invoke: Invoke, empty_home: Path) -> None:
+    result = invoke("run", "smollm2", "x", "--offline", env={"LOCALLLM_ENGINE": None})
+    assert result.exit_code == 3
+
+
+def test_c15_rm_asks_and_without_a_terminal_exits_2(invoke: Invoke, models: Path) -> None:
+    result = invoke("rm", "smollm2")
+    assert result.exit_code == 2
+    assert "-y" in result.stderr
+    assert list((models / "smollm2").iterdir())
+    dry = valid(invoke("rm", "smollm2", "-n", "--json").stdout, "rm-1")
+    assert dry["removed"] is False and dry["paths"]
+    assert list((models / "smollm2").iterdir())
+
+
+def test_rm_removes_the_link_and_not_what_it_points_to(invoke: Invoke, models: Path, smollm2_path: Path) -> None:
+    assert valid(invoke("rm", "smollm2", "-y", "--json").stdout, "rm-1")["removed"] is True
+    assert not (models / "smollm2").exists()
+    assert smollm2_path.exists()
+    assert invoke("rm", "smollm2", "-y").exit_code == 3
+
+
+def test_rm_takes_names_or_partial(invoke: Invoke, empty_home: Path) -> None:
+    assert invoke("rm").exit_code == 2
+    assert invoke("rm", "x", "--partial").exit_code == 2
+    assert invoke("rm", "--partial").exit_code == 0
+
+
+def test_plan(invoke: Invoke, models: Path) -> None:
+    assert "smollm2" in invoke("plan").stdout
+    result = invoke("plan", "smollm2", "--ctx", "512,8k", "--json", env={"LOCALLLM_FAKE_HW": "cpu"})
+    rows = valid(result.stdout, "plan-1")["rows"]
+    assert [row["ctx"] for row in rows] == [512, 8192]
+    assert all(sum(row["parts"].values()) == row["need_bytes"] for row in rows)
+    assert invoke("plan", "smollm2", "--ctx", "lots").exit_code == 2
+
+
+def test_c12_doctor(invoke: Invoke, empty_home: Path) -> None:
+    result = invoke("doctor", "--json", env={"LOCALLLM_FAKE_HW": "rtx4090"})
+    value = valid(result.stdout, "doctor-1")
+    assert all(check["fix"] for check in value["checks"] if check["status"] in ("warn", "fail"))
+    assert result.exit_code == (11 if value["summary"]["fail"] else 0)
+    assert "gpu.present" in invoke("doctor", "--list").stdout
+    assert invoke("doctor", "--only", "no.such").exit_code == 2
+    text = invoke("doctor", "--only", "ram").stdout
+    assert "ram" in text and "checks:" in text
+
+
+# --- pull, from a hub of our own -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(tmp_path: Path, empty_home: Path, monkeypatch: pytest.MonkeyPatch, smollm2_path: Path) -> Iterator[str]:
+    """A hub with one small GGUF model, as HF_ENDPOINT. The model is a real header with its first megabytes."""
+    folder = tmp_path / "hub"
+    repo = folder / "org/tiny-GGUF"
+    repo.mkdir(parents=True)
+    os.link(smollm2_path.resolve(), repo / "tiny.Q4_1.gguf") if _same_disk(smollm2_path, repo) else (
+        repo / "tiny.Q4_1.gguf"
+    ).write_bytes(smollm2_path.read_bytes())
+    child = subprocess.Popen([sys.executable, "-P", str(HUB_SERVER), str(folder)], stdout=subprocess.PIPE, text=True)
+    assert child.stdout
+    url = f"http://127.0.0.1:{int(child.stdout.readline())}"
+    monkeypatch.setenv("HF_ENDPOINT", url)
+    monkeypatch.delenv("LOCALLLM_ENGINE", raising=False)
+    yield url
+    child.kill()
+    child.wait()
+    child.stdout.close()
+
+
+def _same_disk(one: Path, other: Path) -> bool:
+    return one.resolve().stat().st_dev == other.stat().st_dev
+
+
+def _fault(url: str, **fault: Any) -> None:
+    import urllib.request
+
+    with urllib.request.urlopen(f"{url}/__fault", json.dumps(fault).encode(), timeout=10) as answer:
+        answer.read()
+
+
+NAME = "org/tiny-GGUF:Q4_1"
+
+
+def test_pull_asks_lists_downloads_and_says_what_is_next(invoke: Invoke, hub: str) -> None:
+    refused = invoke("pull", NAME)
+    assert refused.exit_code == 2
+    assert "pass -y" in refused.stderr
+    dry = valid(invoke("pull", NAME, "-n", "--json").stdout, "pull-1")
+    assert dry["files"][0]["will_download"] is True and dry["path"] is None
+    result = invoke("pull", NAME, "-y", "--json", "--progress", "json")
+    value = valid(result.stdout, "pull-1")
+    assert Path(value["path"]).is_file() and value["fits"] is True
+    events = [json.loads(line) for line in result.stderr.splitlines() if line.startswith("{")]
+    done = [event["done"] for event in events if event["event"] == "download"]
+    assert done == sorted(done)
+    assert "Next: localllm chat" in result.stderr
+    again = invoke("pull", NAME)
+    assert again.exit_code == 0
+    assert "already here" in again.stderr
+    assert "all of them right" in invoke("pull", NAME, "--repair").stderr
+    assert "org/tiny-GGUF" in invoke("ls").stdout
+    assert invoke("rm", NAME, "-y").exit_code == 0
+    assert "org/tiny" not in invoke("ls").stdout
+
+
+def test_pull_codes(invoke: Invoke, hub: str) -> None:
+    assert invoke("pull", "org/none", "-y").exit_code == 3
+    assert invoke("pull", "org/tiny-GGUF:Q8_0", "-y").exit_code == 3
+    assert invoke("pull", NAME, "-y", "--offline").exit_code == 3
+    assert invoke("pull", NAME, "--quant", "Q8_0").exit_code == 2
+    assert invoke("pull", NAME, "--repair", "-n").exit_code == 2
+    _fault(hub, mode="gated")
+    assert invoke("pull", NAME, "-y").exit_code == 4
+
+
+def test_c9_ctrl_c_pauses_and_the_same_command_resumes(hub: str) -> None:
+    _fault(hub, mode="slow", delay=0.02)
+    env = dict(os.environ)
+    child = subprocess.Popen(
+        [*LOCALLLM, "pull", NAME, "-y", "--progress", "json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL, env=env, text=True,
+    )  # fmt: skip
+    assert child.stderr
+    for line in child.stderr:
+        if line.startswith("{") and json.loads(line).get("done", 0) > 3_000_000:
+            break
+    start = time.monotonic()
+    child.send_signal(signal.SIGINT)
+    _, errors = child.communicate(timeout=30)
+    assert time.monotonic() - start < 5
+    assert child.returncode == 130
+    assert "run the same command to resume" in errors
+    paused = next(json.loads(line) for line in errors.splitlines() if '"paused"' in line)
+    _fault(hub, mode="")
+    run = subprocess.run(
+        [*LOCALLLM, "pull", NAME, "-y", "--progress", "json"], capture_output=True, text=True, timeout=60, env=env
+    )
+    assert run.returncode == 0, run.stderr
+    events = [json.loads(line) for line in run.stderr.splitlines() if line.startswith("{")]
+    first = next(event["done"] for event in events if event["event"] == "download")
+    assert first >= paused["done"] * 0.9
+
+
+def test_events_of_a_pull_fit_the_schema() -> None:
+    names = [one["properties"]["event"]["const"] for one in schema("events-1")["oneOf"]]
+    assert {"download", "paused", "load", "ready", "token", "done"} <= set(names)

@@ -1,0 +1,203 @@
+"""`run`: what goes where, in which form, with which code: C4, C5, C6, C8, C10, ERR-02."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from localllm.cli import COMMANDS
+from localllm.fake import HOSTILE, MARKDOWN
+
+from .conftest import LOCALLLM, Invoke, process, schema, valid
+
+
+def test_the_answer_alone_is_on_stdout(invoke: Invoke) -> None:
+    result = invoke("run", "fake", "hello", "there", "--stats")
+    assert result.stdout == "hello there\n"
+    assert "tok/s" in result.stderr
+
+
+def test_c4_json_is_valid_and_alone(invoke: Invoke) -> None:
+    result = invoke("run", "fake", "hi", "--json", "--temp", "0.5", "--seed", "7", "--stop", "###")
+    value = valid(result.stdout, "run-1")
+    assert value["output"][0]["text"] == "hi"
+    assert value["params"]["temperature"] == 0.5
+    assert value["params"]["seed"] == 7
+    assert value["params"]["stop"] == ["###"]
+
+
+def test_c5_stdin_comes_first(invoke: Invoke) -> None:
+    assert invoke("run", "fake", "x", stdin="hi\n").stdout == "hi\n\nx\n"
+    assert invoke("run", "fake", "-", stdin="only this\n").stdout == "only this\n"
+
+
+@pytest.mark.parametrize("words", [("-",), (), ("",), ("  ",)])
+def test_c5_nothing_to_say_exits_2(invoke: Invoke, words: tuple[str, ...]) -> None:
+    result = invoke("run", "fake", *words, stdin="")
+    assert result.exit_code == 2
+    assert "nothing to say" in result.stderr
+
+
+def test_files_stand_between_stdin_and_prompt(invoke: Invoke, tmp_path: Path) -> None:
+    note = tmp_path / "note.txt"
+    note.write_bytes(b"from a file \xff\n")
+    assert invoke("run", "fake", "x", "-f", str(note), stdin="a").stdout == "a\n\nfrom a file \ufffd\n\nx\n"
+    assert invoke("run", "fake", "x", "-f", str(tmp_path / "none")).exit_code == 2
+
+
+def test_system_may_come_from_a_file(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "s.txt").write_text("be brief")
+    assert invoke("run", "fake", "x", "-s", f"@{tmp_path / 's.txt'}").exit_code == 0
+    assert invoke("run", "fake", "x", "-s", f"@{tmp_path / 'none'}").exit_code == 2
+
+
+def test_samples_take_following_seeds(invoke: Invoke) -> None:
+    result = invoke("run", "fake", "hi", "-n", "3", "--json", "--seed", "5")
+    assert [one["text"] for one in valid(result.stdout, "run-1")["output"]] == ["hi"] * 3
+    assert invoke("run", "fake", "hi", "-n", "2").stdout == "hi\n\n---\n\nhi\n"
+
+
+def test_thinking_is_left_out_off_a_terminal(invoke: Invoke) -> None:
+    assert invoke("run", "fake", "!think").stdout == "The answer is 42.\n"
+    assert invoke("run", "fake", "!think", "--show-thinking").stdout.startswith("First I look")
+    assert valid(invoke("run", "fake", "!think", "--json").stdout, "run-1")["output"][0]["reasoning"].startswith(
+        "First"
+    )
+
+
+def test_strict_exits_10_when_cut(invoke: Invoke) -> None:
+    result = invoke("run", "fake", "long", "--max-tokens", "5", "--strict")
+    assert result.exit_code == 10
+    assert invoke("run", "fake", "long", "--max-tokens", "5").exit_code == 0
+
+
+def test_a_base_model_completes_text(invoke: Invoke) -> None:
+    assert invoke("run", "fake-base", "Once upon a time").exit_code == 0
+
+
+def test_c10_stream_events(invoke: Invoke) -> None:
+    result = invoke("run", "fake-download", "one two", "--json", "--stream", "--progress", "none")
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    for line in lines:
+        jsonschema.validate(line, schema("events-1"), cls=jsonschema.Draft202012Validator)
+    done = [line["done"] for line in lines if line["event"] == "download"]
+    assert done == sorted(done)
+    assert "".join(line["text"] for line in lines if line["event"] == "token") == "one two"
+    assert [line["event"] for line in lines if line["event"] in ("ready", "done")] == ["ready", "done"]
+    assert lines[-1]["event"] == "done"
+    times = [line["t"] for line in lines]
+    assert times == sorted(times)
+
+
+def test_c10_progress_json_is_on_stderr(invoke: Invoke) -> None:
+    result = invoke("run", "fake-download", "hi", "--progress", "json")
+    lines = [json.loads(line) for line in result.stderr.splitlines()]
+    for line in lines:
+        jsonschema.validate(line, schema("events-1"), cls=jsonschema.Draft202012Validator)
+    assert result.stdout == "hi\n"
+
+
+@pytest.mark.parametrize(
+    ("model", "prompt", "code", "number"),
+    [
+        ("fake-missing", "x", 3, "E301"),
+        ("fake-gated", "x", 4, "E401"),
+        ("fake-huge", "x", 5, "E501"),
+        ("fake", "!oom", 5, "E502"),
+        ("fake", "!full", 9, "E901"),
+        ("fake", "!error", 1, "E101"),
+        ("fake-crash", "x", 1, "E101"),
+    ],
+)
+def test_c8_failures_have_codes_and_commands(invoke: Invoke, model: str, prompt: str, code: int, number: str) -> None:
+    result = invoke("run", model, prompt, "--json")
+    assert result.exit_code == code
+    assert f"[{number}]" in result.stderr
+    assert len(result.stderr.strip().splitlines()) <= 9  # a line of progress, and at most eight
+    error = valid(result.stdout, "error-1")["error"]
+    assert (error["code"], error["exit"]) == (number, code)
+    if code in (3, 5, 9) and error["fixes"]:
+        for fix in error["fixes"]:
+            words = fix["cmd"].split()
+            assert words[0] != "localllm" or words[1] in [name for name, *_ in COMMANDS]
+            if words[0] == "localllm":
+                assert invoke(*words[1:2], "-h").exit_code == 0
+
+
+def test_err_02_what_a_terminal_gets_is_harmless() -> None:
+    """Run behind a real pseudo-terminal: none of the bytes the model sent may be obeyed."""
+    import os
+    import pty
+
+    pid, fd = pty.fork()
+    if pid == 0:
+        os.environ["LOCALLLM_ENGINE"] = "fake:tps=0:load=0"
+        os.environ["NO_COLOR"] = "1"
+        os.execv(LOCALLLM[0], [*LOCALLLM, "run", "fake", "!escape", "--progress", "none"])
+    data = b""
+    try:
+        while piece := os.read(fd, 65536):
+            data += piece
+    except OSError:
+        pass  # the other side is closed
+    os.waitpid(pid, 0)
+    os.close(fd)
+    text = data.decode()
+    assert "over" in text and "end" in text
+    for bad in ("\x1b", "\x07", "\x9b", "\u202e"):
+        assert bad not in text
+    assert text.count("\r") == text.count("\r\n")  # the terminal's own line ends
+    assert text.count("\u0301") <= 16
+    assert "[red]literal[/red]" in text and "[link=file:///etc/passwd]" in text
+
+
+def test_err_02_a_pipe_gets_the_text_verbatim() -> None:
+    assert process("run", "fake", "!escape").stdout.decode() == HOSTILE + "\n"
+
+
+def test_markdown_goes_through_a_pipe_untouched(invoke: Invoke) -> None:
+    assert invoke("run", "fake", "!md").stdout == MARKDOWN
+
+
+def test_c6_a_closed_pipe_is_quiet() -> None:
+    import os
+
+    env = dict(os.environ) | {"LOCALLLM_ENGINE": "fake:tps=500:load=0"}
+    child = subprocess.Popen(
+        [*LOCALLLM, "run", "fake", "long", "--stream"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL, env=env,
+    )  # fmt: skip
+    assert child.stdout and child.stderr
+    child.stdout.read(1)
+    child.stdout.close()
+    errors = child.stderr.read()
+    assert child.wait(30) == 141
+    assert b"Traceback" not in errors and b"Exception" not in errors
+    child.stderr.close()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_end_it_at_once(number: signal.Signals, code: int) -> None:
+    import os
+
+    env = dict(os.environ) | {"LOCALLLM_ENGINE": "fake:tps=50:load=0"}
+    child = subprocess.Popen(
+        [*LOCALLLM, "run", "fake", "long", "--stream"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL, env=env,
+    )  # fmt: skip
+    assert child.stdout
+    child.stdout.read(8)
+    start = time.monotonic()
+    child.send_signal(number)
+    out, errors = child.communicate(timeout=30)
+    assert time.monotonic() - start < 10
+    assert child.returncode == code
+    assert b"Traceback" not in errors
+    if number == signal.SIGINT:
+        assert b"stopped" in errors

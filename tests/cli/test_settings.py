@@ -1,0 +1,81 @@
+"""`config`: C11."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .conftest import Invoke, valid
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "settings.toml"
+    monkeypatch.setenv("LOCALLLM_CONFIG", str(path))
+    return path
+
+
+def test_set_get_unset_keep_comments(invoke: Invoke, file: Path) -> None:
+    file.write_text("# mine\n[engine]\nctx = 4096  # small\n")
+    assert invoke("config", "set", "sampling.temperature", "0.2").exit_code == 0
+    assert invoke("config", "get", "sampling.temperature").stdout == "0.2\n"
+    assert invoke("config", "set", "engine.ctx", "32k").exit_code == 0
+    assert invoke("config", "get", "engine.ctx", "--origin").stdout.endswith(f"(file {file})\n")
+    assert invoke("config", "unset", "sampling.temperature").exit_code == 0
+    text = file.read_text()
+    assert "# mine" in text and "# small" in text and "temperature" not in text
+
+
+def test_unknown_keys_in_the_file_warn_and_on_the_command_line_fail(invoke: Invoke, file: Path) -> None:
+    file.write_text("[engine]\nctxx = 1\n")
+    result = invoke("config", "list")
+    assert result.exit_code == 0
+    assert "unknown key engine.ctxx; did you mean engine.ctx" in result.stderr
+    assert invoke("config", "set", "engine.ctxx", "1").exit_code == 2
+    assert invoke("config", "get", "engine.ctxx").exit_code == 2
+
+
+def test_a_flag_wins_over_a_variable_over_the_file(invoke: Invoke, file: Path) -> None:
+    file.write_text("[sampling]\ntemperature = 0.1\n")
+    used = lambda *words, **env: valid(  # noqa: E731
+        invoke("run", "fake", "x", "--json", *words, env=env).stdout, "run-1"
+    )["params"]["temperature"]
+    assert used() == 0.1
+    assert used(LOCALLLM_SAMPLING_TEMPERATURE="0.2") == 0.2
+    assert used("--temp", "0.3", LOCALLLM_SAMPLING_TEMPERATURE="0.2") == 0.3
+
+
+def test_a_variable_that_hides_the_new_value_is_named(invoke: Invoke, file: Path) -> None:
+    result = invoke("config", "set", "engine.kv", "f32", env={"LOCALLLM_ENGINE_KV": "bf16"})
+    assert "LOCALLLM_ENGINE_KV" in result.stderr
+
+
+def test_list_and_json(invoke: Invoke, file: Path) -> None:
+    result = invoke("config", "list", "--origin")
+    assert "engine.ctx" in result.stdout and "default" in result.stdout
+    value = valid(invoke("config", "--json").stdout, "config-1")
+    assert value["settings"]["engine.ctx"] == {"value": "auto", "origin": "default"}
+    assert invoke("config", "path").stdout == f"{file}\n"
+    assert "| key |" in invoke("config", "schema").stdout
+
+
+def test_broken_toml_is_one_sentence(invoke: Invoke, file: Path) -> None:
+    file.write_text("[engine\n")
+    result = invoke("config", "list")
+    assert result.exit_code == 2
+    assert "not valid TOML" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "words", [("frob",), ("get",), ("set", "engine.ctx"), ("list", "engine.ctx"), ("set", "engine.ctx", "x")]
+)
+def test_wrong_words_exit_2(invoke: Invoke, file: Path, words: tuple[str, ...]) -> None:
+    assert invoke("config", *words).exit_code == 2
+
+
+def test_edit_runs_the_editor(invoke: Invoke, file: Path) -> None:
+    assert invoke("config", "edit", env={"EDITOR": "true", "VISUAL": None}).exit_code == 0
+    assert file.exists()
+    assert invoke("config", "edit", env={"EDITOR": None, "VISUAL": None}).exit_code == 2
+    assert invoke("config", "edit", env={"EDITOR": "no-such-editor", "VISUAL": None}).exit_code == 2
