@@ -2,11 +2,12 @@
 
 An op's implementations share the signature of the function of the same name in `reference.py`. A back end registers
 its own in a module with `IMPLS: Mapping[str, tuple[OpImpl, ...]]`, keyed by op or segment name; the twin is last.
+A fused segment takes the composed one as its first argument, to fall back on, and then what `KernelTable` says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,14 +48,28 @@ class OpImpl:
 
 def op_impls(op: str) -> tuple[OpImpl, ...]:
     """All implementations of an op, preferred first; the plain-PyTorch twin is last and fits everything."""
-    from .cpu import ops as cpu_ops
-
-    return (*cpu_ops.IMPLS.get(op, ()), OpImpl("torch", lambda facts: None, getattr(reference, op)))
+    return (*_registered(op), OpImpl("torch", lambda facts: None, getattr(reference, op)))
 
 
 def choose_op(op: str, facts: OpFacts, quarantined: frozenset[str] = frozenset()) -> OpImpl:
     """The first implementation of `op` that fits and is not quarantined (`"op:name"`)."""
-    for impl in op_impls(op):
-        if f"{op}:{impl.name}" not in quarantined and impl.fits(facts) is None:
-            return impl
-    raise LookupError(f"no implementation of {op} fits {facts}")
+    chosen = _first(op, op_impls(op), facts, quarantined)
+    if chosen is None:
+        raise LookupError(f"no implementation of {op} fits {facts}")
+    return chosen
+
+
+def choose_segment(segment: str, facts: OpFacts, quarantined: frozenset[str] = frozenset()) -> OpImpl | None:
+    """The first fused implementation of `segment` that fits; None leaves the composed one."""
+    return _first(segment, _registered(segment), facts, quarantined)
+
+
+def _registered(name: str) -> tuple[OpImpl, ...]:
+    from .cpu import ops as cpu_ops
+
+    return cpu_ops.IMPLS.get(name, ())
+
+
+def _first(name: str, impls: Iterable[OpImpl], facts: OpFacts, quarantined: frozenset[str]) -> OpImpl | None:
+    fitting = (i for i in impls if f"{name}:{i.name}" not in quarantined and i.fits(facts) is None)
+    return next(fitting, None)

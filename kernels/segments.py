@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from . import Impl
-from .ops import OPS, OpFacts, choose_op
+from .ops import OPS, OpFacts, choose_op, choose_segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,23 +134,30 @@ class KernelTable:
     head: Callable[..., Tensor]
     """(x [rows, hidden], HeadWeights) -> float32 [rows, vocab]"""
     ops: tuple[tuple[str, str], ...]
-    """(op, name of the implementation chosen)"""
+    """(op or fused segment, name of the implementation chosen)"""
 
 
 def kernel_table(facts: OpFacts, quarantined: frozenset[str] = frozenset()) -> KernelTable:
-    """Choose an implementation for every op and compose the segments of them. Pure; `quarantined` as in `choose_op`."""
+    """Choose an implementation for every op, compose the segments of them, and take fused ones where they fit. Pure.
+
+    quarantined  "op:name" or "segment:name" of what failed its self-test
+    """
     chosen = {op: choose_op(op, facts, quarantined) for op in OPS}
     run = {op: impl.run for op, impl in chosen.items()}
     norm = run["rms_norm"]
     activations = {"silu": run["silu_mul"], "gelu_tanh": run["gelu_tanh_mul"]}
-    return KernelTable(
-        attn_in=partial(attn_in, norm, run["rope"], run["kv_write"]),
-        attention=partial(attention, run["paged_attention"]),
-        attn_out=partial(attn_out, norm),
-        mlp=partial(mlp, norm, activations),
-        head=partial(head, norm),
-        ops=tuple((op, impl.name) for op, impl in chosen.items()),
-    )
+    segments: dict[str, Callable[..., Tensor]] = {
+        "attn_in": partial(attn_in, norm, run["rope"], run["kv_write"]),
+        "attention": partial(attention, run["paged_attention"]),
+        "attn_out": partial(attn_out, norm),
+        "mlp": partial(mlp, norm, activations),
+        "head": partial(head, norm),
+    }
+    for name, composed in segments.items():
+        fused = choose_segment(name, facts, quarantined)
+        if fused is not None:
+            chosen[name], segments[name] = fused, partial(fused.run, composed)
+    return KernelTable(**segments, ops=tuple((name, impl.name) for name, impl in chosen.items()))
 
 
 def attn_in(
