@@ -177,7 +177,7 @@ class InProcessBackend:
         from localllm import hub
         from localllm.llm import LLM
 
-        name = model or hub.default_model()
+        name = model or default_model()
         llm = LLM(name, on_phase=self._events.append, cancel=self._cancel, **self._options)
         hub.remember_model(name)
         return llm
@@ -252,3 +252,13 @@ class InProcessBackend:
 
 def _failed(turn: int, error: LocalLLMError) -> Failed:
     return Failed(turn, error.code, error.message, error.hint, error.fixes)
+
+
+def default_model() -> str:
+    """The model a chat without a name gets: used last, else the largest here that runs well, else the starter."""
+    from localllm import hub
+    from localllm.device import machine
+    from localllm.plan import runs_here
+
+    here = machine()
+    return hub.default_model(lambda local: runs_here(local.facts, here))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from localllm.checkpoint.facts import KV_BYTES, kv_bytes_per_token
-from localllm.errors import ConfigError, DeviceError, DoesNotFit
+from localllm.errors import ConfigError, DeviceError, DoesNotFit, LocalLLMError
 
 if TYPE_CHECKING:
     from localllm.checkpoint.facts import ModelFacts
@@ -157,6 +157,17 @@ def plan(facts: ModelFacts, machine: MachineFacts, options: PlanOptions | None =
         if on_cpu.fits:
             return on_cpu
     return made
+
+
+def runs_here(facts: ModelFacts | None, machine: MachineFacts) -> tuple[bool, float]:
+    """Whether a model fits this machine, and at how many tokens per second; (False, 0) for one that cannot run."""
+    if facts is None:
+        return False, 0.0
+    try:
+        made = plan(facts, machine)
+    except LocalLLMError:
+        return False, 0.0
+    return made.fits, made.decode_tps
 
 
 def _check(facts: ModelFacts, options: PlanOptions) -> None:

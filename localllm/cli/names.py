@@ -35,10 +35,10 @@ def choose(env: Env, config: UserConfig, name: str | None) -> Choice:
     """
     if fake_engine():
         return Choice(name or "fake", name or "fake", quant="Q4_1")
-    from localllm import hub
+    from localllm.backend import default_model
 
     wanted = name or config.model
-    resolved = resolve(env, config, wanted or hub.default_model())
+    resolved = resolve(env, config, wanted or default_model())
     if resolved.path is None:
         agree(env, resolved, asked_for=bool(wanted))
     return choice_of(resolved)
