@@ -195,7 +195,7 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Something slow is going on before the model is ready: resolve, download, import, weights, kv, compile, warmup, ready."""
+    """Something slow before the model is ready: resolve, download, import, weights, kv, compile, warmup; then ready."""
 
     name: str
     done: int = 0
