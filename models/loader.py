@@ -130,9 +130,9 @@ class _Loading:
         vocabulary = (facts.vocab_size, facts.hidden_size)
         rows = self.weight("model.embed_tokens", vocabulary)
         if facts.tied_embeddings:
-            linear = Linear((self.prepare("head", rows, None),))
+            linear = Linear((self.prepare("lm_head", rows, None),))
         else:
-            linear = self.linear("head", ("lm_head",), (vocabulary,), needs_bias=False)
+            linear = self.linear("lm_head", ("lm_head",), (vocabulary,), needs_bias=False)
         embedding = self.embedding(rows, linear if facts.tied_embeddings else None)
         del rows  # where the head's layout serves both, the canonical table goes
         layers = [self.layer(index) for index in range(facts.num_layers)]

@@ -66,7 +66,7 @@ def test_progress_reaches_every_stored_byte(tiny: Callable, tmp_path: Path) -> N
         assert calls[-1] == (checkpoint.nbytes, checkpoint.nbytes)
     assert [done for done, _ in calls] == sorted(done for done, _ in calls)
     assert model.weight_bytes > 0
-    assert {"qkv", "o", "gate_up", "down", "head", "paged_attention"} <= model.kernels.keys()
+    assert {"qkv", "o", "gate_up", "down", "lm_head", "paged_attention"} <= model.kernels.keys()
 
 
 def test_a_loaded_model_outlives_its_files(tiny: Callable, tmp_path: Path, paged: Callable) -> None:
