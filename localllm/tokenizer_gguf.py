@@ -347,7 +347,9 @@ def _special_ids(metadata: Mapping[str, Any], num_tokens: int) -> dict[str, int]
 
 
 def _text(metadata: Mapping[str, Any], key: str, default: str) -> str:
-    value = metadata.get(f"tokenizer.ggml.{key}", default)
+    value = metadata.get(f"tokenizer.ggml.{key}")
+    if value is None:
+        return default
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 

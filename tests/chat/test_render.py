@@ -88,7 +88,6 @@ SLOW_BOMBS = [
     "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3,
     "{{ 2**(2**40) }}",
     "{{ [[1] * 10000000] * 1000000 }}",
-    "{{ (10**200000)|string|length }}{% for i in range(1000) %}{% set x = 7**700000 % 3 %}{% endfor %}",
 ]  # fmt: skip
 
 
