@@ -51,10 +51,10 @@ def _isolate(home: Path) -> None:
     }
     for name in (SMOLLM2, GEMMA):
         source = _on_disk(name)
-        if source is not None:
-            link = home / "data/models" / name
+        for file in source.parent.glob(source.name + "*") if source is not None else ():  # and the note of its origin
+            link = (home / "data/models" / name).with_name(file.name)
             link.parent.mkdir(parents=True, exist_ok=True)
-            link.symlink_to(source.resolve())
+            link.symlink_to(file.resolve())
 
 
 def pytest_configure(config: pytest.Config) -> None:
