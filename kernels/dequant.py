@@ -24,7 +24,7 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
 
 
 def row_chunk(columns: int) -> int:
-    """Rows of `columns` elements that are worth decoding at once: temporaries stay near 20 MB."""
+    """Rows of `columns` elements that are worth decoding at once: temporaries stay near 5 MB."""
     return max(1, CHUNK_ELEMS // max(columns, 1))
 
 

@@ -18,8 +18,9 @@ _GGUF_E2M1 = tuple(value or 0.0 for value in E2M1)
 """As ggml has it: code 8 is 0, not -0."""
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
-CHUNK_ELEMS = 1 << 20
-"""Elements decoded at a time: temporaries stay near 20 MB, whatever the tensor."""
+CHUNK_ELEMS = 1 << 18
+"""Elements decoded at a time: temporaries stay near 5 MB, whatever the tensor, and in the cache (Q4_K 3.7 ns an element
+on an EPYC core; 8.7 with four times as many)."""
 
 
 class BlockType(NamedTuple):

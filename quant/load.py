@@ -52,7 +52,7 @@ def load_weight(ckpt: Checkpoint, prefix: str, stored: StoredFormat, shape: tupl
     shape    (N, K) that the model's configuration demands
 
     Tensors may be views of the mapped file: read them, never write. Above the result, one stored tensor and about
-    50 MB are touched. Raises BadModelFile for missing tensors, wrong dtypes or shapes and unsound scales, all named;
+    10 MB are touched. Raises BadModelFile for missing tensors, wrong dtypes or shapes and unsound scales, all named;
     UnsupportedFormat for a kind or variant that cannot be read.
     """
     loader = _LOADERS.get(stored.kind)
