@@ -161,19 +161,20 @@ class LLM:
         self.deterministic = device.type == "cpu" if deterministic is None else deterministic
         self.import_s = time.monotonic() - started
         loading = time.monotonic()
+        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "f32": torch.float32}
+        kv_dtype = dtypes[self.plan.kv]
         options = LoadOptions(
             device=str(device),
             dtype=self.plan.dtype,
+            kv_dtype=str(kv_dtype).removeprefix("torch."),
+            page_size=self.plan.page_size,
             exact=exact,
             deterministic=self.deterministic,
             progress=self._on_weights,
         )
         self._model: Model = load_model(self._checkpoint, options)
         self._notify(Phase("kv", detail=f"{self.plan.ctx:,} tokens"))
-        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "f32": torch.float32}
-        cache = KVCache(
-            self._model.groups, self.plan.num_pages, self.plan.page_size, dtypes[self.plan.kv], device=str(device)
-        )
+        cache = KVCache(self._model.groups, self.plan.num_pages, self.plan.page_size, kv_dtype, device=str(device))
         groups = tuple(
             GroupPages(count, group.window)
             for count, group in zip(self.plan.num_pages, self._model.groups, strict=True)
