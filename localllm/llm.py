@@ -152,11 +152,14 @@ class LLM:
         from localllm.engine.pages import GroupPages
         from localllm.engine.runner import Runner
         from localllm.engine.scheduler import SchedulerLimits
+        from localllm.engine.threads import kernels_are_built
         from localllm.models.kv_cache import KVCache
         from localllm.models.loader import LoadOptions, load_model
 
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         device = torch.device(self.plan.device)
+        if device.type == "cpu" and not kernels_are_built():
+            self._notify(Phase("compile", detail="kernels for this CPU, once"))
         self.threads = set_threads(threads, self.machine)
         self.deterministic = device.type == "cpu" if deterministic is None else deterministic
         self.import_s = time.monotonic() - started

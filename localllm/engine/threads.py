@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from localllm.kernels.cpu.build import library
+from localllm.kernels.cpu.build import is_built, library
 
 
 def set_threads(count: int) -> None:
@@ -13,3 +13,8 @@ def set_threads(count: int) -> None:
     lib = library().lib
     if lib is not None:
         lib.ll_threads(count)
+
+
+def kernels_are_built() -> bool:
+    """False when the CPU kernels will be compiled at first use, which takes seconds."""
+    return is_built()
