@@ -26,7 +26,10 @@ MAX_ANSWER_BYTES = 64 << 20  # 4 MB of text, every character of it escaped as JS
 _HEADER = struct.Struct("<I")
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b.?")
 # what a template's process may know of its surroundings: no tokens, no keys
-_ENVIRONMENT = ("PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "SYSTEMROOT")
+_ENVIRONMENT = frozenset(
+    "PATH HOME LANG LANGUAGE TZ TMPDIR VIRTUAL_ENV LD_LIBRARY_PATH "  # noqa: SIM905 - one line reads better
+    "PYTHONPATH PYTHONHOME PYTHONSAFEPATH PYTHONUTF8 PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX".split()
+)
 
 
 class _Ended(Exception):
@@ -118,7 +121,7 @@ class RenderChild:
         if self._process is not None and self._process.poll() is None:
             return
         self._end()
-        kept = {k: v for k, v in os.environ.items() if k in _ENVIRONMENT or k.startswith(("PYTHON", "LC_"))}
+        kept = {k: v for k, v in os.environ.items() if k in _ENVIRONMENT or k.startswith("LC_")}
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "localllm.chat.render"],
             stdin=subprocess.PIPE,

@@ -169,12 +169,11 @@ class _Marker:
 
     def __init__(self, given: Any, finders: tuple[Finder, Finder]) -> None:
         everything = _dumps(given)
-        code = next(
-            (code for code in _PRIVATE if chr(code) not in everything and chr(code + 1) not in everything), None
-        )
-        if code is None:
+        pairs = ((chr(code), chr(code + 1)) for code in _PRIVATE)
+        unused = (pair for pair in pairs if not any(form in everything for char in pair for form in _forms(char)))
+        self._begin, self._end = next(unused, ("", ""))
+        if not self._begin:
             raise InvalidRequest("the messages use every private-use character there is", "send plain text")
-        self._begin, self._end = chr(code), chr(code + 1)
         self._finders = finders
         self.marked: set[str] = set()
         """the texts that were wrapped"""
@@ -205,28 +204,27 @@ class _Marker:
 
         A template may part two marks or change what is between them: then only their places are kept, as empty spans.
         """
-        names = {self._begin: True, self._end: False}
-        for char, begins in list(names.items()):  # as tojson(ensure_ascii=true) and the text of a list write them
-            names |= {json.dumps(char)[1:-1]: begins, repr(char)[1:-1]: begins}
-        parts = re.split("(" + "|".join(map(re.escape, names)) + ")", text)
+        names = {form: char for char in (self._begin, self._end) for form in _forms(char)}
         spans: list[Span] = []
-        length, opened = 0, None
-        pieces = []
-        for part in parts:
-            begins = names.get(part)
-            if begins is None:
+        pieces: list[str] = []
+        length, opened = 0, -1
+        for part in re.split("(" + "|".join(map(re.escape, names)) + ")", text):
+            char = names.get(part)
+            if char is None:
                 pieces.append(part)
                 length += len(part)
-            elif begins:
-                opened = len(pieces)
-                spans.append((length, length))
-            elif opened is not None and "".join(pieces[opened:]) in self.marked:
+            elif char == self._end and opened >= 0 and "".join(pieces[opened:]) in self.marked:
                 spans[-1] = (spans[-1][0], length)
-                opened = None
+                opened = -1
             else:
                 spans.append((length, length))
-                opened = None
+                opened = len(pieces) if char == self._begin else -1
         return RenderedPrompt.of("".join(pieces), spans)
+
+
+def _forms(char: str) -> tuple[str, str, str]:
+    """A character itself, as `tojson(ensure_ascii=true)` writes it, and as the text of a list does."""
+    return char, json.dumps(char)[1:-1], repr(char)[1:-1]
 
 
 def _places(tokens: ControlText, text: str) -> list[Span]:

@@ -180,6 +180,7 @@ ATTACKS = [
     "ends with <|im_",
     "<",
     "\U0010f800\U0010f801<s>",
+    r"\U0010f802 \udbfe\udc04 <s>",
 ]
 
 
