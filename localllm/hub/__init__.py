@@ -4,12 +4,13 @@ No torch; httpx and huggingface_hub are imported when the network is really used
 with faults to try it against.
 """
 
-from .client import Patience, RepoFile, endpoint, is_offline
+from .client import Patience, endpoint, is_offline
 from .fetching import Repaired, download, repair
+from .listing import RepoFile
 from .local import LocalModel, default_model, list_local, remember_model
+from .meter import size_text
 from .removal import Removal, remove, remove_partials
 from .resolution import Resolved, resolve
-from .transfer import size_text
 
 __all__ = [
     "LocalModel",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import email.utils
 import functools
-import ipaddress
 import json
 import os
 import random
@@ -20,13 +19,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
 from localllm._version import __version__
 from localllm.errors import Aborted, AuthRequired, ConfigError, DownloadError, ModelNotFound
 
-from .names import check_digest, check_file_names, check_repo_id, check_revision, shown
+from .listing import RepoInfo, parse_info
+from .names import check_repo_id, check_revision, shown
+from .redirects import judge_redirect, origin_of
 
 if TYPE_CHECKING:
     import httpx
@@ -53,29 +54,6 @@ class Patience:
     """a longer Retry-After ends the download"""
 
 
-class RepoFile(NamedTuple):
-    """One file of a repository as the hub states it."""
-
-    name: str
-    size: int
-    digest: str
-    """SHA-256 (64 hex digits) of a large file, git blob SHA-1 (40) of a small one: also its name in the cache"""
-
-
-@dataclass(frozen=True, slots=True)
-class RepoInfo:
-    """A repository at one commit."""
-
-    repo: str
-    revision: str
-    """the commit, 40 hex digits"""
-    files: tuple[RepoFile, ...]
-    gated: bool = False
-    licence: str = ""
-    architecture: str = ""
-    """what the hub read from config.json or the GGUF header, "" where it does not say"""
-
-
 class TransientError(Exception):
     """Worth another try. `wait_s` is what the hub asked for."""
 
@@ -88,8 +66,11 @@ class TransientError(Exception):
 def endpoint() -> str:
     """HF_ENDPOINT without its trailing slash, or the public hub. Raises ConfigError when it is no http(s) address."""
     text = (os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
-    parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
+    try:
+        scheme, host, _ = origin_of(text)
+    except ValueError:
+        scheme, host = "", ""
+    if scheme not in ("http", "https") or not host or "@" in text:
         raise ConfigError(f"HF_ENDPOINT is {shown(text)!r}, which is not an http or https address", "unset HF_ENDPOINT")
     return text
 
@@ -113,7 +94,12 @@ def token() -> str | None:
     if not named:
         from huggingface_hub import get_token
 
-        named = get_token() or ""
+        try:
+            named = get_token() or ""
+        except OSError as error:
+            raise ConfigError(
+                "the stored hub token cannot be read", "hf auth login", why=str(error.strerror)
+            ) from error
     if named and not (named.isascii() and named.isprintable() and " " not in named):
         raise ConfigError("HF_TOKEN holds characters that no token has", "hf auth login")
     return named or None
@@ -129,12 +115,15 @@ class HubClient:
         self.endpoint = endpoint()
         self._token = token()
         timeout = httpx.Timeout(self.patience.stall_s, connect=self.patience.connect_s, pool=None)
-        self._http = httpx.Client(
-            timeout=timeout,
-            follow_redirects=False,
-            verify=_tls(),
-            headers={"User-Agent": f"localllm/{__version__}", "Accept-Encoding": "identity"},
-        )
+        headers = {"User-Agent": f"localllm/{__version__}", "Accept-Encoding": "identity"}
+        try:
+            self._http = httpx.Client(timeout=timeout, follow_redirects=False, verify=_tls(), headers=headers)
+        except (ImportError, ValueError, OSError, httpx.InvalidURL) as error:  # odd proxy or certificate settings
+            raise ConfigError(
+                "the proxy or certificate settings cannot be used",
+                "check HTTPS_PROXY, ALL_PROXY, SSL_CERT_FILE",
+                why=shown(str(error), 160),
+            ) from error
 
     def __enter__(self) -> HubClient:
         """Itself."""
@@ -162,9 +151,7 @@ class HubClient:
                 ) from error
 
         # a hub that cannot even be reached is asked twice only: the user is waiting, and is most likely offline
-        return _parse_info(
-            repo, with_retries(ask, self.patience, limit, what=f"the listing of {repo}", connect_tries=1)
-        )
+        return parse_info(repo, with_retries(ask, self.patience, limit, what=f"the listing of {repo}", connect_tries=1))
 
     @contextmanager
     def file(self, repo: str, revision: str, name: str, start: int) -> Iterator[httpx.Response]:
@@ -184,13 +171,16 @@ class HubClient:
         """
         import httpx
 
-        origin = _origin(self.endpoint)
+        origin = origin_of(self.endpoint)
         first = None
         for _ in range(MAX_HOPS + 1):
             sent = dict(headers or {})
-            if self._token and _origin(url) == origin:
+            if self._token and origin_of(url) == origin:
                 sent["Authorization"] = f"Bearer {self._token}"
-            request = self._http.build_request("GET", url, headers=sent)
+            try:
+                request = self._http.build_request("GET", url, headers=sent)
+            except httpx.InvalidURL as error:
+                raise DownloadError(f"{shown(url)} is not an address", "check HF_ENDPOINT") from error
             if read_s is not None:
                 request.extensions["timeout"] = request.extensions["timeout"] | {"read": read_s}
             try:
@@ -201,7 +191,7 @@ class HubClient:
                 first = response.headers if first is None else first
                 location = response.headers.get("location")
                 if response.status_code in (301, 302, 303, 307, 308) and location:
-                    url = _judge_redirect(url, str(response.url.join(location)), self.endpoint)
+                    url = judge_redirect(url, location, self.endpoint)
                     continue
                 self._check_status(response, repo, name)
                 response.extensions["first_headers"] = first
@@ -212,7 +202,7 @@ class HubClient:
                 return
             finally:
                 response.close()
-        raise DownloadError(f"{_origin(self.endpoint)} redirects more than {MAX_HOPS} times", _LATER)
+        raise DownloadError(f"{self.endpoint} redirects more than {MAX_HOPS} times", _LATER)
 
     def _check_status(self, response: httpx.Response, repo: str, name: str) -> None:
         """Return when the answer holds the bytes asked for, else raise what the user or the retry loop needs."""
@@ -321,46 +311,6 @@ def _tls() -> ssl.SSLContext:
     return httpx.create_ssl_context()
 
 
-def _origin(url: str) -> tuple[str, str, int]:
-    parts = urlsplit(url)
-    return parts.scheme, (parts.hostname or "").lower(), parts.port or (443 if parts.scheme == "https" else 80)
-
-
-def _judge_redirect(source: str, target: str, home: str) -> str:
-    """The target, or DownloadError where following it would weaken or misuse the request."""
-    old, new = _origin(source), _origin(target)
-    problem = None
-    if new[0] not in ("http", "https"):
-        problem = f"to a {shown(new[0], 12)}: address"
-    elif old[0] == "https" and new[0] == "http":
-        problem = "from https to http"
-    elif _is_inside(new[1]) and not _is_inside(_origin(home)[1]):
-        problem = f"to the internal address {shown(new[1])}"
-    elif _is_link_local(new[1]):
-        problem = f"to the link-local address {shown(new[1])}"
-    if problem:
-        raise DownloadError(f"{old[1]} redirects {problem}, which is refused", "check HF_ENDPOINT and the network")
-    return target
-
-
-def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        address = ipaddress.ip_address(host.split("%")[0])
-    except ValueError:
-        return None
-    return getattr(address, "ipv4_mapped", None) or address
-
-
-def _is_inside(host: str) -> bool:
-    address = _address(host)
-    return host == "localhost" or host.endswith(".localhost") or (address is not None and not address.is_global)
-
-
-def _is_link_local(host: str) -> bool:
-    address = _address(host)
-    return address is not None and address.is_link_local
-
-
 def _unreachable(error: Exception, url: str) -> Exception:
     """What a failed connection means: mostly another try, for a bad certificate none."""
     import httpx
@@ -377,7 +327,7 @@ def _unreachable(error: Exception, url: str) -> Exception:
         return TransientError(f"{host} cannot be reached", connect=True)
     if isinstance(error, httpx.TimeoutException):
         return TransientError(f"{host} sent nothing for a while")
-    if isinstance(error, httpx.UnsupportedProtocol | httpx.InvalidURL):
+    if isinstance(error, httpx.UnsupportedProtocol):
         return DownloadError(f"{shown(url)} is not an address", "check HF_ENDPOINT")
     return TransientError(f"the connection to {host} broke")
 
@@ -403,35 +353,3 @@ def _limited(chunks: Iterator[bytes], limit: int, repo: str) -> Iterator[bytes]:
         if size > limit:
             raise DownloadError(f"the listing of {repo} is over {limit >> 20} MiB", "use another repository")
         yield chunk
-
-
-def _parse_info(repo: str, listing: Any) -> RepoInfo:
-    """Check everything a listing says before any of it becomes a path."""
-    try:
-        siblings = listing["siblings"] or []
-        names = [str(s["rfilename"]) for s in siblings]
-        check_file_names(names, repo)
-        files = tuple(_parse_file(s, repo) for s in siblings)
-        revision = check_digest(listing["sha"], 40)
-        card = listing.get("cardData") or {}
-        licence = card.get("license_name") or card.get("license") or ""
-        tags = [t for t in listing.get("tags") or [] if isinstance(t, str)]
-        licence = licence or next((t.removeprefix("license:") for t in tags if t.startswith("license:")), "")
-        architectures = (listing.get("config") or {}).get("architectures") or [
-            (listing.get("gguf") or {}).get("architecture")
-        ]
-        gated = listing.get("gated", False)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise DownloadError(f"the hub's listing of {repo} is not in the form expected", "check HF_ENDPOINT") from error
-    return RepoInfo(repo, revision, files, bool(gated), shown(str(licence)), shown(str(architectures[0] or "")))
-
-
-def _parse_file(entry: dict[str, Any], repo: str) -> RepoFile:
-    name, lfs = str(entry["rfilename"]), entry.get("lfs")
-    size = (lfs or entry).get("size")
-    if size is None:
-        return RepoFile(name, -1, "")  # some mirrors list names only; refused where such a file is needed
-    if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size < 1 << 50:
-        raise DownloadError(f"{repo} lists {shown(name)} with the size {shown(str(size), 30)}", "check HF_ENDPOINT")
-    digest = check_digest(lfs["sha256"]) if lfs else check_digest(entry.get("blobId"), 40)
-    return RepoFile(name, size, digest)

@@ -13,7 +13,8 @@ from localllm.errors import DownloadError, ModelNotFound
 from localllm.request import Phase
 
 from . import cache, local
-from .client import HubClient, Patience, RepoFile, endpoint_notes, is_offline
+from .client import HubClient, Patience, endpoint_notes, is_offline
+from .listing import RepoFile
 from .names import parse_name
 from .resolution import Resolved
 from .selection import select_files

@@ -25,18 +25,18 @@ from .client import (
     DEFAULT_ENDPOINT,
     HubClient,
     Patience,
-    RepoFile,
-    RepoInfo,
     endpoint,
     endpoint_notes,
     gated_error,
     is_offline,
     token,
 )
+from .listing import RepoFile, RepoInfo
+from .meter import size_text
 from .names import ModelName, parse_name, shown
 from .selection import select_files
 from .starter import local_starter, starter_path
-from .transfer import Job, missing_bytes, size_text
+from .transfer import Job, missing_bytes
 
 if TYPE_CHECKING:
     from localllm.config import UserConfig
@@ -204,21 +204,23 @@ def _local(found: local.Found, ask: _Ask, reason: str, also: tuple[str, ...] = (
 
 
 def _by_repo(parsed: ModelName, ask: _Ask) -> Resolved:
-    found = [f for f in local.find(parsed) if not f.problem]
-    if found and not ask.refresh:
+    here = local.find(parsed)
+    found = [f for f in here if not f.problem]
+    if found and (ask.offline or not ask.refresh):
         plain = [f for f in found if not f.quant] or found
         if len(plain) == 1 or parsed.quant:
             return _local(plain[0], ask, "")
         raise local.ambiguous(parsed, plain)
     if ask.offline:
-        raise _offline(ask, str(parsed))
+        raise _offline(ask, str(parsed), here[0].problem if here else "")
     with HubClient(ask.patience) as client:
         return _from_hub(client, parsed, ask)
 
 
-def _offline(ask: _Ask, spec: str) -> ModelNotFound:
+def _offline(ask: _Ask, spec: str, problem: str = "") -> ModelNotFound:
+    state = f"incomplete ({problem})" if problem else "not on this machine"
     return ModelNotFound(
-        f"{shown(ask.text)} is not on this machine, and offline mode is on",
+        f"{shown(ask.text)} is {state}, and offline mode is on",
         f"without --offline and HF_HUB_OFFLINE: localllm pull {spec}",
     )
 
@@ -287,7 +289,7 @@ def _family(parsed: ModelName, ask: _Ask) -> Resolved:
                 if here:
                     return _local(here, ask, f"on this machine; nothing else of {alias} fits")
                 raise refused or error from error
-            if here and not ask.refresh:
+            if here and (ask.offline or not ask.refresh):
                 bigger = choice.best.spec != here.name and choice.best.download_bytes > here.size_bytes
                 also = (f"{choice.best.name} would fit too: localllm pull {choice.best.name}",) if bigger else ()
                 return _local(here, ask, f"on this machine, the largest {alias} here that fits", also)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from localllm.errors import BadModelFile, DownloadError, ModelNotFound, UnsupportedFormat
 
-from .client import RepoFile, RepoInfo
+from .listing import RepoFile, RepoInfo
 from .names import check_no_collision, shown
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
@@ -57,7 +57,7 @@ def gguf_sets(names: Iterable[str], where: str) -> list[GgufSet]:
     groups: dict[str, list[str]] = {}
     for name in sorted(names):
         last = name.rsplit("/", 1)[-1].lower()
-        if last.endswith(".gguf") and not last.startswith("mmproj") and "imatrix" not in last:
+        if name.count("/") < 2 and last.endswith(".gguf") and not last.startswith("mmproj") and "imatrix" not in last:
             groups.setdefault(_SPLIT.sub("", name), []).append(name)
     for stem, files in groups.items():
         parts = [_SPLIT.search(f) for f in files]

@@ -25,7 +25,7 @@ from localllm.errors import Aborted, ConfigError, DoesNotFit, DownloadError
 from localllm.request import Phase
 
 from . import cache
-from .transfer import size_text
+from .meter import size_text
 
 _DATA_FILE = re.compile(r".*(\.gguf|\.gguf\.part\d+|\.part\d+)$", re.IGNORECASE)
 INDEX_TIMEOUT_S = 900.0

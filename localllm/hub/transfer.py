@@ -8,7 +8,7 @@ tool ever sees half a model. The caller's thread reports progress; worker thread
 from __future__ import annotations
 
 import errno
-import os
+import re
 import shutil
 import threading
 import time
@@ -23,7 +23,10 @@ from localllm.errors import Aborted, DoesNotFit, DownloadError, LocalLLMError
 from localllm.request import Phase
 
 from . import cache
-from .client import HubClient, RepoFile, TransientError, pause, shut
+from .client import HubClient, TransientError, pause, shut
+from .growing import GrowingFile
+from .listing import RepoFile
+from .meter import Meter, size_text
 from .names import shown
 
 if TYPE_CHECKING:
@@ -34,7 +37,6 @@ if TYPE_CHECKING:
 WORKERS = 4
 SPARE = 1.1
 """free disk asked for, as a multiple of what is still to come"""
-STALL_NOTICE_S = 10.0
 _MIN_RATE = 1024
 """bytes per second below which a connection counts as stalled"""
 
@@ -95,15 +97,6 @@ def check_disk(job: Job) -> None:
         )
 
 
-def size_text(num_bytes: float) -> str:
-    """Bytes for people: "27.6 GiB", "98.4 MiB"."""
-    for unit in ("B", "KiB", "MiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} GiB"
-
-
 def _partial_size(repo: str, file: RepoFile) -> int:
     try:
         size = cache.partial_of(repo, file.digest).data.stat().st_size
@@ -114,49 +107,6 @@ def _partial_size(repo: str, file: RepoFile) -> int:
 
 class _Stopped(Exception):
     """A worker saw the stop sign; never leaves this module."""
-
-
-class Meter:
-    """What has arrived, shared by workers and the reporting thread; makes the progress events."""
-
-    def __init__(self, total: int) -> None:
-        self.total = total
-        self._lock = threading.Lock()
-        self._done: dict[str, int] = {}
-        self._shown = 0
-        self._file = ""
-        self._notice = ""
-        self._moved = time.monotonic()
-        self._history: deque[tuple[float, int]] = deque()
-
-    def at(self, file: str, done: int, *, arrived: bool = True) -> None:
-        """Say how much of a file is here. `arrived` is false for bytes that were here before."""
-        with self._lock:
-            self._done[file] = done
-            if arrived:
-                self._moved, self._file, self._notice = time.monotonic(), file, ""
-
-    def notice(self, text: str) -> None:
-        """Say what is waited for, until bytes arrive again."""
-        with self._lock:
-            self._notice = text
-
-    def phase(self) -> Phase:
-        """The state as an event. `done` never falls, also when a file starts again."""
-        with self._lock:
-            now, real = time.monotonic(), min(sum(self._done.values()), self.total)
-            self._shown = max(self._shown, real)
-            self._history.append((now, real))
-            while len(self._history) > 2 and now - self._history[0][0] > 5:
-                self._history.popleft()
-            before, span = self._history[0][1], now - self._history[0][0]
-            rate = max(0.0, (real - before) / span) if span > 0.2 else 0.0
-            quiet = now - self._moved
-            detail = self._notice
-            if quiet >= STALL_NOTICE_S and not detail:
-                detail = f"stalled {quiet:.0f} s, retrying"
-            eta = (self.total - self._shown) / rate if rate > 0 else None
-            return Phase("download", self._shown, self.total, detail, rate, eta, self._file)
 
 
 class _Transfer:
@@ -233,7 +183,7 @@ class _Transfer:
             try:
                 blob.parent.mkdir(parents=True, exist_ok=True)
                 cache.clear(blob)
-                with _Growing(self.job.repo, file) as growing:
+                with GrowingFile(self.job.repo, file) as growing:
                     self._receive_all(file, growing)
                     if growing.resumed and not growing.is_right():  # bytes of an earlier run went bad on this disk
                         growing.restart()
@@ -265,7 +215,7 @@ class _Transfer:
         finally:
             lock.release()
 
-    def _receive_all(self, file: RepoFile, growing: _Growing) -> None:
+    def _receive_all(self, file: RepoFile, growing: GrowingFile) -> None:
         """Ask until the last byte is here. Pauses grow with failures in a row; a MiB of progress resets them."""
         failed = 0
         while growing.size < file.size:
@@ -283,7 +233,7 @@ class _Transfer:
                     ) from error
                 pause(error, failed, self.client.patience, self.stop, self.meter.notice)
 
-    def _receive(self, file: RepoFile, growing: _Growing) -> None:
+    def _receive(self, file: RepoFile, growing: GrowingFile) -> None:
         """One request, from where the partial file ends."""
         with self.client.file(self.job.repo, self.job.revision, file.name, growing.size) as response:
             with self._guard:
@@ -297,7 +247,7 @@ class _Transfer:
         if growing.size < file.size:
             raise TransientError(f"the connection ended at {size_text(growing.size)} of {size_text(file.size)}")
 
-    def _pour(self, response: httpx.Response, file: RepoFile, growing: _Growing) -> None:
+    def _pour(self, response: httpx.Response, file: RepoFile, growing: GrowingFile) -> None:
         window, since = time.monotonic(), growing.size
         for chunk in response.iter_raw():
             if self.stop.is_set():
@@ -324,7 +274,7 @@ class _Transfer:
         )
 
 
-def _check_answer(response: httpx.Response, file: RepoFile, growing: _Growing) -> None:
+def _check_answer(response: httpx.Response, file: RepoFile, growing: GrowingFile) -> None:
     """The answer must be the listed file, and start where the partial file ends; else the partial starts again."""
     stated = _stated_digest(response, len(file.digest))
     if stated and stated != file.digest:
@@ -343,7 +293,7 @@ def _check_answer(response: httpx.Response, file: RepoFile, growing: _Growing) -
     else:
         growing.restart()  # the hub ignores Range
     length = response.headers.get("content-length", "")
-    announced = int(length) + growing.size if length.isascii() and length.isdigit() else file.size
+    announced = int(length) + growing.size if re.fullmatch(r"[0-9]{1,18}", length) else file.size
     if announced > file.size or (total not in (None, "*", str(file.size))):
         raise TransientError(f"checksum mismatch: {announced:,} bytes announced, the hub listed {file.size:,}")
 
@@ -355,66 +305,3 @@ def _stated_digest(response: httpx.Response, hex_digits: int) -> str:
     tag = headers.get("x-linked-etag") or (headers.get("etag", "") if own else "")
     tag = tag.removeprefix("W/").strip('"')
     return tag if len(tag) == hex_digits and all(c in "0123456789abcdef" for c in tag) else ""
-
-
-class _Growing:
-    """A partial file with the hash of what it holds; a context manager that closes it."""
-
-    def __init__(self, repo: str, file: RepoFile) -> None:
-        self.file = file
-        self.paths = cache.partial_of(repo, file.digest)
-        cache.drop_scraps(self.paths)
-        facts = {"etag": file.digest, "size": file.size, "file": file.name, "repo": repo}
-        if cache.read_json(self.paths.facts) != facts:
-            self.paths.data.unlink(missing_ok=True)
-            cache.write_json(self.paths.facts, facts)
-        self._data = open(self.paths.data, "ab", buffering=0)  # noqa: SIM115 - __exit__ closes it
-        self.restart(keep=os.fstat(self._data.fileno()).st_size <= file.size)
-        self.resumed = self.size > 0
-
-    def __enter__(self) -> _Growing:
-        """Itself."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close the file; what it holds stays."""
-        self._data.close()
-
-    def restart(self, *, keep: bool = False) -> None:
-        """Drop every byte, or hash what is there when `keep`."""
-        self.size, self.resumed = 0, False
-        self._hasher = cache.new_hasher(len(self.file.digest), self.file.size)
-        if not keep:
-            self._data.truncate(0)
-            return
-        with open(self.paths.data, "rb") as file:
-            while block := file.read(1 << 20):
-                self._hasher.update(block)
-                self.size += len(block)
-
-    def write(self, chunk: bytes) -> None:
-        """Append; a short write (full disk) keeps size and hash in step with the file."""
-        view = memoryview(chunk)
-        while view:
-            written = self._data.write(view)
-            self._hasher.update(view[:written])
-            self.size += written
-            view = view[written:]
-
-    def is_right(self) -> bool:
-        """What is here hashes to what the hub listed."""
-        return bool(self._hasher.hexdigest() == self.file.digest)
-
-    def finish(self, blob: Path) -> None:
-        """Give a verified file its name; remove one that is not what the hub listed (DownloadError)."""
-        if not self.is_right():
-            self.paths.data.unlink(missing_ok=True)
-            self.paths.facts.unlink(missing_ok=True)
-            raise DownloadError(
-                f"checksum mismatch: {self.file.name} is not what the hub listed ({self.file.digest[:12]}…); "
-                "it was removed",
-                "run the same command to fetch it again",
-            )
-        os.fsync(self._data.fileno())
-        os.replace(self.paths.data, blob)
-        self.paths.facts.unlink(missing_ok=True)

@@ -17,7 +17,9 @@ import pytest
 
 from localllm import hub
 from localllm.errors import Aborted, AuthRequired, ConfigError, DoesNotFit, DownloadError, LocalLLMError, ModelNotFound
-from localllm.hub import Patience, cache, client, transfer
+from localllm.hub import Patience, cache, client, meter
+from localllm.hub.growing import GrowingFile
+from localllm.hub.redirects import judge_redirect
 from localllm.request import Phase
 
 from .conftest import CANARY, QUICK, FakeHub, noise, pull, tree
@@ -44,6 +46,7 @@ def test_a_pull_is_right_and_looks_like_the_hubs_own(fake_hub: FakeHub, empty_ho
     fake_hub.add("a/split", SPLITS)
     events: list[Phase] = []
     folder = pull("a/split", events)
+    assert all(row[1].startswith(("/api/models/a/split/revision/main", "/a/split/resolve/")) for row in fake_hub.log())
     assert {n: (folder / n).read_bytes() for n in SPLITS} == SPLITS
     assert all((folder / n).is_symlink() for n in SPLITS)
     assert [e.done for e in events] == sorted(e.done for e in events)
@@ -115,7 +118,7 @@ def test_rel_19_a_drop_costs_no_bytes_twice(fake_hub: FakeHub) -> None:
 
 
 def test_rel_19_a_stall_is_seen_and_said(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "STALL_NOTICE_S", 0.2)
+    monkeypatch.setattr(meter, "STALL_NOTICE_S", 0.2)
     fake_hub.add("a/stall", FILES)
     resolved = hub.resolve("a/stall", patience=QUICK)
     fake_hub.fault("stall", path="gguf", at=200_000, secs=2)
@@ -329,12 +332,20 @@ def test_dl_05_redirects_refused(fake_hub: FakeHub, target: str, text: str) -> N
 
 
 def test_dl_05_no_downgrade_no_inside_and_at_most_ten_hops(fake_hub: FakeHub) -> None:
+    with pytest.raises(DownloadError, match="no address"):
+        judge_redirect("https://h.co/x", "http://[::1", "https://h.co")
     with pytest.raises(DownloadError, match="from https to http"):
-        client._judge_redirect("https://h.co/x", "http://h.co/x", "https://h.co")
-    for inside in ("https://127.0.0.1/x", "https://10.1.2.3/x", "https://localhost:8/x", "https://[::1]/x"):
+        judge_redirect("https://h.co/x", "http://h.co/x", "https://h.co")
+    for inside in (
+        "https://127.0.0.1/x",
+        "https://10.1.2.3/x",
+        "https://localhost:8/x",
+        "https://[::1]/x",
+        "https://2130706433",
+    ):
         with pytest.raises(DownloadError, match="internal address"):
-            client._judge_redirect("https://h.co/x", inside, "https://h.co")
-    assert client._judge_redirect("https://h.co/x", "https://cdn.example/x", "https://h.co")
+            judge_redirect("https://h.co/x", inside, "https://h.co")
+    assert judge_redirect("https://h.co/x", "https://cdn.example/x", "https://h.co")
     fake_hub.add("a/loop", FILES)
     resolved = hub.resolve("a/loop", patience=QUICK)
     fake_hub.fault("loop", path="gguf", times=1000)
@@ -350,7 +361,7 @@ def test_dl_06_an_unencrypted_hub_is_said(fake_hub: FakeHub, monkeypatch: pytest
     assert "is not encrypted" in resolved.notes[0]
     hub.download(resolved, progress=events.append, patience=QUICK)
     assert "is not encrypted" in events[0].detail
-    for wrong in ("ftp://x", "huggingface.co", "http://user:pw@x"):
+    for wrong in ("ftp://x", "huggingface.co", "http://user:pw@x", "http://[::1", "http://x:99999"):
         monkeypatch.setenv("HF_ENDPOINT", wrong)
         with pytest.raises(ConfigError, match="HF_ENDPOINT"):
             hub.resolve("x/y")
@@ -397,20 +408,20 @@ def test_rel_20_disk_full_midway(
 ) -> None:
     fake_hub.add("a/full", FILES)
     resolved = hub.resolve("a/full", patience=QUICK)
-    write = transfer._Growing.write
+    write = GrowingFile.write
 
-    def full(self: transfer._Growing, chunk: bytes) -> None:
+    def full(self: GrowingFile, chunk: bytes) -> None:
         if self.size > 200_000:
             raise OSError(code, os.strerror(code))
         write(self, chunk)
 
-    monkeypatch.setattr(transfer._Growing, "write", full)
+    monkeypatch.setattr(GrowingFile, "write", full)
     with pytest.raises(DoesNotFit, match=r"no space left on .* after .* KiB of 390\.6 KiB of a/full") as caught:
         hub.download(resolved, patience=QUICK)
     assert "run the same command to resume" in caught.value.hint
     kept = partials(empty_home)[0].stat().st_size
     assert kept > 200_000
-    monkeypatch.setattr(transfer._Growing, "write", write)
+    monkeypatch.setattr(GrowingFile, "write", write)
     fake_hub.fault()
     assert hub.download(resolved, patience=QUICK).read_bytes() == FILES["m-Q4_0.gguf"]
     assert [r[2] for r in fake_hub.files_asked() if "gguf" in r[1]] == [f"bytes={kept}-"]

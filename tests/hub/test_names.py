@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from localllm.errors import BadModelFile, DownloadError, InvalidRequest, LocalLLMError, ModelNotFound, UnsupportedFormat
-from localllm.hub.client import RepoFile, RepoInfo
+from localllm.hub.listing import RepoFile, RepoInfo
 from localllm.hub.names import (
     ModelName,
     check_digest,

@@ -8,7 +8,15 @@ import pytest
 
 from localllm import catalog, hub
 from localllm.config import UserConfig
-from localllm.errors import DoesNotFit, DownloadError, InvalidRequest, LocalLLMError, ModelNotFound, UnsupportedModel
+from localllm.errors import (
+    ConfigError,
+    DoesNotFit,
+    DownloadError,
+    InvalidRequest,
+    LocalLLMError,
+    ModelNotFound,
+    UnsupportedModel,
+)
 
 from .conftest import QUICK, FakeHub, noise, pull
 
@@ -86,6 +94,7 @@ def test_a_second_quant_of_a_cached_repository_is_asked_for(fake_hub: FakeHub) -
         hub.resolve("a/q")
     assert hub.resolve("a/q", refresh=True, patience=QUICK).revision
     assert hub.resolve("a/q:Q8_0", refresh=True, patience=QUICK).download_bytes == 0
+    assert hub.resolve("a/q:Q8_0", refresh=True, offline=True).path
 
 
 @pytest.mark.parametrize(
@@ -132,6 +141,12 @@ def test_offline(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelNotFound, match="offline mode is on"):
         hub.resolve("a/plain")
     assert fake_hub.log() == []
+
+
+def test_odd_settings_are_named(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALL_PROXY", "gopher://x")
+    with pytest.raises(ConfigError, match="proxy or certificate settings cannot be used"):
+        hub.resolve("a/b", patience=QUICK)
 
 
 def test_aliases_of_the_settings(fake_hub: FakeHub, tmp_path: Path) -> None:

@@ -1,0 +1,65 @@
+"""What a hub says a repository holds: names, sizes and digests, all checked before any of it becomes a path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from localllm.errors import DownloadError
+
+from .names import check_digest, check_file_names, shown
+
+
+class RepoFile(NamedTuple):
+    """One file of a repository as the hub states it."""
+
+    name: str
+    size: int
+    digest: str
+    """SHA-256 (64 hex digits) of a large file, git blob SHA-1 (40) of a small one: also its name in the cache"""
+
+
+@dataclass(frozen=True, slots=True)
+class RepoInfo:
+    """A repository at one commit."""
+
+    repo: str
+    revision: str
+    """the commit, 40 hex digits"""
+    files: tuple[RepoFile, ...]
+    gated: bool = False
+    licence: str = ""
+    architecture: str = ""
+    """what the hub read from config.json or the GGUF header, "" where it does not say"""
+
+
+def parse_info(repo: str, listing: Any) -> RepoInfo:
+    """Check everything a listing says before any of it becomes a path."""
+    try:
+        siblings = listing["siblings"] or []
+        names = [str(s["rfilename"]) for s in siblings]
+        check_file_names(names, repo)
+        files = tuple(_parse_file(s, repo) for s in siblings)
+        revision = check_digest(listing["sha"], 40)
+        card = listing.get("cardData") or {}
+        licence = card.get("license_name") or card.get("license") or ""
+        tags = [t for t in listing.get("tags") or [] if isinstance(t, str)]
+        licence = licence or next((t.removeprefix("license:") for t in tags if t.startswith("license:")), "")
+        architectures = (listing.get("config") or {}).get("architectures") or [
+            (listing.get("gguf") or {}).get("architecture")
+        ]
+        gated = listing.get("gated", False)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise DownloadError(f"the hub's listing of {repo} is not in the form expected", "check HF_ENDPOINT") from error
+    return RepoInfo(repo, revision, files, bool(gated), shown(str(licence)), shown(str(architectures[0] or "")))
+
+
+def _parse_file(entry: dict[str, Any], repo: str) -> RepoFile:
+    name, lfs = str(entry["rfilename"]), entry.get("lfs")
+    size = (lfs or entry).get("size")
+    if size is None:
+        return RepoFile(name, -1, "")  # some mirrors list names only; refused where such a file is needed
+    if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size < 1 << 50:
+        raise DownloadError(f"{repo} lists {shown(name)} with the size {shown(str(size), 30)}", "check HF_ENDPOINT")
+    digest = check_digest(lfs["sha256"]) if lfs else check_digest(entry.get("blobId"), 40)
+    return RepoFile(name, size, digest)

@@ -1,0 +1,64 @@
+"""How much of a download has arrived, as progress events. Threads that move bytes feed it, one reports from it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+
+from localllm.request import Phase
+
+STALL_NOTICE_S = 10.0
+"""without a byte: said in the progress events"""
+
+
+class Meter:
+    """What has arrived, shared by workers and the reporting thread; makes the progress events."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._lock = threading.Lock()
+        self._done: dict[str, int] = {}
+        self._shown = 0
+        self._file = ""
+        self._notice = ""
+        self._moved = time.monotonic()
+        self._history: deque[tuple[float, int]] = deque()
+
+    def at(self, file: str, done: int, *, arrived: bool = True) -> None:
+        """Say how much of a file is here. `arrived` is false for bytes that were here before."""
+        with self._lock:
+            self._done[file] = done
+            if arrived:
+                self._moved, self._file, self._notice = time.monotonic(), file, ""
+
+    def notice(self, text: str) -> None:
+        """Say what is waited for, until bytes arrive again."""
+        with self._lock:
+            self._notice = text
+
+    def phase(self) -> Phase:
+        """The state as an event. `done` never falls, also when a file starts again."""
+        with self._lock:
+            now, real = time.monotonic(), min(sum(self._done.values()), self.total)
+            self._shown = max(self._shown, real)
+            self._history.append((now, real))
+            while len(self._history) > 2 and now - self._history[0][0] > 5:
+                self._history.popleft()
+            before, span = self._history[0][1], now - self._history[0][0]
+            rate = max(0.0, (real - before) / span) if span > 0.2 else 0.0
+            quiet = now - self._moved
+            detail = self._notice
+            if quiet >= STALL_NOTICE_S and not detail:
+                detail = f"stalled {quiet:.0f} s, retrying"
+            eta = (self.total - self._shown) / rate if rate > 0 else None
+            return Phase("download", self._shown, self.total, detail, rate, eta, self._file)
+
+
+def size_text(num_bytes: float) -> str:
+    """Bytes for people: "27.6 GiB", "98.4 MiB"."""
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} GiB"

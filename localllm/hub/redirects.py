@@ -1,0 +1,62 @@
+"""Where a redirect may lead: never to weaker encryption, another kind of address, or into the user's own network."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from urllib.parse import urljoin, urlsplit
+
+from localllm.errors import DownloadError
+
+from .names import shown
+
+_CHECK = "check HF_ENDPOINT and the network"
+
+
+def origin_of(url: str) -> tuple[str, str, int]:
+    """(scheme, host, port): what a token is bound to. Raises ValueError for what is no address."""
+    parts = urlsplit(url)
+    return parts.scheme, (parts.hostname or "").lower(), parts.port or (443 if parts.scheme == "https" else 80)
+
+
+def judge_redirect(source: str, location: str, home: str) -> str:
+    """Where a Location header leads, or DownloadError where following it would weaken or misuse the request."""
+    old = origin_of(source)
+    try:
+        target = urljoin(source, location)
+        new = origin_of(target)
+    except ValueError as error:
+        raise DownloadError(f"{old[1]} redirects to {shown(location)!r}, which is no address", _CHECK) from error
+    problem = None
+    if new[0] not in ("http", "https"):
+        problem = f"to a {shown(new[0], 12)}: address"
+    elif old[0] == "https" and new[0] == "http":
+        problem = "from https to http"
+    elif _is_inside(new[1]) and not _is_inside(origin_of(home)[1]):
+        problem = f"to the internal address {shown(new[1])}"
+    elif _is_link_local(new[1]):
+        problem = f"to the link-local address {shown(new[1])}"
+    if problem:
+        raise DownloadError(f"{old[1]} redirects {problem}, which is refused", _CHECK)
+    return target
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        address = ipaddress.ip_address(host.split("%")[0])
+    except ValueError:
+        try:
+            address = ipaddress.ip_address(socket.inet_aton(host))  # 2130706433, 0x7f.1: what connecting would take
+        except OSError:
+            return None
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def _is_inside(host: str) -> bool:
+    address = _address(host)
+    return host == "localhost" or host.endswith(".localhost") or (address is not None and not address.is_global)
+
+
+def _is_link_local(host: str) -> bool:
+    address = _address(host)
+    return address is not None and address.is_link_local
