@@ -237,14 +237,17 @@ def _unusable(machine: MachineFacts, gpu: GpuFacts) -> str:
 def weights_in_use(facts: ModelFacts, device: str, dtype: str, has_compiler: bool) -> tuple[int, int]:
     """(bytes the loaded weights take, bytes of them that decoding one token reads).
 
-    Our C kernels keep the stored bits. Without them, and on a GPU in this version, quantised weights are multiplied as
-    float32; int4 goes through torch's own product on the CPU. A tied embedding is kept twice: as table and as head.
+    Our C kernels keep the stored bits, and look rows of a tied embedding up in the head. Without them, and on a GPU in
+    this version, quantised weights are multiplied as float32 beside the stored embedding table; int4 goes through torch's
+    own product on the CPU.
     """
     table = facts.vocab_size * facts.hidden_size
     per_value = facts.weight_bytes / max(1, facts.num_params)
     table_bytes = int(table * (max(per_value, QUANTISED_EMBEDDING) if per_value < 1.6 else per_value))
     inner = facts.num_params - table * (1 if facts.tied_embeddings else 2)
-    if (device == "cpu" and has_compiler) or (facts.stored_format == "bf16" and dtype == "bfloat16"):
+    if device == "cpu" and has_compiler:
+        return facts.weight_bytes, facts.weight_bytes - (0 if facts.tied_embeddings else table_bytes)
+    if facts.stored_format == "bf16" and dtype == "bfloat16":
         held = facts.weight_bytes + (table_bytes if facts.tied_embeddings else 0)
     elif device == "cpu" and facts.stored_format.startswith(INT4_FORMATS):
         held = int(inner * 0.75) + table * 4 + table_bytes
