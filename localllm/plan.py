@@ -238,7 +238,7 @@ def weights_in_use(facts: ModelFacts, device: str, dtype: str, has_compiler: boo
     """(bytes the loaded weights take, bytes of them that decoding one token reads).
 
     Our C kernels keep the stored bits, and look rows of a tied embedding up in the head. Without them, and on a GPU in
-    this version, quantised weights are multiplied as float32 beside the stored embedding table; int4 goes through torch's
+    this version, quantised weights are multiplied as float32 beside the stored table; int4 goes through torch's
     own product on the CPU.
     """
     table = facts.vocab_size * facts.hidden_size
