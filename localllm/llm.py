@@ -139,12 +139,7 @@ class LLM:
         from localllm.tokenizer import load_tokenizer
 
         started = time.monotonic()
-        self.tokenizer: Tokenizer = load_tokenizer(self._checkpoint)
-        if self.tokenizer.chat_template:
-            from localllm.chat.template import ChatTemplate
-
-            self._template = ChatTemplate.for_tokenizer(self.tokenizer)
-            self._template.warm_up()
+        text = _Background(lambda: load_tokenizer(self._checkpoint))  # beside the imports, which mostly read files
         self._notify(Phase("import"))
         import torch
 
@@ -162,6 +157,12 @@ class LLM:
             self._notify(Phase("compile", detail="kernels for this CPU, once"))
         self.threads = set_threads(threads, self.machine)
         self.deterministic = device.type == "cpu" if deterministic is None else deterministic
+        self.tokenizer: Tokenizer = text.result()
+        if self.tokenizer.chat_template:
+            from localllm.chat.template import ChatTemplate
+
+            self._template = ChatTemplate.for_tokenizer(self.tokenizer)
+            self._template.warm_up()
         self.import_s = time.monotonic() - started
         loading = time.monotonic()
         dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "f32": torch.float32}
@@ -336,7 +337,7 @@ class LLM:
         listener: Callable[[Piece], None] | None = None,
     ) -> Turn:
         """Queue token ids. With a `listener`, pieces go to it, in the engine's thread, instead of to the `Turn`."""
-        params = params or self.default_params()
+        params = self._with_control_stops(params or self.default_params())
         tags = self._reasoning_tags(prompt_token_ids) if splits_reasoning else None
         shown = self._shown(tags, continuing=not splits_reasoning)
         request = Request(
@@ -357,6 +358,11 @@ class LLM:
             tell(text.take(event))
 
         return Turn(self.engine.submit(request, on_event), text)
+
+    def _with_control_stops(self, params: SamplingParams) -> SamplingParams:
+        """A stop string that is a control token's text never shows in the text: stop at the token."""
+        ids = [i for stop in params.stop if (i := self.tokenizer.control_text.ids.get(stop)) is not None]
+        return replace(params, stop_token_ids=(*params.stop_token_ids, *ids)) if ids else params
 
     def _reasoning_tags(self, prompt_token_ids: Sequence[int]) -> tuple[str, str] | None:
         if self._template is None:
@@ -458,6 +464,29 @@ class LLM:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class _Background:
+    """A call made in another thread; its result, or its error, when asked for."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._value: Any = self._call()
+            self._error: BaseException | None = None
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> Any:
+        """Wait for it."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._value
 
 
 def set_threads(threads: int | None, machine: MachineFacts) -> int:
