@@ -25,19 +25,17 @@ typedef struct {
     int64_t stride;
 } activations;
 
-static int64_t scratch_size;
-static uint8_t *scratch_data;
-
-/* Memory kept between calls; the caller holds pool.lock. NULL when there is none. */
-static uint8_t *scratch(int64_t bytes)
+/* Memory kept between calls, by use: 0 activations, 1 attention, 2 and 3 segments. The caller holds pool.lock. NULL when there is none. */
+static uint8_t *scratch(int use, int64_t bytes)
 {
-    if (bytes > scratch_size) {
-        free(scratch_data);
+    static struct { uint8_t *data; int64_t size; } kept[4];
+    if (bytes > kept[use].size) {
+        free(kept[use].data);
         bytes = round_up(bytes + bytes / 4, 4096);
-        scratch_data = aligned_alloc(4096, (size_t)bytes);
-        scratch_size = scratch_data ? bytes : 0;
+        kept[use].data = aligned_alloc(4096, (size_t)bytes);
+        kept[use].size = kept[use].data ? bytes : 0;
     }
-    return scratch_data;
+    return kept[use].data;
 }
 
 /* Gathers 32 inputs of a row: order, factor and zero padding applied. */
@@ -137,7 +135,7 @@ static int prepare_activations(const ll_weight *w, activations *a)
     const int64_t blocks = a->m * w->blocks;
     const int copy = a->exact && (w->perm || w->pre_scale || w->k % BLOCK);
     int64_t meta_bytes = round_up(blocks * (int64_t)sizeof(xblock), 64);
-    uint8_t *memory = scratch(meta_bytes + blocks * (a->exact ? (copy ? BLOCK * 4 : 0) : XBYTES) + 64);
+    uint8_t *memory = scratch(0, meta_bytes + blocks * (a->exact ? (copy ? BLOCK * 4 : 0) : XBYTES) + 64);
     if (!memory) return -1;
     prepare_job job = {w, a, memory + meta_bytes, (xblock *)memory, copy ? (float *)(memory + meta_bytes) : NULL};
     a->meta = job.meta;

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from .threads import usable_cores
 
-__all__ = ["ISAS", "Library", "cache_folder", "detect_isa", "is_built", "library"]
+__all__ = ["ISAS", "Library", "cache_folder", "detect_isa", "is_built", "lib", "library"]
 
 FOLDER = Path(__file__).parent
 TIMEOUT_S = 120
@@ -111,6 +111,15 @@ def library() -> Library:
     if not compiler:
         return Library(None, isa, "no C compiler: install gcc or clang, or `pip install ziglang`")
     return _build(folder, isa, compiler)
+
+
+@cache
+def lib() -> ctypes.CDLL:
+    """The loaded library. Raises RuntimeError with the reason where there is none."""
+    loaded = library()
+    if loaded.lib is None:
+        raise RuntimeError(loaded.reason)
+    return loaded.lib
 
 
 def _compiler() -> tuple[str, ...]:

@@ -3,9 +3,37 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_int64, c_uint8, c_void_p
+import struct
+from ctypes import c_double, c_int64, c_uint8, c_void_p
 
-__all__ = ["CWeight", "CSource", "Code", "From", "Number", "declare"]
+import torch
+
+__all__ = [
+    "ATTENTION",
+    "CACHES",
+    "KV_TARGET",
+    "STEP",
+    "CAttentionLayer",
+    "CLinear",
+    "CMlpLayer",
+    "CNorm",
+    "CSource",
+    "CWeight",
+    "Code",
+    "From",
+    "Number",
+    "declare",
+]
+
+ATTENTION = struct.Struct("@7P8q2f")
+"""`ll_attention_args`: packed anew for every call, which costs less than a ctypes structure."""
+KV_TARGET = struct.Struct("@3P4q")
+"""`kv_target`"""
+STEP = struct.Struct("@2q2P3P4q")
+"""`ll_step`"""
+CACHES = {torch.float32: 0, torch.bfloat16: 1}
+"""Types of KV caches, as the C side numbers them."""
+PARTS = 4
 
 
 class Code:
@@ -44,6 +72,46 @@ class CSource(ctypes.Structure):
     _fields_ = [("kind", c_int64), ("row_bytes", c_int64), ("q", c_void_p), ("scales", c_void_p), ("mins", c_void_p)]
 
 
+class CNorm(ctypes.Structure):
+    """`ll_norm`."""
+
+    _fields_ = [("weight", c_void_p), ("eps", c_double), ("offset", c_double)]
+
+
+class CLinear(ctypes.Structure):
+    """`ll_linear_op`."""
+
+    _fields_ = [
+        ("parts", c_int64),
+        ("n", c_int64),
+        ("weight", c_void_p * PARTS),
+        ("bias", c_void_p * PARTS),
+        ("exact", c_int64 * PARTS),
+    ]
+
+
+class CAttentionLayer(ctypes.Structure):
+    """`ll_attention_layer`."""
+
+    _fields_ = [
+        *[(name, c_int64) for name in ("hidden", "num_heads", "num_kv_heads", "head_dim", "interleaved")],
+        *[(name, CNorm) for name in ("norm", "q_norm", "k_norm", "post_norm")],
+        ("qkv", CLinear),
+        ("out", CLinear),
+    ]
+
+
+class CMlpLayer(ctypes.Structure):
+    """`ll_mlp_layer`."""
+
+    _fields_ = [
+        *[(name, c_int64) for name in ("hidden", "intermediate", "gelu")],
+        *[(name, CNorm) for name in ("norm", "post_norm")],
+        ("gate_up", CLinear),
+        ("down", CLinear),
+    ]
+
+
 _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ll_abi": (c_int64, ()),
     "ll_threads": (c_int64, (c_int64,)),
@@ -51,6 +119,14 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ll_layout": (c_int64, (c_void_p,)),
     "ll_pack": (c_int64, (c_void_p, c_void_p)),
     "ll_unpack": (None, (c_void_p, c_void_p, c_int64, c_void_p)),
+    "ll_attention": (c_int64, (c_void_p,)),
+    "ll_rms_norm": (None, (c_void_p, *[c_int64] * 4, c_void_p, c_double, c_double, c_void_p)),
+    "ll_activate": (None, (c_void_p, c_int64, c_int64, c_int64, c_void_p)),
+    "ll_rope": (None, (c_void_p, *[c_int64] * 4, c_void_p, c_void_p, c_int64, c_int64, c_void_p)),
+    "ll_kv_write": (None, (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p)),
+    "ll_attn_in": (c_int64, (c_void_p, c_void_p, c_void_p, c_void_p)),
+    "ll_attn_out": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p)),
+    "ll_mlp": (c_int64, (c_void_p, c_int64, c_void_p)),
     "ll_linear": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64)),
 }
 
@@ -61,5 +137,6 @@ def declare(lib: ctypes.CDLL) -> None:
         function = getattr(lib, name)
         function.restype = result
         function.argtypes = arguments
-    if lib.ll_abi() >> 32 != ctypes.sizeof(CWeight):
+    sizes = sum(ctypes.sizeof(c) for c in (CWeight, CAttentionLayer, CMlpLayer)) + ATTENTION.size + STEP.size
+    if lib.ll_abi() >> 32 != sizes:
         raise ValueError("the library's structs differ from interface.py")

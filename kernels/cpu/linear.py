@@ -1,4 +1,4 @@
-"""`linear` in C for the CPU: every canonical form, repacked into tiles of 16 rows (weight.h).
+"""`linear` in C for the CPU: every canonical form, repacked into tiles of 16 rows (`layout`).
 
 Two implementations of the same layouts. `c_int16` rounds activations to 16 bits per 32 of them and sums integers
 exactly; `c_float32` keeps them, for dense weights and for a user who asked for the dtype by name. In both a row's
@@ -7,207 +7,17 @@ result does not depend on the other rows, nor on the number of threads.
 
 from __future__ import annotations
 
-import ctypes
-import weakref
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import Impl, LinearFacts
-from ..weight import Weight
-from .build import library
-from .interface import Code, CSource, CWeight, From, Number
+from .build import lib, library
+from .layout import FLOAT_FORMS, GGUF, INTEGER_FORMS, Prepared, prepare
 
 __all__ = ["IMPLS", "Prepared", "prepare", "rows", "run", "unpack"]
-
-FLOAT_FORMS = frozenset({"dense", "fp8", "fp8mx"})
-INTEGER_FORMS = frozenset({"int4g", "int8", "fp4g16", "fp4g32", "gguf"})
-NUMBERS = {torch.float32: Number.F32, torch.float16: Number.F16, torch.bfloat16: Number.BF16}
-DENSE = {torch.float32: Code.F32, torch.float16: Code.F16, torch.bfloat16: Code.BF16}
-E2M1_TIMES_2 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-
-# block type -> (stored rows, codes, scales, mins, zero offset, group)
-GGUF = {
-    "Q5_0": (From.Q5_0, Code.INT5, Number.F16, Number.NONE, 16, 32),
-    "Q5_1": (From.Q5_1, Code.INT5, Number.F16, Number.F16, 0, 32),
-    "Q2_K": (From.Q2_K, Code.INT2, Number.SUB8, Number.SUB8, 0, 16),
-    "Q3_K": (From.Q3_K, Code.INT3, Number.SUB8, Number.NONE, 4, 16),
-    "Q4_K": (From.Q4_K, Code.INT4, Number.SUB8, Number.SUB8, 0, 32),
-    "Q5_K": (From.Q5_K, Code.INT5, Number.SUB8, Number.SUB8, 0, 32),
-    "Q6_K": (From.Q6_K, Code.INT6, Number.SUB8, Number.NONE, 32, 16),
-    "IQ4_NL": (From.IQ4_NL, Code.TABLE4, Number.F16, Number.NONE, 128, 32),
-    "IQ4_XS": (From.IQ4_XS, Code.TABLE4, Number.SUB8, Number.NONE, 128, 32),
-}
-
-
-class Prepared:
-    """A weight in tiles. Keeps the memory that the C struct points to."""
-
-    __slots__ = ("address", "data", "k", "kept", "n", "struct")
-
-    def __init__(self, struct: CWeight, data: Tensor, kept: tuple[Tensor, ...]) -> None:
-        self.struct, self.data, self.kept = struct, data, kept
-        self.address = ctypes.addressof(struct)
-        self.n, self.k = int(struct.n), int(struct.k)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of codes, scales and what is kept beside them."""
-        return self.data.numel() + sum(t.numel() * t.element_size() for t in self.kept)
-
-
-class Arena:
-    """Memory for weights, cut from large pieces so that the kernel can back it with 2 MiB pages."""
-
-    SIZE = 32 << 20
-    ALIGN = 64
-
-    def __init__(self) -> None:
-        self._piece: weakref.ref[torch.UntypedStorage] | None = None
-        self._used = 0
-
-    def take(self, count: int) -> Tensor:
-        """uint8 [count], aligned to 64 bytes; the piece is freed with the last tensor cut from it."""
-        storage = self._piece() if self._piece is not None else None
-        if storage is None or self._used + count > storage.nbytes():
-            piece = torch.empty(max(self.SIZE, count + self.ALIGN), dtype=torch.uint8)
-            storage = piece.untyped_storage()
-            _lib().ll_advise(piece.data_ptr(), piece.numel())
-            self._piece, self._used = weakref.ref(storage), -piece.data_ptr() % self.ALIGN
-        data = torch.empty(0, dtype=torch.uint8).set_(storage, self._used, (count,))
-        self._used += -(-count // self.ALIGN) * self.ALIGN
-        return data
-
-
-@cache
-def _arena() -> Arena:
-    return Arena()
-
-
-def prepare(weight: Weight) -> Prepared:
-    """Repacks a canonical weight, exactly. Raises ValueError for what `fits` refuses."""
-    struct = CWeight(n=weight.shape[0], k=weight.shape[1], group=32)
-    kind, codes, scales, mins = _describe(weight, struct)
-    kept: list[Tensor] = []
-    for name, tensor, dtype in (
-        ("row_scale", weight.global_scale if weight.form == "fp4g16" else _row_scale(weight), torch.float32),
-        ("perm", weight.perm, torch.int32),
-        ("pre_scale", weight.pre_scale, torch.float32),
-    ):
-        if tensor is not None:
-            kept.append(tensor.to(dtype).contiguous())
-            setattr(struct, name, kept[-1].data_ptr())
-    lib = _lib()
-    data = _arena().take(lib.ll_layout(ctypes.addressof(struct)))
-    struct.data = data.data_ptr()
-    codes = codes.contiguous()
-    scales, mins = _padded(scales, struct), _padded(mins, struct)
-    source = CSource(
-        kind=kind,
-        row_bytes=codes.shape[1] * codes.element_size(),
-        q=codes.data_ptr(),
-        scales=scales.data_ptr() if scales is not None else None,
-        mins=mins.data_ptr() if mins is not None else None,
-    )
-    if lib.ll_pack(ctypes.addressof(struct), ctypes.addressof(source)):
-        raise MemoryError("no memory to repack a weight")
-    return Prepared(struct, data, tuple(kept))
-
-
-def _describe(w: Weight, struct: CWeight) -> tuple[int, Tensor, Tensor | None, Tensor | None]:
-    """Sets the struct's kinds; returns (stored rows' kind, codes [N, bytes], scales [N, groups], mins [N, groups])."""
-    if w.form == "gguf":
-        kind, struct.code, struct.scale_kind, struct.min_kind, struct.zero_offset, struct.group = GGUF[w.block_type]
-        if struct.code == Code.TABLE4:
-            struct.table[:] = [v + 128 for v in IQ4]
-        return kind, w.qweight, None, None
-    if w.form == "dense":
-        struct.code = DENSE[w.qweight.dtype]
-        return From.FLOATS, w.qweight, None, None
-    assert w.scales is not None, w.form
-    if w.form in ("fp8", "fp8mx"):
-        return _describe_fp8(w, struct)
-    if w.form == "int4g":
-        struct.code, struct.zero_offset = Code.INT4, 8
-        scales, mins = w.scales, w.mins
-        if mins is not None:
-            struct.min_kind, struct.zero_offset = NUMBERS[mins.dtype], 0
-        elif w.zeros is not None:
-            mins, struct.min_kind, struct.zero_offset = w.zeros, Number.ZERO8, 0
-        kind = From.NIBBLES
-    elif w.form == "int8":
-        struct.code, struct.zero_offset, scales, mins, kind = Code.INT8, 128, w.scales, None, From.BYTES_SIGNED
-    elif w.form in ("fp4g16", "fp4g32"):
-        struct.code, struct.zero_offset, mins, kind = Code.TABLE4, 12, None, From.NIBBLES
-        struct.table[:] = [v + 12 for v in E2M1_TIMES_2]
-        # codes are twice E2M1, so scales are halved: exact in float16 (from E4M3) and in bfloat16 (powers of two)
-        scales = (w.scales.float() * 0.5).half() if w.form == "fp4g16" else _e8m0(w.scales, -1)
-        struct.group = 16 if w.form == "fp4g16" else 32
-    else:
-        raise ValueError(f"no CPU layout for weights of form {w.form}")
-    struct.scale_kind = NUMBERS[scales.dtype]
-    if w.form in ("int4g", "int8"):
-        struct.group = _whole_blocks(w.shape[1]) if scales.shape[1] == 1 else w.group_size
-    return kind, w.qweight, scales, mins
-
-
-def _describe_fp8(w: Weight, struct: CWeight) -> tuple[int, Tensor, Tensor | None, Tensor | None]:
-    assert w.scales is not None
-    n, k = w.shape
-    codes = w.qweight.view(torch.uint8)
-    struct.code = Code.E4M3
-    if bool(((codes & 0x7F) == 0x7F).any()):  # the fast decoding has no NaN
-        codes, struct.code = w.qweight.view(torch.float8_e4m3fn).to(torch.bfloat16), Code.BF16
-    if w.form == "fp8mx":
-        struct.scale_kind, scales = Number.BF16, _e8m0(w.scales, 0)
-    elif _row_scale(w) is not None:
-        return From.FLOATS, codes, None, None
-    else:
-        struct.scale_kind, struct.group = Number.F32, 128
-        scales = w.scales.float().repeat_interleave(128, 0)[:n]
-        if scales.shape != (n, -(-k // 128)):
-            raise ValueError(f"fp8 scales of shape {tuple(w.scales.shape)} for a weight of shape {w.shape}")
-    return From.FLOATS, codes, scales, None
-
-
-def _row_scale(w: Weight) -> Tensor | None:
-    """fp8 with one scale, or one per row."""
-    if w.form != "fp8" or w.scales is None or (w.scales.dim() == 2 and w.scales.shape[1] > 1):
-        return None
-    if w.scales.numel() == 1:
-        return w.scales.float().reshape(1).expand(w.shape[0])
-    return w.scales.float().reshape(-1) if w.scales.numel() == w.shape[0] else None
-
-
-def _e8m0(exponents: Tensor, shift: int) -> Tensor:
-    """2^(e - 127 + shift) as bfloat16; 255 is NaN."""
-    e = exponents.view(torch.uint8).to(torch.int32) + shift
-    bits = torch.where(e > 0, e << 7, torch.where(e == 0, 0x40, 0x20))
-    bits = torch.where(exponents.view(torch.uint8) == 255, 0x7FC0, bits)
-    return bits.to(torch.int16).view(torch.bfloat16)
-
-
-def _whole_blocks(k: int) -> int:
-    return -(-k // 32) * 32
-
-
-def _padded(numbers: Tensor | None, struct: CWeight) -> Tensor | None:
-    """Rows padded to the layout's number of groups (K may end within a block)."""
-    if numbers is None:
-        return None
-    missing = int(struct.groups) - numbers.shape[1]
-    return torch.nn.functional.pad(numbers, (0, missing)).contiguous() if missing else numbers.contiguous()
-
-
-@cache
-def _lib() -> ctypes.CDLL:
-    loaded = library()
-    if loaded.lib is None:
-        raise RuntimeError(loaded.reason)
-    return loaded.lib
 
 
 def run(x: Tensor, prepared: Prepared, bias: Tensor | None = None, *, exact: bool = False) -> Tensor:
@@ -228,7 +38,7 @@ def run(x: Tensor, prepared: Prepared, bias: Tensor | None = None, *, exact: boo
     if bias is not None and (bias.dtype is not torch.float32 or not bias.is_contiguous()):
         bias = bias.float().contiguous()
     out = torch.empty((x.shape[0], prepared.n))
-    if _lib().ll_linear(
+    if lib().ll_linear(
         prepared.address, x.data_ptr(), x.shape[0], None if bias is None else bias.data_ptr(), out.data_ptr(), exact
     ):
         raise MemoryError(f"no memory for a product of {x.shape[0]} rows")
@@ -238,7 +48,7 @@ def run(x: Tensor, prepared: Prepared, bias: Tensor | None = None, *, exact: boo
 def unpack(prepared: Prepared) -> Tensor:
     """The values, float32 [N, K], exact; columns in natural order, pre_scale folded in."""
     out = torch.empty((prepared.n, prepared.k))
-    _lib().ll_unpack(prepared.address, None, prepared.n, out.data_ptr())
+    lib().ll_unpack(prepared.address, None, prepared.n, out.data_ptr())
     return out
 
 
@@ -246,7 +56,7 @@ def rows(prepared: Prepared, ids: Tensor) -> Tensor:
     """Rows `ids` (int64 [n], each within [0, N)) of the values, float32 [n, K]: an embedding's look-up."""
     ids = ids.to(torch.int64).contiguous()
     out = torch.empty((ids.shape[0], prepared.k))
-    _lib().ll_unpack(prepared.address, ids.data_ptr(), ids.shape[0], out.data_ptr())
+    lib().ll_unpack(prepared.address, ids.data_ptr(), ids.shape[0], out.data_ptr())
     return out
 
 

@@ -6,6 +6,13 @@
 #include "pack.h"
 #include "activations.h"
 #include "matmul.h"
+#include "attention.h"
+#include "ops.h"
+#include "segments.h"
 
 /* What the loader checks before it trusts this file. */
-int64_t ll_abi(void) { return (int64_t)sizeof(ll_weight) << 32 | (int64_t)VW << 8 | LL_VNNI; }
+int64_t ll_abi(void)
+{
+    int64_t sizes = sizeof(ll_weight) + sizeof(ll_attention_layer) + sizeof(ll_mlp_layer) + sizeof(ll_attention_args) + sizeof(ll_step);
+    return sizes << 32 | (int64_t)VW << 8 | LL_VNNI;
+}

@@ -20,15 +20,16 @@
 typedef struct {
     const ll_weight *w;
     const activations *a;
-    const float *bias, *residual;
+    const float *bias, *residual; /* residual is laid out like out, and may be it */
     float *out;
+    int64_t stride; /* floats between rows of out */
 } product;
 
 static void store_tile(const product *p, int64_t tile, int64_t row, const float *sums)
 {
     const ll_weight *w = p->w;
     int64_t first = tile * TILE, count = w->n - first < TILE ? w->n - first : TILE;
-    float *out = p->out + row * w->n + first;
+    float *out = p->out + row * p->stride + first;
     float r[TILE];
     memcpy(r, sums, sizeof r);
     if (w->row_scale)
@@ -36,7 +37,7 @@ static void store_tile(const product *p, int64_t tile, int64_t row, const float 
     if (p->bias)
         for (int i = 0; i < count; i++) r[i] += p->bias[first + i];
     if (p->residual)
-        for (int i = 0; i < count; i++) r[i] += p->residual[row * w->n + first + i];
+        for (int i = 0; i < count; i++) r[i] += p->residual[row * p->stride + first + i];
     if (count == TILE) memcpy(out, r, sizeof r);
     else memcpy(out, r, (size_t)count * 4);
 }
@@ -433,12 +434,13 @@ static void float_tiles(void *arg, int64_t begin, int64_t end, int thread)
 }
 
 /* out = x @ value(w).T (+ bias) (+ residual); the caller holds pool.lock. Returns 0, or -1 without memory. */
-static int linear_locked(const ll_weight *w, const float *x, int64_t m, const float *bias, const float *residual, float *out, int exact)
+static int linear_into(const ll_weight *w, const float *x, int64_t m, const float *bias, const float *residual, float *out, int64_t stride,
+                       int exact)
 {
     activations a = {.x = x, .m = m, .exact = exact || code_is_float(w->code)};
     a.paired = !few_rows(w, m);
     if (prepare_activations(w, &a)) return -1;
-    product p = {w, &a, bias, residual, out};
+    product p = {w, &a, bias, residual, out, stride};
     int64_t slabs = (m + SLAB - 1) / SLAB;
     pool_run(a.exact ? float_tiles : int_tiles, &p, slabs * (a.exact ? w->tiles : tile_groups(w)));
     return 0;
@@ -447,7 +449,7 @@ static int linear_locked(const ll_weight *w, const float *x, int64_t m, const fl
 int64_t ll_linear(const ll_weight *w, const float *x, int64_t m, const float *bias, float *out, int64_t exact)
 {
     pthread_mutex_lock(&pool.lock);
-    int failed = linear_locked(w, x, m, bias, NULL, out, (int)exact);
+    int failed = linear_into(w, x, m, bias, NULL, out, w->n, (int)exact);
     pthread_mutex_unlock(&pool.lock);
     return failed;
 }

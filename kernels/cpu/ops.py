@@ -1,9 +1,205 @@
-"""Ops other than `linear`, and fused segments, in C for the CPU: looked up by `kernels.ops.op_impls`."""
+"""Ops other than `linear` in C for the CPU, looked up by `kernels.ops.op_impls`; signatures as in `reference.py`.
+
+Activations are float32, caches float32 or bfloat16. A token's result does not depend on the tokens beside it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from ..ops import OpImpl
+import torch
+from torch import Tensor
 
-IMPLS: Mapping[str, tuple[OpImpl, ...]] = {}
+from ..ops import OpFacts, OpImpl
+from . import segments
+from .build import lib, library
+from .interface import ATTENTION, CACHES, KV_TARGET
+
+__all__ = ["IMPLS", "attention_fits", "gelu_tanh_mul", "kv_write", "paged_attention", "rms_norm", "rope", "silu_mul"]
+
+LARGEST_HEAD = 512
+
+
+def _fits(facts: OpFacts) -> str | None:
+    if facts.device != "cpu":
+        return f"runs on the CPU, not on {facts.device}"
+    if facts.dtype != "float32":
+        return f"computes with float32 activations, not {facts.dtype}"
+    return library().reason
+
+
+def attention_fits(facts: OpFacts) -> str | None:
+    """None, or why caches and heads like these are not for this back end."""
+    if facts.kv_dtype not in ("float32", "bfloat16"):
+        return f"reads caches of float32 and bfloat16, not {facts.kv_dtype}"
+    if facts.head_dim > LARGEST_HEAD:
+        return f"heads of {facts.head_dim} are larger than {LARGEST_HEAD}"
+    return _fits(facts)
+
+
+def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
+    """(x, outer, inner, stride of outer) where inner x dim numbers lie together; x is copied when they do not."""
+    if x.dim() == 3 and x.stride(2) == 1 and x.stride(1) == x.shape[2]:
+        return x, x.shape[0], x.shape[1], x.stride(0)
+    x = x.contiguous()
+    return x, x.numel() // x.shape[-1], 1, x.shape[-1]
+
+
+def _checked(x: Tensor, name: str) -> Tensor:
+    if x.dtype is not torch.float32:
+        raise TypeError(f"{name} has dtype {x.dtype}, these kernels take float32")
+    return x
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """y = x / sqrt(mean(x², -1) + eps) · (offset + weight), computed in float32.
+
+    x        [..., dim]  float32; with three dimensions tokens may be strided
+    weight   [dim]       any float type
+    returns  [..., dim]  contiguous
+    """
+    out = torch.empty(x.shape)
+    x, outer, inner, stride = _rows(_checked(x, "x"))
+    weight = weight.float().contiguous()
+    lib().ll_rms_norm(x.data_ptr(), outer, inner, x.shape[-1], stride, weight.data_ptr(), eps, offset, out.data_ptr())
+    return out
+
+
+def _activate(gate_up: Tensor, gelu: int) -> Tensor:
+    gate_up = _checked(gate_up, "gate_up").contiguous()
+    dim = gate_up.shape[-1] // 2
+    out = torch.empty((*gate_up.shape[:-1], dim))
+    lib().ll_activate(gate_up.data_ptr(), gate_up.numel() // (2 * dim), dim, gelu, out.data_ptr())
+    return out
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) · up.
+
+    gate_up  [num_tokens, 2 · intermediate]  float32, gate first
+    returns  [num_tokens, intermediate]
+    """
+    return _activate(gate_up, 0)
+
+
+def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
+    """gelu_tanh(gate) · up.
+
+    gate_up  [num_tokens, 2 · intermediate]  float32, gate first
+    returns  [num_tokens, intermediate]
+    """
+    return _activate(gate_up, 1)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotate the first 2 · half dimensions of every head; the others pass through.
+
+    x         [num_tokens, heads, head_dim]   float32, tokens may be strided
+    cos, sin  [num_tokens, half]              float32
+    returns   [num_tokens, heads, head_dim]   contiguous
+    """
+    out = torch.empty(x.shape)
+    if x.stride(2) != 1 or x.stride(1) != x.shape[2]:
+        x = x.contiguous()
+    cos, sin = cos.contiguous(), sin.contiguous()
+    _checked(x, "x")
+    lib().ll_rope(
+        x.data_ptr(),
+        *x.shape,
+        x.stride(0),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        cos.shape[-1],
+        interleaved,
+        out.data_ptr(),
+    )
+    return out
+
+
+def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Store each token's key and value in its slot.
+
+    k, v              [num_tokens, num_kv_heads, head_dim]             float32, tokens may be strided
+    k_cache, v_cache  [num_pages, num_kv_heads, page_size, head_dim]   f32 | bf16, changed
+    slot_mapping      int64 [num_tokens]                                page_id * page_size + offset, all valid
+    """
+    k, v = (x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous() for x in (k, v))
+    _checked(k, "k")
+    _checked(v, "v")
+    slots = slot_mapping.contiguous()
+    heads, page_size, dim = k_cache.shape[1:]
+    target = KV_TARGET.pack(
+        k_cache.data_ptr(), v_cache.data_ptr(), slots.data_ptr(), heads, page_size, dim, CACHES[k_cache.dtype]
+    )
+    lib().ll_kv_write(k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), k.shape[0], target)
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cu_query_lens: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Causal attention of every query over its sequence's pages; see `reference.paged_attention`.
+
+    q                 [num_tokens, num_heads, head_dim]                  float32
+    k_cache, v_cache  [num_pages, num_kv_heads, page_size, head_dim]     f32 | bf16, contiguous
+    block_table       int32 [num_seqs, max_pages]                        -1 where a page fell out of the window
+    cu_query_lens     int32 [num_seqs + 1]
+    seq_lens          int32 [num_seqs]                                   this step's tokens included
+    returns           [num_tokens, num_heads, head_dim]
+
+    Raises ValueError for heads larger than 512, or when num_heads is no multiple of num_kv_heads.
+    """
+    q = _checked(q, "q").contiguous()
+    out = torch.empty(q.shape)
+    block_table = block_table.contiguous()
+    num_kv_heads, page_size = k_cache.shape[1], k_cache.shape[2]
+    arguments = ATTENTION.pack(
+        q.data_ptr(),
+        out.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        block_table.data_ptr(),
+        cu_query_lens.data_ptr(),
+        seq_lens.data_ptr(),
+        *block_table.shape,
+        q.shape[1],
+        num_kv_heads,
+        q.shape[2],
+        page_size,
+        CACHES[k_cache.dtype],
+        window or 0,
+        scale,
+        softcap or 0.0,
+    )
+    failed = lib().ll_attention(arguments)
+    if failed == -1:
+        raise MemoryError("no memory for attention")
+    if failed:
+        raise ValueError(f"attention of {q.shape[1]} heads over {num_kv_heads}, {q.shape[2]} dimensions each")
+    return out
+
+
+def _impl(run: Callable[..., Any], fits: Callable[[OpFacts], str | None] = _fits) -> tuple[OpImpl, ...]:
+    return (OpImpl("c", fits, run),)
+
+
+IMPLS: Mapping[str, tuple[OpImpl, ...]] = {
+    "rms_norm": _impl(rms_norm),
+    "silu_mul": _impl(silu_mul),
+    "gelu_tanh_mul": _impl(gelu_tanh_mul),
+    "rope": _impl(rope),
+    "kv_write": _impl(kv_write, attention_fits),
+    "paged_attention": _impl(paged_attention, attention_fits),
+    "attn_in": _impl(segments.attn_in, attention_fits),
+    "attention": _impl(segments.attention, attention_fits),
+    "attn_out": _impl(segments.attn_out, attention_fits),
+    "mlp": _impl(segments.mlp),
+}

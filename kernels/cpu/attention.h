@@ -1,0 +1,369 @@
+/* Paged attention with online softmax, float32 sums.
+ *
+ * A query's result is a fixed sequence of steps over absolute key positions: keys in tiles of 16, tiles in segments of
+ * 256 with a softmax of their own, segments merged in order. Keys a query does not see add exact zeros or are skipped,
+ * so neither the chunk it comes in, nor the batch, nor the split of long contexts over threads changes a bit. */
+#ifndef LL_ATTENTION_H
+#define LL_ATTENTION_H
+
+#include <math.h>
+
+#include "activations.h"
+
+#define KEYS 16
+#define SEGMENT 256
+#define DIM_MAX 512
+#define ROW_FLOATS 4096 /* of accumulators per block of query rows: 16 KiB, half the first-level cache */
+#define ROWS_MAX 64
+#define SPLIT_QUERIES 4 /* a sequence with so few queries is split over its segments */
+
+typedef struct {
+    const float *q;
+    float *out;
+    const uint8_t *k, *v;       /* [num_pages, kv_heads, page_size, dim] */
+    const int32_t *block_table; /* [num_seqs, max_pages] */
+    const int32_t *cu_query_lens, *seq_lens;
+    int64_t num_seqs, max_pages, num_heads, num_kv_heads, head_dim, page_size;
+    int64_t bf16;               /* caches are bfloat16, else float32 */
+    int64_t window;             /* 0: none */
+    float scale, softcap;       /* softcap 0: none */
+} ll_attention_args;
+
+/* Rows of one block: flattened (token, head of the KV head) of one sequence. */
+typedef struct {
+    int64_t seq, kv_head, first_row, rows;
+    int64_t first_segment, end_segment;
+    float *partial; /* NULL: write the result; else [rows][dim + 2] sums of the one segment */
+} attention_task;
+
+typedef struct {
+    const ll_attention_args *a;
+    const attention_task *tasks;
+} attention_job;
+
+typedef struct {
+    _Alignas(64) float keys[DIM_MAX * KEYS];  /* transposed: [dim][16 keys] */
+    _Alignas(64) float values[KEYS * DIM_MAX];
+    _Alignas(64) float q[ROW_FLOATS];
+    _Alignas(64) float acc[ROW_FLOATS];       /* the segment's sums, [rows][padded dim] */
+    _Alignas(64) float total[ROW_FLOATS];     /* of the segments before */
+    float max[ROWS_MAX], sum[ROWS_MAX], total_max[ROWS_MAX], total_sum[ROWS_MAX];
+    int64_t low[ROWS_MAX], high[ROWS_MAX];    /* keys [low, high] of a row */
+} attention_space;
+
+#if VW == 16
+INLINE void transpose16(__m512 r[16])
+{
+    __m512 t[16];
+    for (int i = 0; i < 8; i++) {
+        t[2 * i] = _mm512_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = _mm512_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+    }
+    for (int i = 0; i < 4; i++) {
+        r[4 * i] = _mm512_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
+        r[4 * i + 1] = _mm512_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
+        r[4 * i + 2] = _mm512_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
+        r[4 * i + 3] = _mm512_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
+    }
+    for (int i = 0; i < 4; i++) {
+        t[i] = _mm512_shuffle_f32x4(r[i], r[4 + i], 0x88);
+        t[4 + i] = _mm512_shuffle_f32x4(r[i], r[4 + i], 0xdd);
+        t[8 + i] = _mm512_shuffle_f32x4(r[8 + i], r[12 + i], 0x88);
+        t[12 + i] = _mm512_shuffle_f32x4(r[8 + i], r[12 + i], 0xdd);
+    }
+    for (int i = 0; i < 8; i++) {
+        r[i] = _mm512_shuffle_f32x4(t[i], t[8 + i], 0x88);
+        r[8 + i] = _mm512_shuffle_f32x4(t[i], t[8 + i], 0xdd);
+    }
+}
+#endif
+
+INLINE vf cache_vector(const uint8_t *row, int64_t d, int64_t bf16)
+{
+    return bf16 ? vf_bf16((const uint16_t *)row + d) : vf_load((const float *)row + d);
+}
+INLINE float cache_number(const uint8_t *row, int64_t d, int64_t bf16)
+{
+    return bf16 ? bf16_to_f32(((const uint16_t *)row)[d]) : ((const float *)row)[d];
+}
+
+/* Keys [first, first + 16) of a sequence into the space; those outside [low, high] become zeros. */
+INLINE void load_tile(const ll_attention_args *a, const attention_task *t, int64_t first, int64_t low, int64_t high,
+                      attention_space *s, const int bf16)
+{
+    const int64_t dim = a->head_dim, padded = round_up(dim, 16), row_bytes = dim * (bf16 ? 2 : 4);
+    const int32_t *pages = a->block_table + t->seq * a->max_pages;
+    static const uint8_t zeros[DIM_MAX * 4];
+    const uint8_t *k[KEYS], *v[KEYS];
+    for (int j = 0; j < KEYS; j++) {
+        int64_t key = first + j, page = key >= low && key <= high ? pages[key / a->page_size] : -1;
+        int64_t row = (page * a->num_kv_heads + t->kv_head) * a->page_size + key % a->page_size;
+        k[j] = page < 0 ? zeros : a->k + row * row_bytes;
+        v[j] = page < 0 ? zeros : a->v + row * row_bytes;
+    }
+    const int64_t whole = dim - dim % 16;
+    for (int64_t d = 0; d < whole; d += 16) {
+#if VW == 16
+        __m512 r[16];
+        for (int j = 0; j < KEYS; j++) r[j] = (__m512)cache_vector(k[j], d, bf16);
+        transpose16(r);
+        for (int j = 0; j < 16; j++) _mm512_store_ps(s->keys + (d + j) * KEYS, r[j]);
+#else
+        for (int i = 0; i < 16; i++)
+            for (int j = 0; j < KEYS; j++) s->keys[(d + i) * KEYS + j] = cache_number(k[j], d + i, bf16);
+#endif
+        for (int j = 0; j < KEYS; j++)
+            for (int i = 0; i < 16; i += VW) vf_store(s->values + j * padded + d + i, cache_vector(v[j], d + i, bf16));
+    }
+    for (int64_t d = whole; d < padded; d++)
+        for (int j = 0; j < KEYS; j++) {
+            s->keys[d * KEYS + j] = d < dim ? cache_number(k[j], d, bf16) : 0.0f;
+            s->values[j * padded + d] = d < dim ? cache_number(v[j], d, bf16) : 0.0f;
+        }
+}
+
+/* Scores, softmax step and weighted values of `rows` rows against the tile at `first`. */
+INLINE void tile_rows(const ll_attention_args *a, attention_space *s, int64_t row, int64_t first, const int rows)
+{
+    const int64_t padded = round_up(a->head_dim, 16);
+    _Alignas(64) float p[4][KEYS];
+    int live = 0;
+    for (int v = 0; v < NV; v++) {
+        vf chain[4][4];
+        for (int r = 0; r < rows; r++)
+            for (int t = 0; t < 4; t++) chain[r][t] = vf_set1(0.0f);
+        for (int64_t d = 0; d < padded; d += 4)
+            for (int t = 0; t < 4; t++) {
+                vf key = vf_load(s->keys + (d + t) * KEYS + v * VW);
+                for (int r = 0; r < rows; r++) chain[r][t] = vf_fma(key, vf_set1(s->q[(row + r) * padded + d + t]), chain[r][t]);
+            }
+        for (int r = 0; r < rows; r++) vf_store(p[r] + v * VW, (chain[r][0] + chain[r][1]) + (chain[r][2] + chain[r][3]));
+    }
+    for (int r = 0; r < rows; r++) {
+        const int32_t begin = (int32_t)(s->low[row + r] - first), end = (int32_t)(s->high[row + r] - first);
+        vf score[NV], top = vf_set1(-INFINITY);
+        for (int v = 0; v < NV; v++) {
+            score[v] = vf_load(p[r] + v * VW);
+            if (a->softcap != 0.0f) {
+                vf e = vf_exp(score[v] * vf_set1(2.0f / a->softcap));
+                score[v] = vf_set1(a->softcap) - vf_set1(2.0f * a->softcap) / (e + vf_set1(1.0f));
+            }
+            vi lane;
+            for (int i = 0; i < VW; i++) lane[i] = v * VW + i;
+            score[v] = vf_select((lane >= vi_set1(begin)) & (lane <= vi_set1(end)), score[v], vf_set1(-INFINITY));
+            top = vf_max(score[v], top);
+        }
+        const float before = s->max[row + r], high = vf_hmax(top), now = before > high ? before : high;
+        if (now == -INFINITY) {
+            memset(p[r], 0, sizeof p[r]);
+            continue;
+        }
+        live = 1;
+        float sum = 0.0f;
+        for (int v = 0; v < NV; v++) {
+            vf e = vf_exp(score[v] - vf_set1(now));
+            vf_store(p[r] + v * VW, e);
+            sum += vf_sum(e);
+        }
+        if (before != now) {
+            float shrink;
+            vf all = vf_exp(vf_set1(before - now));
+            memcpy(&shrink, &all, 4);
+            s->max[row + r] = now;
+            s->sum[row + r] *= shrink;
+            float *to = s->acc + (row + r) * padded;
+            for (int64_t d = 0; d < padded; d += VW) vf_store(to + d, vf_load(to + d) * vf_set1(shrink));
+        }
+        s->sum[row + r] += sum;
+    }
+    if (!live) return;
+    enum { WIDE = VW == 16 ? 4 : 2 };
+    for (int64_t d = 0; d < padded;) {
+        if (d + WIDE * VW <= padded) {
+            vf acc[4][WIDE];
+            for (int r = 0; r < rows; r++)
+                for (int i = 0; i < WIDE; i++) acc[r][i] = vf_load(s->acc + (row + r) * padded + d + i * VW);
+            for (int j = 0; j < KEYS; j++)
+                for (int i = 0; i < WIDE; i++) {
+                    vf value = vf_load(s->values + j * padded + d + i * VW);
+                    for (int r = 0; r < rows; r++) acc[r][i] = vf_fma(value, vf_set1(p[r][j]), acc[r][i]);
+                }
+            for (int r = 0; r < rows; r++)
+                for (int i = 0; i < WIDE; i++) vf_store(s->acc + (row + r) * padded + d + i * VW, acc[r][i]);
+            d += WIDE * VW;
+            continue;
+        }
+        for (int r = 0; r < rows; r++) {
+            vf acc = vf_load(s->acc + (row + r) * padded + d);
+            for (int j = 0; j < KEYS; j++) acc = vf_fma(vf_load(s->values + j * padded + d), vf_set1(p[r][j]), acc);
+            vf_store(s->acc + (row + r) * padded + d, acc);
+        }
+        d += VW;
+    }
+}
+
+static __attribute__((noinline)) void tile_all_rows(const ll_attention_args *a, attention_space *s, int64_t rows, int64_t first)
+{
+    int64_t r = 0;
+    for (; r + 4 <= rows; r += 4) tile_rows(a, s, r, first, 4);
+    if (rows - r == 3) tile_rows(a, s, r, first, 3);
+    if (rows - r == 2) tile_rows(a, s, r, first, 2);
+    if (rows - r == 1) tile_rows(a, s, r, first, 1);
+}
+
+/* (max, sum, acc) of a later segment into those of the segments before it. */
+static void merge(float *to_max, float *to_sum, float *to, float max, float sum, const float *acc, int64_t padded)
+{
+    if (max == -INFINITY) return;
+    if (*to_max == -INFINITY) {
+        *to_max = max;
+        *to_sum = sum;
+        memcpy(to, acc, (size_t)padded * 4);
+        return;
+    }
+    const float now = *to_max > max ? *to_max : max;
+    float keep, add;
+    vf a = vf_exp(vf_set1(*to_max - now)), b = vf_exp(vf_set1(max - now));
+    memcpy(&keep, &a, 4);
+    memcpy(&add, &b, 4);
+    *to_max = now;
+    *to_sum = *to_sum * keep + sum * add;
+    for (int64_t d = 0; d < padded; d += VW)
+        vf_store(to + d, vf_load(to + d) * vf_set1(keep) + vf_load(acc + d) * vf_set1(add));
+}
+
+static void write_row(const ll_attention_args *a, int64_t token, int64_t head, float sum, const float *acc)
+{
+    float *out = a->out + (token * a->num_heads + head) * a->head_dim;
+    const float factor = 1.0f / sum;
+    for (int64_t d = 0; d < a->head_dim; d++) out[d] = acc[d] * factor;
+}
+
+static void attention_block(const ll_attention_args *a, const attention_task *t, attention_space *s)
+{
+    const int64_t per_kv = a->num_heads / a->num_kv_heads, dim = a->head_dim, padded = round_up(dim, 16);
+    const int64_t token0 = a->cu_query_lens[t->seq], seq_len = a->seq_lens[t->seq];
+    const int64_t query_len = a->cu_query_lens[t->seq + 1] - token0;
+    int64_t low = INT64_MAX, high = 0;
+    for (int64_t r = 0; r < t->rows; r++) {
+        const int64_t row = t->first_row + r, token = row / per_kv, head = t->kv_head * per_kv + row % per_kv;
+        const int64_t position = seq_len - query_len + token;
+        const float *q = a->q + ((token0 + token) * a->num_heads + head) * dim;
+        for (int64_t d = 0; d < padded; d++) s->q[r * padded + d] = d < dim ? q[d] * a->scale : 0.0f;
+        s->high[r] = position;
+        s->low[r] = a->window && position >= a->window ? position - a->window + 1 : 0;
+        s->total_max[r] = -INFINITY;
+        if (s->low[r] < low) low = s->low[r];
+        if (position > high) high = position;
+    }
+    for (int64_t segment = t->first_segment; segment < t->end_segment; segment++) {
+        int64_t begin = segment * SEGMENT, end = begin + SEGMENT;
+        if (begin < low) begin = low - low % KEYS;
+        if (end > high + 1) end = high + 1;
+        for (int64_t r = 0; r < t->rows; r++) {
+            s->max[r] = -INFINITY;
+            s->sum[r] = 0.0f;
+        }
+        memset(s->acc, 0, (size_t)(t->rows * padded) * 4);
+        for (int64_t first = begin; first < end; first += KEYS) {
+            if (a->bf16) load_tile(a, t, first, low, high, s, 1);
+            else load_tile(a, t, first, low, high, s, 0);
+            tile_all_rows(a, s, t->rows, first);
+        }
+        for (int64_t r = 0; r < t->rows; r++) {
+            if (t->partial) {
+                float *to = t->partial + r * (padded + 2);
+                to[0] = s->max[r];
+                to[1] = s->sum[r];
+                memcpy(to + 2, s->acc + r * padded, (size_t)padded * 4);
+            } else {
+                merge(&s->total_max[r], &s->total_sum[r], s->total + r * padded, s->max[r], s->sum[r], s->acc + r * padded, padded);
+            }
+        }
+    }
+    if (t->partial) return;
+    for (int64_t r = 0; r < t->rows; r++) {
+        const int64_t row = t->first_row + r;
+        write_row(a, token0 + row / per_kv, t->kv_head * per_kv + row % per_kv, s->total_sum[r], s->total + r * padded);
+    }
+}
+
+static void attention_tasks(void *arg, int64_t begin, int64_t end, int thread)
+{
+    (void)thread;
+    const attention_job *job = arg;
+    attention_space space;
+    for (int64_t i = begin; i < end; i++) attention_block(job->a, &job->tasks[i], &space);
+}
+
+/* Segments of a split sequence: [seqs with few queries][kv head][segment], merged in order. */
+static void merge_split(const ll_attention_args *a, const attention_task *t, int64_t count)
+{
+    const int64_t padded = round_up(a->head_dim, 16), per_kv = a->num_heads / a->num_kv_heads;
+    _Alignas(64) float total[DIM_MAX];
+    for (int64_t r = 0; r < t->rows; r++) {
+        float max = -INFINITY, sum = 0.0f;
+        for (int64_t i = 0; i < count; i++) {
+            const float *from = t[i].partial + r * (padded + 2);
+            merge(&max, &sum, total, from[0], from[1], from + 2, padded);
+        }
+        write_row(a, a->cu_query_lens[t->seq] + (t->first_row + r) / per_kv, t->kv_head * per_kv + (t->first_row + r) % per_kv, sum, total);
+    }
+}
+
+/* Returns 0; -1 without memory; -2 for sizes it cannot do. The caller holds pool.lock. */
+static int attention_locked(const ll_attention_args *a)
+{
+    const int64_t padded = round_up(a->head_dim, 16), per_kv = a->num_heads / a->num_kv_heads;
+    if (a->head_dim > DIM_MAX || a->head_dim < 1 || per_kv < 1 || per_kv * a->num_kv_heads != a->num_heads) return -2;
+    int64_t most = ROW_FLOATS / padded < ROWS_MAX ? ROW_FLOATS / padded : ROWS_MAX;
+    int64_t tasks = 0, floats = 0;
+    attention_task *list = NULL;
+    float *partial = NULL;
+    for (int pass = 0; pass < 2; pass++) { /* count, then fill */
+        int64_t count = 0, used = 0;
+        for (int64_t seq = 0; seq < a->num_seqs; seq++) {
+            const int64_t queries = a->cu_query_lens[seq + 1] - a->cu_query_lens[seq], length = a->seq_lens[seq];
+            const int64_t rows = queries * per_kv;
+            for (int64_t head = 0; head < a->num_kv_heads; head++)
+                for (int64_t first = 0; first < rows; first += most) {
+                    const int64_t n = rows - first < most ? rows - first : most;
+                    const int64_t oldest = length - queries + first / per_kv, newest = length - queries + (first + n - 1) / per_kv;
+                    const int64_t low = a->window && oldest >= a->window ? oldest - a->window + 1 : 0;
+                    const int64_t begin = low / SEGMENT, end = newest / SEGMENT + 1;
+                    const int split = queries <= SPLIT_QUERIES && end - begin > 1;
+                    for (int64_t s = begin; s < (split ? end : begin + 1); s++) {
+                        if (pass) list[count] = (attention_task){seq, head, first, n, s, split ? s + 1 : end, split ? partial + used : NULL};
+                        count++;
+                        if (split) used += n * (padded + 2);
+                    }
+                }
+        }
+        if (pass) break;
+        tasks = count;
+        floats = used;
+        int64_t list_bytes = round_up(tasks * (int64_t)sizeof *list, 64);
+        uint8_t *memory = scratch(1, list_bytes + floats * 4 + 64);
+        if (!memory) return -1;
+        list = (attention_task *)memory;
+        partial = (float *)(memory + list_bytes);
+    }
+    attention_job job = {a, list};
+    pool_run(attention_tasks, &job, tasks);
+    for (int64_t i = 0, n; floats && i < tasks; i += n) {
+        for (n = 1; i + n < tasks && list[i].partial && list[i + n].seq == list[i].seq && list[i + n].kv_head == list[i].kv_head &&
+                    list[i + n].first_row == list[i].first_row; n++) {}
+        if (list[i].partial) merge_split(a, &list[i], n);
+    }
+    return 0;
+}
+
+int64_t ll_attention(const ll_attention_args *a)
+{
+    pthread_mutex_lock(&pool.lock);
+    int failed = attention_locked(a);
+    pthread_mutex_unlock(&pool.lock);
+    return failed;
+}
+
+#endif

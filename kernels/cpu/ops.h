@@ -1,0 +1,179 @@
+/* The ops of a decoder layer besides products and attention, row by row in float32. */
+#ifndef LL_OPS_H
+#define LL_OPS_H
+
+#include <math.h>
+
+#include "activations.h"
+
+/* y[i] = x[i] / sqrt(mean(x^2) + eps) * (offset + weight[i]) */
+static void norm_row(const float *x, const float *weight, float eps, float offset, int64_t dim, float *y)
+{
+    vf sums[4];
+    float tail = 0.0f;
+    int64_t i = 0;
+    for (int c = 0; c < 4; c++) sums[c] = vf_set1(0.0f);
+    for (; i + 4 * VW <= dim; i += 4 * VW)
+        for (int c = 0; c < 4; c++) {
+            vf a = vf_load(x + i + c * VW);
+            sums[c] = vf_fma(a, a, sums[c]);
+        }
+    for (; i + VW <= dim; i += VW) sums[0] = vf_fma(vf_load(x + i), vf_load(x + i), sums[0]);
+    for (; i < dim; i++) tail += x[i] * x[i];
+    const float total = vf_sum((sums[0] + sums[1]) + (sums[2] + sums[3])) + tail;
+    const float scale = 1.0f / sqrtf(total / (float)dim + eps);
+    for (i = 0; i + VW <= dim; i += VW)
+        vf_store(y + i, vf_load(x + i) * vf_set1(scale) * (vf_load(weight + i) + vf_set1(offset)));
+    for (; i < dim; i++) y[i] = x[i] * scale * (weight[i] + offset);
+}
+
+/* silu(g) = g / (1 + exp(-g)); gelu_tanh(g) = g / (1 + exp(-2u)), u = sqrt(2/pi) (g + 0.044715 g^3) */
+INLINE vf activate(vf g, int gelu)
+{
+    vf u = gelu ? g * vf_fma(g * g, vf_set1(2.0f * 0.7978845608028654f * 0.044715f), vf_set1(2.0f * 0.7978845608028654f)) : g;
+    return g / (vf_set1(1.0f) + vf_exp(-u));
+}
+
+/* y = act(gate) * up; gate_up holds both, dim each */
+static void activate_row(const float *gate_up, int64_t dim, int gelu, float *y)
+{
+    int64_t i = 0;
+    for (; i + VW <= dim; i += VW) vf_store(y + i, activate(vf_load(gate_up + i), gelu) * vf_load(gate_up + dim + i));
+    if (i == dim) return;
+    float gate[VW] = {0}, up[VW] = {0}, out[VW];
+    memcpy(gate, gate_up + i, (size_t)(dim - i) * 4);
+    memcpy(up, gate_up + dim + i, (size_t)(dim - i) * 4);
+    vf_store(out, activate(vf_load(gate), gelu) * vf_load(up));
+    memcpy(y + i, out, (size_t)(dim - i) * 4);
+}
+
+/* Rotates the first 2 * half numbers of a head; y may be x. */
+static void rope_head(const float *x, const float *cos, const float *sin, int64_t half, int64_t dim, int interleaved, float *y)
+{
+    if (interleaved) {
+        for (int64_t i = 0; i < half; i++) {
+            float a = x[2 * i], b = x[2 * i + 1];
+            y[2 * i] = a * cos[i] - b * sin[i];
+            y[2 * i + 1] = b * cos[i] + a * sin[i];
+        }
+    } else {
+        int64_t i = 0;
+        for (; i + VW <= half; i += VW) {
+            vf a = vf_load(x + i), b = vf_load(x + half + i), c = vf_load(cos + i), s = vf_load(sin + i);
+            vf_store(y + i, a * c - b * s);
+            vf_store(y + half + i, b * c + a * s);
+        }
+        for (; i < half; i++) {
+            float a = x[i], b = x[half + i];
+            y[i] = a * cos[i] - b * sin[i];
+            y[half + i] = b * cos[i] + a * sin[i];
+        }
+    }
+    if (y != x) memcpy(y + 2 * half, x + 2 * half, (size_t)(dim - 2 * half) * 4);
+}
+
+static void store_cache(uint8_t *cache, int64_t at, const float *x, int64_t dim, int64_t bf16)
+{
+    if (bf16)
+        for (int64_t d = 0; d < dim; d++) ((uint16_t *)cache)[at + d] = f32_to_bf16(x[d]);
+    else
+        memcpy((float *)cache + at, x, (size_t)dim * 4);
+}
+
+typedef struct {
+    uint8_t *k, *v;       /* [num_pages, kv_heads, page_size, dim] */
+    const int64_t *slots; /* [num_tokens] */
+    int64_t num_kv_heads, page_size, dim, bf16;
+} kv_target;
+
+static void store_head(const kv_target *c, uint8_t *cache, int64_t token, int64_t head, const float *x)
+{
+    const int64_t slot = c->slots[token], page = slot / c->page_size;
+    store_cache(cache, ((page * c->num_kv_heads + head) * c->page_size + slot % c->page_size) * c->dim, x, c->dim, c->bf16);
+}
+
+typedef struct {
+    const float *x, *weight, *cos, *sin;
+    float *y;
+    int64_t inner, dim, stride, half; /* rows [outer][inner][dim], `stride` floats between outer ones */
+    float eps, offset;
+    int flag; /* gelu, interleaved */
+} row_job;
+
+static void norm_rows(void *arg, int64_t begin, int64_t end, int thread)
+{
+    (void)thread;
+    const row_job *j = arg;
+    for (int64_t i = begin; i < end; i++)
+        norm_row(j->x + i / j->inner * j->stride + i % j->inner * j->dim, j->weight, j->eps, j->offset, j->dim, j->y + i * j->dim);
+}
+
+static void activate_rows(void *arg, int64_t begin, int64_t end, int thread)
+{
+    (void)thread;
+    const row_job *j = arg;
+    for (int64_t i = begin; i < end; i++) activate_row(j->x + i * 2 * j->dim, j->dim, j->flag, j->y + i * j->dim);
+}
+
+static void rope_rows(void *arg, int64_t begin, int64_t end, int thread)
+{
+    (void)thread;
+    const row_job *j = arg;
+    for (int64_t i = begin; i < end; i++) {
+        const int64_t token = i / j->inner;
+        rope_head(j->x + token * j->stride + i % j->inner * j->dim, j->cos + token * j->half, j->sin + token * j->half, j->half,
+                  j->dim, j->flag, j->y + i * j->dim);
+    }
+}
+
+/* Rows of a job: on all threads when there is enough to share. The caller holds pool.lock. */
+static void run_rows(task_fn fn, row_job *job, int64_t rows)
+{
+    if (rows * job->dim < 16384) fn(job, 0, rows, 0);
+    else pool_run(fn, job, rows);
+}
+
+static void run_rows_alone(task_fn fn, row_job *job, int64_t rows)
+{
+    if (rows * job->dim < 16384) { /* too little to wait for the pool */
+        fn(job, 0, rows, 0);
+        return;
+    }
+    pthread_mutex_lock(&pool.lock);
+    pool_run(fn, job, rows);
+    pthread_mutex_unlock(&pool.lock);
+}
+
+/* x [outer][inner][dim], outer ones `stride` floats apart -> y contiguous */
+void ll_rms_norm(const float *x, int64_t outer, int64_t inner, int64_t dim, int64_t stride, const float *weight, double eps, double offset, float *y)
+{
+    row_job job = {.x = x, .weight = weight, .y = y, .inner = inner, .dim = dim, .stride = stride, .eps = (float)eps, .offset = (float)offset};
+    run_rows_alone(norm_rows, &job, outer * inner);
+}
+
+/* gate_up [rows][2 dim] -> y [rows][dim] */
+void ll_activate(const float *gate_up, int64_t rows, int64_t dim, int64_t gelu, float *y)
+{
+    row_job job = {.x = gate_up, .y = y, .inner = 1, .dim = dim, .flag = (int)gelu};
+    run_rows_alone(activate_rows, &job, rows);
+}
+
+/* x [tokens][heads][dim], tokens `stride` floats apart -> y contiguous; cos, sin [tokens][half] */
+void ll_rope(const float *x, int64_t tokens, int64_t heads, int64_t dim, int64_t stride, const float *cos, const float *sin, int64_t half,
+             int64_t interleaved, float *y)
+{
+    row_job job = {.x = x, .cos = cos, .sin = sin, .y = y, .inner = heads, .dim = dim, .stride = stride, .half = half, .flag = (int)interleaved};
+    run_rows_alone(rope_rows, &job, tokens * heads);
+}
+
+/* k, v [tokens][heads][dim], tokens `k_stride` and `v_stride` floats apart, into their slots */
+void ll_kv_write(const float *k, int64_t k_stride, const float *v, int64_t v_stride, int64_t tokens, const kv_target *target)
+{
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t h = 0; h < target->num_kv_heads; h++) {
+            store_head(target, target->k, t, h, k + t * k_stride + h * target->dim);
+            store_head(target, target->v, t, h, v + t * v_stride + h * target->dim);
+        }
+}
+
+#endif

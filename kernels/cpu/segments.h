@@ -1,0 +1,160 @@
+/* A decoder layer's segments as single calls: no Python, no new memory between the ops of one. */
+#ifndef LL_SEGMENTS_H
+#define LL_SEGMENTS_H
+
+#include "attention.h"
+#include "matmul.h"
+#include "ops.h"
+
+#define PARTS 4
+
+/* y = x W^T + b, in parts whose outputs lie end to end. */
+typedef struct {
+    int64_t parts, n; /* n: outputs of all parts */
+    const ll_weight *weight[PARTS];
+    const float *bias[PARTS];
+    int64_t exact[PARTS];
+} ll_linear_op;
+
+typedef struct {
+    const float *weight; /* NULL: no norm */
+    double eps, offset;
+} ll_norm;
+
+typedef struct {
+    int64_t hidden, num_heads, num_kv_heads, head_dim, interleaved;
+    ll_norm norm, q_norm, k_norm, post_norm;
+    ll_linear_op qkv, out;
+} ll_attention_layer;
+
+typedef struct {
+    int64_t hidden, intermediate, gelu;
+    ll_norm norm, post_norm;
+    ll_linear_op gate_up, down;
+} ll_mlp_layer;
+
+/* This step's tokens. */
+typedef struct {
+    int64_t num_tokens, half;
+    const float *cos, *sin; /* [num_tokens][half] */
+    kv_target cache;
+} ll_step;
+
+static int linear_parts(const ll_linear_op *op, const float *x, int64_t m, const float *residual, float *out)
+{
+    int64_t at = 0;
+    for (int64_t i = 0; i < op->parts; i++) {
+        if (linear_into(op->weight[i], x, m, op->bias[i], residual ? residual + at : NULL, out + at, op->n, (int)op->exact[i])) return -1;
+        at += op->weight[i]->n;
+    }
+    return 0;
+}
+
+static void norm_into(const ll_norm *norm, const float *x, int64_t m, int64_t dim, float *y)
+{
+    row_job job = {.x = x, .weight = norm->weight, .y = y, .inner = 1, .dim = dim, .stride = dim, .eps = (float)norm->eps, .offset = (float)norm->offset};
+    run_rows(norm_rows, &job, m);
+}
+
+/* x += post_norm(product), where `product` computes into `out` (or adds x itself when there is no norm). */
+static int linear_onto(const ll_linear_op *op, const ll_norm *post, const float *in, int64_t m, float *x, float *spare)
+{
+    if (!post->weight) return linear_parts(op, in, m, x, x);
+    if (linear_parts(op, in, m, NULL, spare)) return -1;
+    norm_into(post, spare, m, op->n, spare);
+    for (int64_t i = 0; i < m * op->n; i++) x[i] += spare[i];
+    return 0;
+}
+
+typedef struct {
+    const ll_attention_layer *l;
+    const ll_step *s;
+    const float *qkv;
+    float *q;
+} split_job;
+
+/* Norms and rotates queries and keys, stores keys and values. */
+static void split_tokens(void *arg, int64_t begin, int64_t end, int thread)
+{
+    (void)thread;
+    const split_job *j = arg;
+    const ll_attention_layer *l = j->l;
+    const int64_t dim = l->head_dim, heads = l->num_heads, kv = l->num_kv_heads, half = j->s->half;
+    float head[DIM_MAX];
+    for (int64_t t = begin; t < end; t++) {
+        const float *row = j->qkv + t * (heads + 2 * kv) * dim, *cos = j->s->cos + t * half, *sin = j->s->sin + t * half;
+        for (int64_t h = 0; h < heads + kv; h++) {
+            const ll_norm *norm = h < heads ? &l->q_norm : &l->k_norm;
+            const float *from = row + h * dim;
+            float *to = h < heads ? j->q + (t * heads + h) * dim : head;
+            if (norm->weight) {
+                norm_row(from, norm->weight, (float)norm->eps, (float)norm->offset, dim, to);
+                from = to;
+            }
+            rope_head(from, cos, sin, half, dim, (int)l->interleaved, to);
+            if (h >= heads) store_head(&j->s->cache, j->s->cache.k, t, h - heads, head);
+        }
+        for (int64_t h = 0; h < kv; h++) store_head(&j->s->cache, j->s->cache.v, t, h, row + (heads + kv + h) * dim);
+    }
+}
+
+static int attn_in_locked(const ll_attention_layer *l, const float *x, const ll_step *s, float *q)
+{
+    const int64_t m = s->num_tokens, width = (l->num_heads + 2 * l->num_kv_heads) * l->head_dim;
+    float *normed = (float *)scratch(2, m * (l->hidden + width) * 4);
+    if (!normed) return -1;
+    float *qkv = normed + m * l->hidden;
+    norm_into(&l->norm, x, m, l->hidden, normed);
+    if (linear_parts(&l->qkv, normed, m, NULL, qkv)) return -1;
+    split_job job = {l, s, qkv, q};
+    if (m < 8) split_tokens(&job, 0, m, 0);
+    else pool_run(split_tokens, &job, m);
+    return 0;
+}
+
+static int attn_out_locked(const ll_attention_layer *l, const float *attended, int64_t m, float *x)
+{
+    float *spare = (float *)scratch(2, m * l->hidden * 4);
+    return spare ? linear_onto(&l->out, &l->post_norm, attended, m, x, spare) : -1;
+}
+
+static int mlp_locked(const ll_mlp_layer *l, int64_t m, float *x)
+{
+    float *normed = (float *)scratch(2, m * (l->hidden + 3 * l->intermediate) * 4);
+    if (!normed) return -1;
+    float *gate_up = normed + m * l->hidden, *acted = gate_up + m * 2 * l->intermediate;
+    norm_into(&l->norm, x, m, l->hidden, normed);
+    if (linear_parts(&l->gate_up, normed, m, NULL, gate_up)) return -1;
+    row_job job = {.x = gate_up, .y = acted, .inner = 1, .dim = l->intermediate, .flag = (int)l->gelu};
+    run_rows(activate_rows, &job, m);
+    return linear_onto(&l->down, &l->post_norm, acted, m, x, normed);
+}
+
+/* x [num_tokens][hidden] -> q [num_tokens][heads][dim]; stores keys and values */
+int64_t ll_attn_in(const ll_attention_layer *l, const float *x, const ll_step *s, float *q)
+{
+    pthread_mutex_lock(&pool.lock);
+    int failed = attn_in_locked(l, x, s, q);
+    pthread_mutex_unlock(&pool.lock);
+    return failed;
+}
+
+/* x += post_norm(attended W^T) */
+int64_t ll_attn_out(const ll_attention_layer *l, const float *attended, int64_t m, float *x)
+{
+    pthread_mutex_lock(&pool.lock);
+    int failed = attn_out_locked(l, attended, m, x);
+    pthread_mutex_unlock(&pool.lock);
+    return failed;
+}
+
+/* x += post_norm(down(act(gate) * up)) of the normed x */
+int64_t ll_mlp(const ll_mlp_layer *l, int64_t m, float *x)
+{
+    pthread_mutex_lock(&pool.lock);
+    int failed = mlp_locked(l, m, x);
+    pthread_mutex_unlock(&pool.lock);
+    return failed;
+}
+
+#endif

@@ -1,0 +1,198 @@
+"""A decoder layer's segments as single C calls, registered in `ops.IMPLS`.
+
+Each takes the composed segment first and calls it for layers whose weights something else prepared. What C needs to
+know of a layer is packed once and kept with the first of its prepared weights, so it lives as long as they do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..segments import AttentionWeights, Linear, MlpWeights, Norm
+from .build import lib
+from .interface import ATTENTION, CACHES, STEP, CAttentionLayer, CLinear, CMlpLayer, CNorm
+from .layout import Prepared
+
+__all__ = ["attention", "attn_in", "attn_out", "mlp"]
+
+
+def attn_in(
+    composed: Callable[..., Tensor],
+    x: Tensor,
+    weights: AttentionWeights,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """Norm, QKV, QK-norm and RoPE; stores keys and values. Returns q [num_tokens, num_heads, head_dim]."""
+    layer = _layer_of(weights.qkv, weights, _attention_layer)
+    if layer is None or x.dtype is not torch.float32 or not (x.is_contiguous() and cos.is_contiguous()):
+        return composed(x, weights, cos, sin, k_cache, v_cache, slot_mapping)
+    num_tokens = x.shape[0]
+    q = torch.empty((num_tokens, weights.num_heads, weights.head_dim))
+    step = STEP.pack(
+        num_tokens,
+        cos.shape[1],
+        cos.data_ptr(),
+        sin.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        slot_mapping.data_ptr(),
+        weights.num_kv_heads,
+        k_cache.shape[2],
+        weights.head_dim,
+        CACHES[k_cache.dtype],
+    )
+    _check(lib().ll_attn_in(layer.address, x.data_ptr(), step, q.data_ptr()))
+    return q
+
+
+def attention(
+    composed: Callable[..., Tensor],
+    q: Tensor,
+    weights: AttentionWeights,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cu_query_lens: Tensor,
+    seq_lens: Tensor,
+) -> Tensor:
+    """Attention over the pages: [num_tokens, num_heads * head_dim]."""
+    if q.dtype is not torch.float32 or not (q.is_contiguous() and block_table.is_contiguous()):
+        return composed(q, weights, k_cache, v_cache, block_table, cu_query_lens, seq_lens)
+    heads, dim = weights.num_heads, weights.head_dim
+    out = torch.empty((q.shape[0], heads * dim))
+    arguments = ATTENTION.pack(
+        q.data_ptr(),
+        out.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        block_table.data_ptr(),
+        cu_query_lens.data_ptr(),
+        seq_lens.data_ptr(),
+        *block_table.shape,
+        heads,
+        weights.num_kv_heads,
+        dim,
+        k_cache.shape[2],
+        CACHES[k_cache.dtype],
+        weights.window or 0,
+        weights.scale,
+        weights.softcap or 0.0,
+    )
+    _check(lib().ll_attention(arguments))
+    return out
+
+
+def attn_out(composed: Callable[..., Tensor], attended: Tensor, x: Tensor, weights: AttentionWeights) -> Tensor:
+    """x + post_norm(attended Wᵀ): [num_tokens, hidden], in the place of x."""
+    layer = _layer_of(weights.qkv, weights, _attention_layer)
+    if layer is None or x.dtype is not torch.float32 or not (x.is_contiguous() and attended.is_contiguous()):
+        return composed(attended, x, weights)
+    _check(lib().ll_attn_out(layer.address, attended.data_ptr(), x.shape[0], x.data_ptr()))
+    return x
+
+
+def mlp(composed: Callable[..., Tensor], x: Tensor, weights: MlpWeights) -> Tensor:
+    """x + post_norm(down(act(gate) · up)) of the normed x: [num_tokens, hidden], in the place of x."""
+    layer = _layer_of(weights.gate_up, weights, _mlp_layer)
+    if layer is None or x.dtype is not torch.float32 or not x.is_contiguous():
+        return composed(x, weights)
+    _check(lib().ll_mlp(layer.address, x.shape[0], x.data_ptr()))
+    return x
+
+
+def _layer_of(linear: Linear, weights: Any, build: Callable[[Any], _Layer | None]) -> _Layer | None:
+    """The packed layer of `weights`; `linear` is one of its products, whose first part keeps it."""
+    keeper = linear.parts[0].prepared
+    if not isinstance(keeper, Prepared):
+        return None
+    if keeper.layer is None or keeper.layer[0] is not weights:
+        keeper.layer = (weights, build(weights))
+    return keeper.layer[1]
+
+
+def _check(failed: int) -> None:
+    if failed:
+        raise MemoryError("no memory for a segment's intermediate results")
+
+
+class _Layer:
+    """A C struct and the tensors it points to."""
+
+    __slots__ = ("address", "kept", "struct")
+
+    def __init__(self, struct: ctypes.Structure, kept: list[Any]) -> None:
+        self.struct, self.kept = struct, kept
+        self.address = ctypes.addressof(struct)
+
+
+def _attention_layer(w: AttentionWeights) -> _Layer | None:
+    kept: list[Any] = []
+    qkv, out = _linear(w.qkv, kept), _linear(w.out, kept)
+    if qkv is None or out is None:
+        return None
+    struct = CAttentionLayer(
+        hidden=w.norm.weight.shape[0],
+        num_heads=w.num_heads,
+        num_kv_heads=w.num_kv_heads,
+        head_dim=w.head_dim,
+        interleaved=w.interleaved,
+        norm=_norm(w.norm, kept),
+        q_norm=_norm(w.q_norm, kept),
+        k_norm=_norm(w.k_norm, kept),
+        post_norm=_norm(w.post_norm, kept),
+        qkv=qkv,
+        out=out,
+    )
+    return _Layer(struct, kept)
+
+
+def _mlp_layer(w: MlpWeights) -> _Layer | None:
+    kept: list[Any] = []
+    gate_up, down = _linear(w.gate_up, kept), _linear(w.down, kept)
+    if gate_up is None or down is None:
+        return None
+    struct = CMlpLayer(
+        hidden=w.norm.weight.shape[0],
+        intermediate=gate_up.n // 2,
+        gelu={"silu": 0, "gelu_tanh": 1}[w.activation],
+        norm=_norm(w.norm, kept),
+        post_norm=_norm(w.post_norm, kept),
+        gate_up=gate_up,
+        down=down,
+    )
+    return _Layer(struct, kept)
+
+
+def _norm(norm: Norm | None, kept: list[Any]) -> CNorm:
+    if norm is None:
+        return CNorm()
+    weight = norm.weight.float().contiguous()
+    kept.append(weight)
+    return CNorm(weight.data_ptr(), norm.eps, norm.offset)
+
+
+def _linear(linear: Linear, kept: list[Any]) -> CLinear | None:
+    """None when a part was prepared by something else."""
+    struct = CLinear(parts=len(linear.parts), n=linear.out_features)
+    if len(linear.parts) > len(struct.weight):
+        return None
+    for index, part in enumerate(linear.parts):
+        if not isinstance(part.prepared, Prepared):
+            return None
+        kept.append(part.prepared)
+        struct.weight[index] = part.prepared.address
+        struct.exact[index] = part.impl.name == "c_float32"
+        if part.bias is not None:
+            bias = part.bias.float().contiguous()
+            kept.append(bias)
+            struct.bias[index] = bias.data_ptr()
+    return struct
