@@ -26,6 +26,8 @@ PREFILL = {"cpu": 512, "cuda": 2048}
 """prompt tokens per step"""
 BASE_BYTES = {"cpu": 300 * MIB, "cuda": 700 * MIB}
 """Python, torch and what loading holds for a moment; on a GPU the CUDA context and library workspaces"""
+ADDRESS_BYTES = GIB
+"""what libraries and thread stacks reserve of the address space without touching it: counts under `ulimit -v` only"""
 ETA = {"cpu": 0.55, "cuda": 0.75}
 """share of the memory bandwidth that decoding reaches (to be replaced by a measurement)"""
 LAYER_S = {"cpu": 120e-6, "cuda": 40e-6}
@@ -125,12 +127,12 @@ class Plan:
             fixes.append((f"localllm chat {name} --kv bf16", "halves the cache"))
         if self.device != "cpu":
             fixes.append((f"localllm chat {name} --device cpu", "uses RAM, slower"))
-        fixes.append(("localllm ls", "smaller models that are here"))
+        fixes.append(("localllm plan", "which models fit"))
         sizes = " + ".join(f"{part} {size / GIB:.1f}" for part, size in self.parts().items())
         return DoesNotFit(
             f"{name} needs {self.need_bytes / GIB:.1f} GiB at {self.ctx:,} tokens of context,"
             f" {self.place} has {self.have_bytes / GIB:.1f} GiB free",
-            f"try {fixes[0][0]}",
+            fixes[0][0],
             why=f"{sizes} GiB (plan)",
             fixes=fixes,
             context={
@@ -348,7 +350,8 @@ def _kv_reason(options: PlanOptions, kv: str) -> str:
 def _have(machine: MachineFacts, gpu: GpuFacts | None, share: float) -> tuple[int, int]:
     """(bytes that may be taken, bytes of them kept free for others)."""
     if gpu is None:
-        return machine.ram_available_bytes, min(GIB, machine.ram_total_bytes // 20)
+        reserved = ADDRESS_BYTES if machine.ram_limit == "ulimit" else 0
+        return max(0, machine.ram_available_bytes - reserved), min(GIB, machine.ram_total_bytes // 20)
     ours = min(gpu.free_bytes, int(gpu.total_bytes * share))
     return ours, min(GIB // 2, gpu.total_bytes // 40)
 

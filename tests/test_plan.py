@@ -116,6 +116,13 @@ def test_a_model_that_does_not_fit_names_both_numbers_and_a_way() -> None:
     assert again.fits
 
 
+def test_a_ulimit_counts_address_space() -> None:
+    facts = model(**SMALL)
+    for limit, fits in [("cgroup", True), ("ulimit", False)]:
+        machine = replace(MACHINES["cpu"], ram_total_bytes=GIB, ram_available_bytes=GIB, ram_limit=limit)
+        assert plan(facts, machine).fits is fits
+
+
 def test_auto_context_shrinks_to_what_fits() -> None:
     tight = replace(MACHINES["cpu"], ram_available_bytes=int(6.5 * GIB), ram_total_bytes=8 * GIB)
     made = plan(model(), tight)
