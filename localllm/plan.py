@@ -29,7 +29,7 @@ BASE_BYTES = {"cpu": 300 * MIB, "cuda": 700 * MIB}
 ADDRESS_BYTES = GIB
 """what libraries and thread stacks reserve of the address space without touching it: counts under `ulimit -v` only"""
 ETA = {"cpu": 0.7, "cuda": 0.75}
-"""share of the memory bandwidth that decoding reaches; on a 2-core EPYC (27 GB/s) both small models reach 0.75 to 0.85"""
+"""share of the memory bandwidth that decoding reaches: gemma3-270m 0.78 on two EPYC cores that read 27 GB/s"""
 LAYER_S = {"cpu": 30e-6, "cuda": 40e-6}
 """time per layer and token that no bandwidth explains: calls, norms, small products"""
 KV_TYPES = ("bf16", "fp16", "f32")
