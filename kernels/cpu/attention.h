@@ -1,6 +1,6 @@
 /* Paged attention with online softmax, float32 sums.
  *
- * A query's result is a fixed sequence of steps over absolute key positions: keys in tiles of 16, tiles in segments of
+ * A query's result is a fixed sequence of steps over absolute key positions: keys in tiles of 32, tiles in segments of
  * 256 with a softmax of their own, segments merged in order. Keys a query does not see add exact zeros or are skipped,
  * so neither the chunk it comes in, nor the batch, nor the split of long contexts over threads changes a bit. */
 #ifndef LL_ATTENTION_H
@@ -10,7 +10,8 @@
 
 #include "activations.h"
 
-#define KEYS 16
+#define SUB 16   /* keys of a sub-tile: one transposition */
+#define KEYS 32  /* keys per softmax step */
 #define SEGMENT 256
 #define DIM_MAX 512
 #define ROW_FLOATS 4096 /* of accumulators per block of query rows: 16 KiB, half the first-level cache */
@@ -42,7 +43,7 @@ typedef struct {
 } attention_job;
 
 typedef struct {
-    _Alignas(64) float keys[DIM_MAX * KEYS];  /* transposed: [dim][16 keys] */
+    _Alignas(64) float keys[KEYS * DIM_MAX];   /* transposed: [sub-tile][dim][16 keys] */
     _Alignas(64) float values[KEYS * DIM_MAX];
     _Alignas(64) float q[ROW_FLOATS];
     _Alignas(64) float acc[ROW_FLOATS];       /* the segment's sums, [rows][padded dim] */
@@ -50,6 +51,8 @@ typedef struct {
     float max[ROWS_MAX], sum[ROWS_MAX], total_max[ROWS_MAX], total_sum[ROWS_MAX];
     int64_t low[ROWS_MAX], high[ROWS_MAX];    /* keys [low, high] of a row */
 } attention_space;
+
+static const int32_t lane_numbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 #if VW == 16
 INLINE void transpose16(__m512 r[16])
@@ -87,71 +90,124 @@ INLINE float cache_number(const uint8_t *row, int64_t d, int64_t bf16)
     return bf16 ? bf16_to_f32(((const uint16_t *)row)[d]) : ((const float *)row)[d];
 }
 
-/* Keys [first, first + 16) of a sequence into the space; those outside [low, high] become zeros. */
-INLINE void load_tile(const ll_attention_args *a, const attention_task *t, int64_t first, int64_t low, int64_t high,
-                      attention_space *s, const int bf16)
+/* Rows of 16 consecutive keys in the caches, `first` a multiple of 16; zeros where the sequence has none. */
+typedef struct { const uint8_t *k[SUB], *v[SUB]; } sub_rows;
+
+INLINE void find_rows(const ll_attention_args *a, const attention_task *t, int64_t first, int64_t low, int64_t high, int64_t row_bytes, sub_rows *r)
 {
-    const int64_t dim = a->head_dim, padded = round_up(dim, 16), row_bytes = dim * (bf16 ? 2 : 4);
-    const int32_t *pages = a->block_table + t->seq * a->max_pages;
     static const uint8_t zeros[DIM_MAX * 4];
-    const uint8_t *k[KEYS], *v[KEYS];
-    for (int j = 0; j < KEYS; j++) {
-        int64_t key = first + j, page = key >= low && key <= high ? pages[key / a->page_size] : -1;
-        int64_t row = (page * a->num_kv_heads + t->kv_head) * a->page_size + key % a->page_size;
-        k[j] = page < 0 ? zeros : a->k + row * row_bytes;
-        v[j] = page < 0 ? zeros : a->v + row * row_bytes;
-    }
-    const int64_t whole = dim - dim % 16;
-    for (int64_t d = 0; d < whole; d += 16) {
-#if VW == 16
-        __m512 r[16];
-        for (int j = 0; j < KEYS; j++) r[j] = (__m512)cache_vector(k[j], d, bf16);
-        transpose16(r);
-        for (int j = 0; j < 16; j++) _mm512_store_ps(s->keys + (d + j) * KEYS, r[j]);
-#else
-        for (int i = 0; i < 16; i++)
-            for (int j = 0; j < KEYS; j++) s->keys[(d + i) * KEYS + j] = cache_number(k[j], d + i, bf16);
-#endif
-        for (int j = 0; j < KEYS; j++)
-            for (int i = 0; i < 16; i += VW) vf_store(s->values + j * padded + d + i, cache_vector(v[j], d + i, bf16));
-    }
-    for (int64_t d = whole; d < padded; d++)
-        for (int j = 0; j < KEYS; j++) {
-            s->keys[d * KEYS + j] = d < dim ? cache_number(k[j], d, bf16) : 0.0f;
-            s->values[j * padded + d] = d < dim ? cache_number(v[j], d, bf16) : 0.0f;
+    const int32_t *pages = a->block_table + t->seq * a->max_pages;
+    const int whole = a->page_size % SUB == 0; /* the sub-tile lies in one page */
+    int64_t page = -1, in_page = 0;
+    if (whole) {
+        page = pages[first / a->page_size];
+        in_page = first % a->page_size;
+        if (page >= 0 && first >= low && first + SUB <= high + 1) {
+            const int64_t at = ((page * a->num_kv_heads + t->kv_head) * a->page_size + in_page) * row_bytes;
+            for (int j = 0; j < SUB; j++) {
+                r->k[j] = a->k + at + j * row_bytes;
+                r->v[j] = a->v + at + j * row_bytes;
+            }
+            return;
         }
+    }
+    for (int j = 0; j < SUB; j++) {
+        const int64_t key = first + j;
+        if (!whole && key >= low && key <= high) {
+            page = pages[key / a->page_size];
+            in_page = key % a->page_size - j;
+        }
+        const int64_t row = (page * a->num_kv_heads + t->kv_head) * a->page_size + in_page + j;
+        const int there = key >= low && key <= high && page >= 0;
+        r->k[j] = there ? a->k + row * row_bytes : zeros;
+        r->v[j] = there ? a->v + row * row_bytes : zeros;
+    }
 }
 
-/* Scores, softmax step and weighted values of `rows` rows against the tile at `first`. */
-INLINE void tile_rows(const ll_attention_args *a, attention_space *s, int64_t row, int64_t first, const int rows)
+/* Keys [first, first + 16) of a sequence into the space's sub-tile; those outside [low, high] become zeros. */
+INLINE void load_sub(const ll_attention_args *a, const attention_task *t, int64_t first, int64_t low, int64_t high, float *keys,
+                     float *values, const int bf16)
+{
+    const int64_t dim = a->head_dim, padded = round_up(dim, 16), row_bytes = dim * (bf16 ? 2 : 4);
+    sub_rows r;
+    find_rows(a, t, first, low, high, row_bytes, &r);
+    int64_t d = 0;
+#if VW == 16
+    for (; bf16 && d + 32 <= dim; d += 32) { /* two dimensions at a time, as the halves of a 32-bit number */
+        __m512 pair[16];
+        for (int j = 0; j < SUB; j++) pair[j] = _mm512_loadu_ps((const uint16_t *)r.k[j] + d);
+        transpose16(pair);
+        for (int j = 0; j < 16; j++) {
+            vf_store(keys + (d + 2 * j) * SUB, (vf)((vi)pair[j] << 16));
+            vf_store(keys + (d + 2 * j + 1) * SUB, (vf)((vi)pair[j] & (int32_t)0xffff0000));
+        }
+    }
+    for (; d + 16 <= dim; d += 16) {
+        __m512 one[16];
+        for (int j = 0; j < SUB; j++) one[j] = (__m512)cache_vector(r.k[j], d, bf16);
+        transpose16(one);
+        for (int j = 0; j < 16; j++) _mm512_storeu_ps(keys + (d + j) * SUB, one[j]);
+    }
+#endif
+    for (; d < padded; d++)
+        for (int j = 0; j < SUB; j++) keys[d * SUB + j] = d < dim ? cache_number(r.k[j], d, bf16) : 0.0f;
+    const int64_t whole = dim - dim % VW;
+    for (int j = 0; j < SUB; j++) {
+        for (d = 0; d < whole; d += VW) vf_store(values + j * padded + d, cache_vector(r.v[j], d, bf16));
+        for (; d < padded; d++) values[j * padded + d] = d < dim ? cache_number(r.v[j], d, bf16) : 0.0f;
+    }
+}
+
+/* Asks for the 16 keys and values at `first`, which come next. */
+INLINE void fetch_sub(const ll_attention_args *a, const attention_task *t, int64_t first, int64_t high)
+{
+    if (first > high || a->page_size % SUB) return;
+    const int64_t page = a->block_table[t->seq * a->max_pages + first / a->page_size], row_bytes = a->head_dim * (a->bf16 ? 2 : 4);
+    if (page < 0) return;
+    const int64_t at = ((page * a->num_kv_heads + t->kv_head) * a->page_size + first % a->page_size) * row_bytes;
+    for (int64_t i = 0; i < SUB * row_bytes; i += 64) {
+        __builtin_prefetch(a->k + at + i, 0, 2);
+        __builtin_prefetch(a->v + at + i, 0, 2);
+    }
+}
+
+/* Scores, softmax step and weighted values of `rows` rows against `subs` sub-tiles from key `first` on. */
+INLINE void tile_rows(const ll_attention_args *a, attention_space *s, int64_t row, int64_t first, int subs, const int rows)
 {
     const int64_t padded = round_up(a->head_dim, 16);
     _Alignas(64) float p[4][KEYS];
+    const vi lane = vi_load(lane_numbers);
     int live = 0;
-    for (int v = 0; v < NV; v++) {
-        vf chain[4][4];
+    for (int v = 0; v < NV; v++) { /* both sub-tiles share the broadcasts of q; what lies in an unused one is not read */
+        const float *keys = s->keys + v * VW;
+        vf chain[4][2][2];
         for (int r = 0; r < rows; r++)
-            for (int t = 0; t < 4; t++) chain[r][t] = vf_set1(0.0f);
-        for (int64_t d = 0; d < padded; d += 4)
-            for (int t = 0; t < 4; t++) {
-                vf key = vf_load(s->keys + (d + t) * KEYS + v * VW);
-                for (int r = 0; r < rows; r++) chain[r][t] = vf_fma(key, vf_set1(s->q[(row + r) * padded + d + t]), chain[r][t]);
+            for (int c = 0; c < 4; c++) chain[r][c / 2][c % 2] = vf_set1(0.0f);
+        for (int64_t d = 0; d < padded; d += 2)
+            for (int t = 0; t < 2; t++) {
+                vf first_keys = vf_load(keys + (d + t) * SUB), next_keys = vf_load(keys + (padded + d + t) * SUB);
+                for (int r = 0; r < rows; r++) {
+                    vf q = vf_set1(s->q[(row + r) * padded + d + t]);
+                    chain[r][0][t] = vf_fma(first_keys, q, chain[r][0][t]);
+                    chain[r][1][t] = vf_fma(next_keys, q, chain[r][1][t]);
+                }
             }
-        for (int r = 0; r < rows; r++) vf_store(p[r] + v * VW, (chain[r][0] + chain[r][1]) + (chain[r][2] + chain[r][3]));
+        for (int r = 0; r < rows; r++)
+            for (int u = 0; u < 2; u++) vf_store(p[r] + u * SUB + v * VW, chain[r][u][0] + chain[r][u][1]);
     }
     for (int r = 0; r < rows; r++) {
-        const int32_t begin = (int32_t)(s->low[row + r] - first), end = (int32_t)(s->high[row + r] - first);
-        vf score[NV], top = vf_set1(-INFINITY);
-        for (int v = 0; v < NV; v++) {
-            score[v] = vf_load(p[r] + v * VW);
+        const vi begin = vi_set1((int32_t)(s->low[row + r] - first)), end = vi_set1((int32_t)(s->high[row + r] - first));
+        vf top = vf_set1(-INFINITY);
+        for (int i = 0; i < subs * SUB; i += VW) {
+            vf score = vf_load(p[r] + i);
             if (a->softcap != 0.0f) {
-                vf e = vf_exp(score[v] * vf_set1(2.0f / a->softcap));
-                score[v] = vf_set1(a->softcap) - vf_set1(2.0f * a->softcap) / (e + vf_set1(1.0f));
+                vf e = vf_exp(score * vf_set1(2.0f / a->softcap));
+                score = vf_set1(a->softcap) - vf_set1(2.0f * a->softcap) / (e + vf_set1(1.0f));
             }
-            vi lane;
-            for (int i = 0; i < VW; i++) lane[i] = v * VW + i;
-            score[v] = vf_select((lane >= vi_set1(begin)) & (lane <= vi_set1(end)), score[v], vf_set1(-INFINITY));
-            top = vf_max(score[v], top);
+            const vi key = lane + vi_set1(i);
+            score = vf_select((key >= begin) & (key <= end), score, vf_set1(-INFINITY));
+            vf_store(p[r] + i, score);
+            top = vf_max(score, top);
         }
         const float before = s->max[row + r], high = vf_hmax(top), now = before > high ? before : high;
         if (now == -INFINITY) {
@@ -159,11 +215,15 @@ INLINE void tile_rows(const ll_attention_args *a, attention_space *s, int64_t ro
             continue;
         }
         live = 1;
-        float sum = 0.0f;
-        for (int v = 0; v < NV; v++) {
-            vf e = vf_exp(score[v] - vf_set1(now));
-            vf_store(p[r] + v * VW, e);
-            sum += vf_sum(e);
+        vf sum = vf_set1(0.0f);
+        for (int v = 0; v < NV; v++) { /* sums of the same lanes first: sub-tiles left out count as zeros */
+            vf of_lane = vf_set1(0.0f);
+            for (int u = 0; u < subs; u++) {
+                vf e = vf_exp(vf_load(p[r] + u * SUB + v * VW) - vf_set1(now));
+                vf_store(p[r] + u * SUB + v * VW, e);
+                of_lane = of_lane + e;
+            }
+            sum = sum + of_lane;
         }
         if (before != now) {
             float shrink;
@@ -174,7 +234,7 @@ INLINE void tile_rows(const ll_attention_args *a, attention_space *s, int64_t ro
             float *to = s->acc + (row + r) * padded;
             for (int64_t d = 0; d < padded; d += VW) vf_store(to + d, vf_load(to + d) * vf_set1(shrink));
         }
-        s->sum[row + r] += sum;
+        s->sum[row + r] += vf_sum(sum);
     }
     if (!live) return;
     enum { WIDE = VW == 16 ? 4 : 2 };
@@ -183,7 +243,7 @@ INLINE void tile_rows(const ll_attention_args *a, attention_space *s, int64_t ro
             vf acc[4][WIDE];
             for (int r = 0; r < rows; r++)
                 for (int i = 0; i < WIDE; i++) acc[r][i] = vf_load(s->acc + (row + r) * padded + d + i * VW);
-            for (int j = 0; j < KEYS; j++)
+            for (int j = 0; j < subs * SUB; j++)
                 for (int i = 0; i < WIDE; i++) {
                     vf value = vf_load(s->values + j * padded + d + i * VW);
                     for (int r = 0; r < rows; r++) acc[r][i] = vf_fma(value, vf_set1(p[r][j]), acc[r][i]);
@@ -195,20 +255,20 @@ INLINE void tile_rows(const ll_attention_args *a, attention_space *s, int64_t ro
         }
         for (int r = 0; r < rows; r++) {
             vf acc = vf_load(s->acc + (row + r) * padded + d);
-            for (int j = 0; j < KEYS; j++) acc = vf_fma(vf_load(s->values + j * padded + d), vf_set1(p[r][j]), acc);
+            for (int j = 0; j < subs * SUB; j++) acc = vf_fma(vf_load(s->values + j * padded + d), vf_set1(p[r][j]), acc);
             vf_store(s->acc + (row + r) * padded + d, acc);
         }
         d += VW;
     }
 }
 
-static __attribute__((noinline)) void tile_all_rows(const ll_attention_args *a, attention_space *s, int64_t rows, int64_t first)
+static __attribute__((noinline)) void tile_all_rows(const ll_attention_args *a, attention_space *s, int64_t rows, int64_t first, int subs)
 {
     int64_t r = 0;
-    for (; r + 4 <= rows; r += 4) tile_rows(a, s, r, first, 4);
-    if (rows - r == 3) tile_rows(a, s, r, first, 3);
-    if (rows - r == 2) tile_rows(a, s, r, first, 2);
-    if (rows - r == 1) tile_rows(a, s, r, first, 1);
+    for (; r + 4 <= rows; r += 4) tile_rows(a, s, r, first, subs, 4);
+    if (rows - r == 3) tile_rows(a, s, r, first, subs, 3);
+    if (rows - r == 2) tile_rows(a, s, r, first, subs, 2);
+    if (rows - r == 1) tile_rows(a, s, r, first, subs, 1);
 }
 
 /* (max, sum, acc) of a later segment into those of the segments before it. */
@@ -266,9 +326,14 @@ static void attention_block(const ll_attention_args *a, const attention_task *t,
         }
         memset(s->acc, 0, (size_t)(t->rows * padded) * 4);
         for (int64_t first = begin; first < end; first += KEYS) {
-            if (a->bf16) load_tile(a, t, first, low, high, s, 1);
-            else load_tile(a, t, first, low, high, s, 0);
-            tile_all_rows(a, s, t->rows, first);
+            const int subs = first + SUB < end ? 2 : 1;
+            for (int u = 0; u < subs; u++) {
+                float *keys = s->keys + u * SUB * padded, *values = s->values + u * SUB * padded;
+                fetch_sub(a, t, first + KEYS + u * SUB, high);
+                if (a->bf16) load_sub(a, t, first + u * SUB, low, high, keys, values, 1);
+                else load_sub(a, t, first + u * SUB, low, high, keys, values, 0);
+            }
+            tile_all_rows(a, s, t->rows, first, subs);
         }
         for (int64_t r = 0; r < t->rows; r++) {
             if (t->partial) {
