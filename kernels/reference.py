@@ -1,6 +1,6 @@
 """Every op in plain PyTorch: the oracle, the fallback on a CPU without a compiler, and the documentation.
 
-A token's result does not depend on what it is computed with (`design.md`, batch invariance): reductions run along the
+A token's result does not depend on what it is computed with: reductions run along the
 contiguous last dimension of one row, matrix products have constant shapes, and transcendental functions are built from
 `exp` and `tanh`, whose vector tails PyTorch computes with the same polynomial (`silu` and `sigmoid` are not so).
 """

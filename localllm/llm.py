@@ -203,7 +203,7 @@ class LLM:
     # --- asking ------------------------------------------------------------------------------------------------------
 
     @overload
-    def generate(
+    def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str, too: it counts as one prompt
         self, prompts: Prompt, params: SamplingParams | None = None, *, stream: Literal[False] = False
     ) -> Answer: ...
     @overload

@@ -190,7 +190,7 @@ class TokenEvent:
     error: Exception | None = None
 
 
-# --- engine and interface (ux.md 9.6) --------------------------------------------------------------------------------
+# --- engine and interface --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ MAX_TOKENIZER_BYTES = 256 << 20
 MAX_TEMPLATE_CHARS = 1 << 20
 AGAIN = "download the model again"
 
-# texts of tokens that end a turn or a text (formats.md 15.5)
+# texts of tokens that end a turn or a text
 _ENDS = (
     "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|calls|> <|flush|> <end_of_turn> <turn|> <|endoftext|> "
     "<|end_of_text|> <|eom_id|> <end_of_utterance> <|tool_response> <｜end▁of▁sentence｜> [e~["

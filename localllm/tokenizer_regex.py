@@ -1,4 +1,4 @@
-"""How the text of a GGUF byte-level vocabulary is cut before BPE: `tokenizer.ggml.pre` -> regexes (formats.md 15.3).
+"""How the text of a GGUF byte-level vocabulary is cut before BPE: `tokenizer.ggml.pre` -> regexes.
 
 These are the Hugging Face originals, for Oniguruma; llama.cpp's C++ versions are rewritten for its own engine. Names
 whose regexes are not known exactly are missing on purpose: they are refused, not guessed.
@@ -28,7 +28,7 @@ _EXAONE_MOE = (
 )
 _CJK_RUN = r"[一-龥ࠀ-一가-퟿]+"
 
-# names -> successive isolated splits (formats.md 15.3)
+# names -> successive isolated splits
 _PRE_GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano", (_LLAMA3,)),
     ("dbrx smaug-bpe chatglm-bpe glm4", (_LLAMA3,)),

@@ -1,4 +1,4 @@
-"""AWQ, 4 bits: w = (q - z) * s, no +1 on zeros (formats.md 6.1). All three layouts become `int4g`.
+"""AWQ, 4 bits: w = (q - z) * s, no +1 on zeros. All three layouts become `int4g`.
 
 gemm        qweight I32 [K, N/8], qzeros I32 [K/g, N/8], scales [K/g, N]; packed along N, column j of a word in nibble
             (0, 4, 1, 5, 2, 6, 3, 7)[j]

@@ -1,4 +1,4 @@
-"""compressed-tensors `pack-quantized` (formats.md 6.3); its NVFP4, MXFP4, INT8 and FP8 stand in those modules.
+"""compressed-tensors `pack-quantized`; its NVFP4, MXFP4, INT8 and FP8 stand in those modules.
 
 weight_packed       I32 [N, words], unsigned q + 2^(bits-1), lowest bits first along K
 weight_scale        [N, K/g] or [N, 1]

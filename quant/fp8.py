@@ -1,4 +1,4 @@
-"""FP8 E4M3 weights (formats.md 5): per tensor, per row, in blocks of 128 x 128, and MXFP8.
+"""FP8 E4M3 weights: per tensor, per row, in blocks of 128 x 128, and MXFP8.
 
 weight          F8_E4M3 [N, K]
 weight_scale    multiplies; [] | [1] | [N] | [N, 1] | [cdiv(N, 128), cdiv(K, 128)] | [.., 1, .., 1]

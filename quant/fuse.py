@@ -1,4 +1,4 @@
-"""Stacking weights that see the same x (q/k/v, gate/up) along N, only where no bit is lost (formats.md 9.1)."""
+"""Stacking weights that see the same x (q/k/v, gate/up) along N, only where no bit is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GGUF tensors: the types that repack without loss become canonical forms, the others stay as stored (formats.md 13).
+"""GGUF tensors: the types that repack without loss become canonical forms, the others stay as stored.
 
 Q4_0 Q4_1      int4g, groups of 32, scales f16 (and mins f16)
 Q8_0           int8, groups of 32, scales f16

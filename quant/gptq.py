@@ -1,4 +1,4 @@
-"""GPTQ with 2, 3, 4 or 8 bits: w = (q - z[g]) * s[g] (formats.md 6.2).
+"""GPTQ with 2, 3, 4 or 8 bits: w = (q - z[g]) * s[g].
 
 qweight   I32 [K * bits / 32, N], a little-endian bit stream along K
 qzeros    I32 [G, N * bits / 32], along N; v1 stores z - 1, v2 stores z; never read when the file is symmetric

@@ -1,4 +1,4 @@
-"""ModelOpt INT4 AWQ (formats.md 6.4): two rows in a byte, signed codes. Becomes `int4g`.
+"""ModelOpt INT4 AWQ: two rows in a byte, signed codes. Becomes `int4g`.
 
 weight            U8 [N/2, K]: row 2i in the low nibble, row 2i + 1 in the high one, two's complement
 weight_scale      [N, K/g], absolute: W4A8's `weight_scale_2` only tells an FP8 kernel its range

@@ -1,4 +1,4 @@
-"""MXFP4: e2m1 codes and one power of two per 32 inputs (formats.md 4). Becomes `fp4g32`.
+"""MXFP4: e2m1 codes and one power of two per 32 inputs. Becomes `fp4g32`.
 
 compressed-tensors, ModelOpt   weight_packed or weight u8 [N, K/2]; weight_scale u8 E8M0 [N, K/32]
 gpt-oss                        <prefix>_blocks u8 [E, N, K/32, 16]; <prefix>_scales u8 [E, N, K/32]

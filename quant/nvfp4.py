@@ -1,4 +1,4 @@
-"""NVFP4: e2m1 codes, one E4M3 scale per 16 inputs, one number per tensor (formats.md 3). Becomes `fp4g16`.
+"""NVFP4: e2m1 codes, one E4M3 scale per 16 inputs, one number per tensor. Becomes `fp4g16`.
 
                      codes u8 [N, K/2]   scales e4m3 [N, K/16]   per tensor, f32 [] or [1]
 modelopt             weight              weight_scale            weight_scale_2, multiplies

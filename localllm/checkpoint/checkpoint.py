@@ -42,7 +42,7 @@ class Checkpoint:
         self.config = config or {}
         self.generation_config = generation_config or {}
         self.quantization_config = quantization_config or {}
-        """Wherever the checkpoint keeps it (formats.md 1.1); {} when there is none."""
+        """Wherever the checkpoint keeps it; {} when there is none."""
         self.tokenizer_files = tokenizer_files or {}
         """File name -> path, of the tokenizer and chat template files that are there."""
         self.licence = licence

@@ -298,7 +298,7 @@ def _open_parts(folder: Path, paths: list[Path], names: set[str]) -> Checkpoint:
 
 
 def _quantization_config(folder: Path, names: set[str], config: dict[str, Any]) -> dict[str, Any]:
-    """The first of the places where tools put it (formats.md 1.1)."""
+    """The first of the places where tools put it."""
     text_config = config.get("text_config")
     inner = text_config if isinstance(text_config, dict) else {}
     places = (("quantization_config", config), ("quantization_config", inner), ("compression_config", config))

@@ -81,7 +81,7 @@ class Resolved:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The decision for people, one line each (ux.md 8.2)."""
+        """The decision for people, one line each."""
         first = f"{self.asked} → {self.name}" + (f"   ({self.reason})" if self.reason else "")
         load = f"  download {size_text(self.download_bytes)} · licence {self.licence or 'not stated'}"
         return (

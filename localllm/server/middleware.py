@@ -7,16 +7,11 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-from collections.abc import Awaitable, Callable
-from typing import Any
 from urllib.parse import urlsplit
 
-from .errors import ApiError, respond
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-Scope = dict[str, Any]
-Receive = Callable[[], Awaitable[dict[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+from .errors import ApiError, respond
 
 OPEN_PATHS = {"/health", "/ping"}
 LOCAL_SUFFIXES = (".localhost", ".local", ".internal")
@@ -46,7 +41,7 @@ class Gate:
     """
 
     def __init__(
-        self, app: App, loopback: bool, api_key: bytes | None, origins: tuple[str, ...], max_body: int
+        self, app: ASGIApp, loopback: bool, api_key: bytes | None, origins: tuple[str, ...], max_body: int
     ) -> None:
         self.app, self.loopback, self.api_key, self.origins, self.max_body = app, loopback, api_key, origins, max_body
 
@@ -62,7 +57,7 @@ class Gate:
             return
         seen = 0
 
-        async def limited() -> dict[str, Any]:
+        async def limited() -> Message:
             nonlocal seen
             message = await receive()
             seen += len(message.get("body", b""))
