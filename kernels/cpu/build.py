@@ -24,7 +24,7 @@ from pathlib import Path
 
 from .threads import usable_cores
 
-__all__ = ["ISAS", "Library", "cache_folder", "detect_isa", "is_built", "lib", "library"]
+__all__ = ["ISAS", "Library", "cache_folder", "detect_isa", "is_built", "lib", "library", "runnable_isas"]
 
 FOLDER = Path(__file__).parent
 TIMEOUT_S = 120
@@ -38,6 +38,15 @@ ISAS: dict[str, tuple[str, ...]] = {
     "portable": (),
 }
 """Compiler flags of each instruction set, best first."""
+AVX2_FLAGS = frozenset({"avx2", "fma", "f16c"})
+AVX512_FLAGS = AVX2_FLAGS | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+X86_NEEDS = {
+    "avx512vnni": AVX512_FLAGS | {"avx512_vnni"},
+    "avx512": AVX512_FLAGS,
+    "avxvnni": AVX2_FLAGS | {"avx_vnni"},
+    "avx2": AVX2_FLAGS,
+}
+"""What /proc/cpuinfo must name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,26 +61,27 @@ class Library:
     """Seconds the compiler took; 0 when the library was there."""
 
 
-def detect_isa() -> str:
-    """The best instruction set of this machine, or LOCALLLM_CPU_ISA."""
-    forced = os.environ.get("LOCALLLM_CPU_ISA")
-    if forced:
-        return forced
+def runnable_isas() -> tuple[str, ...]:
+    """The instruction sets this machine has, best first; "portable" is always among them."""
     machine = platform.machine().lower()
     if machine in ("arm64", "aarch64"):
-        return "neon"
-    if machine not in ("x86_64", "amd64"):
-        return "portable"
+        return ("neon", "portable")
+    flags = _x86_flags() if machine in ("x86_64", "amd64") else frozenset()
+    return tuple(isa for isa in ISAS if isa == "portable" or (isa != "neon" and X86_NEEDS[isa] <= flags))
+
+
+def _x86_flags() -> frozenset[str]:
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
-        return "portable"
-    flags = next((set(line.split(":", 1)[1].split()) for line in text.splitlines() if line.startswith("flags")), set())
-    if not {"avx2", "fma", "f16c"} <= flags:
-        return "portable"
-    if {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= flags:
-        return "avx512vnni" if "avx512_vnni" in flags else "avx512"
-    return "avxvnni" if "avx_vnni" in flags else "avx2"
+        return frozenset()
+    line = next((line for line in text.splitlines() if line.startswith("flags")), ":")
+    return frozenset(line.split(":", 1)[1].split())
+
+
+def detect_isa() -> str:
+    """The best instruction set of this machine, or LOCALLLM_CPU_ISA."""
+    return os.environ.get("LOCALLLM_CPU_ISA") or runnable_isas()[0]
 
 
 def cache_folder() -> Path:
@@ -101,6 +111,8 @@ def library() -> Library:
     isa = detect_isa()
     if isa not in ISAS:
         return Library(None, isa, f"LOCALLLM_CPU_ISA={isa} is not one of {', '.join(ISAS)}")
+    if isa not in runnable_isas():
+        return Library(None, isa, f"LOCALLLM_CPU_ISA={isa}: this machine has {', '.join(runnable_isas())}")
     compiler = _compiler()
     folder = cache_folder()
     found = _find(folder, isa, compiler)

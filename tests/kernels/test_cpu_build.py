@@ -1,0 +1,286 @@
+"""Compiling on first use: what is cached under which name, and every way it can fail."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from localllm.kernels import LinearFacts, Weight
+from localllm.kernels.cpu import build, ops
+from localllm.kernels.cpu.linear import IMPLS
+from localllm.kernels.cpu.threads import usable_cores
+
+FACTS = LinearFacts("int4g", (16, 64), 32)
+ABI_ONLY = """
+long long ll_abi(void) { return 1; }
+"""
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    build.library.cache_clear()
+    build.lib.cache_clear()
+    yield
+    build.library.cache_clear()
+    build.lib.cache_clear()
+
+
+def compiler(path: Path, script: str) -> str:
+    """A program that stands in for the C compiler."""
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: None) -> Path:
+    """A cache folder of its own and a compiler that copies what was compiled before: same steps, no five seconds."""
+    isa = build.detect_isa()
+    ready = build._find(build.cache_folder(), isa, build._compiler())
+    script = f'while [ "$1" != "-o" ]; do shift; done; echo run >> {tmp_path}/runs; cp {ready} "$2"'
+    monkeypatch.setenv("CC", compiler(tmp_path / "cc", script))
+    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def runs(folder: Path) -> int:
+    return len((folder / "runs").read_text().splitlines())
+
+
+def test_built_once_and_found_again(quick: Path) -> None:
+    assert not build.is_built()
+    first = build.library()
+    assert first.reason is None and first.build_s > 0 and first.path is not None
+    assert first.path.parent == quick / "cache" / "kernels" and build.is_built()
+    assert [p.name for p in first.path.parent.iterdir()] == [first.path.name]  # nothing half made is left
+    build.library.cache_clear()
+    second = build.library()
+    assert second.path == first.path and second.build_s == 0 and runs(quick) == 1
+
+
+def test_another_compiler_builds_anew_and_none_takes_what_is_there(
+    quick: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = build.library()
+    other = quick / "cc2"
+    shutil.copy(quick / "cc", other)
+    with other.open("a") as file:
+        file.write("# newer\n")
+    monkeypatch.setenv("CC", str(other))
+    build.library.cache_clear()
+    second = build.library()
+    assert second.reason is None and second.path != first.path and runs(quick) == 2
+    monkeypatch.setenv("CC", str(quick / "gone"))
+    build.library.cache_clear()
+    assert build.library().reason is None and runs(quick) == 2
+
+
+def test_the_name_changes_with_source_and_instruction_set(
+    quick: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    names = {build._stem(isa) for isa in build.ISAS}
+    assert len(names) == len(build.ISAS)
+    copy = tmp_path / "source"
+    shutil.copytree(build.FOLDER, copy, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    (copy / "vec.h").write_text((copy / "vec.h").read_text() + "/* changed */\n")
+    monkeypatch.setattr(build, "FOLDER", copy)
+    build._source_hash.cache_clear()
+    try:
+        assert names.isdisjoint(build._stem(isa) for isa in build.ISAS)
+    finally:
+        build._source_hash.cache_clear()
+
+
+def test_a_damaged_file_is_built_anew(quick: Path) -> None:
+    path = build.cache_folder() / f"{build._stem(build.detect_isa())}-{build._compiler_hash(build._compiler())}.so"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"\x7fELF, but no more")
+    assert build.is_built()
+    assert build.library().reason is None and build.library().path == path and runs(quick) == 1
+
+
+def reason() -> str:
+    """Why the kernels are not there; nothing may take them then, and nothing fails."""
+    said = build.library().reason or ""
+    assert said and all(impl.fits(FACTS) == said for impl in IMPLS)
+    assert ops.attention_fits(ops.OpFacts()) == said
+    with pytest.raises(RuntimeError, match=r"\w"):
+        build.lib()
+    return said
+
+
+def test_no_compiler(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", str(quick / "none"))
+    assert "no C compiler" in reason() and "ziglang" in reason()
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(quick / "empty"))
+    build.library.cache_clear()
+    if build.importlib.util.find_spec("ziglang") is None:
+        assert "no C compiler" in reason()
+
+
+def test_broken_compilers(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for script, said in (
+        ("echo 'main.c:1: error: no such luck' >&2; exit 1", "failed (exit 1): main.c:1: error: no such luck"),
+        ("exit 0", "failed (exit 0): no message"),
+        ("kill -9 $$", "failed (exit -9)"),
+        ('while [ "$1" != -o ]; do shift; done; echo junk > "$2"', "do not load"),
+        ("sleep 5", "took more than"),
+    ):
+        monkeypatch.setattr(build, "TIMEOUT_S", 0.5 if said.startswith("took") else 60)
+        monkeypatch.setenv("CC", compiler(quick / "broken", script))
+        build.library.cache_clear()
+        assert said in reason()
+    monkeypatch.setenv("CC", str(quick / "runs"))
+    (quick / "runs").write_text("not a program\n")
+    (quick / "runs").chmod(0o755)
+    build.library.cache_clear()
+    assert "does not start" in reason()
+
+
+def test_a_library_that_is_not_ours(quick: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    source = tmp_path / "other.c"
+    source.write_text(ABI_ONLY)
+    other = tmp_path / "other.so"
+    real = shutil.which("cc") or shutil.which("gcc") or "cc"
+    subprocess.run([real, "-shared", "-fPIC", str(source), "-o", str(other)], check=True)
+    script = f'while [ "$1" != "-o" ]; do shift; done; cp {other} "$2"'
+    monkeypatch.setenv("CC", compiler(quick / "foreign", script))
+    assert "do not load" in reason()
+
+
+def test_a_cache_that_cannot_be_written(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (quick / "file").write_text("")
+    monkeypatch.setenv("LOCALLLM_CACHE", str(quick / "file"))
+    library = build.library()  # built for this process alone
+    assert library.reason is None and library.lib is not None and library.lib.ll_threads(0) >= 1
+    assert library.path is not None and not library.path.exists()
+    monkeypatch.setattr(build.tempfile, "TemporaryDirectory", _refuse)
+    build.library.cache_clear()
+    assert "no folder to build in" in build.library().reason  # type: ignore[operator]
+
+
+def _refuse(**_: object) -> None:
+    raise PermissionError(13, "no")
+
+
+def test_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCALLLM_CPU_ISA", "mmx")
+    assert "mmx is not one of" in (build.library().reason or "")
+    assert not build.is_built()
+    foreign = next(isa for isa in build.ISAS if isa not in build.runnable_isas())
+    monkeypatch.setenv("LOCALLLM_CPU_ISA", foreign)
+    build.library.cache_clear()
+    assert "this machine has" in (build.library().reason or "")
+    monkeypatch.delenv("LOCALLLM_CPU_ISA")
+    monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
+    assert build.detect_isa() == "neon"
+    monkeypatch.setattr(build.platform, "machine", lambda: "riscv64")
+    assert build.runnable_isas() == ("portable",)
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    for flags, isa in (
+        ("sse2 avx", "portable"),
+        ("avx2 fma f16c", "avx2"),
+        ("avx2 fma f16c avx_vnni", "avxvnni"),
+        ("avx2 fma f16c avx512f avx512bw avx512vl avx512dq", "avx512"),
+        ("avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_vnni", "avx512vnni"),
+    ):
+        monkeypatch.setattr(build, "_x86_flags", lambda flags=flags: frozenset(flags.split()))
+        assert build.detect_isa() == isa and build.runnable_isas()[-1] == "portable"
+
+
+def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("LOCALLLM_CACHE")
+    monkeypatch.setenv("LOCALLLM_HOME", str(tmp_path))
+    assert build.cache_folder() == tmp_path / "cache" / "kernels"
+    monkeypatch.delenv("LOCALLLM_HOME")
+    monkeypatch.setattr(build.sys, "platform", "linux")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert build.cache_folder() == tmp_path / "xdg" / "localllm" / "kernels"
+
+
+def test_two_processes_build_at_once(quick: Path) -> None:
+    program = (
+        "from localllm.kernels.cpu import build; r = build.library(); assert r.lib is not None, r.reason; "
+        "print(r.path, r.lib.ll_threads(0))"
+    )
+    script = (quick / "cc").read_text().replace("cp ", "sleep 1; cp ")
+    compiler(quick / "cc", script.split("\n", 1)[1])
+    command = [sys.executable, "-P", "-c", program]
+    children = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) for _ in range(2)]
+    said = [child.communicate(timeout=60)[0] for child in children]
+    assert all(child.returncode == 0 for child in children) and said[0] == said[1]
+    assert len(list((quick / "cache" / "kernels").iterdir())) == 1
+
+
+def test_a_forked_child_has_threads_of_its_own(compiled: None) -> None:
+    library = build.lib()
+    before = library.ll_threads(0)
+    library.ll_threads(3)
+    prepared = IMPLS[0].prepare(weight())
+    x = torch.ones(40, 64)
+    expected = IMPLS[0].run(x, prepared)
+    try:
+        child = os.fork()
+        if child == 0:
+            same = torch.equal(IMPLS[0].run(x, prepared), expected)
+            os._exit(0 if same else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert torch.equal(IMPLS[0].run(x, prepared), expected)
+    finally:
+        library.ll_threads(before)
+
+
+def weight() -> Weight:
+    codes = torch.randint(0, 256, (160, 32), dtype=torch.uint8)
+    return Weight("int4g", (160, 64), codes, torch.rand(160, 2), group_size=32)
+
+
+def test_calls_from_several_threads(compiled: None) -> None:
+    prepared = IMPLS[0].prepare(weight())
+    inputs = [torch.randn(m, 64) for m in (1, 2, 7, 40)] * 5
+    expected = [IMPLS[0].run(x, prepared) for x in inputs]
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda x: IMPLS[0].run(x, prepared), inputs * 5))
+    assert all(torch.equal(y, expected[i % len(inputs)]) for i, y in enumerate(results))
+
+
+def files(root: Path, texts: dict[str, str]) -> Path:
+    for name, text in texts.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_cores_that_may_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3, 8}, raising=False)
+    topology = {
+        f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": f"{cpu % 2},{cpu % 2 + 2}\n" for cpu in range(4)
+    }
+    sys_root = files(tmp_path / "sys", topology)
+    proc = tmp_path / "proc"
+    assert usable_cores(sys_root, proc) == 3  # two cores of two threads, and one nobody describes
+    files(proc, {"self/cgroup": "0::/user/me\n"})
+    files(sys_root, {"fs/cgroup/user/cpu.max": "150000 100000\n", "fs/cgroup/user/me/cpu.max": "max 100000\n"})
+    assert usable_cores(sys_root, proc) == 2
+    files(sys_root, {"fs/cgroup/user/me/cpu.max": "10000 100000\n"})
+    assert usable_cores(sys_root, proc) == 1
+    files(proc, {"self/cgroup": "4:cpu,cpuacct:/me\n3:memory:/me\n"})
+    files(sys_root, {"fs/cgroup/cpu/me/cpu.cfs_quota_us": "200000", "fs/cgroup/cpu/me/cpu.cfs_period_us": "100000"})
+    assert usable_cores(sys_root, proc) == 2
+    files(sys_root, {"fs/cgroup/cpu/me/cpu.cfs_quota_us": "-1"})
+    assert usable_cores(sys_root, proc) == 3
+    assert isinstance(usable_cores(), int)
+
+
+def test_the_interface_names_what_the_library_has(compiled: None) -> None:
+    assert isinstance(build.lib(), ctypes.CDLL) and build.lib().ll_abi() > 0

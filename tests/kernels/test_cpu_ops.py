@@ -1,0 +1,167 @@
+"""Norms, RoPE, activations, KV writes and fused segments in C, against their twins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from localllm.kernels import Impl, Weight, reference
+from localllm.kernels.cpu import ops
+from localllm.kernels.cpu import segments as fused
+from localllm.kernels.cpu.linear import IMPLS
+from localllm.kernels.ops import OpFacts
+from localllm.kernels.segments import AttentionWeights, Linear, LinearPart, MlpWeights, Norm, kernel_table
+
+C_INT16, C_FLOAT32 = IMPLS
+TWINS = frozenset(f"{op}:c" for op in ops.IMPLS)
+"""as quarantined: leaves plain PyTorch"""
+COS_SIN = (torch.tensor([[0.6, 0.8, 1.0, 0.0]]), torch.tensor([[0.8, 0.6, 0.0, 1.0]]))
+
+
+def close(y: Tensor, twin: Tensor, atol: float = 3e-6) -> None:
+    torch.testing.assert_close(y, twin, rtol=2e-6, atol=atol)
+
+
+@pytest.mark.parametrize("dim", [1, 7, 16, 64, 577])
+def test_rms_norm(isa: str, dim: int) -> None:
+    x, weight = torch.randn(3, 5, dim) * 4, torch.randn(dim)
+    close(ops.rms_norm(x, weight, 1e-5, 1.0), reference.rms_norm(x, weight, 1e-5, 1.0))
+    close(ops.rms_norm(x[:, 1:3], weight.bfloat16(), 1e-6), reference.rms_norm(x[:, 1:3], weight.bfloat16(), 1e-6))
+    close(ops.rms_norm(x[0].t().contiguous().t(), weight, 1e-6), reference.rms_norm(x[0], weight, 1e-6))
+
+
+@pytest.mark.parametrize("dim", [1, 8, 37, 1536])
+def test_activations(isa: str, dim: int) -> None:
+    gate_up = torch.randn(4, 2 * dim) * 8
+    gate_up[0, 0], gate_up[1, 0] = 200.0, -200.0
+    close(ops.silu_mul(gate_up), reference.silu_mul(gate_up), 1e-5)
+    close(ops.gelu_tanh_mul(gate_up), reference.gelu_tanh_mul(gate_up), 1e-5)
+    rows = torch.cat([ops.silu_mul(row[None]) for row in gate_up])
+    assert torch.equal(ops.silu_mul(gate_up), rows)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope(isa: str, interleaved: bool) -> None:
+    for half, dim in ((1, 2), (4, 8), (20, 48), (32, 64)):
+        x, cos, sin = torch.randn(6, 5, dim), torch.randn(6, half), torch.randn(6, half)
+        close(ops.rope(x, cos, sin, interleaved), reference.rope(x, cos, sin, interleaved))
+        close(ops.rope(x[:, 1:4], cos, sin, interleaved), reference.rope(x[:, 1:4], cos, sin, interleaved))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kv_write(isa: str, dtype: torch.dtype) -> None:
+    qkv = torch.randn(5, 9, 24) * 100
+    qkv[0, 3, 0] = float("inf")
+    k, v = qkv[:, 3:6], qkv[:, 6:]
+    slots = torch.tensor([3, 63, 16, 17, 40])
+    caches = [torch.zeros(4, 3, 16, 24, dtype=dtype) for _ in range(4)]
+    ops.kv_write(k, v, caches[0], caches[1], slots)
+    reference.kv_write(k, v, caches[2], caches[3], slots)
+    assert torch.equal(caches[0], caches[2]) and torch.equal(caches[1], caches[3])
+
+
+def linear(n: int, k: int, impl: Impl, bias: bool = False) -> LinearPart:
+    codes, scales = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8), torch.rand(n, k // 32) * 0.05
+    prepared = impl.prepare(Weight("int4g", (n, k), codes, scales.half(), group_size=32))
+    return LinearPart(impl, prepared, torch.randn(n) if bias else None, (n, k))
+
+
+def norm(dim: int) -> Norm:
+    return Norm(torch.rand(dim) + 0.5, 1e-5)
+
+
+def attention_weights(kind: str) -> AttentionWeights:
+    """Hidden 64, four query heads on two key heads of 8 dimensions."""
+    gemma = kind == "post norms"
+    impl = C_FLOAT32 if kind == "exact" else C_INT16
+    parts = (linear(64, 64, impl, True),) if not gemma else tuple(linear(n, 64, impl) for n in (32, 16, 16))
+    head_norm = norm(8) if gemma else None
+    return AttentionWeights(
+        norm=norm(64),
+        qkv=Linear(parts),
+        out=Linear((linear(64, 32, impl),)),
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        scale=0.3,
+        q_norm=head_norm,
+        k_norm=head_norm,
+        post_norm=norm(64) if gemma else None,
+        window=9 if gemma else None,
+        interleaved=kind == "interleaved",
+    )
+
+
+@pytest.mark.parametrize("kind", ["plain", "interleaved", "post norms", "exact"])
+def test_fused_segments_are_the_composed_ones(isa: str, kind: str) -> None:
+    torch.manual_seed(1)
+    facts = OpFacts(num_heads=4, num_kv_heads=2, head_dim=8)
+    table, twins = kernel_table(facts), kernel_table(facts, TWINS)
+    assert dict(table.ops)["mlp"] == "c" and "mlp" not in dict(twins.ops)
+    weights = attention_weights(kind)
+    impl = C_FLOAT32 if kind == "exact" else C_INT16
+    mlp = MlpWeights(
+        norm(64),
+        Linear((linear(96, 64, impl), linear(96, 64, impl))),
+        Linear((linear(64, 96, impl, True),)),
+        "gelu_tanh" if kind == "post norms" else "silu",
+        weights.post_norm,
+    )
+    for tokens in (1, 3, 20):
+        x = torch.randn(tokens, 64)
+        cos, sin = torch.rand(tokens, 4), torch.rand(tokens, 4)
+        table_rows = torch.tensor([[1, 0]], dtype=torch.int32)
+        where = torch.tensor([0, tokens], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
+        results = []
+        for segments in (table, twins):
+            caches = torch.zeros(2, 2, 16, 8), torch.zeros(2, 2, 16, 8)
+            slots = (torch.arange(tokens) + 16) % 32
+            q = segments.attn_in(x.clone(), weights, cos, sin, *caches, slots)
+            mixed = segments.attention(q, weights, *caches, table_rows, *where)
+            results.append((q, *caches, mixed, segments.mlp(segments.attn_out(mixed, x.clone(), weights), mlp)))
+        for y, twin in zip(*results, strict=True):
+            close(y, twin, 2e-3 if impl is C_INT16 else 1e-4)
+
+
+def test_segments_are_a_token_at_a_time_or_many() -> None:
+    weights = attention_weights("plain")
+    mlp = MlpWeights(norm(64), Linear((linear(192, 64, C_INT16),)), Linear((linear(64, 96, C_INT16),)), "silu")
+    x = torch.randn(40, 64)
+    table = kernel_table(OpFacts(num_heads=4, num_kv_heads=2, head_dim=8))
+    whole = table.mlp(table.attn_out(torch.ones(40, 32), x.clone(), weights), mlp)
+    for row in (0, 7, 39):
+        one = table.mlp(table.attn_out(torch.ones(1, 32), x[row : row + 1].clone(), weights), mlp)
+        assert torch.equal(one[0], whole[row])
+
+
+def test_layers_prepared_by_others_are_composed() -> None:
+    class Other:
+        name = "other"
+
+        @staticmethod
+        def run(x: Tensor, prepared: Tensor, bias: Tensor | None) -> Tensor:
+            return x @ prepared.T
+
+    part = LinearPart(Other, torch.randn(64, 64), None, (64, 64))  # type: ignore[arg-type]
+    mixed = MlpWeights(norm(64), Linear((linear(128, 64, C_INT16),)), Linear((part,)), "silu")
+    foreign = MlpWeights(norm(64), Linear((part,)), Linear((linear(64, 64, C_INT16),)), "silu")
+    x = torch.randn(2, 64)
+    for weights in (mixed, foreign):
+        assert fused.mlp(lambda x, w: ("composed", w), x, weights) == ("composed", weights)  # type: ignore[comparison-overlap]
+    shared = MlpWeights(norm(64), mixed.gate_up, Linear((linear(64, 64, C_INT16),)), "silu")
+    again = MlpWeights(norm(64), mixed.gate_up, shared.down, "silu")
+    y = fused.mlp(lambda x, w: pytest.fail("composed"), x.clone(), shared)
+    assert not torch.equal(y, fused.mlp(lambda x, w: pytest.fail("composed"), x.clone(), again))
+
+
+def test_other_types_are_refused() -> None:
+    x = torch.randn(2, 1, 8, dtype=torch.float64)
+    for call in (
+        lambda: ops.rms_norm(x, torch.ones(8), 1e-6),
+        lambda: ops.rope(x, *COS_SIN),
+        lambda: ops.silu_mul(x),
+        lambda: ops.kv_write(x, x, x.float(), x.float(), torch.zeros(2, dtype=torch.int64)),
+    ):
+        with pytest.raises(TypeError, match="float64"):
+            call()
