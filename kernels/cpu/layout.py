@@ -73,7 +73,7 @@ class Arena:
             storage = piece.untyped_storage()
             lib().ll_advise(piece.data_ptr(), piece.numel())
             self._piece, self._used = weakref.ref(storage), -piece.data_ptr() % self.ALIGN
-        data = torch.empty(0, dtype=torch.uint8).set_(storage, self._used, (count,))
+        data = torch.empty(0, dtype=torch.uint8).set_(storage, self._used, (count,), (1,))
         self._used += -(-count // self.ALIGN) * self.ALIGN
         return data
 
