@@ -2,9 +2,9 @@
 
 Used when `LOCALLLM_ENGINE=fake` and only together with `LOCALLLM_TESTING=1`. The model's name chooses how loading goes
 (`fake-download`, `fake-slow`, `fake-gated`, `fake-huge`, `fake-missing`, `fake-crash`, `fake-base`, `fake-small`), the
-last message how the answer goes (`!md`, `!list`, `!think`, `!fd2`, `!oom`, `!error`, `!escape`, `long`); any other
-message is given back. `LOCALLLM_ENGINE=fake:tps=0:load=1.5` sets the speed (0 is as fast as it goes) and the seconds
-of every load phase.
+last message how the answer goes (`!md`, `!mixed`, `!list`, `!think`, `!fd2`, `!oom`, `!error`, `!full`, `!escape`,
+`long`); any other message is given back. `LOCALLLM_ENGINE=fake:tps=0:load=1.5` sets the speed (0 is as fast as it goes)
+and the seconds of every load phase.
 """
 
 from __future__ import annotations
@@ -79,6 +79,18 @@ HOSTILE = (
     + "\u0301" * 500
     + " end"
 )
+_MIXED = (
+    "".join(
+        f"Paragraph {n} says something about **kernels**, `tiles` and memory, long enough to take a few lines of a "
+        "wide terminal, because that is what most answers look like when somebody wants an explanation.\n\n"
+        for n in range(4)
+    )
+    + "".join(f"{n}. point number {n} of a list, with a few words behind it\n" for n in range(1, 31))
+    + "\n```python\n"
+    + "".join(f"value_{n} = compute({n}, scale={n * 0.5})  # step {n}\n" for n in range(60))
+    + "```\n\n"
+)
+"""Prose, a list of thirty and sixty lines of code: what the interface's cost is measured with."""
 _LOAD = ("import", "weights", "kv", "warmup")
 
 
@@ -312,6 +324,8 @@ class FakeBackend:
             text = MARKDOWN
         elif prompt == "!escape":
             text = HOSTILE
+        elif prompt == "!mixed":
+            text = _MIXED * 20
         elif prompt == "!list":
             text = "".join(f"- item number {i} of a list that goes on\n" for i in range(500))
         elif prompt == "!think":

@@ -57,7 +57,9 @@ class ChatApp(App[None]):
         first_message: str = "",
         offline: bool = False,
     ) -> None:
-        super().__init__()
+        self._colorless = no_color()
+        # said here, because Textual chooses at this moment between no colour and grey
+        super().__init__(ansi_color=True if self._colorless else None)
         self.backend = backend
         self.conversation = conversation
         self.ui = ui or UiConfig()
@@ -75,7 +77,7 @@ class ChatApp(App[None]):
     def on_mount(self) -> None:
         """Colours, then the chat."""
         self.register_theme(DARK)
-        wanted = "ansi-dark" if no_color() else self.ui.theme
+        wanted = "ansi-dark" if self._colorless else self.ui.theme
         self.theme = wanted if wanted in self.available_themes else "localllm-dark"
         self.push_screen(ChatScreen(self.conversation))
 

@@ -196,7 +196,11 @@ class Conversation:
         tokens = sum(e.usage.completion_tokens for e in done)
         rates = [e.timing.decode_tps for e in done if e.timing.decode_tps]
         rate = f" · {sum(rates) / len(rates):.0f} tok/s avg" if rates else ""
-        return f"{len(done)} turn{'s' if len(done) > 1 else ''} · {tokens:,} tokens{rate}"
+        return f"{_count(len(done), 'turn')} · {_count(tokens, 'token')}{rate}"
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
 def code_blocks(text: str) -> list[str]:

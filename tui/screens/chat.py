@@ -13,7 +13,10 @@ from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
+from textual.geometry import Size
+from textual.reactive import Reactive
 from textual.screen import Screen
+from textual.widget import Widget
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
@@ -31,10 +34,20 @@ from localllm.tui.widgets.status import State, StatusLine, TitleLine
 if TYPE_CHECKING:
     from localllm.tui.app import ChatApp
 
-AGAIN_S = 1.0
+AGAIN_S = 2.0
 """A second Ctrl+C within this time quits."""
+DRAW_SHARE = 0.05
+"""Of one core, for everything this thread does while an answer comes; drawing waits until it is back below."""
+MAX_DRAW_S = 0.3
+"""But not longer than this."""
 EARLIER_STEP = 10
 """Messages brought back at once."""
+
+
+class Transcript(VerticalScroll):
+    """The turns. As with everything that grows in it, its new size needs no second layout."""
+
+    virtual_size = Reactive(Size(0, 0))
 
 
 class ChatScreen(Screen[None]):
@@ -62,6 +75,7 @@ class ChatScreen(Screen[None]):
         self._message = ""
         self._message_until = 0.0
         self._interrupted_at = -AGAIN_S
+        self._drawn = (0.0, 0.0)
         self._stuck: Exchange | None = None
 
     @property
@@ -72,7 +86,7 @@ class ChatScreen(Screen[None]):
     def compose(self) -> ComposeResult:
         """Title, transcript, choices (mostly absent), prompt, status."""
         yield TitleLine()
-        with VerticalScroll(id="transcript"):
+        with Transcript(id="transcript"):
             yield Static("", id="earlier", markup=False)
             yield LoadCard(self.chat_app.model)
         choices = OptionList(id="choices", markup=False)
@@ -101,15 +115,29 @@ class ChatScreen(Screen[None]):
     async def drain(self) -> None:
         """Everything that happened since the last time, then one redraw."""
         events = self.chat_app.backend.events()
+        busy = bool(events) or self._current is not None or self.phase == "loading"
+        if not busy and (not self._message or time.monotonic() < self._message_until):
+            return
         while events:
             await self._take(events.popleft())
         if self._current is not None:
-            turn, message = self._current
+            if not self._may_draw():
+                return
+            message = self._current[1]
             await message.draw()
             self._live_footer(message)
         elif self.phase == "loading" and (cards := self.query(LoadCard)):
             cards.first().tick()
         self._refresh_lines()
+
+    def _may_draw(self) -> bool:
+        """Keep this thread's share of the CPU small while an answer comes: the model may need the same cores."""
+        now, cpu = time.monotonic(), time.thread_time()
+        waited, spent = now - self._drawn[0], cpu - self._drawn[1]
+        if waited < MAX_DRAW_S and spent > DRAW_SHARE * waited:
+            return False
+        self._drawn = now, cpu
+        return True
 
     async def _take(self, event: ChatEvent) -> None:
         if isinstance(event, Phase):
@@ -136,18 +164,19 @@ class ChatScreen(Screen[None]):
                 cards.first().update(phase)
             return
         self._state.facts = facts = self.chat_app.backend.facts()
-        await cards.remove()
+        card = cards.first() if cards else None
         if not facts.has_chat_template:
             name = clean_line(facts.model)
             fixes = ((f'localllm run {name} "Once upon a time"', "completes text"),)
-            await self._loading_failed(
-                Failed(-1, "E202", f"{name} is a base model: it has no chat template", "", fixes)
-            )
+            message = f"{name} is a base model: it has no chat template"
+            await self._loading_failed(Failed(-1, "E202", message, "", fixes))
             return
         self.phase = "ready"
-        await self._say(facts.truth_line, "truth")
+        self._state.text = "ready"
+        await self._say(facts.truth_line, after=card)
         for warning in facts.warnings:
-            await self._say(f"! {warning}", "warning")
+            await self._say(f"! {warning}", "warning", after=card)
+        await cards.remove()
         await self._next()
 
     async def _loading_failed(self, failed: Failed) -> None:
@@ -207,6 +236,7 @@ class ChatScreen(Screen[None]):
             typed = understand(text)
             if typed.command:
                 await self._command(typed)
+                self._refresh_lines()
                 return
         except ConfigError as error:
             await self._say(f"! {error.message}" + (f" ({error.hint})" if error.hint else ""), "warning")
@@ -216,6 +246,7 @@ class ChatScreen(Screen[None]):
             self.query_one(PromptArea).text = text
             return
         await self._enqueue(self.conversation.ask(typed.text))
+        self._refresh_lines()
 
     async def _enqueue(self, exchange: Exchange) -> None:
         widget = UserMessage(exchange.user)
@@ -251,7 +282,7 @@ class ChatScreen(Screen[None]):
         choices.clear_options()
         if oldest:
             first = clean_line(oldest[0].user)[:40]
-            count = f"the oldest {len(oldest)} question{'s' if len(oldest) > 1 else ''}"
+            count = f"the oldest {len(oldest)} questions" if len(oldest) > 1 else "the oldest question"
             choices.add_option(Option(f"leave out {count} (from “{first}”) and send again", id="forget"))
         if len(self.conversation.exchanges) > 1:
             choices.add_option(Option("start a new chat with this message", id="new"))
@@ -272,18 +303,27 @@ class ChatScreen(Screen[None]):
         prompt.focus()
         if exchange is None:
             return
+        if choice == "forget":
+            for old in self.conversation.oldest_half(exchange):
+                old.forgotten = True
+        await self._take_back(exchange)
         if choice == "edit":
             prompt.text = exchange.user
             prompt.move_cursor(prompt.document.end)
             await self._next()
             return
-        if choice == "forget":
-            for old in self.conversation.oldest_half(exchange):
-                old.forgotten = True
-        elif choice == "new":
+        if choice == "new":
             await self._clear()
-        self.conversation.remove(exchange)
         await self._enqueue(self.conversation.ask(exchange.user))
+
+    async def _take_back(self, exchange: Exchange) -> None:
+        """A question that was not sent leaves the conversation and the screen."""
+        self.conversation.remove(exchange)
+        for user, answer in list(self._shown):
+            if answer is not None and answer.exchange is exchange:
+                self._shown.remove((user, answer))
+                await user.remove()
+                await answer.remove()
 
     # --- commands ----------------------------------------------------------------------------------------------------
 
@@ -407,14 +447,14 @@ class ChatScreen(Screen[None]):
 
     # --- what is on the screen ---------------------------------------------------------------------------------------
 
-    async def _mount(self, widget: Any) -> None:
+    async def _mount(self, widget: Widget) -> None:
         await self.query_one("#transcript").mount(widget)
 
-    async def _say(self, text: str, kind: str = "") -> None:
+    async def _say(self, text: str, kind: str = "", after: Widget | None = None) -> None:
         notice = Notice(clean(text))
         if kind:
             notice.add_class(f"-{kind}")
-        await self._mount(notice)
+        await self.query_one("#transcript").mount(notice, after=after)
 
     async def _forget_widgets(self) -> None:
         """Take the oldest turns off the screen: a hundred mounted ones make every key slow."""
@@ -454,7 +494,9 @@ class ChatScreen(Screen[None]):
         if self.phase == "loading" and (cards := self.query(LoadCard)):
             state.text = cards.first().current()
         shown = state
-        if self._message and time.monotonic() < self._message_until:
+        if time.monotonic() >= self._message_until:
+            self._message = ""
+        if self._message:
             shown = State(self._message, state.facts, state.used_tokens, {}, state.offline)
         keys = "esc stop · F1 help" if self._current is not None else "^N new · F1 help · ^D quit"
         self.query_one(StatusLine).show(shown, keys)

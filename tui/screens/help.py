@@ -6,8 +6,7 @@ from typing import ClassVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import VerticalScroll
-from textual.content import Content
+from textual.containers import Horizontal, VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
@@ -37,19 +36,16 @@ class HelpScreen(ModalScreen[None]):
 
     def compose(self) -> ComposeResult:
         """Two lists."""
-        with VerticalScroll(id="help"):
-            yield Static(self._text(), markup=False)
-
-    def _text(self) -> Content:
         commands = [(f"/{s.name} {s.argument}".rstrip(), s.meaning) for s in SLASHES]
-        width = max(len(key) for key, _ in (*KEYS, *commands)) + 3
-        lines = [Content.styled("Keys", "bold $primary")]
-        lines += [Content(key.ljust(width) + meaning) for key, meaning in KEYS]
-        lines += [Content(""), Content.styled("Commands", "bold $primary")]
-        lines += [Content(key.ljust(width) + meaning) for key, meaning in commands]
-        lines += [Content("//text".ljust(width) + "send a message that begins with /"), Content("")]
-        lines.append(Content.styled("Esc closes this.", "dim"))
-        return Content("\n").join(lines)
+        commands.append(("//text", "send a message that begins with /"))
+        with VerticalScroll(id="help"):
+            for title, rows in (("Keys", KEYS), ("Commands", commands)):
+                yield Static(title, classes="head", markup=False)
+                for key, meaning in rows:
+                    with Horizontal():
+                        yield Static(key, classes="key", markup=False)
+                        yield Static(meaning, classes="meaning", markup=False)
+            yield Static("Esc closes this.", classes="note", markup=False)
 
     def action_dismiss_help(self) -> None:
         """Go back to the chat."""

@@ -19,6 +19,7 @@ from textual.containers import Vertical
 from textual.content import Content
 from textual.geometry import Size
 from textual.message import Message
+from textual.reactive import Reactive
 from textual.widgets import Markdown, Static
 from textual.widgets._markdown import (
     MarkdownBlock,
@@ -246,20 +247,33 @@ class Body(Markdown):
                 await self.mount_all(blocks)
 
 
+class _Live(Static):
+    """Text that grows. Its new size is known when the screen has been laid out: no second pass is needed for it."""
+
+    virtual_size = Reactive(Size(0, 0))
+
+
 class Tail(Vertical):
     """The open end, as plain text. Of a long one only the last part is laid out again."""
 
+    virtual_size = Reactive(Size(0, 0))
+
     def compose(self) -> ComposeResult:
         """The part that changes."""
-        yield Static("", id="live", markup=False)
+        yield _Live("", id="live", markup=False)
 
     def __init__(self) -> None:
         super().__init__()
         self._frozen = 0
+        self._lines = 0
 
     async def show(self, text: str) -> None:
         """Replace the text; it may only grow until `clear`."""
-        self.display = bool(text)
+        if self.display != bool(text):
+            self.display = bool(text)
+            self._lines = 0
+        if not text:
+            return
         self.set_class(bool(_FENCE.match(text.partition("\n")[0])), "-code")
         if len(text) - self._frozen > TAIL_CHUNK:
             cut = max(text.rfind("\n", self._frozen), text.rfind(" ", self._frozen)) + 1
@@ -267,11 +281,19 @@ class Tail(Vertical):
             if piece:
                 await self.mount(Static(piece.removesuffix("\n"), markup=False, classes="frozen"), before="#live")
                 self._frozen = cut
-        self.query_one("#live", Static).update(text[self._frozen :])
+        self._update(text[self._frozen :])
+
+    def _update(self, text: str) -> None:
+        """Lay out the screen again only when a line has come."""
+        live = self.query_one("#live", Static)
+        width = live.size.width
+        lines = Content(text).get_height({}, width) if width else 0
+        live.update(text, layout=not width or lines != self._lines)
+        self._lines = lines
 
     async def clear(self) -> None:
         """Drop everything."""
-        self._frozen = 0
+        self._frozen = self._lines = 0
         self.display = False
         await self.query(".frozen").remove()
         self.query_one("#live", Static).update("")
@@ -279,6 +301,8 @@ class Tail(Vertical):
 
 class Answer(Vertical):
     """An answer as it grows: `feed` any number of times, `flush` about ten times a second, `finish` once."""
+
+    virtual_size = Reactive(Size(0, 0))
 
     def __init__(self) -> None:
         super().__init__()

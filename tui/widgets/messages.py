@@ -8,6 +8,8 @@ from typing import Any
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
+from textual.geometry import Size
+from textual.reactive import Reactive
 from textual.widgets import Static
 
 from localllm.request import Failed
@@ -95,12 +97,15 @@ class Thought(Static):
 class AssistantMessage(Vertical):
     """An answer with its reasoning above and its numbers below."""
 
+    virtual_size = Reactive(Size(0, 0))
+
     def __init__(self, exchange: Exchange, thinking: str = "auto") -> None:
         super().__init__()
         self.exchange = exchange
         self.thought = Thought(thinking)
         self.answer = Answer()
         self._footer = Static("", classes="stats", markup=False)
+        self._footer_text = ""
         self._cleaner = Cleaner()
 
     def compose(self) -> ComposeResult:
@@ -128,7 +133,10 @@ class AssistantMessage(Vertical):
 
     def footer(self, text: str) -> None:
         """The line below: progress while it runs."""
-        self._footer.update(text)
+        if text != self._footer_text:
+            # one line in place of another moves nothing
+            self._footer.update(text, layout=not self._footer_text)
+            self._footer_text = text
 
     async def finish(self, show_stats: bool = True) -> None:
         """The turn has ended, one way or the other."""

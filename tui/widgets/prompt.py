@@ -59,6 +59,7 @@ class PromptArea(TextArea):
         self._place = len(self._history)
 
     async def _on_key(self, event: events.Key) -> None:
+        """Take the keys that mean something here; the editor's own handler sees the others next."""
         key = event.key
         if key == "enter" and self._enter_sends or (key in NEWLINE_KEYS[1:] and not self._enter_sends):
             self._take(event)
@@ -83,12 +84,10 @@ class PromptArea(TextArea):
             self.post_message(self.Scroll(key))
         elif self._at_edge(key) and self._recall(-1 if key == "up" else 1):
             self._take(event)
-        else:
-            await super()._on_key(event)
 
     async def _on_paste(self, event: events.Paste) -> None:
+        # the editor's own handler runs next, with what is left
         event.text = clean(event.text.replace("\r\n", "\n").replace("\r", "\n"))
-        await super()._on_paste(event)
 
     @staticmethod
     def _take(event: events.Key) -> None:
@@ -151,4 +150,5 @@ class Prompt(Vertical):
 
     def set_title(self, text: str) -> None:
         """What stands on the upper edge of the frame: that messages are queued."""
-        self.area.border_title = text
+        if self.area.border_title != text:
+            self.area.border_title = text

@@ -35,8 +35,14 @@ class TitleLine(Horizontal):
         yield Static(" localllm", id="title", markup=False)
         yield Static("", id="model", markup=False)
 
+    _shown: tuple[object, ...] = ()
+
     def show(self, title: str, model: str, facts: Facts) -> None:
-        """Set both sides."""
+        """Set both sides; nothing is drawn when nothing has changed."""
+        new = (title, model, facts.model, facts.device, self.app.size.width)
+        if new == self._shown:
+            return
+        self._shown = new
         name = clean_line(facts.model or model)
         name = name.rsplit("/", 1)[-1]
         device = f" · {facts.device}" if facts.device else ""
@@ -54,8 +60,10 @@ class StatusLine(Horizontal):
         yield Static("", id="state", markup=False)
         yield Static("", id="keys", markup=False)
 
+    _shown: tuple[object, ...] = ()
+
     def show(self, state: State, keys: str) -> None:
-        """Set both sides; what does not fit is left out, the state last."""
+        """Set both sides; what does not fit is left out, the state last. Nothing is drawn when nothing has changed."""
         wide = self.app.size.width >= 100
         parts = [Content(f" {state.text}")]
         if state.facts.ctx:
@@ -64,8 +72,14 @@ class StatusLine(Horizontal):
             parts.append(Content.styled("offline", "$text-warning"))
         if wide and state.sampling:
             parts.append(Content(" ".join(f"{_SHORT.get(k, k)} {v}" for k, v in state.sampling.items())))
-        self.query_one("#state", Static).update(Content(" │ ").join(parts))
-        self.query_one("#keys", Static).update(f"{keys} ")
+        left = Content(" │ ").join(parts)
+        if (left, keys) != self._shown:
+            same_keys = self._shown[1:] == (keys,)
+            self._shown = (left, keys)
+            # the left side has all the room there is: only the right one moves anything
+            self.query_one("#state", Static).update(left, layout=not same_keys)
+            if not same_keys:
+                self.query_one("#keys", Static).update(f"{keys} ")
 
     @staticmethod
     def _meter(state: State, wide: bool) -> Content:

@@ -1,0 +1,88 @@
+"""A chat over the scripted engine, driven by keys."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from textual.pilot import Pilot
+
+from localllm.config import UiConfig
+from localllm.fake import FakeBackend
+from localllm.tui.app import ChatApp
+from localllm.tui.conversation import Conversation
+from localllm.tui.screens.chat import ChatScreen
+from localllm.tui.widgets.messages import AssistantMessage
+from localllm.tui.widgets.prompt import PromptArea
+
+WAIT_S = 30.0
+
+
+class Chat:
+    """The running application with what tests look at."""
+
+    def __init__(self, app: ChatApp, backend: FakeBackend, pilot: Pilot[None]) -> None:
+        self.app, self.backend, self.pilot = app, backend, pilot
+
+    @property
+    def screen(self) -> ChatScreen:
+        """The chat screen, also below a modal one."""
+        return next(s for s in self.app.screen_stack if isinstance(s, ChatScreen))
+
+    @property
+    def prompt(self) -> PromptArea:
+        """Where one types."""
+        return self.screen.query_one(PromptArea)
+
+    @property
+    def answers(self) -> list[AssistantMessage]:
+        """Answers on the screen, in order."""
+        return list(self.screen.query(AssistantMessage))
+
+    async def until(self, done: Callable[[], Any], seconds: float = WAIT_S) -> None:
+        """Wait for something to become true."""
+        end = time.monotonic() + seconds
+        while not done():
+            assert time.monotonic() < end, "it never happened"
+            await self.pilot.pause(0.02)
+
+    async def ready(self) -> None:
+        """Wait for the model."""
+        await self.until(lambda: self.screen.phase == "ready")
+
+    async def send(self, text: str) -> None:
+        """Type a message and press Enter."""
+        self.prompt.text = text
+        await self.pilot.press("enter")
+        await self.until(lambda: self.prompt._history[-1:] == [text])
+
+    async def ask(self, text: str) -> AssistantMessage:
+        """Send, and wait for the end of the answer."""
+        number = len(self.screen.conversation.exchanges)
+        await self.send(text)
+        await self.until(lambda: len(self.screen.conversation.exchanges) > number)
+        exchange = self.screen.conversation.exchanges[-1]
+        await self.until(lambda: exchange.stop)
+        await self.until(lambda: [a for a in self.answers if a.exchange is exchange])
+        await self.pilot.pause()
+        return next(a for a in self.answers if a.exchange is exchange)
+
+    def text(self, selector: str) -> str:
+        """What a Static shows."""
+        return str(self.screen.query_one(selector).render())  # type: ignore[attr-defined]
+
+
+@asynccontextmanager
+async def chat(
+    *, model: str = "fake", tps: float = 0, load_s: float = 0, size: tuple[int, int] = (118, 34), first: str = "",
+    ui: UiConfig | None = None, ctx: int = 32_768, sampling: dict[str, Any] | None = None,
+) -> AsyncIterator[Chat]:  # fmt: skip
+    """Open a chat; it is closed at the end."""
+    backend = FakeBackend(tps=tps, load_s=load_s, ctx=ctx)
+    app = ChatApp(backend, Conversation("", sampling), model=model, first_message=first, ui=ui)
+    async with app.run_test(size=size) as pilot:
+        await pilot.pause()
+        yield Chat(app, backend, pilot)
+    backend.close()

@@ -1,0 +1,391 @@
+"""The chat screen over the scripted engine: T1, T2, T4, T5, T9, T10, T12, T18 and the commands."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from textual.containers import VerticalScroll
+from textual.widgets import OptionList
+
+from localllm.config import UiConfig
+from localllm.fake import MARKDOWN
+from localllm.tui.screens.help import HelpScreen
+from localllm.tui.widgets.loading import LoadCard
+from localllm.tui.widgets.messages import AssistantMessage, Failure, Notice, UserMessage
+
+from .conftest import Chat, chat
+
+
+def notices(running: Chat) -> str:
+    """All that the program said."""
+    return "\n".join(str(n.render()) for n in running.screen.query(Notice))
+
+
+async def test_t1_the_prompt_works_before_the_engine_is_there() -> None:
+    async with chat(model="fake-slow") as running:
+        assert running.app.focused is running.prompt
+        await running.pilot.press("h", "i")
+        assert running.prompt.text == "hi"
+        assert running.screen.phase == "loading"
+        await running.until(lambda: "starting up" in running.text("#state"))
+        assert running.screen.query(LoadCard)
+
+
+async def test_t2_a_message_before_ready_waits_and_is_sent() -> None:
+    async with chat(load_s=0.3) as running:
+        await running.send("early")
+        await running.send("second")
+        await running.until(lambda: len(running.screen.query("UserMessage.-queued")) == 2)
+        assert running.prompt.border_title == "2 queued"
+        await running.until(lambda: len(running.screen.conversation.exchanges) == 2)
+        await running.until(lambda: all(e.stop for e in running.screen.conversation.exchanges))
+        assert not running.screen.query("UserMessage.-queued")
+        assert [messages[-1]["content"] for messages, _ in running.backend.sent] == ["early", "second"]
+        assert running.backend.sent[1][0][:2] == [
+            {"role": "user", "content": "early"},
+            {"role": "assistant", "content": "early"},
+        ]
+
+
+async def test_an_answer_with_its_numbers() -> None:
+    async with chat(tps=500) as running:
+        await running.ready()
+        message = await running.ask("hello there, you")
+        assert message.answer.source == "hello there, you"
+        footer = str(message.query_one(".stats").render())  # type: ignore[attr-defined]
+        assert "tok/s" in footer and "TTFT" in footer and "↑" in footer
+        await running.until(lambda: "ready" in running.text("#state"))
+        assert "ctx" in running.text("#state") and "%" in running.text("#state")
+        assert "fake kernels" in notices(running)
+        assert "fake · cpu" in running.text("#model")
+
+
+async def test_t4_esc_stops_and_keeps_what_is_there() -> None:
+    async with chat(tps=100) as running:
+        await running.ready()
+        await running.send("long")
+        await running.until(lambda: running.answers and running.answers[0].exchange.text)
+        pressed = time.monotonic()
+        await running.pilot.press("escape")
+        await running.until(lambda: 0 in running.backend.stopped_at)
+        assert running.backend.stopped_at[0] - pressed < 2.5
+        await running.until(lambda: running.answers[0].exchange.stop)
+        message = running.answers[0]
+        assert message.exchange.stop == "abort"
+        await running.until(lambda: "stopped by you" in str(message.query_one(".stats").render()))  # type: ignore[attr-defined]
+        assert message.exchange.text == running.backend.emitted[0] == message.answer.source
+
+
+async def test_t5_scrolled_up_stays_and_end_follows_again() -> None:
+    async with chat(tps=1000) as running:
+        await running.ready()
+        await running.ask("!md")
+        await running.send("long")
+        await running.until(lambda: len(running.answers) == 2 and running.answers[1].exchange.text)
+        transcript = running.screen.query_one("#transcript", VerticalScroll)
+        await running.pilot.press("pageup")
+        await running.pilot.pause(0.4)
+        at, had = transcript.scroll_y, len(running.answers[1].exchange.text)
+        await running.until(lambda: len(running.answers[1].exchange.text) > had + 400)
+        assert transcript.scroll_y == at
+        await running.pilot.press("end")
+        await running.until(lambda: transcript.scroll_y >= transcript.max_scroll_y - 1)
+        await running.pilot.press("escape")
+
+
+async def test_t9_a_full_context_asks_what_to_leave_out() -> None:
+    async with chat() as running:
+        await running.ready()
+        for text in ("one", "two", "three"):
+            await running.ask(text)
+        await running.ask("!full now")
+        choices = running.screen.query_one("#choices", OptionList)
+        await running.until(lambda: choices.display)
+        assert choices.option_count == 3
+        assert "oldest 2 questions" in str(choices.get_option_at_index(0).prompt)
+        sent = len(running.backend.sent)
+        await running.pilot.press("down", "down", "enter")  # edit
+        await running.until(lambda: running.prompt.text == "!full now")
+        assert not choices.display
+        assert len(running.backend.sent) == sent
+        assert "!full now" not in [e.user for e in running.screen.conversation.exchanges]
+
+
+async def test_t9_leaving_out_sends_again_without_the_oldest() -> None:
+    async with chat(ctx=18) as running:
+        await running.ready()
+        for text in ("a b", "c d"):
+            await running.ask(text)
+        await running.send("e f g h i j k")
+        choices = running.screen.query_one("#choices", OptionList)
+        await running.until(lambda: choices.display)
+        await running.pilot.press("enter")
+        await running.until(lambda: running.screen.conversation.exchanges[-1].stop == "stop")
+        contents = [message["content"] for message in running.backend.sent[-1][0]]
+        assert contents == ["c d", "c d", "e f g h i j k"]
+
+
+@pytest.mark.parametrize(("model", "says"), [("fake-gated", "hf auth login"), ("fake-huge", "--ctx 16k")])
+async def test_t10_loading_fails_with_its_fixes_and_the_screen_lives(model: str, says: str) -> None:
+    async with chat(model=model) as running:
+        await running.until(lambda: running.screen.phase == "failed")
+        await running.until(lambda: running.screen.query(Failure))
+        assert says in str(running.screen.query_one(Failure).render())
+        assert not running.screen.query(LoadCard)
+        await running.send("hello?")
+        await running.until(lambda: "no model is loaded" in notices(running))
+        assert running.prompt.text == "hello?"  # nothing typed is lost
+
+
+async def test_t10_a_base_model_points_to_run() -> None:
+    async with chat(model="fake-base") as running:
+        await running.until(lambda: running.screen.phase == "failed")
+        await running.until(lambda: running.screen.query(Failure))
+        assert "localllm run fake-base" in str(running.screen.query_one(Failure).render())
+
+
+@pytest.mark.parametrize(("prompt", "code"), [("!error", "E101"), ("!oom", "E502")])
+async def test_t10_a_failed_turn_is_a_turn_and_the_next_one_works(prompt: str, code: str) -> None:
+    async with chat() as running:
+        await running.ready()
+        message = await running.ask(prompt)
+        assert code in str(message.query_one(".stats").render())  # type: ignore[attr-defined]
+        after = await running.ask("again")
+        assert after.exchange.text == "again"
+
+
+async def test_t12_resizing_while_an_answer_comes() -> None:
+    async with chat(tps=300) as running:
+        await running.ready()
+        await running.send("!md")
+        for size in ((60, 24), (118, 34), (39, 11), (100, 40), (20, 5), (118, 34)):
+            await running.pilot.resize_terminal(*size)
+            await running.pilot.pause(0.05)
+            assert running.screen.query_one("#small").display == (size[0] < 40 or size[1] < 12)
+        await running.until(lambda: running.answers and running.answers[0].exchange.stop)
+        assert running.answers[0].answer.source == MARKDOWN
+
+
+async def test_thinking_folds_and_opens() -> None:
+    async with chat() as running:
+        await running.ready()
+        message = await running.ask("!think")
+        thought = str(message.thought.render())
+        assert thought.startswith("▸ thought for") and "from every side" not in thought
+        await running.pilot.press("ctrl+t")
+        await running.until(lambda: "from every side" in str(message.thought.render()))
+        assert message.answer.source == "The answer is 42."
+
+
+async def test_reasoning_is_not_sent_back() -> None:
+    async with chat() as running:
+        await running.ready()
+        await running.ask("!think")
+        await running.ask("next")
+        assert [m["content"] for m in running.backend.sent[-1][0]] == ["!think", "The answer is 42.", "next"]
+
+
+async def test_ctrl_c_stops_clears_and_then_quits() -> None:
+    async with chat(tps=100) as running:
+        await running.ready()
+        await running.send("long")
+        await running.until(lambda: running.answers and running.answers[0].exchange.text)
+        await running.pilot.press("ctrl+c")
+        await running.until(lambda: running.answers[0].exchange.stop == "abort")
+        running.screen._interrupted_at = -100.0
+        await running.pilot.press("x")
+        await running.pilot.press("ctrl+c")
+        assert running.prompt.text == ""
+        assert "press ctrl+c again" in running.text("#state")
+        await running.pilot.press("ctrl+c")
+        await running.until(lambda: running.app._exit)
+
+
+@pytest.mark.parametrize("keys", [["ctrl+d"], ["ctrl+q"]])
+async def test_ways_out(keys: list[str]) -> None:
+    async with chat() as running:
+        await running.ready()
+        await running.pilot.press(*keys)
+        await running.until(lambda: running.app._exit)
+
+
+@pytest.mark.parametrize("text", ["/quit", "/bye", "exit", ":q"])
+async def test_words_that_leave(text: str) -> None:
+    async with chat() as running:
+        await running.send(text)
+        await running.until(lambda: running.app._exit)
+
+
+async def test_ctrl_d_on_text_deletes() -> None:
+    async with chat() as running:
+        await running.pilot.press("a", "b", "home", "ctrl+d")
+        assert running.prompt.text == "b"
+
+
+@pytest.mark.parametrize("key", ["ctrl+j", "shift+enter", "alt+enter"])
+async def test_keys_for_a_new_line(key: str) -> None:
+    async with chat() as running:
+        await running.pilot.press("a", key, "b")
+        assert running.prompt.text == "a\nb"
+
+
+async def test_a_backslash_before_enter_is_a_new_line() -> None:
+    async with chat() as running:
+        running.prompt.text = "a\\"
+        running.prompt.move_cursor(running.prompt.document.end)
+        await running.pilot.press("enter", "b")
+        assert running.prompt.text == "a\nb"
+
+
+async def test_enter_may_mean_a_new_line() -> None:
+    async with chat(ui=UiConfig(enter="newline")) as running:
+        await running.ready()
+        await running.pilot.press("a", "enter", "b", "ctrl+j")
+        await running.until(lambda: running.screen.conversation.exchanges)
+        assert running.screen.conversation.exchanges[0].user == "a\nb"
+
+
+async def test_the_prompt_remembers() -> None:
+    async with chat() as running:
+        await running.ready()
+        await running.ask("first")
+        await running.ask("second")
+        running.prompt.text = "draft"
+        await running.pilot.press("up")
+        assert running.prompt.text == "second"
+        await running.pilot.press("up")
+        assert running.prompt.text == "first"
+        await running.pilot.press("down", "down")
+        assert running.prompt.text == "draft"
+
+
+async def test_commands_are_hinted_and_completed() -> None:
+    async with chat() as running:
+        await running.pilot.press("slash", "s", "y")
+        await running.until(lambda: "/system" in running.text("#hints"))
+        await running.pilot.press("tab")
+        assert running.prompt.text == "/system "
+
+
+async def test_commands() -> None:
+    sampling: dict[str, object] = {}
+    async with chat(sampling=sampling) as running:  # type: ignore[arg-type]
+        await running.ready()
+        await running.ask("hello")
+        await running.send("/set temp 0.3")
+        await running.until(lambda: "temperature = 0.3" in notices(running))
+        assert sampling == {"temperature": 0.3}
+        await running.send("/set temp hot")
+        await running.until(lambda: "expected" in notices(running))
+        await running.send("/system be brief")
+        await running.until(lambda: "system message set" in notices(running))
+        await running.send("/stats")
+        await running.until(lambda: "pages" in notices(running))
+        await running.send("/copy")
+        await running.until(lambda: running.app._clipboard == "hello")
+        await running.send("/frob")
+        await running.until(lambda: "there is no command /frob" in notices(running))
+        await running.ask("//literal")
+        assert running.backend.sent[-1][0][0] == {"role": "system", "content": "be brief"}
+        assert running.backend.sent[-1][0][-1]["content"] == "/literal"
+
+
+async def test_new_chat_forgets_also_while_an_answer_comes() -> None:
+    async with chat(tps=100) as running:
+        await running.ready()
+        await running.send("long")
+        await running.until(lambda: running.answers and running.answers[0].exchange.text)
+        await running.pilot.press("ctrl+n")
+        await running.until(lambda: not running.screen.query(AssistantMessage))
+        assert not running.screen.query(UserMessage)
+        message = await running.ask("fresh")
+        assert message.exchange.text == "fresh"
+        assert [m["content"] for m in running.backend.sent[-1][0]] == ["fresh"]
+
+
+async def test_help_opens_and_closes() -> None:
+    async with chat() as running:
+        await running.pilot.press("f1")
+        await running.until(lambda: isinstance(running.app.screen, HelpScreen))
+        await running.pilot.press("escape")
+        await running.until(lambda: not isinstance(running.app.screen, HelpScreen))
+        assert running.app.focused is running.prompt
+
+
+async def test_old_turns_leave_the_screen_and_come_back() -> None:
+    async with chat(ui=UiConfig(history_window=3)) as running:
+        await running.ready()
+        for number in range(6):
+            await running.ask(f"question {number}")
+        assert len(running.screen.query(UserMessage)) == 3
+        assert "3 earlier" in running.text("#earlier")
+        running.screen.query_one("#transcript", VerticalScroll).scroll_home(animate=False)
+        await running.pilot.pause(0.1)
+        await running.pilot.click("#earlier")
+        await running.until(lambda: len(running.screen.query(UserMessage)) == 6)
+        assert [a.exchange.user for a in running.answers] == [f"question {n}" for n in range(6)]
+        assert running.answers[0].answer.source == "question 0"
+
+
+async def test_the_first_message_may_come_with_the_command() -> None:
+    async with chat(first="from the command line") as running:
+        await running.until(
+            lambda: running.screen.conversation.exchanges and running.screen.conversation.exchanges[0].stop
+        )
+        assert running.screen.conversation.exchanges[0].text == "from the command line"
+
+
+async def test_a_download_shows_its_bytes() -> None:
+    async with chat(model="fake-download", load_s=0.05) as running:
+        await running.until(lambda: "MiB of 400 MiB" in running.text("#load-line"))
+        await running.until(lambda: "downloading" in running.text("#state"))
+        await running.ready()
+        await running.until(lambda: not running.screen.query(LoadCard))
+
+
+async def test_t18_still_means_slow_timers() -> None:
+    async with chat(ui=UiConfig(animations=False)) as running:
+        assert running.app.drain_s >= 0.25
+        assert running.app.animation_level == "none"
+
+
+async def test_pasted_control_characters_are_dropped() -> None:
+    from textual.events import Paste
+
+    async with chat() as running:
+        running.app.post_message(Paste("a\x1b[2J\r\nb\x07"))
+        await running.until(lambda: running.prompt.text == "a[2J\nb")
+
+
+@pytest.mark.parametrize("theme", ["localllm-dark", "textual-light", "ansi-dark"])
+async def test_t14_themes(theme: str) -> None:
+    async with chat(ui=UiConfig(theme=theme)) as running:
+        await running.ready()
+        message = await running.ask("!md")
+        assert message.answer.source == MARKDOWN
+        assert running.app.theme == theme
+
+
+@pytest.mark.slow
+async def test_t14_all_themes() -> None:
+    async with chat() as running:
+        await running.ready()
+        await running.ask("!md")
+        for theme in running.app.available_themes:
+            running.app.theme = theme
+            await running.pilot.pause(0.05)
+
+
+async def test_an_unknown_theme_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with chat(ui=UiConfig(theme="nope")) as running:
+        assert running.app.theme == "localllm-dark"
+
+
+async def test_no_color_is_no_colour(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    async with chat() as running:
+        await running.ready()
+        await running.ask("!md")
+        assert running.app.theme == "ansi-dark"
+        assert "NoColor" in [type(one).__name__ for one in running.app._filters]
