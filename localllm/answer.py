@@ -211,8 +211,12 @@ class Turn:
         return list(self._stream.request.prompt_token_ids)
 
     def __iter__(self) -> Iterator[Piece]:
-        for event in self._stream:
-            yield self._text.take(event)
+        try:
+            for event in self._stream:
+                yield self._text.take(event)
+        finally:
+            if not self._stream.is_done:
+                self.abort()
 
     def abort(self) -> None:
         """End it now; the last pieces say "abort"."""

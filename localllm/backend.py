@@ -10,7 +10,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from localllm.answer import Piece, Turn
@@ -25,6 +25,7 @@ from localllm.request import (
     FinishReason,
     Message,
     ModelChoice,
+    Phase,
     Prefill,
     SamplingParams,
     Timing,
@@ -150,7 +151,7 @@ class InProcessBackend:
 
     def _work(self, model: str | None) -> None:
         try:
-            self._llm = self._load(model)
+            llm = self._load(model)
         except LocalLLMError as error:
             self._fail_all(error)
             return
@@ -166,11 +167,10 @@ class InProcessBackend:
                     if self._closing:
                         break
                     queued = self._queue.popleft()
-                self._answer(self._llm, queued)
+                self._answer(llm, queued)
         finally:
-            llm, self._llm = self._llm, None
-            if llm is not None:
-                llm.close()
+            self._llm = None
+            llm.close()
             self._drop_queue(None)
 
     def _load(self, model: str | None) -> LLM:
@@ -178,9 +178,15 @@ class InProcessBackend:
         from localllm.llm import LLM
 
         name = model or default_model()
-        llm = LLM(name, on_phase=self._events.append, cancel=self._cancel, **self._options)
+        held: list[Phase] = []  # "ready" is told when facts() knows the model, not before
+
+        def on_phase(phase: Phase) -> None:
+            (held if phase.name == "ready" else self._events).append(phase)
+
+        self._llm = LLM(name, on_phase=on_phase, cancel=self._cancel, **self._options)
         hub.remember_model(name)
-        return llm
+        self._events.extend(held)
+        return self._llm
 
     def _answer(self, llm: LLM, queued: _Queued) -> None:
         turn = queued.turn
@@ -247,11 +253,11 @@ class InProcessBackend:
             if failed is None:
                 self._end(turn, Done(turn, FinishReason.ABORT, Usage(), Timing()))
             else:
-                self._end(turn, Failed(turn, failed.code, failed.message, failed.hint, failed.fixes))
+                self._end(turn, replace(failed, turn=turn))
 
 
 def _failed(turn: int, error: LocalLLMError) -> Failed:
-    return Failed(turn, error.code, error.message, error.hint, error.fixes)
+    return Failed(turn, error.code, error.message, error.hint, error.fixes, error.why, error.context)
 
 
 def default_model() -> str:

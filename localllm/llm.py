@@ -12,14 +12,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from localllm.answer import Answer, Piece, Shown, Splitter, Turn, TurnText
-from localllm.errors import ConfigError, InvalidRequest
-from localllm.request import Facts, Message, Phase, Request, SamplingParams, StopCheck, TokenEvent
+from localllm.errors import BadModelFile, ConfigError, InternalError, InvalidRequest
+from localllm.request import Facts, FinishReason, Message, Phase, Request, SamplingParams, StopCheck, TokenEvent
 
 if TYPE_CHECKING:
     import numpy as np
@@ -87,8 +88,9 @@ class LLM:
         self.name = os.fspath(name_or_path)
         self.path: Path = self._find(self.name, offline, cancel)
         """the file or folder that was loaded"""
-        self._checkpoint = self._open()
-        self.facts: ModelFacts = self._checkpoint.facts
+        with self._naming():
+            self._checkpoint = self._open()
+            self.facts: ModelFacts = self._checkpoint.facts
         from localllm.device import machine
         from localllm.plan import PlanOptions, plan
 
@@ -103,7 +105,8 @@ class LLM:
         self._template: ChatTemplate | None = None
         self._engine: Engine | None = None
         try:
-            self._start(dtype == "float32", deterministic, threads, prefix_cache, debug_invariants)
+            with self._naming():
+                self._start(dtype == "float32", deterministic, threads, prefix_cache, debug_invariants)
         except BaseException:
             self.close()
             raise
@@ -112,6 +115,7 @@ class LLM:
 
     def _find(self, name: str, offline: bool, cancel: threading.Event | None) -> Path:
         self._notify(Phase("resolve", detail=name))
+        self._pulled_as = ""
         if os.sep in name or name.endswith(".gguf") or name.startswith((".", "~")):
             path = Path(name).expanduser()
             if path.exists():
@@ -119,9 +123,20 @@ class LLM:
         from localllm import hub
 
         resolved = hub.resolve(name, offline=offline)
+        self._pulled_as = resolved.pulled_as
         if resolved.path is not None:
             return Path(resolved.path)
         return Path(hub.download(resolved, progress=self._notify, cancel=cancel or threading.Event()))
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Damage found anywhere while loading or asking names the model's file and the command that repairs it."""
+        try:
+            yield
+        except BadModelFile as error:
+            from localllm.checkpoint.mapped_file import label
+
+            raise error.about(label(self.path), self._pulled_as) from error
 
     def _open(self) -> Checkpoint:
         from localllm.checkpoint import open_checkpoint
@@ -177,6 +192,7 @@ class LLM:
             progress=self._on_weights,
         )
         self._model: Model = load_model(self._checkpoint, options)
+        self._checkpoint.close()  # nothing reads the files from here on
         self._notify(Phase("kv", detail=f"{self.plan.ctx:,} tokens"))
         cache = KVCache(self._model.groups, self.plan.num_pages, self.plan.page_size, kv_dtype, device=str(device))
         groups = tuple(
@@ -227,8 +243,15 @@ class LLM:
             return iter(turn) if stream else turn.answer()
         if stream:
             raise InvalidRequest(f"stream=True takes one prompt, not {len(prompts)}", "call generate once per prompt")
-        turns = [self.submit(self.encode_prompt(p), params) for p in prompts]  # type: ignore[arg-type]
-        return [turn.answer() for turn in turns]
+        turns: list[Turn] = []
+        try:
+            for prompt in prompts:
+                turns.append(self.submit(self.encode_prompt(prompt), params))  # type: ignore[arg-type]  # noqa: PERF401
+            return [turn.answer() for turn in turns]
+        except BaseException:
+            for turn in turns:  # one that fails takes the others with it: nobody would read them
+                turn.abort()
+            raise
 
     @overload
     def chat(
@@ -272,12 +295,12 @@ class LLM:
         """
         import numpy as np
 
-        request = Request(list(token_ids), SamplingParams(max_tokens=1), score=True)
+        if chunk is not None and chunk < 1:
+            raise InvalidRequest(f"chunk is {chunk}, it must be at least 1", "give chunk=256")
+        request = Request(list(token_ids), SamplingParams(max_tokens=1), score=True, score_chunk=chunk or 256)
         pieces = self._scores(request)
         if chunk is None:
             return np.concatenate(list(pieces))
-        if chunk < 1:
-            raise InvalidRequest(f"chunk is {chunk}, it must be at least 1", "give chunk=256")
         return (p[at : at + chunk] for p in pieces for at in range(0, len(p), chunk))
 
     def _scores(self, request: Request) -> Iterator[np.ndarray]:
@@ -301,7 +324,8 @@ class LLM:
         """Text -> ids, with BOS where the model wants one and the text does not begin with it; ids stay as they are."""
         if not isinstance(prompt, str):
             return list(prompt)
-        ids = self.tokenizer.encode(prompt, special=True)
+        with self._naming():
+            ids = self.tokenizer.encode(prompt, special=True)
         bos = self.tokenizer.bos_token_id
         if self.tokenizer.add_bos and bos is not None and ids[:1] != [bos]:
             ids = [bos, *ids]
@@ -322,8 +346,9 @@ class LLM:
             )
         from localllm.chat.template import encode_chat
 
-        rendered = self._template.render(messages, tools=tools, **(template_kwargs or {}))
-        return encode_chat(self.tokenizer, rendered, messages)
+        with self._naming():
+            rendered = self._template.render(messages, tools=tools, **(template_kwargs or {}))
+            return encode_chat(self.tokenizer, rendered, messages)
 
     def submit(
         self,
@@ -337,7 +362,11 @@ class LLM:
         listener: Callable[[Piece], None] | None = None,
     ) -> Turn:
         """Queue token ids. With a `listener`, pieces go to it, in the engine's thread, instead of to the `Turn`."""
-        params = self._with_control_stops(params or self.default_params())
+        from localllm.engine.limits import check_params
+
+        params = params or self.default_params()
+        check_params(params, self.facts.vocab_size)  # before anything is built from it
+        params = self._with_control_stops(params)
         tags = self._reasoning_tags(prompt_token_ids) if splits_reasoning else None
         shown = self._shown(tags, continuing=not splits_reasoning)
         request = Request(
@@ -353,9 +382,20 @@ class LLM:
         if listener is None:
             return Turn(self.engine.submit(request), text)
         tell = listener
+        failed: set[int] = set()
 
         def on_event(event: TokenEvent) -> None:
-            tell(text.take(event))
+            if event.index in failed:
+                return
+            try:
+                piece = text.take(event)
+            except Exception:  # text that cannot be made ends the answer, and says so
+                log.exception("an answer could not be turned into text")
+                failed.add(event.index)
+                error = InternalError("the answer could not be turned into text", "see the log")
+                piece = Piece(event.index, finish_reason=FinishReason.ERROR, error=error)
+                self.engine.abort(request.request_id)
+            tell(piece)
 
         return Turn(self.engine.submit(request, on_event), text)
 

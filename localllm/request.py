@@ -130,6 +130,11 @@ class StopCheck(Protocol):
         """Take one id. None: go on; else the number of characters of the whole text to keep."""
         ...
 
+    @property
+    def stop_text(self) -> str | None:
+        """The stop string that ended the text."""
+        ...
+
     def fork(self) -> StopCheck:
         """A fresh one with the same settings, for another child of the same request."""
         ...
@@ -246,6 +251,9 @@ class Failed:
     message: str
     hint: str = ""
     fixes: tuple[tuple[str, str], ...] = ()
+    why: str = ""
+    context: Mapping[str, Any] = field(default_factory=dict)
+    """the values, for the JSON twin"""
 
 
 ChatEvent = Phase | Prefill | Delta | Done | Failed

@@ -33,6 +33,11 @@ from .sequence import Sequence
 
 log = logging.getLogger(__name__)
 
+UNREAD_PIECES = 2
+"""pieces of scores that may wait for their reader before the request pauses"""
+IDLE_S = 0.002
+"""between looks whether a paused request may go on"""
+
 Listener = Callable[[TokenEvent], None]
 Sampled = tuple[int, TokenLogprob | None] | Exception
 
@@ -58,6 +63,9 @@ class RequestStream:
         self._engine = engine
         self._listener = listener
         self._events: SimpleQueue[TokenEvent] = SimpleQueue()
+        self.submit_time = time.monotonic()
+        self.num_unread_pieces = 0
+        """pieces of scores that wait for the reader"""
         self._open = 1 if request.score else request.params.n
         self._unread = self._open
 
@@ -65,6 +73,8 @@ class RequestStream:
         """Called by the engine's thread."""
         if event.finish_reason is not None:
             self._open -= 1
+        if event.scores is not None:
+            self.num_unread_pieces += 1
         if self._listener is not None:
             self._listener(event)
         else:
@@ -78,13 +88,16 @@ class RequestStream:
     def get(self, timeout: float | None = None) -> TokenEvent | None:
         """The next event, or None after `timeout` seconds."""
         try:
-            return self._events.get(timeout=timeout)
+            event = self._events.get(timeout=timeout)
         except Empty:
             return None
+        self.num_unread_pieces -= event.scores is not None
+        return event
 
     def __iter__(self) -> Iterator[TokenEvent]:
         while self._unread > 0:
-            event = self._events.get()
+            event = self.get()
+            assert event is not None
             if event.finish_reason is not None:
                 self._unread -= 1
             yield event
@@ -122,6 +135,7 @@ class Engine:
         self._dead: Exception | None = None
         self._thread: threading.Thread | None = None
         self._num_steps = 0
+        self._step_started = 0.0
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
         self._counter = 0
@@ -187,6 +201,12 @@ class Engine:
         )
 
     @property
+    def step_age_s(self) -> float:
+        """How long the present step has been running; 0 between steps."""
+        started = self._step_started
+        return time.monotonic() - started if started else 0.0
+
+    @property
     def is_dead(self) -> bool:
         """Whether an error outside any request stopped the loop."""
         return self._dead is not None
@@ -226,17 +246,28 @@ class Engine:
             else:
                 self._pages.tree.clear()
         if self.scheduler.has_work:
-            self.step()
+            self._hold_back_readers()
+            self._step_started = time.monotonic()
+            if not self.step():
+                time.sleep(IDLE_S)  # all that runs waits for its reader
+            self._step_started = 0.0
         if self.options.check_invariants:
             self.scheduler.check_integrity()
 
-    def step(self) -> None:
-        """schedule, build, forward, sample, commit, publish."""
+    def _hold_back_readers(self) -> None:
+        """Pause score requests whose reader is behind: a piece can be 64 MB."""
+        for sequence in self.scheduler.running:
+            if sequence.request.score:
+                stream = self._streams.get(sequence.request.request_id)
+                sequence.is_paused = stream is not None and stream.num_unread_pieces > UNREAD_PIECES
+
+    def step(self) -> bool:
+        """schedule, build, forward, sample, commit, publish. False when there was nothing to compute."""
         step = self.scheduler.schedule()
         for sequence in step.starved:
             self._end_starved(sequence)
         if not step.scheduled:
-            return
+            return bool(step.starved)
         started = time.monotonic()
         for part in step.scheduled:
             part.sequence.start_time = part.sequence.start_time or started
@@ -251,8 +282,9 @@ class Engine:
             log.exception("a step failed")
             for part in step.scheduled:
                 self._fail(part.sequence, _explain(error))
-            return
+            return True
         self._commit(step, rows, sampled)
+        return True
 
     def _accept(self, request: Request) -> None:
         params = request.params
@@ -260,6 +292,8 @@ class Engine:
         seed = params.seed if params.seed is not None else random.SystemRandom().getrandbits(62)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         sequence = Sequence(request, 0, len(self._pages.pools), seed, max_tokens)
+        stream = self._streams.get(request.request_id)
+        sequence.submit_time = stream.submit_time if stream is not None else sequence.submit_time
         sequence.pending_forks = 0 if request.score else params.n - 1
         self.scheduler.add(sequence)
 
@@ -301,6 +335,8 @@ class Engine:
         """Log-probabilities of prompt rows: published (score) or kept for the first token's event (prompt logprobs)."""
         sequence = part.sequence
         skip = max(0, sequence.num_rows_done - part.start)  # done before a preemption
+        if skip >= part.num_tokens or sequence.num_rows_done >= sequence.num_prompt_tokens:
+            return
         at = part.start + skip
         prompt = sequence.token_ids
         with torch.inference_mode():
@@ -363,7 +399,7 @@ class Engine:
         event = TokenEvent(sequence.request.request_id, sequence.index, [token])
         if logprob is not None:
             event.logprobs = [logprob]
-        if sequence.num_output_tokens == 1 and sequence.params.prompt_logprobs is not None:
+        if sequence.num_output_tokens == 1 and sequence.index == 0 and sequence.params.prompt_logprobs is not None:
             event.prompt_logprobs = [None, *sequence.prompt_logprobs]
         if sequence.finish_reason is None:
             self._publish(sequence, event)
@@ -402,8 +438,9 @@ class Engine:
             return
         try:
             stream.put(event)
-        except Exception:  # a listener's fault is its own
+        except Exception:  # a listener's fault ends its own request
             log.exception("a listener failed")
+            self._inbox.append(("abort", event.request_id))
         if stream.is_done:
             self._streams.pop(event.request_id, None)
 

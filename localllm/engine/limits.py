@@ -11,6 +11,7 @@ from localllm.request import Request, SamplingParams
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_STOP_CHARS = 256
 MAX_BIASES = 1024
 
 _RANGES: tuple[tuple[str, float, float, bool], ...] = (
@@ -54,6 +55,8 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
         raise _refuse("stop", f"{len(params.stop)} strings", f"at most {MAX_STOPS} strings")
     if not all(isinstance(s, str) and s for s in params.stop):
         raise _refuse("stop", "an empty string", "non-empty strings")
+    if longest := max((len(s) for s in params.stop if len(s) > MAX_STOP_CHARS), default=0):
+        raise _refuse("stop", f"a string of {longest} characters", f"strings of at most {MAX_STOP_CHARS} characters")
     _token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     _token_ids("logit_bias", params.logit_bias, vocab_size)
     if len(params.logit_bias) > MAX_BIASES:
@@ -69,15 +72,16 @@ def check_request(request: Request, vocab_size: int, max_context: int) -> None:
     count = len(request.prompt_token_ids)
     if count == 0:
         raise InvalidRequest("the prompt is empty", "give at least one token of text", param="prompt")
-    _token_ids("prompt", request.prompt_token_ids, vocab_size)
     room = max_context if request.score else max_context - 1
     if count > room:
+        spare = "" if count > max_context else ", one of them for the answer"
         raise ContextTooLong(
-            f"the prompt has {count:,} tokens, the context window holds {max_context:,}",
+            f"the prompt has {count:,} tokens, the context window holds {max_context:,}{spare}",
             f"start with --ctx {_round_up(count + 256)}, or shorten the prompt",
             context={"prompt_tokens": count, "max_context": max_context},
             param="messages",
         )
+    _token_ids("prompt", request.prompt_token_ids, vocab_size)
 
 
 def _round_up(count: int) -> int:

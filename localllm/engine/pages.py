@@ -156,6 +156,8 @@ class Pages:
 
     def _grow_tree(self, sequence: Sequence) -> None:
         size = self.page_size
+        if sequence.node is not None and sequence.node.parent is None:
+            return  # its node was evicted with its last window page: nothing below it could be found again
         node = sequence.node or self.tree.root(sequence.request.cache_salt)
         for index in range(sequence.num_tree_pages, sequence.num_computed_tokens // size):
             pages = [table[index] if table[index] >= 0 else None for table in sequence.block_tables]

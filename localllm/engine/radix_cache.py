@@ -11,6 +11,8 @@ therefore a node whose first-group page is held by the tree alone has no user be
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop, heappush
+from itertools import count
 
 from .page_pool import PagePool
 
@@ -129,14 +131,15 @@ class RadixCache:
             return self._evict_window(group, num_pages)
         freed = 0
         goal = max(num_pages, EVICT_BATCH)
-        while freed < goal:
-            leaves = sorted((n for n in self._nodes() if not n.children and self._idle(n)), key=lambda n: n.last_used)
-            if not leaves:
-                break
-            for node in leaves:
-                freed += self._drop(node, group)
-                if freed >= goal:
-                    break
+        order = count()
+        heap = [(n.last_used, next(order), n) for n in self._nodes() if not n.children and self._idle(n)]
+        heapify(heap)
+        while heap and freed < goal:
+            _, _, node = heappop(heap)
+            parent = node.parent
+            freed += self._drop(node, group)
+            if parent is not None and parent.parent is not None and not parent.children and self._idle(parent):
+                heappush(heap, (parent.last_used, next(order), parent))
         return freed
 
     def _evict_window(self, group: int, num_pages: int) -> int:
@@ -171,13 +174,19 @@ class RadixCache:
         del node.parent.children[node.key]
         self.num_nodes -= 1
         parent, node.parent = node.parent, None
+        if parent.parent is None and not parent.children:
+            self._roots = {salt: root for salt, root in self._roots.items() if root is not parent}
         return parent
 
     def clear(self) -> None:
         """Forget every prefix that nobody uses at the moment."""
-        while leaves := [n for n in self._nodes() if not n.children and self._idle(n)]:
-            for node in leaves:
-                self._drop(node, 0)
+        leaves = [n for n in self._nodes() if not n.children and self._idle(n)]
+        while leaves:
+            node = leaves.pop()
+            parent = node.parent
+            self._drop(node, 0)
+            if parent is not None and parent.parent is not None and not parent.children and self._idle(parent):
+                leaves.append(parent)
 
     def _nodes(self) -> Iterator[Node]:
         stack = [child for root in self._roots.values() for child in root.children.values()]
@@ -189,9 +198,9 @@ class RadixCache:
     def check_integrity(self) -> None:
         """Raise AssertionError unless every page in a node is marked so in its pool, once, and keys are full pages."""
         seen: list[set[int]] = [set() for _ in self.pools]
-        count = 0
+        num_nodes = 0
         for node in self._nodes():
-            count += 1
+            num_nodes += 1
             assert len(node.key) == self.page_size, f"a node holds {len(node.key)} tokens"
             assert node.parent is not None and node.parent.children[node.key] is node, "a node its parent does not know"
             for group, page in enumerate(node.pages):
@@ -200,7 +209,7 @@ class RadixCache:
                 assert page not in seen[group], f"page {page} of group {group} is in two nodes"
                 assert self.pools[group].in_tree(page), f"page {page} of group {group} is not marked as cached"
                 seen[group].add(page)
-        assert count == self.num_nodes, f"{count} nodes, counted {self.num_nodes}"
+        assert num_nodes == self.num_nodes, f"{num_nodes} nodes, counted {self.num_nodes}"
         for group, pool in enumerate(self.pools):
             marked = {p for p in range(pool.num_pages) if pool.in_tree(p)}
             assert marked == seen[group], f"group {group}: pages marked but in no node: {sorted(marked - seen[group])}"

@@ -7,6 +7,8 @@ any other wish share one argmax over the batch.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -19,6 +21,10 @@ FIRST_CUT = 1024
 """candidates sorted first when only top-p bounds them: sorting 262k logits takes 20 ms on two cores, topk 2 ms"""
 DRY_WINDOW = 2048
 """tokens DRY looks back"""
+DRY_EXPONENT = 80.0
+"""natural logarithm of the largest penalty: float32 ends at e^88"""
+COLDEST = 1e-5
+"""temperatures below count as greedy: a logit divided by less overflows float32"""
 _MASK = (1 << 64) - 1
 
 
@@ -77,11 +83,13 @@ def sample_row(logits: Tensor, sequence: Sequence) -> int:
         stops = [t for t in (*sequence.request.eos_token_ids, *params.stop_token_ids) if t < logits.numel()]
         logits[stops] = -torch.inf
     _penalise(logits, sequence)
-    if params.temperature == 0:
+    if params.temperature < COLDEST:
         return int(logits.argmax())
     position = sequence.num_tokens
     ids, probs = candidates(logits, params, uniform(sequence.seed, position, 1))
     cumulative = torch.cumsum(probs, -1, dtype=torch.float64)
+    if not 0 < float(cumulative[-1]) < math.inf:
+        raise ValueError("no token has a finite probability")
     draw = uniform(sequence.seed, position) * float(cumulative[-1])
     index = int(torch.searchsorted(cumulative, torch.tensor(draw, dtype=torch.float64), right=True))
     index = min(index, probs.numel() - 1)
@@ -104,7 +112,8 @@ def candidates(logits: Tensor, params: SamplingParams, chance: float) -> tuple[T
         if params.min_p > 0:
             probs = torch.where(probs >= params.min_p * probs.max(), probs, torch.zeros_like(probs))
         return None, probs
-    values, ids = torch.topk(probs, min(top_k, FIRST_CUT if params.typical_p == 1 else vocab))
+    first = FIRST_CUT if top_k == vocab and params.typical_p == 1 else top_k
+    values, ids = torch.topk(probs, min(top_k, first))
     if values.numel() < top_k and not (params.top_p < 1 and float(values.sum(dtype=torch.float64)) >= params.top_p):
         values, ids = torch.topk(probs, top_k)
     if top_k < vocab:
@@ -137,9 +146,8 @@ def _typical(values: Tensor, ids: Tensor, mass: float) -> tuple[Tensor, Tensor]:
 
 def _penalise(logits: Tensor, sequence: Sequence) -> None:
     params = sequence.params
-    vocab = logits.numel()
     if params.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted({t for t in sequence.token_ids if t < vocab}))
+        seen = torch.frombuffer(sequence.seen_ids(), dtype=torch.int64)
         picked = logits[seen]
         penalty = params.repetition_penalty
         logits[seen] = torch.where(picked > 0, picked / penalty, picked * penalty)
@@ -151,8 +159,9 @@ def _penalise(logits: Tensor, sequence: Sequence) -> None:
         ids = torch.tensor(list(params.logit_bias))
         logits[ids] += torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
     if params.dry_multiplier > 0:
+        most = DRY_EXPONENT / math.log(params.dry_base) if params.dry_base > 1 else DRY_WINDOW
         for token, length in repeats(sequence.token_ids[-DRY_WINDOW:], params).items():
-            logits[token] -= params.dry_multiplier * params.dry_base ** (length - params.dry_allowed_length)
+            logits[token] -= params.dry_multiplier * params.dry_base ** min(length - params.dry_allowed_length, most)
 
 
 def repeats(tokens: list[int], params: SamplingParams) -> dict[int, int]:

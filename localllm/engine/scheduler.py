@@ -63,6 +63,8 @@ class Scheduler:
         self.num_preemptions = 0
         self._arrivals = 0
         self._steps = 0
+        self._refused: tuple[Sequence, list[int]] | None = None
+        """the waiting sequence that found no room, and the pages there were"""
 
     @property
     def has_work(self) -> bool:
@@ -122,7 +124,7 @@ class Scheduler:
     def _schedule_prefills(self, step: Step) -> int:
         budget = self.limits.prefill_budget
         for sequence in [s for s in self.running if not (s.num_uncomputed_tokens == 1 and s.num_output_tokens > 0)]:
-            if budget <= 0 or sequence.state is not SequenceState.RUNNING:
+            if budget <= 0 or sequence.state is not SequenceState.RUNNING or sequence.is_paused:
                 continue
             count = self._chunk(sequence, budget)
             if self._take_slots(step, sequence, count):
@@ -133,6 +135,9 @@ class Scheduler:
     def _admit(self, step: Step, budget: int) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.limits.max_parallel:
             sequence = self.waiting[0]
+            available = [pool.num_available for pool in self.pages.pools]
+            if self._refused is not None and self._refused == (sequence, available) and self.running:
+                return  # nothing was given back since
             fresh = not any(sequence.block_tables)
             if fresh:
                 cached = self.pages.attach_prefix(sequence)
@@ -147,6 +152,7 @@ class Scheduler:
                     if self._release_waiting():
                         continue
                     self._starve(step, sequence)
+                self._refused = (sequence, [pool.num_available for pool in self.pages.pools])
                 return
             if fresh and sequence.num_preemptions == 0:
                 self.pages.tree.num_query_tokens += sequence.num_tokens
@@ -162,6 +168,8 @@ class Scheduler:
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
         count = min(sequence.num_uncomputed_tokens, budget)
+        if sequence.request.score:
+            count = min(count, sequence.request.score_chunk)
         return min(count, self.limits.score_rows) if sequence.wants_all_rows else count
 
     def _take_slots(self, step: Step, sequence: Sequence, count: int) -> bool:

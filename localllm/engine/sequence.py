@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections import Counter
 from enum import Enum
 
@@ -52,6 +53,10 @@ class Sequence:
         self.num_rows_done = 0
         """prompt rows whose log-probabilities were taken, kept through preemption"""
         self.num_preemptions = 0
+        self.is_paused = False
+        """its reader is behind: scheduled again when it caught up"""
+        self._seen: set[int] | None = None
+        self._seen_order: array[int] = array("q")
         self.pending_forks = 0
         """children to split off when the prompt is computed"""
         self.order = 0
@@ -97,6 +102,16 @@ class Sequence:
         """Add one generated token."""
         self.token_ids.append(token_id)
         self.output_counts[token_id] += 1
+        if self._seen is not None and token_id not in self._seen:
+            self._seen.add(token_id)
+            self._seen_order.append(token_id)
+
+    def seen_ids(self) -> array[int]:
+        """Every id of prompt and output once; kept up to date, so that a long context costs nothing per token."""
+        if self._seen is None:
+            self._seen = set(self.token_ids)
+            self._seen_order = array("q", sorted(self._seen))
+        return self._seen_order
 
     def check_stop(self, token_id: int) -> None:
         """Set `finish_reason` when the token just appended ends the sequence."""
@@ -106,6 +121,7 @@ class Sequence:
         if not early:
             if keep is not None:
                 self.finish_reason, self.keep_chars = FinishReason.STOP, keep
+                self.stop_reason = self.stop_check.stop_text if self.stop_check is not None else None
             elif token_id in params.stop_token_ids or not params.ignore_eos and token_id in self.request.eos_token_ids:
                 self.finish_reason, self.stop_reason = FinishReason.STOP, token_id
         if self.finish_reason is None and self.num_output_tokens >= self.max_tokens:

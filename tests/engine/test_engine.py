@@ -70,9 +70,12 @@ def make(num_pages=64, window=None, broken=None, prefix_cache=True, max_context=
     return Engine(runner, groups, options, torch.device("cpu"), fault)
 
 
-def drain(engine):
+def drain(engine, *streams):
     for _ in range(3000):
         engine.run_once()
+        for stream in streams:
+            while (event := stream.get(timeout=0)) is not None:
+                stream.seen.append(event)
         if not engine.scheduler.has_work and not engine._inbox:
             return
     raise AssertionError("the engine does not come to rest")
@@ -90,7 +93,9 @@ def collected(stream):
 
 def run(engine, *requests):
     streams = [engine.submit(r) for r in requests]
-    drain(engine)
+    for stream in streams:
+        stream.seen = []
+    drain(engine, *streams)
     for stream in streams:
         ends = [e for e in collected(stream) if e.finish_reason is not None]
         assert sorted(e.index for e in ends) == list(range(stream.request.params.n if not stream.request.score else 1))
@@ -201,6 +206,8 @@ def test_logprobs_and_prompt_logprobs():
     tokens = [e for e in events if e.token_ids]
     assert tokens[0].logprobs[0].top[0][0] == tokens[0].token_ids[0]
     assert len(tokens[0].logprobs[0].top) == 2
+    both = collected(run(engine, request(list(range(10)), prompt_logprobs=1, max_tokens=2, n=2, temperature=1))[0])
+    assert [len(e.prompt_logprobs) for e in both if e.prompt_logprobs] == [10]
     prompt = tokens[0].prompt_logprobs
     assert prompt[0] is None and len(prompt) == 10
     assert all(p.logprob <= 0 and len(p.top) == 1 for p in prompt[1:])
@@ -219,6 +226,47 @@ def test_score_gives_every_row_once_also_through_preemption():
     assert torch.equal(
         torch.tensor(ids_of(run(make(), request(list(range(30)), max_tokens=1))[0])), rows[-1:].argmax(-1)
     )
+
+
+def test_a_slow_reader_of_scores_holds_back_only_itself():
+    engine = make(score_rows=4)
+    slow = engine.submit(request(list(range(40)), score=True))
+    other = engine.submit(request([1, 2, 3]))
+    for _ in range(60):
+        engine.run_once()
+    assert slow.num_unread_pieces == 3
+    assert ids_of(other) == alone([1, 2, 3])
+    slow.seen = []
+    drain(engine, slow)
+    assert sum(len(e.scores) for e in slow.seen if e.scores is not None) == 40
+
+
+def test_a_listener_that_fails_ends_its_request_only():
+    def listener(event):
+        raise RuntimeError("boom")
+
+    engine = make()
+    engine.submit(request([1, 2], max_tokens=None), listener=listener)
+    other = engine.submit(request([1, 2, 3]))
+    drain(engine)
+    assert ids_of(other) == alone([1, 2, 3])
+    assert engine.stats().num_running == 0
+
+
+def test_a_window_smaller_than_a_page_without_full_attention_leaks_nothing():
+    groups = (GroupPages(30, 3),)
+    options = EngineOptions(200, PAGE, True, SchedulerLimits(4, 7), True)
+    engine = Engine(Runner(FakeModel(groups), FakeCache(groups), VOCAB), groups, options, torch.device("cpu"))
+    rng = random.Random(3)
+    for _ in range(25):
+        prompts = [[rng.randrange(3) for _ in range(rng.randrange(1, 30))] for _ in range(4)]
+        streams = [engine.submit(request(p, max_tokens=rng.randrange(1, 20))) for p in prompts]
+        drain(engine)
+        assert all(collected(s)[-1].finish_reason for s in streams)
+    engine.clear_prefix_cache()
+    engine.run_once()
+    assert engine.stats().pages_free == engine.stats().pages_total
+    assert not engine._pages.tree._roots
 
 
 def test_a_failing_forward_ends_its_batch_and_nothing_else():
@@ -342,6 +390,7 @@ def test_random_faults_leak_nothing():
         ([1], {"logit_bias": {1: 101.0}}, InvalidRequest),
         ([1], {"stop": ("",)}, InvalidRequest),
         ([1], {"stop": ("a",) * 17}, InvalidRequest),
+        ([1], {"stop": ("a" * 257,)}, InvalidRequest),
         ([1], {"stop_token_ids": (VOCAB,)}, InvalidRequest),
         ([1], {"logprobs": 21}, InvalidRequest),
         ([1], {"seed": 2**70}, InvalidRequest),

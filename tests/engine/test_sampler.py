@@ -57,6 +57,31 @@ def test_top_p_beyond_the_first_cut_is_exact():
     assert abs(values.numel() - 4500) <= 2
 
 
+def test_top_p_counts_over_all_that_top_k_left():
+    probs = 1 / torch.arange(1, 60_001, dtype=torch.float64)
+    probs = (probs / probs.sum()).float()
+    for top_k in (5_000, 50_000):
+        kept = probs[:top_k].double() / probs[:top_k].sum()
+        want = int((kept.cumsum(0) - kept < 0.6).sum())
+        ids, _ = candidates(torch.log(probs), SamplingParams(top_k=top_k, top_p=0.6), 0.5)
+        assert abs(ids.numel() - want) <= 1
+
+
+def test_the_coldest_temperatures_are_greedy():
+    for temperature in (1e-40, 1e-12, 1e-6):
+        assert sample_row(logits_of(PROBS), sequence(temperature=temperature)) == 0
+
+
+def test_nothing_left_is_an_error_not_a_token():
+    with pytest.raises(ValueError, match="finite"):
+        sample_row(torch.full((5,), -torch.inf), sequence(temperature=1.0))
+
+
+def test_long_repetitions_do_not_overflow():
+    row = sequence(prompt=[1] * 1500, temperature=0, dry_multiplier=1.0, dry_base=100.0)
+    assert sample_row(torch.tensor([0.0, 5.0, 1.0]), row) == 2
+
+
 def test_typical_keeps_the_mass_nearest_to_the_entropy():
     probs = torch.tensor(PROBS)
     surprise = -probs.log()
