@@ -165,7 +165,7 @@ class Conversation:
             self.sampling[name] = names[name].kind.parse(words[1])
         except (ValueError, TypeError):
             raise ConfigError(f"{name} is {words[1]!r}: expected {names[name].kind.expects}", "") from None
-        return f"{name} = {self.sampling[name]}, from the next message"
+        return f"{name} = {number(self.sampling[name])}, from the next message"
 
     def pick(self, what: str) -> tuple[str, str]:
         """/copy: (text, what it is). Raises ConfigError when there is no such thing."""
@@ -199,8 +199,13 @@ class Conversation:
         return f"{_count(len(done), 'turn')} · {_count(tokens, 'token')}{rate}"
 
 
-def _count(number: int, word: str) -> str:
-    return f"{number:,} {word}{'' if number == 1 else 's'}"
+def number(value: Any) -> str:
+    """A setting's value for people: 0.3, 0, 42."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _count(many: int, word: str) -> str:
+    return f"{many:,} {word}{'' if many == 1 else 's'}"
 
 
 def code_blocks(text: str) -> list[str]:
@@ -235,8 +240,10 @@ def stats_text(exchange: Exchange) -> str:
 def failure_lines(failed: Failed) -> Sequence[str]:
     """A failure as lines: what, and what to do next."""
     steps = [failed.hint] if failed.hint else []
+    why = [f"  why  {failed.why}"] if failed.why else []
     steps += [f"{command}   {note}".rstrip() for command, note in failed.fixes if command != failed.hint]
     return [
         f"✗ {failed.message}   [{failed.code}]",
+        *why,
         *(f"  {'try' if i == 0 else '   '}  {s}" for i, s in enumerate(steps)),
     ]

@@ -5,11 +5,13 @@ A command's module is imported when it is called; `--help` needs only the table 
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import signal
 import sys
 from collections.abc import Sequence
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -19,7 +21,7 @@ from localllm.console import Console
 from localllm.errors import ConfigError
 
 from .command import Options, Spec, broken_pipe, build
-from .help import program_help
+from .help import program_help, reference
 
 # name, group, module, one line for --help
 COMMANDS = (
@@ -72,10 +74,7 @@ class Root(TyperGroup):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help of the program."""
-        groups: dict[str, list[tuple[str, str]]] = {}
-        for name, group, _, summary in COMMANDS:
-            groups.setdefault(group, []).append((name, summary))
-        formatter.write(program_help(list(groups.items())) + "\n")
+        formatter.write(program_help(_groups(), ctx.terminal_width) + "\n")
 
     def main(
         self,
@@ -88,6 +87,8 @@ class Root(TyperGroup):
     ) -> Any:
         """Run a command line; always ends in SystemExit with one of the documented codes."""
         words = list(sys.argv[1:] if args is None else args)
+        if words[:1] == ["help"]:
+            words = [*words[1:2], "--help"]
         try:
             code = super().main(words, "localllm", complete_var, False, windows_expand_args, **extra)
             sys.stdout.flush()
@@ -100,6 +101,13 @@ class Root(TyperGroup):
         except Exception as error:
             code = _usage_error(error, "--json" in words)
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def _groups() -> list[tuple[str, list[tuple[str, str]]]]:
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for name, group, _, summary in COMMANDS:
+        groups.setdefault(group, []).append((name, summary))
+    return list(groups.items())
 
 
 def _usage_error(error: Exception, as_json: bool) -> int:
@@ -131,10 +139,22 @@ def _version(value: bool) -> None:
         raise typer.Exit
 
 
+def _reference(ctx: typer.Context, value: bool) -> None:
+    if value:
+        helps = []
+        for name, *_ in COMMANDS:
+            command = ctx.command.get_command(ctx, name)  # type: ignore[attr-defined]
+            with typer.Context(command, info_name=name, terminal_width=79) as inner:
+                helps.append((name, command.get_help(inner)))
+        print(reference(program_help(_groups(), 79), helps), end="")
+        raise typer.Exit
+
+
 @app.callback()
 def root(
     ctx: typer.Context,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False,
+    _reference: Annotated[bool, typer.Option("--reference", callback=_reference, is_eager=True, hidden=True)] = False,
     **options: Any,
 ) -> None:
     """Run open-weight models on this machine."""
@@ -168,8 +188,26 @@ def _terminated(signum: int, frame: FrameType | None) -> None:
 def main() -> None:
     """The console script."""
     _usable_streams()
+    # A crash in native code (SIGSEGV, or SIGBUS for a model file that is cut while it is being loaded) says where.
+    faulthandler.enable()
     signal.signal(signal.SIGTERM, _terminated)
-    typer.main.get_command(app).main()
+    try:
+        typer.main.get_command(app).main()
+    except SystemExit as stop:
+        if stop.code in (130, 143):
+            _leave_now(stop.code)
+        raise
+
+
+def _leave_now(code: int) -> NoReturn:
+    """End without waiting for a model that is loading or computing in another thread: tearing the interpreter down
+    below it would abort the process instead."""
+    import os
+
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def _usable_streams() -> None:

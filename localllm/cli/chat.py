@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -110,7 +109,7 @@ def full_screen(
             conversation,
             model=choice.name,
             shown=choice.shown,
-            ui=replace(config.ui, animations=False) if env.options.progress == "none" else config.ui,
+            ui=config.ui,
             first_message=first,
             offline=env.offline,
         )

@@ -25,6 +25,24 @@ EXAMPLES = (
     ("localllm doctor", "check hardware, drivers and best flags"),
 )
 SUMMARY = "Run open-weight models on this machine: terminal chat, scripts, OpenAI-compatible API."
+EXIT_CODES = (
+    (0, "success, also with an empty list"),
+    (1, "failed, for a reason nobody foresaw; the log has the details"),
+    (2, "wrong usage or settings, or a question that could not be asked"),
+    (3, "no such model, or it is not on this machine"),
+    (4, "a token or an accepted licence is needed"),
+    (5, "memory or disk is too small"),
+    (6, "the device is missing or unusable"),
+    (7, "the network or the hub failed; the same command resumes"),
+    (8, "port busy, or no server"),
+    (9, "the input is longer than the context window"),
+    (10, "the output was cut (`--strict`)"),
+    (11, "`doctor` or `bench --check` found a failure"),
+    (12, "a model file is damaged or not supported"),
+    (130, "stopped by Ctrl-C"),
+    (141, "the reader of stdout went away"),
+    (143, "stopped by SIGTERM"),
+)
 GLOBALS = "-q -v --json --progress --color --offline -y --no-input --config --device --log-file"
 
 
@@ -33,10 +51,10 @@ def width() -> int:
     return max(40, min(79, shutil.get_terminal_size().columns - 1))
 
 
-def program_help(groups: Sequence[tuple[str, Sequence[tuple[str, str]]]]) -> str:
+def program_help(groups: Sequence[tuple[str, Sequence[tuple[str, str]]]], columns: int | None = None) -> str:
     """`localllm --help`: summary, usage, examples, a box per group of commands, the global options."""
     console = Console(stdout=sys.stdout)
-    columns = width()
+    columns = columns or width()
     usage = f"{console.style('Usage:', 'bold')} localllm [OPTIONS] COMMAND [ARGS]..."
     lines = [*textwrap.wrap(SUMMARY, columns - 1), "", usage, ""]
     longest = max(len(command) for command, note in EXAMPLES if note)
@@ -53,6 +71,20 @@ def program_help(groups: Sequence[tuple[str, Sequence[tuple[str, str]]]]) -> str
     lines += ["", "-h, --help   --version   --install-completion   --show-completion"]
     lines += ["Help on one command: localllm COMMAND -h      Problems: localllm doctor"]
     return "\n".join(f" {line}".rstrip() for line in lines)
+
+
+def reference(program: str, commands: Iterable[tuple[str, str]]) -> str:
+    """docs/cli.md: the help of everything, and the exit codes. `commands` are (name, help) pairs."""
+    codes = [f"| {code} | {meaning} |" for code, meaning in EXIT_CODES]
+    parts = ["# Commands", "", "Made by `localllm --reference > docs/cli.md`; a test compares.", ""]
+    parts += ["```", program.rstrip(), "```", "", "## Exit codes", "", "| code | meaning |", "|---|---|", *codes, ""]
+    parts += [
+        "An error says what happened, then `try` and what to do next; with `--json` it is also an object on stdout"
+    ]
+    parts += ["(`localllm.error/1`). Its code is `E`, the exit code and two digits: E501 ends in exit code 5.", ""]
+    for name, text in commands:
+        parts += [f"## localllm {name}", "", "```", text.rstrip(), "```", ""]
+    return "\n".join(parts)
 
 
 def _box(console: Console, title: str, commands: Sequence[tuple[str, str]], name_width: int, columns: int) -> list[str]:
@@ -79,7 +111,7 @@ class HelpCommand(TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help of one command."""
         console = Console(stdout=sys.stdout)
-        columns = width()
+        columns = ctx.terminal_width or width()
         names = [str(p.metavar or p.name.upper()) for p in self.params if p.param_type_name == "argument"]
         usage = " ".join(["localllm", str(ctx.info_name), "[OPTIONS]", *names])
         parts = [f" {console.style('Usage:', 'bold')} {usage}", ""]

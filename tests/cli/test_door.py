@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -80,6 +81,19 @@ def test_a_value_outside_its_range_names_the_range(invoke: Invoke) -> None:
     result = invoke("run", "fake", "x", "--temp", "-1")
     assert result.exit_code == 2
     assert "0 to 100" in result.stderr
+
+
+def test_c2_the_reference_is_what_the_program_says(invoke: Invoke) -> None:
+    page = Path(__file__).parents[2] / "docs/cli.md"
+    assert invoke("--reference").stdout == page.read_text(), "run `localllm --reference > docs/cli.md`"
+
+
+def test_every_exit_code_of_an_error_is_documented() -> None:
+    from localllm import errors
+    from localllm.cli.help import EXIT_CODES
+
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    assert {kind.exit_code for kind in kinds} <= {code for code, _ in EXIT_CODES}  # type: ignore[attr-defined]
 
 
 def test_version(invoke: Invoke) -> None:

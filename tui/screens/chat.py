@@ -160,7 +160,9 @@ class ChatScreen(Screen[None]):
     async def _phase(self, phase: Phase) -> None:
         cards = self.query(LoadCard)
         if phase.name != "ready":
-            if cards:
+            if phase.name == "resolve" and " " in phase.detail:  # a sentence of the hub's, not the name looked up
+                await self._say(phase.detail)
+            elif cards:
                 cards.first().update(phase)
             return
         self._state.facts = facts = self.chat_app.backend.facts()

@@ -15,6 +15,7 @@ STALL_S = 10.0
 LABELS = {
     "resolve": "looking up",
     "import": "starting up",
+    "verify": "checking",
     "weights": "weights",
     "quantise": "packing",
     "kv": "KV cache",

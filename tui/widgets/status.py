@@ -11,6 +11,7 @@ from textual.widgets import Static
 
 from localllm.request import Facts
 from localllm.terminal import clean_line, fit, tokens_short
+from localllm.tui.conversation import number
 
 WARN_SHARE = 0.8
 """From here on the context meter is a warning."""
@@ -71,7 +72,7 @@ class StatusLine(Horizontal):
         if state.offline:
             parts.append(Content.styled("offline", "$text-warning"))
         if wide and state.sampling:
-            parts.append(Content(" ".join(f"{_SHORT.get(k, k)} {v}" for k, v in state.sampling.items())))
+            parts.append(Content(" ".join(f"{_SHORT.get(k, k)} {number(v)}" for k, v in state.sampling.items())))
         left = Content(" │ ").join(parts)
         if (left, keys) != self._shown:
             same_keys = self._shown[1:] == (keys,)
