@@ -26,7 +26,7 @@ class BackendError(LocalLLMError):
     """A failure that arrived as an event; its code says which exit code it has."""
 
     def __init__(self, failed: Failed) -> None:
-        super().__init__(failed.message, failed.hint, fixes=failed.fixes)
+        super().__init__(failed.message, failed.hint, why=failed.why, fixes=failed.fixes, context=failed.context)
         self.exit_code, self.number = split_code(failed.code)
 
 
@@ -94,7 +94,7 @@ def open_backend(
     backend = make_backend(env, config, sampling, ctx=ctx, completes=completes)
     try:
         yield backend
-    except (KeyboardInterrupt, Aborted):
+    except (KeyboardInterrupt, SystemExit, Aborted):
         raise  # the process is about to end: nothing is worth waiting for
     except BaseException:
         backend.close()
