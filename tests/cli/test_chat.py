@@ -145,3 +145,26 @@ def test_a_base_model_is_told_apart(tmp_path: Path) -> None:
     os.close(fd)
     assert run.returncode == 2
     assert b"base model" in run.stderr and b"localllm run fake-base" in run.stderr
+
+
+def test_the_full_screen_opens_keeps_descriptor_2_off_it_and_leaves_a_clean_terminal(tmp_path: Path) -> None:
+    """R1, R2, R5, R7 without tmux."""
+    import fcntl
+    import struct
+    import termios
+
+    home = tmp_path / "home"
+    chat = Line(tmp_path, env={"LOCALLLM_HOME": str(home)}, stderr_tty=True)
+    fcntl.ioctl(chat._fd, termios.TIOCSWINSZ, struct.pack("HHHH", 34, 118, 0, 0))
+    chat.wait_for("for commands")
+    assert "\x1b[?1049h" in chat.seen
+    chat.send("hello\r")
+    chat.wait_for("tok/s")
+    chat.send("!fd2\r")
+    chat.wait_for("↑ 6")
+    chat.send("\x04")
+    chat.wait_for("Again: localllm chat fake")
+    assert chat.end() == 0
+    assert "\x1b[?1049l" in chat.seen
+    assert "CORRUPT" not in chat.seen
+    assert "CORRUPT" in (home / "state/log/localllm.log").read_text()
