@@ -50,12 +50,14 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def has_lone_surrogate(value: Any) -> bool:
-    """Whether any string holds half of a surrogate pair; iterative, so depth does not matter."""
+    """Whether any string holds half of a surrogate pair, which UTF-8 cannot; iterative, so depth does not matter."""
     stack = [value]
     while stack:
         item = stack.pop()
         if isinstance(item, str):
-            if any("\ud800" <= c <= "\udfff" for c in item):
+            try:
+                item.isascii() or item.encode()
+            except UnicodeEncodeError:
                 return True
         elif isinstance(item, dict):
             stack += [*item.keys(), *item.values()]

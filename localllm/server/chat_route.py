@@ -16,7 +16,7 @@ from localllm.request import Usage
 from .body import read_body
 from .sampling import messages_of, sampling_params, template_kwargs
 from .schemas import ChatRequest
-from .service import AsyncTurn, Service, finish_name, new_id, usage_json
+from .service import AsyncTurn, Service, finish_name, new_id, unless_left, usage_json
 from .sse import event_stream
 
 
@@ -35,11 +35,11 @@ async def chat_completions(request: Request) -> Response:
         )
     )
     head = {"id": new_id("chatcmpl"), "created": int(time.time()), "model": model}
-    await turn.admitted()
+    await unless_left(request, turn.admitted(), turn)
     if body.stream:
-        wants_usage = body.stream_options is not None and body.stream_options.include_usage
+        wants_usage = bool(body.stream_options is not None and body.stream_options.include_usage)
         return event_stream(_chunks(service, turn, head, wants_usage, bool(body.logprobs)))
-    answer = await turn.answer()
+    answer = await unless_left(request, turn.answer(), turn)
     choices = [_choice(service, one, bool(body.logprobs)) for one in answer.completions]
     return JSONResponse(
         {**head, "object": "chat.completion", "service_tier": "default", "choices": choices,

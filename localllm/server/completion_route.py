@@ -12,13 +12,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from localllm.answer import Answer, Completion, Piece, add_usage
+from localllm.errors import ContextTooLong
 from localllm.request import TokenLogprob, Usage
 
 from .body import read_body
 from .errors import ApiError
 from .sampling import sampling_params
 from .schemas import MAX_PROMPTS, CompletionRequest
-from .service import AsyncTurn, Service, finish_name, new_id, usage_json
+from .service import AsyncTurn, Service, finish_name, new_id, unless_left, usage_json
 from .sse import event_stream
 
 
@@ -41,6 +42,8 @@ async def completions(request: Request) -> Response:
     prompts = await asyncio.to_thread(_prompts, service, body)
     if len(prompts) * params.n > MAX_PROMPTS:
         raise ApiError(400, f"{len(prompts)} prompts times n {params.n} is more than {MAX_PROMPTS}.", param="prompt")
+    head = {"id": new_id("cmpl"), "object": "text_completion", "created": int(time.time()), "model": model}
+    wish = _Wish(bool(body.echo), body.logprobs is not None, body.max_tokens != 0)
     turns: list[AsyncTurn] = []
     try:
         for ids in prompts:
@@ -51,20 +54,18 @@ async def completions(request: Request) -> Response:
                     )
                 )
             )
-        for turn in turns:
-            await turn.admitted()
-    except BaseException:
-        for turn in turns:
-            turn.turn.abort()
+    except ContextTooLong as error:
+        _end(turns)
+        error.param = "prompt"
         raise
-    head = {
-        "id": new_id("cmpl"), "object": "text_completion", "created": int(time.time()), "model": model
-    }  # fmt: skip
-    wish = _Wish(bool(body.echo), body.logprobs is not None, body.max_tokens != 0)
+    except BaseException:
+        _end(turns)
+        raise
+    await unless_left(request, _any_admitted(turns), *turns)
     if body.stream:
-        wants_usage = body.stream_options is not None and body.stream_options.include_usage
+        wants_usage = bool(body.stream_options is not None and body.stream_options.include_usage)
         return event_stream(_chunks(service, turns, head, wish, wants_usage))
-    answers = [await turn.answer() for turn in turns]
+    answers = await unless_left(request, _all_answers(turns), *turns)
     choices = [
         _choice(service, answer, one, number * params.n + one.index, wish)
         for number, answer in enumerate(answers)
@@ -74,17 +75,44 @@ async def completions(request: Request) -> Response:
     return JSONResponse({**head, "choices": choices, "usage": usage_json(used)})
 
 
+def _end(turns: list[AsyncTurn]) -> None:
+    for turn in turns:
+        turn.turn.abort()
+
+
+async def _any_admitted(turns: list[AsyncTurn]) -> None:
+    """Wait until the first of them has its first piece. Raises its error."""
+    tasks = [asyncio.ensure_future(turn.admitted()) for turn in turns]
+    done, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in rest:
+        task.cancel()
+    await asyncio.gather(*rest, return_exceptions=True)
+    for task in done:
+        task.result()
+
+
+async def _all_answers(turns: list[AsyncTurn]) -> list[Answer]:
+    return [await turn.answer() for turn in turns]
+
+
 def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
+    """str | [str] | [int] | [[int]] -> ids per prompt. Raises ApiError at the first element that is none of these."""
     prompt = body.prompt
-    if isinstance(prompt, str):
-        prompts: list[Any] = [prompt]
-    elif prompt and isinstance(prompt[0], int):
+    if isinstance(prompt, str) or _is_ids(prompt):
         prompts = [prompt]
+    elif isinstance(prompt, list):
+        prompts = prompt
     else:
-        prompts = list(prompt)
+        raise ApiError(400, "prompt is text, token ids, or a list of either.", code="invalid_type", param="prompt")
     if not prompts or len(prompts) > MAX_PROMPTS:
         raise ApiError(400, f"{len(prompts)} prompts; 1 to {MAX_PROMPTS} are taken.", param="prompt")
+    if not all(isinstance(p, str) or _is_ids(p) for p in prompts):
+        raise ApiError(400, "prompt is text, token ids, or a list of either.", code="invalid_type", param="prompt")
     return [service.llm.encode_prompt(p) for p in prompts]
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
 def _sum(usages: list[Usage], wish: _Wish) -> Usage:
@@ -124,6 +152,7 @@ async def _chunks(
     tasks = [asyncio.create_task(forward(i, turn)) for i, turn in enumerate(turns)]
     usages = [Usage() for _ in turns]
     seen: set[int] = set()
+    lengths = [0] * (len(turns) * turns[0].turn.num_answers)
     open_turns = len(turns)
     try:
         while open_turns:
@@ -139,8 +168,13 @@ async def _chunks(
                 seen.add(index)
                 text = service.llm.tokenizer.decode(turns[number].turn.prompt_token_ids, skip_special=False) + text
             logprobs = None
-            if wish.logprobs and wish.generates and piece.logprobs:
-                logprobs = service.text_logprobs(list(piece.logprobs), [e.token_id for e in piece.logprobs], 0)
+            entries: list[TokenLogprob | None] = list(piece.logprobs) if wish.generates else []
+            ids = [e.token_id for e in piece.logprobs] if wish.generates else []
+            if wish.echo and piece.prompt_logprobs:
+                entries, ids = [*piece.prompt_logprobs, *entries], [*turns[number].turn.prompt_token_ids, *ids]
+            if wish.logprobs and entries:
+                logprobs = service.text_logprobs(entries, ids, lengths[index])
+                lengths[index] += sum(map(len, logprobs["tokens"]))
             if text or logprobs or piece.finish_reason is not None:
                 choice = {
                     "text": text, "index": index, "logprobs": logprobs,

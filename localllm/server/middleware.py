@@ -9,10 +9,16 @@ import hmac
 import ipaddress
 from urllib.parse import urlsplit
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ApiError, respond
 
+PREFLIGHT = {
+    "Access-Control-Allow-Methods": "GET, POST",
+    "Access-Control-Allow-Headers": "authorization, content-type",
+    "Access-Control-Max-Age": "600",
+}
 OPEN_PATHS = {"/health", "/ping"}
 LOCAL_SUFFIXES = (".localhost", ".local", ".internal")
 
@@ -29,6 +35,22 @@ def host_is_local(host: str) -> bool:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False
+
+
+def _one(headers: list[tuple[bytes, bytes]], wanted: bytes) -> str | None:
+    return next((value.decode("latin-1") for name, value in headers if name == wanted), None)
+
+
+def _with_origin(send: Send, origin: str) -> Send:
+    """Tell the browser that this origin, which the gate let in, may read the answer."""
+    extra = [(b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"Origin")]
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", []), *extra]}
+        await send(message)
+
+    return sending
 
 
 class Gate:
@@ -51,10 +73,16 @@ class Gate:
             await self.app(scope, receive, send)
             return
         headers: list[tuple[bytes, bytes]] = scope["headers"]
-        error = self._refusal(scope["path"], headers)
+        error = self._refusal(scope["path"], scope["method"], headers)
         if error is not None:
             await respond(error)(scope, receive, send)
             return
+        origin = _one(headers, b"origin")
+        if origin is not None:
+            send = _with_origin(send, origin)
+            if scope["method"] == "OPTIONS":
+                await Response(status_code=204, headers=PREFLIGHT)(scope, receive, send)
+                return
         seen = 0
 
         async def limited() -> Message:
@@ -67,16 +95,17 @@ class Gate:
 
         await self.app(scope, limited, send)
 
-    def _refusal(self, path: str, headers: list[tuple[bytes, bytes]]) -> ApiError | None:
+    def _refusal(self, path: str, method: str, headers: list[tuple[bytes, bytes]]) -> ApiError | None:
         hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
         if len(hosts) != 1:
             return ApiError(400, f"{len(hosts)} Host headers, there must be one.")
         if self.loopback and not host_is_local(hosts[0]):
             return ApiError(403, "This host name is not allowed.", "permission_error", "host_not_allowed")
-        origin = next((value.decode("latin-1") for name, value in headers if name == b"origin"), None)
+        origin = _one(headers, b"origin")
         if origin is not None and origin not in self.origins:
             return ApiError(403, "This origin is not allowed.", "permission_error", "origin_not_allowed")
-        if self.api_key is not None and path not in OPEN_PATHS and not self._has_key(headers):
+        preflight = origin is not None and method == "OPTIONS"  # browsers send these without the key
+        if self.api_key is not None and path not in OPEN_PATHS and not preflight and not self._has_key(headers):
             return ApiError(401, "The API key is missing or wrong.", "authentication_error", "invalid_api_key")
         length = next((value for name, value in headers if name == b"content-length"), b"0")
         if not length.isdigit():

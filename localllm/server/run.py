@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from localllm.errors import ConfigError, ServerError
+from localllm.errors import ConfigError, DeviceError, ServerError
 from localllm.llm import LLM
 
 from .app import AppOptions, create_app
@@ -114,7 +114,20 @@ async def _run(
         loop.add_signal_handler(number, stop)
     shown = f"[{host}]" if ":" in host else host
     on_ready(f"http://{shown}:{port}", service)
-    await server.serve(sockets=[sock])
+    watch = asyncio.ensure_future(_watch(service, server))
+    try:
+        await server.serve(sockets=[sock])
+    finally:
+        watch.cancel()
+    if service.llm.engine.is_dead:
+        raise DeviceError("the engine stopped while serving", "restart the server; its log holds the cause")
+
+
+async def _watch(service: Service, server: Any) -> None:
+    """End the server, once its answers are out, when the engine is dead."""
+    while not service.llm.engine.is_dead:
+        await asyncio.sleep(0.5)
+    server.should_exit = True
 
 
 def _server_class() -> Any:

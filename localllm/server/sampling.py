@@ -96,12 +96,13 @@ def _message(message: ChatMessage, where: str) -> Message:
     if isinstance(content, list):
         texts = []
         for i, part in enumerate(content):
-            if part.type != "text" or part.text is None:
+            text = part.text if part.type == "text" else getattr(part, "refusal", None)
+            if part.type not in ("text", "refusal") or not isinstance(text, str):
                 raise ApiError(
                     400, f"Content of type {part.type[:40]!r} is not supported: this model reads text.",
                     code="unsupported_value", param=f"{where}.content[{i}]",
                 )  # fmt: skip
-            texts.append(part.text)
+            texts.append(text)
         content = "".join(texts)
     if content is None and not (message.role == "assistant" and message.tool_calls):
         raise ApiError(400, "content is missing.", code="missing_required_parameter", param=f"{where}.content")

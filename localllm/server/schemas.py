@@ -13,7 +13,11 @@ MAX_MESSAGES = 4096
 MAX_PROMPTS = 128
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-Stop = StrictStr | list[StrictStr] | None
+MAX_PARTS = 1024
+MAX_IDS = 1024
+
+# a list stops at its first bad element: one error each would be hundreds of megabytes for a body of one
+Stop = StrictStr | Annotated[list[StrictStr], Field(fail_fast=True, max_length=64)] | None
 
 
 class _Body(BaseModel):
@@ -31,7 +35,7 @@ class ChatMessage(_Body):
     """One message."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: StrictStr | list[ContentPart] | None = None
+    content: StrictStr | Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
     name: StrictStr | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: StrictStr | None = None
@@ -41,7 +45,7 @@ class ChatMessage(_Body):
 class StreamOptions(_Body):
     """How a stream is shaped."""
 
-    include_usage: StrictBool = False
+    include_usage: StrictBool | None = None
 
 
 class _Sampled(_Body):
@@ -62,7 +66,7 @@ class _Sampled(_Body):
     seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Annotated[StrictInt, Field(ge=1, le=128)] | None = None
     stop: Stop = None
-    stop_token_ids: list[StrictInt] | None = None
+    stop_token_ids: Annotated[list[StrictInt], Field(fail_fast=True, max_length=MAX_IDS)] | None = None
     min_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
     ignore_eos: StrictBool | None = None
     include_stop_str_in_output: StrictBool | None = None
@@ -74,7 +78,7 @@ class _Sampled(_Body):
 class ChatRequest(_Sampled):
     """POST /v1/chat/completions"""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
     logprobs: StrictBool | None = None
@@ -90,7 +94,8 @@ class ChatRequest(_Sampled):
 class CompletionRequest(_Sampled):
     """POST /v1/completions"""
 
-    prompt: StrictStr | list[StrictStr] | list[StrictInt] | list[list[StrictInt]]
+    prompt: Any
+    """str | [str] | [int] | [[int]], checked by hand in `completion_route`"""
     max_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
     logprobs: Annotated[StrictInt, Field(ge=0, le=5)] | None = None
     echo: StrictBool | None = None

@@ -5,14 +5,22 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import Request
 
 from localllm.answer import Answer, Completion, Piece, Turn
 from localllm.llm import LLM
 from localllm.request import FinishReason, TokenLogprob, Usage
 
 from .errors import ApiError
+
+T = TypeVar("T")
+
+
+STALL_S = 15.0
+"""a step older than this means that nothing is being answered"""
 
 
 class Service:
@@ -43,6 +51,8 @@ class Service:
         """Raise 503 when nothing new is taken."""
         if self.is_draining:
             raise ApiError(503, "The server is shutting down.", "unavailable_error", "shutting_down")
+        if self.llm.engine.step_age_s > STALL_S:
+            raise ApiError(503, "The engine is stuck in a step.", "unavailable_error", "engine_stalled")
         if self.llm.engine.is_dead:
             raise ApiError(503, "The engine stopped; restart the server.", "server_error", "engine_dead")
 
@@ -103,7 +113,8 @@ class AsyncTurn:
 
     async def admitted(self) -> None:
         """Wait for the first piece. Raises its error, so that it still gets a status of its own."""
-        self._first = await self._queue.get()
+        if self._first is None:
+            self._first = await self._queue.get()
         if self._first.error is not None:
             raise self._first.error
 
@@ -125,6 +136,30 @@ class AsyncTurn:
         async for piece in self.pieces():
             answer.take(piece)
         return answer
+
+
+async def unless_left(request: Request, work: Coroutine[Any, Any, T], *turns: AsyncTurn) -> T:
+    """The result of `work`, unless the client leaves first: then, or when it fails, the turns end."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(499, "The client left.", code="client_closed_request")
+        return task.result()
+    except BaseException:
+        for turn in turns:
+            turn.turn.abort()
+        raise
+    finally:
+        for one in (task, watch):
+            one.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def finish_name(reason: FinishReason | None) -> str | None:

@@ -255,3 +255,84 @@ async def test_leaving_a_stream_ends_its_request(service, tiny_llm):
             break
         await asyncio.sleep(0.01)
     assert tiny_llm.stats().num_running == 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"prompt": ["a", 1] * 100_000}, {"prompt": [[1, "a"]] * 100}, {"prompt": {"a": 1}}, {"prompt": [True]}],
+    ids=["mixed", "nested", "object", "bool"],
+)
+async def test_prompts_of_no_known_shape(client, fields):
+    """LIM-03"""
+    response = await client.post(TEXT, json=fields)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
+
+
+async def test_long_bad_lists_stop_at_the_first_element(client):
+    body = ask(messages=[{"role": "user", "content": [{"x": 1}] * 300_000}])
+    response = await client.post(CHAT, json=body)
+    assert response.status_code == 400
+    assert len(response.text) < 1000
+
+
+async def test_prompt_logprobs_with_several_answers(client):
+    fields = {"model": "tiny", "prompt": "hello", "max_tokens": 2, "echo": True, "logprobs": 1, "n": 2}
+    for choice in (await client.post(TEXT, json=fields)).json()["choices"]:
+        assert len(choice["logprobs"]["tokens"]) == len(choice["logprobs"]["token_logprobs"])
+
+
+async def test_offsets_of_a_streamed_completion_go_on(client):
+    fields = {"model": "tiny", "prompt": "hello", "max_tokens": 5, "temperature": 0, "logprobs": 1, "echo": True}
+    whole = (await client.post(TEXT, json=fields)).json()["choices"][0]["logprobs"]
+    chunks = events((await client.post(TEXT, json=fields | {"stream": True})).text)
+    parts = [c["logprobs"] for chunk in chunks for c in chunk["choices"] if c["logprobs"]]
+    for key in ("tokens", "token_logprobs", "text_offset"):
+        assert [x for part in parts for x in part[key]] == whole[key]
+
+
+async def test_a_client_that_leaves_ends_its_request(service, tiny_llm):
+    """REL-04, not streamed"""
+    from starlette.requests import Request
+
+    from localllm.server.errors import ApiError
+    from localllm.server.service import unless_left
+
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    turn = service.submit(lambda listener: tiny_llm.submit([5, 6, 7], listener=listener))
+    with pytest.raises(ApiError, match="left"):
+        await unless_left(Request({"type": "http"}, receive), turn.answer(), turn)
+    for _ in range(200):
+        if tiny_llm.stats().num_running == 0:
+            break
+        await asyncio.sleep(0.01)
+    assert tiny_llm.stats().num_running == 0
+
+
+async def test_an_allowed_origin_passes_the_preflight(make_client):
+    async with make_client(origins=("http://localhost:3000",), api_key="k") as client:
+        headers = {"origin": "http://localhost:3000", "access-control-request-method": "POST"}
+        preflight = await client.options(CHAT, headers=headers)
+        assert preflight.status_code == 204
+        assert preflight.headers["access-control-allow-origin"] == "http://localhost:3000"
+        answer = await client.post(CHAT, json=ask(), headers=headers | {"authorization": "Bearer k"})
+        assert answer.headers["access-control-allow-origin"] == "http://localhost:3000"
+        assert (await client.options(CHAT, headers=headers | {"origin": "https://evil.example"})).status_code == 403
+
+
+async def test_text_that_cannot_be_made_is_an_error_not_a_hang(client, monkeypatch):
+    """ISO-06, REL-10"""
+    from localllm.stream import TextStream
+
+    monkeypatch.setattr(TextStream, "push", lambda self, token: 1 / 0)
+    response = await asyncio.wait_for(client.post(CHAT, json=ask()), 20)
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
+    streamed = await asyncio.wait_for(client.post(CHAT, json=ask(stream=True)), 20)
+    assert streamed.status_code == 500
+
+
+async def test_a_stuck_engine_is_not_healthy(client, service, monkeypatch):
+    monkeypatch.setattr("localllm.server.service.STALL_S", -1.0)
+    response = await client.get("/health")
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_stalled")
