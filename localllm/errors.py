@@ -26,6 +26,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+REPAIR = "fetch it again (localllm pull NAME --repair), or use another copy of the model"
+"""the hint for a damaged file of a model whose name is not known where the damage is found"""
+
 
 class LocalLLMError(Exception):
     """Base of all errors shown to users.
@@ -141,6 +144,28 @@ class BadModelFile(LocalLLMError):
     """A model file that is damaged, truncated or hostile."""
 
     exit_code, number, status, kind, api_code = 12, 1, 400, "invalid_request_error", None
+
+    def __init__(self, message: str, hint: str = REPAIR, **rest: Any) -> None:
+        super().__init__(message, hint, **rest)
+
+    def about(self, file: str, name: str = "") -> BadModelFile:
+        """The same error, naming the file where it does not yet, and in its hint the model where `pull` knows it.
+
+        file  the name of the model's file or folder
+        name  what `localllm pull` calls the model; "" for one that has only a path
+        """
+        named = "file" in self.context or file in self.message
+        hint = self.hint
+        if name:
+            hint = f"localllm pull {name} --repair" if hint == REPAIR else hint.replace("NAME", name)
+        return type(self)(
+            self.message if named else f"{file}: {self.message}",
+            hint,
+            why=self.why,
+            fixes=self.fixes,
+            context={"file": file, **self.context},
+            param=self.param,
+        )
 
 
 class UnsupportedModel(BadModelFile):

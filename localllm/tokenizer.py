@@ -15,8 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from .errors import InvalidRequest, UnsupportedFormat
+from .errors import BadModelFile, InvalidRequest, UnsupportedFormat
 from .tokenizer_files import TokenizerParts, tokenizer_parts
+from .tokenizer_regex import PRE_TOKENIZERS
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
 
 Span = tuple[int, int]
 _SURROGATES = re.compile("[\ud800-\udfff]")
+UNWATCHED_CHARS = {True: 10_000, False: 16}
+"""Longer texts are encoded under a time limit; the key: whether every pattern of the tokenizer is a published one. Even
+of those two take 2 and 11 s for 50,000 digits; a hostile one takes for ever."""
+LIMIT_S, CHARS_PER_S = 2.0, 50_000
+"""The time limit: 2 s, and one more for each 50,000 characters."""
+_KNOWN_PATTERNS = frozenset(pattern for patterns in PRE_TOKENIZERS.values() for pattern in patterns)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -76,6 +83,7 @@ class Tokenizer:
         """Made by `load_tokenizer`."""
         self._backend = backend = parts.backend
         self._lock = threading.Lock()  # encode_special_tokens is a switch on the shared back end
+        self._unwatched_chars = UNWATCHED_CHARS[_patterns(backend) <= _KNOWN_PATTERNS]
         self._added = dict(backend.get_added_tokens_decoder())
         self._byte_level, self.strips_first_space = _decoder_kind(backend)
         """the second: the vocabulary puts a space before the first word of every text (Llama 2 and its kin)"""
@@ -220,9 +228,39 @@ class Tokenizer:
         return ids
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
-        with self._lock:
+        limit = LIMIT_S + len(text) / CHARS_PER_S
+        if len(text) <= self._unwatched_chars:
+            return self._encode_now(text, special, limit)
+        done: list[list[int] | BaseException] = []
+
+        def work() -> None:
+            try:
+                done.append(self._encode_now(text, special, limit))
+            except BaseException as error:
+                done.append(error)
+
+        # The back end cannot be interrupted: a thread that is late is left behind, and with it the lock until it ends.
+        thread = threading.Thread(target=work, name="encode", daemon=True)
+        thread.start()
+        thread.join(limit)
+        if not done:
+            raise _gave_up(text, f"over {limit:.0f} s")
+        if isinstance(done[0], BaseException):
+            raise done[0]
+        return done[0]
+
+    def _encode_now(self, text: str, special: bool, limit: float) -> list[int]:
+        if not self._lock.acquire(timeout=limit):
+            raise _gave_up(text, "it is still busy with an earlier one")
+        try:
             self._backend.encode_special_tokens = not special
             encoded = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise _gave_up(text, ascii(str(error))[1:-1][:120]) from error
+        finally:
+            self._lock.release()
         ids: list[int] = encoded[0].ids
         return ids
 
@@ -238,6 +276,30 @@ class Tokenizer:
         if self.strips_first_space and not continuing:
             data = data.removeprefix(b" ")
         return data.decode("utf-8", "replace")
+
+
+def _gave_up(text: str, why: str) -> BadModelFile:
+    return BadModelFile(
+        f"the tokenizer cannot cut a text of {len(text):,} characters ({why})",
+        "send a shorter text, or use another model",
+    )
+
+
+def _patterns(backend: Backend) -> set[str]:
+    """The regular expressions with which a back end changes and cuts text."""
+    found: set[str] = set()
+    waiting: list[Any] = [
+        json.loads(step.__getstate__()) for step in (backend.normalizer, backend.pre_tokenizer) if step is not None
+    ]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, dict):
+            if isinstance(item.get("Regex"), str):
+                found.add(item["Regex"])
+            waiting.extend(item.values())
+        elif isinstance(item, list):
+            waiting.extend(item)
+    return found
 
 
 class _Spans:

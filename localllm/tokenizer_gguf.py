@@ -66,7 +66,7 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
     """
     model = _text(metadata, "model", "")
     if not model:
-        raise BadModelFile("the file has no tokenizer (tokenizer.ggml.model is missing)", "download the model again")
+        raise BadModelFile("the file has no tokenizer (tokenizer.ggml.model is missing)")
     if model not in ("gpt2", "llama", "gemma4"):
         kind = _REFUSED.get(model, "unknown")
         raise UnsupportedFormat(
@@ -75,21 +75,18 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
         )
     raw = _list(metadata, "tokens")
     if not raw:
-        raise BadModelFile("the vocabulary is empty (tokenizer.ggml.tokens)", "download the model again")
+        raise BadModelFile("the vocabulary is empty (tokenizer.ggml.tokens)")
     tokens, digest = _strings(raw)
     types = _numbers(metadata, "token_type", np.int32)
     scores = _numbers(metadata, "scores", np.float64)
     if not len(types):
         types = np.full(len(tokens), NORMAL, np.int32)
     if model == "llama" and not len(scores):
-        raise BadModelFile(
-            "a SentencePiece vocabulary without scores (tokenizer.ggml.scores)", "download the model again"
-        )
+        raise BadModelFile("a SentencePiece vocabulary without scores (tokenizer.ggml.scores)")
     for name, values in (("token_type", types), ("scores", scores)):
         if len(values) not in (0, len(tokens)):
             raise BadModelFile(
                 f"tokenizer.ggml.{name} has {len(values):,} entries for {len(tokens):,} tokens",
-                "download the model again",
             )
     pre = _pre_name(metadata, model, len(tokens))
     ids = _special_ids(metadata, len(tokens))
@@ -273,16 +270,14 @@ def _split_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     """The stored `"a b"` strings as pairs; `tokenizers` checks that halves and joins are tokens."""
     strings, _ = _strings(vocabulary.merges) if vocabulary.merges else ([], None)
     if not strings:
-        raise BadModelFile("a BPE vocabulary without merges (tokenizer.ggml.merges)", "download the model again")
+        raise BadModelFile("a BPE vocabulary without merges (tokenizer.ggml.merges)")
     pairs: list[Any] = [tuple(merge.split(" ")) for merge in strings]
     for number, merge in enumerate(strings):
         if len(pairs[number]) == 2:
             continue
         at = merge.find(" ", 1)  # a token may itself begin with a space
         if at < 1 or at == len(merge) - 1:
-            raise BadModelFile(
-                f"merge {number:,} of the tokenizer is not two tokens: {merge[:40]!r}", "download the model again"
-            )
+            raise BadModelFile(f"merge {number:,} of the tokenizer is not two tokens: {merge[:40]!r}")
         pairs[number] = (merge[:at], merge[at + 1 :])
     return pairs
 
@@ -331,16 +326,13 @@ def _special_ids(metadata: Mapping[str, Any], num_tokens: int) -> dict[str, int]
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) and not hasattr(value, "__index__"):
-            raise BadModelFile(
-                f"tokenizer.ggml.{name}_token_id is not a number: {value!r:.40}", "download the model again"
-            )
+            raise BadModelFile(f"tokenizer.ggml.{name}_token_id is not a number: {value!r:.40}")
         index = int(value)
         if index in (-1, 0xFFFFFFFF):  # how converters write "none"
             continue
         if not 0 <= index < num_tokens:
             raise BadModelFile(
                 f"tokenizer.ggml.{name}_token_id is {index:,}, the vocabulary has {num_tokens:,} tokens",
-                "download the model again",
             )
         found[name] = index
     return found
@@ -363,7 +355,7 @@ def _list(metadata: Mapping[str, Any], key: str) -> Sequence[Any]:
     if value is None:
         return []
     if isinstance(value, str | bytes | int | float) or not hasattr(value, "__len__"):
-        raise BadModelFile(f"tokenizer.ggml.{key} is not a list", "download the model again")
+        raise BadModelFile(f"tokenizer.ggml.{key} is not a list")
     return value
 
 
@@ -374,7 +366,7 @@ def _numbers(metadata: Mapping[str, Any], key: str, dtype: type[np.generic]) -> 
             raise ValueError("not numbers")
         return values.astype(dtype)
     except (ValueError, TypeError, OverflowError) as error:
-        raise BadModelFile(f"tokenizer.ggml.{key} is not a list of numbers", "download the model again") from error
+        raise BadModelFile(f"tokenizer.ggml.{key} is not a list of numbers") from error
 
 
 def _strings(values: Sequence[Any]) -> tuple[list[str], Any]:
@@ -386,7 +378,7 @@ def _strings(values: Sequence[Any]) -> tuple[list[str], Any]:
         if len(strings) != len(items):  # a token holds a zero byte
             strings = [item.decode() if isinstance(item, bytes) else item for item in items]
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
-        raise BadModelFile(f"the vocabulary is not UTF-8 ({error.reason})", "download the model again") from error
+        raise BadModelFile(f"the vocabulary is not UTF-8 ({error.reason})") from error
     except (TypeError, AttributeError) as error:
-        raise BadModelFile("the vocabulary holds something that is not text", "download the model again") from error
+        raise BadModelFile("the vocabulary holds something that is not text") from error
     return (strings if items else []), hashlib.sha256(joined)

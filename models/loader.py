@@ -1,13 +1,16 @@
 """`load_model`: a checkpoint -> `Model`, one linear layer at a time: read, canonical form, choose, prepare, free.
 
-So memory holds the prepared weights and the tensors of one layer class at any time. What is missing or has the wrong
-shape is a `BadModelFile`; tensors nobody asked for are ignored, unless they are known to change the result.
+So memory holds the prepared weights and the tensors of one layer class at any time. Nothing of the model stays in the
+mapped files: one that is cut or written over while the model runs would end the process with SIGBUS, or change answers.
+What is missing or has the wrong shape is a `BadModelFile`; tensors nobody asked for are ignored, unless they are known
+to change the result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -149,6 +152,7 @@ class _Loading:
         shared = prepared_rows(head.parts[0].prepared) if head is not None else None
         if shared is not None:
             return Embedding(shared, self.facts.embedding_scale, dtype, nbytes=0)
+        weight = self.owned(weight)
         return Embedding(weight_rows(weight), self.facts.embedding_scale, dtype, nbytes=weight.nbytes)
 
     def layer(self, index: int) -> DecoderLayer:
@@ -214,7 +218,21 @@ class _Loading:
         )
         impl = kernels.choose(self.impls, facts, self.options.quarantined).impl
         self.chosen.setdefault(layer_class, {})[impl.name] = None
-        return LinearPart(impl, impl.prepare(weight), bias, weight.shape)
+        # the codes, nearly all of the bytes, are repacked almost always: they are copied only where they were kept
+        prepared = self.owned(impl.prepare(self.owned(weight, but="qweight")))
+        return LinearPart(impl, prepared, bias, weight.shape)
+
+    def owned(self, weight: Any, but: str = "") -> Any:
+        """A weight, canonical or prepared, with copies of its tensors that are views of the mapped files."""
+        if not isinstance(weight, tuple) or not hasattr(weight, "_asdict"):
+            return weight
+        views = {
+            name: part
+            for name, part in weight._asdict().items()
+            if isinstance(part, Tensor) and name != but and part.device.type == "cpu" and part.layout is torch.strided
+        }
+        copies = {name: part.clone() for name, part in views.items() if self.checkpoint.maps(part.data_ptr())}
+        return weight._replace(**copies) if copies else weight  # type: ignore[attr-defined]
 
     def weight(self, name: str, shape: tuple[int, int]) -> Weight:
         """A linear module's canonical weight."""
@@ -251,7 +269,6 @@ class _Loading:
         if shape != (size,):
             raise BadModelFile(
                 f"{self.checkpoint.path.name}: {stored} has shape {list(shape)}, expected [{size}]",
-                "download the model again, or choose another file",
             )
         return read_dense(self.checkpoint, stored).float().contiguous()
 
@@ -292,7 +309,6 @@ class _Loading:
         """The error for a tensor that is not there."""
         return BadModelFile(
             f"{self.checkpoint.path.name}: the tensor {stored} is missing",
-            "download the model again, or choose another file",
         )
 
     def count(self, prefix: str) -> None:

@@ -29,12 +29,11 @@ DTYPES: dict[str, torch.dtype] = {
     "I64": torch.int64,
 }
 FLOATS = ("F32", "BF16", "F16")
-HINT = "run `localllm pull NAME --repair`, or get the checkpoint from another source"
 
 
 def bad(message: str) -> BadModelFile:
     """A damaged or contradictory checkpoint, said in one sentence."""
-    return BadModelFile(message, HINT)
+    return BadModelFile(message)
 
 
 def stored_bytes(ckpt: Checkpoint, name: str) -> Tensor:

@@ -196,7 +196,11 @@ def _wait(descriptor: int, event: int, deadline: float) -> None:
 
 def _error(kind: str, message: str, of_model: bool) -> LocalLLMError:
     broken: type[LocalLLMError] = BadModelFile if of_model else InvalidRequest
-    again = "download the model again, or give another template" if of_model else "send a valid template"
+    again = (
+        "fetch it again (localllm pull NAME --repair), or give another template"
+        if of_model
+        else "send a valid template"
+    )
     if kind == "raised":
         return InvalidRequest(f"the chat template refuses these messages: {message}", "change the messages")
     if kind == "syntax":

@@ -53,6 +53,10 @@ class Checkpoint:
         info = self.tensors[name]
         return self._files[info.file].view(info.offset, info.nbytes)
 
+    def maps(self, address: int) -> bool:
+        """Whether a memory address lies in one of the mapped files."""
+        return any(file.holds(address) for file in self._files.values())
+
     @property
     def nbytes(self) -> int:
         """Stored bytes of all tensors."""

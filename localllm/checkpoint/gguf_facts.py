@@ -40,6 +40,7 @@ _NO_TOKEN = (None, -1, 2**32 - 1)  # how converters write "none": nothing, -1, o
 _TEXT_KEYS = ("tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.chat_template", "tokenizer.huggingface.json")
 _FLAG_KEYS = tuple(f"tokenizer.ggml.add_{name}" for name in ("bos_token", "eos_token", "sep_token", "space_prefix"))
 MAX_TEMPLATE_CHARS = 1 << 20
+MAX_MERGES_PER_TOKEN = 8  # Gemma has 2; each costs the tokenizer 500 bytes
 
 
 def gguf_facts(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> ModelFacts:
@@ -162,6 +163,9 @@ def check_vocabulary(path: Path, metadata: Mapping[str, Any], vocab_size: int) -
     _special_ids(general, vocab_size, *_TOKEN_IDS)
     merges = metadata.get("tokenizer.ggml.merges")
     if merges is not None and len(merges):
+        if len(merges) > MAX_MERGES_PER_TOKEN * vocab_size:
+            what = f"holds {len(merges):,} merges, the limit for {vocab_size:,} tokens is"
+            raise bad(path, f"{what} {MAX_MERGES_PER_TOKEN * vocab_size:,}", key="tokenizer.ggml.merges")
         _check_merges(path, merges)
 
 

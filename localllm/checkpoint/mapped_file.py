@@ -15,9 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from localllm.errors import BadModelFile, ModelNotFound, UnsupportedFormat
-
-_REFETCH = "fetch it again (localllm pull NAME --repair), or use another copy of the model"
+from localllm.errors import REPAIR, BadModelFile, ModelNotFound, UnsupportedFormat
 
 
 def shown(value: object, limit: int = 80) -> str:
@@ -28,19 +26,26 @@ def shown(value: object, limit: int = 80) -> str:
     return safe if len(text) <= limit else f"{safe}... ({len(text):,} characters)"
 
 
+def label(path: Path) -> str:
+    """What an error calls a file: its name; for a snapshot of the hub's cache, whose name is a hash, the repository."""
+    if path.parent.name == "snapshots":
+        return shown(path.parent.parent.name.removeprefix("models--").replace("--", "/"), 200)
+    return shown(path.name, 200)
+
+
 def bad(
     path: Path,
     what: str,
     *,
     offset: int | None = None,
     key: str | None = None,
-    hint: str = _REFETCH,
+    hint: str = REPAIR,
     error: type[BadModelFile] = BadModelFile,
 ) -> BadModelFile:
     """The error for one defect of one file; `offset` is a byte position, `key` a metadata key, tensor or JSON field."""
     place = [f"at byte {offset:,}"] if offset is not None else []
     place += [f"{shown(key)}"] if key is not None else []
-    message = f"{shown(path.name, 200)}: " + (", ".join(place) + ": " if place else "") + what
+    message = f"{label(path)}: " + (", ".join(place) + ": " if place else "") + what
     context: dict[str, Any] = {"file": str(path)}
     if offset is not None:
         context["offset"] = offset
@@ -77,10 +82,22 @@ class MappedFile:
         self.data: np.ndarray | None = np.frombuffer(self.buffer, dtype=np.uint8)
 
     def view(self, offset: int, nbytes: int) -> np.ndarray:
-        """Bytes [offset, offset + nbytes) as a read-only uint8 view, no copy. ValueError after `close`."""
+        """Bytes [offset, offset + nbytes) as a read-only uint8 view, no copy. ValueError after `close`.
+
+        Raises BadModelFile for a file that was cut since: reading past its end would kill the process with SIGBUS.
+        """
         if self.data is None:
             raise ValueError(f"{self.path.name} is closed")
+        size = self.buffer.size()
+        if size < offset + nbytes:
+            what = f"was cut from {self.size:,} to {size:,} bytes while it was read"
+            raise bad(self.path, what, offset=size)
         return self.data[offset : offset + nbytes]
+
+    def holds(self, address: int) -> bool:
+        """Whether a memory address lies in the map."""
+        start = 0 if self.data is None else self.data.ctypes.data
+        return start <= address < start + self.size and bool(start)
 
     def close(self) -> None:
         """Unmap, as soon as the last view of it is gone."""
@@ -101,12 +118,16 @@ def _open_regular(path: Path) -> int:
             raise ModelNotFound(
                 f"{shown(path, 200)}: no such file", "localllm ls lists the models on this machine"
             ) from error
-        raise bad(path, f"cannot be opened: {error.strerror}", hint="check the file's owner and permissions") from error
+        hint = REPAIR if error.errno == errno.ELOOP else f"check the file's owner and permissions, or {REPAIR}"
+        raise bad(path, f"cannot be opened: {error.strerror}", hint=hint) from error
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
-    kind = "a folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "no regular file (a pipe, socket or device)"
+    folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
     os.close(descriptor)
-    raise bad(path, f"is {kind}", hint="name a .gguf file, or a folder with safetensors")
+    if folder:
+        raise bad(path, "is a folder, a file is expected")
+    hint = "name a .gguf file, or a folder with safetensors"
+    raise bad(path, "is no regular file (a pipe, socket or device)", hint=hint)
 
 
 def read_small(path: Path, limit: int) -> bytes:

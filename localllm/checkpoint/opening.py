@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from localllm.errors import BadModelFile, ModelNotFound, UnsupportedFormat
+from localllm.errors import REPAIR, BadModelFile, ModelNotFound, UnsupportedFormat
 
 from .checkpoint import Checkpoint
 from .gguf_facts import model_architecture
@@ -54,6 +54,7 @@ MAX_INDEX_BYTES = 32 << 20
 MAX_INDEX_ENTRIES = 1 << 17
 MAX_PARTS = 1000
 MAX_FOLDER_ENTRIES = 20_000
+_COPY = f"copy the file itself into the folder, or {REPAIR}"
 _PART = re.compile(r"^(.*)-(\d{5})-of-(\d{5})(\.gguf|\.safetensors)$")
 _QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 
@@ -114,11 +115,11 @@ def _open_other_safetensors(folder: Path, names: set[str], safetensors: list[str
         hint = "merge it into its base model first; adapters alone cannot run"
         raise bad(folder, what, hint=hint, error=UnsupportedFormat)
     if safetensors and "config.json" not in names:
-        raise bad(folder, "config.json is missing beside the safetensors files", key="config.json")
+        raise bad(folder, "is missing beside the safetensors files", key="config.json")
     if len(safetensors) == 1 and not _PART.match(safetensors[0]):
         return _open_parts(folder, [folder / safetensors[0]], names)
     if safetensors:
-        raise bad(folder, f"{INDEX_NAME} is missing beside {len(safetensors)} safetensors files", key=INDEX_NAME)
+        raise bad(folder, f"is missing beside {len(safetensors)} safetensors files", key=INDEX_NAME)
     pickles = sorted(name for name in names if name.endswith(PICKLES))
     if pickles:
         raise _refuse_pickle(folder / pickles[0])
@@ -146,16 +147,14 @@ def _inside(folder: Path, name: str) -> Path:
     try:
         home, target = folder.resolve(), path.resolve()
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
-        raise bad(
-            path, f"is a link that leads nowhere: {error}", hint="copy the file itself into the folder"
-        ) from error
+        raise bad(path, f"is a link that leads nowhere: {error}", hint=_COPY) from error
     allowed = [home]
     if home.parent.name == "snapshots":
         allowed.append(home.parent.parent / "blobs")
     if any(target.is_relative_to(root) for root in allowed):
         return path
     what = f"is a link that leaves the folder: {shown(target)}"
-    raise bad(path, what, hint="copy the file itself into the folder")
+    raise bad(path, what, hint=_COPY)
 
 
 def _open_gguf(path: Path, folder: Path | None = None) -> Checkpoint:
@@ -227,7 +226,7 @@ def _open_safetensors_file(path: Path) -> Checkpoint:
         return _open_sharded(folder, names)
     if "config.json" not in names:
         read_safetensors(path).file.close()  # a damaged file is to be called that first
-        what = "config.json is missing beside it: the tensors alone do not say what model they are"
+        what = "is missing beside it: the tensors alone do not say what model they are"
         raise bad(path, what, key="config.json", hint="give the folder of the whole model", error=UnsupportedFormat)
     return _open_parts(folder, [path], names)
 
@@ -265,6 +264,8 @@ def _open_sharded(folder: Path, names: set[str]) -> Checkpoint:
 def _open_parts(folder: Path, paths: list[Path], names: set[str]) -> Checkpoint:
     for path in paths:
         _inside(folder, path.name)
+    if "config.json" not in names:
+        raise bad(folder, "is missing beside the safetensors files", key="config.json")
     config = read_json_object(_inside(folder, "config.json"))
     generation: dict[str, Any] = {}
     if "generation_config.json" in names:

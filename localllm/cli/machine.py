@@ -17,7 +17,7 @@ from localllm.terminal import clean_line, gib, tokens_short
 
 from . import params
 from .command import Env, command
-from .names import choose, resolve
+from .names import choose, opened, resolve
 from .session import fake_engine, llm_options
 
 if TYPE_CHECKING:
@@ -83,7 +83,6 @@ def plan(
 ) -> int:
     """Say what fits here: memory, context and expected speed. Exit 5 when a model that was named does not fit."""
     from localllm import hub
-    from localllm.checkpoint import open_checkpoint
     from localllm.device import machine
 
     config = env.settings({"engine.kv": kv})
@@ -98,7 +97,7 @@ def plan(
             raise ConfigError(
                 f"{clean_line(resolved.name)} is not on this machine", f"localllm pull {clean_line(name)}"
             )
-        with open_checkpoint(resolved.path) as checkpoint:
+        with opened(resolved) as checkpoint:
             rows += _plan_rows(resolved.name, checkpoint.facts, facts, windows, config.engine)
     console = env.console
     if console.as_json:

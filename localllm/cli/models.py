@@ -15,7 +15,7 @@ from localllm.terminal import clean, clean_line, gib, tokens_short
 
 from . import params
 from .command import Env, command
-from .names import resolve
+from .names import opened, resolve
 
 if TYPE_CHECKING:
     from localllm.checkpoint import Checkpoint, ModelFacts
@@ -148,13 +148,11 @@ def show(
 
     Reads headers only, so a damaged file is found in milliseconds (exit 12).
     """
-    from localllm.checkpoint import open_checkpoint
-
     resolved = resolve(env, env.config, model)
     if resolved.path is None:
         name = clean_line(resolved.name)
         raise ModelNotFound(f"{name} is not on this machine", f"localllm pull {name}")
-    with open_checkpoint(resolved.path) as checkpoint:
+    with opened(resolved) as checkpoint:
         if template:
             text = _template(checkpoint)
             env.console.answer(text if text.endswith("\n") else text + "\n")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from localllm.config import UserConfig
-from localllm.errors import ModelNotFound
+from localllm.errors import BadModelFile, ModelNotFound
 from localllm.terminal import clean_line
 
 from .command import Env
 from .session import fake_engine
 
 if TYPE_CHECKING:
+    from localllm.checkpoint import Checkpoint
     from localllm.hub import Resolved
 
 
@@ -50,6 +53,20 @@ def resolve(env: Env, config: UserConfig, name: str, *, refresh: bool = False) -
     from localllm.device import machine
 
     return hub.resolve(name, device=machine(), offline=env.offline, config=config, refresh=refresh)
+
+
+@contextmanager
+def opened(resolved: Resolved) -> Iterator[Checkpoint]:
+    """The files of a local model; damage found in them names the command that repairs it."""
+    from localllm.checkpoint import open_checkpoint
+    from localllm.checkpoint.mapped_file import label
+
+    assert resolved.path is not None
+    try:
+        with open_checkpoint(resolved.path) as checkpoint:
+            yield checkpoint
+    except BadModelFile as error:
+        raise error.about(label(resolved.path), resolved.pulled_as) from error
 
 
 def choice_of(resolved: Resolved) -> Choice:

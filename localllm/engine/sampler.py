@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from localllm.errors import BadModelFile
 from localllm.request import SamplingParams, TokenLogprob
 
 from .sequence import Sequence
@@ -89,6 +90,8 @@ def sample_row(logits: Tensor, sequence: Sequence) -> int:
     ids, probs = candidates(logits, params, uniform(sequence.seed, position, 1))
     cumulative = torch.cumsum(probs, -1, dtype=torch.float64)
     if not 0 < float(cumulative[-1]) < math.inf:
+        if bool(logits.isnan().any() or logits.isposinf().any()):
+            raise BadModelFile("what the model computes is not a number (NaN or infinity): its weights are damaged")
         raise ValueError("no token has a finite probability")
     draw = uniform(sequence.seed, position) * float(cumulative[-1])
     index = int(torch.searchsorted(cumulative, torch.tensor(draw, dtype=torch.float64), right=True))

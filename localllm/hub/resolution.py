@@ -80,6 +80,12 @@ class Resolved:
     """what a user should see before the download starts"""
 
     @property
+    def pulled_as(self) -> str:
+        """What `localllm pull` calls it; "" for a path, and for files put into the models folder by hand."""
+        known = self.kind == "hub" or (self.kind == "index" and self.name in catalog.starters())
+        return self.name if known else ""
+
+    @property
     def lines(self) -> tuple[str, ...]:
         """The decision for people, one line each."""
         first = f"{self.asked} → {self.name}" + (f"   ({self.reason})" if self.reason else "")

@@ -333,7 +333,7 @@ def test_paths_that_are_no_model(tmp_path: Path) -> None:
 def test_folders_of_other_layouts(tmp_path: Path) -> None:
     weights = tiny.safetensors_bytes(tiny.tiny_hf_tensors())
     (tmp_path / "consolidated.safetensors").write_bytes(weights)
-    refuse(tmp_path, "config.json is missing")
+    refuse(tmp_path, "config.json: is missing")
     (tmp_path / "params.json").write_text("{}")
     refuse(tmp_path, "Mistral's own layout", UnsupportedFormat)
     (tmp_path / "params.json").unlink()
@@ -343,13 +343,13 @@ def test_folders_of_other_layouts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(tiny.tiny_config()))
     assert open_checkpoint(tmp_path).facts.num_layers == 2
     (tmp_path / "second.safetensors").write_bytes(weights)
-    refuse(tmp_path, f"{INDEX} is missing beside 2 safetensors files")
+    refuse(tmp_path, f"{INDEX}: is missing beside 2 safetensors files")
 
 
 def test_a_safetensors_file_alone_is_no_model(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(tiny.safetensors_bytes(tiny.tiny_hf_tensors()))
-    refuse(path, "config.json is missing beside it", UnsupportedFormat)
+    refuse(path, "config.json: is missing beside it", UnsupportedFormat)
     assert len(read_safetensors(path).tensors) == 21
 
 

@@ -1,0 +1,159 @@
+"""The corpus through `show`, `run` and the model list: refused by name, fast, small, never a traceback."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from bad_files import gguf_cases, safetensors_cases
+from tiny_models import tiny_gguf, tiny_safetensors
+
+from .conftest import MAX_GROWTH_KIB, MAX_S, SLACK, Door, process, quick_and_small, refused
+
+GGUF, SAFETENSORS = gguf_cases(), safetensors_cases()
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def check(door: Door, path: Path, *named: str) -> None:
+    """`show` and `run` say the same; the JSON twin tells the place."""
+    seen = door("show", path)
+    quick_and_small(seen)
+    said = refused(seen, *named)
+    ran = door("run", path, "hi", "--json")
+    quick_and_small(ran)
+    assert refused(ran, *named) == said
+    error = ran.error
+    assert error["exit"] == 12 and (error["message"], error["hint"]) == said
+    assert "offset" in error["context"] or "key" in error["context"]
+    assert error["context"]["file"]
+
+
+@pytest.mark.parametrize("name", GGUF)
+def test_bad_gguf(name: str, door: Door, tmp_path: Path) -> None:
+    path = tmp_path / f"{name}.gguf"
+    path.write_bytes(GGUF[name])
+    check(door, path, path.name)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_safetensors(tmp_path_factory.mktemp("st") / "model")
+
+
+@pytest.mark.parametrize("name", SAFETENSORS)
+def test_bad_safetensors(name: str, door: Door, folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(SAFETENSORS[name])
+    check(door, folder, "model.safetensors: ", "model: ")
+
+
+@pytest.mark.parametrize("name", ["empty", "array_u8_2e40_alone", "arch_unknown", "tokens_missing", "t_overlap"])
+def test_run_in_words_and_as_events(name: str, door: Door, tmp_path: Path) -> None:
+    path = tmp_path / f"{name}.gguf"
+    path.write_bytes(GGUF[name])
+    ran = door("run", path, "hi")
+    refused(ran, path.name)
+    assert ran.stdout == ""
+    streamed = door("run", path, "hi", "--json", "--stream")
+    refused(streamed, path.name)
+    assert json.loads(streamed.stdout.splitlines()[-1])["error"]["exit"] == 12
+
+
+@pytest.fixture
+def crowd(empty_home: Path) -> Path:
+    """A home with every file of the corpus as a model of its own, and two good ones among them."""
+    for name, content in GGUF.items():
+        place = empty_home / "data/models" / name
+        place.mkdir(parents=True)
+        (place / "model.gguf").write_bytes(content)
+    good = empty_home / "data/models/good"
+    good.mkdir()
+    tiny_gguf(good / "model.gguf", "Q8_0")
+    source = tiny_safetensors(empty_home / "source")
+    for name, content in {**SAFETENSORS, "good": b""}.items():
+        place = empty_home / f"hf/hub/models--many--{name}/snapshots/{COMMIT}"
+        shutil.copytree(source, place)
+        if content or name != "good":
+            (place / "model.safetensors").write_bytes(content)
+    return empty_home
+
+
+def test_the_list_shows_each_as_broken_and_goes_on(crowd: Path, door: Door) -> None:
+    listed = door("ls", "--all", "--json")
+    quick_and_small(listed, 10)
+    assert listed.code == 0 and "Traceback" not in listed.stderr
+    rows = {row["id"]: row for row in json.loads(listed.stdout)["models"]}
+    assert set(rows) == {*GGUF, "good", *(f"many/{name}" for name in SAFETENSORS), "many/good"}
+    for name, row in rows.items():
+        if name.endswith("good"):
+            assert row["supported"] and not row["broken"] and row["chat"]
+        else:
+            assert not row["supported"] and row["reason"].isprintable(), name
+            assert COMMIT not in row["reason"]
+    refused_by_name = {name for name, row in rows.items() if not row["supported"] and not row["broken"]}
+    assert {"arch_unknown", "version_1", "t_type_4", "experts"} <= refused_by_name
+    assert len(refused_by_name) < 30
+
+    table = door("ls", "--all")
+    assert table.code == 0 and "\x1b" not in table.stdout
+    assert len(table.stdout.splitlines()) == len(rows) + 1
+    short = door("ls")
+    assert len(short.stdout.splitlines()) == 3
+    assert f"{len(rows) - 2} more cannot be run" in short.stderr
+
+
+def test_the_picker_shows_them_too(crowd: Path) -> None:
+    from localllm import hub
+    from localllm.backend import InProcessBackend
+
+    choices = InProcessBackend().choices()
+    assert len(choices) == len(hub.list_local()) == len(GGUF) + len(SAFETENSORS) + 2
+    assert {c.name for c in choices if c.supported} == {"good", "many/good"}
+    assert all(c.reason for c in choices if not c.supported)
+
+
+def test_a_model_with_a_name_is_repaired_by_that_name(crowd: Path, door: Door) -> None:
+    for words in (("show", "many/data_cut"), ("run", "many/data_cut", "hi"), ("plan", "many/data_cut")):
+        what, hint = refused(door(*words))
+        assert hint == "localllm pull many/data_cut --repair"
+    what, _ = refused(door("show", "many/norm_missing"))
+    assert what.startswith("many/norm_missing: model.norm.weight")
+    _, hint = refused(door("show", "cut_in_data"))  # put there by hand: nothing can be pulled
+    assert "localllm pull NAME --repair" in hint
+
+
+SAMPLE = [
+    ("show", "array_u8_2e40_alone", GGUF),
+    ("run", "array_strings_2e60", GGUF),
+    ("run", "n_tensors_max", GGUF),
+    ("run", "cut_in_data", GGUF),
+    ("show", "header_nested_10000", SAFETENSORS),
+    ("run", "shape_huge", SAFETENSORS),
+]
+
+
+@pytest.fixture(scope="module")
+def base_kib(tmp_path_factory: pytest.TempPathFactory) -> int:
+    """Memory of a command that finds nothing wrong."""
+    where = tmp_path_factory.mktemp("base")
+    result = process(where / "peak", "show", tiny_gguf(where / "good.gguf"))
+    assert result.code == 0
+    return result.growth_kib
+
+
+@pytest.mark.parametrize(("command", "name", "corpus"), SAMPLE, ids=[f"{c}-{n}" for c, n, _ in SAMPLE])
+def test_real_processes(
+    command: str, name: str, corpus: dict[str, bytes], folder: Path, tmp_path: Path, base_kib: int
+) -> None:
+    if corpus is SAFETENSORS:
+        path, named = folder, "model.safetensors"
+        (folder / "model.safetensors").write_bytes(corpus[name])
+    else:
+        path, named = tmp_path / f"{name}.gguf", f"{name}.gguf"
+        path.write_bytes(corpus[name])
+    result = process(tmp_path / "peak", command, path, *(["hi"] if command == "run" else []))
+    refused(result, named)
+    assert result.stdout == ""
+    assert result.seconds < MAX_S * SLACK
+    assert result.growth_kib - base_kib < MAX_GROWTH_KIB

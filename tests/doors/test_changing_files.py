@@ -1,0 +1,126 @@
+"""FILE-05: a model's file is cut while it is loaded or used: an error or no effect, never a silent SIGBUS."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_models import (
+    assemble,
+    safetensors_bytes,
+    tiny_gguf,
+    tiny_hf_tensors,
+    tiny_keys,
+    tiny_safetensors,
+    tiny_tensors,
+    vocabulary,
+)
+
+from localllm.checkpoint import open_checkpoint
+from localllm.errors import BadModelFile
+from localllm.request import Phase, SamplingParams
+
+QUANTS = ("F32", "F16", "Q8_0", "Q4_0", "Q4_1", "Q4_K")
+
+
+def mapped(folder: Path) -> list[str]:
+    """Files of a folder that are mapped into this process."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
+
+
+def tied(path: Path, quant: str) -> Path:
+    tokens, hidden = vocabulary(), 256 if quant == "Q4_K" else 64
+    tensors = tiny_tensors(len(tokens), quant, hidden=hidden, layers=1)
+    del tensors["output.weight"]
+    path.write_bytes(assemble(tiny_keys(tokens, hidden=hidden, layers=1), tensors))
+    return path
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
+@pytest.mark.parametrize("quant", QUANTS)
+def test_file_05_a_file_cut_while_it_is_used_changes_nothing(quant: str, dtype: str, tmp_path: Path) -> None:
+    from localllm.llm import LLM
+
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    for path in (tiny_gguf(tmp_path / "untied.gguf", quant, layers=1), tied(tmp_path / "tied.gguf", quant)):
+        with LLM(path, ctx=64, dtype=dtype) as llm:
+            assert not mapped(tmp_path), "a cut file would end the process here"
+            answer = llm.generate("hi there", params).completions[0].token_ids
+            os.truncate(path, 0)
+            assert llm.generate("hi there", params).completions[0].token_ids == answer
+            assert len(llm.generate("and something else", params).completions[0].token_ids) == 4
+
+
+def _folder(folder: Path, kind: str) -> Path:
+    """A safetensors folder whose linear layers are stored as `kind`."""
+    tiny_safetensors(folder, layers=1)
+    tensors = tiny_hf_tensors(layers=1)
+    if kind == "F8":
+        for name in [n for n in tensors if "proj" in n]:
+            (rows, columns), count = tensors[name][1], len(tensors[name][2]) // 4
+            tensors[name] = ("F8_E4M3", [rows, columns], bytes([0x38]) * count)
+            tensors[name + "_scale"] = ("F32", [rows, 1], b"\0\0\x80\x3f" * rows)
+    (folder / "model.safetensors").write_bytes(safetensors_bytes(tensors, {"format": "pt", "pad": " " * 7}))
+    return folder
+
+
+@pytest.mark.parametrize("only", ["", "torch_", "torch_dequant"])
+def test_file_05_nothing_stays_mapped_whatever_computes(only: str, tmp_path: Path) -> None:
+    from localllm import kernels
+    from localllm.models.loader import LoadOptions, load_model
+
+    names = {impl.name for impl in kernels.linear_impls()}
+    shut = {name for name in names if not name.startswith(only)}
+    paths = [tiny_gguf(tmp_path / f"{quant}.gguf", quant, layers=1) for quant in QUANTS]
+    paths += [_folder(tmp_path / kind, kind) for kind in ("F32", "F8")]
+    for path in paths:
+        with open_checkpoint(path) as checkpoint:
+            model = load_model(checkpoint, LoadOptions(quarantined=frozenset(shut)))
+        assert model.weight_bytes
+        assert not mapped(tmp_path), f"{path.name}: {model.kernels}"
+
+
+@pytest.mark.parametrize("kind", ["gguf", "safetensors"])
+def test_file_05_a_file_cut_while_it_is_loaded_is_named(kind: str, tmp_path: Path) -> None:
+    from localllm.llm import LLM
+
+    model = tiny_gguf(tmp_path / "m.gguf") if kind == "gguf" else tiny_safetensors(tmp_path / "m")
+    file = model if kind == "gguf" else model / "model.safetensors"
+    size = file.stat().st_size
+
+    def cut(phase: Phase) -> None:
+        if phase.name == "import":
+            os.truncate(file, size // 2)
+
+    with pytest.raises(BadModelFile) as caught:
+        LLM(model, on_phase=cut)
+    assert f"{file.name}: at byte {size // 2:,}: was cut from {size:,} to {size // 2:,} bytes" in caught.value.message
+    assert "localllm pull NAME --repair" in caught.value.hint
+
+
+def test_file_05_what_remains_ends_with_a_word(tmp_path: Path) -> None:
+    """A file that is cut in the middle of a copy still raises SIGBUS: the process says so, and where."""
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 8192)
+    code = f"""
+import mmap, os
+from localllm import cli
+
+def door(app):
+    class Command:
+        def main(self):
+            with open({str(path)!r}, "rb") as file:
+                view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            os.truncate({str(path)!r}, 0)
+            view[5000]
+    return Command()
+
+cli.typer.main.get_command = door
+cli.main()
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -7
+    assert done.stderr.startswith("Fatal Python error: Bus error")

@@ -1,0 +1,179 @@
+"""FILE-03: tokenizers that are too large, of wrong types, or whose patterns never end: refused when a model is run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import (
+    MERGES,
+    STRING,
+    array,
+    assemble,
+    tiny_keys,
+    tiny_safetensors,
+    tiny_tensors,
+    tokenizer_json,
+    vocabulary,
+)
+
+from .conftest import Door, quick_and_small, refused
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tiny_safetensors(tmp_path / "model")
+
+
+def change(folder: Path, change: Callable[[dict[str, Any]], object], file: str = "tokenizer.json") -> None:
+    value = json.loads((folder / file).read_text())
+    change(value)
+    (folder / file).write_text(json.dumps(value))
+
+
+def refuse(door: Door, model: Path, *named: str) -> str:
+    result = door("run", model, "hi", "--max-tokens", "1")
+    quick_and_small(result, 10)  # the first of them brings torch with it
+    return refused(result, *named)[0]
+
+
+@pytest.mark.parametrize(("merge", "count"), [(b'["t","h"],', 1_050_000), (b'"t h",', 10_000_000)])
+def test_file_03_millions_of_merges(merge: bytes, count: int, door: Door, folder: Path) -> None:
+    head, tail = json.dumps(tokenizer_json()).encode().split(b'"merges": [')
+    (folder / "tokenizer.json").write_bytes(head + b'"merges": [' + merge * count + tail)
+    what = refuse(door, folder, "tokenizer.json")
+    assert "strings, the limit is 2,000,000" in what
+
+
+def test_file_03_millions_of_merges_in_a_gguf(door: Door, tmp_path: Path) -> None:
+    tokens, path = vocabulary(), tmp_path / "merges.gguf"
+    keys = tiny_keys(tokens, layers=1)
+    keys["tokenizer.ggml.merges"] = (9, array(STRING, MERGES * 90_000))
+    path.write_bytes(assemble(keys, tiny_tensors(len(tokens), "Q8_0", layers=1)))
+    result = door("run", path, "hi")
+    quick_and_small(result)
+    assert "holds 1,080,000 merges, the limit for 271 tokens is 2,168" in refused(result, path.name)[0]
+
+
+@pytest.mark.parametrize("size", [1 << 40, (128 << 20) + 1])
+def test_file_03_a_huge_tokenizer_is_not_read(size: int, door: Door, folder: Path) -> None:
+    os.truncate(folder / "tokenizer.json", size)
+    assert f"is {size:,} bytes long, the limit is 134,217,728" in refuse(door, folder, "tokenizer.json")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_file_03_a_pipe_does_not_block(name: str, door: Door, folder: Path) -> None:
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    assert "is no regular file" in refuse(door, folder, name)
+
+
+def _model(**changes: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda value: value["model"].update(changes)
+
+
+def _top(**changes: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda value: value.update(changes)
+
+
+BAD_TOKENIZERS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "model_missing": lambda value: value.pop("model"),
+    "model_number": _top(model=7),
+    "model_unknown": _model(type="Telepathy"),
+    "vocab_list": _model(vocab=["a", "b"]),
+    "vocab_texts": _model(vocab={"a": "0"}),
+    "vocab_negative": _model(vocab={"a": -1}),
+    "vocab_2e40": _model(vocab={"a": 2**40}),
+    "merges_object": _model(merges={"t": "h"}),
+    "merges_numbers": _model(merges=[1, 2]),
+    "merges_of_three": _model(merges=[["t", "h", "e"]]),
+    "merges_of_no_tokens": _model(merges=[["xyz", "zyx"]]),
+    "added_text": _top(added_tokens="<s>"),
+    "added_without_id": _top(added_tokens=[{"content": "<s>"}]),
+    "normalizer_unknown": _top(normalizer={"type": "Nope"}),
+    "normalizer_bad_pattern": _top(normalizer={"type": "Replace", "pattern": {"Regex": "(("}, "content": ""}),
+    "pre_tokenizer_list": _top(pre_tokenizer=[1]),
+    "decoder_missing": lambda value: value.pop("decoder"),
+    "decoder_of_words": _top(decoder={"type": "WordPiece", "prefix": "##", "cleanup": True}),
+    "post_processor_without_its_tokens": _top(
+        post_processor={
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "<nope>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [],
+            "special_tokens": {},
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TOKENIZERS)
+def test_file_03_tokenizers_of_wrong_types(name: str, door: Door, folder: Path) -> None:
+    change(folder, BAD_TOKENIZERS[name])
+    refuse(door, folder, "tokenizer.json", "model: the tokenizer")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"chat_template": 5},
+        {"chat_template": ["x"]},
+        {"chat_template": {"default": 5}},
+        {"chat_template": [{"name": "../x", "template": "x"}]},
+        {"chat_template": "{{ x"},
+        {"chat_template": "{% for i in range(99999999) %}{{ messages }}{% endfor %}"},
+    ],
+    ids=str,
+)
+def test_file_03_settings_of_wrong_types(changes: dict[str, Any], door: Door, folder: Path) -> None:
+    change(folder, _top(**changes), "tokenizer_config.json")
+    refuse(door, folder, "model: ", "tokenizer_config.json")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"bos_token": 5, "eos_token": [], "unk_token": {"content": 7}},
+        {"bos_token": "<nowhere>", "eos_token": "", "add_bos_token": True},
+        {"added_tokens_decoder": [1, 2]},
+        {"added_tokens_decoder": {"x": {}, "-1": {"content": "a"}, "99999999": {"content": "b"}, "271": 5}},
+        {"add_bos_token": "yes", "model_max_length": 10**400},
+    ],
+    ids=str,
+)
+def test_file_03_settings_that_mean_nothing_are_passed_over(changes: dict[str, Any], door: Door, folder: Path) -> None:
+    change(folder, _top(**changes), "tokenizer_config.json")
+    assert door("run", folder, "hi", "--max-tokens", "1").code == 0
+
+
+def test_file_03_tokens_beyond_the_embedding_are_refused(door: Door, folder: Path) -> None:
+    """An id without a row would be read from somewhere else in memory."""
+    change(folder, lambda value: value["model"]["vocab"].update({"h": 2**20}))
+    result = door("run", folder, "hi", "--max-tokens", "1")
+    refused(result, codes=(2, 12))
+
+
+def _cut_by(pattern: str) -> Callable[[dict[str, Any]], object]:
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return _top(pre_tokenizer={"type": "Sequence", "pretokenizers": [split, level]})
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+b", "(a|aa)+$b", "a+b"])
+def test_file_03_a_catastrophic_pattern_on_100_kb(
+    pattern: str, door: Door, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from localllm import tokenizer
+
+    monkeypatch.setattr(tokenizer, "LIMIT_S", 0.2)
+    monkeypatch.setattr(tokenizer, "CHARS_PER_S", 1_000_000)
+    change(folder, _cut_by(pattern))
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("a" * 100_000)
+    result = door("run", folder, "-f", prompt)
+    quick_and_small(result, 10)
+    what, hint = refused(result, "model: the tokenizer cannot cut a text of 100,")
+    assert "shorter text" in hint
