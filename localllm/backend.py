@@ -71,6 +71,7 @@ class InProcessBackend:
         self._stopped: set[int] = set()
         self._next_turn = 0
         self._closing = False
+        self._takes_turns = False
         self._cancel = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -78,6 +79,7 @@ class InProcessBackend:
         """Load in a thread; phases arrive as events. A second start replaces the first model."""
         self._end_thread()
         self._closing, self._cancel = False, threading.Event()
+        self._takes_turns = True
         self._thread = threading.Thread(target=self._work, args=(model,), name="backend", daemon=True)
         self._thread.start()
 
@@ -88,8 +90,9 @@ class InProcessBackend:
             self._next_turn += 1
             self._queue.append(_Queued(turn, list(messages), params))
             self._running[turn] = None
+            takes = self._takes_turns
             self._lock.notify()
-        if self._thread is None or not self._thread.is_alive():
+        if not takes:
             self._drop_queue(Failed(-1, "E601", "no model is loaded", "choose a model"))
         return turn
 
@@ -193,8 +196,8 @@ class InProcessBackend:
         if turn in self._stopped:
             self._end(turn, Done(turn, FinishReason.ABORT, Usage(), Timing()))
             return
-        params = queued.params or (self._default_params(llm) if self._default_params else None)
         try:
+            params = queued.params or (self._default_params(llm) if self._default_params else None)
             prompt = self._encode(llm, queued.messages)
             self._events.append(Prefill(turn, 0, len(prompt)))
             running = llm.submit(
@@ -247,6 +250,7 @@ class InProcessBackend:
     def _drop_queue(self, failed: Failed | None) -> None:
         """End what is still queued or running: with the failure, or as stopped."""
         with self._lock:
+            self._takes_turns = False  # under the same lock: what comes later is refused, what is here ends below
             self._queue.clear()
             turns = list(self._running)
         for turn in turns:
