@@ -6,6 +6,7 @@ torch is imported.
 
 from __future__ import annotations
 
+import logging
 import os
 
 from textual.app import App
@@ -68,6 +69,7 @@ class ChatApp(App[None]):
         self._start_with = model
         self._first_message = first_message
         self._started = False
+        self.failure: Exception | None = None
         still = self.ui.animations is False or (self.ui.animations == "auto" and "SSH_CONNECTION" in os.environ)
         self.moving = not still
         self.drain_s = DRAIN_STILL_S if still else DRAIN_S
@@ -89,6 +91,16 @@ class ChatApp(App[None]):
         self.backend.start(self._start_with)
         if self._first_message and isinstance(self.screen, ChatScreen):
             await self.screen.submit(self._first_message)
+
+    def _handle_exception(self, error: Exception) -> None:
+        """Put the traceback into the log; `failure` is what the user is told."""
+        self.failure = error
+        logging.getLogger("localllm.tui").error("the interface failed", exc_info=error)
+        super()._handle_exception(error)
+
+    def _print_error_renderables(self) -> None:
+        """Nothing: the command that opened the interface says one sentence."""
+        self._exit_renderables.clear()
 
     def copy(self, text: str) -> str:
         """Copy, and say how."""

@@ -115,9 +115,11 @@ def full_screen(
         )
         app.run(mouse=config.ui.mouse)
         close_soon(backend)
+    if app.failure is not None:
+        raise app.failure  # becomes one sentence and a line in the log
     if conversation.summary:
         env.console.say(f"{conversation.summary}\nAgain: localllm chat {choice.name}")
-    return app.return_code or 0
+    return 0
 
 
 def close_soon(backend: Any, wait_s: float = 3.0) -> None:

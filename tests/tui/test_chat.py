@@ -389,3 +389,30 @@ async def test_no_color_is_no_colour(monkeypatch: pytest.MonkeyPatch) -> None:
         await running.ask("!md")
         assert running.app.theme == "ansi-dark"
         assert "NoColor" in [type(one).__name__ for one in running.app._filters]
+
+
+async def test_an_exception_of_our_own_ends_in_a_log_and_not_on_the_screen(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from textual.app import App
+
+    from localllm.tui.app import ChatApp
+
+    for name in ("_handle_exception", "_print_error_renderables"):  # what we override must still be there
+        assert hasattr(App, name) and getattr(ChatApp, name) is not getattr(App, name)
+    with pytest.raises(ZeroDivisionError):
+        async with chat() as running:
+            monkeypatch.setattr(type(running.screen), "action_help", lambda self: 1 / 0)
+            await running.pilot.press("f1")
+            await running.pilot.pause(0.1)
+    assert isinstance(running.app.failure, ZeroDivisionError)
+    assert "the interface failed" in caplog.text
+
+
+async def test_messages_that_wait_are_never_taken_off_the_screen() -> None:
+    async with chat(load_s=0.1, ui=UiConfig(history_window=2)) as running:
+        for number in range(5):
+            await running.send(f"question {number}")
+        await running.until(lambda: len(running.screen.conversation.exchanges) == 5)
+        await running.until(lambda: all(e.stop for e in running.screen.conversation.exchanges))
+        assert [e.text for e in running.screen.conversation.exchanges] == [f"question {n}" for n in range(5)]

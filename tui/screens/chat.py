@@ -5,31 +5,29 @@ Knows nothing but `ChatBackend`. A message is a widget at once and waits until t
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import VerticalScroll
-from textual.geometry import Size
-from textual.reactive import Reactive
 from textual.screen import Screen
-from textual.widget import Widget
-from textual.widgets import OptionList, Static
-from textual.widgets.option_list import Option
+from textual.widgets import Static
 
 from localllm.errors import ConfigError
 from localllm.request import ChatEvent, Delta, Done, Failed, Phase, Prefill
-from localllm.terminal import clean, clean_line
+from localllm.terminal import clean_line
 from localllm.tui.conversation import Conversation, Exchange, Typed, understand
 from localllm.tui.screens.help import HelpScreen
+from localllm.tui.widgets.choices import ContextChoices
 from localllm.tui.widgets.loading import LoadCard
 from localllm.tui.widgets.markdown import Fence
-from localllm.tui.widgets.messages import AssistantMessage, Failure, Notice, UserMessage
+from localllm.tui.widgets.messages import AssistantMessage, UserMessage
 from localllm.tui.widgets.prompt import Prompt, PromptArea
 from localllm.tui.widgets.status import State, StatusLine, TitleLine
+from localllm.tui.widgets.transcript import Transcript
 
 if TYPE_CHECKING:
     from localllm.tui.app import ChatApp
@@ -40,14 +38,6 @@ DRAW_SHARE = 0.05
 """Of one core, for everything this thread does while an answer comes; drawing waits until it is back below."""
 MAX_DRAW_S = 0.3
 """But not longer than this."""
-EARLIER_STEP = 10
-"""Messages brought back at once."""
-
-
-class Transcript(VerticalScroll):
-    """The turns. As with everything that grows in it, its new size needs no second layout."""
-
-    virtual_size = Reactive(Size(0, 0))
 
 
 class ChatScreen(Screen[None]):
@@ -68,8 +58,6 @@ class ChatScreen(Screen[None]):
         """loading, ready or failed"""
         self._waiting: deque[tuple[Exchange, UserMessage]] = deque()
         self._current: tuple[int, AssistantMessage] | None = None
-        self._shown: list[tuple[UserMessage, AssistantMessage | None]] = []
-        self._first_shown = 0
         self._rates: deque[tuple[float, int]] = deque()
         self._state = State(sampling=conversation.sampling)
         self._message = ""
@@ -77,29 +65,32 @@ class ChatScreen(Screen[None]):
         self._interrupted_at = -AGAIN_S
         self._drawn = (0.0, 0.0)
         self._stuck: Exchange | None = None
+        # the timer that drains and the handlers of keys are different tasks: one at a time changes the conversation
+        self._changing = asyncio.Lock()
 
     @property
     def chat_app(self) -> ChatApp:
         """The application, with its backend and settings."""
         return cast("ChatApp", self.app)
 
+    @property
+    def transcript(self) -> Transcript:
+        """The turns."""
+        return self.query_one(Transcript)
+
     def compose(self) -> ComposeResult:
         """Title, transcript, choices (mostly absent), prompt, status."""
         yield TitleLine()
-        with Transcript(id="transcript"):
-            yield Static("", id="earlier", markup=False)
-            yield LoadCard(self.chat_app.model)
-        choices = OptionList(id="choices", markup=False)
-        choices.display = False
-        yield choices
-        yield Prompt(enter_sends=self.chat_app.ui.enter == "send")
+        ui = self.chat_app.ui
+        yield Transcript(self.conversation, self.chat_app.model, window=ui.history_window, thinking=ui.thinking)
+        yield ContextChoices()
+        yield Prompt(enter_sends=ui.enter == "send")
         yield StatusLine()
         yield Static("terminal too small (40×12)", id="small", markup=False)
 
     def on_mount(self) -> None:
         """Focus the prompt, begin to load once the first frame is out, start the timer."""
-        self.query_one("#earlier").display = False
-        self.query_one("#transcript", VerticalScroll).anchor()
+        self.transcript.anchor()
         self.query_one(PromptArea).focus()
         self._state.offline = self.chat_app.offline
         self.call_after_refresh(self.chat_app.start_backend)
@@ -118,16 +109,17 @@ class ChatScreen(Screen[None]):
         busy = bool(events) or self._current is not None or self.phase == "loading"
         if not busy and (not self._message or time.monotonic() < self._message_until):
             return
-        while events:
-            await self._take(events.popleft())
-        if self._current is not None:
-            if not self._may_draw():
-                return
-            message = self._current[1]
-            await message.draw()
-            self._live_footer(message)
-        elif self.phase == "loading" and (cards := self.query(LoadCard)):
-            cards.first().tick()
+        async with self._changing:
+            while events:
+                await self._take(events.popleft())
+            if self._current is not None:
+                if not self._may_draw():
+                    return
+                message = self._current[1]
+                await message.draw()
+                self._live_footer(message)
+            elif self.phase == "loading" and (card := self.transcript.card):
+                card.tick()
         self._refresh_lines()
 
     def _may_draw(self) -> bool:
@@ -158,15 +150,14 @@ class ChatScreen(Screen[None]):
             await self._turn_failed(self._current[1], event)
 
     async def _phase(self, phase: Phase) -> None:
-        cards = self.query(LoadCard)
+        transcript, card = self.transcript, self.transcript.card
         if phase.name != "ready":
             if phase.name == "resolve" and " " in phase.detail:  # a sentence of the hub's, not the name looked up
-                await self._say(phase.detail)
-            elif cards:
-                cards.first().update(phase)
+                await transcript.say(phase.detail)
+            elif card:
+                card.update(phase)
             return
         self._state.facts = facts = self.chat_app.backend.facts()
-        card = cards.first() if cards else None
         if not facts.has_chat_template:
             name = clean_line(facts.model)
             fixes = ((f'localllm run {name} "Once upon a time"', "completes text"),)
@@ -175,17 +166,18 @@ class ChatScreen(Screen[None]):
             return
         self.phase = "ready"
         self._state.text = "ready"
-        await self._say(facts.truth_line, after=card)
+        await transcript.say(facts.truth_line, after=card)
         for warning in facts.warnings:
-            await self._say(f"! {warning}", "warning", after=card)
-        await cards.remove()
+            await transcript.say(f"! {warning}", "warning", after=card)
+        if card:
+            await card.remove()
         await self._next()
 
     async def _loading_failed(self, failed: Failed) -> None:
         self.phase = "failed"
         self._state.text = "no model is loaded"
         await self.query(LoadCard).remove()
-        await self._mount(Failure(failed))
+        await self.transcript.fail(failed)
 
     def _prefill(self, message: AssistantMessage, event: Prefill) -> None:
         self._state.used_tokens = max(self._state.used_tokens, event.total)
@@ -220,7 +212,8 @@ class ChatScreen(Screen[None]):
         await self._end(message)
         await message.fail(failed)
         if failed.code.startswith("E9"):
-            self._offer_choices(message.exchange)
+            self._stuck = message.exchange
+            self.query_one(ContextChoices).offer(self.conversation, message.exchange)
         else:
             await self._next()
 
@@ -234,30 +227,31 @@ class ChatScreen(Screen[None]):
 
     async def submit(self, text: str) -> None:
         """A message or a command was entered."""
+        async with self._changing:
+            await self._submit(text)
+        self._refresh_lines()
+
+    async def _submit(self, text: str) -> None:
         try:
             typed = understand(text)
             if typed.command:
                 await self._command(typed)
-                self._refresh_lines()
                 return
         except ConfigError as error:
-            await self._say(f"! {error.message}" + (f" ({error.hint})" if error.hint else ""), "warning")
+            await self.transcript.say(f"! {error.message}" + (f" ({error.hint})" if error.hint else ""), "warning")
             return
         if self.phase == "failed":
-            await self._say("! no model is loaded: leave with Ctrl+D, then use one of the commands above", "warning")
+            await self.transcript.say(
+                "! no model is loaded: leave with Ctrl+D, then use one of the commands above", "warning"
+            )
             self.query_one(PromptArea).text = text
             return
         await self._enqueue(self.conversation.ask(typed.text))
-        self._refresh_lines()
 
     async def _enqueue(self, exchange: Exchange) -> None:
-        widget = UserMessage(exchange.user)
-        await self._mount(widget)
-        self._shown.append((widget, None))
-        self._waiting.append((exchange, widget))
-        self.query_one("#transcript", VerticalScroll).anchor()
+        self._waiting.append((exchange, await self.transcript.add_question(exchange)))
         await self._next()
-        await self._forget_widgets()
+        await self.transcript.trim()
 
     async def _next(self) -> None:
         """Send the next message if the model is ready and free; mark the others as waiting."""
@@ -269,38 +263,23 @@ class ChatScreen(Screen[None]):
             widget.set_queued(True)
 
     async def _send(self, exchange: Exchange, widget: UserMessage) -> None:
-        message = AssistantMessage(exchange, self.chat_app.ui.thinking)
-        await self.query_one("#transcript").mount(message, after=widget)
-        self._shown = [(user, message if user is widget else answer) for user, answer in self._shown]
+        message = await self.transcript.add_answer(exchange, widget)
         turn = self.chat_app.backend.send(self.conversation.messages(exchange))
         self._current = turn, message
         self._state.text = "reading"
 
-    def _offer_choices(self, exchange: Exchange) -> None:
-        """The conversation no longer fits: nothing is left out without being asked."""
-        self._stuck = exchange
-        oldest = self.conversation.oldest_half(exchange)
-        choices = self.query_one("#choices", OptionList)
-        choices.clear_options()
-        if oldest:
-            first = clean_line(oldest[0].user)[:40]
-            count = f"the oldest {len(oldest)} questions" if len(oldest) > 1 else "the oldest question"
-            choices.add_option(Option(f"leave out {count} (from “{first}”) and send again", id="forget"))
-        if len(self.conversation.exchanges) > 1:
-            choices.add_option(Option("start a new chat with this message", id="new"))
-        choices.add_option(Option("edit the message", id="edit"))
-        choices.display = True
-        choices.border_title = "The context window is full; nothing was sent"
-        choices.focus()
-        choices.highlighted = 0
+    @on(ContextChoices.Chosen)
+    async def _chosen(self, event: ContextChoices.Chosen) -> None:
+        await self._choose(event.choice)
 
-    @on(OptionList.OptionSelected, "#choices")
-    async def _chosen(self, event: OptionList.OptionSelected) -> None:
-        await self._resolve(str(event.option_id))
+    async def _choose(self, choice: str) -> None:
+        async with self._changing:
+            await self._resolve(choice)
+        self._refresh_lines()
 
     async def _resolve(self, choice: str) -> None:
         exchange, self._stuck = self._stuck, None
-        self.query_one("#choices").display = False
+        self.query_one(ContextChoices).display = False
         prompt = self.query_one(PromptArea)
         prompt.focus()
         if exchange is None:
@@ -308,7 +287,8 @@ class ChatScreen(Screen[None]):
         if choice == "forget":
             for old in self.conversation.oldest_half(exchange):
                 old.forgotten = True
-        await self._take_back(exchange)
+        self.conversation.remove(exchange)
+        await self.transcript.take_back(exchange)
         if choice == "edit":
             prompt.text = exchange.user
             prompt.move_cursor(prompt.document.end)
@@ -318,15 +298,6 @@ class ChatScreen(Screen[None]):
             await self._clear()
         await self._enqueue(self.conversation.ask(exchange.user))
 
-    async def _take_back(self, exchange: Exchange) -> None:
-        """A question that was not sent leaves the conversation and the screen."""
-        self.conversation.remove(exchange)
-        for user, answer in list(self._shown):
-            if answer is not None and answer.exchange is exchange:
-                self._shown.remove((user, answer))
-                await user.remove()
-                await answer.remove()
-
     # --- commands ----------------------------------------------------------------------------------------------------
 
     async def _command(self, typed: Typed) -> None:
@@ -335,13 +306,14 @@ class ChatScreen(Screen[None]):
         elif typed.command == "help":
             self.action_help()
         elif typed.command == "new":
-            await self.action_new_chat()
+            await self._clear()
+            self.flash("new chat")
         elif typed.command == "system":
-            await self._say(self.conversation.set_system(typed.text))
+            await self.transcript.say(self.conversation.set_system(typed.text))
         elif typed.command == "set":
-            await self._say(self.conversation.set_sampling(typed.text))
+            await self.transcript.say(self.conversation.set_sampling(typed.text))
         elif typed.command == "stats":
-            await self._say(self.chat_app.stats_text(self.conversation))
+            await self.transcript.say(self.chat_app.stats_text(self.conversation))
         elif typed.command == "copy":
             text, what = self.conversation.pick(typed.text)
             self.flash(f"{what}: {self.chat_app.copy(text)}")
@@ -353,7 +325,8 @@ class ChatScreen(Screen[None]):
 
     async def action_new_chat(self) -> None:
         """Forget the conversation."""
-        await self._clear()
+        async with self._changing:
+            await self._clear()
         self.flash("new chat")
 
     async def _clear(self) -> None:
@@ -362,16 +335,12 @@ class ChatScreen(Screen[None]):
             self._current = None
         self._waiting.clear()
         self._stuck = None
-        self.query_one("#choices").display = False
+        self.query_one(ContextChoices).display = False
         self.conversation.clear()
-        self._shown.clear()
-        self._first_shown = 0
         self._state.used_tokens = 0
         if self.phase == "ready":
             self._state.text = "ready"
-        for kind in (UserMessage, AssistantMessage, Notice):
-            await self.query(kind).remove()
-        self._show_earlier_line()
+        await self.transcript.clear()
         self.query_one(PromptArea).focus()
 
     def action_stop(self) -> None:
@@ -380,7 +349,7 @@ class ChatScreen(Screen[None]):
             self.chat_app.backend.stop(self._current[0])
             self._state.text = "stopping…"
         elif self._stuck is not None:
-            self.call_later(self._resolve, "edit")
+            self.call_later(self._choose, "edit")
 
     def action_interrupt(self) -> None:
         """Ctrl+C: copy the selection, else stop, else clear the prompt; twice within a second quits."""
@@ -432,7 +401,7 @@ class ChatScreen(Screen[None]):
 
     @on(PromptArea.Scroll)
     def _scroll(self, event: PromptArea.Scroll) -> None:
-        transcript = self.query_one("#transcript", VerticalScroll)
+        transcript = self.transcript
         animate = self.chat_app.moving
         if event.where == "pageup":
             transcript.scroll_page_up(animate=animate)
@@ -449,52 +418,12 @@ class ChatScreen(Screen[None]):
 
     # --- what is on the screen ---------------------------------------------------------------------------------------
 
-    async def _mount(self, widget: Widget) -> None:
-        await self.query_one("#transcript").mount(widget)
-
-    async def _say(self, text: str, kind: str = "", after: Widget | None = None) -> None:
-        notice = Notice(clean(text))
-        if kind:
-            notice.add_class(f"-{kind}")
-        await self.query_one("#transcript").mount(notice, after=after)
-
-    async def _forget_widgets(self) -> None:
-        """Take the oldest turns off the screen: a hundred mounted ones make every key slow."""
-        window = max(2, self.chat_app.ui.history_window)
-        while len(self._shown) > window:
-            user, answer = self._shown.pop(0)
-            self._first_shown += 1
-            await user.remove()
-            if answer is not None:
-                await answer.remove()
-        self._show_earlier_line()
-
-    def _show_earlier_line(self) -> None:
-        line = self.query_one("#earlier", Static)
-        line.display = self._first_shown > 0
-        line.update(f"↑ {self._first_shown} earlier: click to show")
-
-    async def on_click(self, event: Any) -> None:
-        """Bring earlier turns back."""
-        if getattr(event.widget, "id", None) != "earlier":
-            return
-        last = self._shown[0][0]
-        for number in range(self._first_shown - 1, max(-1, self._first_shown - 1 - EARLIER_STEP), -1):
-            exchange = self.conversation.exchanges[number]
-            user, answer = UserMessage(exchange.user), AssistantMessage(exchange, self.chat_app.ui.thinking)
-            await self.query_one("#transcript").mount(user, answer, before=last)
-            answer.answer.feed(clean(exchange.text))
-            await answer.finish()
-            self._shown.insert(0, (user, answer))
-            self._first_shown, last = number, user
-        self._show_earlier_line()
-
     def _refresh_lines(self) -> None:
         if not self.is_mounted:
             return
         state = self._state
-        if self.phase == "loading" and (cards := self.query(LoadCard)):
-            state.text = cards.first().current()
+        if self.phase == "loading" and (card := self.transcript.card):
+            state.text = card.current()
         shown = state
         if time.monotonic() >= self._message_until:
             self._message = ""

@@ -40,7 +40,7 @@ class HelpScreen(ModalScreen[None]):
         commands.append(("//text", "send a message that begins with /"))
         with VerticalScroll(id="help"):
             for title, rows in (("Keys", KEYS), ("Commands", commands)):
-                yield Static(title, classes="head", markup=False)
+                yield Static(title, classes="head" if title == "Keys" else "head second", markup=False)
                 for key, meaning in rows:
                     with Horizontal():
                         yield Static(key, classes="key", markup=False)

@@ -145,6 +145,16 @@ class AssistantMessage(Vertical):
         self._footer.update(stats_text(self.exchange) if show_stats or self.exchange.stop == "abort" else "")
         self._footer.add_class("-done")
 
+    async def restore(self) -> None:
+        """Show a turn of before, as it was."""
+        if self.exchange.reasoning:
+            self.thought.feed(clean(self.exchange.reasoning))
+        self.answer.feed(clean(self.exchange.text))
+        if self.exchange.failed is not None:
+            await self.fail(self.exchange.failed)
+        else:
+            await self.finish()
+
     async def fail(self, failed: Failed) -> None:
         """The turn has ended in an error; what was there stays."""
         self.thought.end()
