@@ -38,13 +38,17 @@ def choose(env: Env, config: UserConfig, name: str | None) -> Choice:
     """
     if fake_engine():
         return Choice(name or "fake", name or "fake", quant="Q4_1")
-    from localllm.backend import default_model
-
     wanted = name or config.model
-    resolved = resolve(env, config, wanted or default_model())
+    resolved = resolve(env, config, wanted or _default())
     if resolved.path is None:
         agree(env, resolved, asked_for=bool(wanted))
     return choice_of(resolved)
+
+
+def _default() -> str:
+    from localllm.backend import default_model
+
+    return default_model()
 
 
 def resolve(env: Env, config: UserConfig, name: str, *, refresh: bool = False) -> Resolved:
