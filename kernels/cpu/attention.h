@@ -178,7 +178,7 @@ INLINE void tile_rows(const ll_attention_args *a, attention_space *s, int64_t ro
     _Alignas(64) float p[4][KEYS];
     const vi lane = vi_load(lane_numbers);
     int live = 0;
-    for (int v = 0; v < NV; v++) { /* both sub-tiles share the broadcasts of q; what lies in an unused one is not read */
+    for (int v = 0; v < SUB / VW; v++) { /* both sub-tiles share the broadcasts of q; what lies in an unused one is not read */
         const float *keys = s->keys + v * VW;
         vf chain[4][2][2];
         for (int r = 0; r < rows; r++)
@@ -216,7 +216,7 @@ INLINE void tile_rows(const ll_attention_args *a, attention_space *s, int64_t ro
         }
         live = 1;
         vf sum = vf_set1(0.0f);
-        for (int v = 0; v < NV; v++) { /* sums of the same lanes first: sub-tiles left out count as zeros */
+        for (int v = 0; v < SUB / VW; v++) { /* sums of the same lanes first: sub-tiles left out count as zeros */
             vf of_lane = vf_set1(0.0f);
             for (int u = 0; u < subs; u++) {
                 vf e = vf_exp(vf_load(p[r] + u * SUB + v * VW) - vf_set1(now));

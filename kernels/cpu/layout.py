@@ -94,7 +94,7 @@ def prepare(weight: Weight) -> Prepared:
         ("pre_scale", weight.pre_scale, torch.float32),
     ):
         if tensor is not None:
-            kept.append(tensor.to(dtype).contiguous())
+            kept.append(tensor.contiguous().to(dtype, copy=True))  # never a view of the file
             setattr(struct, name, kept[-1].data_ptr())
     library = lib()
     data = _arena().take(library.ll_layout(ctypes.addressof(struct)))

@@ -170,29 +170,29 @@ INLINE void put_lane(uint8_t *vector, int row, uint32_t u) { memcpy(vector + 4 *
 INLINE void pack_codes(uint8_t *block, int row, const uint8_t *codes, const int64_t code)
 {
     if (code == CODE_8) {
-        for (int j = 0; j < 8; j++) put_lane(block + 64 * j, row, quad_of(codes, j));
+        for (int j = 0; j < 8; j++) put_lane(block + PLANE * j, row, quad_of(codes, j));
         return;
     }
     if (code == CODE_2 || code == CODE_3) {
         for (int i = 0; i < 2; i++) {
             uint32_t u = 0;
             for (int j = 0; j < 4; j++) u |= (quad_of(codes, 4 * i + j) & 0x03030303u) << (2 * j);
-            put_lane(block + 64 * i, row, u);
+            put_lane(block + PLANE * i, row, u);
         }
     } else {
         for (int i = 0; i < 4; i++)
-            put_lane(block + 64 * i, row, (quad_of(codes, i) & 0x0f0f0f0fu) | (quad_of(codes, i + 4) & 0x0f0f0f0fu) << 4);
+            put_lane(block + PLANE * i, row, (quad_of(codes, i) & 0x0f0f0f0fu) | (quad_of(codes, i + 4) & 0x0f0f0f0fu) << 4);
     }
     if (code == CODE_3 || code == CODE_5) {
         uint32_t u = 0;
         for (int j = 0; j < 8; j++) u |= (quad_of(codes, j) >> (code == CODE_3 ? 2 : 4) & 0x01010101u) << j;
-        put_lane(block + (code == CODE_3 ? 128 : 256), row, u);
+        put_lane(block + (code == CODE_3 ? 2 : 4) * PLANE, row, u);
     }
     if (code == CODE_6)
         for (int i = 0; i < 2; i++) {
             uint32_t u = 0;
             for (int j = 0; j < 4; j++) u |= (quad_of(codes, 4 * i + j) >> 4 & 0x03030303u) << (2 * j);
-            put_lane(block + 256 + 64 * i, row, u);
+            put_lane(block + (4 + i) * PLANE, row, u);
         }
 }
 
@@ -205,7 +205,7 @@ static void pack_row_codes(uint8_t *blocks, int row, const uint8_t *codes, int64
         PACK_AS(CODE_3);
         PACK_AS(CODE_5);
         PACK_AS(CODE_6);
-    default: for (int64_t b = 0; b < count; b++) pack_codes(blocks + b * 256, row, codes + b * BLOCK, CODE_4); break;
+    default: for (int64_t b = 0; b < count; b++) pack_codes(blocks + b * 4 * PLANE, row, codes + b * BLOCK, CODE_4); break;
     }
 #undef PACK_AS
 }
@@ -219,7 +219,7 @@ static void spread(uint8_t *to, int row, const uint8_t *numbers, int64_t count, 
 static void pack_float_row(uint8_t *codes, int row, const uint8_t *q, const ll_weight *w)
 {
     const int64_t size = block_bytes_of[w->code] / (BLOCK * TILE);
-    spread(codes, row, q, w->k, size); /* [block][32][16] is [k][16] */
+    spread(codes, row, q, w->k, size); /* [block][32][32] is [k][32] */
 }
 
 typedef struct {
@@ -271,15 +271,15 @@ int64_t ll_pack(const ll_weight *w, const ll_source *s)
 static uint8_t code_at(const ll_weight *w, const uint8_t *block, int row, int i)
 {
     const int j = i / 4, byte = 4 * row + i % 4;
-    if (w->code == CODE_8) return block[64 * j + byte];
+    if (w->code == CODE_8) return block[PLANE * j + byte];
     if (w->code == CODE_2 || w->code == CODE_3) {
-        uint8_t c = block[64 * (j / 4) + byte] >> (2 * (j % 4)) & 3;
-        return w->code == CODE_3 ? (uint8_t)(c | (block[128 + byte] >> j & 1) << 2) : c;
+        uint8_t c = block[PLANE * (j / 4) + byte] >> (2 * (j % 4)) & 3;
+        return w->code == CODE_3 ? (uint8_t)(c | (block[2 * PLANE + byte] >> j & 1) << 2) : c;
     }
-    uint8_t c = block[64 * (j % 4) + byte] >> (j < 4 ? 0 : 4) & 15;
+    uint8_t c = block[PLANE * (j % 4) + byte] >> (j < 4 ? 0 : 4) & 15;
     if (w->code == CODE_4T) return w->table[c];
-    if (w->code == CODE_5) return (uint8_t)(c | (block[256 + byte] >> j & 1) << 4);
-    if (w->code == CODE_6) return (uint8_t)(c | (block[256 + 64 * (j / 4) + byte] >> (2 * (j % 4)) & 3) << 4);
+    if (w->code == CODE_5) return (uint8_t)(c | (block[4 * PLANE + byte] >> j & 1) << 4);
+    if (w->code == CODE_6) return (uint8_t)(c | (block[(4 + j / 4) * PLANE + byte] >> (2 * (j % 4)) & 3) << 4);
     return c;
 }
 

@@ -25,8 +25,9 @@
 #endif
 #endif
 
-#define TILE 16          /* weight rows in a tile: one lane each */
+#define TILE 32          /* weight rows in a tile: one lane each */
 #define NV (TILE / VW)   /* vectors in a tile */
+#define PLANE (TILE * 4) /* bytes of one quad of inputs of all rows */
 #define BLOCK 32         /* inputs that share one activation scale */
 #define XBYTES (2 * BLOCK)
 
