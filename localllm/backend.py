@@ -72,6 +72,8 @@ class InProcessBackend:
         self._next_turn = 0
         self._closing = False
         self._takes_turns = False
+        self._failure: Failed | None = None
+        """why the model did not load"""
         self._cancel = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -79,7 +81,7 @@ class InProcessBackend:
         """Load in a thread; phases arrive as events. A second start replaces the first model."""
         self._end_thread()
         self._closing, self._cancel = False, threading.Event()
-        self._takes_turns = True
+        self._takes_turns, self._failure = True, None
         self._thread = threading.Thread(target=self._work, args=(model,), name="backend", daemon=True)
         self._thread.start()
 
@@ -93,7 +95,7 @@ class InProcessBackend:
             takes = self._takes_turns
             self._lock.notify()
         if not takes:
-            self._drop_queue(Failed(-1, "E601", "no model is loaded", "choose a model"))
+            self._drop_queue(self._failure or Failed(-1, "E601", "no model is loaded", "choose a model"))
         return turn
 
     def stop(self, turn: int) -> None:
@@ -243,9 +245,10 @@ class InProcessBackend:
         self._events.append(event)
 
     def _fail_all(self, error: LocalLLMError) -> None:
+        self._failure = _failed(-1, error)
         if not isinstance(error, Aborted) or not self._closing:
-            self._events.append(_failed(-1, error))
-        self._drop_queue(_failed(-1, error))
+            self._events.append(self._failure)
+        self._drop_queue(self._failure)
 
     def _drop_queue(self, failed: Failed | None) -> None:
         """End what is still queued or running: with the failure, or as stopped."""
