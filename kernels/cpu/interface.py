@@ -12,8 +12,12 @@ __all__ = [
     "ATTENTION",
     "CACHES",
     "KV_TARGET",
+    "PASS",
     "STEP",
+    "VIEW",
+    "VIEWS",
     "CAttentionLayer",
+    "CDecoderLayer",
     "CLinear",
     "CMlpLayer",
     "CNorm",
@@ -33,6 +37,10 @@ STEP = struct.Struct("@2q2P3P4q")
 """`ll_step`"""
 CACHES = {torch.float32: 0, torch.bfloat16: 1}
 """Types of KV caches, as the C side numbers them."""
+PASS = struct.Struct("@5q2P")
+VIEW = struct.Struct("@4P2q")
+VIEWS = 4
+"""`ll_pass` is a PASS and this many VIEWs."""
 PARTS = 4
 
 
@@ -112,6 +120,16 @@ class CMlpLayer(ctypes.Structure):
     ]
 
 
+class CDecoderLayer(ctypes.Structure):
+    """`ll_decoder_layer`."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("attention", "mlp", "k", "v")],
+        *[(name, c_int64) for name in ("view", "window")],
+        *[(name, c_double) for name in ("scale", "softcap")],
+    ]
+
+
 _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ll_abi": (c_int64, ()),
     "ll_threads": (c_int64, (c_int64,)),
@@ -124,6 +142,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ll_activate": (None, (c_void_p, c_int64, c_int64, c_int64, c_void_p)),
     "ll_rope": (None, (c_void_p, *[c_int64] * 4, c_void_p, c_void_p, c_int64, c_int64, c_void_p)),
     "ll_kv_write": (None, (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p)),
+    "ll_decoder": (c_int64, (c_void_p, c_void_p, c_void_p)),
     "ll_attn_in": (c_int64, (c_void_p, c_void_p, c_void_p, c_void_p)),
     "ll_attn_out": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p)),
     "ll_mlp": (c_int64, (c_void_p, c_int64, c_void_p)),
@@ -137,6 +156,7 @@ def declare(lib: ctypes.CDLL) -> None:
         function = getattr(lib, name)
         function.restype = result
         function.argtypes = arguments
-    sizes = sum(ctypes.sizeof(c) for c in (CWeight, CAttentionLayer, CMlpLayer)) + ATTENTION.size + STEP.size
+    sizes = sum(ctypes.sizeof(c) for c in (CWeight, CAttentionLayer, CMlpLayer, CDecoderLayer))
+    sizes += ATTENTION.size + STEP.size + PASS.size + VIEWS * VIEW.size
     if lib.ll_abi() >> 32 != sizes:
         raise ValueError("the library's structs differ from interface.py")

@@ -40,7 +40,7 @@ GGUF = {
 class Prepared:
     """A weight in tiles. Keeps the memory that the C struct points to."""
 
-    __slots__ = ("address", "data", "k", "kept", "layer", "n", "struct")
+    __slots__ = ("address", "data", "decoder", "k", "kept", "layer", "n", "struct")
 
     def __init__(self, struct: CWeight, data: Tensor, kept: tuple[Tensor, ...]) -> None:
         self.struct, self.data, self.kept = struct, data, kept
@@ -48,6 +48,8 @@ class Prepared:
         self.n, self.k = int(struct.n), int(struct.k)
         self.layer: tuple[Any, Any] | None = None
         """what `segments` keeps here: a layer's weights, and the layer as C knows it"""
+        self.decoder: tuple[Any, Any, Any] | None = None
+        """the same for a whole model: its layers, their pages, and both as C knows them"""
 
     @property
     def nbytes(self) -> int:

@@ -130,6 +130,59 @@ static int mlp_locked(const ll_mlp_layer *l, int64_t m, float *x)
     return linear_onto(&l->down, &l->post_norm, acted, m, x, normed);
 }
 
+/* What layers that see the same tokens share: rotation and pages. */
+typedef struct {
+    const float *cos, *sin;      /* [num_tokens][half] */
+    const int32_t *block_table;  /* [num_seqs][max_pages] */
+    const int64_t *slots;        /* [num_tokens] */
+    int64_t half, max_pages;
+} ll_view;
+
+#define VIEWS 4
+
+typedef struct {
+    const ll_attention_layer *attention;
+    const ll_mlp_layer *mlp;
+    uint8_t *k, *v;
+    int64_t view, window; /* window 0: none */
+    double scale, softcap;
+} ll_decoder_layer;
+
+typedef struct {
+    int64_t num_layers, num_tokens, num_seqs, page_size, bf16;
+    const int32_t *cu_query_lens, *seq_lens;
+    ll_view views[VIEWS];
+} ll_pass;
+
+static int decoder_layer(const ll_decoder_layer *d, const ll_pass *p, float *q, float *attended, float *x)
+{
+    const ll_attention_layer *l = d->attention;
+    const ll_view *view = &p->views[d->view];
+    const ll_step step = {p->num_tokens, view->half, view->cos, view->sin,
+                          {d->k, d->v, view->slots, l->num_kv_heads, p->page_size, l->head_dim, p->bf16}};
+    const ll_attention_args args = {q, attended, d->k, d->v, view->block_table, p->cu_query_lens, p->seq_lens, p->num_seqs,
+                                    view->max_pages, l->num_heads, l->num_kv_heads, l->head_dim, p->page_size, p->bf16,
+                                    d->window, (float)d->scale, (float)d->softcap};
+    if (attn_in_locked(l, x, &step, q) || attention_locked(&args) || attn_out_locked(l, attended, p->num_tokens, x)) return -1;
+    return mlp_locked(d->mlp, p->num_tokens, x);
+}
+
+/* All layers of a forward pass, x [num_tokens][hidden] in place. */
+int64_t ll_decoder(const ll_decoder_layer *layers, const ll_pass *p, float *x)
+{
+    int64_t widest = 0;
+    for (int64_t i = 0; i < p->num_layers; i++) {
+        int64_t width = layers[i].attention->num_heads * layers[i].attention->head_dim;
+        if (width > widest) widest = width;
+    }
+    pthread_mutex_lock(&pool.lock);
+    float *q = (float *)scratch(3, 2 * p->num_tokens * widest * 4);
+    int failed = !q;
+    for (int64_t i = 0; i < p->num_layers && !failed; i++) failed = decoder_layer(&layers[i], p, q, q + p->num_tokens * widest, x);
+    pthread_mutex_unlock(&pool.lock);
+    return failed ? -1 : 0;
+}
+
 /* x [num_tokens][hidden] -> q [num_tokens][heads][dim]; stores keys and values */
 int64_t ll_attn_in(const ll_attention_layer *l, const float *x, const ll_step *s, float *q)
 {

@@ -7,7 +7,7 @@ know of a layer is packed once and kept with the first of its prepared weights, 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,27 @@ from torch import Tensor
 
 from ..segments import AttentionWeights, Linear, MlpWeights, Norm
 from .build import lib
-from .interface import ATTENTION, CACHES, STEP, CAttentionLayer, CLinear, CMlpLayer, CNorm
+from .interface import (
+    ATTENTION,
+    CACHES,
+    PASS,
+    STEP,
+    VIEW,
+    VIEWS,
+    CAttentionLayer,
+    CDecoderLayer,
+    CLinear,
+    CMlpLayer,
+    CNorm,
+)
 from .layout import Prepared
 
-__all__ = ["attention", "attn_in", "attn_out", "mlp"]
+__all__ = ["attention", "attn_in", "attn_out", "decoder", "mlp"]
+
+LayerCall = tuple[AttentionWeights, MlpWeights, int]
+"""a layer's weights, and which of the step's views it sees"""
+View = tuple[Tensor, Tensor, Tensor, Tensor]
+"""cos, sin, block_table, slot_mapping: what layers of one cache group share in a step"""
 
 
 def attn_in(
@@ -107,6 +124,65 @@ def mlp(composed: Callable[..., Tensor], x: Tensor, weights: MlpWeights) -> Tens
         return composed(x, weights)
     _check(lib().ll_mlp(layer.address, x.shape[0], x.data_ptr()))
     return x
+
+
+def decoder(
+    composed: Callable[..., Tensor],
+    x: Tensor,
+    layers: Sequence[LayerCall],
+    pages: Sequence[tuple[Tensor, Tensor]],
+    views: Sequence[View],
+    cu_query_lens: Tensor,
+    seq_lens: Tensor,
+) -> Tensor:
+    """All layers of a forward pass in one call: x [num_tokens, hidden], in its place.
+
+    pages         (k_cache, v_cache) of every layer
+    views         float32 cos and sin [num_tokens, half], int32 block_table [num_seqs, max_pages], int64 slots
+    cu_query_lens, seq_lens   int32 [num_seqs + 1], [num_seqs]
+    """
+    plan = _decoder_plan(layers, pages) if len(views) <= VIEWS else None
+    tensors = (x, *(t for view in views for t in view))
+    if plan is None or x.dtype is not torch.float32 or not all(t.is_contiguous() for t in tensors):
+        return composed(x, layers, pages, views, cu_query_lens, seq_lens)
+    packed = [
+        VIEW.pack(cos.data_ptr(), sin.data_ptr(), table.data_ptr(), slots.data_ptr(), cos.shape[1], table.shape[1])
+        for cos, sin, table, slots in views
+    ]
+    k_cache = pages[0][0]
+    head = PASS.pack(
+        len(layers),
+        x.shape[0],
+        seq_lens.shape[0],
+        k_cache.shape[2],
+        CACHES[k_cache.dtype],
+        cu_query_lens.data_ptr(),
+        seq_lens.data_ptr(),
+    )
+    _check(lib().ll_decoder(plan, b"".join((head, *packed, bytes((VIEWS - len(views)) * VIEW.size))), x.data_ptr()))
+    return x
+
+
+def _decoder_plan(layers: Sequence[LayerCall], pages: Sequence[tuple[Tensor, Tensor]]) -> ctypes.Array[Any] | None:
+    """The layers as C knows them; None when one is not for C. Kept until layers or pages are others."""
+    keeper = layers[0][0].qkv.parts[0].prepared
+    if not isinstance(keeper, Prepared):
+        return None
+    kept = keeper.decoder
+    if kept is not None and kept[0] is layers and all(a is b for a, b in zip(kept[1], pages, strict=True)):
+        return kept[2]
+    plan = (CDecoderLayer * len(layers))()
+    for struct, (attention_weights, mlp_weights, view), (k_cache, v_cache) in zip(plan, layers, pages, strict=True):
+        first = _layer_of(attention_weights.qkv, attention_weights, _attention_layer)
+        second = _layer_of(mlp_weights.gate_up, mlp_weights, _mlp_layer)
+        if first is None or second is None:
+            return None
+        struct.attention, struct.mlp = first.address, second.address
+        struct.k, struct.v = k_cache.data_ptr(), v_cache.data_ptr()
+        struct.view, struct.window = view, attention_weights.window or 0
+        struct.scale, struct.softcap = attention_weights.scale, attention_weights.softcap or 0.0
+    keeper.decoder = (layers, list(pages), plan)
+    return plan
 
 
 def _layer_of(linear: Linear, weights: Any, build: Callable[[Any], _Layer | None]) -> _Layer | None:

@@ -135,6 +135,43 @@ def test_segments_are_a_token_at_a_time_or_many() -> None:
         assert torch.equal(one[0], whole[row])
 
 
+def test_all_layers_in_one_call(isa: str) -> None:
+    table = kernel_table(OpFacts(num_heads=4, num_kv_heads=2, head_dim=8))
+    kinds = ("plain", "post norms", "interleaved")
+    layers = tuple(
+        (
+            attention_weights(kind),
+            MlpWeights(norm(64), Linear((linear(192, 64, C_INT16),)), Linear((linear(64, 96, C_INT16),)), "silu"),
+            view,
+        )
+        for kind, view in zip(kinds, (0, 1, 0), strict=True)
+    )
+    for tokens in (1, 4, 4, 30):  # of two sequences, the second one token longer than its queries
+        starts = torch.tensor([0, tokens // 2, tokens], dtype=torch.int32)
+        lens = starts[1:] - starts[:-1] + torch.tensor([0, 1], dtype=torch.int32)
+        slots = torch.cat([torch.arange(tokens // 2), 33 + torch.arange(tokens - tokens // 2)])
+        blocks = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+        views = [
+            (torch.rand(tokens, 4), torch.rand(tokens, 4), blocks[order].contiguous(), slots.roll(shift))
+            for order, shift in (([0, 1], 0), ([1, 0], 1))
+        ]
+        x, results = torch.randn(tokens, 64), []
+        for whole in (True, False):
+            pages = [(torch.zeros(4, 2, 16, 8), torch.zeros(4, 2, 16, 8)) for _ in layers]
+            y = x.clone()
+            if whole:
+                y = fused.decoder(lambda *_: pytest.fail("composed"), y, layers, pages, views, starts, lens)
+            else:
+                for (weights, mlp, view), caches in zip(layers, pages, strict=True):
+                    cos, sin, block_table, where = views[view]
+                    q = table.attn_in(y, weights, cos, sin, *caches, where)
+                    mixed = table.attention(q, weights, *caches, block_table, starts, lens)
+                    y = table.mlp(table.attn_out(mixed, y, weights), mlp)
+            results.append((y, *(cache for pair in pages for cache in pair)))
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(one, other)
+
+
 def test_layers_prepared_by_others_are_composed() -> None:
     class Other:
         name = "other"
@@ -149,6 +186,10 @@ def test_layers_prepared_by_others_are_composed() -> None:
     x = torch.randn(2, 64)
     for weights in (mixed, foreign):
         assert fused.mlp(lambda x, w: ("composed", w), x, weights) == ("composed", weights)  # type: ignore[comparison-overlap]
+    pages, views = [(torch.zeros(1, 2, 16, 8),) * 2], [(*COS_SIN, torch.zeros(1, 1).int(), torch.zeros(1).long())]
+    layers = ((attention_weights("plain"), mixed, 0),)
+    where = torch.tensor([0, 1]).int(), torch.ones(1).int()
+    assert fused.decoder(lambda *given: given, x[:1], layers, pages, views, *where)[1] is layers  # type: ignore[arg-type]
     shared = MlpWeights(norm(64), mixed.gate_up, Linear((linear(64, 64, C_INT16),)), "silu")
     again = MlpWeights(norm(64), mixed.gate_up, shared.down, "silu")
     y = fused.mlp(lambda x, w: pytest.fail("composed"), x.clone(), shared)
