@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +47,24 @@ class Result:
 Door = Callable[..., Result]
 
 
+@pytest.fixture(scope="session")
+def built_once() -> Callable[..., Any]:
+    """The maker of commands, which is most of the time of a command line that fails at once."""
+    from localllm.cli import build
+
+    return cache(build)
+
+
 @pytest.fixture
-def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
+def door(monkeypatch: pytest.MonkeyPatch, built_once: Callable[..., Any]) -> Iterator[Door]:
     """Run a command line in this process, with the real engine."""
     monkeypatch.delenv("LOCALLLM_ENGINE", raising=False)
     monkeypatch.setenv("COLUMNS", "100")
+    from localllm import cli
     from localllm.cli import app, logs, session
 
     monkeypatch.setattr(session, "POLL_S", 0.002)
+    monkeypatch.setattr(cli, "build", built_once)
 
     def enter(*words: str | Path) -> Result:
         with open("/proc/self/clear_refs", "w") as file:

@@ -60,23 +60,31 @@ def test_run_in_words_and_as_events(name: str, door: Door, tmp_path: Path) -> No
     assert json.loads(streamed.stdout.splitlines()[-1])["error"]["exit"] == 12
 
 
-@pytest.fixture
-def crowd(empty_home: Path) -> Path:
+@pytest.fixture(scope="module")
+def crowded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A home with every file of the corpus as a model of its own, and two good ones among them."""
+    home = tmp_path_factory.mktemp("crowd")
     for name, content in GGUF.items():
-        place = empty_home / "data/models" / name
+        place = home / "data/models" / name
         place.mkdir(parents=True)
         (place / "model.gguf").write_bytes(content)
-    good = empty_home / "data/models/good"
+    good = home / "data/models/good"
     good.mkdir()
     tiny_gguf(good / "model.gguf", "Q8_0")
-    source = tiny_safetensors(empty_home / "source")
+    source = tiny_safetensors(home / "source")
     for name, content in {**SAFETENSORS, "good": b""}.items():
-        place = empty_home / f"hf/hub/models--many--{name}/snapshots/{COMMIT}"
+        place = home / f"hf/hub/models--many--{name}/snapshots/{COMMIT}"
         shutil.copytree(source, place)
         if content or name != "good":
             (place / "model.safetensors").write_bytes(content)
-    return empty_home
+    return home
+
+
+@pytest.fixture
+def crowd(crowded: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LOCALLLM_HOME", str(crowded))
+    monkeypatch.setenv("HF_HOME", str(crowded / "hf"))
+    return crowded
 
 
 def test_the_list_shows_each_as_broken_and_goes_on(crowd: Path, door: Door) -> None:

@@ -72,12 +72,14 @@ def run(door: Door, model: Path) -> int:
     """`show` and `run` a damaged model; whatever fails must fail as all bad files do. Returns the end of `run`."""
     seen = door("show", model)
     if seen.code:
-        refused(seen, codes=(3, 12))
+        refused(seen)
     ran = door("run", model, "hi", "--max-tokens", "1", "--json")
     quick_and_small(ran, 10)  # the first one that loads brings torch with it
     if ran.code:
-        said = refused(ran, codes=(3, 12))
-        assert not seen.code or refused(seen, codes=(3, 12)) == said
+        # 2: a template that is still one, and now fails on the message
+        said = refused(ran, codes=(2, 12))
+        assert ran.code == 12 or "the chat template fails" in said[0]
+        assert not seen.code or refused(seen) == said
     return ran.code
 
 
@@ -126,10 +128,10 @@ def _random_flips(count: int, whole: Path, door: Door, tmp_path: Path) -> dict[i
 
 
 def test_a_bit_anywhere(whole: Path, door: Door, tmp_path: Path) -> None:
-    assert set(_random_flips(15, whole, door, tmp_path)) <= {0, 12}
+    assert set(_random_flips(15, whole, door, tmp_path)) <= {0, 2, 12}
 
 
 @pytest.mark.slow
 def test_a_bit_anywhere_many_times(whole: Path, door: Door, tmp_path: Path) -> None:
     ends = _random_flips(400, whole, door, tmp_path)
-    assert set(ends) == {0, 12} and min(ends.values()) > 20
+    assert set(ends) <= {0, 2, 12} and ends[0] > 20 and ends[12] > 20
