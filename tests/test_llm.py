@@ -47,10 +47,16 @@ def compare(llm, rows):
 
 
 def test_smollm2_gives_the_tokens_of_transformers(exact_smollm2):
-    compare(exact_smollm2, golden("smollm2"))
+    compare(exact_smollm2, golden("smollm2")[:10])
 
 
 def test_gemma_gives_the_tokens_of_transformers(exact_gemma):
+    compare(exact_gemma, golden("gemma3-270m")[:5])
+
+
+@pytest.mark.slow
+def test_all_golden_prompts(exact_smollm2, exact_gemma):
+    compare(exact_smollm2, golden("smollm2"))
     compare(exact_gemma, golden("gemma3-270m"))
 
 
@@ -65,12 +71,12 @@ def mean_kl(reference, other, rows):
 
 
 def test_defaults_cost_little_smollm2(exact_smollm2, smollm2):
-    assert mean_kl(exact_smollm2, smollm2, golden("smollm2")[:8]) <= 0.002
+    assert mean_kl(exact_smollm2, smollm2, golden("smollm2")[:6]) <= 0.002
 
 
 def test_defaults_cost_little_gemma(exact_gemma, gemma_path):
     with LLM(gemma_path, ctx=2048) as llm:
-        assert mean_kl(exact_gemma, llm, golden("gemma3-270m")[:4]) <= 0.002
+        assert mean_kl(exact_gemma, llm, golden("gemma3-270m")[:2]) <= 0.002
 
 
 def test_paris(smollm2):
