@@ -86,10 +86,10 @@ def run(door: Door, model: Path) -> int:
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("file", FILES)
 def test_matrix(file: str, damage: str, whole: Path, door: Door, tmp_path: Path) -> None:
-    if damage == "unreadable" and os.geteuid() == 0:
-        pytest.skip("nothing is unreadable for root")
     model, path = copy_of(whole, tmp_path, file)
     DAMAGE[damage](path)
+    if damage == "unreadable" and os.access(path, os.R_OK):
+        pytest.skip("nothing is unreadable for this user")
     ran = door("run", model, "hi", "--max-tokens", "1")
     quick_and_small(ran, 10)
     seen = door("show", model)
