@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
+import select
+import threading
 
 from textual.app import App
 from textual.theme import Theme
@@ -33,6 +35,10 @@ DARK = Theme(
     error="#f7768e",
     dark=True,
 )
+HANGUP_S = 1.0
+"""between two looks whether the terminal is still there"""
+GONE_S = 5.0
+HANGUP_EXIT = 129
 DRAIN_S = 0.1
 DRAIN_STILL_S = 0.25
 """Between two looks at the queue with animations off: nothing on the screen moves more often."""
@@ -82,6 +88,19 @@ class ChatApp(App[None]):
         wanted = "ansi-dark" if self._colorless else self.ui.theme
         self.theme = wanted if wanted in self.available_themes else "localllm-dark"
         self.push_screen(ChatScreen(self.conversation))
+        if not self.is_headless:
+            self.set_interval(HANGUP_S, self._watch_terminal)
+
+    def _watch_terminal(self) -> None:
+        """End with a terminal that went away without SIGHUP: reading from it would spin for ever."""
+        poll = select.poll()
+        poll.register(0, 0)
+        if any(events & (select.POLLHUP | select.POLLERR) for _, events in poll.poll(0)):
+            logging.getLogger("localllm.tui").warning("the terminal is gone")
+            last_resort = threading.Timer(GONE_S, os._exit, (HANGUP_EXIT,))  # if tidying up hangs on it
+            last_resort.daemon = True
+            last_resort.start()
+            self.exit(return_code=HANGUP_EXIT)
 
     async def start_backend(self) -> None:
         """Begin to load: called once, when the first frame is out."""
