@@ -20,7 +20,7 @@ from localllm._version import __version__
 from localllm.console import Console
 from localllm.errors import ConfigError
 
-from .command import Options, Spec, broken_pipe, build
+from .command import Options, Spec, broken_pipe, build, quick
 from .help import program_help, reference
 
 # name, group, module, one line for --help
@@ -192,7 +192,7 @@ def main() -> None:
     faulthandler.enable()
     signal.signal(signal.SIGTERM, _terminated)
     try:
-        typer.main.get_command(app).main()
+        quick(typer.main.get_command(app)).main()
     except SystemExit as stop:
         if stop.code in (130, 143):
             _leave_now(stop.code)

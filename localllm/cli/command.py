@@ -151,7 +151,16 @@ def build(name: str, spec: Spec) -> Any:
         epilog="\n".join(spec.examples),
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     )(call)
-    return typer.main.get_command(app)
+    return quick(typer.main.get_command(app))
+
+
+def quick(built: Any) -> Any:
+    """`built`, without the checks of values while a shell completes: their library loads longer than all else."""
+    if "_LOCALLLM_COMPLETE" in os.environ:
+        built.add_help_option = False
+        for param in built.params:
+            param.process_value = lambda ctx, value: value
+    return built
 
 
 def _letters(annotation: Any) -> list[str]:
