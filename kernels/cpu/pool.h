@@ -3,7 +3,8 @@
  * A call gives every thread a contiguous range of tasks (weights stream, and memory is asked for ahead) in one 64-bit
  * word: generation, begin, end. Its thread takes from the front by compare-and-swap, the others, when they have nothing
  * left, from the back: a thread that wakes late, or has lost its core, holds up nobody but the range in its hands.
- * Waiting spins for some microseconds and then sleeps in the kernel, which gives the core to whoever has work. */
+ * Waiting spins for some microseconds and then sleeps in the kernel, which gives the core to whoever has work. A thread
+ * that keeps the caller waiting shares its core with another process: it is left out for a while. */
 #ifndef LL_POOL_H
 #define LL_POOL_H
 
@@ -21,6 +22,9 @@
 #define MAX_THREADS 256
 #define SPIN_IDLE_NS 100000  /* a decode step calls again within some 20 us; its sampling takes longer */
 #define SPIN_DONE_NS 20000
+#define LATE_NS 200000       /* and a quarter of the call so far: nobody works so long on its last range */
+#define REST_NS 10000000     /* doubled when it is late again soon after, up to REST_MOST_NS */
+#define REST_MOST_NS 160000000
 
 typedef void (*task_fn)(void *arg, int64_t begin, int64_t end, int thread);
 
@@ -31,7 +35,13 @@ typedef void (*task_fn)(void *arg, int64_t begin, int64_t end, int thread);
 #define RANGE_LEFT(word) (RANGE_END(word) - RANGE_BEGIN(word))
 #define GENERATION(word) ((word) >> 2 * RANGE_BITS)
 
-typedef struct { _Alignas(64) _Atomic uint64_t word; } range;
+typedef struct {
+    _Alignas(64) _Atomic uint64_t word;
+    _Atomic int32_t wake;     /* what the idle thread sleeps on: changes with every call that finds it asleep */
+    _Atomic int32_t asleep;
+    _Atomic int32_t working;
+    int64_t rests_until, rest; /* the caller's: left out until then; how long the next time */
+} range;
 
 static struct {
     pthread_mutex_t lock;    /* one call at a time */
@@ -41,8 +51,6 @@ static struct {
     void *arg;
     int64_t total, grain;
     uint64_t generation;
-    _Atomic int32_t wake;    /* what idle threads sleep on: changes with every call that finds sleepers */
-    _Atomic int32_t sleepers;
     _Atomic int wanted;
     int started;
     range ranges[MAX_THREADS];
@@ -72,13 +80,22 @@ static int64_t now_ns(void)
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-static void sleep_while(_Atomic int32_t *word, int32_t value)
+/* Sleeps while *word is `value`, at most so long (0: until woken); may return early. */
+static void sleep_while(_Atomic int32_t *word, int32_t value, int64_t most_ns)
 {
 #if defined(__linux__)
-    syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
+    struct timespec most = {most_ns / 1000000000, most_ns % 1000000000};
+    syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, most_ns ? &most : NULL, NULL, 0);
 #else
+    struct timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_nsec += most_ns % 1000000000;
+    until.tv_sec += most_ns / 1000000000 + until.tv_nsec / 1000000000;
+    until.tv_nsec %= 1000000000;
     pthread_mutex_lock(&pool.sleep_lock);
-    while (atomic_load(word) == value) pthread_cond_wait(&pool.sleep_cond, &pool.sleep_lock);
+    for (int over = 0; atomic_load(word) == value && !over;)
+        over = most_ns ? pthread_cond_timedwait(&pool.sleep_cond, &pool.sleep_lock, &until) != 0
+                       : pthread_cond_wait(&pool.sleep_cond, &pool.sleep_lock) != 0;
     pthread_mutex_unlock(&pool.sleep_lock);
 #endif
 }
@@ -120,10 +137,12 @@ static void pool_work(uint64_t generation, int thread)
 {
     const int threads = pool.wanted;
     int64_t ran = 0, total = *(volatile int64_t *)&pool.total, grain = *(volatile int64_t *)&pool.grain;
+    atomic_store(&pool.ranges[thread].working, 1);
     for (int i = 0; i < threads; i++) {
         int of = thread + i < threads ? thread + i : thread + i - threads;
         for (int64_t n; (n = pool_take(of, generation, thread)) > 0;) ran += n;
     }
+    atomic_store(&pool.ranges[thread].working, 0);
     if (!ran) return; /* too late: this call may be over, and its facts gone */
     if (atomic_fetch_add(&pool.done, ran) + ran == (total + grain - 1) / grain && atomic_load(&pool.caller_sleeps)) {
         atomic_store(&pool.caller_sleeps, 0);
@@ -145,11 +164,11 @@ static void *pool_thread(void *index)
             int64_t now = now_ns();
             if (!start) start = now;
             if (now - start < SPIN_IDLE_NS) continue;
-            int32_t ticket = atomic_load(&pool.wake);
-            atomic_fetch_add(&pool.sleepers, 1);
+            int32_t ticket = atomic_load(&mine->wake);
+            atomic_store(&mine->asleep, 1);
             word = atomic_load(&mine->word);
-            if (GENERATION(word) == seen && !RANGE_LEFT(word)) sleep_while(&pool.wake, ticket);
-            atomic_fetch_sub(&pool.sleepers, 1);
+            if (GENERATION(word) == seen && !RANGE_LEFT(word)) sleep_while(&mine->wake, ticket, 0);
+            atomic_store(&mine->asleep, 0);
             start = 0;
         }
         seen = GENERATION(word);
@@ -176,13 +195,29 @@ static void pool_start(void)
     }
 }
 
+/* Leaves out the threads that still work on this call: they have lost their cores to others. */
+static void pool_rest(int64_t now)
+{
+    for (int t = 1; t < pool.wanted; t++) {
+        range *r = &pool.ranges[t];
+        if (!atomic_load(&r->working)) continue;
+        const int again = r->rest && now - r->rests_until < 10 * REST_NS;
+        r->rest = !again ? REST_NS : r->rest < REST_MOST_NS ? 2 * r->rest : REST_MOST_NS;
+        r->rests_until = now + r->rest;
+    }
+}
+
 /* Runs fn over [0, total) on all threads; the caller holds pool.lock. fn must not depend on how ranges are cut. */
 static void pool_run(task_fn fn, void *arg, int64_t total)
 {
     if (total <= 0) return;
     if (pool.wanted > 1 && pool.started < pool.wanted - 1) pool_start();
-    const int threads = pool.wanted;
-    if (threads == 1 || total == 1) {
+    int threads[MAX_THREADS], count = 1;
+    const int64_t begun = pool.wanted > 1 && total > 1 ? now_ns() : 0;
+    threads[0] = 0;
+    for (int t = 1; begun && t < pool.wanted; t++)
+        if (pool.ranges[t].rests_until <= begun) threads[count++] = t;
+    if (count == 1) {
         fn(arg, 0, total, 0);
         return;
     }
@@ -193,26 +228,30 @@ static void pool_run(task_fn fn, void *arg, int64_t total)
     pool.grain = grain;
     pool.generation = (pool.generation + 1) & (((uint64_t)1 << (64 - 2 * RANGE_BITS)) - 1);
     atomic_store(&pool.done, 0);
-    for (int t = threads - 1; t >= 0; t--) {
-        uint64_t begin = (uint64_t)(units * t / threads), end = (uint64_t)(units * (t + 1) / threads);
-        atomic_store(&pool.ranges[t].word, pool.generation << 2 * RANGE_BITS | begin << RANGE_BITS | end);
-    }
-    if (atomic_load(&pool.sleepers)) {
-        atomic_fetch_add(&pool.wake, 1);
-        wake_all(&pool.wake);
+    for (int i = count - 1; i >= 0; i--) {
+        range *r = &pool.ranges[threads[i]];
+        uint64_t begin = (uint64_t)(units * i / count), end = (uint64_t)(units * (i + 1) / count);
+        atomic_store(&r->word, pool.generation << 2 * RANGE_BITS | begin << RANGE_BITS | end);
+        if (i && atomic_load(&r->asleep)) {
+            atomic_fetch_add(&r->wake, 1);
+            wake_all(&r->wake);
+        }
     }
     pool_work(pool.generation, 0);
-    int64_t start = 0;
+    int64_t start = 0, late_ns = LATE_NS + (begun ? (now_ns() - begun) / 4 : 0);
     for (int spins = 1; atomic_load(&pool.done) != units; spins++) {
         cpu_relax();
         if (spins & 63) continue;
         int64_t now = now_ns();
         if (!start) start = now;
         if (now - start < SPIN_DONE_NS) continue;
+        if (late_ns && now - start >= late_ns) {
+            pool_rest(now);
+            late_ns = 0;
+        }
         atomic_store(&pool.caller_sleeps, 1);
-        if (atomic_load(&pool.done) != units) sleep_while(&pool.caller_sleeps, 1);
+        if (atomic_load(&pool.done) != units) sleep_while(&pool.caller_sleeps, 1, late_ns);
         atomic_store(&pool.caller_sleeps, 0);
-        start = 0;
     }
 }
 
@@ -224,8 +263,7 @@ static void pool_after_fork(void)
     pthread_mutex_init(&pool.sleep_lock, NULL);
     pthread_cond_init(&pool.sleep_cond, NULL);
 #endif
-    atomic_store(&pool.sleepers, 0);
-    for (int t = 0; t < MAX_THREADS; t++) atomic_store(&pool.ranges[t].word, 0);
+    memset(pool.ranges, 0, sizeof pool.ranges);
     pool.generation = 0;
     pool.started = 0;
 }
