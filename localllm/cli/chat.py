@@ -42,6 +42,7 @@ def chat(
     kv: params.Kv = None,
     dtype: params.Dtype = None,
     threads: params.Threads = None,
+    debug_invariants: params.DebugInvariants = False,
     theme: Annotated[str | None, typer.Option("--theme", metavar="NAME", help="Colours.")] = None,
     no_mouse: Annotated[bool, typer.Option("--no-mouse", help="Leave the mouse to the terminal.")] = False,
     no_animations: Annotated[bool, typer.Option("--no-animations", help="Nothing moves by itself.")] = False,
@@ -51,6 +52,7 @@ def chat(
     Full-screen in a terminal; line mode with --plain, TERM=dumb, or when stderr is no terminal. With standard input
     piped, the whole input is one question and its answer is all that goes to stdout.
     """
+    env.debug_invariants = debug_invariants
     values = {
         "temp": temp, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed, "max_tokens": max_tokens,
         "repetition_penalty": repetition_penalty, "ctx": ctx, "kv": kv, "dtype": dtype, "threads": threads,

@@ -28,6 +28,9 @@ Models = Annotated[list[str], typer.Argument(metavar="MODEL...", help=_MODEL_HEL
 Ctx = Annotated[str | None, typer.Option("--ctx", metavar="N|max|auto", help="Context window in tokens: 8192, 32k.")]
 Kv = Annotated[str | None, typer.Option("--kv", metavar="auto|bf16|fp16|f32", help="How keys and values are stored.")]
 Dtype = Annotated[str | None, typer.Option("--dtype", metavar="auto|float32|bfloat16|float16", help="Arithmetic.")]
+DebugInvariants = Annotated[
+    bool, typer.Option("--debug-invariants", help="Check every page and count after every step; slow.")
+]
 Threads = Annotated[str | None, typer.Option("--threads", metavar="N|auto", help="CPU threads.")]
 
 System = Annotated[str | None, typer.Option("-s", "--system", metavar="TEXT|@FILE", help="Instructions for the model.")]

@@ -54,6 +54,7 @@ def run(
     kv: params.Kv = None,
     dtype: params.Dtype = None,
     threads: params.Threads = None,
+    debug_invariants: params.DebugInvariants = False,
     stream: Annotated[
         bool | None, typer.Option("--stream/--no-stream", help="Print as it is made; with --json one event a line.")
     ] = None,
@@ -69,6 +70,7 @@ def run(
     Standard input is put before the prompt. A base model, which has no chat template, continues the text instead.
     """
     # `values` carries the arguments that are settings for one command
+    env.debug_invariants = debug_invariants
     values = {
         "temp": temp, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed, "max_tokens": max_tokens,
         "repetition_penalty": repetition_penalty, "ctx": ctx, "kv": kv, "dtype": dtype, "threads": threads,

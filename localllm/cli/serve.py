@@ -45,6 +45,7 @@ def serve(
     kv: params.Kv = None,
     dtype: params.Dtype = None,
     threads: params.Threads = None,
+    debug_invariants: params.DebugInvariants = False,
 ) -> int:
     """Serve a model over HTTP: /v1/chat/completions, /v1/completions, /v1/models, /health.
 
@@ -52,6 +53,7 @@ def serve(
     """
     if fake_engine():
         raise ConfigError("the scripted engine has no server", "`unset LOCALLLM_ENGINE`")
+    env.debug_invariants = debug_invariants
     values = {"ctx": ctx, "kv": kv, "dtype": dtype, "threads": threads}
     config = env.settings(
         params.engine_flags(values) | {"server.host": host, "server.port": port, "engine.max_parallel": parallel}

@@ -61,6 +61,7 @@ def llm_options(env: Env, config: UserConfig, ctx: str | None = None) -> dict[st
         "max_parallel": engine.max_parallel,
         "prefix_cache": engine.prefix_cache,
         "offline": env.offline,
+        "debug_invariants": env.debug_invariants,
     }
 
 
