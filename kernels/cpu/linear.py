@@ -53,10 +53,14 @@ def unpack(prepared: Prepared) -> Tensor:
 
 
 def rows(prepared: Prepared, ids: Tensor) -> Tensor:
-    """Rows `ids` (int64 [n], each within [0, N)) of the values, float32 [n, K]: an embedding's look-up."""
+    """Rows `ids` (int64 [n]) of the values, float32 [n, K]: an embedding's look-up.
+
+    Raises IndexError for an id outside [0, N).
+    """
     ids = ids.to(torch.int64).contiguous()
     out = torch.empty((ids.shape[0], prepared.k))
-    lib().ll_unpack(prepared.address, ids.data_ptr(), ids.shape[0], out.data_ptr())
+    if lib().ll_unpack(prepared.address, ids.data_ptr(), ids.shape[0], out.data_ptr()):
+        raise IndexError(f"rows {int(ids.min())} to {int(ids.max())} of a table of {prepared.n}")
     return out
 
 

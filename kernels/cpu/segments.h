@@ -7,6 +7,7 @@
 #include "ops.h"
 
 #define PARTS 4
+#define AT_ONCE 256 /* tokens: what lies between the products of a layer stays small, and in the cache */
 
 /* y = x W^T + b, in parts whose outputs lie end to end. */
 typedef struct {
@@ -69,8 +70,9 @@ static int linear_onto(const ll_linear_op *op, const ll_norm *post, const float 
 typedef struct {
     const ll_attention_layer *l;
     const ll_step *s;
-    const float *qkv;
+    const float *qkv; /* of the tokens from `first` on */
     float *q;
+    int64_t first;
 } split_job;
 
 /* Norms and rotates queries and keys, stores keys and values. */
@@ -81,8 +83,9 @@ static void split_tokens(void *arg, int64_t begin, int64_t end, int thread)
     const ll_attention_layer *l = j->l;
     const int64_t dim = l->head_dim, heads = l->num_heads, kv = l->num_kv_heads, half = j->s->half;
     float head[DIM_MAX];
-    for (int64_t t = begin; t < end; t++) {
-        const float *row = j->qkv + t * (heads + 2 * kv) * dim, *cos = j->s->cos + t * half, *sin = j->s->sin + t * half;
+    for (int64_t i = begin; i < end; i++) {
+        const int64_t t = j->first + i;
+        const float *row = j->qkv + i * (heads + 2 * kv) * dim, *cos = j->s->cos + t * half, *sin = j->s->sin + t * half;
         for (int64_t h = 0; h < heads + kv; h++) {
             const ll_norm *norm = h < heads ? &l->q_norm : &l->k_norm;
             const float *from = row + h * dim;
@@ -100,34 +103,41 @@ static void split_tokens(void *arg, int64_t begin, int64_t end, int thread)
 
 static int attn_in_locked(const ll_attention_layer *l, const float *x, const ll_step *s, float *q)
 {
-    const int64_t m = s->num_tokens, width = (l->num_heads + 2 * l->num_kv_heads) * l->head_dim;
-    float *normed = (float *)scratch(2, m * (l->hidden + width) * 4);
+    const int64_t width = (l->num_heads + 2 * l->num_kv_heads) * l->head_dim, most = s->num_tokens < AT_ONCE ? s->num_tokens : AT_ONCE;
+    float *normed = (float *)scratch(2, most * (l->hidden + width) * 4), *qkv = normed + most * l->hidden;
     if (!normed) return -1;
-    float *qkv = normed + m * l->hidden;
-    norm_into(&l->norm, x, m, l->hidden, normed);
-    if (linear_parts(&l->qkv, normed, m, NULL, qkv)) return -1;
-    split_job job = {l, s, qkv, q};
-    if (m < 8) split_tokens(&job, 0, m, 0);
-    else pool_run(split_tokens, &job, m);
+    for (int64_t first = 0; first < s->num_tokens; first += AT_ONCE) {
+        const int64_t m = s->num_tokens - first < AT_ONCE ? s->num_tokens - first : AT_ONCE;
+        norm_into(&l->norm, x + first * l->hidden, m, l->hidden, normed);
+        if (linear_parts(&l->qkv, normed, m, NULL, qkv)) return -1;
+        split_job job = {l, s, qkv, q, first};
+        if (m < 8) split_tokens(&job, 0, m, 0);
+        else pool_run(split_tokens, &job, m);
+    }
     return 0;
 }
 
 static int attn_out_locked(const ll_attention_layer *l, const float *attended, int64_t m, float *x)
 {
-    float *spare = (float *)scratch(2, m * l->hidden * 4);
+    float *spare = (float *)scratch(2, l->post_norm.weight ? m * l->hidden * 4 : 4);
     return spare ? linear_onto(&l->out, &l->post_norm, attended, m, x, spare) : -1;
 }
 
 static int mlp_locked(const ll_mlp_layer *l, int64_t m, float *x)
 {
-    float *normed = (float *)scratch(2, m * (l->hidden + 3 * l->intermediate) * 4);
+    const int64_t most = m < AT_ONCE ? m : AT_ONCE;
+    float *normed = (float *)scratch(2, most * (l->hidden + 3 * l->intermediate) * 4);
+    float *gate_up = normed + most * l->hidden, *acted = gate_up + most * 2 * l->intermediate;
     if (!normed) return -1;
-    float *gate_up = normed + m * l->hidden, *acted = gate_up + m * 2 * l->intermediate;
-    norm_into(&l->norm, x, m, l->hidden, normed);
-    if (linear_parts(&l->gate_up, normed, m, NULL, gate_up)) return -1;
-    row_job job = {.x = gate_up, .y = acted, .inner = 1, .dim = l->intermediate, .flag = (int)l->gelu};
-    run_rows(activate_rows, &job, m);
-    return linear_onto(&l->down, &l->post_norm, acted, m, x, normed);
+    for (; m > 0; m -= AT_ONCE, x += AT_ONCE * l->hidden) {
+        const int64_t rows = m < AT_ONCE ? m : AT_ONCE;
+        norm_into(&l->norm, x, rows, l->hidden, normed);
+        if (linear_parts(&l->gate_up, normed, rows, NULL, gate_up)) return -1;
+        row_job job = {.x = gate_up, .y = acted, .inner = 1, .dim = l->intermediate, .flag = (int)l->gelu};
+        run_rows(activate_rows, &job, rows);
+        if (linear_onto(&l->down, &l->post_norm, acted, rows, x, normed)) return -1;
+    }
+    return 0;
 }
 
 /* What layers that see the same tokens share: rotation and pages. */

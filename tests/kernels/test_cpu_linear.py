@@ -219,6 +219,9 @@ def test_other_layouts_of_x(isa: str) -> None:
     half = run(x.bfloat16(), prepared)
     assert half.dtype is torch.bfloat16 and torch.equal(half, run(x.bfloat16().float(), prepared).bfloat16())
     assert run(torch.empty(0, 64), prepared).shape == (0, 16)
+    for outside in (-1, 16):
+        with pytest.raises(IndexError, match="table of 16"):
+            rows(prepared, torch.tensor([0, outside]))
     with pytest.raises(ValueError, match="takes 64 inputs"):
         run(torch.randn(2, 65), prepared)
 

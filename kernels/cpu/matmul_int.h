@@ -1,0 +1,244 @@
+/* Products of integer codes with activations of 16 bits. */
+#ifndef LL_MATMUL_INT_H
+#define LL_MATMUL_INT_H
+
+#include "product.h"
+
+/* ---- integer codes, integer activations, few rows of x ---- */
+
+typedef float chunk_floats[CHUNK * 2 * TILE];
+
+/* One tile against `rows` rows of x. */
+INLINE void tile_few(const product *p, int64_t tile, int64_t row, const int rows, const int code, const int halves, const int has_min)
+{
+    const ll_weight *w = p->w;
+    const uint8_t *at = w->data + tile * w->tile_bytes, *codes = at + w->at_codes;
+    const int64_t blocks = w->blocks, bytes = block_bytes_of[code];
+    const uint8_t *x = p->a->planes + row * blocks * XBYTES;
+    const xblock *meta = p->a->meta + row * blocks;
+    const vlut table = lut_load(w->table);
+    const uint8_t *fetch = at + AHEAD(code);
+    const int64_t step = round_up(w->tile_bytes / blocks, 64);
+    _Alignas(64) chunk_floats scale, min;
+    vf acc[4][NV];
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < NV; v++) acc[r][v] = vf_set1(0.0f);
+    for (int64_t first = 0; first < blocks; first += CHUNK) {
+        int64_t count = blocks - first < CHUNK ? blocks - first : CHUNK;
+        expand_scales(w, at, first, count, scale, min);
+        for (int64_t b = 0; b < count; b++, x += XBYTES, meta++, codes += bytes) {
+            for (const uint8_t *end = fetch + step; fetch < end; fetch += 64) __builtin_prefetch(fetch, 0, 2);
+            for (int v = 0; v < NV; v += COLS) {
+                vi q[8][COLS];
+                block_quads(codes + v * VW * 4, code, table, q);
+                for (int h = 0; h < halves; h++) {
+                    for (int r = 0; r < rows; r++) {
+                        const xblock *m = meta + r * blocks;
+                        vdot d[COLS];
+                        for (int c = 0; c < COLS; c++) d[c] = dot_start(has_min ? 0 : m->start[h]);
+                        for (int j = h * 4; j < (halves == 1 ? 8 : h * 4 + 4); j++)
+                            for (int c = 0; c < COLS; c++) dot_quad(&d[c], q[j][c], x + r * blocks * XBYTES, j);
+                        for (int c = 0; c < COLS; c++) {
+                            const int64_t lane = (b * halves + h) * TILE + (v + c) * VW;
+                            vf to = acc[r][v + c];
+                            to = vf_fma(dot_value(d[c]), vf_load(scale + lane) * vf_set1(m->scale), to);
+                            if (has_min) to = vf_fma(vf_load(min + lane), vf_set1(m->sums[h]), to);
+                            acc[r][v + c] = to;
+                        }
+                    }
+                }
+            }
+        }
+    }
+    for (int r = 0; r < rows; r++) {
+        float sums[TILE];
+        for (int v = 0; v < NV; v++) vf_store(sums + v * VW, acc[r][v]);
+        store_tile(p, tile, row + r, sums);
+    }
+}
+
+/* ---- the same for many rows: codes widened to 16 bits once, shared by ROWS rows ---- */
+
+#define ROWS (VW == 16 ? 6 : 4)
+#define WIDE_BLOCK (16 * TILE * 4) /* bytes of a widened block: [16][32 lanes] of 16-bit pairs */
+
+typedef struct {
+    const uint8_t *pairs;
+    const float *scale, *min;
+    int64_t count;               /* blocks in the chunk */
+    const uint8_t *x;            /* the first row's first block of the chunk */
+    const xblock *meta;
+    int64_t blocks;              /* between rows of x */
+    float *part;                 /* [rows][32] sums so far */
+} chunk;
+
+INLINE void chunk_int(const chunk *k, int64_t row, const int rows, const int halves, const int has_min)
+{
+    const uint8_t *x = k->x + row * k->blocks * XBYTES;
+    const xblock *meta = k->meta + row * k->blocks;
+    for (int v = 0; v < NV; v += COLS) {
+        float *part = k->part + row * TILE + v * VW;
+        vf acc[ROWS][COLS];
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < COLS; c++) acc[r][c] = vf_load(part + r * TILE + c * VW);
+        for (int64_t b = 0; b < k->count; b++) {
+            for (int h = 0; h < halves; h++) {
+                vi sum[ROWS][COLS];
+                for (int r = 0; r < rows; r++)
+                    for (int c = 0; c < COLS; c++) sum[r][c] = vi_set1(has_min ? 0 : meta[r * k->blocks + b].start[h]);
+                for (int i = h * 8; i < (halves == 1 ? 16 : h * 8 + 8); i++) {
+                    const uint8_t *pairs = k->pairs + b * WIDE_BLOCK + (i * TILE + v * VW) * 4;
+                    vi q[COLS];
+                    for (int c = 0; c < COLS; c++) q[c] = vi_load(pairs + c * VW * 4);
+                    for (int r = 0; r < rows; r++) {
+                        vi xr = vi_bcast(x + (r * k->blocks + b) * XBYTES + 4 * i);
+                        for (int c = 0; c < COLS; c++) sum[r][c] = madd16(sum[r][c], q[c], xr);
+                    }
+                }
+                for (int c = 0; c < COLS; c++) {
+                    const int64_t lane = (b * halves + h) * TILE + (v + c) * VW;
+                    vf scale = vf_load(k->scale + lane), min = has_min ? vf_load(k->min + lane) : scale;
+                    for (int r = 0; r < rows; r++) {
+                        const xblock *m = meta + r * k->blocks + b;
+                        acc[r][c] = vf_fma(vf_cvt(sum[r][c]), scale * vf_set1(m->scale), acc[r][c]);
+                        if (has_min) acc[r][c] = vf_fma(min, vf_set1(m->sums[h]), acc[r][c]);
+                    }
+                }
+            }
+        }
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < COLS; c++) vf_store(part + r * TILE + c * VW, acc[r][c]);
+    }
+}
+
+/* How many of the rows left the next step takes: even steps rather than one long and one short. */
+INLINE int step_of(int64_t left)
+{
+    if (left >= 2 * ROWS || left == ROWS) return ROWS;
+    if (left > ROWS) return left - ROWS >= 3 || ROWS == 4 ? ROWS : 4;
+    return (int)left;
+}
+
+#define CHUNK_INT(NAME, HALVES, HAS_MIN)                                                     \
+    static __attribute__((noinline)) void NAME(const chunk *k, int64_t rows)                 \
+    {                                                                                        \
+        for (int64_t r = 0, step; r < rows; r += step) {                                     \
+            switch (step = step_of(rows - r)) {                                              \
+            case 6: chunk_int(k, r, ROWS == 6 ? 6 : 1, HALVES, HAS_MIN); break;              \
+            case 5: chunk_int(k, r, 3, HALVES, HAS_MIN); step = 3; break;                    \
+            case 4: chunk_int(k, r, 4, HALVES, HAS_MIN); break;                              \
+            case 3: chunk_int(k, r, 3, HALVES, HAS_MIN); break;                              \
+            case 2: chunk_int(k, r, 2, HALVES, HAS_MIN); break;                              \
+            default: chunk_int(k, r, 1, HALVES, HAS_MIN); break;                             \
+            }                                                                                \
+        }                                                                                    \
+    }
+CHUNK_INT(chunk_int_zero, 1, 0)
+CHUNK_INT(chunk_int_min, 1, 1)
+CHUNK_INT(chunk_int_half_zero, 2, 0)
+CHUNK_INT(chunk_int_half_min, 2, 1)
+
+INLINE void widen_as(const uint8_t *codes, int64_t count, const int code, vlut table, uint8_t *pairs)
+{
+    for (int64_t b = 0; b < count; b++)
+        for (int v = 0; v < NV; v += COLS) {
+            vi q[8][COLS];
+            block_quads(codes + b * block_bytes_of[code] + v * VW * 4, code, table, q);
+            for (int j = 0; j < 8; j++)
+                for (int c = 0; c < COLS; c++) {
+                    vi_store(pairs + b * WIDE_BLOCK + (2 * j * TILE + (v + c) * VW) * 4, quad_even(q[j][c]));
+                    vi_store(pairs + b * WIDE_BLOCK + ((2 * j + 1) * TILE + (v + c) * VW) * 4, quad_odd(q[j][c]));
+                }
+        }
+}
+
+static void widen_chunk(const ll_weight *w, const uint8_t *codes, int64_t count, uint8_t *pairs)
+{
+    const vlut table = lut_load(w->table);
+    switch (w->code) {
+    case CODE_4: widen_as(codes, count, CODE_4, table, pairs); break;
+    case CODE_4T: widen_as(codes, count, CODE_4T, table, pairs); break;
+    case CODE_5: widen_as(codes, count, CODE_5, table, pairs); break;
+    case CODE_6: widen_as(codes, count, CODE_6, table, pairs); break;
+    case CODE_2: widen_as(codes, count, CODE_2, table, pairs); break;
+    case CODE_3: widen_as(codes, count, CODE_3, table, pairs); break;
+    default: widen_as(codes, count, CODE_8, table, pairs); break;
+    }
+}
+
+static void tile_many(const product *p, int64_t tile, int64_t row, int64_t rows)
+{
+    const ll_weight *w = p->w;
+    const int halves = halves_of(w), has_min = w->min_kind != NUM_NONE;
+    const uint8_t *at = w->data + tile * w->tile_bytes;
+    _Alignas(64) uint8_t pairs[CHUNK_W * WIDE_BLOCK];
+    _Alignas(64) chunk_floats scale, min;
+    _Alignas(64) float part[SLAB * TILE];
+    memset(part, 0, (size_t)rows * TILE * 4);
+    for (int64_t first = 0; first < w->blocks; first += CHUNK_W) {
+        int64_t count = w->blocks - first < CHUNK_W ? w->blocks - first : CHUNK_W;
+        widen_chunk(w, at + w->at_codes + first * w->block_bytes, count, pairs);
+        expand_scales(w, at, first, count, scale, min);
+        chunk k = {pairs, scale, min, count, p->a->planes + (row * w->blocks + first) * XBYTES,
+                   p->a->meta + row * w->blocks + first, w->blocks, part};
+        (halves == 2 ? has_min ? chunk_int_half_min : chunk_int_half_zero : has_min ? chunk_int_min : chunk_int_zero)(&k, rows);
+        /* what comes next is fetched while the many rows are computed */
+        const uint8_t *next = at + w->at_codes + (first + count) * w->block_bytes;
+        for (int64_t i = 0; i < CHUNK_W * w->block_bytes; i += 64) __builtin_prefetch(next + i, 0, 2);
+    }
+    for (int64_t r = 0; r < rows; r++) store_tile(p, tile, row + r, part + r * TILE);
+}
+
+#define TILES_FEW(NAME, CODE, HALVES, HAS_MIN)                                                              \
+    static void NAME(const product *p, int64_t begin, int64_t end)                                          \
+    {                                                                                                       \
+        for (int64_t t = begin; t < end; t++) {                                                             \
+            int64_t r = 0;                                                                                  \
+            for (; HALVES == 1 && r + 4 <= p->a->m; r += 4) tile_few(p, t, r, 4, CODE, HALVES, HAS_MIN);    \
+            for (; HALVES == 1 && r + 2 <= p->a->m; r += 2) tile_few(p, t, r, 2, CODE, HALVES, HAS_MIN);    \
+            for (; r < p->a->m; r++) tile_few(p, t, r, 1, CODE, HALVES, HAS_MIN);                           \
+        }                                                                                                   \
+    }
+TILES_FEW(few_8_zero, CODE_8, 1, 0)
+TILES_FEW(few_4_zero, CODE_4, 1, 0)
+TILES_FEW(few_4_min, CODE_4, 1, 1)
+TILES_FEW(few_4t_zero, CODE_4T, 1, 0)
+TILES_FEW(few_4t_half, CODE_4T, 2, 0)
+TILES_FEW(few_5_zero, CODE_5, 1, 0)
+TILES_FEW(few_5_min, CODE_5, 1, 1)
+TILES_FEW(few_6_half, CODE_6, 2, 0)
+TILES_FEW(few_2_half, CODE_2, 2, 1)
+TILES_FEW(few_3_half, CODE_3, 2, 0)
+
+/* The function for m rows and a range of tiles; NULL for many rows, and for combinations no format has. */
+static void (*few_rows(const ll_weight *w, int64_t m))(const product *, int64_t, int64_t)
+{
+    const int half = w->group == 16, min = w->min_kind != NUM_NONE;
+    if (m > (half ? FEW_HALF : FEW)) return NULL;
+    switch (w->code) {
+    case CODE_8: return half || min ? NULL : few_8_zero;
+    case CODE_4: return half ? NULL : min ? few_4_min : few_4_zero;
+    case CODE_4T: return min ? NULL : half ? few_4t_half : few_4t_zero;
+    case CODE_5: return half ? NULL : min ? few_5_min : few_5_zero;
+    case CODE_6: return half && !min ? few_6_half : NULL;
+    case CODE_2: return half && min ? few_2_half : NULL;
+    case CODE_3: return half && !min ? few_3_half : NULL;
+    default: return NULL;
+    }
+}
+
+static void int_tiles(void *arg, int64_t begin, int64_t end, int thread)
+{
+    (void)thread;
+    const product *p = arg;
+    if (!p->a->paired) {
+        few_rows(p->w, p->a->m)(p, begin, end);
+        return;
+    }
+    for (int64_t i = begin; i < end; i++) {
+        int64_t row = i / p->w->tiles * SLAB, rows = p->a->m - row < SLAB ? p->a->m - row : SLAB;
+        tile_many(p, i % p->w->tiles, row, rows);
+    }
+}
+
+#endif
