@@ -162,7 +162,7 @@ class LLM:
         from localllm.engine.pages import GroupPages
         from localllm.engine.runner import Runner
         from localllm.engine.scheduler import SchedulerLimits
-        from localllm.engine.threads import kernels_are_built
+        from localllm.engine.threads import kernels_are_built, serve_torch
         from localllm.models.kv_cache import KVCache
         from localllm.models.loader import LoadOptions, load_model
 
@@ -192,6 +192,7 @@ class LLM:
             progress=self._on_weights,
         )
         self._model: Model = load_model(self._checkpoint, options)
+        serve_torch(self._model.kernels, self.threads)
         self._checkpoint.close()  # nothing reads the files from here on
         self._notify(Phase("kv", detail=f"{self.plan.ctx:,} tokens"))
         cache = KVCache(self._model.groups, self.plan.num_pages, self.plan.page_size, kv_dtype, device=str(device))
