@@ -90,42 +90,31 @@ static void (*few_float_rows(const ll_weight *w, int64_t m))(const product *, in
     }
 }
 
-#define ROWS_F 3 /* 4 chains each: 24 registers */
+#define ROWS_F (VW == 16 ? 6 : 3) /* 4 chains each: 24 of 32 registers, 12 of 16 */
 
 /* Chunks of codes as floats, q [count * 32][32], shared by ROWS_F rows. */
 INLINE void chunk_float(const float *q, const float *scale, const float *min, int64_t count, const float *x, int64_t stride,
                         const xblock *meta, int64_t blocks, float *part, const int rows, const int halves, const int has_min)
 {
     const int length = BLOCK / halves;
-    for (int v = 0; v < NV; v += COLS) {
-        vf acc[ROWS_F][COLS];
-        for (int r = 0; r < rows; r++)
-            for (int c = 0; c < COLS; c++) acc[r][c] = vf_load(part + r * TILE + (v + c) * VW);
+    for (int v = 0; v < NV; v++)
         for (int64_t b = 0; b < count * halves; b++) { /* groups of one scale */
             const float *qb = q + b * length * TILE + v * VW, *xb = x + b * length;
-            vf chain[ROWS_F][COLS][4];
+            vf chain[ROWS_F][4];
             for (int r = 0; r < rows; r++)
-                for (int c = 0; c < COLS; c++)
-                    for (int t = 0; t < 4; t++) chain[r][c][t] = vf_set1(0.0f);
+                for (int t = 0; t < 4; t++) chain[r][t] = vf_set1(0.0f);
             for (int i = 0; i < length; i += 4)
                 for (int t = 0; t < 4; t++) {
-                    vf code[COLS];
-                    for (int c = 0; c < COLS; c++) code[c] = vf_load(qb + (i + t) * TILE + c * VW);
-                    for (int r = 0; r < rows; r++) {
-                        vf xr = vf_set1(xb[r * stride + i + t]);
-                        for (int c = 0; c < COLS; c++) chain[r][c][t] = vf_fma(code[c], xr, chain[r][c][t]);
-                    }
+                    vf code = vf_load(qb + (i + t) * TILE);
+                    for (int r = 0; r < rows; r++) chain[r][t] = vf_fma(code, vf_set1(xb[r * stride + i + t]), chain[r][t]);
                 }
-            for (int c = 0; c < COLS; c++) {
-                const int64_t lane = b * TILE + (v + c) * VW;
-                for (int r = 0; r < rows; r++)
-                    acc[r][c] = group_float(acc[r][c], chain[r][c], scale + lane, min + lane, meta + r * blocks + b / halves,
-                                            (int)(b % halves), has_min);
+            const int64_t lane = b * TILE + v * VW;
+            for (int r = 0; r < rows; r++) {
+                float *to = part + r * TILE + v * VW;
+                vf_store(to, group_float(vf_load(to), chain[r], scale + lane, min + lane, meta + r * blocks + b / halves,
+                                         (int)(b % halves), has_min));
             }
         }
-        for (int r = 0; r < rows; r++)
-            for (int c = 0; c < COLS; c++) vf_store(part + r * TILE + (v + c) * VW, acc[r][c]);
-    }
 }
 
 #define CHUNK_FLOAT(NAME, HALVES, HAS_MIN)                                                                          \
