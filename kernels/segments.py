@@ -10,7 +10,7 @@ implementation may look at `Linear.parts` to see by which implementation they we
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -119,6 +119,12 @@ class HeadWeights:
     softcap: float | None = None
 
 
+LayerCall = tuple[AttentionWeights, MlpWeights, int]
+"""a layer's weights, and which of the step's views it sees"""
+View = tuple[Tensor, Tensor, Tensor, Tensor]
+"""cos, sin, block_table, slot_mapping: what the layers of one cache group share in a step"""
+
+
 @dataclass(frozen=True, slots=True)
 class KernelTable:
     """The segments of one model, chosen once at load. A quarantine builds another table; nothing is changed in one."""
@@ -133,6 +139,8 @@ class KernelTable:
     """(x, MlpWeights) -> x; x may be overwritten"""
     head: Callable[..., Tensor]
     """(x [rows, hidden], HeadWeights) -> float32 [rows, vocab]"""
+    decoder: Callable[..., Tensor]
+    """all layers: (x, LayerCalls, (k, v) per layer, Views, cu_query_lens, seq_lens) -> x; x may be overwritten"""
     ops: tuple[tuple[str, str], ...]
     """(op or fused segment, name of the implementation chosen)"""
 
@@ -153,10 +161,13 @@ def kernel_table(facts: OpFacts, quarantined: frozenset[str] = frozenset()) -> K
         "mlp": partial(mlp, norm, activations),
         "head": partial(head, norm),
     }
-    for name, composed in segments.items():
+    for name in (*segments, "decoder"):
+        if name == "decoder":  # made of the other segments, fused or not
+            parts = (segments[part] for part in ("attn_in", "attention", "attn_out", "mlp"))
+            segments[name] = partial(decoder, *parts)
         fused = choose_segment(name, facts, quarantined)
         if fused is not None:
-            chosen[name], segments[name] = fused, partial(fused.run, composed)
+            chosen[name], segments[name] = fused, partial(fused.run, segments[name])
     return KernelTable(**segments, ops=tuple((name, impl.name) for name, impl in chosen.items()))
 
 
@@ -223,6 +234,27 @@ def mlp(
     if weights.post_norm is not None:
         out = rms_norm(out, weights.post_norm.weight, weights.post_norm.eps, weights.post_norm.offset)
     return x.add_(out)
+
+
+def decoder(
+    attn_in: Callable[..., Tensor],
+    attention: Callable[..., Tensor],
+    attn_out: Callable[..., Tensor],
+    mlp: Callable[..., Tensor],
+    x: Tensor,
+    layers: Sequence[LayerCall],
+    pages: Sequence[tuple[Tensor, Tensor]],
+    views: Sequence[View],
+    cu_query_lens: Tensor,
+    seq_lens: Tensor,
+) -> Tensor:
+    """All layers of a forward pass: [num_tokens, hidden], in the place of x."""
+    for (weights, mlp_weights, view), (k_cache, v_cache) in zip(layers, pages, strict=True):
+        cos, sin, block_table, slot_mapping = views[view]
+        q = attn_in(x, weights, cos, sin, k_cache, v_cache, slot_mapping)
+        attended = attention(q, weights, k_cache, v_cache, block_table, cu_query_lens, seq_lens)
+        x = mlp(attn_out(attended, x, weights), mlp_weights)
+    return x
 
 
 def head(rms_norm: Callable[..., Tensor], x: Tensor, weights: HeadWeights) -> Tensor:

@@ -1,4 +1,4 @@
-"""What every architecture is made of: `LayerSpec` says what a layer has, `DecoderLayer` runs it, `Embedding` begins.
+"""What every architecture is made of: `LayerSpec` says what a layer has, `DecoderLayer` holds it, `Embedding` begins.
 
 Weights are the frozen values of `kernels.segments`; nothing here knows how they are stored or computed.
 """
@@ -14,14 +14,11 @@ from localllm.kernels.embedding import RowReader
 from localllm.kernels.segments import (
     AttentionWeights,
     HeadWeights,
-    KernelTable,
     Linear,
     LinearPart,
     MlpWeights,
     Norm,
 )
-
-from .inputs import AttentionInputs, ForwardBatch
 
 __all__ = [
     "AttentionWeights",
@@ -78,24 +75,6 @@ class DecoderLayer:
 
     attention: AttentionWeights
     mlp: MlpWeights
-
-    def forward(
-        self,
-        x: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        pages: tuple[Tensor, Tensor],
-        inputs: AttentionInputs,
-        batch: ForwardBatch,
-        kernels: KernelTable,
-    ) -> Tensor:
-        """x [num_tokens, hidden] -> the same, overwritten. `rotation` is (cos, sin), `pages` the layer's (k, v)."""
-        k_cache, v_cache = pages
-        q = kernels.attn_in(x, self.attention, *rotation, k_cache, v_cache, inputs.slot_mapping)
-        attended = kernels.attention(
-            q, self.attention, k_cache, v_cache, inputs.block_table, batch.cu_query_lens, batch.seq_lens_tensor
-        )
-        x = kernels.attn_out(attended, x, self.attention)
-        return kernels.mlp(x, self.mlp)
 
     @property
     def nbytes(self) -> int:

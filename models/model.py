@@ -39,17 +39,20 @@ class Model:
         self.kernels = dict(kernels)
         """what runs what, for the truth line: layer class or op -> names of implementations"""
         self._ropes = tuple(ropes)
+        group_of = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
+        self._calls = tuple((layer.attention, layer.mlp, group_of[i]) for i, layer in enumerate(self.layers))
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Run every layer, storing keys and values: hidden [num_tokens, hidden], before the last norm."""
         length = max(batch.seq_lens)
         rotations = [rope.rows(batch.positions, length) for rope in self._ropes]
+        views = [
+            (*rotations[0 if group.window is None else -1], inputs.block_table, inputs.slot_mapping)
+            for group, inputs in zip(self.groups, batch.groups, strict=True)
+        ]
+        pages = [cache.layer(index) for index in range(len(self.layers))]
         x = self.embedding(batch.token_ids)
-        for index, layer in enumerate(self.layers):
-            local = layer.attention.window is not None
-            inputs = batch.groups[cache.group_of(index)]
-            x = layer.forward(x, rotations[-1 if local else 0], cache.layer(index), inputs, batch, self.table)
-        return x
+        return self.table.decoder(x, self._calls, pages, views, batch.cu_query_lens, batch.seq_lens_tensor)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Rows of `forward` -> float32 [rows, vocab], soft-capped where the model does so."""
