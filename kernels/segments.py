@@ -163,8 +163,8 @@ def kernel_table(facts: OpFacts, quarantined: frozenset[str] = frozenset()) -> K
     }
     for name in (*segments, "decoder"):
         if name == "decoder":  # made of the other segments, fused or not
-            parts = (segments[part] for part in ("attn_in", "attention", "attn_out", "mlp"))
-            segments[name] = partial(decoder, *parts)
+            first, second, third, last = (segments[part] for part in ("attn_in", "attention", "attn_out", "mlp"))
+            segments[name] = partial(decoder, first, second, third, last)
         fused = choose_segment(name, facts, quarantined)
         if fused is not None:
             chosen[name], segments[name] = fused, partial(fused.run, segments[name])
