@@ -1,0 +1,45 @@
+"""`KVPages`: what one layer keeps of its tokens, in pages, in one of the KV formats.
+
+format  k, v                                               scales
+f32     float32                                            none
+bf16    bfloat16                                           none
+fp16    float16                                            none
+int8    int8; k rotated by `hadamard` after RoPE, q alike  per token and head: max|x| / 127
+fp8     uint8, the bits of E4M3                            per token and head: max|x| / 448; or one number per tensor
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+KV_DTYPES = {
+    "f32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "int8": torch.int8,
+    "fp8": torch.uint8,
+}
+"""KV format -> dtype of its pages"""
+SCALED_FORMATS = frozenset(("int8", "fp8"))
+
+
+class KVPages(NamedTuple):
+    """Keys and values of one layer.
+
+    k, v                [num_pages, num_kv_heads, page_size, head_dim]   see the table above
+    k_scales, v_scales  float32 [num_pages, num_kv_heads, page_size]; [1] where the checkpoint gives one number for
+                        the layer (fp8 only); None for the formats without
+    """
+
+    k: Tensor
+    v: Tensor
+    k_scales: Tensor | None = None
+    v_scales: Tensor | None = None
+
+    @property
+    def format(self) -> str:
+        """f32 | bf16 | fp16 | int8 | fp8"""
+        return next(name for name, dtype in KV_DTYPES.items() if dtype is self.k.dtype)
