@@ -1,0 +1,113 @@
+"""What was found out about kernels on one device, kept between runs: verdicts of the self-test, winners of tuning.
+
+A `Records` is a small JSON file whose name carries a hash of everything the findings depend on (kernel sources, card,
+driver, versions), so that a change of any of them starts an empty one. A file that cannot be read or written costs a
+repetition, never a failure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .cpu.build import cache_folder, library
+
+FOLDER = Path(__file__).parent
+SOURCES = (".py", ".c", ".h")
+
+
+@cache
+def source_hash() -> str:
+    """Changes with any source file of the kernels."""
+    digest = hashlib.sha256()
+    for file in sorted(p for p in FOLDER.rglob("*") if p.suffix in SOURCES):
+        digest.update(str(file.relative_to(FOLDER)).encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def identity(device: str | torch.device, driver: str = "") -> dict[str, str]:
+    """What findings on `device` depend on. `driver`: the GPU driver's version, where the caller knows it."""
+    device = torch.device(device)
+    known = {"sources": source_hash(), "torch": torch.__version__}
+    if device.type == "cpu":
+        loaded = library()
+        return known | {"device": f"{_cpu_name()} {loaded.isa}", "library": str(loaded.path or loaded.reason)}
+    import triton
+
+    properties = torch.cuda.get_device_properties(device)
+    return known | {
+        "device": f"{properties.name} sm_{properties.major}{properties.minor}",
+        "driver": driver,
+        "cuda": torch.version.cuda or "",
+        "triton": triton.__version__,
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+
+
+class Records:
+    """Findings by key, each a JSON object.
+
+    kind      names the file: selftest, tuning
+    identity  what all of them depend on
+    folder    None keeps them in memory only
+    """
+
+    def __init__(self, kind: str, identity: Mapping[str, str], folder: Path | None = None) -> None:
+        self.identity = dict(identity)
+        digest = hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:16]
+        self.path = None if folder is None else folder / f"{kind}-{digest}.json"
+        self._found: dict[str, dict[str, Any]] = {}
+        self._changed = False
+        if self.path is not None:
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                entries = json.loads(self.path.read_text())["entries"]
+                self._found = {str(key): dict(value) for key, value in entries.items()}
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        """The finding, or None."""
+        return self._found.get(key)
+
+    def put(self, key: str, value: Mapping[str, Any]) -> None:
+        """Note a finding; `save` keeps it."""
+        self._found[key] = dict(value)
+        self._changed = True
+
+    def items(self) -> tuple[tuple[str, dict[str, Any]], ...]:
+        """All findings."""
+        return tuple(self._found.items())
+
+    def save(self) -> None:
+        """Write the file, in one rename, if anything is new."""
+        if self.path is None or not self._changed:
+            return
+        text = json.dumps({"identity": self.identity, "entries": self._found}, indent=1, sort_keys=True)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.stem)
+            with os.fdopen(handle, "w") as file:
+                file.write(text)
+            os.replace(name, self.path)
+        except OSError:
+            return  # a folder that is full or read-only: found out again next time
+        self._changed = False
+
+
+def default_folder() -> Path:
+    """Where records lie: beside the compiled kernels."""
+    return cache_folder()

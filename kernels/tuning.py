@@ -1,0 +1,230 @@
+"""Tile sizes: which candidate a kernel runs with on this card.
+
+A kernel with choices asks `tuner().pick(...)` at launch. It gets the winner that was measured on this card, else the
+first of its candidates, which runs at once; the others are timed later, in idle moments (`tune`), and the winner is
+kept per card, driver, Triton and shape (`records.py`). Candidates come from the kernel, at most eight, ordered by what
+a model expects of them (bytes, occupancy, shared memory).
+
+    shape = Shape("w4a16_vector", (n, k, group_size))
+    tile = tuner().pick(shape, candidates, trial)        # {"block_n": 64, "num_warps": 4, ...}
+
+`trial(tile)` returns a call that launches the kernel once, on data it made itself: what it holds lives until the shape
+is tuned, so it keeps no activations of the caller, and writes nothing that matters.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import NamedTuple
+
+from .records import Records
+
+MOST_CANDIDATES = 8
+BUDGET_S = 20.0
+"""most seconds of one `tune`"""
+WARM_RUNS = 3
+ROUNDS = 5
+ROUND_S = 0.002
+"""on the CPU a candidate's time is the least of ROUNDS, each of as many calls as take about this long"""
+WORTH = 0.97
+"""a candidate replaces the one in use when it takes at most this share of its time: less is noise"""
+
+Tile = Mapping[str, int]
+Trial = Callable[[Tile], Callable[[], object]]
+
+
+class Shape(NamedTuple):
+    """What the best tile depends on, besides the card."""
+
+    op: str
+    """the kernel: w4a16_vector, attention_decode, ..."""
+    key: tuple[int | str, ...]
+    """sizes that matter to it: N, K, group size, class of M"""
+
+    @property
+    def name(self) -> str:
+        """The key in the records."""
+        return f"{self.op}:{','.join(str(part) for part in self.key)}"
+
+
+class StartingPoint(NamedTuple):
+    """A tile that was the best on one card: the first candidate on cards like it."""
+
+    op: str
+    capability: int
+    """compute capability as 90, 120"""
+    key: tuple[int | str, ...]
+    tile: Tile
+    card: str
+    """where it was measured"""
+
+
+STARTING_POINTS: tuple[StartingPoint, ...] = ()
+"""Filled from `localllm tune --json` on real cards, never by guess; candidates of a kernel stand beside the kernel."""
+
+
+def is_measured(capability: int) -> bool:
+    """Whether any starting point comes from a card of this compute capability."""
+    return any(point.capability == capability for point in STARTING_POINTS)
+
+
+@dataclass(slots=True)
+class Job:
+    """A shape in use whose candidates were not timed yet."""
+
+    shape: Shape
+    candidates: tuple[Tile, ...]
+    trial: Trial
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """What timing one shape gave."""
+
+    shape: Shape
+    tile: Tile
+    """the winner"""
+    us: float
+    """its microseconds a launch"""
+    first_us: float
+    """those of the first candidate"""
+    failed: tuple[str, ...] = ()
+    """candidates that did not run, with the reason"""
+
+
+@dataclass(slots=True)
+class Tuner:
+    """Winners of one card, and the shapes that still wait to be timed."""
+
+    records: Records | None = None
+    capability: int = 0
+    _picked: dict[Shape, Tile] = field(default_factory=dict)
+    _jobs: dict[Shape, Job] = field(default_factory=dict)
+
+    def use(self, records: Records, capability: int = 0) -> None:
+        """Take the winners of this card; what was picked before is looked up again."""
+        self.records, self.capability = records, capability
+        self._picked.clear()
+
+    def pick(self, shape: Shape, candidates: Sequence[Tile], trial: Trial | None = None) -> Tile:
+        """The tile to run with now. Candidates beyond the eighth are ignored; without a `trial` nothing is timed."""
+        found = self._picked.get(shape)
+        return found if found is not None else self._first(shape, candidates, trial)
+
+    def _first(self, shape: Shape, candidates: Sequence[Tile], trial: Trial | None) -> Tile:
+        if not candidates:
+            raise ValueError(f"{shape.name} has no candidates")
+        here = (p for p in STARTING_POINTS if p[:3] == (shape.op, self.capability, shape.key))
+        start = next((dict(point.tile) for point in here), None)
+        kept = tuple(sorted(candidates[:MOST_CANDIDATES], key=lambda tile: dict(tile) != start))
+        known = self.records.get(shape.name) if self.records is not None else None
+        winner = next((tile for tile in kept if known is not None and dict(tile) == known.get("tile")), None)
+        if winner is None and trial is not None and len(kept) > 1:
+            self._jobs[shape] = Job(shape, kept, trial)
+        self._picked[shape] = winner if winner is not None else kept[0]
+        return self._picked[shape]
+
+    @property
+    def num_measured(self) -> int:
+        """Shapes whose winner on this card is known."""
+        return len(self.records.items()) if self.records is not None else 0
+
+    @property
+    def waiting(self) -> tuple[Shape, ...]:
+        """Shapes in use that were not timed on this card."""
+        return tuple(self._jobs)
+
+    def tune(
+        self,
+        measure: Callable[[Callable[[], object]], float],
+        budget_s: float = BUDGET_S,
+        stop: Callable[[], bool] = lambda: False,
+        told: Callable[[Tuned], None] = lambda tuned: None,
+    ) -> list[Tuned]:
+        """Time the waiting shapes until `budget_s` is over or `stop` says so; winners are used from the next launch.
+
+        measure   a call -> seconds it takes (`gpu_seconds` on a card)
+
+        A shape is finished or not begun: one that was interrupted waits for the next time.
+        """
+        ends = time.monotonic() + budget_s
+        results: list[Tuned] = []
+        for job in list(self._jobs.values()):
+            tuned = self._tune_one(job, measure, lambda: stop() or time.monotonic() >= ends)
+            if tuned is None:
+                break
+            results.append(tuned)
+            told(tuned)
+        if self.records is not None:
+            self.records.save()
+        return results
+
+    def _tune_one(
+        self, job: Job, measure: Callable[[Callable[[], object]], float], stop: Callable[[], bool]
+    ) -> Tuned | None:
+        times: list[tuple[float, Tile]] = []
+        failed: list[str] = []
+        for tile in job.candidates:
+            if stop():
+                return None
+            try:
+                times.append((measure(job.trial(tile)), tile))
+            except Exception as error:  # too much shared memory, a compiler's refusal: the others are still good
+                failed.append(f"{dict(tile)}: {type(error).__name__}: {str(error)[:120]}")
+        del self._jobs[job.shape]
+        if not times:
+            return Tuned(job.shape, job.candidates[0], 0.0, 0.0, tuple(failed))
+        first_s, first = times[0]
+        best_s, best = min(times, key=lambda entry: entry[0])
+        if best_s > WORTH * first_s:
+            best_s, best = first_s, first
+        self._picked[job.shape] = best
+        if self.records is not None:
+            self.records.put(job.shape.name, {"tile": dict(best), "us": best_s * 1e6, "first_us": first_s * 1e6})
+        return Tuned(job.shape, best, best_s * 1e6, first_s * 1e6, tuple(failed))
+
+
+@cache
+def tuner() -> Tuner:
+    """The one of this process."""
+    return Tuner()
+
+
+def seconds(call: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    """Least seconds of one call, over several rounds; for what returns when it is done (the CPU)."""
+    started = clock()
+    for _ in range(WARM_RUNS):
+        call()
+    each = max((clock() - started) / WARM_RUNS, 1e-7)
+    count = max(1, int(ROUND_S / each))
+    best = float("inf")
+    for _ in range(ROUNDS):
+        started = clock()
+        for _ in range(count):
+            call()
+        best = min(best, (clock() - started) / count)
+    return best
+
+
+def gpu_seconds(call: Callable[[], object], runs: int = 9) -> float:
+    """Median seconds of one call on the current CUDA stream, by events, each after other data went through the L2.
+
+    Decoding reads every weight once a step: what the cache still holds of the last launch would flatter small shapes.
+    """
+    import torch
+
+    for _ in range(WARM_RUNS):
+        call()
+    size = max(8 << 20, 2 * torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
+    other = torch.empty(size, dtype=torch.int8, device="cuda")
+    events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(runs)]
+    for begin, end in events:
+        other.zero_()
+        begin.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return sorted(begin.elapsed_time(end) for begin, end in events)[runs // 2] / 1e3
