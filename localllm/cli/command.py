@@ -22,6 +22,7 @@ import typer
 
 from localllm.console import Console
 from localllm.errors import Aborted, ConfigError, DoesNotFit, InternalError, LocalLLMError, OutOfMemory
+from localllm.testing import refuse_outside_tests
 
 from . import logs
 
@@ -192,6 +193,7 @@ def _without(hint: Any, taken: set[str]) -> Any:
 def guarded(options: Options, body: Callable[[Env], Any]) -> int:
     """Run a command's body; every failure becomes a message and an exit code. Returns the code."""
     try:
+        refuse_outside_tests()
         env = Env(options)
     except LocalLLMError as error:
         return Console(as_json=bool(options.json)).fail(error)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from localllm.errors import Aborted, ConfigError, LocalLLMError
+from localllm.errors import Aborted, LocalLLMError
 from localllm.request import ChatBackend, ChatEvent, Delta, Done, Facts, Failed, Phase, SamplingParams, Timing, Usage
+from localllm.testing import only_in_tests
 
 from .command import Env
 from .progress import Progress
@@ -38,11 +38,7 @@ def split_code(code: str) -> tuple[int, int]:
 
 def fake_engine() -> bool:
     """Whether the scripted engine was asked for. Raises ConfigError outside tests."""
-    if not os.environ.get("LOCALLLM_ENGINE", "").startswith("fake"):
-        return False
-    if os.environ.get("LOCALLLM_TESTING") != "1":
-        raise ConfigError("LOCALLLM_ENGINE=fake is for tests only", "`unset LOCALLLM_ENGINE`")
-    return True
+    return only_in_tests("LOCALLLM_ENGINE").startswith("fake")
 
 
 # --- a backend -------------------------------------------------------------------------------------------------------

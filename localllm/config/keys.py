@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from localllm.errors import ConfigError
+from localllm.testing import TEST_ONLY
 
 from .kinds import DEVICE, DURATION, FLAG, SIZE, TEXT, TEXTS, TOKENS, Kind, choice, number, or_auto, whole
 
@@ -21,11 +22,8 @@ ENVIRONMENT: Mapping[str, str] = MappingProxyType(
         "LOCALLLM_CPU_ISA": "the instruction set to build the CPU kernels for: portable, avx2, avx512, neon, ...",
         "LOCALLLM_CONFIG": "another settings file, as --config",
         "LOCALLLM_PROJECT": f"1: also read {PROJECT_FILE} of the working folder",
-        "LOCALLLM_TESTING": "1: allows LOCALLLM_FAKE_HW",
-        "LOCALLLM_FAKE_HW": "a machine by name, for the tests of plan and doctor",
-        "LOCALLLM_ENGINE": "fake: scripted answers without a model, for tests and screenshots",
-        "LOCALLLM_FAKE_TPS": "tokens a second of the fake engine",
-        "LOCALLLM_FAKE_LOAD_S": "seconds a loading phase of the fake engine takes",
+        "LOCALLLM_TESTING": "1: allows the variables for tests",
+        **{name: f"{meaning}; for tests, refused without LOCALLLM_TESTING=1" for name, meaning in TEST_ONLY.items()},
         "LOCALLLM_TEST_MODELS": "where the tests find the two real models",
         "HF_HOME": "the Hugging Face cache, shared with other tools",
         "HF_HUB_CACHE": "the model folder of that cache",

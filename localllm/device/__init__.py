@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from dataclasses import replace
 from pathlib import Path
+
+from localllm.testing import only_in_tests
 
 from .bandwidth import guessed_bandwidth, read_bandwidth
 from .cpu import cpu_facts
@@ -28,10 +29,10 @@ def machine(*, measure: bool = False, root: Path = Path("/")) -> MachineFacts:
     root      where /proc and /sys are found: tests hand in a tree of their own
 
     Never raises for a missing file or a broken driver: what is not known is 0, "" or empty, and `gpu_error` says why.
-    With LOCALLLM_TESTING=1, LOCALLLM_FAKE_HW names an invented machine.
+    With LOCALLLM_TESTING=1, LOCALLLM_FAKE_HW names an invented machine; without, it raises ConfigError.
     """
-    name = os.environ.get("LOCALLLM_FAKE_HW", "")
-    if name and os.environ.get("LOCALLLM_TESTING") == "1":
+    name = only_in_tests("LOCALLLM_FAKE_HW")
+    if name:
         return fake_machine(name)
     cpu = cpu_facts(root)
     if measure:

@@ -59,6 +59,22 @@ class GpuFacts:
     """shares the machine's RAM: free and total are the machine's"""
     power_limit_w: float = 0.0
     power_max_w: float = 0.0
+    """the limit it came with; 0 when the driver does not say"""
+    power_draw_w: float = 0.0
+    pcie_width: int = 0
+    """lanes in use; 0 when the driver does not say"""
+    pcie_width_max: int = 0
+    pcie_gen_max: int = 0
+    """what card and board can do together; the generation in use falls at rest, so it says nothing"""
+    temperature_c: int = 0
+    throttle: tuple[str, ...] = ()
+    """why clocks are held down right now: heat, power, brake"""
+    ecc: bool | None = None
+    """None where the card has none or does not say"""
+    mig: bool = False
+    """cut into instances"""
+    display: bool | None = None
+    """whether a screen hangs on it"""
     processes: tuple[GpuProcess, ...] = ()
 
     @property
@@ -78,6 +94,19 @@ class GpuFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuLink:
+    """How two GPUs reach each other, as the driver tells it."""
+
+    first: int
+    second: int
+    """places in `MachineFacts.gpus`"""
+    path: str
+    """same board, PIX, PXB, PHB, NODE, SYS: ever farther apart"""
+    p2p: str
+    """ok, or why one cannot read the other's memory"""
+
+
+@dataclass(frozen=True, slots=True)
 class MachineFacts:
     """Everything the planner and the doctor decide on."""
 
@@ -91,6 +120,8 @@ class MachineFacts:
     swap_total_bytes: int = 0
     swap_free_bytes: int = 0
     gpus: tuple[GpuFacts, ...] = ()
+    gpu_links: tuple[GpuLink, ...] = ()
+    """one per pair of GPUs"""
     gpu_error: str = ""
     """why the driver did not answer although there is one"""
     driver: str = ""

@@ -150,7 +150,9 @@ def test_fake_machines_need_the_testing_switch(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ConfigError, match="abacus"):
         machine()
     monkeypatch.setenv("LOCALLLM_TESTING", "0")
-    assert machine().cpu.name != "abacus"
+    with pytest.raises(ConfigError, match="for tests only") as caught:
+        machine()
+    assert "unset LOCALLLM_FAKE_HW" in caught.value.hint
 
 
 def test_the_table_has_no_row_that_another_hides() -> None:
