@@ -60,6 +60,8 @@ def _isolate(home: Path) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     home = Path(tempfile.mkdtemp(prefix="localllm-tests-"))
     config.stash[_HOME] = home
+    if config.option.basetemp is None:  # runs beside each other would clear away each other's old folders
+        config.option.basetemp = str(home / "tmp")
     _isolate(home)
     if "hypothesis" in sys.modules or config.pluginmanager.has_plugin("hypothesispytest"):
         from hypothesis import settings

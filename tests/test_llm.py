@@ -47,11 +47,11 @@ def compare(llm, rows):
 
 
 def test_smollm2_gives_the_tokens_of_transformers(exact_smollm2):
-    compare(exact_smollm2, golden("smollm2")[:10])
+    compare(exact_smollm2, golden("smollm2")[:6])
 
 
 def test_gemma_gives_the_tokens_of_transformers(exact_gemma):
-    compare(exact_gemma, golden("gemma3-270m")[:5])
+    compare(exact_gemma, golden("gemma3-270m")[:3])
 
 
 @pytest.mark.slow
@@ -71,12 +71,12 @@ def mean_kl(reference, other, rows):
 
 
 def test_defaults_cost_little_smollm2(exact_smollm2, smollm2):
-    assert mean_kl(exact_smollm2, smollm2, golden("smollm2")[:6]) <= 0.002
+    assert mean_kl(exact_smollm2, smollm2, golden("smollm2")[:3]) <= 0.002
 
 
 def test_defaults_cost_little_gemma(exact_gemma, gemma_path):
     with LLM(gemma_path, ctx=2048) as llm:
-        assert mean_kl(exact_gemma, llm, golden("gemma3-270m")[:2]) <= 0.002
+        assert mean_kl(exact_gemma, llm, golden("gemma3-270m")[:1]) <= 0.002
 
 
 def test_paris(smollm2):
@@ -107,8 +107,8 @@ def test_stream_equals_whole_and_stop_strings_cut(smollm2):
 
 def test_a_batch_changes_nothing(smollm2):
     """Same seed, same text, alone or in a batch, with or without a cached prefix."""
-    rows = golden("smollm2")[:8]
-    params = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=24)
+    rows = golden("smollm2")[:5]
+    params = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=16)
     alone = []
     for row in rows:
         smollm2.engine.clear_prefix_cache()
@@ -119,7 +119,7 @@ def test_a_batch_changes_nothing(smollm2):
     assert [a.completions[0].token_ids for a in again] == alone
     assert any(a.usage.cached_tokens > 0 for a in again)
     many = smollm2.generate(
-        rows[1]["prompt_ids"], SamplingParams(temperature=0.9, top_p=0.95, seed=5, max_tokens=24, n=4)
+        rows[1]["prompt_ids"], SamplingParams(temperature=0.9, top_p=0.95, seed=5, max_tokens=16, n=4)
     )
     assert many.completions[2].token_ids == alone[1]
 

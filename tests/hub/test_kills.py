@@ -118,7 +118,7 @@ def kill_many(fake_hub: FakeHub, home: Path, count: int, delay: float) -> list[f
 
 
 def test_rel_18_kills(fake_hub: FakeHub, empty_home: Path) -> None:
-    kill_many(fake_hub, empty_home, 5, 0.008)
+    kill_many(fake_hub, empty_home, 3, 0.008)
 
 
 @pytest.mark.slow
