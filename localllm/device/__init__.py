@@ -40,7 +40,7 @@ def machine(*, measure: bool = False, root: Path = Path("/")) -> MachineFacts:
     else:
         cpu = replace(cpu, bandwidth=guessed_bandwidth(cpu))
     memory = memory_limits(root)
-    gpus, driver, cuda_version, error = gpu_facts(memory.available_bytes, root)
+    told = gpu_facts(memory.available_bytes, root)
     version, cuda = torch_build()
     return MachineFacts(
         cpu=cpu,
@@ -49,10 +49,11 @@ def machine(*, measure: bool = False, root: Path = Path("/")) -> MachineFacts:
         ram_limit=memory.limit,
         swap_total_bytes=memory.swap_total_bytes,
         swap_free_bytes=memory.swap_free_bytes,
-        gpus=gpus,
-        gpu_error=error,
-        driver=driver,
-        driver_cuda=cuda_version,
+        gpus=told.gpus,
+        gpu_links=told.links,
+        gpu_error=told.error,
+        driver=told.driver,
+        driver_cuda=told.cuda,
         torch_version=version,
         torch_cuda=cuda,
         compiler=compiler(),

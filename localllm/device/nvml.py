@@ -10,18 +10,42 @@ import ctypes
 import os
 import threading
 from ctypes import Structure, byref, c_char, c_int, c_uint, c_ulonglong, c_void_p
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from .facts import GpuFacts, GpuProcess
+from .facts import GpuFacts, GpuLink, GpuProcess
 from .gpu_table import table_bandwidth
 
 LIBRARIES = ("libnvidia-ml.so.1", "/usr/lib/wsl/lib/libnvidia-ml.so.1")
 DEADLINE_S = 5.0
 MEMORY_CLOCK = 2
+CELSIUS_OF_GPU = 0
 MAX_PROCESSES = 64
-Answer = tuple[tuple[GpuFacts, ...], str, str, str]
-"""(GPUs, driver, newest CUDA of the driver, why it failed)"""
+THROTTLE = ((0x8, "hardware slowdown"), (0x20, "heat"), (0x40, "heat"), (0x80, "power brake"), (0x4, "power limit"))
+"""bits of the clocks' limits that mean trouble, and the power limit, which does so only at rest"""
+PATHS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
+P2P = {
+    0: "ok",
+    1: "the chipset does not support it",
+    2: "these cards do not support it",
+    3: "the PCIe topology does not support it",
+    4: "switched off in the driver",
+    5: "not supported",
+}
+
+
+class Answer(NamedTuple):
+    """What the driver told."""
+
+    gpus: tuple[GpuFacts, ...] = ()
+    driver: str = ""
+    cuda: str = ""
+    """the newest CUDA the driver knows"""
+    error: str = ""
+    """why it failed"""
+    links: tuple[GpuLink, ...] = ()
 
 
 class _Memory(Structure):
@@ -41,7 +65,7 @@ def gpu_facts(ram_available: int, root: Path = Path("/"), library: Any = None) -
     if library is None:
         loaded = (root / "proc/driver/nvidia/version").exists()
         error = "the kernel module is loaded, but libnvidia-ml.so.1 is not installed or not in this container"
-        return (), "", "", error if loaded else ""
+        return Answer(error=error if loaded else "")
     answers: list[Answer] = []
 
     def ask() -> None:
@@ -51,9 +75,20 @@ def gpu_facts(ram_available: int, root: Path = Path("/"), library: Any = None) -
     thread.start()
     thread.join(DEADLINE_S)
     if not answers:
-        return (), "", "", f"the driver did not answer within {DEADLINE_S:g} s"
-    gpus, driver, cuda, error = answers[0]
-    return visible(gpus, os.environ.get("CUDA_VISIBLE_DEVICES")), driver, cuda, error
+        return Answer(error=f"the driver did not answer within {DEADLINE_S:g} s")
+    told = answers[0]
+    shown = visible(told.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return told._replace(gpus=shown, links=_renumbered(told, shown))
+
+
+def _renumbered(told: Answer, shown: tuple[GpuFacts, ...]) -> tuple[GpuLink, ...]:
+    """The links between the GPUs that are left, by their places among them."""
+    place = {told.gpus.index(gpu): number for number, gpu in enumerate(shown)}
+    return tuple(
+        replace(link, first=place[link.first], second=place[link.second])
+        for link in told.links
+        if link.first in place and link.second in place
+    )
 
 
 def visible(gpus: tuple[GpuFacts, ...], setting: str | None) -> tuple[GpuFacts, ...]:
@@ -84,14 +119,15 @@ def _load() -> Any:
 def _ask(nvml: _Nvml, ram_available: int, root: Path) -> Answer:
     code = nvml.call("nvmlInit_v2")
     if code:
-        return (), "", "", nvml.reason(code)
+        return Answer(error=nvml.reason(code))
     try:
         driver = nvml.text("nvmlSystemGetDriverVersion")
         cuda = nvml.integer("nvmlSystemGetCudaDriverVersion_v2")
         count = nvml.integer("nvmlDeviceGetCount_v2")
-        gpus = [_gpu(nvml, index, ram_available, root) for index in range(min(count, 64))]
+        gpus = tuple(g for index in range(min(count, 64)) if (g := _gpu(nvml, index, ram_available, root)))
         error = "" if count else "the driver is there, but sees no GPU"
-        return tuple(g for g in gpus if g), driver, f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else "", error
+        known = f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else ""
+        return Answer(gpus, driver, known, error, _links(nvml, gpus))
     finally:
         nvml.call("nvmlShutdown")
 
@@ -119,6 +155,15 @@ def _gpu(nvml: _Nvml, index: int, ram_available: int, root: Path) -> GpuFacts | 
         unified=unified,
         power_limit_w=nvml.integer("nvmlDeviceGetEnforcedPowerLimit", handle) / 1000,
         power_max_w=nvml.integer("nvmlDeviceGetPowerManagementDefaultLimit", handle) / 1000,
+        power_draw_w=nvml.integer("nvmlDeviceGetPowerUsage", handle) / 1000,
+        pcie_width=nvml.integer("nvmlDeviceGetCurrPcieLinkWidth", handle),
+        pcie_width_max=nvml.integer("nvmlDeviceGetMaxPcieLinkWidth", handle),
+        pcie_gen_max=nvml.integer("nvmlDeviceGetMaxPcieLinkGeneration", handle),
+        temperature_c=nvml.integer("nvmlDeviceGetTemperature", handle, c_uint(CELSIUS_OF_GPU)),
+        throttle=_throttle(nvml, handle),
+        ecc=nvml.switch("nvmlDeviceGetEccMode", handle, pair=True),
+        mig=bool(nvml.switch("nvmlDeviceGetMigMode", handle, pair=True)),
+        display=nvml.switch("nvmlDeviceGetDisplayActive", handle),
         processes=_processes(nvml, handle, root),
     )
 
@@ -133,6 +178,29 @@ def _bandwidth(nvml: _Nvml, handle: c_void_p, name: str) -> tuple[float, str]:
     if told and (not known or 0.5 < told / known < 1.5):
         return told, "driver"
     return (known, "table") if known else (0.0, "unknown")
+
+
+def _throttle(nvml: _Nvml, handle: c_void_p) -> tuple[str, ...]:
+    """Why the clocks are held down, in words."""
+    bits = c_ulonglong()
+    if nvml.call("nvmlDeviceGetCurrentClocksThrottleReasons", handle, byref(bits)):
+        return ()
+    return tuple(dict.fromkeys(word for bit, word in THROTTLE if bits.value & bit))
+
+
+def _links(nvml: _Nvml, gpus: tuple[GpuFacts, ...]) -> tuple[GpuLink, ...]:
+    """How each pair of GPUs is connected, and whether one may read the other's memory."""
+    handles = [c_void_p() for _ in gpus]
+    for gpu, handle in zip(gpus, handles, strict=True):
+        nvml.call("nvmlDeviceGetHandleByIndex_v2", c_uint(gpu.index), byref(handle))
+    found = []
+    for first, second in combinations(range(len(gpus)), 2):
+        path, status = c_uint(), c_uint()
+        near = nvml.call("nvmlDeviceGetTopologyCommonAncestor", handles[first], handles[second], byref(path))
+        p2p = nvml.call("nvmlDeviceGetP2PStatus", handles[first], handles[second], c_uint(0), byref(status))
+        word = "unknown" if p2p else P2P.get(status.value, "unknown")
+        found.append(GpuLink(first, second, "unknown" if near else PATHS.get(path.value, "unknown"), word))
+    return tuple(found)
 
 
 def _processes(nvml: _Nvml, handle: c_void_p, root: Path) -> tuple[GpuProcess, ...]:
@@ -169,10 +237,16 @@ class _Nvml:
         buffer = (c_char * 96)()
         return buffer.value.decode(errors="replace") if not self.call(name, *handle, buffer, c_uint(96)) else ""
 
-    def integer(self, name: str, *handle: c_void_p) -> int:
+    def integer(self, name: str, *arguments: Any) -> int:
         """A function that fills an unsigned integer."""
         value = c_uint()
-        return value.value if not self.call(name, *handle, byref(value)) else 0
+        return value.value if not self.call(name, *arguments, byref(value)) else 0
+
+    def switch(self, name: str, handle: c_void_p, pair: bool = False) -> bool | None:
+        """A function that fills an on/off value, or a pair of them (now, and after a restart); None where unknown."""
+        now, later = c_uint(), c_uint()
+        more = (byref(later),) if pair else ()
+        return None if self.call(name, handle, byref(now), *more) else bool(now.value)
 
     def reason(self, code: int) -> str:
         """The library's own words for a code."""

@@ -45,3 +45,36 @@ int nvmlDeviceGetComputeRunningProcesses_v3(void *gpu, unsigned *count, process_
     out[1] = (process_t){4194999, ~0ull, 0, 0};
     return 0;
 }
+/* What only the first card tells: link, power, heat, modes. */
+#define TOLD(name, value) int name(void *gpu, unsigned *out) { if ((long)gpu == 2) return 3; *out = value; return 0; }
+TOLD(nvmlDeviceGetCurrPcieLinkWidth, 8)
+TOLD(nvmlDeviceGetMaxPcieLinkWidth, 16)
+TOLD(nvmlDeviceGetMaxPcieLinkGeneration, 4)
+TOLD(nvmlDeviceGetEnforcedPowerLimit, 300000)
+TOLD(nvmlDeviceGetPowerManagementDefaultLimit, 450000)
+TOLD(nvmlDeviceGetPowerUsage, 123456)
+TOLD(nvmlDeviceGetDisplayActive, 1)
+int nvmlDeviceGetTemperature(void *gpu, unsigned sensor, unsigned *out) {
+    if ((long)gpu == 2 || sensor) return 3;
+    *out = 61;
+    return 0;
+}
+int nvmlDeviceGetCurrentClocksThrottleReasons(void *gpu, unsigned long long *out) {
+    *out = (long)gpu == 1 ? 0x1 | 0x4 | 0x20 | 0x40 : 0;
+    return 0;
+}
+int nvmlDeviceGetEccMode(void *gpu, unsigned *now, unsigned *later) {
+    if ((long)gpu == 2) return 3;
+    *now = 0, *later = 1;
+    return 0;
+}
+int nvmlDeviceGetTopologyCommonAncestor(void *one, void *other, unsigned *out) {
+    (void)one, (void)other;
+    *out = 30;
+    return 0;
+}
+int nvmlDeviceGetP2PStatus(void *one, void *other, unsigned kind, unsigned *out) {
+    (void)one, (void)other;
+    *out = kind ? 5 : 2;
+    return 0;
+}

@@ -12,7 +12,16 @@ import pytest
 from localllm.device import machine, torch_build
 from localllm.device.cgroup import cpu_quota, memory_groups
 from localllm.device.cpu import cpu_facts
-from localllm.device.gpu_table import TABLE, min_driver, table_bandwidth
+from localllm.device.gpu_table import (
+    TABLE,
+    GpuModel,
+    min_cuda,
+    min_driver,
+    named_gpu,
+    shared_bytes,
+    table_bandwidth,
+    table_row,
+)
 from localllm.device.memory import memory_limits
 from localllm.device.surroundings import container, wsl_version
 from localllm.errors import ConfigError
@@ -161,8 +170,27 @@ def test_the_table_has_no_row_that_another_hides() -> None:
     names |= {"NVIDIA RTX PRO 6000 Blackwell Server Edition": 1597e9, "NVIDIA H100 PCIe": 2039e9, "Voodoo": 0.0}
     names |= {"NVIDIA GeForce RTX 4080 SUPER": 736e9, "NVIDIA GeForce RTX 5090 Laptop GPU": 896e9}
     assert {name: table_bandwidth(name) for name in names} == names
-    assert len({pattern for pattern, _ in TABLE}) == len(TABLE)
+    assert len({row.pattern for row in TABLE}) == len({row.name for row in TABLE}) == len(TABLE)
     assert (min_driver(120), min_driver(89), min_driver(70)) == (570, 520, 0)
+    assert (min_cuda(121), min_cuda(120), min_cuda(86), min_cuda(70)) == ("12.9", "12.8", "11.1", "")
+    assert [shared_bytes(c) for c in (121, 120, 103, 90, 89, 86, 80, 75, 70)] == [
+        101_376, 101_376, 232_448, 232_448, 101_376, 101_376, 166_912, 65_536, 0
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+def test_every_card_is_found_by_its_own_name(row: GpuModel) -> None:
+    assert named_gpu(row.name) is row
+    assert named_gpu(row.name.lower().replace(" ", "")) is row
+    assert table_row(f"NVIDIA {row.name}") is row
+    assert row.capability >= 75 and row.memory_gib >= 4 and row.bandwidth_gbs >= 100
+
+
+def test_short_names_of_cards() -> None:
+    assert [named_gpu(n).name for n in ("3090", "rtx4090", "5070 ti", "H100")] == [  # type: ignore[union-attr]
+        "RTX 3090", "RTX 4090", "RTX 5070 Ti", "H100"
+    ]  # fmt: skip
+    assert named_gpu("voodoo") is None
 
 
 def test_torch_is_read_not_imported() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from localllm.device import nvml
-from localllm.device.nvml import gpu_facts, visible
+from localllm.device.nvml import Answer, gpu_facts, visible
 
 GIB = 1 << 30
 
@@ -34,9 +34,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 def test_facts(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    gpus, driver, cuda, error = gpu_facts(100 * GIB, library=library)
-    assert (driver, cuda, error) == ("580.95.05", "13.0", "")
-    card, spark = gpus  # the third one is lost
+    told = gpu_facts(100 * GIB, library=library)
+    assert (told.driver, told.cuda, told.error) == ("580.95.05", "13.0", "")
+    card, spark = told.gpus  # the third one is lost
     assert (card.name, card.capability, card.total_bytes) == ("NVIDIA GeForce RTX 4090", 89, 25757220864)
     assert card.bandwidth == pytest.approx(1008e9, rel=0.01)
     assert card.bandwidth_basis == "driver"
@@ -46,20 +46,27 @@ def test_facts(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert card.processes[1].used_bytes == 0
     assert (spark.capability, spark.unified, spark.free_bytes) == (121, True, 100 * GIB)
     assert (spark.bandwidth, spark.bandwidth_basis) == (273e9, "table")
+    assert (card.pcie_width, card.pcie_width_max, card.pcie_gen_max) == (8, 16, 4)
+    assert (spark.pcie_width, spark.temperature_c, spark.power_limit_w) == (0, 0, 0), "not told"
+    assert (card.temperature_c, card.power_limit_w, card.power_max_w, card.power_draw_w) == (61, 300, 450, 123.456)
+    assert card.throttle == ("heat", "power limit")
+    assert (card.ecc, card.mig, card.display) == (False, False, True)
+    assert (spark.ecc, spark.mig, spark.display) == (None, False, None)
+    assert [(k.first, k.second, k.path, k.p2p) for k in told.links] == [(0, 1, "PHB", "these cards do not support it")]
 
 
 def test_a_driver_that_refuses_says_why(tmp_path: Path) -> None:
-    gpus, _, _, error = gpu_facts(0, library=build(tmp_path, "-DINIT_CODE=18"))
-    assert not gpus
-    assert "version mismatch" in error
+    told = gpu_facts(0, library=build(tmp_path, "-DINIT_CODE=18"))
+    assert not told.gpus
+    assert "version mismatch" in told.error
 
 
 def test_no_driver_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvml, "LIBRARIES", ("libnone-such.so",))
-    assert gpu_facts(0, tmp_path) == ((), "", "", "")
+    assert gpu_facts(0, tmp_path) == Answer()
     (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
     (tmp_path / "proc/driver/nvidia/version").touch()
-    assert "libnvidia-ml" in gpu_facts(0, tmp_path)[3]
+    assert "libnvidia-ml" in gpu_facts(0, tmp_path).error
 
 
 def test_an_old_library_lacks_functions() -> None:
@@ -67,7 +74,7 @@ def test_an_old_library_lacks_functions() -> None:
         def nvmlInit_v2(self) -> int:
             return 0
 
-    assert gpu_facts(0, library=Bare()) == ((), "", "", "the driver is there, but sees no GPU")
+    assert gpu_facts(0, library=Bare()) == Answer(error="the driver is there, but sees no GPU")
 
 
 def test_a_hanging_driver_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +84,7 @@ def test_a_hanging_driver_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
             return 0
 
     monkeypatch.setattr(nvml, "DEADLINE_S", 0.05)
-    assert "did not answer" in gpu_facts(0, library=Stuck())[3]
+    assert "did not answer" in gpu_facts(0, library=Stuck()).error
 
 
 @pytest.mark.parametrize(
@@ -85,5 +92,14 @@ def test_a_hanging_driver_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     [(None, [0, 1]), ("", []), ("-1", []), ("1", [1]), ("1,0", [1, 0]), ("0,9,1", [0]), ("GPU-2", [1]), ("0,0", [0])],
 )
 def test_cuda_visible_devices(library: Any, setting: str | None, chosen: list[int]) -> None:
-    gpus = tuple(g for g in gpu_facts(0, library=library)[0])
+    gpus = gpu_facts(0, library=library).gpus
     assert [g.index for g in visible(gpus, setting)] == chosen
+
+
+def test_links_are_numbered_among_the_visible_cards(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    told = gpu_facts(0, library=library)
+    assert [gpu.index for gpu in told.gpus] == [1, 0]
+    assert [(link.first, link.second) for link in told.links] == [(1, 0)]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert gpu_facts(0, library=library).links == ()
