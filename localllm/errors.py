@@ -16,6 +16,7 @@
     │   ├── UnsupportedModel   exit 12   an architecture this version cannot run
     │   └── UnsupportedFormat  exit 12   a stored format this version cannot read
     ├── Aborted                exit 130  stopped by the user
+    ├── HistoryError           exit 1    the database of chats (localllm.history)
     └── InternalError          exit 1    our own fault
 
 `console.py` turns one into a panel and an exit code, `server/app.py` into an OpenAI error body.

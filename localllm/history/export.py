@@ -1,0 +1,124 @@
+"""A chat as Markdown, JSON or one HTML page: the branch that was on the screen, or in JSON the whole tree.
+
+HTML is made without anything that would run or be fetched: raw HTML of a model is shown as text, images become links,
+and links may only be http, https or mailto.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from .records import SavedChat, SavedMessage, active_path
+
+FORMATS = ("md", "json", "html")
+_NAMES = {"user": "You", "assistant": "Assistant", "system": "System"}
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark }}
+body {{ font: 16px/1.55 system-ui, sans-serif; max-width: 46rem; margin: 2rem auto; padding: 0 1rem }}
+h1 {{ font-size: 1.4rem }} .meta {{ color: gray; font-size: .85rem }}
+section {{ margin: 1.6rem 0 }} .user {{ border-left: 3px solid #7aa2f7; padding-left: 1rem }}
+pre {{ overflow-x: auto; padding: .7rem; background: #8881 }} code {{ font-family: ui-monospace, monospace }}
+table {{ border-collapse: collapse }} td, th {{ border: 1px solid #8886; padding: .2rem .5rem }}
+details {{ color: gray }} .text {{ white-space: pre-wrap }}
+</style></head><body>
+<h1>{title}</h1><p class="meta">{meta}</p>
+{body}
+</body></html>
+"""
+
+
+def as_markdown(chat: SavedChat, messages: Sequence[SavedMessage], *, reasoning: bool = False) -> str:
+    """The branch on the screen, a heading per message."""
+    parts = [f"# {_title(chat)}\n\n{_meta(chat)}\n"]
+    if chat.system:
+        parts.append(f"## System\n\n{chat.system}\n")
+    for message in active_path(messages, chat.leaf_id):
+        parts.append(f"## {_NAMES.get(message.role, message.role)}\n")
+        parts += [f"Attached: {name}\n" for name in _attached(message)]
+        if reasoning and message.reasoning:
+            parts.append("\n".join(f"> {line}" for line in message.reasoning.strip().split("\n")) + "\n")
+        parts.append(message.content.rstrip() + "\n")
+    return "\n".join(parts)
+
+
+def as_json(chat: SavedChat, messages: Sequence[SavedMessage]) -> dict[str, Any]:
+    """The whole tree, as `localllm logs export --format json` writes it."""
+    return {
+        "id": chat.id,
+        "title": chat.title,
+        "model": chat.model,
+        "system": chat.system,
+        "params": dict(chat.params),
+        "created": chat.created,
+        "updated": chat.updated,
+        "leaf_id": chat.leaf_id,
+        "messages": [
+            {
+                "id": message.id,
+                "parent_id": message.parent_id,
+                "role": message.role,
+                "content": message.content,
+                "reasoning": message.reasoning,
+                "model": message.model,
+                "params": dict(message.params),
+                "stats": dict(message.stats),
+                "created": message.created,
+                "status": message.status,
+            }
+            for message in messages
+        ],
+    }
+
+
+def as_html(chat: SavedChat, messages: Sequence[SavedMessage]) -> str:
+    """One page that loads nothing."""
+    from markdown_it import MarkdownIt
+
+    parser = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"]).disable("image")
+    parser.validateLink = lambda url: url.strip().lower().startswith(("http://", "https://", "mailto:", "#"))  # type: ignore[method-assign]
+    body = []
+    if chat.system:
+        body.append(f'<section class="system"><p class="meta">System</p>{parser.render(chat.system)}</section>')
+    for message in active_path(messages, chat.leaf_id):
+        name = html.escape(_NAMES.get(message.role, message.role))
+        thought = (
+            f'<details><summary>Thinking</summary><div class="text">{html.escape(message.reasoning)}</div></details>'
+            if message.reasoning
+            else ""
+        )
+        attached = "".join(f'<p class="meta">Attached: {html.escape(name)}</p>' for name in _attached(message))
+        role = message.role if message.role in _NAMES else "other"
+        body.append(
+            f'<section class="{role}"><p class="meta">{name}</p>{attached}{thought}'
+            f"{parser.render(message.content)}</section>"
+        )
+    return _PAGE.format(title=html.escape(_title(chat)), meta=html.escape(_meta(chat)), body="\n".join(body))
+
+
+def render(chat: SavedChat, messages: Sequence[SavedMessage], kind: str) -> str:
+    """One of FORMATS."""
+    if kind == "json":
+        return json.dumps(as_json(chat, messages), ensure_ascii=False, indent=2) + "\n"
+    return as_html(chat, messages) if kind == "html" else as_markdown(chat, messages)
+
+
+def _title(chat: SavedChat) -> str:
+    return " ".join(chat.title.split()) or "Chat"
+
+
+def _meta(chat: SavedChat) -> str:
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(chat.created))
+    return " · ".join(part for part in (when, chat.model, f"{chat.num_messages} messages") if part)
+
+
+def _attached(message: SavedMessage) -> list[str]:
+    files = message.params.get("attachments")
+    return [str(one.get("name", "")) for one in files if isinstance(one, dict)] if isinstance(files, list) else []

@@ -1,0 +1,249 @@
+"""Chats of other programs: a ChatGPT export (zip or conversations.json), an Open WebUI export, our own JSON.
+
+Everything in such a file is data of unknown origin: sizes are bounded, broken links between messages are mended, and a
+chat that cannot be read is counted, not fatal. Ids are derived from the source's, so importing twice changes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from localllm.errors import ConfigError
+
+from .records import SavedChat, SavedMessage
+
+MAX_BYTES = 512 << 20
+"""of one JSON file, unpacked"""
+MAX_MESSAGES = 100_000
+"""of one chat"""
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """What a file held."""
+
+    source: str
+    """ChatGPT | Open WebUI | localllm"""
+    chats: list[tuple[SavedChat, list[SavedMessage]]]
+    num_skipped: int
+
+
+def read_export(path: Path) -> Imported:
+    """Read an export. Raises ConfigError for a file that is none."""
+    chats: list[tuple[SavedChat, list[SavedMessage]]] = []
+    skipped, source = 0, ""
+    for entry in _entries(path):
+        try:
+            source, chat, messages = _read(entry)
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError):
+            skipped += 1
+            continue
+        if messages:
+            chats.append((chat, messages))
+        else:
+            skipped += 1
+    if not chats:
+        raise ConfigError(
+            f"{path.name} holds no chats that can be read",
+            "give the .zip or conversations.json of a ChatGPT export, or the .json of an Open WebUI export",
+        )
+    return Imported(source, chats, skipped)
+
+
+def _entries(path: Path) -> Iterator[Mapping[str, Any]]:
+    for text in _texts(path):
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path.name} is not valid JSON: {type(error).__name__}", "export it again") from None
+        yield from (entry for entry in (value if isinstance(value, list) else [value]) if isinstance(entry, dict))
+
+
+def _texts(path: Path) -> Iterator[bytes]:
+    try:
+        if not path.is_file():
+            raise ConfigError(f"there is no file {path}", "name an export file")
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                names = [
+                    i for i in archive.infolist()
+                    if i.filename.rsplit("/", 1)[-1].startswith("conversations") and i.filename.endswith(".json")
+                ]  # fmt: skip
+                for info in names:
+                    with archive.open(info) as file:
+                        yield _bounded(file.read(MAX_BYTES + 1), path)
+            return
+        with path.open("rb") as plain:
+            yield _bounded(plain.read(MAX_BYTES + 1), path)
+    except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
+        what = getattr(error, "strerror", None) or type(error).__name__
+        raise ConfigError(f"{path.name} cannot be read: {what}", "export it again") from None
+
+
+def _bounded(data: bytes, path: Path) -> bytes:
+    if len(data) > MAX_BYTES:
+        raise ConfigError(f"{path.name} holds more than {MAX_BYTES >> 20} MiB", "split the export")
+    return data
+
+
+def _read(entry: Mapping[str, Any]) -> tuple[str, SavedChat, list[SavedMessage]]:
+    if isinstance(entry.get("mapping"), dict):
+        return "ChatGPT", *_chatgpt(entry)
+    if isinstance(entry.get("chat"), dict):
+        return "Open WebUI", *_open_webui(entry)
+    if "leaf_id" in entry:
+        return "localllm", *_own(entry)
+    raise ValueError("an unknown kind of chat")
+
+
+# --- the three shapes ------------------------------------------------------------------------------------------------
+
+
+def _chatgpt(entry: Mapping[str, Any]) -> tuple[SavedChat, list[SavedMessage]]:
+    source = "chatgpt:" + str(entry.get("conversation_id") or entry.get("id") or entry.get("title"))
+    chat_id = _chat_id(source)
+    mapping: dict[str, Any] = entry["mapping"]
+    created = _time(entry.get("create_time"))
+    kept: dict[str, SavedMessage] = {}
+    model, system = "", ""
+    for key, node in list(mapping.items())[:MAX_MESSAGES]:
+        message = node.get("message") if isinstance(node, dict) else None
+        if not isinstance(message, dict):
+            continue
+        role = str((message.get("author") or {}).get("role", ""))
+        text = _parts(message.get("content") or {})
+        if role == "system":
+            system = system or text
+        if role not in ("user", "assistant") or not text.strip():
+            continue
+        model = str((message.get("metadata") or {}).get("model_slug") or model)
+        kept[key] = SavedMessage(
+            _message_id(source, key), chat_id, None, role, text,
+            model=model if role == "assistant" else "", created=_time(message.get("create_time"), created),
+        )  # fmt: skip
+    parents = {key: node.get("parent") for key, node in mapping.items() if isinstance(node, dict)}
+    leaf = str(entry.get("current_node") or "")
+    return _tree(chat_id, entry, kept, parents, leaf, model, system, created)
+
+
+def _parts(content: Mapping[str, Any]) -> str:
+    parts = content.get("parts")
+    if isinstance(parts, list):
+        return "\n".join(part if isinstance(part, str) else "[not text]" for part in parts)
+    return str(content.get("text") or "")
+
+
+def _open_webui(entry: Mapping[str, Any]) -> tuple[SavedChat, list[SavedMessage]]:
+    inner = entry["chat"]
+    source = "open-webui:" + str(entry.get("id") or inner.get("id") or inner.get("title"))
+    chat_id = _chat_id(source)
+    history = inner.get("history") or {}
+    nodes = history.get("messages") or {str(m["id"]): m for m in inner.get("messages") or () if "id" in m}
+    created = _time(entry.get("created_at") or inner.get("timestamp"))
+    models = inner.get("models") or [""]
+    kept: dict[str, SavedMessage] = {}
+    parents: dict[str, Any] = {}
+    for key, node in list(nodes.items())[:MAX_MESSAGES]:
+        if not isinstance(node, dict) or node.get("role") not in ("user", "assistant"):
+            continue
+        content = node.get("content")
+        parents[key] = node.get("parentId")
+        kept[key] = SavedMessage(
+            _message_id(source, key), chat_id, None, str(node["role"]), content if isinstance(content, str) else "",
+            model=str(node.get("model") or ""), created=_time(node.get("timestamp"), created),
+        )  # fmt: skip
+    system = str((inner.get("params") or {}).get("system") or "")
+    titled = {"title": inner.get("title") or entry.get("title"), "update_time": entry.get("updated_at")}
+    return _tree(chat_id, titled, kept, parents, str(history.get("currentId") or ""), str(models[0]), system, created)
+
+
+def _own(entry: Mapping[str, Any]) -> tuple[SavedChat, list[SavedMessage]]:
+    source = "localllm:" + str(entry["id"])
+    chat_id = _chat_id(source)
+    created = _time(entry.get("created"))
+    kept: dict[str, SavedMessage] = {}
+    parents: dict[str, Any] = {}
+    for node in entry["messages"][:MAX_MESSAGES]:
+        key = str(node["id"])
+        parents[key] = None if node.get("parent_id") is None else str(node["parent_id"])
+        kept[key] = SavedMessage(
+            _message_id(source, key), chat_id, None, str(node["role"]), str(node["content"]),
+            str(node.get("reasoning") or ""), str(node.get("model") or ""), dict(node.get("params") or {}),
+            dict(node.get("stats") or {}), _time(node.get("created"), created),
+        )  # fmt: skip
+    titled = {"title": entry.get("title"), "update_time": entry.get("updated")}
+    return _tree(
+        chat_id, titled, kept, parents, str(entry.get("leaf_id")), str(entry.get("model") or ""),
+        str(entry.get("system") or ""), created,
+    )  # fmt: skip
+
+
+def _tree(
+    chat_id: str, entry: Mapping[str, Any], kept: dict[str, SavedMessage], parents: Mapping[str, Any], leaf: str,
+    model: str, system: str, created: float,
+) -> tuple[SavedChat, list[SavedMessage]]:  # fmt: skip
+    """Messages with their parents; what was left out between two of them is bridged, a circle is cut."""
+    above = _kept_parents(kept, parents)
+    messages = []
+    for place, (key, message) in enumerate(kept.items()):
+        parent = above[key]
+        # in the source's order, also where its times are equal
+        messages.append(
+            replace(message, parent_id=kept[parent].id if parent else None, created=message.created + place * 1e-6)
+        )
+    at: Any = leaf
+    for _ in range(len(parents) + 1):
+        if at is None or str(at) in kept:
+            break
+        at = parents.get(str(at))
+    title = " ".join(str(entry.get("title") or "").split())[:200]
+    chat = SavedChat(
+        chat_id, title or "Imported chat", model, system, {}, created, _time(entry.get("update_time"), created),
+        kept[str(at)].id if str(at) in kept else None, len(messages),
+    )  # fmt: skip
+    return chat, messages
+
+
+def _kept_parents(kept: Mapping[str, Any], parents: Mapping[str, Any]) -> dict[str, str | None]:
+    """For each kept message the nearest kept one above it."""
+    above: dict[str, str | None] = {}
+    for start in kept:
+        walked: dict[str, None] = {}
+        at: Any = start
+        while at is not None and str(at) not in above and str(at) not in walked:
+            walked[str(at)] = None
+            at = parents.get(str(at))
+        found: str | None = None  # at the root, and where a circle closes
+        if at is not None and str(at) in above:
+            found = str(at) if str(at) in kept else above[str(at)]
+        for one in reversed(walked):
+            above[one] = found
+            if one in kept:
+                found = one
+    return above
+
+
+def _chat_id(source: str) -> str:
+    return hashlib.sha256(source.encode("utf-8", "replace")).hexdigest()[:12]
+
+
+def _message_id(source: str, key: str) -> int:
+    digest = hashlib.sha256(f"{source}\0{key}".encode("utf-8", "replace")).digest()
+    return int.from_bytes(digest[:8], "big") >> 2 or 1
+
+
+def _time(value: Any, otherwise: float | None = None) -> float:
+    """Seconds since the epoch; some programs count milliseconds or nanoseconds."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or value != value or value <= 0:
+        return time.time() if otherwise is None else otherwise
+    seconds = float(value)
+    while seconds > 1e11:
+        seconds /= 1000
+    return seconds

@@ -1,0 +1,94 @@
+"""The values of a saved chat: the chat, its messages as a tree, a place where a search found something."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+STREAMING = "streaming"
+"""a message that is being written"""
+PARTIAL = "partial"
+"""a message whose writer ended before it did"""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedMessage:
+    """One message. Several with the same parent are branches."""
+
+    id: int
+    chat_id: str
+    parent_id: int | None
+    role: str
+    """user | assistant | system"""
+    content: str
+    reasoning: str = ""
+    model: str = ""
+    params: Mapping[str, Any] = field(default_factory=dict)
+    """what belongs to a question: attachments, whether it was left out of the context"""
+    stats: Mapping[str, Any] = field(default_factory=dict)
+    """token counts and times of an answer"""
+    created: float = field(default_factory=time.time)
+    """seconds since the epoch"""
+    status: str = "done"
+    """done | streaming | partial | abort | length | error"""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedChat:
+    """One conversation, without its messages."""
+
+    id: str
+    title: str = ""
+    model: str = ""
+    system: str = ""
+    params: Mapping[str, Any] = field(default_factory=dict)
+    """sampling, thinking, summary"""
+    created: float = field(default_factory=time.time)
+    updated: float = field(default_factory=time.time)
+    leaf_id: int | None = None
+    """the last message of the branch that was on the screen"""
+    num_messages: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A message in which a search found its words."""
+
+    chat_id: str
+    title: str
+    message_id: int
+    role: str
+    snippet: str
+    """text around the words, which stand between \\x02 and \\x03"""
+    created: float
+
+
+def new_chat_id() -> str:
+    """Twelve hexadecimal digits; any unambiguous beginning names the chat."""
+    return secrets.token_hex(6)
+
+
+def new_message_id() -> int:
+    """A number that no other message has, also not one of another process."""
+    return random.SystemRandom().getrandbits(62) or 1
+
+
+def active_path(messages: Sequence[SavedMessage], leaf_id: int | None) -> list[SavedMessage]:
+    """The messages from the first to `leaf_id`; without it, to the newest leaf. Broken parent links end the path."""
+    by_id = {message.id: message for message in messages}
+    at = by_id.get(leaf_id) if leaf_id is not None else None
+    if at is None and messages:
+        parents = {message.parent_id for message in messages}
+        leaves = [message for message in messages if message.id not in parents] or list(messages)
+        at = max(leaves, key=lambda message: message.created)
+    path: list[SavedMessage] = []
+    seen: set[int] = set()
+    while at is not None and at.id not in seen:
+        seen.add(at.id)
+        path.append(at)
+        at = by_id.get(at.parent_id) if at.parent_id is not None else None
+    return path[::-1]
