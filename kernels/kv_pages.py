@@ -39,6 +39,13 @@ class KVPages(NamedTuple):
     k_scales: Tensor | None = None
     v_scales: Tensor | None = None
 
+    @classmethod
+    def empty(cls, kv_format: str, num_pages: int, num_kv_heads: int, page_size: int, head_dim: int) -> KVPages:
+        """Zeros on the CPU, with a scale per token and head where the format has scales."""
+        shape, dtype = (num_pages, num_kv_heads, page_size, head_dim), KV_DTYPES[kv_format]
+        scales = [torch.zeros(shape[:3]) for _ in range(2)] if kv_format in SCALED_FORMATS else [None, None]
+        return cls(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype), *scales)
+
     @property
     def format(self) -> str:
         """f32 | bf16 | fp16 | int8 | fp8"""

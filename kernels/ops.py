@@ -27,8 +27,8 @@ class OpFacts:
     """compute capability as 90, 120; 0 on the CPU"""
     dtype: str = "float32"
     """activations: float32 | bfloat16 | float16"""
-    kv_dtype: str = "float32"
-    """float32 | bfloat16 | float16"""
+    kv_format: str = "f32"
+    """a key of `kv_pages.KV_DTYPES`"""
     num_heads: int = 1
     num_kv_heads: int = 1
     head_dim: int = 64

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .kv_codes import decode, encode, hadamard
+from .kv_pages import KVPages
+
 KEY_TILE = 128
 """Keys per tile of attention, aligned to absolute positions. A multiple of every page size."""
 QUERY_ROWS = 16
@@ -89,53 +92,65 @@ def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
     return inner.mul_(gate).mul_(0.5).mul_(up).to(gate_up.dtype)
 
 
-def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Store each token's key and value in its slot.
+def kv_write(k: Tensor, v: Tensor, pages: KVPages, slot_mapping: Tensor) -> None:
+    """Store each token's key and value in its slot, in the format of the pages; int8 keys are rotated (`hadamard`).
 
-    k, v              [num_tokens, num_kv_heads, head_dim]              any float type
-    k_cache, v_cache  [num_pages, num_kv_heads, page_size, head_dim]    f32 | bf16 | f16, changed
-    slot_mapping      int64 [num_tokens]                                 page_id * page_size + offset, all valid
+    k, v          [num_tokens, num_kv_heads, head_dim]   any float type, after RoPE
+    pages         changed: codes, and the scales where a token has its own
+    slot_mapping  int64 [num_tokens]                     page_id * page_size + offset, all valid
     """
-    page_size = k_cache.shape[2]
+    kv_format, page_size = pages.format, pages.k.shape[2]
+    page: Tensor | int
+    offset: Tensor | int
+    page, offset = slot_mapping // page_size, slot_mapping % page_size
     if slot_mapping.shape[0] == 1:  # a third of the time of indexing with tensors
         page, offset = divmod(int(slot_mapping), page_size)
-        k_cache[page, :, offset], v_cache[page, :, offset] = k[0], v[0]
-        return
-    pages, offsets = slot_mapping // page_size, slot_mapping % page_size
-    k_cache[pages, :, offsets] = k.to(k_cache.dtype)
-    v_cache[pages, :, offsets] = v.to(v_cache.dtype)
+    for x, cache, scales in (
+        (hadamard(k) if kv_format == "int8" else k, pages.k, pages.k_scales),
+        (v, pages.v, pages.v_scales),
+    ):
+        if scales is None:
+            cache[page, :, offset] = x.to(cache.dtype)
+            continue
+        of_layer = scales.dim() == 1
+        cache[page, :, offset], found = encode(x, kv_format, scales if of_layer else None)
+        if not of_layer:
+            scales[page, :, offset] = found
 
 
 def paged_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    pages: KVPages,
     block_table: Tensor,
     cu_query_lens: Tensor,
     seq_lens: Tensor,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of every query over its sequence's pages, softmax and sums in float32.
 
     Query i of a sequence stands at position p = seq_len - query_len + i and sees keys j <= p, with a window only
-    j > p - window. Scores are q·k·scale, with a softcap c: c · tanh(score / c).
+    j > p - window. Scores are q·k·scale, with a softcap c: c · tanh(score / c). A sink is one more score of every
+    query of a head, whose key has no value. Over int8 pages q is rotated as the keys are.
 
-    q                 [num_tokens, num_heads, head_dim]                  f32 | bf16 | f16
-    k_cache, v_cache  [num_pages, num_kv_heads, page_size, head_dim]     f32 | bf16 | f16; this step's tokens are in it
-    block_table       int32 [num_seqs, max_pages]                        -1 where a page fell out of the window
-    cu_query_lens     int32 [num_seqs + 1]
-    seq_lens          int32 [num_seqs]                                   this step's tokens included
-    returns           [num_tokens, num_heads, head_dim]                  dtype of q
+    q              [num_tokens, num_heads, head_dim]   f32 | bf16 | f16, after RoPE
+    pages          this step's tokens are in it
+    block_table    int32 [num_seqs, max_pages]         -1 where a page fell out of the window
+    cu_query_lens  int32 [num_seqs + 1]
+    seq_lens       int32 [num_seqs]                    this step's tokens included
+    sinks          float32 [num_heads] or None
+    returns        [num_tokens, num_heads, head_dim]   dtype of q
 
     Raises ValueError when page_size does not divide 128, or num_heads is no multiple of num_kv_heads.
     """
-    num_heads, num_kv_heads, page_size = q.shape[1], k_cache.shape[1], k_cache.shape[2]
+    num_heads, num_kv_heads, page_size = q.shape[1], pages.k.shape[1], pages.k.shape[2]
     if KEY_TILE % page_size or num_heads % num_kv_heads:
         raise ValueError(f"page_size {page_size} must divide {KEY_TILE}, {num_kv_heads} KV heads {num_heads} heads")
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     starts = cu_query_lens.tolist()
+    rotated = hadamard(q) if pages.format == "int8" else q
     for index, seq_len in enumerate(seq_lens.tolist()):
         first, last = starts[index], starts[index + 1]
         step = _queries_at_once(last - first, seq_len, window, num_heads, num_kv_heads)
@@ -143,7 +158,7 @@ def paged_attention(
             end = min(begin + step, last)
             position = seq_len - (last - begin)
             out[begin:end] = _attend(
-                q[begin:end], k_cache, v_cache, block_table[index], position, scale, window, softcap
+                rotated[begin:end], pages, block_table[index], position, scale, window, softcap, sinks
             )
     return out
 
@@ -165,13 +180,13 @@ def _queries_at_once(num_queries: int, seq_len: int, window: int | None, num_hea
 
 def _attend(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    pages: Tensor,
+    pages: KVPages,
+    page_ids: Tensor,
     position: int,
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attention of consecutive queries, the first at `position`, of one sequence: float32 [queries, heads, head_dim].
 
@@ -182,7 +197,7 @@ def _attend(
     """
     num_queries, num_heads, head_dim = q.shape
     spare = -head_dim % 16
-    num_kv_heads = k_cache.shape[1]
+    num_kv_heads = pages.k.shape[1]
     per_kv = num_heads // num_kv_heads
     tile = _query_tile(num_heads, num_kv_heads)
     last = position + num_queries - 1
@@ -192,8 +207,9 @@ def _attend(
     num_k = end_tile - first_tile
     base = first_tile * KEY_TILE
 
-    rows = _page_rows(pages, k_cache.shape[2], num_kv_heads, first_tile, end_tile)
-    keys, values = _gather(k_cache, rows, num_k, spare), _gather(v_cache, rows, num_k, spare)
+    rows = _page_rows(page_ids, pages.k.shape[2], num_kv_heads, first_tile, end_tile)
+    keys = _gather(pages.k, pages.k_scales, rows, num_k, spare)
+    values = _gather(pages.v, pages.v_scales, rows, num_k, spare)
     # what lies outside the sequence belongs to others, and 0 · inf would reach this one
     if oldest > base:
         values[0, :, : oldest - base] = 0.0
@@ -216,32 +232,42 @@ def _attend(
         steps = torch.arange(position - lead, position - lead + num_q * tile, device=q.device).clamp_(position, last)
         _hide(scores, base, steps.view(num_q, tile, 1).expand(-1, -1, per_kv), window)
 
-    weights = scores.sub_(scores.amax((0, 4), keepdim=True)).exp_()
+    top = scores.amax((0, 4), keepdim=True)
+    sink = None
+    if sinks is not None:
+        sink = sinks.float().view(num_kv_heads, 1, 1, per_kv).expand(-1, -1, tile, -1).reshape(num_kv_heads, 1, -1, 1)
+        top = torch.maximum(top, sink)
+    weights = scores.sub_(top).exp_()
     sums = weights.sum(-1, keepdim=True)
     parts = _weighted(weights, values)
     total, norm = parts[0], sums[0]
     for index in range(1, num_k):
         total, norm = total + parts[index], norm + sums[index]
+    if sink is not None:
+        norm = norm + torch.exp(sink - top[0])
     mixed = (total / norm).view(num_kv_heads, num_q * tile, per_kv, -1)[:, lead : lead + num_queries, :, :head_dim]
     return mixed.permute(1, 0, 2, 3).reshape(num_queries, num_heads, head_dim)
 
 
-def _page_rows(pages: Tensor, page_size: int, num_kv_heads: int, first_tile: int, end_tile: int) -> Tensor:
+def _page_rows(page_ids: Tensor, page_size: int, num_kv_heads: int, first_tile: int, end_tile: int) -> Tensor:
     """Rows of a cache seen as [num_pages * num_kv_heads, ...], in the order tile, head, page; page 0 for none."""
     per_tile = KEY_TILE // page_size
-    wanted = pages[first_tile * per_tile : end_tile * per_tile]
+    wanted = page_ids[first_tile * per_tile : end_tile * per_tile]
     missing = (end_tile - first_tile) * per_tile - wanted.shape[0]
     if missing:
         wanted = functional.pad(wanted, (0, missing))
     wanted = wanted.clamp(min=0).mul_(num_kv_heads).view(-1, 1, per_tile)
-    return (wanted + torch.arange(num_kv_heads, dtype=wanted.dtype, device=pages.device).view(-1, 1)).view(-1)
+    return (wanted + torch.arange(num_kv_heads, dtype=wanted.dtype, device=page_ids.device).view(-1, 1)).view(-1)
 
 
-def _gather(cache: Tensor, rows: Tensor, num_tiles: int, spare: int) -> Tensor:
+def _gather(cache: Tensor, scales: Tensor | None, rows: Tensor, num_tiles: int, spare: int) -> Tensor:
     """A sequence's keys or values, fresh, float32 [num_tiles, num_kv_heads, KEY_TILE, head_dim + spare zeros]."""
-    num_pages, num_kv_heads, _, head_dim = cache.shape
-    gathered = cache.view(num_pages * num_kv_heads, -1).index_select(0, rows)
-    tiles = gathered.float().view(num_tiles, num_kv_heads, KEY_TILE, head_dim)
+    num_kv_heads, head_dim = cache.shape[1], cache.shape[3]
+    tiles = cache.flatten(0, 1).index_select(0, rows)  # [num_tiles * num_kv_heads * pages of a tile, page_size, d]
+    if scales is not None:
+        found = scales if scales.dim() == 1 else scales.flatten(0, 1).index_select(0, rows)
+        tiles = decode(tiles, found)
+    tiles = tiles.float().view(num_tiles, num_kv_heads, KEY_TILE, head_dim)
     return functional.pad(tiles, (0, spare)) if spare else tiles
 
 

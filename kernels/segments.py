@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from . import Impl
+from .kv_pages import KVPages
 from .ops import OPS, OpFacts, choose_op, choose_segment
 
 
@@ -95,6 +96,8 @@ class AttentionWeights:
     softcap: float | None = None
     interleaved: bool = False
     """RoPE pairs (2j, 2j + 1) instead of (j, j + half)"""
+    sinks: Tensor | None = None
+    """float32 [num_heads]: a score more for every query of a head, without a value"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +133,9 @@ class KernelTable:
     """The segments of one model, chosen once at load. A quarantine builds another table; nothing is changed in one."""
 
     attn_in: Callable[..., Tensor]
-    """(x [num_tokens, hidden], AttentionWeights, cos, sin, k_cache, v_cache, slot_mapping) -> q; stores k, v"""
+    """(x [num_tokens, hidden], AttentionWeights, cos, sin, KVPages, slot_mapping) -> q; stores k, v"""
     attention: Callable[..., Tensor]
-    """(q, AttentionWeights, k_cache, v_cache, block_table, cu_query_lens, seq_lens) -> [num_tokens, heads * dim]"""
+    """(q, AttentionWeights, KVPages, block_table, cu_query_lens, seq_lens) -> [num_tokens, heads * dim]"""
     attn_out: Callable[..., Tensor]
     """(attended, x, AttentionWeights) -> x; x may be overwritten"""
     mlp: Callable[..., Tensor]
@@ -140,7 +143,7 @@ class KernelTable:
     head: Callable[..., Tensor]
     """(x [rows, hidden], HeadWeights) -> float32 [rows, vocab]"""
     decoder: Callable[..., Tensor]
-    """all layers: (x, LayerCalls, (k, v) per layer, Views, cu_query_lens, seq_lens) -> x; x may be overwritten"""
+    """all layers: (x, LayerCalls, KVPages per layer, Views, cu_query_lens, seq_lens) -> x; x may be overwritten"""
     ops: tuple[tuple[str, str], ...]
     """(op or fused segment, name of the implementation chosen)"""
 
@@ -179,8 +182,7 @@ def attn_in(
     weights: AttentionWeights,
     cos: Tensor,
     sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    pages: KVPages,
     slot_mapping: Tensor,
 ) -> Tensor:
     """Norm, QKV, QK-norm and RoPE; stores keys and values. Returns q [num_tokens, num_heads, head_dim]."""
@@ -197,7 +199,7 @@ def attn_in(
         k = rms_norm(qkv[:, heads : heads + kv_heads], k_norm.weight, k_norm.eps, k_norm.offset)
         q = rope(q, cos, sin, weights.interleaved)
         k = rope(k, cos, sin, weights.interleaved)
-    kv_write(k, v, k_cache, v_cache, slot_mapping)
+    kv_write(k, v, pages, slot_mapping)
     return q
 
 
@@ -205,15 +207,14 @@ def attention(
     paged_attention: Callable[..., Tensor],
     q: Tensor,
     weights: AttentionWeights,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    pages: KVPages,
     block_table: Tensor,
     cu_query_lens: Tensor,
     seq_lens: Tensor,
 ) -> Tensor:
     """Attention over the pages: [num_tokens, num_heads * head_dim]."""
-    scale, window, softcap = weights.scale, weights.window, weights.softcap
-    mixed = paged_attention(q, k_cache, v_cache, block_table, cu_query_lens, seq_lens, scale, window, softcap)
+    given = (weights.scale, weights.window, weights.softcap, weights.sinks)
+    mixed = paged_attention(q, pages, block_table, cu_query_lens, seq_lens, *given)
     return mixed.view(q.shape[0], -1)
 
 
@@ -243,16 +244,16 @@ def decoder(
     mlp: Callable[..., Tensor],
     x: Tensor,
     layers: Sequence[LayerCall],
-    pages: Sequence[tuple[Tensor, Tensor]],
+    pages: Sequence[KVPages],
     views: Sequence[View],
     cu_query_lens: Tensor,
     seq_lens: Tensor,
 ) -> Tensor:
     """All layers of a forward pass: [num_tokens, hidden], in the place of x."""
-    for (weights, mlp_weights, view), (k_cache, v_cache) in zip(layers, pages, strict=True):
+    for (weights, mlp_weights, view), of_layer in zip(layers, pages, strict=True):
         cos, sin, block_table, slot_mapping = views[view]
-        q = attn_in(x, weights, cos, sin, k_cache, v_cache, slot_mapping)
-        attended = attention(q, weights, k_cache, v_cache, block_table, cu_query_lens, seq_lens)
+        q = attn_in(x, weights, cos, sin, of_layer, slot_mapping)
+        attended = attention(q, weights, of_layer, block_table, cu_query_lens, seq_lens)
         x = mlp(attn_out(attended, x, weights), mlp_weights)
     return x
 

@@ -180,12 +180,10 @@ class LLM:
             self._template.warm_up()
         self.import_s = time.monotonic() - started
         loading = time.monotonic()
-        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "f32": torch.float32}
-        kv_dtype = dtypes[self.plan.kv]
         options = LoadOptions(
             device=str(device),
             dtype=self.plan.dtype,
-            kv_dtype=str(kv_dtype).removeprefix("torch."),
+            kv_format=self.plan.kv,
             page_size=self.plan.page_size,
             exact=exact,
             deterministic=self.deterministic,
@@ -195,7 +193,7 @@ class LLM:
         serve_torch(self._model.kernels, self.threads)
         self._checkpoint.close()  # nothing reads the files from here on
         self._notify(Phase("kv", detail=f"{self.plan.ctx:,} tokens"))
-        cache = KVCache(self._model.groups, self.plan.num_pages, self.plan.page_size, kv_dtype, device=str(device))
+        cache = KVCache(self._model.groups, self.plan.num_pages, self.plan.page_size, self.plan.kv, device=str(device))
         groups = tuple(
             GroupPages(count, group.window)
             for count, group in zip(self.plan.num_pages, self._model.groups, strict=True)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from localllm.kernels.kv_pages import KV_DTYPES, SCALED_FORMATS, KVPages
 
 if TYPE_CHECKING:
     from localllm.checkpoint.facts import ModelFacts
@@ -49,9 +51,10 @@ def cache_groups(facts: ModelFacts) -> tuple[CacheGroup, ...]:
     )
 
 
-def kv_bytes_per_page(group: CacheGroup, dtype: torch.dtype, page_size: int) -> int:
-    """Bytes of one page of a group: keys and values of all its layers."""
-    return 2 * len(group.layers) * group.num_kv_heads * group.head_dim * page_size * dtype.itemsize
+def kv_bytes_per_page(group: CacheGroup, kv_format: str, page_size: int) -> int:
+    """Bytes of one page of a group: keys and values of all its layers, with the scales of 8-bit formats."""
+    head = group.head_dim * KV_DTYPES[kv_format].itemsize + (4 if kv_format in SCALED_FORMATS else 0)
+    return 2 * len(group.layers) * group.num_kv_heads * page_size * head
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -64,9 +67,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 class KVCache:
-    """Keys and values of all layers, in pages.
-
-    k, v per layer   [num_pages, num_kv_heads, page_size, head_dim]  float32 | bfloat16 | float16
+    """Keys and values of all layers, in pages: one `KVPages` a layer.
 
     Pages start as zeros. On the CPU the system hands memory out when a page is first written: it grows with use.
     """
@@ -76,26 +77,34 @@ class KVCache:
         groups: Sequence[CacheGroup],
         num_pages: Sequence[int],
         page_size: int = 16,
-        dtype: torch.dtype = torch.float32,
+        kv_format: str = "f32",
         device: str | torch.device = "cpu",
+        scales: Mapping[int, tuple[float, float]] | None = None,
     ) -> None:
-        """`num_pages` per group."""
+        """`num_pages` per group; `scales` (k, v) of the layers to which a checkpoint gives them (fp8 only)."""
         self.groups = tuple(groups)
         self.num_pages = tuple(num_pages)
         self.page_size = page_size
-        self.dtype = dtype
+        self.format = kv_format
         self.device = torch.device(device)
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._layers: dict[int, KVPages] = {}
         self._group_of: dict[int, int] = {}
         for index, (group, pages) in enumerate(zip(self.groups, self.num_pages, strict=True)):
             shape = (pages, group.num_kv_heads, page_size, group.head_dim)
             for layer in group.layers:
-                k, v = (_zeros(shape, dtype, self.device) for _ in range(2))
-                self._layers[layer] = (k, v)
+                self._layers[layer] = self._pages(shape, (scales or {}).get(layer))
                 self._group_of[layer] = index
 
-    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """(k, v) of a layer."""
+    def _pages(self, shape: tuple[int, ...], fixed: tuple[float, float] | None) -> KVPages:
+        k, v = (_zeros(shape, KV_DTYPES[self.format], self.device) for _ in range(2))
+        if self.format not in SCALED_FORMATS:
+            return KVPages(k, v)
+        if fixed is not None and self.format == "fp8":
+            return KVPages(k, v, *(torch.tensor([scale], device=self.device) for scale in fixed))
+        return KVPages(k, v, *(_zeros(shape[:3], torch.float32, self.device) for _ in range(2)))
+
+    def layer(self, layer: int) -> KVPages:
+        """What a layer keeps."""
         return self._layers[layer]
 
     def group_of(self, layer: int) -> int:
@@ -105,10 +114,11 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of all pages, used or not."""
-        return sum(k.nbytes + v.nbytes for k, v in self._layers.values())
+        return sum(part.nbytes for pages in self._layers.values() for part in pages if part is not None)
 
     def copy_page(self, group_index: int, src: int, dst: int) -> None:
         """Copy what page `src` holds into page `dst`, in every layer of the group (copy on write)."""
         for layer in self.groups[group_index].layers:
-            for pages in self._layers[layer]:
-                pages[dst].copy_(pages[src])
+            for part in self._layers[layer]:
+                if part is not None and part.dim() > 1:  # a scale of the whole layer belongs to no page
+                    part[dst].copy_(part[src])

@@ -69,8 +69,8 @@ class LoadOptions:
     device: str = "cpu"
     dtype: str = "float32"
     """of activations: float32 | bfloat16 | float16"""
-    kv_dtype: str = "float32"
-    """of the cache: float32 | bfloat16 | float16"""
+    kv_format: str = "f32"
+    """of the cache: a key of `kernels.kv_pages.KV_DTYPES`"""
     page_size: int = 16
     """tokens"""
     exact: bool = False
@@ -121,7 +121,7 @@ class _Loading:
             OpFacts(
                 device=options.device,
                 dtype=options.dtype,
-                kv_dtype=options.kv_dtype,
+                kv_format=options.kv_format,
                 num_heads=facts.num_heads,
                 num_kv_heads=facts.num_kv_heads,
                 head_dim=facts.head_dim,

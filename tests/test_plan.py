@@ -167,7 +167,6 @@ def test_weights_without_a_compiler_are_larger() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"kv": "fp8"}, "later version"),
         ({"kv": "nonsense"}, "none of auto"),
         ({"dtype": "int3"}, "none of auto"),
         ({"ctx": 0}, "neither auto nor"),

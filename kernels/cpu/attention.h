@@ -9,23 +9,23 @@
 #include <math.h>
 
 #include "activations.h"
+#include "kv.h"
 
 #define SUB 16   /* keys of a sub-tile: one transposition */
 #define KEYS 32  /* keys per softmax step */
 #define SEGMENT 256
-#define DIM_MAX 512
 #define ROW_FLOATS 4096 /* of accumulators per block of query rows: 16 KiB, half the first-level cache */
 #define ROWS_MAX 64
 #define SPLIT_QUERIES 4 /* a sequence with so few queries is split over its segments */
 
 typedef struct {
+    kv_pages pages;
     const float *q;
     float *out;
-    const uint8_t *k, *v;       /* [num_pages, kv_heads, page_size, dim] */
     const int32_t *block_table; /* [num_seqs, max_pages] */
     const int32_t *cu_query_lens, *seq_lens;
-    int64_t num_seqs, max_pages, num_heads, num_kv_heads, head_dim, page_size;
-    int64_t bf16;               /* caches are bfloat16, else float32 */
+    const float *sinks;         /* [num_heads], or NULL */
+    int64_t num_seqs, max_pages, num_heads;
     int64_t window;             /* 0: none */
     float scale, softcap;       /* softcap 0: none */
 } ll_attention_args;
@@ -81,59 +81,53 @@ INLINE void transpose16(__m512 r[16])
 }
 #endif
 
-INLINE vf cache_vector(const uint8_t *row, int64_t d, int64_t bf16)
-{
-    return bf16 ? vf_bf16((const uint16_t *)row + d) : vf_load((const float *)row + d);
-}
-INLINE float cache_number(const uint8_t *row, int64_t d, int64_t bf16)
-{
-    return bf16 ? bf16_to_f32(((const uint16_t *)row)[d]) : ((const float *)row)[d];
-}
+/* 16 consecutive keys in the pages, `first` a multiple of 16; zeros where the sequence has none. */
+typedef struct {
+    const uint8_t *k[SUB], *v[SUB];
+    float k_scale[SUB], v_scale[SUB];
+} sub_rows;
 
-/* Rows of 16 consecutive keys in the caches, `first` a multiple of 16; zeros where the sequence has none. */
-typedef struct { const uint8_t *k[SUB], *v[SUB]; } sub_rows;
-
-INLINE void find_rows(const ll_attention_args *a, const attention_task *t, int64_t first, int64_t low, int64_t high, int64_t row_bytes, sub_rows *r)
+INLINE void find_rows(const ll_attention_args *a, const attention_task *t, int64_t first, int64_t low, int64_t high, sub_rows *r,
+                      const int64_t format)
 {
     static const uint8_t zeros[DIM_MAX * 4];
+    const kv_pages *p = &a->pages;
+    const int64_t row_bytes = p->dim * kv_bytes(format);
     const int32_t *pages = a->block_table + t->seq * a->max_pages;
-    const int whole = a->page_size % SUB == 0; /* the sub-tile lies in one page */
+    const int whole = p->page_size % SUB == 0; /* the sub-tile lies in one page */
     int64_t page = -1, in_page = 0;
     if (whole) {
-        page = pages[first / a->page_size];
-        in_page = first % a->page_size;
-        if (page >= 0 && first >= low && first + SUB <= high + 1) {
-            const int64_t at = ((page * a->num_kv_heads + t->kv_head) * a->page_size + in_page) * row_bytes;
-            for (int j = 0; j < SUB; j++) {
-                r->k[j] = a->k + at + j * row_bytes;
-                r->v[j] = a->v + at + j * row_bytes;
-            }
-            return;
-        }
+        page = pages[first / p->page_size];
+        in_page = first % p->page_size;
     }
     for (int j = 0; j < SUB; j++) {
         const int64_t key = first + j;
         if (!whole && key >= low && key <= high) {
-            page = pages[key / a->page_size];
-            in_page = key % a->page_size - j;
+            page = pages[key / p->page_size];
+            in_page = key % p->page_size - j;
         }
-        const int64_t row = (page * a->num_kv_heads + t->kv_head) * a->page_size + in_page + j;
+        const int64_t row = (page * p->num_kv_heads + t->kv_head) * p->page_size + in_page + j;
         const int there = key >= low && key <= high && page >= 0;
-        r->k[j] = there ? a->k + row * row_bytes : zeros;
-        r->v[j] = there ? a->v + row * row_bytes : zeros;
+        r->k[j] = there ? p->k + row * row_bytes : zeros;
+        r->v[j] = there ? p->v + row * row_bytes : zeros;
+        if (format == KV_INT8 || format == KV_FP8) {
+            r->k_scale[j] = there ? p->k_scales[p->one_scale ? 0 : row] : 0.0f;
+            r->v_scale[j] = there ? p->v_scales[p->one_scale ? 0 : row] : 0.0f;
+        }
     }
 }
 
 /* Keys [first, first + 16) of a sequence into the space's sub-tile; those outside [low, high] become zeros. */
 INLINE void load_sub(const ll_attention_args *a, const attention_task *t, int64_t first, int64_t low, int64_t high, float *keys,
-                     float *values, const int bf16)
+                     float *values, const int64_t format)
 {
-    const int64_t dim = a->head_dim, padded = round_up(dim, 16), row_bytes = dim * (bf16 ? 2 : 4);
+    const int64_t dim = a->pages.dim, padded = round_up(dim, 16);
+    const int scaled = format == KV_INT8 || format == KV_FP8;
     sub_rows r;
-    find_rows(a, t, first, low, high, row_bytes, &r);
+    find_rows(a, t, first, low, high, &r, format);
     int64_t d = 0;
 #if VW == 16
-    for (; bf16 && d + 32 <= dim; d += 32) { /* two dimensions at a time, as the halves of a 32-bit number */
+    for (; format == KV_BF16 && d + 32 <= dim; d += 32) { /* two dimensions at a time, as the halves of a 32-bit number */
         __m512 pair[16];
         for (int j = 0; j < SUB; j++) pair[j] = _mm512_loadu_ps((const uint16_t *)r.k[j] + d);
         transpose16(pair);
@@ -144,37 +138,63 @@ INLINE void load_sub(const ll_attention_args *a, const attention_task *t, int64_
     }
     for (; d + 16 <= dim; d += 16) {
         __m512 one[16];
-        for (int j = 0; j < SUB; j++) one[j] = (__m512)cache_vector(r.k[j], d, bf16);
+        for (int j = 0; j < SUB; j++) one[j] = (__m512)kv_vector(r.k[j], d, format);
         transpose16(one);
-        for (int j = 0; j < 16; j++) _mm512_storeu_ps(keys + (d + j) * SUB, one[j]);
+        for (int j = 0; j < 16; j++) {
+            vf key = (vf)one[j];
+            vf_store(keys + (d + j) * SUB, scaled ? key * vf_load(r.k_scale) : key);
+        }
     }
 #endif
     for (; d < padded; d++)
-        for (int j = 0; j < SUB; j++) keys[d * SUB + j] = d < dim ? cache_number(r.k[j], d, bf16) : 0.0f;
+        for (int j = 0; j < SUB; j++) {
+            const float key = d < dim ? kv_number(r.k[j], d, format) : 0.0f;
+            keys[d * SUB + j] = scaled ? key * r.k_scale[j] : key;
+        }
     const int64_t whole = dim - dim % VW;
     for (int j = 0; j < SUB; j++) {
-        for (d = 0; d < whole; d += VW) vf_store(values + j * padded + d, cache_vector(r.v[j], d, bf16));
-        for (; d < padded; d++) values[j * padded + d] = d < dim ? cache_number(r.v[j], d, bf16) : 0.0f;
+        const float factor = scaled ? r.v_scale[j] : 1.0f;
+        for (d = 0; d < whole; d += VW) {
+            vf value = kv_vector(r.v[j], d, format);
+            vf_store(values + j * padded + d, scaled ? value * vf_set1(factor) : value);
+        }
+        for (; d < padded; d++) {
+            const float value = d < dim ? kv_number(r.v[j], d, format) : 0.0f;
+            values[j * padded + d] = scaled ? value * factor : value;
+        }
     }
 }
 
 /* Asks for the 16 keys and values at `first`, which come next. */
 INLINE void fetch_sub(const ll_attention_args *a, const attention_task *t, int64_t first, int64_t high)
 {
-    if (first > high || a->page_size % SUB) return;
-    const int64_t page = a->block_table[t->seq * a->max_pages + first / a->page_size], row_bytes = a->head_dim * (a->bf16 ? 2 : 4);
+    const kv_pages *p = &a->pages;
+    if (first > high || p->page_size % SUB) return;
+    const int64_t page = a->block_table[t->seq * a->max_pages + first / p->page_size], row_bytes = p->dim * kv_bytes(p->format);
     if (page < 0) return;
-    const int64_t at = ((page * a->num_kv_heads + t->kv_head) * a->page_size + first % a->page_size) * row_bytes;
+    const int64_t at = ((page * p->num_kv_heads + t->kv_head) * p->page_size + first % p->page_size) * row_bytes;
     for (int64_t i = 0; i < SUB * row_bytes; i += 64) {
-        __builtin_prefetch(a->k + at + i, 0, 2);
-        __builtin_prefetch(a->v + at + i, 0, 2);
+        __builtin_prefetch(p->k + at + i, 0, 2);
+        __builtin_prefetch(p->v + at + i, 0, 2);
+    }
+}
+
+static void load_format(const ll_attention_args *a, const attention_task *t, int64_t first, int64_t low, int64_t high, float *keys,
+                        float *values)
+{
+    switch (a->pages.format) {
+    case KV_F32: load_sub(a, t, first, low, high, keys, values, KV_F32); break;
+    case KV_BF16: load_sub(a, t, first, low, high, keys, values, KV_BF16); break;
+    case KV_F16: load_sub(a, t, first, low, high, keys, values, KV_F16); break;
+    case KV_INT8: load_sub(a, t, first, low, high, keys, values, KV_INT8); break;
+    default: load_sub(a, t, first, low, high, keys, values, KV_FP8);
     }
 }
 
 /* Scores, softmax step and weighted values of `rows` rows against `subs` sub-tiles from key `first` on. */
 INLINE void tile_rows(const ll_attention_args *a, attention_space *s, int64_t row, int64_t first, int subs, const int rows)
 {
-    const int64_t padded = round_up(a->head_dim, 16);
+    const int64_t padded = round_up(a->pages.dim, 16);
     _Alignas(64) float p[4][KEYS];
     const vi lane = vi_load(lane_numbers);
     int live = 0;
@@ -292,16 +312,20 @@ static void merge(float *to_max, float *to_sum, float *to, float max, float sum,
         vf_store(to + d, vf_load(to + d) * vf_set1(keep) + vf_load(acc + d) * vf_set1(add));
 }
 
-static void write_row(const ll_attention_args *a, int64_t token, int64_t head, float sum, const float *acc)
+static void write_row(const ll_attention_args *a, int64_t token, int64_t head, float max, float sum, const float *acc)
 {
-    float *out = a->out + (token * a->num_heads + head) * a->head_dim;
-    const float factor = 1.0f / sum;
-    for (int64_t d = 0; d < a->head_dim; d++) out[d] = acc[d] * factor;
+    float *out = a->out + (token * a->num_heads + head) * a->pages.dim;
+    float factor = 1.0f / sum;
+    if (a->sinks) {
+        const float sink = a->sinks[head], now = max > sink ? max : sink, keep = expf(max - now);
+        factor = keep / (sum * keep + expf(sink - now));
+    }
+    for (int64_t d = 0; d < a->pages.dim; d++) out[d] = acc[d] * factor;
 }
 
 static void attention_block(const ll_attention_args *a, const attention_task *t, attention_space *s)
 {
-    const int64_t per_kv = a->num_heads / a->num_kv_heads, dim = a->head_dim, padded = round_up(dim, 16);
+    const int64_t per_kv = a->num_heads / a->pages.num_kv_heads, dim = a->pages.dim, padded = round_up(dim, 16);
     const int64_t token0 = a->cu_query_lens[t->seq], seq_len = a->seq_lens[t->seq];
     const int64_t query_len = a->cu_query_lens[t->seq + 1] - token0;
     int64_t low = INT64_MAX, high = 0;
@@ -309,7 +333,10 @@ static void attention_block(const ll_attention_args *a, const attention_task *t,
         const int64_t row = t->first_row + r, token = row / per_kv, head = t->kv_head * per_kv + row % per_kv;
         const int64_t position = seq_len - query_len + token;
         const float *q = a->q + ((token0 + token) * a->num_heads + head) * dim;
-        for (int64_t d = 0; d < padded; d++) s->q[r * padded + d] = d < dim ? q[d] * a->scale : 0.0f;
+        float *to = s->q + r * padded;
+        memcpy(to, q, (size_t)dim * 4);
+        if (a->pages.format == KV_INT8) hadamard(to, dim); /* as the keys are */
+        for (int64_t d = 0; d < padded; d++) to[d] = d < dim ? to[d] * a->scale : 0.0f;
         s->high[r] = position;
         s->low[r] = a->window && position >= a->window ? position - a->window + 1 : 0;
         s->total_max[r] = -INFINITY;
@@ -330,8 +357,7 @@ static void attention_block(const ll_attention_args *a, const attention_task *t,
             for (int u = 0; u < subs; u++) {
                 float *keys = s->keys + u * SUB * padded, *values = s->values + u * SUB * padded;
                 fetch_sub(a, t, first + KEYS + u * SUB, high);
-                if (a->bf16) load_sub(a, t, first + u * SUB, low, high, keys, values, 1);
-                else load_sub(a, t, first + u * SUB, low, high, keys, values, 0);
+                load_format(a, t, first + u * SUB, low, high, keys, values);
             }
             tile_all_rows(a, s, t->rows, first, subs);
         }
@@ -349,7 +375,8 @@ static void attention_block(const ll_attention_args *a, const attention_task *t,
     if (t->partial) return;
     for (int64_t r = 0; r < t->rows; r++) {
         const int64_t row = t->first_row + r;
-        write_row(a, token0 + row / per_kv, t->kv_head * per_kv + row % per_kv, s->total_sum[r], s->total + r * padded);
+        write_row(a, token0 + row / per_kv, t->kv_head * per_kv + row % per_kv, s->total_max[r], s->total_sum[r],
+                  s->total + r * padded);
     }
 }
 
@@ -364,7 +391,7 @@ static void attention_tasks(void *arg, int64_t begin, int64_t end, int thread)
 /* Segments of a split sequence: [seqs with few queries][kv head][segment], merged in order. */
 static void merge_split(const ll_attention_args *a, const attention_task *t, int64_t count)
 {
-    const int64_t padded = round_up(a->head_dim, 16), per_kv = a->num_heads / a->num_kv_heads;
+    const int64_t padded = round_up(a->pages.dim, 16), per_kv = a->num_heads / a->pages.num_kv_heads;
     _Alignas(64) float total[DIM_MAX];
     for (int64_t r = 0; r < t->rows; r++) {
         float max = -INFINITY, sum = 0.0f;
@@ -372,15 +399,16 @@ static void merge_split(const ll_attention_args *a, const attention_task *t, int
             const float *from = t[i].partial + r * (padded + 2);
             merge(&max, &sum, total, from[0], from[1], from + 2, padded);
         }
-        write_row(a, a->cu_query_lens[t->seq] + (t->first_row + r) / per_kv, t->kv_head * per_kv + (t->first_row + r) % per_kv, sum, total);
+        write_row(a, a->cu_query_lens[t->seq] + (t->first_row + r) / per_kv, t->kv_head * per_kv + (t->first_row + r) % per_kv, max, sum,
+                  total);
     }
 }
 
 /* Returns 0; -1 without memory; -2 for sizes it cannot do. The caller holds pool.lock. */
 static int attention_locked(const ll_attention_args *a)
 {
-    const int64_t padded = round_up(a->head_dim, 16), per_kv = a->num_heads / a->num_kv_heads;
-    if (a->head_dim > DIM_MAX || a->head_dim < 1 || per_kv < 1 || per_kv * a->num_kv_heads != a->num_heads) return -2;
+    const int64_t padded = round_up(a->pages.dim, 16), per_kv = a->num_heads / a->pages.num_kv_heads;
+    if (a->pages.dim > DIM_MAX || a->pages.dim < 1 || per_kv < 1 || per_kv * a->pages.num_kv_heads != a->num_heads) return -2;
     int64_t most = ROW_FLOATS / padded < ROWS_MAX ? ROW_FLOATS / padded : ROWS_MAX;
     int64_t tasks = 0, floats = 0;
     attention_task *list = NULL;
@@ -390,7 +418,7 @@ static int attention_locked(const ll_attention_args *a)
         for (int64_t seq = 0; seq < a->num_seqs; seq++) {
             const int64_t queries = a->cu_query_lens[seq + 1] - a->cu_query_lens[seq], length = a->seq_lens[seq];
             const int64_t rows = queries * per_kv;
-            for (int64_t head = 0; head < a->num_kv_heads; head++)
+            for (int64_t head = 0; head < a->pages.num_kv_heads; head++)
                 for (int64_t first = 0; first < rows; first += most) {
                     const int64_t n = rows - first < most ? rows - first : most;
                     const int64_t oldest = length - queries + first / per_kv, newest = length - queries + (first + n - 1) / per_kv;

@@ -6,12 +6,13 @@ import ctypes
 import struct
 from ctypes import c_double, c_int64, c_uint8, c_void_p
 
-import torch
+from ..kv_pages import KVPages
 
 __all__ = [
     "ATTENTION",
-    "CACHES",
+    "FORMATS",
     "KV_TARGET",
+    "PAGES",
     "PASS",
     "STEP",
     "VIEW",
@@ -19,6 +20,7 @@ __all__ = [
     "CAttentionLayer",
     "CDecoderLayer",
     "CLinear",
+    "CKVPages",
     "CMlpLayer",
     "CNorm",
     "CSource",
@@ -27,17 +29,20 @@ __all__ = [
     "From",
     "Number",
     "declare",
+    "pack_pages",
 ]
 
-ATTENTION = struct.Struct("@7P8q2f")
-"""`ll_attention_args`: packed anew for every call, which costs less than a ctypes structure."""
-KV_TARGET = struct.Struct("@3P4q")
-"""`kv_target`"""
-STEP = struct.Struct("@2q2P3P4q")
-"""`ll_step`"""
-CACHES = {torch.float32: 0, torch.bfloat16: 1}
-"""Types of KV caches, as the C side numbers them."""
-PASS = struct.Struct("@5q2P")
+PAGES = struct.Struct("@4P5q")
+"""`kv_pages`, packed anew for every call, which costs less than a ctypes structure."""
+ATTENTION = struct.Struct("@6P4q2f")
+"""`ll_attention_args` is PAGES and this."""
+KV_TARGET = struct.Struct("@P")
+"""`kv_target` is PAGES and this."""
+STEP = struct.Struct("@2q2P")
+"""`ll_step` is this and a kv_target."""
+FORMATS = ("f32", "bf16", "fp16", "int8", "fp8")
+"""KV formats, as the C side numbers them."""
+PASS = struct.Struct("@3q2P")
 VIEW = struct.Struct("@4P2q")
 VIEWS = 4
 """`ll_pass` is a PASS and this many VIEWs."""
@@ -120,11 +125,21 @@ class CMlpLayer(ctypes.Structure):
     ]
 
 
+class CKVPages(ctypes.Structure):
+    """`kv_pages`."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("k", "v", "k_scales", "v_scales")],
+        *[(name, c_int64) for name in ("num_kv_heads", "page_size", "dim", "format", "one_scale")],
+    ]
+
+
 class CDecoderLayer(ctypes.Structure):
     """`ll_decoder_layer`."""
 
     _fields_ = [
-        *[(name, c_void_p) for name in ("attention", "mlp", "k", "v")],
+        *[(name, c_void_p) for name in ("attention", "mlp", "sinks")],
+        ("pages", CKVPages),
         *[(name, c_int64) for name in ("view", "window")],
         *[(name, c_double) for name in ("scale", "softcap")],
     ]
@@ -150,6 +165,27 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 }
 
 
+def pack_pages(pages: KVPages) -> bytes:
+    """`kv_pages` of a layer."""
+    return PAGES.pack(*kv_fields(pages))
+
+
+def kv_fields(pages: KVPages) -> tuple[int, ...]:
+    """The members of `kv_pages`, in order. Raises ValueError for pages that are not contiguous."""
+    if not all(part is None or part.is_contiguous() for part in pages):
+        raise ValueError("pages must be contiguous")
+    k, v, k_scales, v_scales = pages
+    return (
+        k.data_ptr(),
+        v.data_ptr(),
+        0 if k_scales is None else k_scales.data_ptr(),
+        0 if v_scales is None else v_scales.data_ptr(),
+        *k.shape[1:],
+        FORMATS.index(pages.format),
+        k_scales is not None and k_scales.dim() == 1,
+    )
+
+
 def declare(lib: ctypes.CDLL) -> None:
     """Sets argument and result types. Raises AttributeError or ValueError when the library is not ours."""
     for name, (result, arguments) in _SIGNATURES.items():
@@ -157,6 +193,6 @@ def declare(lib: ctypes.CDLL) -> None:
         function.restype = result
         function.argtypes = arguments
     sizes = sum(ctypes.sizeof(c) for c in (CWeight, CAttentionLayer, CMlpLayer, CDecoderLayer))
-    sizes += ATTENTION.size + STEP.size + PASS.size + VIEWS * VIEW.size
+    sizes += PAGES.size + ATTENTION.size + STEP.size + PAGES.size + KV_TARGET.size + PASS.size + VIEWS * VIEW.size
     if lib.ll_abi() >> 32 != sizes:
         raise ValueError("the library's structs differ from interface.py")

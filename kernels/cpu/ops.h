@@ -5,6 +5,7 @@
 #include <math.h>
 
 #include "activations.h"
+#include "kv.h"
 
 /* y[i] = x[i] / sqrt(mean(x^2) + eps) * (offset + weight[i]) */
 static void norm_row(const float *x, const float *weight, float eps, float offset, int64_t dim, float *y)
@@ -72,25 +73,11 @@ static void rope_head(const float *x, const float *cos, const float *sin, int64_
     if (y != x) memcpy(y + 2 * half, x + 2 * half, (size_t)(dim - 2 * half) * 4);
 }
 
-static void store_cache(uint8_t *cache, int64_t at, const float *x, int64_t dim, int64_t bf16)
-{
-    if (bf16)
-        for (int64_t d = 0; d < dim; d++) ((uint16_t *)cache)[at + d] = f32_to_bf16(x[d]);
-    else
-        memcpy((float *)cache + at, x, (size_t)dim * 4);
-}
-
+/* Where the keys and values of a step's tokens go. */
 typedef struct {
-    uint8_t *k, *v;       /* [num_pages, kv_heads, page_size, dim] */
+    kv_pages pages;
     const int64_t *slots; /* [num_tokens] */
-    int64_t num_kv_heads, page_size, dim, bf16;
 } kv_target;
-
-static void store_head(const kv_target *c, uint8_t *cache, int64_t token, int64_t head, const float *x)
-{
-    const int64_t slot = c->slots[token], page = slot / c->page_size;
-    store_cache(cache, ((page * c->num_kv_heads + head) * c->page_size + slot % c->page_size) * c->dim, x, c->dim, c->bf16);
-}
 
 typedef struct {
     const float *x, *weight, *cos, *sin;
@@ -170,9 +157,9 @@ void ll_rope(const float *x, int64_t tokens, int64_t heads, int64_t dim, int64_t
 void ll_kv_write(const float *k, int64_t k_stride, const float *v, int64_t v_stride, int64_t tokens, const kv_target *target)
 {
     for (int64_t t = 0; t < tokens; t++)
-        for (int64_t h = 0; h < target->num_kv_heads; h++) {
-            store_head(target, target->k, t, h, k + t * k_stride + h * target->dim);
-            store_head(target, target->v, t, h, v + t * v_stride + h * target->dim);
+        for (int64_t h = 0; h < target->pages.num_kv_heads; h++) {
+            kv_store_key(&target->pages, target->slots[t], h, k + t * k_stride + h * target->pages.dim);
+            kv_store_value(&target->pages, target->slots[t], h, v + t * v_stride + h * target->pages.dim);
         }
 }
 

@@ -1,6 +1,6 @@
 """Ops other than `linear` in C for the CPU, looked up by `kernels.ops.op_impls`; signatures as in `reference.py`.
 
-Activations are float32, caches float32 or bfloat16. A token's result does not depend on the tokens beside it.
+Activations are float32, pages have any KV format. A token's result does not depend on the tokens beside it.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kv_pages import KVPages
 from ..ops import OpFacts, OpImpl
 from . import segments
 from .build import lib, library
-from .interface import ATTENTION, CACHES, KV_TARGET
+from .interface import FORMATS, KV_TARGET, pack_pages
 
 __all__ = ["IMPLS", "attention_fits", "gelu_tanh_mul", "kv_write", "paged_attention", "rms_norm", "rope", "silu_mul"]
 
@@ -31,8 +32,8 @@ def _fits(facts: OpFacts) -> str | None:
 
 def attention_fits(facts: OpFacts) -> str | None:
     """None, or why caches and heads like these are not for this back end."""
-    if facts.kv_dtype not in ("float32", "bfloat16"):
-        return f"reads caches of float32 and bfloat16, not {facts.kv_dtype}"
+    if facts.kv_format not in FORMATS:
+        return f"reads pages of {', '.join(FORMATS)}, not {facts.kv_format}"
     if facts.head_dim > LARGEST_HEAD:
         return f"heads of {facts.head_dim} are larger than {LARGEST_HEAD}"
     return _fits(facts)
@@ -117,73 +118,59 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tens
     return out
 
 
-def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Store each token's key and value in its slot.
+def kv_write(k: Tensor, v: Tensor, pages: KVPages, slot_mapping: Tensor) -> None:
+    """Store each token's key and value in its slot, in the format of the pages; int8 keys are rotated.
 
-    k, v              [num_tokens, num_kv_heads, head_dim]             float32, tokens may be strided
-    k_cache, v_cache  [num_pages, num_kv_heads, page_size, head_dim]   f32 | bf16, changed
-    slot_mapping      int64 [num_tokens]                                page_id * page_size + offset, all valid
+    k, v          [num_tokens, num_kv_heads, head_dim]   float32, tokens may be strided
+    pages         contiguous, changed
+    slot_mapping  int64 [num_tokens]                     page_id * page_size + offset, all valid
+
+    Raises ValueError for heads larger than 512.
     """
     k, v = (x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous() for x in (k, v))
     _checked(k, "k")
     _checked(v, "v")
+    if k.shape[2] > LARGEST_HEAD:
+        raise ValueError(f"heads of {k.shape[2]} are larger than {LARGEST_HEAD}")
     slots = slot_mapping.contiguous()
-    heads, page_size, dim = k_cache.shape[1:]
-    target = KV_TARGET.pack(
-        k_cache.data_ptr(), v_cache.data_ptr(), slots.data_ptr(), heads, page_size, dim, CACHES[k_cache.dtype]
-    )
+    target = pack_pages(pages) + KV_TARGET.pack(slots.data_ptr())
     lib().ll_kv_write(k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), k.shape[0], target)
 
 
 def paged_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    pages: KVPages,
     block_table: Tensor,
     cu_query_lens: Tensor,
     seq_lens: Tensor,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of every query over its sequence's pages; see `reference.paged_attention`.
 
-    q                 [num_tokens, num_heads, head_dim]                  float32
-    k_cache, v_cache  [num_pages, num_kv_heads, page_size, head_dim]     f32 | bf16, contiguous
-    block_table       int32 [num_seqs, max_pages]                        -1 where a page fell out of the window
-    cu_query_lens     int32 [num_seqs + 1]
-    seq_lens          int32 [num_seqs]                                   this step's tokens included
-    returns           [num_tokens, num_heads, head_dim]
+    q              [num_tokens, num_heads, head_dim]   float32
+    pages          contiguous
+    block_table    int32 [num_seqs, max_pages]         -1 where a page fell out of the window
+    cu_query_lens  int32 [num_seqs + 1]
+    seq_lens       int32 [num_seqs]                    this step's tokens included
+    sinks          float32 [num_heads] or None
+    returns        [num_tokens, num_heads, head_dim]
 
     Raises ValueError for heads larger than 512, or when num_heads is no multiple of num_kv_heads.
     """
     q = _checked(q, "q").contiguous()
     out = torch.empty(q.shape)
-    block_table = block_table.contiguous()
-    num_kv_heads, page_size = k_cache.shape[1], k_cache.shape[2]
-    arguments = ATTENTION.pack(
-        q.data_ptr(),
-        out.data_ptr(),
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
-        block_table.data_ptr(),
-        cu_query_lens.data_ptr(),
-        seq_lens.data_ptr(),
-        *block_table.shape,
-        q.shape[1],
-        num_kv_heads,
-        q.shape[2],
-        page_size,
-        CACHES[k_cache.dtype],
-        window or 0,
-        scale,
-        softcap or 0.0,
+    failed = segments.run_attention(
+        q, out, pages, block_table.contiguous(), cu_query_lens, seq_lens, (scale, window, softcap, sinks)
     )
-    failed = lib().ll_attention(arguments)
     if failed == -1:
         raise MemoryError("no memory for attention")
     if failed:
-        raise ValueError(f"attention of {q.shape[1]} heads over {num_kv_heads}, {q.shape[2]} dimensions each")
+        raise ValueError(
+            f"attention of {q.shape[1]} heads over {pages.k.shape[1]}, {q.shape[2]} and {pages.k.shape[3]} dimensions"
+        )
     return out
 
 

@@ -82,9 +82,10 @@ static void split_tokens(void *arg, int64_t begin, int64_t end, int thread)
     const split_job *j = arg;
     const ll_attention_layer *l = j->l;
     const int64_t dim = l->head_dim, heads = l->num_heads, kv = l->num_kv_heads, half = j->s->half;
+    const kv_pages *pages = &j->s->cache.pages;
     float head[DIM_MAX];
     for (int64_t i = begin; i < end; i++) {
-        const int64_t t = j->first + i;
+        const int64_t t = j->first + i, slot = j->s->cache.slots[t];
         const float *row = j->qkv + i * (heads + 2 * kv) * dim, *cos = j->s->cos + t * half, *sin = j->s->sin + t * half;
         for (int64_t h = 0; h < heads + kv; h++) {
             const ll_norm *norm = h < heads ? &l->q_norm : &l->k_norm;
@@ -95,9 +96,9 @@ static void split_tokens(void *arg, int64_t begin, int64_t end, int thread)
                 from = to;
             }
             rope_head(from, cos, sin, half, dim, (int)l->interleaved, to);
-            if (h >= heads) store_head(&j->s->cache, j->s->cache.k, t, h - heads, head);
+            if (h >= heads) kv_store_key(pages, slot, h - heads, head);
         }
-        for (int64_t h = 0; h < kv; h++) store_head(&j->s->cache, j->s->cache.v, t, h, row + (heads + kv + h) * dim);
+        for (int64_t h = 0; h < kv; h++) kv_store_value(pages, slot, h, row + (heads + kv + h) * dim);
     }
 }
 
@@ -153,13 +154,14 @@ typedef struct {
 typedef struct {
     const ll_attention_layer *attention;
     const ll_mlp_layer *mlp;
-    uint8_t *k, *v;
+    const float *sinks;   /* [num_heads], or NULL */
+    kv_pages pages;
     int64_t view, window; /* window 0: none */
     double scale, softcap;
 } ll_decoder_layer;
 
 typedef struct {
-    int64_t num_layers, num_tokens, num_seqs, page_size, bf16;
+    int64_t num_layers, num_tokens, num_seqs;
     const int32_t *cu_query_lens, *seq_lens;
     ll_view views[VIEWS];
 } ll_pass;
@@ -168,11 +170,9 @@ static int decoder_layer(const ll_decoder_layer *d, const ll_pass *p, float *q, 
 {
     const ll_attention_layer *l = d->attention;
     const ll_view *view = &p->views[d->view];
-    const ll_step step = {p->num_tokens, view->half, view->cos, view->sin,
-                          {d->k, d->v, view->slots, l->num_kv_heads, p->page_size, l->head_dim, p->bf16}};
-    const ll_attention_args args = {q, attended, d->k, d->v, view->block_table, p->cu_query_lens, p->seq_lens, p->num_seqs,
-                                    view->max_pages, l->num_heads, l->num_kv_heads, l->head_dim, p->page_size, p->bf16,
-                                    d->window, (float)d->scale, (float)d->softcap};
+    const ll_step step = {p->num_tokens, view->half, view->cos, view->sin, {d->pages, view->slots}};
+    const ll_attention_args args = {d->pages, q, attended, view->block_table, p->cu_query_lens, p->seq_lens, d->sinks, p->num_seqs,
+                                    view->max_pages, l->num_heads, d->window, (float)d->scale, (float)d->softcap};
     if (attn_in_locked(l, x, &step, q) || attention_locked(&args) || attn_out_locked(l, attended, p->num_tokens, x)) return -1;
     return mlp_locked(d->mlp, p->num_tokens, x);
 }

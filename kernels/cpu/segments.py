@@ -13,20 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kv_pages import KVPages
 from ..segments import AttentionWeights, Linear, MlpWeights, Norm
 from .build import lib
 from .interface import (
     ATTENTION,
-    CACHES,
+    KV_TARGET,
     PASS,
     STEP,
     VIEW,
     VIEWS,
     CAttentionLayer,
     CDecoderLayer,
+    CKVPages,
     CLinear,
     CMlpLayer,
     CNorm,
+    kv_fields,
+    pack_pages,
 )
 from .layout import Prepared
 
@@ -44,29 +48,17 @@ def attn_in(
     weights: AttentionWeights,
     cos: Tensor,
     sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    pages: KVPages,
     slot_mapping: Tensor,
 ) -> Tensor:
     """Norm, QKV, QK-norm and RoPE; stores keys and values. Returns q [num_tokens, num_heads, head_dim]."""
     layer = _layer_of(weights.qkv, weights, _attention_layer)
     if layer is None or x.dtype is not torch.float32 or not (x.is_contiguous() and cos.is_contiguous()):
-        return composed(x, weights, cos, sin, k_cache, v_cache, slot_mapping)
+        return composed(x, weights, cos, sin, pages, slot_mapping)
     num_tokens = x.shape[0]
     q = torch.empty((num_tokens, weights.num_heads, weights.head_dim))
-    step = STEP.pack(
-        num_tokens,
-        cos.shape[1],
-        cos.data_ptr(),
-        sin.data_ptr(),
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
-        slot_mapping.data_ptr(),
-        weights.num_kv_heads,
-        k_cache.shape[2],
-        weights.head_dim,
-        CACHES[k_cache.dtype],
-    )
+    step = STEP.pack(num_tokens, cos.shape[1], cos.data_ptr(), sin.data_ptr())
+    step += pack_pages(pages) + KV_TARGET.pack(slot_mapping.data_ptr())
     _check(lib().ll_attn_in(layer.address, x.data_ptr(), step, q.data_ptr()))
     return q
 
@@ -75,37 +67,48 @@ def attention(
     composed: Callable[..., Tensor],
     q: Tensor,
     weights: AttentionWeights,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    pages: KVPages,
     block_table: Tensor,
     cu_query_lens: Tensor,
     seq_lens: Tensor,
 ) -> Tensor:
     """Attention over the pages: [num_tokens, num_heads * head_dim]."""
     if q.dtype is not torch.float32 or not (q.is_contiguous() and block_table.is_contiguous()):
-        return composed(q, weights, k_cache, v_cache, block_table, cu_query_lens, seq_lens)
-    heads, dim = weights.num_heads, weights.head_dim
-    out = torch.empty((q.shape[0], heads * dim))
+        return composed(q, weights, pages, block_table, cu_query_lens, seq_lens)
+    out = torch.empty((q.shape[0], weights.num_heads * weights.head_dim))
+    how = (weights.scale, weights.window, weights.softcap, weights.sinks)
+    _check(run_attention(q, out, pages, block_table, cu_query_lens, seq_lens, how))
+    return out
+
+
+def run_attention(
+    q: Tensor,
+    out: Tensor,
+    pages: KVPages,
+    block_table: Tensor,
+    cu_query_lens: Tensor,
+    seq_lens: Tensor,
+    how: tuple[float, int | None, float | None, Tensor | None],
+) -> int:
+    """`ll_attention`, on contiguous tensors; how: scale, window, softcap, sinks. Returns what it returns."""
+    scale, window, softcap, sinks = how
+    if q.shape[2] != pages.k.shape[3]:
+        return -2
     arguments = ATTENTION.pack(
         q.data_ptr(),
         out.data_ptr(),
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
         block_table.data_ptr(),
         cu_query_lens.data_ptr(),
         seq_lens.data_ptr(),
+        0 if sinks is None else sinks.data_ptr(),
         *block_table.shape,
-        heads,
-        weights.num_kv_heads,
-        dim,
-        k_cache.shape[2],
-        CACHES[k_cache.dtype],
-        weights.window or 0,
-        weights.scale,
-        weights.softcap or 0.0,
+        q.shape[1],
+        window or 0,
+        scale,
+        softcap or 0.0,
     )
-    _check(lib().ll_attention(arguments))
-    return out
+    failed: int = lib().ll_attention(pack_pages(pages) + arguments)
+    return failed
 
 
 def attn_out(composed: Callable[..., Tensor], attended: Tensor, x: Tensor, weights: AttentionWeights) -> Tensor:
@@ -130,14 +133,14 @@ def decoder(
     composed: Callable[..., Tensor],
     x: Tensor,
     layers: Sequence[LayerCall],
-    pages: Sequence[tuple[Tensor, Tensor]],
+    pages: Sequence[KVPages],
     views: Sequence[View],
     cu_query_lens: Tensor,
     seq_lens: Tensor,
 ) -> Tensor:
     """All layers of a forward pass in one call: x [num_tokens, hidden], in its place.
 
-    pages         (k_cache, v_cache) of every layer
+    pages         of every layer, contiguous
     views         float32 cos and sin [num_tokens, half], int32 block_table [num_seqs, max_pages], int64 slots
     cu_query_lens, seq_lens   int32 [num_seqs + 1], [num_seqs]
     """
@@ -149,21 +152,12 @@ def decoder(
         VIEW.pack(cos.data_ptr(), sin.data_ptr(), table.data_ptr(), slots.data_ptr(), cos.shape[1], table.shape[1])
         for cos, sin, table, slots in views
     ]
-    k_cache = pages[0][0]
-    head = PASS.pack(
-        len(layers),
-        x.shape[0],
-        seq_lens.shape[0],
-        k_cache.shape[2],
-        CACHES[k_cache.dtype],
-        cu_query_lens.data_ptr(),
-        seq_lens.data_ptr(),
-    )
+    head = PASS.pack(len(layers), x.shape[0], seq_lens.shape[0], cu_query_lens.data_ptr(), seq_lens.data_ptr())
     _check(lib().ll_decoder(plan, b"".join((head, *packed, bytes((VIEWS - len(views)) * VIEW.size))), x.data_ptr()))
     return x
 
 
-def _decoder_plan(layers: Sequence[LayerCall], pages: Sequence[tuple[Tensor, Tensor]]) -> ctypes.Array[Any] | None:
+def _decoder_plan(layers: Sequence[LayerCall], pages: Sequence[KVPages]) -> ctypes.Array[Any] | None:
     """The layers as C knows them; None when one is not for C. Kept until layers or pages are others."""
     keeper = layers[0][0].qkv.parts[0].prepared
     if not isinstance(keeper, Prepared):
@@ -172,13 +166,14 @@ def _decoder_plan(layers: Sequence[LayerCall], pages: Sequence[tuple[Tensor, Ten
     if kept is not None and kept[0] is layers and all(a is b for a, b in zip(kept[1], pages, strict=True)):
         return kept[2]
     plan = (CDecoderLayer * len(layers))()
-    for struct, (attention_weights, mlp_weights, view), (k_cache, v_cache) in zip(plan, layers, pages, strict=True):
+    for struct, (attention_weights, mlp_weights, view), of_layer in zip(plan, layers, pages, strict=True):
         first = _layer_of(attention_weights.qkv, attention_weights, _attention_layer)
         second = _layer_of(mlp_weights.gate_up, mlp_weights, _mlp_layer)
         if first is None or second is None:
             return None
         struct.attention, struct.mlp = first.address, second.address
-        struct.k, struct.v = k_cache.data_ptr(), v_cache.data_ptr()
+        struct.pages = CKVPages(*kv_fields(of_layer))
+        struct.sinks = 0 if attention_weights.sinks is None else attention_weights.sinks.data_ptr()
         struct.view, struct.window = view, attention_weights.window or 0
         struct.scale, struct.softcap = attention_weights.scale, attention_weights.softcap or 0.0
     keeper.decoder = (layers, list(pages), plan)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.cpu import build, ops
+from localllm.kernels.kv_codes import decode, hadamard
+from localllm.kernels.kv_pages import KV_DTYPES, SCALED_FORMATS, KVPages
 
 
 @dataclass(frozen=True)
@@ -17,25 +19,25 @@ class Case:
     """Random queries over random pages; what no sequence wrote is NaN."""
 
     q: Tensor
-    k: Tensor
-    v: Tensor
+    pages: KVPages
     table: Tensor
     starts: Tensor
     lens: Tensor
     window: int | None
     softcap: float | None
+    sinks: Tensor | None = None
 
     def run(self) -> Tensor:
         return ops.paged_attention(
             self.q,
-            self.k,
-            self.v,
+            self.pages,
             self.table,
             self.starts,
             self.lens,
             self.q.shape[2] ** -0.5,
             self.window,
             self.softcap,
+            self.sinks,
         )
 
     def alone(self, seq: int, index: int) -> Tensor:
@@ -44,15 +46,27 @@ class Case:
         length = int(self.lens[seq]) - (end - start) + index + 1
         one = Case(
             self.q[start + index : start + index + 1],
-            self.k,
-            self.v,
+            self.pages,
             self.table[seq : seq + 1].contiguous(),
             torch.tensor([0, 1], dtype=torch.int32),
             torch.tensor([length], dtype=torch.int32),
             self.window,
             self.softcap,
+            self.sinks,
         )
         return one.run()[0]
+
+
+def nan_pages(kv: str, shape: tuple[int, ...]) -> KVPages:
+    """Pages of a format in which every number is NaN: in those of 8 bits by their scales."""
+    kv_format, _, fixed = kv.partition(" ")
+    dtype = KV_DTYPES[kv_format]
+    k, v = (torch.full(shape, float("nan") if dtype.is_floating_point else 0x7F, dtype=dtype) for _ in range(2))
+    if kv_format not in SCALED_FORMATS:
+        return KVPages(k, v)
+    if fixed:
+        return KVPages(k, v, torch.tensor([0.013]), torch.tensor([0.009]))
+    return KVPages(k, v, *(torch.full(shape[:3], float("nan")) for _ in range(2)))
 
 
 def make(
@@ -61,59 +75,73 @@ def make(
     heads: tuple[int, int],
     dim: int,
     page: int = 16,
-    bf16: bool = False,
+    kv: str = "f32",
     window: int | None = None,
     softcap: float | None = None,
+    sinks: bool = False,
 ) -> Case:
     needed = [-(-length // page) for length in lens]
     num_pages = sum(needed) + 2
-    k = torch.full((num_pages, heads[1], page, dim), float("nan"), dtype=torch.bfloat16 if bf16 else torch.float32)
-    v = k.clone()
+    pages = nan_pages(kv, (num_pages, heads[1], page, dim))
     order = torch.randperm(num_pages)
     table = torch.full((len(lens), max(needed) + 1), -1, dtype=torch.int32)
     for seq, length in enumerate(lens):
         table[seq, : needed[seq]] = order[sum(needed[:seq]) : sum(needed[: seq + 1])]
         positions = torch.arange(length)
         slots = table[seq].long()[positions // page] * page + positions % page
-        ops.kv_write(torch.randn(length, heads[1], dim), torch.randn(length, heads[1], dim), k, v, slots)
+        ops.kv_write(torch.randn(length, heads[1], dim), torch.randn(length, heads[1], dim), pages, slots)
         if window is not None:
             table[seq, : max(0, length - queries[seq] - window + 1) // page] = -1
     starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32)
     q = torch.randn(sum(queries), heads[0], dim)
-    return Case(q, k, v, table, starts, torch.tensor(lens, dtype=torch.int32), window, softcap)
+    sink = torch.randn(heads[0]) if sinks else None
+    return Case(q, pages, table, starts, torch.tensor(lens, dtype=torch.int32), window, softcap, sink)
 
 
 CASES = {
     "one page, all queries": partial(make, lens=(5,), queries=(5,), heads=(4, 2), dim=16),
-    "decode, three segments": partial(make, lens=(700, 1, 33), queries=(1, 1, 2), heads=(9, 3), dim=64, bf16=True),
+    "decode, three segments": partial(make, lens=(700, 1, 33), queries=(1, 1, 2), heads=(9, 3), dim=64, kv="bf16"),
     "a chunk in the middle": partial(make, lens=(400,), queries=(130,), heads=(9, 3), dim=64),
-    "window": partial(make, lens=(350, 40), queries=(350, 3), heads=(4, 1), dim=256, bf16=True, window=100),
+    "window": partial(make, lens=(350, 40), queries=(350, 3), heads=(4, 1), dim=256, kv="bf16", window=100),
     "window over segments": partial(
-        make, lens=(1000, 3), queries=(1, 3), heads=(4, 4), dim=8, page=64, bf16=True, window=300
+        make, lens=(1000, 3), queries=(1, 3), heads=(4, 4), dim=8, page=64, kv="bf16", window=300
     ),
     "softcap, odd dimension": partial(make, lens=(150,), queries=(149,), heads=(6, 6), dim=80, page=32, softcap=5.0),
     "small pages": partial(make, lens=(90,), queries=(60,), heads=(4, 2), dim=24, page=8, window=7),
     "page boundary": partial(make, lens=(16, 17, 256, 257), queries=(1, 1, 1, 1), heads=(2, 1), dim=32),
-    "heads wider than a block of rows": partial(make, lens=(40,), queries=(2,), heads=(40, 1), dim=512, bf16=True),
+    "int8": partial(make, lens=(700, 20), queries=(1, 20), heads=(6, 2), dim=64, kv="int8"),
+    "int8, odd runs": partial(make, lens=(90,), queries=(40,), heads=(4, 2), dim=40, kv="int8", window=50),
+    "fp8": partial(make, lens=(300, 20), queries=(2, 20), heads=(4, 1), dim=80, page=8, kv="fp8"),
+    "fp8, one scale": partial(make, lens=(70,), queries=(70,), heads=(2, 2), dim=256, kv="fp8 fixed"),
+    "fp16, sinks": partial(make, lens=(600, 9), queries=(1, 9), heads=(4, 2), dim=48, kv="fp16", sinks=True),
+    "heads wider than a block of rows": partial(make, lens=(40,), queries=(2,), heads=(40, 1), dim=512, kv="bf16"),
 }
 
 
 def expected(c: Case) -> Tensor:
     """The definition, in float64."""
     out = torch.empty(c.q.shape, dtype=torch.float64)
-    page, group = c.k.shape[2], c.q.shape[1] // c.k.shape[1]
+    page, group = c.pages.k.shape[2], c.q.shape[1] // c.pages.k.shape[1]
+    q = (hadamard(c.q) if c.pages.format == "int8" else c.q).double()
+    keys_and_values = [
+        (codes if scales is None else decode(codes, scales)).double()
+        for codes, scales in ((c.pages.k, c.pages.k_scales), (c.pages.v, c.pages.v_scales))
+    ]
     for seq, length in enumerate(c.lens.tolist()):
         start, end = int(c.starts[seq]), int(c.starts[seq + 1])
         positions = torch.arange(length - (end - start), length)[:, None]
         oldest = 0 if c.window is None else max(0, int(positions[0]) - c.window + 1)
         keys = torch.arange(oldest, length)
         pages = c.table[seq].long()[keys // page]
-        k, v = (x[pages, :, keys % page].double().repeat_interleave(group, 1) for x in (c.k, c.v))
-        scores = torch.einsum("qhd,khd->hqk", c.q[start:end].double(), k) * c.q.shape[2] ** -0.5
+        k, v = (x[pages, :, keys % page].double().repeat_interleave(group, 1) for x in keys_and_values)
+        scores = torch.einsum("qhd,khd->hqk", q[start:end], k) * c.q.shape[2] ** -0.5
         if c.softcap:
             scores = c.softcap * torch.tanh(scores / c.softcap)
         hidden = (keys > positions) | (keys <= positions - (c.window or length))
-        out[start:end] = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if c.sinks is not None:
+            scores = torch.cat([scores, c.sinks.double()[:, None, None].expand(-1, end - start, 1)], -1)
+        out[start:end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : length - oldest], v)
     return out
 
 
@@ -128,7 +156,7 @@ def test_attention(isa: str, name: str) -> None:
 
 
 def test_threads_change_nothing(isa: str) -> None:
-    case = make(lens=(900, 300), queries=(1, 200), heads=(9, 3), dim=64, bf16=True)
+    case = make(lens=(900, 300), queries=(1, 200), heads=(9, 3), dim=64, kv="bf16")
     try:
         results = [(build.lib().ll_threads(n), case.run())[1] for n in (1, 2, 3)]
     finally:
@@ -147,8 +175,12 @@ def test_what_it_refuses() -> None:
     with pytest.raises(ValueError, match="3 heads over 2"):
         case.run()
     with pytest.raises(TypeError, match="float32"):
-        ops.paged_attention(case.q.double(), case.k, case.v, case.table, case.starts, case.lens, 1.0)
-    assert "float16" in (ops.attention_fits(ops.OpFacts(kv_dtype="float16")) or "")
+        ops.paged_attention(case.q.double(), case.pages, case.table, case.starts, case.lens, 1.0)
+    with pytest.raises(ValueError, match="16 and 8 dimensions"):
+        ops.paged_attention(
+            torch.randn(4, 2, 16), nan_pages("f32", (2, 2, 16, 8)), case.table, case.starts, case.lens, 1.0
+        )
+    assert "mxfp4" in (ops.attention_fits(ops.OpFacts(kv_format="mxfp4")) or "")
     assert "512" in (ops.attention_fits(ops.OpFacts(head_dim=576)) or "")
     assert "bfloat16" in (ops.attention_fits(ops.OpFacts(dtype="bfloat16")) or "")
     assert "cuda" in (ops.attention_fits(ops.OpFacts(device="cuda")) or "")

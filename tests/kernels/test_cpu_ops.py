@@ -10,6 +10,7 @@ from localllm.kernels import Impl, Weight, reference
 from localllm.kernels.cpu import ops
 from localllm.kernels.cpu import segments as fused
 from localllm.kernels.cpu.linear import IMPLS
+from localllm.kernels.kv_pages import KVPages
 from localllm.kernels.ops import OpFacts
 from localllm.kernels.segments import AttentionWeights, Linear, LinearPart, MlpWeights, Norm, kernel_table
 
@@ -49,16 +50,28 @@ def test_rope(isa: str, interleaved: bool) -> None:
         close(ops.rope(x[:, 1:4], cos, sin, interleaved), reference.rope(x[:, 1:4], cos, sin, interleaved))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_kv_write(isa: str, dtype: torch.dtype) -> None:
-    qkv = torch.randn(5, 9, 24) * 100
-    qkv[0, 3, 0] = float("inf")
+@pytest.mark.parametrize("dim", [24, 64, 80])
+@pytest.mark.parametrize("kv", ["f32", "bf16", "fp16", "int8", "fp8", "fp8 fixed"])
+def test_kv_write(isa: str, kv: str, dim: int) -> None:
+    qkv = torch.randn(9, 9, dim) * torch.logspace(-12, 3, 9)[:, None, None]
+    qkv[0, 3, 0], qkv[1, 4, 1], qkv[2, 5] = float("inf"), float("nan"), 0.0
     k, v = qkv[:, 3:6], qkv[:, 6:]
-    slots = torch.tensor([3, 63, 16, 17, 40])
-    caches = [torch.zeros(4, 3, 16, 24, dtype=dtype) for _ in range(4)]
-    ops.kv_write(k, v, caches[0], caches[1], slots)
-    reference.kv_write(k, v, caches[2], caches[3], slots)
-    assert torch.equal(caches[0], caches[2]) and torch.equal(caches[1], caches[3])
+    slots = torch.tensor([3, 63, 16, 17, 40, 41, 1, 0, 33])
+    kv_format, _, fixed = kv.partition(" ")
+    results = []
+    for write in (ops.kv_write, reference.kv_write):
+        pages = KVPages.empty(kv_format, 4, 3, 16, dim)
+        if fixed:
+            pages = pages._replace(k_scales=torch.tensor([0.37]), v_scales=torch.tensor([0.37]))
+        write(k, v, pages, slots)
+        results.append(pages)
+    for one, twin in zip(*results, strict=True):
+        if one is not None:
+            torch.testing.assert_close(one, twin, rtol=0, atol=0, equal_nan=True)
+    write(k[:1], v[:1], pages, slots[:1])
+    for one, twin in zip(*results, strict=True):
+        if one is not None:
+            torch.testing.assert_close(one, twin, rtol=0, atol=0, equal_nan=True)
 
 
 def linear(n: int, k: int, impl: Impl, bias: bool = False) -> LinearPart:
@@ -90,11 +103,19 @@ def attention_weights(kind: str) -> AttentionWeights:
         post_norm=norm(64) if gemma else None,
         window=9 if gemma else None,
         interleaved=kind == "interleaved",
+        sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]) if kind == "interleaved" else None,
     )
 
 
-@pytest.mark.parametrize("kind", ["plain", "interleaved", "post norms", "exact"])
-def test_fused_segments_are_the_composed_ones(isa: str, kind: str) -> None:
+def zeros(count: int, kv: str = "f32") -> KVPages:
+    """Pages of two heads of 8 dimensions."""
+    return KVPages.empty(kv, count, 2, 16, 8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "kv"), [("plain", "f32"), ("interleaved", "int8"), ("post norms", "bf16"), ("exact", "fp8")]
+)
+def test_fused_segments_are_the_composed_ones(isa: str, kind: str, kv: str) -> None:
     torch.manual_seed(1)
     facts = OpFacts(num_heads=4, num_kv_heads=2, head_dim=8)
     table, twins = kernel_table(facts), kernel_table(facts, TWINS)
@@ -115,11 +136,19 @@ def test_fused_segments_are_the_composed_ones(isa: str, kind: str) -> None:
         where = torch.tensor([0, tokens], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
         results = []
         for segments in (table, twins):
-            caches = torch.zeros(2, 2, 16, 8), torch.zeros(2, 2, 16, 8)
+            pages = zeros(2, kv)
             slots = (torch.arange(tokens) + 16) % 32
-            q = segments.attn_in(x.clone(), weights, cos, sin, *caches, slots)
-            mixed = segments.attention(q, weights, *caches, table_rows, *where)
-            results.append((q, *caches, mixed, segments.mlp(segments.attn_out(mixed, x.clone(), weights), mlp)))
+            q = segments.attn_in(x.clone(), weights, cos, sin, pages, slots)
+            mixed = segments.attention(q, weights, pages, table_rows, *where)
+            results.append(
+                (
+                    q,
+                    pages.k.float(),
+                    pages.v.float(),
+                    mixed,
+                    segments.mlp(segments.attn_out(mixed, x.clone(), weights), mlp),
+                )
+            )
         for y, twin in zip(*results, strict=True):
             close(y, twin, 2e-3 if impl is C_INT16 else 1e-4)
 
@@ -135,7 +164,8 @@ def test_segments_are_a_token_at_a_time_or_many() -> None:
         assert torch.equal(one[0], whole[row])
 
 
-def test_all_layers_in_one_call(isa: str) -> None:
+@pytest.mark.parametrize("kv", ["f32", "int8"])
+def test_all_layers_in_one_call(isa: str, kv: str) -> None:
     table = kernel_table(OpFacts(num_heads=4, num_kv_heads=2, head_dim=8))
     kinds = ("plain", "post norms", "interleaved")
     layers = tuple(
@@ -157,17 +187,17 @@ def test_all_layers_in_one_call(isa: str) -> None:
         ]
         x, results = torch.randn(tokens, 64), []
         for whole in (True, False):
-            pages = [(torch.zeros(4, 2, 16, 8), torch.zeros(4, 2, 16, 8)) for _ in layers]
+            pages = [zeros(4, kv) for _ in layers]
             y = x.clone()
             if whole:
                 y = fused.decoder(lambda *_: pytest.fail("composed"), y, layers, pages, views, starts, lens)
             else:
-                for (weights, mlp, view), caches in zip(layers, pages, strict=True):
+                for (weights, mlp, view), of_layer in zip(layers, pages, strict=True):
                     cos, sin, block_table, where = views[view]
-                    q = table.attn_in(y, weights, cos, sin, *caches, where)
-                    mixed = table.attention(q, weights, *caches, block_table, starts, lens)
+                    q = table.attn_in(y, weights, cos, sin, of_layer, where)
+                    mixed = table.attention(q, weights, of_layer, block_table, starts, lens)
                     y = table.mlp(table.attn_out(mixed, y, weights), mlp)
-            results.append((y, *(cache for pair in pages for cache in pair)))
+            results.append((y, *(part for of_layer in pages for part in of_layer if part is not None)))
         for one, other in zip(*results, strict=True):
             assert torch.equal(one, other)
 
@@ -186,7 +216,7 @@ def test_layers_prepared_by_others_are_composed() -> None:
     x = torch.randn(2, 64)
     for weights in (mixed, foreign):
         assert fused.mlp(lambda x, w: ("composed", w), x, weights) == ("composed", weights)  # type: ignore[comparison-overlap]
-    pages, views = [(torch.zeros(1, 2, 16, 8),) * 2], [(*COS_SIN, torch.zeros(1, 1).int(), torch.zeros(1).long())]
+    pages, views = [zeros(1)], [(*COS_SIN, torch.zeros(1, 1).int(), torch.zeros(1).long())]
     layers = ((attention_weights("plain"), mixed, 0),)
     where = torch.tensor([0, 1]).int(), torch.ones(1).int()
     assert fused.decoder(lambda *given: given, x[:1], layers, pages, views, *where)[1] is layers  # type: ignore[arg-type]
@@ -202,7 +232,7 @@ def test_other_types_are_refused() -> None:
         lambda: ops.rms_norm(x, torch.ones(8), 1e-6),
         lambda: ops.rope(x, *COS_SIN),
         lambda: ops.silu_mul(x),
-        lambda: ops.kv_write(x, x, x.float(), x.float(), torch.zeros(2, dtype=torch.int64)),
+        lambda: ops.kv_write(x, x, zeros(1), torch.zeros(2, dtype=torch.int64)),
     ):
         with pytest.raises(TypeError, match="float64"):
             call()

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from localllm.kernels import reference
+from localllm.kernels.kv_pages import KVPages
 from localllm.kernels.rope import BLOCK, RopeTable, inverse_frequencies
 
 
@@ -88,15 +89,15 @@ def test_rope_table_rows_do_not_depend_on_growth() -> None:
 
 
 def test_kv_write_puts_tokens_into_their_slots() -> None:
-    k_cache = torch.zeros(4, 2, 16, 3, dtype=torch.bfloat16)
-    v_cache = torch.zeros_like(k_cache)
+    pages = KVPages(*(torch.zeros(4, 2, 16, 3, dtype=torch.bfloat16) for _ in range(2)))
+    k_cache, v_cache = pages.k, pages.v
     k, v = torch.randn(3, 2, 3), torch.randn(3, 2, 3)
-    reference.kv_write(k, v, k_cache, v_cache, torch.tensor([5, 63, 16]))
+    reference.kv_write(k, v, pages, torch.tensor([5, 63, 16]))
     for token, (page, offset) in enumerate([(0, 5), (3, 15), (1, 0)]):
         assert torch.equal(k_cache[page, :, offset], k[token].bfloat16())
         assert torch.equal(v_cache[page, :, offset], v[token].bfloat16())
     assert k_cache.ne(0).sum() == k.numel()
-    reference.kv_write(k[:1], v[:1], k_cache, v_cache, torch.tensor([34]))
+    reference.kv_write(k[:1], v[:1], pages, torch.tensor([34]))
     assert torch.equal(k_cache[2, :, 2], k[0].bfloat16()) and torch.equal(v_cache[2, :, 2], v[0].bfloat16())
 
 
@@ -123,8 +124,7 @@ class Paged:
         bounds = torch.tensor([0] + [end - start for start, end in spans]).cumsum(0).int()
         return reference.paged_attention(
             torch.cat([self.q[start:end] for start, end in spans]),
-            self.k,
-            self.v,
+            KVPages(self.k, self.v),
             self.table.expand(len(spans), -1),
             bounds,
             torch.tensor([end for _, end in spans]).int(),

@@ -132,7 +132,7 @@ class Paged:
 
     model: Model
     page_size: int = 16
-    dtype: torch.dtype = torch.float32
+    kv: str = "f32"
     num_pages: int = 96
     tables: dict[int, list[list[int]]] = field(default_factory=dict)
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -140,7 +140,7 @@ class Paged:
     def __post_init__(self) -> None:
         """Pages are handed out in an order that is not ascending."""
         groups = self.model.groups
-        self.cache = KVCache(groups, [self.num_pages] * len(groups), self.page_size, self.dtype)
+        self.cache = KVCache(groups, [self.num_pages] * len(groups), self.page_size, self.kv)
         self.free = [[(i * 37 + 11) % self.num_pages for i in range(self.num_pages)] for _ in groups]
         assert sorted(self.free[0]) == list(range(self.num_pages))
 

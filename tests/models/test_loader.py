@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from localllm.checkpoint import open_checkpoint
+from localllm.checkpoint import kv_bytes_per_token, open_checkpoint
 from localllm.errors import BadModelFile, UnsupportedModel
 from localllm.models.kv_cache import KVCache, kv_bytes_per_page
 from localllm.models.loader import LoadOptions, load_model
@@ -87,17 +87,45 @@ def test_bfloat16_activations(tiny: Callable, tmp_path: Path, paged: Callable) -
     model = tiny("qwen3")
     ours = load_model(open_checkpoint(model.save(tmp_path)), LoadOptions(dtype="bfloat16"))
     expected = model.logits(list(range(30)))
-    rows = paged(ours, dtype=torch.bfloat16).all_logits(list(range(30)), [20])
+    rows = paged(ours, kv="bf16").all_logits(list(range(30)), [20])
     assert rows.dtype == torch.float32
     assert float((rows - expected).abs().max() / expected.abs().max()) < 0.08
 
 
-def test_pages_cost_what_the_plan_counts(loaded: Callable) -> None:
-    groups = loaded("gemma3").groups
-    cache = KVCache(groups, [5, 7], 32, torch.bfloat16)
-    counted = [kv_bytes_per_page(group, torch.bfloat16, 32) for group in groups]
+@pytest.mark.parametrize("kv", ["bf16", "f32", "fp8", "int8"])
+def test_pages_cost_what_the_plan_counts(kv: str, loaded: Callable) -> None:
+    model = loaded("gemma3")
+    groups = model.groups
+    cache = KVCache(groups, [5, 7], 32, kv)
+    counted = [kv_bytes_per_page(group, kv, 32) for group in groups]
     assert cache.nbytes == 5 * counted[0] + 7 * counted[1]
-    assert all(not pages.any() for layer in range(4) for pages in cache.layer(layer))
+    assert counted[0] == 32 * kv_bytes_per_token(model.facts, kv, len(groups[0].layers))
+    assert all(part is None or not part.any() for layer in range(4) for part in cache.layer(layer))
+
+
+@pytest.mark.parametrize("kv", ["bf16", "int8"])
+def test_a_copied_page_holds_the_same(kv: str, loaded: Callable) -> None:
+    cache = KVCache(loaded("gemma3").groups, [5, 7], 16, kv)
+    layers = cache.groups[1].layers
+    for layer in layers:
+        for part in cache.layer(layer):
+            if part is not None:
+                part.view(torch.uint8).random_(0, 255)
+    cache.copy_page(1, 2, 4)
+    for layer in layers:
+        for part in cache.layer(layer):
+            assert part is None or torch.equal(part[2].view(torch.uint8), part[4].view(torch.uint8))
+
+
+def test_a_checkpoints_scales_take_the_place_of_each_tokens_own(loaded: Callable) -> None:
+    groups = loaded("gemma3").groups
+    layer = groups[0].layers[0]
+    cache = KVCache(groups, [2, 2], kv_format="fp8", scales={layer: (0.5, 0.25)})
+    pages = cache.layer(layer)
+    assert pages.k_scales is not None and pages.k_scales.tolist() == [0.5]
+    assert pages.v_scales is not None and pages.v_scales.tolist() == [0.25]
+    assert cache.layer(groups[1].layers[0]).k_scales.shape == (2, groups[1].num_kv_heads, 16)
+    cache.copy_page(0, 0, 1)
 
 
 @pytest.mark.parametrize("quarantined", [frozenset(), frozenset({"c_int16", "c_float32"})], ids=["C", "torch"])

@@ -74,7 +74,7 @@ def test_copied_pages_continue_alike(loaded: Callable, paged: Any) -> None:
 def test_bfloat16_pages_stay_close(name: str, tiny: Callable, loaded: Callable, paged: Any) -> None:
     token_ids = prompt(60)
     reference = tiny(name).logits(token_ids)
-    rows = paged(loaded(name), dtype=torch.bfloat16).all_logits(token_ids, [40])
+    rows = paged(loaded(name), kv="bf16").all_logits(token_ids, [40])
     assert 1e-6 < relative_error(rows, reference) < 0.05
 
 

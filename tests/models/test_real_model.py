@@ -29,14 +29,14 @@ C_KERNELS = frozenset({"c_int16", "c_int8", "c_float32"})
 def test_smollm2_says_paris_in_any_company(
     exact: bool, quarantined: frozenset[str], smollm2_path: Path, paged: Any
 ) -> None:
-    kv = torch.float32 if exact else torch.bfloat16
+    kv = "f32" if exact else "bf16"
     with open_checkpoint(smollm2_path) as checkpoint:
         model = load_model(checkpoint, LoadOptions(exact=exact, quarantined=quarantined))
     ids = PROMPT + PARIS
-    whole = paged(model, dtype=kv).all_logits(ids, [len(ids)])
+    whole = paged(model, kv=kv).all_logits(ids, [len(ids)])
     assert whole[len(PROMPT) - 1 : -1].argmax(-1).tolist() == PARIS
-    assert torch.equal(paged(model, dtype=kv).all_logits(ids, [17, 1, len(PROMPT) - 18]), whole)
-    together = paged(model, dtype=kv)
+    assert torch.equal(paged(model, kv=kv).all_logits(ids, [17, 1, len(PROMPT) - 18]), whole)
+    together = paged(model, kv=kv)
     first = together.step({0: ids[:30], 1: PARIS, 2: ids[:40]})
     second = together.step({2: ids[40:], 0: ids[30:31], 1: PROMPT[:3]})
     assert torch.equal(torch.cat([first[0], second[0]]), whole[:31])
