@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,7 @@ class _Queued:
     turn: int
     messages: list[Message]
     params: SamplingParams | None
+    template: Mapping[str, Any]
 
 
 class InProcessBackend:
@@ -70,27 +71,47 @@ class InProcessBackend:
         self._running: dict[int, Turn | None] = {}
         self._stopped: set[int] = set()
         self._next_turn = 0
-        self._closing = False
         self._takes_turns = False
         self._failure: Failed | None = None
         """why the model did not load"""
-        self._cancel = threading.Event()
+        self._stop = threading.Event()
+        """ends the present thread, also while it loads"""
         self._thread: threading.Thread | None = None
+        self._meter: Any = None
 
-    def start(self, model: str | None) -> None:
-        """Load in a thread; phases arrive as events. A second start replaces the first model."""
-        self._end_thread()
-        self._closing, self._cancel = False, threading.Event()
-        self._takes_turns, self._failure = True, None
-        self._thread = threading.Thread(target=self._work, args=(model,), name="backend", daemon=True)
+    def start(self, model: str | None, changes: Mapping[str, Any] | None = None) -> None:
+        """Load in a thread; phases arrive as events. A second start replaces the first model, whose turns end."""
+        self._options |= changes or {}
+        self._stop.set()
+        with self._lock:
+            self._queue.clear()
+            doomed, before = list(self._running), self._thread
+            self._stop = stop = threading.Event()
+            self._takes_turns, self._failure = True, None
+            self._lock.notify()
+
+        def work() -> None:
+            if before is not None:
+                before.join()
+            for turn in doomed:
+                self._end(turn, Done(turn, FinishReason.ABORT, Usage(), Timing()))
+            if not stop.is_set():
+                self._work(model, stop)
+
+        self._thread = threading.Thread(target=work, name="backend", daemon=True)
         self._thread.start()
 
-    def send(self, messages: Sequence[Message], params: SamplingParams | None = None) -> int:
+    def send(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        template: Mapping[str, Any] | None = None,
+    ) -> int:
         """Queue a turn."""
         with self._lock:
             turn = self._next_turn
             self._next_turn += 1
-            self._queue.append(_Queued(turn, list(messages), params))
+            self._queue.append(_Queued(turn, list(messages), params, template or {}))
             self._running[turn] = None
             takes = self._takes_turns
             self._lock.notify()
@@ -114,24 +135,45 @@ class InProcessBackend:
 
     def facts(self) -> Facts:
         """What is running; empty before the model is ready."""
-        return Facts() if self._llm is None else self._llm.state()
+        llm = self._llm
+        if llm is None:
+            return Facts()
+        try:
+            state = llm.state()
+        except (LocalLLMError, AttributeError):  # closed a moment ago, in the backend's thread
+            return Facts()
+        return replace(state, held_bytes=self._held(state.device), power_w=self._watts(state.device))
 
-    def choices(self) -> list[ModelChoice]:
-        """The models on this machine."""
-        from localllm import hub
+    def _held(self, device: str) -> int:
+        if device.startswith("cuda"):
+            import torch
 
-        return [
-            ModelChoice(
-                name=m.name,
-                format=m.format,
-                size_bytes=m.size_bytes,
-                local=True,
-                supported=m.supported,
-                reason=m.reason or "",
-                max_ctx=m.max_context,
-            )  # fmt: skip
-            for m in hub.list_local()
-        ]
+            return int(torch.cuda.memory_reserved(device))
+        from localllm.device.live import resident_bytes
+
+        return resident_bytes()
+
+    def _watts(self, device: str) -> float:
+        if not device.startswith("cuda"):
+            return 0.0
+        if self._meter is None:
+            from localllm.device.live import PowerMeter
+
+            self._meter = PowerMeter(int(device.partition(":")[2] or 0))
+        return float(self._meter.watts())
+
+    def count_tokens(self, text: str) -> int:
+        """Tokens of a text, by the model's own tokenizer once it is there."""
+        llm = self._llm
+        return len(llm.tokenizer.encode(text)) if llm is not None else -(-len(text) // 4)
+
+    def choices(self, ctx: int | None = None) -> list[ModelChoice]:
+        """The models on this machine, then those of the catalogue."""
+        from localllm.choices import model_choices
+        from localllm.plan import PlanOptions
+
+        known = ("device", "dtype", "kv", "max_parallel", "prefix_cache")
+        return model_choices(ctx, PlanOptions(**{name: self._options[name] for name in known if name in self._options}))
 
     def checks(self) -> list[Check]:
         """Doctor's quick checks."""
@@ -144,9 +186,8 @@ class InProcessBackend:
         self._end_thread()
 
     def _end_thread(self) -> None:
-        self._cancel.set()
+        self._stop.set()
         with self._lock:
-            self._closing = True
             self._lock.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -154,31 +195,32 @@ class InProcessBackend:
 
     # --- the backend's thread ----------------------------------------------------------------------------------------
 
-    def _work(self, model: str | None) -> None:
+    def _work(self, model: str | None, stop: threading.Event) -> None:
         try:
-            llm = self._load(model)
+            llm = self._load(model, stop)
         except LocalLLMError as error:
-            self._fail_all(error)
+            self._fail_all(error, stop)
             return
         except Exception as error:
             log.exception("loading failed")
-            self._fail_all(InternalError(f"loading failed: {type(error).__name__}", "see the log"))
+            self._fail_all(InternalError(f"loading failed: {type(error).__name__}", "see the log"), stop)
             return
         try:
             while True:
                 with self._lock:
-                    while not self._queue and not self._closing:
+                    while not self._queue and not stop.is_set():
                         self._lock.wait()
-                    if self._closing:
+                    if stop.is_set():
                         break
                     queued = self._queue.popleft()
                 self._answer(llm, queued)
         finally:
             self._llm = None
             llm.close()
-            self._drop_queue(None)
+            if stop is self._stop:  # else another model takes over, and ends what this one left
+                self._drop_queue(None)
 
-    def _load(self, model: str | None) -> LLM:
+    def _load(self, model: str | None, stop: threading.Event) -> LLM:
         from localllm import hub
         from localllm.llm import LLM
 
@@ -188,7 +230,7 @@ class InProcessBackend:
         def on_phase(phase: Phase) -> None:
             (held if phase.name == "ready" else self._events).append(phase)
 
-        self._llm = LLM(name, on_phase=on_phase, cancel=self._cancel, **self._options)
+        self._llm = LLM(name, on_phase=on_phase, cancel=stop, **self._options)
         hub.remember_model(name)
         self._events.extend(held)
         return self._llm
@@ -200,7 +242,7 @@ class InProcessBackend:
             return
         try:
             params = queued.params or (self._default_params(llm) if self._default_params else None)
-            prompt = self._encode(llm, queued.messages)
+            prompt = self._encode(llm, queued)
             self._events.append(Prefill(turn, 0, len(prompt)))
             running = llm.submit(
                 prompt, params, splits_reasoning=True, listener=lambda piece: self._publish(turn, piece)
@@ -219,10 +261,12 @@ class InProcessBackend:
         if stopped:
             running.abort()
 
-    def _encode(self, llm: LLM, messages: list[Message]) -> list[int]:
+    def _encode(self, llm: LLM, queued: _Queued) -> list[int]:
+        messages = queued.messages
         if self._completes and not llm.has_chat_template:
             return llm.encode_prompt("\n\n".join(m.get("content", "") for m in messages))
-        return llm.encode_chat(messages)
+        goes_on = messages[-1].get("role") == "assistant"
+        return llm.encode_chat(messages, None, queued.template, continue_final=goes_on)
 
     def _publish(self, turn: int, piece: Piece) -> None:
         """Called in the engine's thread."""
@@ -244,9 +288,11 @@ class InProcessBackend:
             self._stopped.discard(turn)
         self._events.append(event)
 
-    def _fail_all(self, error: LocalLLMError) -> None:
+    def _fail_all(self, error: LocalLLMError, stop: threading.Event) -> None:
+        if stop is not self._stop:
+            return  # nobody waits for this model any more
         self._failure = _failed(-1, error)
-        if not isinstance(error, Aborted) or not self._closing:
+        if not isinstance(error, Aborted) or not stop.is_set():
             self._events.append(self._failure)
         self._drop_queue(self._failure)
 

@@ -335,8 +335,13 @@ class LLM:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        continue_final: bool = False,
     ) -> list[int]:
-        """Messages -> ids through the model's chat template. Text of users never becomes control tokens."""
+        """Messages -> ids through the model's chat template. Text of users never becomes control tokens.
+
+        continue_final   the last message, the assistant's, is left open: the model goes on with it
+        """
         if self._template is None:
             raise InvalidRequest(
                 f"{self.name} is a base model: its files hold no chat template",
@@ -346,7 +351,12 @@ class LLM:
         from localllm.chat.template import encode_chat
 
         with self._naming():
-            rendered = self._template.render(messages, tools=tools, **(template_kwargs or {}))
+            begins = not continue_final
+            rendered = self._template.render(
+                messages, tools=tools, add_generation_prompt=begins, **(template_kwargs or {})
+            )
+            if continue_final:
+                rendered = rendered.upto(messages[-1].get("content") or "")
             return encode_chat(self.tokenizer, rendered, messages)
 
     def submit(
@@ -472,18 +482,33 @@ class LLM:
 
     def state(self) -> Facts:
         """Plain data for status lines."""
-        stats = self.stats()
+        stats, plan = self.stats(), self.plan
         return Facts(
             model=self.name,
             truth_line=self.truth_line,
-            device=self.plan.device,
-            ctx=self.plan.ctx,
+            device=plan.device,
+            ctx=plan.ctx,
+            max_ctx=min(plan.max_ctx, self.facts.max_context),
             used_tokens=stats.used_tokens,
             pages_total=stats.pages_total,
             pages_free=stats.pages_free,
             pages_cached=stats.pages_cached,
+            page_size=plan.page_size,
+            page_map=self.engine.scheduler.pages.pools[0].states(),
             weight_bytes=self._model.weight_bytes,
             kv_bytes=self._kv_bytes,
+            kv=plan.kv,
+            plan_parts=tuple(plan.parts().items()),
+            have_bytes=plan.have_bytes,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            num_steps=stats.num_steps,
+            num_prompt_tokens=stats.num_prompt_tokens,
+            num_output_tokens=stats.num_output_tokens,
+            num_preemptions=stats.num_preemptions,
+            prefix_query_tokens=stats.prefix_query_tokens,
+            prefix_hit_tokens=stats.prefix_hit_tokens,
+            decode_tps=plan.decode_tps,
             has_chat_template=self.has_chat_template,
             warnings=tuple(self.plan.warnings),
         )

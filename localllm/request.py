@@ -261,18 +261,47 @@ ChatEvent = Phase | Prefill | Delta | Done | Failed
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is true of the running model: plain data for status lines."""
+    """What is true of the running model: plain data for status lines and the engine panel."""
 
     model: str = ""
     truth_line: str = ""
     device: str = ""
     ctx: int = 0
+    max_ctx: int = 0
+    """the largest window that would fit, up to the model's own; 0 when unknown"""
     used_tokens: int = 0
     pages_total: int = 0
     pages_free: int = 0
     pages_cached: int = 0
+    page_size: int = 0
+    """tokens"""
+    page_map: bytes = b""
+    """one byte a page, or every n-th page of a large pool: 0 free, 1 kept by the prefix tree alone, 2 in use"""
     weight_bytes: int = 0
     kv_bytes: int = 0
+    kv: str = ""
+    """how keys and values are stored"""
+    plan_parts: tuple[tuple[str, int], ...] = ()
+    """(weights | kv | work | margin, bytes) as planned"""
+    have_bytes: int = 0
+    """what the plan could use"""
+    held_bytes: int = 0
+    """what the process (CPU) or its share of the device (GPU) holds now"""
+    num_running: int = 0
+    num_waiting: int = 0
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    """computed since the start, those of the prefix tree not among them"""
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    decode_tps: float = 0.0
+    """expected of one sequence at the start of its context"""
+    power_w: float = 0.0
+    """what the card draws now; 0 where it does not say"""
+    url: str = ""
+    """the server that computes, when it is not this process"""
     has_chat_template: bool = True
     warnings: tuple[str, ...] = ()
 
@@ -292,6 +321,21 @@ class ModelChoice:
     tps: float = 0.0
     basis: str = "estimate"
     note: str = ""
+    ctx: int = 0
+    """the context it would get here"""
+    params: int = 0
+    active_params: int = 0
+    """weights read per token, where fewer than `params`"""
+    licence: str = ""
+    chat: bool = True
+    """has a chat template"""
+    need_bytes: int = 0
+    have_bytes: int = 0
+    parts: tuple[tuple[str, int], ...] = ()
+    """the terms of `need_bytes`"""
+    last_used: float = 0.0
+    """seconds since the epoch"""
+    path: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,12 +355,24 @@ class Check:
 class ChatBackend(Protocol):
     """All an interface knows of the engine. In process, or over HTTP; nothing here blocks."""
 
-    def start(self, model: str | None) -> None:
-        """Begin loading; returns at once, phases arrive as events, `Phase("ready")` ends them."""
+    def start(self, model: str | None, changes: Mapping[str, Any] | None = None) -> None:
+        """Begin loading; returns at once, phases arrive as events, `Phase("ready")` ends them.
+
+        A second start replaces the first model. `changes` are settings that differ from now on: ctx, kv.
+        """
         ...
 
-    def send(self, messages: Sequence[Message], params: SamplingParams | None = None) -> int:
-        """Queue a turn, also before the model is ready; returns its id."""
+    def send(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        template: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Queue a turn, also before the model is ready; returns its id.
+
+        When the last message is the assistant's, it is continued. `template` goes to the chat template:
+        enable_thinking, reasoning_effort.
+        """
         ...
 
     def stop(self, turn: int) -> None:
@@ -331,8 +387,12 @@ class ChatBackend(Protocol):
         """What is running."""
         ...
 
+    def count_tokens(self, text: str) -> int:
+        """Tokens of a text; an estimate (a quarter of its characters) while no model is there. May take a while."""
+        ...
+
     def choices(self) -> list[ModelChoice]:
-        """Rows of the model picker."""
+        """Rows of the model picker: what is here, then what could be fetched. May take a second."""
         ...
 
     def checks(self) -> list[Check]:

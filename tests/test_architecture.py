@@ -43,7 +43,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "llm": {"answer", "engine", "plan", "models", "tokenizer", "chat", "stream", "grammar", "catalog", "device", "hub"}
     | _TEXT,
     "doctor": {"device", "plan", "catalog", "tokenizer", "chat", "history", "kernels", "hub"} | _TEXT,
-    "backend": {"llm", "answer", "plan", "device", "chat", "tokenizer", "stream", "catalog", "doctor", "hub"} | _TEXT,
+    "choices": {"plan", "device", "catalog", "hub"} | _TEXT,
+    "backend": {"choices", "llm", "answer", "plan", "device", "chat", "tokenizer", "stream", "catalog", "doctor", "hub"} | _TEXT,
     "answer": {"errors", "request", "stream", "tokenizer"},
     "residents": {"llm", "plan", "device", "config", "request", "errors"},
     "quantize": {"llm", "models", "quant", "kernels", "config", "request", "errors", "checkpoint", "hub"},

@@ -123,3 +123,41 @@ def test_closing_ends_what_runs(tiny_path):
     seen += backend.events()
     assert all(len(ends(seen, turn)) == 1 for turn in turns)
     backend.close()
+
+
+def test_another_model_takes_over_and_the_first_ones_turn_ends(backend, tiny_path):
+    backend.start(tiny_path)
+    seen = []
+    wait(backend, is_ready, seen)
+    turn = backend.send(HELLO, LONG)
+    wait(backend, lambda e: isinstance(e, Delta), seen)
+    backend.start(tiny_path, {"ctx": 64})
+    wait(backend, is_ready, seen)
+    assert len(ends(seen, turn)) == 1
+    assert backend.facts().ctx == 64
+    after = backend.send(HELLO, SHORT)
+    wait(backend, lambda e: isinstance(e, Done) and e.turn == after, seen)
+
+
+def test_facts_hold_what_a_panel_shows(backend, tiny_path):
+    backend.start(tiny_path)
+    seen = []
+    wait(backend, is_ready, seen)
+    before = backend.facts()
+    assert set(before.page_map) <= {0, 1} and len(before.page_map) == before.pages_total
+    turn = backend.send(HELLO, SHORT)
+    wait(backend, lambda e: isinstance(e, Done) and e.turn == turn, seen)
+    after = backend.facts()
+    assert after.num_steps > before.num_steps and after.num_output_tokens == before.num_output_tokens + 6
+    assert dict(after.plan_parts).keys() == {"weights", "kv", "work", "margin"}
+    assert after.held_bytes > after.weight_bytes and after.have_bytes > 0 and after.max_ctx >= after.ctx
+    assert after.power_w == 0 and backend.count_tokens("hello you") > 0
+
+
+def test_choices_have_fit_and_speed(backend, tiny_path):
+    rows = backend.choices(256)
+    local = [row for row in rows if row.local]
+    assert all(row.supported is False or row.have_bytes > 0 for row in local)
+    fetched = [row for row in rows if not row.local]
+    assert fetched and all(row.size_bytes > 0 and row.licence for row in fetched)
+    assert any(row.fits and row.tps > 0 for row in fetched) or not any(row.fits for row in fetched)

@@ -37,6 +37,18 @@ class RenderedPrompt(str):
         made.as_text = tuple(as_text)
         return made
 
+    def upto(self, message: str) -> RenderedPrompt:
+        """Everything up to the end of the last message, so that a model goes on with it.
+
+        Raises InvalidRequest when the template does not write that message as it is.
+        """
+        text = message.strip()
+        at = self.rfind(text) if text else -1
+        if at < 0:
+            raise InvalidRequest("this model's template does not allow an answer to be continued", "ask for it instead")
+        end = at + len(text)
+        return RenderedPrompt.of(self[:end], [span for span in self.as_text if span[1] <= end])
+
 
 class ChatTemplate:
     """One model's chat template."""

@@ -34,6 +34,15 @@ class PagePool:
         """Free pages plus those that eviction could free."""
         return len(self._free) + self._num_reclaimable
 
+    def states(self, most: int = 4096) -> bytes:
+        """One byte a page: 0 free, 1 held by the prefix tree alone, 2 in use; of a large pool every n-th, `most` in all.
+
+        May be called from another thread: what it sees is a moment old.
+        """
+        step = -(-self.num_pages // most) or 1
+        refs, in_tree = self._refs[::step], self._in_tree[::step]
+        return bytes(0 if not held else 1 if held == 1 and kept else 2 for held, kept in zip(refs, in_tree, strict=True))
+
     def refs(self, page: int) -> int:
         """Holders of a page."""
         return self._refs[page]

@@ -289,3 +289,15 @@ def test_control_text_is_leftmost_longest() -> None:
     assert found.open_end("x") == 0
     assert ControlText({}).find("x") == []
     assert ControlText({}).open_end("x") == 0
+
+
+def test_an_answer_is_left_open_to_be_continued() -> None:
+    from localllm.chat.template import RenderedPrompt
+    from localllm.errors import InvalidRequest
+
+    prompt = RenderedPrompt.of("<u>a b<e><a>the sky <e>\n", [(3, 4), (12, 15)])
+    cut = prompt.upto("the sky ")
+    assert cut == "<u>a b<e><a>the sky" and cut.as_text == ((3, 4), (12, 15))
+    for unknown in ("", "not there"):
+        with pytest.raises(InvalidRequest):
+            prompt.upto(unknown)
