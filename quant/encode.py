@@ -1,0 +1,320 @@
+"""Float weights -> canonical quantised ones: round to nearest, or with the error carried on to later columns (GPTQ).
+
+target      form     group    one scale per                    stored scale
+int4        int4g    64       group of 32, 64 or 128           with a zero point; int4-sym without
+int8        int8     K        row
+fp8         fp8      -        row
+fp8-block   fp8      128      128 x 128 block
+nvfp4       fp4g16   16       group, E4M3, times one number per tensor
+mxfp4       fp4g32   32       group, a power of two
+
+Every scale is first rounded to what is stored, then the codes are chosen against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from localllm.kernels import Weight
+from localllm.kernels.dequant import FP8_BLOCK
+from localllm.kernels.gguf_blocks import E2M1
+
+from .packing import pack_nibbles
+
+E4M3_MAX = 448.0
+E2M1_MAX = 6.0
+SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
+"""shares of a group's range that are tried; the one with the least squared error wins. On Gaussian rows with groups of
+64 that takes 3 % off the error of int4"""
+COLUMNS_AT_ONCE = 128
+"""columns whose error is carried on inside a block before the rest of the matrix is brought up to date"""
+DAMPING = 0.01
+"""share of the mean of the Hessian's diagonal that is added to it: the value of the GPTQ paper"""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a weight becomes."""
+
+    name: str
+    """of the table above"""
+    group_size: int = 0
+    scale_dtype: torch.dtype = torch.float32
+    """of the stored int4 and int8 scales"""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a target or a group size that does not exist."""
+        if self.name not in GROUP_SIZES:
+            raise ValueError(f"{self.name!r} is none of {', '.join(GROUP_SIZES)}")
+        allowed = GROUP_SIZES[self.name]
+        if self.group_size == 0:
+            object.__setattr__(self, "group_size", allowed[0])
+        elif self.group_size not in allowed:
+            raise ValueError(f"{self.name} has groups of {', '.join(map(str, allowed))}, not {self.group_size}")
+
+    def fits(self, n: int, k: int) -> str | None:
+        """None, or why a weight [n, k] stays as it is."""
+        group = self.group_size
+        if min(n, k) < SMALLEST:
+            return f"{n} x {k} is small: under {SMALLEST}"
+        if self.name not in ("int8", "fp8", "fp8-block") and (k % group or k % 8):
+            return f"{k} inputs are no multiple of {max(group, 8)}"
+        return None
+
+
+GROUP_SIZES = {
+    "int4": (64, 32, 128),
+    "int4-sym": (64, 32, 128),
+    "int8": (0,),
+    "fp8": (0,),
+    "fp8-block": (FP8_BLOCK,),
+    "nvfp4": (16,),
+    "mxfp4": (32,),
+}
+"""target -> the group sizes it has, the default first"""
+SMALLEST = 64
+"""rows and columns below which nothing is gained"""
+
+
+class Fit(NamedTuple):
+    """How the elements of groups become codes: all [..., 1], beside elements [..., group]."""
+
+    scale: Tensor
+    """float32; what a code is multiplied with, rounded as it is stored"""
+    zero: Tensor | None = None
+    """int4: the code of 0"""
+    stored: Tensor | None = None
+    """the scale as it is stored, where that is another number or type"""
+
+
+def encode(weight: Tensor, target: Target, *, amax: float | None = None, hessian: Tensor | None = None) -> Weight:
+    """Quantise `weight`.
+
+    weight   [N, K], any float type and device
+    amax     nvfp4: the largest absolute value of all weights that will be fused with this one; None: of this one
+    hessian  float32 [K, K], sum of x xᵀ over calibration inputs: errors of a column are made up for in later columns,
+             weighed by it (Frantar et al., GPTQ, 2022). Not for int8 and fp8, whose error is small already.
+
+    Raises ValueError when the weight is not finite or its shape does not fit the target.
+    """
+    n, k = weight.shape
+    wide = weight.float()
+    if not bool(torch.isfinite(wide).all()):
+        raise ValueError("the weight has values that are not finite")
+    if target.name == "int8":
+        return _int8(wide, target)
+    if target.name.startswith("fp8"):
+        return _fp8(wide, target)
+    if k % target.group_size or k % 2:
+        raise ValueError(f"{k} inputs are no multiple of {target.group_size}")
+    alpha = _alpha(wide, amax) if target.name == "nvfp4" else 1.0
+    fit = _fitter(target, alpha)
+    codes, fitted = _carried(wide, hessian, target, fit) if hessian is not None else _nearest(wide, target, fit)
+    scales = (fitted.scale if fitted.stored is None else fitted.stored).squeeze(-1)
+    packed = pack_nibbles(codes)
+    shape, group = (n, k), target.group_size
+    if target.name == "mxfp4":
+        return Weight("fp4g32", shape, packed, scales, group_size=group)
+    if target.name == "nvfp4":
+        per_row = torch.full((n,), alpha, dtype=torch.float32, device=weight.device)
+        return Weight("fp4g16", shape, packed, scales, global_scale=per_row, group_size=group)
+    zeros = None if fitted.zero is None else fitted.zero.squeeze(-1).to(torch.uint8)
+    return Weight("int4g", shape, packed, scales, zeros, group_size=group)
+
+
+def e2m1_codes(x: Tensor) -> Tensor:
+    """Nearest E2M1 code of every element, ties to the even code: u8 0..15, the sign in bit 3. Beyond 6 is 6."""
+    size = x.abs()
+    codes = torch.zeros_like(size, dtype=torch.uint8)
+    for border in (0.25, 1.25, 2.5, 5.0):
+        codes += size > border
+    for border in (0.75, 1.75, 3.5):
+        codes += size >= border
+    return codes | ((x < 0) & (codes > 0)).to(torch.uint8) << 3
+
+
+def relative_error(weight: Tensor, decoded: Tensor) -> float:
+    """‖decoded - weight‖ / ‖weight‖: a smoke test; far above 0.12 something is wrong."""
+    wide = weight.float()
+    return float((decoded - wide).norm() / wide.norm().clamp(min=1e-30))
+
+
+def _alpha(wide: Tensor, amax: float | None) -> float:
+    largest = float(wide.abs().amax()) if amax is None else amax
+    return max(largest / (E2M1_MAX * E4M3_MAX), 1e-30)
+
+
+def _int8(wide: Tensor, target: Target) -> Weight:
+    k = wide.shape[1]
+    scale = (wide.abs().amax(-1, keepdim=True).clamp(min=1e-8) / 127).to(target.scale_dtype)
+    codes = torch.round(wide / scale.float()).clamp(-127, 127).to(torch.int8)
+    return Weight("int8", tuple(wide.shape), codes, scale, group_size=k)
+
+
+def _fp8(wide: Tensor, target: Target) -> Weight:
+    shape = (wide.shape[0], wide.shape[1])
+    if target.name == "fp8":
+        scale = (wide.abs().amax(-1, keepdim=True) / E4M3_MAX).clamp(min=1e-12)
+        return Weight("fp8", shape, _e4m3(wide / scale), scale)
+    n, k = shape
+    padded = functional.pad(wide, (0, -k % FP8_BLOCK, 0, -n % FP8_BLOCK))
+    tiles = padded.view(padded.shape[0] // FP8_BLOCK, FP8_BLOCK, -1, FP8_BLOCK)
+    scale = tiles.abs().amax((1, 3), keepdim=True).clamp(min=1e-12) / E4M3_MAX
+    codes = _e4m3((tiles / scale).view(padded.shape)[:n, :k]).contiguous()
+    return Weight("fp8", shape, codes, scale.view(scale.shape[0], -1).contiguous(), group_size=FP8_BLOCK)
+
+
+def _e4m3(x: Tensor) -> Tensor:
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+Fitter = Callable[[Tensor, Tensor | None], Fit]
+"""groups [..., group], importance [..., group] or None -> their scales"""
+
+
+def _fitter(target: Target, alpha: float) -> Fitter:
+    if target.name == "nvfp4":
+        return lambda groups, importance: _fit_nvfp4(groups, importance, alpha)
+    if target.name == "mxfp4":
+        return lambda groups, importance: _fit_mxfp4(groups)
+    return lambda groups, importance: _fit_int4(groups, importance, target)
+
+
+def _codes(groups: Tensor, fit: Fit, target: Target) -> Tensor:
+    if target.name in ("nvfp4", "mxfp4"):
+        return e2m1_codes(groups / fit.scale)
+    zero = 8.0 if fit.zero is None else fit.zero
+    return (torch.round(groups / fit.scale) + zero).clamp(0, 15).to(torch.uint8)
+
+
+def _values(codes: Tensor, fit: Fit, target: Target) -> Tensor:
+    if target.name in ("nvfp4", "mxfp4"):
+        table = torch.tensor(E2M1, dtype=torch.float32, device=codes.device)
+        return table[codes.int()] * fit.scale
+    return (codes.float() - (8.0 if fit.zero is None else fit.zero)) * fit.scale
+
+
+def _error(groups: Tensor, fit: Fit, target: Target, importance: Tensor | None) -> Tensor:
+    """Squared error per group, [..., 1]."""
+    error = (_values(_codes(groups, fit, target), fit, target) - groups).square_()
+    return (error if importance is None else error.mul_(importance)).sum(-1, keepdim=True)
+
+
+def _better(old: Fit, new: Fit, wins: Tensor) -> Fit:
+    def pick(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+        return None if a is None or b is None else torch.where(wins, b, a)
+
+    scale = torch.where(wins, new.scale, old.scale)
+    if old.stored is None or new.stored is None:
+        return Fit(scale, pick(old.zero, new.zero))
+    bits = torch.where(wins, new.stored.view(torch.uint8), old.stored.view(torch.uint8))  # `where` knows no float8
+    return Fit(scale, pick(old.zero, new.zero), bits.view(old.stored.dtype))
+
+
+def _best(groups: Tensor, fits: list[Fit], target: Target, importance: Tensor | None) -> Fit:
+    best, least = fits[0], _error(groups, fits[0], target, importance)
+    for fit in fits[1:]:
+        error = _error(groups, fit, target, importance)
+        wins = error < least
+        best, least = _better(best, fit, wins), torch.where(wins, error, least)
+    return best
+
+
+def _fit_int4(groups: Tensor, importance: Tensor | None, target: Target) -> Fit:
+    fits = []
+    low, high = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True).clamp(min=0)
+    size = groups.abs().amax(-1, keepdim=True)
+    for shrink in SHRINKS:
+        if target.name == "int4-sym":
+            fits.append(Fit((size * shrink / 7.5).clamp(min=1e-8).to(target.scale_dtype).float()))
+            continue
+        scale = ((high - low) * shrink / 15).clamp(min=1e-8).to(target.scale_dtype).float()
+        fits.append(Fit(scale, torch.round(-low * shrink / scale).clamp_(0, 15)))
+    best = _best(groups, fits, target, importance)
+    return best._replace(stored=best.scale.to(target.scale_dtype))
+
+
+def _fit_nvfp4(groups: Tensor, importance: Tensor | None, alpha: float) -> Fit:
+    """The largest value of a group becomes 6, or 4 where that costs less: codes between 4 and 6 are far apart."""
+    size = groups.abs().amax(-1, keepdim=True)
+    fits = []
+    for top in (6.0, 4.0):
+        stored = (size / (top * alpha)).clamp(2.0**-9, E4M3_MAX).to(torch.float8_e4m3fn)
+        fits.append(Fit(stored.float() * alpha, None, stored))
+    return _best(groups, fits, Target("nvfp4"), importance)
+
+
+def _fit_mxfp4(groups: Tensor) -> Fit:
+    """The smallest power of two with which nothing is cut off."""
+    size = groups.abs().amax(-1, keepdim=True)
+    exponent = torch.ceil(torch.log2((size / E2M1_MAX).clamp(min=2.0**-126))).clamp(-127, 127)
+    return Fit(torch.exp2(exponent), None, (exponent + 127).to(torch.uint8))
+
+
+def _nearest(wide: Tensor, target: Target, fit: Fitter) -> tuple[Tensor, Fit]:
+    groups = wide.unflatten(-1, (-1, target.group_size))
+    fitted = fit(groups, None)
+    return _codes(groups, fitted, target).flatten(-2), fitted
+
+
+def _carried(wide: Tensor, hessian: Tensor, target: Target, fit: Fitter) -> tuple[Tensor, Fit]:
+    """Column by column; what a column loses is made up for by the columns after it."""
+    n, k = wide.shape
+    group = target.group_size
+    left = wide.clone()
+    upper, importance = _inverse_root(hessian.to(wide.device))
+    codes = torch.empty(n, k, dtype=torch.uint8, device=wide.device)
+    fits: list[Fit] = []
+    for start in range(0, k, COLUMNS_AT_ONCE):
+        end = min(start + COLUMNS_AT_ONCE, k)
+        lost = torch.zeros(n, end - start, device=wide.device)
+        for column in range(start, end):
+            if column % group == 0:
+                part = slice(column, column + group)
+                fits.append(fit(left[:, part], importance[part]))
+            value = left[:, column : column + 1]
+            code = _codes(value, fits[-1], target)
+            codes[:, column : column + 1] = code
+            error = (value - _values(code, fits[-1], target)) / upper[column, column]
+            left[:, column + 1 : end] -= error * upper[column, column + 1 : end]
+            lost[:, column - start : column - start + 1] = error
+        left[:, end:] -= lost @ upper[start:end, end:]
+
+    def stacked(parts: list[Tensor | None]) -> Tensor | None:
+        found = [part for part in parts if part is not None]
+        if not found:
+            return None
+        if found[0].dtype is torch.float8_e4m3fn:
+            return torch.stack([part.view(torch.uint8) for part in found], 1).view(torch.float8_e4m3fn)
+        return torch.stack(found, 1)
+
+    scale = stacked([part.scale for part in fits])
+    assert scale is not None
+    return codes, Fit(scale, stacked([part.zero for part in fits]), stacked([part.stored for part in fits]))
+
+
+def _inverse_root(hessian: Tensor) -> tuple[Tensor, Tensor]:
+    """Upper Cholesky factor of the damped inverse [K, K], and the diagonal [K] of the Hessian, as weights of errors.
+
+    An input that was never other than zero gets a diagonal of 1: its column is rounded for itself. Damping grows until
+    the factor exists.
+    """
+    damped = hessian.float().clone()
+    diagonal = damped.diagonal()
+    diagonal[diagonal == 0] = 1.0
+    importance = diagonal.clone()
+    mean = float(importance.mean())
+    for attempt in range(6):
+        diagonal += DAMPING * mean * (10**attempt if attempt else 1)
+        root, failed = torch.linalg.cholesky_ex(damped)
+        if int(failed) == 0:
+            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(root), upper=True)
+            if int(failed) == 0 and bool(torch.isfinite(upper).all()):
+                return upper, importance
+    raise ValueError("the calibration inputs give no usable Hessian; use another text, or none")

@@ -1,0 +1,107 @@
+"""Canonical weights -> the tensors and the configuration of a compressed-tensors checkpoint, weight-only.
+
+form     format                  tensors beside the module's name
+int4g    pack-quantized          weight_packed i32, weight_scale, weight_zero_point i32 packed along N, weight_shape
+int8     pack-quantized, 8 bits  weight_packed i32, weight_scale [N, 1], weight_shape
+fp8      float-quantized         weight e4m3, weight_scale [N, 1] or [blocks of N, blocks of K]
+fp4g16   nvfp4-pack-quantized    weight_packed u8, weight_scale e4m3, weight_global_scale [1], which divides
+fp4g32   mxfp4-pack-quantized    weight_packed u8, weight_scale u8
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from localllm.kernels import Weight
+
+from .encode import Target
+from .packing import unpack_nibbles
+
+VERSION = "0.13.0"
+"""of compressed-tensors, whose layout this is"""
+
+
+def tensors(weight: Weight) -> dict[str, Tensor]:
+    """Suffix -> tensor to store. Raises ValueError for a form that has no such layout."""
+    assert weight.scales is not None
+    if weight.form == "int4g" and weight.mins is None:
+        found = {"weight_packed": pack_words(unpack_nibbles(weight.qweight), 4), "weight_scale": weight.scales}
+        if weight.zeros is not None:
+            found["weight_zero_point"] = pack_words(weight.zeros.t(), 4).t().contiguous()
+        return found | {"weight_shape": torch.tensor(weight.shape)}
+    if weight.form == "int8":
+        codes = (weight.qweight.to(torch.int16) + 128).to(torch.uint8)
+        packed = pack_words(codes, 8)
+        return {"weight_packed": packed, "weight_scale": weight.scales, "weight_shape": torch.tensor(weight.shape)}
+    if weight.form == "fp8":
+        return {"weight": weight.qweight, "weight_scale": weight.scales}
+    if weight.form == "fp4g16":
+        assert weight.global_scale is not None
+        divisor = (1.0 / weight.global_scale[:1]).contiguous()
+        return {"weight_packed": weight.qweight, "weight_scale": weight.scales, "weight_global_scale": divisor}
+    if weight.form == "fp4g32":
+        return {"weight_packed": weight.qweight, "weight_scale": weight.scales}
+    raise ValueError(f"compressed-tensors has no layout for {weight.form}")
+
+
+def pack_words(codes: Tensor, bits: int) -> Tensor:
+    """u8 [..., K] -> i32 [..., ceil(K * bits / 32)], lowest bits first; what is missing in the last word is 0."""
+    per_word = 32 // bits
+    padded = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % per_word)).unflatten(-1, (-1, per_word))
+    words = torch.zeros(padded.shape[:-1], dtype=torch.int64, device=codes.device)
+    for index in range(per_word):
+        words |= padded[..., index].long() << (bits * index)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def configuration(target: Target, ignored: list[str]) -> dict[str, Any]:
+    """The `quantization_config` of config.json. `ignored`: linear modules that stay as they were."""
+    bits, kind, strategy, group, layout = _SCHEMES[target.name]
+    weights: dict[str, Any] = {
+        "num_bits": bits,
+        "type": kind,
+        "strategy": strategy,
+        "symmetric": target.name != "int4",
+        "dynamic": False,
+        "group_size": target.group_size if group else None,
+        "actorder": None,
+        "block_structure": [target.group_size, target.group_size] if strategy == "block" else None,
+        "observer": "minmax",
+        "observer_kwargs": {},
+    }
+    if target.name == "mxfp4":
+        weights |= {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+    if target.name == "nvfp4":
+        weights |= {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
+    group_0 = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": None,
+        "output_activations": None,
+        "format": layout,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group_0},
+        "ignore": ignored,
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+        "version": VERSION,
+    }
+
+
+_SCHEMES: dict[str, tuple[int, str, str, bool, str]] = {
+    "int4": (4, "int", "group", True, "pack-quantized"),
+    "int4-sym": (4, "int", "group", True, "pack-quantized"),
+    "int8": (8, "int", "channel", False, "pack-quantized"),
+    "fp8": (8, "float", "channel", False, "float-quantized"),
+    "fp8-block": (8, "float", "block", False, "float-quantized"),
+    "nvfp4": (4, "float", "tensor_group", True, "nvfp4-pack-quantized"),
+    "mxfp4": (4, "float", "group", True, "mxfp4-pack-quantized"),
+}
+"""target -> bits, type, strategy, whether there are groups, format"""

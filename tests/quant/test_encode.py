@@ -1,0 +1,126 @@
+"""Float weights become quantised ones: as exact as the format allows, readable by us and by compressed-tensors."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from localllm.quant import Weight, dequantize, export
+from localllm.quant.encode import GROUP_SIZES, Target, e2m1_codes, encode, relative_error
+
+N, K = 136, 256
+LINE = {"int4": 0.11, "int4-sym": 0.12, "int8": 0.012, "fp8": 0.03, "fp8-block": 0.03, "nvfp4": 0.11, "mxfp4": 0.13}
+KIND = {"fp8": "ct_fp8", "fp8-block": "ct_fp8", "nvfp4": "ct_nvfp4", "mxfp4": "ct_mxfp4"}
+CASES = [(name, size) for name, sizes in GROUP_SIZES.items() for size in sizes]
+Load = Callable[..., Weight]
+
+
+def gaussian() -> Tensor:
+    return torch.randn(N, K) * torch.logspace(-1, 1, N).unsqueeze(1)
+
+
+@pytest.mark.parametrize(("name", "size"), CASES)
+def test_error_is_that_of_the_format(name: str, size: int) -> None:
+    weight = torch.randn(N, K)
+    assert relative_error(weight, dequantize(encode(weight, Target(name, size)))) < LINE[name]
+
+
+@pytest.mark.parametrize("name", [name for name, _ in CASES if name not in ("int8", "fp8", "fp8-block")])
+def test_carrying_the_error_on_helps_on_the_inputs_it_was_made_for(name: str) -> None:
+    inputs = torch.randn(600, 12) @ torch.randn(12, K) + 0.3 * torch.randn(600, K)
+    weight, target = gaussian(), Target(name)
+
+    def lost(encoded: Weight) -> float:
+        return float((inputs @ (dequantize(encoded) - weight).T).norm() / (inputs @ weight.T).norm())
+
+    plain, carried = lost(encode(weight, target)), lost(encode(weight, target, hessian=inputs.T @ inputs))
+    assert carried < 0.8 * plain
+
+
+def test_an_input_that_is_always_zero_and_one_hessian_of_zeros() -> None:
+    hessian = torch.zeros(K, K)
+    weight = gaussian()
+    plain = encode(weight, Target("int4"))
+    assert torch.equal(dequantize(encode(weight, Target("int4"), hessian=hessian)), dequantize(plain))
+
+
+def test_e2m1_codes_are_the_nearest_with_ties_to_even() -> None:
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    x = torch.cat([torch.linspace(-7, 7, 2801), values])
+    codes = e2m1_codes(x)
+    distance = (x.abs().unsqueeze(1) - values).abs()
+    assert torch.equal(distance.gather(1, (codes & 7).long().unsqueeze(1)).squeeze(1), distance.amin(1))
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    assert (e2m1_codes(ties) & 7).tolist() == [0, 2, 2, 4, 4, 6, 6]
+    assert torch.equal(codes >> 3, ((x < 0) & ((codes & 7) > 0)).to(torch.uint8))
+
+
+@pytest.mark.parametrize("weight", [torch.zeros(N, K), torch.full((N, K), 1e-30), torch.full((N, K), 3e30)])
+@pytest.mark.parametrize("name", GROUP_SIZES)
+def test_extremes_stay_finite(name: str, weight: Tensor) -> None:
+    decoded = dequantize(encode(weight, Target(name)))
+    assert bool(torch.isfinite(decoded).all())
+    assert bool((decoded >= 0).all())
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="finite"):
+        encode(torch.full((N, K), float("nan")), Target("int4"))
+    with pytest.raises(ValueError, match="int5"):
+        Target("int5")
+    with pytest.raises(ValueError, match="not 16"):
+        Target("int4", 16)
+    assert "multiple of 64" in str(Target("int4").fits(128, 96))
+    assert "small" in str(Target("nvfp4").fits(32, 4096))
+    assert Target("fp8").fits(128, 100) is None
+
+
+@pytest.mark.parametrize(("name", "size"), CASES)
+def test_written_and_read_again_it_is_the_same(load: Load, name: str, size: int) -> None:
+    target = Target(name, size, torch.bfloat16)
+    encoded = encode(gaussian(), target)
+    stored = export.tensors(encoded)
+    read = load(stored, (N, K), export.configuration(target, ["lm_head"]), KIND.get(name, "ct_pack"))
+    assert read.form == encoded.form
+    ours, theirs = dequantize(encoded), dequantize(read)
+    if name == "nvfp4":  # the divisor is rounded to float32
+        assert torch.allclose(ours, theirs, rtol=3e-7, atol=0)
+    else:
+        assert torch.equal(ours, theirs)
+
+
+@pytest.fixture(scope="module")
+def package() -> SimpleNamespace:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from compressed_tensors import compressors
+        from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    return SimpleNamespace(compressors=compressors, args=QuantizationArgs, scheme=QuantizationScheme)
+
+
+COMPRESSOR = {
+    "pack-quantized": "PackedQuantizationCompressor",
+    "float-quantized": "FloatQuantizationCompressor",
+    "nvfp4-pack-quantized": "NVFP4PackedCompressor",
+    "mxfp4-pack-quantized": "MXFP4PackedCompressor",
+}
+
+
+@pytest.mark.parametrize(("name", "size"), CASES)
+def test_compressed_tensors_reads_what_is_written(package: SimpleNamespace, name: str, size: int) -> None:
+    target = Target(name, size, torch.bfloat16)
+    encoded = encode(gaussian(), target)
+    config: dict[str, Any] = export.configuration(target, [])
+    weights = config["config_groups"]["group_0"]["weights"]
+    scheme = package.scheme(targets=["Linear"], weights=package.args(**weights))
+    compressor = getattr(package.compressors, COMPRESSOR[config["format"]])
+    theirs = compressor.decompress(export.tensors(encoded), scheme)["weight"].float()
+    ours = dequantize(encoded)
+    # the package computes in the type of the scales: bfloat16, half a unit of 2^-8 and for nvfp4 one more
+    assert torch.allclose(theirs, ours, rtol=2.0**-7, atol=1e-6)
