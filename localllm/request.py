@@ -24,6 +24,33 @@ class Message(TypedDict, total=False):
     tool_call_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What an answer's content must be. `grammar` compiles it; the answer then cannot be anything else."""
+
+    kind: Literal["json_schema", "json_object", "regex", "grammar", "choice"]
+    value: Any = None
+    """a JSON schema; None; a regular expression that matches the whole answer; Lark or GBNF text; a list of texts"""
+    lenient: bool = False
+    """a JSON schema's keywords that cannot be enforced are left out instead of refused"""
+    param: str = "response_format"
+    """the field of the request it came from, for errors"""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """Which tools the model may call, and how."""
+
+    tools: tuple[Mapping[str, Any], ...]
+    """in the OpenAI shape: {"type": "function", "function": {"name", "description", "parameters"}}"""
+    choice: str = "auto"
+    """auto | none | required: the model decides, calls none, calls at least one of them"""
+    only: tuple[str, ...] = ()
+    """names that may be called; empty: all"""
+    parallel: bool = True
+    """several calls in one answer"""
+
+
 class FinishReason(StrEnum):
     """Why a sequence ended. Every accepted request ends in exactly one of these."""
 
@@ -141,14 +168,37 @@ class StopCheck(Protocol):
 
 
 class TokenMask(Protocol):
-    """Made by `grammar.py`: which tokens may come next."""
+    """Made by `grammar`, called by the engine in its thread: which tokens may come next."""
 
-    def fill(self, bitmask_row: Any) -> None:
-        """Write the allowed ids as bits into an int32 row of ceil(vocab / 32) words."""
+    def fill(self, bitmask_row: Any) -> bool:
+        """Write the allowed ids as bits into an int32 row of ceil(vocab / 32) words.
+
+        False: all ids are allowed, the row was left alone. Raises ConstraintUnmet when none is, or at a limit.
+        """
         ...
 
     def accept(self, token_id: int) -> None:
-        """Advance past one id."""
+        """Advance past one id. Raises ConstraintUnmet for one that was not allowed."""
+        ...
+
+    def forced(self) -> list[int]:
+        """Ids that must come next, in the spelling that the tokenizer would choose; none where there is a choice.
+
+        They are not accepted yet. An engine that gives logits for every token may ignore them.
+        """
+        ...
+
+    @property
+    def is_done(self) -> bool:
+        """Nothing but the end may follow: the sequence ends here, also where end tokens are ignored."""
+        ...
+
+    def fork(self) -> TokenMask:
+        """One in the same state that goes its own way, for another child of the same request."""
+        ...
+
+    def rollback(self, count: int) -> None:
+        """Take the last `count` accepted ids back (at most 64): drafts that were refused."""
         ...
 
 
@@ -229,6 +279,7 @@ class Delta:
     turn: int
     kind: Literal["content", "reasoning", "tool_call"]
     text: str
+    """of a tool_call: JSON, first {"index", "id", "name", "arguments": ""}, then {"index", "arguments": a piece}"""
     num_tokens: int = 1
 
 
