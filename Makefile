@@ -13,7 +13,7 @@ test: models
 	@exec .venv/bin/pytest --durations=15 $(ARGS)
 
 test-all: models
-	@exec .venv/bin/pytest --durations=25 -m '' $(ARGS)
+	@exec .venv/bin/pytest --durations=25 -m '' -o faulthandler_timeout=3000 $(ARGS)
 
 lint: dev
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check .
