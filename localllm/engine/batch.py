@@ -23,7 +23,8 @@ class BatchBuilder:
         parts = step.scheduled
         token_ids: list[int] = []
         for part in parts:
-            token_ids += part.sequence.token_ids[part.start : part.start + part.num_tokens]
+            known = part.sequence.token_ids[part.start : part.start + part.num_tokens]
+            token_ids += known or [0]  # one that is sampled now: `Draw.fill` puts it here
         positions = np.concatenate([np.arange(p.start, p.start + p.num_tokens, dtype=np.int64) for p in parts])
         query_lens = tuple(p.num_tokens for p in parts)
         seq_lens = tuple(p.start + p.num_tokens for p in parts)

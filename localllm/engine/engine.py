@@ -12,24 +12,26 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 
 from localllm.errors import DeviceError, InternalError, LocalLLMError, OutOfMemory
-from localllm.request import FinishReason, Request, TokenEvent, TokenLogprob, Usage
+from localllm.request import FinishReason, Request, TokenEvent, Usage
 
 from .batch import BatchBuilder, row_range
+from .draw import Draw, Sampled
 from .limits import check_request
 from .metrics import EngineStats, timing_of, usage_of
 from .pages import GroupPages, Pages
+from .pressure import Pressure, is_out_of_memory
+from .request_stream import Listener, RequestStream
 from .runner import ForwardOutput, Runner
-from .sampler import sample, token_logprob
+from .sampler import token_logprob
 from .scheduler import Scheduled, Scheduler, SchedulerLimits, Step
-from .sequence import Sequence
+from .sequence import Sequence, SequenceState
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +39,6 @@ UNREAD_PIECES = 2
 """pieces of scores that may wait for their reader before the request pauses"""
 IDLE_S = 0.002
 """between looks whether a paused request may go on"""
-
-Listener = Callable[[TokenEvent], None]
-Sampled = tuple[int, TokenLogprob | None] | Exception
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,58 +52,19 @@ class EngineOptions:
     limits: SchedulerLimits = SchedulerLimits()
     check_invariants: bool = False
     """verify every page and count after every step"""
+    runs_ahead: bool = False
+    """launch a step before the tokens of the one before are on the host: keeps a GPU busy, delays tokens on a CPU"""
 
 
-class RequestStream:
-    """The events of one request, in order. Iterating ends after the terminal event of its last answer."""
+@dataclass(slots=True)
+class Flight:
+    """A step that was launched; its tokens are being sampled, or will be when those of the step before are known."""
 
-    def __init__(self, engine: Engine, request: Request, listener: Listener | None) -> None:
-        self.request = request
-        self._engine = engine
-        self._listener = listener
-        self._events: SimpleQueue[TokenEvent] = SimpleQueue()
-        self.submit_time = time.monotonic()
-        self.num_unread_pieces = 0
-        """pieces of scores that wait for the reader"""
-        self._open = 1 if request.score else request.params.n
-        self._unread = self._open
-
-    def put(self, event: TokenEvent) -> None:
-        """Called by the engine's thread."""
-        if event.finish_reason is not None:
-            self._open -= 1
-        if event.scores is not None:
-            self.num_unread_pieces += 1
-        if self._listener is not None:
-            self._listener(event)
-        else:
-            self._events.put(event)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether every answer had its terminal event published."""
-        return self._open <= 0
-
-    def get(self, timeout: float | None = None) -> TokenEvent | None:
-        """The next event, or None after `timeout` seconds."""
-        try:
-            event = self._events.get(timeout=timeout)
-        except Empty:
-            return None
-        self.num_unread_pieces -= event.scores is not None
-        return event
-
-    def __iter__(self) -> Iterator[TokenEvent]:
-        while self._unread > 0:
-            event = self.get()
-            assert event is not None
-            if event.finish_reason is not None:
-                self._unread -= 1
-            yield event
-
-    def abort(self) -> None:
-        """End it now; the terminal events say "abort"."""
-        self._engine.abort(self.request.request_id)
+    step: Step
+    output: ForwardOutput | None = None
+    draw: Draw | None = None
+    error: Exception | None = None
+    """why it came to nothing"""
 
 
 class Engine:
@@ -126,6 +86,7 @@ class Engine:
         self._runner = runner
         self._pages = Pages(groups, options.page_size, options.prefix_cache)
         self.scheduler = Scheduler(self._pages, options.limits)
+        self.pressure = Pressure(self.scheduler)
         self._builder = BatchBuilder(len(groups), options.page_size, device)
         self._fault = fault
         self._streams: dict[str, RequestStream] = {}
@@ -134,7 +95,10 @@ class Engine:
         self._closing = False
         self._dead: Exception | None = None
         self._thread: threading.Thread | None = None
+        self._flight: Flight | None = None
+        """the step that was launched ahead"""
         self._num_steps = 0
+        self._num_ahead = 0
         self._step_started = 0.0
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
@@ -163,7 +127,7 @@ class Engine:
                 request.request_id = f"r{self._counter}"
             if request.request_id in self._streams:
                 raise LocalLLMError(f"request id {request.request_id!r} is in use", "choose another request id")
-            stream = RequestStream(self, request, listener)
+            stream = RequestStream(request, self.abort, listener)
             self._streams[request.request_id] = stream
             self._inbox.append(("submit", request))
             self._wake.notify()
@@ -195,6 +159,8 @@ class Engine:
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,
             num_preemptions=scheduler.num_preemptions,
+            num_ahead=self._num_ahead,
+            num_relieved=self.pressure.num_relieved,
             prefix_query_tokens=self._pages.tree.num_query_tokens,
             prefix_hit_tokens=self._pages.tree.num_hit_tokens,
             used_tokens=sum(s.num_computed_tokens for s in list(scheduler.running)),
@@ -225,7 +191,7 @@ class Engine:
         try:
             while True:
                 with self._wake:
-                    while not (self._inbox or self._closing or self.scheduler.has_work):
+                    while not (self._inbox or self._closing or self._has_work):
                         self._wake.wait()
                     if self._closing:
                         break
@@ -245,7 +211,7 @@ class Engine:
                 self._abort(value)
             else:
                 self._pages.tree.clear()
-        if self.scheduler.has_work:
+        if self._has_work:
             self._hold_back_readers()
             self._step_started = time.monotonic()
             if not self.step():
@@ -261,30 +227,74 @@ class Engine:
                 stream = self._streams.get(sequence.request.request_id)
                 sequence.is_paused = stream is not None and stream.num_unread_pieces > UNREAD_PIECES
 
+    @property
+    def _has_work(self) -> bool:
+        return self._flight is not None or self.scheduler.has_work
+
     def step(self) -> bool:
-        """schedule, build, forward, sample, commit, publish. False when there was nothing to compute."""
-        step = self.scheduler.schedule()
-        for sequence in step.starved:
-            self._end_starved(sequence)
-        if not step.scheduled:
-            return bool(step.starved)
+        """schedule, build, forward, sample, commit, publish. False when there was nothing to compute.
+
+        Running ahead, the forward pass of the next step is launched before this one's tokens are on the host, and
+        sampled after they were committed: what samples it (masks, penalties) knows every token before.
+        """
+        flight, self._flight = self._flight, None
+        if flight is None:
+            step = self.scheduler.schedule()
+            for sequence in step.starved:
+                self._end_starved(sequence)
+            if not step.scheduled:
+                return bool(step.starved)
+            flight = self._launch(step, None)
+            if flight.error is None:
+                self._sample(flight)
+        ahead = self._launch_ahead(flight) if self.options.runs_ahead and flight.error is None else None
+        self._commit(flight)
+        if ahead is not None and ahead.error is None:
+            self._sample(ahead)
+        if ahead is not None and ahead.error is not None:
+            self._give_up(ahead)
+        else:
+            self._flight = ahead
+        return True
+
+    def _launch(self, step: Step, before: Flight | None) -> Flight:
+        """Build and forward. `before` is the flight that samples the tokens of a step that is ahead."""
         started = time.monotonic()
         for part in step.scheduled:
             part.sequence.start_time = part.sequence.start_time or started
         self._num_steps += 1
+        flight = Flight(step)
         try:
             if self._fault is not None:
                 self._fault(self._num_steps)
-            batch = self._builder.build(step)
-            output = self._runner.forward(batch, step.copies)
-            rows, sampled = self._sample(step, output)
-        except Exception as error:  # the batch's requests end, the loop goes on
-            log.exception("a step failed")
-            for part in step.scheduled:
+            draw = before.draw if before is not None else None
+            flight.output = self._runner.forward(self._builder, step, draw)
+        except Exception as error:
+            flight.error = error
+        return flight
+
+    def _launch_ahead(self, flight: Flight) -> Flight | None:
+        step = self.scheduler.schedule_ahead(flight.step)
+        if step is None:
+            return None
+        self._num_ahead += 1
+        return self._launch(step, flight)
+
+    def _give_up(self, flight: Flight) -> None:
+        """A step failed: try it again smaller where memory ran out, else end its requests. The loop goes on.
+
+        Raises DeviceError for what leaves the device unusable.
+        """
+        error = flight.error
+        assert error is not None
+        if is_device_lost(error):
+            raise DeviceError(f"the GPU failed: {str(error).splitlines()[0]}", "restart localllm") from error
+        if is_out_of_memory(error) and self.pressure.relieve(flight.step):
+            return
+        log.error("a step failed", exc_info=error)
+        for part in flight.step.scheduled:
+            if part.sequence.state is not SequenceState.FINISHED:
                 self._fail(part.sequence, _explain(error))
-            return True
-        self._commit(step, rows, sampled)
-        return True
 
     def _accept(self, request: Request) -> None:
         params = request.params
@@ -301,26 +311,28 @@ class Engine:
         for sequence in [s for s in self.scheduler.sequences() if s.request.request_id == request_id]:
             self._finish(sequence, FinishReason.ABORT)
 
-    def _sample(self, step: Step, output: ForwardOutput) -> tuple[list[Sequence], list[Sampled]]:
+    def _sample(self, flight: Flight) -> None:
         """Split off the children of finished prompts and sample one token for every sequence at its end."""
         sequences: list[Sequence] = []
         rows: list[int] = []
         start = row = 0
-        for part in step.scheduled:
-            count = len(row_range(part, start))
-            if part.sequence.wants_all_rows and part.start < part.sequence.num_prompt_tokens:
-                self._take_rows(part, output, row)
-            if part.is_last_chunk and not part.sequence.request.score:
-                family = [part.sequence, *self._children(part.sequence)]
-                sequences += family
-                rows += [row + count - 1] * len(family)
-            start += part.num_tokens
-            row += count
-        if not sequences:
-            return [], []
-        with torch.inference_mode():
-            hidden = output.hidden if rows == list(range(row)) else output.hidden[rows]
-            return sequences, sample(output.logits(hidden), sequences)
+        assert flight.output is not None
+        try:
+            for part in flight.step.scheduled:
+                count = len(row_range(part, start))
+                if part.sequence.wants_all_rows and part.start < part.sequence.num_prompt_tokens:
+                    self._take_rows(part, flight.output, row)
+                ended = part.sequence.state is SequenceState.FINISHED  # while its part was under way
+                if part.is_last_chunk and not part.sequence.request.score and not ended:
+                    family = [part.sequence, *self._children(part.sequence)]
+                    sequences += family
+                    rows += [row + count - 1] * len(family)
+                start += part.num_tokens
+                row += count
+            with torch.inference_mode():
+                flight.draw = self._runner.sample(flight.output, rows, sequences)
+        except Exception as error:
+            flight.error = error
 
     def _children(self, parent: Sequence) -> list[Sequence]:
         children = []
@@ -354,11 +366,24 @@ class Engine:
                 at += logits.shape[0]
         sequence.num_rows_done = max(sequence.num_rows_done, at)
 
-    def _commit(self, step: Step, sequences: list[Sequence], sampled: list[Sampled]) -> None:
-        self.scheduler.commit(step)
+    def _commit(self, flight: Flight) -> None:
+        """Wait for the tokens of a step, count it, and publish."""
+        try:
+            results = flight.draw.results() if flight.draw is not None else []
+        except Exception as error:  # what a GPU computes fails when it is waited for
+            flight.error = error
+        if flight.error is not None:
+            self._give_up(flight)
+            return
+        assert flight.draw is not None
+        sequences = flight.draw.sequences
+        self.scheduler.commit(flight.step)
+        self.pressure.count_good()
         now = time.monotonic()
-        for part in step.scheduled:
+        for part in flight.step.scheduled:
             sequence = part.sequence
+            if sequence.state is SequenceState.FINISHED:
+                continue
             self._num_prompt_tokens += max(
                 0, min(part.start + part.num_tokens, sequence.num_prompt_tokens) - part.start
             )
@@ -375,9 +400,10 @@ class Engine:
             if sequence.index > 0 and sequence.num_computed_tokens == 0:
                 self.scheduler.add_fork(sequence, parents[sequence.request.request_id])
                 sequence.prefill_time = now
-        for sequence, result in zip(sequences, sampled, strict=True):
-            sequence.pending_forks = 0
-            self._advance(sequence, result, now)
+        for sequence, result in zip(sequences, results, strict=True):
+            if sequence.state is not SequenceState.FINISHED:  # it ended while its token was under way
+                sequence.pending_forks = 0
+                self._advance(sequence, result, now)
 
     def _advance(self, sequence: Sequence, result: Sampled, now: float) -> None:
         if isinstance(result, Exception):
@@ -458,11 +484,18 @@ class Engine:
                 self._fail(sequence, DeviceError(f"the engine stopped: {self._dead}", "restart localllm; see the log"))
 
 
+def is_device_lost(error: BaseException) -> bool:
+    """Whether a GPU's context is unusable after this failure: every later call would fail, too."""
+    lost = getattr(torch, "AcceleratorError", ())
+    text = str(error)
+    return not is_out_of_memory(error) and (isinstance(error, lost) or "CUDA error" in text or "device-side" in text)
+
+
 def _explain(error: Exception) -> LocalLLMError:
     """An error that a user can be shown."""
     if isinstance(error, LocalLLMError):
         return error
-    if isinstance(error, MemoryError) or "out of memory" in str(error).lower() or "can't allocate" in str(error):
+    if is_out_of_memory(error):
         wrapped: LocalLLMError = OutOfMemory("memory ran out during this step", "use a smaller --ctx or fewer requests")
     else:
         wrapped = InternalError(f"the request failed inside the engine: {type(error).__name__}", "see the log")

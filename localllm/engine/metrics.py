@@ -25,6 +25,10 @@ class EngineStats:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_preemptions: int = 0
+    num_ahead: int = 0
+    """steps launched before the tokens of the one before were on the host"""
+    num_relieved: int = 0
+    """steps that ran out of memory and were tried again smaller"""
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     used_tokens: int = 0

@@ -84,6 +84,7 @@ class Pages:
                     pool.retain(page)
                     table.append(page)
             sequence.first_kept[group] = first
+        sequence.table_version += 1
         sequence.node = path[-1]
         sequence.num_tree_pages = len(path)
         sequence.num_computed_tokens = num_tokens
@@ -98,6 +99,7 @@ class Pages:
                 self.tree.evict(group, short)
             if self.pools[group].num_free < count:
                 return False
+        sequence.table_version += any(plan)
         for group, count in enumerate(plan):
             for _ in range(count):
                 page = self.pools[group].take()
@@ -125,6 +127,7 @@ class Pages:
             copies.append(PageCopy(group, table[index], page))
             pool.release(table[index])
             table[index] = page
+            sequence.table_version += 1
         return copies
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -135,6 +138,7 @@ class Pages:
             for page in child.block_tables[group]:
                 if page >= 0:
                     pool.retain(page)
+        child.table_version += 1
         child.node, child.num_tree_pages = parent.node, parent.num_tree_pages
         child.num_computed_tokens = parent.num_computed_tokens
         child.num_cached_tokens = parent.num_cached_tokens
@@ -152,6 +156,7 @@ class Pages:
                 if table[index] >= 0:
                     self.pools[group].release(table[index])
                     table[index] = -1
+                    sequence.table_version += 1
             sequence.first_kept[group] = max(first, sequence.first_kept[group])
 
     def _grow_tree(self, sequence: Sequence) -> None:
@@ -164,7 +169,9 @@ class Pages:
             key = tuple(sequence.token_ids[index * size : (index + 1) * size])
             node, used = self.tree.insert(node, key, pages)
             for table, page in zip(sequence.block_tables, used, strict=True):
-                table[index] = -1 if page is None else page
+                if table[index] != (-1 if page is None else page):
+                    table[index] = -1 if page is None else page
+                    sequence.table_version += 1
             sequence.node = node
             sequence.num_tree_pages = index + 1
 
@@ -176,6 +183,7 @@ class Pages:
                     pool.release(page)
             sequence.block_tables[group] = []
             sequence.first_kept[group] = 0
+        sequence.table_version += 1
         sequence.node, sequence.num_tree_pages = None, 0
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:

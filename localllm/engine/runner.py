@@ -1,9 +1,8 @@
-"""Weights, caches, one forward: `ForwardBatch` -> logits of the rows that are wanted."""
+"""Weights, caches, one forward and one draw: `Step` -> logits of the rows that are wanted -> tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -12,7 +11,13 @@ from torch import Tensor
 from localllm.models.inputs import ForwardBatch
 from localllm.models.kv_cache import KVCache
 
+from .batch import BatchBuilder
+from .cuda_graph import DecodeGraphs
+from .draw import Draw
 from .pages import PageCopy
+from .sampler import draw
+from .scheduler import Step
+from .sequence import Sequence
 
 LOGIT_BYTES = 64 << 20
 """most float32 logits held at once when many rows are wanted: 64 rows of a 262k vocabulary"""
@@ -30,40 +35,68 @@ class ForwardModel(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
 class ForwardOutput:
-    """hidden [num_rows, hidden]: the wanted rows; `logits` turns pieces of them into logits when they are needed."""
+    """The wanted rows of a forward pass, turned into logits when they are needed.
 
-    hidden: Tensor
-    logits: Callable[[Tensor], Tensor]
+    hidden  [num_rows, hidden], before the last norm
+    ready   float32 [num_rows, vocab] where a graph has computed the logits, too; valid until the next forward
+    """
 
-    def rows(self, start: int, end: int) -> Tensor:
-        """float32 logits [end - start, vocab]"""
-        return self.logits(self.hidden[start:end])
+    def __init__(self, model: ForwardModel, hidden: Tensor, ready: Tensor | None = None) -> None:
+        self._model = model
+        self._hidden = hidden
+        self._ready = ready
+
+    def logits(self, rows: list[int]) -> Tensor:
+        """float32 [len(rows), vocab]"""
+        source = self._hidden if self._ready is None else self._ready
+        picked = source if rows == list(range(source.shape[0])) else source[rows]
+        return self._model.logits(picked) if self._ready is None else picked
 
     def pieces(self, start: int, end: int, vocab_size: int) -> Iterator[Tensor]:
-        """The same in pieces of at most LOGIT_BYTES."""
+        """Logits of rows [start, end), in order, in pieces of at most LOGIT_BYTES."""
         step = max(1, LOGIT_BYTES // (4 * vocab_size))
         for at in range(start, end, step):
-            yield self.rows(at, min(at + step, end))
+            yield self._model.logits(self._hidden[at : min(at + step, end)])
 
 
 class Runner:
-    """Runs a model over its cache."""
+    """Runs a model over its cache.
 
-    def __init__(self, model: ForwardModel, cache: KVCache, vocab_size: int) -> None:
+    graphs  decode steps replayed from captured graphs; None runs everything eagerly
+    """
+
+    def __init__(
+        self, model: ForwardModel, cache: KVCache, vocab_size: int, graphs: DecodeGraphs | None = None
+    ) -> None:
         self.model = model
         self.cache = cache
         self.vocab_size = vocab_size
+        self.graphs = graphs
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, copies: list[PageCopy]) -> ForwardOutput:
-        """Copy shared pages that are about to be written, then run the model."""
+    def forward(self, builder: BatchBuilder, step: Step, before: Draw | None = None) -> ForwardOutput:
+        """Copy shared pages that are about to be written, then run the model.
+
+        before  where the tokens of a step that is ahead come from
+        """
+        self._copy_pages(step.copies)
+        if self.graphs is not None and self.graphs.takes(step):
+            hidden, logits = self.graphs.forward(step, before)
+            return ForwardOutput(self.model, hidden, logits)
+        batch = builder.build(step)
+        if before is not None:
+            before.fill(batch.token_ids, step.scheduled)
+        hidden = self.model.forward(batch, self.cache)
+        return ForwardOutput(self.model, hidden[batch.logits_indices])
+
+    @torch.inference_mode()
+    def sample(self, output: ForwardOutput, rows: list[int], sequences: list[Sequence]) -> Draw:
+        """One token for each of `sequences`, from the rows of `output` that are theirs."""
+        if not sequences:
+            return Draw([], list)
+        return draw(output.logits(rows), sequences)
+
+    def _copy_pages(self, copies: list[PageCopy]) -> None:
         for copy in copies:
             self.cache.copy_page(copy.group, copy.source, copy.target)
-        hidden = self.model.forward(batch, self.cache)
-        return ForwardOutput(hidden[batch.logits_indices], self._logits)
-
-    @torch.inference_mode()
-    def _logits(self, hidden: Tensor) -> Tensor:
-        return self.model.logits(hidden)

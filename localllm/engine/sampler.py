@@ -16,6 +16,7 @@ from torch import Tensor
 from localllm.errors import BadModelFile
 from localllm.request import SamplingParams, TokenLogprob
 
+from .draw import Draw, Sampled, ToHost
 from .sequence import Sequence
 
 FIRST_CUT = 1024
@@ -52,7 +53,22 @@ def is_plain_greedy(params: SamplingParams) -> bool:
     )
 
 
-def sample(logits: Tensor, sequences: list[Sequence]) -> list[tuple[int, TokenLogprob | None] | Exception]:
+def draw(logits: Tensor, sequences: list[Sequence]) -> Draw:
+    """One token per row of logits [num_rows, vocab] float32, on any device."""
+    if logits.device.type != "cpu" and all(is_argmax(s) and s.params.logprobs is None for s in sequences):
+        ids = logits.argmax(-1)
+        copy = ToHost(ids)
+        return Draw(sequences, lambda: [(token, None) for token in copy.wait().tolist()], ids)
+    results = sample(logits, sequences)
+    return Draw(sequences, lambda: results)
+
+
+def is_argmax(sequence: Sequence) -> bool:
+    """Whether the largest of the raw logits is its next token, whatever else happens."""
+    return is_plain_greedy(sequence.params) and sequence.request.token_mask is None and not _bans_stop(sequence)
+
+
+def sample(logits: Tensor, sequences: list[Sequence]) -> list[Sampled]:
     """One token per row.
 
     logits     [num_rows, vocab] float32, left unchanged
@@ -60,14 +76,13 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> list[tuple[int, TokenLo
     returns    (token id, log-probabilities if asked for), or the exception that this row alone raised
     """
     greedy = logits.argmax(-1).tolist() if any(is_plain_greedy(s.params) for s in sequences) else []
-    results: list[tuple[int, TokenLogprob | None] | Exception] = []
+    results: list[Sampled] = []
     for row, sequence in enumerate(sequences):
         try:
-            mask = sequence.request.token_mask
-            if greedy and is_plain_greedy(sequence.params) and mask is None and not _bans_stop(sequence):
+            if greedy and is_argmax(sequence):
                 token = greedy[row]
             else:
-                token = sample_row(logits[row].clone(), sequence)
+                token = sample_row(logits[row].to("cpu", copy=True), sequence)
             wanted = sequence.params.logprobs
             results.append((token, None if wanted is None else token_logprob(logits[row], token, wanted)))
         except Exception as error:  # one request's failure must not reach its neighbours

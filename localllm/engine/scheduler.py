@@ -35,11 +35,13 @@ class Scheduled:
     sequence: Sequence
     start: int
     num_tokens: int
+    is_ahead: bool = False
+    """its one token is still being sampled by the step before"""
 
     @property
     def is_last_chunk(self) -> bool:
         """Whether the step leaves nothing uncomputed, so that a token is sampled."""
-        return self.start + self.num_tokens == self.sequence.num_tokens
+        return self.is_ahead or self.start + self.num_tokens == self.sequence.num_tokens
 
 
 @dataclass(slots=True)
@@ -113,6 +115,40 @@ class Scheduler:
         budget = self._schedule_prefills(step)
         self._admit(step, budget)
         return step
+
+    def schedule_ahead(self, flight: Step) -> Step | None:
+        """The step after `flight`, whose tokens are not known yet; None where that is not certain.
+
+        Certain is: all that runs is in `flight` and gets a token there, nothing waits that could come in, and there
+        are pages without taking any from a sequence. A sequence whose token can only be its last is left out; one
+        that turns out to have ended has its part of the step dropped.
+        """
+        if self.limits.preempt_every or (self.waiting and len(self.running) < self.limits.max_parallel):
+            return None
+        parts = {id(part.sequence): part for part in flight.scheduled}
+        going: list[Scheduled] = []
+        for sequence in self.running:
+            part = parts.get(id(sequence))
+            if part is None or not part.is_last_chunk or sequence.pending_forks or sequence.request.score:
+                return None
+            if sequence.num_output_tokens + 1 < sequence.max_tokens:
+                going.append(Scheduled(sequence, part.start + part.num_tokens, 1, is_ahead=True))
+        if not going or not self._has_room(going):
+            return None
+        step = Step(going)
+        for part in going:
+            copies = self.pages.own_tail(part.sequence, part.start)
+            extended = self.pages.extend(part.sequence, part.start + 1)
+            assert copies is not None and extended, "counted before"
+            step.copies.extend(copies)
+        return step
+
+    def _has_room(self, parts: list[Scheduled]) -> bool:
+        """Whether each part surely gets its slot: a new page and a copy of a shared one at most, in every group."""
+        return all(
+            pool.num_available >= sum(self.pages.num_needed(p.sequence, group, p.start + 1) + 1 for p in parts)
+            for group, pool in enumerate(self.pages.pools)
+        )
 
     def _schedule_decodes(self, step: Step) -> None:
         for sequence in [s for s in self.running if s.num_uncomputed_tokens == 1 and s.num_output_tokens > 0]:
@@ -204,6 +240,10 @@ class Scheduler:
     def _victim(self) -> Sequence:
         return max(self.running, key=lambda s: (-s.request.priority, s.order, s.index))
 
+    def preempt_latest(self) -> None:
+        """Send the latest arrival of the lowest priority back to the queue; its pages are free, its tokens stay."""
+        self._preempt(self._victim())
+
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self.pages.release(sequence)
@@ -220,8 +260,10 @@ class Scheduler:
         self.remove(sequence)
 
     def commit(self, step: Step) -> None:
-        """Count the step's tokens as computed and settle their pages."""
+        """Count the step's tokens as computed and settle their pages; what ended meanwhile has none."""
         for part in step.scheduled:
+            if part.sequence.state is SequenceState.FINISHED:
+                continue
             part.sequence.num_computed_tokens = part.start + part.num_tokens
             self.pages.commit(part.sequence)
 

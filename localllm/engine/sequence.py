@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from array import array
 from collections import Counter
@@ -10,6 +11,8 @@ from enum import Enum
 from localllm.request import FinishReason, Request, SamplingParams, StopCheck, TokenLogprob
 
 from .radix_cache import Node
+
+_numbers = itertools.count(1)
 
 
 class SequenceState(Enum):
@@ -36,8 +39,12 @@ class Sequence:
         self.num_cached_tokens = 0
         """prompt tokens taken from the prefix tree at first admission"""
         self.state = SequenceState.WAITING
+        self.number = next(_numbers)
+        """unique in this process"""
         self.block_tables: list[list[int]] = [[] for _ in range(num_groups)]
         """per group; -1 where a page fell out of the window"""
+        self.table_version = 0
+        """counts the changes of `block_tables`"""
         self.first_kept: list[int] = [0] * num_groups
         """per group: pages before this index were given back"""
         self.node: Node | None = None

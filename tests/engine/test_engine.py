@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from localllm.engine import pressure
 from localllm.engine.engine import Engine, EngineOptions
 from localllm.engine.pages import GroupPages
 from localllm.engine.runner import Runner
@@ -16,6 +17,15 @@ from localllm.request import FinishReason, Request, SamplingParams
 
 VOCAB = 50
 PAGE = 4
+MODES = {"in turn": False, "ahead": True}
+runs_ahead = [False]
+
+
+@pytest.fixture(autouse=True, params=MODES, ids=lambda mode: mode.replace(" ", "-"))
+def mode(request):
+    """Every test once with each step after the other, and once with the next step launched before the tokens are
+    known: nothing but the counter may differ."""
+    runs_ahead[0] = MODES[request.param]
 
 
 class FakeCache:
@@ -33,8 +43,11 @@ class FakeModel:
     def __init__(self, groups, broken=None):
         self.groups = groups
         self.broken = broken
+        self.most_sequences = self.most_tokens = 10**9
 
     def forward(self, batch, cache):
+        if len(batch.query_lens) > self.most_sequences or len(batch.token_ids) > self.most_tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         for group, inputs in enumerate(batch.groups):
             cache.slots[group][inputs.slot_mapping] = batch.token_ids
         if self.broken is not None and (batch.token_ids == self.broken).any():
@@ -64,9 +77,8 @@ class FakeModel:
 def make(num_pages=64, window=None, broken=None, prefix_cache=True, max_context=200, fault=None, **limits):
     groups = tuple([GroupPages(num_pages)] + ([GroupPages(num_pages, window)] if window else []))
     runner = Runner(FakeModel(groups, broken), FakeCache(groups), VOCAB)
-    options = EngineOptions(
-        max_context, PAGE, prefix_cache, SchedulerLimits(**({"max_parallel": 4, "prefill_budget": 16} | limits)), True
-    )
+    limits = SchedulerLimits(**({"max_parallel": 4, "prefill_budget": 16} | limits))
+    options = EngineOptions(max_context, PAGE, prefix_cache, limits, True, runs_ahead[0])
     return Engine(runner, groups, options, torch.device("cpu"), fault)
 
 
@@ -255,7 +267,7 @@ def test_a_listener_that_fails_ends_its_request_only():
 
 def test_a_window_smaller_than_a_page_without_full_attention_leaks_nothing():
     groups = (GroupPages(30, 3),)
-    options = EngineOptions(200, PAGE, True, SchedulerLimits(4, 7), True)
+    options = EngineOptions(200, PAGE, True, SchedulerLimits(4, 7), True, runs_ahead[0])
     engine = Engine(Runner(FakeModel(groups), FakeCache(groups), VOCAB), groups, options, torch.device("cpu"))
     rng = random.Random(3)
     for _ in range(25):
@@ -426,6 +438,57 @@ def test_thread_streams_and_close_ends_everything():
     engine.close()
     for stream in streams:
         assert collected(stream)[-1].finish_reason in ("abort", "length")
+    with pytest.raises(DeviceError):
+        engine.submit(request([1]))
+
+
+def test_ahead_is_ahead():
+    engine = make()
+    run(engine, *[request(p) for p in PROMPTS])
+    stats = engine.stats()
+    assert (stats.num_ahead > 0.6 * stats.num_steps) if runs_ahead[0] else stats.num_ahead == 0
+
+
+def test_memory_that_runs_out_in_use_makes_steps_smaller_and_ends_nothing(monkeypatch):
+    """preempt, shrink, tell: every request gets the tokens of a lone one"""
+    engine = make(prefill_budget=64)
+    engine._runner.model.most_sequences, engine._runner.model.most_tokens = 2, 18
+    assert engine.pressure.note == ""
+    prompts = [*PROMPTS, list(range(50))]
+    streams = run(engine, *[request(p) for p in prompts])
+    assert [ids_of(s) for s in streams] == [alone(p) for p in prompts]
+    assert engine.scheduler.limits.max_parallel == 2
+    assert "2 of 4 sequences" in engine.pressure.note and "chunks of" in engine.pressure.note
+    assert engine.stats().num_relieved >= 2
+    engine._runner.model.most_sequences = engine._runner.model.most_tokens = 10**9
+    monkeypatch.setattr(pressure, "GOOD_STEPS", 8)
+    run(engine, *[request(p, max_tokens=30) for p in PROMPTS])
+    assert engine.pressure.note == ""
+
+
+def test_memory_that_does_not_even_suffice_for_one_token_fails_the_request_only():
+    engine = make()
+    engine._runner.model.most_tokens = 0
+    streams = run(engine, *[request(p) for p in PROMPTS[:3]])
+    assert [type(collected(s)[-1].error) for s in streams] == [OutOfMemory] * 3
+    engine._runner.model.most_tokens = 10**9
+    assert ids_of(run(engine, request([1, 2, 3]))[0]) == alone([1, 2, 3])
+
+
+def test_a_lost_device_ends_the_engine_and_says_so():
+    """REL-10"""
+
+    def fault(step):
+        if step == 4:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nat line 3")
+
+    engine = make(fault=fault)
+    streams = [engine.submit(request(p)) for p in PROMPTS[:2]]
+    engine.start()
+    for stream in streams:
+        assert isinstance(collected(stream)[-1].error, DeviceError)
+    engine._thread.join(5)
+    assert engine.is_dead
     with pytest.raises(DeviceError):
         engine.submit(request([1]))
 

@@ -1,0 +1,162 @@
+"""Decode steps captured as CUDA graphs, one per batch bucket, and replayed: no launch costs, no Python in between.
+
+A graph reads fixed input buffers (`DecodeInputs`) and leaves hidden states and logits in fixed outputs. Eager mode
+stays the oracle: what is not captured, or cannot be, runs there, and `failure` says why.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from localllm.models.inputs import ForwardBatch
+from localllm.models.kv_cache import KVCache
+
+from .decode_inputs import DecodeInputs
+from .draw import Draw
+from .scheduler import Step
+
+log = logging.getLogger(__name__)
+
+WARM_RUNS = 2
+"""eager runs before a capture: kernels compile, libraries take their workspaces"""
+Run = Callable[[], tuple[Tensor, Tensor]]
+Captured = tuple[tuple[Tensor, Tensor], Callable[[], None]]
+"""(outputs, replay)"""
+
+
+class GraphModel(Protocol):
+    """What is captured."""
+
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """-> hidden [num_tokens, hidden]"""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """-> float32 [num_rows, vocab]"""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One captured graph."""
+
+    size: int
+    hidden: Tensor
+    logits: Tensor
+    replay: Callable[[], None]
+
+
+def buckets_up_to(most: int) -> tuple[int, ...]:
+    """1, 2, 4, 8, ... and `most` itself."""
+    sizes = [1]
+    while sizes[-1] < most:
+        sizes.append(min(2 * sizes[-1], most))
+    return tuple(sizes)
+
+
+class CudaCapture:
+    """Captures into one memory pool, shared by all buckets: only one of them runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Run) -> Captured:
+        """Raises what the capture raises."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_RUNS):
+                run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # other threads (a tokenizer, an interface) may call into CUDA meanwhile: only this one is watched
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            outputs = run()
+        return outputs, graph.replay
+
+
+def rerun(run: Run) -> Captured:
+    """In place of a capture where there is no GPU: a replay runs again and writes into the outputs of the first run."""
+    outputs = run()
+
+    def replay() -> None:
+        for kept, new in zip(outputs, run(), strict=True):
+            kept.copy_(new)
+
+    return outputs, replay
+
+
+class DecodeGraphs:
+    """The graphs of one model.
+
+    sizes    batch sizes to capture, ascending
+    capture  `CudaCapture()`; `rerun` in tests
+    """
+
+    def __init__(
+        self,
+        model: GraphModel,
+        cache: KVCache,
+        inputs: DecodeInputs,
+        sizes: tuple[int, ...],
+        capture: Callable[[Run], Captured],
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._inputs = inputs
+        self._sizes = sizes
+        self._capture = capture
+        self._buckets: list[Bucket] = []
+        self.failure = ""
+        """why a bucket was not captured; it and larger ones run eagerly"""
+
+    @property
+    def captured(self) -> tuple[int, ...]:
+        """Sizes of the buckets that are replayed."""
+        return tuple(bucket.size for bucket in self._buckets)
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture every bucket, the largest first: the smaller ones fit into its memory. Failures are noted."""
+        self._buckets, self.failure = [], ""
+        self._inputs.load(())
+        found = []
+        for size in sorted(self._sizes, reverse=True):
+            batch = self._inputs.batch(size)
+
+            def run(batch: ForwardBatch = batch) -> tuple[Tensor, Tensor]:
+                hidden = self._model.forward(batch, self._cache)
+                return hidden, self._model.logits(hidden)
+
+            try:
+                (hidden, logits), replay = self._capture(run)
+            except Exception as error:
+                self.failure = (
+                    f"batch {size}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                )
+                log.warning("CUDA graphs: %s", self.failure, exc_info=error)
+                continue
+            found.append(Bucket(size, hidden, logits, replay))
+        self._buckets = sorted(found, key=lambda bucket: bucket.size)
+
+    def takes(self, step: Step) -> bool:
+        """Whether a step is one token for each of no more sequences than the largest graph has."""
+        return (
+            bool(self._buckets)
+            and len(step.scheduled) <= self._buckets[-1].size
+            and all(part.num_tokens == 1 for part in step.scheduled)
+        )
+
+    def forward(self, step: Step, before: Draw | None = None) -> tuple[Tensor, Tensor]:
+        """(hidden, logits) of the step's rows, valid until the next forward. `before` gives tokens not yet known."""
+        count = len(step.scheduled)
+        bucket = next(bucket for bucket in self._buckets if bucket.size >= count)
+        self._inputs.load(step.scheduled, before)
+        bucket.replay()
+        return bucket.hidden[:count], bucket.logits[:count]

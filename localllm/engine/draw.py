@@ -1,0 +1,78 @@
+"""`Draw`: the tokens of one step: on the device at once, for the next step; on the host when waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+
+import torch
+from torch import Tensor
+
+from localllm.request import TokenLogprob
+
+from .scheduler import Scheduled
+from .sequence import Sequence
+
+Sampled = tuple[int, TokenLogprob | None] | Exception
+"""a row's token with its log-probabilities, or what that row alone raised"""
+
+
+class Draw:
+    """One token for each of `sequences`.
+
+    ids   int64 [num_sequences] on the device; made from the results when it is not given
+    wait  blocks until the tokens are on the host
+    """
+
+    def __init__(self, sequences: Many[Sequence], wait: Callable[[], list[Sampled]], ids: Tensor | None = None) -> None:
+        self.sequences = list(sequences)
+        self._wait = wait
+        self._ids = ids
+        self._results: list[Sampled] | None = None
+
+    def results(self) -> list[Sampled]:
+        """The tokens, in the order of `sequences`."""
+        if self._results is None:
+            self._results = self._wait()
+        return self._results
+
+    def fill(self, token_ids: Tensor, parts: Many[Scheduled]) -> None:
+        """Put the tokens of the parts that are ahead into a batch's `token_ids` (int64, one row a part)."""
+        row_of = {id(sequence): row for row, sequence in enumerate(self.sequences)}
+        rows = [row_of[id(part.sequence)] for part in parts]
+        ids = self._device_ids(token_ids.device)
+        if rows != list(range(len(self.sequences))):
+            ids = ids.index_select(0, from_host(rows, torch.int64, token_ids.device))
+        token_ids[: len(rows)].copy_(ids)
+
+    def _device_ids(self, device: torch.device) -> Tensor:
+        if self._ids is None:
+            known = [0 if isinstance(result, Exception) else result[0] for result in self.results()]
+            self._ids = from_host(known, torch.int64, device)
+        return self._ids
+
+
+def from_host(values: object, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor from numbers or a numpy array; to a GPU through pinned memory, without waiting for it."""
+    tensor = torch.as_tensor(values, dtype=dtype)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+class ToHost:
+    """A device tensor on its way to the host; `wait` gives its numbers."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._event = None
+        if values.device.type == "cpu":
+            self._host = values
+            return
+        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self._host.copy_(values, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def wait(self) -> Tensor:
+        """On the CPU, complete."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host

@@ -1,0 +1,100 @@
+"""Decode steps from fixed buffers and captured graphs against eager steps, token by token."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from localllm.engine.cuda_graph import CudaCapture, DecodeGraphs, buckets_up_to, rerun
+from localllm.engine.decode_inputs import DecodeInputs
+from localllm.engine.engine import Engine, EngineOptions
+from localllm.engine.pages import GroupPages
+from localllm.engine.runner import Runner
+from localllm.engine.scheduler import SchedulerLimits
+from localllm.models.kv_cache import KVCache
+from localllm.models.model import Model
+from localllm.request import Request, SamplingParams
+
+CONTEXT, PAGE, PAGES = 120, 16, 40
+
+
+def engine_of(model: Model, sizes: tuple[int, ...] = (), ahead: bool = False, capture=rerun, parallel: int = 5):
+    """An engine, with graphs of these sizes; one page more than it knows of is the scratch page."""
+    count = [PAGES] * len(model.groups)
+    cache = KVCache(model.groups, [n + 1 for n in count], PAGE, "f32")
+    graphs = None
+    if sizes:
+        inputs = DecodeInputs(sizes[-1], CONTEXT, PAGE, count, "cpu")
+        graphs = DecodeGraphs(model, cache, inputs, sizes, capture)
+        graphs.capture()
+    groups = tuple(GroupPages(PAGES, group.window) for group in model.groups)
+    options = EngineOptions(CONTEXT, PAGE, True, SchedulerLimits(parallel, 24), True, ahead)
+    return Engine(Runner(model, cache, model.facts.vocab_size, graphs), groups, options, torch.device("cpu"))
+
+
+def answers(engine: Engine, requests: list[Request]) -> list[list[int]]:
+    streams = []
+    for index, request in enumerate(requests):
+        streams.append(engine.submit(request))
+        if index % 3 == 2:
+            engine.run_once()
+    for _ in range(2000):
+        if not engine._has_work and not engine._inbox:
+            break
+        engine.run_once()
+    events = [list(stream) for stream in streams]
+    assert all(e[-1].error is None for e in events)
+    return [[t for event in e for t in event.token_ids] for e in events]
+
+
+def requests(seed: int) -> list[Request]:
+    rng = random.Random(seed)
+    made = []
+    for index in range(9):
+        prompt = [rng.randrange(99) for _ in range(rng.choice([1, 3, 17, 40]))]
+        params = SamplingParams(temperature=0 if index % 2 else 0.9, seed=index, max_tokens=rng.choice([1, 2, 9, 30]))
+        if index == 4:
+            params = SamplingParams(temperature=1.0, seed=7, max_tokens=12, repetition_penalty=1.3, logprobs=1, n=2)
+        made.append(Request(prompt, params))
+    return made
+
+
+def test_buckets() -> None:
+    assert buckets_up_to(1) == (1,)
+    assert buckets_up_to(4) == (1, 2, 4)
+    assert buckets_up_to(6) == (1, 2, 4, 6)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "mistral"])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_graph_equals_eager_token_by_token(loaded: Callable[[str], Model], name: str, ahead: bool) -> None:
+    """Buckets larger than the batch, sequences that come, grow into new pages, leave windows and end."""
+    model = loaded(name)
+    eager = answers(engine_of(model), requests(1))
+    engine = engine_of(model, (1, 2, 4), ahead)
+    assert answers(engine, requests(1)) == eager
+    assert engine.stats().prefix_hit_tokens == 0
+    assert answers(engine, requests(1)) == eager  # now with pages from the prefix tree
+    assert engine.stats().prefix_hit_tokens > 0
+
+
+def test_a_capture_that_fails_is_named_and_its_sizes_run_eagerly(loaded: Callable[[str], Model]) -> None:
+    def capture(run):
+        if run.__defaults__[0].token_ids.shape[0] >= 4:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return rerun(run)
+
+    engine = engine_of(loaded("qwen3"), (1, 2, 4), True, capture)
+    graphs = engine._runner.graphs
+    assert graphs.captured == (1, 2)
+    assert graphs.failure == "batch 4: RuntimeError: operation not permitted when stream is capturing"
+    assert answers(engine, requests(2)) == answers(engine_of(loaded("qwen3")), requests(2))
+
+
+@pytest.mark.gpu
+def test_captured_graph_equals_eager_on_the_card(loaded: Callable[[str], Model]) -> None:
+    assert torch.cuda.is_available()
+    CudaCapture()
