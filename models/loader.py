@@ -95,10 +95,10 @@ def load_model(checkpoint: Checkpoint, options: LoadOptions | None = None) -> Mo
             f"{checkpoint.path.name}: architecture {facts.architecture} cannot run",
             f"these can: {', '.join(ARCHITECTURES)}",
         )
-    return _Loading(checkpoint, facts, options).model()
+    return Loading(checkpoint, facts, options).model()
 
 
-class _Loading:
+class Loading:
     """One load in progress: what has been read, and which implementations were chosen."""
 
     def __init__(self, checkpoint: Checkpoint, facts: ModelFacts, options: LoadOptions) -> None:
