@@ -3,33 +3,29 @@
 Templates come from model files and are programs: they run here, in the one sandboxed Jinja environment of the code
 base, under an address-space limit and an alarm, away from the model and its threads. What they see and how they render
 is what `apply_chat_template` of transformers does, byte for byte, less the globals `lipsum`, `cycler` and `joiner`. The
-parent is `render_child.py`. A message is a 4-byte little-endian length and that many bytes of JSON; end of input ends
-the child.
+parent is `render_child.py`; messages are JSON (`child_loop.py`).
 """
 
 from __future__ import annotations
 
 import json
-import resource
-import signal
-import struct
-import sys
 from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, BinaryIO
+from typing import Any
 
 from jinja2 import ext, nodes, parser
 from jinja2.exceptions import SecurityError, TemplateError, TemplateRuntimeError, TemplateSyntaxError, UndefinedError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from localllm.child_loop import confine, serve
+
 MEMORY_BYTES = 192 << 20
 """address space beyond what the started child already has"""
 ALARM_S = 3
 """the parent gives up sooner; this ends a wedged child whose parent is gone"""
 MAX_OUTPUT_BYTES = 4 << 20
-HEADER = struct.Struct("<I")
 
 
 class _Raised(Exception):
@@ -146,32 +142,17 @@ def render(template: str, variables: dict[str, Any]) -> dict[str, str]:
         return {"error": "message", "message": f"{type(error).__name__}: {error}"}
 
 
-def serve(requests: BinaryIO, answers: BinaryIO) -> None:
-    """Answer until the input ends. Each request is `{"template": ..., "variables": {...}}`."""
-    while True:
-        header = requests.read(HEADER.size)
-        if len(header) < HEADER.size:
-            return
-        signal.setitimer(signal.ITIMER_REAL, ALARM_S)  # the default action of the signal ends the process
-        body = json.loads(requests.read(HEADER.unpack(header)[0]))
-        answer = json.dumps(render(body["template"], body["variables"])).encode()
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        answers.write(HEADER.pack(len(answer)) + answer)
-        answers.flush()
+def _answer(request: bytes) -> bytes:
+    """One request, `{"template": ..., "variables": {...}}`."""
+    body = json.loads(request)
+    return json.dumps(render(body["template"], body["variables"])).encode()
 
 
 def main() -> None:
-    """Set the limits, say that all is ready (an empty answer), serve."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
-    with open("/proc/self/statm", "rb") as file:
-        size = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_BYTES, size + MEMORY_BYTES))
-    for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC):
-        resource.setrlimit(limit, (0, 0))  # no core files, no bytes into any file, no processes
+    """Set the limits, serve."""
+    confine(MEMORY_BYTES)
     _environment()
-    sys.stdout.buffer.write(HEADER.pack(0))
-    sys.stdout.buffer.flush()
-    serve(sys.stdin.buffer, sys.stdout.buffer)
+    serve(_answer, alarm_s=ALARM_S)
 
 
 if __name__ == "__main__":

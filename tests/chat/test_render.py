@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from localllm.chat import render_child
+from localllm import child as child_process
 from localllm.chat.render_child import RenderChild, clean
 from localllm.errors import BadModelFile, InvalidRequest, LocalLLMError
 
@@ -315,7 +315,7 @@ def test_the_child_sees_no_tokens(child: RenderChild, monkeypatch: pytest.Monkey
 
 
 def test_a_child_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(render_child, "START_S", 0.0)
+    monkeypatch.setattr(child_process, "START_S", 0.0)
     fresh = RenderChild()
     with pytest.raises(LocalLLMError, match="did not start"):
         fresh.render("x", {})

@@ -1,0 +1,168 @@
+"""A child process that answers requests over pipes: its start, its deadline, its restart after it dies.
+
+For work on strangers' input that cannot be interrupted in this process: rendering chat templates, compiling grammars.
+A message is a little-endian uint32 length and that many bytes; the child says it is ready with an empty one.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import struct
+import subprocess
+import sys
+import threading
+import time
+
+from localllm.errors import InternalError
+
+START_S = 30.0
+"""for Python to start on a busy machine; usually 0.1"""
+MAX_ANSWER_BYTES = 64 << 20
+DYING_S = 0.5
+"""for a child whose pipe closed to be gone, so that it is known how it ended"""
+HEADER = struct.Struct("<I")
+# what the child may know of its surroundings: no tokens, no keys
+_ENVIRONMENT = frozenset(
+    "PATH HOME LANG LANGUAGE TZ TMPDIR VIRTUAL_ENV LD_LIBRARY_PATH "  # noqa: SIM905 - one line reads better
+    "PYTHONPATH PYTHONHOME PYTHONSAFEPATH PYTHONUTF8 PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX".split()
+)
+
+
+class ChildDied(Exception):
+    """The child closed its pipe; a new one starts at the next request. `signal` is what ended it, 0 for an exit."""
+
+    def __init__(self, signal: int) -> None:
+        super().__init__(f"signal {signal}" if signal else "exit")
+        self.signal = signal
+
+
+class ChildLate(Exception):
+    """The deadline is over; the child was ended."""
+
+
+class Child:
+    """One child, started when first needed or by `start`. Safe to share between threads: they take turns."""
+
+    def __init__(self, module: str, what: str) -> None:
+        """Starts nothing.
+
+        module  run as `python -P -m module`
+        what    for errors: "the process that renders chat templates"
+        """
+        self._module = module
+        self._what = what
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ready = False
+
+    @property
+    def pid(self) -> int | None:
+        """The child's process id, None while there is none."""
+        return self._process.pid if self._process is not None else None
+
+    def start(self) -> None:
+        """Start the child, and do not wait for it."""
+        with self._lock:
+            self._ensure()
+
+    def close(self) -> None:
+        """End the child. It starts again with the next request."""
+        with self._lock:
+            self._end()
+
+    def exchange(self, request: bytes, deadline_s: float) -> bytes:
+        """The answer to one request. Raises ChildDied or ChildLate; InternalError when the child does not start."""
+        with self._lock:
+            self._ensure()
+            try:
+                if not self._ready:
+                    self._read(HEADER.size, time.monotonic() + START_S)
+                    self._ready = True
+                deadline = time.monotonic() + deadline_s
+                self._write(HEADER.pack(len(request)) + request, deadline)
+                (size,) = HEADER.unpack(self._read(HEADER.size, deadline))
+                if size > MAX_ANSWER_BYTES:
+                    raise ChildLate
+                return self._read(size, deadline + 1.0)  # done: only the pipe is left
+            except ChildDied:
+                raise ChildDied(self._end(DYING_S)) from None
+            except ChildLate:
+                was_ready = self._ready
+                self._end()
+                self._ensure()
+                if not was_ready:
+                    message = f"{self._what} did not start in {START_S:.0f} s"
+                    raise InternalError(message, "try again when the machine is less busy") from None
+                raise
+            except BaseException:
+                self._end()  # interrupted in the middle of an exchange: its answer belongs to nobody
+                raise
+
+    def _ensure(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            return
+        self._end()
+        kept = {k: v for k, v in os.environ.items() if k in _ENVIRONMENT or k.startswith("LC_")}
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", self._module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=kept,
+            bufsize=0,
+        )
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            os.set_blocking(pipe.fileno(), False)
+
+    def _end(self, wait_s: float = 0.0) -> int:
+        """End it. The signal that had ended it already, 0 when it still ran after `wait_s` or had ended by itself."""
+        process, self._process, self._ready = self._process, None, False
+        if process is None:
+            return 0
+        try:
+            signal = max(-process.wait(wait_s), 0)
+        except subprocess.TimeoutExpired:
+            signal = 0
+            process.kill()
+            process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            pipe.close()
+        return signal
+
+    def _write(self, data: bytes, deadline: float) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        descriptor, rest = self._process.stdin.fileno(), memoryview(data)
+        while rest:
+            _wait(descriptor, select.POLLOUT, deadline)
+            try:
+                rest = rest[os.write(descriptor, rest) :]
+            except BrokenPipeError:
+                raise ChildDied(0) from None
+            except BlockingIOError:
+                continue
+
+    def _read(self, count: int, deadline: float) -> bytes:
+        assert self._process is not None and self._process.stdout is not None
+        descriptor, data = self._process.stdout.fileno(), bytearray()
+        while len(data) < count:
+            _wait(descriptor, select.POLLIN, deadline)
+            try:
+                piece = os.read(descriptor, min(count - len(data), 1 << 16))
+            except BlockingIOError:
+                continue
+            if not piece:
+                raise ChildDied(0)
+            data += piece
+        return bytes(data)
+
+
+def _wait(descriptor: int, event: int, deadline: float) -> None:
+    """Until the descriptor is ready or closed; ChildLate when the deadline comes first."""
+    poll = select.poll()
+    poll.register(descriptor, event)
+    left = deadline - time.monotonic()
+    if left <= 0 or not poll.poll(left * 1000):
+        raise ChildLate
