@@ -16,7 +16,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 """Value of each FP4 code."""
 _GGUF_E2M1 = tuple(value or 0.0 for value in E2M1)
 """As ggml has it: code 8 is 0, not -0."""
-_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 CHUNK_ELEMS = 1 << 18
 """Elements decoded at a time: temporaries stay near 5 MB, whatever the tensor, and in the cache (Q4_K 3.7 ns an element
@@ -94,7 +94,7 @@ def _q8_0(b: Tensor) -> Tensor:
 
 
 def _iq4_nl(b: Tensor) -> Tensor:
-    return _f16(b[:, :2]) * _lookup(_IQ4, _planar(b[:, 2:]))
+    return _f16(b[:, :2]) * _lookup(IQ4, _planar(b[:, 2:]))
 
 
 def _mxfp4(b: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ def _iq4_xs(b: Tensor) -> Tensor:
     high = (high_word >> (2 * torch.arange(8, dtype=torch.int32, device=b.device))) & 3
     scales = ((low | (high << 4)) - 32).float()
     q = _planar(b[:, 8:136].reshape(-1, 8, 16))
-    return ((_f16(b[:, :2]) * scales).unsqueeze(-1) * _lookup(_IQ4, q)).flatten(1)
+    return ((_f16(b[:, :2]) * scales).unsqueeze(-1) * _lookup(IQ4, q)).flatten(1)
 
 
 def _plain(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:

@@ -1,0 +1,86 @@
+"""8-bit numbers in kernels: E4M3 written and read by its bits, and two neighbouring codes widened at once.
+
+No E4M3 type appears, so the same code compiles below sm_89 and is right in Triton's interpreter, whose casts are not.
+`encode_e4m3` is `kv_codes.encode_e4m3` bit for bit. `widen_*` turn an int16 of two codes (the even dimension in the
+low byte) into two float16 numbers; that is what attention reads pages with: half as many elements to address, and a
+transposed tile that matrix instructions can load, which single bytes are not. NaN codes (0x7F, 0xFF) widen to ±480.
+
+Instructions per 4 codes, from the inline assembly: E4M3 7, int8 5; Triton's own casts take about 16.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+E4M3_HALF_SCALE = 256.0
+"""`widen_e4m3` gives the numbers divided by this: float16 then holds the small ones as subnormals, exactly"""
+
+_E4M3_PAIR = tl.constexpr(
+    "{ .reg .b32 u, t, s;"
+    " shl.b32 u, $2, 8; and.b32 s, u, 0x80008000; shr.u32 t, u, 1; lop3.b32 $0, t, 0x3f803f80, s, 0xea;"
+    " and.b32 s, $2, 0x80008000; shr.u32 t, $2, 1; lop3.b32 $1, t, 0x3f803f80, s, 0xea; }"
+)
+_INT8_PAIR = tl.constexpr(
+    "{ .reg .b32 u, c;"
+    " mov.b32 c, 0x64806480; lop3.b32 $0, $2, 0x00ff00ff, c, 0x6a; shr.u32 u, $2, 8;"
+    " lop3.b32 $1, u, 0x00ff00ff, c, 0x6a;"
+    " mov.b32 c, 0x64806480; sub.rn.f16x2 $0, $0, c; sub.rn.f16x2 $1, $1, c; }"
+)
+"""byte ^ 0x80 in the low bits of 1024.0 is 1152 + code; 0x6480 is 1152.0"""
+
+
+@triton.jit
+def encode_e4m3(x):
+    """float32 -> uint8: the nearest E4M3 number, ties to even, at most ±448; NaN is 0x7F."""
+    bits = x.to(tl.int32, bitcast=True)
+    sign, size = (bits >> 24) & 0x80, bits & 0x7FFFFFFF
+    nan = size > 0x7F800000
+    size = tl.minimum(size, 0x43E00000)
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960
+    small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(size >= 0x3C800000, normal, small)
+    return (tl.where(nan, 0x7F, code) | sign).to(tl.uint8)
+
+
+@triton.jit
+def decode_e4m3(codes):
+    """uint8 -> float32, exact; NaN codes are NaN."""
+    wide = codes.to(tl.int32)
+    sign, size = (wide & 0x80) << 24, wide & 0x7F
+    normal = ((size << 20) + 0x3C000000).to(tl.float32, bitcast=True)
+    value = tl.where(size >= 8, normal, size.to(tl.float32) * 0.001953125)
+    value = tl.where(size == 0x7F, float("nan"), value)
+    return (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def widen_e4m3(pairs, INTERPRET: tl.constexpr):
+    """int16 of two E4M3 codes -> (even, odd), each number / 256: float16, or float32 for the interpreter."""
+    if INTERPRET:
+        wide = pairs.to(tl.int32)
+        even = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.uint16).to(tl.float16, bitcast=True)
+        odd = ((wide & 0x8000) | ((wide >> 1) & 0x3F80)).to(tl.uint16).to(tl.float16, bitcast=True)
+        return even.to(tl.float32), odd.to(tl.float32)
+    else:
+        return tl.inline_asm_elementwise(
+            _E4M3_PAIR, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+
+
+@triton.jit
+def widen_int8(pairs, INTERPRET: tl.constexpr):
+    """int16 of two int8 codes -> (even, odd): float16, or float32 for the interpreter."""
+    if INTERPRET:
+        wide = pairs.to(tl.int32)
+        return ((wide << 24) >> 24).to(tl.float32), ((wide << 16) >> 24).to(tl.float32)
+    else:
+        return tl.inline_asm_elementwise(
+            _INT8_PAIR, "=&r,=&r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+
+
+@triton.jit
+def round_even(x):
+    """The nearest integer of |x| < 2^22, ties to even, as float32."""
+    return (x + 12582912.0) - 12582912.0

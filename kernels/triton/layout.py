@@ -1,0 +1,411 @@
+"""Canonical weights -> `Prepared`, the one layout that all product kernels read, and back. Plain torch, no Triton.
+
+A row is cut into chunks of 16 bytes: eight 16-bit halves h of P planes each, P = 16 / bits. Plane i of half h holds
+element i * 8 + h of its chunk. So a thread loads 16 bytes and owns 8 * P whole elements of one scale group or more,
+the eight activations that meet plane i lie side by side, and a tile of halves is, plane by plane, an operand of `mma`.
+
+code   bits low+high  value of a code q        from
+bf16   16             q                        dense
+f16    16             q                        dense
+e4m3    8             e4m3(q)                  fp8, fp8mx
+int8    8             q - 128                  int8
+int4    4             q - zero                 int4g, Q4_K
+e2m1    4             e2m1(q)                  fp4g16, fp4g32
+iq4     4             the IQ4 table            IQ4_NL, IQ4_XS
+int5    4+1           q - zero                 Q5_0, Q5_1, Q5_K
+int6    4+2           q - 32                   Q6_K
+int2    2             q                        Q2_K
+int3    2+1           q - 4                    Q3_K
+
+The high bits of half h lie in a byte of their own: bits*i.. for plane i (int3, int6); for int5 halves 2j and 2j + 1
+share byte j, low nibble first.
+
+weight = row_scale[n] * (s * (q - zero) + m), where s and m of a group are as `scale_kind` and `min_kind` say:
+    none   1 (0)
+    float  a stored float16, bfloat16 or float32
+    e4m3   bits of E4M3              e8m0   2^(s - 127)
+    sub    super[n, k / 256] * (int8 scale) and -super_min * (uint8 minimum)
+    nibble super * (byte & 15) and -super_min * (byte >> 4)
+    zero   m = -s * (uint8 zero), instead of the constant zero
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..dequant import FP8_BLOCK, row_chunk, unpack_nibbles
+from ..gguf_blocks import E2M1, IQ4, exp2_e8m0
+from ..weight import Weight
+from .gguf_codes import GGUF_CODES, split_blocks
+
+__all__ = ["CODES", "HALVES", "Code", "Prepared", "prepare", "unpack"]
+
+HALVES = 8
+"""16-bit halves in a chunk"""
+SUPER = 256
+"""elements that share one super scale"""
+
+
+class Code(NamedTuple):
+    """How one kind of code is stored."""
+
+    low: int
+    """bits in the 16-bit halves"""
+    high: int = 0
+    """bits in a plane of their own"""
+
+    @property
+    def planes(self) -> int:
+        """Elements in a half."""
+        return 16 // self.low
+
+    @property
+    def chunk(self) -> int:
+        """Elements in 16 bytes of halves."""
+        return HALVES * self.planes
+
+    @property
+    def high_bytes(self) -> int:
+        """Bytes of high bits of a chunk."""
+        return self.chunk * self.high // 8
+
+
+CODES = {
+    "bf16": Code(16),
+    "f16": Code(16),
+    "e4m3": Code(8),
+    "int8": Code(8),
+    "int4": Code(4),
+    "e2m1": Code(4),
+    "iq4": Code(4),
+    "int5": Code(4, 1),
+    "int6": Code(4, 2),
+    "int2": Code(2),
+    "int3": Code(2, 1),
+}
+
+
+class Prepared(NamedTuple):
+    """A weight as the product kernels read it. C = chunks in a row, G = groups in a row."""
+
+    shape: tuple[int, int]
+    """(N, K)"""
+    code: str
+    low: Tensor
+    """int16 [N, C * 8]; for float32 weights, which no kernel reads, float32 [N, K]"""
+    high: Tensor | None = None
+    """uint8 [N, C * high_bytes]"""
+    scale_kind: str = "none"
+    scales: Tensor | None = None
+    """[N, G]; [ceil N/128, G] where `scale_rows` is 128"""
+    min_kind: str = "none"
+    mins: Tensor | None = None
+    """[N, G]"""
+    supers: Tensor | None = None
+    """float16 [N, K/256]"""
+    super_mins: Tensor | None = None
+    row_scale: Tensor | None = None
+    """float32 [N]; NaN for a row of E4M3 codes that holds one"""
+    zero: int = 0
+    group: int = 0
+    """elements of a group; 0 where there is no group scale"""
+    scale_rows: int = 1
+    perm: Tensor | None = None
+    """int64 [K]: gathers x before the product"""
+    pre_scale: Tensor | None = None
+    """[K]: multiplies x, before `perm`"""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(t.numel() * t.element_size() for t in self if isinstance(t, Tensor))
+
+    @property
+    def is_float32(self) -> bool:
+        """Stored as float32, which keeps its bits and runs in torch."""
+        return self.low.dtype == torch.float32
+
+
+def prepare(weight: Weight) -> Prepared:
+    """Repack, exactly, on the device the weight is on. Raises ValueError for a form nothing here can read."""
+    maker = _MAKERS.get(weight.form)
+    if maker is None:
+        raise ValueError(f"no layout for weights of form {weight.form}")
+    perm = None if weight.perm is None else weight.perm.to(torch.int64)
+    return maker(weight)._replace(perm=perm, pre_scale=weight.pre_scale)
+
+
+def _dense(w: Weight) -> Prepared:
+    names = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+    name = names.get(w.qweight.dtype)
+    if name is None:
+        raise ValueError(f"no layout for dense weights of {w.qweight.dtype}")
+    if name == "f32":
+        return Prepared(w.shape, "bf16", w.qweight)
+    halves = w.qweight.contiguous().view(torch.int16)
+    return Prepared(w.shape, name, _pad_columns(halves, HALVES))
+
+
+def _int4g(w: Weight) -> Prepared:
+    assert w.scales is not None
+    low, high = _packed(w, "int4")
+    made = Prepared(w.shape, "int4", low, high, "float", _rows(w.scales), zero=8, group=_group(w))
+    if w.mins is not None:
+        return made._replace(min_kind="float", mins=_rows(w.mins), zero=0)
+    if w.zeros is not None:
+        return made._replace(min_kind="zero", mins=_rows(w.zeros), zero=0)
+    return made
+
+
+def _int8(w: Weight) -> Prepared:
+    assert w.scales is not None
+    low, _ = _packed(w, "int8")
+    if w.scales.shape[1] == 1:
+        return Prepared(w.shape, "int8", low, row_scale=w.scales.float().reshape(-1), zero=128)
+    return Prepared(w.shape, "int8", low, None, "float", _rows(w.scales), zero=128, group=_group(w))
+
+
+def _fp4g16(w: Weight) -> Prepared:
+    assert w.scales is not None and w.global_scale is not None
+    low, _ = _packed(w, "e2m1")
+    scales = _rows(w.scales.view(torch.uint8))
+    return Prepared(w.shape, "e2m1", low, None, "e4m3", scales, row_scale=w.global_scale.float(), group=16)
+
+
+def _fp4g32(w: Weight) -> Prepared:
+    assert w.scales is not None
+    low, _ = _packed(w, "e2m1")
+    return Prepared(w.shape, "e2m1", low, None, "e8m0", _rows(w.scales.view(torch.uint8)), group=32)
+
+
+def _fp8(w: Weight) -> Prepared:
+    assert w.scales is not None
+    n, k = w.shape
+    low, _ = _packed(w, "e4m3")
+    broken = ((w.qweight.view(torch.uint8) & 0x7F) == 0x7F).any(1)
+    if w.scales.numel() == 1 or w.scales.shape == (n, 1):
+        row_scale = w.scales.float().reshape(-1).expand(n).clone()
+        return Prepared(w.shape, "e4m3", low, row_scale=row_scale.masked_fill_(broken, float("nan")))
+    if w.scales.shape != (-(-n // FP8_BLOCK), -(-k // FP8_BLOCK)):
+        raise ValueError(f"fp8 scales of shape {tuple(w.scales.shape)} for a weight of shape {w.shape}")
+    row_scale = torch.where(broken, float("nan"), 1.0) if bool(broken.any()) else None
+    return Prepared(
+        w.shape, "e4m3", low, None, "float", _rows(w.scales.float()), row_scale=row_scale, group=128, scale_rows=128
+    )
+
+
+def _fp8mx(w: Weight) -> Prepared:
+    assert w.scales is not None
+    low, _ = _packed(w, "e4m3")
+    broken = ((w.qweight.view(torch.uint8) & 0x7F) == 0x7F).any(1)
+    row_scale = torch.where(broken, float("nan"), 1.0) if bool(broken.any()) else None
+    scales = _rows(w.scales.view(torch.uint8))
+    return Prepared(w.shape, "e4m3", low, None, "e8m0", scales, row_scale=row_scale, group=32)
+
+
+def _gguf(w: Weight) -> Prepared:
+    layout = GGUF_CODES.get(w.block_type)
+    if layout is None:
+        raise ValueError(f"no layout for {w.block_type} blocks")
+    low, high = _packed(w, layout.code)
+    parts = split_blocks(w.qweight, w.block_type)
+    return Prepared(
+        w.shape,
+        layout.code,
+        low,
+        high,
+        layout.scale_kind,
+        parts.scales,
+        layout.min_kind,
+        parts.mins,
+        parts.supers,
+        parts.super_mins,
+        zero=layout.zero,
+        group=layout.group,
+    )
+
+
+_MAKERS = {
+    "dense": _dense,
+    "int4g": _int4g,
+    "int8": _int8,
+    "fp4g16": _fp4g16,
+    "fp4g32": _fp4g32,
+    "fp8": _fp8,
+    "fp8mx": _fp8mx,
+    "gguf": _gguf,
+}
+
+
+def _rows(t: Tensor) -> Tensor:
+    """Contiguous, and never a view that keeps a larger tensor alive."""
+    return t.contiguous() if t.is_contiguous() and t.untyped_storage().nbytes() == t.nbytes else t.clone()
+
+
+def _group(w: Weight) -> int:
+    """Elements of a group; one for the whole row where there is one scale."""
+    assert w.scales is not None
+    return w.group_size if 0 < w.group_size < w.shape[1] else -(-w.shape[1] // w.scales.shape[1])
+
+
+def _codes(w: Weight, rows: slice) -> Tensor:
+    """uint8 [rows, K]: the codes as numbers."""
+    if w.form == "gguf":
+        return split_blocks(w.qweight[rows], w.block_type, codes=True).codes
+    if w.form in ("int4g", "fp4g16", "fp4g32"):
+        return unpack_nibbles(w.qweight[rows])[:, : w.shape[1]]
+    codes = w.qweight[rows].view(torch.uint8)
+    return codes ^ 0x80 if w.form == "int8" else codes
+
+
+def _packed(w: Weight, code: str) -> tuple[Tensor, Tensor | None]:
+    """Halves int16 [N, C * 8] and high bits uint8 [N, C * high_bytes], converted in bounded chunks of rows."""
+    n, k = w.shape
+    kind = CODES[code]
+    chunks = -(-k // kind.chunk)
+    low = torch.empty(n, chunks * HALVES, dtype=torch.int16, device=w.qweight.device)
+    high = low.new_empty(n, chunks * kind.high_bytes, dtype=torch.uint8) if kind.high else None
+    step = max(1, 16 * row_chunk(k)) if low.is_cuda else row_chunk(k)
+    for start in range(0, n, step):
+        rows = slice(start, min(start + step, n))
+        codes = _pad_columns(_codes(w, rows), kind.chunk).view(-1, chunks, kind.planes, HALVES)
+        low[rows] = _pack_low(codes, kind).flatten(1)
+        if high is not None:
+            high[rows] = _pack_high(codes >> kind.low, kind).flatten(1)
+    return low, high
+
+
+def _pad_columns(t: Tensor, multiple: int) -> Tensor:
+    missing = -t.shape[1] % multiple
+    return torch.nn.functional.pad(t, (0, missing)) if missing else t
+
+
+def _pack_low(codes: Tensor, kind: Code) -> Tensor:
+    """uint8 [rows, C, planes, 8] -> int16 [rows, C, 8]"""
+    out = torch.zeros(codes.shape[:2] + (HALVES,), dtype=torch.int32, device=codes.device)
+    for i in range(kind.planes):
+        out |= (codes[:, :, i].int() & ((1 << kind.low) - 1)) << (kind.low * i)
+    return out.to(torch.int16)
+
+
+def _pack_high(bits: Tensor, kind: Code) -> Tensor:
+    """uint8 [rows, C, planes, 8] of high bits -> uint8 [rows, C, high_bytes]"""
+    out = torch.zeros(bits.shape[:2] + (HALVES,), dtype=torch.uint8, device=bits.device)
+    for i in range(kind.planes):
+        out |= bits[:, :, i] << (kind.high * i)
+    return out[..., 0::2] | (out[..., 1::2] << 4) if kind.high_bytes == 4 else out
+
+
+def _unpack_codes(p: Prepared, rows: slice) -> Tensor:
+    """uint8 [rows, K]: the codes as numbers, from halves and high bits."""
+    kind = CODES[p.code]
+    halves = p.low[rows].int().view(-1, p.low.shape[1] // HALVES, 1, HALVES)
+    shifts = torch.arange(kind.planes, dtype=torch.int32, device=p.low.device).view(1, 1, -1, 1)
+    codes = (halves >> (shifts * kind.low)) & ((1 << kind.low) - 1)
+    if p.high is not None:
+        high = p.high[rows].int().view(-1, halves.shape[1], kind.high_bytes)
+        if kind.high_bytes == 4:
+            high = torch.stack([high & 15, high >> 4], -1).flatten(2)
+        codes = codes | (((high.unsqueeze(2) >> (shifts * kind.high)) & ((1 << kind.high) - 1)) << kind.low)
+    return codes.to(torch.uint8).flatten(1)[:, : p.shape[1]]
+
+
+def _values(p: Prepared, rows: slice) -> Tensor:
+    """float32 [rows, K]: codes without their zero, before any scale."""
+    if p.is_float32:
+        return p.low[rows]
+    if p.code in ("bf16", "f16"):
+        dtype = torch.bfloat16 if p.code == "bf16" else torch.float16
+        return p.low[rows, : p.shape[1]].view(dtype).float()
+    codes = _unpack_codes(p, rows)
+    if p.code == "e4m3":
+        return codes.view(torch.float8_e4m3fn).float()
+    if p.code in ("e2m1", "iq4"):
+        table = torch.tensor(E2M1 if p.code == "e2m1" else IQ4, dtype=torch.float32, device=codes.device)
+        return table[codes.int()]
+    return codes.float() - p.zero
+
+
+def _group_values(p: Prepared, rows: slice) -> tuple[Tensor | None, Tensor | None]:
+    """float32 [rows, G] scales and minima, computed in the order of the stored format's definition."""
+    if p.scales is None:
+        return None, None
+    index = torch.arange(p.shape[0], device=p.low.device)[rows] // p.scale_rows
+    stored = p.scales[index]
+    supers = super_mins = None
+    if p.supers is not None:
+        per_super = SUPER // p.group
+        supers = p.supers[rows].float().repeat_interleave(per_super, 1)
+        if p.super_mins is not None:
+            super_mins = p.super_mins[rows].float().repeat_interleave(per_super, 1)
+    scales = scale_values(p.scale_kind, stored)
+    if supers is not None:
+        scales = supers * scales
+    if p.min_kind == "none":
+        return scales, None
+    if p.min_kind == "nibble":
+        assert super_mins is not None
+        return scales, -(super_mins * (stored >> 4).float())
+    assert p.mins is not None
+    mins = p.mins[rows].float()
+    if p.min_kind == "sub":
+        assert super_mins is not None
+        return scales, -(super_mins * mins)
+    return scales, mins
+
+
+def scale_values(kind: str, stored: Tensor) -> Tensor:
+    """float32 of stored group scales, without the super scale; half of it for e8m0, which may be subnormal."""
+    if kind == "e4m3":
+        return stored.view(torch.float8_e4m3fn).float()
+    if kind == "e8m0":
+        return exp2_e8m0(stored)
+    if kind == "nibble":
+        return (stored & 15).float()
+    return stored.float()
+
+
+def unpack(p: Prepared) -> Tensor:
+    """The values, float32 [N, K], exact; columns in natural order, pre_scale folded in."""
+    return unpack_rows(p, slice(0, p.shape[0]))
+
+
+def unpack_rows(p: Prepared, rows: slice) -> Tensor:
+    """The values of some rows, float32 [rows, K], as `unpack` gives them."""
+    n, k = p.shape
+    start, stop, _ = rows.indices(n)
+    out = torch.empty(stop - start, k, dtype=torch.float32, device=p.low.device)
+    step = row_chunk(k)
+    for first in range(start, stop, step):
+        part = slice(first, min(first + step, stop))
+        out[first - start : part.stop - start] = _scaled(p, part)
+    if p.perm is not None:
+        out = out[:, torch.argsort(p.perm)]
+    if p.pre_scale is not None:
+        out = out * p.pre_scale.float()
+    return out
+
+
+def _scaled(p: Prepared, rows: slice) -> Tensor:
+    values = _values(p, rows)
+    scales, mins = _group_values(p, rows)
+    row_scale = None if p.row_scale is None else p.row_scale[rows].nan_to_num(1.0).unsqueeze(-1)
+    if scales is None:
+        return values if row_scale is None else values * row_scale
+    if row_scale is not None:
+        scales = scales * row_scale  # as the canonical form defines it: both scales meet before the element
+    scales = _per_element(scales, p)
+    if p.scale_kind == "e8m0":
+        values = values * 2
+    if p.min_kind == "zero":
+        assert mins is not None
+        return (values - _per_element(mins, p)) * scales
+    values = values * scales
+    return values if mins is None else values + _per_element(mins, p)
+
+
+def _per_element(groups: Tensor, p: Prepared) -> Tensor:
+    return groups.repeat_interleave(p.group, 1)[:, : p.shape[1]]
