@@ -3,6 +3,7 @@
     LocalLLMError
     ├── ConfigError            exit 2    a setting or flag that cannot be
     ├── InvalidRequest         exit 2    a request outside its limits                 HTTP 400
+    │   └── InvalidConstraint  exit 2    a schema or grammar that cannot be enforced  HTTP 400
     ├── ModelNotFound          exit 3    no such model, or not downloaded             HTTP 404
     ├── AuthRequired           exit 4    a token or an accepted licence is needed
     ├── DoesNotFit             exit 5    memory or disk is too small                  HTTP 503
@@ -85,6 +86,12 @@ class InvalidRequest(LocalLLMError):
     """A request outside its documented limits."""
 
     exit_code, number, status, kind, api_code = 2, 2, 400, "invalid_request_error", "invalid_value"
+
+
+class InvalidConstraint(InvalidRequest):
+    """A schema, regular expression or grammar that is wrong, too complex, or beyond what can be enforced."""
+
+    number, api_code = 3, "invalid_json_schema"
 
 
 class ModelNotFound(LocalLLMError):

@@ -1,0 +1,123 @@
+"""`request.TokenMask` over llguidance: a grammar from the first token of an answer to the last.
+
+Made by `compiler.py`; called by the engine in its thread. llguidance gives up the interpreter's lock while computing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from localllm.errors import ConstraintUnmet
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_HINT = "simplify the schema or grammar"
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A model's tokens as llguidance knows them."""
+
+    backend: LLTokenizer
+    width: int
+    """ids are below this: the width of the logits"""
+    special_ids: frozenset[int]
+    """never part of constrained text"""
+    end_ids: frozenset[int]
+    """they end an answer"""
+    line_end_ids: frozenset[int]
+    """nothing but line ends"""
+
+    def bits(self, ids: Iterable[int]) -> np.ndarray:
+        """int32 [ceil(width / 32)] with these bits set."""
+        flags = np.zeros(-(-self.width // 32) * 32, dtype=np.uint8)
+        flags[[i for i in ids if i < self.width]] = 1
+        return np.packbits(flags, bitorder="little").view(np.int32)
+
+    @cached_property
+    def no_control(self) -> np.ndarray:
+        """All ids but the control tokens; those that end an answer are among them."""
+        return ~self.bits(self.special_ids - self.end_ids)
+
+    @cached_property
+    def no_end(self) -> np.ndarray:
+        """All ids that exist but those that end an answer."""
+        return self.bits(set(range(self.width)) - self.end_ids)
+
+    @cached_property
+    def line_ends(self) -> np.ndarray:
+        """The ids that are nothing but line ends."""
+        return self.bits(self.line_end_ids)
+
+
+class GrammarMask:
+    """A grammar from the first token to the end."""
+
+    def __init__(
+        self, matcher: LLMatcher, vocabulary: Vocabulary, *, strips: bool = False, ended: bool = False
+    ) -> None:
+        """`strips`: control tokens that the grammar names are not allowed all the same."""
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._strips = strips
+        self._ended = ended
+
+    def fill(self, bitmask_row: np.ndarray) -> bool:
+        """See `request.TokenMask`."""
+        self._matcher.unsafe_compute_mask_ptr(bitmask_row.ctypes.data, bitmask_row.nbytes)
+        if self._matcher.is_error():
+            raise self._failed()
+        if self._strips:
+            bitmask_row &= self._vocabulary.no_control
+        if not bitmask_row.any():
+            raise ConstraintUnmet("the grammar allows no token here", _HINT)
+        return True
+
+    def accept(self, token_id: int) -> None:
+        """See `request.TokenMask`."""
+        if token_id in self._vocabulary.end_ids and self._matcher.is_accepting():
+            self._ended = True
+        elif self._ended or not self._matcher.consume_token(token_id):
+            raise self._failed()
+
+    def allows(self, token_id: int) -> bool:
+        """Whether this id may come next."""
+        return not self._ended and self._matcher.validate_tokens([token_id]) == 1
+
+    def accept_text(self, text: bytes) -> int:
+        """Advance past some text. The number of ids it counts as for `rollback`; -1 when the grammar refuses it."""
+        ids = self._vocabulary.backend.tokenize_bytes(text)
+        if self._matcher.validate_tokens(ids) < len(ids):
+            return -1
+        self._matcher.consume_tokens(ids)
+        return len(ids)
+
+    def forced(self) -> list[int]:
+        """See `request.TokenMask`."""
+        return [] if self.is_done else self._matcher.compute_ff_tokens()
+
+    @property
+    def is_done(self) -> bool:
+        """See `request.TokenMask`."""
+        return self._ended or (self._matcher.is_stopped() and not self._matcher.is_error())
+
+    def fork(self) -> GrammarMask:
+        """See `request.TokenMask`."""
+        return GrammarMask(self._matcher.deep_copy(), self._vocabulary, strips=self._strips, ended=self._ended)
+
+    def rollback(self, count: int) -> None:
+        """See `request.TokenMask`."""
+        if self._ended and count:
+            self._ended, count = False, count - 1
+        if count and not self._matcher.rollback(count):
+            raise self._failed()
+
+    def _failed(self) -> ConstraintUnmet:
+        why = self._matcher.get_error().split("<state>")[0].split("\n")[0][:160]
+        return ConstraintUnmet(f"the grammar cannot go on: {why or 'the text is at its end'}", _HINT)

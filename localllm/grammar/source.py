@@ -1,0 +1,127 @@
+"""A `Constraint` to what is compiled: its kind and text, checked for shape and size before anything costs time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from localllm.errors import InvalidConstraint
+from localllm.request import Constraint
+
+from . import limits
+
+_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""the spelling of Python's json.dumps and of the `tojson` of chat templates: an answer that comes back in a later
+prompt has the same tokens; and most of it is forced, so it costs no forward pass"""
+_FREE = {"whitespace_pattern": r"(\n {0,16}| )"}
+"""one line end with its indentation, or one space: pretty-printed JSON, but no endless white space"""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A grammar as text. `kind` json_schema: text is JSON; regex: the expression; grammar: Lark or GBNF; lark: ours."""
+
+    kind: str
+    text: str
+    options: tuple[tuple[str, Any], ...] = ()
+    """of llguidance's JSON compiler, for json_schema"""
+    run_text: str | None = None
+    """of kind lark: the text with control tokens by id, which only the model's own vocabulary has"""
+    param: str = "response_format"
+
+    @property
+    def key(self) -> bytes:
+        """The same for the same grammar."""
+        parts = (self.kind, self.text, self.options, self.run_text)
+        return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).digest()
+
+
+def source_of(constraint: Constraint) -> Source:
+    """Raises InvalidConstraint for values of the wrong type or beyond the sizes of `limits`."""
+    value, param = constraint.value, constraint.param
+    if constraint.kind == "json_schema":
+        text = schema_text(value, param)
+        return Source("json_schema", text, tuple({**_COMPACT, "lenient": constraint.lenient}.items()), param=param)
+    if constraint.kind == "json_object":
+        return Source("json_schema", '{"type": "object"}', tuple(_FREE.items()), param=param)
+    if constraint.kind == "regex":
+        return Source("regex", _pattern(value, param), param=param)
+    if constraint.kind == "grammar":
+        return Source("grammar", _text(value, "grammar", limits.MAX_GRAMMAR_CHARS, param), param=param)
+    if constraint.kind == "choice":
+        return Source("lark", _choice(value, param), param=param)
+    raise _refuse(f"the kind of constraint {constraint.kind!r:.40} is not known", param)
+
+
+def schema_text(schema: Any, param: str) -> str:
+    """A JSON schema as text, its size and depth checked; without `x-guidance`, which would set llguidance's options.
+
+    Raises InvalidConstraint.
+    """
+    if schema is not True and not isinstance(schema, Mapping):
+        raise _refuse(f"a JSON schema is an object, this one is {_kind(schema)}", param)
+    _check_nesting(schema, param)
+    try:
+        text = json.dumps({k: v for k, v in schema.items() if k != "x-guidance"} if schema is not True else True)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _refuse("the JSON schema is not plain JSON", param) from error
+    if len(text) > limits.MAX_SCHEMA_BYTES:
+        raise _refuse(f"the JSON schema has {len(text):,} bytes, the limit is {limits.MAX_SCHEMA_BYTES:,}", param)
+    return text
+
+
+def _check_nesting(schema: Any, param: str) -> None:
+    """Depth and patterns, without recursion."""
+    waiting: list[tuple[Any, int]] = [(schema, 1)]
+    while waiting:
+        value, depth = waiting.pop()
+        if depth > limits.MAX_SCHEMA_DEPTH:
+            raise _refuse(f"the JSON schema is nested deeper than {limits.MAX_SCHEMA_DEPTH} levels", param)
+        if isinstance(value, Mapping):
+            pattern = value.get("pattern")
+            if isinstance(pattern, str):
+                _pattern(pattern, param)
+            waiting += [(item, depth + 1) for item in value.values() if isinstance(item, Mapping | list | tuple)]
+        elif isinstance(value, list | tuple):
+            waiting += [(item, depth + 1) for item in value if isinstance(item, Mapping | list | tuple)]
+
+
+def _pattern(value: Any, param: str) -> str:
+    return _text(value, "regular expression", limits.MAX_PATTERN_CHARS, param)
+
+
+def _choice(value: Any, param: str) -> str:
+    if not isinstance(value, list | tuple) or not all(isinstance(one, str) and one for one in value):
+        raise _refuse("choice is not a list of non-empty texts", param)
+    if not 1 <= len(value) <= limits.MAX_CHOICES:
+        raise _refuse(f"choice has {len(value):,} texts, 1 to {limits.MAX_CHOICES:,} are taken", param)
+    _text("".join(value), "choice", limits.MAX_CHOICE_CHARS, param)
+    return "start: " + " | ".join(quoted(one) for one in dict.fromkeys(value)) + "\n"
+
+
+def quoted(text: str) -> str:
+    """A text as a Lark literal."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _text(value: Any, what: str, most: int, param: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise _refuse(f"the {what} is no text, or empty", param)
+    if len(value) > most:
+        raise _refuse(f"the {what} has {len(value):,} characters, the limit is {most:,}", param)
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise _refuse(f"the {what} is not valid Unicode", param) from error
+    return value
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else f"{str(value).lower()}" if isinstance(value, bool) else type(value).__name__
+
+
+def _refuse(message: str, param: str) -> InvalidConstraint:
+    return InvalidConstraint(message, "send a smaller or simpler one", param=param)
