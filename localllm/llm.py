@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from localllm.engine.engine import Engine
     from localllm.engine.metrics import EngineStats
     from localllm.models.loader import Model
+    from localllm.models.parking import Parked
     from localllm.plan import Plan
     from localllm.tokenizer import Tokenizer
 
@@ -53,12 +54,14 @@ class LLM:
     device         auto | cpu | cuda:N
     dtype          activations: auto | float32 | bfloat16 | float16; naming float32 also asks for exact float32 products
     kv             key/value cache: auto | bf16 | fp16 | f32
+    quant          what linear layers become while loading: int4 | int8 | fp8 | nvfp4 | mxfp4; auto is as stored
     ctx            context window in tokens, "auto" (what fits), or "max" (the model's own)
     threads        CPU threads; None is one per usable core
     deterministic  same tokens whatever else is in the batch; None is on for the CPU
     max_parallel   sequences decoded together
     prefix_cache   reuse the keys and values of shared prefixes
     offline        never touch the network
+    machine        the facts to plan with; None looks at this machine
     on_phase       called with a `Phase` for everything that takes time
     cancel         an event that stops a download
 
@@ -72,6 +75,7 @@ class LLM:
         device: str = "auto",
         dtype: str = "auto",
         kv: str = "auto",
+        quant: str = "auto",
         ctx: int | str = "auto",
         threads: int | None = None,
         deterministic: bool | None = None,
@@ -80,6 +84,7 @@ class LLM:
         offline: bool = False,
         prefill_budget: int | None = None,
         debug_invariants: bool = False,
+        machine: MachineFacts | None = None,
         on_phase: OnPhase | None = None,
         cancel: threading.Event | None = None,
     ) -> None:
@@ -91,10 +96,10 @@ class LLM:
         with self._naming():
             self._checkpoint = self._open()
             self.facts: ModelFacts = self._checkpoint.facts
-        from localllm.device import machine
+        from localllm.device import machine as look
         from localllm.plan import PlanOptions, plan
 
-        self.machine: MachineFacts = machine()
+        self.machine: MachineFacts = machine or look()
         options = PlanOptions(device=device, dtype=dtype, kv=kv, ctx=ctx, max_parallel=max_parallel)
         if prefill_budget is not None:
             options = replace(options, prefill_budget=prefill_budget)
@@ -102,8 +107,12 @@ class LLM:
         """what runs how, in bytes, with reasons"""
         if not self.plan.fits:
             raise self.plan.error(self.name)
+        self.weight_format = self.facts.stored_format if quant == "auto" else quant
+        """as stored, or what the linear layers became while loading"""
+        self._quant = _checked_target(quant)
         self._template: ChatTemplate | None = None
         self._engine: Engine | None = None
+        self._parked: Parked | None = None
         try:
             with self._naming():
                 self._start(dtype == "float32", deterministic, threads, prefix_cache, debug_invariants)
@@ -158,12 +167,8 @@ class LLM:
         self._notify(Phase("import"))
         import torch
 
-        from localllm.engine.engine import Engine, EngineOptions
-        from localllm.engine.pages import GroupPages
-        from localllm.engine.runner import Runner
-        from localllm.engine.scheduler import SchedulerLimits
+        import localllm.engine.engine  # noqa: F401 - its imports are not part of loading
         from localllm.engine.threads import kernels_are_built, serve_torch
-        from localllm.models.kv_cache import KVCache
         from localllm.models.loader import LoadOptions, load_model
 
         sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -187,26 +192,44 @@ class LLM:
             page_size=self.plan.page_size,
             exact=exact,
             deterministic=self.deterministic,
+            weights=self._quant,
             progress=self._on_weights,
         )
         self._model: Model = load_model(self._checkpoint, options)
         serve_torch(self._model.kernels, self.threads)
         self._checkpoint.close()  # nothing reads the files from here on
+        self.prefix_cache = prefix_cache
+        self._debug_invariants = debug_invariants
         self._notify(Phase("kv", detail=f"{self.plan.ctx:,} tokens"))
+        self._start_engine()
+        self.load_s = time.monotonic() - loading
+        """seconds from the end of the imports to ready"""
+        self._notify(Phase("ready", detail=self.truth_line))
+
+    def _start_engine(self) -> None:
+        """An engine with empty pages over the loaded weights."""
+        import torch
+
+        from localllm.engine.engine import Engine, EngineOptions
+        from localllm.engine.pages import GroupPages
+        from localllm.engine.runner import Runner
+        from localllm.engine.scheduler import SchedulerLimits
+        from localllm.models.kv_cache import KVCache
+
+        device = torch.device(self.plan.device)
         cache = KVCache(self._model.groups, self.plan.num_pages, self.plan.page_size, self.plan.kv, device=str(device))
         groups = tuple(
             GroupPages(count, group.window)
             for count, group in zip(self.plan.num_pages, self._model.groups, strict=True)
         )
         limits = SchedulerLimits(self.plan.max_parallel, self.plan.prefill_budget)
-        engine_options = EngineOptions(self.plan.ctx, self.plan.page_size, prefix_cache, limits, debug_invariants)
+        engine_options = EngineOptions(
+            self.plan.ctx, self.plan.page_size, self.prefix_cache, limits, self._debug_invariants
+        )
         runner = Runner(self._model, cache, self.facts.vocab_size)
         self._kv_bytes = cache.nbytes
         self._engine = Engine(runner, groups, engine_options, device)
         self._engine.start()
-        self.load_s = time.monotonic() - loading
-        """seconds from the end of the imports to ready"""
-        self._notify(Phase("ready", detail=self.truth_line))
 
     def _on_weights(self, done: int, total: int) -> None:
         """Tell of every whole percent, not of every tensor."""
@@ -312,6 +335,24 @@ class LLM:
                     yield event.scores
         finally:
             stream.abort()
+
+    def pool(
+        self, token_ids: Sequence[int], pooling: Literal["mean", "last"], listener: Callable[[TokenEvent], None]
+    ) -> Callable[[], None]:
+        """Queue a text for its embedding; the last event, in the engine's thread, has it as `pooled`, or an error.
+
+        Returns what ends the request early. Raises as `check_prompt` does.
+        """
+        request = Request(list(token_ids), SamplingParams(max_tokens=1), pooling=pooling)
+        return self.engine.submit(request, listener).abort
+
+    def check_prompt(self, token_ids: Sequence[int], params: SamplingParams) -> None:
+        """Raise InvalidRequest, ContextTooLong or OutOfMemory for a request that could never run."""
+        self.engine.check(Request(token_ids, params))
+
+    def pin_prefix(self, token_ids: Sequence[int]) -> None:
+        """Keep the pages of this prefix longer than all others once they are computed."""
+        self.engine.pin_prefix(token_ids)
 
     def default_params(self) -> SamplingParams:
         """What the model's files recommend."""
@@ -513,12 +554,59 @@ class LLM:
             warnings=tuple(self.plan.warnings),
         )
 
+    # --- life --------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether there is an engine: False asleep and after `close`."""
+        return self._engine is not None
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the engine stopped by itself."""
+        return self._engine is not None and self._engine.is_dead
+
+    def is_stalled(self, least_s: float) -> bool:
+        """Whether the present step takes longer than `least_s`, and than steps of this model ever take.
+
+        Until one was seen, a full prefill step is taken to last as long as decoding a tenth of its tokens.
+        """
+        engine = self._engine
+        if engine is None or (age := engine.step_age_s) <= least_s:
+            return False
+        expected = self.plan.prefill_budget / 10 / self.plan.decode_tps if self.plan.decode_tps else 0.0
+        return age > 3 * max(expected, engine.stats().longest_step_s)
+
+    def sleep(self) -> None:
+        """Give the pages back, and on a GPU the weights' memory, too: they wait in host memory. Ends all requests."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+        if self.plan.device != "cpu" and self._parked is None:
+            from localllm.models.parking import park
+
+            self._parked = park(self._model)
+
+    def wake(self) -> None:
+        """Be ready again after `sleep`. Raises OutOfMemory when the memory is taken."""
+        if self._engine is not None:
+            return
+        if self._parked is not None:
+            self._parked.restore()
+            self._parked = None
+        self._start_engine()
+
     def close(self) -> None:
         """End all requests and free the weights. Safe to call twice."""
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
-        self.__dict__.pop("_model", None)
+        self._parked = None
+        had = self.__dict__.pop("_model", None) is not None
+        if had and self.plan.device != "cpu":
+            from localllm.models.parking import free_cached
+
+            free_cached()
         self._checkpoint.close()
 
     def __enter__(self) -> LLM:
@@ -562,3 +650,14 @@ def set_threads(threads: int | None, machine: MachineFacts) -> int:
         raise ConfigError(f"threads is {threads}, it must be at least 1", f"use --threads {usable}")
     give(threads or usable)
     return threads or usable
+
+
+def _checked_target(quant: str) -> str:
+    """The target of `quant.encode`; "" for auto. Raises ConfigError for one that there is none of."""
+    if quant == "auto":
+        return ""
+    from localllm.quant.encode import GROUP_SIZES
+
+    if quant not in GROUP_SIZES:
+        raise ConfigError(f"quant is {quant!r}; there is auto, {', '.join(GROUP_SIZES)}", "quant='int4' is small")
+    return quant

@@ -217,8 +217,15 @@ class Request:
     use_prefix_cache: bool = True
     score: bool = False
     """publish the float32 log-probabilities of every prompt row, generate nothing"""
+    pooling: Literal["", "mean", "last"] = ""
+    """publish the mean, or the last, of the prompt's normed hidden states, generate nothing"""
     score_chunk: int = 256
     """rows per published piece when `score`"""
+
+    @property
+    def only_reads(self) -> bool:
+        """Whether the prompt is read and nothing is generated."""
+        return self.score or self.pooling != ""
 
 
 @dataclass(slots=True)
@@ -238,6 +245,8 @@ class TokenEvent:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     scores: Any = None
     """numpy float32 [rows, vocab], only for `score` requests"""
+    pooled: Any = None
+    """numpy float32 [hidden], only for `pooling` requests"""
     prefill: tuple[int, int] | None = None
     """(prompt tokens done, of how many)"""
     usage: Usage | None = None

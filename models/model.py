@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from localllm.checkpoint.facts import ModelFacts
+from localllm.kernels.reference import rms_norm
 from localllm.kernels.rope import RopeTable
 from localllm.kernels.segments import HeadWeights, KernelTable
 
@@ -57,6 +58,11 @@ class Model:
     def logits(self, hidden: Tensor) -> Tensor:
         """Rows of `forward` -> float32 [rows, vocab], soft-capped where the model does so."""
         return self.table.head(hidden, self.head)
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Rows of `forward` -> float32 [rows, hidden] after the last norm: what embeddings are pooled from."""
+        norm = self.head.norm
+        return rms_norm(hidden.float(), norm.weight.float(), norm.eps, norm.offset)
 
     @property
     def weight_bytes(self) -> int:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +25,7 @@ from localllm.request import FinishReason, Request, TokenEvent, Usage
 from .batch import BatchBuilder, row_range
 from .draw import Draw, Sampled
 from .limits import check_request
-from .metrics import EngineStats, timing_of, usage_of
+from .metrics import EngineStats, StepTokens, timing_of, usage_of
 from .pages import GroupPages, Pages
 from .pressure import Pressure, is_out_of_memory
 from .request_stream import Listener, RequestStream
@@ -100,8 +101,10 @@ class Engine:
         self._num_steps = 0
         self._num_ahead = 0
         self._step_started = 0.0
+        self._longest_step_s = 0.0
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
+        self._step_tokens = StepTokens()
         self._counter = 0
 
     # --- called from any thread --------------------------------------------------------------------------------------
@@ -113,12 +116,7 @@ class Engine:
 
     def submit(self, request: Request, listener: Listener | None = None) -> RequestStream:
         """Queue a request. Raises InvalidRequest, ContextTooLong, or DeviceError when the engine is dead."""
-        check_request(request, self._runner.vocab_size, self.options.max_context)
-        if not self._pages.fits_ever(len(request.prompt_token_ids) + 1, self.options.limits.prefill_budget):
-            raise OutOfMemory(
-                f"the prompt has {len(request.prompt_token_ids):,} tokens, more than the key/value cache can ever hold",
-                "start with a smaller --ctx for other requests, or with --kv bf16",
-            )
+        self.check(request)
         with self._wake:
             if self._dead is not None or self._closing:
                 raise DeviceError("the engine is not running", "restart localllm") from self._dead
@@ -133,6 +131,15 @@ class Engine:
             self._wake.notify()
         return stream
 
+    def check(self, request: Request) -> None:
+        """Raise InvalidRequest, ContextTooLong or OutOfMemory for a request that can never run."""
+        check_request(request, self._runner.vocab_size, self.options.max_context)
+        if not self._pages.fits_ever(len(request.prompt_token_ids) + 1, self.options.limits.prefill_budget):
+            raise OutOfMemory(
+                f"the prompt has {len(request.prompt_token_ids):,} tokens, more than the key/value cache can ever hold",
+                "start with a smaller --ctx for other requests, or with --kv bf16",
+            )
+
     def abort(self, request_id: str) -> None:
         """End a request; unknown or finished ids are ignored."""
         with self._wake:
@@ -143,6 +150,12 @@ class Engine:
         """Forget the prefixes nobody uses; takes effect before the next step."""
         with self._wake:
             self._inbox.append(("clear", None))
+            self._wake.notify()
+
+    def pin_prefix(self, token_ids: Many[int]) -> None:
+        """Evict the pages of this prefix (of prompts without a salt) last; takes effect before the next step."""
+        with self._wake:
+            self._inbox.append(("pin", list(token_ids)))
             self._wake.notify()
 
     def stats(self) -> EngineStats:
@@ -164,6 +177,8 @@ class Engine:
             prefix_query_tokens=self._pages.tree.num_query_tokens,
             prefix_hit_tokens=self._pages.tree.num_hit_tokens,
             used_tokens=sum(s.num_computed_tokens for s in list(scheduler.running)),
+            step_tokens=self._step_tokens,
+            longest_step_s=self._longest_step_s,
         )
 
     @property
@@ -209,6 +224,8 @@ class Engine:
                 self._accept(value)
             elif kind == "abort":
                 self._abort(value)
+            elif kind == "pin":
+                self._pages.tree.pin(value)
             else:
                 self._pages.tree.clear()
         if self._has_work:
@@ -216,6 +233,7 @@ class Engine:
             self._step_started = time.monotonic()
             if not self.step():
                 time.sleep(IDLE_S)  # all that runs waits for its reader
+            self._longest_step_s = max(self._longest_step_s, time.monotonic() - self._step_started)
             self._step_started = 0.0
         if self.options.check_invariants:
             self.scheduler.check_integrity()
@@ -304,7 +322,7 @@ class Engine:
         sequence = Sequence(request, 0, len(self._pages.pools), seed, max_tokens)
         stream = self._streams.get(request.request_id)
         sequence.submit_time = stream.submit_time if stream is not None else sequence.submit_time
-        sequence.pending_forks = 0 if request.score else params.n - 1
+        sequence.pending_forks = 0 if request.only_reads else params.n - 1
         self.scheduler.add(sequence)
 
     def _abort(self, request_id: str) -> None:
@@ -323,7 +341,7 @@ class Engine:
                 if part.sequence.wants_all_rows and part.start < part.sequence.num_prompt_tokens:
                     self._take_rows(part, flight.output, row)
                 ended = part.sequence.state is SequenceState.FINISHED  # while its part was under way
-                if part.is_last_chunk and not part.sequence.request.score and not ended:
+                if part.is_last_chunk and not part.sequence.request.only_reads and not ended:
                     family = [part.sequence, *self._children(part.sequence)]
                     sequences += family
                     rows += [row + count - 1] * len(family)
@@ -351,6 +369,10 @@ class Engine:
             return
         at = part.start + skip
         prompt = sequence.token_ids
+        if sequence.request.pooling:
+            self._pool(sequence, output, row + skip, row + part.num_tokens)
+            sequence.num_rows_done = part.start + part.num_tokens
+            return
         with torch.inference_mode():
             for logits in output.pieces(row + skip, row + part.num_tokens, self._runner.vocab_size):
                 if sequence.request.score:
@@ -366,6 +388,25 @@ class Engine:
                 at += logits.shape[0]
         sequence.num_rows_done = max(sequence.num_rows_done, at)
 
+    @staticmethod
+    def _pool(sequence: Sequence, output: ForwardOutput, start: int, end: int) -> None:
+        """Add rows [start, end) to the mean of a sequence, or keep the last of them."""
+        with torch.inference_mode():
+            rows = output.normed(start, end)
+            if sequence.request.pooling == "last":
+                sequence.pooled = rows[-1].clone()
+            else:
+                total = rows.sum(0)
+                sequence.pooled = total if sequence.pooled is None else sequence.pooled + total
+
+    @staticmethod
+    def _pooled_event(sequence: Sequence) -> TokenEvent:
+        event = TokenEvent(sequence.request.request_id, sequence.index)
+        if sequence.pooled is not None:
+            count = sequence.num_prompt_tokens if sequence.request.pooling == "mean" else 1
+            event.pooled = (sequence.pooled / count).cpu().numpy()
+        return event
+
     def _commit(self, flight: Flight) -> None:
         """Wait for the tokens of a step, count it, and publish."""
         try:
@@ -379,6 +420,7 @@ class Engine:
         sequences = flight.draw.sequences
         self.scheduler.commit(flight.step)
         self.pressure.count_good()
+        self._step_tokens.observe(sum(part.num_tokens for part in flight.step.scheduled))
         now = time.monotonic()
         for part in flight.step.scheduled:
             sequence = part.sequence
@@ -389,9 +431,9 @@ class Engine:
             )
             if part.is_last_chunk or sequence.num_uncomputed_tokens == 0:
                 sequence.prefill_time = sequence.prefill_time or now
-            if sequence.request.score and sequence.num_uncomputed_tokens == 0:
+            if sequence.request.only_reads and sequence.num_uncomputed_tokens == 0:
                 sequence.last_token_time = now
-                self._finish(sequence, FinishReason.STOP)
+                self._finish(sequence, FinishReason.STOP, self._pooled_event(sequence))
             elif sequence.num_uncomputed_tokens > 0 and sequence.num_output_tokens == 0:
                 progress = (sequence.num_computed_tokens, sequence.num_prompt_tokens)
                 self._publish(sequence, TokenEvent(sequence.request.request_id, sequence.index, prefill=progress))

@@ -72,7 +72,7 @@ def check_request(request: Request, vocab_size: int, max_context: int) -> None:
     count = len(request.prompt_token_ids)
     if count == 0:
         raise InvalidRequest("the prompt is empty", "give at least one token of text", param="prompt")
-    room = max_context if request.score else max_context - 1
+    room = max_context if request.only_reads else max_context - 1
     if count > room:
         spare = "" if count > max_context else ", one of them for the answer"
         raise ContextTooLong(

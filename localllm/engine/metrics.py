@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 from localllm.request import Timing, Usage
 
 from .sequence import Sequence
+
+STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+
+class StepTokens:
+    """How many tokens the steps had: counts per bucket. Written by the engine's thread, read by any."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(STEP_TOKENS) + 1)
+        self.total = 0
+        """tokens of all steps"""
+
+    def observe(self, count: int) -> None:
+        """One step."""
+        self._counts[bisect_left(STEP_TOKENS, count)] += 1
+        self.total += count
+
+    def buckets(self) -> Iterator[tuple[str, int]]:
+        """(upper bound, steps up to it), as Prometheus wants them."""
+        bounds = (*(f"{bound}.0" for bound in STEP_TOKENS), "+Inf")
+        return zip(bounds, accumulate(self._counts), strict=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +57,8 @@ class EngineStats:
     prefix_hit_tokens: int = 0
     used_tokens: int = 0
     """K/V tokens of running sequences"""
+    step_tokens: StepTokens = field(default_factory=StepTokens)
+    longest_step_s: float = 0.0
 
 
 def timing_of(sequence: Sequence) -> Timing:

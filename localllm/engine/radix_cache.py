@@ -20,10 +20,14 @@ EVICT_BATCH = 16
 """nodes evicted at least, once eviction starts: it scans the tree, so it should not run for every single page"""
 
 
+class Pins(dict[tuple[int, ...], "Pins"]):
+    """Pinned paths: the key of a page -> what is pinned below it."""
+
+
 class Node:
     """One page of tokens in the tree."""
 
-    __slots__ = ("children", "key", "last_used", "pages", "parent")
+    __slots__ = ("children", "key", "last_used", "pages", "parent", "pins")
 
     def __init__(self, parent: Node | None, key: tuple[int, ...], pages: list[int | None]) -> None:
         self.parent = parent
@@ -31,6 +35,13 @@ class Node:
         self.pages = pages
         self.children: dict[tuple[int, ...], Node] = {}
         self.last_used = 0
+        self.pins: Pins | None = None
+        """what is pinned below; None for a node that is not on a pinned path"""
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """Order of eviction: pinned ones last, else the least recently used first."""
+        return self.pins is not None, self.last_used
 
 
 class RadixCache:
@@ -45,6 +56,7 @@ class RadixCache:
         self.windows = tuple(windows)
         self.page_size = page_size
         self._roots: dict[str, Node] = {}
+        self._pins = Pins()
         self._clock = 0
         self.num_nodes = 0
         self.num_query_tokens = 0
@@ -56,7 +68,21 @@ class RadixCache:
         node = self._roots.get(salt)
         if node is None:
             node = self._roots[salt] = Node(None, (), [])
+            node.pins = self._pins if salt == "" else None
         return node
+
+    def pin(self, token_ids: Sequence[int]) -> None:
+        """Evict the full pages of this prefix, of prompts without a salt, after all others."""
+        size = self.page_size
+        pins, node = self._pins, self._roots.get("")
+        if node is not None:
+            node.pins = pins
+        for start in range(0, len(token_ids) // size * size, size):
+            key = tuple(token_ids[start : start + size])
+            pins = pins.setdefault(key, Pins())
+            node = node.children.get(key) if node is not None else None
+            if node is not None:
+                node.pins = pins
 
     def match(self, token_ids: Sequence[int], salt: str, limit: int) -> list[Node]:
         """The nodes of the longest usable prefix of at most `limit` tokens, in order. Touches them, holds nothing."""
@@ -107,6 +133,7 @@ class RadixCache:
         child = node.children.get(key)
         if child is None:
             child = Node(node, key, [None] * len(self.pools))
+            child.pins = None if node.pins is None else node.pins.get(key)
             node.children[key] = child
             self.num_nodes += 1
         child.last_used = self._clock
@@ -132,14 +159,14 @@ class RadixCache:
         freed = 0
         goal = max(num_pages, EVICT_BATCH)
         order = count()
-        heap = [(n.last_used, next(order), n) for n in self._nodes() if not n.children and self._idle(n)]
+        heap = [(n.rank, next(order), n) for n in self._nodes() if not n.children and self._idle(n)]
         heapify(heap)
-        while heap and freed < goal:
+        while heap and (freed < num_pages or (freed < goal and not heap[0][0][0])):  # pinned ones only if they must
             _, _, node = heappop(heap)
             parent = node.parent
             freed += self._drop(node, group)
             if parent is not None and parent.parent is not None and not parent.children and self._idle(parent):
-                heappush(heap, (parent.last_used, next(order), parent))
+                heappush(heap, (parent.rank, next(order), parent))
         return freed
 
     def _evict_window(self, group: int, num_pages: int) -> int:
@@ -148,7 +175,9 @@ class RadixCache:
         freed = 0
         goal = max(num_pages, EVICT_BATCH)
         held = [n for n in self._nodes() if (page := n.pages[group]) is not None and pool.refs(page) == 1]
-        for node in sorted(held, key=lambda n: n.last_used)[:goal]:
+        for node in sorted(held, key=lambda n: n.rank)[:goal]:
+            if node.pins is not None and freed >= num_pages:
+                break
             page = node.pages[group]
             assert page is not None
             node.pages[group] = None

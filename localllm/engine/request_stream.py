@@ -26,7 +26,7 @@ class RequestStream:
         self.submit_time = time.monotonic()
         self.num_unread_pieces = 0
         """pieces of scores that wait for the reader"""
-        self._open = 1 if request.score else request.params.n
+        self._open = 1 if request.only_reads else request.params.n
         self._unread = self._open
 
     def put(self, event: TokenEvent) -> None:

@@ -34,6 +34,10 @@ class ForwardModel(Protocol):
         """Rows [num_rows, hidden] -> float32 [num_rows, vocab]"""
         ...
 
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Rows [num_rows, hidden] -> float32 [num_rows, hidden], after the last norm"""
+        ...
+
 
 class ForwardOutput:
     """The wanted rows of a forward pass, turned into logits when they are needed.
@@ -52,6 +56,10 @@ class ForwardOutput:
         source = self._hidden if self._ready is None else self._ready
         picked = source if rows == list(range(source.shape[0])) else source[rows]
         return self._model.logits(picked) if self._ready is None else picked
+
+    def normed(self, start: int, end: int) -> Tensor:
+        """Rows [start, end) after the last norm, float32 [rows, hidden]."""
+        return self._model.normed(self._hidden[start:end])
 
     def pieces(self, start: int, end: int, vocab_size: int) -> Iterator[Tensor]:
         """Logits of rows [start, end), in order, in pieces of at most LOGIT_BYTES."""

@@ -129,7 +129,7 @@ class Scheduler:
         going: list[Scheduled] = []
         for sequence in self.running:
             part = parts.get(id(sequence))
-            if part is None or not part.is_last_chunk or sequence.pending_forks or sequence.request.score:
+            if part is None or not part.is_last_chunk or sequence.pending_forks or sequence.request.only_reads:
                 return None
             if sequence.num_output_tokens + 1 < sequence.max_tokens:
                 going.append(Scheduled(sequence, part.start + part.num_tokens, 1, is_ahead=True))

@@ -7,6 +7,7 @@ import time
 from array import array
 from collections import Counter
 from enum import Enum
+from typing import Any
 
 from localllm.request import FinishReason, Request, SamplingParams, StopCheck, TokenLogprob
 
@@ -58,7 +59,9 @@ class Sequence:
         self.output_counts: Counter[int] = Counter()
         self.prompt_logprobs: list[TokenLogprob | None] = []
         self.num_rows_done = 0
-        """prompt rows whose log-probabilities were taken, kept through preemption"""
+        """prompt rows that were taken (log-probabilities, pooling), kept through preemption"""
+        self.pooled: Any = None
+        """float32 [hidden]: the sum of the rows taken, or the last of them"""
         self.num_preemptions = 0
         self.is_paused = False
         """its reader is behind: scheduled again when it caught up"""
@@ -97,8 +100,8 @@ class Sequence:
 
     @property
     def wants_all_rows(self) -> bool:
-        """Whether the logits of every prompt row are needed (score, prompt logprobs)."""
-        return self.request.score or self.params.prompt_logprobs is not None
+        """Whether every prompt row is needed (score, pooling, prompt logprobs)."""
+        return self.request.only_reads or self.params.prompt_logprobs is not None
 
     @property
     def reads_prefix_cache(self) -> bool:

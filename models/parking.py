@@ -1,0 +1,93 @@
+"""Weights on the way to sleep: every tensor of a model copied to host memory and its device memory given back.
+
+Tensors stay the same objects, so that whoever holds one (layers, prepared kernels, closures) finds it again after
+`Parked.restore`: only the storage behind them goes and comes.
+"""
+
+from __future__ import annotations
+
+import gc
+import types
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+
+_STOP = (type, types.ModuleType, str, bytes, int, float, complex, torch.dtype, torch.device)
+
+
+class Parked:
+    """Storages in host memory."""
+
+    def __init__(self, pairs: list[tuple[UntypedStorage, UntypedStorage]]) -> None:
+        self._pairs = pairs
+        """(storage on the device, now empty; its bytes on the host)"""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held on the host."""
+        return sum(host.nbytes() for _, host in self._pairs)
+
+    def restore(self) -> None:
+        """Take the device memory again and copy everything back. Raises torch's out-of-memory error."""
+        for storage, host in self._pairs:
+            storage.resize_(host.nbytes())
+            storage.copy_(host, non_blocking=host.is_pinned())
+        if any(storage.device.type == "cuda" for storage, _ in self._pairs):
+            torch.cuda.synchronize()
+        self._pairs = []
+
+
+def park(holder: Any) -> Parked:
+    """Copy the storage of every tensor that can be reached from `holder` to the host and empty it."""
+    pairs: list[tuple[UntypedStorage, UntypedStorage]] = []
+    seen: set[int] = set()
+    for tensor in tensors_of(holder):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in seen or storage.nbytes() == 0:
+            continue
+        seen.add(storage.data_ptr())
+        host = UntypedStorage(storage.nbytes())
+        if storage.device.type == "cuda":
+            host = host.pin_memory()
+        host.copy_(storage)
+        pairs.append((storage, host))
+    for storage, _ in pairs:
+        storage.resize_(0)
+    free_cached()
+    return Parked(pairs)
+
+
+def tensors_of(holder: Any) -> Iterator[Tensor]:
+    """Every tensor that can be reached from an object through attributes, containers and closures, once."""
+    waiting: deque[Any] = deque([holder])
+    seen: set[int] = set()
+    while waiting:
+        item = waiting.popleft()
+        if id(item) in seen or isinstance(item, _STOP):
+            continue
+        seen.add(id(item))
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, types.FunctionType):  # not its globals: they are the module's
+            waiting.extend(cell.cell_contents for cell in item.__closure__ or () if _is_filled(cell))
+            waiting.extend(item.__defaults__ or ())
+            waiting.extend((item.__kwdefaults__ or {}).values())
+        else:
+            waiting.extend(gc.get_referents(item))
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def free_cached() -> None:
+    """Give memory that torch keeps for later back to the device."""
+    gc.collect()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
