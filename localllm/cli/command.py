@@ -84,12 +84,15 @@ class Env:
         """The settings, without a command's own flags."""
         return self.settings({})
 
-    def settings(self, flags: Mapping[str, Any]) -> UserConfig:
-        """The settings with a command's flags (paths of settings -> values) on top; warnings are shown once."""
+    def settings(self, flags: Mapping[str, Any], *, strict: bool = False) -> UserConfig:
+        """The settings with a command's flags (paths of settings -> values) on top; warnings are shown once.
+
+        strict   a settings file that cannot be read is an error: for a command that its defaults would lay open
+        """
         from localllm.config import load_config
 
         said = {"offline": self.options.offline, "engine.device": self.options.device, **flags}
-        config = load_config(said, path=self.options.config)
+        config = load_config(said, path=self.options.config, strict=strict)
         for warning in config.warnings if not self._warned else ():
             self.console.warn(warning)
         self._warned = True

@@ -41,17 +41,16 @@ def doctor(
     Exit 0 also with warnings, 11 with a failure. Takes under two seconds and loads no torch.
     """
     from localllm import doctor as checks
-    from localllm.device import machine
 
     console = env.console
     if listing:
         for name in checks.CHECKS:
             console.line(name)
         return 0
-    facts = machine()
-    found = checks.run_checks([name for name in (only or "").split(",") if name], facts)
+    survey = checks.Survey()
+    found = checks.run_checks([name for name in (only or "").split(",") if name], survey)
     if console.as_json:
-        console.write_json(checks.report(found, facts))
+        console.write_json(checks.report(found, survey.machine))
     else:
         width = max((len(check.id) for check in found), default=0)
         group = ""

@@ -147,6 +147,8 @@ class UserConfig:
     keys: Mapping[str, str] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    broken: str = ""
+    """why a settings file could not be read at all; it is among the warnings too"""
 
     def get(self, path: str) -> Any:
         """The value of a key such as `engine.ctx` or `aliases.work`. Raises ConfigError for a name that is none."""

@@ -41,20 +41,23 @@ def load_config(
     path: Path | None = None,
     environ: Mapping[str, str] = os.environ,
     folder: Path | None = None,
+    strict: bool = False,
 ) -> UserConfig:
     """All settings, each with its origin.
 
     flags    key path -> value; None is "not given"
     path     the user's file (`--config`); when given it must exist
     folder   where the project file is looked for; the working folder
+    strict   a file that cannot be read is an error, not a warning: where the defaults would be less safe than it
 
-    Raises ConfigError for a wrong flag or variable, an unreadable file, or one that is no TOML. Unknown keys and wrong
-    values in a file end up in `warnings`.
+    Raises ConfigError for a wrong flag or variable, and for a file given by `path` that is unreadable or no TOML.
+    Unknown keys and wrong values in a file end up in `warnings`; so does the user's own file when it is unreadable or
+    no TOML (then `broken` says why), and the defaults hold.
     """
     if path is not None and not path.is_file():
         raise ConfigError(f"there is no settings file {path}", "leave --config out, or name a file that is there")
-    loading = _Loading()
-    loading.take_file(path or settings_file(environ))
+    loading = _Loading(strict=strict)
+    loading.take_file(path or settings_file(environ), strict=path is not None)
     if environ.get("LOCALLLM_PROJECT") == "1":
         loading.take_file((folder or Path.cwd()) / PROJECT_FILE)
     loading.take_environment(environ)
@@ -86,7 +89,9 @@ def read_toml(file: Path) -> dict[str, Any]:
 class _Loading:
     """Values gathered so far; a later `put` wins."""
 
-    def __init__(self) -> None:
+    def __init__(self, strict: bool = False) -> None:
+        self.strict = strict
+        self.broken = ""
         self.values: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
         self.tables: dict[str, dict[str, Any]] = {name: {} for name in TABLES}
@@ -96,9 +101,17 @@ class _Loading:
         self.values[path] = value
         self.origins[path] = origin
 
-    def take_file(self, file: Path) -> None:
+    def take_file(self, file: Path, strict: bool = False) -> None:
         origin = f"file {file}"
-        for name, value in read_toml(file).items():
+        try:
+            tables = read_toml(file)
+        except ConfigError as error:
+            if strict or self.strict:
+                raise
+            self.broken = error.message
+            self.warnings.append(f"{error.message}; ignored, the defaults hold")
+            return
+        for name, value in tables.items():
             if name in TABLES:
                 self._take_table(name, value, origin)
             elif name in SECTIONS and isinstance(value, dict):
@@ -170,4 +183,5 @@ class _Loading:
             held[key.section][key.attribute] = value
         sections = {name: holder(**held[name]) for name, holder in SECTIONS.items()}
         rest: dict[str, Any] = {**self.tables, "origins": self.origins, "warnings": tuple(self.warnings)}
+        rest["broken"] = self.broken
         return UserConfig(**held[""], **sections, **rest)

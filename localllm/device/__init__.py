@@ -13,13 +13,13 @@ from localllm.testing import only_in_tests
 
 from .bandwidth import guessed_bandwidth, read_bandwidth
 from .cpu import cpu_facts
-from .facts import CpuFacts, GpuFacts, GpuProcess, MachineFacts
+from .facts import CpuFacts, GpuFacts, GpuLink, GpuProcess, MachineFacts
 from .fake import fake_machine
 from .memory import memory_limits
 from .nvml import gpu_facts
 from .surroundings import compiler, container, torch_build, wsl_version
 
-__all__ = ["CpuFacts", "GpuFacts", "GpuProcess", "MachineFacts", "machine", "read_bandwidth", "torch_build"]
+__all__ = ["CpuFacts", "GpuFacts", "GpuLink", "GpuProcess", "MachineFacts", "machine", "read_bandwidth", "torch_build"]
 
 
 def machine(*, measure: bool = False, root: Path = Path("/")) -> MachineFacts:

@@ -1,46 +1,67 @@
-"""Checks of this machine as data: `run_checks` takes under two seconds and loads no torch; the command prints them.
+"""Checks of this machine as data: the quick ones take under two seconds and load no torch; the command prints them.
 
-A check is a function from the machine's facts to one `request.Check`. Every warning and failure carries a command in
-`fix`. One module per group; ids are stable, because people put them into scripts.
+A check is a function from a `Survey` to one `request.Check`. Every warning and failure carries in `fix` a command or
+the step to take. One module per group; ids are stable, because people put them into scripts.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
+from difflib import get_close_matches
 from typing import Any
 
 from localllm._version import __version__
-from localllm.device import MachineFacts, machine
+from localllm.device import MachineFacts
 from localllm.errors import ConfigError, LocalLLMError
 from localllm.request import Check
 
-from . import hardware, settings, software, storage, terminal
-from .finding import CheckFunction
+from . import gpu, hardware, settings, software, storage, terminal
+from .finding import HARDWARE, SOFTWARE, STORAGE, TERMINAL, CheckFunction, Survey
 
-__all__ = ["CHECKS", "report", "run_checks", "summary", "verdict"]
+__all__ = ["CHECKS", "Survey", "report", "run_checks", "running", "summary", "verdict", "wanted"]
 
 log = logging.getLogger(__name__)
 
+_GROUPS: Mapping[str, tuple[Mapping[str, CheckFunction], ...]] = {
+    HARDWARE: (gpu.CHECKS, hardware.CHECKS),
+    SOFTWARE: (software.CHECKS, settings.CHECKS),
+    STORAGE: (storage.CHECKS,),
+    TERMINAL: (terminal.CHECKS,),
+}
 CHECKS: dict[str, CheckFunction] = {
-    **hardware.CHECKS,
-    **software.CHECKS,
-    **settings.CHECKS,
-    **storage.CHECKS,
-    **terminal.CHECKS,
+    i: run for tables in _GROUPS.values() for table in tables for i, run in table.items()
 }
 """All quick checks by id, in the order they are shown."""
+GROUP_OF: dict[str, str] = {i: group for group, tables in _GROUPS.items() for table in tables for i in table}
+"""id -> hardware, software, storage, terminal"""
 
 
-def run_checks(only: Collection[str] = (), facts: MachineFacts | None = None) -> list[Check]:
+def run_checks(only: Collection[str] = (), survey: Survey | None = None) -> list[Check]:
     """Run the quick checks, or those named by id, or by the part before the dot where that is no id (`gpu`).
 
     Raises ConfigError for a name that is no check. A check that breaks is a failed check, and its traceback is logged.
     """
-    facts = facts or machine()
-    return [_run(check_id, facts) for check_id in _wanted(only)]
+    return list(running(wanted(only), survey or Survey()))
+
+
+def running(ids: Iterable[str], survey: Survey) -> Iterator[Check]:
+    """Run checks one after the other, so that the first can be shown before the last is done."""
+    return (_run(check_id, survey) for check_id in ids)
+
+
+def wanted(only: Collection[str] = ()) -> list[str]:
+    """The ids that names of checks and of groups of them stand for; all without a name. ConfigError for no check."""
+    for name in only:
+        if name not in CHECKS and not any(check_id.startswith(f"{name}.") for check_id in CHECKS):
+            near = get_close_matches(name, CHECKS, 1)
+            raise ConfigError(
+                f"there is no check {name!r}" + (f"; did you mean {near[0]}?" if near else ""), "localllm doctor --list"
+            )
+    groups = tuple(f"{name}." for name in only if name not in CHECKS)
+    return [i for i in CHECKS if not only or i in only or i.startswith(groups)]
 
 
 def summary(checks: Iterable[Check]) -> dict[str, int]:
@@ -82,19 +103,11 @@ def _as_json(check: Check) -> dict[str, Any]:
     return asdict(check) | {"fix": fix, "data": dict(check.data), "ms": round(check.ms, 1)}
 
 
-def _wanted(only: Collection[str]) -> list[str]:
-    for name in only:
-        if name not in CHECKS and not any(check_id.startswith(f"{name}.") for check_id in CHECKS):
-            raise ConfigError(f"there is no check {name!r}", "localllm doctor --list")
-    groups = tuple(f"{name}." for name in only if name not in CHECKS)
-    return [i for i in CHECKS if not only or i in only or i.startswith(groups)]
-
-
-def _run(check_id: str, facts: MachineFacts) -> Check:
+def _run(check_id: str, survey: Survey) -> Check:
     start = time.perf_counter()
-    group = check_id.split(".")[0]
+    group = GROUP_OF[check_id]
     try:
-        found = CHECKS[check_id](facts)
+        found = CHECKS[check_id](survey)
     except LocalLLMError as error:
         found = Check(check_id, group, "fail", error.message, fix=error.hint)
     except Exception as error:

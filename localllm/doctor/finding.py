@@ -1,31 +1,112 @@
-"""How a check says what it found."""
+"""How a check sees the machine, and how it says what it found."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from typing import Any, Literal
 
-from localllm.device import MachineFacts
+from localllm.device import MachineFacts, machine
+from localllm.device.host import HostFacts
 from localllm.request import Check
 
-CheckFunction = Callable[[MachineFacts], Check]
 Status = Literal["ok", "warn", "fail", "skip"]
 GIB = 1 << 30
 MIB = 1 << 20
 
-HARDWARE, SOFTWARE, STORAGE, TERMINAL = "hardware", "software", "storage", "terminal"
+HARDWARE, SOFTWARE, STORAGE, TERMINAL, MODEL = "hardware", "software", "storage", "terminal", "model"
+
+
+class Survey:
+    """What checks look at: the machine at once, its surroundings read in a thread meanwhile.
+
+    machine, host   given ones are taken as they are (tests, other commands)
+    """
+
+    def __init__(self, machine_facts: MachineFacts | None = None, host_facts: HostFacts | None = None) -> None:
+        self.machine = machine_facts or machine()
+        self._host = host_facts
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        if host_facts is None:
+            self._thread = threading.Thread(target=self._read, name="host facts", daemon=True)
+            self._thread.start()
+
+    @property
+    def host(self) -> HostFacts:
+        """The surroundings; waits for them the first time."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            raise self._error
+        assert self._host is not None
+        return self._host
+
+    def _read(self) -> None:
+        try:
+            self._host = read_host(bool(self.machine.gpus))
+        except BaseException as error:  # it is raised where the facts are needed
+            self._error = error
+
+
+def read_host(gpu: bool) -> HostFacts:
+    """The surroundings of this process, its hub and its port."""
+    from localllm import hub
+    from localllm.config import load_config
+    from localllm.device.host import host
+    from localllm.errors import ConfigError
+    from localllm.hub.cache import hub_dir
+
+    try:
+        config = load_config()
+        offline, port = config.offline or hub.is_offline(), config.server.port or 8000
+    except ConfigError:  # `config.valid` says so
+        offline, port = hub.is_offline(), 8000
+    try:
+        address = "" if offline else proxy() or hub.endpoint()
+    except ConfigError:  # `hf.endpoint` says so
+        address = ""
+    return host(hub_dir(), address, port, gpu=gpu)
+
+
+def proxy() -> str:
+    """The proxy that requests to the hub go through, without the name and password in it."""
+    from urllib.parse import urlsplit
+
+    from localllm import hub
+
+    hosts = [h.strip().lstrip(".") for h in (os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "").split(",")]
+    target = urlsplit(hub.endpoint())
+    name = target.hostname or ""
+    if any(h == "*" or (h and (name == h or name.endswith(f".{h}"))) for h in hosts):
+        return ""
+    upper = f"{(target.scheme or 'https').upper()}_PROXY"
+    found = next((v for n in (upper.lower(), upper, "all_proxy", "ALL_PROXY") if (v := os.environ.get(n))), "")
+    parts = urlsplit(found if "://" in found else f"http://{found}") if found else None
+    if parts is None or not parts.hostname:
+        return ""
+    return f"{parts.scheme}://{parts.hostname}" + (f":{parts.port}" if parts.port else "")
+
+
+CheckFunction = Callable[[Survey], Check]
 
 
 def found(check_id: str, group: str, status: Status, title: str, detail: str = "", fix: str = "", **data: Any) -> Check:
-    """A finding; `fix` is a command that can be pasted."""
+    """A finding; `fix` is a command that can be pasted, or the step to take."""
     return Check(check_id, group, status, title, detail, fix, data)
 
 
 def size(count: float) -> str:
     """Bytes for people."""
     return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / MIB:.0f} MiB"
+
+
+def sm(capability: int) -> str:
+    """A compute capability as compilers call it."""
+    return f"sm_{capability}"
 
 
 def install(apt: str, dnf: str = "", pacman: str = "") -> str:

@@ -1,107 +1,22 @@
-"""CPU, memory, GPUs."""
+"""CPU, memory, mains."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
-from localllm.device import GpuFacts, MachineFacts
-from localllm.device.gpu_table import min_driver
 from localllm.request import Check
 
-from .finding import GIB, HARDWARE, CheckFunction, found, size
+from .finding import GIB, HARDWARE, CheckFunction, Survey, found, size
 
 LITTLE_RAM = 2 * GIB
-NO_GPU = "no NVIDIA driver: the CPU computes"
+SELF_REGULATING = ("intel_pstate", "amd-pstate", "amd-pstate-epp", "cppc_cpufreq")
+"""drivers whose "powersave" still reaches the highest clock"""
 
 
-def gpu_present(machine: MachineFacts) -> Check:
-    """Whether a GPU can be seen."""
-    if machine.gpu_error:
-        title = f"an NVIDIA driver is installed but does not work: {machine.gpu_error}"
-        return found("gpu.present", HARDWARE, "fail", title, fix="nvidia-smi", error=machine.gpu_error)
-    if not machine.gpus and machine.driver:
-        setting = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        title = f"CUDA_VISIBLE_DEVICES={setting!r} hides every GPU"
-        return found("gpu.present", HARDWARE, "warn", title, fix="unset CUDA_VISIBLE_DEVICES")
-    if not machine.gpus:
-        return found("gpu.present", HARDWARE, "skip", NO_GPU)
-    title = "; ".join(_describe(gpu) for gpu in machine.gpus)
-    return found("gpu.present", HARDWARE, "ok", title, gpus=[gpu.name for gpu in machine.gpus])
-
-
-def _describe(gpu: GpuFacts) -> str:
-    speed = f", {gpu.bandwidth / 1e9:,.0f} GB/s" if gpu.bandwidth else ""
-    memory = f"{size(gpu.total_bytes)} ({size(gpu.free_bytes)} free){', shared with the CPU' if gpu.unified else ''}"
-    return f"{gpu.name}, sm_{gpu.capability}, {memory}{speed}"
-
-
-def gpu_driver(machine: MachineFacts) -> Check:
-    """Whether the driver knows the card and the CUDA that torch was built with."""
-    if not machine.driver:
-        return found("gpu.driver", HARDWARE, "skip", NO_GPU)
-    title = f"{machine.driver} (CUDA up to {machine.driver_cuda or '?'})"
-    least = max((min_driver(gpu.capability) for gpu in machine.gpus), default=0)
-    branch = int(machine.driver.split(".")[0]) if machine.driver.split(".")[0].isdigit() else 0
-    data: dict[str, Any] = {"driver": machine.driver, "cuda": machine.driver_cuda, "least_branch": least}
-    if branch and branch < least:
-        return found(
-            "gpu.driver", HARDWARE, "fail", f"{title}: this card needs {least} or newer", fix="nvidia-smi", **data
-        )
-    if machine.torch_cuda and _newer(machine.torch_cuda, machine.driver_cuda):
-        title += f": torch was built for CUDA {machine.torch_cuda}, which this driver does not know"
-        return found("gpu.driver", HARDWARE, "fail", title, fix="nvidia-smi", **data)
-    return found("gpu.driver", HARDWARE, "ok", title, **data)
-
-
-def _newer(wanted: str, has: str) -> bool:
-    """CUDA runs on drivers of the same major version (minor-version compatibility) and on newer ones."""
-    first = [text.split(".")[0] for text in (wanted, has)]
-    return all(part.isdigit() for part in first) and int(first[0]) > int(first[1])
-
-
-def gpu_arch(machine: MachineFacts) -> Check:
-    """Whether the cards can run our kernels, and which number formats they compute in."""
-    if not machine.gpus:
-        return found("gpu.arch", HARDWARE, "skip", NO_GPU)
-    worst = min(machine.gpus, key=lambda gpu: gpu.capability)
-    if worst.capability < 75:
-        title = f"{worst.name} has compute capability {worst.capability / 10:.1f}, 7.5 is needed"
-        return found("gpu.arch", HARDWARE, "fail", title, fix="localllm chat --device cpu")
-    formats = [
-        "fp16",
-        *(n for n, has in (("bf16", worst.has_bf16), ("fp8", worst.has_fp8), ("fp4", worst.has_fp4)) if has),
-    ]
-    return found(
-        "gpu.arch", HARDWARE, "ok", f"sm_{worst.capability}: {', '.join(formats)}", capability=worst.capability
-    )
-
-
-def gpu_memory(machine: MachineFacts) -> Check:
-    """Who else holds GPU memory."""
-    if not machine.gpus:
-        return found("gpu.mem", HARDWARE, "skip", NO_GPU)
-    others = [p for gpu in machine.gpus for p in gpu.processes if p.pid != os.getpid()]
-    held = sum(gpu.total_bytes - gpu.free_bytes for gpu in machine.gpus if not gpu.unified)
-    total = sum(gpu.total_bytes for gpu in machine.gpus)
-    names = ", ".join(f"{p.name or 'process'} {p.pid} ({size(p.used_bytes)})" for p in others[:3] if p.used_bytes)
-    if held > total // 5:
-        return found(
-            "gpu.mem",
-            HARDWARE,
-            "warn",
-            f"{size(held)} of {size(total)} are taken",
-            names,
-            "nvidia-smi",
-            held_bytes=held,
-        )
-    return found("gpu.mem", HARDWARE, "ok", f"{size(total - held)} of {size(total)} free", names, held_bytes=held)
-
-
-def cpu_isa(machine: MachineFacts) -> Check:
+def cpu_isa(survey: Survey) -> Check:
     """Which vector instructions the CPU kernels can use."""
-    cpu = machine.cpu
+    cpu = survey.machine.cpu
     title = f"{cpu.name}, {cpu.isa.replace('_', '-')}"
     data: dict[str, Any] = {"name": cpu.name, "isa": cpu.isa, "flags": list(cpu.flags)}
     if cpu.isa == "generic":
@@ -110,9 +25,9 @@ def cpu_isa(machine: MachineFacts) -> Check:
     return found("cpu.isa", HARDWARE, "ok", title, **data)
 
 
-def cpu_cores(machine: MachineFacts) -> Check:
+def cpu_cores(survey: Survey) -> Check:
     """How many cores this process may keep busy."""
-    cpu = machine.cpu
+    cpu = survey.machine.cpu
     limit = f", a control group allows {cpu.quota:g}" if cpu.quota else ""
     data: dict[str, Any] = {"cores_usable": cpu.cores_usable, "cpus_total": cpu.cpus_total, "quota": cpu.quota}
     if cpu.quota and cpu.quota < 1:
@@ -122,8 +37,29 @@ def cpu_cores(machine: MachineFacts) -> Check:
     return found("cpu.cores", HARDWARE, "ok", title, **data)
 
 
-def ram(machine: MachineFacts) -> Check:
+def cpu_governor(survey: Survey) -> Check:
+    """Whether the operating system holds the clock down."""
+    name, driver = survey.host.governor, survey.host.governor_driver
+    if not name:
+        return found("cpu.governor", HARDWARE, "skip", "not told by the kernel")
+    if name in ("powersave", "conservative") and driver not in SELF_REGULATING:
+        title = f"{name}: the clock stays low"
+        fix = "sudo cpupower frequency-set -g schedutil"
+        return found("cpu.governor", HARDWARE, "warn", title, "", fix, governor=name, driver=driver)
+    return found("cpu.governor", HARDWARE, "ok", name + (f" ({driver})" if driver else ""), governor=name)
+
+
+def power_source(survey: Survey) -> Check:
+    """Whether a laptop runs from its battery."""
+    if survey.host.on_battery:
+        title = "on battery: GPU and CPU are held to a fraction of their power"
+        return found("power.mains", HARDWARE, "warn", title, fix="plug in the power supply", battery=True)
+    return found("power.mains", HARDWARE, "ok", "connected, or not a laptop", battery=False)
+
+
+def ram(survey: Survey) -> Check:
     """Memory that may still be taken."""
+    machine = survey.machine
     title = f"{size(machine.ram_available_bytes)} of {size(machine.ram_total_bytes)} free"
     data: dict[str, Any] = {"total_bytes": machine.ram_total_bytes, "available_bytes": machine.ram_available_bytes}
     if machine.ram_available_bytes < LITTLE_RAM:
@@ -132,8 +68,9 @@ def ram(machine: MachineFacts) -> Check:
     return found("ram", HARDWARE, "ok", title, **data)
 
 
-def swap(machine: MachineFacts) -> Check:
+def swap(survey: Survey) -> Check:
     """Whether the machine already lives on swap."""
+    machine = survey.machine
     used = machine.swap_total_bytes - machine.swap_free_bytes
     if not machine.swap_total_bytes:
         return found("swap", HARDWARE, "ok", "none")
@@ -143,13 +80,21 @@ def swap(machine: MachineFacts) -> Check:
     return found("swap", HARDWARE, "ok", title, used_bytes=used)
 
 
+def numa(survey: Survey) -> Check:
+    """Memory that is nearer to some cores than to others."""
+    nodes = survey.host.numa_nodes
+    if nodes < 2:
+        return found("numa", HARDWARE, "skip", "one memory node")
+    detail = "numactl --cpunodebind=0 --membind=0 localllm ... keeps a model on the CPU beside its memory"
+    return found("numa", HARDWARE, "ok", f"{nodes} memory nodes", detail, nodes=nodes)
+
+
 CHECKS: Mapping[str, CheckFunction] = {
-    "gpu.present": gpu_present,
-    "gpu.driver": gpu_driver,
-    "gpu.arch": gpu_arch,
-    "gpu.mem": gpu_memory,
     "cpu.isa": cpu_isa,
     "cpu.cores": cpu_cores,
+    "cpu.governor": cpu_governor,
+    "power.mains": power_source,
     "ram": ram,
     "swap": swap,
+    "numa": numa,
 }

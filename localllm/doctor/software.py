@@ -1,95 +1,138 @@
-"""Python, torch, the compiler, and what this process runs inside."""
+"""Python, torch, the compilers, and what this process runs inside."""
 
 from __future__ import annotations
 
-import sys
-import sysconfig
 from collections.abc import Mapping
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
-from localllm.device import MachineFacts
+from localllm.device.gpu_table import min_cuda
+from localllm.device.host import version_key
 from localllm.request import Check
 
-from .finding import GIB, SOFTWARE, CheckFunction, found, install, size
+from .finding import GIB, SOFTWARE, CheckFunction, Survey, found, install, size, sm
+from .gpu import torch_for
 
 LEAST_TORCH = (2, 11)
 
 
-def python_version(machine: MachineFacts) -> Check:
+def python_version(survey: Survey) -> Check:
     """The interpreter."""
-    version = sys.version.split()[0]
-    return found("py.version", SOFTWARE, "ok", f"{version}, {sys.prefix}", version=version)
+    return found(
+        "py.version", SOFTWARE, "ok", f"{survey.host.python}, {survey.host.prefix}", version=survey.host.python
+    )
 
 
-def torch_version(machine: MachineFacts) -> Check:
+def torch_version(survey: Survey) -> Check:
     """Which torch is installed; it is not imported."""
+    machine = survey.machine
     version = machine.torch_version
     if not version:
         return found("torch.version", SOFTWARE, "fail", "torch is not installed", fix="pip install torch")
-    parts = tuple(int(p) for p in version.split("+")[0].split(".")[:2] if p.isdigit())
-    if parts < LEAST_TORCH:
+    if version_key(version)[:2] < LEAST_TORCH:
         title = f"{version}: {'.'.join(map(str, LEAST_TORCH))} is needed"
         return found("torch.version", SOFTWARE, "fail", title, fix="pip install --upgrade torch", version=version)
     build = f"built for CUDA {machine.torch_cuda}" if machine.torch_cuda else "CPU build"
     return found("torch.version", SOFTWARE, "ok", f"{version}, {build}", version=version, cuda=machine.torch_cuda)
 
 
-def torch_cuda(machine: MachineFacts) -> Check:
-    """Whether the installed torch can use the GPUs."""
+def torch_cuda(survey: Survey) -> Check:
+    """Whether the installed torch can use the GPUs and holds code for them."""
+    machine = survey.machine
     if not machine.gpus:
         return found("torch.cuda", SOFTWARE, "skip", "no GPU")
     if not machine.torch_cuda:
         title = f"torch {machine.torch_version} is a CPU build: the GPU stays unused"
-        return found("torch.cuda", SOFTWARE, "warn", title, fix="pip install --force-reinstall torch")
-    return found("torch.cuda", SOFTWARE, "ok", f"CUDA {machine.torch_cuda}", cuda=machine.torch_cuda)
+        return found("torch.cuda", SOFTWARE, "warn", title, fix=torch_for(survey))
+    newest = max(gpu.capability for gpu in machine.gpus)
+    least = min_cuda(newest) if newest != 121 else min_cuda(120)  # sm_120 code runs on sm_121
+    if version_key(machine.torch_cuda) < version_key(least):
+        title = f"torch {machine.torch_version} holds no code for {sm(newest)}: builds for CUDA {least} and newer do"
+        return found("torch.cuda", SOFTWARE, "fail", title, "", torch_for(survey), cuda=machine.torch_cuda)
+    return found("torch.cuda", SOFTWARE, "ok", f"CUDA {machine.torch_cuda}, {sm(newest)}", cuda=machine.torch_cuda)
 
 
-def triton_version(machine: MachineFacts) -> Check:
+def triton_version(survey: Survey) -> Check:
     """Which Triton is installed, for GPUs."""
-    if not machine.gpus:
+    if not survey.machine.gpus:
         return found("triton.version", SOFTWARE, "skip", "no GPU")
-    try:
-        version = metadata.version("triton")
-    except metadata.PackageNotFoundError:
+    version = survey.host.packages.get("triton", "")
+    if not version:
         return found("triton.version", SOFTWARE, "fail", "triton is not installed", fix="pip install triton")
     return found("triton.version", SOFTWARE, "ok", version, version=version)
 
 
-def compiler(machine: MachineFacts) -> Check:
+def triton_ptxas(survey: Survey) -> Check:
+    """Whether Triton's assembler knows the cards."""
+    newest = max((gpu.capability for gpu in survey.machine.gpus), default=0)
+    has = survey.host.ptxas
+    if newest < 75 or not has:
+        return found("triton.ptxas", SOFTWARE, "skip", "no GPU" if newest < 75 else "its version is not known")
+    least = min_cuda(newest)
+    named = survey.host.variables.get("TRITON_PTXAS_PATH", "")
+    data: dict[str, Any] = {"version": has, "least": least, "path": named or None}
+    where = " (TRITON_PTXAS_PATH)" if named else ""
+    if version_key(has) < version_key(least):
+        title = f"{has}{where} does not know {sm(newest)}: {least} does"
+        fix = "unset TRITON_PTXAS_PATH" if named else "pip install --upgrade triton"
+        return found("triton.ptxas", SOFTWARE, "fail", title, "what Triton brings is used then", fix, **data)
+    return found("triton.ptxas", SOFTWARE, "ok", f"{has}{where} knows {sm(newest)}", **data)
+
+
+def compiler(survey: Survey) -> Check:
     """A C compiler, for the CPU kernels; on a GPU also Python's headers, for Triton's launcher."""
-    headers = Path(sysconfig.get_path("include")) / "Python.h"
-    data: dict[str, Any] = {"compiler": machine.compiler, "headers": headers.exists()}
+    machine, headers = survey.machine, survey.host.headers
+    data: dict[str, Any] = {"compiler": machine.compiler, "headers": bool(headers)}
+    if not machine.compiler and machine.gpus:
+        title = "no C compiler: GPU kernels cannot be started, CPU kernels cannot be built"
+        detail = "the package ziglang brings one too: pip install ziglang"
+        return found("compiler", SOFTWARE, "fail", title, detail, install("gcc"), **data)
     if not machine.compiler:
         title = "no C compiler: the CPU kernels cannot be built, PyTorch's own products are used"
         return found("compiler", SOFTWARE, "warn", title, "slower and larger in memory", install("gcc"), **data)
-    if not headers.exists():
-        title = f"{machine.compiler}; Python's headers are missing ({headers})"
-        fix = install("python3-dev", "python3-devel", "python")
-        return found("compiler", SOFTWARE, "fail" if machine.gpus else "ok", title, "needed on a GPU only", fix, **data)
+    if not headers:
+        title = f"{machine.compiler}; Python's headers (Python.h) are missing"
+        fix = install("python3-dev", "python3-devel", "python") if machine.gpus else ""
+        detail = "Triton's launcher needs them" if machine.gpus else "needed on a GPU only"
+        return found("compiler", SOFTWARE, "fail" if machine.gpus else "ok", title, detail, fix, **data)
     return found("compiler", SOFTWARE, "ok", f"{machine.compiler}, Python headers", **data)
 
 
-def wsl(machine: MachineFacts) -> Check:
+def conflicts(survey: Survey) -> Check:
+    """Whether packages ask of each other what is not installed."""
+    wrong = list(survey.host.conflicts)
+    both = [n for n in ("nccl", "cudnn") if {f"nvidia-{n}-cu12", f"nvidia-{n}-cu13"} <= set(survey.host.packages)]
+    wrong += [f"{name} is installed for CUDA 12 and for CUDA 13" for name in both]
+    if wrong:
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        return found("libs.conflict", SOFTWARE, "warn", wrong[0] + more, "", "pip check", conflicts=wrong)
+    return found("libs.conflict", SOFTWARE, "ok", "none among the packages that matter here")
+
+
+def wsl(survey: Survey) -> Check:
     """Which WSL, if any."""
+    machine = survey.machine
     if not machine.wsl:
         return found("wsl", SOFTWARE, "skip", "not inside WSL")
     if machine.wsl == 1:
         return found("wsl", SOFTWARE, "fail", "WSL 1 has no GPU and slow files", fix="wsl.exe --set-version Debian 2")
-    detail = f"it sees {size(machine.ram_total_bytes)} of RAM; memory= in .wslconfig changes that"
-    return found("wsl", SOFTWARE, "ok", "WSL 2", detail, version=2)
+    title = f"WSL 2 with {size(machine.ram_total_bytes)} of memory (by default half of Windows' own)"
+    detail = "[wsl2] memory=24GB in %UserProfile%\\.wslconfig gives it more; then: wsl --shutdown"
+    if survey.host.wsl_mirrored:
+        detail += "; mirrored networking may hide a server from Windows"
+    return found("wsl", SOFTWARE, "ok", title, detail, version=2, release=survey.host.wsl_release)
 
 
-def container(machine: MachineFacts) -> Check:
+def container(survey: Survey) -> Check:
     """Which container, if any."""
-    if not machine.container:
+    kind = survey.machine.container
+    if not kind:
         return found("container", SOFTWARE, "skip", "not inside a container")
-    return found("container", SOFTWARE, "ok", machine.container, kind=machine.container)
+    return found("container", SOFTWARE, "ok", kind, kind=kind)
 
 
-def cgroup_memory(machine: MachineFacts) -> Check:
+def cgroup_memory(survey: Survey) -> Check:
     """Whether a control group or `ulimit -v` makes memory smaller than it looks."""
+    machine = survey.machine
     if not machine.ram_limit:
         return found("cgroup.mem", SOFTWARE, "skip", "no limit below the installed RAM")
     title = f"a {machine.ram_limit} limits memory to {size(machine.ram_total_bytes)}"
@@ -105,7 +148,9 @@ CHECKS: Mapping[str, CheckFunction] = {
     "torch.version": torch_version,
     "torch.cuda": torch_cuda,
     "triton.version": triton_version,
+    "triton.ptxas": triton_ptxas,
     "compiler": compiler,
+    "libs.conflict": conflicts,
     "wsl": wsl,
     "container": container,
     "cgroup.mem": cgroup_memory,

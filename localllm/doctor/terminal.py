@@ -5,37 +5,34 @@ from __future__ import annotations
 import codecs
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping
 
-from localllm.device import MachineFacts
 from localllm.request import Check
 
-from .finding import TERMINAL, CheckFunction, found
+from .finding import TERMINAL, CheckFunction, Survey, found
 
 LEAST_COLUMNS, LEAST_ROWS = 60, 16
+KITTY_KEYS = ("KITTY_WINDOW_ID", "GHOSTTY_RESOURCES_DIR", "WEZTERM_EXECUTABLE", "ALACRITTY_SOCKET")
+"""variables of terminals that tell Shift+Enter from Enter"""
 
 
-def term(machine: MachineFacts) -> Check:
+def term(survey: Survey) -> Check:
     """Whether full-screen chat can be shown."""
     name = os.environ.get("TERM", "")
-    if not (sys.stdout.isatty() or sys.stderr.isatty()):
+    if not _terminal():
         return found("term", TERMINAL, "skip", "no terminal", term=name)
     if name in ("", "dumb"):
-        return found(
-            "term",
-            TERMINAL,
-            "warn",
-            f"TERM={name or 'nothing'}: chat runs line by line",
-            fix="export TERM=xterm-256color",
-        )
+        title = f"TERM={name or 'nothing'}: chat runs line by line"
+        return found("term", TERMINAL, "warn", title, fix="export TERM=xterm-256color")
     inside = next((n for n, v in (("tmux", "TMUX"), ("screen", "STY"), ("ssh", "SSH_TTY")) if os.environ.get(v)), "")
     return found("term", TERMINAL, "ok", name + (f" inside {inside}" if inside else ""), term=name, inside=inside)
 
 
-def term_size(machine: MachineFacts) -> Check:
+def term_size(survey: Survey) -> Check:
     """Whether there is room."""
-    if not (sys.stdout.isatty() or sys.stderr.isatty()):
+    if not _terminal():
         return found("term.size", TERMINAL, "skip", "no terminal")
     columns, rows = shutil.get_terminal_size()
     title = f"{columns}×{rows}"
@@ -45,17 +42,78 @@ def term_size(machine: MachineFacts) -> Check:
     return found("term.size", TERMINAL, "ok", title, columns=columns, rows=rows)
 
 
-def term_utf8(machine: MachineFacts) -> Check:
+def term_utf8(survey: Survey) -> Check:
     """Whether text in every script can be shown."""
     try:
         encoding = codecs.lookup(sys.stdout.encoding or "ascii").name
     except LookupError:
         encoding = "ascii"
     if encoding != "utf-8":
-        return found(
-            "term.utf8", TERMINAL, "warn", f"the encoding is {encoding}", fix="export LC_ALL=C.UTF-8", encoding=encoding
-        )
+        title = f"the encoding is {encoding}"
+        return found("term.utf8", TERMINAL, "warn", title, fix="export LC_ALL=C.UTF-8", encoding=encoding)
     return found("term.utf8", TERMINAL, "ok", "UTF-8", encoding=encoding)
 
 
-CHECKS: Mapping[str, CheckFunction] = {"term": term, "term.size": term_size, "term.utf8": term_utf8}
+def term_color(survey: Survey) -> Check:
+    """How many colours, as the terminal says."""
+    if not _terminal():
+        return found("term.color", TERMINAL, "skip", "no terminal")
+    if os.environ.get("NO_COLOR"):
+        return found("term.color", TERMINAL, "ok", "none wanted (NO_COLOR)", colors=0)
+    if os.environ.get("COLORTERM", "") in ("truecolor", "24bit"):
+        return found("term.color", TERMINAL, "ok", "16 million", colors=1 << 24)
+    if "256" in os.environ.get("TERM", ""):
+        return found("term.color", TERMINAL, "ok", "256", colors=256)
+    return found("term.color", TERMINAL, "ok", "16 (COLORTERM=truecolor tells of more)", colors=16)
+
+
+def term_keys(survey: Survey) -> Check:
+    """Whether Shift+Enter arrives."""
+    if not _terminal():
+        return found("term.keys", TERMINAL, "skip", "no terminal")
+    tells = any(os.environ.get(name) for name in KITTY_KEYS) and not os.environ.get("TMUX")
+    title = "Shift+Enter makes a new line" if tells else "Ctrl+J or \\ Enter make a new line; Shift+Enter may not"
+    return found("term.keys", TERMINAL, "ok", title, kitty=tells)
+
+
+def term_clipboard(survey: Survey) -> Check:
+    """Whether copying reaches the clipboard."""
+    if not _terminal():
+        return found("term.clipboard", TERMINAL, "skip", "no terminal")
+    if os.environ.get("TMUX"):
+        setting = _tmux("set-clipboard")
+        if setting != "on":
+            title = f"tmux keeps what is copied to itself (set-clipboard {setting or 'unknown'})"
+            fix = "echo 'set -g set-clipboard on' >> ~/.tmux.conf && tmux source ~/.tmux.conf"
+            return found("term.clipboard", TERMINAL, "warn", title, "", fix, tmux=setting)
+        return found("term.clipboard", TERMINAL, "ok", "through tmux", tmux=setting)
+    if os.environ.get("STY"):
+        title = "screen does not pass on what is copied"
+        return found("term.clipboard", TERMINAL, "warn", title, "", "tmux new -s chat")
+    tool = next((n for n in ("wl-copy", "xclip", "xsel", "pbcopy", "clip.exe") if shutil.which(n)), "")
+    return found("term.clipboard", TERMINAL, "ok", f"through the terminal{f' and {tool}' if tool else ''}", tool=tool)
+
+
+def _terminal() -> bool:
+    return sys.stdout.isatty() or sys.stderr.isatty()
+
+
+def _tmux(option: str) -> str:
+    """A global option of the tmux around us; nothing when it cannot be asked."""
+    try:
+        run = subprocess.run(
+            ["tmux", "show-options", "-gsv", option], capture_output=True, text=True, timeout=1, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return run.stdout.strip()
+
+
+CHECKS: Mapping[str, CheckFunction] = {
+    "term": term,
+    "term.size": term_size,
+    "term.utf8": term_utf8,
+    "term.color": term_color,
+    "term.keys": term_keys,
+    "term.clipboard": term_clipboard,
+}

@@ -79,15 +79,23 @@ def test_c11_a_wrong_key_or_value_in_a_file_warns(file: Path, text: str, words: 
 
 @pytest.mark.parametrize("text", [b"[engine", b"a = ", b"\xff\xfe\x00", b"x = " + b"[" * 5000, b"#" * (2 << 20)])
 def test_broken_files_are_one_sentence(file: Path, text: bytes) -> None:
+    """A warning, and the defaults hold; an error for whoever asks for the file, or cannot do without it."""
     file.write_bytes(text)
-    with pytest.raises(ConfigError, match=re.escape(str(file))) as caught:
-        load(file)
-    assert caught.value.hint
+    config = load(file)
+    assert str(file) in config.broken
+    assert config.warnings == (f"{config.broken}; ignored, the defaults hold",)
+    assert config.engine == load_config(environ={}).engine
+    for asked in ({"strict": True}, {"path": file}):
+        with pytest.raises(ConfigError, match=re.escape(str(file))) as caught:
+            load_config(environ={"LOCALLLM_CONFIG": str(file)}, **asked)  # type: ignore[arg-type]
+        assert caught.value.hint
+    with pytest.raises(ConfigError):
+        set_key("engine.ctx", "4096", file)
+    assert file.read_bytes() == text
 
 
 def test_a_folder_or_unreadable_path_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
-        load(tmp_path)
+    assert "cannot be read" in load(tmp_path).broken
     with pytest.raises(ConfigError, match="no settings file"):
         load_config(path=tmp_path / "none.toml", environ={})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,23 +13,29 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from localllm.device import GpuProcess, MachineFacts
-from localllm.device.fake import GIB, MACHINES
-from localllm.doctor import CHECKS, report, run_checks, summary, verdict
+from localllm.device import GpuLink, GpuProcess, MachineFacts
+from localllm.device.disk import DiskFacts
+from localllm.device.fake import GIB, MACHINES, fake_host
+from localllm.device.host import HostFacts
+from localllm.doctor import CHECKS, GROUP_OF, Survey, report, run_checks, summary, verdict, wanted
 from localllm.errors import ConfigError
+from localllm.request import Check
 
 CPU, RTX = MACHINES["cpu"], MACHINES["rtx4090"]
 
 
-def one(check_id: str, facts: MachineFacts = CPU):
-    (check,) = run_checks([check_id], facts)
+HOST = fake_host("rtx4090")
+
+
+def one(check_id: str, facts: MachineFacts = CPU, host: HostFacts = HOST) -> Check:
+    (check,) = run_checks([check_id], Survey(facts, host))
     return check
 
 
 @pytest.mark.parametrize("name", ["cpu", "cpu-small", "rtx4090", "rtx2070", "h100"])
 def test_c12_document_and_fixes(name: str) -> None:
     schema = json.loads(resources.files("localllm.schemas").joinpath("doctor-1.json").read_text())
-    checks = run_checks(facts=MACHINES[name])
+    checks = run_checks(survey=Survey(MACHINES[name], fake_host(name)))
     document = json.loads(json.dumps(report(checks, MACHINES[name])))
     jsonschema.validate(document, schema)
     assert [c.id for c in checks] == list(CHECKS)
@@ -48,30 +55,29 @@ def test_c12_quick_without_torch_or_network() -> None:
         "print(sum(c.status == 'fail' for c in run_checks()))\n"
         "print(*sorted({m.split('.')[0] for m in sys.modules} & {'torch', 'triton', 'huggingface_hub', 'textual'}))"
     )
-    run = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=20)
+    env = dict(os.environ) | {"HF_HUB_OFFLINE": "1"}
+    run = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=20, env=env)
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == ["0"]
 
 
 def test_names_are_checked() -> None:
-    assert {c.id for c in run_checks(["gpu", "ram"], CPU)} == {
-        "gpu.present",
-        "gpu.driver",
-        "gpu.arch",
-        "gpu.mem",
-        "ram",
-    }
+    ids = {c.id for c in run_checks(["gpu", "ram"], Survey(CPU, HOST))}
+    assert {"gpu.present", "gpu.pcie", "gpu.p2p", "ram"} <= ids
+    assert all(i == "ram" or i.startswith("gpu.") for i in ids)
     with pytest.raises(ConfigError, match="nonsense"):
-        run_checks(["nonsense"], CPU)
+        wanted(["nonsense"])
+    with pytest.raises(ConfigError, match=r"did you mean gpu\.power"):
+        wanted(["gpu.powr"])
 
 
 def test_a_check_that_breaks_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(machine: MachineFacts) -> None:
+    def broken(survey: Survey) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setitem(CHECKS, "ram", broken)
     check = one("ram")
-    assert (check.status, check.id) == ("fail", "ram")
+    assert (check.status, check.id, check.group) == ("fail", "ram", "hardware")
     assert "ZeroDivisionError" in check.title
     assert check.fix
 
@@ -98,6 +104,30 @@ GPU = RTX.gpus[0]
             "warn",
             "of 24.0 GiB are taken",
         ),
+        ("gpu.power", RTX, "ok", "limit 300 W of 450 W"),
+        ("gpu.power", replace(RTX, gpus=(replace(GPU, power_limit_w=200.0),)), "warn", "below 260 W"),
+        ("gpu.power", MACHINES["rtx5090"], "ok", "the card's own"),
+        ("gpu.power", MACHINES["laptop"], "warn", "95 W of 150 W"),
+        ("gpu.power", MACHINES["gb10"], "skip", "not told"),
+        ("gpu.clocks", MACHINES["laptop"], "warn", "held down by heat at 87"),
+        ("gpu.clocks", replace(RTX, gpus=(replace(GPU, temperature_c=90),)), "warn", "90 °C"),
+        ("gpu.clocks", replace(RTX, gpus=(replace(GPU, throttle=("power limit",)),)), "ok", "nothing"),
+        ("gpu.pcie", RTX, "ok", "PCIe 4.0 ×16"),
+        ("gpu.pcie", MACHINES["rtx5090"], "warn", "×4 of ×16"),
+        ("gpu.pcie", MACHINES["rtx5090x2"], "ok", "×8 of ×16"),
+        ("gpu.p2p", RTX, "skip", "one GPU"),
+        ("gpu.p2p", MACHINES["rtx5090x2"], "ok", "none over PHB"),
+        ("gpu.p2p", replace(MACHINES["rtx5090x2"], gpu_links=(GpuLink(0, 1, "PIX", "ok"),)), "ok", "granted over PIX"),
+        ("gpu.ecc", MACHINES["h100"], "ok", "on"),
+        ("gpu.mig", replace(RTX, gpus=(replace(GPU, mig=True),)), "warn", "instances"),
+        ("gpu.display", MACHINES["rtx3060"], "ok", "a screen hangs on"),
+        ("gpu.display", RTX, "ok", "no screen"),
+        ("gpu.mem", MACHINES["gb10"], "ok", "the machine's memory"),
+        ("torch.cuda", RTX, "ok", "CUDA 13.0, sm_89"),
+        ("torch.cuda", MACHINES["rtx5070ti"], "fail", "no code for sm_120"),
+        ("torch.cuda", replace(MACHINES["gb10"], torch_cuda="12.8"), "ok", "sm_121"),
+        ("triton.ptxas", CPU, "skip", "no GPU"),
+        ("compiler", replace(RTX, compiler=""), "fail", "GPU kernels cannot be started"),
         ("torch.cuda", replace(RTX, torch_cuda=""), "warn", "CPU build"),
         ("torch.version", replace(CPU, torch_version="2.4.0"), "fail", "2.11 is needed"),
         ("torch.version", replace(CPU, torch_version=""), "fail", "not installed"),
@@ -127,8 +157,6 @@ def test_storage(empty_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check = one("hf.token")
     assert check.status == "ok"
     assert "canary" not in str(check)
-    monkeypatch.setattr("shutil.disk_usage", lambda _: type("U", (), {"free": 100 << 20})())
-    assert one("disk.free").status == "fail"
     monkeypatch.setattr("os.access", lambda *_: False)
     assert one("hf.cache").status == "warn"
     assert one("folders").status == "fail"
@@ -144,6 +172,7 @@ def test_settings(empty_home: Path) -> None:
     assert "did you mean engine.ctx" in one("config.unknown_keys").title
     file.write_text("[engine")
     assert one("config.valid").status == "fail"
+    assert "the defaults hold" in one("config.valid").detail
     assert one("config.unknown_keys").status == "skip"
 
 
@@ -155,3 +184,87 @@ def test_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert one("term").status == "ok"
     monkeypatch.setenv("COLUMNS", "40")
     assert one("term.size").status == "warn"
+
+
+@pytest.mark.parametrize(
+    ("check_id", "host", "status", "words"),
+    [
+        ("gpu.p2p", {"iommu": True}, "warn", "it may be granted and still hang"),
+        ("gpu.visible", {"variables": {"CUDA_VISIBLE_DEVICES": "0"}}, "ok", "leaves 2"),
+        ("cpu.governor", {"governor": "powersave", "governor_driver": "acpi-cpufreq"}, "warn", "the clock stays low"),
+        ("cpu.governor", {"governor": "powersave", "governor_driver": "intel_pstate"}, "ok", "intel_pstate"),
+        ("cpu.governor", {"governor": ""}, "skip", "not told"),
+        ("power.mains", {"on_battery": True}, "warn", "on battery"),
+        ("numa", {"numa_nodes": 4}, "ok", "4 memory nodes"),
+        ("triton.ptxas", {"ptxas": "12.4"}, "fail", "does not know sm_120"),
+        ("triton.ptxas", {"ptxas": "12.8"}, "ok", "knows sm_120"),
+        ("triton.ptxas", {"ptxas": ""}, "skip", "not known"),
+        ("triton.version", {"packages": {}}, "fail", "not installed"),
+        ("compiler", {"headers": ""}, "fail", "Python.h"),
+        ("libs.conflict", {"conflicts": ("vllm wants torch==2.9, 2.13 is installed",)}, "warn", "vllm wants"),
+        ("libs.conflict", {"packages": {"nvidia-nccl-cu12": "2", "nvidia-nccl-cu13": "2"}}, "warn", "CUDA 12 and"),
+        ("disk.free", {"disk": DiskFacts("/x", 100 << 20)}, "fail", "100 MiB free"),
+        ("disk.free", {"disk": DiskFacts("/x", 5 << 30)}, "warn", "5.0 GiB free"),
+        ("disk.speed", {"disk": DiskFacts("/x", kind="hdd", filesystem="ext4")}, "warn", "50 s to load"),
+        ("disk.speed", {"disk": DiskFacts("/x", kind="network", filesystem="nfs4")}, "warn", "network"),
+        ("disk.speed", {"disk": DiskFacts("/x", kind="memory", filesystem="tmpfs")}, "warn", "gone after a restart"),
+        ("disk.speed", {"disk": DiskFacts("/x", kind="nvme", filesystem="xfs")}, "ok", "NVMe, xfs"),
+        ("disk.cache_fs", {"disk": DiskFacts("/x", filesystem="vfat")}, "warn", "symbolic links"),
+        ("net.hub", {"hub_ms": 38.0}, "ok", "38 ms"),
+        ("net.hub", {"hub_ms": 0.0, "hub_error": "connection refused"}, "warn", "connection refused"),
+        ("net.hub", {"hub_ms": 0.0}, "skip", "offline"),
+        ("server.port", {"port_holder": ""}, "ok", "free"),
+        ("server.port", {"port_holder": "python (pid 9)"}, "warn", "python (pid 9)"),
+        ("server.port", {"port_holder": "localllm (pid 9)"}, "ok", "serves"),
+    ],
+)
+def test_verdicts_on_the_surroundings(check_id: str, host: dict, status: str, words: str) -> None:
+    two = replace(MACHINES["rtx5090x2"], gpu_links=(GpuLink(0, 1, "PHB", "ok"),))
+    check = one(check_id, two, replace(HOST, **host))
+    assert check.status == status, check
+    assert words in check.title
+
+
+def test_special_machines_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    wsl, docker = MACHINES["wsl2"], MACHINES["h100"]
+    assert "border of WSL" in one("disk.speed", wsl, fake_host("wsl2")).title
+    assert "gone with it" in one("disk.speed", docker, fake_host("h100")).title
+    assert "mirrored" in one("wsl", wsl, replace(fake_host("wsl2"), wsl_mirrored=True)).detail
+    monkeypatch.setenv("HTTPS_PROXY", "http://ada:secret@proxy.example:3128")
+    monkeypatch.setenv("HF_ENDPOINT", "https://huggingface.co")
+    check = one("net.proxy")
+    assert check.title == "http://proxy.example:3128"
+    assert "secret" not in str(check) and "ada" not in str(check)
+    assert "proxy.example" in one("net.hub").title
+    monkeypatch.setenv("NO_PROXY", "localhost,.huggingface.co")
+    assert one("net.proxy").status == "skip"
+
+
+def test_the_database_of_chats(empty_home: Path) -> None:
+    import sqlite3
+
+    assert one("db.ok").status == "skip"
+    place = empty_home / "data/chats.db"
+    place.parent.mkdir()
+    with sqlite3.connect(place) as made:
+        made.execute("CREATE TABLE chats (id)")
+    made.close()
+    before = place.read_bytes()
+    assert one("db.ok").status == "ok"
+    place.write_bytes(b"no database at all" * 100)
+    check = one("db.ok")
+    assert (check.status, check.fix) == ("fail", f"mv {place} {place}.broken")
+    assert place.read_bytes() != before and list(place.parent.iterdir()) == [place], "nothing was written"
+
+
+def test_every_check_of_the_specification_is_there() -> None:
+    named = (
+        "gpu.present gpu.driver gpu.arch gpu.mem gpu.power gpu.clocks gpu.pcie gpu.ecc gpu.mig gpu.display cpu.isa "
+        "cpu.governor ram swap numa disk.free disk.speed disk.cache_fs py.version torch.cuda libs.conflict hf.cache "
+        "hf.token hf.endpoint net.hub net.proxy term term.size term.utf8 term.color term.keys term.clipboard "
+        "config.valid config.unknown_keys db.ok wsl container cgroup.mem"
+    )
+    assert set(named.split()) <= set(CHECKS)
+    assert set(GROUP_OF) == set(CHECKS)
+    for check in run_checks(survey=Survey(CPU, HOST)):
+        assert check.group == GROUP_OF[check.id]

@@ -1,0 +1,281 @@
+"""What surrounds the engines on this machine, for doctor alone: packages, toolkit, disk, network, variables.
+
+Reading it takes some tens of milliseconds and starts at most one short subprocess, so `machine()` leaves it out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from localllm.testing import only_in_tests
+
+from .disk import DiskFacts, disk_facts
+
+PACKAGES = (
+    "torch",
+    "triton",
+    "vllm",
+    "sglang",
+    "sgl-kernel",
+    "flashinfer-python",
+    "flashinfer-jit-cache",
+    "flash-attn",
+    "tensorrt-llm",
+    "llama-cpp-python",
+    "lmdeploy",
+    "ktransformers",
+    "transformers",
+    "kernels",
+    "bitsandbytes",
+    "nvidia-nccl-cu12",
+    "nvidia-nccl-cu13",
+    "nvidia-cudnn-cu12",
+    "nvidia-cudnn-cu13",
+    "huggingface-hub",
+    "textual",
+)
+PROGRAMS = ("nvidia-smi", "nvcc", "llama-server", "ollama", "vllm", "trtllm-serve", "docker", "tmux", "hf")
+VARIABLES = re.compile(
+    r"(CUDA_VISIBLE_DEVICES|CUDA_DEVICE_ORDER|CUDA_HOME|NCCL_\w+|TRITON_\w+|PYTORCH_\w*ALLOC_CONF|TORCH_CUDA_ARCH_LIST|"
+    r"VLLM_\w+|SGLANG_\w+|FLASHINFER_\w+|OLLAMA_\w+|TIKTOKEN_\w+|LD_LIBRARY_PATH|LLAMA_\w+|GGML_\w+)"
+)
+SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")
+CPUFREQ = "sys/devices/system/cpu/cpu0/cpufreq"
+CONNECT_S = 1.2
+"""a hub that has not answered by then does not answer quickly enough to be called reachable"""
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """Everything doctor judges beside `MachineFacts`."""
+
+    packages: Mapping[str, str] = field(default_factory=dict)
+    """installed distributions that matter, name -> version"""
+    programs: Mapping[str, str] = field(default_factory=dict)
+    """found on PATH, name -> path"""
+    toolkit: str = ""
+    """version of the CUDA toolkit that nvcc belongs to, nothing without one"""
+    ptxas: str = ""
+    """newest version of the assembler that Triton brings or TRITON_PTXAS_PATH names; nothing when not known"""
+    python: str = ""
+    prefix: str = ""
+    headers: str = ""
+    """Python.h, nothing when it is missing"""
+    governor: str = ""
+    """of the first CPU: performance, powersave, schedutil, ..."""
+    governor_driver: str = ""
+    """who carries that out: intel_pstate, amd-pstate-epp, acpi-cpufreq, ..."""
+    conflicts: tuple[str, ...] = ()
+    """what installed packages ask of each other and do not get"""
+    numa_nodes: int = 1
+    kernel_arguments: tuple[str, ...] = ()
+    """of the boot loader's line, those about PCIe and IOMMU"""
+    iommu: bool = False
+    """whether DMA goes through an IOMMU"""
+    on_battery: bool = False
+    wsl_release: str = ""
+    """the WSL kernel's release, inside WSL"""
+    wsl_mirrored: bool = False
+    """WSL's mirrored networking"""
+    disk: DiskFacts = DiskFacts()
+    """where models are kept"""
+    hub_ms: float = 0.0
+    """time to open a connection to the hub; 0 when that did not work or was not tried"""
+    hub_error: str = ""
+    port_holder: str = ""
+    """who listens on the server's usual port, nothing when it is free"""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """variables of CUDA, NCCL, Triton and other engines; secrets are left out"""
+
+
+def host(models: Path, hub_url: str = "", port: int = 8000, *, gpu: bool = False, root: Path = Path("/")) -> HostFacts:
+    """What surrounds this process.
+
+    models   the folder that models are kept in; need not exist yet
+    hub_url  to try a connection to, "" not to
+    port     the server's port
+    gpu      whether the assembler of GPU kernels is asked for its version
+
+    Never raises for what cannot be read: it stays empty.
+    """
+    name = only_in_tests("LOCALLLM_FAKE_HW")
+    if name:
+        from .fake import fake_host
+
+        return fake_host(name)
+    tried: list[tuple[float, str]] = []
+    trying = threading.Thread(target=lambda: tried.append(connect(hub_url)), daemon=True) if hub_url else None
+    if trying:
+        trying.start()
+    facts = {
+        "packages": _packages(),
+        "programs": {name: path for name in PROGRAMS if (path := shutil.which(name))},
+        "conflicts": _conflicts(),
+        "toolkit": _toolkit(),
+        "ptxas": _ptxas() if gpu else "",
+        "python": sys.version.split()[0],
+        "prefix": sys.prefix,
+        "headers": _headers(),
+        "governor": _text(root / CPUFREQ / "scaling_governor"),
+        "governor_driver": _text(root / CPUFREQ / "scaling_driver"),
+        "numa_nodes": max(1, len(list(root.glob("sys/devices/system/node/node[0-9]*")))),
+        "kernel_arguments": _kernel_arguments(root),
+        "iommu": any(root.glob("sys/class/iommu/*")),
+        "on_battery": _on_battery(root),
+        "wsl_release": _wsl_release(root),
+        "wsl_mirrored": (root / "sys/class/net/loopback0").exists(),
+        "disk": disk_facts(models, root),
+        "port_holder": _port_holder(port),
+        "variables": {n: v for n, v in os.environ.items() if VARIABLES.fullmatch(n) and not SECRET.search(n)},
+    }
+    if trying:
+        trying.join(CONNECT_S + 0.3)
+    hub_ms, hub_error = (tried[0] if tried else (0.0, f"no answer within {CONNECT_S:g} s")) if hub_url else (0.0, "")
+    return HostFacts(**facts, hub_ms=hub_ms, hub_error=hub_error)  # type: ignore[arg-type]
+
+
+def connect(url: str) -> tuple[float, str]:
+    """(milliseconds to open a connection, "") or (0, why not). Nothing is sent."""
+    parts = urlsplit(url)
+    if not parts.hostname:
+        return 0.0, f"{url} is no address"
+    start = time.perf_counter()
+    try:
+        port = parts.port or (80 if parts.scheme == "http" else 443)
+        with socket.create_connection((parts.hostname, port), timeout=CONNECT_S):
+            return (time.perf_counter() - start) * 1000, ""
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or "no answer"
+        return 0.0, reason.lower()
+
+
+def _packages() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _conflicts() -> tuple[str, ...]:
+    """Requirements of torch and of other engines on each other that what is installed does not meet."""
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    found = []
+    for name in PACKAGES:
+        try:
+            wanted = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:
+            continue
+        for text in wanted:
+            try:
+                need = Requirement(text)
+                if need.name.lower() not in PACKAGES or (need.marker and not need.marker.evaluate({"extra": ""})):
+                    continue
+                has = metadata.version(need.name)
+            except (InvalidRequirement, metadata.PackageNotFoundError):
+                continue
+            if not need.specifier.contains(has, prereleases=True):
+                found.append(f"{name} wants {need.name}{need.specifier}, {has} is installed")
+    return tuple(found)
+
+
+def _toolkit() -> str:
+    """Version of the CUDA toolkit, from its files: nvcc itself takes 50 ms to say it."""
+    nvcc = shutil.which("nvcc")
+    for folder in [Path(nvcc).resolve().parents[1]] if nvcc else [Path("/usr/local/cuda")]:
+        found = re.search(r'"cuda"\s*:\s*{[^}]*"version"\s*:\s*"(\d+\.\d+)', _text(folder / "version.json"))
+        if found:
+            return found[1]
+        named = re.search(r"cuda-(\d+\.\d+)", str(folder.resolve()))
+        if named and folder.exists():
+            return named[1]
+    return ""
+
+
+def _ptxas() -> str:
+    """The newest of Triton's assemblers, or the one that TRITON_PTXAS_PATH names."""
+    import importlib.util
+
+    named = os.environ.get("TRITON_PTXAS_PATH")
+    if named:
+        return _ptxas_version(Path(named))
+    spec = importlib.util.find_spec("triton")
+    if spec is None or not spec.submodule_search_locations:
+        return ""
+    folder = Path(spec.submodule_search_locations[0]) / "backends/nvidia/bin"
+    return max((_ptxas_version(path) for path in folder.glob("ptxas*")), key=version_key, default="")
+
+
+def _ptxas_version(path: Path) -> str:
+    try:
+        run = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=2, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    found = re.search(r"release (\d+\.\d+)", run.stdout)
+    return found[1] if found else ""
+
+
+def version_key(text: str) -> tuple[int, ...]:
+    """Sorts versions: "12.10" above "12.9"; what follows the numbers is left out, and nothing sorts lowest."""
+    return tuple(int(part) for part in re.findall(r"\d+", re.split(r"[^\d.]", text, maxsplit=1)[0]))
+
+
+def _headers() -> str:
+    path = Path(sysconfig.get_path("include")) / "Python.h"
+    return str(path) if path.exists() else ""
+
+
+def _kernel_arguments(root: Path) -> tuple[str, ...]:
+    words = _text(root / "proc/cmdline").split()
+    return tuple(w for w in words if re.match(r"(intel_|amd_)?iommu|pcie_aspm|pcie_port_pm|pci=|nvidia", w))
+
+
+def _on_battery(root: Path) -> bool:
+    """Whether there is a mains adapter and it is not plugged in."""
+    online = [_text(p / "online") for p in root.glob("sys/class/power_supply/*") if _text(p / "type") == "Mains"]
+    return bool(online) and "1" not in online
+
+
+def _wsl_release(root: Path) -> str:
+    release = _text(root / "proc/sys/kernel/osrelease")
+    return release if "microsoft" in release.lower() else ""
+
+
+def _port_holder(port: int) -> str:
+    """Who listens on a port of this machine; nothing when nobody does."""
+    with socket.socket() as probe:
+        probe.settimeout(0.2)
+        if probe.connect_ex(("127.0.0.1", port)):
+            return ""
+    import psutil
+
+    try:
+        for found in psutil.net_connections("tcp"):
+            if found.status == psutil.CONN_LISTEN and found.laddr and found.laddr.port == port and found.pid:
+                return f"{psutil.Process(found.pid).name()} (pid {found.pid})"
+    except (psutil.Error, OSError):
+        return "another program"
+    return "another program"
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""

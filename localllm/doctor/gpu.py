@@ -1,0 +1,247 @@
+"""GPUs and the driver."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from localllm.device import GpuFacts
+from localllm.device.gpu_table import min_driver, table_row
+from localllm.request import Check
+
+from .finding import HARDWARE, CheckFunction, Survey, found, size, sm
+
+NO_GPU = "no NVIDIA driver: the CPU computes"
+HOT_C = 85
+
+
+def gpu_present(survey: Survey) -> Check:
+    """Whether a GPU can be seen."""
+    machine = survey.machine
+    if machine.gpu_error:
+        title = f"an NVIDIA driver is installed but does not work: {machine.gpu_error}"
+        detail = "after a suspend, this often helps; after a driver update, restart the machine"
+        fix = "sudo rmmod nvidia_uvm && sudo modprobe nvidia_uvm"
+        return found("gpu.present", HARDWARE, "fail", title, detail, fix, error=machine.gpu_error)
+    if not machine.gpus and machine.driver:
+        setting = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        title = f"CUDA_VISIBLE_DEVICES={setting!r} hides every GPU"
+        return found("gpu.present", HARDWARE, "warn", title, fix="unset CUDA_VISIBLE_DEVICES")
+    if not machine.gpus:
+        return found("gpu.present", HARDWARE, "skip", NO_GPU)
+    title = "; ".join(_describe(gpu) for gpu in machine.gpus)
+    detail = ""
+    if len(machine.gpus) > 1:
+        detail = "one model uses one of them, the one with most free memory; --device cuda:N takes another"
+    return found("gpu.present", HARDWARE, "ok", title, detail, gpus=[gpu.name for gpu in machine.gpus])
+
+
+def _describe(gpu: GpuFacts) -> str:
+    speed = f", {gpu.bandwidth / 1e9:,.0f} GB/s" if gpu.bandwidth else ""
+    memory = f"{size(gpu.total_bytes)} ({size(gpu.free_bytes)} free){', shared with the CPU' if gpu.unified else ''}"
+    return f"{gpu.name}, {sm(gpu.capability)}, {memory}{speed}"
+
+
+def gpu_driver(survey: Survey) -> Check:
+    """Whether the driver knows the card and the CUDA that torch was built with."""
+    machine = survey.machine
+    if not machine.driver:
+        return found("gpu.driver", HARDWARE, "skip", NO_GPU)
+    title = f"{machine.driver} (CUDA up to {machine.driver_cuda or '?'})"
+    least = max((min_driver(gpu.capability) for gpu in machine.gpus), default=0)
+    branch = int(machine.driver.split(".")[0]) if machine.driver.split(".")[0].isdigit() else 0
+    data: dict[str, Any] = {"driver": machine.driver, "cuda": machine.driver_cuda, "least_branch": least}
+    if branch and branch < least:
+        newer = f"install driver {least} or newer, then restart"
+        return found("gpu.driver", HARDWARE, "fail", f"{title}: this card needs {least} or newer", fix=newer, **data)
+    if machine.torch_cuda and _newer(machine.torch_cuda, machine.driver_cuda):
+        title += f": torch was built for CUDA {machine.torch_cuda}, which this driver does not know"
+        detail = "driver 580 brings CUDA 13, 570 brings 12.8"
+        return found("gpu.driver", HARDWARE, "fail", title, detail, torch_for(survey), **data)
+    return found("gpu.driver", HARDWARE, "ok", title, **data)
+
+
+def torch_for(survey: Survey) -> str:
+    """The command that installs a torch whose CUDA this driver knows."""
+    cuda = survey.machine.driver_cuda
+    newest = [int(part) if part.isdigit() else 0 for part in (*cuda.split("."), "0", "0")[:2]]
+    build = "cu130" if newest >= [13, 0] else "cu128" if newest >= [12, 8] else "cu126"
+    return f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{build}"
+
+
+def _newer(wanted: str, has: str) -> bool:
+    """CUDA runs on drivers of the same major version (minor-version compatibility) and on newer ones."""
+    first = [text.split(".")[0] for text in (wanted, has)]
+    return all(part.isdigit() for part in first) and int(first[0]) > int(first[1])
+
+
+def gpu_arch(survey: Survey) -> Check:
+    """Whether the cards can run our kernels, and which number formats they compute in."""
+    gpus = survey.machine.gpus
+    if not gpus:
+        return found("gpu.arch", HARDWARE, "skip", NO_GPU)
+    worst = min(gpus, key=lambda gpu: gpu.capability)
+    if worst.capability < 75:
+        title = f"{worst.name} has compute capability {worst.capability / 10:.1f}, 7.5 is needed"
+        return found("gpu.arch", HARDWARE, "fail", title, fix="localllm chat --device cpu")
+    formats = [
+        "fp16",
+        *(n for n, has in (("bf16", worst.has_bf16), ("fp8", worst.has_fp8), ("fp4", worst.has_fp4)) if has),
+    ]
+    title = f"{sm(worst.capability)} computes in {', '.join(formats)}"
+    lacks = [n for n in ("bf16", "fp8", "fp4") if n not in formats]
+    detail = f"{' and '.join(lacks)} weights run too: kept as stored, computed in {formats[-1]}" if lacks else ""
+    return found("gpu.arch", HARDWARE, "ok", title, detail, capability=worst.capability)
+
+
+def gpu_memory(survey: Survey) -> Check:
+    """Who else holds GPU memory."""
+    gpus = survey.machine.gpus
+    if not gpus:
+        return found("gpu.mem", HARDWARE, "skip", NO_GPU)
+    others = [p for gpu in gpus for p in gpu.processes if p.pid != os.getpid()]
+    held = sum(gpu.total_bytes - gpu.free_bytes for gpu in gpus if not gpu.unified)
+    total = sum(gpu.total_bytes for gpu in gpus)
+    names = ", ".join(f"{p.name or 'process'} {p.pid} ({size(p.used_bytes)})" for p in others[:3] if p.used_bytes)
+    if held > total // 5:
+        title = f"{size(held)} of {size(total)} are taken"
+        return found("gpu.mem", HARDWARE, "warn", title, names, "nvidia-smi", held_bytes=held)
+    if all(gpu.unified for gpu in gpus):
+        title = f"{size(total)} of the machine's memory are free; the operating system needs some of it"
+        return found("gpu.mem", HARDWARE, "ok", title, names, held_bytes=0)
+    return found("gpu.mem", HARDWARE, "ok", f"{size(total - held)} of {size(total)} free", names, held_bytes=held)
+
+
+def gpu_power(survey: Survey) -> Check:
+    """Whether a lowered power limit costs speed."""
+    known = [(i, gpu) for i, gpu in enumerate(survey.machine.gpus) if gpu.power_limit_w and gpu.power_max_w]
+    if not known:
+        return found("gpu.power", HARDWARE, "skip", "not told by the driver" if survey.machine.gpus else NO_GPU)
+    number, gpu = min(known, key=lambda pair: pair[1].power_limit_w / pair[1].power_max_w)
+    row = table_row(gpu.name)
+    knee = row.knee_w if row else 0
+    data: dict[str, Any] = {"limit_w": gpu.power_limit_w, "max_w": gpu.power_max_w, "knee_w": knee or None}
+    title = f"limit {gpu.power_limit_w:.0f} W of {gpu.power_max_w:.0f} W"
+    if gpu.power_limit_w >= 0.99 * gpu.power_max_w:
+        return found("gpu.power", HARDWARE, "ok", f"limit {gpu.power_limit_w:.0f} W, the card's own", **data)
+    if knee and gpu.power_limit_w >= knee:
+        detail = f"decoding loses less than 5 % down to {knee} W, prefill more"
+        return found("gpu.power", HARDWARE, "ok", title, detail, **data)
+    if not knee and gpu.power_limit_w >= 0.7 * gpu.power_max_w:
+        return found("gpu.power", HARDWARE, "ok", title, "decoding waits for memory and hardly notices", **data)
+    why = f"below {knee} W decoding slows down too" if knee else "prefill and decoding are slower"
+    fix = f"sudo nvidia-smi -i {number} -pl {knee or round(gpu.power_max_w)}"
+    return found("gpu.power", HARDWARE, "warn", f"{title}: {why}", "", fix, **data)
+
+
+def gpu_clocks(survey: Survey) -> Check:
+    """Whether heat or the power supply hold the clocks down right now."""
+    gpus = survey.machine.gpus
+    if not gpus:
+        return found("gpu.clocks", HARDWARE, "skip", NO_GPU)
+    hot = max(gpus, key=lambda gpu: gpu.temperature_c)
+    reasons = [r for gpu in gpus for r in gpu.throttle if r != "power limit"]
+    degrees = f"{hot.temperature_c} °C" if hot.temperature_c else ""
+    data: dict[str, Any] = {"temperature_c": hot.temperature_c, "throttle": list(dict.fromkeys(reasons))}
+    fix = "nvidia-smi -q -d PERFORMANCE,TEMPERATURE"
+    if reasons:
+        title = f"held down by {' and '.join(dict.fromkeys(reasons))}" + (f" at {degrees}" if degrees else "")
+        return found("gpu.clocks", HARDWARE, "warn", title, "more air, or a lower power limit", fix, **data)
+    if hot.temperature_c >= HOT_C:
+        return found("gpu.clocks", HARDWARE, "warn", f"{degrees}: close to where clocks fall", "", fix, **data)
+    return found("gpu.clocks", HARDWARE, "ok", f"nothing holds them down{f', {degrees}' if degrees else ''}", **data)
+
+
+def gpu_pcie(survey: Survey) -> Check:
+    """Whether the card has all its lanes; the generation in use falls at rest and says nothing."""
+    known = [(i, gpu) for i, gpu in enumerate(survey.machine.gpus) if gpu.pcie_width]
+    if not known:
+        return found("gpu.pcie", HARDWARE, "skip", "not told by the driver" if survey.machine.gpus else NO_GPU)
+    number, gpu = min(known, key=lambda pair: pair[1].pcie_width / max(pair[1].pcie_width_max, 1))
+    which = f"GPU {number}: " if len(survey.machine.gpus) > 1 else ""
+    generation = f"PCIe {gpu.pcie_gen_max}.0 " if gpu.pcie_gen_max else ""
+    data: dict[str, Any] = {"width": gpu.pcie_width, "width_max": gpu.pcie_width_max, "generation": gpu.pcie_gen_max}
+    if gpu.pcie_width >= gpu.pcie_width_max:
+        return found("gpu.pcie", HARDWARE, "ok", f"{which}{generation}×{gpu.pcie_width}", **data)
+    title = f"{which}{generation}×{gpu.pcie_width} of ×{gpu.pcie_width_max} lanes"
+    if gpu.pcie_width * 2 >= gpu.pcie_width_max and gpu.pcie_width >= 8:
+        detail = "usual where two slots share them; loading takes longer, decoding on one card does not"
+        return found("gpu.pcie", HARDWARE, "ok", title, detail, **data)
+    detail = "loading a model and anything kept in RAM are slow; check the slot, the riser and the BIOS"
+    return found("gpu.pcie", HARDWARE, "warn", title, detail, "nvidia-smi -q -d PCI", **data)
+
+
+def gpu_p2p(survey: Survey) -> Check:
+    """How two cards reach each other. This version runs a model on one card; other engines' tensor parallelism asks."""
+    links = survey.machine.gpu_links
+    if not links:
+        return found("gpu.p2p", HARDWARE, "skip", "one GPU" if survey.machine.gpus else NO_GPU)
+    granted = [link for link in links if link.p2p == "ok"]
+    far = max(links, key=lambda link: ("same board", "PIX", "PXB", "PHB", "NODE", "SYS", "unknown").index(link.path))
+    data: dict[str, Any] = {"links": [[k.first, k.second, k.path, k.p2p] for k in links]}
+    if granted and survey.host.iommu and far.path in ("PHB", "NODE", "SYS"):
+        title = f"granted over {far.path} while an IOMMU is on: it may be granted and still hang"
+        detail = "for tensor parallelism of other engines; localllm doctor --deep times a copy"
+        return found("gpu.p2p", HARDWARE, "warn", title, detail, "export NCCL_P2P_DISABLE=1", **data)
+    if granted:
+        return found("gpu.p2p", HARDWARE, "ok", f"granted over {far.path}; --deep times it", **data)
+    title = f"none over {far.path}: {links[0].p2p}"
+    detail = "copies between cards go through RAM; one model on one card does not notice"
+    return found("gpu.p2p", HARDWARE, "ok", title, detail, **data)
+
+
+def gpu_ecc(survey: Survey) -> Check:
+    """Error correction, on cards that have it."""
+    states = [gpu.ecc for gpu in survey.machine.gpus if gpu.ecc is not None]
+    if not states:
+        return found("gpu.ecc", HARDWARE, "skip", "these cards have none" if survey.machine.gpus else NO_GPU)
+    return found("gpu.ecc", HARDWARE, "ok", "on" if all(states) else "off", ecc=all(states))
+
+
+def gpu_mig(survey: Survey) -> Check:
+    """Cards cut into instances."""
+    gpus = survey.machine.gpus
+    if not any(gpu.mig for gpu in gpus):
+        return found("gpu.mig", HARDWARE, "skip", "not cut into instances" if gpus else NO_GPU)
+    title = "cut into instances: the sizes shown here are those of the whole card"
+    fix = "nvidia-smi -L; export CUDA_VISIBLE_DEVICES=MIG-..."
+    return found("gpu.mig", HARDWARE, "warn", title, "", fix, mig=True)
+
+
+def gpu_display(survey: Survey) -> Check:
+    """Whether a screen takes some of the memory."""
+    gpus = survey.machine.gpus
+    told = [gpu for gpu in gpus if gpu.display is not None]
+    if not told:
+        return found("gpu.display", HARDWARE, "skip", "not told by the driver" if gpus else NO_GPU)
+    shown = [gpu for gpu in told if gpu.display]
+    if not shown:
+        return found("gpu.display", HARDWARE, "ok", "no screen hangs on it", display=False)
+    detail = "programs with windows take memory from it as they open: leave 1 GiB, or use the CPU's own graphics"
+    return found("gpu.display", HARDWARE, "ok", f"a screen hangs on {shown[0].name}", detail, display=True)
+
+
+def cuda_visible_devices(survey: Survey) -> Check:
+    """Whether a variable hides cards."""
+    setting = survey.host.variables.get("CUDA_VISIBLE_DEVICES")
+    if setting is None:
+        return found("gpu.visible", HARDWARE, "skip", "CUDA_VISIBLE_DEVICES is not set")
+    title = f"CUDA_VISIBLE_DEVICES={setting} leaves {len(survey.machine.gpus)}"
+    return found("gpu.visible", HARDWARE, "ok", title, setting=setting)
+
+
+CHECKS: Mapping[str, CheckFunction] = {
+    "gpu.present": gpu_present,
+    "gpu.visible": cuda_visible_devices,
+    "gpu.driver": gpu_driver,
+    "gpu.arch": gpu_arch,
+    "gpu.mem": gpu_memory,
+    "gpu.power": gpu_power,
+    "gpu.clocks": gpu_clocks,
+    "gpu.pcie": gpu_pcie,
+    "gpu.p2p": gpu_p2p,
+    "gpu.ecc": gpu_ecc,
+    "gpu.mig": gpu_mig,
+    "gpu.display": gpu_display,
+}

@@ -1,0 +1,134 @@
+"""Known troubles of workstations (rules.toml) against this machine, and against an error text or log.
+
+Without a log, only what can be seen on the machine is said: a rule's `here` table. With one, every rule whose patterns
+are found, those first that can happen on this machine.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from localllm.terminal import clean_line, fit
+
+from .conditions import holds, unmet
+from .finding import Survey
+
+MAX_LOG_BYTES = 8 << 20
+"""the end of a longer log is read: that is where it failed"""
+EXCERPT_CELLS = 160
+CONFIDENCE = {
+    "A": "a maintainer or a merged change says so",
+    "B": "several reporters, or a measured report",
+    "C": "one source",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """One thing to do about it."""
+
+    do: str
+    """a command, a flag, or a step"""
+    why: str
+    engine: str = ""
+    """whose flag it is; "" for everybody's"""
+    root: bool = False
+    unconfirmed: bool = False
+    """nothing that could be found backs it"""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One known trouble."""
+
+    id: str
+    title: str
+    patterns: tuple[re.Pattern[str], ...]
+    cause: str
+    versions: str
+    confidence: str
+    sources: tuple[str, ...]
+    fixes: tuple[Fix, ...]
+    when: Mapping[str, Any]
+    """machines it can happen on"""
+    here: Mapping[str, Any] | None
+    """when it is worth saying without a log; None: never"""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A rule that was found."""
+
+    rule: Rule
+    applies: bool
+    """whether it can happen on this machine; a log may come from another one"""
+    line: int = 0
+    """of the log, counted from 1; 0 without a log"""
+    excerpt: str = ""
+    """that line, harmless for a terminal"""
+    count: int = 0
+    """how many of its patterns were found"""
+    doubts: tuple[str, ...] = ()
+    """conditions that do not hold here"""
+
+
+@functools.cache
+def rules() -> tuple[Rule, ...]:
+    """All rules, in the order of the file."""
+    text = resources.files(__package__).joinpath("rules.toml").read_text(encoding="utf-8")
+    return tuple(_rule(entry) for entry in tomllib.loads(text)["rule"])
+
+
+def _rule(entry: dict[str, Any]) -> Rule:
+    return Rule(
+        id=entry["id"],
+        title=entry["title"],
+        patterns=tuple(re.compile(pattern, re.IGNORECASE) for pattern in entry["patterns"]),
+        cause=entry["cause"],
+        versions=entry.get("versions", ""),
+        confidence=entry["confidence"],
+        sources=tuple(entry["sources"]),
+        fixes=tuple(sorted((Fix(**fix) for fix in entry["fix"]), key=lambda fix: fix.unconfirmed)),
+        when=entry.get("when", {}),
+        here=entry.get("here"),
+    )
+
+
+def match_machine(survey: Survey) -> list[Match]:
+    """What is known to go wrong with what is installed here."""
+    return [
+        Match(rule, True)
+        for rule in rules()
+        if rule.here is not None and holds(rule.when, survey) and holds(rule.here, survey)
+    ]
+
+
+def match_log(text: str, survey: Survey) -> list[Match]:
+    """The rules whose patterns are in a text; those that can happen here first, then the better founded ones."""
+    found = [match for rule in rules() if (match := _match(rule, text, survey))]
+    return sorted(found, key=lambda m: (not m.applies, -m.count, m.rule.confidence, int(m.rule.id[1:])))
+
+
+def _match(rule: Rule, text: str, survey: Survey) -> Match | None:
+    hits = [hit for pattern in rule.patterns if (hit := pattern.search(text))]
+    if not hits:
+        return None
+    first = min(hits, key=lambda hit: hit.start())
+    start = text.rfind("\n", 0, first.start()) + 1
+    end = text.find("\n", first.start())
+    line = text[start : end if end >= 0 else len(text)]
+    doubts = tuple(unmet(rule.when, survey))
+    number = text.count("\n", 0, first.start()) + 1
+    return Match(rule, not doubts, number, fit(clean_line(line), EXCERPT_CELLS), len(hits), doubts)
+
+
+def url_of(source: str) -> str:
+    """The address of a source such as owner/repo#12; itself where it is none."""
+    found = re.fullmatch(r"([\w.-]+/[\w.-]+)#(\d+)", source)
+    return f"https://github.com/{found[1]}/issues/{found[2]}" if found else source
