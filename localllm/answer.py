@@ -6,7 +6,8 @@ to there, and splits reasoning from content.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -34,7 +35,8 @@ class Piece:
 
     index: int
     parts: list[tuple[str, str]] = field(default_factory=list)
-    """(kind, text), kind content | reasoning"""
+    """(kind, text), kind content | reasoning | tool_call; the text of a tool_call is the JSON of a delta: {"index",
+    "id", "name", "arguments"}, id and name in the first of an index, arguments a piece of JSON text"""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -58,6 +60,8 @@ class Completion:
     index: int
     text: str = ""
     reasoning: str = ""
+    tool_calls: list[dict[str, str]] = field(default_factory=list)
+    """{"id", "name", "arguments"} each, arguments as JSON text"""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -89,6 +93,8 @@ class Answer:
         for kind, text in piece.parts:
             if kind == "reasoning":
                 one.reasoning += text
+            elif kind == "tool_call":
+                add_tool_call(one.tool_calls, json.loads(text))
             else:
                 one.text += text
         one.token_ids += piece.token_ids
@@ -103,6 +109,16 @@ class Answer:
             self.timing = piece.timing if piece.index == 0 else self.timing
         if piece.usage is not None:
             self.usage = add_usage(self.usage, piece.usage)
+
+
+def add_tool_call(calls: list[dict[str, str]], delta: Mapping[str, Any]) -> None:
+    """Add a delta to the calls it belongs to."""
+    while len(calls) <= int(delta["index"]):
+        calls.append({"id": "", "name": "", "arguments": ""})
+    call = calls[int(delta["index"])]
+    for name in ("id", "name"):
+        call[name] = delta.get(name) or call[name]
+    call["arguments"] += delta.get("arguments") or ""
 
 
 def add_usage(total: Usage, one: Usage) -> Usage:
