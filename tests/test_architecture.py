@@ -41,10 +41,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "grammar": _TEXT | {"tokenizer", "stream", "child", "child_loop"},
     "history": _TEXT,
     "plan": {"checkpoint", "device", "catalog", "config", "errors", "hub"},
+    "calibrate": {"device", "plan", "paths", "errors"},
+    "fit": {"plan", "calibrate", "catalog", "checkpoint", "device", "config", "errors"},
     "engine": {"models", "quant", "kernels", "checkpoint", "request", "config", "device", "plan", "errors"},
     "llm": {"answer", "engine", "plan", "models", "tokenizer", "chat", "stream", "grammar", "catalog", "device", "hub"}
     | _TEXT,
-    "doctor": {"device", "plan", "catalog", "tokenizer", "chat", "history", "kernels", "hub"} | _TEXT,
+    "doctor": {"device", "plan", "fit", "catalog", "tokenizer", "chat", "history", "kernels", "hub", "terminal"} | _TEXT,
     "choices": {"plan", "device", "catalog", "hub"} | _TEXT,
     "backend": {"choices", "llm", "answer", "plan", "device", "chat", "tokenizer", "stream", "catalog", "doctor", "hub"} | _TEXT,
     "answer": {"errors", "request", "stream", "tokenizer"},
