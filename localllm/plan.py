@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from localllm.checkpoint.facts import kv_bytes_per_token
 from localllm.errors import ConfigError, DeviceError, DoesNotFit, LocalLLMError
@@ -60,6 +60,18 @@ class PlanOptions:
     gpu_mem: float = 0.92
 
 
+class Calibration(Protocol):
+    """What benches on this machine have shown (`calibrate.py`)."""
+
+    def eta(self, device: str) -> float | None:
+        """Share of the memory bandwidth that decoding reached; `device` is cpu or a GPU's name. None: not measured."""
+        ...
+
+    def tps(self, facts: ModelFacts, device: str, kv: str) -> float | None:
+        """Tokens per second of this very model there, at the start of its context. None: not measured."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class PageGroup:
     """Layers that keep the same tokens, in the order of `models.kv_cache.cache_groups`."""
@@ -97,6 +109,14 @@ class Plan:
     """the same at its end"""
     basis: str = "estimate"
     """estimate | measured"""
+    eta: float = 0.0
+    """share of the memory bandwidth behind the estimate"""
+    bandwidth: float = 0.0
+    """bytes per second of the device's memory, 0 when not known"""
+    read_bytes: int = 0
+    """weights read for one token"""
+    sequence_bytes: int = 0
+    """pages one sequence takes at full context; `kv_bytes` holds those of all that may run or be kept for reuse"""
     reasons: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -104,6 +124,11 @@ class Plan:
     def need_bytes(self) -> int:
         """Everything together."""
         return self.weight_bytes + self.kv_bytes + self.work_bytes + self.margin_bytes
+
+    @property
+    def least_bytes(self) -> int:
+        """The same with pages for a single sequence: below this it does not start."""
+        return self.need_bytes - self.kv_bytes + self.sequence_bytes
 
     @property
     def fits(self) -> bool:
@@ -150,18 +175,25 @@ class Plan:
         )
 
 
-def plan(facts: ModelFacts, machine: MachineFacts, options: PlanOptions | None = None) -> Plan:
+def plan(
+    facts: ModelFacts,
+    machine: MachineFacts,
+    options: PlanOptions | None = None,
+    calibration: Calibration | None = None,
+) -> Plan:
     """The best plan for these facts; `fits` says whether it can be started.
+
+    calibration   measured speeds of this machine; without it they are estimates
 
     Raises ConfigError for options that cannot be, DeviceError when the device asked for is not there.
     """
     options = options or PlanOptions()
     _check(facts, options)
     device, gpu, reasons = _device(machine, options)
-    made = _on(facts, machine, options, device, gpu, reasons)
+    made = _on(facts, machine, options, device, gpu, reasons, calibration)
     if gpu is not None and not made.fits and options.device == "auto":
         why = f"CPU: {made.need_bytes / GIB:.1f} GiB are needed, {gpu.name} has {made.have_bytes / GIB:.1f} GiB free"
-        on_cpu = _on(facts, machine, options, "cpu", None, (why,))
+        on_cpu = _on(facts, machine, options, "cpu", None, (why,), calibration)
         if on_cpu.fits:
             return on_cpu
     return made
@@ -293,6 +325,7 @@ def _on(
     device: str,
     gpu: GpuFacts | None,
     reasons: tuple[str, ...],
+    calibration: Calibration | None = None,
 ) -> Plan:
     """The plan for one device."""
     kind = "cuda" if gpu else "cpu"
@@ -315,6 +348,10 @@ def _on(
     num_pages = _pages(groups, room(ctx), options, kind)
     kv_bytes = sum(g.page_bytes * count for g, count in zip(groups, num_pages, strict=True))
     speed = gpu.bandwidth if gpu else machine.cpu.bandwidth
+    place = gpu.name if gpu else "cpu"
+    eta = (calibration.eta(place) if calibration else None) or ETA[kind]
+    measured = calibration.tps(facts, place, kv) if calibration else None
+    start, end = (_speed(facts, kind, speed, n, eta) for n in (read, read + one(ctx)))
     made = Plan(
         device=device,
         dtype=dtype,
@@ -330,8 +367,13 @@ def _on(
         margin_bytes=margin,
         have_bytes=have,
         max_ctx=most,
-        decode_tps=_speed(facts, kind, speed, read),
-        decode_tps_full=_speed(facts, kind, speed, read + one(ctx)),
+        decode_tps=measured or start,
+        decode_tps_full=measured * end / start if measured and start else end,
+        basis="measured" if measured else "estimate",
+        eta=eta,
+        bandwidth=speed,
+        read_bytes=read,
+        sequence_bytes=one(ctx),
         reasons=(*reasons, why, f"KV {kv}: {_kv_reason(options, kv)}"),
     )
     return replace(made, warnings=tuple(_warnings(facts, machine, made, held)))
@@ -399,10 +441,16 @@ def _pages(groups: tuple[PageGroup, ...], room: int, options: PlanOptions, kind:
     return tuple(min(int(g.needed * copies), int(full * copies)) for g in groups)
 
 
-def _speed(facts: ModelFacts, kind: str, bandwidth: float, read: int) -> float:
+def _speed(facts: ModelFacts, kind: str, bandwidth: float, read: int, eta: float) -> float:
     if not bandwidth:
         return 0.0
-    return 1 / (read / (ETA[kind] * bandwidth) + facts.num_layers * LAYER_S[kind])
+    return 1 / (read / (eta * bandwidth) + facts.num_layers * LAYER_S[kind])
+
+
+def eta_of(tps: float, made: Plan, facts: ModelFacts) -> float:
+    """The share of the bandwidth that a measured rate means, by the formula of the estimate; 0 when it means none."""
+    rest = 1 / tps - facts.num_layers * LAYER_S["cpu" if made.device == "cpu" else "cuda"]
+    return made.read_bytes / (made.bandwidth * rest) if rest > 0 and made.bandwidth else 0.0
 
 
 def _warnings(facts: ModelFacts, machine: MachineFacts, made: Plan, held: int) -> Iterable[str]:
