@@ -47,6 +47,7 @@ class Impl:
     run      (x [num_tokens, K], prepared, bias [N] | None) -> [num_tokens, N], dtype of x
     unpack   prepared -> float32 [N, K], exact: for the twin, embeddings and the quality meter
     nbytes   bytes a prepared weight holds
+    rounds   relative RMS error that rounding the activations costs beyond their dtype (8-bit or 4-bit products)
     """
 
     name: str
@@ -55,6 +56,7 @@ class Impl:
     run: Callable[..., Any]
     unpack: Callable[[Any], Any]
     nbytes: Callable[[Any], int]
+    rounds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ class Records:
         self._found: dict[str, dict[str, Any]] = {}
         self._changed = False
         if self.path is not None:
-            with contextlib.suppress(OSError, ValueError, AttributeError):
+            with contextlib.suppress(OSError, ValueError, AttributeError, TypeError, KeyError):
                 entries = json.loads(self.path.read_text())["entries"]
                 self._found = {str(key): dict(value) for key, value in entries.items()}
 

@@ -25,7 +25,9 @@ from localllm.kernels import LinearFacts, Weight, rope
 from localllm.kernels.embedding import prepared_rows, weight_rows
 from localllm.kernels.ops import OpFacts
 from localllm.kernels.segments import kernel_table
-from localllm.quant import fuse, load_weight, read_dense
+from localllm.kernels.selftest import SelfTest
+from localllm.quant import dequantize, fuse, load_weight, read_dense
+from localllm.quant.encode import Target, encode
 
 from . import gemma3, llama, qwen2, qwen3
 from .kv_cache import cache_groups
@@ -41,6 +43,7 @@ from .layers import (
     Norm,
 )
 from .model import Model
+from .samples import layer_samples, model_shapes, rotations
 
 ARCHITECTURES: dict[str, Callable[[ModelFacts], LayerSpec]] = {
     "llama": llama.layer_spec,
@@ -77,8 +80,12 @@ class LoadOptions:
     """the dtype was asked for by name: nothing may be rounded below it"""
     deterministic: bool = True
     """a token's result does not depend on the rest of its batch"""
+    weights: str = ""
+    """a target of `quant.encode`: what linear layers become while loading, however they are stored; "" keeps them"""
     quarantined: frozenset[str] = frozenset()
     """implementations that failed their self-test: a name for `linear`, "op:name" for the others"""
+    selftest: SelfTest | None = None
+    """tries every kernel that is chosen, on the shapes of this model; None trusts them"""
     progress: Callable[[int, int], None] | None = None
     """called with (stored bytes done, of how many)"""
 
@@ -98,6 +105,14 @@ def load_model(checkpoint: Checkpoint, options: LoadOptions | None = None) -> Mo
     return Loading(checkpoint, facts, options).model()
 
 
+def _capability(device: torch.device) -> int:
+    """Compute capability of a GPU as 90, 120; 0 on the CPU."""
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
+
+
 class Loading:
     """One load in progress: what has been read, and which implementations were chosen."""
 
@@ -105,11 +120,15 @@ class Loading:
         self.checkpoint = checkpoint
         self.facts = facts
         self.options = options
+        self.device = torch.device(options.device)
+        self.capability = _capability(self.device)
+        self.selftest = options.selftest
         self.spec = ARCHITECTURES[facts.architecture](facts)
         self.names = SourceNames(checkpoint, facts.architecture)
         self.stored = stored_formats(checkpoint)
         self.shapes = linear_shapes(facts)
         self.impls = kernels.linear_impls()
+        self.target = Target(options.weights) if options.weights else None
         self.chosen: dict[str, dict[str, None]] = {}
         self.done = 0
 
@@ -117,19 +136,11 @@ class Loading:
         """Read everything, in the order of the layers."""
         facts, options = self.facts, self.options
         self._refuse_unknown_parts()
-        table = kernel_table(
-            OpFacts(
-                device=options.device,
-                dtype=options.dtype,
-                kv_format=options.kv_format,
-                num_heads=facts.num_heads,
-                num_kv_heads=facts.num_kv_heads,
-                head_dim=facts.head_dim,
-                page_size=options.page_size,
-                deterministic=options.deterministic,
-            ),
-            options.quarantined,
-        )
+        shapes = model_shapes(facts, self.op_facts())
+        if self.selftest is None:
+            table = kernel_table(shapes.facts, options.quarantined)
+        else:
+            table = self.selftest.table(shapes, options.quarantined)
         vocabulary = (facts.vocab_size, facts.hidden_size)
         rows = self.weight("model.embed_tokens", vocabulary)
         if facts.tied_embeddings:
@@ -143,8 +154,28 @@ class Loading:
         ropes = [self.rope(facts.rope)]
         if facts.local_rope is not None:
             ropes.append(self.rope(facts.local_rope))
+        groups = cache_groups(facts)
+        if self.selftest is not None:
+            samples, turned = layer_samples(layers, groups), rotations(groups, ropes)
+            table = self.selftest.segments(shapes, table, samples, head, turned, options.quarantined)
+            self.selftest.save()
         names = {layer_class: "+".join(found) for layer_class, found in self.chosen.items()}
-        return Model(facts, cache_groups(facts), embedding, layers, head, ropes, table, names | dict(table.ops))
+        return Model(facts, groups, embedding, layers, head, ropes, table, names | dict(table.ops))
+
+    def op_facts(self) -> OpFacts:
+        """What decides which implementations of the ops are taken."""
+        facts, options = self.facts, self.options
+        return OpFacts(
+            device=self.device.type,
+            capability=self.capability,
+            dtype=options.dtype,
+            kv_format=options.kv_format,
+            num_heads=facts.num_heads,
+            num_kv_heads=facts.num_kv_heads,
+            head_dim=facts.head_dim,
+            page_size=options.page_size,
+            deterministic=options.deterministic,
+        )
 
     def embedding(self, weight: Weight, head: Linear | None) -> Embedding:
         """The embedding; it reads rows of the tied head's prepared weight where that is possible."""
@@ -211,15 +242,20 @@ class Loading:
             shape=weight.shape,
             group_size=weight.group_size,
             block_type=weight.block_type,
-            device=self.options.device,
+            device=self.device.type,
+            capability=self.capability,
             dtype=self.options.dtype,
             exact=self.options.exact,
             deterministic=self.options.deterministic,
         )
-        impl = kernels.choose(self.impls, facts, self.options.quarantined).impl
+        while True:
+            wrong = self.selftest.quarantined if self.selftest is not None else frozenset()
+            impl = kernels.choose(self.impls, facts, self.options.quarantined | wrong).impl
+            # the codes, nearly all of the bytes, are repacked almost always: they are copied only where they were kept
+            prepared = self.owned(impl.prepare(self.owned(weight, but="qweight")))
+            if self.selftest is None or self.selftest.linear_passed(impl, facts, weight, prepared):
+                break
         self.chosen.setdefault(layer_class, {})[impl.name] = None
-        # the codes, nearly all of the bytes, are repacked almost always: they are copied only where they were kept
-        prepared = self.owned(impl.prepare(self.owned(weight, but="qweight")))
         return LinearPart(impl, prepared, bias, weight.shape)
 
     def owned(self, weight: Any, but: str = "") -> Any:
@@ -242,7 +278,18 @@ class Loading:
             raise self.missing(f"{stored_as}.weight")
         weight = load_weight(self.checkpoint, stored_as, found, shape)
         self.count(stored_as + ".")
+        if self.target is not None and name.startswith("model.layers.") and self.target.fits(*shape) is None:
+            return self.requantised(weight, stored_as)
         return weight
+
+    def requantised(self, weight: Weight, stored_as: str) -> Weight:
+        """The same weight as `options.weights` says, computed where it will run."""
+        assert self.target is not None
+        values = dequantize(weight).to(self.options.device)
+        try:
+            return encode(values, self.target)
+        except ValueError as error:
+            raise BadModelFile(f"{self.checkpoint.path.name}: {stored_as}: {error}") from error
 
     def bias(self, name: str, size: int, needed: bool) -> Tensor | None:
         """A linear module's bias, float32 [size]; None where there is none, or all are zero (as GPTQ files have it)."""

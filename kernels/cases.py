@@ -1,0 +1,192 @@
+"""What the self-test runs: per op, arguments in the shapes of one model, odd ones included, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .kv_codes import decode
+from .kv_pages import KVPages
+from .ops import OpFacts
+
+TOKENS = (1, 3, 17)
+"""rows of the row-wise ops: alone, a few, and neither a power of two nor a tile"""
+LENGTHS = ((1, 1), (1, 300), (5, 5), (1, 33), (20, 67))
+"""(new tokens, tokens) of the sequences in one attention step: decoding and prefill, page borders on both sides"""
+LONG = 1041
+"""tokens of a sequence that decodes alone: enough for several splits, and ending inside a page"""
+WINDOW = 37
+"""stands for any window: what matters is that it begins inside a page"""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShapes:
+    """The sizes of one model that its kernels meet."""
+
+    hidden: int
+    intermediate: int
+    facts: OpFacts = field(default_factory=OpFacts)
+    rotated: int = 0
+    """dimensions of a head that RoPE turns; 0: all"""
+    interleaved: bool = False
+    eps: float = 1e-6
+    has_windows: bool = False
+    softcap: float | None = None
+    scale: float = 0.0
+    """of q·k; 0: head_dim ** -0.5"""
+
+    @property
+    def key(self) -> str:
+        """All that a verdict depends on, besides the kernel and the card."""
+        f = self.facts
+        heads = f"{f.num_heads}/{f.num_kv_heads}x{f.head_dim}.{self.rotated}{'i' if self.interleaved else ''}"
+        other = f"{'w' if self.has_windows else ''}{f'c{self.softcap:g}' if self.softcap else ''}"
+        return f"{self.hidden}/{self.intermediate} {heads} p{f.page_size}{other} {f.dtype} {f.kv_format}"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One call of an op; its result, and pages it writes, are compared."""
+
+    name: str
+    arguments: tuple[Any, ...]
+
+    def make(self) -> tuple[Any, ...]:
+        """The arguments, with pages of their own."""
+        return tuple(copied(part) if isinstance(part, KVPages) else part for part in self.arguments)
+
+
+class _Source:
+    """Random numbers of one device, the same in every run."""
+
+    def __init__(self, device: str, dtype: str) -> None:
+        self.device = torch.device(device)
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        self._generator = torch.Generator(self.device).manual_seed(20)
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Normal numbers, a few of them large: models have such activations."""
+        x = torch.randn(shape, device=self.device, generator=self._generator)
+        x.view(-1)[:: max(1, x.numel() // 5 + 1)] *= 8
+        return x.to(dtype or self.dtype)
+
+    def ints(self, values: list[Any], dtype: torch.dtype) -> Tensor:
+        """Whole numbers on the device."""
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+
+def op_cases(op: str, shapes: ModelShapes) -> Iterator[Case]:
+    """The calls of one op of `kernels.ops.OPS` that a model of these shapes will make."""
+    yield from _CASES[op](shapes, _Source(shapes.facts.device, shapes.facts.dtype))
+
+
+def _rms_norm(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
+    f = shapes.facts
+    for count in TOKENS:
+        x, weight = source.normal(count, shapes.hidden), source.normal(shapes.hidden, dtype=torch.float32)
+        yield Case(f"{count} x {shapes.hidden}", (x, weight, shapes.eps, 0.0))
+    rows = source.normal(3, f.num_heads + 2 * f.num_kv_heads, f.head_dim)
+    weight = source.normal(f.head_dim, dtype=torch.float32)
+    yield Case("heads, strided", (rows[:, : f.num_heads], weight, shapes.eps, 1.0))
+
+
+def _rope(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
+    f = shapes.facts
+    half = (shapes.rotated or f.head_dim) // 2
+    heads = f.num_heads + f.num_kv_heads
+    for count in TOKENS:
+        x = source.normal(count, f.num_heads + 2 * f.num_kv_heads, f.head_dim)
+        angles = source.normal(count, half, dtype=torch.float32) * 3
+        cos, sin = angles.cos(), angles.sin()
+        yield Case(f"{count} tokens", (x[:, :heads], cos, sin, shapes.interleaved))
+
+
+def _gated(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
+    for count in TOKENS:
+        x = source.normal(count, 2 * shapes.intermediate)
+        yield Case(f"{count} x {shapes.intermediate}", (x,))
+
+
+def empty_pages(facts: OpFacts, num_pages: int) -> KVPages:
+    """Pages of a model's format on its device."""
+    pages = KVPages.empty(facts.kv_format, num_pages, facts.num_kv_heads, facts.page_size, facts.head_dim)
+    return KVPages(*(None if part is None else part.to(facts.device) for part in pages))
+
+
+def copied(pages: KVPages) -> KVPages:
+    """Their own memory."""
+    return KVPages(*(None if part is None else part.clone() for part in pages))
+
+
+def numbers(pages: KVPages) -> tuple[Tensor, Tensor]:
+    """What the codes of pages mean, float32 [num_pages, num_kv_heads, page_size, head_dim] each."""
+    if pages.k_scales is None or pages.v_scales is None:
+        return pages.k.float(), pages.v.float()
+    return decode(pages.k, pages.k_scales), decode(pages.v, pages.v_scales)
+
+
+def _kv_write(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
+    f = shapes.facts
+    empty = empty_pages(f, 4)
+    for count in TOKENS:
+        kv = source.normal(count, f.num_heads + 2 * f.num_kv_heads, f.head_dim)
+        slots = source.ints([(7 * i + 3) % (4 * f.page_size) for i in range(count)], torch.int64)
+        k, v = kv[:, f.num_heads : f.num_heads + f.num_kv_heads], kv[:, f.num_heads + f.num_kv_heads :]
+        yield Case(f"{count} tokens", (k, v, empty, slots))
+
+
+def filled_pages(facts: OpFacts, num_pages: int, source: _Source) -> KVPages:
+    """Pages with random keys and values, written by the twin."""
+    pages = empty_pages(facts, num_pages)
+    count = num_pages * facts.page_size
+    k, v = (source.normal(count, facts.num_kv_heads, facts.head_dim, dtype=torch.float32) for _ in range(2))
+    slots = torch.arange(count, device=facts.device)
+    reference.kv_write(k, v, pages, slots)
+    return pages
+
+
+def block_table(lengths: tuple[tuple[int, int], ...], page_size: int) -> tuple[list[list[int]], int]:
+    """(rows of page ids in no order, padded with -1; number of pages) for sequences of these lengths."""
+    needed = [-(-length // page_size) for _, length in lengths]
+    total = sum(needed)
+    order = [(i * 5 + 2) % total if total % 5 else total - 1 - i for i in range(total)]
+    width, rows, start = max(needed), [], 0
+    for count in needed:
+        rows.append([*order[start : start + count], *[-1] * (width - count)])
+        start += count
+    return rows, total
+
+
+def _paged_attention(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
+    f = shapes.facts
+    scale = shapes.scale or f.head_dim**-0.5
+    for name, lengths in (("mixed", LENGTHS), ("decoding", ((1, LONG), (1, 2), (1, 16)))):
+        rows, total = block_table(lengths, f.page_size)
+        pages = filled_pages(f, total, source)
+        starts = [0]
+        for new, _ in lengths:
+            starts.append(starts[-1] + new)
+        q = source.normal(starts[-1], f.num_heads, f.head_dim)
+        given = (
+            source.ints(rows, torch.int32),
+            source.ints(starts, torch.int32),
+            source.ints([length for _, length in lengths], torch.int32),
+        )
+        for window in (None, WINDOW) if shapes.has_windows else (None,):
+            seen = "" if window is None else f", window {window}"
+            yield Case(f"{name}{seen}", (q, pages, *given, scale, window, shapes.softcap))
+
+
+_CASES: dict[str, Callable[[ModelShapes, _Source], Iterator[Case]]] = {
+    "rms_norm": _rms_norm,
+    "rope": _rope,
+    "silu_mul": _gated,
+    "gelu_tanh_mul": _gated,
+    "kv_write": _kv_write,
+    "paged_attention": _paged_attention,
+}

@@ -1,0 +1,131 @@
+"""Kernels prove themselves: at first use on a device, each one against its plain twin, on the shapes of the model.
+
+A verdict is kept per kernel sources, device, driver, versions and shapes (`records.py`), so a start costs it once. A
+kernel that is wrong, or fails, is quarantined: the next one in the order of preference takes its place, and `failures`
+says so for the truth line. What the twin itself runs is not tested.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from . import Impl, LinearFacts
+from .cases import ModelShapes
+from .dense_linear import TWIN
+from .ops import OPS, choose_op, op_impls
+from .records import Records
+from .segments import HeadWeights, KernelTable, LayerCall, kernel_table
+from .trial import SegmentTrial, layer_kind, linear_error, op_error
+from .weight import Weight
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A kernel that is in quarantine."""
+
+    name: str
+    """"op:implementation\""""
+    reason: str
+    """which case, how far off, or what it raised"""
+
+    def __str__(self) -> str:
+        return f"{self.name} failed its self-test ({self.reason})"
+
+
+@dataclass(slots=True)
+class SelfTest:
+    """The tests of one load, and what they found."""
+
+    records: Records = field(default_factory=lambda: Records("selftest", {}))
+    """by default kept in memory only"""
+    failures: list[Failure] = field(default_factory=list)
+    num_run: int = 0
+    """kernels tested in this run; the others were known"""
+    seconds: float = 0.0
+
+    @property
+    def quarantined(self) -> frozenset[str]:
+        """As `kernels.choose`, `choose_op` and `kernel_table` take them: "op:name", a name alone for products."""
+        return frozenset(failure.name.removeprefix("linear:") for failure in self.failures)
+
+    # --- ops -------------------------------------------------------------------------------------------------------
+
+    def table(self, shapes: ModelShapes, quarantined: frozenset[str] = frozenset()) -> KernelTable:
+        """The kernel table of a model whose ops all passed."""
+        for op in OPS:
+            while True:
+                impl = choose_op(op, shapes.facts, quarantined | self.quarantined)
+                if impl.run is op_impls(op)[-1].run:  # the twin
+                    break
+                if self._passed(f"{op}:{impl.name}", shapes.key, partial(op_error, op, impl.run, shapes)):
+                    break
+        return kernel_table(shapes.facts, quarantined | self.quarantined)
+
+    # --- products --------------------------------------------------------------------------------------------------
+
+    def linear_passed(self, impl: Impl, facts: LinearFacts, weight: Weight, prepared: Any) -> bool:
+        """Whether `impl` multiplies with what it prepared as the canonical `weight` says."""
+        if impl.run is TWIN.run:
+            return True
+        n, k = facts.shape
+        key = f"{facts.form}{facts.block_type} {n}x{k} g{facts.group_size} {facts.dtype}{' exact' * facts.exact}"
+        key += "".join(
+            f" +{name}" for name in ("zeros", "mins", "perm", "pre_scale") if getattr(weight, name) is not None
+        )
+        return self._passed(f"linear:{impl.name}", key, partial(linear_error, impl, facts, weight, prepared))
+
+    # --- segments --------------------------------------------------------------------------------------------------
+
+    def segments(
+        self,
+        shapes: ModelShapes,
+        table: KernelTable,
+        layers: Sequence[LayerCall],
+        head: HeadWeights,
+        rotations: Callable[[int, Tensor], tuple[Tensor, Tensor]],
+        quarantined: frozenset[str] = frozenset(),
+    ) -> KernelTable:
+        """`table`, or one without the fused segments that disagree with the composed ones on these layers.
+
+        layers     one of each kind the model has
+        rotations  (view, positions int64 [n]) -> cos, sin
+        """
+        while True:
+            fused = [(name, impl) for name, impl in table.ops if name not in OPS]
+            trial = SegmentTrial(shapes, layers, head, rotations)
+            kinds = ";".join(layer_kind(*layer) for layer in layers)
+            good = [
+                self._passed(f"{name}:{impl}", f"{shapes.key} {kinds}", partial(trial.error, name, table))
+                for name, impl in fused
+            ]
+            if all(good):
+                return table
+            table = kernel_table(shapes.facts, quarantined | self.quarantined)
+
+    # --- verdicts --------------------------------------------------------------------------------------------------
+
+    def _passed(self, name: str, key: str, error: Callable[[], str]) -> bool:
+        if any(failure.name == name for failure in self.failures):
+            return False
+        known = self.records.get(f"{name} {key}")
+        if known is None:
+            started = time.monotonic()
+            reason = error()
+            self.num_run += 1
+            self.seconds += time.monotonic() - started
+            known = {"reason": reason}
+            self.records.put(f"{name} {key}", known)
+        if known.get("reason"):
+            self.failures.append(Failure(name, str(known["reason"])))
+            return False
+        return True
+
+    def save(self) -> None:
+        """Keep the verdicts for the next start."""
+        self.records.save()

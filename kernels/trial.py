@@ -1,0 +1,228 @@
+"""One kernel against its twin: an op, a product with a real weight, a fused segment on real layers.
+
+Each trial says nothing where both agree, else what is wrong. `selftest` decides what follows from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import Impl, LinearFacts, reference, segments
+from .cases import ModelShapes, copied, empty_pages, numbers, op_cases
+from .dequant import dequantize_rows
+from .kv_pages import KVPages
+from .segments import AttentionWeights, HeadWeights, KernelTable, LayerCall, View
+from .weight import Weight
+
+TOLERANCE = {"float32": 5e-4, "bfloat16": 2e-2, "float16": 4e-3}
+"""Relative RMS error allowed, by dtype of the activations: several roundings of their mantissa. A wrong kernel is off
+by the size of the numbers themselves. Our CPU products round activations to 16 bits, which leaves 4e-5."""
+KV_SLACK = {"f32": 0.0, "bf16": 4e-3, "fp16": 1e-3, "int8": 1e-2, "fp8": 2e-2}
+"""The same for what goes through pages: where two results differ in a last bit, some are stored one code apart."""
+WORST = 30
+"""one number may be off by so many times the tolerance of the root mean square"""
+LINEAR_TOKENS = {"cpu": (1, 3), "cuda": (1, 2, 5, 16, 70, 300)}
+"""rows of a product: a vector, a few, a tensor-core tile, and more than one tile"""
+ROWS = 64
+"""outputs compared of a product; the first and the last are among them"""
+SEGMENT_TOKENS = ((1, 1), (3, 21))
+"""(new tokens, tokens) of the sequences in the step that fused segments are tried with"""
+
+
+def compare(found: Tensor, wanted: Tensor, tolerance: float) -> str:
+    """Nothing, or how `found` differs from `wanted`: float tensors of one shape."""
+    if found.shape != wanted.shape:
+        return f"shape {list(found.shape)} instead of {list(wanted.shape)}"
+    found, wanted = found.double(), wanted.double()
+    wrong = int((~found.isfinite() & wanted.isfinite()).sum())
+    if wrong:
+        return f"{wrong} of {found.numel()} numbers are not finite"
+    size = float(wanted.square().mean().sqrt()) or 1.0
+    off = (found - wanted).abs()
+    rms, most = float(off.square().mean().sqrt()) / size, float(off.max()) / size
+    if rms > tolerance or most > WORST * tolerance:
+        return f"off by {rms:.1e} of the numbers' size, at most {most:.1e}; {tolerance:.0e} is allowed"
+    return ""
+
+
+def tried(name: str, call: Callable[[], str]) -> str:
+    """What a case found, with its name; an exception is a finding, too, unless it leaves the device unusable."""
+    try:
+        found = call()
+    except Exception as error:
+        lost = "CUDA error" in str(error) and "out of memory" not in str(error).lower()
+        if lost:
+            raise
+        said = (str(error).splitlines() or [""])[0][:160]
+        found = f"{type(error).__name__}: {said}"
+    return f"{name}: {found}" if found else ""
+
+
+def op_error(op: str, run: Callable[..., Any], shapes: ModelShapes) -> str:
+    """Nothing, or what is wrong with `run` as op `op` on these shapes."""
+    tolerance = TOLERANCE[shapes.facts.dtype]
+    if op == "kv_write":
+        tolerance = max(tolerance, KV_SLACK[shapes.facts.kv_format])
+
+    def differs(make: Callable[[], tuple[Any, ...]]) -> str:
+        with torch.inference_mode():
+            ours, theirs = make(), make()
+            found, wanted = run(*ours), getattr(reference, op)(*theirs)
+            if found is None:
+                pairs = zip(_written(ours), _written(theirs), strict=True)
+                return next((said for a, b in pairs if (said := compare(a, b, tolerance))), "")
+            return compare(found, wanted, tolerance)
+
+    for case in op_cases(op, shapes):
+        if said := tried(case.name, partial(differs, case.make)):
+            return said
+    return ""
+
+
+def _written(arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    pages = next(argument for argument in arguments if isinstance(argument, KVPages))
+    return numbers(pages)
+
+
+def linear_error(impl: Impl, facts: LinearFacts, weight: Weight, prepared: Any) -> str:
+    """Nothing, or what is wrong with what `impl` computes from `prepared`, by some rows of the canonical weight."""
+    n, k = facts.shape
+    device = torch.device(facts.device)
+    tolerance = max(TOLERANCE[facts.dtype], 3 * impl.rounds)
+    generator = torch.Generator().manual_seed(21)
+    rows = torch.cat([torch.tensor([0, n - 1]), torch.randint(n, (ROWS - 2,), generator=generator)])
+    values = dequantize_rows(weight, rows.to(weight.qweight.device)).to(device).double()
+
+    def differs(count: int) -> str:
+        with torch.inference_mode():
+            x = torch.randn((count, k), generator=generator).to(device, getattr(torch, facts.dtype))
+            y = impl.run(x, prepared, None)
+            if tuple(y.shape) != (count, n):
+                return f"shape {list(y.shape)} instead of {[count, n]}"
+            return compare(y[:, rows.to(device)], x.double() @ values.T, tolerance)
+
+    for count in LINEAR_TOKENS.get(device.type, LINEAR_TOKENS["cuda"]):
+        if said := tried(f"{facts.form}{facts.block_type} {n} x {k}, {count} tokens", partial(differs, count)):
+            return said
+    return ""
+
+
+def layer_kind(attention: AttentionWeights, mlp: Any, view: int) -> str:
+    """What makes a layer another case for a fused segment."""
+    linears = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
+    parts = (part for linear in linears for part in linear.parts)
+    products = ",".join(f"{p.impl.name} {p.shape[0]}x{p.shape[1]}{'+b' * (p.bias is not None)}" for p in parts)
+    norms = "".join("n" if norm else "-" for norm in (attention.q_norm, attention.post_norm, mlp.post_norm))
+    return f"{view} {products} {norms} w{attention.window} {mlp.activation}"
+
+
+@dataclass(slots=True)
+class SegmentTrial:
+    """Fused segments against the ones composed of twins, on real layers with invented activations."""
+
+    shapes: ModelShapes
+    layers: Sequence[LayerCall]
+    head: HeadWeights
+    rotations: Callable[[int, Tensor], tuple[Tensor, Tensor]]
+    _made: tuple[Any, ...] | None = None
+
+    def error(self, name: str, table: KernelTable) -> str:
+        """Nothing, or what is wrong with segment `name` of `table`."""
+        run = getattr(table, name)
+        trial = self._head if name == "head" else self._decoder if name == "decoder" else partial(self._one, name)
+        return tried("on the first layers of each kind", partial(trial, run))
+
+    def _inputs(self) -> tuple[Tensor, KVPages, list[View], Tensor, Tensor]:
+        """x, pages, views, cu_query_lens, seq_lens of a small step whose earlier keys are random."""
+        if self._made is None:
+            facts = self.shapes.facts
+            device = torch.device(facts.device)
+            generator = torch.Generator().manual_seed(22)
+            size = facts.page_size
+            starts, slots, rows, next_page = [0], [], [], 0
+            positions: list[int] = []
+            width = max(-(-length // size) for _, length in SEGMENT_TOKENS)
+            for new, length in SEGMENT_TOKENS:
+                pages = list(range(next_page, next_page + -(-length // size)))
+                next_page += len(pages)
+                rows.append([*pages, *[-1] * (width - len(pages))])
+                positions += range(length - new, length)
+                slots += [pages[p // size] * size + p % size for p in range(length - new, length)]
+                starts.append(starts[-1] + new)
+            x = torch.randn((starts[-1], self.shapes.hidden), generator=generator)
+            cache = empty_pages(facts, next_page)
+            count = next_page * size
+            kv = torch.randn((2, count, facts.num_kv_heads, facts.head_dim), generator=generator).to(device)
+            reference.kv_write(kv[0], kv[1], cache, torch.arange(count, device=device))
+            at = torch.tensor(positions, device=device)
+            table = torch.tensor(rows, dtype=torch.int32, device=device)
+            where = torch.tensor(slots, device=device)
+            views = [(*self.rotations(view, at), table, where) for view in range(1 + max(v for *_, v in self.layers))]
+            lens = torch.tensor([length for _, length in SEGMENT_TOKENS], dtype=torch.int32, device=device)
+            cu = torch.tensor(starts, dtype=torch.int32, device=device)
+            self._made = (x.to(device, getattr(torch, facts.dtype)), cache, views, cu, lens)
+        x, cache, views, cu, lens = self._made
+        return x.clone(), copied(cache), views, cu, lens
+
+    @property
+    def _tolerance(self) -> float:
+        rounds = [p.impl.rounds for a, m, _ in self.layers for w in (a.qkv, a.out, m.gate_up, m.down) for p in w.parts]
+        facts = self.shapes.facts
+        return max(2 * TOLERANCE[facts.dtype], KV_SLACK[facts.kv_format], *(3 * r for r in rounds))
+
+    @torch.inference_mode()
+    def _head(self, run: Callable[..., Tensor]) -> str:
+        x, *_ = self._inputs()
+        return compare(run(x, self.head), segments.head(reference.rms_norm, x, self.head), self._tolerance)
+
+    @torch.inference_mode()
+    def _decoder(self, run: Callable[..., Tensor]) -> str:
+        outputs = []
+        twins = _composed()
+        twin = partial(segments.decoder, twins["attn_in"], twins["attention"], twins["attn_out"], twins["mlp"])
+        for call in (run, twin):
+            x, cache, views, cu, lens = self._inputs()
+            kept = [cache, *(copied(cache) for _ in self.layers[1:])]
+            outputs.append((call(x, self.layers, kept, views, cu, lens), *(n for c in kept for n in numbers(c))))
+        pairs = zip(*outputs, strict=True)
+        allowed = self._tolerance * len(self.layers)  # what one layer rounds goes through the next
+        return next((said for a, b in pairs if (said := compare(a, b, allowed))), "")
+
+    @torch.inference_mode()
+    def _one(self, name: str, run: Callable[..., Tensor]) -> str:
+        for attention, mlp, view in self.layers:
+            x, cache, views, cu, lens = self._inputs()
+            cos, sin, table, slots = views[view]
+            q = torch.randn((x.shape[0], attention.num_heads, attention.head_dim)).to(x)
+            caches = cache, copied(cache)
+            arguments: dict[str, list[tuple[Any, ...]]] = {
+                "attn_in": [(x.clone(), attention, cos, sin, of, slots) for of in caches],
+                "attention": [(q, attention, of, table, cu, lens) for of in caches],
+                "attn_out": [(q.flatten(1), x.clone(), attention) for _ in caches],
+                "mlp": [(x.clone(), mlp) for _ in caches],
+            }
+            ours, theirs = arguments[name]
+            found, wanted = run(*ours), _composed()[name](*theirs)
+            said = compare(found, wanted, self._tolerance)
+            pairs = zip(numbers(caches[0]), numbers(caches[1]), strict=True)
+            said = said or next((more for a, b in pairs if (more := compare(a, b, self._tolerance))), "")
+            if said:
+                return said
+        return ""
+
+
+def _composed() -> dict[str, Callable[..., Tensor]]:
+    """The segments of a decoder layer, made of twins."""
+    gated = {"silu": reference.silu_mul, "gelu_tanh": reference.gelu_tanh_mul}
+    return {
+        "attn_in": partial(segments.attn_in, reference.rms_norm, reference.rope, reference.kv_write),
+        "attention": partial(segments.attention, reference.paged_attention),
+        "attn_out": partial(segments.attn_out, reference.rms_norm),
+        "mlp": partial(segments.mlp, reference.rms_norm, gated),
+    }

@@ -1,0 +1,58 @@
+"""What the kernels' self-test needs of a model: its shapes, and one layer of each kind it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from localllm.checkpoint.facts import ModelFacts
+from localllm.kernels.cases import ModelShapes
+from localllm.kernels.ops import OpFacts
+from localllm.kernels.rope import RopeTable
+from localllm.kernels.segments import LayerCall
+from localllm.kernels.trial import layer_kind
+
+from .kv_cache import CacheGroup
+from .layers import DecoderLayer
+
+MOST_KINDS = 4
+"""kinds of layers tried: a mixed quantisation can have a dozen, which differ in what products were tried for"""
+POSITIONS = 64
+"""the trials' sequences are shorter than this"""
+
+
+def model_shapes(facts: ModelFacts, ops: OpFacts) -> ModelShapes:
+    """The sizes that kernels meet in a model."""
+    return ModelShapes(
+        hidden=facts.hidden_size,
+        intermediate=facts.intermediate_size,
+        facts=ops,
+        rotated=facts.rope.dim,
+        interleaved=facts.rope.interleaved,
+        eps=facts.rms_norm_eps,
+        has_windows=any(window is not None for window in facts.windows),
+        softcap=facts.attn_softcap,
+        scale=facts.attention_scale,
+    )
+
+
+def layer_samples(layers: Sequence[DecoderLayer], groups: Sequence[CacheGroup]) -> list[LayerCall]:
+    """One layer of each kind, in the order of the model, with the view it sees."""
+    group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
+    found: dict[str, LayerCall] = {}
+    for index, layer in enumerate(layers):
+        call = (layer.attention, layer.mlp, group_of[index])
+        found.setdefault(layer_kind(*call), call)
+    return list(found.values())[:MOST_KINDS]
+
+
+def rotations(
+    groups: Sequence[CacheGroup], ropes: Sequence[RopeTable]
+) -> Callable[[int, Tensor], tuple[Tensor, Tensor]]:
+    """(view, positions int64 [n] below POSITIONS) -> cos and sin of the layers that see this view."""
+
+    def rows(view: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return ropes[0 if groups[view].window is None else -1].rows(positions, POSITIONS)
+
+    return rows

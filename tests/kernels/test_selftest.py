@@ -1,0 +1,161 @@
+"""Wrong kernels are caught by name, the next ones take their place, and verdicts are kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from localllm.kernels import LinearFacts, Weight, choose, linear_impls, reference
+from localllm.kernels.cases import ModelShapes, op_cases
+from localllm.kernels.cpu import ops as cpu_ops
+from localllm.kernels.ops import OPS, OpFacts, OpImpl
+from localllm.kernels.records import Records
+from localllm.kernels.selftest import SelfTest
+from localllm.kernels.trial import compare, linear_error
+
+FACTS = OpFacts(num_heads=6, num_kv_heads=2, head_dim=20, kv_format="bf16")
+SHAPES = ModelShapes(hidden=44, intermediate=70, facts=FACTS, has_windows=True)
+
+
+def planted(op: str, run: Callable[..., Any]) -> dict[str, tuple[OpImpl, ...]]:
+    """The registry with a kernel of ours in front."""
+    return {**cpu_ops.IMPLS, op: (OpImpl("planted", lambda facts: None, run), *cpu_ops.IMPLS.get(op, ()))}
+
+
+def off_at_the_end(x: Tensor, *rest: Any) -> Tensor:
+    """Right but for the last row of an odd batch."""
+    out = reference.rms_norm(x, *rest)
+    if x.shape[0] % 2:
+        out[-1] *= 1.5
+    return out
+
+
+def forgets_the_window(q: Tensor, pages: Any, *rest: Any) -> Tensor:
+    table, starts, lengths, scale, _window, softcap = rest
+    return reference.paged_attention(q, pages, table, starts, lengths, scale, None, softcap)
+
+
+def writes_one_slot_too_far(k: Tensor, v: Tensor, pages: Any, slots: Tensor) -> None:
+    reference.kv_write(k, v, pages, (slots + 1) % (pages.k.shape[0] * pages.k.shape[2]))
+
+
+def refuses(*arguments: Any) -> Tensor:
+    raise ValueError("shared memory: 101,377 of 101,376 bytes")
+
+
+def nan_for_one_token(gate_up: Tensor) -> Tensor:
+    out = reference.silu_mul(gate_up)
+    if gate_up.shape[0] == 1:
+        out[0, 3] = torch.nan
+    return out
+
+
+@pytest.mark.parametrize(
+    ("op", "run", "words"),
+    [
+        ("rms_norm", off_at_the_end, "1 x 44: off by"),
+        ("paged_attention", forgets_the_window, "window 37: off by"),
+        ("kv_write", writes_one_slot_too_far, "1 tokens: off by"),
+        ("silu_mul", nan_for_one_token, "1 of 70 numbers are not finite"),
+        ("rope", refuses, "ValueError: shared memory: 101,377"),
+    ],
+)
+def test_a_wrong_op_is_caught_and_named(
+    op: str, run: Callable[..., Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_ops, "IMPLS", planted(op, run))
+    test = SelfTest()
+    table = dict(test.table(SHAPES).ops)
+    assert table[op] != "planted"
+    (failure,) = test.failures
+    assert failure.name == f"{op}:planted"
+    assert words in failure.reason
+    assert str(failure).startswith(f"{op}:planted failed its self-test (")
+    assert all(impl != "torch" for name, impl in table.items() if name in OPS)  # what is right stays
+
+
+@pytest.mark.parametrize("kv_format", ["f32", "bf16", "fp16", "int8", "fp8"])
+def test_our_kernels_pass(kv_format: str) -> None:
+    """Without a reason to suspect them nothing is quarantined: a false alarm costs speed for ever."""
+    for heads, kv_heads, dim in ((6, 2, 20), (9, 3, 64), (4, 1, 256)):
+        facts = replace(FACTS, kv_format=kv_format, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim)
+        test = SelfTest()
+        test.table(replace(SHAPES, facts=facts, softcap=30.0, rotated=dim // 2))
+        assert test.failures == []
+
+
+def test_every_op_has_cases() -> None:
+    for op in OPS:
+        assert len(list(op_cases(op, SHAPES))) >= 3
+
+
+def weight_of(n: int, k: int) -> Weight:
+    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)
+    return Weight("int4g", (n, k), codes, torch.rand(n, k // 32).half() + 0.1, group_size=32)
+
+
+def test_a_product_is_tried_with_the_weight_itself() -> None:
+    """One that forgets the scales of its last group; the twin is not asked."""
+    weight = weight_of(50, 96)
+    facts = LinearFacts("int4g", (50, 96), group_size=32)
+    right = choose(linear_impls(), facts).impl
+    prepared = right.prepare(weight)
+    assert SelfTest().linear_passed(right, facts, weight, prepared)
+    assert weight.scales is not None
+    scales = weight.scales.clone()
+    scales[:, -1] = 1.0
+    wrong = replace(right, name="wrong")
+    test = SelfTest()
+    assert not test.linear_passed(wrong, facts, weight, right.prepare(weight._replace(scales=scales)))
+    assert test.quarantined == {"wrong"} and test.failures[0].name == "linear:wrong"
+    assert "int4g 50 x 96, 1 tokens: off by" in test.failures[0].reason
+    assert not test.linear_passed(wrong, facts, weight, prepared)  # once is enough
+    cut = replace(right, run=lambda x, prepared, bias: right.run(x, prepared, bias)[:, :-1])
+    assert "shape [1, 49] instead of [1, 50]" in linear_error(cut, facts, weight, prepared)
+
+
+def test_verdicts_are_kept_until_something_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_ops, "IMPLS", planted("rms_norm", off_at_the_end))
+    runs = []
+    for identity in ({"driver": "1"}, {"driver": "1"}, {"driver": "2"}):
+        test = SelfTest(Records("selftest", identity, tmp_path))
+        assert dict(test.table(SHAPES).ops)["rms_norm"] != "planted"
+        assert [f.name for f in test.failures] == ["rms_norm:planted"]  # also when it was known
+        test.save()
+        runs.append(test.num_run)
+    assert runs[0] > 5 and runs[1] == 0 and runs[2] == runs[0]
+    other = SelfTest(Records("selftest", {"driver": "1"}, tmp_path))
+    other.table(replace(SHAPES, hidden=48))
+    assert other.num_run == runs[0]
+
+
+def test_a_damaged_or_unwritable_record_only_costs_a_repetition(tmp_path: Path) -> None:
+    records = Records("selftest", {"a": "b"}, tmp_path)
+    records.put("x", {"reason": ""})
+    records.save()
+    assert records.path is not None
+    assert Records("selftest", {"a": "b"}, tmp_path).get("x") == {"reason": ""}
+    for damage in ("", "{", "[]", '{"entries": 3}', json.dumps({"entries": {"x": 3}})):
+        records.path.write_text(damage)
+        assert Records("selftest", {"a": "b"}, tmp_path).get("x") is None
+    (tmp_path / "file").write_text("")
+    blocked = Records("selftest", {"a": "b"}, tmp_path / "file/below")
+    blocked.put("x", {"reason": ""})
+    blocked.save()
+
+
+def test_compare_sees_a_single_wrong_number() -> None:
+    right = torch.randn(64, 64)
+    assert compare(right, right.clone(), 1e-3) == ""
+    assert compare(right.bfloat16(), right, 2e-2) == ""
+    wrong = right.clone()
+    wrong[5, 7] += 0.5
+    assert "at most 5.0e-01" in compare(wrong, right, 1e-3)
+    assert "shape" in compare(right[:3], right, 1e-3)

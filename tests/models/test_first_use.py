@@ -1,0 +1,69 @@
+"""Loading a model tries its kernels: a planted wrong one is caught, named, and not used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from localllm import kernels
+from localllm.checkpoint import open_checkpoint
+from localllm.kernels.cpu import linear as cpu_linear
+from localllm.kernels.cpu import ops as cpu_ops
+from localllm.kernels.ops import OpImpl
+from localllm.kernels.selftest import SelfTest
+from localllm.models.loader import LoadOptions, load_model
+
+
+def load(tiny: Callable, folder: Path, name: str = "gemma3") -> tuple[Any, SelfTest]:
+    test = SelfTest()
+    with open_checkpoint(tiny(name).save(folder)) as checkpoint:
+        return load_model(checkpoint, LoadOptions(kv_format="bf16", selftest=test)), test
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-bias", "qwen3", "gemma3"])
+def test_a_model_whose_kernels_are_right_keeps_them(tiny: Callable, tmp_path: Path, name: str) -> None:
+    model, test = load(tiny, tmp_path, name)
+    assert test.failures == []
+    assert test.num_run > 8
+    assert model.kernels["decoder"] == "c"
+
+
+@pytest.mark.parametrize("segment", ["decoder", "mlp", "attn_out", "attention", "attn_in"])
+def test_a_wrong_fused_segment_is_caught(
+    segment: str, tiny: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(composed: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+        out = composed(*arguments)
+        out[-1] += 1.0
+        return out
+
+    impls = {**cpu_ops.IMPLS, segment: (OpImpl("planted", lambda facts: None, wrong), *cpu_ops.IMPLS[segment])}
+    if segment != "decoder":
+        del impls["decoder"]
+    monkeypatch.setattr(cpu_ops, "IMPLS", impls)
+    model, test = load(tiny, tmp_path)
+    assert [failure.name for failure in test.failures] == [f"{segment}:planted"]
+    assert model.kernels[segment] == "c"
+    assert dict(model.table.ops)[segment] == "c"
+
+
+def test_a_wrong_product_is_replaced_while_loading(
+    tiny: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = cpu_linear.IMPLS[1]
+
+    def run(x: torch.Tensor, prepared: Any, bias: torch.Tensor | None) -> torch.Tensor:
+        out = right.run(x, prepared, bias)
+        return out if x.shape[0] == 1 else out.roll(1, 0)
+
+    planted = replace(right, name="planted", run=run)
+    monkeypatch.setattr(kernels, "linear_impls", lambda: (planted, *cpu_linear.IMPLS))
+    model, test = load(tiny, tmp_path, "qwen3")
+    assert [failure.name for failure in test.failures] == ["linear:planted"]
+    assert "3 tokens" in test.failures[0].reason
+    assert model.kernels["qkv"] == "c_float32"
