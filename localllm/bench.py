@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from localllm import paths
 from localllm._version import __version__
+from localllm.calibrate import subject
 from localllm.errors import ConfigError
 from localllm.request import SamplingParams, Timing
 
@@ -70,6 +71,8 @@ class BenchResult:
     peak_rss_bytes: int
     rows: list[BenchRow] = field(default_factory=list)
     machine: dict[str, Any] = field(default_factory=dict)
+    subject: dict[str, Any] = field(default_factory=dict)
+    """what was measured, as `calibrate.load` looks for it"""
     versions: dict[str, str] = field(default_factory=dict)
     date: str = ""
     command: str = ""
@@ -114,6 +117,7 @@ def run_bench(llm: LLM, options: BenchOptions, on_test: Callable[[str], None] | 
     result.rss_anon_bytes = rss_anon_bytes()
     result.peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     result.machine = {"cpu": llm.machine.cpu.name, "cores": llm.machine.cpu.cores_usable, "threads": llm.threads}
+    result.subject = subject(llm.facts, llm.plan, llm.machine)
     result.versions = {name: _version_of(name) for name in VERSIONED} | {"python": platform.python_version()}
     result.date = datetime.date.today().isoformat()
     return result

@@ -63,11 +63,11 @@ class PlanOptions:
 class Calibration(Protocol):
     """What benches on this machine have shown (`calibrate.py`)."""
 
-    def eta(self, device: str) -> float | None:
-        """Share of the memory bandwidth that decoding reached; `device` is cpu or a GPU's name. None: not measured."""
+    def bytes_s(self, facts: ModelFacts, device: str) -> float | None:
+        """Weights read per second while decoding a model stored like this; `device` is cpu or a GPU's name."""
         ...
 
-    def tps(self, facts: ModelFacts, device: str, kv: str) -> float | None:
+    def tps(self, facts: ModelFacts, device: str) -> float | None:
         """Tokens per second of this very model there, at the start of its context. None: not measured."""
         ...
 
@@ -349,8 +349,9 @@ def _on(
     kv_bytes = sum(g.page_bytes * count for g, count in zip(groups, num_pages, strict=True))
     speed = gpu.bandwidth if gpu else machine.cpu.bandwidth
     place = gpu.name if gpu else "cpu"
-    eta = (calibration.eta(place) if calibration else None) or ETA[kind]
-    measured = calibration.tps(facts, place, kv) if calibration else None
+    reached = calibration.bytes_s(facts, place) if calibration else None
+    eta = reached / speed if reached and speed else ETA[kind]
+    measured = calibration.tps(facts, place) if calibration else None
     start, end = (_speed(facts, kind, speed, n, eta) for n in (read, read + one(ctx)))
     made = Plan(
         device=device,
@@ -447,10 +448,10 @@ def _speed(facts: ModelFacts, kind: str, bandwidth: float, read: int, eta: float
     return 1 / (read / (eta * bandwidth) + facts.num_layers * LAYER_S[kind])
 
 
-def eta_of(tps: float, made: Plan, facts: ModelFacts) -> float:
-    """The share of the bandwidth that a measured rate means, by the formula of the estimate; 0 when it means none."""
-    rest = 1 / tps - facts.num_layers * LAYER_S["cpu" if made.device == "cpu" else "cuda"]
-    return made.read_bytes / (made.bandwidth * rest) if rest > 0 and made.bandwidth else 0.0
+def bytes_s_of(tps: float, read_bytes: int, num_layers: int, device: str) -> float:
+    """The bytes per second that a measured rate means, by the formula of the estimate; 0 when it means none."""
+    rest = 1 / tps - num_layers * LAYER_S["cpu" if device == "cpu" else "cuda"] if tps > 0 else 0.0
+    return read_bytes / rest if rest > 0 else 0.0
 
 
 def _warnings(facts: ModelFacts, machine: MachineFacts, made: Plan, held: int) -> Iterable[str]:
