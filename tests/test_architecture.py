@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "grammar": _TEXT | {"tokenizer", "stream", "child", "child_loop"},
     "history": _TEXT,
     "plan": {"checkpoint", "device", "catalog", "config", "errors", "hub"},
-    "calibrate": {"device", "plan", "paths", "errors"},
+    "calibrate": {"checkpoint", "device", "plan", "paths", "errors"},
     "fit": {"plan", "calibrate", "catalog", "checkpoint", "device", "config", "errors"},
     "engine": {"models", "quant", "kernels", "checkpoint", "request", "config", "device", "plan", "errors"},
     "llm": {"answer", "engine", "plan", "models", "tokenizer", "chat", "stream", "grammar", "catalog", "device", "hub"}
