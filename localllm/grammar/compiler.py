@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import json
 import re
+import signal
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ BASE_BYTES = 64 << 10
 _FILLERS = re.compile(
     rb"<unused\d+>|\[PAD\d+\]|<\|?reserved_(special_token_)?\d+\|?>|<\|?extra_id_\d+\|?>|\[control_\d+\]"
 )
+_OWN_SIGNALS = frozenset((signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGPROF))
+"""how a child ends whose stack, memory or time a grammar used up"""
 _SPACES = re.compile(r"\s+")
 _QUOTED_CHARS = 200
 
@@ -202,7 +205,7 @@ def _check(source: Source) -> tuple[str, int]:
         except ChildLate:
             raise _Refused(f"it is too complex: over {CHECK_WALL_S} s") from None
         except ChildDied as died:
-            if died.signal or attempt:  # else it was ended from outside, or by itself: once more with a new one
+            if died.signal in _OWN_SIGNALS or attempt:  # else it was ended from outside: once more with a new one
                 raise _Refused(f"it is too complex: it needs more than it may have ({limits})") from None
             continue
         if "error" in answer:

@@ -65,7 +65,7 @@ def schema_text(schema: Any, param: str) -> str:
         raise _refuse(f"a JSON schema is an object, this one is {_kind(schema)}", param)
     _check_nesting(schema, param)
     try:
-        text = json.dumps({k: v for k, v in schema.items() if k != "x-guidance"} if schema is not True else True)
+        text = json.dumps({} if schema is True else {k: v for k, v in schema.items() if k != "x-guidance"})
     except (TypeError, ValueError, RecursionError) as error:
         raise _refuse("the JSON schema is not plain JSON", param) from error
     if len(text) > limits.MAX_SCHEMA_BYTES:

@@ -1,0 +1,68 @@
+"""Random answers within a mask: what a model could say at worst."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from localllm.errors import LocalLLMError
+from localllm.grammar import Compiler, GrammarMask, source_of
+from localllm.request import Constraint, TokenMask
+from localllm.tokenizer import Tokenizer
+
+ENDS = [b'"', b"}", b"]", b'"}', b'",', b"1", b"true"]
+
+
+def mask_of(compiler: Compiler, kind: str, value: Any = None, **more: Any) -> GrammarMask:
+    return compiler.mask(source_of(Constraint(kind, value, **more)))  # type: ignore[arg-type]
+
+
+def refusal(compiler: Compiler, kind: str, value: Any) -> LocalLLMError | None:
+    try:
+        mask_of(compiler, kind, value)
+    except LocalLLMError as error:
+        return error
+    return None
+
+
+def allowed(compiler: Compiler, mask: TokenMask) -> list[int]:
+    """The ids the mask allows."""
+    width = compiler.vocabulary.width
+    row = np.zeros(-(-width // 32), dtype=np.int32)
+    if not mask.fill(row):
+        return list(range(width))
+    flags = np.unpackbits(row.view(np.uint8), bitorder="little")
+    assert not flags[width:].any()
+    return np.flatnonzero(flags).tolist()
+
+
+@cache
+def leaning_ids(tokenizer: Tokenizer) -> list[int]:
+    return [index for index, data in enumerate(tokenizer.vocabulary_bytes()) if data in ENDS]
+
+
+def walk(
+    compiler: Compiler, mask: TokenMask, seed: int, *, jumps: bool = True, most: int = 400
+) -> tuple[list[int], bool]:
+    """Ids of a random answer, and whether it came to its end: it leans there, or strings would go on for ever."""
+    rng, ids = random.Random(seed), []
+    short, ends = leaning_ids(compiler._tokenizer), compiler.vocabulary.end_ids
+    while not mask.is_done and len(ids) < most:
+        forced = mask.forced() if jumps else []
+        if not forced:
+            choices = allowed(compiler, mask)
+            assert choices
+            leaning = [index for index in short if index in set(choices)]
+            over = ends & set(choices)
+            if over and (rng.random() < 0.5 or len(choices) == len(over)):
+                return ids, True
+            pick = leaning if leaning and rng.random() < 0.3 else [c for c in choices if c not in ends]
+            forced = [rng.choice(pick)]
+        for index in forced:
+            assert not mask.is_done
+            mask.accept(index)
+            ids.append(index)
+    return ids, mask.is_done
