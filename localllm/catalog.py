@@ -49,6 +49,42 @@ NEWER = "a newer localllm"
 
 
 @dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes of a model, as the planner wants them."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool = False
+    window: int = 0
+    """tokens that a windowed layer sees; 0: every layer sees all"""
+    full_every: int = 1
+    """one of so many layers sees all"""
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Per layer: how many tokens it sees, None for all."""
+        return tuple(
+            None if not self.window or layer % self.full_every == self.full_every - 1 else self.window
+            for layer in range(self.layers)
+        )
+
+    @property
+    def kv_per_token(self) -> int:
+        """Bytes in bf16 of the layers that keep the whole context."""
+        return 4 * self.kv_heads * self.head_dim * self.windows.count(None)
+
+    @property
+    def kv_fixed(self) -> int:
+        """Bytes in bf16 of the layers that keep a window only."""
+        return 4 * self.kv_heads * self.head_dim * self.window * (self.layers - self.windows.count(None))
+
+
+@dataclass(frozen=True, slots=True)
 class Candidate:
     """One way to have one model: a repository and the files in it."""
 
@@ -81,6 +117,8 @@ class Candidate:
     """ "gpu": there only; "any" """
     verified: bool
     """a pull has succeeded"""
+    shape: Shape | None = None
+    """None for models this version cannot run"""
 
     @property
     def needs(self) -> str:
@@ -358,7 +396,15 @@ def _starter(entry: dict[str, Any]) -> Starter:
     return Starter(**(entry | {"packages": tuple(entry["packages"]), "repos": tuple(entry["repos"])}))
 
 
+def _shape(model: dict[str, Any]) -> Shape | None:
+    if "shape" not in model:
+        return None
+    window, full_every = model.get("window", (0, 1))
+    return Shape(*model["shape"], tied=model.get("tied", False), window=window, full_every=full_every)
+
+
 def _candidate(model: dict[str, Any], file: dict[str, Any]) -> Candidate:
+    shape = _shape(model)
     return Candidate(
         name=model["name"],
         family=model["family"],
@@ -371,12 +417,13 @@ def _candidate(model: dict[str, Any], file: dict[str, Any]) -> Candidate:
         params=model["params"],
         active_params=model.get("active_params", model["params"]),
         download_bytes=file["bytes"],
-        kv_bytes_per_token=model["kv"],
-        kv_fixed_bytes=model.get("kv_fixed", 0),
+        kv_bytes_per_token=shape.kv_per_token if shape else model["kv"],
+        kv_fixed_bytes=shape.kv_fixed if shape else 0,
         context=model["context"],
         licence=model["licence"],
         gated=model.get("gated", False),
         released=model.get("released", ""),
         device=file["device"],
         verified=file["verified"],
+        shape=shape,
     )
