@@ -64,7 +64,7 @@ def widen_e4m3(pairs, INTERPRET: tl.constexpr):
         return even.to(tl.float32), odd.to(tl.float32)
     else:
         return tl.inline_asm_elementwise(
-            _E4M3_PAIR, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+            _E4M3_PAIR, "=&r,=&r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
         )
 
 

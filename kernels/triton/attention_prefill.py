@@ -1,0 +1,194 @@
+"""Paged attention of many queries of a sequence at a time: new tokens against everything cached, themselves included.
+
+A program takes a tile of queries of one sequence, all heads of a KV head side by side in its rows (token, head), and
+goes through the keys from the first that any of them sees to the last. Tiles that all rows see whole run without masks;
+those at the diagonal, and all of them with a window, with masks. Rows do not touch each other and key tiles begin at
+multiples of their size, so a token's result does not depend on the chunk it came in.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .attention_decode import exponents
+from .e4m3 import widen_e4m3, widen_int8
+from .hadamard import rotate_halves
+
+
+@triton.jit
+def _attend(
+    q_even, q_odd, acc, acc_odd, top, norm, k, v, k_scales, v_scales, table, head, position, scale, softcap, window,
+    begin, end, oldest, length,
+    DIM: tl.constexpr, HALF: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, FORMAT: tl.constexpr,
+    SCALES: tl.constexpr, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr, STAGES: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Take keys [begin, end) into the sums. `oldest`, `length`: keys outside are not this tile's business at all."""
+    EIGHT: tl.constexpr = (FORMAT == "int8") | (FORMAT == "fp8")
+    WIDTH: tl.constexpr = DIM // 2 if EIGHT else DIM
+    operand: tl.constexpr = q_even.dtype
+    n = tl.arange(0, KEYS)
+    d = tl.arange(0, HALF)
+    page = tl.load(table + (begin + n) // PAGE, mask=begin + n < end, other=0)
+    for start in tl.range(begin, end, KEYS, num_stages=STAGES):
+        key = start + n
+        slot = (page.to(tl.int64) * KV_HEADS + head) * PAGE + key % PAGE
+        inside = (key >= oldest) & (key < length)
+        k_at = k + slot[None, :] * WIDTH + d[:, None]
+        v_at = v + slot[:, None] * WIDTH + d[None, :]
+        if MASKED and WIDTH == HALF:
+            k_tile = tl.load(k_at, mask=inside[None, :], other=0)
+            v_tile = tl.load(v_at, mask=inside[:, None], other=0)
+        elif MASKED:
+            k_tile = tl.load(k_at, mask=inside[None, :] & (d[:, None] < WIDTH), other=0)
+            v_tile = tl.load(v_at, mask=inside[:, None] & (d[None, :] < WIDTH), other=0)
+        elif WIDTH == HALF:
+            k_tile = tl.load(k_at)
+            v_tile = tl.load(v_at)
+        else:
+            k_tile = tl.load(k_at, mask=d[:, None] < WIDTH, other=0)
+            v_tile = tl.load(v_at, mask=d[None, :] < WIDTH, other=0)
+        if SCALES == "token":
+            k_scale = tl.load(k_scales + slot, mask=inside, other=0.0)
+            v_scale = tl.load(v_scales + slot, mask=inside, other=1.0)
+        page = tl.load(table + (key + KEYS) // PAGE, mask=key + KEYS < end, other=0)
+
+        if EIGHT:
+            if FORMAT == "fp8":
+                k_even, k_odd = widen_e4m3(k_tile, INTERPRET)
+            else:
+                k_even, k_odd = widen_int8(k_tile, INTERPRET)
+            scores = tl.dot(q_even, k_even)
+            scores = tl.dot(q_odd, k_odd, scores)
+        else:
+            scores = tl.dot(q_even, k_tile.to(operand), input_precision="ieee")
+        if SCALES == "token":
+            scores *= (k_scale * scale)[None, :]
+        else:
+            scores *= scale
+        scores = exponents(scores, softcap, HAS_SOFTCAP)
+        if SCALES == "token":  # the weight of a value carries its scale, so that it stays within float16
+            spread = tl.log2(tl.where(v_scale < 1e-30, 1e-30, v_scale))
+            scores += spread[None, :]
+        if MASKED:
+            seen = key[None, :] <= position[:, None]
+            if HAS_WINDOW:
+                seen &= key[None, :] > position[:, None] - window
+            scores = tl.where(seen, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(top - base)
+        top = new_top
+        if SCALES == "token":
+            norm = norm * shrink + tl.sum(weights * tl.exp2(-spread)[None, :], 1)
+        else:
+            norm = norm * shrink + tl.sum(weights, 1)
+        weights = weights.to(operand)
+        if EIGHT:
+            if FORMAT == "fp8":
+                v_even, v_odd = widen_e4m3(v_tile, INTERPRET)
+            else:
+                v_even, v_odd = widen_int8(v_tile, INTERPRET)
+            acc = tl.dot(weights, v_even, acc * shrink[:, None])
+            acc_odd = tl.dot(weights, v_odd, acc_odd * shrink[:, None])
+        else:
+            acc = tl.dot(weights, v_tile.to(operand), acc * shrink[:, None], input_precision="ieee")
+    return acc, acc_odd, top, norm
+
+
+@triton.jit
+def prefill(
+    q, k, v, k_scales, v_scales, sinks, block_table, cu_query_lens, seq_lens, out,
+    scale, softcap, window, table_width, num_seqs,
+    DIM: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr,
+    FORMAT: tl.constexpr, SCALES: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    STEPS: tl.constexpr, SINGLES: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries of one sequence for one KV head. SINGLES: sequences with one query, too."""
+    EIGHT: tl.constexpr = (FORMAT == "int8") | (FORMAT == "fp8")
+    STEP: tl.constexpr = 2 if EIGHT else 1
+    WIDTH: tl.constexpr = DIM // STEP
+    SIXTEEN: tl.constexpr = tl.bfloat16 if FORMAT == "bf16" else tl.float16
+    operand: tl.constexpr = tl.float32 if INTERPRET or FORMAT == "f32" else SIXTEEN
+    TOKENS: tl.constexpr = ROWS // GROUP
+    head = tl.program_id(0)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the last tiles of a prompt have the most keys: begin with them
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    low = 0
+    high = num_seqs
+    for _ in range(STEPS):  # a sequence has no more tiles than lie between its bound and the next
+        middle = (low + high) // 2
+        later = tl.load(cu_query_lens + middle) // TOKENS + middle > tile
+        low = tl.where(later, low, middle)
+        high = tl.where(later, middle, high)
+    first = tl.load(cu_query_lens + low)
+    num_queries = tl.load(cu_query_lens + low + 1) - first
+    lead = (tile - (first // TOKENS + low)) * TOKENS
+    if lead >= num_queries:
+        return
+    if not SINGLES:
+        if num_queries == 1:
+            return
+    length = tl.load(seq_lens + low)
+    start = length - num_queries + lead
+    row = tl.arange(0, ROWS)
+    token = row // GROUP
+    real = (token < TOKENS) & (lead + token < num_queries)
+    position = start + tl.minimum(token, TOKENS - 1)
+    end = tl.minimum(start + TOKENS, length)
+    d = tl.arange(0, HALF)
+    at = ((first + lead + token).to(tl.int64) * KV_HEADS + head) * GROUP + row % GROUP
+    at = at[:, None] * DIM + d[None, :] * STEP
+    ok = real[:, None] & (d[None, :] < WIDTH)
+    q_even = tl.load(q + at, mask=ok, other=0.0).to(tl.float32)
+    q_odd = q_even
+    acc = tl.zeros([ROWS, HALF], tl.float32)
+    acc_odd = acc
+    if EIGHT:
+        q_odd = tl.load(q + at + 1, mask=ok, other=0.0).to(tl.float32)
+        if FORMAT == "int8":
+            q_even, q_odd = rotate_halves(q_even, q_odd, RUN, 1)
+    q_even, q_odd = q_even.to(operand), q_odd.to(operand)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    norm = tl.zeros([ROWS], tl.float32)
+    if SCALES == "layer":
+        scale *= tl.load(k_scales)
+    if FORMAT == "fp8":
+        scale *= 256.0
+    table = block_table + low.to(tl.int64) * table_width
+    oldest = 0
+    if HAS_WINDOW:
+        oldest = tl.maximum(start - window + 1, 0)
+        plain_end = oldest // KEYS * KEYS
+    else:
+        plain_end = (start + 1) // KEYS * KEYS
+        acc, acc_odd, top, norm = _attend(
+            q_even, q_odd, acc, acc_odd, top, norm, k, v, k_scales, v_scales, table, head, position, scale, softcap,
+            window, 0, plain_end, oldest, length, DIM, HALF, KV_HEADS, PAGE, FORMAT, SCALES, KEYS, HAS_WINDOW,
+            HAS_SOFTCAP, False, STAGES, INTERPRET,
+        )  # fmt: skip
+    acc, acc_odd, top, norm = _attend(
+        q_even, q_odd, acc, acc_odd, top, norm, k, v, k_scales, v_scales, table, head, position, scale, softcap,
+        window, plain_end, end, oldest, end, DIM, HALF, KV_HEADS, PAGE, FORMAT, SCALES, KEYS, HAS_WINDOW,
+        HAS_SOFTCAP, True, STAGES, INTERPRET,
+    )  # fmt: skip
+    if HAS_SINKS:
+        sink = tl.load(sinks + head * GROUP + row % GROUP).to(tl.float32) * 1.4426950408889634
+        new_top = tl.maximum(top, sink)
+        norm = norm * tl.exp2(top - new_top) + tl.exp2(sink - new_top)
+        acc *= tl.exp2(top - new_top)[:, None]
+        if EIGHT:
+            acc_odd *= tl.exp2(top - new_top)[:, None]
+    factor = 1.0 / norm
+    if FORMAT == "fp8":
+        factor *= 256.0
+    if SCALES == "layer":
+        factor *= tl.load(v_scales)
+    tl.store(out + at, (acc * factor[:, None]).to(out.dtype.element_ty), mask=ok)
+    if EIGHT:
+        tl.store(out + at + 1, (acc_odd * factor[:, None]).to(out.dtype.element_ty), mask=ok)

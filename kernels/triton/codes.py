@@ -1,0 +1,154 @@
+"""Decoding inside kernels: stored codes and scales of `layout.Prepared` to numbers, by integer operations alone.
+
+No E4M3 type and no table in memory: the same instructions run on every card. Bits of a word in place, read as a
+float32, are a number times a power of two, subnormal or not; the factor goes into the activation and the end of a sum.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["add_part", "e4m3_value", "e8m0_value", "end_factor", "group_min", "group_scale", "half_value"]
+
+E2M1_MASK = tl.constexpr(-0x7E400000)
+"""0x81C00000: the sign, and three bits from bit 22: e2m1 times 2^-126"""
+E4M3_MASK = tl.constexpr(-0x78100000)
+"""0x87F00000: the sign, and seven bits from bit 20: e4m3 times 2^-120"""
+MAGIC = tl.constexpr(0x4B000000)
+"""2^23: an integer below it, in the low bits, adds to it"""
+IQ4_WORDS = (tl.constexpr(-1079142271), tl.constexpr(-152379953), tl.constexpr(639175937), tl.constexpr(1901675829))
+IQ4_A, IQ4_B, IQ4_C, IQ4_D = IQ4_WORDS
+
+
+@triton.jit
+def _as_float(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _field(w, x, POS: tl.constexpr, BITS: tl.constexpr, UP: tl.constexpr):
+    """(bits POS.. of the words) * x * 2^(UP - 74): the bits in place stand for the number times 2^(position - 149)."""
+    if POS + BITS <= 24:
+        value = _as_float(w & (((1 << BITS) - 1) << POS)) * (x * (2.0 ** (75 + UP - POS)))
+    else:
+        value = _as_float((w >> 8) & (((1 << BITS) - 1) << (POS - 8))) * (x * (2.0 ** (83 + UP - POS)))
+    return value
+
+
+@triton.jit
+def _iq4(code):
+    """int32 codes 0..15 -> float32 of the IQ4 table, a byte out of four words."""
+    low = tl.where((code & 4) == 0, IQ4_A, IQ4_B)
+    high = tl.where((code & 4) == 0, IQ4_C, IQ4_D)
+    word = tl.where((code & 8) == 0, low, high)
+    return ((word << (24 - 8 * (code & 3))) >> 24).to(tl.float32)
+
+
+@triton.jit
+def add_part(p, w, high, x, I: tl.constexpr, B: tl.constexpr, CODE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr):
+    """p + (values of plane I in half B of the words) * x / end_factor(CODE).
+
+    w     int32, two halves a word          high  int32, the high bits that belong to these two halves
+    x     float32, broadcast over the words
+    """
+    if CODE == "bf16":
+        if B == 0:
+            p += _as_float(w << 16) * x
+        else:
+            p += _as_float(w & -65536) * x
+    elif CODE == "f16":
+        p += (w >> (16 * B)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * x
+    elif CODE == "e4m3":
+        p += _as_float(((w << (24 - 8 * I - 16 * B)) >> 4) & E4M3_MASK) * (x * (2.0**60))
+    elif CODE == "e2m1":
+        p += _as_float(((w << (28 - 4 * I - 16 * B)) >> 6) & E2M1_MASK) * (x * (2.0**63))
+    elif CODE == "iq4":
+        p += _iq4((w >> (4 * I + 16 * B)) & 15) * x
+    else:
+        p += _field(w, x, LOW * I + 16 * B, LOW, 0)
+        if HIGH > 0:
+            p += _field(high, x, HIGH * I + (4 if CODE == "int5" else 8) * B, HIGH, LOW)
+    return p
+
+
+@triton.jit
+def end_factor(CODE: tl.constexpr):
+    """What a sum of `add_part` is multiplied with."""
+    if CODE == "bf16" or CODE == "f16" or CODE == "iq4":
+        factor: tl.constexpr = 1.0
+    elif CODE == "e4m3":
+        factor: tl.constexpr = 2.0**60
+    elif CODE == "e2m1":
+        factor: tl.constexpr = 2.0**63
+    else:
+        factor: tl.constexpr = 2.0**74
+    return factor
+
+
+@triton.jit
+def half_value(h, high, I: tl.constexpr, CODE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr):
+    """float32 values of plane I of halves (int32, sign bits ignored) with their high bits (int32), less ZERO; exact."""
+    if CODE == "bf16":
+        value = _as_float(h << 16)
+    elif CODE == "f16":
+        value = h.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    elif CODE == "e4m3":
+        value = _as_float(((h << (24 - 8 * I)) >> 4) & E4M3_MASK) * (2.0**120)
+    elif CODE == "e2m1":
+        value = _as_float(((h << (28 - 4 * I)) >> 6) & E2M1_MASK) * (2.0**126)
+    elif CODE == "iq4":
+        value = _iq4((h >> (4 * I)) & 15)
+    else:
+        q = (h >> (LOW * I)) & ((1 << LOW) - 1)
+        if HIGH > 0:
+            q |= ((high >> (HIGH * I)) & ((1 << HIGH) - 1)) << LOW
+        value = _as_float(q | MAGIC) - (8388608.0 + ZERO)
+    return value
+
+
+@triton.jit
+def e4m3_value(bits):
+    """int32 bytes of E4M3 -> float32, exact; NaN comes out as 480."""
+    return _as_float(((bits << 24) >> 4) & E4M3_MASK) * (2.0**120)
+
+
+@triton.jit
+def e8m0_value(bits):
+    """int32 bytes e -> 2^(e - 127) in float32, exact."""
+    return _as_float(tl.where(bits == 0, 0x00400000, bits << 23))
+
+
+@triton.jit
+def group_scale(scale_ptr, super_ptr, index, super_index, mask, KIND: tl.constexpr):
+    """float32 group scales at `index`, those of the super blocks at `super_index`; 0 outside the mask."""
+    stored = tl.load(scale_ptr + index, mask=mask, other=0)
+    if KIND == "e4m3":
+        scale = e4m3_value(stored.to(tl.int32))
+    elif KIND == "e8m0":
+        scale = e8m0_value(stored.to(tl.int32))
+    elif KIND == "sub":
+        scale = stored.to(tl.float32) * tl.load(super_ptr + super_index, mask=mask, other=0.0).to(tl.float32)
+    elif KIND == "nibble":
+        parent = tl.load(super_ptr + super_index, mask=mask, other=0.0).to(tl.float32)
+        scale = (stored.to(tl.int32) & 15).to(tl.float32) * parent
+    else:
+        scale = stored.to(tl.float32)
+    return scale
+
+
+@triton.jit
+def group_min(min_ptr, scale_ptr, super_ptr, index, super_index, mask, scale, KIND: tl.constexpr):
+    """What a group adds to each of its values, float32: a minimum, or minus scale times zero."""
+    if KIND == "nibble":
+        stored = tl.load(scale_ptr + index, mask=mask, other=0).to(tl.int32) >> 4
+        parent = tl.load(super_ptr + super_index, mask=mask, other=0.0).to(tl.float32)
+        value = -stored.to(tl.float32) * parent
+    elif KIND == "sub":
+        parent = tl.load(super_ptr + super_index, mask=mask, other=0.0).to(tl.float32)
+        value = -tl.load(min_ptr + index, mask=mask, other=0).to(tl.float32) * parent
+    elif KIND == "zero":
+        value = -tl.load(min_ptr + index, mask=mask, other=0).to(tl.float32) * scale
+    else:
+        value = tl.load(min_ptr + index, mask=mask, other=0.0).to(tl.float32)
+    return value

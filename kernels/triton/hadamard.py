@@ -1,0 +1,41 @@
+"""The rotation of int8 keys and their queries, in kernels: `kv_codes.hadamard` on tiles that hold whole vectors."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+def run_length(head_dim: int) -> int:
+    """The largest power of two that divides head_dim: dimensions of one Hadamard matrix."""
+    return head_dim & -head_dim
+
+
+@triton.jit
+def _butterflies(x, RUN: tl.constexpr, AXIS: tl.constexpr):
+    """All stages on runs of RUN dimensions of float32 x, which lie along AXIS; not normalised."""
+    index = tl.arange(0, x.shape[AXIS])
+    index = tl.broadcast_to(tl.expand_dims(index, 1 - AXIS), x.shape)
+    for stage in tl.static_range(0, 10):
+        if (1 << stage) < RUN:
+            other = tl.gather(x, index ^ (1 << stage), AXIS)
+            x = tl.where((index & (1 << stage)) != 0, other - x, x + other)
+    return x
+
+
+@triton.jit
+def rotate_rows(x, RUN: tl.constexpr):
+    """x · H for float32 [rows, D], D a multiple of RUN."""
+    if RUN > 1:
+        x = _butterflies(x, RUN, 1) * ((1.0 / RUN) ** 0.5)
+    return x
+
+
+@triton.jit
+def rotate_halves(even, odd, RUN: tl.constexpr, AXIS: tl.constexpr):
+    """The same of vectors along AXIS whose even and odd dimensions lie in two float32 tiles."""
+    if RUN > 1:
+        first, second = even + odd, even - odd
+        even = _butterflies(first, RUN // 2, AXIS) * ((1.0 / RUN) ** 0.5)
+        odd = _butterflies(second, RUN // 2, AXIS) * ((1.0 / RUN) ** 0.5)
+    return even, odd

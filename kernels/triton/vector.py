@@ -1,0 +1,157 @@
+"""y = x Wᵀ for one row of x, every weight form: the product of a decoding step.
+
+A program holds ROWS rows of W and passes over all of K, CHUNKS 16-byte chunks of each row at a time, the next ones
+loaded before the present ones are used; sums are float32 in an order that the constants fix. RMSNorm costs nothing
+extra: each program sees all of x, so the sum of squares is a by-product and 1/rms a factor at the end. A gated product
+takes rows r and r + N of a stacked gate and up, and gives act(gate) * up. Weights are asked for before the kernel
+waits for the one before it (PDL).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .codes import add_part, end_factor, group_min, group_scale
+
+
+@triton.jit
+def _load_words(low_ptr, high_ptr, row_ok, rows, chunk, C: tl.constexpr, CODE: tl.constexpr, HIGH: tl.constexpr):
+    """The words of some chunks, int32 [ROWS, CHUNKS, 4], and their high bits, int32 of the same shape (or 0)."""
+    j = tl.arange(0, 4)
+    place = (rows.to(tl.int64) * C)[:, None, None] + chunk[None, :, None]
+    ok = row_ok[:, None, None] & (chunk < C)[None, :, None]
+    w = tl.load(low_ptr + place * 4 + j[None, None, :], mask=ok, other=0)
+    if HIGH > 0:
+        high = tl.load(high_ptr + place * 4 + j[None, None, :], mask=ok, other=0).to(tl.int32)
+    else:
+        high = 0
+    return w, high
+
+
+@triton.jit
+def _activation(gate, KIND: tl.constexpr):
+    if KIND == "silu":
+        value = gate / (1.0 + tl.exp(-gate))
+    else:  # gelu_tanh: 0.5 g (1 + tanh(u)) = g sigmoid(2u)
+        value = gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
+    return value
+
+
+@triton.jit
+def vector_kernel(
+    x_ptr,
+    low_ptr,
+    high_ptr,
+    scale_ptr,
+    min_ptr,
+    super_ptr,
+    super_min_ptr,
+    row_scale_ptr,
+    bias_ptr,
+    norm_ptr,
+    residual_ptr,
+    out_ptr,
+    n,
+    eps,
+    norm_offset,
+    K: tl.constexpr,
+    CODE: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    SCALE: tl.constexpr,
+    MIN: tl.constexpr,
+    ZERO: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    ROW_SCALE: tl.constexpr,
+    BIAS: tl.constexpr,
+    NORM: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    GATE: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: ROWS outputs (ROWS / 2 where gated) of row `program_id(1)` of x."""
+    PLANES: tl.constexpr = 16 // LOW
+    CHUNK: tl.constexpr = 8 * PLANES
+    C: tl.constexpr = (K + CHUNK - 1) // CHUNK
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    SUPERS: tl.constexpr = K // 256
+    STEP: tl.constexpr = GROUP // 8 if GROUP // 8 < PLANES else PLANES  # planes that share a scale
+
+    token = tl.program_id(1)
+    t = tl.arange(0, ROWS)
+    if GATE != "":
+        first = tl.program_id(0) * (ROWS // 2) + t % (ROWS // 2)
+        row_ok = first < n
+        rows = first + (t // (ROWS // 2)) * n
+    else:
+        rows = tl.program_id(0) * ROWS + t
+        row_ok = rows < n
+    lane = tl.arange(0, CHUNKS)
+    h = tl.arange(0, 8)
+
+    w_next, high_next = _load_words(low_ptr, high_ptr, row_ok, rows, lane, C, CODE, HIGH)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    acc = tl.zeros((ROWS, CHUNKS), tl.float32)
+    squares = tl.zeros((CHUNKS,), tl.float32)
+    for c0 in range(0, C, CHUNKS):
+        w, high = w_next, high_next
+        chunk = c0 + lane
+        if c0 + CHUNKS < C:
+            w_next, high_next = _load_words(low_ptr, high_ptr, row_ok, rows, chunk + CHUNKS, C, CODE, HIGH)
+        for start in tl.static_range(0, PLANES, STEP):
+            p = tl.zeros((ROWS, CHUNKS, 4), tl.float32)
+            xs = tl.zeros((CHUNKS,), tl.float32)
+            for i in tl.static_range(start, start + STEP):
+                k = chunk[:, None] * CHUNK + i * 8 + h[None, :]
+                if K % CHUNK == 0:
+                    x_ok = (chunk < C)[:, None]
+                else:
+                    x_ok = k < K
+                x = tl.load(x_ptr + token.to(tl.int64) * K + k, mask=x_ok, other=0.0).to(tl.float32)
+                if NORM:
+                    squares += tl.sum(x * x, 1)
+                    x *= tl.load(norm_ptr + k, mask=x_ok, other=0.0).to(tl.float32) + norm_offset
+                if MIN != "none" or ZERO != 0:
+                    xs += tl.sum(x, 1)
+                even, odd = tl.split(tl.reshape(x, (CHUNKS, 4, 2)))
+                p = add_part(p, w, high, even[None, :, :], i, 0, CODE, LOW, HIGH)
+                p = add_part(p, w, high, odd[None, :, :], i, 1, CODE, LOW, HIGH)
+            part = tl.sum(p, 2) * end_factor(CODE)
+            if SCALE != "none":
+                ok = row_ok[:, None] & (chunk < C)[None, :]
+                group = (chunk * CHUNK + start * 8) // GROUP
+                index = (rows // SCALE_ROWS).to(tl.int64)[:, None] * GROUPS + group[None, :]
+                above = rows.to(tl.int64)[:, None] * SUPERS + ((chunk * CHUNK + start * 8) // 256)[None, :]
+                scale = group_scale(scale_ptr, super_ptr, index, above, ok, SCALE)
+                part = scale * part
+                if MIN != "none":
+                    part += group_min(min_ptr, scale_ptr, super_min_ptr, index, above, ok, scale, MIN) * xs[None, :]
+                elif ZERO != 0:
+                    part -= scale * (ZERO * xs)[None, :]
+            elif ZERO != 0:
+                part -= (ZERO * xs)[None, :]
+            acc += part
+
+    y = tl.sum(acc, 1)
+    if NORM:
+        y *= 1.0 / tl.sqrt_rn(tl.sum(squares, 0) / K + eps)
+    if ROW_SCALE:
+        y *= tl.load(row_scale_ptr + rows, mask=row_ok, other=0.0)
+    if BIAS:
+        y += tl.load(bias_ptr + rows, mask=row_ok, other=0.0).to(tl.float32)
+    if GATE != "":
+        gate, up = tl.split(tl.trans(tl.reshape(y, (2, ROWS // 2))))
+        y = _activation(gate, GATE) * up
+        rows = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
+        row_ok = rows < n
+    place = token.to(tl.int64) * n + rows
+    if RESIDUAL:
+        y += tl.load(residual_ptr + place, mask=row_ok, other=0.0).to(tl.float32)
+    tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=row_ok)
