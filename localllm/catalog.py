@@ -295,11 +295,13 @@ def choose(
     quant: str | None = None,
     max_bytes: float = math.inf,
     skip: frozenset[str] = frozenset(),
+    prefer: Callable[[Candidate], int] | None = None,
 ) -> Choice:
     """Pick for an alias: of the newest generation with a fitting member, the largest model that is fast enough.
 
-    Fast enough is 30 tokens per second on a GPU and 10 on a CPU, else 5, else anything. Of a model's files the first
-    that fits wins, which puts ready-made quantised ones before BF16. `skip` names specs the hub did not have.
+    Fast enough is 30 tokens per second on a GPU and 10 on a CPU, else 5, else anything. Of a model's files that fit the
+    one with the lowest `prefer` wins, then the first, which puts ready-made quantised ones before BF16. `skip` names
+    specs the hub did not have.
     Raises UnsupportedModel when this version runs no member, DoesNotFit when none fits; both name the nearest one.
     """
     considered = [
@@ -312,7 +314,7 @@ def choose(
         for least in (30.0, 10.0, 5.0, 0.0) if on_gpu else (10.0, 5.0, 0.0):
             fast = [c for c in usable if c.candidate.generation == generation and c.tps >= least]
             if fast:
-                best = max(fast, key=lambda c: c.candidate.params)
+                best = max(fast, key=lambda c: (c.candidate.params, -prefer(c.candidate) if prefer else 0))
                 return Choice(best.candidate, tuple(considered), *_explain(alias, best, considered, free_label))
     raise AssertionError("a usable candidate has a generation and a rate of at least 0")
 

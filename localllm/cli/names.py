@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from localllm.config import UserConfig
-from localllm.errors import BadModelFile, ModelNotFound
+from localllm.errors import BadModelFile, DoesNotFit, ModelNotFound
 from localllm.terminal import clean_line
 
 from .command import Env
@@ -52,11 +52,33 @@ def _default() -> str:
 
 
 def resolve(env: Env, config: UserConfig, name: str, *, refresh: bool = False) -> Resolved:
-    """Say what a name stands for on this machine. A local model is found without any request."""
-    from localllm import hub
-    from localllm.device import machine
+    """Say what a name stands for on this machine. A local model is found without any request.
 
-    return hub.resolve(name, device=machine(), offline=env.offline, config=config, refresh=refresh)
+    A family's name is decided by the plan: the largest member with 32k tokens of context, where there is none with less.
+    """
+    from localllm import calibrate, fit, hub
+    from localllm.device import machine
+    from localllm.plan import PlanOptions
+
+    here = machine()
+    options = PlanOptions(device=config.engine.device, kv=config.engine.kv, gpu_mem=config.engine.gpu_mem)
+    benches = calibrate.load(here)
+    floors = fit.FLOORS[fit.device_kind(here, options)]
+    for floor in floors:
+        try:
+            return hub.resolve(
+                name,
+                device=here,
+                fits=fit.judge(here, floor, options, benches),
+                prefer=fit.preference(here),
+                offline=env.offline,
+                config=config,
+                refresh=refresh,
+            )
+        except DoesNotFit:
+            if floor == floors[-1]:
+                raise
+    raise AssertionError("the last floor returns or raises")
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import difflib
 import re
 import shutil
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -109,6 +110,7 @@ class _Ask:
     refresh: bool
     config: UserConfig | None
     patience: Patience = field(default_factory=Patience)
+    prefer: Callable[[catalog.Candidate], int] | None = None
 
 
 def resolve(
@@ -120,19 +122,21 @@ def resolve(
     config: UserConfig | None = None,
     refresh: bool = False,
     patience: Patience | None = None,
+    prefer: Callable[[catalog.Candidate], int] | None = None,
 ) -> Resolved:
     """Say what a name stands for. Local models are found without any request; `refresh` asks the hub all the same.
 
     device    facts of this machine, for the memory rule of families
     fits      the planner's verdict on a candidate; without it the memory rule decides
     offline   never ask the hub (HF_HUB_OFFLINE does the same)
+    prefer    which of a model's files suits the machine: the lowest wins
 
     Raises InvalidRequest for a name that cannot be one, ModelNotFound, AuthRequired (gated, wrong token),
     UnsupportedModel, DoesNotFit (no member of the family fits), DownloadError (the hub does not answer).
     """
     memory = catalog.memory_of(device)
     verdict = fits or catalog.default_fits(memory)
-    ask = _Ask(name, verdict, memory, offline or is_offline(), refresh, config, patience or Patience())
+    ask = _Ask(name, verdict, memory, offline or is_offline(), refresh, config, patience or Patience(), prefer)
     path = _as_path(name)
     if path is not None:
         return _at_path(name, path)
@@ -290,6 +294,7 @@ def _family(parsed: ModelName, ask: _Ask) -> Resolved:
                     quant=parsed.quant,
                     max_bytes=limit,
                     skip=skip,
+                    prefer=ask.prefer,
                 )
             except LocalLLMError as error:
                 if here:
