@@ -25,13 +25,14 @@ from localllm.request import FinishReason, Request, TokenEvent, Usage
 from .batch import BatchBuilder, row_range
 from .draw import Draw, Sampled
 from .limits import check_request
+from .masks import Filling, MaskFiller
 from .metrics import EngineStats, StepTokens, timing_of, usage_of
 from .pages import GroupPages, Pages
 from .pressure import Pressure, is_out_of_memory
 from .request_stream import Listener, RequestStream
 from .runner import ForwardOutput, Runner
 from .sampler import token_logprob
-from .scheduler import Scheduled, Scheduler, SchedulerLimits, Step
+from .scheduler import MAX_DECODE_TOKENS, Scheduled, Scheduler, SchedulerLimits, Step
 from .sequence import Sequence, SequenceState
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class Flight:
     step: Step
     output: ForwardOutput | None = None
     draw: Draw | None = None
+    masks: Filling | None = None
     error: Exception | None = None
     """why it came to nothing"""
 
@@ -88,6 +90,7 @@ class Engine:
         self._pages = Pages(groups, options.page_size, options.prefix_cache)
         self.scheduler = Scheduler(self._pages, options.limits)
         self.pressure = Pressure(self.scheduler)
+        self._masks = MaskFiller(runner.vocab_size)
         self._builder = BatchBuilder(len(groups), options.page_size, device)
         self._fault = fault
         self._streams: dict[str, RequestStream] = {}
@@ -286,9 +289,13 @@ class Engine:
             if self._fault is not None:
                 self._fault(self._num_steps)
             draw = before.draw if before is not None else None
+            if before is None:  # else their last tokens are not known yet
+                flight.masks = self._masks.begin(part.sequence for part in step.scheduled if part.is_last_chunk)
             flight.output = self._runner.forward(self._builder, step, draw)
         except Exception as error:
             flight.error = error
+            if flight.masks is not None:
+                flight.masks.wait()
         return flight
 
     def _launch_ahead(self, flight: Flight) -> Flight | None:
@@ -335,22 +342,29 @@ class Engine:
         rows: list[int] = []
         start = row = 0
         assert flight.output is not None
+        if flight.masks is not None:
+            flight.masks.wait()
         try:
             for part in flight.step.scheduled:
                 count = len(row_range(part, start))
                 if part.sequence.wants_all_rows and part.start < part.sequence.num_prompt_tokens:
                     self._take_rows(part, flight.output, row)
                 ended = part.sequence.state is SequenceState.FINISHED  # while its part was under way
-                if part.is_last_chunk and not part.sequence.request.only_reads and not ended:
+                jumped = part.start + part.num_tokens < part.sequence.num_tokens  # or what follows became known
+                if part.is_last_chunk and not part.sequence.request.only_reads and not ended and not jumped:
                     family = [part.sequence, *self._children(part.sequence)]
                     sequences += family
                     rows += [row + count - 1] * len(family)
                 start += part.num_tokens
                 row += count
+            if flight.masks is None:
+                self._masks.fill(sequences)
             with torch.inference_mode():
                 flight.draw = self._runner.sample(flight.output, rows, sequences)
         except Exception as error:
             flight.error = error
+        for sequence in sequences:
+            sequence.mask_row = None
 
     def _children(self, parent: Sequence) -> list[Sequence]:
         children = []
@@ -358,6 +372,8 @@ class Engine:
             child = Sequence(parent.request, index, len(self._pages.pools), parent.seed + index, parent.max_tokens)
             child.submit_time, child.start_time = parent.submit_time, parent.start_time
             child.stop_check = parent.request.stop_check.fork() if parent.request.stop_check else None
+            child.token_mask = parent.token_mask.fork() if parent.token_mask else None
+            child.mask_row = parent.mask_row
             children.append(child)
         return children
 
@@ -452,27 +468,45 @@ class Engine:
             self._fail(sequence, _explain(result))
             return
         token, logprob = result
+        event = TokenEvent(sequence.request.request_id, sequence.index)
         try:
-            sequence.append(token)
-            if sequence.request.token_mask is not None:
-                sequence.request.token_mask.accept(token)
-            sequence.check_stop(token)
+            if self._append(sequence, token, event):
+                self._jump(sequence, event)
         except Exception as error:  # a stop check or mask that fails ends its own request only
             log.exception("a request failed")
             self._fail(sequence, _explain(error))
             return
-        self._num_output_tokens += 1
+        self._num_output_tokens += len(event.token_ids)
+        had = sequence.num_output_tokens - len(event.token_ids)
         sequence.first_token_time = sequence.first_token_time or now
         sequence.last_token_time = now
-        event = TokenEvent(sequence.request.request_id, sequence.index, [token])
         if logprob is not None:
             event.logprobs = [logprob]
-        if sequence.num_output_tokens == 1 and sequence.index == 0 and sequence.params.prompt_logprobs is not None:
+        if had == 0 and sequence.index == 0 and sequence.params.prompt_logprobs is not None:
             event.prompt_logprobs = [None, *sequence.prompt_logprobs]
         if sequence.finish_reason is None:
             self._publish(sequence, event)
         else:
             self._finish(sequence, sequence.finish_reason, event)
+
+    @staticmethod
+    def _append(sequence: Sequence, token: int, event: TokenEvent) -> bool:
+        """False when it ends the sequence."""
+        sequence.append(token)
+        event.token_ids.append(token)
+        if sequence.token_mask is not None:
+            sequence.token_mask.accept(token)
+        sequence.check_stop(token)
+        return sequence.finish_reason is None
+
+    def _jump(self, sequence: Sequence, event: TokenEvent) -> None:
+        """Append what can only follow: the next forward pass reads all of it at once, nothing of it is sampled."""
+        mask = sequence.token_mask
+        if mask is None or sequence.params.logprobs is not None:  # what is not sampled has no log-probability
+            return
+        for token in mask.forced()[: MAX_DECODE_TOKENS - 1]:
+            if not self._append(sequence, token, event):
+                return
 
     def _finish(self, sequence: Sequence, reason: FinishReason, event: TokenEvent | None = None) -> None:
         """Take a sequence off and publish its terminal event, and those of children it never split off."""
@@ -513,6 +547,7 @@ class Engine:
             self._streams.pop(event.request_id, None)
 
     def _end_all(self) -> None:
+        self._masks.close()
         with self._wake:
             self._closing = True
             submitted = [value for kind, value in self._inbox if kind == "submit"]

@@ -65,7 +65,7 @@ def draw(logits: Tensor, sequences: list[Sequence]) -> Draw:
 
 def is_argmax(sequence: Sequence) -> bool:
     """Whether the largest of the raw logits is its next token, whatever else happens."""
-    return is_plain_greedy(sequence.params) and sequence.request.token_mask is None and not _bans_stop(sequence)
+    return is_plain_greedy(sequence.params) and sequence.mask_row is None and not _bans_stop(sequence)
 
 
 def sample(logits: Tensor, sequences: list[Sequence]) -> list[Sampled]:
@@ -93,11 +93,14 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> list[Sampled]:
 def sample_row(logits: Tensor, sequence: Sequence) -> int:
     """One token from one row of logits [vocab], which is overwritten."""
     params = sequence.params
-    if sequence.request.token_mask is not None:
-        _apply_mask(logits, sequence)
+    if sequence.mask_row is not None:
+        _apply_mask(logits, sequence.mask_row)
     if _bans_stop(sequence):
         stops = [t for t in (*sequence.request.eos_token_ids, *params.stop_token_ids) if t < logits.numel()]
+        kept = logits[stops]
         logits[stops] = -torch.inf
+        if sequence.mask_row is not None and logits.max() == -torch.inf:
+            logits[stops] = kept  # a grammar that is at its end knows better than min_tokens
     _penalise(logits, sequence)
     if params.temperature < COLDEST:
         return int(logits.argmax())
@@ -210,13 +213,12 @@ def _bans_stop(sequence: Sequence) -> bool:
     return sequence.num_output_tokens < sequence.params.min_tokens
 
 
-def _apply_mask(logits: Tensor, sequence: Sequence) -> None:
-    vocab = logits.numel()
-    row = np.zeros(-(-vocab // 32), dtype=np.int32)
-    assert sequence.request.token_mask is not None
-    sequence.request.token_mask.fill(row)
-    allowed = np.unpackbits(row.view(np.uint8), bitorder="little")[:vocab].astype(bool)
-    logits[torch.from_numpy(~allowed)] = -torch.inf
+def _apply_mask(logits: Tensor, row: np.ndarray | Exception) -> None:
+    """Leave what a mask allows. Raises what the mask raised when it was filled."""
+    if isinstance(row, Exception):
+        raise row
+    allowed = np.unpackbits(row.view(np.uint8), count=logits.numel(), bitorder="little").view(np.bool_)
+    logits.masked_fill_(~torch.from_numpy(allowed), -torch.inf)
 
 
 def token_logprob(logits: Tensor, token: int, num_top: int) -> TokenLogprob:

@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from .pages import PageCopy, Pages
 from .sequence import Sequence, SequenceState
 
+MAX_DECODE_TOKENS = 64
+"""tokens of a decoding sequence in one step: the one sampled last, and those that a grammar forced after it"""
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
@@ -131,6 +134,8 @@ class Scheduler:
             part = parts.get(id(sequence))
             if part is None or not part.is_last_chunk or sequence.pending_forks or sequence.request.only_reads:
                 return None
+            if part.start + part.num_tokens < sequence.num_tokens:
+                return None  # a grammar forced what follows: nothing is sampled here
             if sequence.num_output_tokens + 1 < sequence.max_tokens:
                 going.append(Scheduled(sequence, part.start + part.num_tokens, 1, is_ahead=True))
         if not going or not self._has_room(going):
@@ -151,15 +156,16 @@ class Scheduler:
         )
 
     def _schedule_decodes(self, step: Step) -> None:
-        for sequence in [s for s in self.running if s.num_uncomputed_tokens == 1 and s.num_output_tokens > 0]:
+        for sequence in [s for s in self.running if _is_decoding(s)]:
             if sequence.state is not SequenceState.RUNNING:
                 continue  # preempted for an earlier one in this loop
-            if self._take_slots(step, sequence, 1):
-                step.scheduled.append(Scheduled(sequence, sequence.num_computed_tokens, 1))
+            count = sequence.num_uncomputed_tokens
+            if self._take_slots(step, sequence, count):
+                step.scheduled.append(Scheduled(sequence, sequence.num_computed_tokens, count))
 
     def _schedule_prefills(self, step: Step) -> int:
         budget = self.limits.prefill_budget
-        for sequence in [s for s in self.running if not (s.num_uncomputed_tokens == 1 and s.num_output_tokens > 0)]:
+        for sequence in [s for s in self.running if not _is_decoding(s)]:
             if budget <= 0 or sequence.state is not SequenceState.RUNNING or sequence.is_paused:
                 continue
             count = self._chunk(sequence, budget)
@@ -288,3 +294,8 @@ class Scheduler:
                 )
         for sequence in self.waiting:
             assert sequence.state is SequenceState.WAITING
+
+
+def _is_decoding(sequence: Sequence) -> bool:
+    """Whether it goes on with its answer, rather than reading its prompt, or all of it again after a preemption."""
+    return sequence.num_output_tokens > 0 and sequence.num_uncomputed_tokens <= MAX_DECODE_TOKENS

@@ -9,7 +9,7 @@ from collections import Counter
 from enum import Enum
 from typing import Any
 
-from localllm.request import FinishReason, Request, SamplingParams, StopCheck, TokenLogprob
+from localllm.request import FinishReason, Request, SamplingParams, StopCheck, TokenLogprob, TokenMask
 
 from .radix_cache import Node
 
@@ -53,6 +53,9 @@ class Sequence:
         self.num_tree_pages = 0
         """full pages known to the tree"""
         self.stop_check: StopCheck | None = request.stop_check
+        self.token_mask: TokenMask | None = request.token_mask
+        self.mask_row: Any = None
+        """for the token sampled next: int32 [ceil(vocab / 32)], None when all are allowed, or what the mask raised"""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.keep_chars: int | None = None
@@ -134,5 +137,7 @@ class Sequence:
                 self.stop_reason = self.stop_check.stop_text if self.stop_check is not None else None
             elif token_id in params.stop_token_ids or not params.ignore_eos and token_id in self.request.eos_token_ids:
                 self.finish_reason, self.stop_reason = FinishReason.STOP, token_id
+        if self.finish_reason is None and self.token_mask is not None and self.token_mask.is_done:
+            self.finish_reason = FinishReason.STOP  # whole: there is nothing to wait for
         if self.finish_reason is None and self.num_output_tokens >= self.max_tokens:
             self.finish_reason = FinishReason.LENGTH

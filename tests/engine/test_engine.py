@@ -331,12 +331,18 @@ def test_masks_are_obeyed():
         def __init__(self):
             self.seen = []
 
+        is_done = False
+
         def fill(self, row):
             row[0] = 1 << 7
             row[1] = 1 << (33 - 32)
+            return True
 
         def accept(self, token_id):
             self.seen.append(token_id)
+
+        def forced(self):
+            return []
 
     one = request([1, 2, 3])
     one.token_mask = Only()
