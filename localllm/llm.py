@@ -513,7 +513,7 @@ class LLM:
         threads = f" × {self.threads} threads" if plan.device == "cpu" else ""
         exact = "" if self.deterministic else " · not batch-invariant"
         return (
-            f"{Path(self.name).name} · {self.facts.stored_format} · {plan.device}{threads} · {plan.dtype} activations"
+            f"{Path(self.name).name} · {self.weight_format} · {plan.device}{threads} · {plan.dtype} activations"
             f" · KV {plan.kv} · ctx {plan.ctx:,} · {kernels}{exact}"
         )
 

@@ -32,6 +32,8 @@ COMMANDS = (
     ("ls", "Models", "models", "Models on this machine"),
     ("show", "Models", "models", "What a model is: architecture, context, licence, files"),
     ("rm", "Models", "models", "Remove a model or left-over parts of downloads"),
+    ("quantize", "Models", "quality", "Write a smaller version of a BF16 model"),
+    ("eval", "Models", "quality", "Measure what a weight or KV format costs: perplexity and KL"),
     ("doctor", "This machine", "machine", "Check hardware, software and settings"),
     ("plan", "This machine", "machine", "What fits here: memory, context, expected speed"),
     ("bench", "This machine", "machine", "Measure prefill, decode and time to first token"),

@@ -1,0 +1,439 @@
+"""`quantize`: a dense checkpoint -> the same model with quantised linear layers, in a folder other tools read, too.
+
+Works layer by layer, writes shards, and goes on where an earlier run ended; the source is never changed. Embeddings,
+norms, biases, the vocabulary projection and whatever is too small or has an odd shape stay as they are stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from localllm.errors import Aborted, ConfigError, DoesNotFit, UnsupportedFormat
+from localllm.request import Phase
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from localllm.checkpoint import Checkpoint
+    from localllm.quant.encode import Target
+
+SHARD_BYTES = 1 << 30
+"""a shard is written when it holds so much; it is also what an interrupted run loses at most"""
+RECORD = "localllm-quantize.json"
+"""in the result: where it came from and what it cost"""
+FUSED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
+"""modules that engines run as one product: NVFP4 gives them one number per tensor in common"""
+
+Tell = Callable[[Phase], None]
+
+
+@dataclass(slots=True)
+class Report:
+    """What came out."""
+
+    path: Path
+    target: str
+    group_size: int
+    bytes_before: int
+    """of the tensors"""
+    bytes_after: int = 0
+    quantised: int = 0
+    """modules"""
+    kept: list[tuple[str, str]] = field(default_factory=list)
+    """(module, why it stayed as it was)"""
+    errors: dict[str, float] = field(default_factory=dict)
+    """module -> relative error of its weight, or, with calibration, of what it computes on that text"""
+    calibration_tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def mean_error(self) -> float:
+        """Over all modules."""
+        return sum(self.errors.values()) / max(1, len(self.errors))
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """The module with the largest error."""
+        return max(self.errors.items(), key=lambda item: item[1], default=("", 0.0))
+
+
+def quantize(
+    source: Path,
+    out: Path,
+    target: Target,
+    *,
+    calibration: Sequence[Sequence[int]] = (),
+    device: str = "cpu",
+    tell: Tell = lambda phase: None,
+    cancel: threading.Event | None = None,
+) -> Report:
+    """Write `source`, quantised, to the new folder `out`. Run again after an interruption it goes on.
+
+    source       folder with safetensors whose linear layers are BF16, F16 or F32
+    calibration  sequences of token ids; the error of a weight is then carried on as their activations ask for
+    tell         gets `Phase("quantize", bytes done, of how many, detail=layer)`
+
+    Raises UnsupportedFormat for GGUF and for weights that are quantised already, ConfigError when `out` exists,
+    DoesNotFit when the disk is too small, Aborted when `cancel` is set; and what opening the source raises.
+    """
+    from filelock import FileLock, Timeout
+
+    from localllm.checkpoint import open_checkpoint
+
+    began = time.monotonic()
+    if out.exists():
+        raise ConfigError(f"{out} exists", "name another folder with -o, or remove it")
+    with open_checkpoint(source) as checkpoint:
+        work = _Work(checkpoint, out, target, calibration, device, tell, cancel or threading.Event())
+        work.check_disk()
+        work.folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(work.folder.with_name(work.folder.name + ".lock"))
+        try:
+            with lock.acquire(timeout=0):
+                report = work.run()
+                report.seconds = time.monotonic() - began
+                work.finish(report)
+        except Timeout:
+            raise ConfigError(f"another process is writing {out}", "wait for it, or name another folder") from None
+        finally:
+            Path(lock.lock_file).unlink(missing_ok=True)
+    return report
+
+
+class _Work:
+    """One run: what becomes of every tensor, and which shards are done."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        out: Path,
+        target: Target,
+        calibration: Sequence[Sequence[int]],
+        device: str,
+        tell: Tell,
+        cancel: threading.Event,
+    ) -> None:
+        from localllm.checkpoint.names import SourceNames
+
+        self.checkpoint, self.out, self.target, self.device = checkpoint, out, target, device
+        self.calibration, self.tell, self.cancel = calibration, tell, cancel
+        self.folder = out.with_name(f".{out.name}.partial")
+        self.facts = checkpoint.facts
+        self.names = SourceNames(checkpoint, self.facts.architecture)
+        self.report = Report(out, target.name, target.group_size, checkpoint.nbytes)
+        self.report.calibration_tokens = sum(map(len, calibration))
+        self.modules = self._modules()
+        self.done = 0
+
+    def _modules(self) -> list[dict[str, str]]:
+        """Per layer: module below `model.layers.{i}.` -> its name in the file; only those that will be quantised."""
+        from localllm.checkpoint.detect import stored_formats
+        from localllm.checkpoint.facts import linear_shapes
+
+        path = self.checkpoint.path.name
+        if self.checkpoint.kind != "safetensors":
+            raise UnsupportedFormat(
+                f"{path} is GGUF; only safetensors are quantised here",
+                "name the model's BF16 repository, or make another GGUF with llama-quantize",
+            )
+        stored = stored_formats(self.checkpoint)
+        shapes = linear_shapes(self.facts)
+        layers: list[dict[str, str]] = []
+        for index in range(self.facts.num_layers):
+            layer = {}
+            for module, shape in shapes.items():
+                name = self.names.source(f"model.layers.{index}.{module}")
+                found = stored.get(name)
+                if found is not None and found.kind != "dense":
+                    raise UnsupportedFormat(
+                        f"{path} is quantised already: {name} is stored as {found.kind}",
+                        "quantise the BF16 version of this model",
+                    )
+                if f"{name}.weight" not in self.checkpoint.tensors:
+                    continue
+                why = self.target.fits(*shape)
+                if why is None:
+                    layer[module] = name
+                elif index == 0:
+                    self.report.kept.append((module, why))
+            layers.append(layer)
+        if not any(layers):
+            reasons = "; ".join(f"{module}: {why}" for module, why in self.report.kept[:3])
+            raise UnsupportedFormat(
+                f"nothing in {path} can become {self.target.name} ({reasons})", "name another format with --to"
+            )
+        return layers
+
+    def check_disk(self) -> None:
+        """Raise DoesNotFit unless the result fits on the disk."""
+        needed = self.expected_bytes() - sum(f.stat().st_size for f in self.folder.glob("*.safetensors"))
+        folder = next(parent for parent in (self.out, *self.out.parents) if parent.exists())
+        free = shutil.disk_usage(folder).free
+        if needed * 1.02 > free:
+            raise DoesNotFit(
+                f"the result needs {needed / 2**30:.1f} GiB, {folder} has {free / 2**30:.1f} GiB free",
+                "name a folder on another disk with -o, or free space with localllm rm",
+                context={"need_bytes": needed, "free_bytes": free},
+            )
+
+    def expected_bytes(self) -> int:
+        """Bytes of the result, a little too many."""
+        tensors = self.checkpoint.tensors
+        bits = {"int4": 4.7, "int4-sym": 4.6, "nvfp4": 4.6, "mxfp4": 4.3}.get(self.target.name, 8.2)
+        names = [f"{name}.weight" for layer in self.modules for name in layer.values()]
+        dense = sum(tensors[name].nbytes for name in names)
+        elements = sum(tensors[name].shape[0] * tensors[name].shape[1] for name in names)
+        return self.checkpoint.nbytes - dense + int(elements * bits / 8)
+
+    # --- the work ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> Report:
+        """Write every shard that is not there yet."""
+        state = self._state()
+        size = 0
+        tensors: dict[str, Tensor] = {}
+        errors: dict[str, float] = {}
+        for index, (part, found, lost) in enumerate(self._parts(state)):
+            tensors |= part
+            errors |= lost
+            size += sum(t.nbytes for t in part.values())
+            if found is not None:  # its shard was written by an earlier run
+                continue
+            if size >= SHARD_BYTES or index == len(self.modules):
+                name = f"shard-{len(state['shards']):05d}.safetensors"
+                self._save(name, tensors)
+                state["shards"].append({"file": name, "tensors": sorted(tensors), "parts": index, "errors": errors})
+                self._write_state(state)
+                tensors, errors, size = {}, {}, 0
+        for row in state["shards"]:
+            self.report.errors |= row["errors"]
+        self.report.quantised = len(self.report.errors)
+        return self.report
+
+    def _parts(self, state: dict[str, Any]) -> Iterator[tuple[dict[str, Tensor], bool | None, dict[str, float]]]:
+        """The rest of the model, then each layer: (tensors, True if written before, errors)."""
+        from localllm.models.calibration import hessians
+        from localllm.quant.stored import read_tensor
+
+        last = max((row["parts"] for row in state["shards"]), default=-1)
+        inside = {f"{name}.weight" for layer in self.modules for name in layer.values()}
+        rest = [name for name in self.checkpoint.tensors if name not in inside]
+        if last >= 0:
+            self._count(sum(self.checkpoint.tensors[name].nbytes for name in rest), "")
+            yield {}, True, {}
+        else:
+            kept = {}
+            for name in rest:
+                self._stop_if_asked()
+                kept[name] = read_tensor(self.checkpoint, name)
+                self._count(self.checkpoint.tensors[name].nbytes, "embeddings and norms")
+            yield kept, None, {}
+        seen: Iterator[dict[str, Tensor]] | None = None
+        if self.calibration and last < len(self.modules):
+            self.tell(Phase("calibrate", detail=f"{self.report.calibration_tokens:,} tokens"))
+            seen = hessians(self.checkpoint, self.calibration, self.device)
+        for index, layer in enumerate(self.modules):
+            self._stop_if_asked()
+            weighed = next(seen) if seen is not None else {}
+            if index + 1 <= last:
+                self._count(sum(self.checkpoint.tensors[f"{n}.weight"].nbytes for n in layer.values()), "")
+                yield {}, True, {}
+            else:
+                yield self._layer(index, layer, weighed)
+
+    def _layer(
+        self, index: int, layer: dict[str, str], weighed: dict[str, Tensor]
+    ) -> tuple[dict[str, Tensor], None, dict[str, float]]:
+        from localllm.errors import BadModelFile
+        from localllm.quant.encode import encode
+        from localllm.quant.export import tensors as stored_tensors
+        from localllm.quant.stored import read_tensor
+
+        tensors: dict[str, Tensor] = {}
+        errors: dict[str, float] = {}
+        largest = self._largest(layer) if self.target.name == "nvfp4" else {}
+        for module, name in layer.items():
+            self._stop_if_asked()
+            stored = read_tensor(self.checkpoint, f"{name}.weight")
+            values = stored.to(self.device).float()
+            hessian = weighed.get(module)
+            try:
+                weight = encode(values, self._typed(stored), amax=largest.get(module), hessian=hessian)
+            except ValueError as error:
+                raise BadModelFile(f"{self.checkpoint.path.name}: {name}: {error}") from error
+            errors[name] = _error(values, weight, hessian)
+            tensors |= {f"{name}.{suffix}": t.cpu().contiguous() for suffix, t in stored_tensors(weight).items()}
+            self._count(self.checkpoint.tensors[f"{name}.weight"].nbytes, f"layer {index + 1}/{len(self.modules)}")
+        return tensors, None, errors
+
+    def _typed(self, stored: Tensor) -> Target:
+        """The target with scales of the checkpoint's own type, which is what other programs load them as."""
+        from dataclasses import replace
+
+        import torch
+
+        scales = stored.dtype if stored.dtype in (torch.bfloat16, torch.float16) else torch.float32
+        return replace(self.target, scale_dtype=scales)
+
+    def _largest(self, layer: dict[str, str]) -> dict[str, float]:
+        """Largest absolute value over the modules that will be fused, for each of them."""
+        from localllm.quant.stored import read_tensor
+
+        found = {m: float(read_tensor(self.checkpoint, f"{n}.weight").abs().max()) for m, n in layer.items()}
+        for together in FUSED:
+            members = [module for module in together if module in found]
+            if members:
+                found |= dict.fromkeys(members, max(found[module] for module in members))
+        return found
+
+    # --- disk --------------------------------------------------------------------------------------------------------
+
+    def _identity(self) -> str:
+        """What must be the same for shards of an earlier run to be used."""
+        files = sorted({info.file for info in self.checkpoint.tensors.values()})
+        stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+        asked = [self.target.name, self.target.group_size, [list(ids) for ids in self.calibration]]
+        return hashlib.sha256(json.dumps([stats, asked]).encode()).hexdigest()
+
+    def _state(self) -> dict[str, Any]:
+        fresh: dict[str, Any] = {"identity": self._identity(), "shards": []}
+        try:
+            state = json.loads((self.folder / "state.json").read_text())
+        except (OSError, ValueError):
+            state = fresh
+        known = isinstance(state, dict) and state.get("identity") == fresh["identity"]
+        if not known or not all(self._has(row, state) for row in state["shards"]):
+            for old in self.folder.iterdir():
+                old.unlink()
+            return fresh
+        return state
+
+    def _has(self, row: dict[str, Any], state: dict[str, Any]) -> bool:
+        """Whether a shard is there, under its first name or, from an end that was interrupted, under its last."""
+        return any((self.folder / name).is_file() for name in (row["file"], _final_name(row, state)))
+
+    def _write_state(self, state: dict[str, Any]) -> None:
+        self._write("state.json", json.dumps(state))
+
+    def _write(self, name: str, text: str) -> None:
+        partial = self.folder / f"{name}.part"
+        with _disk(self.folder), partial.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(self.folder / name)
+
+    def _save(self, name: str, tensors: dict[str, Tensor]) -> None:
+        from safetensors.torch import save_file
+
+        partial = self.folder / f"{name}.part"
+        with _disk(self.folder):
+            save_file({key: t.contiguous() for key, t in tensors.items()}, partial, metadata={"format": "pt"})
+            with partial.open("rb") as file:
+                os.fsync(file.fileno())
+        partial.replace(self.folder / name)
+
+    def finish(self, report: Report) -> None:
+        """Give the shards their names, write configuration and index, and put the folder in its place."""
+        from localllm.quant.export import configuration
+
+        state = self._state()
+        count = len(state["shards"])
+        weight_map: dict[str, str] = {}
+        for row in state["shards"]:
+            name = _final_name(row, state)
+            if (self.folder / row["file"]).is_file():
+                (self.folder / row["file"]).replace(self.folder / name)
+            weight_map |= dict.fromkeys(row["tensors"], name)
+            report.bytes_after += (self.folder / name).stat().st_size
+        if count > 1:
+            index = {"metadata": {"total_size": report.bytes_after}, "weight_map": weight_map}
+            self._write("model.safetensors.index.json", json.dumps(index, indent=2))
+        quantised = {name for layer in self.modules for name in layer.values()}
+        ignored = sorted(
+            name.removesuffix(".weight")
+            for name, info in self.checkpoint.tensors.items()
+            if name.endswith(".weight")
+            and len(info.shape) == 2
+            and "embed" not in name
+            and name.removesuffix(".weight") not in quantised
+        )
+        if self.facts.tied_embeddings and self.names.head not in ignored:
+            ignored.append(self.names.head)
+        config = dict(self.checkpoint.config) | {"quantization_config": configuration(self.target, ignored)}
+        for name, path in self._companions():
+            with _disk(self.folder):
+                shutil.copyfile(path, self.folder / name)
+        record = asdict(report) | {"path": str(self.out), "source": str(self.checkpoint.path)}
+        self._write(RECORD, json.dumps(record, indent=2))
+        self._write("config.json", json.dumps(config, indent=2))
+        (self.folder / "state.json").unlink()
+        self.folder.replace(self.out)
+
+    def _companions(self) -> list[tuple[str, Path]]:
+        """Tokenizer, templates, generation settings and licences, by name."""
+        found = dict(self.checkpoint.tokenizer_files)
+        root = self.checkpoint.path if self.checkpoint.path.is_dir() else self.checkpoint.path.parent
+        for path in root.iterdir():
+            if path.is_file() and (path.name == "generation_config.json" or path.name.upper().startswith("LICENSE")):
+                found[path.name] = path
+        return sorted(found.items())
+
+    # --- being watched -----------------------------------------------------------------------------------------------
+
+    def _count(self, num_bytes: int, detail: str) -> None:
+        self.done += num_bytes
+        self.tell(Phase("quantize", self.done, self.checkpoint.nbytes, detail))
+
+    def _stop_if_asked(self) -> None:
+        if self.cancel.is_set():
+            raise Aborted("stopped; what is finished is kept", "the same command goes on")
+
+
+def _final_name(row: dict[str, Any], state: dict[str, Any]) -> str:
+    count = len(state["shards"])
+    number = state["shards"].index(row) + 1
+    return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+class _disk:
+    """Turns a full disk into DoesNotFit."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None and "No space left" in str(error):  # safetensors wraps the OSError in its own type
+            raise DoesNotFit(
+                f"no space left for {self.folder}", "free space with localllm rm; the same command goes on"
+            ) from error
+
+
+def _error(values: Tensor, weight: Any, hessian: Tensor | None) -> float:
+    from localllm.quant import dequantize
+    from localllm.quant.encode import relative_error
+
+    decoded = dequantize(weight)
+    if hessian is None:
+        return relative_error(values, decoded)
+    lost = decoded - values
+    total = float(((values @ hessian) * values).sum())
+    return max(0.0, float(((lost @ hessian) * lost).sum()) / max(total, 1e-30)) ** 0.5
+
+
+def calibration_ids(ids: Sequence[int], num_tokens: int, length: int = 512) -> list[list[int]]:
+    """The first `num_tokens` of a text's ids, in sequences of at most `length`."""
+    kept = list(ids[:num_tokens])
+    return [kept[at : at + length] for at in range(0, len(kept), length)]

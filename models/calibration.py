@@ -1,0 +1,102 @@
+"""What the linear layers of a model see on a text: the sums of x xᵀ that quantisation weighs errors by.
+
+One layer is loaded, run and dropped at a time, so a model of any size passes with the memory of one layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from localllm.checkpoint import Checkpoint
+from localllm.kernels import reference, segments
+from localllm.kernels.rope import RopeTable
+
+from .kv_cache import CacheGroup, KVCache
+from .layers import DecoderLayer
+from .loader import Loading, LoadOptions
+
+PAGE_SIZE = 16
+MODULES = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "out": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+"""what shares an input -> the modules that see it"""
+_ACTIVATIONS = {"silu": reference.silu_mul, "gelu_tanh": reference.gelu_tanh_mul}
+
+
+class Observed:
+    """A linear layer that adds up what it is given: `total` float32 [K, K], the sum of x xᵀ over all rows."""
+
+    def __init__(self, linear: segments.Linear) -> None:
+        self.linear = linear
+        self.total: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Pass x [num_tokens, K] on."""
+        wide = x.float()
+        product = wide.T @ wide
+        self.total = product if self.total is None else self.total.add_(product)
+        return self.linear(x)
+
+
+def hessians(
+    checkpoint: Checkpoint, sequences: Sequence[Sequence[int]], device: str = "cpu"
+) -> Iterator[dict[str, Tensor]]:
+    """For each layer in order: module name below `model.layers.{i}.` -> float32 [K, K]. Modules may share a tensor.
+
+    sequences  token ids, each run for itself; what a layer hands on is computed with the stored weights in float32
+
+    Raises BadModelFile or UnsupportedFormat as loading does, ValueError without any sequence.
+    """
+    if not any(len(ids) for ids in sequences):
+        raise ValueError("calibration needs at least one token")
+    loading = Loading(checkpoint, checkpoint.facts, LoadOptions(device=device, exact=True))
+    facts = checkpoint.facts
+    with torch.inference_mode():
+        rows = loading.weight("model.embed_tokens", (facts.vocab_size, facts.hidden_size))
+        embedding = loading.embedding(rows, None)
+        streams = [embedding(torch.tensor(ids, device=device)) for ids in sequences if len(ids)]
+        del rows, embedding
+        rotations = [loading.rope(facts.rope)]
+        if facts.local_rope is not None:
+            rotations.append(loading.rope(facts.local_rope))
+        for index in range(facts.num_layers):
+            layer = loading.layer(index)
+            table = rotations[0 if facts.windows[index] is None else -1]
+            seen = {
+                "qkv": Observed(layer.attention.qkv),
+                "out": Observed(layer.attention.out),
+                "gate_up": Observed(layer.mlp.gate_up),
+                "down": Observed(layer.mlp.down),
+            }
+            watched = DecoderLayer(
+                dataclasses.replace(layer.attention, qkv=seen["qkv"], out=seen["out"]),  # type: ignore[arg-type]
+                dataclasses.replace(layer.mlp, gate_up=seen["gate_up"], down=seen["down"]),  # type: ignore[arg-type]
+            )
+            streams = [_run(watched, x, table, device) for x in streams]
+            totals = {name: observed.total for name, observed in seen.items()}
+            yield {module: total for name, total in totals.items() if total is not None for module in MODULES[name]}
+
+
+def _run(layer: DecoderLayer, x: Tensor, table: RopeTable, device: str) -> Tensor:
+    """One layer over one sequence that starts at position 0: [num_tokens, hidden]."""
+    attention, length = layer.attention, x.shape[0]
+    num_pages = -(-length // PAGE_SIZE)
+    group = CacheGroup("calibration", attention.window, (0,), attention.num_kv_heads, attention.head_dim)
+    cache = KVCache([group], [num_pages], PAGE_SIZE, "f32", device)
+    positions = torch.arange(length, device=device)
+    cos, sin = table.rows(positions, length)
+    block_table = torch.arange(num_pages, dtype=torch.int32, device=device).unsqueeze(0)
+    bounds = torch.tensor([0, length], dtype=torch.int32, device=device)
+    norm = reference.rms_norm
+    pages = cache.layer(0)
+    q = segments.attn_in(norm, reference.rope, reference.kv_write, x, attention, cos, sin, pages, positions)
+    attended = segments.attention(reference.paged_attention, q, attention, pages, block_table, bounds, bounds[1:])
+    x = segments.attn_out(norm, attended, x, attention)
+    return segments.mlp(norm, _ACTIVATIONS, x, layer.mlp)
