@@ -473,7 +473,8 @@ class Engine:
             if self._append(sequence, token, event):
                 self._jump(sequence, event)
         except Exception as error:  # a stop check or mask that fails ends its own request only
-            log.exception("a request failed")
+            if not isinstance(error, LocalLLMError):
+                log.exception("a request failed")
             self._fail(sequence, _explain(error))
             return
         self._num_output_tokens += len(event.token_ids)
