@@ -5,29 +5,51 @@ Pure: no file, no torch, no measurement. `llm` builds exactly what the plan says
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from localllm.checkpoint.facts import kv_bytes_per_token
-from localllm.errors import ConfigError, DeviceError, DoesNotFit, LocalLLMError
+from localllm.errors import ConfigError, LocalLLMError
+from localllm.plan_device import chosen_device, idle_card, room_of
+from localllm.plan_made import LEAST_CTX, Plan
+from localllm.plan_terms import (
+    DENSE_FORMATS,
+    GIB,
+    MIB,
+    TARGET_BYTES,
+    PageGroup,
+    graph_buckets,
+    page_groups,
+    weights_in_use,
+    work_terms,
+)
 
 if TYPE_CHECKING:
     from localllm.checkpoint.facts import ModelFacts
     from localllm.device import GpuFacts, MachineFacts
 
-GIB = 1 << 30
-MIB = 1 << 20
+__all__ = [
+    "GIB",
+    "MIB",
+    "Calibration",
+    "PageGroup",
+    "Plan",
+    "PlanOptions",
+    "bytes_s_of",
+    "page_groups",
+    "plan",
+    "runs_here",
+    "weights_in_use",
+]
+
 CPU_CTX = 8192
 """The CPU's context when none is asked for: reading a longer prompt takes minutes there."""
-LEAST_CTX = 512
-"""A smaller window is no help to anyone: the plan then says that the model does not fit."""
-PREFILL = {"cpu": 512, "cuda": 2048}
-"""prompt tokens per step"""
-BASE_BYTES = {"cpu": 300 * MIB, "cuda": 700 * MIB}
-"""Python, torch and what loading holds for a moment; on a GPU the CUDA context and library workspaces"""
-ADDRESS_BYTES = GIB
-"""what libraries and thread stacks reserve of the address space without touching it: counts under `ulimit -v` only"""
+USEFUL_CTX = 4096
+"""A model whose weights leave less room than this is quantised while loading, if it is not yet."""
+FULL_CTX = 32768
+"""A GPU's key/value cache stays in 16 bits while it holds so many tokens, or all the model can; then 8 bits."""
+PREFILL = {"cpu": (512,), "cuda": (2048, 1024, 512)}
+"""prompt tokens per step, the first that leaves room"""
 ETA = {"cpu": 0.7, "cuda": 0.75}
 """share of the memory bandwidth that decoding reaches: gemma3-270m 0.78 on two EPYC cores that read 27 GB/s"""
 LAYER_S = {"cpu": 30e-6, "cuda": 40e-6}
@@ -40,9 +62,12 @@ KV_COST = {
 }
 """KV format -> what it costs in quality, against float32"""
 DTYPES = ("float32", "bfloat16", "float16")
-INT4_FORMATS = ("Q4_0", "Q4_1", "awq", "gptq", "compressed-tensors")
-QUANTISED_EMBEDDING = 34 / 32
-"""bytes a value of a Q8_0 table: what quantised files keep the embedding in, at most"""
+ON_LOAD_COST = {
+    "fp8": "weights off by 2.7 % (E4M3, a scale per row)",
+    "int8": "weights off by 1 % (a scale per row)",
+    "int4": "weights off by 8 to 9 % (groups of 64 with zero points)",
+}
+"""what plain weights become while loading when they do not fit -> what it costs; best quality first"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +83,12 @@ class PlanOptions:
     prefill_budget: int | None = None
     prefix_cache: bool = True
     gpu_mem: float = 0.92
+    quant: str = "auto"
+    """what linear layers become while loading: auto, or a target of `quant.encode`"""
+    kv_measured: Mapping[str, float] = field(default_factory=dict)
+    """KV format -> mean KL that the quality meter measured for this model"""
+    learned_bytes: int = 0
+    """what an earlier proof of this model here took beyond its plan"""
 
 
 class Calibration(Protocol):
@@ -70,109 +101,6 @@ class Calibration(Protocol):
     def tps(self, facts: ModelFacts, device: str) -> float | None:
         """Tokens per second of this very model there, at the start of its context. None: not measured."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class PageGroup:
-    """Layers that keep the same tokens, in the order of `models.kv_cache.cache_groups`."""
-
-    window: int | None
-    page_bytes: int
-    needed: int
-    """pages one sequence takes at full context"""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What runs where. Bytes are whole and add up: need = weights + KV + work + margin."""
-
-    device: str
-    """cpu | cuda:N"""
-    dtype: str
-    kv: str
-    ctx: int
-    page_size: int
-    num_pages: tuple[int, ...]
-    """per cache group"""
-    max_parallel: int
-    prefill_budget: int
-    weight_bytes: int
-    kv_bytes: int
-    work_bytes: int
-    margin_bytes: int
-    have_bytes: int
-    max_ctx: int
-    """the largest context that would fit, 0 when not even the smallest does"""
-    decode_tps: float
-    """expected tokens per second of one sequence at the start of its context"""
-    decode_tps_full: float
-    """the same at its end"""
-    basis: str = "estimate"
-    """estimate | measured"""
-    eta: float = 0.0
-    """share of the memory bandwidth behind the estimate"""
-    bandwidth: float = 0.0
-    """bytes per second of the device's memory, 0 when not known"""
-    read_bytes: int = 0
-    """weights read for one token"""
-    sequence_bytes: int = 0
-    """pages one sequence takes at full context; `kv_bytes` holds those of all that may run or be kept for reuse"""
-    reasons: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-
-    @property
-    def need_bytes(self) -> int:
-        """Everything together."""
-        return self.weight_bytes + self.kv_bytes + self.work_bytes + self.margin_bytes
-
-    @property
-    def least_bytes(self) -> int:
-        """The same with pages for a single sequence: below this it does not start."""
-        return self.need_bytes - self.kv_bytes + self.sequence_bytes
-
-    @property
-    def fits(self) -> bool:
-        """Whether it may be started."""
-        return self.need_bytes <= self.have_bytes
-
-    @property
-    def place(self) -> str:
-        """For people: where the memory is."""
-        return "this machine" if self.device == "cpu" else f"GPU {self.device.removeprefix('cuda:')}"
-
-    def parts(self) -> dict[str, int]:
-        """The terms of `need_bytes`."""
-        return {
-            "weights": self.weight_bytes,
-            "kv": self.kv_bytes,
-            "work": self.work_bytes,
-            "margin": self.margin_bytes,
-        }
-
-    def error(self, name: str) -> DoesNotFit:
-        """The refusal, with both numbers and commands that would work."""
-        fixes: list[tuple[str, str]] = []
-        if LEAST_CTX <= self.max_ctx < self.ctx:
-            fixes.append((f"localllm chat {name} --ctx {self.max_ctx}", "fits"))
-        if self.kv == "f32":
-            fixes.append((f"localllm chat {name} --kv bf16", "halves the cache"))
-        if self.device != "cpu":
-            fixes.append((f"localllm chat {name} --device cpu", "uses RAM, slower"))
-        fixes.append(("localllm plan", "which models fit"))
-        sizes = " + ".join(f"{part} {size / GIB:.1f}" for part, size in self.parts().items())
-        return DoesNotFit(
-            f"{name} needs {self.need_bytes / GIB:.1f} GiB at {self.ctx:,} tokens of context,"
-            f" {self.place} has {self.have_bytes / GIB:.1f} GiB free",
-            fixes[0][0],
-            why=f"{sizes} GiB (plan)",
-            fixes=fixes,
-            context={
-                "need_bytes": self.need_bytes,
-                "have_bytes": self.have_bytes,
-                "ctx": self.ctx,
-                "parts": self.parts(),
-            },
-        )
 
 
 def plan(
@@ -189,7 +117,7 @@ def plan(
     """
     options = options or PlanOptions()
     _check(facts, options)
-    device, gpu, reasons = _device(machine, options)
+    device, gpu, reasons = chosen_device(machine, options.device)
     made = _on(facts, machine, options, device, gpu, reasons, calibration)
     if gpu is not None and not made.fits and options.device == "auto":
         why = f"CPU: {made.need_bytes / GIB:.1f} GiB are needed, {gpu.name} has {made.have_bytes / GIB:.1f} GiB free"
@@ -213,6 +141,8 @@ def runs_here(facts: ModelFacts | None, machine: MachineFacts) -> tuple[bool, fl
 def _check(facts: ModelFacts, options: PlanOptions) -> None:
     if options.kv not in ("auto", *KV_TYPES):
         raise ConfigError(f"kv {options.kv} is none of auto, {', '.join(KV_TYPES)}", "use --kv auto")
+    if options.quant not in ("auto", "", *TARGET_BYTES):
+        raise ConfigError(f"quant {options.quant} is none of auto, {', '.join(TARGET_BYTES)}", "use --quant auto")
     if options.dtype not in ("auto", *DTYPES):
         raise ConfigError(f"dtype {options.dtype} is none of auto, {', '.join(DTYPES)}", "use --dtype auto")
     if options.max_parallel < 1:
@@ -229,93 +159,18 @@ def _check(facts: ModelFacts, options: PlanOptions) -> None:
             )
 
 
-# --- where ------------------------------------------------------------------------------------------------------------
-
-
-def _device(machine: MachineFacts, options: PlanOptions) -> tuple[str, GpuFacts | None, tuple[str, ...]]:
-    name = options.device
-    if name == "cpu":
-        return "cpu", None, ()
-    if name == "auto":
-        usable = [g for g in machine.gpus if not _unusable(machine, g)]
-        if usable:
-            best = max(usable, key=lambda g: g.free_bytes)
-            return f"cuda:{machine.gpus.index(best)}", best, (f"{best.name}: the GPU with most free memory",)
-        if machine.gpus:
-            return "cpu", None, (f"CPU: {_unusable(machine, machine.gpus[0])}",)
-        return "cpu", None, (f"CPU: {machine.gpu_error}" if machine.gpu_error else "CPU: no NVIDIA GPU here",)
-    kind, _, number = name.partition(":")
-    if kind != "cuda" or not (number.isdigit() or name == "cuda"):
-        raise ConfigError(f"device {name!r} is none of auto, cpu, cuda, cuda:N", "use --device auto")
-    index = int(number or 0)
-    if index >= len(machine.gpus):
-        seen = (
-            f"{len(machine.gpus)} GPUs are visible" if machine.gpus else machine.gpu_error or "no NVIDIA GPU is visible"
-        )
-        raise DeviceError(f"there is no {name} here: {seen}", "use --device cpu; `localllm doctor` tells more")
-    gpu = machine.gpus[index]
-    if _unusable(machine, gpu):
-        raise DeviceError(
-            f"{name} cannot be used: {_unusable(machine, gpu)}", "use --device cpu; `localllm doctor` tells more"
-        )
-    return f"cuda:{index}", gpu, ()
-
-
-def _unusable(machine: MachineFacts, gpu: GpuFacts) -> str:
-    if gpu.capability < 75:
-        return f"{gpu.name} has compute capability {gpu.capability / 10:.1f}, 7.5 is needed"
-    if not machine.torch_cuda:
-        return f"torch {machine.torch_version} was built without CUDA, so {gpu.name} stays unused"
-    return ""
-
-
 # --- how much ---------------------------------------------------------------------------------------------------------
 
 
-def weights_in_use(facts: ModelFacts, device: str, dtype: str, has_compiler: bool) -> tuple[int, int]:
-    """(bytes the loaded weights take, bytes of them that decoding one token reads).
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """What is left to choose on a device, best quality first."""
 
-    Our C kernels keep the stored bits, and look rows of a tied embedding up in the head. Without them, and on a GPU in
-    this version, quantised weights are multiplied as float32 beside the stored table; int4 goes through torch's
-    own product on the CPU.
-    """
-    table = facts.vocab_size * facts.hidden_size
-    per_value = facts.weight_bytes / max(1, facts.num_params)
-    table_bytes = int(table * (max(per_value, QUANTISED_EMBEDDING) if per_value < 1.6 else per_value))
-    inner = facts.num_params - table * (1 if facts.tied_embeddings else 2)
-    if device == "cpu" and has_compiler:
-        return facts.weight_bytes, facts.weight_bytes - (0 if facts.tied_embeddings else table_bytes)
-    if facts.stored_format == "bf16" and dtype == "bfloat16":
-        held = facts.weight_bytes + (table_bytes if facts.tied_embeddings else 0)
-    elif device == "cpu" and facts.stored_format.startswith(INT4_FORMATS):
-        held = int(inner * 0.75) + table * 4 + table_bytes
-    else:
-        held = (inner + table) * 4 + table_bytes
-    return held, held - table_bytes
-
-
-def page_groups(facts: ModelFacts, kv: str, ctx: int, page_size: int, prefill_budget: int) -> tuple[PageGroup, ...]:
-    """The cache groups, in the order of `models.kv_cache.cache_groups`: full attention first, then the widest window.
-
-    A window group keeps the window, the chunk being computed, and a page for where both start.
-    """
-    windows = facts.windows or (None,) * facts.num_layers
-    groups = []
-    for window in sorted(set(windows), key=lambda w: (w is not None, -(w or 0))):
-        page_bytes = page_size * kv_bytes_per_token(facts, kv, windows.count(window))
-        tokens = ctx if window is None else min(ctx, window + prefill_budget)
-        groups.append(PageGroup(window, page_bytes, -(-tokens // page_size) + 1))
-    return tuple(groups)
-
-
-def work_bytes(facts: ModelFacts, device: str, ctx: int, rows: int, max_parallel: int) -> int:
-    """The most a step holds beside weights and pages: activations of `rows` tokens, gathered KV, scores, logits."""
-    width = 4 if device == "cpu" else 2
-    heads = (facts.num_heads + 2 * facts.num_kv_heads) * facts.head_dim
-    activations = rows * (6 * facts.hidden_size + 3 * facts.intermediate_size + 3 * heads) * width
-    gathered = 2 * ctx * facts.num_kv_heads * facts.head_dim * 4
-    logits = 3 * max(max_parallel, 16) * facts.vocab_size * 4
-    return BASE_BYTES["cpu" if device == "cpu" else "cuda"] + activations + gathered + 64 * MIB + logits
+    quant: str
+    kv: str
+    budget: int
+    enough_ctx: int
+    """with room for so many tokens, nothing smaller is tried"""
 
 
 def _on(
@@ -327,16 +182,86 @@ def _on(
     reasons: tuple[str, ...],
     calibration: Calibration | None = None,
 ) -> Plan:
-    """The plan for one device."""
+    """The plan for one device: the best weights, KV format and chunk that leave room for a useful context."""
+    most: Plan | None = None
+    for choice in _choices(facts, options, gpu):
+        made = _with(facts, machine, options, device, gpu, choice, reasons, calibration)
+        if made.max_ctx >= choice.enough_ctx:
+            return made
+        if most is None or made.max_ctx > most.max_ctx:
+            most = made
+    assert most is not None
+    return most
+
+
+def _choices(facts: ModelFacts, options: PlanOptions, gpu: GpuFacts | None) -> Iterable[_Choice]:
+    """Weights, then KV formats, then chunks."""
+    budgets = (options.prefill_budget,) if options.prefill_budget else PREFILL["cuda" if gpu else "cpu"]
+    formats = _kv_formats(options, gpu)
+    for quant in _quants(facts, options, gpu):
+        for index, kv in enumerate(formats):
+            for budget in budgets:
+                if isinstance(options.ctx, int):
+                    enough = options.ctx
+                else:
+                    enough = min(facts.max_context, USEFUL_CTX if index == len(formats) - 1 else FULL_CTX)
+                yield _Choice(quant, kv, budget, enough)
+
+
+def _quants(facts: ModelFacts, options: PlanOptions, gpu: GpuFacts | None) -> tuple[str, ...]:
+    """What linear layers become while loading, best first: plain weights may be quantised to fit."""
+    if options.quant not in ("auto", ""):
+        return (options.quant,)
+    if options.quant == "" or facts.stored_format not in DENSE_FORMATS:
+        return ("",)
+    return ("", "fp8" if gpu is not None and gpu.has_fp8 else "int8", "int4")
+
+
+def _kv_formats(options: PlanOptions, gpu: GpuFacts | None) -> tuple[str, ...]:
+    """KV formats, best first; on a GPU 8 bits come after 16, fp8 unless int8 was measured to be better."""
+    if options.kv != "auto":
+        return (options.kv,)
+    if gpu is None:
+        return ("bf16",)
+    measured = options.kv_measured
+    eight = "int8" if measured.get("int8", 1.0) < measured.get("fp8", 0.0) else "fp8"
+    return ("bf16" if gpu.has_bf16 else "fp16", eight)
+
+
+def _with(
+    facts: ModelFacts,
+    machine: MachineFacts,
+    options: PlanOptions,
+    device: str,
+    gpu: GpuFacts | None,
+    choice: _Choice,
+    reasons: tuple[str, ...],
+    calibration: Calibration | None,
+) -> Plan:
+    """The plan for one choice of formats."""
     kind = "cuda" if gpu else "cpu"
-    dtype, kv = _types(options, gpu)
-    budget = options.prefill_budget or PREFILL[kind]
-    have, margin = _have(machine, gpu, options.gpu_mem)
-    held, read = weights_in_use(facts, device, dtype, bool(machine.compiler))
+    dtype, kv, budget = _dtype(options, gpu), choice.kv, choice.budget
+    have, margin = room_of(machine, gpu, options.gpu_mem)
+    held, read = weights_in_use(facts, device, dtype, bool(machine.compiler), choice.quant)
+
+    def work(ctx: int) -> dict[str, int]:
+        """Bytes of everything but weights and pages."""
+        terms = work_terms(
+            facts,
+            device,
+            ctx,
+            min(budget, ctx),
+            options.max_parallel,
+            page_size=options.page_size,
+            has_compiler=bool(machine.compiler),
+            torch_cuda=bool(machine.torch_cuda),
+            unified=gpu is not None and gpu.unified,
+        )
+        return terms | ({"learned": options.learned_bytes} if options.learned_bytes else {})
 
     def room(ctx: int) -> int:
         """Bytes left for pages at this context."""
-        return have - margin - held - work_bytes(facts, device, ctx, min(budget, ctx), options.max_parallel)
+        return have - margin - held - sum(work(ctx).values())
 
     def one(ctx: int) -> int:
         """Bytes of the pages one sequence takes."""
@@ -346,7 +271,7 @@ def _on(
     ctx, why = _context(facts, options, kind, most)
     groups = page_groups(facts, kv, ctx, options.page_size, budget)
     num_pages = _pages(groups, room(ctx), options, kind)
-    kv_bytes = sum(g.page_bytes * count for g, count in zip(groups, num_pages, strict=True))
+    terms = work(ctx)
     speed = gpu.bandwidth if gpu else machine.cpu.bandwidth
     place = gpu.name if gpu else "cpu"
     reached = calibration.bytes_s(facts, place) if calibration else None
@@ -363,8 +288,8 @@ def _on(
         max_parallel=options.max_parallel,
         prefill_budget=budget,
         weight_bytes=held,
-        kv_bytes=kv_bytes,
-        work_bytes=work_bytes(facts, device, ctx, min(budget, ctx), options.max_parallel),
+        kv_bytes=sum(g.page_bytes * count for g, count in zip(groups, num_pages, strict=True)),
+        work_bytes=sum(terms.values()),
         margin_bytes=margin,
         have_bytes=have,
         max_ctx=most,
@@ -375,32 +300,37 @@ def _on(
         bandwidth=speed,
         read_bytes=read,
         sequence_bytes=one(ctx),
-        reasons=(*reasons, why, f"KV {kv}: {_kv_reason(options, kv)}"),
+        quant=choice.quant,
+        graph_buckets=graph_buckets(options.max_parallel) if gpu else (),
+        work_terms=tuple(terms.items()),
+        idle=idle_card(machine, device),
+        reasons=(*reasons, *_weight_reason(facts, options, choice.quant), why, f"KV {kv}: {_kv_reason(options, kv)}"),
     )
-    return replace(made, warnings=tuple(_warnings(facts, machine, made, held)))
+    return replace(made, warnings=tuple(_warnings(facts, machine, made, gpu)))
 
 
-def _types(options: PlanOptions, gpu: GpuFacts | None) -> tuple[str, str]:
-    if gpu is None:
-        dtype, kv = "float32", "bf16"
-    else:
-        dtype, kv = ("bfloat16", "bf16") if gpu.has_bf16 else ("float16", "fp16")
-    return (dtype if options.dtype == "auto" else options.dtype, kv if options.kv == "auto" else options.kv)
+def _dtype(options: PlanOptions, gpu: GpuFacts | None) -> str:
+    if options.dtype != "auto":
+        return options.dtype
+    return "float32" if gpu is None else "bfloat16" if gpu.has_bf16 else "float16"
+
+
+def _weight_reason(facts: ModelFacts, options: PlanOptions, quant: str) -> tuple[str, ...]:
+    if not quant:
+        return ()
+    if options.quant == quant:
+        return (f"weights {quant}: as asked for",)
+    return (f"weights {quant}: {facts.stored_format} does not fit, so they are quantised while loading",)
 
 
 def _kv_reason(options: PlanOptions, kv: str) -> str:
     if options.kv != "auto":
         return f"as asked for; {KV_COST[kv]}" if kv in KV_COST else "as asked for"
+    if kv in ("int8", "fp8"):
+        measured = options.kv_measured.get(kv)
+        cost = f"mean KL {measured:.4f} measured for this model" if measured is not None else KV_COST[kv]
+        return f"16 bits would leave too little context; {cost}"
     return KV_COST["bf16"] if kv == "bf16" else "this card has no bfloat16"
-
-
-def _have(machine: MachineFacts, gpu: GpuFacts | None, share: float) -> tuple[int, int]:
-    """(bytes that may be taken, bytes of them kept free for others)."""
-    if gpu is None:
-        reserved = ADDRESS_BYTES if machine.ram_limit == "ulimit" else 0
-        return max(0, machine.ram_available_bytes - reserved), min(GIB, machine.ram_total_bytes // 20)
-    ours = min(gpu.free_bytes, int(gpu.total_bytes * share))
-    return ours, min(GIB // 2, gpu.total_bytes // 40)
 
 
 def _largest(fits: Callable[[int], bool], limit: int) -> int:
@@ -454,11 +384,17 @@ def bytes_s_of(tps: float, read_bytes: int, num_layers: int, device: str) -> flo
     return read_bytes / rest if rest > 0 else 0.0
 
 
-def _warnings(facts: ModelFacts, machine: MachineFacts, made: Plan, held: int) -> Iterable[str]:
-    if held > 1.5 * facts.weight_bytes + facts.vocab_size * facts.hidden_size * 4:
-        if made.device == "cpu":
-            yield "no C compiler: weights are kept as float32, slower and larger; install gcc (`localllm doctor`)"
-        else:
-            yield "quantised weights run as float32 on a GPU in this version: --device cpu needs less memory"
+def _warnings(facts: ModelFacts, machine: MachineFacts, made: Plan, gpu: GpuFacts | None) -> Iterable[str]:
+    if made.quant and made.quant in ON_LOAD_COST:
+        yield f"weights become {made.quant} while loading: {ON_LOAD_COST[made.quant]}"
+    if gpu is not None:
+        if not machine.compiler:
+            yield "no C compiler: Triton's kernels cannot be built and torch's run instead, slower; install gcc"
+        held = sum(process.used_bytes for process in gpu.processes)
+        if held > gpu.total_bytes // 10:
+            names = ", ".join(f"{p.name or 'a process'} ({p.pid})" for p in gpu.processes[:3])
+            yield f"{gpu.name} is in use: {names} hold {held / GIB:.1f} GiB of it"
+    elif made.weight_bytes > 1.5 * facts.weight_bytes + facts.vocab_size * facts.hidden_size * 4:
+        yield "no C compiler: weights are kept as float32, slower and larger; install gcc (`localllm doctor`)"
     if made.device == "cpu" and machine.cpu.isa == "generic":
         yield f"{machine.cpu.name or 'this CPU'} has neither AVX2 nor NEON: expect a few tokens per second"

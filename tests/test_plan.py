@@ -87,7 +87,7 @@ def test_gpu_is_taken_where_it_helps() -> None:
 
 def test_auto_falls_back_to_the_cpu_and_says_so() -> None:
     facts = model(stored_format="bf16", weight_bytes=16 * 10**9)
-    made = plan(facts, MACHINES["rtx4060"])
+    made = plan(facts, MACHINES["rtx4060"], PlanOptions(quant=""))
     assert made.device == "cpu"
     assert made.fits
     assert "4060" in made.reasons[0]
@@ -95,6 +95,106 @@ def test_auto_falls_back_to_the_cpu_and_says_so() -> None:
     made = plan(facts, cpu_torch)
     assert made.device == "cpu"
     assert "built without CUDA" in made.reasons[0]
+
+
+BF16_8B = {"stored_format": "bf16", "weight_bytes": 16_060_522_496}
+
+
+def test_plain_weights_that_do_not_fit_are_quantised_while_loading() -> None:
+    """best quality first, by what the card computes well"""
+    small, large = plan(model(**BF16_8B), MACHINES["rtx4060"]), plan(model(**BF16_8B), MACHINES["rtx4090"])
+    assert (small.quant, large.quant) == ("int4", "")
+    assert small.fits and small.device == "cuda:0"
+    assert small.weight_bytes < 6.1 * GIB  # 7 billion values of 4.6 bits, 1 billion of 16
+    assert "int4: bf16 does not fit" in " ".join(small.reasons)
+    assert "off by 8 to 9 %" in " ".join(small.warnings)
+    card = MACHINES["rtx4060"].gpus[0]
+    for capability, expected in ((120, "fp8"), (89, "fp8"), (86, "int8"), (75, "int8")):
+        twelve = replace(card, capability=capability, total_bytes=12 * GIB, free_bytes=int(11.6 * GIB))
+        made = plan(model(**BF16_8B), replace(MACHINES["rtx4060"], gpus=(twelve,)))
+        assert (made.device, made.quant) == ("cuda:0", expected)
+    assert plan(model(**BF16_8B), MACHINES["rtx4060"], PlanOptions(quant="nvfp4")).quant == "nvfp4"
+    assert plan(model(), MACHINES["rtx4060"]).quant == ""  # quantised already
+    ram = replace(MACHINES["cpu"], ram_available_bytes=14 * GIB, ram_total_bytes=16 * GIB)
+    assert (plan(model(**BF16_8B), ram).quant, plan(model(**BF16_8B), ram).device) == ("int8", "cpu")
+
+
+def test_the_kv_format_follows_the_memory() -> None:
+    """16 bits while there is room for 32k tokens or all the model can hold; then 8 bits, on a GPU"""
+    facts = model(**BF16_8B)
+    assert plan(facts, MACHINES["rtx4090"]).kv == "bf16"
+    tight = replace(MACHINES["rtx4090"].gpus[0], free_bytes=int(19.5 * GIB))
+    machine = replace(MACHINES["rtx4090"], gpus=(tight,))
+    made = plan(facts, machine)
+    assert (made.kv, made.quant) == ("fp8", "")
+    assert made.ctx > plan(facts, machine, PlanOptions(kv="bf16")).ctx * 1.8
+    assert "16 bits would leave too little" in " ".join(made.reasons)
+    measured = PlanOptions(kv_measured={"int8": 0.0003, "fp8": 0.009})
+    assert plan(facts, machine, measured).kv == "int8"
+    assert "0.0003 measured" in " ".join(plan(facts, machine, measured).reasons)
+    assert plan(facts, machine, PlanOptions(kv_measured={"int8": 0.02, "fp8": 0.009})).kv == "fp8"
+    assert plan(facts, machine, PlanOptions(ctx=8192)).kv == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"driver": "565.57.01"}, "570 or later"),
+        ({"torch_cuda": "12.4"}, "no code for NVIDIA GeForce RTX 5090 (sm_120): CUDA 12.8"),
+        ({"driver_cuda": "12.9"}, "supports CUDA up to 12.9, torch is built with 13.0"),
+        ({"torch_cuda": "", "torch_version": "2.13.0+cpu"}, "built without CUDA"),
+    ],
+)
+def test_a_card_that_driver_or_torch_cannot_use_is_named_with_the_cause(change: dict, words: str) -> None:
+    machine = replace(MACHINES["rtx5090"], **change)
+    made = plan(model(), machine)
+    assert made.device == "cpu" and words in made.reasons[0]
+    with pytest.raises(DeviceError) as caught:
+        plan(model(), machine, PlanOptions(device="cuda:0"))
+    assert words in caught.value.message and caught.value.hint
+
+
+def test_of_two_cards_one_is_used_and_the_other_named() -> None:
+    cards = (MACHINES["rtx4060"].gpus[0], MACHINES["rtx4090"].gpus[0])
+    machine = replace(MACHINES["rtx4090"], gpus=cards)
+    made = plan(model(), machine)
+    assert made.device == "cuda:1"
+    assert "RTX 4060 (cuda:0, 7.6 GiB free) stays unused" in made.idle and "--device cuda:0" in made.idle
+    assert plan(model(), machine, PlanOptions(device="cuda:0")).idle.startswith("NVIDIA GeForce RTX 4090 (cuda:1")
+    assert plan(model(), MACHINES["rtx4090"]).idle == ""
+
+
+def test_a_busy_card_and_a_missing_compiler_are_warnings() -> None:
+    from localllm.device import GpuProcess
+
+    card = replace(MACHINES["rtx4090"].gpus[0], free_bytes=10 * GIB, processes=(GpuProcess(77, 13 * GIB, "blender"),))
+    warnings = plan(model(), replace(MACHINES["rtx4090"], gpus=(card,), compiler="")).warnings
+    assert any("blender (77) hold 13.0 GiB" in line for line in warnings)
+    assert any("install gcc" in line for line in warnings)
+
+
+def test_unified_memory_counts_the_process_and_leaves_room_for_the_system() -> None:
+    card = replace(MACHINES["rtx5090"].gpus[0], name="NVIDIA GB10", capability=121, unified=True)
+    card = replace(card, total_bytes=110 * GIB, free_bytes=110 * GIB, bandwidth=273e9)
+    made = plan(model(**BF16_8B), replace(MACHINES["rtx5090"], gpus=(card,)))
+    assert made.device == "cuda:0"
+    assert made.have_bytes == int(110 * GIB * 0.85)
+    assert dict(made.work_terms)["program"] > 350 * MIB
+
+
+def test_every_term_of_a_card_is_there_and_the_learned_one_shrinks_the_plan() -> None:
+    made = plan(model(**BF16_8B), MACHINES["rtx4090"])
+    assert sum(made.terms().values()) == made.need_bytes
+    assert set(made.terms()) == {
+        "weights", "kv", "context", "activations", "logits", "graphs", "tables", "margin"
+    }  # fmt: skip
+    assert made.graph_buckets == (1, 2, 4)
+    assert plan(model(**BF16_8B), MACHINES["cpu"]).graph_buckets == ()
+    # 2,048 tokens through the feed-forward layer: gate and up, their product, and what is alive beside them
+    assert dict(made.work_terms)["activations"] == pytest.approx(2048 * 2 * (3 * 14336 + 4 * 4096), rel=0.05)
+    taught = plan(model(**BF16_8B), MACHINES["rtx4090"], PlanOptions(learned_bytes=GIB))
+    assert taught.terms()["learned"] == GIB
+    assert taught.max_ctx < made.max_ctx - 7000
 
 
 def test_a_model_that_does_not_fit_names_both_numbers_and_a_way() -> None:
@@ -124,7 +224,7 @@ def test_a_ulimit_counts_address_space() -> None:
 
 
 def test_auto_context_shrinks_to_what_fits() -> None:
-    tight = replace(MACHINES["cpu"], ram_available_bytes=int(6.5 * GIB), ram_total_bytes=8 * GIB)
+    tight = replace(MACHINES["cpu"], ram_available_bytes=int(6.2 * GIB), ram_total_bytes=8 * GIB)
     made = plan(model(), tight)
     assert made.fits
     assert 512 <= made.ctx < 8192
