@@ -42,6 +42,11 @@ def state_dir() -> Path:
     return _below("state", platformdirs.user_state_dir)
 
 
+def runtime_dir() -> Path:
+    """What lives as long as a process does: who serves where."""
+    return _below("run", platformdirs.user_runtime_dir)
+
+
 def log_dir() -> Path:
     """Log files."""
     return state_dir() / "log"

@@ -1,112 +1,304 @@
-"""`localllm serve`: the OpenAI-compatible endpoint."""
+"""`localllm serve`: the HTTP endpoint over one model, several, or every local one."""
 
 from __future__ import annotations
 
+import logging
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from localllm._version import __version__
-from localllm.errors import ConfigError
+from localllm.errors import ConfigError, ModelNotFound
 from localllm.terminal import clean_line, seconds_short
 
 from . import params
 from .command import Env, command
-from .names import choose
+from .names import Choice, agree, choice_of, resolve
+from .progress import Progress, make_progress
 from .session import fake_engine, llm_options
 
 if TYPE_CHECKING:
+    from localllm.config import UserConfig
+    from localllm.llm import LLM
+    from localllm.processes import Record
+    from localllm.request import Phase
+    from localllm.residents import Offer, Residents
     from localllm.server.service import Service
 
 MIN_KEY = 8
 """Characters of an API key: a shorter one is a typing error."""
+MaybeModels = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[MODEL]...", help="None: every local model, on demand.", autocompletion=params.complete_model
+    ),
+]
 
 
 @command(
     "localllm serve qwen",
+    "localllm serve                       # every local model, loaded when asked for",
     "localllm serve smollm2 --port 8001 --alias gpt-4o-mini",
     "localllm serve qwen --host 0.0.0.0 --api-key-file ~/.localllm.key",
 )
 def serve(
     env: Env,
-    model: params.MaybeModel = None,
+    models: MaybeModels = None,
     host: Annotated[str | None, typer.Option(metavar="ADDRESS", help="Where to listen; 127.0.0.1 by default.")] = None,
     port: Annotated[int | None, typer.Option(metavar="N", help="Port; 0 takes a free one.")] = None,
-    api_key_file: Annotated[Path | None, typer.Option(metavar="FILE", help="File with the key clients send.")] = None,
+    unix: Annotated[Path | None, typer.Option(metavar="PATH", help="A socket file instead of a port.")] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File with the keys clients send, one a line.")
+    ] = None,
     api_key: Annotated[
         str | None, typer.Option(metavar="KEY", help="Visible to others in `ps`: prefer the file.")
     ] = None,
-    alias: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Another model id to answer to.")] = None,
+    alias: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Another id of the first model.")] = None,
     cors: Annotated[list[str] | None, typer.Option(metavar="ORIGIN", help="Web origin that may call.")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Listen on the network without a key.")] = False,
     parallel: Annotated[int | None, typer.Option(metavar="N", min=1, max=1024, help="Requests side by side.")] = None,
+    max_queue: Annotated[int, typer.Option(metavar="N", min=0, max=100_000, help="Requests that may wait.")] = 256,
+    ttl: Annotated[str | None, typer.Option(metavar="TIME", help="Unload an idle model after 30m; 0 never.")] = None,
+    pin: Annotated[list[str] | None, typer.Option(metavar="MODEL", help="Load at the start and keep.")] = None,
+    pin_prefix: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="A system prompt whose pages are evicted last.")
+    ] = None,
+    preload: Annotated[bool, typer.Option("--preload", help="Load the default model at the start.")] = False,
+    log_format: Annotated[str, typer.Option(metavar="text|json", help="How requests are logged on stderr.")] = "text",
     ctx: params.Ctx = None,
     kv: params.Kv = None,
     dtype: params.Dtype = None,
     threads: params.Threads = None,
     debug_invariants: params.DebugInvariants = False,
 ) -> int:
-    """Serve a model over HTTP: /v1/chat/completions, /v1/completions, /v1/models, /health.
+    """Serve models over HTTP: the APIs of OpenAI, Anthropic and Ollama, metrics and health.
 
     Ctrl-C lets running requests finish; a second one drops them.
     """
     if fake_engine():
         raise ConfigError("the scripted engine has no server", "`unset LOCALLLM_ENGINE`")
+    if log_format not in ("text", "json"):
+        raise ConfigError(f"--log-format is {log_format!r}, it can be text or json", "pass --log-format json")
     env.debug_invariants = debug_invariants
     values = {"ctx": ctx, "kv": kv, "dtype": dtype, "threads": threads}
-    config = env.settings(
-        params.engine_flags(values) | {"server.host": host, "server.port": port, "engine.max_parallel": parallel}
-    )
+    flags = {"server.host": host, "server.port": port, "engine.max_parallel": parallel, "engine.ttl": ttl}
+    config = env.settings(params.engine_flags(values) | flags)
     from localllm import server
+    from localllm.processes import new_token
 
-    key = _key(env, api_key, api_key_file or (Path(config.server.api_key_file) if config.server.api_key_file else None))
+    console = env.console
+    keys = _keys(
+        env, api_key, api_key_file or (Path(config.server.api_key_file) if config.server.api_key_file else None)
+    )
+    token = new_token()
+    prefixes = [params.read_text(path, "--pin-prefix") for path in pin_prefix or ()]
+    prefixes += [preset.system for preset in config.presets.values() if preset.system]
+    choices = [_here(env, config, name) for name in (*(models or ()), *(pin or ()))]
+    default, offers = _offers(env, config, choices, alias or ())
+    named = tuple(dict.fromkeys(choice.shown for choice in choices))
     options = server.ServeOptions(
         host=config.server.host,
         port=config.server.port,
-        api_key=key,
+        unix=unix,
+        api_keys=keys,
+        token=token,
         origins=tuple(cors or config.server.cors),
         insecure=insecure,
+        preload=named or ((default,) if preload else ()),
+        log_format=log_format,
+        service=server.ServiceOptions(config.engine.max_parallel, max_queue, default),
     )
-    console = env.console
-
-    def load() -> tuple[Any, tuple[str, ...]]:
-        from .loading import load_llm
-
-        choice = choose(env, config, model)
-        llm = load_llm(env, choice, llm_options(env, config, ctx))
-        return llm, (choice.shown, *(name for name in alias or () if name != choice.shown))
-
-    def on_ready(url: str, service: Service) -> None:
-        llm = service.llm
-        plan = llm.plan
-        console.say(f"localllm {__version__}")
-        console.say(
-            f"ready  {clean_line(service.names[0])}  ctx {plan.ctx:,} × {plan.max_parallel}  {plan.device}"
-            f"  loaded in {seconds_short(llm.load_s)}"
-        )
-        console.say(f"  OpenAI  {url}/v1      model id  {', '.join(clean_line(name) for name in service.names)}")
-        console.say(f"  try     curl {url}/v1/chat/completions -H 'content-type: application/json' \\")
-        auth = '-H "authorization: Bearer $KEY" ' if options.api_key else ""
-        body = f'{{"model":"{service.names[0]}","messages":[{{"role":"user","content":"hi"}}]}}'
-        console.say(f"            {auth}-d '{body}'")
-        console.say(f"  {clean_line(llm.truth_line)}")
-
-    server.serve(load, options, on_ready)
+    stays = bool(models) and ttl is None  # a model that was named stays unless a time was given
+    pinned = named if stays else tuple(choice.shown for choice in choices[len(models or ()) :])
+    life = _Life(env, options, token, prefixes)
+    residents = _residents(env, config, ctx, offers, pinned, life)
+    access = _log_requests(env)
+    try:
+        server.serve(residents, options, life)
+    finally:
+        logging.getLogger("localllm.access").removeHandler(access)
+        life.end()
     console.say("stopped")
     return 0
 
 
-def _key(env: Env, given: str | None, file: Path | None) -> str | None:
+def _here(env: Env, config: UserConfig, name: str) -> Choice:
+    """A model that is on this machine, downloaded first if that is agreed to."""
+    resolved = resolve(env, config, name)
+    if resolved.path is None:
+        from localllm import hub
+
+        from .pull import watched
+
+        agree(env, resolved, asked_for=True)
+        progress = make_progress(env.console, env.options.progress or "auto", clean_line(resolved.name))
+        watched(progress, lambda tell, cancel: hub.download(resolved, progress=tell, cancel=cancel))
+        resolved = resolve(env, config, name)
+    return choice_of(resolved)
+
+
+def _offers(env: Env, config: UserConfig, choices: list[Choice], aliases: Sequence[str]) -> tuple[str, Any]:
+    """(the model meant by requests that name none, what lists the offers)."""
+    from localllm.backend import default_model
+
+    from .offers import local_offers, named_offers
+
+    if choices:
+        fixed = named_offers(choices, aliases)
+        return fixed[0].name, lambda: fixed
+    if aliases:
+        raise ConfigError("--alias needs a model", f"localllm serve MODEL --alias {aliases[0]}")
+    wanted = config.model or default_model()
+    known = local_offers()
+    default = next((o.name for o in known if o.name == wanted), known[0].name if known else "")
+    if not known:
+        raise ModelNotFound("there is no model on this machine", "localllm serve smollm2 -y")
+    return default, local_offers
+
+
+def _residents(
+    env: Env, config: UserConfig, ctx: str | None, offers: Any, pinned: tuple[str, ...], life: _Life
+) -> Residents:
+    from localllm.device import machine
+    from localllm.residents import ResidentOptions, Residents
+
+    from .offers import HubLoader
+
+    options = ResidentOptions(config.engine.ttl_s or None, pinned, life.on_phase, life.on_loaded)
+    return Residents(offers, HubLoader(llm_options(env, config, ctx)), machine, options)
+
+
+def _log_requests(env: Env) -> logging.Handler:
+    """Lines about requests go to stderr, as the log that a server's output is."""
+    access = logging.getLogger("localllm.access")
+    handler = logging.NullHandler() if env.console.quiet else logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    access.addHandler(handler)
+    access.setLevel(logging.INFO)
+    return handler
+
+
+def _keys(env: Env, given: str | None, file: Path | None) -> tuple[str, ...]:
     if given is not None:
         env.console.warn("--api-key can be read by every user of this machine in `ps`; --api-key-file cannot")
-        key = given
+        keys = [given]
     elif file is not None:
-        key = params.read_text(file, "--api-key-file").strip()
+        lines = [line.strip() for line in params.read_text(file, "--api-key-file").splitlines()]
+        keys = [line for line in lines if line and not line.startswith("#")]
+        if not keys:
+            raise ConfigError(f"--api-key-file: {file} holds no key", "write one key per line into it")
     else:
-        return None
-    if len(key) < MIN_KEY or not key.isprintable():
-        raise ConfigError(
-            f"the API key has {len(key)} characters, it needs {MIN_KEY} printable ones", "make a longer one"
-        )
-    return key
+        return ()
+    for key in keys:
+        if len(key) < MIN_KEY or not key.isprintable():
+            raise ConfigError(
+                f"the API key has {len(key)} characters, it needs {MIN_KEY} printable ones", "make a longer one"
+            )
+    return tuple(keys)
+
+
+class _Life:
+    """What is said and noted at the turns of the server's life (`server.run.Hooks`)."""
+
+    def __init__(self, env: Env, options: Any, token: str, prefixes: list[str]) -> None:
+        self._env, self._console, self._options = env, env.console, options
+        self._token, self._prefixes = token, prefixes
+        self._record: Record | None = None
+        self._phases: list[tuple[str, Phase]] = []
+        self._progress: Progress | None = None
+        self._service: Service | None = None
+
+    def on_phase(self, model: str, phase: Phase) -> None:
+        """In the loading thread."""
+        self._phases.append((model, phase))
+
+    def on_loaded(self, offer: Offer, llm: LLM) -> None:
+        """In the loading thread: pin the pages of system prompts."""
+        from localllm.server.prefixes import pin_system_prompts
+
+        pin_system_prompts(llm, self._prefixes)
+
+    def listening(self, url: str) -> None:
+        """The address is ours."""
+        from localllm.processes import Record
+
+        self._record = Record("serve", url, self._token)
+        if not self._options.preload:
+            self._hello(url)
+
+    def _hello(self, url: str) -> None:
+        console = self._console
+        console.say(f"localllm {__version__}")
+        if not url.startswith("http"):
+            console.say(f"ready  {url}")
+            return
+        console.say(f"ready  OpenAI  {url}/v1   Anthropic  {url}   Ollama  {url}")
+
+    def ready(self, url: str, service: Service) -> None:
+        """Requests are taken."""
+        self._close_progress()
+        self._service = service
+        console = self._console
+        if not self._options.preload:
+            names = [clean_line(offer.name) for offer in service.residents.offers()]
+            console.say(f"  {len(names)} models, loaded on demand: {', '.join(names[:6])}{' …' if names[6:] else ''}")
+            return
+        console.say(f"localllm {__version__}")
+        for row in service.residents.loaded():
+            if row.llm is not None:
+                plan = row.llm.plan
+                console.say(
+                    f"ready  {clean_line(row.name)}  ctx {plan.ctx:,} × {plan.max_parallel}  {plan.device}"
+                    f"  loaded in {seconds_short(row.llm.load_s)}"
+                )
+                console.say(f"  {clean_line(row.llm.truth_line)}")
+        offer = service.residents.offers()[0]
+        ids = ", ".join(clean_line(name) for name in (offer.name, *offer.aliases))
+        console.say(f"  OpenAI  {url}/v1      model id  {ids}")
+        if url.startswith("http"):
+            console.say(f"  try     curl {url}/v1/chat/completions -H 'content-type: application/json' \\")
+            auth = '-H "authorization: Bearer $KEY" ' if self._options.api_keys else ""
+            body = f'{{"model":"{offer.name}","messages":[{{"role":"user","content":"hi"}}]}}'
+            console.say(f"            {auth}-d '{body}'")
+            console.say("  apps    localllm connect opencode | open-webui | llm | aider | continue | zed | claude-code")
+
+    def tick(self) -> None:
+        """Show what is being loaded, and note what is."""
+        phases, self._phases = self._phases, []
+        for model, phase in phases:
+            if phase.name == "ready":
+                self._close_progress()
+                continue
+            if self._progress is None:
+                self._progress = make_progress(self._console, self._env.options.progress or "auto", clean_line(model))
+            self._progress.update(phase)
+        if self._progress is not None:
+            self._progress.tick()
+        if self._record is not None and self._service is not None:
+            self._record.update(tuple(row.name for row in self._service.residents.loaded()))
+
+    def draining(self, running: int, again: bool) -> None:
+        """A signal came."""
+        self._close_progress()
+        if again:
+            self._console.say("dropped what was running")
+            self.end()
+        elif running:
+            word = "request" if running == 1 else "requests"
+            self._console.say(f"stopping: {running} {word} running; once more drops them")
+
+    def end(self) -> None:
+        """Nobody listens any more."""
+        self._close_progress()
+        if self._record is not None:
+            self._record.remove()
+        if self._options.unix is not None:
+            self._options.unix.unlink(missing_ok=True)
+
+    def _close_progress(self) -> None:
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None

@@ -1,7 +1,7 @@
-"""The OpenAI-compatible endpoint."""
+"""The HTTP endpoint: OpenAI's API, Anthropic's, Ollama's, over the models of `residents`."""
 
 from .app import AppOptions, create_app
 from .run import ServeOptions, serve
-from .service import Service
+from .service import Service, ServiceOptions
 
-__all__ = ["AppOptions", "ServeOptions", "Service", "create_app", "serve"]
+__all__ = ["AppOptions", "ServeOptions", "Service", "ServiceOptions", "create_app", "serve"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
@@ -13,179 +12,224 @@ from starlette.responses import JSONResponse, Response
 
 from localllm.answer import Answer, Completion, Piece, add_usage
 from localllm.errors import ContextTooLong
+from localllm.llm import LLM
 from localllm.request import TokenLogprob, Usage
 
 from .body import read_body
 from .errors import ApiError
-from .sampling import sampling_params
+from .sampling import check_fields, deadline_of, sampling_params
 from .schemas import MAX_PROMPTS, CompletionRequest
-from .service import AsyncTurn, Service, finish_name, new_id, unless_left, usage_json
-from .sse import event_stream
-
-
-@dataclass(frozen=True, slots=True)
-class _Wish:
-    """What shapes a choice."""
-
-    echo: bool
-    logprobs: bool
-    generates: bool
+from .service import Place, Service, Wish
+from .shapes import TokenNames, finish_name, new_id, timings_json, usage_json
+from .sse import Opened, data, event_stream, first_or_stream
+from .turns import AsyncTurn, unless_left
 
 
 async def completions(request: Request) -> Response:
     """Complete one or more prompts, whole or streamed."""
     service: Service = request.app.state.service
     body = await read_body(request, CompletionRequest)
-    model = service.check_model(body.model)
-    service.check_ready()
-    params = sampling_params(body, service.llm.default_params())
-    prompts = await asyncio.to_thread(_prompts, service, body)
-    if len(prompts) * params.n > MAX_PROMPTS:
-        raise ApiError(400, f"{len(prompts)} prompts times n {params.n} is more than {MAX_PROMPTS}.", param="prompt")
-    head = {"id": new_id("cmpl"), "object": "text_completion", "created": int(time.time()), "model": model}
-    wish = _Wish(bool(body.echo), body.logprobs is not None, body.max_tokens != 0)
-    turns: list[AsyncTurn] = []
-    try:
-        for ids in prompts:
-            turns.append(  # noqa: PERF401 - those already started must be ended if a later one is refused
-                service.submit(
-                    lambda listener, ids=ids: service.llm.submit(  # type: ignore[misc]
-                        ids, params, cache_salt=body.cache_salt or "", listener=listener
-                    )
-                )
-            )
-    except ContextTooLong as error:
-        _end(turns)
-        error.param = "prompt"
-        raise
-    except BaseException:
-        _end(turns)
-        raise
-    await unless_left(request, _any_admitted(turns), *turns)
+    check_fields(body)
+    prompts = split_prompts(body.prompt, "prompt", MAX_PROMPTS)
+    if len(prompts) * (body.n or 1) > MAX_PROMPTS:
+        raise ApiError(400, f"{len(prompts)} prompts times n {body.n} is more than {MAX_PROMPTS}.", param="prompt")
     if body.stream:
-        wants_usage = bool(body.stream_options is not None and body.stream_options.include_usage)
-        return event_stream(_chunks(service, turns, head, wish, wants_usage))
-    answers = await unless_left(request, _all_answers(turns), *turns)
-    choices = [
-        _choice(service, answer, one, number * params.n + one.index, wish)
-        for number, answer in enumerate(answers)
-        for one in answer.completions
-    ]
-    used = _sum([answer.usage for answer in answers], wish)
-    return JSONResponse({**head, "choices": choices, "usage": usage_json(used)})
+        async with unless_left(request):
+            return await first_or_stream(_open_stream(service, request, body, prompts), event_stream)
+    async with unless_left(request):
+        place = await _open(service, request, body, prompts)
+        try:
+            answers = [await turn.answer() for turn in place.turns]
+        finally:
+            _end(place.turns)
+    return JSONResponse(Shape(place, body).whole(answers))
 
 
-def _end(turns: list[AsyncTurn]) -> None:
-    for turn in turns:
-        turn.turn.abort()
-
-
-async def _any_admitted(turns: list[AsyncTurn]) -> None:
-    """Wait until the first of them has its first piece. Raises its error."""
-    tasks = [asyncio.ensure_future(turn.admitted()) for turn in turns]
-    done, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    for task in rest:
-        task.cancel()
-    await asyncio.gather(*rest, return_exceptions=True)
-    for task in done:
-        task.result()
-
-
-async def _all_answers(turns: list[AsyncTurn]) -> list[Answer]:
-    return [await turn.answer() for turn in turns]
-
-
-def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
-    """str | [str] | [int] | [[int]] -> ids per prompt. Raises ApiError at the first element that is none of these."""
-    prompt = body.prompt
-    if isinstance(prompt, str) or _is_ids(prompt):
-        prompts = [prompt]
-    elif isinstance(prompt, list):
-        prompts = prompt
+def split_prompts(value: Any, param: str, limit: int) -> list[str | list[int]]:
+    """str | [str] | [int] | [[int]] -> one item per prompt. Raises ApiError at the first that is none of these."""
+    if isinstance(value, str) or _is_ids(value):
+        prompts = [value]
+    elif isinstance(value, list):
+        prompts = value
     else:
-        raise ApiError(400, "prompt is text, token ids, or a list of either.", code="invalid_type", param="prompt")
-    if not prompts or len(prompts) > MAX_PROMPTS:
-        raise ApiError(400, f"{len(prompts)} prompts; 1 to {MAX_PROMPTS} are taken.", param="prompt")
+        what = "missing" if value is None else "text, token ids, or a list of either"
+        raise ApiError(400, f"{param} is {what}.", code="invalid_type", param=param)
+    if not prompts or len(prompts) > limit:
+        raise ApiError(400, f"{len(prompts)} texts; 1 to {limit} are taken.", param=param)
     if not all(isinstance(p, str) or _is_ids(p) for p in prompts):
-        raise ApiError(400, "prompt is text, token ids, or a list of either.", code="invalid_type", param="prompt")
-    return [service.llm.encode_prompt(p) for p in prompts]
+        raise ApiError(400, f"{param} is text, token ids, or a list of either.", code="invalid_type", param=param)
+    return prompts
 
 
 def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
-def _sum(usages: list[Usage], wish: _Wish) -> Usage:
-    return Usage(
-        sum(u.prompt_tokens for u in usages),
-        sum(u.cached_tokens for u in usages),
-        sum(u.completion_tokens for u in usages) if wish.generates else 0,
-    )
+async def encode_all(service: Service, llm: LLM, prompts: list[str | list[int]]) -> list[list[int]]:
+    """Token ids of every prompt; long texts off the event loop."""
+    size = sum(len(p) for p in prompts if isinstance(p, str))
+    return await service.text_work(size, lambda: [llm.encode_prompt(p) for p in prompts])
 
 
-def _choice(service: Service, answer: Answer, one: Completion, index: int, wish: _Wish) -> dict[str, Any]:
-    text = one.text if wish.generates else ""
-    entries: list[TokenLogprob | None] = list(one.logprobs) if wish.generates else []
-    ids = [e.token_id for e in one.logprobs] if wish.generates else []
-    offset = 0
-    prompt_text = service.llm.tokenizer.decode(answer.prompt_token_ids, skip_special=False) if wish.echo else ""
-    if wish.echo:
-        text = prompt_text + text
-        entries = [*(answer.prompt_logprobs or []), *entries]
-        ids = [*answer.prompt_token_ids, *ids]
-    logprobs = service.text_logprobs(entries, ids, offset) if wish.logprobs else None
-    finish = finish_name(one.finish_reason) if wish.generates else "length"
-    return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": finish}
+async def _open(service: Service, request: Request, body: CompletionRequest, prompts: list[str | list[int]]) -> Place:
+    async with service.place(
+        request, body.model, user=body.user or "", priority=body.priority, cost=len(prompts) * (body.n or 1),
+        deadline=deadline_of(body),
+    ) as place:  # fmt: skip
+        params = sampling_params(body, place.llm.default_params())
+        ids = await encode_all(service, place.llm, prompts)
+        try:
+            await service.start(place, ids, params, Wish(cache_salt=body.cache_salt or ""))
+        except ContextTooLong as error:
+            error.param = "prompt"
+            raise
+    return place
 
 
-async def _chunks(
-    service: Service, turns: list[AsyncTurn], head: dict[str, Any], wish: _Wish, wants_usage: bool
-) -> AsyncIterator[dict[str, Any]]:
-    head = head | ({"usage": None} if wants_usage else {})
-    queue: asyncio.Queue[tuple[int, Piece | None]] = asyncio.Queue()
+async def _open_stream(
+    service: Service, request: Request, body: CompletionRequest, prompts: list[str | list[int]]
+) -> Opened:
+    place = await _open(service, request, body, prompts)
+    try:
+        await place.turns[0].ready()
+    except BaseException:
+        _end(place.turns)
+        raise
+    return Opened(Shape(place, body).chunks(), lambda: _end(place.turns))
+
+
+def _end(turns: list[AsyncTurn]) -> None:
+    for turn in turns:
+        turn.abort()
+
+
+class Shape:
+    """How this request's answers look."""
+
+    def __init__(self, place: Place, body: CompletionRequest) -> None:
+        self._turns, self._body = place.turns, body
+        self._tokenizer = place.llm.tokenizer
+        self._names = TokenNames(self._tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
+        self._echo = bool(body.echo)
+        self._logprobs = body.logprobs is not None
+        self._generates = body.max_tokens != 0
+        self.head = {
+            "id": new_id("cmpl"), "object": "text_completion", "created": int(time.time()), "model": place.offer.name,
+        }  # fmt: skip
+
+    def whole(self, answers: list[Answer]) -> dict[str, Any]:
+        """The answer of a request that does not stream."""
+        per = self._turns[0].num_answers
+        choices = [
+            self._choice(answer, one, number * per + one.index)
+            for number, answer in enumerate(answers)
+            for one in answer.completions
+        ]
+        used = self._sum([answer.usage for answer in answers])
+        whole = {**self.head, "choices": choices, "usage": usage_json(used)}
+        return whole | ({"timings": timings_json(used, answers[0].timing)} if self._body.timings_per_token else {})
+
+    def _choice(self, answer: Answer, one: Completion, index: int) -> dict[str, Any]:
+        text = one.text if self._generates else ""
+        entries: list[TokenLogprob | None] = list(one.logprobs) if self._generates else []
+        ids = list(one.token_ids) if self._generates else []
+        if self._logprobs:
+            ids = [e.token_id for e in entries if e is not None]
+        if self._echo:
+            text = self._prompt_text(answer.prompt_token_ids) + text
+            entries = [*(answer.prompt_logprobs or []), *entries]
+            ids = [*answer.prompt_token_ids, *ids]
+        logprobs = self._names.completion(entries, ids, 0) if self._logprobs else None
+        finish = finish_name(one.finish_reason) if self._generates else "length"
+        choice = {
+            "text": text, "index": index, "logprobs": logprobs, "finish_reason": finish, "stop_reason": one.stop_reason,
+        }  # fmt: skip
+        if self._body.return_token_ids:
+            choice |= {"token_ids": one.token_ids, "prompt_token_ids": answer.prompt_token_ids}
+        return choice
+
+    def _prompt_text(self, ids: Any) -> str:
+        return self._tokenizer.decode(ids, skip_special=False)
+
+    def _sum(self, usages: list[Usage]) -> Usage:
+        return Usage(
+            sum(u.prompt_tokens for u in usages),
+            sum(u.cached_tokens for u in usages),
+            sum(u.completion_tokens for u in usages) if self._generates else 0,
+        )
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The whole stream but its end."""
+        options = self._body.stream_options
+        wants_usage = bool(options and (options.include_usage or options.continuous_usage_stats))
+        head = self.head | ({"usage": None} if wants_usage else {})
+        usages = [Usage() for _ in self._turns]
+        lengths = [0] * (len(self._turns) * self._turns[0].num_answers)
+        seen: set[int] = set()
+        async for number, pieces in merged(self._turns):
+            chunks = []
+            for piece in pieces:
+                if piece.error is not None:
+                    raise piece.error
+                choice = self._of_piece(number, piece, seen, lengths)
+                if choice is not None:
+                    chunks.append(data(head | {"choices": [choice]}))
+                if piece.usage is not None:
+                    usages[number] = add_usage(usages[number], piece.usage)
+            if chunks:
+                yield b"".join(chunks)
+        if wants_usage:
+            yield data(head | {"choices": [], "usage": usage_json(self._sum(usages))})
+
+    def _of_piece(self, number: int, piece: Piece, seen: set[int], lengths: list[int]) -> dict[str, Any] | None:
+        turn = self._turns[number]
+        index = number * turn.num_answers + piece.index
+        text = piece.text if self._generates else ""
+        if self._echo and index not in seen and (piece.token_ids or piece.finish_reason is not None):
+            seen.add(index)
+            text = self._prompt_text(turn.prompt_token_ids) + text
+        logprobs = None
+        entries: list[TokenLogprob | None] = list(piece.logprobs) if self._generates else []
+        ids = [e.token_id for e in piece.logprobs] if self._generates else []
+        if self._echo and piece.prompt_logprobs:
+            entries, ids = [*piece.prompt_logprobs, *entries], [*turn.prompt_token_ids, *ids]
+        if self._logprobs and entries:
+            logprobs = self._names.completion(entries, ids, lengths[index])
+            lengths[index] += sum(map(len, logprobs["tokens"]))
+        if not (text or logprobs or piece.finish_reason is not None):
+            return None
+        finish = finish_name(piece.finish_reason)
+        if piece.finish_reason is not None and not self._generates:
+            finish = "length"
+        return {
+            "text": text, "index": index, "logprobs": logprobs, "finish_reason": finish,
+            "stop_reason": piece.stop_reason,
+        }  # fmt: skip
+
+
+async def merged(turns: list[AsyncTurn]) -> AsyncIterator[tuple[int, list[Piece]]]:
+    """The pieces of several turns as they come, with the number of the turn."""
+    if len(turns) == 1:
+        async for some in turns[0].batches():
+            yield 0, some
+        return
+    queue: asyncio.Queue[tuple[int, list[Piece] | None]] = asyncio.Queue(maxsize=2 * len(turns))
 
     async def forward(number: int, turn: AsyncTurn) -> None:
-        async for piece in turn.pieces():
-            await queue.put((number, piece))
+        async for pieces in turn.batches():
+            await queue.put((number, pieces))
         await queue.put((number, None))
 
     tasks = [asyncio.create_task(forward(i, turn)) for i, turn in enumerate(turns)]
-    usages = [Usage() for _ in turns]
-    seen: set[int] = set()
-    lengths = [0] * (len(turns) * turns[0].turn.num_answers)
     open_turns = len(turns)
     try:
         while open_turns:
-            number, piece = await queue.get()
-            if piece is None:
+            number, pieces = await queue.get()
+            if pieces is None:
                 open_turns -= 1
-                continue
-            if piece.error is not None:
-                raise piece.error
-            index = number * turns[number].turn.num_answers + piece.index
-            text = piece.text if wish.generates else ""
-            if wish.echo and index not in seen and (piece.token_ids or piece.finish_reason is not None):
-                seen.add(index)
-                text = service.llm.tokenizer.decode(turns[number].turn.prompt_token_ids, skip_special=False) + text
-            logprobs = None
-            entries: list[TokenLogprob | None] = list(piece.logprobs) if wish.generates else []
-            ids = [e.token_id for e in piece.logprobs] if wish.generates else []
-            if wish.echo and piece.prompt_logprobs:
-                entries, ids = [*piece.prompt_logprobs, *entries], [*turns[number].turn.prompt_token_ids, *ids]
-            if wish.logprobs and entries:
-                logprobs = service.text_logprobs(entries, ids, lengths[index])
-                lengths[index] += sum(map(len, logprobs["tokens"]))
-            if text or logprobs or piece.finish_reason is not None:
-                choice = {
-                    "text": text, "index": index, "logprobs": logprobs,
-                    "finish_reason": finish_name(piece.finish_reason),
-                }  # fmt: skip
-                yield head | {"choices": [choice]}
-            if piece.usage is not None:
-                usages[number] = add_usage(usages[number], piece.usage)
+            else:
+                yield number, pieces
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    if wants_usage:
-        yield head | {"choices": [], "usage": usage_json(_sum(usages, wish))}

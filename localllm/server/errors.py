@@ -1,4 +1,7 @@
-"""Errors in the OpenAI shape, whatever fails: all four keys, the right status, nothing of our insides."""
+"""Errors in the shape of the API that was called, whatever fails: the right status, nothing of our insides.
+
+OpenAI's shape has all four keys always; below `/v1/messages` it is Anthropic's.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,23 @@ from starlette.responses import JSONResponse
 
 from localllm.errors import LocalLLMError
 
-RETRY_AFTER_S = "2"
+RETRY_AFTER_S = 2
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
+_PATHS = re.compile(r"(?<![\w:/.<])(?:~?/[\w.@+%-]+){2,}")
 
 
 class ApiError(Exception):
     """An answer that is an error.
 
-    status    HTTP status
-    message   one sentence
-    kind      OpenAI's error.type
-    code      OpenAI's error.code, or None
-    param     dotted path of the field, or None
+    status       HTTP status
+    message      one sentence
+    kind         OpenAI's error.type
+    code         OpenAI's error.code, or None
+    param        dotted path of the field, or None
+    retry_after  seconds, for 429 and 503
     """
 
     def __init__(
@@ -29,9 +38,12 @@ class ApiError(Exception):
         kind: str = "invalid_request_error",
         code: str | None = None,
         param: str | None = None,
+        *,
+        retry_after: int = RETRY_AFTER_S,
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.kind, self.code, self.param = status, message, kind, code, param
+        self.retry_after = retry_after
 
     @property
     def body(self) -> dict[str, Any]:
@@ -42,25 +54,61 @@ class ApiError(Exception):
             }
         }  # fmt: skip
 
+    @property
+    def anthropic_body(self) -> dict[str, Any]:
+        """{"type": "error", "error": {type, message}}"""
+        kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        where = f"{self.param}: " if self.param and not self.message.startswith(self.param) else ""
+        return {"type": "error", "error": {"type": kind, "message": sanitize(where + self.message)}}
+
+
+class ClientLeft(Exception):
+    """Nobody waits for this answer any more."""
+
+
+def gone() -> ApiError:
+    """What is answered to a client that left; nobody reads it."""
+    return ApiError(499, "The client left.", code="client_closed_request")
+
+
+def unsupported(what: str, param: str) -> ApiError:
+    """A feature this version or model does not have, refused by name."""
+    return ApiError(400, what, "not_supported_error", "unsupported_feature", param)
+
 
 def from_error(error: LocalLLMError) -> ApiError:
-    """One of our errors as an API error: its message, and its hint where that helps a client."""
+    """One of our errors as an API error."""
     message = error.message if error.message.endswith(".") else f"{error.message}."
     return ApiError(error.status, message, error.kind, error.api_code, error.param)
 
 
-def respond(error: ApiError) -> JSONResponse:
+def bug() -> ApiError:
+    """What a client learns of a fault of ours."""
+    return ApiError(500, "The server failed on this request; see its log.", "server_error", "internal_error")
+
+
+def error_body(error: ApiError, path: str) -> dict[str, Any]:
+    """The body in the shape of the API that `path` belongs to."""
+    return error.anthropic_body if is_anthropic(path) else error.body
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether a path belongs to Anthropic's API."""
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
+
+
+def respond(error: ApiError, path: str) -> JSONResponse:
     """The error as a response, with the headers its status asks for."""
     headers: dict[str, str] = {}
     if error.status in (429, 503):
-        headers["Retry-After"] = RETRY_AFTER_S
+        headers |= {"Retry-After": str(error.retry_after), "retry-after-ms": str(1000 * error.retry_after)}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(error.body, error.status, headers)
+    return JSONResponse(error_body(error, path), error.status, headers)
 
 
 def sanitize(message: str) -> str:
     """Without memory addresses, absolute paths and control characters (ERR-01)."""
     message = re.sub(r"0x[0-9a-fA-F]{4,}", "0x…", message)
-    message = re.sub(r"(?<![\w:/.])(?:/[\w.@+-]+){2,}", "…", message)
+    message = _PATHS.sub("…", message)
     return "".join(c if c.isprintable() or c == "\n" else "�" for c in message)

@@ -1,26 +1,36 @@
-"""What every request passes before a route sees it: host, origin, key, body size. Plain ASGI, streams unbuffered.
+"""What every request passes before a route sees it: host, origin, key, sizes. Plain ASGI, streams unbuffered.
 
-Decisions look at `scope`, never at a URL rebuilt from headers (SEC-02 to SEC-05, LIM-09).
+Decisions look at `scope`, never at a URL rebuilt from headers (SEC-02 to SEC-05, SEC-09, LIM-09). What takes time,
+slow headers and bodies, is cut in `protocol.py`.
 """
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ApiError, respond
+from .exchange import note_error
 
 PREFLIGHT = {
-    "Access-Control-Allow-Methods": "GET, POST",
-    "Access-Control-Allow-Headers": "authorization, content-type",
+    "Access-Control-Allow-Methods": "GET, POST, DELETE",
+    "Access-Control-Allow-Headers": "authorization, content-type, x-api-key, anthropic-version, x-request-id",
     "Access-Control-Max-Age": "600",
 }
 OPEN_PATHS = {"/health", "/ping"}
 LOCAL_SUFFIXES = (".localhost", ".local", ".internal")
+MAX_HEADERS = 100
+MAX_HEADER_BYTES = 32 << 10
+"""all header lines together"""
+MAX_TARGET_BYTES = 8 << 10
+"""path and query"""
+
+Headers = list[tuple[bytes, bytes]]
 
 
 def host_is_local(host: str) -> bool:
@@ -37,7 +47,7 @@ def host_is_local(host: str) -> bool:
         return False
 
 
-def _one(headers: list[tuple[bytes, bytes]], wanted: bytes) -> str | None:
+def _one(headers: Headers, wanted: bytes) -> str | None:
     return next((value.decode("latin-1") for name, value in headers if name == wanted), None)
 
 
@@ -56,26 +66,28 @@ def _with_origin(send: Send, origin: str) -> Send:
 class Gate:
     """Refuses what may not enter.
 
-    loopback    bound to a loopback address: only local Host headers pass
-    api_key     bytes, or None for no key
+    loopback    reachable from this machine only: only local Host headers pass
+    api_keys    bytes each; none for no key
     origins     browser origins that may call; none by default
     max_body    bytes
     """
 
     def __init__(
-        self, app: ASGIApp, loopback: bool, api_key: bytes | None, origins: tuple[str, ...], max_body: int
+        self, app: ASGIApp, loopback: bool, api_keys: Sequence[bytes], origins: tuple[str, ...], max_body: int
     ) -> None:
-        self.app, self.loopback, self.api_key, self.origins, self.max_body = app, loopback, api_key, origins, max_body
+        self.app, self.loopback, self.origins, self.max_body = app, loopback, origins, max_body
+        self.api_keys = tuple(api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers: list[tuple[bytes, bytes]] = scope["headers"]
-        error = self._refusal(scope["path"], scope["method"], headers)
+        headers: Headers = scope["headers"]
+        error = self._malformed(scope, headers) or self._refusal(scope["path"], scope["method"], headers)
         if error is not None:
-            await respond(error)(scope, receive, send)
+            note_error(scope, error.code)
+            await respond(error, scope["path"])(scope, receive, send)
             return
         origin = _one(headers, b"origin")
         if origin is not None:
@@ -90,12 +102,33 @@ class Gate:
             message = await receive()
             seen += len(message.get("body", b""))
             if seen > self.max_body:
-                raise ApiError(413, f"The body is larger than {self.max_body} bytes.", code="content_too_large")
+                raise self._too_large()
             return message
 
         await self.app(scope, limited, send)
 
-    def _refusal(self, path: str, method: str, headers: list[tuple[bytes, bytes]]) -> ApiError | None:
+    def _malformed(self, scope: Scope, headers: Headers) -> ApiError | None:
+        """What HTTP itself forbids, and sizes that no client needs."""
+        if len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"") > MAX_TARGET_BYTES:
+            return ApiError(414, f"The address is longer than {MAX_TARGET_BYTES} bytes.", code="uri_too_long")
+        if len(headers) > MAX_HEADERS or sum(len(n) + len(v) for n, v in headers) > MAX_HEADER_BYTES:
+            return ApiError(
+                431, f"The headers are more than {MAX_HEADERS}, or larger than {MAX_HEADER_BYTES} bytes.",
+                code="headers_too_large",
+            )  # fmt: skip
+        if not scope["path"].startswith("/"):
+            return ApiError(400, "The address does not begin with a slash.")
+        lengths = [value for name, value in headers if name == b"content-length"]
+        chunked = any(name == b"transfer-encoding" for name, _ in headers)
+        if len(set(lengths)) > 1 or (lengths and chunked):
+            return ApiError(400, "The length of the body is stated in two ways.")
+        if lengths and not (lengths[0].isdigit() and len(lengths[0]) < 20):
+            return ApiError(400, "Content-Length is not a number.")
+        if lengths and int(lengths[0]) > self.max_body:
+            return self._too_large()
+        return None
+
+    def _refusal(self, path: str, method: str, headers: Headers) -> ApiError | None:
         hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
         if len(hosts) != 1:
             return ApiError(400, f"{len(hosts)} Host headers, there must be one.")
@@ -105,20 +138,31 @@ class Gate:
         if origin is not None and origin not in self.origins:
             return ApiError(403, "This origin is not allowed.", "permission_error", "origin_not_allowed")
         preflight = origin is not None and method == "OPTIONS"  # browsers send these without the key
-        if self.api_key is not None and path not in OPEN_PATHS and not preflight and not self._has_key(headers):
+        if self.api_keys and path not in OPEN_PATHS and not preflight and not self._has_key(headers):
             return ApiError(401, "The API key is missing or wrong.", "authentication_error", "invalid_api_key")
-        length = next((value for name, value in headers if name == b"content-length"), b"0")
-        if not length.isdigit():
-            return ApiError(400, "Content-Length is not a number.")
-        if int(length) > self.max_body:
-            return ApiError(413, f"The body is larger than {self.max_body} bytes.", code="content_too_large")
-        if any(name == b"content-encoding" and value != b"identity" for name, value in headers):
+        if any(name == b"content-encoding" and value.lower() != b"identity" for name, value in headers):
             return ApiError(415, "Encoded bodies are not accepted.", code="unsupported_media_type")
         return None
 
-    def _has_key(self, headers: list[tuple[bytes, bytes]]) -> bool:
-        given = [value for name, value in headers if name == b"authorization"]
-        if len(given) != 1 or self.api_key is None:
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"The body is larger than {self.max_body} bytes.", code="content_too_large")
+
+    def _has_key(self, headers: Headers) -> bool:
+        """Whether exactly one key came, as `Authorization: Bearer` or as `x-api-key`, and it is one of ours."""
+        given: list[bytes] = []
+        for name, value in headers:
+            if name == b"authorization":
+                scheme, _, key = value.partition(b" ")
+                given.append(key.strip() if scheme.lower() == b"bearer" else b"")
+            elif name == b"x-api-key":
+                given.append(value)
+        if not given or len(set(given)) != 1 or (len(given) > 1 and not _both_kinds(headers)):
             return False
-        scheme, _, key = given[0].partition(b" ")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self.api_key)
+        matches = [hmac.compare_digest(given[0], key) for key in self.api_keys]  # all of them: no early way out
+        return any(matches)
+
+
+def _both_kinds(headers: Headers) -> bool:
+    """One header of each kind: the anthropic SDK sends both when both are configured."""
+    names = [name for name, _ in headers if name in (b"authorization", b"x-api-key")]
+    return sorted(names) == [b"authorization", b"x-api-key"]

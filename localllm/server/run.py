@@ -1,26 +1,38 @@
-"""`serve`: bind, load, run uvicorn until a signal; a second signal drops what is still running."""
+"""`serve`: bind, answer at once (503 while the models load), run until a signal, drain; a second signal ends it now."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import logging
+import os
+import resource
 import signal
 import socket
-from collections.abc import Callable
+import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
-from localllm.errors import ConfigError, DeviceError, ServerError
-from localllm.llm import LLM
+from localllm.errors import Aborted, ConfigError, DeviceError, ServerError
+from localllm.residents import Residents
 
 from .app import AppOptions, create_app
-from .service import Service
+from .service import Service, ServiceOptions
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 30
+DRAIN_S = 25.0
+"""for answers to end by themselves; then they are cut, and end regularly"""
+CUT_S = 3.0
+"""for connections that are left then"""
 HEADER_BYTES = 32 << 10
+KEEP_ALIVE_S = 60
+BACKLOG = 512
+FILES = 65536
+"""open files wanted: every connection is one"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +41,51 @@ class ServeOptions:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = None
+    unix: Path | None = None
+    """a socket file instead of host and port"""
+    api_keys: tuple[str, ...] = ()
+    token: str = ""
+    """lets the owner of this process in: `localllm ps` and `stop`"""
     origins: tuple[str, ...] = ()
     insecure: bool = False
     """allow a non-loopback address without a key"""
+    preload: tuple[str, ...] = ()
+    """models to load before requests are taken"""
+    log_format: str = "text"
+    drain_s: float = DRAIN_S
+    service: ServiceOptions = ServiceOptions()
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only browsers and programs of this machine can reach it, by a local name."""
+        return self.unix is None and is_loopback(self.host)
+
+
+class Hooks(Protocol):
+    """What the command does at the turns of a server's life, in its event loop."""
+
+    def listening(self, url: str) -> None:
+        """The address answers; requests get 503 until `ready`"""
+        ...
+
+    def ready(self, url: str, service: Service) -> None:
+        """Requests are taken"""
+        ...
+
+    def tick(self) -> None:
+        """A tenth of a second passed"""
+        ...
+
+    def draining(self, running: int, again: bool) -> None:
+        """A signal came; `again`: a second one, the process ends at once"""
+        ...
 
 
 def bind(options: ServeOptions) -> socket.socket:
     """A listening socket, before anything slow happens. Raises ConfigError or ServerError (port busy)."""
-    loopback = is_loopback(options.host)
-    if not loopback and not options.api_key and not options.insecure:
+    if options.unix is not None:
+        return _bind_unix(options.unix)
+    if not is_loopback(options.host) and not options.api_keys and not options.insecure:
         raise ConfigError(
             f"{options.host} can be reached from the network, and no API key is set",
             "add --api-key-file FILE, or --insecure if you mean it",
@@ -48,13 +95,39 @@ def bind(options: ServeOptions) -> socket.socket:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((options.host, options.port))
-        sock.listen(512)
+        sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
         raise ServerError(
             f"cannot listen on {options.host} port {options.port}: {error.strerror or error}",
             f"add --port {options.port + 1}",
         ) from error
+    return sock
+
+
+def _bind_unix(path: Path) -> socket.socket:
+    """A socket file that only its owner may use; one that a dead server left is replaced."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                if probe.connect_ex(str(path)) == 0:
+                    raise ServerError(f"another server listens on {path}", "choose another --unix PATH")
+            path.unlink()
+        old = os.umask(0o177)
+        try:
+            sock.bind(str(path))
+        finally:
+            os.umask(old)
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise ServerError(
+            f"cannot listen on {path}: {error.strerror or error}", "choose another --unix PATH"
+        ) from error
+    except ServerError:
+        sock.close()
+        raise
     return sock
 
 
@@ -68,81 +141,154 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def serve(
-    load: Callable[[], tuple[LLM, tuple[str, ...]]],
-    options: ServeOptions,
-    on_ready: Callable[[str, Service], None],
-) -> None:
-    """Bind, load, answer until SIGINT or SIGTERM.
+def serve(residents: Residents, options: ServeOptions, hooks: Hooks) -> None:
+    """Listen until SIGINT, SIGTERM or SIGHUP. Closes `residents`.
 
-    load      gives the model and the ids it answers to; called after the port is ours
-    on_ready  called with the base URL when requests are taken
+    Raises ConfigError, ServerError, what loading a preloaded model failed with, or DeviceError when an engine died for
+    good.
     """
-    sock = bind(options)
     try:
-        llm, names = load()
+        sock = bind(options)
         try:
-            asyncio.run(_run(sock, Service(llm, names), options, on_ready))
+            _more_files()
+            asyncio.run(_run(sock, residents, options, hooks))
         finally:
-            llm.close()
+            sock.close()
+            if options.unix is not None:
+                with contextlib.suppress(OSError):
+                    options.unix.unlink()
     finally:
-        sock.close()
+        residents.close()
 
 
-async def _run(
-    sock: socket.socket, service: Service, options: ServeOptions, on_ready: Callable[[str, Service], None]
-) -> None:
+def _more_files() -> None:
+    """As many open files as the system allows: the usual 1,024 would be the limit of connections."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
+    if soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+async def _run(sock: socket.socket, residents: Residents, options: ServeOptions, hooks: Hooks) -> None:
+    service = Service(residents, options.service)
+    service.is_loading = bool(options.preload)
+    app_options = AppOptions(
+        options.is_local, options.api_keys, options.origins, log_format=options.log_format, token=options.token
+    )
+    server = make_server(service, app_options)
+    url = _url(sock)
+    running = asyncio.ensure_future(server.serve(sockets=[sock]))
+    try:
+        with _signals(service, server, options.drain_s, hooks):
+            hooks.listening(url)
+            loading = asyncio.ensure_future(_preload(service, options.preload))
+            watch = asyncio.ensure_future(_watch(service, server, hooks))
+            loading.add_done_callback(lambda task: _loaded(task, service, server, hooks, url))
+            try:
+                await running
+            finally:
+                watch.cancel()
+                loading.cancel()
+        error = loading.exception() if loading.done() and not loading.cancelled() else None
+        if error is not None and not (service.is_draining and isinstance(error, Aborted | DeviceError)):
+            raise error
+        if broken := residents.broken:
+            raise DeviceError(f"{broken} while serving", "restart the server; its log holds the cause")
+    finally:
+        service.close()
+
+
+def make_server(service: Service, options: AppOptions) -> Any:
+    """uvicorn's server over our application, our connection class and our signals."""
     import uvicorn
 
-    loopback = is_loopback(options.host)
-    app = create_app(service, AppOptions(loopback, options.api_key, options.origins))
+    from .protocol import Connection
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    Connection.max_connections = min(Connection.max_connections, max(64, soft - 200))
     config = uvicorn.Config(
-        app, http="h11", h11_max_incomplete_event_size=HEADER_BYTES, log_config=None, access_log=False, lifespan="off",
-        timeout_graceful_shutdown=DRAIN_S, server_header=False, date_header=True,
+        create_app(service, options), http=Connection, ws="none", h11_max_incomplete_event_size=HEADER_BYTES,
+        log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=round(CUT_S), server_header=False,
+        date_header=True, timeout_keep_alive=KEEP_ALIVE_S, backlog=BACKLOG,
     )  # fmt: skip
-    server = _server_class()(config)
-    loop = asyncio.get_running_loop()
-    host, port = sock.getsockname()[:2]
 
-    def stop() -> None:
-        if service.is_draining:
-            server.force_exit = True
-        service.is_draining = True
+    class Server(uvicorn.Server):
+        """uvicorn's server, with the signals left to us: it would raise them again after draining."""
+
+        def capture_signals(self) -> Any:
+            """Ours are installed by `_signals`."""
+            return contextlib.nullcontext()
+
+    return Server(config)
+
+
+def _url(sock: socket.socket) -> str:
+    name = sock.getsockname()
+    if isinstance(name, str):
+        return f"unix:{name}"
+    host, port = name[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+async def _preload(service: Service, names: tuple[str, ...]) -> None:
+    for name in names:
+        offer = await service.find(name)
+        (await service.lease(offer)).release()
+    service.is_loading = False
+
+
+def _loaded(task: asyncio.Task[None], service: Service, server: Any, hooks: Hooks, url: str) -> None:
+    if task.cancelled():
+        return
+    if task.exception() is not None:
         server.should_exit = True
+    elif not service.is_draining:
+        hooks.ready(url, service)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop)
-    shown = f"[{host}]" if ":" in host else host
-    on_ready(f"http://{shown}:{port}", service)
-    watch = asyncio.ensure_future(_watch(service, server))
+
+@contextlib.contextmanager
+def _signals(service: Service, server: Any, drain_s: float, hooks: Hooks) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    draining: list[asyncio.Task[None]] = []
+
+    def stop(number: int) -> None:
+        if draining:
+            hooks.draining(service.num_reserved, True)
+            os._exit(128 + number)  # a step in flight, a load or a download may take long: nothing is worth waiting for
+        draining.append(asyncio.ensure_future(_drain(service, server, drain_s)))
+        hooks.draining(service.num_reserved, False)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for number in numbers:
+        loop.add_signal_handler(number, stop, number)
     try:
-        await server.serve(sockets=[sock])
+        yield
     finally:
-        watch.cancel()
-    if service.llm.engine.is_dead:
-        raise DeviceError("the engine stopped while serving", "restart the server; its log holds the cause")
+        for number in numbers:
+            loop.remove_signal_handler(number)
 
 
-async def _watch(service: Service, server: Any) -> None:
-    """End the server, once its answers are out, when the engine is dead."""
-    while not service.llm.engine.is_dead:
-        await asyncio.sleep(0.5)
+async def _drain(service: Service, server: Any, drain_s: float) -> None:
+    """Refuse what is new with 503, let what runs end, cut what does not."""
+    service.is_draining = True
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + drain_s
+    while service.num_reserved and loop.time() < deadline:
+        await asyncio.sleep(0.05)
+    if service.num_reserved:
+        service.cut_all()
+        deadline = loop.time() + CUT_S
+        while service.num_turns and loop.time() < deadline:
+            await asyncio.sleep(0.05)
     server.should_exit = True
 
 
-def _server_class() -> Any:
-    import uvicorn
-
-    class Server(uvicorn.Server):
-        """uvicorn's server, with the signals left to us: it would re-raise them after draining."""
-
-        def install_signal_handlers(self) -> None:
-            """Ours are installed in `_run`."""
-
-        def capture_signals(self) -> Any:
-            """The same, by its newer name."""
-            import contextlib
-
-            return contextlib.nullcontext()
-
-    return Server
+async def _watch(service: Service, server: Any, hooks: Hooks) -> None:
+    """Tell the command that time passes; end the server, once its answers are out, when an engine is dead for good."""
+    while True:
+        hooks.tick()
+        if service.residents.broken and not server.should_exit:
+            log.error("%s: the server ends", service.residents.broken)
+            server.should_exit = True
+        await asyncio.sleep(0.1)

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import json
+import time
 from dataclasses import replace
 from typing import Any
 
 from localllm.request import Message, SamplingParams
 
-from .errors import ApiError
-from .schemas import ChatMessage, ChatRequest, CompletionRequest
+from .errors import ApiError, unsupported
+from .schemas import ChatMessage, ChatRequest, CompletionRequest, Sampled
 
 RESERVED_KWARGS = {
     "messages", "tools", "chat_template", "tokenize", "add_generation_prompt", "bos_token", "eos_token", "documents",
-    "return_dict", "return_tensors", "padding", "truncation", "max_length", "conversation",
+    "return_dict", "return_tensors", "padding", "truncation", "max_length", "conversation", "continue_final_message",
+    "return_assistant_tokens_mask", "tokenizer_kwargs",
 }  # fmt: skip
+MAX_KWARGS_BYTES = 64 << 10
 DEFAULT_COMPLETION_TOKENS = 16
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "truncate_prompt_tokens": (),
+    "prompt_logprobs": (),
+    "thinking_token_budget": (),
+    "use_beam_search": (False,),
+    "skip_special_tokens": (True,),
+    "documents": ([],),
+    "web_search_options": (),
+    "audio": (),
+}
+"""fields that would change what comes out and that this version does not have -> values that ask for nothing"""
 
 
 def sampling_params(body: ChatRequest | CompletionRequest, defaults: SamplingParams) -> SamplingParams:
@@ -35,13 +53,59 @@ def sampling_params(body: ChatRequest | CompletionRequest, defaults: SamplingPar
         given["logit_bias"] = _biases(body.logit_bias)
     if body.include_stop_str_in_output:
         given["include_stop"] = True
+    given |= _chat_fields(body) if isinstance(body, ChatRequest) else _completion_fields(body)
+    return replace(defaults, **given)
+
+
+def check_fields(body: Sampled) -> None:
+    """Raise ApiError for what can be refused before a model is looked for: before a place is taken."""
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream: true.", param="stream_options")
+    for name, neutral in NEUTRAL.items():
+        value = (body.model_extra or {}).get(name)
+        if value is not None and not any(value == one and type(value) is type(one) for one in neutral):
+            raise unsupported(f"{name} is not supported.", name)
+    refuse_constraints(body)
     if isinstance(body, ChatRequest):
-        given |= _chat_fields(body)
-    else:
-        given |= _completion_fields(body)
-    return replace(defaults, **given)
+        if body.modalities is not None and body.modalities != ["text"]:
+            raise ApiError(400, "Only the modality text is supported.", param="modalities")
+        if body.top_logprobs is not None and not body.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs: true.", param="top_logprobs")
+        if body.continue_final_message and body.add_generation_prompt:
+            raise ApiError(
+                400, "continue_final_message and add_generation_prompt exclude each other.",
+                param="continue_final_message",
+            )  # fmt: skip
+        if body.continue_final_message and body.messages[-1].role != "assistant":
+            raise ApiError(400, "continue_final_message needs an assistant's message at the end.", param="messages")
+        if body.add_generation_prompt is False and not body.continue_final_message:
+            raise unsupported(
+                "add_generation_prompt: false needs continue_final_message: true.", "add_generation_prompt"
+            )
+        template_kwargs(body)
+    elif isinstance(body, CompletionRequest):
+        _completion_fields(body)
+
+
+def refuse_constraints(body: Sampled) -> None:
+    """Refuse by name what would bind the output: a constraint is never ignored."""
+    if body.tools or body.tool_choice not in (None, "none", "auto"):
+        raise unsupported("Tools are not supported by this version.", "tools" if body.tools else "tool_choice")
+    if body.functions or body.function_call not in (None, "none", "auto"):
+        raise unsupported("Functions are not supported by this version.", "functions")
+    if body.response_format is not None and body.response_format.get("type") != "text":
+        raise unsupported("Only response_format text is supported by this version.", "response_format")
+    for name in (
+        "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_json_object",
+        "json_schema", "grammar",
+    ):  # fmt: skip
+        if getattr(body, name) is not None:
+            raise unsupported(f"{name} is not supported by this version.", name)
+
+
+def deadline_of(body: Sampled) -> float | None:
+    """The deadline on the monotonic clock."""
+    return None if body.deadline_ms is None else time.monotonic() + body.deadline_ms / 1000
 
 
 def _biases(biases: dict[str, float]) -> dict[int, float]:
@@ -52,19 +116,6 @@ def _biases(biases: dict[str, float]) -> dict[int, float]:
 
 
 def _chat_fields(body: ChatRequest) -> dict[str, Any]:
-    if body.tools or body.tool_choice not in (None, "none", "auto"):
-        raise ApiError(
-            400, "Tools are not supported by this version.", "not_supported_error", "unsupported_feature", "tools"
-        )
-    if body.response_format is not None and body.response_format.get("type") != "text":
-        raise ApiError(
-            400, "Only response_format text is supported by this version.", "not_supported_error",
-            "unsupported_feature", "response_format",
-        )  # fmt: skip
-    if body.modalities is not None and body.modalities != ["text"]:
-        raise ApiError(400, "Only the modality text is supported.", param="modalities")
-    if body.top_logprobs is not None and not body.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs: true.", param="top_logprobs")
     return {
         "max_tokens": body.max_completion_tokens or body.max_tokens,
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
@@ -73,7 +124,7 @@ def _chat_fields(body: ChatRequest) -> dict[str, Any]:
 
 def _completion_fields(body: CompletionRequest) -> dict[str, Any]:
     if body.suffix:
-        raise ApiError(400, "suffix is not supported.", "not_supported_error", "unsupported_feature", "suffix")
+        raise unsupported("suffix is not supported: no model here fills in the middle.", "suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise ApiError(400, "best_of other than n is not supported.", param="best_of")
     limit = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
@@ -111,9 +162,11 @@ def _message(message: ChatMessage, where: str) -> Message:
             400, "tool_call_id is missing.", code="missing_required_parameter", param=f"{where}.tool_call_id"
         )
     out = Message(role="system" if message.role == "developer" else message.role, content=content or "")
-    for name in ("name", "tool_calls", "tool_call_id", "reasoning_content"):
+    for name in ("name", "tool_calls", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
             out[name] = value  # type: ignore[literal-required]
+    if (reasoning := message.reasoning_content or message.reasoning) is not None:
+        out["reasoning_content"] = reasoning
     return out
 
 
@@ -122,7 +175,12 @@ def template_kwargs(body: ChatRequest) -> dict[str, Any]:
     kwargs = dict(body.chat_template_kwargs or {})
     if bad := RESERVED_KWARGS & set(kwargs):
         raise ApiError(400, f"{sorted(bad)[0]!r} may not be set here.", param="chat_template_kwargs")
-    if getattr(body, "chat_template", None) is not None:
+    if kwargs and len(json.dumps(kwargs)) > MAX_KWARGS_BYTES:
+        raise ApiError(
+            400, f"chat_template_kwargs are larger than {MAX_KWARGS_BYTES} bytes.",
+            code="string_above_max_length", param="chat_template_kwargs",
+        )  # fmt: skip
+    if (body.model_extra or {}).get("chat_template") is not None:
         raise ApiError(400, "A chat template may not come with a request.", param="chat_template")
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)

@@ -1,4 +1,4 @@
-"""What the routes accept, as pydantic models; unknown fields are accepted, wrong values are not.
+"""What the OpenAI routes accept, as pydantic models; unknown fields are accepted, wrong values are not.
 
 Numbers are strict (no "1", no true) and finite. What a field means to the engine is decided in `sampling.py`.
 """
@@ -11,44 +11,77 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 128
-
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 MAX_PARTS = 1024
 MAX_IDS = 1024
+MAX_NAME = 512
+"""characters of ids, users and the like"""
+
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Name = Annotated[StrictStr, Field(max_length=MAX_NAME)]
+MetadataKey = Annotated[StrictStr, Field(max_length=64)]
+MetadataValue = Annotated[StrictStr, Field(max_length=512)]
+Metadata = Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)]
 
 # a list stops at its first bad element: one error each would be hundreds of megabytes for a body of one
 Stop = StrictStr | Annotated[list[StrictStr], Field(fail_fast=True, max_length=64)] | None
+CacheSalt = Annotated[StrictStr, Field(max_length=128, pattern=r"^[^@/\\\x00]*$")]
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
+    """A request: fields it does not know are kept, so that they can be refused where they would be a constraint."""
+
     model_config = ConfigDict(extra="allow")
 
 
-class ContentPart(_Body):
+class ContentPart(Body):
     """A piece of a message; only text runs here."""
 
     type: StrictStr
     text: StrictStr | None = None
 
 
-class ChatMessage(_Body):
+class ChatMessage(Body):
     """One message."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: StrictStr | Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
-    name: StrictStr | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: StrictStr | None = None
+    name: Name | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
+    tool_call_id: Name | None = None
     reasoning_content: StrictStr | None = None
+    reasoning: StrictStr | None = None
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """How a stream is shaped."""
 
     include_usage: StrictBool | None = None
+    continuous_usage_stats: StrictBool | None = None
+    include_obfuscation: StrictBool | None = None
 
 
-class _Sampled(_Body):
+class Constraints(Body):
+    """Fields that bind what may be generated: all of them are checked in one place, and none is ever ignored."""
+
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: StrictBool | None = None
+    functions: Any = None
+    function_call: Any = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_json_object: Any = None
+    guided_decoding_backend: Any = None
+    guided_whitespace_pattern: Any = None
+    json_schema: Any = None
+    grammar: Any = None
+
+
+class Sampled(Constraints):
     """Fields that chat and completions share."""
 
     model: StrictStr | None = None
@@ -56,47 +89,60 @@ class _Sampled(_Body):
     stream_options: StreamOptions | None = None
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[StrictInt, Field(ge=-1)] | None = None
+    top_k: Annotated[StrictInt, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     typical_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     repetition_penalty: Annotated[Number, Field(gt=0, le=100)] | None = None
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[StrictStr, Number] | None = None
+    logit_bias: dict[StrictStr, Annotated[Number, Field(ge=-100, le=100)]] | None = None
     seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Annotated[StrictInt, Field(ge=1, le=128)] | None = None
     stop: Stop = None
     stop_token_ids: Annotated[list[StrictInt], Field(fail_fast=True, max_length=MAX_IDS)] | None = None
-    min_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
+    min_tokens: Annotated[StrictInt, Field(ge=0, lt=2**31)] | None = None
     ignore_eos: StrictBool | None = None
     include_stop_str_in_output: StrictBool | None = None
-    cache_salt: Annotated[StrictStr, Field(max_length=128, pattern=r"^[^@/\\\x00]*$")] | None = None
+    return_token_ids: StrictBool | None = None
+    return_tokens_as_token_ids: StrictBool | None = None
+    timings_per_token: StrictBool | None = None
+    cache_salt: CacheSalt | None = None
     request_id: Annotated[StrictStr, Field(max_length=128)] | None = None
-    user: StrictStr | None = None
+    user: Name | None = None
+    priority: Annotated[StrictInt, Field(ge=-1000, le=1000)] | None = None
+    """lower is earlier, as in vLLM"""
+    deadline_ms: Annotated[StrictInt, Field(ge=1, le=86_400_000)] | None = None
+    """best effort: not begun by then it is refused, running it ends with what it has"""
 
 
-class ChatRequest(_Sampled):
+class ChatRequest(Sampled):
     """POST /v1/chat/completions"""
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
-    max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
+    max_tokens: Annotated[StrictInt, Field(ge=1, lt=2**31)] | None = None
+    max_completion_tokens: Annotated[StrictInt, Field(ge=1, lt=2**31)] | None = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
-    response_format: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: StrictStr | None = None
+    add_generation_prompt: StrictBool | None = None
+    continue_final_message: StrictBool | None = None
+    include_reasoning: StrictBool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     modalities: list[StrictStr] | None = None
+    metadata: Metadata | None = None
+    store: StrictBool | None = None
+    safety_identifier: Annotated[StrictStr, Field(max_length=64)] | None = None
+    prompt_cache_key: Name | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class CompletionRequest(_Sampled):
+class CompletionRequest(Sampled):
     """POST /v1/completions"""
 
     prompt: Any
     """str | [str] | [int] | [[int]], checked by hand in `completion_route`"""
-    max_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
+    max_tokens: Annotated[StrictInt, Field(ge=0, lt=2**31)] | None = None
     logprobs: Annotated[StrictInt, Field(ge=0, le=5)] | None = None
     echo: StrictBool | None = None
     best_of: Annotated[StrictInt, Field(ge=1, le=20)] | None = None

@@ -1,186 +1,270 @@
-"""One loaded model behind the routes: ids, turns as async streams, the JSON shapes of log-probabilities and usage."""
+"""What the routes share: the models behind them, who may be answered next, and the way from a request to a turn.
+
+The order is the same for every API: find the model (404), see that requests are taken (503), reserve a place (429),
+wait for the model to be loaded, make token ids off the event loop, wait for its turn, hand it to the engine.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from localllm.answer import Answer, Completion, Piece, Turn
+from localllm.errors import LocalLLMError
 from localllm.llm import LLM
-from localllm.request import FinishReason, TokenLogprob, Usage
+from localllm.residents import Lease, Offer, Residents, State
 
-from .errors import ApiError
+from .admission import Admission, Ticket
+from .errors import ApiError, from_error
+from .exchange import Exchange, exchange_of
+from .metrics import Metrics
+from .responses_store import ResponseStore
+from .turns import AsyncTurn, Mailbox
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+STALL_S = 12.0
+"""a step older than this, and than three of the longest so far, means that nothing is being answered"""
+TEXT_THREADS = 4
+"""threads that render and tokenise"""
+INLINE_CHARS = 2000
+"""shorter texts are tokenised in the event loop: a thread would cost more (0.1 ms) than they do"""
 
 
-STALL_S = 15.0
-"""a step older than this means that nothing is being answered"""
+@dataclass(frozen=True, slots=True)
+class ServiceOptions:
+    """How many requests are taken."""
+
+    parallel: int = 4
+    """sequences a model answers side by side"""
+    max_queue: int = 256
+    """requests that may wait, per model"""
+    default_model: str = ""
+    """the id meant by a request that names none; "" for the first offered"""
+
+
+@dataclass(slots=True)
+class Place:
+    """A request's place with a model: reserved, and later loaded."""
+
+    offer: Offer
+    ticket: Ticket
+    asked: Exchange
+    lease: Lease | None = None
+    turns: list[AsyncTurn] = field(default_factory=list)
+    """those it was reserved for, once they are with the engine"""
+
+    @property
+    def llm(self) -> LLM:
+        """The loaded model."""
+        assert self.lease is not None
+        return self.lease.llm
+
+    def release(self) -> None:
+        """Give both back; twice does nothing."""
+        self.ticket.release()
+        if self.lease is not None:
+            self.lease.release()
+
+
+@dataclass(slots=True)
+class Wish:
+    """What a turn is started with, beside its prompt."""
+
+    splits_reasoning: bool = False
+    cache_salt: str = ""
+    more: dict[str, Any] = field(default_factory=dict)
+    """further arguments of `LLM.submit`"""
 
 
 class Service:
-    """The model the server answers for.
+    """The models and the order of their requests. Used from one event loop."""
 
-    llm     loaded
-    names   the ids a client may use; the first is the one we state
-    """
-
-    def __init__(self, llm: LLM, names: tuple[str, ...]) -> None:
-        self.llm = llm
-        self.names = names
+    def __init__(self, residents: Residents, options: ServiceOptions | None = None) -> None:
+        self.residents = residents
+        self.options = options or ServiceOptions()
         self.created = int(time.time())
+        self.metrics = Metrics(self)
+        self.responses = ResponseStore()
         self.is_draining = False
+        self.is_loading = False
+        """the models that were named at the start are not there yet"""
+        self._admissions: dict[str, Admission] = {}
+        self._turns: set[AsyncTurn] = set()
+        self._mailbox: Mailbox | None = None
+        self._text = ThreadPoolExecutor(TEXT_THREADS, "text")
 
-    def check_model(self, asked: str | None) -> str:
-        """The id to state in the answer. Raises 404 for another model's."""
-        if asked is None or asked in self.names:
-            return self.names[0]
-        raise ApiError(
-            404,
-            f"The model {asked[:100]!r} is not served here; {self.names[0]!r} is.",
-            code="model_not_found",
-            param="model",
-        )
+    def close(self) -> None:
+        """End the threads; the models are their owner's."""
+        self._text.shutdown(wait=False, cancel_futures=True)
+
+    # --- models ------------------------------------------------------------------------------------------------------
+
+    async def offers(self) -> tuple[Offer, ...]:
+        """Every model that may be asked for."""
+        return await asyncio.get_running_loop().run_in_executor(self._text, self.residents.offers)
+
+    async def find(self, asked: str | None) -> Offer:
+        """The model a request means. Raises ApiError 404."""
+        name = asked if asked is not None else self.options.default_model
+        known = self.residents.known(name) if name else None
+        if known is not None:
+            return known
+        if not name:
+            offers = await self.offers()
+            if not offers:
+                raise ApiError(404, "No model is on this machine.", code="model_not_found", param="model")
+            return offers[0]
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._text, self.residents.find, name)
+        except LocalLLMError as error:
+            raise from_error(error) from None
+
+    # --- readiness ---------------------------------------------------------------------------------------------------
 
     def check_ready(self) -> None:
-        """Raise 503 when nothing new is taken."""
+        """Raise ApiError 503 when nothing new is taken."""
         if self.is_draining:
-            raise ApiError(503, "The server is shutting down.", "unavailable_error", "shutting_down")
-        if self.llm.engine.step_age_s > STALL_S:
-            raise ApiError(503, "The engine is stuck in a step.", "unavailable_error", "engine_stalled")
-        if self.llm.engine.is_dead:
-            raise ApiError(503, "The engine stopped; restart the server.", "server_error", "engine_dead")
+            raise ApiError(503, "The server is shutting down.", "unavailable_error", "shutting_down", retry_after=5)
+        if self.is_loading:
+            raise ApiError(503, "The model is being loaded.", "unavailable_error", "model_loading")
+        if broken := self.residents.broken:
+            raise ApiError(503, f"{broken}; restart the server.", "server_error", "engine_dead")
+        for row in self.residents.loaded():
+            if row.llm is None or row.state is not State.READY:
+                continue
+            if row.llm.is_stalled(STALL_S):
+                raise ApiError(
+                    503, f"The engine of {row.name} is stuck in a step.", "unavailable_error", "engine_stalled"
+                )
+            if row.llm.is_dead:
+                raise ApiError(503, f"The engine of {row.name} is being restarted.", "server_error", "engine_dead")
 
-    def submit(self, start: Callable[[Callable[[Piece], None]], Turn]) -> AsyncTurn:
-        """Start a turn whose pieces arrive in this event loop."""
-        loop = asyncio.get_running_loop()
-        queue: asyncio.Queue[Piece] = asyncio.Queue()
+    # --- from a request to a turn ------------------------------------------------------------------------------------
 
-        def listener(piece: Piece) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(queue.put_nowait, piece)
+    def admission(self, name: str) -> Admission:
+        """The queue of one model."""
+        desk = self._admissions.get(name)
+        if desk is None:
+            desk = self._admissions[name] = Admission(self.options.parallel, self.options.max_queue)
+        return desk
 
-        return AsyncTurn(start(listener), queue)
+    def admissions(self) -> dict[str, Admission]:
+        """All queues, by model."""
+        return dict(self._admissions)
 
-    # --- shapes ------------------------------------------------------------------------------------------------------
+    @asynccontextmanager
+    async def place(
+        self,
+        request: Request,
+        model: str | None,
+        *,
+        user: str = "",
+        priority: int | None = None,
+        cost: int = 1,
+        deadline: float | None = None,
+    ) -> AsyncIterator[Place]:
+        """A reserved place with a loaded model, given back at the end of the block unless a turn has taken it over.
 
-    def token_text(self, token: int) -> tuple[str, list[int]]:
-        """A token as text and as bytes."""
-        data = self.llm.tokenizer.token_bytes(token)
-        return data.decode("utf-8", "replace"), list(data)
-
-    def chat_logprobs(self, entries: list[TokenLogprob]) -> dict[str, Any]:
-        """{"content": [...], "refusal": null}"""
-        content = []
-        for entry in entries:
-            text, data = self.token_text(entry.token_id)
-            top = []
-            for token, logprob in entry.top:
-                other, other_data = self.token_text(token)
-                top.append({"token": other, "logprob": logprob, "bytes": other_data})
-            content.append({"token": text, "logprob": entry.logprob, "bytes": data, "top_logprobs": top})
-        return {"content": content, "refusal": None}
-
-    def text_logprobs(self, entries: list[TokenLogprob | None], ids: list[int], offset: int) -> dict[str, Any]:
-        """The shape of /v1/completions; `ids` are the tokens, since the first prompt token has no entry."""
-        tokens, offsets = [], []
-        for token in ids:
-            text, _ = self.token_text(token)
-            tokens.append(text)
-            offsets.append(offset)
-            offset += len(text)
-        return {
-            "tokens": tokens,
-            "token_logprobs": [None if e is None else e.logprob for e in entries],
-            "top_logprobs": [None if e is None else {self.token_text(t)[0]: p for t, p in e.top} for e in entries],
-            "text_offset": offsets,
-        }
-
-
-class AsyncTurn:
-    """A turn seen from the event loop."""
-
-    def __init__(self, turn: Turn, queue: asyncio.Queue[Piece]) -> None:
-        self.turn = turn
-        self._queue = queue
-        self._open = turn.num_answers
-        self._first: Piece | None = None
-
-    async def admitted(self) -> None:
-        """Wait for the first piece. Raises its error, so that it still gets a status of its own."""
-        if self._first is None:
-            self._first = await self._queue.get()
-        if self._first.error is not None:
-            raise self._first.error
-
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """All pieces; leaving early ends the request."""
+        deadline  on the monotonic clock
+        """
+        offer = await self.find(model)
+        self.check_ready()
+        asked = exchange_of(request)
+        asked.model = offer.name
+        client = asked.client_of(user)
+        ticket = self.admission(offer.name).reserve(client, priority=priority or 0, cost=cost, deadline=deadline)
+        place = Place(offer, ticket, asked)
         try:
-            while self._open > 0:
-                piece = self._first or await self._queue.get()
-                self._first = None
-                self._open -= piece.finish_reason is not None
-                yield piece
+            place.lease = await self.lease(offer)
+            yield place
+        except BaseException:
+            for turn in place.turns:
+                turn.abort()
+            raise
         finally:
-            if self._open > 0:
-                self.turn.abort()
+            if not place.turns:  # else the last of them gives it back
+                place.release()
 
-    async def answer(self) -> Answer:
-        """Everything at once. Raises the error that ended it."""
-        answer = Answer(self.turn.prompt_token_ids, [Completion(i) for i in range(self.turn.num_answers)])
-        async for piece in self.pieces():
-            answer.take(piece)
-        return answer
+    async def lease(self, offer: Offer) -> Lease:
+        """A loaded model; waits for it. Raises what loading failed with."""
+        future = self.residents.acquire(offer)
+        if future.done():
+            return future.result()
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            if not future.cancel() and future.done() and future.exception() is None:
+                future.result().release()
+            raise
 
+    async def text_work(self, size: int, work: Callable[[], T]) -> T:
+        """Make token ids (or text): short ones here, others in a thread. `size` in characters."""
+        if size <= INLINE_CHARS:
+            return work()
+        return await self.in_thread(work)
 
-async def unless_left(request: Request, work: Coroutine[Any, Any, T], *turns: AsyncTurn) -> T:
-    """The result of `work`, unless the client leaves first: then, or when it fails, the turns end."""
-    task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_left(request))
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ApiError(499, "The client left.", code="client_closed_request")
-        return task.result()
-    except BaseException:
-        for turn in turns:
-            turn.turn.abort()
-        raise
-    finally:
-        for one in (task, watch):
-            one.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Whatever may take long, off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._text, work)
 
+    async def start(self, place: Place, prompts: Sequence[Sequence[int]], params: Any, wish: Wish) -> list[AsyncTurn]:
+        """Wait for its turn and hand every prompt to the engine. The place is given back when the last turn ends."""
+        for prompt in prompts:
+            place.llm.check_prompt(prompt, params)
+        await place.ticket.granted()
+        self._mailbox = mailbox = self._mailbox or Mailbox(asyncio.get_running_loop())
+        remaining = len(prompts)
 
-async def _left(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+        def on_end(turn: AsyncTurn) -> None:
+            nonlocal remaining
+            self._turns.discard(turn)
+            remaining -= 1
+            if remaining == 0:
+                place.release()
 
+        for number, prompt in enumerate(prompts):
+            meter = self.metrics.turn(place.offer.name, params, place.asked)
+            turn = AsyncTurn(params.n, meter, on_end)
+            try:
+                started = place.llm.submit(
+                    prompt,
+                    params,
+                    splits_reasoning=wish.splits_reasoning,
+                    cache_salt=wish.cache_salt,
+                    priority=-place.ticket.priority,
+                    listener=lambda piece, turn=turn: mailbox.put(turn, piece),  # type: ignore[misc]
+                    **wish.more,
+                )
+            except BaseException:
+                remaining -= len(prompts) - number  # these never start; `place` aborts those that did
+                raise
+            self._turns.add(turn)
+            place.turns.append(turn)
+            turn.started(started, place.ticket.deadline)
+        return place.turns
 
-def finish_name(reason: FinishReason | None) -> str | None:
-    """OpenAI's word for it."""
-    return None if reason is None else "length" if reason is FinishReason.LENGTH else "stop"
+    # --- the end -----------------------------------------------------------------------------------------------------
 
+    @property
+    def num_turns(self) -> int:
+        """Requests that are with an engine."""
+        return len(self._turns)
 
-def usage_json(usage: Usage) -> dict[str, Any]:
-    """The usage object."""
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens, "audio_tokens": 0},
-        "completion_tokens_details": {
-            "reasoning_tokens": usage.reasoning_tokens, "accepted_prediction_tokens": 0,
-            "rejected_prediction_tokens": 0, "audio_tokens": 0,
-        },
-    }  # fmt: skip
+    @property
+    def num_reserved(self) -> int:
+        """Requests that hold a place, with an engine or not."""
+        return sum(desk.num_reserved for desk in self._admissions.values())
 
-
-def new_id(prefix: str) -> str:
-    """chatcmpl-…, cmpl-…"""
-    return f"{prefix}-{uuid.uuid4().hex}"
+    def cut_all(self) -> None:
+        """End every turn with what it has: the time to drain is over."""
+        for turn in list(self._turns):
+            turn.cut("the server is shutting down")

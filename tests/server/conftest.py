@@ -1,4 +1,4 @@
-"""The application over a tiny random model, in process."""
+"""The application over a tiny random model: in process, and behind real connections."""
 
 import sys
 from pathlib import Path
@@ -9,21 +9,36 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
 
 from localllm import LLM
-from localllm.server import AppOptions, Service, create_app
+from localllm.residents import Residents
+from localllm.server import AppOptions, Service, ServiceOptions, create_app
 
 
 @pytest.fixture(scope="session")
-def tiny_llm(tmp_path_factory):
+def tiny_path(tmp_path_factory):
     import tiny_models
 
-    path = tiny_models.tiny_gguf(tmp_path_factory.mktemp("models") / "tiny.gguf", "Q8_0")
-    with LLM(path, max_parallel=8, debug_invariants=True) as llm:
+    return tiny_models.tiny_gguf(tmp_path_factory.mktemp("models") / "tiny.gguf", "Q8_0")
+
+
+@pytest.fixture(scope="session")
+def tiny_llm(tiny_path):
+    with LLM(tiny_path, max_parallel=8, debug_invariants=True) as llm:
         yield llm
 
 
+@pytest.fixture(scope="session")
+def residents(tiny_llm):
+    residents = Residents.holding(tiny_llm, ("tiny", "org/tiny"))
+    residents.offers()
+    yield residents
+    residents.close()
+
+
 @pytest.fixture
-def service(tiny_llm):
-    return Service(tiny_llm, ("tiny", "org/tiny"))
+def service(residents):
+    service = Service(residents, ServiceOptions(parallel=8))
+    yield service
+    service.close()
 
 
 @pytest.fixture

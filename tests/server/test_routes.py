@@ -209,7 +209,7 @@ async def test_origins_must_be_allowed(make_client):
 
 async def test_keys(make_client):
     """SEC-03, SEC-04"""
-    async with make_client(api_key="sécret", loopback=False) as client:
+    async with make_client(api_keys=("sécret",), loopback=False) as client:
         assert (await client.get("/health")).status_code == 200
         bad = [{}, {"authorization": "Bearer "}, {"authorization": "Bearer wrong"}, {"authorization": b"Bearer \xe9"}]
         for headers in bad:
@@ -223,13 +223,13 @@ async def test_keys(make_client):
         assert (await client.get("/v1/models", headers=good)).status_code == 200
 
 
-async def test_a_bug_shows_nothing_of_our_insides(client, service, monkeypatch):
+async def test_a_bug_shows_nothing_of_our_insides(client, tiny_llm, monkeypatch):
     """ERR-01"""
 
     def fail(*args, **kwargs):
         raise RuntimeError("<object at 0x7a95e299e750> in /home/user/secret.py")
 
-    monkeypatch.setattr(service.llm, "encode_chat", fail)
+    monkeypatch.setattr(tiny_llm, "encode_chat", fail)
     response = await client.post(CHAT, json=ask())
     assert response.status_code == 500
     assert response.json()["error"]["code"] == "internal_error"
@@ -244,17 +244,35 @@ async def test_draining_refuses_with_503(client, service):
     assert (await client.get("/health")).status_code == 503
 
 
+async def idle(llm, service, seconds=5.0):
+    """Wait until nothing is under way; then every page is free or only cached."""
+    for _ in range(int(seconds / 0.01)):
+        stats = llm.stats()
+        if stats.num_running == stats.num_waiting == service.num_reserved == service.num_turns == 0:
+            assert stats.pages_free + stats.pages_cached == stats.pages_total
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"still busy: {llm.stats()}")
+
+
+async def turn_of(service, **fields):
+    """A turn as the routes open it."""
+    from starlette.requests import Request
+
+    from localllm.server.ask import open_chat
+    from localllm.server.schemas import ChatRequest
+
+    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
+    chat = await open_chat(service, Request(scope), ChatRequest.model_validate(ask(**fields)))
+    return chat.turn
+
+
 async def test_leaving_a_stream_ends_its_request(service, tiny_llm):
     """REL-04"""
-    params = tiny_llm.default_params()
-    turn = service.submit(lambda listener: tiny_llm.submit([5, 6, 7], params, listener=listener))
-    async for _ in turn.pieces():
+    turn = await turn_of(service, max_tokens=10_000, ignore_eos=True)
+    async for _ in turn.batches():
         break
-    for _ in range(200):
-        if tiny_llm.stats().num_running == 0:
-            break
-        await asyncio.sleep(0.01)
-    assert tiny_llm.stats().num_running == 0
+    await idle(tiny_llm, service)
 
 
 @pytest.mark.parametrize(
@@ -294,24 +312,21 @@ async def test_a_client_that_leaves_ends_its_request(service, tiny_llm):
     """REL-04, not streamed"""
     from starlette.requests import Request
 
-    from localllm.server.errors import ApiError
-    from localllm.server.service import unless_left
+    from localllm.server.errors import ClientLeft
+    from localllm.server.turns import unless_left
 
     async def receive():
         return {"type": "http.disconnect"}
 
-    turn = service.submit(lambda listener: tiny_llm.submit([5, 6, 7], listener=listener))
-    with pytest.raises(ApiError, match="left"):
-        await unless_left(Request({"type": "http"}, receive), turn.answer(), turn)
-    for _ in range(200):
-        if tiny_llm.stats().num_running == 0:
-            break
-        await asyncio.sleep(0.01)
-    assert tiny_llm.stats().num_running == 0
+    turn = await turn_of(service, max_tokens=10_000, ignore_eos=True)
+    with pytest.raises(ClientLeft):
+        async with unless_left(Request({"type": "http"}, receive)):
+            await turn.answer()
+    await idle(tiny_llm, service)
 
 
 async def test_an_allowed_origin_passes_the_preflight(make_client):
-    async with make_client(origins=("http://localhost:3000",), api_key="k") as client:
+    async with make_client(origins=("http://localhost:3000",), api_keys=("k",)) as client:
         headers = {"origin": "http://localhost:3000", "access-control-request-method": "POST"}
         preflight = await client.options(CHAT, headers=headers)
         assert preflight.status_code == 204
@@ -332,7 +347,7 @@ async def test_text_that_cannot_be_made_is_an_error_not_a_hang(client, monkeypat
     assert streamed.status_code == 500
 
 
-async def test_a_stuck_engine_is_not_healthy(client, service, monkeypatch):
-    monkeypatch.setattr("localllm.server.service.STALL_S", -1.0)
+async def test_a_stuck_engine_is_not_healthy(client, tiny_llm, monkeypatch):
+    monkeypatch.setattr(tiny_llm, "is_stalled", lambda least_s: True)
     response = await client.get("/health")
     assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_stalled")

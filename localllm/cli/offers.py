@@ -1,0 +1,95 @@
+"""The models a server offers, and how it loads them: what is on this machine, as `residents.Offer`s."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from localllm.residents import Offer
+
+from .names import Choice
+
+if TYPE_CHECKING:
+    from localllm.device import MachineFacts
+    from localllm.hub import LocalModel
+    from localllm.llm import LLM
+    from localllm.plan import Plan
+    from localllm.request import Phase
+
+
+def local_offers() -> list[Offer]:
+    """Every model on this machine that this version can run."""
+    from localllm import hub
+
+    return [_offer(model) for model in hub.list_local() if model.supported and not model.broken]
+
+
+def named_offers(choices: Sequence[Choice], aliases: Sequence[str]) -> list[Offer]:
+    """The models that were named; the aliases are the first one's."""
+    from localllm import hub
+
+    known = {model.name: model for model in hub.list_local()}
+    offers = []
+    for number, choice in enumerate(choices):
+        extra = tuple(alias for alias in aliases if alias != choice.shown) if number == 0 else ()
+        model = known.get(choice.name)
+        offers.append(
+            Offer(choice.shown, choice.name, extra)
+            if model is None
+            else _offer(model, choice.shown, choice.name, extra)
+        )
+    return offers
+
+
+def _offer(model: LocalModel, name: str = "", source: str = "", aliases: tuple[str, ...] = ()) -> Offer:
+    try:
+        modified = model.path.stat().st_mtime
+    except OSError:
+        modified = 0.0
+    return Offer(
+        name or model.name, source or model.name, aliases, model.size_bytes, model.params, model.format,
+        model.architecture, model.max_context, model.chat, model.licence, modified,
+    )  # fmt: skip
+
+
+class HubLoader:
+    """Plans and loads models that are on this machine.
+
+    options  further arguments of `LLM`
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._options = options | {"offline": True}
+
+    def plan(self, offer: Offer, machine: MachineFacts) -> Plan:
+        """What would run."""
+        from localllm import hub
+        from localllm.checkpoint import open_checkpoint
+        from localllm.plan import PlanOptions, plan
+
+        resolved = hub.resolve(offer.source, offline=True)
+        assert resolved.path is not None, "offline, a name is a local model's or an error"
+        with open_checkpoint(resolved.path) as checkpoint:
+            facts = checkpoint.facts
+        asked = self._options
+        ctx = asked["ctx"]
+        if ctx == "max":
+            ctx = facts.max_context
+        elif isinstance(ctx, int):
+            ctx = min(ctx, facts.max_context)
+        return plan(
+            facts, machine, PlanOptions(asked["device"], asked["dtype"], asked["kv"], ctx, asked["max_parallel"])
+        )
+
+    def load(
+        self, offer: Offer, machine: MachineFacts, on_phase: Callable[[Phase], None], cancel: threading.Event
+    ) -> LLM:
+        """The loaded model, with the context of its plan."""
+        from localllm import hub
+        from localllm.llm import LLM
+
+        ctx = self.plan(offer, machine).ctx if self._options["ctx"] != "auto" else "auto"
+        llm = LLM(offer.source, machine=machine, on_phase=on_phase, cancel=cancel, **(self._options | {"ctx": ctx}))
+        hub.remember_model(offer.source)
+        return llm

@@ -1,0 +1,119 @@
+"""Which of our processes run on this machine: each writes a small file while it lives, that only its owner can read.
+
+`localllm ps`, `stop` and whoever wants to use a running server instead of loading a model twice look here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import stat
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from localllm import paths
+from localllm.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """One process of ours."""
+
+    pid: int
+    kind: str
+    """serve | chat"""
+    url: str = ""
+    """http://… or unix:/path; "" for one that cannot be reached"""
+    models: tuple[str, ...] = ()
+    started: float = 0.0
+    """seconds since the epoch"""
+    token: str = ""
+    """lets its owner in without an API key, and manage its models"""
+    birth: int = 0
+    """when the process began, in clock ticks since the machine's start: a later process with its id has another"""
+
+    @property
+    def name(self) -> str:
+        """The name of its file: serve-8000, chat-4711."""
+        tail = self.url.rsplit(":", 1)[-1]
+        return f"{self.kind}-{tail if tail.isdigit() else self.pid}"
+
+
+def new_token() -> str:
+    """A secret for `Running.token`."""
+    return secrets.token_urlsafe(24)
+
+
+class Record:
+    """This process's own file."""
+
+    def __init__(self, kind: str, url: str = "", token: str = "") -> None:
+        pid = os.getpid()
+        self.running = Running(pid, kind, url, (), time.time(), token, _birth(pid) or 0)
+        self._path = _folder() / f"{self.running.name}.json"
+        self._write()
+
+    def update(self, models: tuple[str, ...]) -> None:
+        """Say which models it has."""
+        if models != self.running.models:
+            self.running = replace(self.running, models=models)
+            self._write()
+
+    def remove(self) -> None:
+        """The process ends."""
+        self._path.unlink(missing_ok=True)
+
+    def _write(self) -> None:
+        partial = self._path.with_suffix(f".{os.getpid()}.tmp")
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(asdict(self.running), file)
+        partial.replace(self._path)
+
+
+def running() -> list[Running]:
+    """All that live, the oldest first. Files that a killed process left are removed."""
+    found = []
+    try:
+        files = sorted(_folder().glob("*.json"))
+    except (OSError, ConfigError):
+        return []
+    for file in files:
+        one = _read(file)
+        if one is None or _birth(one.pid) != one.birth:
+            file.unlink(missing_ok=True)
+        else:
+            found.append(one)
+    return sorted(found, key=lambda r: r.started)
+
+
+def _read(file: Path) -> Running | None:
+    try:
+        value: Any = json.loads(file.read_text())
+        return Running(**{**value, "models": tuple(value["models"])})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _folder() -> Path:
+    """The folder of these files, ours alone. Raises ConfigError when it is another user's."""
+    folder = paths.runtime_dir()
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    facts = folder.stat()
+    if facts.st_uid != os.getuid():
+        raise ConfigError(f"{folder} belongs to another user", "set XDG_RUNTIME_DIR to a folder of your own")
+    if stat.S_IMODE(facts.st_mode) & 0o077:
+        folder.chmod(0o700)
+    return folder
+
+
+def _birth(pid: int) -> int | None:
+    """When a process began, in ticks; None when there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return int(text.rpartition(")")[2].split()[19])

@@ -1,0 +1,147 @@
+"""Who may be answered next. A place is reserved before anything is tokenised; what does not fit is refused at once.
+
+At most `parallel` sequences (and `ahead` more, so that the engine never waits for us) are with the engine; up to
+`max_queue` requests wait here, in this order: priority, then the client with the least running, then its deadline,
+then arrival. One per model, used from the event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+
+from .errors import ApiError
+
+MAX_CLIENTS = 4096
+"""clients whose last turn is remembered"""
+
+
+class Ticket:
+    """One request's place: reserved, then granted, then released. Releasing twice does nothing."""
+
+    __slots__ = ("_granted", "client", "cost", "deadline", "desk", "is_granted", "is_released", "number", "priority")
+
+    def __init__(
+        self, desk: Admission, client: str, priority: int, cost: int, deadline: float | None, number: int
+    ) -> None:
+        self.desk = desk
+        self.client = client
+        self.priority = priority
+        self.cost = cost
+        """sequences the engine will run for it"""
+        self.deadline = deadline
+        """on the monotonic clock"""
+        self.number = number
+        self.is_granted = False
+        self.is_released = False
+        self._granted: asyncio.Future[None] | None = None
+
+    async def granted(self) -> None:
+        """Wait for its turn. Raises ApiError 503 when the deadline comes first; the place is then given back."""
+        self.desk._enqueue(self)
+        if self.is_granted:
+            return
+        self._granted = asyncio.get_running_loop().create_future()
+        left = None if self.deadline is None else self.deadline - time.monotonic()
+        try:
+            await asyncio.wait_for(self._granted, left)
+        except TimeoutError:
+            raise late() from None
+
+    def release(self) -> None:
+        """Give the place back."""
+        if not self.is_released:
+            self.is_released = True
+            self.desk._release(self)
+
+    def _grant(self) -> None:
+        self.is_granted = True
+        if self._granted is not None and not self._granted.done():
+            self._granted.set_result(None)
+
+
+class Admission:
+    """The queue in front of one model's engine."""
+
+    def __init__(self, parallel: int, max_queue: int, ahead: int | None = None) -> None:
+        """`ahead`: sequences handed to the engine beyond those it runs; a quarter of them by default."""
+        self.parallel = parallel
+        self.max_queue = max_queue
+        self.ahead = max(1, parallel // 4) if ahead is None else ahead
+        self.num_reserved = 0
+        """requests that hold a place, waiting or not"""
+        self._running = 0
+        self._waiting: list[Ticket] = []
+        self._per_client: Counter[str] = Counter()
+        self._served: dict[str, int] = {}
+        """client -> number of its last grant"""
+        self._numbers = 0
+        self._grants = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that the engine has not seen yet."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences handed to the engine."""
+        return self._running
+
+    def reserve(self, client: str, *, priority: int = 0, cost: int = 1, deadline: float | None = None) -> Ticket:
+        """A place for a request. Raises ApiError 429 when there is none."""
+        if self.num_reserved >= self.parallel + self.max_queue:
+            full = f"{self.num_reserved} requests are being answered or waiting, which is the limit"
+            raise ApiError(
+                429, f"The server is busy: {full}.", "rate_limit_error", "queue_full",
+                retry_after=1 + min(4, self.max_queue // max(1, 4 * self.parallel)),
+            )  # fmt: skip
+        self.num_reserved += 1
+        self._numbers += 1
+        return Ticket(self, client, priority, cost, deadline, self._numbers)
+
+    def _enqueue(self, ticket: Ticket) -> None:
+        self._waiting.append(ticket)
+        self._grant()
+
+    def _grant(self) -> None:
+        while self._waiting and self._running < self.parallel + self.ahead:
+            ticket = min(self._waiting, key=self._order)
+            self._waiting.remove(ticket)
+            self._running += ticket.cost
+            self._per_client[ticket.client] += ticket.cost
+            self._grants += 1
+            self._remember(ticket.client)
+            ticket._grant()
+
+    def _order(self, ticket: Ticket) -> tuple[float, ...]:
+        return (
+            ticket.priority,
+            self._per_client[ticket.client],
+            self._served.get(ticket.client, 0),
+            ticket.deadline if ticket.deadline is not None else float("inf"),
+            ticket.number,
+        )
+
+    def _remember(self, client: str) -> None:
+        self._served.pop(client, None)
+        self._served[client] = self._grants
+        if len(self._served) > MAX_CLIENTS:
+            del self._served[next(iter(self._served))]
+
+    def _release(self, ticket: Ticket) -> None:
+        self.num_reserved -= 1
+        if ticket.is_granted:
+            self._running -= ticket.cost
+            self._per_client[ticket.client] -= ticket.cost
+            if self._per_client[ticket.client] <= 0:
+                del self._per_client[ticket.client]
+        elif ticket in self._waiting:
+            self._waiting.remove(ticket)
+        self._grant()
+
+
+def late() -> ApiError:
+    """The deadline a client gave passed before its answer began."""
+    return ApiError(503, "The deadline passed before the answer began.", "timeout_error", "deadline_exceeded")

@@ -1,0 +1,40 @@
+"""A chat request, from whichever API it came, to a turn: the one way all of them go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from starlette.requests import Request
+
+from .sampling import check_fields, deadline_of, messages_of, sampling_params, template_kwargs
+from .schemas import ChatRequest
+from .service import Place, Service, Wish
+from .turns import AsyncTurn
+
+
+@dataclass(slots=True)
+class Chat:
+    """A conversation being answered."""
+
+    turn: AsyncTurn
+    model: str
+    """the id to state in the answer"""
+    place: Place
+
+
+async def open_chat(service: Service, request: Request, body: ChatRequest) -> Chat:
+    """Check, wait, tokenise, submit. Raises ApiError, LocalLLMError."""
+    check_fields(body)
+    messages, kwargs = messages_of(body), template_kwargs(body)
+    user = body.user or body.safety_identifier or body.prompt_cache_key or ""
+    async with service.place(
+        request, body.model, user=user, priority=body.priority, cost=body.n or 1, deadline=deadline_of(body)
+    ) as place:
+        llm = place.llm
+        params = sampling_params(body, llm.default_params())
+        prompt = await service.in_thread(
+            lambda: llm.encode_chat(messages, None, kwargs, continue_final=bool(body.continue_final_message))
+        )
+        wish = Wish(splits_reasoning=True, cache_salt=body.cache_salt or "")
+        (turn,) = await service.start(place, [prompt], params, wish)
+    return Chat(turn, place.offer.name, place)

@@ -1,0 +1,165 @@
+"""One request and its answer as the operator sees them: an id, a client, counts, and one log line without any text."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .errors import ClientLeft, bug, respond
+
+log = logging.getLogger(__name__)
+access = logging.getLogger("localllm.access")
+
+ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+KEY = "localllm.exchange"
+MAX_LOGGED = 120
+"""characters of a path or model name that a log line shows"""
+
+
+@dataclass(slots=True)
+class Exchange:
+    """What is known of one request."""
+
+    request_id: str
+    method: str
+    path: str
+    peer: str
+    """address, or "unix" """
+    agent: str = ""
+    """what tells the clients of one address apart: the User-Agent header"""
+    started: float = field(default_factory=time.monotonic)
+    status: int = 0
+    model: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    queue_s: float | None = None
+    ttft_s: float | None = None
+    decode_tps: float = 0.0
+    finish: str = ""
+    note: str = ""
+    """an error's code"""
+
+    def client_of(self, user: str = "") -> str:
+        """Who is asking, for fairness: the address, and what tells its programs or users apart. Not the text itself."""
+        return hashlib.blake2b(f"{self.peer}\0{user or self.agent}".encode(), digest_size=8).hexdigest()
+
+    def as_json(self, seconds: float) -> dict[str, Any]:
+        """The log line's fields."""
+        fields: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "id": self.request_id, "method": self.method,
+            "path": self.path[:MAX_LOGGED], "status": self.status, "seconds": round(seconds, 4), "peer": self.peer,
+        }  # fmt: skip
+        if self.model:
+            fields |= {
+                "model": self.model[:MAX_LOGGED], "prompt_tokens": self.prompt_tokens,
+                "cached_tokens": self.cached_tokens, "completion_tokens": self.completion_tokens,
+            }  # fmt: skip
+        if self.ttft_s is not None:
+            fields |= {"ttft_s": round(self.ttft_s, 4), "decode_tps": round(self.decode_tps, 1)}
+        if self.finish:
+            fields["finish"] = self.finish
+        if self.note:
+            fields["error"] = self.note
+        return fields
+
+    def as_text(self, seconds: float) -> str:
+        """The same for people."""
+        parts = [time.strftime("%H:%M:%S"), self.path[:MAX_LOGGED], str(self.status)]
+        if self.note:
+            parts.append(self.note)
+        if self.prompt_tokens:
+            cached = f" (cached {self.cached_tokens:,})" if self.cached_tokens else ""
+            parts.append(f"in {self.prompt_tokens:,}{cached} out {self.completion_tokens:,}")
+        if self.ttft_s is not None:
+            parts.append(f"ttft {self.ttft_s * 1000:.0f} ms")
+        if self.decode_tps:
+            parts.append(f"{self.decode_tps:.1f} tok/s")
+        parts += [f"{seconds:.2f} s", self.peer, self.request_id]
+        return "  ".join(parts)
+
+
+def exchange_of(request: Request) -> Exchange:
+    """The exchange a request belongs to."""
+    found = request.scope.get(KEY)
+    return found if isinstance(found, Exchange) else _of(request.scope)
+
+
+def note_error(scope: Scope, code: str | None) -> None:
+    """Remember for the log why a request was refused."""
+    found = scope.get(KEY)
+    if isinstance(found, Exchange) and code:
+        found.note = code
+
+
+class Exchanges:
+    """The outermost layer: gives each request its id, adds it to every answer, logs it, and survives every fault.
+
+    on_end  called with the finished exchange, for the counters
+    """
+
+    def __init__(self, app: ASGIApp, on_end: Callable[[Exchange], None], log_format: str = "text") -> None:
+        self.app, self.on_end = app, on_end
+        self.as_json = log_format == "json"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        exchange = scope[KEY] = _of(scope)
+        begun = False
+
+        async def sending(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                exchange.status = message["status"]
+                took = 1000 * (time.monotonic() - exchange.started)
+                extra = [
+                    (b"x-request-id", exchange.request_id.encode()),
+                    (b"openai-processing-ms", f"{took:.0f}".encode()),
+                ]
+                message = {**message, "headers": [*message.get("headers", []), *extra]}
+            await send(message)
+
+        try:
+            await self.app(scope, receive, sending)
+        except (ClientLeft, ClientDisconnect):
+            exchange.status = 499
+        except Exception:
+            log.exception("request %s failed", exchange.request_id)
+            exchange.note = "internal_error"
+            if not begun:
+                await respond(bug(), scope["path"])(scope, receive, sending)
+        finally:
+            self._ended(exchange)
+
+    def _ended(self, exchange: Exchange) -> None:
+        seconds = time.monotonic() - exchange.started
+        self.on_end(exchange)
+        if access.isEnabledFor(logging.INFO):
+            line = json.dumps(exchange.as_json(seconds)) if self.as_json else exchange.as_text(seconds)
+            access.info("%s", line)
+
+
+def _of(scope: Scope) -> Exchange:
+    given = agent = ""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            given = value.decode("latin-1")
+        elif name == b"user-agent":
+            agent = value[:200].decode("latin-1")
+    request_id = given if ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+    client = scope.get("client")
+    return Exchange(request_id, scope["method"], scope["path"], client[0] if client else "unix", agent)

@@ -1,0 +1,39 @@
+"""System prompts whose pages stay in the prefix cache longest: computed when a model is loaded, evicted last."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from localllm.errors import LocalLLMError
+from localllm.llm import LLM
+from localllm.request import Message, SamplingParams
+
+log = logging.getLogger(__name__)
+
+
+def pin_system_prompts(llm: LLM, prompts: Sequence[str]) -> None:
+    """Pin the part of a conversation that every user's message has before it, and compute it now.
+
+    A prompt the model's template or context has no room for is left out, with a line in the log.
+    """
+    for text in prompts:
+        try:
+            prefix = common_prefix(llm, text)
+            if prefix:
+                llm.pin_prefix(prefix)
+                llm.submit(prefix, SamplingParams(temperature=0, max_tokens=1)).answer()
+        except LocalLLMError as error:
+            log.warning("a system prompt of %d characters is not pinned: %s", len(text), error.message)
+
+
+def common_prefix(llm: LLM, system: str) -> list[int]:
+    """The token ids that two conversations with this system prompt share."""
+    if not llm.has_chat_template:
+        return llm.encode_prompt(system)
+    both = [
+        llm.encode_chat([Message(role="system", content=system), Message(role="user", content=user)])
+        for user in ("a", "1")
+    ]
+    length = next((i for i, (x, y) in enumerate(zip(*both, strict=False)) if x != y), min(map(len, both)))
+    return both[0][:length]

@@ -1,0 +1,56 @@
+"""Finished responses of /v1/responses, in memory and within limits: the oldest go first. Nothing goes to disk."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+MAX_RESPONSES = 1000
+MAX_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One response, and the conversation it answered."""
+
+    response: dict[str, Any]
+    """as the client got it"""
+    input_items: list[dict[str, Any]]
+    """what it was asked with, as items, oldest first, those of earlier responses included"""
+    size_bytes: int
+
+
+class ResponseStore:
+    """The last responses by id. Used from the event loop only."""
+
+    def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
+        self._max_responses, self._max_bytes = max_responses, max_bytes
+        self._items: OrderedDict[str, Stored] = OrderedDict()
+        self._bytes = 0
+
+    def put(self, response: dict[str, Any], input_items: list[dict[str, Any]]) -> None:
+        """Keep a response; a conversation larger than the whole store is not kept."""
+        size = len(json.dumps(response)) + len(json.dumps(input_items))
+        if size > self._max_bytes:
+            return
+        self._items[response["id"]] = Stored(response, input_items, size)
+        self._bytes += size
+        while self._bytes > self._max_bytes or len(self._items) > self._max_responses:
+            self._bytes -= self._items.popitem(last=False)[1].size_bytes
+
+    def get(self, response_id: str) -> Stored | None:
+        """The response, which then counts as the newest."""
+        found = self._items.get(response_id)
+        if found is not None:
+            self._items.move_to_end(response_id)
+        return found
+
+    def remove(self, response_id: str) -> bool:
+        """Forget a response; False when it is not there."""
+        found = self._items.pop(response_id, None)
+        if found is None:
+            return False
+        self._bytes -= found.size_bytes
+        return True

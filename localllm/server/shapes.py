@@ -1,0 +1,121 @@
+"""The JSON shapes that OpenAI's routes share: ids, usage, finish reasons, log-probabilities, tool calls, timings."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from localllm.request import FinishReason, Timing, TokenLogprob, Usage
+
+
+def new_id(prefix: str) -> str:
+    """chatcmpl-…, cmpl-…; an underscore at the end of the prefix is kept: resp_…"""
+    return f"{prefix}{'' if prefix.endswith('_') else '-'}{uuid.uuid4().hex}"
+
+
+def finish_name(reason: FinishReason | None, *, has_tool_calls: bool = False) -> str | None:
+    """OpenAI's word for it."""
+    if reason is None:
+        return None
+    if reason is FinishReason.LENGTH:
+        return "length"
+    return "tool_calls" if has_tool_calls else "stop"
+
+
+def usage_json(usage: Usage) -> dict[str, Any]:
+    """The usage object."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens, "audio_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": usage.reasoning_tokens, "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0, "audio_tokens": 0,
+        },
+    }  # fmt: skip
+
+
+def timings_json(usage: Usage, timing: Timing) -> dict[str, Any]:
+    """llama.cpp's `timings`."""
+    prompt_s = max(0.0, timing.ttft_s - timing.queue_s)
+    predicted_s = max(0.0, timing.total_s - timing.ttft_s)
+    read = usage.prompt_tokens - usage.cached_tokens
+    return {
+        "cache_n": usage.cached_tokens, "prompt_n": read, "prompt_ms": 1000 * prompt_s,
+        "prompt_per_second": timing.prefill_tps, "predicted_n": usage.completion_tokens,
+        "predicted_ms": 1000 * predicted_s, "predicted_per_second": timing.decode_tps,
+    }  # fmt: skip
+
+
+class TokenBytes(Protocol):
+    """What is needed of a tokenizer."""
+
+    def token_bytes(self, index: int) -> bytes:
+        """The bytes a token stands for"""
+        ...
+
+
+class TokenNames:
+    """Tokens as text and bytes, the way log-probabilities show them."""
+
+    def __init__(self, tokenizer: TokenBytes, *, as_ids: bool = False) -> None:
+        """`as_ids`: "token_id:123" instead of the text."""
+        self._tokenizer, self._as_ids = tokenizer, as_ids
+
+    def text(self, token: int) -> str:
+        """The token's text; what is no whole character shows as U+FFFD."""
+        if self._as_ids:
+            return f"token_id:{token}"
+        return self._tokenizer.token_bytes(token).decode("utf-8", "replace")
+
+    def chat(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """{"content": [...], "refusal": null}"""
+        return {"content": [self.entry(entry) for entry in entries], "refusal": None}
+
+    def entry(self, entry: TokenLogprob) -> dict[str, Any]:
+        """One token with its alternatives."""
+        top = [self._one(token, logprob) for token, logprob in entry.top]
+        return {**self._one(entry.token_id, entry.logprob), "top_logprobs": top}
+
+    def _one(self, token: int, logprob: float) -> dict[str, Any]:
+        data = self._tokenizer.token_bytes(token)
+        return {"token": self.text(token), "logprob": finite(logprob), "bytes": list(data)}
+
+    def completion(self, entries: Sequence[TokenLogprob | None], ids: Sequence[int], offset: int) -> dict[str, Any]:
+        """The shape of /v1/completions; `ids` are the tokens, since the first prompt token has no entry."""
+        tokens = [self.text(token) for token in ids]
+        offsets = []
+        for text in tokens:
+            offsets.append(offset)
+            offset += len(text)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [None if e is None else finite(e.logprob) for e in entries],
+            "top_logprobs": [None if e is None else {self.text(t): finite(p) for t, p in e.top} for e in entries],
+            "text_offset": offsets,
+        }
+
+
+def finite(logprob: float) -> float:
+    """A log-probability as JSON can hold it: minus infinity becomes -9999, as in vLLM."""
+    return max(logprob, -9999.0)
+
+
+def tool_delta(text: str) -> dict[str, Any]:
+    """An OpenAI delta of one tool call, from the JSON of ours."""
+    delta = json.loads(text)
+    out: dict[str, Any] = {"index": delta["index"]}
+    if delta.get("id"):
+        out |= {"id": delta["id"], "type": "function"}
+    function = {"name": delta["name"]} if delta.get("name") else {}
+    return out | {"function": {**function, "arguments": delta.get("arguments") or ""}}
+
+
+def tool_calls_json(calls: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
+    """Finished tool calls."""
+    return [
+        {"id": c["id"], "type": "function", "function": {"name": c["name"], "arguments": c["arguments"]}} for c in calls
+    ]
