@@ -26,7 +26,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "child": {"errors"},
     "child_loop": set(),
     "testing": {"errors"},
-    "fake": {"errors", "request"},
+    "fake": {"errors", "request", "fake_script"},
+    "fake_script": set(),
     "kernels": set(),
     "checkpoint": {"errors"},
     "quant": {"kernels", "checkpoint", "errors"},
@@ -42,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "history": _TEXT,
     "plan": {"checkpoint", "device", "catalog", "config", "errors", "hub"},
     "calibrate": {"checkpoint", "device", "plan", "paths", "errors"},
-    "fit": {"plan", "calibrate", "catalog", "checkpoint", "device", "config", "errors"},
+    "fit": {"plan", "plan_device", "calibrate", "catalog", "checkpoint", "device", "config", "errors"},
     "engine": {"models", "quant", "kernels", "checkpoint", "request", "config", "device", "plan", "errors"},
     "llm": {"answer", "engine", "plan", "models", "tokenizer", "chat", "stream", "grammar", "catalog", "device", "hub"}
     | _TEXT,
@@ -50,9 +51,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "choices": {"plan", "device", "catalog", "hub"} | _TEXT,
     "backend": {"choices", "llm", "answer", "plan", "device", "chat", "tokenizer", "stream", "catalog", "doctor", "hub"} | _TEXT,
     "answer": {"errors", "request", "stream", "tokenizer"},
+    "processes": {"paths", "errors"},
     "residents": {"llm", "plan", "device", "config", "request", "errors"},
     "quantize": {"llm", "models", "quant", "kernels", "config", "request", "errors", "checkpoint", "hub"},
-    "evaluate": {"llm", "models", "quant", "kernels", "config", "request", "errors", "checkpoint", "hub"},
+    "evaluate": {"llm", "models", "quant", "kernels", "config", "request", "errors", "checkpoint", "hub", "paths"},
     "bench": {"calibrate", "llm", "device", "plan", "request", "config", "paths", "errors", "_version"},
     "server": {"residents", "llm", "answer", "chat", "request", "config", "errors"},
     "tui": {"request", "history", "config", "paths", "errors", "terminal"},
@@ -65,6 +67,8 @@ FREE = {"_version", "__version__"}
 def layer_of(name: str) -> str:
     if name.startswith("tokenizer_"):
         return "tokenizer"
+    if name.startswith("plan_"):
+        return "plan"
     return "hub" if name in HUB or name.startswith("hub_") else name
 
 
