@@ -9,7 +9,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["add_part", "e4m3_value", "e8m0_value", "end_factor", "group_min", "group_scale", "half_value"]
+__all__ = [
+    "add_part",
+    "e4m3_value",
+    "e8m0_value",
+    "end_factor",
+    "group_min",
+    "group_scale",
+    "group_terms",
+    "half_value",
+]
 
 E2M1_MASK = tl.constexpr(-0x7E400000)
 """0x81C00000: the sign, and three bits from bit 22: e2m1 times 2^-126"""
@@ -46,29 +55,31 @@ def _iq4(code):
 
 
 @triton.jit
-def add_part(p, w, high, x, I: tl.constexpr, B: tl.constexpr, CODE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr):
-    """p + (values of plane I in half B of the words) * x / end_factor(CODE).
+def add_part(
+    p, w, high, x, PLANE: tl.constexpr, HALF: tl.constexpr, CODE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr
+):
+    """p + (values of one plane in one half of the words) * x / end_factor(CODE).
 
     w     int32, two halves a word          high  int32, the high bits that belong to these two halves
     x     float32, broadcast over the words
     """
     if CODE == "bf16":
-        if B == 0:
+        if HALF == 0:
             p += _as_float(w << 16) * x
         else:
             p += _as_float(w & -65536) * x
     elif CODE == "f16":
-        p += (w >> (16 * B)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * x
+        p += (w >> (16 * HALF)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * x
     elif CODE == "e4m3":
-        p += _as_float(((w << (24 - 8 * I - 16 * B)) >> 4) & E4M3_MASK) * (x * (2.0**60))
+        p += _as_float(((w << (24 - 8 * PLANE - 16 * HALF)) >> 4) & E4M3_MASK) * (x * (2.0**60))
     elif CODE == "e2m1":
-        p += _as_float(((w << (28 - 4 * I - 16 * B)) >> 6) & E2M1_MASK) * (x * (2.0**63))
+        p += _as_float(((w << (28 - 4 * PLANE - 16 * HALF)) >> 6) & E2M1_MASK) * (x * (2.0**63))
     elif CODE == "iq4":
-        p += _iq4((w >> (4 * I + 16 * B)) & 15) * x
+        p += _iq4((w >> (4 * PLANE + 16 * HALF)) & 15) * x
     else:
-        p += _field(w, x, LOW * I + 16 * B, LOW, 0)
+        p += _field(w, x, LOW * PLANE + 16 * HALF, LOW, 0)
         if HIGH > 0:
-            p += _field(high, x, HIGH * I + (4 if CODE == "int5" else 8) * B, HIGH, LOW)
+            p += _field(high, x, HIGH * PLANE + (4 if CODE == "int5" else 8) * HALF, HIGH, LOW)
     return p
 
 
@@ -87,22 +98,24 @@ def end_factor(CODE: tl.constexpr):
 
 
 @triton.jit
-def half_value(h, high, I: tl.constexpr, CODE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr):
-    """float32 values of plane I of halves (int32, sign bits ignored) with their high bits (int32), less ZERO; exact."""
+def half_value(
+    h, high, PLANE: tl.constexpr, CODE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr
+):
+    """float32 values of one plane of halves (int32; their sign bits do not matter), less ZERO; exact."""
     if CODE == "bf16":
         value = _as_float(h << 16)
     elif CODE == "f16":
         value = h.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     elif CODE == "e4m3":
-        value = _as_float(((h << (24 - 8 * I)) >> 4) & E4M3_MASK) * (2.0**120)
+        value = _as_float(((h << (24 - 8 * PLANE)) >> 4) & E4M3_MASK) * (2.0**120)
     elif CODE == "e2m1":
-        value = _as_float(((h << (28 - 4 * I)) >> 6) & E2M1_MASK) * (2.0**126)
+        value = _as_float(((h << (28 - 4 * PLANE)) >> 6) & E2M1_MASK) * (2.0**126)
     elif CODE == "iq4":
-        value = _iq4((h >> (4 * I)) & 15)
+        value = _iq4((h >> (4 * PLANE)) & 15)
     else:
-        q = (h >> (LOW * I)) & ((1 << LOW) - 1)
+        q = (h >> (LOW * PLANE)) & ((1 << LOW) - 1)
         if HIGH > 0:
-            q |= ((high >> (HIGH * I)) & ((1 << HIGH) - 1)) << LOW
+            q |= ((high >> (HIGH * PLANE)) & ((1 << HIGH) - 1)) << LOW
         value = _as_float(q | MAGIC) - (8388608.0 + ZERO)
     return value
 
@@ -152,3 +165,33 @@ def group_min(min_ptr, scale_ptr, super_ptr, index, super_index, mask, scale, KI
     else:
         value = tl.load(min_ptr + index, mask=mask, other=0.0).to(tl.float32)
     return value
+
+
+@triton.jit
+def _spread(groups, ROWS: tl.constexpr, HALVES: tl.constexpr):
+    """[ROWS, HALVES / 8], a number for each chunk -> [ROWS, HALVES]"""
+    return tl.reshape(tl.broadcast_to(groups[:, :, None], (ROWS, HALVES // 8, 8)), (ROWS, HALVES))
+
+
+@triton.jit
+def group_terms(
+    scale_ptr, min_ptr, super_ptr, super_min_ptr, row, first_k, K: tl.constexpr, SCALE: tl.constexpr, MIN: tl.constexpr,
+    GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, ROWS: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    """What multiplies and what is added to the values of one plane of a tile: two float32 [ROWS, HALVES].
+
+    row      int64 [ROWS]       first_k   [HALVES / 8], the first element of that plane in each chunk
+    """
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    SUPERS: tl.constexpr = K // 256
+    index = (row // SCALE_ROWS * GROUPS)[:, None] + (first_k // GROUP)[None, :]
+    above = (row * SUPERS)[:, None] + (first_k // 256)[None, :]
+    ok = (first_k < K)[None, :]
+    scale = group_scale(scale_ptr, super_ptr, index, above, ok, SCALE)
+    factor = _spread(scale, ROWS, HALVES)
+    if MIN != "none":
+        least = group_min(min_ptr, scale_ptr, super_min_ptr, index, above, ok, scale, MIN)
+        offset = _spread(least, ROWS, HALVES)
+    else:
+        offset = factor
+    return factor, offset

@@ -150,9 +150,7 @@ def _iq4_xs_scales(b: Tensor) -> Blocks:
 
 
 _SCALES = {
-    "Q2_K": lambda b: Blocks(
-        b.new_empty(0), b[..., :16].flatten(1), supers=_half(b, 80), super_mins=_half(b, 82)
-    ),
+    "Q2_K": lambda b: Blocks(b.new_empty(0), b[..., :16].flatten(1), supers=_half(b, 80), super_mins=_half(b, 82)),
     "Q3_K": _q3_k_scales,
     "Q4_K": _k4_scales,
     "Q5_K": _k4_scales,

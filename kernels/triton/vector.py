@@ -30,12 +30,13 @@ def _load_words(low_ptr, high_ptr, row_ok, rows, chunk, C: tl.constexpr, CODE: t
 
 
 @triton.jit
-def _activation(gate, KIND: tl.constexpr):
+def gated(gate, up, KIND: tl.constexpr):
+    """act(gate) * up, float32; KIND silu or gelu_tanh: 0.5 g (1 + tanh(u)) = g sigmoid(2u)."""
     if KIND == "silu":
         value = gate / (1.0 + tl.exp(-gate))
-    else:  # gelu_tanh: 0.5 g (1 + tanh(u)) = g sigmoid(2u)
+    else:
         value = gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
-    return value
+    return value * up
 
 
 @triton.jit
@@ -148,7 +149,7 @@ def vector_kernel(
         y += tl.load(bias_ptr + rows, mask=row_ok, other=0.0).to(tl.float32)
     if GATE != "":
         gate, up = tl.split(tl.trans(tl.reshape(y, (2, ROWS // 2))))
-        y = _activation(gate, GATE) * up
+        y = gated(gate, up, GATE)
         rows = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
         row_ok = rows < n
     place = token.to(tl.int64) * n + rows

@@ -1,0 +1,73 @@
+"""Weights of every form to a dense matrix on the card: what long prompts multiply with, a slab of rows at a time.
+
+The slab is small enough to stay in the L2 cache between the kernel that writes it and the product that reads it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .codes import group_terms, half_value
+
+
+@triton.jit
+def dequantise_kernel(
+    low_ptr,
+    high_ptr,
+    scale_ptr,
+    min_ptr,
+    super_ptr,
+    super_min_ptr,
+    row_scale_ptr,
+    out_ptr,
+    first_row,
+    n,
+    K: tl.constexpr,
+    CODE: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    SCALE: tl.constexpr,
+    MIN: tl.constexpr,
+    ZERO: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    ROW_SCALE: tl.constexpr,
+    ROWS: tl.constexpr,
+    HALVES: tl.constexpr,
+):
+    """Rows first_row.. of a weight of n rows -> out [rows, K]; a program takes ROWS of them, HALVES halves of each."""
+    PLANES: tl.constexpr = 16 // LOW
+    CHUNK: tl.constexpr = 8 * PLANES
+    H: tl.constexpr = (K + CHUNK - 1) // CHUNK * 8
+    local = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row_ok = first_row + local < n
+    row = tl.minimum(first_row + local, n - 1).to(tl.int64)
+    half = tl.program_id(1) * HALVES + tl.arange(0, HALVES)
+    inside = (half < H)[None, :]
+    h = tl.load(low_ptr + (row * H)[:, None] + half[None, :], mask=inside, other=0).to(tl.int32)
+    if HIGH == 0:
+        high = 0
+    elif CODE == "int5":
+        shared = tl.load(high_ptr + (row * (H // 2))[:, None] + (half // 2)[None, :], mask=inside, other=0)
+        high = shared.to(tl.int32) >> (4 * (half % 2))[None, :]
+    else:
+        high = tl.load(high_ptr + (row * H)[:, None] + half[None, :], mask=inside, other=0).to(tl.int32)
+    place = half // 8 * CHUNK + half % 8
+    for i in tl.static_range(PLANES):
+        k = place + i * 8
+        value = half_value(h, high, i, CODE, LOW, HIGH, ZERO)
+        if SCALE != "none":
+            if (i * 8) % GROUP == 0:
+                first_k = (tl.program_id(1) * (HALVES // 8) + tl.arange(0, HALVES // 8)) * CHUNK + i * 8
+                factor, offset = group_terms(
+                    scale_ptr, min_ptr, super_ptr, super_min_ptr, row, first_k,
+                    K, SCALE, MIN, GROUP, SCALE_ROWS, ROWS, HALVES,
+                )  # fmt: skip
+            value *= factor
+            if MIN != "none":
+                value += offset
+        if ROW_SCALE:
+            value *= tl.load(row_scale_ptr + row)[:, None]
+        spot = (local.to(tl.int64) * K)[:, None] + k[None, :]
+        tl.store(out_ptr + spot, value.to(out_ptr.dtype.element_ty), mask=row_ok[:, None] & (k < K)[None, :])

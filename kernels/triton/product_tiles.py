@@ -1,0 +1,193 @@
+"""Which constants a product kernel runs with: candidates, ordered by what a model of the card expects of them.
+
+The model: a program asks for some bytes at a time; so many programs are resident on a multiprocessor (registers,
+threads, shared memory); bytes in flight over the latency of memory, or the card's bandwidth, is the rate; the last
+wave of programs may be part empty. Nothing here was measured on a card: `tuning.STARTING_POINTS` is where that goes.
+No torch, no Triton.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+
+from .aot_spec import SHARED_LIMIT
+from .layout_codes import CODES, HALVES
+
+Tile = Mapping[str, int]
+
+LATENCY_US = 0.9
+"""of a load from memory under traffic"""
+REGISTERS = 65_536
+LANES_PER_US = 128 * 1_700 * 0.8
+"""lanes of a multiprocessor that issue, at 1.7 GHz and four fifths of the peak"""
+DECODE = MappingProxyType(
+    {
+        "bf16": 2.2, "f16": 3.2, "e4m3": 4.0, "int8": 2.6, "int4": 3.0, "e2m1": 4.6, "iq4": 10.0,
+        "int5": 5.5, "int6": 6.0, "int2": 4.0, "int3": 6.0,
+    }
+)  # fmt: skip
+"""instructions a weight, counted in the machine code for sm_90"""
+MOST = 8
+"""candidates handed to the tuner"""
+SMALL_TOKENS = 16
+"""up to so many rows of x a product is a decoding step: fused segments run"""
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What the model knows of a card."""
+
+    capability: int
+    num_sms: int
+
+    @property
+    def threads(self) -> int:
+        """Resident threads of a multiprocessor."""
+        return {75: 1024, 80: 2048, 90: 2048, 100: 2048}.get(self.capability, 1536)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory one program may have."""
+        return next(SHARED_LIMIT[c] for c in sorted(SHARED_LIMIT, reverse=True) if c <= max(self.capability, 75))
+
+    @property
+    def bytes_per_us(self) -> float:
+        """Share of the memory bandwidth of one multiprocessor, by the class's fastest common card."""
+        known = {75: 8e3, 80: 18e3, 86: 11e3, 89: 8e3, 90: 25e3, 100: 54e3, 120: 10.5e3, 121: 5.7e3}
+        return next(known[c] for c in sorted(known, reverse=True) if c <= max(self.capability, 75))
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a choice of constants makes of a product."""
+
+    programs: int
+    program_bytes: int
+    """each reads in all"""
+    in_flight: int
+    """bytes each has asked for at a time"""
+    threads: int
+    registers: int
+    """a thread"""
+    shared_bytes: int
+    instructions: float
+    """each thread issues"""
+    passes: int = 0
+    """rounds through memory after the first: partial sums"""
+
+
+def resident_programs(load: Load, card: Card) -> int:
+    """Programs that fit on a multiprocessor at a time; 0 when not even one does."""
+    by_registers = REGISTERS // (load.threads * (-(-load.registers // 8) * 8))
+    by_shared = card.shared_bytes // max(load.shared_bytes, 1)
+    return min(card.threads // load.threads, by_registers, by_shared, 24)
+
+
+def expected_us(load: Load, card: Card) -> float:
+    """Microseconds the model expects; infinite for what does not fit."""
+    fits = resident_programs(load, card)
+    if fits < 1:
+        return float("inf")
+    resident = min(fits, -(-load.programs // card.num_sms))
+    rate = min(card.bytes_per_us, resident * load.in_flight / LATENCY_US)
+    waves = load.programs / (resident * card.num_sms)
+    rounds = (waves + math.ceil(waves)) / 2  # programs that end early make room: half of a wave's empty part is lost
+    memory = resident * load.program_bytes / rate
+    issue = resident * load.instructions * load.threads / LANES_PER_US
+    return 2.0 + LATENCY_US * (1 + load.passes) + rounds * (max(memory, issue) + 0.2 * min(memory, issue))
+
+
+def _ordered(options: Iterable[tuple[float, Tile]]) -> tuple[Tile, ...]:
+    ranked = sorted(options, key=lambda option: option[0])
+    return tuple(tile for us, tile in ranked[:MOST] if us != float("inf"))
+
+
+def _power(number: int) -> int:
+    return 1 << max(number - 1, 0).bit_length()
+
+
+@cache
+def vector_tiles(n: int, k: int, code: str, card: Card, gated: bool = False) -> tuple[Tile, ...]:
+    """Candidates of `vector.vector_kernel`: {"rows", "chunks", "warps"}, the best expected first.
+
+    n, k   rows of W (gate and up together) and columns
+    """
+    kind = CODES[code]
+    chunks = -(-k // kind.chunk)
+    options = []
+    for rows in (2, 4, 8) if gated else (1, 2, 4, 8):
+        for warps, wide in ((1, 32), (2, 64), (4, 128), (8, 256)):
+            registers = 36 + rows * (7 + kind.planes) + 8 * kind.high * kind.planes // 2
+            if wide > max(_power(chunks), 32) or registers > 168:
+                continue
+            elements = rows * kind.chunk * chunks / (32 * warps)
+            load = Load(
+                programs=-(-n // rows),
+                program_bytes=rows * (chunks * 16 + k * kind.high // 8),
+                in_flight=rows * min(2 * wide, chunks) * 16,
+                threads=32 * warps,
+                registers=registers,
+                shared_bytes=0,
+                instructions=elements * (DECODE[code] + 2.5 / rows) + 60 + 14 * rows,
+            )
+            options.append((expected_us(load, card), {"rows": rows, "chunks": wide, "warps": warps}))
+    return _ordered(options)
+
+
+@cache
+def tile_tiles(n: int, k: int, code: str, tokens: int, card: Card, gated: bool = False) -> tuple[Tile, ...]:
+    """Candidates of `tile.tile_kernel`: {"rows", "tokens", "halves", "split", "stages", "warps"}, the best first.
+
+    tokens   rows of x, rounded up to 8, 16, 32, 64 or 128
+    """
+    kind = CODES[code]
+    halves_in_row = -(-k // kind.chunk) * HALVES
+    shapes = ((16, 1), (32, 2), (64, 4)) if tokens <= SMALL_TOKENS else ((64, 4), (128, 4), (128, 8))
+    options = []
+    for rows, warps in shapes:
+        for halves in (32, 64):
+            for split in (1, 2, 4, 8):
+                if halves * split > max(halves_in_row, 32) or (split > 1 and -(-n // rows) > 4 * card.num_sms):
+                    continue
+                stages = next((s for s in (4, 3, 2) if _shared(rows, tokens, halves, s, code) <= card.shared_bytes), 0)
+                if stages == 0:
+                    continue
+                tile = {"rows": rows, "tokens": tokens, "halves": halves, "split": split, "stages": stages}
+                tile["warps"] = warps
+                options.append((expected_us(_tile_load(n, k, code, tile), card), tile))
+    return _ordered(options)
+
+
+def _shared(rows: int, tokens: int, halves: int, stages: int, code: str) -> int:
+    kind = CODES[code]
+    step = rows * halves * (2 + kind.high) + halves * kind.planes * tokens * 2
+    return stages * step + rows * max(halves // 2, tokens * 4)
+
+
+def _tile_load(n: int, k: int, code: str, tile: Tile) -> Load:
+    kind = CODES[code]
+    rows, tokens, halves, split = tile["rows"], tile["tokens"], tile["halves"], tile["split"]
+    threads = 32 * tile["warps"]
+    sums = rows * tokens // threads
+    elements = rows * k / split / threads
+    steps = k / (halves * kind.planes) / split
+    return Load(
+        programs=-(-n // rows) * split,
+        program_bytes=rows * k * (kind.low + kind.high) // 8 // split + (8 * rows * tokens if split > 1 else 0),
+        in_flight=(tile["stages"] - 1) * rows * halves * 2,
+        threads=threads,
+        registers=min(56 + 2 * sums + rows * halves * kind.planes // threads // 2, 255),
+        shared_bytes=_shared(rows, tokens, halves, tile["stages"], code),
+        # decoded once for the whole tile; every step waits, and moves x and the sums
+        instructions=elements * DECODE[code] * 1.5 + steps * (90 + 2 * sums) + 200,
+        passes=2 if split > 1 else 0,
+    )
+
+
+def token_class(tokens: int) -> int:
+    """Rows of x, rounded up to a tile: 8, 16, 32, 64 or 128."""
+    return next((size for size in (8, 16, 32, 64) if tokens <= size), 128)

@@ -1,0 +1,210 @@
+"""y = x Wᵀ for several rows of x on tensor cores, every weight form: small batches, and prompts of middle length.
+
+W is the left operand, decoded in registers plane by plane; x, transposed, the right one, so eight rows of x fill the
+narrow side of the instruction and weights its wide side. A group scale that covers a whole step of K multiplies the
+float32 sums (nothing is rounded); a smaller one multiplies the decoded weights, which are then rounded to x's type
+(exact for FP4 codes). Sums over K run in steps whose size and order the constants fix, whatever the number of rows; K
+may be cut into SPLIT parts, added in order by the last program to finish.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .codes import group_scale, group_terms, half_value
+from .vector import gated
+
+
+@triton.jit
+def _operand(value, OPERAND: tl.constexpr):
+    """As the instruction wants it. The interpreter's casts to bfloat16 truncate: there operands stay float32."""
+    return value if OPERAND == "f32" else value.to(tl.bfloat16 if OPERAND == "bf16" else tl.float16)
+
+
+@triton.jit
+def _exact_operand(
+    h, high, PLANE: tl.constexpr, CODE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr,
+    OPERAND: tl.constexpr,
+):  # fmt: skip
+    """A plane of int16 halves, less ZERO, as an operand, exact; integers of up to six bits stay in 16-bit registers."""
+    if (CODE == "bf16" and OPERAND == "bf16") or (CODE == "f16" and OPERAND == "f16"):
+        value = h.to(tl.bfloat16 if OPERAND == "bf16" else tl.float16, bitcast=True)
+    elif OPERAND != "f32" and HIGH == 0 and (CODE == "int4" or CODE == "int2"):
+        q = (h >> (LOW * PLANE)) & ((1 << LOW) - 1)
+        if OPERAND == "bf16":
+            value = ((q | 0x4300).to(tl.bfloat16, bitcast=True) - (128.0 + ZERO)).to(tl.bfloat16)
+        else:
+            value = ((q | 0x6400).to(tl.float16, bitcast=True) - (1024.0 + ZERO)).to(tl.float16)
+    else:
+        value = _operand(half_value(h.to(tl.int32), high, PLANE, CODE, LOW, HIGH, ZERO), OPERAND)
+    return value
+
+
+@triton.jit
+def tile_kernel(
+    x_ptr,
+    low_ptr,
+    high_ptr,
+    scale_ptr,
+    min_ptr,
+    super_ptr,
+    super_min_ptr,
+    row_scale_ptr,
+    bias_ptr,
+    norm_ptr,
+    residual_ptr,
+    out_ptr,
+    partial_ptr,
+    counter_ptr,
+    m,
+    n,
+    eps,
+    norm_offset,
+    K: tl.constexpr,
+    CODE: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    SCALE: tl.constexpr,
+    MIN: tl.constexpr,
+    ZERO: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    ROW_SCALE: tl.constexpr,
+    BIAS: tl.constexpr,
+    NORM: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    GATE: tl.constexpr,
+    OPERAND: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HALVES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: ROWS outputs (ROWS / 2 where gated) of TOKENS rows of x, over one of SPLIT parts of K."""
+    PLANES: tl.constexpr = 16 // LOW
+    CHUNK: tl.constexpr = 8 * PLANES
+    H: tl.constexpr = (K + CHUNK - 1) // CHUNK * 8
+    STEPS: tl.constexpr = (H + HALVES - 1) // HALVES
+    PART: tl.constexpr = (STEPS + SPLIT - 1) // SPLIT
+    EVEN: tl.constexpr = H % HALVES == 0 and K % CHUNK == 0
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    SUPERS: tl.constexpr = K // 256
+    AFTER: tl.constexpr = GROUP % (HALVES * PLANES) == 0 and (MIN == "none" or MIN == "zero")  # scale the sums
+
+    tile = tl.program_id(1)
+    t = tl.arange(0, ROWS)
+    if GATE != "":
+        rows = tl.minimum(tile * (ROWS // 2) + t % (ROWS // 2), n - 1) + (t // (ROWS // 2)) * n
+    else:
+        rows = tl.minimum(tile * ROWS + t, n - 1)
+    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    token_ok = tokens < m
+    lane = tl.arange(0, HALVES)
+    row64 = rows.to(tl.int64)
+    low_rows = low_ptr + (row64 * H)[:, None]
+    x_rows = x_ptr + (tokens.to(tl.int64) * K)[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    acc = tl.zeros((ROWS, TOKENS), tl.float32)
+    squares = tl.zeros((TOKENS,), tl.float32)
+    first = tl.program_id(2) * PART
+    for step in tl.range(first, tl.minimum(first + PART, STEPS), num_stages=STAGES):
+        half = step * HALVES + lane
+        if EVEN:
+            h = tl.load(low_rows + half[None, :])
+        else:
+            h = tl.load(low_rows + half[None, :], mask=(half < H)[None, :], other=0)
+        if HIGH == 0:
+            high = 0
+        elif CODE == "int5":
+            shared = tl.load(high_ptr + (row64 * (H // 2))[:, None] + (half // 2)[None, :], mask=(half < H)[None, :])
+            high = shared.to(tl.int32) >> (4 * (half % 2))[None, :]
+        else:
+            high = tl.load(high_ptr + (row64 * H)[:, None] + half[None, :], mask=(half < H)[None, :]).to(tl.int32)
+        place = half // 8 * CHUNK + half % 8
+        part = tl.zeros((ROWS, TOKENS), tl.float32)
+        for i in tl.static_range(PLANES):
+            k = place + i * 8
+            if EVEN:
+                x = tl.load(x_rows + k[:, None], mask=token_ok[None, :], other=0.0)
+            else:
+                x = tl.load(x_rows + k[:, None], mask=(k < K)[:, None] & token_ok[None, :], other=0.0)
+            if NORM:
+                x = x.to(tl.float32)
+                squares += tl.sum(x * x, 0)
+                x *= (tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32) + norm_offset)[:, None]
+            if SCALE == "none":
+                w = _exact_operand(h, high, i, CODE, LOW, HIGH, ZERO, OPERAND)
+            elif AFTER:
+                if MIN == "zero":
+                    zero = tl.load(min_ptr + row64 * GROUPS + step * (HALVES * PLANES) // GROUP).to(tl.float32)
+                    value = half_value(h.to(tl.int32), high, i, CODE, LOW, HIGH, 0)
+                    w = _operand(value - zero[:, None], OPERAND)
+                else:
+                    w = _exact_operand(h, high, i, CODE, LOW, HIGH, ZERO, OPERAND)
+            else:
+                if (i * 8) % GROUP == 0:  # the first plane of a group
+                    first_k = (step * (HALVES // 8) + tl.arange(0, HALVES // 8)) * CHUNK + i * 8
+                    factor, offset = group_terms(
+                        scale_ptr, min_ptr, super_ptr, super_min_ptr, row64, first_k,
+                        K, SCALE, MIN, GROUP, SCALE_ROWS, ROWS, HALVES,
+                    )  # fmt: skip
+                value = half_value(h.to(tl.int32), high, i, CODE, LOW, HIGH, ZERO) * factor
+                if MIN != "none":
+                    value += offset
+                w = _operand(value, OPERAND)
+            part = tl.dot(w, _operand(x, OPERAND), part)
+        if SCALE != "none" and AFTER:
+            group = step * (HALVES * PLANES) // GROUP
+            index = row64 // SCALE_ROWS * GROUPS + group
+            scale = group_scale(scale_ptr, super_ptr, index, row64 * SUPERS + group * GROUP // 256, rows >= 0, SCALE)
+            acc += part * scale[:, None]
+        else:
+            acc += part
+
+    if SPLIT > 1:
+        # [SPLIT, number of tiles, ROWS, TOKENS] partial sums; the sums of squares behind them
+        spot = tile * tl.num_programs(0) + tl.program_id(0)
+        tiles = tl.num_programs(0) * tl.num_programs(1)
+        inside = t[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+        size: tl.constexpr = (ROWS + 1) * TOKENS
+        mine = partial_ptr + (tl.program_id(2) * tiles + spot).to(tl.int64) * size
+        tl.store(mine + inside, acc)
+        if NORM:
+            tl.store(mine + ROWS * TOKENS + tl.arange(0, TOKENS), squares)
+        tl.debug_barrier()
+        done = tl.atomic_add(counter_ptr + spot, 1, sem="acq_rel")
+        if done != SPLIT - 1:
+            return
+        tl.store(counter_ptr + spot, 0)
+        acc = tl.zeros((ROWS, TOKENS), tl.float32)
+        squares = tl.zeros((TOKENS,), tl.float32)
+        for other in range(SPLIT):
+            theirs = partial_ptr + (other * tiles + spot).to(tl.int64) * size
+            acc += tl.load(theirs + inside, cache_modifier=".cg")
+            if NORM:
+                squares += tl.load(theirs + ROWS * TOKENS + tl.arange(0, TOKENS), cache_modifier=".cg")
+
+    if NORM:
+        acc *= (1.0 / tl.sqrt_rn(squares / K + eps))[None, :]
+    if ROW_SCALE:
+        acc *= tl.load(row_scale_ptr + rows)[:, None]
+    if BIAS:
+        acc += tl.load(bias_ptr + rows).to(tl.float32)[:, None]
+    if GATE != "":
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, ROWS // 2, TOKENS)), (1, 2, 0)))
+        y = gated(gate, up, GATE)
+        outputs = tile * (ROWS // 2) + tl.arange(0, ROWS // 2)
+    else:
+        y = acc
+        outputs = tile * ROWS + t
+    spot64 = (tokens.to(tl.int64) * n)[None, :] + outputs[:, None]
+    ok = (outputs < n)[:, None] & token_ok[None, :]
+    if RESIDUAL:
+        y += tl.load(residual_ptr + spot64, mask=ok, other=0.0).to(tl.float32)
+    tl.store(out_ptr + spot64, y.to(out_ptr.dtype.element_ty), mask=ok)
