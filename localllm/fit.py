@@ -1,4 +1,4 @@
-"""Which of the catalogue's models run on a machine, judged by the plan itself: what `pull`, `chat` and `plan` choose from.
+"""Which of the catalogue's models run on a machine, judged by the plan: what `pull`, `chat` and `plan` choose from.
 
 A family's name becomes the largest member that fits with 32k tokens of context (or the model's own) at a pace worth
 reading; of its files the one that suits the card. Where none fits so, less context is asked for.
@@ -7,13 +7,14 @@ reading; of its files the one that suits the card. Where none fits so, less cont
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from localllm import catalog
 from localllm.checkpoint.facts import ModelFacts, RopeFacts
 from localllm.device import MachineFacts
 from localllm.errors import LocalLLMError
 from localllm.plan import Calibration, Plan, PlanOptions, plan
+from localllm.plan_device import chosen_device
 
 FLOORS = {"cuda": (32_768, 8_192, 2_048), "cpu": (8_192, 2_048)}
 """tokens of context that must fit, tried in this order"""
@@ -70,11 +71,10 @@ def facts_of(candidate: catalog.Candidate) -> ModelFacts | None:
 
 def device_kind(machine: MachineFacts, options: PlanOptions | None = None) -> str:
     """cuda where a plan would take a GPU, else cpu."""
-    wished = (options or PlanOptions()).device
-    if wished != "auto":
-        return "cpu" if wished == "cpu" else "cuda"
-    usable = machine.torch_cuda and any(gpu.capability >= 75 for gpu in machine.gpus)
-    return "cuda" if usable else "cpu"
+    try:
+        return "cpu" if chosen_device(machine, (options or PlanOptions()).device)[0] == "cpu" else "cuda"
+    except LocalLLMError:  # a device that is not there: whoever plans for it says so
+        return "cpu"
 
 
 def judge(
@@ -124,15 +124,14 @@ def _guessed(candidate: catalog.Candidate, machine: MachineFacts, options: PlanO
     heads = max(1, round(candidate.kv_bytes_per_token / (4 * 128 * layers)))
     hidden = max(256, round((candidate.params / (12 * layers)) ** 0.5 / 128) * 128)
     shape = catalog.Shape(layers, hidden, 3 * hidden, max(heads, hidden // 128), heads, 128, 32_000)
-    from dataclasses import replace
-
     made = replace(candidate, shape=shape, format=candidate.format or "Q4_K_M")
     return plan_of(made, machine, options)
 
 
 def preference(machine: MachineFacts) -> Callable[[catalog.Candidate], int]:
     """How well a kind of weights suits the card: 0 is best. On the CPU the catalogue's own order holds."""
-    capability = max((gpu.capability for gpu in machine.gpus), default=0) if machine.torch_cuda else 0
+    _, gpu, _ = chosen_device(machine, "auto")
+    capability = gpu.capability if gpu else 0
     order = next((kinds for least, kinds in ORDERS if capability >= least), ())
     return lambda candidate: order.index(kind_of(candidate)) if kind_of(candidate) in order else 0
 

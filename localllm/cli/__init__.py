@@ -27,6 +27,7 @@ from .help import program_help, reference
 COMMANDS = (
     ("chat", "Talk", "chat", "Interactive chat (full-screen; --plain for line mode)"),
     ("run", "Talk", "run", "One prompt in, one answer out (pipes, --json)"),
+    ("logs", "Talk", "chats", "Search, show and export saved chats"),
     ("serve", "Serve", "serve", "OpenAI-compatible HTTP endpoint"),
     ("pull", "Models", "pull", "Download a model, verified and resumable"),
     ("ls", "Models", "models", "Models on this machine"),
@@ -35,7 +36,7 @@ COMMANDS = (
     ("quantize", "Models", "quality", "Write a smaller version of a BF16 model"),
     ("eval", "Models", "quality", "Measure what a weight or KV format costs: perplexity and KL"),
     ("doctor", "This machine", "machine", "Check hardware, software and settings"),
-    ("plan", "This machine", "machine", "What fits here: memory, context, expected speed"),
+    ("plan", "This machine", "plan", "What fits here: memory, context, expected speed"),
     ("bench", "This machine", "machine", "Measure prefill, decode and time to first token"),
     ("config", "This machine", "settings", "Show and change settings"),
 )
@@ -162,7 +163,19 @@ def root(
     """Run open-weight models on this machine."""
     ctx.obj = Options(**options)
     if ctx.invoked_subcommand is None:
+        if _in_a_terminal():
+            from .chat import home
+            from .command import guarded
+
+            raise typer.Exit(guarded(ctx.obj, home))
         print(ctx.get_help())
+
+
+def _in_a_terminal() -> bool:
+    """Whether the first screen can be shown: typed into and drawn on."""
+    from localllm.terminal import dumb, is_tty
+
+    return not dumb() and all(is_tty(stream) for stream in (sys.stdin, sys.stdout, sys.stderr))
 
 
 def _with_globals() -> None:

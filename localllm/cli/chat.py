@@ -4,32 +4,53 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated, Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from localllm.config import UserConfig
-from localllm.errors import ConfigError
-from localllm.terminal import dumb, is_tty
+from localllm.errors import ConfigError, ModelNotFound
+from localllm.terminal import clean_line, dumb, is_tty
 
 from . import logs, params
 from .command import Env, command
 from .names import Choice, choose
 from .session import Sampling, make_backend
 
+if TYPE_CHECKING:
+    from localllm.tui.attachments import Attachment
+    from localllm.tui.conversation import Conversation
+    from localllm.tui.saver import Saver
+
+THINK = "auto|off|on|low|medium|high"
+
 
 @command(
-    "localllm chat",
     "localllm chat qwen",
     'localllm chat smollm2 --temp 0 "What is the capital of France?"',
+    "localllm chat -c",
     "localllm chat smollm2 --plain",
 )
 def chat(
     env: Env,
     model: params.MaybeModel = None,
     prompt: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT...]", help="The first message.")] = None,
+    resume_last: Annotated[bool, typer.Option("-c", "--continue", help="Go on with the last chat.")] = False,
+    resume: Annotated[str | None, typer.Option("--resume", metavar="ID", help="Go on with this chat.")] = None,
     system: params.System = None,
+    preset: Annotated[str | None, typer.Option("--preset", metavar="NAME", help="Instructions and sampling.")] = None,
+    think: Annotated[str | None, typer.Option("--think", metavar=THINK, help="Reasoning.")] = None,
+    attach: Annotated[
+        list[Path] | None, typer.Option("-a", "--attach", metavar="FILE", help="Text file for the first message.")
+    ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Line mode: for screen readers and dumb terminals.")] = False,
+    web: Annotated[bool, typer.Option("--web", help="In a browser on this machine.")] = False,
+    attach_to: Annotated[
+        str | None, typer.Option("--attach-to", metavar="URL", help="Use a running `localllm serve`.")
+    ] = None,
+    no_save: Annotated[bool, typer.Option("--no-save", help="Keep this chat off the disk.")] = False,
     temp: params.Temp = None,
     top_p: params.TopP = None,
     top_k: params.TopK = None,
@@ -44,8 +65,11 @@ def chat(
     threads: params.Threads = None,
     debug_invariants: params.DebugInvariants = False,
     theme: Annotated[str | None, typer.Option("--theme", metavar="NAME", help="Colours.")] = None,
+    keys: Annotated[str | None, typer.Option("--keys", metavar="default|vim", help="Keyboard style.")] = None,
+    list_keys: Annotated[bool, typer.Option("--list-keys", help="Name what can be bound under [keys].")] = False,
     no_mouse: Annotated[bool, typer.Option("--no-mouse", help="Leave the mouse to the terminal.")] = False,
     no_animations: Annotated[bool, typer.Option("--no-animations", help="Nothing moves by itself.")] = False,
+    inline: Annotated[bool, typer.Option("--inline", help="Below the prompt of the shell, not full-screen.")] = False,
 ) -> int:
     """Talk to a model. Without a name: the one used last, else a local one, else a small starter model.
 
@@ -57,22 +81,63 @@ def chat(
         "temp": temp, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed, "max_tokens": max_tokens,
         "repetition_penalty": repetition_penalty, "ctx": ctx, "kv": kv, "dtype": dtype, "threads": threads,
     }  # fmt: skip
-    flags = params.sampling_flags(values) | params.engine_flags(values) | {"ui.theme": theme}
+    flags = params.sampling_flags(values) | params.engine_flags(values) | {"ui.theme": theme, "ui.keys": keys}
     flags |= {"ui.mouse": False if no_mouse else None, "ui.animations": False if no_animations else None}
+    flags["chat.save"] = False if no_save else None
     config = env.settings(flags)
-    instructions = params.text_or_file(system, "--system") or config.chat.system
-    sampling = Sampling(config.sampling.given(), tuple(stop or ()))
+    if list_keys:
+        return _list_keys(env, config)
     first = " ".join(prompt or [])
-    if not is_tty(sys.stdin):
+    sampling = Sampling(config.sampling.given(), tuple(stop or ()))
+    instructions = params.text_or_file(system, "--system") or config.chat.system
+    if not is_tty(sys.stdin) and not web:
         return once(env, config, model, first, instructions, sampling, ctx)
     if env.console.as_json:
         raise ConfigError("chat has no --json", 'localllm run MODEL "Hello" --json')
-    choice = choose(env, config, model)
+    start = _start(env, config, sampling, instructions, resume or ("last" if resume_last else None))
+    start.first, start.ctx, start.inline = first, ctx, inline
+    _prepare(start, config, preset, think, attach or [])
+    if attach_to:
+        start.attach_to, start.choice = attach_to, Choice(model or "", model or attach_to)
+    else:
+        start.choice = _choose(env, config, model or _preset_model(config, preset), start.conversation.model)
+    if web:
+        from .web import serve_web
+
+        return serve_web(env, config, start)
+    return open_chat(env, config, start, plain=plain)
+
+
+@dataclass
+class Start:
+    """What a chat begins with."""
+
+    conversation: Conversation
+    saver: Saver
+    sampling: Sampling
+    choice: Choice | None = None
+    """None: nothing is loaded before something is chosen"""
+    first: str = ""
+    files: tuple[Attachment, ...] = ()
+    ctx: str | None = None
+    inline: bool = False
+    attach_to: str = ""
+
+
+def home(env: Env) -> int:
+    """`localllm` without words in a terminal: chats to continue, models to start."""
+    config = env.settings({})
+    start = _start(env, config, Sampling(config.sampling.given()), config.chat.system, None)
+    return full_screen(env, config, start)
+
+
+def open_chat(env: Env, config: UserConfig, start: Start, *, plain: bool = False) -> int:
+    """In lines or full-screen, as the terminal allows."""
     if plain or dumb() or not env.console.err_tty:
         from .plain import talk
 
-        return talk(env, config, choice, first, instructions, sampling, ctx)
-    return full_screen(env, config, choice, first, instructions, sampling, ctx)
+        return talk(env, config, start)
+    return full_screen(env, config, start)
 
 
 def once(
@@ -88,40 +153,135 @@ def once(
     return answer(env, config, model, job)
 
 
-def full_screen(
-    env: Env, config: UserConfig, choice: Choice, first: str, system: str, sampling: Sampling, ctx: str | None
-) -> int:
+def _list_keys(env: Env, config: UserConfig) -> int:
+    from localllm.tui.keys import KEYS, Keymap
+
+    keymap = Keymap(config.ui.keys, config.keys)
+    env.console.table(("ID", "KEYS", "MEANING"), [(n, ",".join(keymap.keys(n)), k.meaning) for n, k in KEYS.items()])
+    for problem in keymap.problems:
+        env.console.warn(problem)
+    return 0
+
+
+def _start(env: Env, config: UserConfig, sampling: Sampling, system: str, resumed: str | None) -> Start:
+    """A new conversation, or a saved one. Raises ChatNotFound."""
+    from localllm.history import History
+    from localllm.tui.conversation import Conversation
+    from localllm.tui.saver import Saver
+
+    saver = Saver(History if config.chat.save else None)
+    think = {True: "on", False: "off"}.get(config.chat.think, "auto") if config.chat.think != "auto" else "auto"
+    if resumed is None:
+        return Start(Conversation(system, sampling.given, think), saver, sampling)
+    from .chats import find
+
+    with History() as history:
+        chat = find(history, resumed)
+        talk = Conversation.restored(chat, history.messages(chat.id), sampling.given)
+    talk.system = system or talk.system
+    return Start(talk, saver, sampling)
+
+
+def _prepare(start: Start, config: UserConfig, preset: str | None, think: str | None, attach: list[Path]) -> None:
+    from localllm.tui.attachments import read_attachment
+
+    if preset is not None:
+        if preset not in config.presets:
+            known = ", ".join(config.presets) or "none is set"
+            raise ConfigError(f"there is no preset {preset!r}", f"one of: {known}")
+        said = dict(start.sampling.given)
+        start.conversation.use(config.presets[preset])
+        start.conversation.sampling.update(said)  # a flag wins over the preset
+    if think is not None:
+        if think not in THINK.split("|"):
+            raise ConfigError(f"--think is {think!r}, it can be {THINK.replace('|', ', ')}", "--think off")
+        start.conversation.think = think
+    start.files = tuple(read_attachment(path) for path in attach)
+
+
+def _preset_model(config: UserConfig, preset: str | None) -> str | None:
+    return config.presets[preset].model if preset is not None else None
+
+
+def _choose(env: Env, config: UserConfig, name: str | None, resumed: str) -> Choice:
+    """The model asked for; else that of the chat that is resumed, if it is still here; else the usual one."""
+    if name is None and resumed:
+        try:
+            return choose(env, config, resumed)
+        except ModelNotFound:
+            env.console.warn(f"{clean_line(resumed)}, the model of this chat, is not here; another one goes on with it")
+    return choose(env, config, name)
+
+
+def full_screen(env: Env, config: UserConfig, start: Start) -> int:
     """The Textual interface; afterwards one line on the normal screen."""
     if not env.console.out_tty:
         env.console.warn("stdout is not a terminal; the chat is drawn on stderr and nothing is written to stdout")
     from localllm.tui.stderr_guard import stderr_to
 
     logs.no_stderr()
-    backend: Any = None
-    conversation: Any = None
+    choice = start.choice
     with stderr_to(logs.path()):
         from localllm.tui.app import ChatApp
-        from localllm.tui.conversation import Conversation
 
-        conversation = Conversation(system, sampling.given)
-        backend = make_backend(env, config, sampling, ctx=ctx)
+        backend = _backend(env, config, start)
         os.environ.setdefault("ESCDELAY", "50")
         app = ChatApp(
             backend,
-            conversation,
-            model=choice.name,
-            shown=choice.shown,
+            start.conversation,
+            model=choice.name if choice else None,
+            shown=choice.shown if choice else "",
             ui=config.ui,
-            first_message=first,
+            keys=config.keys,
+            presets=config.presets,
+            saver=start.saver,
+            first_message=start.first,
+            files=start.files,
             offline=env.offline,
+            home=choice is None,
+            log_file=logs.path(),
         )
-        app.run(mouse=config.ui.mouse)
+        app.run(mouse=config.ui.mouse, inline=start.inline, inline_no_clear=start.inline)
+        app.downloads.stop()
+        start.saver.close()
         close_soon(backend)
     if app.failure is not None:
         raise app.failure  # becomes one sentence and a line in the log
-    if conversation.summary:
-        env.console.say(f"{conversation.summary}\nAgain: localllm chat {choice.name}")
+    if app.wants_restart:
+        _restart(app.model, app.conversation.id)
+    farewell(env, app.conversation, start.saver, app.model)
     return 0
+
+
+def _backend(env: Env, config: UserConfig, start: Start) -> Any:
+    if start.attach_to:
+        from localllm.remote import RemoteBackend
+
+        key = os.environ.get("LOCALLLM_API_KEY", "")
+        return RemoteBackend(start.attach_to, key, given=start.sampling.given)
+    return make_backend(env, config, start.sampling, ctx=start.ctx)
+
+
+def farewell(env: Env, conversation: Conversation, saver: Saver, model: str) -> None:
+    """What was saved, and how to go on with it."""
+    if not conversation.summary and not conversation.exchanges:
+        return
+    summary = f" · {conversation.summary}" if conversation.summary else ""
+    if saver.kept and not saver.problem:
+        env.console.say(f"Saved “{clean_line(conversation.shown_title)}”{summary}")
+        env.console.say(
+            f"Continue: localllm chat -c      Export: localllm logs export {conversation.id[:6]} -o chat.md"
+        )
+    else:
+        if saver.kept:
+            env.console.warn(f"the chat was not saved: {saver.problem}")
+        env.console.say(f"{conversation.summary or conversation.shown_title}\nAgain: localllm chat {clean_line(model)}")
+
+
+def _restart(model: str, chat_id: str) -> None:
+    words = [sys.executable, "-P", "-c", "from localllm.cli import main; main()", "chat", model, "--resume", chat_id]
+    sys.stdout.flush()
+    os.execv(sys.executable, words)
 
 
 def close_soon(backend: Any, wait_s: float = 3.0) -> None:

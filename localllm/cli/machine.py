@@ -1,4 +1,4 @@
-"""`localllm doctor`, `plan`, `bench`: what this machine is, what fits on it, how fast it is."""
+"""`localllm doctor`, `bench`: what this machine is, and how fast it is."""
 
 from __future__ import annotations
 
@@ -7,23 +7,21 @@ import io
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from localllm.config.kinds import parse_tokens
-from localllm.errors import ConfigError, LocalLLMError
-from localllm.terminal import clean_line, gib, tokens_short
+from localllm.errors import ConfigError
+from localllm.terminal import clean_line, gib
 
 from . import params
 from .command import Env, command
-from .names import choose, opened, resolve
+from .names import choose
 from .session import fake_engine, llm_options
 
 if TYPE_CHECKING:
     from localllm.bench import BenchResult
-    from localllm.device import MachineFacts
-    from localllm.plan import Plan
 
 FAILED = 11
 _MARKS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red"), "skip": ("–", "dim")}
@@ -66,137 +64,6 @@ def doctor(
         console.line(checks.verdict(found))
     counts = checks.summary(found)
     return FAILED if counts["fail"] or (strict and counts["warn"]) else 0
-
-
-@command("localllm plan", "localllm plan smollm2 --ctx 8k,32k", "localllm plan qwen --json")
-def plan(
-    env: Env,
-    models: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[MODEL...]", help="Local models; all of them without a name.", autocompletion=params.complete_model
-        ),
-    ] = None,
-    ctx: Annotated[str | None, typer.Option("--ctx", metavar="N,N", help="Context windows to weigh: 8k,32k.")] = None,
-    kv: params.Kv = None,
-) -> int:
-    """Say what fits here: memory, context and expected speed. Exit 5 when a model that was named does not fit."""
-    from localllm import hub
-    from localllm.device import machine
-
-    config = env.settings({"engine.kv": kv})
-    facts = machine()
-    windows = _windows(ctx)
-    names = list(models or [])
-    rows: list[dict[str, Any]] = []
-    local = names or [m.name for m in hub.list_local() if m.supported]
-    for name in local:
-        resolved = resolve(env, config, name)
-        if resolved.path is None:
-            raise ConfigError(
-                f"{clean_line(resolved.name)} is not on this machine", f"localllm pull {clean_line(name)}"
-            )
-        with opened(resolved) as checkpoint:
-            rows += _plan_rows(resolved.name, checkpoint.facts, facts, windows, config.engine)
-    console = env.console
-    if console.as_json:
-        console.emit("plan/1", {"machine": asdict(facts), "rows": rows})
-    else:
-        console.say(_machine_line(facts))
-        columns = ("MODEL", "FORMAT", "CTX", "WEIGHTS", "KV", "WORK", "NEED", "FREE", "MAX CTX", "SPEED", "")
-        console.table(columns, [_plan_cells(row) for row in rows], right=columns[2:9])
-        if not rows:
-            console.say("no models here yet: localllm pull smollm2")
-        for reason in dict.fromkeys(line for row in rows for line in row["reasons"]) if console.verbose else ():
-            console.say(f"  {clean_line(reason)}")
-    return 5 if names and any(not row["fits"] for row in rows) else 0
-
-
-def _windows(text: str | None) -> list[int | str]:
-    if text is None:
-        return ["auto"]
-    try:
-        return [part if part in ("auto", "max") else int(parse_tokens(part)) for part in text.split(",") if part]
-    except ValueError:
-        raise ConfigError(f"--ctx is {text!r}: expected numbers of tokens such as 8k,32k", "--ctx 8k,32k") from None
-
-
-def _plan_rows(
-    name: str, model: Any, machine: MachineFacts, windows: list[int | str], engine: Any
-) -> list[dict[str, Any]]:
-    from localllm.plan import PlanOptions
-    from localllm.plan import plan as make_plan
-
-    rows = []
-    for window in windows:
-        options = PlanOptions(
-            device=engine.device, dtype=engine.dtype, kv=engine.kv, ctx=window, max_parallel=engine.max_parallel
-        )
-        try:
-            rows.append(_plan_row(name, model.stored_format, make_plan(model, machine, options)))
-        except LocalLLMError as error:
-            rows.append(
-                {
-                    "model": name,
-                    "quant": model.stored_format,
-                    "ctx": window,
-                    "fits": False,
-                    "reason": error.message,
-                    "reasons": [],
-                }
-            )
-    return rows
-
-
-def _plan_row(name: str, stored: str, made: Plan) -> dict[str, Any]:
-    return {
-        "model": name,
-        "quant": stored,
-        "device": made.device,
-        "ctx": made.ctx,
-        "kv": made.kv,
-        "batch": made.max_parallel,
-        "need_bytes": made.need_bytes,
-        "have_bytes": made.have_bytes,
-        "parts": made.parts(),
-        "fits": made.fits,
-        "max_ctx": made.max_ctx,
-        "decode_tps": {
-            "value": round(made.decode_tps, 1),
-            "at_full_ctx": round(made.decode_tps_full, 1),
-            "basis": made.basis,
-        },
-        "reason": None if made.fits else made.error(name).message,
-        "reasons": list(made.reasons),
-    }
-
-
-def _plan_cells(row: dict[str, Any]) -> tuple[str, ...]:
-    if "need_bytes" not in row:
-        return (row["model"], row["quant"], str(row["ctx"]), "", "", "", "", "", "", "–", f"✗ {row['reason']}")
-    parts, speed = row["parts"], row["decode_tps"]
-    mark = "✓" if speed["basis"] == "measured" else "≈"
-    return (
-        row["model"],
-        row["quant"],
-        tokens_short(row["ctx"]),
-        gib(parts["weights"]),
-        gib(parts["kv"]),
-        gib(parts["work"] + parts["margin"]),
-        gib(row["need_bytes"]),
-        gib(row["have_bytes"]),
-        tokens_short(row["max_ctx"]),
-        f"{mark} {speed['value']:.0f} → {speed['at_full_ctx']:.0f} t/s",
-        "✓ fits" if row["fits"] else f"✗ {gib(row['need_bytes'] - row['have_bytes'])} short",
-    )
-
-
-def _machine_line(facts: MachineFacts) -> str:
-    gpus = [f"{gpu.name}, {gib(gpu.free_bytes)} free" for gpu in facts.gpus] or ["no GPU"]
-    cpu = f"{facts.cpu.name}, {facts.cpu.cores_usable} cores"
-    return clean_line(
-        f"{' · '.join(gpus)} · {cpu} · {gib(facts.ram_available_bytes)} of {gib(facts.ram_total_bytes)} RAM free"
-    )
 
 
 # --- bench -----------------------------------------------------------------------------------------------------------

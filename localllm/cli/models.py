@@ -18,6 +18,7 @@ from .command import Env, command
 from .names import opened, resolve
 
 if TYPE_CHECKING:
+    from localllm.calibrate import Benches
     from localllm.checkpoint import Checkpoint, ModelFacts
     from localllm.device import MachineFacts
     from localllm.hub import LocalModel
@@ -46,7 +47,7 @@ def ls(
     sort: Annotated[str, typer.Option(metavar="name|size|params|used", help="Order.")] = "name",
 ) -> int:
     """List the models on this machine, whether they fit, and how fast they should be."""
-    from localllm import hub
+    from localllm import calibrate, hub
     from localllm.device import machine
 
     if sort not in SORTS:
@@ -61,9 +62,11 @@ def ls(
     }
     found.sort(key=orders[sort])
     shown = [m for m in found if everything or m.supported]
+    benches = calibrate.load(facts)
+    planned = [(model, _plan(model, facts, benches)) for model in shown]
     console = env.console
     if console.as_json:
-        rows = [_ls_row(model, facts) for model in shown]
+        rows = [_ls_row(model, made) for model, made in planned]
         console.emit("ls/1", {"cache": str(hub.cache.hub_dir()), "free_bytes": _free(), "models": rows})
         return 0
     total = sum(m.size_bytes for m in shown)
@@ -71,7 +74,7 @@ def ls(
     console.say(f"{count} · {gib(total)} · {gib(_free())} free in {clean_line(_short(hub.cache.hub_dir()))}")
     if shown:
         columns = ("NAME", "PARAMS", "FORMAT", "SIZE", "CTX", "FITS", "SPEED", "USED", "")
-        console.table(columns, [_cells(model, facts) for model in shown], right=("PARAMS", "SIZE", "CTX"))
+        console.table(columns, [_cells(model, made) for model, made in planned], right=("PARAMS", "SIZE", "CTX"))
     hidden = len(found) - len(shown)
     if hidden:
         console.say(f"{hidden} more cannot be run: localllm ls --all")
@@ -80,19 +83,18 @@ def ls(
     return 0
 
 
-def _plan(model: LocalModel, machine: MachineFacts) -> Plan | None:
+def _plan(model: LocalModel, machine: MachineFacts, benches: Benches) -> Plan | None:
     from localllm.plan import plan
 
     if model.facts is None or not model.supported:
         return None
     try:
-        return plan(model.facts, machine)
+        return plan(model.facts, machine, calibration=benches)
     except LocalLLMError:
         return None
 
 
-def _cells(model: LocalModel, machine: MachineFacts) -> tuple[str, ...]:
-    made = _plan(model, machine)
+def _cells(model: LocalModel, made: Plan | None) -> tuple[str, ...]:
     if made is None:
         return (model.name, "", model.format, gib(model.size_bytes), "", "✗", "–", _ago(model.last_used), model.reason)
     mark = "✓" if made.basis == "measured" else "≈"
@@ -112,8 +114,7 @@ def _cells(model: LocalModel, machine: MachineFacts) -> tuple[str, ...]:
     )
 
 
-def _ls_row(model: LocalModel, machine: MachineFacts) -> dict[str, Any]:
-    made = _plan(model, machine)
+def _ls_row(model: LocalModel, made: Plan | None) -> dict[str, Any]:
     return {
         "id": model.name,
         "revision": model.revision or None,
@@ -177,13 +178,15 @@ def _template(checkpoint: Checkpoint) -> str:
 
 
 def _show_fields(checkpoint: Checkpoint, name: str, revision: str) -> dict[str, Any]:
+    from localllm import calibrate
     from localllm.checkpoint.facts import kv_bytes_per_token
     from localllm.device import machine
     from localllm.plan import plan
 
     facts = checkpoint.facts
     try:
-        made = plan(facts, machine())
+        here_now = machine()
+        made = plan(facts, here_now, calibration=calibrate.load(here_now))
         here = {
             "fits": made.fits,
             "device": made.device,
@@ -231,9 +234,10 @@ def _print_facts(env: Env, facts: ModelFacts, fields: dict[str, Any]) -> None:
     sliding = f", {sum(1 for w in facts.windows if w)} of them with a window of {windows[0]:,}" if windows else ""
     here = fields["plan"]
     sampling = ", ".join(f"{key} {value}" for key, value in facts.sampling_defaults.items()) or "not stated"
+    mark = "✓" if here.get("basis") == "measured" else "≈"
     fit = here.get("reason") or (
         f"{'fits' if here['fits'] else 'does not fit'} on {here['device']}: needs {gib(here['need_bytes'])} of"
-        f" {gib(here['have_bytes'])} at {here['ctx']:,} tokens, ≈ {here['decode_tps']:.0f} tok/s"
+        f" {gib(here['have_bytes'])} at {here['ctx']:,} tokens, {mark} {here['decode_tps']:.0f} tok/s"
     )
     rows = [
         ("name", fields["id"] if not facts.name else f"{fields['id']} ({facts.name})"),

@@ -54,7 +54,7 @@ def _default() -> str:
 def resolve(env: Env, config: UserConfig, name: str, *, refresh: bool = False) -> Resolved:
     """Say what a name stands for on this machine. A local model is found without any request.
 
-    A family's name is decided by the plan: the largest member with 32k tokens of context, where there is none with less.
+    A family's name is decided by the plan: the largest member with 32k tokens of context, else with less.
     """
     from localllm import calibrate, fit, hub
     from localllm.device import machine

@@ -26,7 +26,9 @@ MaybeModel = Annotated[str | None, typer.Argument(metavar="[MODEL]", help=_MODEL
 Models = Annotated[list[str], typer.Argument(metavar="MODEL...", help=_MODEL_HELP, autocompletion=complete_model)]
 
 Ctx = Annotated[str | None, typer.Option("--ctx", metavar="N|max|auto", help="Context window in tokens: 8192, 32k.")]
-Kv = Annotated[str | None, typer.Option("--kv", metavar="auto|bf16|fp16|f32|int8|fp8", help="How keys and values are stored.")]
+Kv = Annotated[
+    str | None, typer.Option("--kv", metavar="auto|bf16|fp16|f32|int8|fp8", help="How keys and values are stored.")
+]
 Dtype = Annotated[str | None, typer.Option("--dtype", metavar="auto|float32|bfloat16|float16", help="Arithmetic.")]
 DebugInvariants = Annotated[
     bool, typer.Option("--debug-invariants", help="Check every page and count after every step; slow.")

@@ -162,14 +162,15 @@ def _compare(
     env: Env, model: str, against: str | None, text: Path | None, tokens: int, quants: list[str], kvs: list[str]
 ) -> list[Quality]:
     """One row per weight and KV format."""
-    from localllm.evaluate import evaluate, sample_text
+    from localllm.evaluate import WINDOW, evaluate, sample_text
     from localllm.llm import LLM
 
     words = sample_text("evaluation") if text is None else params.read_text(text, "--text")
-    options = llm_options(env, env.config) | {"ctx": 1024, "max_parallel": 1}
-    exact: dict[str, Any] = options | {"dtype": "float32", "kv": "f32"}
     path = str(_local(env, model))
     base = str(_local(env, against)) if against is not None else path
+    ctx = min(WINDOW + 1, *(_max_context(name) for name in (path, base)))
+    options = llm_options(env, env.config) | {"ctx": ctx, "max_parallel": 1}
+    exact: dict[str, Any] = options | {"dtype": "float32", "kv": "f32"}
     progress = make_progress(env.console, env.options.progress or "auto", clean_line(model))
 
     def work(tell: Any, cancel: Any) -> list[Quality]:
@@ -195,6 +196,13 @@ def _compare(
         return found
 
     return watched(progress, work)
+
+
+def _max_context(path: str) -> int:
+    from localllm.checkpoint import open_checkpoint
+
+    with open_checkpoint(path) as checkpoint:
+        return checkpoint.facts.max_context
 
 
 def _table(env: Env, found: list[Quality]) -> None:

@@ -1,0 +1,334 @@
+"""`localllm plan`: what fits here, or on a card that is not here: memory, context, expected speed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from localllm.config import UserConfig
+from localllm.config.kinds import parse_bytes, parse_tokens
+from localllm.errors import ConfigError, LocalLLMError
+from localllm.terminal import clean_line
+
+from . import params
+from .command import Env, command
+from .names import opened, resolve
+
+if TYPE_CHECKING:
+    from localllm.calibrate import Benches
+    from localllm.checkpoint import ModelFacts
+    from localllm.device import MachineFacts
+    from localllm.plan import Plan, PlanOptions
+
+DEFAULT_WINDOWS = (8_192, 32_768)
+WINDOW_WORDS = ("auto", "max")
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """One file of one model to plan for."""
+
+    name: str
+    shown: str
+    quant: str
+    facts: ModelFacts
+    local: bool
+    download_bytes: int = 0
+    base: bool = False
+    """a base model: completes text"""
+    asked: str = ""
+    """the word on the command line that it stands for"""
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One subject at one context window."""
+
+    subject: Subject
+    wished: int | str
+    """the window asked for: tokens, auto or max"""
+    plan: Plan | None
+    reason: str = ""
+    """why there is no plan"""
+    fixes: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether it may be started so."""
+        return self.plan is not None and self.plan.fits
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """Everything that is shown."""
+
+    machine: MachineFacts
+    options: PlanOptions
+    rows: tuple[Row, ...]
+    windows: tuple[int | str, ...]
+    benches: Benches
+    star: Row | None
+    """the row to take, at the window that `chat` would open it with"""
+    imagined: bool
+    target_tps: float
+
+    def of(self, subject: Subject) -> list[Row]:
+        """A subject's rows, in the order of the windows."""
+        return [row for row in self.rows if row.subject is subject]
+
+    @property
+    def subjects(self) -> list[Subject]:
+        """Subjects in order."""
+        return list(dict.fromkeys(row.subject for row in self.rows))
+
+
+@command(
+    "localllm plan",
+    "localllm plan qwen",
+    "localllm plan smollm2 --ctx 8k,32k --json",
+    "localllm plan llama --gpu 'RTX 5090' --kv fp8",
+    "localllm plan qwen --vram 48G --bw 864 -v",
+)
+def plan(
+    env: Env,
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL...]",
+            help="Models, or families such as qwen; what is here without a name.",
+            autocompletion=params.complete_model,
+        ),
+    ] = None,
+    ctx: Annotated[
+        str | None, typer.Option("--ctx", metavar="N,N", help="Context windows to weigh: 8k,32k, max, auto.")
+    ] = None,
+    quant: Annotated[
+        str | None, typer.Option("--quant", metavar="Q", help="Only files stored so: Q4_K_M, fp8.")
+    ] = None,
+    kv: params.Kv = None,
+    batch: Annotated[
+        int | None, typer.Option("--batch", metavar="N", min=1, max=1024, help="Requests computed side by side.")
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", metavar="NAME", help="A card that is not here: 4090, h100.")
+    ] = None,
+    vram: Annotated[str | None, typer.Option("--vram", metavar="SIZE", help="A card with so much memory: 24G.")] = None,
+    bw: Annotated[float | None, typer.Option("--bw", metavar="GB/S", min=1, help="Its memory bandwidth: 1008.")] = None,
+    ram: Annotated[str | None, typer.Option("--ram", metavar="SIZE", help="As much RAM as this: 64G.")] = None,
+    target_tps: Annotated[
+        float, typer.Option("--target-tps", metavar="N", min=0, help="★ is not given below this pace.")
+    ] = 0.0,
+) -> int:
+    """Say what fits: memory, context and expected speed. Exit 5 when a model that was named does not fit.
+
+    ≈ is an estimate: bandwidth times an efficiency, divided by the bytes read per token. ✓ was measured on this machine
+    by `localllm bench`, which also corrects the estimates of other models. -v prints the formulas with their numbers.
+    """
+    from localllm import calibrate
+    from localllm.device import machine
+    from localllm.device.imagined import imagined
+    from localllm.plan import PlanOptions
+    from localllm.plan_device import chosen_device
+
+    from . import plan_view
+
+    config = env.settings({"engine.kv": kv, "engine.max_parallel": batch})
+    windows = _windows(ctx)
+    real = machine()
+    facts = imagined(
+        real,
+        gpu=gpu,
+        vram_bytes=_size(vram, "--vram"),
+        bandwidth=bw * 1e9 if bw else None,
+        ram_bytes=_size(ram, "--ram"),
+    )
+    engine = config.engine
+    device = chosen_device(facts, engine.device)[0] if engine.device == "auto" else engine.device
+    options = PlanOptions(  # no falling back to the CPU row by row: a table has one device
+        device=device, dtype=engine.dtype, kv=engine.kv, max_parallel=engine.max_parallel, gpu_mem=engine.gpu_mem
+    )
+    benches = calibrate.load(facts)
+    with ExitStack() as stack:
+        subjects = [s for s in _subjects(env, config, models, facts, stack) if not quant or _same(s, quant)]
+        if quant and not subjects:
+            raise ConfigError(f"nothing here is stored as {quant}", "leave --quant out to see what there is")
+        rows = tuple(_row(s, window, facts, options, benches) for s in subjects for window in windows)
+        best = _star(rows, facts, config, options, target_tps)
+        star = best and (best if ctx else _row(best.subject, "auto", facts, options, benches))
+    sheet = Sheet(facts, options, rows, windows, benches, star, facts is not real, target_tps)
+    if env.console.as_json:
+        listed = [_json(row, star is not None and row.subject is star.subject) for row in rows]
+        env.console.emit("plan/1", {"machine": asdict(facts), "rows": listed})
+    else:
+        plan_view.show(env, sheet, models or [])
+    return 5 if any(not any(r.fits for r in rows if r.subject.asked == name) for name in models or ()) else 0
+
+
+# --- what was asked ---------------------------------------------------------------------------------------------------
+
+
+def _windows(text: str | None) -> tuple[int | str, ...]:
+    if text is None:
+        return DEFAULT_WINDOWS
+    try:
+        found = tuple(part if part in WINDOW_WORDS else int(parse_tokens(part)) for part in text.split(",") if part)
+    except ValueError:
+        found = ()
+    if not found or any(isinstance(one, int) and one < 1 for one in found):
+        raise ConfigError(f"--ctx is {text!r}: expected numbers of tokens such as 8k,32k", "localllm plan --ctx 8k,32k")
+    return found
+
+
+def _size(text: str | None, option: str) -> int | None:
+    if text is None:
+        return None
+    try:
+        size = int(parse_bytes(text))
+    except ValueError:
+        size = 0
+    if size < 1 << 28:
+        raise ConfigError(f"{option} is {text!r}: expected a size such as 24G", f"localllm plan {option} 24G")
+    return size
+
+
+def _subjects(
+    env: Env, config: UserConfig, names: list[str] | None, machine: MachineFacts, stack: ExitStack
+) -> Iterator[Subject]:
+    """What the names stand for; without one, what is on this machine, then the best of each family that is not."""
+    from localllm import catalog, fit, hub
+
+    if not names:
+        here = [model for model in hub.list_local() if model.supported and model.facts]
+        for model in here:
+            assert model.facts is not None
+            yield Subject(model.name, model.name, model.format, model.facts, True, base=not model.chat)
+        held = {model.name.casefold() for model in here}
+        for family in catalog.families():
+            choice = fit.recommended(family, machine, max_bytes=config.pull.max_auto_bytes)
+            if choice and choice.best.spec.casefold() not in held:
+                yield from _candidates([choice.best], "")
+        return
+    for name in names:
+        target = config.aliases.get(name, name)
+        if catalog.members(target):
+            local = {model.name.casefold() for model in hub.list_local() if model.supported}
+            members = catalog.members(target)
+            on_gpu = fit.device_kind(machine) == "cuda"
+            runs = [c for c in members if not c.needs and (on_gpu or c.device != "gpu")]
+            if not runs:
+                fits = fit.judge(machine, 2048)
+                catalog.choose(target, fits, free_label=catalog.memory_of(machine).label)  # says why, and what instead
+            yield from _candidates(runs, name, local)
+            continue
+        resolved = resolve(env, config, name)
+        if resolved.path is None:
+            shown = clean_line(resolved.name)
+            raise ConfigError(f"{shown} is not on this machine", f"localllm pull {clean_line(name)}")
+        checkpoint = stack.enter_context(opened(resolved))
+        found = checkpoint.facts
+        shown = resolved.path.name if resolved.kind == "path" else resolved.name
+        yield Subject(
+            resolved.name, shown, found.stored_format, found, True, base=not found.has_chat_template, asked=name
+        )
+
+
+def _candidates(members: Any, asked: str, local: set[str] | None = None) -> Iterator[Subject]:
+    from localllm import fit
+
+    for candidate in members:
+        facts = fit.facts_of(candidate)
+        if facts is not None:
+            here = candidate.spec.casefold() in (local or set())
+            size = 0 if here else candidate.download_bytes
+            yield Subject(candidate.spec, candidate.name, candidate.format, facts, here, size, asked=asked)
+
+
+def _same(subject: Subject, quant: str) -> bool:
+    wanted = quant.casefold()
+    kinds = {"int4": ("awq", "gptq", "int4", "q4"), "w4a16": ("awq", "gptq", "int4")}.get(wanted, (wanted,))
+    return any(kind in subject.quant.casefold() for kind in kinds)
+
+
+# --- what comes of it -------------------------------------------------------------------------------------------------
+
+
+def _row(subject: Subject, window: int | str, machine: MachineFacts, options: PlanOptions, benches: Benches) -> Row:
+    from localllm.plan import plan as make_plan
+
+    most = subject.facts.max_context
+    ctx = most if window == "max" else window if isinstance(window, str) else min(window, most)
+    try:
+        made = make_plan(subject.facts, machine, replace(options, ctx=ctx), benches)
+    except LocalLLMError as error:
+        return Row(subject, window, None, error.message, error.fixes)
+    if made.fits:
+        return Row(subject, window, made)
+    error = made.error(subject.name)
+    return Row(subject, window, made, error.message, error.fixes)
+
+
+def _star(
+    rows: tuple[Row, ...], machine: MachineFacts, config: UserConfig, options: PlanOptions, target_tps: float
+) -> Row | None:
+    """The row to take: the rule that `chat` and `pull` follow, among the rows shown."""
+    from localllm import fit
+
+    kind = fit.device_kind(machine, options)
+    pace = target_tps or fit.COMFORTABLE_TPS[kind]
+    rank = fit.preference(machine)
+    usable = [row for row in rows if row.plan and row.fits and not row.subject.base]
+    fast = [row for row in usable if row.plan and row.plan.decode_tps >= pace]
+    if not fast and not target_tps:
+        fast = [row for row in usable if row.plan and row.plan.decode_tps >= pace / 2]
+    limit = config.pull.max_auto_bytes
+    fetchable = [row for row in fast if row.subject.download_bytes <= limit] or fast
+
+    def worth(row: Row) -> tuple[int, int, int, int]:
+        assert row.plan is not None
+        roomy = min(row.plan.max_ctx, fit.FLOORS[kind][0], row.subject.facts.max_context)
+        return roomy, row.subject.facts.num_params, -rank(_as_candidate(row.subject)), row.plan.ctx
+
+    return max(fetchable, key=worth, default=None)
+
+
+def _as_candidate(subject: Subject) -> Any:
+    """Enough of a catalogue entry to rank its kind of weights."""
+    from localllm import catalog
+
+    made = catalog.candidate_of(subject.name, "", subject.facts.num_params, subject.facts.weight_bytes, 1)
+    gguf = subject.quant.upper().startswith(("Q", "IQ", "BF16", "F16", "F32"))
+    return replace(made, format=subject.quant, quant=subject.quant if gguf else "")
+
+
+def _json(row: Row, star: bool) -> dict[str, Any]:
+    subject, made = row.subject, row.plan
+    base = {"model": subject.name, "quant": subject.quant, "local": subject.local, "recommended": star}
+    base |= {"download_bytes": subject.download_bytes, "fits": row.fits, "reason": row.reason or None}
+    base["alternatives"] = [{"cmd": command, "note": note} for command, note in row.fixes]
+    if made is None:
+        return base | {"ctx": row.wished, "reasons": []}
+    return base | {
+        "device": made.device,
+        "ctx": made.ctx,
+        "kv": made.kv,
+        "batch": made.max_parallel,
+        "need_bytes": made.need_bytes,
+        "least_bytes": made.least_bytes,
+        "have_bytes": made.have_bytes,
+        "parts": made.parts(),
+        "terms": made.terms(),
+        "converted": made.quant or None,
+        "max_ctx": made.max_ctx,
+        "decode_tps": {
+            "value": round(made.decode_tps, 1),
+            "at_full_ctx": round(made.decode_tps_full, 1),
+            "basis": made.basis,
+            "eta": round(made.eta, 3),
+        },
+        "limit": "memory",
+        "reasons": list(made.reasons),
+    }

@@ -1,0 +1,280 @@
+"""`localllm plan` for people: the table, the bar of the recommended row, with -v the formulas and their numbers."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from localllm.terminal import cell_width, clean, clean_line, fit, gib, tokens_short
+
+if TYPE_CHECKING:
+    from localllm.plan import Plan
+
+    from .command import Env
+    from .plan import Row, Sheet, Subject
+
+GIB = 1 << 30
+LEAST_BAR, MOST_BAR = 20, 64
+LEAST_SHOWN = 16 << 20
+"""a smaller rest is not worth a word"""
+EIGHT_BITS = ("int8", "fp8")
+PARTS = {
+    "weights": ("weights", "█", "#", "cyan"),
+    "kv": ("KV", "▓", "=", "green"),
+    "reuse": ("more KV", "▒", "+", "green"),
+    "work": ("work", "▚", "%", "yellow"),
+    "margin": ("margin", "▪", ":", "dim"),
+    "free": ("free", "░", ".", "dim"),
+}
+"""part of the memory -> word, character, ASCII character, style"""
+MEANING = {
+    "weights": "as they lie in memory",
+    "kv": "keys and values: of requests side by side, and of finished prompts for reuse",
+    "context": "CUDA's own, loaded kernels, workspaces of libraries",
+    "program": "Python, torch, the tokenizer",
+    "activations": "intermediate results of the largest step",
+    "logits": "of the tokens that are sampled",
+    "graphs": "captured decode steps with their outputs",
+    "tables": "positions and pages",
+    "gathered": "keys and values that attention gathers without our kernels",
+    "learned": "what an earlier run took beyond its plan",
+    "margin": "left to others",
+}
+
+
+def show(env: Env, sheet: Sheet, names: Sequence[str]) -> None:
+    """Print everything: results on stdout, remarks on stderr."""
+    console = env.console
+    console.say(machine_line(sheet))
+    if not sheet.rows:
+        console.say("no models here yet: localllm pull smollm2")
+        return
+    _table(env, sheet)
+    for line in _remarks(sheet):
+        console.say(line)
+    if sheet.star and sheet.star.plan:
+        console.line()
+        for line in bar(env, sheet.star.plan, sheet.star.subject):
+            console.line(line)
+        if not sheet.imagined:
+            console.say(f"Next: localllm chat {clean_line(sheet.star.subject.name)}")
+    if console.verbose:
+        for row in sheet.rows:
+            if row.plan and (row.subject.asked or row is sheet.star or len(sheet.subjects) < 4):
+                console.line()
+                for line in formulas(row, sheet):
+                    console.line(clean(line))
+
+
+def machine_line(sheet: Sheet) -> str:
+    """What the plan is for, in a line."""
+    machine = sheet.machine
+    made = next((row.plan for row in sheet.rows if row.plan), None)
+    parts = []
+    for gpu in machine.gpus:
+        speed = f", {gpu.bandwidth / 1e9:,.0f} GB/s" if gpu.bandwidth else ", bandwidth not known"
+        parts.append(f"{gpu.name}{' (not here)' if sheet.imagined else ''}, {gib(gpu.free_bytes)} free{speed}")
+    if not parts:
+        parts.append("no GPU")
+    parts.append(f"{machine.cpu.name}, {machine.cpu.cores_usable} cores")
+    parts.append(f"{gib(machine.ram_available_bytes)} of {gib(machine.ram_total_bytes)} RAM free")
+    if made and made.eta:
+        basis = "from benches here" if sheet.benches else "default; `localllm bench MODEL` measures it"
+        parts.append(f"η {made.eta:.2f} ({basis})")
+    return clean_line(" · ".join(parts))
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def _table(env: Env, sheet: Sheet) -> None:
+    windows = [_window(one) for one in sheet.windows]
+    columns = ["MODEL", "FORMAT", "WEIGHTS", *windows, "MEM CTX", f"TOK/S 0 → {windows[-1]}", ""]
+    cells = [_cells(sheet, subject) for subject in sheet.subjects]
+    room = max(40, shutil.get_terminal_size().columns - 1) if env.console.out_tty else 1000
+    widths = [max(cell_width(column), *(cell_width(row[i]) for row in cells)) for i, column in enumerate(columns)]
+    left = room - sum(widths[:-1]) - 2 * (len(columns) - 1)
+    if left < 8:  # a narrow terminal: names give way first, then the verdict
+        name = max(10, widths[0] + left - 8)
+        cells = [[fit(row[0], name), *row[1:-1], fit(row[-1], max(left, 3))] for row in cells]
+    else:
+        cells = [[*row[:-1], fit(row[-1], left)] for row in cells]
+    env.console.table(columns, cells, right=("WEIGHTS", "MEM CTX"))
+
+
+def _cells(sheet: Sheet, subject: Subject) -> list[str]:
+    rows = sheet.of(subject)
+    made = next((row.plan for row in rows if row.plan), None)
+    if made is None:
+        return [subject.shown, subject.quant, "", *["✗"] * len(rows), "", "", rows[0].reason]
+    fitting = [row.plan for row in rows if row.plan and row.fits]
+    speed = "–"
+    if fitting:
+        mark = "✓" if made.basis == "measured" else "≈"
+        last = fitting[-1] if rows[-1].fits else None
+        speed = f"{mark} {_rate(made.decode_tps)} → {_rate(last.decode_tps_full) if last else '–'}"
+    longest = max(row.plan.max_ctx for row in rows if row.plan)
+    most = tokens_short(longest) if longest else "–"
+    return [
+        subject.shown,
+        _short_format(subject.quant) + (f"→{made.quant}" if made.quant else ""),
+        gib(made.weight_bytes),
+        *[_fit(row) for row in rows],
+        most,
+        speed,
+        _verdict(sheet, subject, rows),
+    ]
+
+
+def _rate(tps: float) -> str:
+    return f"{tps:.0f}" if tps >= 10 else f"{tps:.1f}"
+
+
+def _short_format(name: str) -> str:
+    return name.replace("compressed-tensors ", "")
+
+
+def _fit(row: Row) -> str:
+    """What a window needs in GiB: for one sequence when it fits, and how much is missing when not."""
+    made = row.plan
+    if made is None:
+        return "✗"
+    need = made.least_bytes if row.fits else made.need_bytes
+    text = f"{need / GIB:.1f}"
+    own = " own" if isinstance(row.wished, int) and made.ctx < row.wished else ""
+    missing = "" if row.fits else f" −{max(0.1, (need - made.have_bytes) / GIB):.1f}"
+    eight = " kv8" if made.kv in EIGHT_BITS and row.fits else ""
+    return f"{text} {'✓' if row.fits else '✗'}{eight}{missing}{own}"
+
+
+def _verdict(sheet: Sheet, subject: Subject, rows: list[Row]) -> str:
+    words = []
+    if sheet.star and sheet.star.subject is subject:
+        words.append("★ recommended")
+    if subject.base:
+        words.append("base model")
+    words.append("on disk" if subject.local else f"{gib(subject.download_bytes)} download")
+    if not any(row.fits for row in rows):
+        least = min((row.plan for row in rows if row.plan), key=lambda made: made.need_bytes)
+        words.append(f"needs {gib(least.need_bytes)}")
+    elif sheet.target_tps and all(r.plan is None or r.plan.decode_tps < sheet.target_tps for r in rows):
+        words.append(f"below {sheet.target_tps:g} tok/s")
+    return " · ".join(words)
+
+
+def _window(one: int | str) -> str:
+    return tokens_short(one) if isinstance(one, int) else one
+
+
+def _remarks(sheet: Sheet) -> list[str]:
+    lines = ["columns in GiB: weights, keys and values of one request, work, margin · MEM CTX: the context that fits"]
+    if any(isinstance(row.wished, int) and row.plan and row.plan.ctx < row.wished for row in sheet.rows):
+        lines.append("own: the model's own limit is smaller than the window")
+    if any(row.plan and row.plan.basis == "measured" for row in sheet.rows):
+        lines.append("✓ measured here, ≈ estimated")
+    if any(row.plan and row.plan.kv in EIGHT_BITS and row.fits for row in sheet.rows):
+        lines.append("kv8: keys and values in 8 bits, because 16 would not leave room")
+    if any(row.plan and row.plan.quant for row in sheet.rows):
+        lines.append("bf16→fp8: the file does not fit as it is, and becomes smaller while loading")
+    star = sheet.star.plan if sheet.star else None
+    if star:
+        lines += [clean_line(line) for line in (star.idle, *star.warnings) if line]
+    return lines
+
+
+# --- the bar ----------------------------------------------------------------------------------------------------------
+
+
+def bar(env: Env, made: Plan, subject: Subject) -> list[str]:
+    """The memory of the recommended row as a bar, and what its pieces are. Every byte of the plan is in it."""
+    console = env.console
+    sizes = pieces(made)
+    columns = shutil.get_terminal_size().columns if console.out_tty else 100
+    place = "RAM" if made.device == "cpu" else "VRAM"
+    head = f"★ {clean_line(subject.shown)} {_short_format(subject.quant)}, {made.ctx:,} tokens of context"
+    width = max(LEAST_BAR, min(MOST_BAR, columns - 16))
+    lengths = shares(list(sizes.values()), width)
+    ascii_only = console.glyphs("✓") != "✓"
+    blocks = ""
+    for name, length in zip(sizes, lengths, strict=True):
+        _, mark, plain, style = PARTS[name]
+        blocks += console.style((plain if ascii_only else mark) * length, style)
+    lines = [head, f"{place.ljust(4)} [{blocks}] {gib(made.have_bytes)}"]
+    legend, used = "      ", 6
+    for name, size in sizes.items():
+        word, mark, plain, style = PARTS[name]
+        piece = f"{plain if ascii_only else mark} {word} {gib(size)}"
+        if used + cell_width(piece) > columns - 1 and used > 6:
+            lines.append(legend.rstrip())
+            legend, used = "      ", 6
+        legend += console.style(piece[0], style) + piece[1:] + "   "
+        used += cell_width(piece) + 3
+    return [*lines, legend.rstrip()]
+
+
+def pieces(made: Plan) -> dict[str, int]:
+    """Parts of the memory that may be taken, in the order of the bar; all of it, but for a rest not worth a word."""
+    reuse = max(0, made.kv_bytes - made.sequence_bytes)
+    known = {"weights": made.weight_bytes, "kv": made.kv_bytes - reuse, "reuse": reuse, "margin": made.margin_bytes}
+    known["work"] = sum(made.parts().values()) - sum(known.values())
+    order = {name: known[name] for name in ("weights", "kv", "reuse", "work", "margin")}
+    free = made.have_bytes - made.need_bytes
+    order["free"] = free if free >= LEAST_SHOWN else 0
+    return {name: size for name, size in order.items() if size > 0}
+
+
+def shares(sizes: Sequence[int], width: int) -> list[int]:
+    """Lengths that add up to `width`, in proportion; what is there at all gets at least one."""
+    total = sum(sizes) or 1
+    lengths = [max(1, round(size * width / total)) for size in sizes]
+    while sum(lengths) > width:
+        lengths[max(range(len(lengths)), key=lambda i: lengths[i])] -= 1
+    while sum(lengths) < width:
+        lengths[max(range(len(lengths)), key=lambda i: sizes[i] * width / total - lengths[i])] += 1
+    return lengths
+
+
+# --- formulas ---------------------------------------------------------------------------------------------------------
+
+
+def formulas(row: Row, sheet: Sheet) -> list[str]:
+    """Every term of a row in bytes, and where the speed comes from."""
+    made, facts = row.plan, row.subject.facts
+    assert made is not None
+    parts: Mapping[str, int] = made.terms()
+    lines = [f"{row.subject.shown} {row.subject.quant} at {made.ctx:,} tokens on {made.place}"]
+    width = max(len(name) for name in [*parts, "decode"])
+    digits = max(len(f"{size:,}") for size in [made.need_bytes, made.have_bytes])
+    for name, size in parts.items():
+        lines.append(f"  {name.ljust(width)}  {size:>{digits},} B  {MEANING.get(name, '')}".rstrip())
+    lines.append(f"  {'need'.ljust(width)}  {made.need_bytes:>{digits},} B  = {' + '.join(parts)}")
+    verdict = "it fits" if made.fits else f"{made.need_bytes - made.have_bytes:,} B too much"
+    lines.append(f"  {'have'.ljust(width)}  {made.have_bytes:>{digits},} B  {verdict}")
+    lines += [f"  {line}" for line in _model_lines(row)]
+    if made.bandwidth:
+        lines.append(
+            f"  decode = 1 / ({made.read_bytes:,} B / ({made.eta:.2f} × {made.bandwidth / 1e9:,.0f} GB/s)"
+            f" + {facts.num_layers} layers × a constant) = {_rate(made.decode_tps)} tok/s at the start,"
+            f" {_rate(made.decode_tps_full)} with {made.sequence_bytes:,} B of keys and values"
+        )
+    if made.basis == "measured":
+        lines.append("  the speed at the start was measured here; the rest follows the formula")
+    lines += [f"  {reason}" for reason in made.reasons]
+    return lines
+
+
+def _model_lines(row: Row) -> list[str]:
+    """The formulas of weights and KV with the model's own numbers."""
+    from localllm.checkpoint.facts import kv_bytes_per_token
+
+    assert row.plan is not None
+    facts, kv = row.subject.facts, row.plan.kv
+    windowed = sum(window is not None for window in facts.windows)
+    layers = f"{facts.num_layers} layers" + (f" ({windowed} keep a window only)" if windowed else "")
+    one = kv_bytes_per_token(facts, kv, 1)
+    return [
+        f"weights = {facts.num_params:,} values stored as {facts.stored_format}: {facts.weight_bytes:,} B in the file",
+        f"KV = 2 × {layers} × {facts.num_kv_heads} heads × {facts.head_dim} values in {kv}:"
+        f" {one:,} B a layer and token",
+    ]

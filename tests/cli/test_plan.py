@@ -1,0 +1,205 @@
+"""`plan`: C13; the table, the bar, cards that are not here, benches that calibrate."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localllm.cli.plan_view import shares
+
+from .conftest import Invoke, valid
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def home(empty_home: Path, smollm2_path: Path) -> Path:
+    """A home with the small model in it."""
+    folder = empty_home / "data/models/smollm2"
+    folder.mkdir(parents=True)
+    (folder / smollm2_path.name).symlink_to(smollm2_path.resolve())
+    return empty_home
+
+
+def rows(invoke: Invoke, *words: str, hw: str = "rtx4090") -> list[dict[str, Any]]:
+    result = invoke("plan", *words, "--json", env={"LOCALLLM_FAKE_HW": hw})
+    assert result.exit_code in (0, 5), result.stderr
+    return valid(result.stdout, "plan-1")["rows"]  # type: ignore[no-any-return]
+
+
+def test_every_term_is_in_bytes_and_adds_up(invoke: Invoke, empty_home: Path) -> None:
+    for row in rows(invoke, "qwen", "llama"):
+        assert sum(row["parts"].values()) == row["need_bytes"] == sum(row["terms"].values())
+        assert row["fits"] == (row["need_bytes"] <= row["have_bytes"])
+        assert row["least_bytes"] <= row["need_bytes"]
+        assert row["fits"] or row["alternatives"]
+
+
+@pytest.mark.parametrize("hw", ["rtx3060", "rtx4090", "rtx5090", "h100", "gb10", "cpu"])
+def test_c13_the_recommended_row_is_what_pull_would_take(invoke: Invoke, empty_home: Path, hw: str) -> None:
+    from localllm import fit
+    from localllm.device.fake import MACHINES
+
+    for family in ("qwen", "gemma", "llama"):
+        stars = {row["model"] for row in rows(invoke, family, hw=hw) if row["recommended"]}
+        choice = fit.recommended(family, MACHINES[hw], max_bytes=32 * GIB)
+        assert choice is not None
+        assert stars == {choice.best.spec}
+
+
+def test_table_bar_and_marks(invoke: Invoke, home: Path) -> None:
+    result = invoke("plan", "qwen3-32b", "smollm2", env={"LOCALLLM_FAKE_HW": "rtx4090"})
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert lines[0].split() == ["MODEL", "FORMAT", "WEIGHTS", "8k", "32k", "MEM", "CTX", "TOK/S", "0", "→", "32k"]
+    awq = next(line for line in lines if " awq " in line)
+    assert "✓" in awq and "✗ −" in awq and "18.0 GiB download" in awq
+    small = next(line for line in lines if line.startswith("smollm2"))
+    assert "on disk" in small and "own" in small
+    assert len(re.findall("★ recommended", result.stdout)) == 1
+    drawn = next(line for line in lines if line.startswith(("VRAM [", "RAM  [")))
+    assert "█" in drawn and drawn.endswith(" GiB")
+    assert "RTX 4090, 23.5 GiB free, 1,008 GB/s" in result.stderr
+    assert "η 0.75 (default" in result.stderr
+
+
+def test_without_names_what_is_here_and_what_could_be(invoke: Invoke, home: Path) -> None:
+    result = invoke("plan", env={"LOCALLLM_FAKE_HW": "rtx5090"})
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[1].startswith("smollm2")
+    assert "qwen3-32b" in result.stdout
+    assert "gemma3-27b" in result.stdout
+    assert "gpt-oss" not in result.stdout, "this version cannot run it"
+
+
+def test_exit_5_when_a_named_model_fits_nowhere(invoke: Invoke, empty_home: Path) -> None:
+    result = invoke("plan", "llama3.3-70b", env={"LOCALLLM_FAKE_HW": "rtx4060"})
+    assert result.exit_code == 5
+    assert "needs" in result.stdout and "★" not in result.stdout
+    assert invoke("plan", "qwen3-0.6b", "llama3.3-70b", env={"LOCALLLM_FAKE_HW": "rtx4060"}).exit_code == 5
+    assert invoke("plan", "qwen3-0.6b", env={"LOCALLLM_FAKE_HW": "rtx4060"}).exit_code == 0
+
+
+def test_a_card_that_is_not_here(invoke: Invoke, home: Path) -> None:
+    named = rows(invoke, "qwen3-14b", "--gpu", "3090", hw="cpu")
+    assert {row["device"] for row in named} == {"cuda:0"}
+    assert {row["have_bytes"] for row in named} == {int(24 * GIB * 0.92)}
+    own = rows(invoke, "qwen3-14b", "--vram", "24G", "--bw", "936", hw="cpu")
+    assert [row["need_bytes"] for row in own] == [row["need_bytes"] for row in named]
+    assert [row["decode_tps"]["value"] for row in own] == [row["decode_tps"]["value"] for row in named]
+    double = rows(invoke, "qwen3-14b", "--vram", "24G", "--bw", "1872", hw="cpu")
+    assert double[0]["decode_tps"]["value"] > 1.5 * own[0]["decode_tps"]["value"]
+    assert rows(invoke, "smollm2", "--ram", "16G", hw="cpu")[0]["have_bytes"] == 16 * GIB
+    text = invoke("plan", "qwen3-14b", "--gpu", "h100", env={"LOCALLLM_FAKE_HW": "cpu"})
+    assert "H100 (not here)" in text.stderr
+    wrong = invoke("plan", "--gpu", "RTX 5O9O")
+    assert wrong.exit_code == 2
+    assert "did you mean RTX" in wrong.stderr
+    assert invoke("plan", "--bw", "900", env={"LOCALLLM_FAKE_HW": "cpu"}).exit_code == 2
+    assert invoke("plan", "--vram", "many").exit_code == 2
+
+
+def test_batch_kv_quant_and_target(invoke: Invoke, empty_home: Path) -> None:
+    one, many = (rows(invoke, "qwen3-8b", "--batch", n, "--ctx", "8k") for n in ("1", "16"))
+    assert many[0]["batch"] == 16 and many[0]["parts"]["kv"] > one[0]["parts"]["kv"]
+    assert {row["kv"] for row in rows(invoke, "qwen3-8b", "--kv", "fp8")} == {"fp8"}
+    assert {row["quant"] for row in rows(invoke, "qwen3-8b", "--quant", "int4")} == {"awq", "Q4_K_M"}
+    assert invoke("plan", "qwen3-8b", "--quant", "q9").exit_code == 2
+    stars = [row["model"] for row in rows(invoke, "qwen", "--target-tps", "100") if row["recommended"]]
+    assert stars and all("8B" in star or "4B" in star for star in stars)
+    assert not [r for r in rows(invoke, "qwen", "--target-tps", "100000") if r["recommended"]]
+
+
+def test_verbose_prints_every_term_and_the_formulas(invoke: Invoke, home: Path) -> None:
+    text = invoke("plan", "smollm2", "--ctx", "2k", "-v", env={"LOCALLLM_FAKE_HW": "cpu"}).stdout
+    found = {
+        name: int(number.replace(",", "")) for name, number in re.findall(r"^  (\w+) +([\d,]+) B ", text, re.MULTILINE)
+    }
+    need, have = found.pop("need"), found.pop("have")
+    assert sum(found.values()) == need <= have
+    assert {"weights", "kv", "margin"} <= set(found)
+    assert "decode = 1 / (" in text and "KV = 2 × 30 layers × 3 heads × 64 values" in text
+    assert "context 2,048: as asked for" in text
+
+
+def bench_file(home: Path, tps: float, **subject: Any) -> Path:
+    """What `localllm bench` would have saved for the small model on the fake CPU."""
+    from localllm.calibrate import subject as subject_of
+    from localllm.checkpoint import open_checkpoint
+    from localllm.device.fake import MACHINES
+    from localllm.plan import plan
+
+    with open_checkpoint(next((home / "data/models/smollm2").iterdir())) as checkpoint:
+        what = subject_of(checkpoint.facts, plan(checkpoint.facts, MACHINES["cpu"]), MACHINES["cpu"])
+    made = home / "data/bench" / f"smollm2-{tps:.0f}.json"
+    made.parent.mkdir(exist_ok=True)
+    saved = {"subject": what | subject, "rows": [{"test": "pp512", "tps": 9999}, {"test": "tg128", "tps": tps}]}
+    made.write_text(json.dumps(saved))
+    return made
+
+
+def test_c13_a_bench_marks_its_model_and_corrects_the_others(invoke: Invoke, home: Path) -> None:
+    before = rows(invoke, "qwen3-4b", hw="cpu")[0]
+    assert before["decode_tps"]["basis"] == "estimate"
+    estimate = rows(invoke, "smollm2", hw="cpu")[0]["decode_tps"]["value"]
+    bench_file(home, estimate * 0.8)
+    measured = rows(invoke, "smollm2", hw="cpu")[0]["decode_tps"]
+    assert (measured["basis"], measured["value"]) == ("measured", pytest.approx(estimate * 0.8, rel=0.01))
+    after = rows(invoke, "qwen3-4b", hw="cpu")[0]
+    assert after["decode_tps"]["basis"] == "estimate"
+    assert after["decode_tps"]["value"] < before["decode_tps"]["value"]
+    text = invoke("plan", "smollm2", env={"LOCALLLM_FAKE_HW": "cpu"})
+    assert "✓ " in text.stdout and "from benches here" in text.stderr
+    assert "✓ " in next(line for line in invoke("ls", env={"LOCALLLM_FAKE_HW": "cpu"}).stdout.splitlines()[1:])
+
+
+def test_benches_of_other_machines_and_damaged_ones_are_passed_over(invoke: Invoke, home: Path) -> None:
+    for number, change in enumerate([{"cpu": "another"}, {"cores": 3}, {"device": "NVIDIA H100"}, {"params": "x"}]):
+        bench_file(home, 10 + number, **change)
+    folder = home / "data/bench"
+    (folder / "a.json").write_text("{")
+    (folder / "b.json").write_text("[]")
+    (folder / "c.json").mkdir()
+    (folder / "d.json").write_bytes(b"\xff" * 10)
+    (folder / "e.json").write_text(json.dumps({"subject": {}, "rows": []}))
+    bench_file(home, 0)
+    bench_file(home, 1e9)
+    assert rows(invoke, "smollm2", hw="cpu")[0]["decode_tps"]["basis"] == "estimate"
+
+
+def test_the_newest_bench_counts(invoke: Invoke, home: Path) -> None:
+    old, new = bench_file(home, 50), bench_file(home, 70)
+    os.utime(old, (1, 1))
+    os.utime(new, (2, 2))
+    assert rows(invoke, "smollm2", hw="cpu")[0]["decode_tps"]["value"] == 70
+
+
+def test_plain_terminals_get_plain_characters(invoke: Invoke, home: Path) -> None:
+    from .conftest import process
+
+    env = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LOCALLLM_FAKE_HW": "rtx4090"}
+    run = process("plan", "smollm2", env=env)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.isascii()
+    assert b"VRAM [#" in run.stdout and b"+" in run.stdout
+
+
+@pytest.mark.parametrize(("sizes", "width"), [([1], 20), ([1, 1, 1], 20), ([10**9, 1, 1], 20), ([3, 5, 9, 11], 64)])
+def test_shares_of_a_bar(sizes: list[int], width: int) -> None:
+    lengths = shares(sizes, width)
+    assert sum(lengths) == width
+    assert min(lengths) >= 1
+    assert max(lengths) - lengths[sizes.index(max(sizes))] <= 1
+
+
+def test_a_family_this_version_cannot_run_is_refused_by_name(invoke: Invoke, empty_home: Path) -> None:
+    result = invoke("plan", "gpt-oss")
+    assert result.exit_code == 12
+    assert "newer localllm" in result.stderr
+    assert invoke("plan", "no-such-model", "--offline").exit_code == 3
+    assert invoke("plan", "smollm2", "--offline").exit_code in (2, 3), "known, but not here"
