@@ -1,0 +1,89 @@
+"""What every weight format and KV format costs on the two real models: perplexity and KL against float32, tail included.
+
+    python benchmarks/quality.py                      both models, all formats
+    python benchmarks/quality.py smollm2 --tokens 2000
+    python benchmarks/quality.py --table              only print the table of the results on disk
+
+The weights are those of the file, decoded and quantised again while loading, without calibration: a model that was made
+from the BF16 weights with `localllm quantize` loses less. The reference is the same file in float32 with float32 keys
+and values. A result is appended as soon as it is there; a run that is stopped goes on with what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results" / "quality.json"
+MODELS = ("smollm2", "gemma3-270m")
+WEIGHTS = ("auto", "int8", "fp8", "int4", "nvfp4", "mxfp4")
+KV = ("bf16", "int8", "fp8")
+
+
+def main() -> int:
+    """Measure what is missing, then print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=MODELS)
+    parser.add_argument("--tokens", type=int, default=2000)
+    parser.add_argument("--table", action="store_true", help="measure nothing")
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    if not options.table:
+        for model in options.models:
+            measure(model, options.tokens, rows)
+    print(table(rows))
+    return 0
+
+
+def measure(name: str, tokens: int, rows: list[dict[str, Any]]) -> None:
+    """Every combination of `name` that `rows` does not have at this length."""
+    import torch
+
+    from localllm import LLM, __version__
+    from localllm.evaluate import WINDOW, evaluate, sample_text
+
+    done = {(row["model"], row["asked"], row["kv"]) for row in rows if row["asked_tokens"] == tokens}
+    missing = [(w, kv) for w in WEIGHTS for kv in KV if (name, w, kv) not in done]
+    if not missing:
+        return
+    with LLM(name, dtype="float32", kv="f32", ctx=WINDOW + 1, max_parallel=1) as reference:
+        for weights, kv in missing:
+            with LLM(name, quant=weights, kv=kv, ctx=WINDOW + 1, max_parallel=1) as model:
+                found = evaluate(model, reference, sample_text("evaluation"), max_tokens=tokens)
+            rows.append(
+                asdict(found)
+                | {
+                    "asked": weights,
+                    "asked_tokens": tokens,
+                    "machine": platform.processor() or platform.machine(),
+                    "torch": torch.__version__,
+                    "localllm": __version__,
+                    "command": " ".join(["python", *sys.argv]),
+                }
+            )
+            RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+            print(f"{name} {found.weights} {kv}: KL {found.kl_mean:.5f} p99 {found.kl_p99:.4f}", file=sys.stderr)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown."""
+    lines = [
+        "| model | weights | KV | perplexity | KL mean | p99 | p99.9 | same top token |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        shown = row["weights"] if row["asked"] != "auto" else f"{row['weights']} (as stored)"
+        lines.append(
+            f"| {row['model']} | {shown} | {row['kv']} | {row['perplexity']:.2f} | {row['kl_mean']:.5f} | "
+            f"{row['kl_p99']:.4f} | {row['kl_p999']:.4f} | {row['agreement']:.1%} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
