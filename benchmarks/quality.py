@@ -1,4 +1,4 @@
-"""What every weight format and KV format costs on the two real models: perplexity and KL against float32, tail included.
+"""What every weight format and KV format costs on the two real models: perplexity and KL against float32, and tails.
 
     python benchmarks/quality.py                      both models, all formats
     python benchmarks/quality.py smollm2 --tokens 2000
