@@ -6,11 +6,15 @@ and refuses programmatic dependent launch; kernels take `INTERPRET` and `PDL` as
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import torch
 import triton
+
+from .aot_spec import KernelSpec
 
 PDL_CAPABILITY = 90
 """From here on a kernel may be launched while the one before it still runs."""
@@ -57,3 +61,71 @@ def launch(
     if launch_pdl:
         options["launch_pdl"] = True
     kernel[grid](*args, **constexprs, **options)
+
+
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.uint8: "*u8",
+    torch.int8: "*i8",
+    torch.int16: "*i16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.float8_e4m3fn: "*fp8e4nv",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel with everything it is started with: run it, or describe it for compiling ahead of time.
+
+    Tensors may be on the `meta` device when it is only described.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: Mapping[str, torch.Tensor | int | float]
+    """every argument that is no constant, by name"""
+    constexprs: Mapping[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+    launch_pdl: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def start(self) -> None:
+        """Run it on the current stream."""
+        launch(
+            self.kernel,
+            self.grid,
+            num_warps=self.num_warps,
+            num_stages=self.num_stages,
+            launch_pdl=self.launch_pdl,
+            **self.args,
+            **self.constexprs,
+            **self.options,
+        )
+
+    def spec(self, op: str, impl: str, shape_class: str, *, decode: bool = False, expect_mma: str = "") -> KernelSpec:
+        """What Triton would compile for this launch, tensors being aligned to 16 bytes."""
+        return KernelSpec(
+            op,
+            impl,
+            shape_class,
+            self.kernel,
+            {name: _type(value) for name, value in self.args.items()},
+            self.constexprs,
+            self.num_warps,
+            self.num_stages,
+            {**self.options, **({"launch_pdl": True} if self.launch_pdl else {})},
+            decode,
+            expect_mma,
+        )
+
+
+def _type(value: torch.Tensor | int | float) -> str:
+    if isinstance(value, torch.Tensor):
+        return TYPES[value.dtype] + ":16"
+    if isinstance(value, float):
+        return "fp32"
+    return "i32:16" if value % 16 == 0 else "i32"

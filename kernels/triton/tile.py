@@ -18,8 +18,14 @@ from .vector import gated
 
 @triton.jit
 def _operand(value, OPERAND: tl.constexpr):
-    """As the instruction wants it. The interpreter's casts to bfloat16 truncate: there operands stay float32."""
-    return value if OPERAND == "f32" else value.to(tl.bfloat16 if OPERAND == "bf16" else tl.float16)
+    """As the instruction wants it. The interpreter's casts to bfloat16 truncate: there operands are float32."""
+    if OPERAND == "f32":
+        operand = value.to(tl.float32)
+    elif OPERAND == "bf16":
+        operand = value.to(tl.bfloat16)
+    else:
+        operand = value.to(tl.float16)
+    return operand
 
 
 @triton.jit

@@ -1,0 +1,315 @@
+"""Which product kernel runs for how many rows of x, and with what: launches are built here, for use and for the table.
+
+one row            `vector`: a program per few rows of W
+2 to 255 rows      `tile`: tensor cores, W decoded in registers (dense weights: cuBLAS from 17 rows)
+more               `dequantise` into a slab that stays in the L2 cache, then cuBLAS
+below sm_80        Triton has no tensor cores there: `vector` for up to 4 rows, else the slab
+
+On paper, H100 (3.35 TB/s, 132 multiprocessors), decoding one row of 4096 x 4096: bf16 reads 33.6 MB = 10.0 us, 2048
+programs of one warp, 49 registers, all resident at once; int4 with groups of 128 reads 8.7 MB = 2.6 us at 3.2
+instructions a weight, 61 % of what the card can issue; NVFP4 9.4 MB = 2.8 us at 4.9 instructions, 84 %: there MBU is
+bounded by issue, near 0.8. Cards with less bandwidth a multiprocessor (RTX 5090: 42 % of it) are far from that bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..tuning import Shape, Tile, tuner
+from . import dequantise, tile, vector
+from .launch import Launch, capability, interpreting, num_sms, pdl
+from .layout import Prepared
+from .layout_codes import CODES
+from .product_tiles import SMALL_TOKENS, Card, tile_tiles, token_class, vector_tiles
+
+__all__ = ["NormArgs", "card_of", "dequantised", "product"]
+
+SLAB_BYTES = 32 << 20
+"""dense rows decoded at a time: what the plan reserves for long prompts"""
+SLAB_TOKENS = 256
+"""from so many rows of x weights are decoded once for all of them; not measured"""
+ROWS_WITHOUT_TENSOR_CORES = 4
+WHOLE_ROW = 1 << 20
+"""the group size that stands for one scale a row"""
+FIXED_TOKENS = 16
+"""rows of x in a tile when every row must be summed the same way"""
+
+
+class NormArgs(NamedTuple):
+    """The RMSNorm in front of a product."""
+
+    weight: Tensor
+    eps: float
+    offset: float = 0.0
+
+
+class Extras(NamedTuple):
+    """What a product does besides: y = act(...)(norm(x) Wᵀ + bias) + residual."""
+
+    bias: Tensor | None = None
+    norm: NormArgs | None = None
+    residual: Tensor | None = None
+    gate: str = ""
+    """silu or gelu_tanh: W is gate over up, y = act(gate) * up"""
+
+
+PLAIN = Extras()
+
+
+@cache
+def card_of(device: torch.device) -> Card:
+    """The card a device is, for the model of tile sizes."""
+    return Card(capability(device), num_sms(device))
+
+
+def product(x: Tensor, p: Prepared, extras: Extras = PLAIN, *, fixed_order: bool = False) -> Tensor:
+    """x [num_tokens, K] times the weight: [num_tokens, N], or [num_tokens, N / 2] where gated; dtype of x.
+
+    fixed_order   every row is summed in the same order, however many there are
+
+    Raises ValueError when x does not have K columns; norm, gate and residual want `fusable`.
+    """
+    if x.dim() != 2 or x.shape[1] != p.shape[1]:
+        raise ValueError(f"x has shape {tuple(x.shape)}, the weight takes {p.shape[1]} inputs")
+    if p.pre_scale is not None or p.perm is not None:
+        x = _gathered(x, p)
+    if p.is_float32:
+        return torch.nn.functional.linear(x.float(), p.low, extras.bias).to(x.dtype)
+    x = x.contiguous()
+    n, tokens = p.shape[0] // (2 if extras.gate else 1), x.shape[0]
+    out = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
+    card = card_of(x.device)
+    if fixed_order:
+        choice = tile_tiles(*p.shape, p.code, FIXED_TOKENS, card)[0]
+        tile_launch(x, p, out, extras, choice, pdl(x.device)).start()
+    elif tokens == 1 or (card.capability < 80 and tokens <= ROWS_WITHOUT_TENSOR_CORES):
+        vector_launch(x, p, out, extras, _picked(x, p, extras, card), pdl(x.device)).start()
+    elif tokens >= SLAB_TOKENS or card.capability < 80 or (_is_plain(x, p) and tokens > SMALL_TOKENS):
+        _slab_product(x, p, out, extras.bias)
+    else:
+        tile_launch(x, p, out, extras, _picked(x, p, extras, card), pdl(x.device)).start()
+    return out
+
+
+def fusable(x: Tensor, p: Any) -> bool:
+    """Whether norm, gate and residual may be part of the product: few rows, x read as it is, float32 inside."""
+    if not isinstance(p, Prepared) or p.perm is not None or p.pre_scale is not None or p.is_float32:
+        return False
+    if x.shape[0] == 1:
+        return True
+    # in float16 the product of x and the norm's weight may overflow before it is divided by the root mean square
+    return x.shape[0] <= SMALL_TOKENS and x.dtype == torch.bfloat16 and card_of(x.device).capability >= 80
+
+
+def _gathered(x: Tensor, p: Prepared) -> Tensor:
+    if p.pre_scale is not None:
+        x = x * p.pre_scale.to(x.dtype)
+    return x if p.perm is None else x.index_select(1, p.perm)
+
+
+def _is_plain(x: Tensor, p: Prepared) -> bool:
+    """A matrix of x's own type, which cuBLAS reads as it lies."""
+    return p.code == {torch.bfloat16: "bf16", torch.float16: "f16"}.get(x.dtype) and p.low.shape[1] == p.shape[1]
+
+
+# ---- launches
+
+
+def _pointers(p: Prepared) -> dict[str, Tensor]:
+    """The weight's tensors by the kernels' names; what it lacks is not read there."""
+    named = {
+        "scale_ptr": p.scales,
+        "min_ptr": p.mins,
+        "super_ptr": p.supers,
+        "super_min_ptr": p.super_mins,
+        "row_scale_ptr": p.row_scale,
+    }
+    return {name: p.low if part is None else part for name, part in named.items()}
+
+
+def _constants(p: Prepared) -> dict[str, Any]:
+    kind = CODES[p.code]
+    return {
+        "K": p.shape[1],
+        "CODE": p.code,
+        "LOW": kind.low,
+        "HIGH": kind.high,
+        "SCALE": p.scale_kind,
+        "MIN": p.min_kind,
+        "ZERO": p.zero,
+        "GROUP": p.group if p.scales is not None and p.scales.shape[1] > 1 else WHOLE_ROW,
+        "SCALE_ROWS": p.scale_rows,
+        "ROW_SCALE": p.row_scale is not None,
+    }
+
+
+def _extra_arguments(extras: Extras, nothing: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
+    norm = extras.norm
+    args = {
+        "bias_ptr": nothing if extras.bias is None else extras.bias,
+        "norm_ptr": nothing if norm is None else norm.weight,
+        "residual_ptr": nothing if extras.residual is None else extras.residual,
+        "eps": 0.0 if norm is None else float(norm.eps),
+        "norm_offset": 0.0 if norm is None else float(norm.offset),
+    }
+    constants = {
+        "BIAS": extras.bias is not None,
+        "NORM": norm is not None,
+        "RESIDUAL": extras.residual is not None,
+        "GATE": extras.gate,
+    }
+    return args, constants
+
+
+def vector_launch(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Tile, with_pdl: bool) -> Launch:
+    """`vector.vector_kernel` for x [num_tokens, K], a row at a time."""
+    high = p.low if p.high is None else p.high
+    args, constants = _extra_arguments(extras, p.low)
+    args |= {
+        "x_ptr": x,
+        "low_ptr": p.low.view(torch.int32),
+        # the high bits that go with a word of two halves: a byte for int5, two for int6 and int3
+        "high_ptr": high.view(torch.int16) if p.high is not None and p.code != "int5" else high,
+        "out_ptr": out,
+        "n": out.shape[1],
+        **_pointers(p),
+    }
+    outputs = choice["rows"] // (2 if extras.gate else 1)
+    grid = (-(-out.shape[1] // outputs), x.shape[0])
+    constants |= _constants(p) | {"ROWS": choice["rows"], "CHUNKS": choice["chunks"], "PDL": with_pdl}
+    return Launch(vector.vector_kernel, grid, args, constants, choice["warps"], launch_pdl=with_pdl)
+
+
+def tile_launch(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Tile, with_pdl: bool) -> Launch:
+    """`tile.tile_kernel` for x [num_tokens, K]."""
+    rows, tokens, split = choice["rows"], choice["tokens"], choice["split"]
+    outputs = rows // (2 if extras.gate else 1)
+    grid = (-(-x.shape[0] // tokens), -(-out.shape[1] // outputs), split)
+    args, constants = _extra_arguments(extras, p.low)
+    partial, counter = x, p.low
+    if split > 1:
+        partial = torch.empty(grid[0] * grid[1] * split * (rows + 1) * tokens, dtype=torch.float32, device=x.device)
+        counter = _counters(x.device, grid[0] * grid[1])
+    args |= {
+        "x_ptr": x,
+        "low_ptr": p.low,
+        "high_ptr": p.low if p.high is None else p.high,
+        "out_ptr": out,
+        "partial_ptr": partial,
+        "counter_ptr": counter,
+        "m": x.shape[0],
+        "n": out.shape[1],
+        **_pointers(p),
+    }
+    constants |= _constants(p) | {
+        "OPERAND": "f32" if interpreting() and x.dtype != torch.float16 else _operand(x.dtype),
+        "ROWS": rows,
+        "TOKENS": tokens,
+        "HALVES": choice["halves"],
+        "SPLIT": split,
+        "STAGES": choice["stages"],
+        "PDL": with_pdl,
+    }
+    return Launch(tile.tile_kernel, grid, args, constants, choice["warps"], choice["stages"], with_pdl)
+
+
+def _operand(dtype: torch.dtype) -> str:
+    return {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
+
+
+_COUNTERS: dict[tuple[torch.device, int], Tensor] = {}  # a memo: zero between launches, as each leaves them so
+
+
+def _counters(device: torch.device, count: int) -> Tensor:
+    """int32 zeros for the programs of a split product, one set per stream; kernels put the zeros back."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    known = _COUNTERS.get((device, stream))
+    if known is None or known.numel() < count or device.type == "meta":
+        known = _COUNTERS[device, stream] = torch.zeros(max(count, 4096), dtype=torch.int32, device=device)
+    return known
+
+
+def dequantise_launch(p: Prepared, first_row: int, out: Tensor) -> Launch:
+    """`dequantise.dequantise_kernel`: rows first_row.. of the weight into out [rows, K]."""
+    kind = CODES[p.code]
+    rows, halves = 4, 128 if kind.planes <= 4 else 64
+    in_row = p.low.shape[1]
+    args = {
+        "low_ptr": p.low,
+        "high_ptr": p.low if p.high is None else p.high,
+        "out_ptr": out,
+        "first_row": first_row,
+        "n": p.shape[0],
+        **_pointers(p),
+    }
+    grid = (-(-out.shape[0] // rows), -(-in_row // halves))
+    return Launch(dequantise.dequantise_kernel, grid, args, _constants(p) | {"ROWS": rows, "HALVES": halves})
+
+
+def dequantised(p: Prepared, first_row: int, num_rows: int, dtype: torch.dtype) -> Tensor:
+    """Rows of the weight as a dense matrix [num_rows, K], in stored column order and rounded to `dtype`."""
+    if _is_plain(torch.empty(0, dtype=dtype), p):
+        return p.low[first_row : first_row + num_rows].view(dtype)
+    out = torch.empty(num_rows, p.shape[1], dtype=dtype, device=p.low.device)
+    dequantise_launch(p, first_row, out).start()
+    return out
+
+
+def _slab_product(x: Tensor, p: Prepared, out: Tensor, bias: Tensor | None) -> None:
+    n, k = p.shape
+    step = n if _is_plain(x, p) else max(128, SLAB_BYTES // (k * x.element_size()) // 128 * 128)
+    for first in range(0, n, step):
+        part = slice(first, min(first + step, n))
+        slab = dequantised(p, first, part.stop - first, x.dtype)
+        if bias is None:
+            torch.mm(x, slab.t(), out=out[:, part])
+        else:
+            torch.addmm(bias[part].to(x.dtype), x, slab.t(), out=out[:, part])
+
+
+# ---- the choice of constants
+
+
+def _picked(x: Tensor, p: Prepared, extras: Extras, card: Card) -> Tile:
+    """The constants for this shape: the winner on this card, or what the model expects to be best."""
+    n, k = p.shape
+    gated = bool(extras.gate)
+    if x.shape[0] == 1 or card.capability < 80:
+        shape = Shape("linear_vector", (n, k, p.code, p.group, extras.gate))
+        candidates = vector_tiles(n, k, p.code, card, gated)
+    else:
+        tokens = token_class(x.shape[0])
+        shape = Shape("linear_tile", (n, k, p.code, p.group, tokens, extras.gate))
+        candidates = tile_tiles(n, k, p.code, tokens, card, gated)
+    return tuner().pick(shape, candidates, None if x.device.type != "cuda" else _trial(x, p, extras))
+
+
+def _trial(x: Tensor, p: Prepared, extras: Extras) -> Callable[[Tile], Callable[[], object]]:
+    """Launches a candidate on weights of this shape made up when they are needed; holds no tensor before."""
+    kinds = {name: (part.shape, part.dtype) for name, part in p._asdict().items() if isinstance(part, Tensor)}
+    empty = p._replace(**dict.fromkeys(kinds))
+    device, dtype, tokens = x.device, x.dtype, x.shape[0]
+    n, k = p.shape[0] // (2 if extras.gate else 1), p.shape[1]
+    gate = extras.gate
+    made: list[tuple[Tensor, Prepared, Tensor]] = []
+
+    def trial(choice: Tile) -> Callable[[], object]:
+        if not made:
+            noise = {
+                name: torch.randint(0, 100, shape, device=device, dtype=kind)
+                if not kind.is_floating_point
+                else torch.ones(shape, device=device, dtype=kind)
+                for name, (shape, kind) in kinds.items()
+            }
+            sample = torch.randn(tokens, k, device=device, dtype=dtype)
+            made.append((sample, empty._replace(**noise), torch.empty(tokens, n, device=device, dtype=dtype)))
+        sample, weight, out = made[0]
+        build = vector_launch if "chunks" in choice else tile_launch
+        return build(sample, weight, out, Extras(gate=gate), choice, pdl(device)).start
+
+    return trial
