@@ -64,6 +64,8 @@ class Quality:
     text: str = "sample"
     """name of the text"""
     seconds: float = 0.0
+    path: str = ""
+    """of the model's files"""
 
 
 def sample_text(part: Literal["evaluation", "calibration"]) -> str:
@@ -143,6 +145,7 @@ def evaluate(
         agreement=agreed / counted if found is not None else None,
         text=text_name,
         seconds=round(time.monotonic() - began, 2),
+        path=str(model.path),
     )
 
 
@@ -190,14 +193,28 @@ def save(quality: Quality) -> Path:
     return path
 
 
-def saved(model: str = "") -> list[dict[str, Any]]:
-    """Results that were kept, newest first; of one model where it is named. Files that cannot be read are left out."""
+def saved(path: Path | str = "") -> list[dict[str, Any]]:
+    """Results that were kept, newest first; of the model at `path` only. Files that cannot be read are left out."""
     rows = []
-    for path in sorted(folder().glob("*.json"), key=lambda p: -p.stat().st_mtime) if folder().is_dir() else ():
+    for file in sorted(folder().glob("*.json"), key=lambda p: -p.stat().st_mtime) if folder().is_dir() else ():
         try:
-            row = json.loads(path.read_text())
+            row = json.loads(file.read_text())
         except (OSError, ValueError):
             continue
-        if isinstance(row, dict) and row.get("schema") == "localllm.quality/1" and model in ("", row.get("model")):
+        known = isinstance(row, dict) and row.get("schema") == "localllm.quality/1"
+        if known and (not path or row.get("path") == str(path)) and _sound(row):
             rows.append(row)
     return rows
+
+
+def _sound(row: dict[str, Any]) -> bool:
+    numbers = [row.get("kl_mean"), row.get("kl_p99")]
+    return isinstance(row.get("kv"), str) and all(n is None or isinstance(n, (int, float)) for n in numbers)
+
+
+def note(path: Path | str, kv: str = "") -> str:
+    """'KL 0.0001, p99 0.001 (KV bf16)' from the newest result of the model, with that KV format if named; or ""."""
+    for row in saved(path):
+        if row["kl_mean"] is not None and kv in ("", row["kv"]):
+            return f"KL {row['kl_mean']:.2g}, p99 {row['kl_p99']:.2g} (KV {row['kv']})"
+    return ""

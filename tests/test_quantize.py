@@ -20,7 +20,7 @@ from localllm import LLM
 from localllm import quantize as quantize_module
 from localllm.checkpoint import open_checkpoint
 from localllm.errors import Aborted, BadModelFile, ConfigError, DoesNotFit, InvalidRequest, UnsupportedFormat
-from localllm.evaluate import divergence, evaluate, sample_text, save, saved
+from localllm.evaluate import divergence, evaluate, folder, note, sample_text, save, saved
 from localllm.models.calibration import hessians
 from localllm.quant.encode import GROUP_SIZES, Target
 from localllm.quantize import RECORD, quantize
@@ -212,8 +212,11 @@ def test_quality_of_a_model_against_itself_and_a_worse_one(source: Path, tmp_pat
         other = tiny_gguf(tmp_path / "other.gguf")
     save(good)
     save(bad)
-    assert [row["weights"] for row in saved(good.model)] == ["mxfp4", "int8"]
-    assert other.exists()
+    assert {row["weights"] for row in saved(source)} == {"mxfp4", "int8"}
+    assert note(source, bad.kv).startswith("KL ")
+    assert note(source, "f32") == note(other) == ""
+    (folder() / "odd.json").write_text('{"schema": "localllm.quality/1", "kl_mean": "x"}')
+    assert len(saved()) >= 2
 
 
 def test_the_sample_text_is_two_texts() -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from localllm import evaluate
 from localllm.errors import ConfigError, LocalLLMError, ModelNotFound
 from localllm.terminal import clean, clean_line, gib, tokens_short
 
@@ -101,6 +102,7 @@ def _cells(model: LocalModel, made: Plan | None) -> tuple[str, ...]:
     note = _FROM[model.source] if model.source != "hub" else ""
     if not model.chat:
         note = f"{note}, base model" if note else "base model"
+    quality = evaluate.note(model.path, made.kv)
     return (
         model.name,
         _params(model.params),
@@ -110,7 +112,7 @@ def _cells(model: LocalModel, made: Plan | None) -> tuple[str, ...]:
         f"✓ {tokens_short(made.ctx)}" if made.fits else "✗",
         f"{mark} {made.decode_tps:.0f} t/s" if made.fits else "–",
         _ago(model.last_used),
-        note,
+        " · ".join(part for part in (note, quality) if part),
     )
 
 
@@ -130,6 +132,7 @@ def _ls_row(model: LocalModel, made: Plan | None) -> dict[str, Any]:
         "reason": model.reason or None,
         "fits": {"ok": made.fits, "max_ctx": made.max_ctx} if made else {"ok": False, "max_ctx": 0},
         "speed": {"tps": round(made.decode_tps, 1), "basis": made.basis} if made else None,
+        "quality": next(iter(evaluate.saved(model.path)), None),
         "last_used": _iso(model.last_used),
         "source": model.source,
         "path": str(model.path),
@@ -210,6 +213,7 @@ def _show_fields(checkpoint: Checkpoint, name: str, revision: str) -> dict[str, 
         "params": facts.num_params,
         "size_bytes": checkpoint.nbytes,
         "max_ctx": facts.max_context,
+        "quality": evaluate.saved(checkpoint.path),
         "layers": facts.num_layers,
         "hidden": facts.hidden_size,
         "heads": facts.num_heads,
@@ -251,6 +255,7 @@ def _print_facts(env: Env, facts: ModelFacts, fields: dict[str, Any]) -> None:
         ("sampling", sampling),
         ("licence", facts.licence or "not stated"),
         ("here", fit),
+        ("quality", evaluate.note(fields["path"]) or "not measured (localllm eval)"),
         *(("file", _short(Path(name))) for name in fields["files"][:8]),
     ]
     width = max(cell_width(label) for label, _ in rows)
