@@ -3,6 +3,7 @@
 A table holds when all of its keys do. An empty table holds everywhere.
 
     capability       pairs of compute capabilities, from and to: [86, 89, 120, 121]; any card within a pair
+    capability_missing  whether there is no card at all
     card             a regular expression on the card's name
     memory_gib       pair: video memory of the largest card, from and up to
     gpus             at least so many cards
@@ -73,6 +74,7 @@ def _variable(wanted: str, survey: Survey) -> bool:
 
 _TESTS: dict[str, Callable[[Any, Survey], bool]] = {
     "capability": lambda pairs, s: any(within(pairs, gpu.capability) for gpu in s.machine.gpus),
+    "capability_missing": lambda wanted, s: (not s.machine.gpus) is wanted,
     "card": lambda pattern, s: any(re.search(pattern, gpu.name, re.IGNORECASE) for gpu in s.machine.gpus),
     "memory_gib": _memory,
     "gpus": lambda least, s: len(s.machine.gpus) >= least,

@@ -1,0 +1,199 @@
+"""How another engine is started well on this machine: its command, flags and variables (engines.toml), with reasons.
+
+Nothing is run. What nobody could confirm is told apart and comes last.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import shlex
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import resources
+from typing import Any
+
+from localllm.errors import ConfigError, DeviceError
+
+from .conditions import holds
+from .finding import GIB, Survey, sm
+from .model_kind import ModelKind, suggested
+from .rules import Rule, rules
+
+ALIASES = {
+    "trt": "tensorrt-llm",
+    "trtllm": "tensorrt-llm",
+    "tensorrt": "tensorrt-llm",
+    "trt-llm": "tensorrt-llm",
+    "llamacpp": "llama.cpp",
+    "llama-server": "llama.cpp",
+    "llama": "llama.cpp",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One flag or variable, and why."""
+
+    text: str
+    """as typed: a flag with its value, or NAME=value pairs"""
+    why: str
+    confidence: str
+    source: str = ""
+    unconfirmed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """Advice that is out of date or that nothing backs."""
+
+    claim: str
+    truth: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How to start an engine."""
+
+    engine: str
+    title: str
+    version: str
+    model: ModelKind
+    device: str
+    """what it is for, in words"""
+    command: str
+    env: tuple[Piece, ...]
+    flags: tuple[Piece, ...]
+    file: str
+    """contents of cfg.yml where a flag names it"""
+    build: tuple[Piece, ...]
+    unconfirmed: tuple[Piece, ...]
+    heard: tuple[Heard, ...]
+    rules: tuple[Rule, ...]
+    """what may go wrong here"""
+
+    @property
+    def lines(self) -> list[str]:
+        """The shell lines: variables, then the command with a flag a line."""
+        exports = [f"export {piece.text}" for piece in self.env]
+        flags = [piece.text for piece in self.flags]
+        return [*exports, self.command + (" \\" if flags else ""), *continued(flags)]
+
+
+def continued(flags: list[str]) -> list[str]:
+    """Flags as the lines that follow a command, each but the last with a backslash."""
+    return [f"  {flag}" + (" \\" if i < len(flags) - 1 else "") for i, flag in enumerate(flags)]
+
+
+def engine_names() -> list[str]:
+    """The engines there is advice for."""
+    return [engine["name"] for engine in _data()["engine"]]
+
+
+def launch(engine: str, model: ModelKind | None, survey: Survey) -> Launch:
+    """The best known way to start `engine` here. Without a model, one that suits the card.
+
+    Raises ConfigError for an engine that is not known, DeviceError where it cannot run.
+    """
+    name = ALIASES.get(engine.casefold(), engine.casefold())
+    found = next((one for one in _data()["engine"] if one["name"] == name), None)
+    if found is None:
+        near = get_close_matches(name, [*engine_names(), *ALIASES], 1)
+        meant = f"; did you mean {ALIASES.get(near[0], near[0])}?" if near else ""
+        raise ConfigError(
+            f"there is no advice for {engine!r}{meant}",
+            f"localllm doctor --for {ALIASES.get(near[0], near[0]) if near else 'vllm'}",
+        )
+    gpus = survey.machine.gpus
+    best = max(gpus, key=lambda gpu: gpu.total_bytes, default=None)
+    if found["least"] and (best is None or best.capability < found["least"]):
+        has = f"{best.name} has {best.capability / 10:.1f}" if best else "there is no NVIDIA GPU here"
+        need = f"compute capability {found['least'] / 10:.1f} or newer"
+        raise DeviceError(f"{found['title']} needs {need}: {has}", "localllm doctor --for llama.cpp")
+    room = best.free_bytes if best else survey.machine.ram_available_bytes
+    capability = best.capability if best else 0
+    asked = model or suggested(room, name == "llama.cpp", capability) or ModelKind("MODEL", "dense", "bf16")
+    size = asked.size_bytes > 0.92 * room * max(1, len(gpus))
+    chosen = _chosen(name, asked, size, survey)
+    values = {"{tp}": str(len(gpus)), "{cores}": str(survey.machine.cpu.cores_usable)}
+    sure = [entry for entry in chosen if not entry.get("unconfirmed")]
+    doubtful = [entry for entry in chosen if entry.get("unconfirmed")]
+    return Launch(
+        engine=name,
+        title=found["title"],
+        version=found["version"],
+        model=asked,
+        device=_device(survey),
+        command=found["command"].replace("{model}", shlex.quote(asked.name)),
+        env=_pieces(sure, "env", values),
+        flags=_pieces(sure, "flags", values),
+        file=next((entry["file"] for entry in sure if "file" in entry), ""),
+        build=_pieces(sure, "build", values),
+        unconfirmed=(*_pieces(doubtful, "env", values), *_pieces(doubtful, "flags", values)),
+        heard=tuple(
+            Heard(one["claim"], one["truth"], one["source"])
+            for one in _data()["heard"]
+            if name in one["engines"] and holds(one.get("when", {}), survey)
+        ),
+        rules=tuple(r for r in rules() if r.id in found["rules"] and holds(r.when, survey)),
+    )
+
+
+def _chosen(engine: str, model: ModelKind, too_large: bool, survey: Survey) -> list[Mapping[str, Any]]:
+    """The entries that hold; of each slot the first."""
+    taken: set[str] = set()
+    chosen = []
+    for entry in _data()["flag"]:
+        slot = entry.get("slot", "")
+        if entry["engine"] != engine or slot in taken:
+            continue
+        if holds(entry.get("when", {}), survey) and suits(entry.get("model", {}), model, too_large):
+            chosen.append(entry)
+            if slot:
+                taken.add(slot)
+    return chosen
+
+
+def suits(table: Mapping[str, Any], model: ModelKind, too_large: bool = False) -> bool:
+    """Whether a model is of the kind a table describes. Raises KeyError for a key that is none."""
+    has: dict[str, Any] = {
+        "kind": model.kind, "format": model.format, "hybrid": model.hybrid, "mtp": model.mtp, "too_large": too_large,
+    }  # fmt: skip
+    for key, wanted in table.items():
+        if key == "name":
+            if not re.search(wanted, model.name, re.IGNORECASE):
+                return False
+        elif has[key] not in wanted:
+            return False
+    return True
+
+
+def _pieces(entries: list[Mapping[str, Any]], key: str, values: Mapping[str, str]) -> tuple[Piece, ...]:
+    found = []
+    for entry in entries:
+        if key not in entry:
+            continue
+        text = entry[key]
+        for name, value in values.items():
+            text = text.replace(name, value)
+        found.append(
+            Piece(text, entry["why"], entry["confidence"], entry.get("source", ""), entry.get("unconfirmed", False))
+        )
+    return tuple(found)
+
+
+def _device(survey: Survey) -> str:
+    gpus = survey.machine.gpus
+    if not gpus:
+        return f"{survey.machine.cpu.name}, {survey.machine.cpu.cores_usable} cores, no GPU"
+    best = max(gpus, key=lambda gpu: gpu.total_bytes)
+    count = f"{len(gpus)} × " if len(gpus) > 1 else ""
+    return f"{count}{best.name}, {sm(best.capability)}, {best.free_bytes / GIB:.1f} GiB free"
+
+
+@functools.cache
+def _data() -> dict[str, Any]:
+    return tomllib.loads(resources.files(__package__).joinpath("engines.toml").read_text(encoding="utf-8"))

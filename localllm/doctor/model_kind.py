@@ -1,0 +1,182 @@
+"""What other engines must know of a model to be started well: experts, recurrent layers, weight format, draft head.
+
+From its config.json where it is on this machine, else from the catalogue, else from its name; which, is told.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from localllm import catalog, hub
+from localllm.errors import LocalLLMError
+from localllm.hub.names import parse_name
+
+MAX_CONFIG_BYTES = 4 << 20
+HYBRID = re.compile(
+    r"Qwen3[._-]?[568]|Qwen3[._-]?Next|Coder-Next|Nemotron-?(3|H)|LFM2|Granite-?4|Jamba|Falcon-?H1", re.I
+)
+MTP = re.compile(r"Qwen3\.[568]|Qwen3-(Coder-)?Next|GLM-4\.[5-9]|MTP", re.I)
+EXPERTS = re.compile(
+    r"(^|[-_.])A\d+(\.\d+)?B\b|MoE|\d+x\d+B|gpt-oss|GLM-4\.\d|GLM-5|DeepSeek-(V\d|R1(?!-Distill))|Next-80B|Coder-Next"
+    r"|Scout|Maverick|Kimi",
+    re.I,
+)
+FORMATS: tuple[tuple[str, str], ...] = (
+    (r"GGUF|:I?Q\d|\.gguf", "gguf"),
+    (r"NVFP4", "nvfp4"),
+    (r"MXFP4|gpt-oss", "mxfp4"),
+    (r"FP8", "fp8"),
+    (r"AWQ|GPTQ|int4|w4a16|AutoRound|4-?bit", "int4"),
+)
+"""a regular expression on the name -> format; the first counts"""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelKind:
+    """One model, as far as its flags depend on it."""
+
+    name: str
+    """as engines are given it"""
+    kind: str
+    """dense | moe"""
+    format: str
+    """bf16, fp8, nvfp4, mxfp4, int4 (AWQ, GPTQ, AutoRound, W4A16) or gguf"""
+    hybrid: bool = False
+    """has recurrent layers"""
+    mtp: bool = False
+    """brings a draft head"""
+    size_bytes: int = 0
+    """0 when not known"""
+    known_from: str = "its name"
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        formats = {"int4": "W4A16", "gguf": "GGUF"}
+        parts = [
+            "mixture of experts" if self.kind == "moe" else "dense", formats.get(self.format, self.format.upper()),
+            *(["recurrent layers"] if self.hybrid else []), *(["draft head"] if self.mtp else []),
+        ]  # fmt: skip
+        return ", ".join(parts)
+
+
+def model_kind(name: str) -> ModelKind:
+    """What is known of a model: a path, a name of `ls`, a catalogue entry, or any name on the hub."""
+    config = _config(name)
+    if config is not None:
+        folder, values = config
+        return _from_config(name, folder, values)
+    entry = next((c for c in catalog.candidates() if name.casefold() in (c.spec.casefold(), c.name.casefold())), None)
+    if entry is not None:
+        return from_catalogue(entry)
+    return _from_name(name)
+
+
+def from_catalogue(entry: catalog.Candidate) -> ModelKind:
+    """A catalogue entry."""
+    by_name = _from_name(entry.spec)
+    return ModelKind(
+        name=entry.spec,
+        kind="moe" if entry.active_params < entry.params else "dense",
+        format="gguf" if entry.quant else by_name.format,
+        hybrid=by_name.hybrid,
+        mtp=by_name.mtp,
+        size_bytes=entry.download_bytes,
+        known_from="the catalogue",
+    )
+
+
+def suggested(memory_bytes: int, gguf: bool, capability: int, family: str = "qwen") -> ModelKind | None:
+    """A model worth starting on a card of that size: the newest, then largest, that leaves room for 32k of context."""
+    fitting = [
+        c
+        for c in catalog.members(family)
+        if bool(c.quant) is gguf and c.active_params == c.params and c.need_bytes(32_768) <= 0.92 * memory_bytes
+    ]
+    if not fitting:
+        return None
+    order = ("nvfp4", "int4", "fp8", "bf16") if capability >= 100 else ("fp8", "int4", "bf16", "nvfp4")
+    order = order if capability >= 89 else ("int4", "nvfp4", "fp8", "bf16")
+    kinds = {c.spec: from_catalogue(c) for c in fitting}
+    ranked = {spec: order.index(k.format) if k.format in order else 9 for spec, k in kinds.items()}
+    dates = [c.released or "9999" for c in fitting]
+    newest = max(dates)
+    best = [c for c, date in zip(fitting, dates, strict=True) if date == newest]
+    chosen = max(best, key=lambda c: (c.params, c.generation, -ranked[c.spec]))
+    return kinds[chosen.spec]
+
+
+def _from_name(name: str) -> ModelKind:
+    stored = next((kind for pattern, kind in FORMATS if re.search(pattern, name, re.IGNORECASE)), "bf16")
+    return ModelKind(
+        name=name,
+        kind="moe" if EXPERTS.search(name) else "dense",
+        format=stored,
+        hybrid=bool(HYBRID.search(name)),
+        mtp=bool(MTP.search(name)) and (stored != "gguf" or "mtp" in name.casefold()),
+    )
+
+
+def _config(name: str) -> tuple[Path, dict[str, Any]] | None:
+    """The folder and config.json of a model on this machine; None for GGUF and for one that is not here."""
+    path = Path(name).expanduser()
+    folder: Path | None = path if path.is_dir() else None
+    if folder is None:
+        try:
+            found = [f for f in hub.local.find(parse_name(name)) if f.path.is_dir()]
+        except LocalLLMError:
+            return None
+        folder = found[0].path if found else None
+    file = folder / "config.json" if folder else None
+    try:
+        if file is None or file.stat().st_size > MAX_CONFIG_BYTES:
+            return None
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return (file.parent, values) if isinstance(values, dict) else None
+
+
+def _from_config(name: str, folder: Path, config: dict[str, Any]) -> ModelKind:
+    inner = config.get("text_config")
+    text = config | inner if isinstance(inner, dict) else config
+    by_name = _from_name(" ".join([name, *map(str, _list(config.get("architectures")))]))
+    experts = any(_number(text.get(key)) > 1 for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    layers = {str(kind) for kind in _list(text.get("layer_types"))}
+    recurrent = any("linear" in kind or "mamba" in kind or "conv" in kind for kind in layers)
+    draft = any(_number(text.get(key)) > 0 for key in ("mtp_num_hidden_layers", "num_nextn_predict_layers"))
+    return ModelKind(
+        name=name,
+        kind="moe" if experts else "dense",
+        format=_stored(config.get("quantization_config") or text.get("quantization_config")),
+        hybrid=recurrent or (not layers and by_name.hybrid),
+        mtp=draft,
+        size_bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
+        known_from="its config.json",
+    )
+
+
+def _stored(config: Any) -> str:
+    if not isinstance(config, dict):
+        return "bf16"
+    method = str(config.get("quant_method", "")).lower()
+    words = json.dumps(config).lower()
+    if "mxfp4" in method:
+        return "mxfp4"
+    if "nvfp4" in words:
+        return "nvfp4"
+    if method == "fp8" or "float-quantized" in words or '"fp8"' in words:
+        return "fp8"
+    return "int4" if method in ("awq", "gptq", "auto-round", "compressed-tensors", "modelopt") else "bf16"
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _number(value: Any) -> float:
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else 0
