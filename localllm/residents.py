@@ -179,7 +179,7 @@ class Residents:
         offer = Offer(
             names[0], str(llm.path), tuple(names[1:]), llm.facts.weight_bytes, llm.facts.num_params,
             llm.facts.stored_format, llm.facts.architecture, llm.facts.max_context, llm.has_chat_template,
-            llm.facts.licence,
+            llm.facts.licence, llm.path.stat().st_mtime,
         )  # fmt: skip
         made = cls(lambda: [offer], _NoLoader(), lambda: llm.machine, ResidentOptions(None, (offer.name,)))
         resident = _Resident(offer, True, State.READY, llm, loaded_at=time.time(), last_used=time.monotonic())
@@ -199,7 +199,8 @@ class Residents:
 
     def known(self, name: str) -> Offer | None:
         """The offer of that name or alias among those known already; no disk is read."""
-        return next((o for o in self._offers if name == o.name or name in o.aliases), None)
+        plain = name.removesuffix(":latest")  # what Ollama's clients add
+        return next((o for o in self._offers if plain == o.name or name in o.aliases or plain in o.aliases), None)
 
     def find(self, name: str) -> Offer:
         """The offer of that name or alias. May read the disk; raises ModelNotFound."""

@@ -37,7 +37,7 @@ async def completions(request: Request) -> Response:
         async with unless_left(request):
             return await first_or_stream(_open_stream(service, request, body, prompts), event_stream)
     async with unless_left(request):
-        place = await _open(service, request, body, prompts)
+        place = await open_completion(service, request, body, prompts)
         try:
             answers = [await turn.answer() for turn in place.turns]
         finally:
@@ -71,7 +71,10 @@ async def encode_all(service: Service, llm: LLM, prompts: list[str | list[int]])
     return await service.text_work(size, lambda: [llm.encode_prompt(p) for p in prompts])
 
 
-async def _open(service: Service, request: Request, body: CompletionRequest, prompts: list[str | list[int]]) -> Place:
+async def open_completion(
+    service: Service, request: Request, body: CompletionRequest, prompts: list[str | list[int]]
+) -> Place:
+    """Wait, tokenise, submit: a place with a turn per prompt. Raises ApiError, LocalLLMError."""
     async with service.place(
         request, body.model, user=body.user or "", priority=body.priority, cost=len(prompts) * (body.n or 1),
         deadline=deadline_of(body),
@@ -89,7 +92,7 @@ async def _open(service: Service, request: Request, body: CompletionRequest, pro
 async def _open_stream(
     service: Service, request: Request, body: CompletionRequest, prompts: list[str | list[int]]
 ) -> Opened:
-    place = await _open(service, request, body, prompts)
+    place = await open_completion(service, request, body, prompts)
     try:
         await place.turns[0].ready()
     except BaseException:

@@ -22,6 +22,8 @@ access = logging.getLogger("localllm.access")
 
 ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 KEY = "localllm.exchange"
+POLLED = {"/health", "/ping", "/metrics"}
+"""asked for every few seconds by whoever watches: no line each"""
 MAX_LOGGED = 120
 """characters of a path or model name that a log line shows"""
 
@@ -148,9 +150,10 @@ class Exchanges:
     def _ended(self, exchange: Exchange) -> None:
         seconds = time.monotonic() - exchange.started
         self.on_end(exchange)
-        if access.isEnabledFor(logging.INFO):
+        level = logging.DEBUG if exchange.path in POLLED and exchange.method == "GET" else logging.INFO
+        if access.isEnabledFor(level):
             line = json.dumps(exchange.as_json(seconds)) if self.as_json else exchange.as_text(seconds)
-            access.info("%s", line)
+            access.log(level, "%s", line)
 
 
 def _of(scope: Scope) -> Exchange:

@@ -60,12 +60,21 @@ class Metrics:
         self.inference = histogram("request_inference_time_seconds", "From the first step to the last token.", SECONDS)
         self.prefill = histogram("request_prefill_time_seconds", "From the first step to the first token.", SECONDS)
         self.decode = histogram("request_decode_time_seconds", "From the first to the last token.", SECONDS)
+        self._speeds: dict[str, float] = {}
         self.http = Counter("localllm:http_requests", "HTTP requests by status class.", ("status",), registry=registry)
         registry.register(_Engines(service))
 
     def text(self) -> bytes:
         """The page."""
         return generate_latest(self.registry)
+
+    def decode_tps(self) -> dict[str, float]:
+        """Tokens per second of each model's last answer."""
+        return dict(self._speeds)
+
+    def note_speed(self, model: str, tps: float) -> None:
+        """An answer had this speed."""
+        self._speeds[model] = tps
 
     def turn(self, model: str, params: SamplingParams, exchange: Exchange) -> TurnMeter:
         """What counts one request."""
@@ -123,6 +132,8 @@ class TurnMeter:
             exchange.completion_tokens += piece.usage.completion_tokens
         if piece.timing is not None:
             exchange.decode_tps = piece.timing.decode_tps
+            if piece.timing.decode_tps:
+                self._metrics.note_speed(self._model, piece.timing.decode_tps)
             exchange.queue_s = piece.timing.queue_s
 
     def _end(self, piece: Piece, now: float) -> None:

@@ -1,0 +1,170 @@
+"""POST /v1/embeddings, /v1/score and /rerank: vectors pooled from any model's last hidden states, and their cosine.
+
+No model is trained for it here, so the reply says what was done: `pooling`, and for scores the `method`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from localllm.errors import InvalidRequest, LocalLLMError
+from localllm.request import FinishReason, SamplingParams, TokenEvent
+
+from .body import read_body
+from .completion_route import encode_all, split_prompts
+from .errors import ApiError
+from .service import Place, Service
+from .shapes import new_id
+from .text_schemas import MAX_TEXTS, Document, EmbeddingRequest, RerankRequest, ScoreRequest
+from .turns import unless_left
+
+Pooling = Literal["mean", "last"]
+Vectors = list[np.ndarray]
+METHOD = "cosine of pooled hidden states"
+AHEAD = 2
+"""texts handed to the engine beyond those it runs, so that it never waits for us"""
+
+
+async def embeddings(request: Request) -> Response:
+    """One vector per text."""
+    service: Service = request.app.state.service
+    body = await read_body(request, EmbeddingRequest)
+    texts = split_prompts(body.input, "input", MAX_TEXTS)
+    pooling: Pooling = body.pooling or "mean"
+    async with unless_left(request), service.place(request, body.model, user=body.user or "") as place:
+        hidden = place.llm.facts.hidden_size
+        if body.dimensions is not None and body.dimensions > hidden:
+            raise ApiError(400, f"dimensions is {body.dimensions}, this model has {hidden}.", param="dimensions")
+        vectors, num_tokens = await pooled_texts(service, place, texts, pooling, "input")
+    data = []
+    for index, vector in enumerate(vectors):
+        short = vector[: body.dimensions] if body.dimensions else vector
+        short = unit(short) if body.normalize is not False else short
+        shown: Any = short.tolist()
+        if body.encoding_format == "base64":
+            shown = base64.b64encode(short.astype("<f4").tobytes()).decode()
+        data.append({"object": "embedding", "index": index, "embedding": shown})
+    return JSONResponse(
+        {"object": "list", "data": data, "model": place.offer.name, "pooling": pooling, "usage": _usage(num_tokens)}
+    )
+
+
+async def score(request: Request) -> Response:
+    """How near texts are to each other: pairs, or one against many."""
+    service: Service = request.app.state.service
+    body = await read_body(request, ScoreRequest)
+    first_name = "text_1" if body.queries is None else "queries"
+    second_name = "text_2" if body.documents is None else "documents"
+    first, second = _list(getattr(body, first_name), first_name), _list(getattr(body, second_name), second_name)
+    if len(first) != 1 and len(first) != len(second):
+        raise ApiError(400, f"{len(first)} texts cannot be paired with {len(second)}.", param=first_name)
+    async with unless_left(request), service.place(request, body.model, user=body.user or "") as place:
+        vectors, num_tokens = await pooled_texts(service, place, [*first, *second], body.pooling or "mean", second_name)
+    ones, others = vectors[: len(first)], vectors[len(first) :]
+    scores = [_cosine(ones[0 if len(ones) == 1 else i], other) for i, other in enumerate(others)]
+    data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)]
+    return JSONResponse(
+        {
+            "id": new_id("score"), "object": "list", "created": service.created, "model": place.offer.name,
+            "data": data, "method": METHOD, "pooling": body.pooling or "mean", "usage": _usage(num_tokens),
+        }
+    )  # fmt: skip
+
+
+async def rerank(request: Request) -> Response:
+    """Documents by how near they are to a query, the nearest first."""
+    service: Service = request.app.state.service
+    body = await read_body(request, RerankRequest)
+    texts = [d.text if isinstance(d, Document) else d for d in body.documents]
+    async with unless_left(request), service.place(request, body.model, user=body.user or "") as place:
+        vectors, num_tokens = await pooled_texts(
+            service, place, [body.query, *texts], body.pooling or "mean", "documents"
+        )
+    scores = [_cosine(vectors[0], other) for other in vectors[1:]]
+    order = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or None]
+    results = []
+    for i in order:
+        row: dict[str, Any] = {"index": i, "relevance_score": scores[i]}
+        if body.return_documents is not False:
+            row["document"] = {"text": texts[i]}
+        results.append(row)
+    return JSONResponse(
+        {
+            "id": new_id("rerank"), "model": place.offer.name, "results": results, "method": METHOD,
+            "pooling": body.pooling or "mean", "usage": _usage(num_tokens),
+        }
+    )  # fmt: skip
+
+
+def _list(value: str | list[str] | None, param: str) -> list[str]:
+    if value is None:
+        raise ApiError(400, f"{param} is missing.", code="missing_required_parameter", param=param)
+    return [value] if isinstance(value, str) else value
+
+
+async def pooled_texts(
+    service: Service, place: Place, texts: Sequence[str | list[int]], pooling: Pooling, param: str
+) -> tuple[Vectors, int]:
+    """(a float32 vector per text, tokens read). A few texts at a time are with the engine."""
+    llm = place.llm
+    prompts = await encode_all(service, llm, list(texts))
+    try:
+        for prompt in prompts:
+            llm.check_prompt(prompt, SamplingParams(max_tokens=1))
+    except (InvalidRequest, LocalLLMError) as error:
+        error.param = param
+        raise
+    await place.ticket.granted()
+    room = asyncio.Semaphore(llm.plan.max_parallel + AHEAD)
+    tasks = [asyncio.ensure_future(_pooled(llm.pool, prompt, pooling, room)) for prompt in prompts]
+    try:
+        vectors = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+    return vectors, sum(map(len, prompts))
+
+
+async def _pooled(pool: Callable[..., Callable[[], None]], ids: list[int], pooling: Pooling, room: Any) -> np.ndarray:
+    async with room:
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[np.ndarray] = loop.create_future()
+
+        def take(event: TokenEvent) -> None:
+            """In the event loop."""
+            if result.done() or event.finish_reason is None:
+                return
+            if event.error is not None:
+                result.set_exception(event.error)
+            elif event.finish_reason is not FinishReason.STOP or event.pooled is None:
+                result.set_exception(ApiError(503, "The request was ended.", "unavailable_error", "shutting_down"))
+            else:
+                result.set_result(event.pooled)
+
+        abort = pool(ids, pooling, lambda event: loop.call_soon_threadsafe(take, event))
+        try:
+            return await result
+        except asyncio.CancelledError:
+            abort()
+            raise
+
+
+def unit(vector: np.ndarray) -> np.ndarray:
+    """The vector at length 1."""
+    length = float(np.linalg.norm(vector))
+    return vector / length if length else vector
+
+
+def _cosine(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.dot(unit(a), unit(b)))
+
+
+def _usage(num_tokens: int) -> dict[str, int]:
+    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}

@@ -1,0 +1,90 @@
+"""POST /tokenize and /detokenize, in the dialects of vLLM and llama.cpp, and /apply-template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from localllm.llm import LLM
+
+from .body import read_body
+from .errors import ApiError
+from .sampling import check_fields, messages_of, template_kwargs
+from .schemas import ChatRequest
+from .service import Service
+from .shapes import TokenNames
+from .text_schemas import DetokenizeRequest, TokenizeRequest
+from .turns import unless_left
+
+
+async def tokenize(request: Request) -> Response:
+    """Text, or a conversation, as token ids."""
+    service: Service = request.app.state.service
+    body = await read_body(request, TokenizeRequest)
+    given = [name for name in ("prompt", "messages", "content") if getattr(body, name) is not None]
+    if len(given) != 1:
+        what = "one of prompt, messages and content is needed"
+        raise ApiError(400, f"{what}.", code="missing_required_parameter", param="prompt")
+    chat = (
+        ChatRequest.model_validate(body.model_dump(include={"messages", "chat_template_kwargs"}))
+        if body.messages
+        else None
+    )
+    if chat is not None:
+        template_kwargs(chat)
+    async with unless_left(request), service.place(request, body.model) as place:
+        llm = place.llm
+        result = await service.text_work(
+            len(body.prompt or body.content or "") if chat is None else 1 << 30, lambda: _tokens(llm, body, chat)
+        )
+    return JSONResponse(result)
+
+
+def _tokens(llm: LLM, body: TokenizeRequest, chat: ChatRequest | None) -> dict[str, Any]:
+    if chat is not None:
+        ids = llm.encode_chat(messages_of(chat), None, template_kwargs(chat))
+    elif body.prompt is not None:
+        adds = body.add_special_tokens is not False
+        ids = llm.encode_prompt(body.prompt) if adds else llm.tokenizer.encode(body.prompt, special=True)
+    else:
+        text = body.content or ""
+        ids = llm.encode_prompt(text) if body.add_special else llm.tokenizer.encode(text, special=True)
+    names = TokenNames(llm.tokenizer)
+    if body.content is not None:  # llama.cpp
+        if body.with_pieces:
+            return {"tokens": [{"id": i, "piece": names.text(i)} for i in ids]}
+        return {"tokens": ids}
+    strings = [names.text(i) for i in ids] if body.return_token_strs else None
+    return {"count": len(ids), "max_model_len": llm.plan.ctx, "tokens": ids, "token_strs": strings}
+
+
+async def detokenize(request: Request) -> Response:
+    """Token ids as text, under both names that clients look for."""
+    service: Service = request.app.state.service
+    body = await read_body(request, DetokenizeRequest)
+    async with unless_left(request), service.place(request, body.model) as place:
+        llm = place.llm
+        for token in body.tokens:
+            if not 0 <= token < llm.facts.vocab_size:
+                known = f"ids from 0 to {llm.facts.vocab_size - 1}"
+                raise ApiError(400, f"tokens holds {str(token)[:40]}, there are {known}.", param="tokens")
+        decode = llm.tokenizer.decode
+        text = await service.text_work(len(body.tokens), lambda: decode(body.tokens, skip_special=False))
+    return JSONResponse({"prompt": text, "content": text})
+
+
+async def apply_template(request: Request) -> Response:
+    """A conversation as the text the model reads: {"prompt": ...}."""
+    service: Service = request.app.state.service
+    body = await read_body(request, ChatRequest)
+    check_fields(body)
+    messages, kwargs = messages_of(body), template_kwargs(body)
+    async with unless_left(request), service.place(request, body.model) as place:
+        llm = place.llm
+        ids = await service.in_thread(
+            lambda: llm.encode_chat(messages, None, kwargs, continue_final=bool(body.continue_final_message))
+        )
+        text = llm.tokenizer.decode(ids, skip_special=False)
+    return JSONResponse({"prompt": text})
