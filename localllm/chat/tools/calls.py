@@ -1,0 +1,178 @@
+"""Tool calls as they are read: their names checked, their arguments made JSON, their deltas written.
+
+A call is written when it is known to be one: as a whole at its end, or, where the model is held to valid calls, piece
+by piece. What a model invents is never evaluated.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import string
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from .cursor import Malformed
+
+Part = tuple[str, str]
+MAX_NAME_CHARS = 256
+_ALPHABET = string.ascii_letters + string.digits
+
+
+def new_call_id() -> str:
+    """call_ and 24 characters."""
+    return "call_" + secrets.token_hex(12)
+
+
+def short_call_id() -> str:
+    """Nine letters and digits: what Mistral's templates insist on."""
+    return "".join(secrets.choice(_ALPHABET) for _ in range(9))
+
+
+def tool_function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The function of a tool in the OpenAI shape, with or without its wrapping."""
+    function = tool.get("function", tool)
+    return function if isinstance(function, Mapping) else {}
+
+
+class Calls:
+    """The calls of one answer.
+
+    out      takes ("tool_call", JSON of a delta)
+    tools    what may be called, in the OpenAI shape
+    streams  arguments are written as they come: only where a grammar keeps them valid
+    """
+
+    def __init__(
+        self,
+        out: Callable[[Part], None],
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        streams: bool = False,
+        new_id: Callable[[], str] = new_call_id,
+    ) -> None:
+        self._out = out
+        self._properties = {
+            str(function["name"]): _properties(function.get("parameters"))
+            for function in map(tool_function, tools)
+            if "name" in function
+        }
+        self.streams = streams
+        self._new_id = new_id
+        self._name: str | None = None
+        self._pieces: list[str] = []
+        self._num_calls = 0
+
+    @property
+    def count(self) -> int:
+        """Calls written so far."""
+        return self._num_calls
+
+    def begin(self, name: str) -> None:
+        """A call of this name. Raises Malformed for a name that no tool has."""
+        name = name.strip()
+        if name not in self._properties and name.removeprefix("functions.") in self._properties:
+            name = name.removeprefix("functions.")
+        if self._name is not None or name not in self._properties:
+            raise Malformed
+        self._name = name
+        self._pieces = []
+        if self.streams:
+            self._write({"id": self._new_id(), "name": name, "arguments": ""})
+
+    def piece(self, text: str) -> None:
+        """A piece of its arguments' JSON text."""
+        if not self.streams:
+            self._pieces.append(text)
+        elif text:
+            self._write({"arguments": text})
+
+    def end(self) -> None:
+        """The call is whole. Raises Malformed when its arguments are no JSON object."""
+        if self._name is None:
+            raise Malformed
+        if not self.streams:
+            arguments = object_text("".join(self._pieces))
+            self._write({"id": self._new_id(), "name": self._name, "arguments": ""})
+            self._write({"arguments": arguments})
+        self._name = None
+        self._num_calls += 1
+
+    def drop(self) -> bool:
+        """The call that was begun came to nothing. True when part of it was written already."""
+        written = self._name is not None and self.streams
+        self._num_calls += written
+        self._name = None
+        return written
+
+    def takes_text(self, key: str) -> bool:
+        """Whether this argument of the present call is a string and nothing else: its text needs no quotes."""
+        return _is_text(self._properties.get(self._name or "", {}).get(key))
+
+    def value_text(self, key: str, text: str) -> str:
+        """An argument that was written as plain text, as JSON: what its schema says, else what it looks like."""
+        if self.takes_text(key):
+            return quoted(text)
+        stripped = text.strip()
+        if stripped in _PYTHON_WORDS:
+            return _PYTHON_WORDS[stripped]
+        try:
+            json_loads(stripped)
+        except ValueError:
+            return quoted(text)
+        return stripped
+
+    def _write(self, delta: dict[str, str]) -> None:
+        body = {"index": self._num_calls, **delta}
+        self._out(("tool_call", json.dumps(body, ensure_ascii=False)))
+
+
+_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+
+
+def quoted(text: str) -> str:
+    """A JSON string."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def json_loads(text: str) -> Any:
+    """JSON and nothing more: no NaN, no endless digits, no endless depth. Raises ValueError."""
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def object_text(text: str) -> str:
+    """The text of a JSON object: itself, or what a string holds that was written in its place."""
+    try:
+        value = json_loads(text)
+        if isinstance(value, str):
+            text = value
+            value = json_loads(value)
+    except ValueError as error:
+        raise Malformed from error
+    if value is None:
+        return "{}"
+    if not isinstance(value, dict):
+        raise Malformed
+    return text
+
+
+def _properties(parameters: Any) -> dict[str, Any]:
+    found = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    return dict(found) if isinstance(found, Mapping) else {}
+
+
+def _is_text(schema: Any) -> bool:
+    if not isinstance(schema, Mapping):
+        return False
+    kind = schema.get("type")
+    if kind is not None:
+        return kind in ("string", ["string"])
+    values = schema.get("enum") or ([schema["const"]] if "const" in schema else None)
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)

@@ -1,0 +1,245 @@
+"""Text that arrives in pieces, read by generators that wait for more: what they find does not depend on the pieces.
+
+Everything that is read is remembered until `mark`, so that what turns out to be malformed can be given back. The work
+is linear in the text; what waits unread is never longer than what a decision needs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator
+from functools import lru_cache
+from typing import TypeVar
+
+T = TypeVar("T")
+Reading = Generator[None, None, T]
+"""yields when it needs more text"""
+Sink = Callable[[str], None]
+
+MAX_DEPTH = 256
+"""of nested JSON: Python's own reader ends at about a thousand"""
+_STRUCTURE = re.compile(r'["{}\[\]]')
+_STRING_END = re.compile(r'["\\]')
+_SPACE = re.compile(r"\s*")
+_SCALAR_END = re.compile(r"[\s,\]}]")
+_PAIRS = {"{": "}", "[": "]"}
+
+
+class Malformed(Exception):
+    """What was read is not what it was taken for."""
+
+
+class Cursor:
+    """The unread text, and what was read since the last mark."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._at = 0
+        self._ended = False
+        self._read: list[str] = []
+
+    def feed(self, text: str) -> None:
+        """More text."""
+        self._text = self._text[self._at :] + text
+        self._at = 0
+
+    def end(self) -> None:
+        """There is no more."""
+        self._ended = True
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether all of the text was read."""
+        return self._ended and self._at >= len(self._text)
+
+    def mark(self) -> None:
+        """What was read so far is settled."""
+        self._read.clear()
+
+    def read_since_mark(self) -> str:
+        """Everything that was read since the mark."""
+        return "".join(self._read)
+
+    def give_back(self, keep: int) -> str:
+        """Unread what was read since the mark, but for its first `keep` characters, which are returned and settled."""
+        text = self.read_since_mark()
+        self._text = text[keep:] + self._text[self._at :]
+        self._at = 0
+        self.mark()
+        return text[:keep]
+
+    # --- reading -----------------------------------------------------------------------------------------------------
+
+    def until(self, *needles: str, into: Sink | None = None, most: int | None = None) -> Reading[tuple[str, str]]:
+        """The text before the first of the needles, and the needle, which is read too.
+
+        into  takes the text as it comes, and the text returned is empty
+        most  characters; Malformed beyond
+
+        Raises Malformed at the end of the text.
+        """
+        search = _any_of(needles)
+        parts: list[str] = []
+        take = into or parts.append
+        count = 0
+        while True:
+            found = search.search(self._text, self._at)
+            end = found.start() if found else len(self._text) - self._open_end(needles)
+            count += end - self._at
+            if most is not None and count > most:
+                raise Malformed
+            if end > self._at:
+                take(self._take(end))
+            if found:
+                self._take(found.end())
+                return "".join(parts), found[0]
+            yield from self._more()
+
+    def rest(self, *needles: str, into: Sink) -> Reading[str | None]:
+        """As `until`, but the end of the text is no mistake: None instead of the needle."""
+        search = _any_of(needles) if needles else None
+        while True:
+            found = search.search(self._text, self._at) if search else None
+            end = found.start() if found else len(self._text) - (0 if self._ended else self._open_end(needles))
+            if end > self._at:
+                into(self._take(end))
+            if found:
+                self._take(found.end())
+                return found[0]
+            if self.is_at_end:
+                return None
+            yield
+
+    def space(self) -> Reading[str]:
+        """White space, if any."""
+        parts: list[str] = []
+        while True:
+            found = _SPACE.match(self._text, self._at)
+            assert found is not None
+            parts.append(self._take(found.end()))
+            if self._at < len(self._text) or self._ended:
+                return "".join(parts)
+            yield
+
+    def literal(self, *options: str) -> Reading[str | None]:
+        """Whichever of the options the text goes on with; None when with none of them. The longest counts."""
+        while True:
+            ahead = self._text[self._at :] if len(self._text) - self._at < 64 else self._text[self._at : self._at + 64]
+            waits = [option for option in options if option.startswith(ahead) and option != ahead]
+            if not waits or self._ended:
+                fitting = [option for option in options if ahead.startswith(option)]
+                if not fitting:
+                    return None
+                best = max(fitting, key=len)
+                self._take(self._at + len(best))
+                return best
+            yield
+
+    def expect(self, *options: str) -> Reading[str]:
+        """As `literal`; Malformed when the text goes on with none of them."""
+        found = yield from self.literal(*options)
+        if found is None:
+            raise Malformed
+        return found
+
+    def peek(self) -> Reading[str]:
+        """The next character, unread; "" at the end."""
+        while self._at >= len(self._text) and not self._ended:
+            yield
+        return self._text[self._at : self._at + 1]
+
+    def json_value(self, into: Sink | None = None) -> Reading[str]:
+        """One JSON value as text. Only brackets and quotes are checked. Raises Malformed.
+
+        into  takes the text as it comes, and the text returned is empty
+        """
+        parts: list[str] = []
+        take = into or parts.append
+        first = yield from self.peek()
+        if first and first in '{["':
+            yield from self._nested(take)
+        else:
+            yield from self._scalar(take)
+        return "".join(parts)
+
+    def _scalar(self, take: Sink) -> Reading[None]:
+        size = 0
+        while True:
+            found = _SCALAR_END.search(self._text, self._at)
+            end = found.start() if found else len(self._text)
+            size += end - self._at
+            if size > 64:
+                raise Malformed
+            if end > self._at:
+                take(self._take(end))
+            if found or self._ended:
+                if not size:
+                    raise Malformed
+                return
+            yield
+
+    def _nested(self, take: Sink) -> Reading[None]:
+        closing: list[str] = []
+        in_string = escaped = False
+        while True:
+            at, text = self._at, self._text
+            while at < len(text):
+                if escaped:
+                    escaped = False
+                    at += 1
+                    continue
+                found = (_STRING_END if in_string else _STRUCTURE).search(text, at)
+                if found is None:
+                    at = len(text)
+                    break
+                at, char = found.end(), found[0]
+                if in_string:
+                    escaped, in_string = char == "\\", char == "\\"
+                elif char == '"':
+                    in_string = True
+                elif char in _PAIRS:
+                    closing.append(_PAIRS[char])
+                    if len(closing) > MAX_DEPTH:
+                        self._stop_before(at, take)
+                elif not closing or closing.pop() != char:
+                    self._stop_before(at, take)
+                if not in_string and not closing:
+                    take(self._take(at))
+                    return
+            if at > self._at:
+                take(self._take(at))
+            yield from self._more()
+
+    def _stop_before(self, at: int, take: Sink) -> None:
+        take(self._take(at - 1))
+        raise Malformed
+
+    # --- the text ----------------------------------------------------------------------------------------------------
+
+    def _take(self, end: int) -> str:
+        text = self._text[self._at : end]
+        self._at = end
+        if text:
+            self._read.append(text)
+        return text
+
+    def _more(self) -> Reading[None]:
+        if self._ended:
+            raise Malformed
+        yield
+
+    def _open_end(self, needles: tuple[str, ...]) -> int:
+        """Characters at the end of the unread text that may begin a needle."""
+        unread = len(self._text) - self._at
+        longest = min(max(map(len, needles), default=1) - 1, unread)
+        for size in range(longest, 0, -1):
+            tail = self._text[-size:]
+            if any(needle.startswith(tail) for needle in needles):
+                return size
+        return 0
+
+
+@lru_cache(maxsize=256)
+def _any_of(needles: tuple[str, ...]) -> re.Pattern[str]:
+    """Finds the needle that begins first, of several the longest."""
+    return re.compile("|".join(re.escape(needle) for needle in sorted(needles, key=len, reverse=True)))

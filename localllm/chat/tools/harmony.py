@@ -1,0 +1,130 @@
+"""gpt-oss's channels: an answer is a row of messages, each with a header that says what it is.
+
+`<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
+<|message|>{...}<|call|>`: analysis is reasoning, commentary to a function is a call, everything else is content. The
+prompt ends with `<|start|>assistant`, so the first header has no beginning.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
+
+from .calls import Calls, Part, new_call_id
+from .cursor import Cursor, Malformed, Reading
+from .parser import MAX_FAILURES
+from .space import HeldSpace
+
+CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
+ENDS = ("<|end|>", "<|return|>", "<|call|>", START)
+CONTROL = (CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
+"""control tokens that the parser must see"""
+MAX_HEADER_CHARS = 512
+_RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
+
+
+class HarmonyParser:
+    """Splits one answer as it comes, into ("reasoning" | "content", text) and ("tool_call", JSON of a delta)."""
+
+    def __init__(
+        self,
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        streams: bool = False,
+        most_calls: int | None = None,
+        new_id: Callable[[], str] = new_call_id,
+    ) -> None:
+        """As `ToolParser`."""
+        self._cursor = Cursor()
+        self._parts: list[Part] = []
+        self._calls = Calls(self._emit_call, tools, streams=streams, new_id=new_id)
+        self._most_calls = most_calls
+        self._failures = 0
+        self._run: Generator[None, None, None] | None = self._answer()
+
+    def push(self, text: str) -> list[Part]:
+        """The parts that this text completes, in order."""
+        self._cursor.feed(text)
+        return self._resume()
+
+    def finish(self) -> list[Part]:
+        """What was held back."""
+        self._cursor.end()
+        return self._resume()
+
+    def _resume(self) -> list[Part]:
+        if self._run is not None and next(self._run, self) is self:
+            self._run = None
+        parts, self._parts = self._parts, []
+        return parts
+
+    def _answer(self) -> Reading[None]:
+        header = yield from self._cursor.literal(CHANNEL, START, " to=", "to=")
+        while True:
+            if header is None:  # no message of a channel: plain text up to the next one
+                begins = (START, CHANNEL) if self._failures < MAX_FAILURES else ()
+                header = yield from self._cursor.rest(*begins, into=self._emit_content)
+                if header is None:
+                    return
+            self._cursor.mark()
+            header = yield from self._message(header)
+            if header is None and self._cursor.is_at_end:
+                return
+
+    def _message(self, begun: str) -> Reading[str | None]:
+        """A header after its beginning, and its body. The beginning of the next message, None when it is not known."""
+        try:
+            header, _ = yield from self._cursor.until(MESSAGE, most=MAX_HEADER_CHARS)
+        except Malformed:
+            self._failures += 1
+            self._emit_content(begun)
+            self._cursor.give_back(0)
+            return None
+        header = begun + header
+        recipient = _RECIPIENT.search(header)
+        if recipient is not None and not self._is_full:
+            yield from self._call(recipient[1])
+        else:
+            is_analysis = f"{CHANNEL}analysis" in header and recipient is None
+            self._cursor.mark()
+            ended = yield from self._cursor.rest(
+                *ENDS, into=self._emit_reasoning if is_analysis else self._emit_content
+            )
+            return START if ended == START else (yield from self._next())
+        return (yield from self._next())
+
+    def _next(self) -> Reading[str | None]:
+        """After the end of a message: the beginning of another."""
+        self._cursor.mark()
+        return (yield from self._cursor.literal(START, CHANNEL))
+
+    def _call(self, name: str) -> Reading[None]:
+        self._cursor.mark()
+        before = self._calls.count
+        try:
+            yield from self._cursor.space()
+            self._calls.begin(name)
+            yield from self._cursor.json_value(into=self._calls.piece)
+            self._calls.end()
+        except Malformed:
+            self._calls.drop()
+            if self._calls.count == before:
+                self._emit_content(self._cursor.read_since_mark())
+        self._cursor.mark()
+        yield from self._cursor.rest(*ENDS, into=HeldSpace(self._emit_content, after_call=True).push)
+
+    @property
+    def _is_full(self) -> bool:
+        return self._most_calls is not None and self._calls.count >= self._most_calls
+
+    def _emit_content(self, text: str) -> None:
+        if text:
+            self._parts.append(("content", text))
+
+    def _emit_reasoning(self, text: str) -> None:
+        self._parts.append(("reasoning", text))
+
+    def _emit_call(self, part: Part) -> None:
+        self._parts.append(part)
+        self._cursor.mark()

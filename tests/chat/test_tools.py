@@ -1,0 +1,341 @@
+"""Tool calls of every family: read from any pieces, nothing lost, nothing evaluated (SO-08)."""
+
+# ruff: noqa: E501 - answers stand here as models write them
+from __future__ import annotations
+
+import json
+import re
+import time
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from localllm.chat.tools import FORMATS, ToolFormat, find_format
+from localllm.chat.tools.calls import json_loads
+from localllm.chat.tools.formats import (
+    DEEPSEEK,
+    DEEPSEEK_FENCED,
+    DEEPSEEK_TAGS,
+    FUNCTION_GEMMA,
+    GEMMA,
+    GENERIC,
+    GLM,
+    HARMONY,
+    HERMES,
+    LLAMA3,
+    MISTRAL,
+    MISTRAL_NAMED,
+    PHI,
+    QWEN_CODER,
+)  # fmt: skip
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string"},
+                    "days": {"type": "integer"},
+                    "units": {"enum": ["C", "F"]},
+                    "where": {"type": "object", "properties": {"lat": {"type": "number"}}},
+                    "tags": {"type": "array", "items": {"type": "string"}},
+                },
+                "required": ["city"],
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}},
+]
+BY_NAME = {one.name: one for one in FORMATS}
+
+Read = tuple[str, str, list[tuple[str, str]]]
+
+
+def read(tool_format: ToolFormat, pieces: list[str], **options: Any) -> Read:
+    """(content, reasoning, calls as (name, arguments))"""
+    ids = iter(range(10_000))
+    parser = tool_format.parser(TOOLS, new_id=lambda: f"id{next(ids)}", **options)
+    content, reasoning = "", ""
+    calls: list[dict[str, str]] = []
+    for kind, text in [part for piece in pieces for part in parser.push(piece)] + parser.finish():
+        assert text
+        if kind == "tool_call":
+            delta = json.loads(text)
+            if "id" in delta:
+                assert delta["index"] == len(calls) and delta["arguments"] == ""
+                calls.append({"id": delta["id"], "name": delta["name"], "arguments": ""})
+            else:
+                assert delta["index"] == len(calls) - 1 and set(delta) == {"index", "arguments"}
+                calls[-1]["arguments"] += delta["arguments"]
+        elif kind == "reasoning":
+            reasoning += text
+        else:
+            content += text
+    assert len({call["id"] for call in calls}) == len(calls)
+    return content, reasoning, [(call["name"], call["arguments"]) for call in calls]
+
+
+ARGS = '{"city": "Köln \\"é\\"", "days": 3, "where": {"lat": 1.5}, "tags": ["a", "}"]}'
+PARIS = '{"city": "Paris"}'
+WRITTEN: list[tuple[ToolFormat, str, str, list[tuple[str, str]]]] = [
+    # format, answer, content, calls
+    (HERMES, f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGS}}}\n</tool_call>', "", [("get_weather", ARGS)]),
+    (HERMES, f'Let me look.\n\n<tool_call>{{"arguments": {PARIS}, "name": "get_weather"}}</tool_call>\n', "Let me look.",
+     [("get_weather", PARIS)]),
+    (HERMES, f'<tool_call>\n{{"name": "get_weather", "arguments": {PARIS}}}\n</tool_call>\n<tool_call>\n{{"name": "now"}}'
+     "\n</tool_call> Done.", "Done.", [("get_weather", PARIS), ("now", "{}")]),
+    (HERMES, f'<tool_call>{{"name": "get_weather", "arguments": {PARIS}}}', "", [("get_weather", PARIS)]),
+    (HERMES, f'<tool_call>{{"name": "get_weather", "arguments": {json.dumps(PARIS)}}}</tool_call>', "",
+     [("get_weather", PARIS)]),
+    (HERMES, f'<tool_call>{{"type": "function", "function": {{"name": "get_weather", "parameters": {PARIS}}}}}', "",
+     [("get_weather", PARIS)]),
+    (HERMES, '<tool_call>{"name": "now", "arguments": null}</tool_call>', "", [("now", "{}")]),
+    (GENERIC, f'{{"name": "get_weather", "parameters": {PARIS}}}', "", [("get_weather", PARIS)]),
+    (GENERIC, f'{{"name": "now"}}\n{{"name": "get_weather", "arguments": {PARIS}}}', "",
+     [("now", "{}"), ("get_weather", PARIS)]),
+    (QWEN_CODER, "I look.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nK\"öln\n 2\n</parameter>\n"
+     "<parameter=days>\n3\n</parameter>\n<parameter=tags>\n[\"a\"]\n</parameter>\n</function>\n</tool_call>", "I look.",
+     [("get_weather", '{"city": "K\\"öln\\n 2", "days": 3, "tags": ["a"]}')]),
+    (QWEN_CODER, "<function=now>\n</function>", "", [("now", "{}")]),
+    (QWEN_CODER, "<tool_call><function=get_weather><parameter=city>7</parameter><parameter=days>x y</parameter>"
+     "<parameter=other>True</parameter></function></tool_call>", "",
+     [("get_weather", '{"city": "7", "days": "x y", "other": true}')]),
+    (GLM, "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Köln</arg_value>\n<arg_key>days</arg_key>\n"
+     "<arg_value>3</arg_value>\n</tool_call>", "", [("get_weather", '{"city": "Köln", "days": 3}')]),
+    (GLM, "<tool_call>now</tool_call><tool_call>now\n</tool_call>", "", [("now", "{}")] * 2),
+    (LLAMA3, f'{{"name": "get_weather", "parameters": {PARIS}}}', "", [("get_weather", PARIS)]),
+    (LLAMA3, f'<|python_tag|>{{"name": "now", "parameters": {{}}}}; {{"name": "get_weather", "parameters": {PARIS}}}', "",
+     [("now", "{}"), ("get_weather", PARIS)]),
+    (MISTRAL, f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {ARGS}}}, {{"name": "now", "arguments": {{}}, "id": "x"}}]',
+     "", [("get_weather", ARGS), ("now", "{}")]),
+    (MISTRAL_NAMED, f"Yes.[TOOL_CALLS]get_weather[ARGS]{ARGS}[TOOL_CALLS]now[CALL_ID]abc[ARGS]{{}}", "Yes.",
+     [("get_weather", ARGS), ("now", "{}")]),
+    (GEMMA, '<|tool_call>call:get_weather{city:<|"|>Kö"ln {x}<|"|>,days:3,tags:[<|"|>a<|"|>,<|"|>b<|"|>],where:{lat:1.5}}'
+     "<tool_call|>", "",
+     [("get_weather", '{"city": "Kö\\"ln {x}", "days": 3, "tags": ["a", "b"], "where": {"lat": 1.5}}')]),
+    (FUNCTION_GEMMA, "<start_function_call>call:get_weather{city:<escape>London<escape>}<end_function_call>", "",
+     [("get_weather", '{"city": "London"}')]),
+    (FUNCTION_GEMMA, "<start_function_call>call:now{}<end_function_call>", "", [("now", "{}")]),
+    (DEEPSEEK, f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{PARIS}<｜tool▁call▁end｜>"
+     "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>", "",
+     [("get_weather", PARIS), ("now", "{}")]),
+    (DEEPSEEK_FENCED, f"Hm.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{PARIS}\n```"
+     "<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+     "Hm.", [("get_weather", PARIS), ("now", "{}")]),
+    (DEEPSEEK_TAGS, '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">'
+     '5</｜DSML｜parameter>\n<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+     '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>', "",
+     [("get_weather", '{"city": "5", "days": 3}'), ("now", "{}")]),
+    (PHI, f'<|tool_call|>[{{"name": "get_weather", "arguments": {PARIS}}}]<|/tool_call|>', "", [("get_weather", PARIS)]),
+    (HARMONY, f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{PARIS}<|call|>", "",
+     [("get_weather", PARIS)]),
+    (HARMONY, f" to=functions.get_weather<|channel|>commentary json<|message|>{PARIS}<|call|><|start|>assistant"
+     "<|channel|>final<|message|>Sun.<|return|>", "Sun.", [("get_weather", PARIS)]),
+]  # fmt: skip
+IDS = [f"{case[0].name}-{number}" for number, case in enumerate(WRITTEN)]
+
+
+def cuts(text: str) -> list[list[str]]:
+    return [[text], list(text), [text[i : i + 3] for i in range(0, len(text), 3)]]
+
+
+@pytest.mark.parametrize("case", WRITTEN, ids=IDS)
+def test_calls_as_families_write_them(case: tuple[ToolFormat, str, str, list[tuple[str, str]]]) -> None:
+    tool_format, text, content, calls = case
+    for streams in (False, True):
+        for pieces in cuts(text):
+            found = read(tool_format, pieces, streams=streams)
+            assert found == (content, "", calls)
+            for _, arguments in found[2]:
+                assert isinstance(json.loads(arguments), dict)
+
+
+def test_every_format_is_tried() -> None:
+    assert {case[0].name for case in WRITTEN} == set(BY_NAME)
+
+
+def test_arguments_stream_where_calls_are_kept_valid() -> None:
+    text = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGS}}}\n</tool_call>'
+    parser = HERMES.parser(TOOLS, streams=True)
+    parts = [parser.push(char) for char in text]
+    first = next(i for i, part in enumerate(parts) if part)
+    assert text[: first + 1].endswith('"arguments": {')
+    assert sum(map(len, parts)) > len(ARGS) // 2
+    whole = HERMES.parser(TOOLS)
+    assert not any(whole.push(char) for char in text[: -len("\n</tool_call>") - 1])
+
+
+NO_CALLS = [
+    (HERMES, "The tag <tool_call> begins a call."),
+    (HERMES, '<tool_call>{"name": "rm_rf", "arguments": {}}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "get_weather", "arguments": {"city": NaN}}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "get_weather", "arguments": {"city": }}</tool_call> and on'),
+    (HERMES, '<tool_call>{"name": "get_weather", "arguments": [1]}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "get_weather", "arguments": {"city": "Par'),
+    (HERMES, '<tool_call>{"name": "get_weather"'),
+    (HERMES, "<tool_call>__import__('os').system('x')</tool_call>"),
+    (HERMES, '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "get_weather", "arguments": "__import__(1)"}</tool_call>'),
+    (HERMES, "<tool_call>{}</tool_call>"),
+    (HERMES, "<tool_cal"),
+    (HERMES, "  \n"),
+    (GENERIC, '{"city": "Paris", "name": "now"}'),
+    (GENERIC, '{"answer": 42}'),
+    (GENERIC, '{"name": "Bob", "age": 5}'),
+    (GENERIC, '{"na'),
+    (QWEN_CODER, "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis"),
+    (QWEN_CODER, "<tool_call>\n<function=nothing>\n</function>\n</tool_call>"),
+    (QWEN_CODER, "use <function=f> here"),
+    (GLM, "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Par"),
+    (GLM, "<tool_call>" + "x" * 300),
+    (LLAMA3, '{"type": "object", "x": 1}'),
+    (LLAMA3, "<|python_tag|>print(1)"),
+    (MISTRAL, '[TOOL_CALLS] [{"name": "nothing", "arguments": {}}]'),
+    (MISTRAL_NAMED, "[TOOL_CALLS]get_weather[ARGS]no"),
+    (GEMMA, "<|tool_call>call:get_weather{city:}<tool_call"),
+    (GEMMA, '<|tool_call>call:get_weather{city:<|"|>Paris'),
+    (
+        DEEPSEEK,
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>[1]<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ),
+    (DEEPSEEK_TAGS, '<｜DSML｜function_calls>\n<｜DSML｜invoke name="no">\n</｜DSML｜invoke>'),
+    (PHI, "<|tool_call|>[]<|/tool_call|>"),
+    (HARMONY, "plain words"),
+]
+
+
+@pytest.mark.parametrize(("tool_format", "text"), NO_CALLS, ids=[f"{f.name}-{i}" for i, (f, _) in enumerate(NO_CALLS)])
+def test_so_08_what_is_no_call_is_content(tool_format: ToolFormat, text: str) -> None:
+    """Not one character changes."""
+    for pieces in cuts(text):
+        assert read(tool_format, pieces) == (text, "", [])
+
+
+def test_a_malformed_call_does_not_hide_the_next() -> None:
+    good = f'<tool_call>{{"name": "get_weather", "arguments": {PARIS}}}</tool_call>'
+    bad = '<tool_call>{"name": "get_weather", "arguments": {"city": "Par</tool_call>'
+    for pieces in cuts(f"{bad} {good} end"):
+        assert read(HERMES, pieces) == (f"{bad}end", "", [("get_weather", PARIS)])
+
+
+def test_one_call_only() -> None:
+    call = f'<tool_call>{{"name": "get_weather", "arguments": {PARIS}}}</tool_call>'
+    content, _, calls = read(HERMES, [call + call], most_calls=1)
+    assert calls == [("get_weather", PARIS)] and content == call
+
+
+def test_harmony_channels() -> None:
+    text = (
+        "<|channel|>analysis<|message|>Think\nhard.<|end|><|start|>assistant<|channel|>commentary<|message|>Wait.<|end|>"
+        f"<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{PARIS}<|call|>"
+    )
+    for pieces in cuts(text):
+        assert read(HARMONY, pieces) == ("Wait.", "Think\nhard.", [("get_weather", PARIS)])
+        assert read(HARMONY, pieces, streams=True) == ("Wait.", "Think\nhard.", [("get_weather", PARIS)])
+    for pieces in cuts("<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|> b \n"):
+        assert read(HARMONY, pieces) == (" b \n", "a", [])
+    broken = f"<|channel|>commentary to=functions.nothing <|constrain|>json<|message|>{PARIS}<|call|>"
+    for pieces in cuts(broken):
+        assert read(HARMONY, pieces) == (PARIS, "", [])
+
+
+# --- any text, any cut -----------------------------------------------------------------------------------------------
+
+SNIPPETS = sorted(
+    {piece for case in WRITTEN for piece in case[1].split(" ")}
+    | {one for f in FORMATS for one in (*f.triggers, *f.shown)}
+    | {'{"name": "now"', '"arguments": {', "}", "{", '"', "\\", "\n", " ", "é", "🙂", "]", "[", ",", "get_weather", "now", "<", "a"}
+)  # fmt: skip
+
+
+@given(
+    st.sampled_from([*BY_NAME]),
+    st.lists(st.one_of(st.sampled_from(SNIPPETS), st.text(max_size=5)), max_size=14).map("".join),
+    st.lists(st.integers(0, 300), max_size=12),
+    st.booleans(),
+)
+@settings(max_examples=400)
+@example("hermes", '<tool_call>{"name": "now"}</tool_call>' * 20, [5, 40], False)
+def test_any_cut_gives_the_same(name: str, text: str, places: list[int], streams: bool) -> None:
+    tool_format = BY_NAME[name]
+    edges = [0, *sorted(min(place, len(text)) for place in places), len(text)]
+    pieces = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    whole = read(tool_format, [text], streams=streams)
+    assert read(tool_format, pieces, streams=streams) == whole
+    assert read(tool_format, list(text), streams=streams) == whole
+    if not streams:
+        assert all(isinstance(json_loads(arguments), dict) for _, arguments in whole[2])
+    if not whole[2] and name != "harmony":
+        assert whole == (text, "", [])
+
+
+PLAIN = st.text(st.sampled_from("ab .,é\n"), max_size=12).map(str.strip)
+CALLS = st.fixed_dictionaries({"city": st.text(max_size=8)}, optional={"days": st.integers(-9, 9)})
+
+
+@given(st.lists(st.tuples(PLAIN, CALLS), min_size=1, max_size=4), PLAIN)
+@settings(max_examples=150)
+def test_nothing_is_lost(parts: list[tuple[str, dict[str, Any]]], last: str) -> None:
+    text, expected = "", []
+    for words, arguments in parts:
+        written = json.dumps(arguments, ensure_ascii=False)
+        text += f'{words}\n<tool_call>\n{{"name": "get_weather", "arguments": {written}}}\n</tool_call>\n'
+        expected.append(("get_weather", written))
+    content, _, calls = read(HERMES, [text + last])
+    assert calls == expected
+    assert "".join(content.split()) == "".join("".join([*(words for words, _ in parts), last]).split())
+
+
+@pytest.mark.parametrize("name", [*BY_NAME])
+@pytest.mark.parametrize("size", [100_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+def test_so_08_the_work_is_linear(name: str, size: int) -> None:
+    """Long arguments in very many pieces, nothing but triggers, depth, a call cut short: a fraction of the line each."""
+    text = next(case[1] for case in WRITTEN if case[0].name == name and "get_weather" in case[1])
+    huge = re.sub("Paris|London|K.{0,3}ln", "x" * size, text)
+    trigger = (BY_NAME[name].triggers or ("<|channel|>",))[0]
+    texts = [huge, trigger * (size // len(trigger)), f'{trigger}{{"name": "now", "arguments": ' + '{"a":' * (size // 5)]
+    texts.append(huge[: len(huge) - 200])
+    for one in texts:
+        began = time.monotonic()
+        step = max(len(one) * 10 // size, 1)
+        read(BY_NAME[name], [one[i : i + step] for i in range(0, len(one), step)])
+        read(BY_NAME[name], [one])
+        assert time.monotonic() - began < 20  # the line is 1 s for 1 MB
+
+
+def test_formats_are_found_in_templates() -> None:
+    found = {
+        "{{ messages }}": "generic",
+        '<tool_call>\n{"name": ': "hermes",
+        "<tool_call>\n<function=": "qwen-coder",
+        "<tool_call>{{ name }}<arg_key>": "glm",
+        "[TOOL_CALLS] [": "mistral",
+        "[TOOL_CALLS]{{ name }}[ARGS]": "mistral-named",
+        "<|tool_call>call:<tool_call|>": "gemma",
+        "<start_function_call>call:": "function-gemma",
+        "<｜tool▁calls▁begin｜>": "deepseek",
+        "<｜tool▁calls▁begin｜>```json": "deepseek-fenced",
+        "<｜DSML｜invoke name=": "deepseek-tags",
+        "<|tool_call|>": "phi",
+        "<|start|><|channel|><|message|>": "harmony",
+        "'\"parameters\": ' ipython": "llama3",
+    }
+    assert {template: find_format(template).name for template in found} == found
+    assert set(found.values()) == set(BY_NAME)
+
+
+def test_ids() -> None:
+    def ids(tool_format: ToolFormat, text: str) -> list[str]:
+        parser = tool_format.parser(TOOLS)
+        parts = [json.loads(part) for kind, part in parser.push(text) + parser.finish() if kind == "tool_call"]
+        return [delta["id"] for delta in parts if "id" in delta]
+
+    (one,) = ids(MISTRAL, '[TOOL_CALLS][{"name": "now", "arguments": {}}]')
+    assert len(one) == 9 and one.isalnum()
+    (one,) = ids(HERMES, '<tool_call>{"name": "now"}')
+    assert one.startswith("call_") and len(one) == 29
