@@ -78,9 +78,13 @@ class RopeTable:
 
     def rows(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """(cos, sin), each float32 [num_tokens, half], at `positions` int64 [num_tokens], all below `length`."""
+        self.reserve(length)
+        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+
+    def reserve(self, length: int) -> None:
+        """Grow for positions below `length`."""
         if length > self._cos.shape[0]:
             self._grow(length)
-        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
     def _grow(self, length: int) -> None:
         cos, sin = [self._cos], [self._sin]

@@ -97,19 +97,19 @@ class LLM:
             self._checkpoint = self._open()
             self.facts: ModelFacts = self._checkpoint.facts
         from localllm.device import machine as look
-        from localllm.plan import PlanOptions, plan
+        from localllm.plan import PlanOptions
 
         self.machine: MachineFacts = machine or look()
-        options = PlanOptions(device=device, dtype=dtype, kv=kv, ctx=ctx, max_parallel=max_parallel)
+        options = PlanOptions(device=device, dtype=dtype, kv=kv, ctx=ctx, max_parallel=max_parallel, quant=quant)
         if prefill_budget is not None:
             options = replace(options, prefill_budget=prefill_budget)
-        self.plan: Plan = plan(self.facts, self.machine, options)
+        self._options = options
+        self.plan: Plan = self._planned(0)
         """what runs how, in bytes, with reasons"""
         if not self.plan.fits:
             raise self.plan.error(self.name)
-        self.weight_format = self.facts.stored_format if quant == "auto" else quant
+        self.weight_format = self.plan.quant or self.facts.stored_format
         """as stored, or what the linear layers became while loading"""
-        self._quant = _checked_target(quant)
         self._template: ChatTemplate | None = None
         self._engine: Engine | None = None
         self._parked: Parked | None = None
@@ -121,6 +121,18 @@ class LLM:
             raise
 
     # --- loading -----------------------------------------------------------------------------------------------------
+
+    def _planned(self, missing_bytes: int) -> Plan:
+        """The plan, with what proofs have shown to be missing; weights that are loaded stay as they are."""
+        from localllm.plan import plan
+        from localllm.proofs import Proofs
+
+        made = plan(self.facts, self.machine, self._options)
+        learned = Proofs().learned_bytes(self.facts, self.machine, made.device) + missing_bytes
+        if not learned:
+            return made
+        options = replace(self._options, learned_bytes=learned, device=made.device)
+        return plan(self.facts, self.machine, replace(options, quant=made.quant) if missing_bytes else options)
 
     def _find(self, name: str, offline: bool, cancel: threading.Event | None) -> Path:
         self._notify(Phase("resolve", detail=name))
@@ -167,7 +179,7 @@ class LLM:
         self._notify(Phase("import"))
         import torch
 
-        import localllm.engine.engine  # noqa: F401 - its imports are not part of loading
+        from localllm.boot import anonymous_bytes, first_use  # its imports are not part of loading
         from localllm.engine.threads import kernels_are_built, serve_torch
         from localllm.models.loader import LoadOptions, load_model
 
@@ -192,9 +204,11 @@ class LLM:
             page_size=self.plan.page_size,
             exact=exact,
             deterministic=self.deterministic,
-            weights=self._quant,
+            weights=self.plan.quant,
+            selftest=first_use(self.plan, self.machine),
             progress=self._on_weights,
         )
+        self._selftest, self._base_bytes = options.selftest, anonymous_bytes()
         self._model: Model = load_model(self._checkpoint, options)
         serve_torch(self._model.kernels, self.threads)
         self._checkpoint.close()  # nothing reads the files from here on
@@ -208,27 +222,23 @@ class LLM:
 
     def _start_engine(self) -> None:
         """An engine with empty pages over the loaded weights."""
-        import torch
+        from localllm.boot import Boot
 
-        from localllm.engine.engine import Engine, EngineOptions
-        from localllm.engine.pages import GroupPages
-        from localllm.engine.runner import Runner
-        from localllm.engine.scheduler import SchedulerLimits
-        from localllm.models.kv_cache import KVCache
-
-        device = torch.device(self.plan.device)
-        cache = KVCache(self._model.groups, self.plan.num_pages, self.plan.page_size, self.plan.kv, device=str(device))
-        groups = tuple(
-            GroupPages(count, group.window)
-            for count, group in zip(self.plan.num_pages, self._model.groups, strict=True)
+        assert self._selftest is not None
+        self._boot = Boot(
+            self._model,
+            self.facts,
+            self.machine,
+            self.plan,
+            self._selftest,
+            self._planned,
+            prefix_cache=self.prefix_cache,
+            check_invariants=self._debug_invariants,
+            base_bytes=self._base_bytes,
         )
-        limits = SchedulerLimits(self.plan.max_parallel, self.plan.prefill_budget)
-        engine_options = EngineOptions(
-            self.plan.ctx, self.plan.page_size, self.prefix_cache, limits, self._debug_invariants
-        )
-        runner = Runner(self._model, cache, self.facts.vocab_size)
-        self._kv_bytes = cache.nbytes
-        self._engine = Engine(runner, groups, engine_options, device)
+        self.plan = self._boot.plan
+        self._kv_bytes = self._boot.kv_bytes
+        self._engine = self._boot.engine
         self._engine.start()
 
     def _on_weights(self, done: int, total: int) -> None:
@@ -508,13 +518,13 @@ class LLM:
     @property
     def truth_line(self) -> str:
         """What is running, in one line."""
-        kernels = ", ".join(sorted(set(self._model.kernels.values())))
+        kernels, noted = kernel_words(self._model.kernels), self._boot.facts_line
         plan = self.plan
         threads = f" × {self.threads} threads" if plan.device == "cpu" else ""
         exact = "" if self.deterministic else " · not batch-invariant"
         return (
             f"{Path(self.name).name} · {self.weight_format} · {plan.device}{threads} · {plan.dtype} activations"
-            f" · KV {plan.kv} · ctx {plan.ctx:,} · {kernels}{exact}"
+            f" · KV {plan.kv} · ctx {plan.ctx:,} · {kernels}{exact}{f' · {noted}' if noted else ''}"
         )
 
     def stats(self) -> EngineStats:
@@ -551,7 +561,7 @@ class LLM:
             prefix_hit_tokens=stats.prefix_hit_tokens,
             decode_tps=plan.decode_tps,
             has_chat_template=self.has_chat_template,
-            warnings=tuple(self.plan.warnings),
+            warnings=(*self.plan.warnings, *self._boot.warnings),
         )
 
     # --- life --------------------------------------------------------------------------------------------------------
@@ -576,6 +586,11 @@ class LLM:
             return False
         expected = self.plan.prefill_budget / 10 / self.plan.decode_tps if self.plan.decode_tps else 0.0
         return age > 3 * max(expected, engine.stats().longest_step_s)
+
+    @property
+    def resident_bytes(self) -> int:
+        """What weights and pages take now."""
+        return self._model.weight_bytes + (self._kv_bytes if self.is_awake else 0)
 
     def sleep(self) -> None:
         """Give the pages back, and on a GPU the weights' memory, too: they wait in host memory. Ends all requests."""
@@ -618,6 +633,27 @@ class LLM:
         self.close()
 
 
+def kernel_words(kernels: Mapping[str, str]) -> str:
+    """Which kernels run, by layer class: equal ones together, plain torch beside others named.
+
+    kernels   layer class, op or fused segment -> names of implementations
+    """
+    products: dict[str, list[str]] = {}
+    for name in ("qkv", "o", "gate_up", "down", "lm_head"):
+        products.setdefault(kernels.get(name, "none"), []).append(name)
+    if len(products) == 1:
+        words = [f"products {next(iter(products))}"]
+    else:
+        words = [f"{'+'.join(names)} {impl}" for impl, names in products.items()]
+    attention = kernels.get("attention") or kernels.get("paged_attention", "none")
+    words.append(f"attention {attention}")
+    slow = [name for name in ("rms_norm", "rope", "kv_write") if kernels.get(name) == "torch" != attention]
+    fused = [name for name in ("decoder", "mlp", "attn_in") if name in kernels]
+    if fused:
+        words.append(f"fused {fused[0]} {kernels[fused[0]]}")
+    return ", ".join([*words, *(f"{name} torch" for name in slow)])
+
+
 class _Background:
     """A call made in another thread; its result, or its error, when asked for."""
 
@@ -650,14 +686,3 @@ def set_threads(threads: int | None, machine: MachineFacts) -> int:
         raise ConfigError(f"threads is {threads}, it must be at least 1", f"use --threads {usable}")
     give(threads or usable)
     return threads or usable
-
-
-def _checked_target(quant: str) -> str:
-    """The target of `quant.encode`; "" for auto. Raises ConfigError for one that there is none of."""
-    if quant == "auto":
-        return ""
-    from localllm.quant.encode import GROUP_SIZES
-
-    if quant not in GROUP_SIZES:
-        raise ConfigError(f"quant is {quant!r}; there is auto, {', '.join(GROUP_SIZES)}", "quant='int4' is small")
-    return quant

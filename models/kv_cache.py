@@ -5,6 +5,7 @@ Who owns which page is the engine's business; here are only tensors.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 from collections.abc import Mapping, Sequence
@@ -66,6 +67,25 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
+def _runs(pages: Sequence[int]) -> list[tuple[int, int]]:
+    """Neighbouring numbers together: half-open ranges."""
+    runs: list[tuple[int, int]] = []
+    for page in sorted(pages):
+        if runs and runs[-1][1] == page:
+            runs[-1] = (runs[-1][0], page + 1)
+        else:
+            runs.append((page, page + 1))
+    return runs
+
+
+def _give_back(memory: Tensor) -> None:
+    """Let the system take back whole system pages of a contiguous piece of an anonymous map."""
+    start = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (memory.data_ptr() + memory.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if end > start and hasattr(mmap, "MADV_DONTNEED"):
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
+
+
 class KVCache:
     """Keys and values of all layers, in pages: one `KVPages` a layer.
 
@@ -115,6 +135,17 @@ class KVCache:
     def nbytes(self) -> int:
         """Bytes of all pages, used or not."""
         return sum(part.nbytes for pages in self._layers.values() for part in pages if part is not None)
+
+    def forget(self, group_index: int, pages: Sequence[int]) -> None:
+        """Give the system back the memory of pages that hold nothing (CPU only); they are zeros afterwards."""
+        if self.device.type != "cpu":
+            return
+        runs = _runs(pages)
+        for layer in self.groups[group_index].layers:
+            for part in self._layers[layer]:
+                if part is not None and part.dim() > 1:
+                    for first, last in runs:
+                        _give_back(part[first:last])
 
     def copy_page(self, group_index: int, src: int, dst: int) -> None:
         """Copy what page `src` holds into page `dst`, in every layer of the group (copy on write)."""

@@ -43,17 +43,21 @@ class Model:
         group_of = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
         self._calls = tuple((layer.attention, layer.mlp, group_of[i]) for i, layer in enumerate(self.layers))
 
-    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """Run every layer, storing keys and values: hidden [num_tokens, hidden], before the last norm."""
+    def forward(self, batch: ForwardBatch, cache: KVCache, num_layers: int | None = None) -> Tensor:
+        """Run every layer, storing keys and values: hidden [num_tokens, hidden], before the last norm.
+
+        num_layers   only the first so many, for who wants to know what a step takes and not what it gives
+        """
+        calls = self._calls if num_layers is None else self._calls[:num_layers]
         length = max(batch.seq_lens)
         rotations = [rope.rows(batch.positions, length) for rope in self._ropes]
         views = [
             (*rotations[0 if group.window is None else -1], inputs.block_table, inputs.slot_mapping)
             for group, inputs in zip(self.groups, batch.groups, strict=True)
         ]
-        pages = [cache.layer(index) for index in range(len(self.layers))]
+        pages = [cache.layer(index) for index in range(len(calls))]
         x = self.embedding(batch.token_ids)
-        return self.table.decoder(x, self._calls, pages, views, batch.cu_query_lens, batch.seq_lens_tensor)
+        return self.table.decoder(x, calls, pages, views, batch.cu_query_lens, batch.seq_lens_tensor)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Rows of `forward` -> float32 [rows, vocab], soft-capped where the model does so."""
@@ -63,6 +67,16 @@ class Model:
         """Rows of `forward` -> float32 [rows, hidden] after the last norm: what embeddings are pooled from."""
         norm = self.head.norm
         return rms_norm(hidden.float(), norm.weight.float(), norm.eps, norm.offset)
+
+    def reserve_positions(self, length: int) -> None:
+        """Let the RoPE tables grow for sequences of this length now: what is captured must not."""
+        for rope in self._ropes:
+            rope.reserve(length)
+
+    @property
+    def num_kinds(self) -> int:
+        """So many layers from the first on have one of each cache group among them."""
+        return 1 + max(min(group.layers) for group in self.groups)
 
     @property
     def weight_bytes(self) -> int:

@@ -45,9 +45,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "calibrate": {"checkpoint", "device", "plan", "paths", "errors"},
     "fit": {"plan", "plan_device", "calibrate", "catalog", "checkpoint", "device", "config", "errors"},
     "engine": {"models", "quant", "kernels", "checkpoint", "request", "config", "device", "plan", "errors"},
-    "llm": {"answer", "engine", "plan", "models", "tokenizer", "chat", "stream", "grammar", "catalog", "device", "hub"}
+    "proofs": {"paths", "plan", "device", "checkpoint", "_version"},
+    "boot": {"engine", "models", "kernels", "plan", "proofs", "device", "checkpoint", "request", "errors"},
+    "llm": {"boot", "proofs", "answer", "engine", "plan", "models", "tokenizer", "chat", "stream", "grammar", "catalog", "device", "hub"}
     | _TEXT,
     "doctor": {"device", "plan", "fit", "catalog", "tokenizer", "chat", "history", "kernels", "hub", "terminal"} | _TEXT,
+    "remote": {"errors", "request"},
     "choices": {"plan", "device", "catalog", "hub"} | _TEXT,
     "backend": {"choices", "llm", "answer", "plan", "device", "chat", "tokenizer", "stream", "catalog", "doctor", "hub"} | _TEXT,
     "answer": {"errors", "request", "stream", "tokenizer"},

@@ -12,6 +12,7 @@ from localllm.checkpoint.facts import ModelFacts, RopeFacts
 from localllm.device.fake import MACHINES
 from localllm.errors import ConfigError, DeviceError, DoesNotFit
 from localllm.plan import GIB, MIB, PlanOptions, page_groups, plan, weights_in_use
+from localllm.plan_terms import graph_buckets
 
 
 def model(**changes: object) -> ModelFacts:
@@ -171,6 +172,10 @@ def test_a_busy_card_and_a_missing_compiler_are_warnings() -> None:
     warnings = plan(model(), replace(MACHINES["rtx4090"], gpus=(card,), compiler="")).warnings
     assert any("blender (77) hold 13.0 GiB" in line for line in warnings)
     assert any("install gcc" in line for line in warnings)
+
+
+def test_graph_buckets() -> None:
+    assert [graph_buckets(n) for n in (1, 2, 4, 6)] == [(1,), (1, 2), (1, 2, 4), (1, 2, 4, 6)]
 
 
 def test_unified_memory_counts_the_process_and_leaves_room_for_the_system() -> None:

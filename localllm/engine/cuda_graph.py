@@ -52,14 +52,6 @@ class Bucket:
     replay: Callable[[], None]
 
 
-def buckets_up_to(most: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, ... and `most` itself."""
-    sizes = [1]
-    while sizes[-1] < most:
-        sizes.append(min(2 * sizes[-1], most))
-    return tuple(sizes)
-
-
 class CudaCapture:
     """Captures into one memory pool, shared by all buckets: only one of them runs at a time."""
 

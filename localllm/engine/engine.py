@@ -39,8 +39,14 @@ log = logging.getLogger(__name__)
 
 UNREAD_PIECES = 2
 """pieces of scores that may wait for their reader before the request pauses"""
+IDLE_GRACE_S = 0.5
+"""without work before an idle job begins"""
 IDLE_S = 0.002
 """between looks whether a paused request may go on"""
+
+
+IdleJob = Callable[[Callable[[], bool]], bool]
+"""(has it to stop?) -> is it finished?"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +97,7 @@ class Engine:
         self.scheduler = Scheduler(self._pages, options.limits)
         self.pressure = Pressure(self.scheduler)
         self._masks = MaskFiller(runner.vocab_size)
-        self._builder = BatchBuilder(len(groups), options.page_size, device)
+        self.builder = BatchBuilder(len(groups), options.page_size, device)
         self._fault = fault
         self._streams: dict[str, RequestStream] = {}
         self._inbox: deque[tuple[str, Any]] = deque()
@@ -99,6 +105,7 @@ class Engine:
         self._closing = False
         self._dead: Exception | None = None
         self._thread: threading.Thread | None = None
+        self._idle_jobs: deque[IdleJob] = deque()
         self._flight: Flight | None = None
         """the step that was launched ahead"""
         self._num_steps = 0
@@ -155,6 +162,16 @@ class Engine:
             self._inbox.append(("clear", None))
             self._wake.notify()
 
+    def when_idle(self, job: IdleJob) -> None:
+        """Run `job` in the engine's thread when there is nothing else to do, after the first answer.
+
+        It is called with a function that says whether it has to stop, because work came in, and returns whether it is
+        finished; one that is not is called again at the next idle moment. A job that fails is dropped.
+        """
+        with self._wake:
+            self._idle_jobs.append(job)
+            self._wake.notify()
+
     def pin_prefix(self, token_ids: Many[int]) -> None:
         """Evict the pages of this prefix (of prompts without a salt) last; takes effect before the next step."""
         with self._wake:
@@ -209,15 +226,38 @@ class Engine:
         try:
             while True:
                 with self._wake:
-                    while not (self._inbox or self._closing or self._has_work):
-                        self._wake.wait()
+                    while not self._is_wanted():
+                        if not self._may_idle:
+                            self._wake.wait()
+                        elif not self._wake.wait(IDLE_GRACE_S):
+                            break
                     if self._closing:
                         break
-                self.run_once()
+                if self._is_wanted():
+                    self.run_once()
+                else:
+                    self.run_idle()
         except BaseException as error:
             log.exception("the engine stopped")
             self._dead = error if isinstance(error, Exception) else InternalError(repr(error))
         self._end_all()
+
+    def _is_wanted(self) -> bool:
+        """Whether there is anything to do but idle jobs."""
+        return bool(self._inbox) or self._closing or self._has_work
+
+    @property
+    def _may_idle(self) -> bool:
+        return bool(self._idle_jobs) and self._num_output_tokens > 0
+
+    def run_idle(self) -> None:
+        """One idle job, until it is finished or work comes in."""
+        job = self._idle_jobs.popleft()
+        try:
+            if not job(self._is_wanted):
+                self._idle_jobs.appendleft(job)
+        except Exception:  # what is done on the side ends no request
+            log.exception("an idle job failed")
 
     def run_once(self) -> None:
         """Take what came in, then one step. The loop's body; tests call it without a thread."""
@@ -291,7 +331,7 @@ class Engine:
             draw = before.draw if before is not None else None
             if before is None:  # else their last tokens are not known yet
                 flight.masks = self._masks.begin(part.sequence for part in step.scheduled if part.is_last_chunk)
-            flight.output = self._runner.forward(self._builder, step, draw)
+            flight.output = self._runner.forward(self.builder, step, draw)
         except Exception as error:
             flight.error = error
             if flight.masks is not None:

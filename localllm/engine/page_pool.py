@@ -18,6 +18,7 @@ class PagePool:
         self._refs = [0] * num_pages
         self._in_tree = bytearray(num_pages)
         self._num_reclaimable = 0
+        self._withdrawn: set[int] = set()
 
     @property
     def num_free(self) -> int:
@@ -41,7 +42,22 @@ class PagePool:
         """
         step = -(-self.num_pages // most) or 1
         refs, in_tree = self._refs[::step], self._in_tree[::step]
-        return bytes(0 if not held else 1 if held == 1 and kept else 2 for held, kept in zip(refs, in_tree, strict=True))
+        return bytes(
+            0 if not held else 1 if held == 1 and kept else 2 for held, kept in zip(refs, in_tree, strict=True)
+        )
+
+    def free_pages(self) -> list[int]:
+        """The ids of all that nobody holds."""
+        return list(self._free)
+
+    def withdraw(self, count: int) -> int:
+        """Take up to `count` free pages out of use for good; how many it was."""
+        taken = min(count, len(self._free))
+        for _ in range(taken):
+            page = self._free.popleft()
+            self._refs[page] = 1
+            self._withdrawn.add(page)
+        return taken
 
     def refs(self, page: int) -> int:
         """Holders of a page."""
@@ -95,7 +111,7 @@ class PagePool:
         free = set(self._free)
         assert len(free) == len(self._free), "a page is free twice"
         for page in range(self.num_pages):
-            want = held.get(page, 0) + self._in_tree[page]
+            want = held.get(page, 0) + self._in_tree[page] + (page in self._withdrawn)
             assert self._refs[page] == want, f"page {page}: {self._refs[page]} references, {want} holders"
             assert (page in free) == (want == 0), f"page {page}: {want} holders, in free list: {page in free}"
         alone = sum(1 for p in range(self.num_pages) if self._in_tree[p] and self._refs[p] == 1)

@@ -26,8 +26,8 @@ LOGIT_BYTES = 64 << 20
 class ForwardModel(Protocol):
     """What the runner needs of a model (`models.loader.load_model` gives one)."""
 
-    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """-> hidden [num_tokens, hidden]"""
+    def forward(self, batch: ForwardBatch, cache: KVCache, num_layers: int | None = None) -> Tensor:
+        """-> hidden [num_tokens, hidden]; of the first `num_layers` layers only, where that is given"""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -83,10 +83,13 @@ class Runner:
         self.graphs = graphs
 
     @torch.inference_mode()
-    def forward(self, builder: BatchBuilder, step: Step, before: Draw | None = None) -> ForwardOutput:
+    def forward(
+        self, builder: BatchBuilder, step: Step, before: Draw | None = None, num_layers: int | None = None
+    ) -> ForwardOutput:
         """Copy shared pages that are about to be written, then run the model.
 
-        before  where the tokens of a step that is ahead come from
+        before      where the tokens of a step that is ahead come from
+        num_layers  only the first so many layers, to see what a step takes
         """
         self._copy_pages(step.copies)
         if self.graphs is not None and self.graphs.takes(step):
@@ -95,7 +98,8 @@ class Runner:
         batch = builder.build(step)
         if before is not None:
             before.fill(batch.token_ids, step.scheduled)
-        hidden = self.model.forward(batch, self.cache)
+        given = {} if num_layers is None else {"num_layers": num_layers}
+        hidden = self.model.forward(batch, self.cache, **given)
         return ForwardOutput(self.model, hidden[batch.logits_indices])
 
     @torch.inference_mode()

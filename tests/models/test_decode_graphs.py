@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from localllm.engine.cuda_graph import CudaCapture, DecodeGraphs, buckets_up_to, rerun
+from localllm.engine.cuda_graph import CudaCapture, DecodeGraphs, rerun
 from localllm.engine.decode_inputs import DecodeInputs
 from localllm.engine.engine import Engine, EngineOptions
 from localllm.engine.pages import GroupPages
@@ -60,12 +60,6 @@ def requests(seed: int) -> list[Request]:
             params = SamplingParams(temperature=1.0, seed=7, max_tokens=12, repetition_penalty=1.3, logprobs=1, n=2)
         made.append(Request(prompt, params))
     return made
-
-
-def test_buckets() -> None:
-    assert buckets_up_to(1) == (1,)
-    assert buckets_up_to(4) == (1, 2, 4)
-    assert buckets_up_to(6) == (1, 2, 4, 6)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "mistral"])

@@ -1,0 +1,195 @@
+"""From loaded weights to an engine that keeps its plan: pages and graphs made, the plan proved, tiles tuned.
+
+What turned out other than planned is told in words (`warnings`), for the truth line and the status lines.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from localllm.engine.assembly import Assembled, assemble
+from localllm.engine.memory_meter import rss_anon_bytes
+from localllm.engine.proof import CpuProof, Proof, prove_on_gpu
+from localllm.engine.tuning_job import TuningJob
+from localllm.errors import OutOfMemory
+from localllm.kernels.records import Records, default_folder, identity
+from localllm.kernels.selftest import SelfTest
+from localllm.kernels.tuning import Tuned, is_measured, tuner
+from localllm.proofs import Proofs
+
+if TYPE_CHECKING:
+    from localllm.checkpoint.facts import ModelFacts
+    from localllm.device import MachineFacts
+    from localllm.engine.engine import Engine
+    from localllm.models.model import Model
+    from localllm.plan import Plan
+
+log = logging.getLogger(__name__)
+
+
+def first_use(plan: Plan, machine: MachineFacts) -> SelfTest:
+    """The self-test for a load on the plan's device, with the verdicts that are known; tuned tiles are taken."""
+    known = identity(plan.device, machine.driver)
+    if plan.device != "cpu":
+        card = machine.gpus[int(plan.device.removeprefix("cuda:") or 0)]
+        tuner().use(Records("tuning", known, default_folder()), card.capability)
+    return SelfTest(Records("selftest", known, default_folder()))
+
+
+class Boot:
+    """One engine over loaded weights.
+
+    replan      (bytes a proof found missing) -> the plan made smaller by them
+    base_bytes  anonymous memory of the process before the weights were loaded
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        facts: ModelFacts,
+        machine: MachineFacts,
+        plan: Plan,
+        selftest: SelfTest,
+        replan: Callable[[int], Plan],
+        *,
+        prefix_cache: bool = True,
+        check_invariants: bool = False,
+        base_bytes: int = 0,
+        weights_taken: int = 0,
+    ) -> None:
+        self.plan = plan
+        """as it is kept: smaller than asked for where a proof has shown that it must be"""
+        self._model = model
+        self._facts = facts
+        self._machine = machine
+        self._selftest = selftest
+        self._replan = replan
+        self._options = {"prefix_cache": prefix_cache, "check_invariants": check_invariants}
+        self._base_bytes = base_bytes
+        self._weights_taken = weights_taken or model.weight_bytes
+        self._proofs = Proofs()
+        self._shrunk = ""
+        self.proof_note = ""
+        """what is known of the plan: proved, pending, or not held"""
+        self.tuned: list[Tuned] = []
+        self._assembled = self._assemble()
+        known = self._proofs.known(facts, machine, self.plan)
+        if known is not None:
+            self.proof_note = str(known.get("text", ""))
+        elif plan.device == "cpu":
+            self.proof_note = "proof pending"
+            self.engine.when_idle(self._cpu_proof())
+        else:
+            self._prove_on_gpu()
+        if plan.device != "cpu":
+            self.engine.when_idle(TuningJob(tuner(), self._on_tuned))
+
+    @property
+    def engine(self) -> Engine:
+        """Not started by this class."""
+        return self._assembled.engine
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of all pages."""
+        return self._assembled.cache.nbytes
+
+    def _assemble(self) -> Assembled:
+        try:
+            return assemble(self._model, self.plan, **self._options)
+        except (MemoryError, RuntimeError) as error:
+            if "out of memory" not in str(error).lower() and not isinstance(error, MemoryError):
+                raise
+            raise OutOfMemory(
+                f"no room for {self.plan.kv_bytes / 2**30:.1f} GiB of key/value pages on {self.plan.place}",
+                "use a smaller --ctx, or close what else uses the memory",
+            ) from error
+
+    # --- proof -------------------------------------------------------------------------------------------------------
+
+    def _cpu_proof(self) -> CpuProof:
+        engine, runner = self._assembled.engine, self._assembled.runner
+        return CpuProof(
+            runner,
+            engine.builder,
+            engine.scheduler.pages,
+            self.plan,
+            self._base_bytes,
+            self._model.weight_bytes,
+            self._model.num_kinds,
+            self._on_cpu_proof,
+        )
+
+    def _on_cpu_proof(self, proof: Proof) -> None:
+        """Called in the engine's thread: what is missing is taken from the pages that are free."""
+        self._keep(proof)
+        if not proof.held:
+            pages = self._assembled.engine.scheduler.pages
+            share = proof.excess_bytes / max(1, self.plan.kv_bytes)
+            taken = [pool.withdraw(int(share * pool.num_pages)) for pool in pages.pools]
+            self._shrunk = f"the key/value cache has {sum(taken):,} pages fewer, and the next start plans for it"
+
+    def _prove_on_gpu(self) -> None:
+        started = time.monotonic()
+        proof = self._run_gpu_proof()
+        self._keep(proof)
+        if not proof.held:
+            old = self.plan
+            self.plan = self._replan(proof.excess_bytes)
+            del self._assembled
+            self._assembled = self._assemble()
+            self._shrunk = f"context {self.plan.ctx:,} instead of {old.ctx:,} tokens"
+            proof = self._run_gpu_proof()
+            self._keep(proof)
+        log.info("proof in %.1f s: %s", time.monotonic() - started, proof)
+
+    def _run_gpu_proof(self) -> Proof:
+        held = {"weights": self._weights_taken, **self._assembled.held}
+        return prove_on_gpu(self._assembled.runner, self._assembled.engine.builder, self.plan, held)
+
+    def _keep(self, proof: Proof) -> None:
+        self.proof_note = str(proof)
+        shown = {"held": proof.held, "text": str(proof), "excess_bytes": proof.excess_bytes, "error": proof.error}
+        terms = {term.name: [term.planned_bytes, term.measured_bytes] for term in proof.terms}
+        self._proofs.keep(self._facts, self._machine, self.plan, shown | {"terms": terms, "seconds": proof.seconds})
+
+    # --- words -------------------------------------------------------------------------------------------------------
+
+    def _on_tuned(self, tuned: list[Tuned]) -> None:
+        """Called in the engine's thread; graphs hold the old tiles until they are captured again."""
+        self.tuned += tuned
+        graphs = self._assembled.runner.graphs
+        if graphs is not None and any(one.us < one.first_us for one in tuned):
+            graphs.capture()
+
+    @property
+    def facts_line(self) -> str:
+        """What belongs into the truth line after the kernels: graphs, tiles, proof."""
+        parts = [self._assembled.graphs_note]
+        if self.plan.device != "cpu":
+            measured = tuner().num_measured
+            guessed = "" if is_measured(tuner().capability) else "tiles not measured on this card"
+            parts.append(f"{measured} tiles tuned here" if measured else guessed)
+        return " · ".join(part for part in (*parts, self.proof_note) if part)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is less than planned, with what to do about it."""
+        found = [f"{failure}; the next kernel took its place" for failure in self._selftest.failures]
+        graphs = self._assembled.runner.graphs
+        if graphs is not None and graphs.failure:
+            found.append(f"CUDA graphs: {graphs.failure}; decoding launches every kernel, slower")
+        if self._shrunk:
+            found.append(f"{self.proof_note}: {self._shrunk}")
+        note = self.engine.pressure.note
+        if note:
+            found.append(f"{note}; close what else uses the memory, or start with a smaller --ctx")
+        return tuple(found)
+
+
+def anonymous_bytes() -> int:
+    """What this process holds now, for `Boot.base_bytes`."""
+    return rss_anon_bytes()

@@ -1,0 +1,77 @@
+"""From a plan and loaded weights to an engine: pages, captured decode steps, runner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from localllm.models.kv_cache import KVCache
+from localllm.models.model import Model
+from localllm.plan import Plan
+
+from .cuda_graph import CudaCapture, DecodeGraphs
+from .decode_inputs import DecodeInputs
+from .engine import Engine, EngineOptions
+from .memory_meter import Meter
+from .pages import GroupPages
+from .runner import Runner
+from .scheduler import SchedulerLimits
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """An engine that was not started yet, and what it is made of."""
+
+    engine: Engine
+    runner: Runner
+    cache: KVCache
+    held: dict[str, int]
+    """on a GPU: what torch's allocator took for kv, tables and graphs"""
+
+    @property
+    def graphs_note(self) -> str:
+        """For the truth line: what is captured, or why not."""
+        graphs = self.runner.graphs
+        if graphs is None:
+            return ""
+        if graphs.failure:
+            rest = f", {', '.join(map(str, graphs.captured))} captured" if graphs.captured else ""
+            return f"CUDA graphs failed ({graphs.failure}){rest}"
+        return f"graphs {','.join(map(str, graphs.captured))}"
+
+
+def assemble(
+    model: Model, plan: Plan, *, prefix_cache: bool = True, check_invariants: bool = False, graphs: bool = True
+) -> Assembled:
+    """Everything between the weights and `Engine.start`. Raises what the device raises when memory is short.
+
+    graphs   False runs every step eagerly
+    """
+    device = torch.device(plan.device)
+    captures = graphs and device.type == "cuda" and bool(plan.graph_buckets)
+    spare = 1 if captures else 0  # a page that belongs to nobody, for the idle rows of a bucket
+    meter = Meter(device)
+    counts = [count + spare for count in plan.num_pages]
+    cache = KVCache(model.groups, counts, plan.page_size, plan.kv, device=str(device))
+    meter.note("kv")
+    decode = None
+    if device.type == "cuda":
+        model.reserve_positions(plan.ctx)
+    if captures:
+        inputs = DecodeInputs(plan.graph_buckets[-1], plan.ctx, plan.page_size, plan.num_pages, device)
+        meter.note("tables")
+        decode = DecodeGraphs(model, cache, inputs, plan.graph_buckets, CudaCapture())
+        decode.capture()
+        meter.note("graphs", reserved=True)
+    groups = tuple(GroupPages(count, group.window) for count, group in zip(plan.num_pages, model.groups, strict=True))
+    options = EngineOptions(
+        max_context=plan.ctx,
+        page_size=plan.page_size,
+        prefix_cache=prefix_cache,
+        limits=SchedulerLimits(plan.max_parallel, plan.prefill_budget),
+        check_invariants=check_invariants,
+        runs_ahead=device.type == "cuda",
+    )
+    runner = Runner(model, cache, model.facts.vocab_size, decode)
+    return Assembled(Engine(runner, groups, options, device), runner, cache, meter.found)

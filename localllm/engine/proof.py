@@ -1,0 +1,281 @@
+"""Boots = fills: the worst steps of a plan, run once, and what they took against what the plan said.
+
+The worst steps are the last prefill chunk at full depth, one decode step of every bucket with all sequences at full
+depth, and the sampler at the largest batch. Earlier chunks need not be computed: what lies in the pages does not matter
+to memory. On a GPU all of it runs before the first request, and torch's allocator is compared term by term. On a CPU it
+runs when the first answer is out and nobody asks anything: every planned page is touched, a layer of each kind computes
+the steps (the others would use the same memory again), and the process's anonymous memory is compared.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+
+import torch
+
+from localllm.device.memory import memory_limits
+from localllm.plan import Plan
+from localllm.plan_terms import GRAPH_BYTES
+from localllm.request import Request, SamplingParams
+
+from .batch import BatchBuilder
+from .memory_meter import Peak, gpu_peak
+from .pages import Pages
+from .pressure import is_out_of_memory
+from .runner import Runner
+from .scheduler import Scheduled, Step
+from .sequence import Sequence
+
+log = logging.getLogger(__name__)
+
+TOLERANCE = {"cpu": 0.10, "cuda": 0.03}
+"""a plan holds when what was taken is not above it by more than this share"""
+BUDGET_S = 10.0
+TOUCH_S = 6.0
+"""of it for touching pages on a CPU; the rest of very many pages is counted, since a page's bytes are known exactly"""
+PAGES_AT_ONCE = 256
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One number of the plan beside what was measured."""
+
+    name: str
+    planned_bytes: int
+    measured_bytes: int
+
+    @property
+    def error(self) -> float:
+        """Share by which the plan is off; positive where more was taken."""
+        return (self.measured_bytes - self.planned_bytes) / max(self.planned_bytes, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What running the worst steps has shown."""
+
+    terms: tuple[Term, ...]
+    kind: str
+    """cpu | cuda"""
+    seconds: float
+    failure: str = ""
+    """what ran out of memory, where something did"""
+
+    @property
+    def planned_bytes(self) -> int:
+        """All terms together."""
+        return sum(term.planned_bytes for term in self.terms)
+
+    @property
+    def measured_bytes(self) -> int:
+        """All terms together."""
+        return sum(term.measured_bytes for term in self.terms)
+
+    @property
+    def error(self) -> float:
+        """Share by which the plan is off in all; positive where more was taken."""
+        return (self.measured_bytes - self.planned_bytes) / max(self.planned_bytes, 1)
+
+    @property
+    def held(self) -> bool:
+        """Whether the plan was right or cautious."""
+        return not self.failure and self.error <= TOLERANCE[self.kind]
+
+    @property
+    def excess_bytes(self) -> int:
+        """What the next plan has to add."""
+        over = max(0, self.measured_bytes - self.planned_bytes)
+        return max(over, self.planned_bytes // 10) if self.failure else over
+
+    def __str__(self) -> str:
+        if self.failure:
+            return f"the plan did not hold: {self.failure}"
+        took, said = self.measured_bytes / GIB, self.planned_bytes / GIB
+        return f"{'proved' if self.held else 'the plan did not hold'}: {took:.2f} GiB of {said:.2f} planned"
+
+
+class WorstSteps:
+    """The steps that take most memory, over pages that the caller says may be written.
+
+    pages   per cache group: ids to read and write; fewer than the depth needs are read again and again
+    """
+
+    def __init__(
+        self, runner: Runner, builder: BatchBuilder, plan: Plan, pages: Many[Many[int]], num_layers: int | None = None
+    ) -> None:
+        self._runner = runner
+        self._builder = builder
+        self._plan = plan
+        self._pages = pages
+        self._num_layers = num_layers
+
+    def prefill(self) -> None:
+        """The last chunk of a prompt that fills the context, and its token."""
+        rows = min(self._plan.prefill_budget, self._plan.ctx - 1)
+        self._run([self._sequence(self._plan.ctx - 1, rows, 0)], [rows])
+
+    def decode(self, count: int) -> None:
+        """One token for each of `count` sequences that fill the context, sampled."""
+        self._run([self._sequence(self._plan.ctx - 1, 1, index) for index in range(count)], [1] * count)
+
+    def _sequence(self, length: int, written: int, index: int) -> Sequence:
+        """One of `length` tokens, the last `written` of which go to pages of their own, other than its neighbours'."""
+        params = SamplingParams(temperature=1.0, top_p=0.95, seed=index, max_tokens=2)
+        sequence = Sequence(Request([1] * length, params), index, len(self._pages), index, 2)
+        size = self._plan.page_size
+        count = -(-length // size)
+        first_written = (length - written) // size
+        own = count - first_written
+        for group, pages in enumerate(self._pages):
+            table = [pages[i % len(pages)] for i in range(count)]
+            table[first_written:] = [pages[(index * own + i) % len(pages)] for i in range(own)]
+            sequence.block_tables[group] = table
+        sequence.table_version = 1
+        return sequence
+
+    @torch.inference_mode()
+    def _run(self, sequences: list[Sequence], news: list[int]) -> None:
+        step = Step([Scheduled(s, s.num_tokens - new, new) for s, new in zip(sequences, news, strict=True)])
+        output = self._runner.forward(self._builder, step, num_layers=self._num_layers)
+        self._runner.sample(output, list(range(len(sequences))), sequences).results()
+
+
+def prove_on_gpu(
+    runner: Runner, builder: BatchBuilder, plan: Plan, held: Mapping[str, int], context_bytes: int | None = None
+) -> Proof:
+    """Run the worst steps now.
+
+    held            what torch's allocator took for "weights", "kv", "tables" and "graphs"
+    context_bytes   what the process takes of the card beside torch's allocator, where that is known
+    """
+    started = time.monotonic()
+    planned = dict(plan.work_terms)
+    device = torch.device(plan.device)
+    worst = WorstSteps(runner, builder, plan, [range(count) for count in plan.num_pages])
+    drivers = GRAPH_BYTES * len(plan.graph_buckets)
+    terms = [
+        Term("weights", plan.weight_bytes, held["weights"]),
+        Term("kv", plan.kv_bytes, held["kv"]),
+        Term("tables", planned["tables"], held.get("tables", 0)),
+        Term("graphs", planned["graphs"] - drivers, held.get("graphs", 0)),
+    ]
+    failure = ""
+    for name, sizes in (("activations", ()), ("logits", plan.graph_buckets or (plan.max_parallel,))):
+
+        def run(sizes: tuple[int, ...] = sizes) -> None:
+            for size in sizes:
+                worst.decode(size)
+            if not sizes:
+                worst.prefill()
+
+        try:
+            terms.append(Term(name, planned[name], gpu_peak(device, run)))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            torch.cuda.empty_cache()
+            failure = f"memory ran out in the steps for {name}"
+            break
+    if context_bytes is not None:
+        terms.append(Term("context", planned["context"] + drivers, context_bytes))
+    return Proof(tuple(terms), "cuda", time.monotonic() - started, failure)
+
+
+class CpuProof:
+    """An idle job (`Engine.when_idle`): proves a plan on the CPU, stops when somebody asks something, and begins anew.
+
+    base_bytes    anonymous memory with everything but this model in it: what the "program" is compared with
+    weight_bytes  what the loaded weights hold
+    num_layers    so many layers have one of each kind
+    done          called with the proof, in the engine's thread
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        builder: BatchBuilder,
+        pages: Pages,
+        plan: Plan,
+        base_bytes: int,
+        weight_bytes: int,
+        num_layers: int,
+        done: Callable[[Proof], None],
+    ) -> None:
+        self._runner = runner
+        self._builder = builder
+        self._pages = pages
+        self._cache = runner.cache
+        self._plan = plan
+        self._base = base_bytes
+        self._weights = weight_bytes
+        self._num_layers = num_layers
+        self._done = done
+
+    def __call__(self, must_stop: Callable[[], bool]) -> bool:
+        """True when it is finished, also where it cannot be done."""
+        started = time.monotonic()
+        free = [pool.free_pages() for pool in self._pages.pools]
+        if not self._has_room(free):
+            log.info("the plan is not proved: others took the memory that it counts on")
+            return True
+        try:
+            with Peak() as peak:
+                untouched = self._touch(free, must_stop)
+                if untouched is None or not self._steps(free, must_stop):
+                    return False
+        finally:
+            for group, pages in enumerate(free):
+                self._cache.forget(group, pages)
+        self._done(self._proof(peak.highest + untouched, time.monotonic() - started))
+        return True
+
+    def _has_room(self, free: list[list[int]]) -> bool:
+        """Whether the machine still has what the pages need, and there are enough of them to write to."""
+        wanted = sum(len(pages) for pages in free) / max(1, sum(self._plan.num_pages)) * self._plan.kv_bytes
+        rows = max(self._plan.prefill_budget // self._plan.page_size + 2, self._plan.max_parallel)
+        return memory_limits().available_bytes > wanted + self._plan.margin_bytes // 2 and all(
+            len(pages) >= min(rows, count) for pages, count in zip(free, self._plan.num_pages, strict=True)
+        )
+
+    def _touch(self, free: list[list[int]], must_stop: Callable[[], bool]) -> int | None:
+        """Write to every free page; bytes that were left out to save time, None when it had to stop."""
+        ends = time.monotonic() + TOUCH_S
+        left = 0
+        for group, pages in zip(self._cache.groups, free, strict=True):
+            parts = [part for layer in group.layers for part in self._cache.layer(layer)]
+            for part in parts:
+                if part is None or part.dim() < 2:
+                    continue
+                for rows in torch.tensor(pages).split(PAGES_AT_ONCE):
+                    if must_stop():
+                        return None
+                    if time.monotonic() > ends:
+                        left += rows.numel() * part[0].nbytes
+                    else:
+                        part[rows] = 1
+        return left
+
+    def _steps(self, free: list[list[int]], must_stop: Callable[[], bool]) -> bool:
+        worst = WorstSteps(self._runner, self._builder, self._plan, free, self._num_layers)
+        for step in (worst.prefill, lambda: worst.decode(self._plan.max_parallel)):
+            if must_stop():
+                return False
+            step()
+        return True
+
+    def _proof(self, peak_bytes: int, seconds: float) -> Proof:
+        plan, pages = self._plan, self._cache.nbytes
+        program = dict(plan.work_terms)["program"]
+        alone = self._base <= 1.5 * program  # with other models in the process its own share cannot be told
+        terms = (
+            Term("weights", plan.weight_bytes, self._weights),
+            Term("kv", plan.kv_bytes, pages),
+            Term("program", program, self._base if alone else program),
+            Term("work", plan.work_bytes - program, peak_bytes - self._base - self._weights - pages),
+        )
+        return Proof(terms, "cpu", seconds)
