@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from fastapi import FastAPI
@@ -15,63 +14,14 @@ from starlette.responses import Response
 from localllm._version import __version__
 from localllm.errors import LocalLLMError
 
-from . import ollama_route as ollama
-from .chat_route import chat_completions
-from .completion_route import completions
-from .control_route import park, processes, unload
-from .embedding_route import embeddings, rerank, score
 from .errors import ApiError, ClientLeft, bug, from_error, gone, respond
 from .exchange import Exchanges, note_error
-from .messages_route import count_tokens, messages
 from .middleware import Gate
-from .models_route import model, models
-from .responses_route import cancel_response, create_response, delete_response, get_response, list_input_items
+from .openapi import document
+from .routes import ROUTES
 from .service import Service
-from .status_route import health, metrics, ping, version
-from .text_route import apply_template, detokenize, tokenize
-
-log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 << 20
-
-Endpoint = Callable[[Request], Awaitable[Response]]
-
-ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
-    ("POST", "/v1/chat/completions", chat_completions),
-    ("POST", "/v1/completions", completions),
-    ("POST", "/v1/responses", create_response),
-    ("GET", "/v1/responses/{response_id}", get_response),
-    ("DELETE", "/v1/responses/{response_id}", delete_response),
-    ("GET", "/v1/responses/{response_id}/input_items", list_input_items),
-    ("POST", "/v1/responses/{response_id}/cancel", cancel_response),
-    ("POST", "/v1/messages", messages),
-    ("POST", "/v1/messages/count_tokens", count_tokens),
-    ("POST", "/v1/embeddings", embeddings),
-    ("POST", "/v1/score", score),
-    ("POST", "/score", score),
-    ("POST", "/v1/rerank", rerank),
-    ("POST", "/v2/rerank", rerank),
-    ("POST", "/rerank", rerank),
-    ("POST", "/tokenize", tokenize),
-    ("POST", "/detokenize", detokenize),
-    ("POST", "/apply-template", apply_template),
-    ("GET", "/v1/models", models),
-    ("GET", "/v1/models/{model_id:path}", model),
-    ("POST", "/api/chat", ollama.chat),
-    ("POST", "/api/generate", ollama.generate),
-    ("POST", "/api/embed", ollama.embed),
-    ("POST", "/api/show", ollama.show),
-    ("GET", "/api/tags", ollama.tags),
-    ("GET", "/api/ps", ollama.running),
-    ("GET", "/api/version", ollama.api_version),
-    ("GET", "/health", health),
-    ("GET", "/ping", ping),
-    ("GET", "/version", version),
-    ("GET", "/metrics", metrics),
-    ("GET", "/localllm/ps", processes),
-    ("POST", "/localllm/unload", unload),
-    ("POST", "/localllm/park", park),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +46,9 @@ def create_app(service: Service, options: AppOptions | None = None) -> Any:
     options = options or AppOptions()
     app = FastAPI(title="localllm", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service, app.state.token = service, options.token
-    for method, path, endpoint in ROUTES:
-        app.router.add_route(path, endpoint, methods=[method])
+    app.openapi = cache(document)  # type: ignore[method-assign]
+    for route in ROUTES:  # plain routes: FastAPI's own would check and convert everything a second time
+        app.router.add_route(route.path, route.endpoint, methods=[route.method])
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(LocalLLMError, _on_our_error)
     app.add_exception_handler(HTTPException, _on_http_error)

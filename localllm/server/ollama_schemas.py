@@ -9,7 +9,7 @@ from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from .body import checked
 from .errors import ApiError, unsupported
-from .schemas import MAX_MESSAGES, Body, ChatRequest, CompletionRequest
+from .schemas import MAX_MESSAGES, TEXTS_OR_IDS, Body, ChatRequest, CompletionRequest
 
 DURATION = re.compile(r"(-?\d+(?:\.\d+)?)(ms|s|m|h)")
 SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -64,7 +64,7 @@ class OllamaEmbedRequest(Body):
     """POST /api/embed"""
 
     model: StrictStr
-    input: Any
+    input: Annotated[Any, Field(json_schema_extra={"anyOf": TEXTS_OR_IDS})]
     truncate: StrictBool | None = None
     keep_alive: StrictStr | StrictInt | float | None = None
     options: dict[str, Any] | None = None

@@ -27,6 +27,13 @@ Stop = StrictStr | Annotated[list[StrictStr], Field(fail_fast=True, max_length=6
 CacheSalt = Annotated[StrictStr, Field(max_length=128, pattern=r"^[^@/\\\x00]*$")]
 
 
+_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+TEXTS_OR_IDS: list[Any] = [
+    {"type": "string"}, {"type": "array", "minItems": 1, "items": {"type": "string"}}, _IDS,
+    {"type": "array", "minItems": 1, "items": _IDS},
+]  # fmt: skip
+
+
 class Body(BaseModel):
     """A request: fields it does not know are kept, so that they can be refused where they would be a constraint."""
 
@@ -140,7 +147,7 @@ class ChatRequest(Sampled):
 class CompletionRequest(Sampled):
     """POST /v1/completions"""
 
-    prompt: Any
+    prompt: Annotated[Any, Field(json_schema_extra={"anyOf": TEXTS_OR_IDS})]
     """str | [str] | [int] | [[int]], checked by hand in `completion_route`"""
     max_tokens: Annotated[StrictInt, Field(ge=0, lt=2**31)] | None = None
     logprobs: Annotated[StrictInt, Field(ge=0, le=5)] | None = None

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
-from .schemas import MAX_MESSAGES, Body, ChatMessage, Name
+from .schemas import MAX_MESSAGES, TEXTS_OR_IDS, Body, ChatMessage, Name
 
 MAX_TEXTS = 2048
 MAX_TOKENS = 1 << 20
@@ -40,7 +40,7 @@ class EmbeddingRequest(Body):
     """POST /v1/embeddings"""
 
     model: StrictStr | None = None
-    input: Any
+    input: Annotated[Any, Field(json_schema_extra={"anyOf": TEXTS_OR_IDS})]
     """str | [str] | [int] | [[int]], checked by hand"""
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[StrictInt, Field(ge=1, le=65536)] | None = None

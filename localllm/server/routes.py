@@ -1,0 +1,87 @@
+"""Every route: its method, path and endpoint, and what the OpenAPI document says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from . import control_route as control
+from . import embedding_route as vectors
+from . import messages_route as anthropic
+from . import ollama_route as ollama
+from . import responses_route as responses
+from . import status_route as status
+from . import text_route as texts
+from .chat_route import chat_completions
+from .completion_route import completions
+from .messages_schemas import CountRequest, MessagesRequest
+from .models_route import model, models
+from .ollama_schemas import OllamaChatRequest, OllamaEmbedRequest, OllamaGenerateRequest, ShowRequest
+from .responses_schemas import ResponsesRequest
+from .schemas import ChatRequest, CompletionRequest
+from .text_schemas import DetokenizeRequest, EmbeddingRequest, RerankRequest, ScoreRequest, TokenizeRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One operation."""
+
+    method: str
+    path: str
+    """`{name:path}` takes slashes, too"""
+    endpoint: Callable[[Request], Awaitable[Response]]
+    body: type[BaseModel] | None = None
+    answer: tuple[str, ...] = ()
+    """keys that a JSON answer always has"""
+    streams: str = ""
+    """the media type of a streamed answer"""
+    media: str = "application/json"
+
+
+SSE = "text/event-stream"
+LINES = "application/x-ndjson"
+COMPLETION = ("id", "object", "created", "model", "choices", "usage")
+OLLAMA = ("model", "created_at", "done")
+
+ROUTES: tuple[Route, ...] = (
+    Route("POST", "/v1/chat/completions", chat_completions, ChatRequest, COMPLETION, SSE),
+    Route("POST", "/v1/completions", completions, CompletionRequest, COMPLETION, SSE),
+    Route(
+        "POST", "/v1/responses", responses.create_response, ResponsesRequest, ("id", "object", "status", "output"), SSE
+    ),
+    Route("GET", "/v1/responses/{response_id}", responses.get_response, None, ("id", "object", "status", "output")),
+    Route("DELETE", "/v1/responses/{response_id}", responses.delete_response, None, ("id", "object", "deleted")),
+    Route("GET", "/v1/responses/{response_id}/input_items", responses.list_input_items, None, ("object", "data")),
+    Route("POST", "/v1/responses/{response_id}/cancel", responses.cancel_response, None, ("id",)),
+    Route("POST", "/v1/messages", anthropic.messages, MessagesRequest, ("id", "type", "role", "content", "usage"), SSE),
+    Route("POST", "/v1/messages/count_tokens", anthropic.count_tokens, CountRequest, ("input_tokens",)),
+    Route("POST", "/v1/embeddings", vectors.embeddings, EmbeddingRequest, ("object", "data", "model", "usage")),
+    Route("POST", "/v1/score", vectors.score, ScoreRequest, ("object", "data", "model", "method")),
+    Route("POST", "/score", vectors.score, ScoreRequest, ("object", "data", "model", "method")),
+    Route("POST", "/v1/rerank", vectors.rerank, RerankRequest, ("id", "model", "results", "method")),
+    Route("POST", "/v2/rerank", vectors.rerank, RerankRequest, ("id", "model", "results", "method")),
+    Route("POST", "/rerank", vectors.rerank, RerankRequest, ("id", "model", "results", "method")),
+    Route("POST", "/tokenize", texts.tokenize, TokenizeRequest, ("tokens",)),
+    Route("POST", "/detokenize", texts.detokenize, DetokenizeRequest, ("prompt", "content")),
+    Route("POST", "/apply-template", texts.apply_template, ChatRequest, ("prompt",)),
+    Route("GET", "/v1/models", models, None, ("object", "data")),
+    Route("GET", "/v1/models/{model_id:path}", model, None, ("id", "object", "created", "owned_by")),
+    Route("POST", "/api/chat", ollama.chat, OllamaChatRequest, OLLAMA, LINES),
+    Route("POST", "/api/generate", ollama.generate, OllamaGenerateRequest, OLLAMA, LINES),
+    Route("POST", "/api/embed", ollama.embed, OllamaEmbedRequest, ("model", "embeddings")),
+    Route("POST", "/api/show", ollama.show, ShowRequest, ("details", "model_info")),
+    Route("GET", "/api/tags", ollama.tags, None, ("models",)),
+    Route("GET", "/api/ps", ollama.running, None, ("models",)),
+    Route("GET", "/api/version", ollama.api_version, None, ("version",)),
+    Route("GET", "/health", status.health, None, ("status",)),
+    Route("GET", "/ping", status.ping),
+    Route("GET", "/version", status.version, None, ("version",)),
+    Route("GET", "/metrics", status.metrics, media="text/plain"),
+    Route("GET", "/localllm/ps", control.processes, None, ("models",)),
+    Route("POST", "/localllm/unload", control.unload, control.ModelRequest, ("model", "done")),
+    Route("POST", "/localllm/park", control.park, control.ModelRequest, ("model", "done")),
+)
