@@ -6,29 +6,11 @@
 #ifndef LL_ATTENTION_H
 #define LL_ATTENTION_H
 
-#include <math.h>
+#include "attention_tile.h"
 
-#include "activations.h"
-#include "kv.h"
-
-#define SUB 16   /* keys of a sub-tile: one transposition */
-#define KEYS 32  /* keys per softmax step */
 #define SEGMENT 256
-#define ROW_FLOATS 4096 /* of accumulators per block of query rows: 16 KiB, half the first-level cache */
-#define ROWS_MAX 64
 #define SPLIT_QUERIES 4 /* a sequence with so few queries is split over its segments */
-
-typedef struct {
-    kv_pages pages;
-    const float *q;
-    float *out;
-    const int32_t *block_table; /* [num_seqs, max_pages] */
-    const int32_t *cu_query_lens, *seq_lens;
-    const float *sinks;         /* [num_heads], or NULL */
-    int64_t num_seqs, max_pages, num_heads;
-    int64_t window;             /* 0: none */
-    float scale, softcap;       /* softcap 0: none */
-} ll_attention_args;
+#define ALONE 4096      /* numbers of keys a call looks at that are not worth a second thread */
 
 /* Rows of one block: flattened (token, head of the KV head) of one sequence. */
 typedef struct {
@@ -41,255 +23,6 @@ typedef struct {
     const ll_attention_args *a;
     const attention_task *tasks;
 } attention_job;
-
-typedef struct {
-    _Alignas(64) float keys[KEYS * DIM_MAX];   /* transposed: [sub-tile][dim][16 keys] */
-    _Alignas(64) float values[KEYS * DIM_MAX];
-    _Alignas(64) float q[ROW_FLOATS];
-    _Alignas(64) float acc[ROW_FLOATS];       /* the segment's sums, [rows][padded dim] */
-    _Alignas(64) float total[ROW_FLOATS];     /* of the segments before */
-    float max[ROWS_MAX], sum[ROWS_MAX], total_max[ROWS_MAX], total_sum[ROWS_MAX];
-    int64_t low[ROWS_MAX], high[ROWS_MAX];    /* keys [low, high] of a row */
-} attention_space;
-
-static const int32_t lane_numbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-
-#if VW == 16
-INLINE void transpose16(__m512 r[16])
-{
-    __m512 t[16];
-    for (int i = 0; i < 8; i++) {
-        t[2 * i] = _mm512_unpacklo_ps(r[2 * i], r[2 * i + 1]);
-        t[2 * i + 1] = _mm512_unpackhi_ps(r[2 * i], r[2 * i + 1]);
-    }
-    for (int i = 0; i < 4; i++) {
-        r[4 * i] = _mm512_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
-        r[4 * i + 1] = _mm512_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
-        r[4 * i + 2] = _mm512_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
-        r[4 * i + 3] = _mm512_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
-    }
-    for (int i = 0; i < 4; i++) {
-        t[i] = _mm512_shuffle_f32x4(r[i], r[4 + i], 0x88);
-        t[4 + i] = _mm512_shuffle_f32x4(r[i], r[4 + i], 0xdd);
-        t[8 + i] = _mm512_shuffle_f32x4(r[8 + i], r[12 + i], 0x88);
-        t[12 + i] = _mm512_shuffle_f32x4(r[8 + i], r[12 + i], 0xdd);
-    }
-    for (int i = 0; i < 8; i++) {
-        r[i] = _mm512_shuffle_f32x4(t[i], t[8 + i], 0x88);
-        r[8 + i] = _mm512_shuffle_f32x4(t[i], t[8 + i], 0xdd);
-    }
-}
-#endif
-
-/* 16 consecutive keys in the pages, `first` a multiple of 16; zeros where the sequence has none. */
-typedef struct {
-    const uint8_t *k[SUB], *v[SUB];
-    float k_scale[SUB], v_scale[SUB];
-} sub_rows;
-
-INLINE void find_rows(const ll_attention_args *a, const attention_task *t, int64_t first, int64_t low, int64_t high, sub_rows *r,
-                      const int64_t format)
-{
-    static const uint8_t zeros[DIM_MAX * 4];
-    const kv_pages *p = &a->pages;
-    const int64_t row_bytes = p->dim * kv_bytes(format);
-    const int32_t *pages = a->block_table + t->seq * a->max_pages;
-    const int whole = p->page_size % SUB == 0; /* the sub-tile lies in one page */
-    int64_t page = -1, in_page = 0;
-    if (whole) {
-        page = pages[first / p->page_size];
-        in_page = first % p->page_size;
-    }
-    for (int j = 0; j < SUB; j++) {
-        const int64_t key = first + j;
-        if (!whole && key >= low && key <= high) {
-            page = pages[key / p->page_size];
-            in_page = key % p->page_size - j;
-        }
-        const int64_t row = (page * p->num_kv_heads + t->kv_head) * p->page_size + in_page + j;
-        const int there = key >= low && key <= high && page >= 0;
-        r->k[j] = there ? p->k + row * row_bytes : zeros;
-        r->v[j] = there ? p->v + row * row_bytes : zeros;
-        if (format == KV_INT8 || format == KV_FP8) {
-            r->k_scale[j] = there ? p->k_scales[p->one_scale ? 0 : row] : 0.0f;
-            r->v_scale[j] = there ? p->v_scales[p->one_scale ? 0 : row] : 0.0f;
-        }
-    }
-}
-
-/* Keys [first, first + 16) of a sequence into the space's sub-tile; those outside [low, high] become zeros. */
-INLINE void load_sub(const ll_attention_args *a, const attention_task *t, int64_t first, int64_t low, int64_t high, float *keys,
-                     float *values, const int64_t format)
-{
-    const int64_t dim = a->pages.dim, padded = round_up(dim, 16);
-    const int scaled = format == KV_INT8 || format == KV_FP8;
-    sub_rows r;
-    find_rows(a, t, first, low, high, &r, format);
-    int64_t d = 0;
-#if VW == 16
-    for (; format == KV_BF16 && d + 32 <= dim; d += 32) { /* two dimensions at a time, as the halves of a 32-bit number */
-        __m512 pair[16];
-        for (int j = 0; j < SUB; j++) pair[j] = _mm512_loadu_ps((const uint16_t *)r.k[j] + d);
-        transpose16(pair);
-        for (int j = 0; j < 16; j++) {
-            vf_store(keys + (d + 2 * j) * SUB, (vf)((vi)pair[j] << 16));
-            vf_store(keys + (d + 2 * j + 1) * SUB, (vf)((vi)pair[j] & (int32_t)0xffff0000));
-        }
-    }
-    for (; d + 16 <= dim; d += 16) {
-        __m512 one[16];
-        for (int j = 0; j < SUB; j++) one[j] = (__m512)kv_vector(r.k[j], d, format);
-        transpose16(one);
-        for (int j = 0; j < 16; j++) {
-            vf key = (vf)one[j];
-            vf_store(keys + (d + j) * SUB, scaled ? key * vf_load(r.k_scale) : key);
-        }
-    }
-#endif
-    for (; d < padded; d++)
-        for (int j = 0; j < SUB; j++) {
-            const float key = d < dim ? kv_number(r.k[j], d, format) : 0.0f;
-            keys[d * SUB + j] = scaled ? key * r.k_scale[j] : key;
-        }
-    const int64_t whole = dim - dim % VW;
-    for (int j = 0; j < SUB; j++) {
-        const float factor = scaled ? r.v_scale[j] : 1.0f;
-        for (d = 0; d < whole; d += VW) {
-            vf value = kv_vector(r.v[j], d, format);
-            vf_store(values + j * padded + d, scaled ? value * vf_set1(factor) : value);
-        }
-        for (; d < padded; d++) {
-            const float value = d < dim ? kv_number(r.v[j], d, format) : 0.0f;
-            values[j * padded + d] = scaled ? value * factor : value;
-        }
-    }
-}
-
-/* Asks for the 16 keys and values at `first`, which come next. */
-INLINE void fetch_sub(const ll_attention_args *a, const attention_task *t, int64_t first, int64_t high)
-{
-    const kv_pages *p = &a->pages;
-    if (first > high || p->page_size % SUB) return;
-    const int64_t page = a->block_table[t->seq * a->max_pages + first / p->page_size], row_bytes = p->dim * kv_bytes(p->format);
-    if (page < 0) return;
-    const int64_t at = ((page * p->num_kv_heads + t->kv_head) * p->page_size + first % p->page_size) * row_bytes;
-    for (int64_t i = 0; i < SUB * row_bytes; i += 64) {
-        __builtin_prefetch(p->k + at + i, 0, 2);
-        __builtin_prefetch(p->v + at + i, 0, 2);
-    }
-}
-
-static void load_format(const ll_attention_args *a, const attention_task *t, int64_t first, int64_t low, int64_t high, float *keys,
-                        float *values)
-{
-    switch (a->pages.format) {
-    case KV_F32: load_sub(a, t, first, low, high, keys, values, KV_F32); break;
-    case KV_BF16: load_sub(a, t, first, low, high, keys, values, KV_BF16); break;
-    case KV_F16: load_sub(a, t, first, low, high, keys, values, KV_F16); break;
-    case KV_INT8: load_sub(a, t, first, low, high, keys, values, KV_INT8); break;
-    default: load_sub(a, t, first, low, high, keys, values, KV_FP8);
-    }
-}
-
-/* Scores, softmax step and weighted values of `rows` rows against `subs` sub-tiles from key `first` on. */
-INLINE void tile_rows(const ll_attention_args *a, attention_space *s, int64_t row, int64_t first, int subs, const int rows)
-{
-    const int64_t padded = round_up(a->pages.dim, 16);
-    _Alignas(64) float p[4][KEYS];
-    const vi lane = vi_load(lane_numbers);
-    int live = 0;
-    for (int v = 0; v < SUB / VW; v++) { /* both sub-tiles share the broadcasts of q; what lies in an unused one is not read */
-        const float *keys = s->keys + v * VW;
-        vf chain[4][2][2];
-        for (int r = 0; r < rows; r++)
-            for (int c = 0; c < 4; c++) chain[r][c / 2][c % 2] = vf_set1(0.0f);
-        for (int64_t d = 0; d < padded; d += 2)
-            for (int t = 0; t < 2; t++) {
-                vf first_keys = vf_load(keys + (d + t) * SUB), next_keys = vf_load(keys + (padded + d + t) * SUB);
-                for (int r = 0; r < rows; r++) {
-                    vf q = vf_set1(s->q[(row + r) * padded + d + t]);
-                    chain[r][0][t] = vf_fma(first_keys, q, chain[r][0][t]);
-                    chain[r][1][t] = vf_fma(next_keys, q, chain[r][1][t]);
-                }
-            }
-        for (int r = 0; r < rows; r++)
-            for (int u = 0; u < 2; u++) vf_store(p[r] + u * SUB + v * VW, chain[r][u][0] + chain[r][u][1]);
-    }
-    for (int r = 0; r < rows; r++) {
-        const vi begin = vi_set1((int32_t)(s->low[row + r] - first)), end = vi_set1((int32_t)(s->high[row + r] - first));
-        vf top = vf_set1(-INFINITY);
-        for (int i = 0; i < subs * SUB; i += VW) {
-            vf score = vf_load(p[r] + i);
-            if (a->softcap != 0.0f) {
-                vf e = vf_exp(score * vf_set1(2.0f / a->softcap));
-                score = vf_set1(a->softcap) - vf_set1(2.0f * a->softcap) / (e + vf_set1(1.0f));
-            }
-            const vi key = lane + vi_set1(i);
-            score = vf_select((key >= begin) & (key <= end), score, vf_set1(-INFINITY));
-            vf_store(p[r] + i, score);
-            top = vf_max(score, top);
-        }
-        const float before = s->max[row + r], high = vf_hmax(top), now = before > high ? before : high;
-        if (now == -INFINITY) {
-            memset(p[r], 0, sizeof p[r]);
-            continue;
-        }
-        live = 1;
-        vf sum = vf_set1(0.0f);
-        for (int v = 0; v < SUB / VW; v++) { /* sums of the same lanes first: sub-tiles left out count as zeros */
-            vf of_lane = vf_set1(0.0f);
-            for (int u = 0; u < subs; u++) {
-                vf e = vf_exp(vf_load(p[r] + u * SUB + v * VW) - vf_set1(now));
-                vf_store(p[r] + u * SUB + v * VW, e);
-                of_lane = of_lane + e;
-            }
-            sum = sum + of_lane;
-        }
-        if (before != now) {
-            float shrink;
-            vf all = vf_exp(vf_set1(before - now));
-            memcpy(&shrink, &all, 4);
-            s->max[row + r] = now;
-            s->sum[row + r] *= shrink;
-            float *to = s->acc + (row + r) * padded;
-            for (int64_t d = 0; d < padded; d += VW) vf_store(to + d, vf_load(to + d) * vf_set1(shrink));
-        }
-        s->sum[row + r] += vf_sum(sum);
-    }
-    if (!live) return;
-    enum { WIDE = VW == 16 ? 4 : 2 };
-    for (int64_t d = 0; d < padded;) {
-        if (d + WIDE * VW <= padded) {
-            vf acc[4][WIDE];
-            for (int r = 0; r < rows; r++)
-                for (int i = 0; i < WIDE; i++) acc[r][i] = vf_load(s->acc + (row + r) * padded + d + i * VW);
-            for (int j = 0; j < subs * SUB; j++)
-                for (int i = 0; i < WIDE; i++) {
-                    vf value = vf_load(s->values + j * padded + d + i * VW);
-                    for (int r = 0; r < rows; r++) acc[r][i] = vf_fma(value, vf_set1(p[r][j]), acc[r][i]);
-                }
-            for (int r = 0; r < rows; r++)
-                for (int i = 0; i < WIDE; i++) vf_store(s->acc + (row + r) * padded + d + i * VW, acc[r][i]);
-            d += WIDE * VW;
-            continue;
-        }
-        for (int r = 0; r < rows; r++) {
-            vf acc = vf_load(s->acc + (row + r) * padded + d);
-            for (int j = 0; j < subs * SUB; j++) acc = vf_fma(vf_load(s->values + j * padded + d), vf_set1(p[r][j]), acc);
-            vf_store(s->acc + (row + r) * padded + d, acc);
-        }
-        d += VW;
-    }
-}
-
-static __attribute__((noinline)) void tile_all_rows(const ll_attention_args *a, attention_space *s, int64_t rows, int64_t first, int subs)
-{
-    int64_t r = 0;
-    for (; r + 4 <= rows; r += 4) tile_rows(a, s, r, first, subs, 4);
-    if (rows - r == 3) tile_rows(a, s, r, first, subs, 3);
-    if (rows - r == 2) tile_rows(a, s, r, first, subs, 2);
-    if (rows - r == 1) tile_rows(a, s, r, first, subs, 1);
-}
 
 /* (max, sum, acc) of a later segment into those of the segments before it. */
 static void merge(float *to_max, float *to_sum, float *to, float max, float sum, const float *acc, int64_t padded)
@@ -353,13 +86,12 @@ static void attention_block(const ll_attention_args *a, const attention_task *t,
         }
         memset(s->acc, 0, (size_t)(t->rows * padded) * 4);
         for (int64_t first = begin; first < end; first += KEYS) {
-            const int subs = first + SUB < end ? 2 : 1;
-            for (int u = 0; u < subs; u++) {
-                float *keys = s->keys + u * SUB * padded, *values = s->values + u * SUB * padded;
-                fetch_sub(a, t, first + KEYS + u * SUB, high);
-                load_format(a, t, first + u * SUB, low, high, keys, values);
-            }
-            tile_all_rows(a, s, t->rows, first, subs);
+            tile_keys keys;
+            keys.first = first;
+            keys.subs = first + SUB < end ? 2 : 1;
+            find_keys(a, t->seq, t->kv_head, low, high, &keys);
+            for (int u = 0; u < 2; u++) fetch_sub(a, t->seq, t->kv_head, first + KEYS + u * SUB, high);
+            attention_tile(a, &keys, s, t->rows);
         }
         for (int64_t r = 0; r < t->rows; r++) {
             if (t->partial) {

@@ -60,7 +60,7 @@ INLINE uint16_t f32_to_f16(float f) /* nearest, ties to even; too large is infin
     const uint32_t u = bits_f32(f), sign = u >> 16 & 0x8000, size = u & 0x7fffffff;
     if (size > 0x7f800000) return (uint16_t)(sign | 0x7e00);
     if (size >= 0x47800000) return (uint16_t)(sign | 0x7c00);
-    if (size >= 0x38800000) return (uint16_t)(sign | ((size + 0xfff + (size >> 13 & 1)) >> 13) - (112u << 10));
+    if (size >= 0x38800000) return (uint16_t)(sign | (((size + 0xfff + (size >> 13 & 1)) >> 13) - (112u << 10)));
     return (uint16_t)(sign | (bits_f32(f32_bits(size) + 0.5f) - 0x3f000000)); /* from 0.5 on floats stand 2^-24 apart */
 }
 INLINE float bf16_to_f32(uint16_t h) { return f32_bits((uint32_t)h << 16); }

@@ -1,0 +1,389 @@
+/* One tile of attention: 32 keys against the rows of a block. Keys and values come as floats from memory, where many
+ * rows share them, or straight from the pages for few rows (decoding): the same numbers in the same order. */
+#ifndef LL_ATTENTION_TILE_H
+#define LL_ATTENTION_TILE_H
+
+#include "activations.h"
+#include "kv.h"
+
+#define SUB 16   /* keys of a sub-tile: the most that are transposed together */
+#define KEYS 32  /* keys per softmax step */
+#define ROW_FLOATS 4096 /* of accumulators per block of query rows: 16 KiB, half the first-level cache */
+#define ROWS_MAX 64
+#define FEW_QUERY_ROWS 8 /* so few rows read the pages themselves */
+
+typedef struct {
+    kv_pages pages;
+    const float *q;
+    float *out;
+    const int32_t *block_table; /* [num_seqs, max_pages] */
+    const int32_t *cu_query_lens, *seq_lens;
+    const float *sinks;         /* [num_heads], or NULL */
+    int64_t num_seqs, max_pages, num_heads;
+    int64_t window;             /* 0: none */
+    float scale, softcap;       /* softcap 0: none */
+} ll_attention_args;
+
+typedef struct {
+    _Alignas(64) float keys[KEYS * DIM_MAX];   /* transposed: [sub-tile][dim][16 keys] */
+    _Alignas(64) float values[KEYS * DIM_MAX];
+    _Alignas(64) float q[ROW_FLOATS];
+    _Alignas(64) float acc[ROW_FLOATS];       /* the segment's sums, [rows][padded dim] */
+    _Alignas(64) float total[ROW_FLOATS];     /* of the segments before */
+    float max[ROWS_MAX], sum[ROWS_MAX], total_max[ROWS_MAX], total_sum[ROWS_MAX];
+    int64_t low[ROWS_MAX], high[ROWS_MAX];    /* keys [low, high] of a row */
+} attention_space;
+
+/* A tile's keys in the pages; zeros where the sequence has none. */
+typedef struct {
+    int64_t first;
+    int subs; /* sub-tiles in use */
+    const uint8_t *k[KEYS], *v[KEYS];
+    _Alignas(64) float k_scale[KEYS], v_scale[KEYS];
+} tile_keys;
+
+typedef float tile_weights[4][KEYS]; /* scores, then weights, of four rows */
+
+static const int32_t lane_numbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+INLINE int kv_scaled(const int64_t format) { return format == KV_INT8 || format == KV_FP8; }
+
+/* Lane j of vector i becomes lane i of vector j. */
+#if VW == 16
+INLINE void transpose(vf given[VW])
+{
+    __m512 *r = (__m512 *)given;
+    __m512 t[16];
+    for (int i = 0; i < 8; i++) {
+        t[2 * i] = _mm512_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = _mm512_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+    }
+    for (int i = 0; i < 4; i++) {
+        r[4 * i] = _mm512_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
+        r[4 * i + 1] = _mm512_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
+        r[4 * i + 2] = _mm512_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
+        r[4 * i + 3] = _mm512_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
+    }
+    for (int i = 0; i < 4; i++) {
+        t[i] = _mm512_shuffle_f32x4(r[i], r[4 + i], 0x88);
+        t[4 + i] = _mm512_shuffle_f32x4(r[i], r[4 + i], 0xdd);
+        t[8 + i] = _mm512_shuffle_f32x4(r[8 + i], r[12 + i], 0x88);
+        t[12 + i] = _mm512_shuffle_f32x4(r[8 + i], r[12 + i], 0xdd);
+    }
+    for (int i = 0; i < 8; i++) {
+        r[i] = _mm512_shuffle_f32x4(t[i], t[8 + i], 0x88);
+        r[8 + i] = _mm512_shuffle_f32x4(t[i], t[8 + i], 0xdd);
+    }
+}
+#elif VW == 8
+INLINE void transpose(vf given[VW])
+{
+    __m256 *r = (__m256 *)given, t[8];
+    for (int i = 0; i < 4; i++) {
+        t[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+    }
+    for (int i = 0; i < 2; i++) {
+        r[4 * i] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
+        r[4 * i + 1] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
+        r[4 * i + 2] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
+        r[4 * i + 3] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
+    }
+    for (int i = 0; i < 4; i++) {
+        t[i] = _mm256_permute2f128_ps(r[i], r[4 + i], 0x20);
+        t[4 + i] = _mm256_permute2f128_ps(r[i], r[4 + i], 0x31);
+    }
+    for (int i = 0; i < 8; i++) r[i] = t[i];
+}
+#else
+INLINE void transpose(vf r[VW])
+{
+    vf t[VW];
+    for (int i = 0; i < VW; i++)
+        for (int j = 0; j < VW; j++) t[i][j] = r[j][i];
+    for (int i = 0; i < VW; i++) r[i] = t[i];
+}
+#endif
+
+static void find_keys(const ll_attention_args *a, int64_t seq, int64_t head, int64_t low, int64_t high, tile_keys *keys)
+{
+    static const uint8_t zeros[DIM_MAX * 4];
+    const kv_pages *p = &a->pages;
+    const int64_t row_bytes = p->dim * kv_bytes(p->format);
+    const int32_t *table = a->block_table + seq * a->max_pages;
+    for (int u = 0; u < keys->subs; u++) {
+        const int64_t first = keys->first + u * SUB;
+        const uint8_t **k = keys->k + u * SUB, **v = keys->v + u * SUB;
+        float *k_scale = keys->k_scale + u * SUB, *v_scale = keys->v_scale + u * SUB;
+        if (p->page_size % SUB == 0 && first >= low && first + SUB <= high + 1) { /* all of them, in one page */
+            const int64_t page = table[first / p->page_size], row = (page * p->num_kv_heads + head) * p->page_size + first % p->page_size;
+            if (page >= 0) {
+                for (int j = 0; j < SUB; j++) {
+                    k[j] = p->k + (row + j) * row_bytes;
+                    v[j] = p->v + (row + j) * row_bytes;
+                }
+                for (int j = 0; kv_scaled(p->format) && j < SUB; j++) {
+                    k_scale[j] = p->k_scales[p->one_scale ? 0 : row + j];
+                    v_scale[j] = p->v_scales[p->one_scale ? 0 : row + j];
+                }
+                continue;
+            }
+        }
+        for (int j = 0; j < SUB; j++) {
+            const int64_t key = first + j, page = key >= low && key <= high ? table[key / p->page_size] : -1;
+            const int64_t row = (page * p->num_kv_heads + head) * p->page_size + key % p->page_size;
+            k[j] = page >= 0 ? p->k + row * row_bytes : zeros;
+            v[j] = page >= 0 ? p->v + row * row_bytes : zeros;
+            if (!kv_scaled(p->format)) continue;
+            k_scale[j] = page >= 0 ? p->k_scales[p->one_scale ? 0 : row] : 0.0f;
+            v_scale[j] = page >= 0 ? p->v_scales[p->one_scale ? 0 : row] : 0.0f;
+        }
+    }
+}
+
+/* Asks for the 16 keys and values at `first`, which come next. */
+INLINE void fetch_sub(const ll_attention_args *a, int64_t seq, int64_t head, int64_t first, int64_t high)
+{
+    const kv_pages *p = &a->pages;
+    if (first > high || p->page_size % SUB) return;
+    const int64_t page = a->block_table[seq * a->max_pages + first / p->page_size], row_bytes = p->dim * kv_bytes(p->format);
+    if (page < 0) return;
+    const int64_t at = ((page * p->num_kv_heads + head) * p->page_size + first % p->page_size) * row_bytes;
+    for (int64_t i = 0; i < SUB * row_bytes; i += 64) {
+        __builtin_prefetch(p->k + at + i, 0, 3);
+        __builtin_prefetch(p->v + at + i, 0, 3);
+    }
+}
+
+#define UNROLL _Pragma("GCC unroll 64")
+
+/* Numbers of VW keys, dimension by dimension: BODY sees `int64_t d`, `const int odd` (of d) and `vf key`. Stored numbers
+ * of 16 and 8 bits are transposed as halves and quarters of 32. Dimensions after the last whole vector are left. */
+#define EACH_DIMENSION(ROWS, DIM, FORMAT, BODY)                                                               \
+    int64_t at_ = 0;                                                                                          \
+    for (; (FORMAT) == KV_BF16 && at_ + 2 * VW <= (DIM); at_ += 2 * VW) {                                     \
+        vf pair_[VW];                                                                                         \
+        for (int j = 0; j < VW; j++) pair_[j] = vf_load((const float *)((ROWS)[j] + 2 * at_));                \
+        transpose(pair_);                                                                                     \
+        UNROLL for (int j = 0; j < 2 * VW; j++) {                                                                  \
+            const int64_t d = at_ + j;                                                                        \
+            const int odd = j % 2;                                                                            \
+            const vf key = (vf)(odd ? (vi)pair_[j / 2] & (int32_t)0xffff0000 : (vi)pair_[j / 2] << 16);       \
+            BODY                                                                                              \
+        }                                                                                                     \
+    }                                                                                                         \
+    for (; (FORMAT) == KV_INT8 && at_ + 4 * VW <= (DIM); at_ += 4 * VW) {                                     \
+        vf quad_[VW];                                                                                         \
+        for (int j = 0; j < VW; j++) quad_[j] = vf_load((const float *)((ROWS)[j] + at_));                    \
+        transpose(quad_);                                                                                     \
+        UNROLL for (int j = 0; j < 4 * VW; j++) {                                                                  \
+            const int64_t d = at_ + j;                                                                        \
+            const int odd = j % 2;                                                                            \
+            const vf key = vf_cvt(((vi)quad_[j / 4] << (24 - 8 * (j % 4))) >> 24);                            \
+            BODY                                                                                              \
+        }                                                                                                     \
+    }                                                                                                         \
+    for (; at_ + VW <= (DIM); at_ += VW) {                                                                    \
+        vf one_[VW];                                                                                          \
+        for (int j = 0; j < VW; j++) one_[j] = kv_vector((ROWS)[j], at_, FORMAT);                             \
+        transpose(one_);                                                                                      \
+        UNROLL for (int j = 0; j < VW; j++) {                                                                      \
+            const int64_t d = at_ + j;                                                                        \
+            const int odd = j % 2;                                                                            \
+            const vf key = one_[j];                                                                           \
+            BODY                                                                                              \
+        }                                                                                                     \
+    }
+
+/* A tile's keys and values as floats into the space, without their scales. */
+INLINE void load_as(const ll_attention_args *a, const tile_keys *t, attention_space *s, const int64_t format)
+{
+    const int64_t dim = a->pages.dim, padded = round_up(dim, 16), whole = dim - dim % VW;
+    for (int u = 0; u < t->subs; u++)
+        for (int v = 0; v < SUB; v += VW) {
+            float *keys = s->keys + u * SUB * padded + v;
+            EACH_DIMENSION(t->k + u * SUB + v, dim, format, { (void)odd; vf_store(keys + d * SUB, key); })
+            for (int64_t d = whole; d < padded; d++)
+                for (int j = 0; j < VW; j++) keys[d * SUB + j] = d < dim ? kv_number(t->k[u * SUB + v + j], d, format) : 0.0f;
+        }
+    for (int j = 0; j < t->subs * SUB; j++) {
+        float *value = s->values + j * padded;
+        for (int64_t d = 0; d < whole; d += VW) vf_store(value + d, kv_vector(t->v[j], d, format));
+        for (int64_t d = whole; d < padded; d++) value[d] = d < dim ? kv_number(t->v[j], d, format) : 0.0f;
+    }
+}
+
+/* Scores of `rows` rows against keys in the space: two chains each, even and odd dimensions. */
+INLINE void scores_many(const attention_space *s, int64_t row, int64_t padded, tile_weights p, const int rows)
+{
+    for (int v = 0; v < SUB; v += VW) { /* both sub-tiles share the broadcasts of q; what lies in an unused one is not read */
+        vf chain[4][2][2];
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < 4; c++) chain[r][c / 2][c % 2] = vf_set1(0.0f);
+        for (int64_t d = 0; d < padded; d += 2)
+            for (int t = 0; t < 2; t++) {
+                vf first_keys = vf_load(s->keys + v + (d + t) * SUB), next_keys = vf_load(s->keys + v + (padded + d + t) * SUB);
+                for (int r = 0; r < rows; r++) {
+                    vf q = vf_set1(s->q[(row + r) * padded + d + t]);
+                    chain[r][0][t] = vf_fma(first_keys, q, chain[r][0][t]);
+                    chain[r][1][t] = vf_fma(next_keys, q, chain[r][1][t]);
+                }
+            }
+        for (int r = 0; r < rows; r++)
+            for (int u = 0; u < 2; u++) vf_store(p[r] + u * SUB + v, chain[r][u][0] + chain[r][u][1]);
+    }
+}
+
+/* The same against keys in the pages. */
+INLINE void scores_few(const ll_attention_args *a, const tile_keys *t, const attention_space *s, int64_t row, tile_weights p,
+                       const int rows, const int64_t format)
+{
+    const int64_t dim = a->pages.dim, padded = round_up(dim, 16);
+    for (int i = 0; i < t->subs * SUB; i += VW) {
+        vf chain[4][2];
+        for (int r = 0; r < rows; r++) chain[r][0] = chain[r][1] = vf_set1(0.0f);
+        EACH_DIMENSION(t->k + i, dim, format, {
+            for (int r = 0; r < rows; r++) chain[r][odd] = vf_fma(key, vf_set1(s->q[(row + r) * padded + d]), chain[r][odd]);
+        })
+        for (int r = 0; r < rows; r++) vf_store(p[r] + i, chain[r][0] + chain[r][1]);
+    }
+}
+
+/* Scores to weights; the sums so far shrink where a row meets a larger score. Returns 0 when no row sees a key. */
+INLINE int soften(const ll_attention_args *a, const tile_keys *t, attention_space *s, int64_t row, tile_weights p, const int rows)
+{
+    const int64_t padded = round_up(a->pages.dim, 16);
+    const vi lane = vi_load(lane_numbers);
+    const int scaled = kv_scaled(a->pages.format), end_key = t->subs * SUB;
+    int live = 0;
+    for (int r = 0; r < rows; r++) {
+        const vi begin = vi_set1((int32_t)(s->low[row + r] - t->first)), end = vi_set1((int32_t)(s->high[row + r] - t->first));
+        vf top = vf_set1(-INFINITY);
+        for (int i = 0; i < end_key; i += VW) {
+            vf score = vf_load(p[r] + i);
+            if (scaled) score = score * vf_load(t->k_scale + i);
+            if (a->softcap != 0.0f) {
+                vf e = vf_exp(score * vf_set1(2.0f / a->softcap));
+                score = vf_set1(a->softcap) - vf_set1(2.0f * a->softcap) / (e + vf_set1(1.0f));
+            }
+            const vi key = lane + vi_set1(i);
+            score = vf_select((key >= begin) & (key <= end), score, vf_set1(-INFINITY));
+            vf_store(p[r] + i, score);
+            top = vf_max(score, top);
+        }
+        const float before = s->max[row + r], high = vf_hmax(top), now = before > high ? before : high;
+        if (now == -INFINITY) {
+            memset(p[r], 0, sizeof p[r]);
+            continue;
+        }
+        live = 1;
+        vf sum = vf_set1(0.0f);
+        for (int v = 0; v < SUB; v += VW) { /* sums of the same lanes first: sub-tiles left out count as zeros */
+            vf of_lane = vf_set1(0.0f);
+            for (int i = v; i < end_key; i += SUB) {
+                vf e = vf_exp(vf_load(p[r] + i) - vf_set1(now));
+                vf_store(p[r] + i, scaled ? e * vf_load(t->v_scale + i) : e);
+                of_lane = of_lane + e;
+            }
+            sum = sum + of_lane;
+        }
+        if (before != now) {
+            float shrink;
+            vf all = vf_exp(vf_set1(before - now));
+            memcpy(&shrink, &all, 4);
+            s->max[row + r] = now;
+            s->sum[row + r] *= shrink;
+            float *to = s->acc + (row + r) * padded;
+            for (int64_t d = 0; d < padded; d += VW) vf_store(to + d, vf_load(to + d) * vf_set1(shrink));
+        }
+        s->sum[row + r] += vf_sum(sum);
+    }
+    return live;
+}
+
+/* Adds the weighted values; BODY of `wide` vectors from dimension d on, values from the space or the pages. */
+INLINE void weigh(const ll_attention_args *a, const tile_keys *t, attention_space *s, int64_t row, tile_weights p, const int rows,
+                  const int few, const int64_t format)
+{
+    enum { WIDE = VW == 16 ? 4 : 2 };
+    const int64_t padded = round_up(a->pages.dim, 16);
+    const int keys = t->subs * SUB;
+    int64_t d = 0;
+    for (; d + WIDE * VW <= padded; d += WIDE * VW) {
+        vf acc[4][WIDE];
+        for (int r = 0; r < rows; r++)
+            for (int i = 0; i < WIDE; i++) acc[r][i] = vf_load(s->acc + (row + r) * padded + d + i * VW);
+        for (int j = 0; j < keys; j++)
+            for (int i = 0; i < WIDE; i++) {
+                vf value = few ? kv_vector(t->v[j], d + i * VW, format) : vf_load(s->values + j * padded + d + i * VW);
+                for (int r = 0; r < rows; r++) acc[r][i] = vf_fma(value, vf_set1(p[r][j]), acc[r][i]);
+            }
+        for (int r = 0; r < rows; r++)
+            for (int i = 0; i < WIDE; i++) vf_store(s->acc + (row + r) * padded + d + i * VW, acc[r][i]);
+    }
+    for (; d < padded; d += VW)
+        for (int r = 0; r < rows; r++) {
+            vf acc = vf_load(s->acc + (row + r) * padded + d);
+            for (int j = 0; j < keys; j++)
+                acc = vf_fma(few ? kv_vector(t->v[j], d, format) : vf_load(s->values + j * padded + d), vf_set1(p[r][j]), acc);
+            vf_store(s->acc + (row + r) * padded + d, acc);
+        }
+}
+
+INLINE void block_many(const ll_attention_args *a, const tile_keys *t, attention_space *s, int64_t row, const int rows)
+{
+    _Alignas(64) tile_weights p;
+    scores_many(s, row, round_up(a->pages.dim, 16), p, rows);
+    if (soften(a, t, s, row, p, rows)) weigh(a, t, s, row, p, rows, 0, KV_F32);
+}
+
+INLINE void block_few(const ll_attention_args *a, const tile_keys *t, attention_space *s, int64_t row, const int rows, const int64_t format)
+{
+    _Alignas(64) tile_weights p;
+    scores_few(a, t, s, row, p, rows, format);
+    if (soften(a, t, s, row, p, rows)) weigh(a, t, s, row, p, rows, 1, format);
+}
+
+#define TILE_ROWS(NAME, CALL)                                                                                           \
+    static __attribute__((noinline)) void NAME(const ll_attention_args *a, const tile_keys *t, attention_space *s, int64_t rows) \
+    {                                                                                                                   \
+        int64_t row = 0;                                                                                                \
+        for (; row + 4 <= rows; row += 4) CALL(4);                                                                      \
+        if (rows - row == 3) CALL(3);                                                                                   \
+        else if (rows - row == 2) CALL(2);                                                                              \
+        else if (rows - row == 1) CALL(1);                                                                              \
+    }
+#define MANY(ROWS) block_many(a, t, s, row, ROWS)
+TILE_ROWS(tile_many_rows, MANY)
+#define FEW_F32(ROWS) block_few(a, t, s, row, ROWS, KV_F32)
+TILE_ROWS(tile_f32, FEW_F32)
+#define FEW_BF16(ROWS) block_few(a, t, s, row, ROWS, KV_BF16)
+TILE_ROWS(tile_bf16, FEW_BF16)
+#define FEW_INT8(ROWS) block_few(a, t, s, row, ROWS, KV_INT8)
+TILE_ROWS(tile_int8, FEW_INT8)
+#define FEW_FP8(ROWS) block_few(a, t, s, row, ROWS, KV_FP8)
+TILE_ROWS(tile_fp8, FEW_FP8)
+
+/* `rows` rows of the block against the tile. */
+static void attention_tile(const ll_attention_args *a, const tile_keys *t, attention_space *s, int64_t rows)
+{
+    if (rows <= FEW_QUERY_ROWS && a->pages.dim % 16 == 0) {
+        switch (a->pages.format) {
+        case KV_F32: tile_f32(a, t, s, rows); return;
+        case KV_BF16: tile_bf16(a, t, s, rows); return;
+        case KV_F16: break;
+        case KV_INT8: tile_int8(a, t, s, rows); return;
+        default: tile_fp8(a, t, s, rows); return;
+        }
+    }
+    switch (a->pages.format) {
+    case KV_F32: load_as(a, t, s, KV_F32); break;
+    case KV_BF16: load_as(a, t, s, KV_BF16); break;
+    case KV_F16: load_as(a, t, s, KV_F16); break;
+    case KV_INT8: load_as(a, t, s, KV_INT8); break;
+    default: load_as(a, t, s, KV_FP8);
+    }
+    tile_many_rows(a, t, s, rows);
+}
+
+#endif
