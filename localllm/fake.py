@@ -2,9 +2,9 @@
 
 Used when `LOCALLLM_ENGINE=fake` and only together with `LOCALLLM_TESTING=1`. The model's name chooses how loading goes
 (`fake-download`, `fake-slow`, `fake-gated`, `fake-huge`, `fake-missing`, `fake-crash`, `fake-base`, `fake-small`), the
-last message how the answer goes (`!md`, `!mixed`, `!list`, `!think`, `!fd2`, `!oom`, `!error`, `!full`, `!escape`,
-`long`); any other message is given back. `LOCALLLM_ENGINE=fake:tps=0:load=1.5` sets the speed (0 is as fast as it goes)
-and the seconds of every load phase.
+last message how the answer goes (`!md`, `!mixed`, `!list`, `!think`, `!fd2`, `!oom`, `!crash`, `!error`, `!full`,
+`!escape`, `long`); any other message is given back. `LOCALLLM_ENGINE=fake:tps=0:load=1.5` sets the speed (0 is as fast
+as it goes) and the seconds of every load phase.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from localllm.errors import (
     AuthRequired,
     ContextTooLong,
+    DeviceError,
     DoesNotFit,
     InternalError,
     LocalLLMError,
@@ -42,55 +43,11 @@ from localllm.request import (
     Usage,
 )
 
-MARKDOWN = """\
-# A heading
+from .fake_script import pieces, script
 
-Some *prose* with **bold**, `code`, [markup] and 日本語, 😀 and e\u0301.
-
-1. First item
-   - nested **one**
-   - nested two
-2. Second item
-
-| name | size |
-|------|-----:|
-| one  | 1    |
-| two  | 22   |
-
-> A quotation, over
-> two lines.
-
-```python
-def double(x):
-    return [2 * x]  # [red]not markup[/red]
-```
-
----
-
-The end, and a fence that is never closed:
-
-```
-left open [/]
-"""
-HOSTILE = (
-    "\x1b]52;c;ZXZpbA==\x07 \x1b]8;;http://evil\x1b\\x\x1b]0;title\x07 \x1b[6n \x1bP1$r\x1b\\ \x9b31m \x1b[2J"
-    + "\x07" * 50
-    + " over\rwritten \u202egnp.exe\u202c [link=file:///etc/passwd]x[/link] [/] [red]literal[/red] a"
-    + "\u0301" * 500
-    + " end"
-)
-_MIXED = (
-    "".join(
-        f"Paragraph {n} says something about **kernels**, `tiles` and memory, long enough to take a few lines of a "
-        "wide terminal, because that is what most answers look like when somebody wants an explanation.\n\n"
-        for n in range(4)
-    )
-    + "".join(f"{n}. point number {n} of a list, with a few words behind it\n" for n in range(1, 31))
-    + "\n```python\n"
-    + "".join(f"value_{n} = compute({n}, scale={n * 0.5})  # step {n}\n" for n in range(60))
-    + "```\n\n"
-)
-"""Prose, a list of thirty and sixty lines of code: what the interface's cost is measured with."""
+PAGE = 16
+"""tokens of a page"""
+_GIB = 1 << 30
 _LOAD = ("import", "weights", "kv", "warmup")
 
 
@@ -141,6 +98,9 @@ class FakeBackend:
         """answers given next, before any rule applies: set by tests"""
         self.sent: list[tuple[list[Message], SamplingParams | None]] = []
         """what was asked, for tests"""
+        self.templates: list[dict[str, Any]] = []
+        self.started: list[tuple[str, dict[str, Any]]] = []
+        self.kv = "bf16"
         self.emitted: dict[int, str] = {}
         """text of every turn, as the engine sees it"""
         self.stopped_at: dict[int, float] = {}
@@ -150,25 +110,34 @@ class FakeBackend:
         self._stopped: set[int] = set()
         self._closed = False
         self._next_turn = 0
-        self._used = 0
+        self._used = self._busy = self._steps = self._prompts = 0
         self._thread: threading.Thread | None = None
 
     # --- the protocol ------------------------------------------------------------------------------------------------
 
-    def start(self, model: str | None) -> None:
-        """Begin "loading" in a thread."""
+    def start(self, model: str | None, changes: Mapping[str, Any] | None = None) -> None:
+        """Begin "loading" in a thread; what ran before ends."""
+        self._end_thread()
+        self._closed = False
         self.model = model or "fake"
-        if self.model == "fake-small":
-            self.ctx = 64
+        self.started.append((self.model, dict(changes or {})))
+        self.ctx = int((changes or {}).get("ctx") or (64 if self.model == "fake-small" else self.ctx))
+        self.kv = str((changes or {}).get("kv") or self.kv)
         self._thread = threading.Thread(target=self._run, name="fake-engine", daemon=True)
         self._thread.start()
 
-    def send(self, messages: Sequence[Message], params: SamplingParams | None = None) -> int:
+    def send(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        template: Mapping[str, Any] | None = None,
+    ) -> int:
         """Queue a turn."""
         with self._wake:
             turn = self._next_turn
             self._next_turn += 1
             self.sent.append((list(messages), params))
+            self.templates.append(dict(template or {}))
             self._queue.append((turn, list(messages), params))
             self._wake.notify()
         return turn
@@ -184,29 +153,82 @@ class FakeBackend:
 
     def facts(self) -> Facts:
         """Plain numbers that look like a small model on a CPU."""
+        pages, used, kept = self.ctx // PAGE, -(-self._busy // PAGE), -(-self._used // PAGE)
+        states = bytes([1] * min(kept, pages)) + bytes([2] * min(used, max(0, pages - kept)))
         return Facts(
             model=self.model,
-            truth_line=f"{self.model} · cpu · Q4_1 · KV bf16 · fake kernels",
+            truth_line=f"{self.model} · cpu · Q4_1 · KV {self.kv} · fake kernels",
             device="cpu",
             ctx=self.ctx,
+            max_ctx=self.ctx * 4,
             used_tokens=self._used,
-            pages_total=self.ctx // 16,
-            pages_free=(self.ctx - self._used) // 16,
+            pages_total=pages,
+            pages_free=max(0, pages - len(states)),
+            pages_cached=states.count(1),
+            page_size=PAGE,
+            page_map=states.ljust(pages, b"\0"),
             weight_bytes=98 << 20,
             kv_bytes=45 << 20,
+            kv=self.kv,
+            plan_parts=(("weights", 98 << 20), ("kv", 45 << 20), ("work", 310 << 20), ("margin", 0)),
+            have_bytes=8 * _GIB,
+            held_bytes=402 << 20,
+            num_running=int(self._busy > 0),
+            num_steps=self._steps,
+            num_prompt_tokens=self._prompts,
+            num_output_tokens=self._steps,
+            prefix_query_tokens=self._prompts + self._used,
+            prefix_hit_tokens=self._used,
+            decode_tps=self.tps or 1000.0,
             has_chat_template=self.model != "fake-base",
         )
 
-    def choices(self) -> list[ModelChoice]:
-        """One model."""
-        return [ModelChoice("fake", "Q4_1", 98 << 20, local=True, supported=True, max_ctx=self.ctx)]
+    def count_tokens(self, text: str) -> int:
+        """Words."""
+        return len(text.split())
+
+    def choices(self, ctx: int | None = None) -> list[ModelChoice]:
+        """One of every kind: here, here and broken, to be fetched, too large."""
+        window = ctx or 8192
+        parts = (("weights", 98 << 20), ("kv", window * 23040), ("work", 310 << 20), ("margin", 200 << 20))
+        have = 8 * _GIB
+        return [
+            ModelChoice(
+                "fake", "Q4_1", 98 << 20, local=True, supported=True, max_ctx=131_072, tps=200.0, basis="measured",
+                ctx=window, params=135_000_000, licence="apache-2.0", need_bytes=sum(size for _, size in parts),
+                have_bytes=have, parts=parts, last_used=2.0,
+            ),
+            ModelChoice(
+                "fake-small", "Q8_0", 45 << 20, local=True, supported=True, max_ctx=64, tps=410.0, ctx=64,
+                params=60_000_000, licence="mit", need_bytes=600 << 20, have_bytes=have, last_used=1.0,
+            ),
+            ModelChoice(
+                "fake-broken", "", 12 << 20, local=True, supported=False, fits=False,
+                reason="model.gguf ends in the middle of a tensor",
+            ),
+            ModelChoice(
+                "fake-download", "Q4_K_M", 400 << 20, local=False, supported=True, max_ctx=40_960, tps=120.0,
+                ctx=window, params=596_000_000, licence="apache-2.0", need_bytes=_GIB, have_bytes=have,
+            ),
+            ModelChoice(
+                "fake-huge", "Q4_K_M", 18 * _GIB, local=False, supported=True, fits=False, max_ctx=131_072,
+                params=32_800_000_000, licence="apache-2.0", need_bytes=26 * _GIB, have_bytes=have,
+            ),
+        ]  # fmt: skip
 
     def checks(self) -> list[Check]:
-        """One check, passed."""
-        return [Check("cpu", "hardware", "ok", "a scripted engine")]
+        """A machine without a GPU."""
+        return [
+            Check("gpu.present", "hardware", "skip", "CPU only: no NVIDIA driver found"),
+            Check("cpu", "hardware", "ok", "a scripted engine, 2 cores"),
+            Check("ram", "hardware", "warn", "8.0 GiB free"),
+        ]
 
     def close(self) -> None:
         """End the thread."""
+        self._end_thread()
+
+    def _end_thread(self) -> None:
         with self._wake:
             self._closed = True
             self._wake.notify()
@@ -264,6 +286,7 @@ class FakeBackend:
     def _answer(self, turn: int, messages: list[Message], params: SamplingParams) -> None:
         begin = time.monotonic()
         prompt = messages[-1].get("content", "") if messages else ""
+        goes_on = bool(messages) and messages[-1].get("role") == "assistant"
         prompt_tokens = sum(1 + len(m.get("content", "").split()) for m in messages)
         limit = params.max_tokens or self.ctx
         if prompt_tokens > self.ctx or prompt.startswith("!full"):
@@ -283,30 +306,36 @@ class FakeBackend:
                 os.write(2, b"CORRUPT\n")
         for done in range(0, prompt_tokens, 512):
             self._events.append(Prefill(turn, done, prompt_tokens))
+        self._prompts += prompt_tokens
         text, count, reasoning, stop = "", 0, 0, "stop"
         first: float | None = None
-        for kind, piece in self._script(prompt):
+        said = pieces(self.answers.pop(0)) if self.answers else pieces(" and so on.") if goes_on else None
+        for kind, piece in (("content", p) for p in said) if said is not None else script(prompt):
             if turn in self._stopped or self._closed:
                 stop = "abort"
                 break
             if count >= limit:
                 stop = "length"
                 break
-            if prompt == "!oom" and count == 20:
-                failure = OutOfMemory("memory ran out at 29k tokens", "use a smaller --ctx")
+            if prompt in ("!oom", "!crash") and count == 20:
+                oom = OutOfMemory("memory ran out at 29k tokens", "use a smaller --ctx")
+                failure = oom if prompt == "!oom" else DeviceError("the engine stopped: an illegal address", "restart")
                 self._events.append(Failed(turn, failure.code, failure.message, failure.hint, failure.fixes))
+                self._busy = 0
                 return
             if self.tps:
                 self._pause(1 / self.tps)
             first = first or time.monotonic()
-            self._events.append(Delta(turn, kind, piece))
+            self._events.append(Delta(turn, kind, piece))  # type: ignore[arg-type]
             count += 1
+            self._steps += 1
+            self._busy = prompt_tokens + count
             if kind == "content":
                 text += piece
             else:
                 reasoning += 1
         self.emitted[turn] = text
-        self._used = min(self.ctx, prompt_tokens + count)
+        self._used, self._busy = min(self.ctx, prompt_tokens + count), 0
         end = time.monotonic()
         spent = end - (first or end)
         timing = Timing(
@@ -317,28 +346,6 @@ class FakeBackend:
         )
         self._events.append(Done(turn, stop, Usage(prompt_tokens, 0, count, reasoning), timing))
 
-    def _script(self, prompt: str) -> Iterator[tuple[Literal["content", "reasoning"], str]]:
-        if self.answers:
-            text = self.answers.pop(0)
-        elif prompt == "!md":
-            text = MARKDOWN
-        elif prompt == "!escape":
-            text = HOSTILE
-        elif prompt == "!mixed":
-            text = _MIXED * 20
-        elif prompt == "!list":
-            text = "".join(f"- item number {i} of a list that goes on\n" for i in range(500))
-        elif prompt == "!think":
-            for word in _pieces("First I look at it from every side.\nThen I decide.\n"):
-                yield "reasoning", word
-            text = "The answer is 42."
-        elif prompt == "long" or prompt == "!oom":
-            text = "".join(f"Sentence number {i} goes on for a while. " for i in range(2000))
-        else:
-            text = prompt
-        for piece in _pieces(text):
-            yield "content", piece
-
 
 def _setting(name: str, default: float) -> float:
     for part in os.environ.get("LOCALLLM_ENGINE", "").split(":"):
@@ -346,14 +353,3 @@ def _setting(name: str, default: float) -> float:
         if key == name:
             return float(value)
     return default
-
-
-def _pieces(text: str) -> Iterator[str]:
-    """Text in pieces about as long as tokens, with every character kept."""
-    at = 0
-    while at < len(text):
-        end = at + 1
-        while end < len(text) and end - at < 4 and text[end] not in " \n":
-            end += 1
-        yield text[at:end]
-        at = end

@@ -1,4 +1,4 @@
-"""The application: holds the backend and the settings, opens the chat screen, knows how to copy.
+"""The application: holds the backend, the chats and the settings, opens the chat screen, knows how to copy.
 
 Built on `ChatBackend` alone. The backend is started after the first frame, so that the prompt can be typed into while
 torch is imported.
@@ -10,31 +10,29 @@ import logging
 import os
 import select
 import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
 
-from textual.app import App
-from textual.theme import Theme
+from textual.app import App, SystemCommand
+from textual.screen import Screen
 
-from localllm.config import UiConfig
-from localllm.request import ChatBackend
+from localllm._version import __version__
+from localllm.config import Preset, UiConfig, load_config
+from localllm.errors import LocalLLMError
+from localllm.request import ChatBackend, Check, Failed
 from localllm.terminal import gib, no_color
 from localllm.tui import clipboard
+from localllm.tui.attachments import Attachment
 from localllm.tui.conversation import Conversation
+from localllm.tui.downloads import Downloads
+from localllm.tui.keys import KEYS, Keymap
+from localllm.tui.saver import Saver
 from localllm.tui.screens.chat import ChatScreen
+from localllm.tui.themes import DARK, LIGHT
+from localllm.tui.widgets.home import Home
 
-DARK = Theme(
-    name="localllm-dark",
-    primary="#7aa2f7",
-    secondary="#9d7cd8",
-    accent="#ff9e64",
-    foreground="#c8d0e8",
-    background="#14161f",
-    surface="#1a1d29",
-    panel="#222637",
-    success="#9ece6a",
-    warning="#e0af68",
-    error="#f7768e",
-    dark=True,
-)
 HANGUP_S = 1.0
 """between two looks whether the terminal is still there"""
 GONE_S = 5.0
@@ -42,6 +40,12 @@ HANGUP_EXIT = 129
 DRAIN_S = 0.1
 DRAIN_STILL_S = 0.25
 """Between two looks at the queue with animations off: nothing on the screen moves more often."""
+
+
+def _palette() -> type:
+    from localllm.tui.palette import Everything
+
+    return Everything
 
 
 class ChatApp(App[None]):
@@ -52,6 +56,7 @@ class ChatApp(App[None]):
     HORIZONTAL_BREAKPOINTS = [(0, "-tiny"), (40, "-narrow"), (100, "-wide")]
     VERTICAL_BREAKPOINTS = [(0, "-low"), (12, "-high")]
     ENABLE_COMMAND_PALETTE = True
+    COMMANDS: ClassVar[set[Any]] = {_palette}
 
     def __init__(
         self,
@@ -61,20 +66,42 @@ class ChatApp(App[None]):
         model: str | None = None,
         shown: str = "",
         ui: UiConfig | None = None,
+        keys: Mapping[str, str] | None = None,
+        presets: Mapping[str, Preset] | None = None,
+        saver: Saver | None = None,
         first_message: str = "",
+        files: Iterable[Attachment] = (),
         offline: bool = False,
+        home: bool = False,
+        log_file: Path | None = None,
     ) -> None:
+        """The interface over `backend`.
+
+        home       nothing is loaded before a chat or a model is chosen
+        saver      where chats are kept; None keeps none
+        log_file   what F12 shows
+        """
         self._colorless = no_color()
+        self.ui = ui or UiConfig()
         # said here, because Textual chooses at this moment between no colour and grey
         super().__init__(ansi_color=True if self._colorless else None)
         self.backend = backend
         self.conversation = conversation
-        self.ui = ui or UiConfig()
+        self.keymap = Keymap(self.ui.keys, keys)
+        self.presets = dict(presets or {})
+        self.saver = saver or Saver(None)
         self.model = shown or model or ""
         self.offline = offline
+        self.log_file = log_file
+        self.starts_with_model = not home
+        self.wants_restart = False
+        """the command that opened the interface should start it again, with this chat"""
+        self.downloads = Downloads(lambda text: self.chat.flash(text))
         self._start_with = model
         self._first_message = first_message
+        self._files = list(files)
         self._started = False
+        self._focused_window = True
         self.failure: Exception | None = None
         still = self.ui.animations is False or (self.ui.animations == "auto" and "SSH_CONNECTION" in os.environ)
         self.moving = not still
@@ -82,11 +109,22 @@ class ChatApp(App[None]):
         if still:
             self.animation_level = "none"
 
+    @property
+    def chat(self) -> ChatScreen:
+        """The chat screen, also below a modal one."""
+        return next(screen for screen in self.screen_stack if isinstance(screen, ChatScreen))
+
+    def get_theme_variable_defaults(self) -> dict[str, str]:
+        """The width of the text column, for the style sheet."""
+        return {"column": str(self.ui.column + 4 if self.ui.column else 1000)}
+
     def on_mount(self) -> None:
-        """Colours, then the chat."""
+        """Colours and keys, then the chat."""
         self.register_theme(DARK)
+        self.register_theme(LIGHT)
         wanted = "ansi-dark" if self._colorless else self.ui.theme
         self.theme = wanted if wanted in self.available_themes else "localllm-dark"
+        self.set_keymap({name: keys for name, keys in self.keymap.own.items() if KEYS[name].action})
         self.push_screen(ChatScreen(self.conversation))
         if not self.is_headless:
             self.set_interval(HANGUP_S, self._watch_terminal)
@@ -107,9 +145,110 @@ class ChatApp(App[None]):
         if self._started:
             return
         self._started = True
-        self.backend.start(self._start_with)
-        if self._first_message and isinstance(self.screen, ChatScreen):
-            await self.screen.submit(self._first_message)
+        screen = self.chat
+        if self.starts_with_model:
+            self.backend.start(self._start_with)
+        else:
+            self.run_worker(self._look_around, thread=True, exit_on_error=False, group="home")
+        for problem in self.keymap.problems:
+            await screen.transcript.say(f"! {problem}", "warning")
+        screen.prompt.load_history(screen.prompts.load())
+        if self.conversation.exchanges:
+            await screen.transcript.sync()
+            last = self.conversation.exchanges[-1].usage
+            screen.state.used_tokens = last.prompt_tokens + last.completion_tokens
+        screen.attached += self._files
+        if self._first_message:
+            await screen.submit(self._first_message)
+
+    def _look_around(self) -> None:
+        """What the first screen shows, piece by piece; in a thread."""
+        home = self.chat.query_one(Home)
+
+        def show(what: Callable[[Any], None], reads: Callable[[], Any]) -> None:
+            try:
+                self.call_from_thread(what, reads())
+            except LocalLLMError as error:
+                self.call_from_thread(self.chat.flash, error.message)
+
+        if self.saver.kept:
+            show(home.show_chats, lambda: self.saver.run(lambda history: history.chats(limit=5)).result())
+        show(home.show_models, self.backend.choices)
+        show(home.show_machine, self._checks)
+
+    def _checks(self) -> list[Check]:
+        return self.backend.checks()
+
+    def has_model(self, name: str) -> bool:
+        """Whether a model of this name is among those the first screen has found here."""
+        rows = self.chat.query_one(Home).models or ()
+        return any(row.name == name and row.local and row.supported for row in rows)
+
+    def reload_presets(self) -> None:
+        """After one was saved."""
+        self.presets = dict(load_config().presets)
+
+    # --- what several screens do -------------------------------------------------------------------------------------
+
+    def show_command(self, *words: str, then: Callable[[], Any] | None = None) -> None:
+        """Show what another command of this program says; `then` is called when that is closed."""
+        from localllm.tui.screens.viewer import Viewer
+
+        self.push_screen(Viewer(f"localllm {' '.join(words)}", command=words), lambda _: then() if then else None)
+
+    def everything(self) -> Iterator[tuple[str, str, Callable[[], Any]]]:
+        """The palette's rows: name, meaning, what it does."""
+        screen = self.chat
+        named = {
+            "Models": "models.open", "Chats": "chats.open", "New chat": "chat.new", "Parameters": "params.open",
+            "Engine": "engine.open", "Sidebar": "ui.sidebar", "Thinking": "ui.thinking", "Help": "app.help",
+            "Doctor": "app.doctor", "Log": "app.log", "Edit in $EDITOR": "prompt.editor",
+            "Sent before": "prompt.search",
+        }  # fmt: skip
+        for name, key in named.items():
+            meaning = f"{KEYS[key].meaning}  ({self.keymap.label(key)})"
+            yield name, meaning, getattr(screen, f"action_{KEYS[key].action}")
+        typed = {
+            "Copy the last answer": "/copy", "Copy the last code block": "/copy code", "Answer again": "/regen",
+            "Continue the answer": "/continue", "Take the last question back": "/undo",
+            "Export as Markdown": "/export md", "Export as HTML": "/export html", "Export as JSON": "/export json",
+            "What fills the context": "/ctx", "Statistics": "/stats", "Plan": "/plan", "What is loaded": "/ps",
+        }  # fmt: skip
+        for name, command in typed.items():
+            yield name, command, partial(screen.submit, command)
+        yield "Theme", "colours", self.search_themes
+        yield "Screenshot", "write an SVG of this screen", self.deliver_screenshot
+        yield "Quit", "leave; the chat is saved", self.exit
+
+    def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
+        """None of Textual's: ours are in `everything`."""
+        return ()
+
+    def announce(self) -> None:
+        """An answer is complete: ring when nobody looks, as the settings say."""
+        if self.ui.notify == "always" or (self.ui.notify == "unfocused" and not self._focused_window):
+            self.bell()
+
+    def on_app_blur(self) -> None:
+        """The terminal's window is no longer in front."""
+        self._focused_window = False
+
+    def on_app_focus(self) -> None:
+        """The terminal's window is in front again."""
+        self._focused_window = True
+
+    def restart(self) -> None:
+        """Leave, to be started again with this chat: a device error can outlive everything else."""
+        self.wants_restart = True
+        self.exit()
+
+    def report(self, failed: Failed) -> str:
+        """What to paste into a bug report: no text of the conversation."""
+        facts = self.backend.facts()
+        return (
+            f"localllm {__version__}\n{failed.message} [{failed.code}]\n{failed.why}\n{facts.truth_line}\n"
+            f"log: {self.log_file}\nlocalllm doctor --report tells about the machine\n"
+        )
 
     def _handle_exception(self, error: Exception) -> None:
         """Put the traceback into the log; `failure` is what the user is told."""

@@ -55,3 +55,21 @@ def _with_tool(text: str) -> str | None:
             if done.returncode == 0:
                 return tool[0]
     return None
+
+
+def paste() -> str:
+    """What the system's clipboard holds as text; empty when no tool can tell."""
+    for variable, tool in (
+        ("WAYLAND_DISPLAY", ("wl-paste", "-n")),
+        ("DISPLAY", ("xclip", "-selection", "clipboard", "-o")),
+        ("DISPLAY", ("xsel", "-b", "-o")),
+        ("", ("pbpaste",)),
+    ):
+        if (not variable or os.environ.get(variable)) and shutil.which(tool[0]):
+            try:
+                done = subprocess.run(tool, timeout=2, capture_output=True, check=False)
+            except (OSError, subprocess.TimeoutExpired):
+                continue
+            if done.returncode == 0:
+                return done.stdout.decode("utf-8", "replace")
+    return ""

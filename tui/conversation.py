@@ -1,141 +1,234 @@
-"""A conversation and what a user can do to it by typing: turns, slash commands, settings. No Textual, no output.
+"""A conversation: a tree of questions and answers, the branch that is on the screen, instructions, sampling.
 
-Shared by the full-screen interface and the line mode.
+Shared by the full-screen interface and the line mode. No Textual, no output. `Exchange` is a question with one of its
+answers: answering again makes a sibling with the same question, editing the question a sibling with another one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from localllm.config import KEYS
+from localllm.config import KEYS, Preset
 from localllm.errors import ConfigError
+from localllm.history import SavedChat, SavedMessage, new_chat_id, new_message_id
 from localllm.request import Failed, Message, Timing, Usage
 
+from . import texts
+from .attachments import Attachment, with_attachments
 
-@dataclass(frozen=True, slots=True)
-class Slash:
-    """A slash command: its name, the shape of its argument, its meaning."""
-
-    name: str
-    argument: str
-    meaning: str
+THINK = ("auto", "off", "on", "low", "medium", "high")
+TITLE_CHARS = 60
 
 
-SLASHES = (
-    Slash("help", "", "keys and commands"),
-    Slash("new", "", "start a new chat"),
-    Slash("system", "[text|off]", "show or set the instructions for the model"),
-    Slash("set", "[key value]", "show or set sampling: temperature, top_p, seed, …"),
-    Slash("stats", "", "speeds, memory and what runs"),
-    Slash("copy", "[n|code|all]", "copy the last answer, answer n, its last code block, or all"),
-    Slash("quit", "", "leave"),
-)
-ALIASES = {"bye": "quit", "exit": "quit", "q": "quit", "?": "help"}
-_BARE_QUIT = ("exit", "quit", ":q")
-
-
-@dataclass(frozen=True, slots=True)
-class Typed:
-    """A line as understood: a message (`command` is empty), or a slash command with its argument."""
-
-    text: str
-    command: str = ""
-
-
-def understand(line: str) -> Typed:
-    """What a typed line means. `//x` is the message "/x". Raises ConfigError for an unknown command."""
-    text = line.strip()
-    if text in _BARE_QUIT:
-        return Typed("", "quit")
-    if text.startswith("//"):
-        return Typed(text[1:])
-    if not text.startswith("/"):
-        return Typed(line.strip("\n"))
-    word, _, rest = text[1:].partition(" ")
-    name = ALIASES.get(word.lower(), word.lower())
-    if name not in {slash.name for slash in SLASHES}:
-        near = [slash.name for slash in SLASHES if word and slash.name.startswith(word[0].lower())]
-        meant = f"; did you mean /{near[0]}?" if near else ""
-        raise ConfigError(f"there is no command /{word}{meant}", f"/help lists them; //{word} sends it as a message")
-    return Typed(rest.strip(), name)
-
-
-def matching(prefix: str) -> list[Slash]:
-    """Commands for a half-typed one: those that start with it, then those that hold its letters in order."""
-    wanted = prefix.removeprefix("/").lower()
-    starts = [slash for slash in SLASHES if slash.name.startswith(wanted)]
-    return starts + [slash for slash in SLASHES if slash not in starts and _subsequence(wanted, slash.name)]
-
-
-def _subsequence(letters: str, name: str) -> bool:
-    rest = iter(name)
-    return all(letter in rest for letter in letters)
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Exchange:
     """A question and what became of it."""
 
     user: str
+    parent: Exchange | None = None
+    attachments: tuple[Attachment, ...] = ()
     text: str = ""
     reasoning: str = ""
     stop: str = ""
-    """empty until it has ended"""
+    """empty until it has ended: stop | length | abort | error | partial | edited | unanswered"""
     usage: Usage = field(default_factory=Usage)
     timing: Timing = field(default_factory=Timing)
     failed: Failed | None = None
     forgotten: bool = False
     """the user agreed to leave it out, because the context window is full"""
+    model: str = ""
+    thought_s: float = 0.0
+    question_id: int = field(default_factory=new_message_id)
+    answer_id: int = field(default_factory=new_message_id)
+    asked_at: float = field(default_factory=time.time)
+    children: list[Exchange] = field(default_factory=list)
+    chosen: Exchange | None = None
+    """the child whose branch was on the screen last"""
 
     @property
     def counts(self) -> bool:
         """Whether the model sees it in the next turn: a question that got no answer is left out."""
         return bool(self.text) and not self.forgotten
 
+    @property
+    def content(self) -> str:
+        """The question as the model sees it."""
+        return with_attachments(self.user, self.attachments) if self.attachments else self.user
+
 
 class Conversation:
     """Turns so far, instructions, and the sampling a user has set.
 
     `sampling` is the very dictionary that the backend's default parameters read, so that /set holds from the next turn.
+    `exchanges` is the branch on the screen, `roots` the first turns of all branches.
     """
 
-    def __init__(self, system: str = "", sampling: dict[str, Any] | None = None) -> None:
+    def __init__(self, system: str = "", sampling: dict[str, Any] | None = None, think: str = "auto") -> None:
         self.system = system
         self.sampling = sampling if sampling is not None else {}
+        self.think = think
+        self.id = new_chat_id()
+        self.title = ""
+        self.model = ""
+        self.summary_text = ""
+        """what stands for the turns that were left out, made by the model when asked to"""
+        self.created = time.time()
+        self.roots: list[Exchange] = []
         self.exchanges: list[Exchange] = []
+        self.removed: list[int] = []
+        """ids of messages to be taken from the disk"""
 
-    def ask(self, text: str) -> Exchange:
-        """Add a question."""
-        exchange = Exchange(text)
+    # --- turns -------------------------------------------------------------------------------------------------------
+
+    def ask(self, text: str, attachments: tuple[Attachment, ...] = ()) -> Exchange:
+        """Add a question at the end of the branch."""
+        return self._add(Exchange(text, self.exchanges[-1] if self.exchanges else None, attachments))
+
+    def again(self, exchange: Exchange) -> Exchange:
+        """The same question once more, as a branch beside its answer; what followed leaves the screen."""
+        other = Exchange(
+            exchange.user, exchange.parent, exchange.attachments, question_id=exchange.question_id,
+            asked_at=exchange.asked_at,
+        )  # fmt: skip
+        self._cut(exchange)
+        return self._add(other)
+
+    def edited(self, exchange: Exchange, text: str) -> Exchange:
+        """Another question in place of one, as a branch beside it."""
+        other = Exchange(text, exchange.parent, exchange.attachments)
+        self._cut(exchange)
+        return self._add(other)
+
+    def rewritten(self, exchange: Exchange, text: str) -> Exchange:
+        """An answer as the user would have it, as a branch beside the model's."""
+        other = self.again(exchange)
+        other.text, other.stop, other.model = text, "edited", exchange.model
+        return other
+
+    def cut_after(self, exchange: Exchange) -> None:
+        """The next question follows this exchange; what came after stays as a branch of its own."""
+        self.exchanges = [*self._above(exchange), exchange]
+
+    def _cut(self, exchange: Exchange) -> None:
+        self.exchanges = self._above(exchange)
+
+    def _add(self, exchange: Exchange) -> Exchange:
+        self._siblings(exchange).append(exchange)
+        if exchange.parent is not None:
+            exchange.parent.chosen = exchange
         self.exchanges.append(exchange)
         return exchange
 
+    def _siblings(self, exchange: Exchange) -> list[Exchange]:
+        return exchange.parent.children if exchange.parent is not None else self.roots
+
+    @staticmethod
+    def _above(exchange: Exchange) -> list[Exchange]:
+        path = []
+        at = exchange.parent
+        while at is not None:
+            path.append(at)
+            at = at.parent
+        return path[::-1]
+
+    # --- branches ----------------------------------------------------------------------------------------------------
+
+    def answers_of(self, exchange: Exchange) -> list[Exchange]:
+        """All answers to this question, in order."""
+        return [one for one in self._siblings(exchange) if one.question_id == exchange.question_id]
+
+    def questions_beside(self, exchange: Exchange) -> list[Exchange]:
+        """One exchange for each question asked at this place, in order: this one for its own."""
+        found: dict[int, Exchange] = {}
+        for one in self._siblings(exchange):
+            found.setdefault(one.question_id, one)
+        found[exchange.question_id] = exchange
+        return list(found.values())
+
+    def place(self, exchange: Exchange, of_question: bool) -> tuple[int, int]:
+        """(which one, of how many) among the branches at this place, counted from 1."""
+        branches = self.questions_beside(exchange) if of_question else self.answers_of(exchange)
+        return branches.index(exchange) + 1, len(branches)
+
+    def step(self, exchange: Exchange, step: int, of_question: bool) -> Exchange:
+        """Show the next (1) or previous (-1) branch at this place, with what followed it. Returns it."""
+        branches = self.questions_beside(exchange) if of_question else self.answers_of(exchange)
+        other = branches[(branches.index(exchange) + step) % len(branches)]
+        self.show(other)
+        return other
+
+    def show(self, exchange: Exchange) -> None:
+        """Put the branch through `exchange` on the screen, down to where it was left."""
+        path = [*self._above(exchange), exchange]
+        for above, below in zip(path, path[1:], strict=False):
+            above.chosen = below
+        at: Exchange | None = exchange
+        while at is not None:
+            at = at.chosen if at.chosen in at.children else (at.children[-1] if at.children else None)
+            if at is not None:
+                path.append(at)
+        self.exchanges = path
+
+    def remove(self, exchange: Exchange) -> None:
+        """Take back a question with all that followed it; a branch beside it takes its place."""
+        siblings = self._siblings(exchange)
+        if exchange not in siblings:
+            return
+        siblings.remove(exchange)
+        keeps_question = any(one.question_id == exchange.question_id for one in siblings)
+        self.removed += [i for one in _below(exchange) for i in (one.question_id, one.answer_id)]
+        if keeps_question:
+            self.removed.remove(exchange.question_id)
+        if exchange.parent is not None and exchange.parent.chosen is exchange:
+            exchange.parent.chosen = None
+        if exchange in self.exchanges:
+            self._cut(exchange)
+            if siblings:
+                self.show(siblings[-1])
+
+    def clear(self) -> None:
+        """Begin another chat; instructions and sampling stay."""
+        self.roots.clear()
+        self.exchanges.clear()
+        self.removed.clear()
+        self.id, self.title, self.summary_text, self.created = new_chat_id(), "", "", time.time()
+
+    # --- what the model sees -----------------------------------------------------------------------------------------
+
     def messages(self, exchange: Exchange) -> list[Message]:
         """What the model is sent for `exchange`: instructions, the turns before it, its question."""
-        messages = [Message(role="system", content=self.system)] if self.system else []
-        for earlier in self.exchanges:
-            if earlier is exchange:
-                break
+        system = self.instructions
+        messages = [Message(role="system", content=system)] if system else []
+        for earlier in self._above(exchange):
             if earlier.counts:
-                messages.append(Message(role="user", content=earlier.user))
+                if earlier.user or earlier.attachments:
+                    messages.append(Message(role="user", content=earlier.content))
                 messages.append(Message(role="assistant", content=earlier.text))
-        return [*messages, Message(role="user", content=exchange.user)]
+        return [*messages, Message(role="user", content=exchange.content)]
+
+    @property
+    def instructions(self) -> str:
+        """The system message, with the summary of what was left out."""
+        summary = f"Summary of the conversation so far:\n{self.summary_text}" if self.summary_text else ""
+        return "\n\n".join(part for part in (self.system, summary) if part)
+
+    @property
+    def template_values(self) -> dict[str, Any]:
+        """What the chat template is told about reasoning."""
+        if self.think == "auto":
+            return {}
+        values: dict[str, Any] = {"enable_thinking": self.think != "off"}
+        return values | ({"reasoning_effort": self.think} if self.think in ("low", "medium", "high") else {})
 
     def oldest_half(self, exchange: Exchange) -> list[Exchange]:
         """The turns to offer for leaving out before `exchange`: half of those that count, at least one."""
-        counting = [e for e in self.exchanges if e.counts and e is not exchange]
+        counting = [e for e in self._above(exchange) if e.counts]
         return counting[: (len(counting) + 1) // 2]
 
-    def remove(self, exchange: Exchange) -> None:
-        """Take back a question."""
-        if exchange in self.exchanges:
-            self.exchanges.remove(exchange)
-
-    def clear(self) -> None:
-        """Forget all turns; instructions and sampling stay."""
-        self.exchanges.clear()
+    # --- settings by typing ------------------------------------------------------------------------------------------
 
     def set_system(self, text: str) -> str:
         """/system: returns what to say."""
@@ -144,10 +237,19 @@ class Conversation:
         self.system = "" if text == "off" else text
         return "system message set, it holds from the next message" if self.system else "system message removed"
 
+    def set_think(self, text: str) -> str:
+        """/think: returns what to say. Raises ConfigError for an unknown word."""
+        if not text:
+            return f"think is {self.think}; it can be {', '.join(THINK)}"
+        if text not in THINK:
+            raise ConfigError(f"/think {text}: it can be {', '.join(THINK)}", "/think off")
+        self.think = text
+        return f"think {text}, from the next message; models that cannot switch it ignore this"
+
     def set_sampling(self, text: str) -> str:
         """/set: returns what to say. Raises ConfigError for an unknown key or a value outside its range."""
         words = text.replace("=", " ").split()
-        names = {path.removeprefix("sampling."): key for path, key in KEYS.items() if path.startswith("sampling.")}
+        names = sampling_keys()
         if not words:
             shown = (
                 ", ".join(f"{key} {value}" for key, value in self.sampling.items()) or "nothing, the model's own hold"
@@ -161,11 +263,15 @@ class Conversation:
         if words[1] in ("off", "auto", "default"):
             self.sampling.pop(name, None)
             return f"{name} is the model's own again"
-        try:
-            self.sampling[name] = names[name].kind.parse(words[1])
-        except (ValueError, TypeError):
-            raise ConfigError(f"{name} is {words[1]!r}: expected {names[name].kind.expects}", "") from None
-        return f"{name} = {number(self.sampling[name])}, from the next message"
+        self.sampling[name] = parse_sampling(name, words[1])
+        return f"{name} = {texts.number(self.sampling[name])}, from the next message"
+
+    def use(self, preset: Preset) -> None:
+        """Take a preset's instructions and sampling over."""
+        if preset.system is not None:
+            self.system = preset.system
+        self.sampling.clear()
+        self.sampling.update(preset.sampling.given())
 
     def pick(self, what: str) -> tuple[str, str]:
         """/copy: (text, what it is). Raises ConfigError when there is no such thing."""
@@ -176,10 +282,15 @@ class Conversation:
             parts = [f"**{e.user}**\n\n{e.text}" for e in answers]
             return "\n\n".join(parts), "the chat"
         if what.startswith("code"):
-            blocks = code_blocks(answers[-1].text)
+            blocks = texts.code_blocks(answers[-1].text)
             if not blocks:
                 raise ConfigError("the last answer has no code block", "")
-            return blocks[-1], "the last code block"
+            which = what.removeprefix("code").strip()
+            if not which:
+                return blocks[-1], "the last code block"
+            if not which.isdigit() or not 1 <= int(which) <= len(blocks):
+                raise ConfigError(f"/copy {what}: there are code blocks 1 to {len(blocks)}", "/copy code 1")
+            return blocks[int(which) - 1], f"code block {which}"
         if what and (not what.isdigit() or not 1 <= int(what) <= len(answers)):
             raise ConfigError(
                 f"/copy {what}: there are answers 1 to {len(answers)}", "/copy, /copy 2, /copy code, /copy all"
@@ -189,61 +300,167 @@ class Conversation:
 
     @property
     def summary(self) -> str:
-        """'3 turns · 120 tokens · 90.1 tok/s avg'; empty before the first answer."""
-        done = [e for e in self.exchanges if e.usage.completion_tokens]
-        if not done:
-            return ""
-        tokens = sum(e.usage.completion_tokens for e in done)
-        rates = [e.timing.decode_tps for e in done if e.timing.decode_tps]
-        rate = f" · {sum(rates) / len(rates):.0f} tok/s avg" if rates else ""
-        return f"{_count(len(done), 'turn')} · {_count(tokens, 'token')}{rate}"
+        """'3 turns · 120 tokens · 90 tok/s avg'; empty before the first answer."""
+        return texts.summary((e.usage for e in self.exchanges), (e.timing for e in self.exchanges))
+
+    @property
+    def shown_title(self) -> str:
+        """The title, else the first line of the first question."""
+        first = self.exchanges[0].user if self.exchanges else ""
+        return self.title or first.strip().split("\n")[0][:TITLE_CHARS]
+
+    # --- on disk -----------------------------------------------------------------------------------------------------
+
+    def saved(self) -> SavedChat:
+        """The chat as it is kept."""
+        params = {"sampling": dict(self.sampling), "think": self.think, "summary": self.summary_text}
+        last = self.exchanges[-1] if self.exchanges else None
+        leaf = None if last is None else last.answer_id if _has_answer(last) else last.question_id
+        return SavedChat(
+            self.id, self.shown_title, self.model, self.system, params, self.created, time.time(), leaf,
+        )  # fmt: skip
+
+    @staticmethod
+    def saved_messages(exchange: Exchange) -> list[SavedMessage]:
+        """The messages of one exchange as they are kept."""
+        return list(_saved(exchange))
+
+    @classmethod
+    def restored(
+        cls, chat: SavedChat, messages: list[SavedMessage], sampling: dict[str, Any] | None = None
+    ) -> Conversation:
+        """A chat as it was. `sampling` is the dictionary to fill."""
+        kept = chat.params.get("sampling")
+        made = cls(chat.system, sampling, str(chat.params.get("think") or "auto"))
+        if isinstance(kept, Mapping):
+            made.sampling.clear()
+            made.sampling.update({str(k): v for k, v in kept.items() if k in sampling_keys()})
+        made.id, made.title, made.model, made.created = chat.id, chat.title, chat.model, chat.created
+        made.summary_text = str(chat.params.get("summary") or "")
+        leaf = _restore(made, messages, chat.leaf_id)
+        if leaf is not None:
+            made.show(leaf)
+            made.exchanges = [*made._above(leaf), leaf]
+        elif made.roots:
+            made.show(made.roots[-1])
+        return made
 
 
-def number(value: Any) -> str:
-    """A setting's value for people: 0.3, 0, 42."""
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def sampling_keys() -> list[str]:
+    """The names /set knows."""
+    return [path.removeprefix("sampling.") for path in KEYS if path.startswith("sampling.")]
 
 
-def _count(many: int, word: str) -> str:
-    return f"{many:,} {word}{'' if many == 1 else 's'}"
+def parse_sampling(name: str, text: str) -> Any:
+    """The value of a sampling key. Raises ConfigError."""
+    kind = KEYS[f"sampling.{name}"].kind
+    try:
+        return kind.parse(text)
+    except (ValueError, TypeError, OverflowError):
+        raise ConfigError(f"{name} is {text!r}: expected {kind.expects}", "") from None
 
 
-def code_blocks(text: str) -> list[str]:
-    """The contents of the fenced blocks of a Markdown text; one that is left open counts."""
-    blocks: list[list[str]] = []
-    fence = ""
-    for line in text.split("\n"):
-        bare = line.strip()
-        if not fence and bare.startswith(("```", "~~~")):
-            fence = bare[: len(bare) - len(bare.lstrip(bare[0]))]
-            blocks.append([])
-        elif fence and bare.startswith(fence) and not bare.strip(fence[0]):
-            fence = ""
-        elif fence:
-            blocks[-1].append(line)
-    return ["\n".join(block) for block in blocks]
+def _below(exchange: Exchange) -> Iterator[Exchange]:
+    waiting = [exchange]
+    while waiting:
+        one = waiting.pop()
+        yield one
+        waiting += one.children
 
 
-def stats_text(exchange: Exchange) -> str:
-    """The line below an answer: '↑ 1,204 (cached 1,024)  ↓ 312  ·  91.4 tok/s  ·  TTFT 41 ms'."""
-    usage, timing = exchange.usage, exchange.timing
-    cached = f" (cached {usage.cached_tokens:,})" if usage.cached_tokens else ""
-    parts = [f"↑ {usage.prompt_tokens:,}{cached}  ↓ {usage.completion_tokens:,}"]
-    if timing.decode_tps:
-        parts.append(f"{timing.decode_tps:.1f} tok/s")
-    if usage.completion_tokens:
-        parts.append(f"TTFT {timing.ttft_s * 1000:.0f} ms")
-    ends = {"abort": f"stopped by you · {usage.completion_tokens:,} tokens", "length": "reached the length limit"}
-    return "  ·  ".join([*parts, *([ends[exchange.stop]] if exchange.stop in ends else [])])
+# --- to and from the disk --------------------------------------------------------------------------------------------
 
 
-def failure_lines(failed: Failed) -> Sequence[str]:
-    """A failure as lines: what, and what to do next."""
-    steps = [failed.hint] if failed.hint else []
-    why = [f"  why  {failed.why}"] if failed.why else []
-    steps += [f"{command}   {note}".rstrip() for command, note in failed.fixes if command != failed.hint]
-    return [
-        f"✗ {failed.message}   [{failed.code}]",
-        *why,
-        *(f"  {'try' if i == 0 else '   '}  {s}" for i, s in enumerate(steps)),
-    ]
+def _has_answer(exchange: Exchange) -> bool:
+    return bool(exchange.text or exchange.reasoning or exchange.stop not in ("", "unanswered"))
+
+
+def _saved(exchange: Exchange) -> Iterator[SavedMessage]:
+    above = exchange.parent
+    parent = None if above is None else above.answer_id if _has_answer(above) else above.question_id
+    files = [{"name": one.name, "text": one.text} for one in exchange.attachments]
+    params: dict[str, Any] = {"attachments": files} if files else {}
+    if exchange.user or files:
+        yield SavedMessage(
+            exchange.question_id, "", parent, "user", exchange.user, params=params, created=exchange.asked_at
+        )
+        parent = exchange.question_id
+    if not _has_answer(exchange):
+        return
+    usage, timing, failed = exchange.usage, exchange.timing, exchange.failed
+    stats: dict[str, Any] = {
+        "prompt": usage.prompt_tokens,
+        "cached": usage.cached_tokens,
+        "completion": usage.completion_tokens,
+        "reasoning": usage.reasoning_tokens,
+        "ttft_s": round(timing.ttft_s, 4),
+        "total_s": round(timing.total_s, 4),
+        "decode_tps": round(timing.decode_tps, 2),
+        "thought_s": round(exchange.thought_s, 2),
+    }
+    if exchange.forgotten:
+        stats["forgotten"] = True
+    if failed is not None:
+        stats["failed"] = {"code": failed.code, "message": failed.message, "hint": failed.hint}
+    yield SavedMessage(
+        exchange.answer_id, "", parent, "assistant", exchange.text, exchange.reasoning, exchange.model, {}, stats,
+        exchange.asked_at + 0.001, exchange.stop or "streaming",
+    )  # fmt: skip
+
+
+def _restore(made: Conversation, messages: list[SavedMessage], leaf_id: int | None) -> Exchange | None:
+    """Build the tree. Returns the exchange that holds `leaf_id`."""
+    children: dict[int | None, list[SavedMessage]] = {}
+    known = {message.id for message in messages}
+    for message in messages:
+        children.setdefault(message.parent_id if message.parent_id in known else None, []).append(message)
+    leaf: Exchange | None = None
+    waiting: list[tuple[Exchange | None, SavedMessage]] = [(None, m) for m in reversed(children.get(None, []))]
+    while waiting:
+        above, message = waiting.pop()
+        if message.role == "user":
+            answers = [m for m in children.get(message.id, []) if m.role == "assistant"]
+            others = [m for m in children.get(message.id, []) if m.role != "assistant"]
+            made_here = [_exchange(above, message, answer) for answer in answers]
+            if others or not answers:
+                made_here.append(_exchange(above, message, None))
+            pairs = list(zip(made_here, [*([a] for a in answers), others], strict=False))
+        else:
+            made_here = [_exchange(above, None, message)]
+            pairs = [(made_here[0], [message])]
+        for one, held in pairs:
+            made._siblings(one).append(one)
+            below = [c for m in held for c in (children.get(m.id, []) if m.role == "assistant" else [m])]
+            waiting += [(one, child) for child in reversed(below)]
+            if leaf_id in (one.answer_id, one.question_id) and (leaf is None or leaf_id == one.answer_id):
+                leaf = one
+    return leaf
+
+
+def _exchange(above: Exchange | None, question: SavedMessage | None, answer: SavedMessage | None) -> Exchange:
+    one = Exchange(question.content if question else "", above)
+    if question is not None:
+        one.question_id, one.asked_at = question.id, question.created
+        files = question.params.get("attachments")
+        if isinstance(files, list):
+            one.attachments = tuple(
+                Attachment(str(f.get("name", "")), str(f.get("text", ""))) for f in files if isinstance(f, dict)
+            )
+    if answer is None:
+        one.stop = "unanswered"
+        return one
+    one.answer_id, one.text, one.reasoning, one.model = answer.id, answer.content, answer.reasoning, answer.model
+    one.stop = {"done": "stop", "streaming": "partial"}.get(answer.status, answer.status)
+    stats = answer.stats
+
+    def amount(name: str) -> float:
+        value = stats.get(name, 0)
+        return float(value) if isinstance(value, (int, float)) else 0.0
+
+    one.usage = Usage(*(int(amount(name)) for name in ("prompt", "cached", "completion", "reasoning")))
+    one.timing = Timing(ttft_s=amount("ttft_s"), total_s=amount("total_s"), decode_tps=amount("decode_tps"))
+    one.thought_s, one.forgotten = amount("thought_s"), bool(stats.get("forgotten"))
+    failed = stats.get("failed")
+    if isinstance(failed, dict):
+        one.failed = Failed(-1, str(failed.get("code")), str(failed.get("message")), str(failed.get("hint", "")))
+    return one

@@ -48,8 +48,8 @@ def chat(
     plain: Annotated[bool, typer.Option("--plain", help="Line mode: for screen readers and dumb terminals.")] = False,
     web: Annotated[bool, typer.Option("--web", help="In a browser on this machine.")] = False,
     attach_to: Annotated[
-        str | None, typer.Option("--attach-to", metavar="URL", help="Use a running `localllm serve`.")
-    ] = None,
+        str, typer.Option("--attach-to", metavar="auto|off|URL", help="Use a running `localllm serve` of this model.")
+    ] = "auto",
     no_save: Annotated[bool, typer.Option("--no-save", help="Keep this chat off the disk.")] = False,
     temp: params.Temp = None,
     top_p: params.TopP = None,
@@ -97,10 +97,7 @@ def chat(
     start = _start(env, config, sampling, instructions, resume or ("last" if resume_last else None))
     start.first, start.ctx, start.inline = first, ctx, inline
     _prepare(start, config, preset, think, attach or [])
-    if attach_to:
-        start.attach_to, start.choice = attach_to, Choice(model or "", model or attach_to)
-    else:
-        start.choice = _choose(env, config, model or _preset_model(config, preset), start.conversation.model)
+    _place(env, config, start, attach_to, model or _preset_model(config, preset))
     if web:
         from .web import serve_web
 
@@ -122,6 +119,8 @@ class Start:
     ctx: str | None = None
     inline: bool = False
     attach_to: str = ""
+    """the server that computes; "" for this process"""
+    key: str = ""
 
 
 def home(env: Env) -> int:
@@ -199,6 +198,20 @@ def _prepare(start: Start, config: UserConfig, preset: str | None, think: str | 
     start.files = tuple(read_attachment(path) for path in attach)
 
 
+def _place(env: Env, config: UserConfig, start: Start, wish: str, name: str | None) -> None:
+    """Where the model runs: in a server that has it already, else here."""
+    from .attach import find_server
+
+    if wish not in ("auto", "off"):
+        attached = find_server(wish, (name,) if name else ())
+    else:
+        start.choice = _choose(env, config, name, start.conversation.model)
+        attached = find_server(wish, (start.choice.shown, start.choice.name))
+    if attached is not None:
+        start.attach_to, start.key = attached.url, attached.key
+        start.choice = Choice(attached.model, attached.model or attached.url)
+
+
 def _preset_model(config: UserConfig, preset: str | None) -> str | None:
     return config.presets[preset].model if preset is not None else None
 
@@ -257,7 +270,7 @@ def _backend(env: Env, config: UserConfig, start: Start) -> Any:
     if start.attach_to:
         from localllm.remote import RemoteBackend
 
-        key = os.environ.get("LOCALLLM_API_KEY", "")
+        key = start.key or os.environ.get("LOCALLLM_API_KEY", "")
         return RemoteBackend(start.attach_to, key, given=start.sampling.given)
     return make_backend(env, config, start.sampling, ctx=start.ctx)
 

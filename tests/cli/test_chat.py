@@ -115,7 +115,7 @@ def test_ctrl_c_stops_an_answer_and_twice_leaves(tmp_path: Path) -> None:
     chat.child.send_signal(2)
     chat.wait_for("Ctrl-C again")
     for _ in range(50):  # two at the same moment are one, as for a finger
-        if "Again:" in chat.errors.read_text():
+        if "Continue:" in chat.errors.read_text():
             break
         time.sleep(0.2)
         chat.child.send_signal(2)
@@ -163,11 +163,11 @@ def test_the_full_screen_opens_keeps_descriptor_2_off_it_and_leaves_a_clean_term
     chat.wait_for("for commands")
     assert "\x1b[?1049h" in chat.seen
     chat.send("hello\r")
-    chat.wait_for("tok/s")
+    chat.wait_for("↑ 2")
     chat.send("!fd2\r")
     chat.wait_for("↑ 6")
     chat.send("\x04")
-    chat.wait_for("Again: localllm chat fake")
+    chat.wait_for("Continue: localllm chat -c")
     assert chat.end() == 0
     assert "\x1b[?1049l" in chat.seen
     assert "CORRUPT" not in chat.seen

@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 
 from localllm.cli import COMMANDS
-from localllm.fake import HOSTILE, MARKDOWN
+from localllm.fake_script import HOSTILE, MARKDOWN
 
 from .conftest import LOCALLLM, Invoke, process, schema, valid
 

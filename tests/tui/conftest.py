@@ -5,14 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from textual.pilot import Pilot
 
 from localllm.config import UiConfig
 from localllm.fake import FakeBackend
+from localllm.history import History
 from localllm.tui.app import ChatApp
 from localllm.tui.conversation import Conversation
+from localllm.tui.saver import Saver
 from localllm.tui.screens.chat import ChatScreen
 from localllm.tui.widgets.messages import AssistantMessage
 from localllm.tui.widgets.prompt import PromptArea
@@ -56,7 +59,7 @@ class Chat:
         """Type a message and press Enter."""
         self.prompt.text = text
         await self.pilot.press("enter")
-        await self.until(lambda: self.prompt._history[-1:] == [text])
+        await self.until(lambda: self.prompt.sent_before[-1:] == [text])
 
     async def ask(self, text: str) -> AssistantMessage:
         """Send, and wait for the end of the answer."""
@@ -77,12 +80,18 @@ class Chat:
 @asynccontextmanager
 async def chat(
     *, model: str = "fake", tps: float = 0, load_s: float = 0, size: tuple[int, int] = (118, 34), first: str = "",
-    ui: UiConfig | None = None, ctx: int = 32_768, sampling: dict[str, Any] | None = None,
+    ui: UiConfig | None = None, ctx: int = 32_768, sampling: dict[str, Any] | None = None, path: Path | None = None,
+    talk: Conversation | None = None, **options: Any,
 ) -> AsyncIterator[Chat]:  # fmt: skip
-    """Open a chat; it is closed at the end."""
+    """Open a chat; it is closed at the end. `path` is a database to keep it in."""
     backend = FakeBackend(tps=tps, load_s=load_s, ctx=ctx)
-    app = ChatApp(backend, Conversation("", sampling), model=model, first_message=first, ui=ui)
-    async with app.run_test(size=size) as pilot:
-        await pilot.pause()
-        yield Chat(app, backend, pilot)
-    backend.close()
+    saver = Saver(lambda: History(path)) if path is not None else Saver(None)
+    conversation = talk or Conversation("", sampling)
+    app = ChatApp(backend, conversation, model=model, first_message=first, ui=ui, saver=saver, **options)
+    try:
+        async with app.run_test(size=size) as pilot:
+            await pilot.pause()
+            yield Chat(app, backend, pilot)
+    finally:
+        saver.close()
+        backend.close()

@@ -9,7 +9,7 @@ from textual.containers import VerticalScroll
 from textual.widgets import OptionList
 
 from localllm.config import UiConfig
-from localllm.fake import MARKDOWN
+from localllm.fake_script import MARKDOWN
 from localllm.tui.screens.help import HelpScreen
 from localllm.tui.widgets.loading import LoadCard
 from localllm.tui.widgets.messages import AssistantMessage, Failure, Notice, UserMessage
@@ -102,10 +102,11 @@ async def test_t9_a_full_context_asks_what_to_leave_out() -> None:
         await running.ask("!full now")
         choices = running.screen.query_one("#choices", OptionList)
         await running.until(lambda: choices.display)
-        assert choices.option_count == 3
+        letters = [str(choices.get_option_at_index(i).prompt)[1] for i in range(choices.option_count)]
+        assert letters == ["t", "s", "c", "n", "e"]
         assert "oldest 2 questions" in str(choices.get_option_at_index(0).prompt)
         sent = len(running.backend.sent)
-        await running.pilot.press("down", "down", "enter")  # edit
+        await running.pilot.press("down", "down", "down", "down", "enter")  # edit
         await running.until(lambda: running.prompt.text == "!full now")
         assert not choices.display
         assert len(running.backend.sent) == sent
@@ -133,6 +134,8 @@ async def test_t10_loading_fails_with_its_fixes_and_the_screen_lives(model: str,
         await running.until(lambda: running.screen.query(Failure))
         assert says in str(running.screen.query_one(Failure).render())
         assert not running.screen.query(LoadCard)
+        assert running.screen.query_one("#choices", OptionList).has_focus
+        await running.pilot.press("escape")
         await running.send("hello?")
         await running.until(lambda: "no model is loaded" in notices(running))
         assert running.prompt.text == "hello?"  # nothing typed is lost
@@ -151,6 +154,9 @@ async def test_t10_a_failed_turn_is_a_turn_and_the_next_one_works(prompt: str, c
         await running.ready()
         message = await running.ask(prompt)
         assert code in str(message.query_one(".stats").render())  # type: ignore[attr-defined]
+        if code == "E502":
+            assert running.screen.query_one("#choices", OptionList).has_focus
+            await running.pilot.press("q")
         after = await running.ask("again")
         assert after.exchange.text == "again"
 
@@ -314,7 +320,7 @@ async def test_help_opens_and_closes() -> None:
 
 
 async def test_old_turns_leave_the_screen_and_come_back() -> None:
-    async with chat(ui=UiConfig(history_window=3)) as running:
+    async with chat(ui=UiConfig(history_window=6)) as running:
         await running.ready()
         for number in range(6):
             await running.ask(f"question {number}")

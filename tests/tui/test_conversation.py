@@ -11,7 +11,9 @@ import pytest
 from localllm.errors import ConfigError
 from localllm.request import Failed, Timing, Usage
 from localllm.tui import clipboard
-from localllm.tui.conversation import Conversation, code_blocks, failure_lines, matching, stats_text, understand
+from localllm.tui.conversation import Conversation
+from localllm.tui.slash import matching, understand
+from localllm.tui.texts import answer_stats, code_blocks, failure_lines
 from localllm.tui.stderr_guard import stderr_to
 
 
@@ -40,7 +42,7 @@ def test_an_unknown_command_is_an_error_with_a_way_out() -> None:
 
 
 def test_matching_is_fuzzy() -> None:
-    assert [slash.name for slash in matching("/s")][:3] == ["system", "set", "stats"]
+    assert [slash.name for slash in matching("/s")][:4] == ["system", "set", "save", "stats"]
     assert [slash.name for slash in matching("/cp")] == ["copy"]
 
 
@@ -102,10 +104,10 @@ def test_code_blocks() -> None:
 def test_lines_below_an_answer() -> None:
     talk = Conversation()
     exchange = talk.ask("q")
-    exchange.usage, exchange.timing = Usage(1204, 1024, 312), Timing(ttft_s=0.041, decode_tps=91.43)
-    assert stats_text(exchange) == "↑ 1,204 (cached 1,024)  ↓ 312  ·  91.4 tok/s  ·  TTFT 41 ms"
-    exchange.stop = "abort"
-    assert stats_text(exchange).endswith("stopped by you · 312 tokens")
+    exchange.usage, exchange.timing = Usage(1204, 1024, 312), Timing(ttft_s=0.041, total_s=3.4, decode_tps=91.43)
+    line = answer_stats(exchange.usage, exchange.timing, "stop")
+    assert line == "↑ 1,204 (cached 1,024)  ↓ 312  ·  91.4 tok/s  ·  TTFT 41 ms"
+    assert "stopped by you · 312 tokens · /continue" in answer_stats(exchange.usage, exchange.timing, "abort")
     assert talk.summary == "1 turn · 312 tokens · 91 tok/s avg"
     lines = failure_lines(Failed(0, "E501", "too big", "smaller", (("localllm chat x --ctx 8k", "fits"),)))
     assert lines[0] == "✗ too big   [E501]" and lines[-1].strip() == "localllm chat x --ctx 8k   fits"

@@ -8,7 +8,7 @@ import pytest
 from textual.app import App, ComposeResult
 from textual.widgets import Markdown
 
-from localllm.fake import HOSTILE, MARKDOWN
+from localllm.fake_script import HOSTILE, MARKDOWN
 from localllm.terminal import clean
 from localllm.tui.widgets.markdown import Answer, Fence, Settler, _FlatList
 
@@ -35,6 +35,9 @@ TEXTS = {
 
 class Host(App[None]):
     CSS_PATH = "../../tui/app.tcss"
+
+    def get_theme_variable_defaults(self) -> dict[str, str]:
+        return {"column": "104"}
 
     def compose(self) -> ComposeResult:
         yield Answer()

@@ -1,6 +1,7 @@
 """The conversation: one timer drains the backend's events; everything a key does ends in a call of the backend.
 
-Knows nothing but `ChatBackend`. A message is a widget at once and waits until the model is ready and free.
+Knows nothing but `ChatBackend`. A message is a widget at once and waits until the model is ready and free. What typed
+commands, browse mode and the questions above the prompt do stands in modules of their own.
 """
 
 from __future__ import annotations
@@ -8,65 +9,80 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from typing import TYPE_CHECKING, ClassVar, cast
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from textual import on
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
-from textual.screen import Screen
+from textual.binding import BindingType
+from textual.containers import Horizontal
 from textual.widgets import Static
 
 from localllm.errors import ConfigError
-from localllm.request import ChatEvent, Delta, Done, Failed, Phase, Prefill
+from localllm.history import PromptHistory
+from localllm.request import ChatEvent, Delta, Done, Failed, Message, Phase, Prefill, Usage
 from localllm.terminal import clean_line
-from localllm.tui.conversation import Conversation, Exchange, Typed, understand
-from localllm.tui.screens.help import HelpScreen
-from localllm.tui.widgets.choices import ContextChoices
+from localllm.tui.attachments import Attachment, read_attachment
+from localllm.tui.conversation import Conversation, Exchange
+from localllm.tui.keys import bindings
+from localllm.tui.saver import AUTOSAVE_S
+from localllm.tui.slash import understand
+from localllm.tui.widgets.choices import Choices
+from localllm.tui.widgets.copying import CopyCode
+from localllm.tui.widgets.engine import EnginePanel, Turns
+from localllm.tui.widgets.home import Home
 from localllm.tui.widgets.loading import LoadCard
-from localllm.tui.widgets.markdown import Fence
 from localllm.tui.widgets.messages import AssistantMessage, UserMessage
-from localllm.tui.widgets.prompt import Prompt, PromptArea
+from localllm.tui.widgets.prompt import Hints, Prompt, PromptArea
+from localllm.tui.widgets.sidebar import Sidebar
 from localllm.tui.widgets.status import State, StatusLine, TitleLine
 from localllm.tui.widgets.transcript import Transcript
+
+from .actions import Actions
+from .browse import Browse
+from .commands import Commands
+from .questions import Questions
 
 if TYPE_CHECKING:
     from localllm.tui.app import ChatApp
 
-AGAIN_S = 2.0
-"""A second Ctrl+C within this time quits."""
-DRAW_SHARE = 0.05
+DRAW_SHARE = 0.04
 """Of one core, for everything this thread does while an answer comes; drawing waits until it is back below."""
-MAX_DRAW_S = 0.3
+MAX_DRAW_S = 0.5
 """But not longer than this."""
 
 
-class ChatScreen(Screen[None]):
+class ChatScreen(Actions):
     """The first and main screen."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "stop", "Stop", id="chat.stop"),
-        Binding("ctrl+c", "interrupt", "Interrupt", show=False, priority=True, id="app.interrupt"),
-        Binding("ctrl+n", "new_chat", "New chat", id="chat.new"),
-        Binding("ctrl+t", "thinking", "Thinking", id="ui.thinking"),
-        Binding("f1", "help", "Help", id="app.help"),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = [*bindings()]
 
     def __init__(self, conversation: Conversation) -> None:
         super().__init__()
         self.conversation = conversation
-        self.phase = "loading"
-        """loading, ready or failed"""
-        self._waiting: deque[tuple[Exchange, UserMessage]] = deque()
-        self._current: tuple[int, AssistantMessage] | None = None
+        self.phase = "none"
+        """none (no model was chosen), loading, ready or failed"""
+        self.waiting: deque[tuple[Exchange, UserMessage]] = deque()
+        self.current: tuple[int, AssistantMessage] | None = None
+        self.stuck: Exchange | None = None
+        """the question that waits for an answer to a question of ours"""
+        self.editing: tuple[Exchange, bool] | None = None
+        """(what is being edited, whether it is the question)"""
+        self.attached: list[Attachment] = []
+        self.turns = Turns()
+        self.browse = Browse(self)
+        self.commands = Commands(self)
+        self.questions = Questions(self)
+        self.state = State(sampling=conversation.sampling)
+        self.side: tuple[int, list[str]] | None = None
+        """a turn that is no part of the conversation, and what it has said"""
+        self.prompts = PromptHistory()
         self._rates: deque[tuple[float, int]] = deque()
-        self._state = State(sampling=conversation.sampling)
-        self._message = ""
-        self._message_until = 0.0
-        self._interrupted_at = -AGAIN_S
         self._drawn = (0.0, 0.0)
-        self._stuck: Exchange | None = None
+        self._saved_at = 0.0
+        self._told_problem = ""
         # the timer that drains and the handlers of keys are different tasks: one at a time changes the conversation
-        self._changing = asyncio.Lock()
+        self.changing = asyncio.Lock()
 
     @property
     def chat_app(self) -> ChatApp:
@@ -78,49 +94,73 @@ class ChatScreen(Screen[None]):
         """The turns."""
         return self.query_one(Transcript)
 
+    @property
+    def prompt(self) -> PromptArea:
+        """Where one types."""
+        return self.query_one(PromptArea)
+
     def compose(self) -> ComposeResult:
-        """Title, transcript, choices (mostly absent), prompt, status."""
+        """Title, chats, transcript, engine, choices (mostly absent), prompt, status."""
+        app, ui = self.chat_app, self.chat_app.ui
         yield TitleLine()
-        ui = self.chat_app.ui
-        yield Transcript(self.conversation, self.chat_app.model, window=ui.history_window, thinking=ui.thinking)
-        yield ContextChoices()
-        yield Prompt(enter_sends=ui.enter == "send")
+        with Horizontal(id="middle"):
+            yield Sidebar()
+            yield Home()
+            yield Transcript(self.conversation, window=ui.history_window, thinking=ui.thinking)
+            yield EnginePanel(app.backend.facts, self.turns)
+        yield Choices()
+        yield Prompt(app.keymap, enter_sends=ui.enter == "send")
         yield StatusLine()
+        yield Hints()
         yield Static("terminal too small (40×12)", id="small", markup=False)
 
-    def on_mount(self) -> None:
+    async def on_mount(self) -> None:
         """Focus the prompt, begin to load once the first frame is out, start the timer."""
+        app = self.chat_app
+        self.set_class(app.ui.stats == "off", "-no-stats")
         self.transcript.anchor()
-        self.query_one(PromptArea).focus()
-        self._state.offline = self.chat_app.offline
-        self.call_after_refresh(self.chat_app.start_backend)
-        self.set_interval(self.chat_app.drain_s, self.drain)
-        self._refresh_lines()
+        self.prompt.focus()
+        self.state.offline = app.offline
+        self.state.think = self.conversation.think
+        self.query_one(Sidebar).display = False
+        self.show_home(not app.starts_with_model and not self.conversation.exchanges)
+        if app.starts_with_model:
+            self.phase = "loading"
+            await self.transcript.begin_loading(app.model)
+        self.call_after_refresh(app.start_backend)
+        self.set_interval(app.drain_s, self.drain)
+        self.refresh_lines()
 
     def on_resize(self) -> None:
         """Sides of the lines depend on the width."""
-        self._refresh_lines()
+        self.refresh_lines()
+
+    def show_home(self, shown: bool) -> None:
+        """The list of chats and models in place of the transcript."""
+        self.query_one(Home).display = shown
+        self.transcript.display = not shown
 
     # --- events of the backend ---------------------------------------------------------------------------------------
 
     async def drain(self) -> None:
         """Everything that happened since the last time, then one redraw."""
         events = self.chat_app.backend.events()
-        busy = bool(events) or self._current is not None or self.phase == "loading"
-        if not busy and (not self._message or time.monotonic() < self._message_until):
+        busy = bool(events) or self.current is not None or self.phase == "loading"
+        if not busy and not self.flashing:
             return
-        async with self._changing:
+        async with self.changing:
             while events:
                 await self._take(events.popleft())
-            if self._current is not None:
+            if self.current is not None:
                 if not self._may_draw():
                     return
-                message = self._current[1]
+                message = self.current[1]
                 await message.draw()
                 self._live_footer(message)
+                self._autosave(message.exchange)
             elif self.phase == "loading" and (card := self.transcript.card):
                 card.tick()
-        self._refresh_lines()
+        self.refresh_lines()
 
     def _may_draw(self) -> bool:
         """Keep this thread's share of the CPU small while an answer comes: the model may need the same cores."""
@@ -131,23 +171,43 @@ class ChatScreen(Screen[None]):
         self._drawn = now, cpu
         return True
 
+    def _autosave(self, exchange: Exchange) -> None:
+        now = time.monotonic()
+        if now - self._saved_at >= AUTOSAVE_S:
+            self._saved_at = now
+            self.keep(exchange)
+
+    def keep(self, *exchanges: Exchange) -> None:
+        """Write these turns to the disk, in another thread."""
+        self.conversation.model = self.conversation.model or self.chat_app.model
+        self.chat_app.saver.save(self.conversation, *exchanges)
+
     async def _take(self, event: ChatEvent) -> None:
         if isinstance(event, Phase):
             await self._phase(event)
         elif isinstance(event, Failed) and event.turn < 0:
             await self._loading_failed(event)
-        elif self._current is None or event.turn != self._current[0]:
+        elif self.side is not None and event.turn == self.side[0]:
+            await self._take_side(event, self.side[1])
+        elif self.current is None or event.turn != self.current[0]:
             return  # of a turn that was given up
         elif isinstance(event, Prefill):
-            self._prefill(self._current[1], event)
+            self._prefill(self.current[1], event)
         elif isinstance(event, Delta):
             self._rates.append((time.monotonic(), event.num_tokens))
-            self._state.used_tokens += event.num_tokens
-            self._current[1].feed(event.kind, event.text)
+            self.state.used_tokens += event.num_tokens
+            self.current[1].feed(event.kind, event.text)
         elif isinstance(event, Done):
-            await self._done(self._current[1], event)
+            await self._done(self.current[1], event)
         elif isinstance(event, Failed):
-            await self._turn_failed(self._current[1], event)
+            await self._turn_failed(self.current[1], event)
+
+    async def _take_side(self, event: ChatEvent, said: list[str]) -> None:
+        if isinstance(event, Delta) and event.kind == "content":
+            said.append(event.text)
+        elif isinstance(event, Done | Failed):
+            self.side = None
+            await self.questions.summarised("".join(said), event)
 
     async def _phase(self, phase: Phase) -> None:
         transcript, card = self.transcript, self.transcript.card
@@ -157,7 +217,7 @@ class ChatScreen(Screen[None]):
             elif card:
                 card.update(phase)
             return
-        self._state.facts = facts = self.chat_app.backend.facts()
+        self.state.facts = facts = self.chat_app.backend.facts()
         if not facts.has_chat_template:
             name = clean_line(facts.model)
             fixes = ((f'localllm run {name} "Once upon a time"', "completes text"),)
@@ -165,27 +225,29 @@ class ChatScreen(Screen[None]):
             await self._loading_failed(Failed(-1, "E202", message, "", fixes))
             return
         self.phase = "ready"
-        self._state.text = "ready"
+        speed = f" · est. {facts.decode_tps:.0f} tok/s" if facts.decode_tps else ""
+        self.state.text = f"ready{speed}"
         await transcript.say(facts.truth_line, after=card)
         for warning in facts.warnings:
             await transcript.say(f"! {warning}", "warning", after=card)
         if card:
             await card.remove()
-        await self._next()
+        await self.next_turn()
 
     async def _loading_failed(self, failed: Failed) -> None:
         self.phase = "failed"
-        self._state.text = "no model is loaded"
+        self.state.text = "no model is loaded"
         await self.query(LoadCard).remove()
         await self.transcript.fail(failed)
+        self.questions.not_loaded(failed)
 
     def _prefill(self, message: AssistantMessage, event: Prefill) -> None:
-        self._state.used_tokens = max(self._state.used_tokens, event.total)
+        self.state.used_tokens = max(self.state.used_tokens, event.total)
         share = event.done / event.total if event.total else 0.0
         filled = round(share * 6)
         bar = "▓" * filled + "░" * (6 - filled)
         message.footer(f"reading {event.total:,} tokens {bar} {share * 100:.0f} %")
-        self._state.text = f"reading {share * 100:.0f} %"
+        self.state.text = f"reading {share * 100:.0f} %"
 
     def _live_footer(self, message: AssistantMessage) -> None:
         now = time.monotonic()
@@ -195,199 +257,176 @@ class ChatScreen(Screen[None]):
         if not (exchange.text or exchange.reasoning):
             return
         rate = sum(count for _, count in self._rates)
-        message.footer(f"{rate} tok/s · esc stop")
-        self._state.text = "thinking" if not exchange.text else "generating"
+        message.footer(f"{rate} tok/s · {self.chat_app.keymap.label('chat.stop')} stop")
+        self.state.text = "thinking" if not exchange.text else "generating"
 
     async def _done(self, message: AssistantMessage, event: Done) -> None:
-        exchange = message.exchange
-        exchange.stop, exchange.usage, exchange.timing = str(event.stop), event.usage, event.timing
-        self._state.used_tokens = event.usage.prompt_tokens + event.usage.completion_tokens
-        await self._end(message)
-        await message.finish(self.chat_app.ui.stats == "footer")
-        await self._next()
+        exchange, before = message.exchange, message.exchange.usage
+        usage = event.usage
+        exchange.stop, exchange.timing = str(event.stop), event.timing
+        exchange.usage = Usage(
+            usage.prompt_tokens, usage.cached_tokens, before.completion_tokens + usage.completion_tokens,
+            before.reasoning_tokens + usage.reasoning_tokens,
+        )  # fmt: skip
+        self.state.used_tokens = usage.prompt_tokens + usage.completion_tokens
+        self.turns.add(event.timing)
+        self._end()
+        await message.finish()
+        self.keep(exchange)
+        self.chat_app.announce()
+        await self.next_turn()
 
     async def _turn_failed(self, message: AssistantMessage, failed: Failed) -> None:
-        message.exchange.failed = failed
-        message.exchange.stop = "error"
-        await self._end(message)
+        exchange = message.exchange
+        exchange.failed, exchange.stop = failed, "error"
+        self._end()
         await message.fail(failed)
-        if failed.code.startswith("E9"):
-            self._stuck = message.exchange
-            self.query_one(ContextChoices).offer(self.conversation, message.exchange)
-        else:
-            await self._next()
+        self.keep(exchange)
+        if not self.questions.about(exchange, failed):
+            await self.next_turn()
 
-    async def _end(self, message: AssistantMessage) -> None:
-        self._current = None
+    def _end(self) -> None:
+        self.current = None
         self._rates.clear()
-        self._state.facts = self.chat_app.backend.facts()
-        self._state.text = "ready"
+        self.state.facts = self.chat_app.backend.facts()
+        self.state.text = "ready"
 
     # --- turns -------------------------------------------------------------------------------------------------------
 
+    async def load(self, name: str, changes: Mapping[str, Any] | None = None) -> None:
+        """Load another model, or the same with other settings; the conversation stays."""
+        self.give_up()
+        self.show_home(False)
+        self.chat_app.model = name
+        self.conversation.model = name
+        self.phase = "loading"
+        self.state.facts = type(self.state.facts)()
+        await self.transcript.begin_loading(name)
+        self.chat_app.backend.start(name, changes)
+
     async def submit(self, text: str) -> None:
         """A message or a command was entered."""
-        async with self._changing:
+        async with self.changing:
             await self._submit(text)
-        self._refresh_lines()
+        self.refresh_lines()
 
     async def _submit(self, text: str) -> None:
+        if self.editing is not None:
+            await self._edited(text)
+            return
         try:
             typed = understand(text)
             if typed.command:
-                await self._command(typed)
+                await self.commands.run(typed)
                 return
+            files = (*self.attached, *_mentioned(typed.text))
         except ConfigError as error:
             await self.transcript.say(f"! {error.message}" + (f" ({error.hint})" if error.hint else ""), "warning")
             return
-        if self.phase == "failed":
-            await self.transcript.say(
-                "! no model is loaded: leave with Ctrl+D, then use one of the commands above", "warning"
-            )
-            self.query_one(PromptArea).text = text
+        if self.phase in ("none", "failed") and not await self._start_default(text):
             return
-        await self._enqueue(self.conversation.ask(typed.text))
+        self.attached.clear()
+        await self.enqueue(self.conversation.ask(typed.text, files))
 
-    async def _enqueue(self, exchange: Exchange) -> None:
-        self._waiting.append((exchange, await self.transcript.add_question(exchange)))
-        await self._next()
+    async def _start_default(self, text: str) -> bool:
+        """A message without a model: with the best one here, else it goes back into the prompt."""
+        name = self.query_one(Home).default_model if self.phase == "none" else ""
+        if name:
+            await self.load(name)
+            return True
+        self.prompt.put(text)
+        models = self.chat_app.keymap.label("models.open")
+        if self.phase == "none":
+            self.flash(f"choose a model first: ↑ ↓ ⏎ above, or {models}")
+            self.focus_home()
+        else:
+            await self.transcript.say(f"! no model is loaded: {models} chooses another one", "warning")
+        return False
+
+    async def _edited(self, text: str) -> None:
+        assert self.editing is not None
+        exchange, is_question = self.editing
+        self.editing = None
+        if is_question:
+            await self.ask_again(self.conversation.edited(exchange, text))
+        else:
+            other = self.conversation.rewritten(exchange, text)
+            self.keep(other)
+            await self.transcript.sync()
+
+    async def enqueue(self, exchange: Exchange) -> None:
+        """Show a question and send it when its turn comes."""
+        self.show_home(False)
+        self.waiting.append((exchange, await self.transcript.add_question(exchange)))
+        self.keep(exchange)
+        await self.next_turn()
         await self.transcript.trim()
 
-    async def _next(self) -> None:
+    async def ask_again(self, exchange: Exchange) -> None:
+        """Show the branch of a question that was just made, and send it."""
+        self.conversation.exchanges.remove(exchange)
+        await self.transcript.sync()
+        self.conversation.exchanges.append(exchange)
+        await self.enqueue(exchange)
+
+    async def next_turn(self) -> None:
         """Send the next message if the model is ready and free; mark the others as waiting."""
-        if self.phase == "ready" and self._current is None and self._waiting and self._stuck is None:
-            exchange, widget = self._waiting.popleft()
+        free = self.current is None and self.side is None and self.stuck is None
+        if self.phase == "ready" and free and self.waiting:
+            exchange, widget = self.waiting.popleft()
             widget.set_queued(False)
-            await self._send(exchange, widget)
-        for _, widget in self._waiting:
+            message = await self.transcript.add_answer(exchange, widget)
+            self._send(message, self.conversation.messages(exchange))
+        for _, widget in self.waiting:
             widget.set_queued(True)
 
-    async def _send(self, exchange: Exchange, widget: UserMessage) -> None:
+    def _send(self, message: AssistantMessage, messages: list[Message]) -> None:
+        message.exchange.model = self.chat_app.model
+        self._saved_at = time.monotonic()
+        turn = self.chat_app.backend.send(messages, None, self.conversation.template_values)
+        self.current = turn, message
+        self.state.text = "reading"
+
+    async def go_on(self, exchange: Exchange) -> None:
+        """Let the model continue an answer that was cut short."""
+        widget = await self.transcript.drop_answer(exchange)
+        if widget is None:
+            return
+        exchange.text, exchange.stop, exchange.failed = exchange.text.rstrip(), "", None
         message = await self.transcript.add_answer(exchange, widget)
-        turn = self.chat_app.backend.send(self.conversation.messages(exchange))
-        self._current = turn, message
-        self._state.text = "reading"
+        message.prefill(exchange.text)
+        answer: Message = {"role": "assistant", "content": exchange.text}
+        self._send(message, [*self.conversation.messages(exchange), answer])
 
-    @on(ContextChoices.Chosen)
-    async def _chosen(self, event: ContextChoices.Chosen) -> None:
-        await self._choose(event.choice)
+    def give_up(self) -> None:
+        """Stop what runs and forget what waits; what there is of an answer is kept as it is."""
+        if self.current is not None:
+            self.chat_app.backend.stop(self.current[0])
+            exchange = self.current[1].exchange
+            exchange.stop = exchange.stop or "abort"
+            self.keep(exchange)
+            self.current = None
+        if self.side is not None:
+            self.chat_app.backend.stop(self.side[0])
+            self.side = None
+        self.waiting.clear()
+        self.stuck = None
+        self.query_one(Choices).close()
 
-    async def _choose(self, choice: str) -> None:
-        async with self._changing:
-            await self._resolve(choice)
-        self._refresh_lines()
+    # --- messages of the widgets -------------------------------------------------------------------------------------
 
-    async def _resolve(self, choice: str) -> None:
-        exchange, self._stuck = self._stuck, None
-        self.query_one(ContextChoices).display = False
-        prompt = self.query_one(PromptArea)
-        prompt.focus()
-        if exchange is None:
-            return
-        if choice == "forget":
-            for old in self.conversation.oldest_half(exchange):
-                old.forgotten = True
-        self.conversation.remove(exchange)
-        await self.transcript.take_back(exchange)
-        if choice == "edit":
-            prompt.text = exchange.user
-            prompt.move_cursor(prompt.document.end)
-            await self._next()
-            return
-        if choice == "new":
-            await self._clear()
-        await self._enqueue(self.conversation.ask(exchange.user))
-
-    # --- commands ----------------------------------------------------------------------------------------------------
-
-    async def _command(self, typed: Typed) -> None:
-        if typed.command == "quit":
-            self.chat_app.exit()
-        elif typed.command == "help":
-            self.action_help()
-        elif typed.command == "new":
-            await self._clear()
-            self.flash("new chat")
-        elif typed.command == "system":
-            await self.transcript.say(self.conversation.set_system(typed.text))
-        elif typed.command == "set":
-            await self.transcript.say(self.conversation.set_sampling(typed.text))
-        elif typed.command == "stats":
-            await self.transcript.say(self.chat_app.stats_text(self.conversation))
-        elif typed.command == "copy":
-            text, what = self.conversation.pick(typed.text)
-            self.flash(f"{what}: {self.chat_app.copy(text)}")
-
-    def flash(self, text: str, seconds: float = 4.0) -> None:
-        """Say something in the status line for a moment."""
-        self._message, self._message_until = clean_line(text), time.monotonic() + seconds
-        self._refresh_lines()
-
-    async def action_new_chat(self) -> None:
-        """Forget the conversation."""
-        async with self._changing:
-            await self._clear()
-        self.flash("new chat")
-
-    async def _clear(self) -> None:
-        if self._current is not None:
-            self.chat_app.backend.stop(self._current[0])
-            self._current = None
-        self._waiting.clear()
-        self._stuck = None
-        self.query_one(ContextChoices).display = False
-        self.conversation.clear()
-        self._state.used_tokens = 0
-        if self.phase == "ready":
-            self._state.text = "ready"
-        await self.transcript.clear()
-        self.query_one(PromptArea).focus()
-
-    def action_stop(self) -> None:
-        """Esc: stop the answer, else close the choices."""
-        if self._current is not None:
-            self.chat_app.backend.stop(self._current[0])
-            self._state.text = "stopping…"
-        elif self._stuck is not None:
-            self.call_later(self._choose, "edit")
-
-    def action_interrupt(self) -> None:
-        """Ctrl+C: copy the selection, else stop, else clear the prompt; twice within a second quits."""
-        prompt = self.query_one(PromptArea)
-        selected = prompt.selected_text or self.get_selected_text()
-        if selected:
-            self.flash(self.chat_app.copy(selected))
-            self.clear_selection()
-            return
-        now = time.monotonic()
-        if now - self._interrupted_at < AGAIN_S:
-            self.chat_app.exit()
-            return
-        self._interrupted_at = now
-        if self._current is not None:
-            self.action_stop()
-            self.flash("stopping; press ctrl+c again to stop and quit", AGAIN_S)
-        elif prompt.text:
-            prompt.text = ""
-            self.flash("cleared; press ctrl+c again to quit", AGAIN_S)
-        else:
-            self.flash("press ctrl+c again to quit", AGAIN_S)
-
-    def action_thinking(self) -> None:
-        """Open or close the reasoning of the last answer that has any."""
-        for message in reversed(list(self.query(AssistantMessage))):
-            if message.exchange.reasoning:
-                message.thought.toggle()
-                return
-
-    def action_help(self) -> None:
-        """F1."""
-        self.app.push_screen(HelpScreen())
+    @on(Choices.Chosen)
+    async def _chosen(self, event: Choices.Chosen) -> None:
+        async with self.changing:
+            await self.questions.answer(event.topic, event.name)
+        self.refresh_lines()
 
     @on(PromptArea.Sent)
     async def _sent(self, event: PromptArea.Sent) -> None:
-        area = self.query_one(PromptArea)
-        area.remember(event.text)
+        area = self.prompt
+        if self.editing is None:
+            area.remember(event.text)
+            self.prompts.add(event.text)
         area.text = ""
         await self.submit(event.text)
 
@@ -400,37 +439,66 @@ class ChatScreen(Screen[None]):
         self.action_interrupt()
 
     @on(PromptArea.Scroll)
-    def _scroll(self, event: PromptArea.Scroll) -> None:
-        transcript = self.transcript
-        animate = self.chat_app.moving
+    async def _scroll(self, event: PromptArea.Scroll) -> None:
+        transcript, animate = self.transcript, self.chat_app.moving
         if event.where == "pageup":
             transcript.scroll_page_up(animate=animate)
         elif event.where == "pagedown":
             transcript.scroll_page_down(animate=animate)
         elif event.where == "home":
+            if transcript.scroll_y <= 0:
+                await transcript.load_earlier()
             transcript.scroll_home(animate=animate)
         else:
             transcript.anchor()
 
-    @on(Fence.Copy)
-    def _copy_code(self, event: Fence.Copy) -> None:
+    @on(Transcript.Browsed)
+    async def _browsed(self, event: Transcript.Browsed) -> None:
+        await self.browse.key(event.key, event.character)
+        self.refresh_lines()
+
+    @on(CopyCode)
+    def _copy_code(self, event: CopyCode) -> None:
         self.flash(f"code: {self.chat_app.copy(event.code)}")
 
     # --- what is on the screen ---------------------------------------------------------------------------------------
 
-    def _refresh_lines(self) -> None:
+    def refresh_lines(self) -> None:
+        """Title, status and keys, as things stand."""
         if not self.is_mounted:
             return
-        state = self._state
+        state, app = self.state, self.chat_app
         if self.phase == "loading" and (card := self.transcript.card):
             state.text = card.current()
+        elif self.phase == "none":
+            state.text = "no model yet"
+        state.think = self.conversation.think
+        self._tell_problem()
         shown = state
-        if time.monotonic() >= self._message_until:
-            self._message = ""
-        if self._message:
-            shown = State(self._message, state.facts, state.used_tokens, {}, state.offline)
-        keys = "esc stop · F1 help" if self._current is not None else "^N new · F1 help · ^D quit"
-        self.query_one(StatusLine).show(shown, keys)
-        first = self.conversation.exchanges[0].user if self.conversation.exchanges else ""
-        self.query_one(TitleLine).show(first.split("\n")[0], self.chat_app.model, state.facts)
-        self.query_one(Prompt).set_title(f"{len(self._waiting)} queued" if self._waiting else "")
+        if message := self.message:
+            shown = State(message, state.facts, state.used_tokens, {}, "auto", state.offline, state.unsaved)
+        self.query_one(StatusLine).show(shown, self.live_keys())
+        self.query_one(TitleLine).show(self.conversation.shown_title, app.model, state.facts)
+        title = f"{len(self.waiting)} queued" if self.waiting else ""
+        if self.editing is not None:
+            title = f"editing {'a question' if self.editing[1] else 'an answer'} · esc leaves it"
+        self.query_one(Prompt).set_title(title)
+        self.query_one(Prompt).set_files(self.attached)
+
+    def _tell_problem(self) -> None:
+        saver = self.chat_app.saver
+        self.state.unsaved = bool(saver.problem)
+        told, saver.notice = saver.notice, ""
+        if saver.problem and saver.problem != self._told_problem:
+            told = f"! this chat is not being saved: {saver.problem}"
+        self._told_problem = saver.problem
+        if told:
+            self.call_later(self.transcript.say, told, "warning")
+
+
+def _mentioned(text: str) -> list[Attachment]:
+    """The files behind `@path` in a message. Raises ConfigError for one that is there and cannot be attached."""
+    from pathlib import Path
+
+    words = [word[1:].rstrip(".,;:)") for word in text.split() if word.startswith("@") and len(word) > 1]
+    return [read_attachment(word) for word in dict.fromkeys(words) if Path(word).expanduser().is_file()]

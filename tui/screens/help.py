@@ -1,4 +1,4 @@
-"""F1: the keys and commands that exist."""
+"""F1: the keys and commands that exist, as they are bound."""
 
 from __future__ import annotations
 
@@ -10,20 +10,14 @@ from textual.containers import Horizontal, VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
-from localllm.tui.conversation import SLASHES
+from localllm.tui.keys import KEYS, Keymap
+from localllm.tui.slash import SLASHES
 
-KEYS = (
-    ("Enter", "send; while an answer runs, the message waits its turn"),
-    ("Shift+Enter  Alt+Enter  Ctrl+J", "new line (so does a \\ before Enter)"),
-    ("Esc", "stop the answer"),
-    ("Ctrl+C", "copy the selection, stop, clear the prompt; twice to quit"),
-    ("Ctrl+D  Ctrl+Q", "quit (Ctrl+D when the prompt is empty)"),
-    ("Ctrl+N", "new chat"),
-    ("Ctrl+T", "open and close thinking"),
+FIXED = (
+    ("^P", "palette: everything by name, themes too"),
     ("↑  ↓", "messages sent before"),
-    ("PageUp  PageDown  wheel", "scroll; End follows the answer again"),
-    ("Tab", "complete a command"),
-    ("Ctrl+P", "palette: themes and more"),
+    ("PgUp  PgDn  wheel", "scroll; End follows the answer again"),
+    ("Tab", "complete a command or a file"),
 )
 
 
@@ -31,21 +25,37 @@ class HelpScreen(ModalScreen[None]):
     """Closes on any of the keys one would try."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q,enter,f1", "dismiss_help", "Close"),
+        Binding("escape,q,enter,f1,ctrl+c", "dismiss_help", "Close"),
     ]
 
+    def __init__(self, keymap: Keymap) -> None:
+        super().__init__()
+        self._keymap = keymap
+
     def compose(self) -> ComposeResult:
-        """Two lists."""
+        """Three lists."""
+
+        def keys(where: tuple[str, ...]) -> list[tuple[str, str]]:
+            return [(self._keymap.labels(n), key.meaning) for n, key in KEYS.items() if key.where in where]
+
         commands = [(f"/{s.name} {s.argument}".rstrip(), s.meaning) for s in SLASHES]
         commands.append(("//text", "send a message that begins with /"))
         with VerticalScroll(id="help"):
-            for title, rows in (("Keys", KEYS), ("Commands", commands)):
-                yield Static(title, classes="head" if title == "Keys" else "head second", markup=False)
-                for key, meaning in rows:
-                    with Horizontal():
-                        yield Static(key, classes="key", markup=False)
-                        yield Static(meaning, classes="meaning", markup=False)
-            yield Static("Esc closes this.", classes="note", markup=False)
+            yield Static("Keys", classes="head", markup=False)
+            yield from self._rows([*keys(("prompt", "chat")), *FIXED])
+            yield Static("Browse: Esc, then", classes="head second", markup=False)
+            yield from self._rows(keys(("browse",)))
+            yield Static("Commands", classes="head second", markup=False)
+            yield from self._rows(commands)
+            yield Static(
+                "Esc closes this. Keys are changed under [keys] in the settings.", classes="note", markup=False
+            )
+
+    def _rows(self, rows: list[tuple[str, str]]) -> ComposeResult:
+        for key, meaning in rows:
+            with Horizontal():
+                yield Static(key, classes="key", markup=False)
+                yield Static(meaning, classes="meaning", markup=False)
 
     def action_dismiss_help(self) -> None:
         """Go back to the chat."""

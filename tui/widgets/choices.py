@@ -1,47 +1,74 @@
-"""What to do when the conversation no longer fits the context window: nothing is left out without being asked."""
+"""A question above the prompt that must be answered before the chat goes on: nothing is done without being asked."""
 
 from __future__ import annotations
 
-from textual import on
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from textual import events, on
 from textual.message import Message
 from textual.widgets import OptionList
 from textual.widgets.option_list import Option
 
-from localllm.terminal import clean_line
-from localllm.tui.conversation import Conversation, Exchange
+
+class Choice(NamedTuple):
+    """One way on: the letter that takes it, its name, what it does."""
+
+    key: str
+    name: str
+    text: str
 
 
-class ContextChoices(OptionList):
-    """Hidden until `offer`; answers with `Chosen`."""
+class Choices(OptionList):
+    """Hidden until `offer`; answers with `Chosen`. Letters choose at once."""
 
     class Chosen(Message):
-        """`choice` is "forget" (leave out the oldest half), "new" or "edit"."""
+        """`name` is that of the choice; `topic` what it was about."""
 
-        def __init__(self, choice: str) -> None:
+        def __init__(self, topic: str, name: str) -> None:
             super().__init__()
-            self.choice = choice
+            self.topic = topic
+            self.name = name
 
     def __init__(self) -> None:
         super().__init__(id="choices", markup=False)
         self.display = False
-        self.border_title = "The context window is full; nothing was sent"
+        self.topic = ""
+        self._choices: Sequence[Choice] = ()
 
-    def offer(self, conversation: Conversation, exchange: Exchange) -> None:
-        """Show what can be done about a question that did not fit."""
-        oldest = conversation.oldest_half(exchange)
+    def offer(self, topic: str, title: str, choices: Sequence[Choice]) -> None:
+        """Ask. The last choice is what Esc means."""
+        self.topic, self._choices = topic, choices
+        self.border_title = title
         self.clear_options()
-        if oldest:
-            first = clean_line(oldest[0].user)[:40]
-            count = f"the oldest {len(oldest)} questions" if len(oldest) > 1 else "the oldest question"
-            self.add_option(Option(f"leave out {count} (from “{first}”) and send again", id="forget"))
-        if len(conversation.exchanges) > 1:
-            self.add_option(Option("start a new chat with this message", id="new"))
-        self.add_option(Option("edit the message", id="edit"))
+        self.add_options([Option(f"[{choice.key}] {choice.text}", id=choice.name) for choice in choices])
         self.display = True
         self.focus()
         self.highlighted = 0
 
+    def close(self) -> None:
+        """Ask no more."""
+        self.topic = ""
+        self.display = False
+
+    def cancel(self) -> None:
+        """Esc: the last choice."""
+        if self._choices:
+            self._answer(self._choices[-1].name)
+
+    def _answer(self, name: str) -> None:
+        topic = self.topic
+        self.close()
+        self.post_message(self.Chosen(topic, name))
+
+    def on_key(self, event: events.Key) -> None:
+        """A letter."""
+        found = [choice for choice in self._choices if choice.key == event.key]
+        if found:
+            event.stop()
+            self._answer(found[0].name)
+
     @on(OptionList.OptionSelected)
     def _selected(self, event: OptionList.OptionSelected) -> None:
         event.stop()
-        self.post_message(self.Chosen(str(event.option_id)))
+        self._answer(str(event.option_id))

@@ -18,7 +18,6 @@ from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.content import Content
 from textual.geometry import Size
-from textual.message import Message
 from textual.reactive import Reactive
 from textual.widgets import Markdown, Static
 from textual.widgets._markdown import (
@@ -31,10 +30,14 @@ from textual.widgets._markdown import (
     MarkdownParagraph,
 )
 
+from .copying import CopyCode
+
 LIST_CHUNK = 24
 """Items of an open list that wait; beyond this the finished ones are settled."""
 TAIL_CHUNK = 3000
 """Characters of the tail that are laid out again at every update; what is before is frozen."""
+LONG_CODE = 20
+"""Lines; a longer block can be copied at its end too."""
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})[^`\n]*$")
 
 
@@ -196,27 +199,21 @@ def _rows_of(block: MarkdownBlock, indent: int) -> Iterator[_Row]:
 class Fence(MarkdownFence):
     """A code block with a line above that names the language and copies the code when clicked."""
 
-    class Copy(Message):
-        """Somebody wants this code."""
-
-        def __init__(self, code: str) -> None:
-            super().__init__()
-            self.code = code
-
     def compose(self) -> ComposeResult:
-        """The line above, then the code."""
+        """The line above, the code, and below a long block the line again."""
         count = self.code.count("\n") + 1
         language = (self.lexer or "").split(" ")[0] or "text"
-        yield Static(
-            f"{language} · {count} line{'s' if count > 1 else ''} · click to copy", classes="head", markup=False
-        )
+        lines = f"{count} line{'s' if count > 1 else ''}"
+        yield Static(f"{language} · {lines} · click to copy", classes="head", markup=False)
         yield from super().compose()
+        if count > LONG_CODE:
+            yield Static(f"{lines} · click to copy", classes="head", markup=False)
 
     def on_click(self, event: Any) -> None:
-        """Copy when the line above was hit."""
+        """Copy when a line above or below was hit."""
         if isinstance(event.widget, Static) and event.widget.has_class("head"):
             event.stop()
-            self.post_message(self.Copy(self.code))
+            self.post_message(CopyCode(self.code))
 
 
 class Body(Markdown):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
@@ -14,31 +14,56 @@ from textual.widgets import Static
 
 from localllm.request import Failed
 from localllm.terminal import Cleaner, clean, seconds_short
-from localllm.tui.conversation import Exchange, failure_lines, stats_text
+from localllm.tui.conversation import Exchange
+from localllm.tui.texts import answer_stats, failure_lines
 
-from .markdown import Answer
+if TYPE_CHECKING:
+    from .markdown import Answer
 
 THINKING_LINES = 3
 """Lines of reasoning shown while it goes on."""
+LONG_QUESTION = 40
+"""Lines of a question shown; the rest is counted."""
 
 
 class UserMessage(Horizontal):
-    """A question, behind its mark."""
+    """A question, behind its mark; its files above, its branch and time on the right."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, exchange: Exchange) -> None:
         super().__init__()
-        self._text = text
+        self.exchange = exchange
 
     def compose(self) -> ComposeResult:
         """Mark, text, and whether it waits."""
         yield Static("❯", classes="mark", markup=False)
         with Vertical():
-            yield Static(clean(self._text), classes="text", markup=False)
+            if self.exchange.attachments:
+                names = "   ".join(f"+ {one.label}" for one in self.exchange.attachments)
+                yield Static(names, classes="files", markup=False)
+            yield Static(_shortened(clean(self.exchange.user)), classes="text", markup=False)
             yield Static("queued: sent when the model is free", classes="queued", markup=False)
+        yield Static("", classes="meta", markup=False)
+
+    def on_mount(self) -> None:
+        """The time it was asked."""
+        self.set_branch((1, 1))
 
     def set_queued(self, queued: bool) -> None:
         """Show or hide that it waits."""
         self.set_class(queued, "-queued")
+
+    def set_branch(self, place: tuple[int, int]) -> None:
+        """(which of how many) questions asked at this place."""
+        when = time.strftime("%H:%M", time.localtime(self.exchange.asked_at))
+        branch = f"‹{place[0]}/{place[1]}›  " if place[1] > 1 else ""
+        self.query_one(".meta", Static).update(branch + when)
+
+
+def _shortened(text: str) -> str:
+    lines = text.split("\n")
+    if len(lines) <= LONG_QUESTION:
+        return text
+    return "\n".join([*lines[: LONG_QUESTION // 2], f"… {len(lines) - LONG_QUESTION:,} more lines …"] + lines[-20:])
 
 
 class Thought(Static):
@@ -50,7 +75,7 @@ class Thought(Static):
         self._text = ""
         self._pieces = 0
         self._start = 0.0
-        self._took: float | None = None
+        self.took: float | None = None
         self.expanded = mode == "expanded"
         self.display = False
 
@@ -61,10 +86,10 @@ class Thought(Static):
         self._text += text
         self._pieces += 1
 
-    def end(self, num_tokens: int = 0) -> None:
-        """The answer begins."""
-        if self._text and self._took is None:
-            self._took = time.monotonic() - self._start
+    def end(self, num_tokens: int = 0, took: float = 0.0) -> None:
+        """The answer begins, after `took` seconds if they are known."""
+        if self._text and self.took is None:
+            self.took = took or time.monotonic() - self._start
         if num_tokens:
             self._pieces = num_tokens
         self.draw()
@@ -75,12 +100,12 @@ class Thought(Static):
             return
         self.display = True
         lines = self._text.strip().split("\n")
-        if self._took is None:
+        if self.took is None:
             head = f"▾ thinking… {seconds_short(time.monotonic() - self._start)}"
-            body = lines if self.expanded else lines[-THINKING_LINES:]
+            body = lines if self.expanded else lines[-THINKING_LINES:] if self._mode != "collapsed" else []
         else:
             mark = "▾" if self.expanded else "▸"
-            head = f"{mark} thought for {seconds_short(self._took)} · {self._pieces:,} tokens"
+            head = f"{mark} thought for {seconds_short(self.took)} · {self._pieces:,} tokens"
             body = lines if self.expanded else []
         self.update("\n".join([head, *(f"  {line}" for line in body)]))
 
@@ -100,12 +125,15 @@ class AssistantMessage(Vertical):
     virtual_size = Reactive(Size(0, 0))
 
     def __init__(self, exchange: Exchange, thinking: str = "auto") -> None:
+        from .markdown import Answer  # its parser and highlighter load while the model does, not before the first frame
+
         super().__init__()
         self.exchange = exchange
         self.thought = Thought(thinking)
-        self.answer = Answer()
+        self.answer: Answer = Answer()
         self._footer = Static("", classes="stats", markup=False)
         self._footer_text = ""
+        self._place = (1, 1)
         self._cleaner = Cleaner()
 
     def compose(self) -> ComposeResult:
@@ -122,7 +150,12 @@ class AssistantMessage(Vertical):
             return
         if not self.exchange.text:
             self.thought.end()
+            self.exchange.thought_s = self.thought.took or 0.0
         self.exchange.text += text
+        self.answer.feed(self._cleaner.push(text))
+
+    def prefill(self, text: str) -> None:
+        """An answer that is being continued: what there is of it."""
         self.answer.feed(self._cleaner.push(text))
 
     async def draw(self) -> None:
@@ -138,11 +171,33 @@ class AssistantMessage(Vertical):
             self._footer.update(text, layout=not self._footer_text)
             self._footer_text = text
 
-    async def finish(self, show_stats: bool = True) -> None:
+    def set_branch(self, place: tuple[int, int]) -> None:
+        """(which of how many) answers to this question."""
+        if place != self._place:
+            self._place = place
+            if self.exchange.stop:
+                self._end_footer()
+
+    async def finish(self) -> None:
         """The turn has ended, one way or the other."""
-        self.thought.end(self.exchange.usage.reasoning_tokens)
+        exchange = self.exchange
+        self.thought.end(exchange.usage.reasoning_tokens, exchange.thought_s)
+        exchange.thought_s = self.thought.took or 0.0
         await self.answer.finish()
-        self._footer.update(stats_text(self.exchange) if show_stats or self.exchange.stop == "abort" else "")
+        self._end_footer()
+
+    def _end_footer(self) -> None:
+        exchange = self.exchange
+        if exchange.failed is not None:
+            self._footer.update(failure_text(exchange.failed))
+            self._footer.add_class("-failed")
+            return
+        branch = f"‹{self._place[0]}/{self._place[1]}›  " if self._place[1] > 1 else ""
+        stats = answer_stats(exchange.usage, exchange.timing, exchange.stop)
+        silent = self.screen.has_class("-no-stats") and exchange.stop in ("stop", "length")
+        left = "left out of the context · " if exchange.forgotten else ""
+        self._footer.update(left + branch + ("" if silent else stats))
+        self._footer.remove_class("-failed")
         self._footer.add_class("-done")
 
     async def restore(self) -> None:
@@ -150,17 +205,12 @@ class AssistantMessage(Vertical):
         if self.exchange.reasoning:
             self.thought.feed(clean(self.exchange.reasoning))
         self.answer.feed(clean(self.exchange.text))
-        if self.exchange.failed is not None:
-            await self.fail(self.exchange.failed)
-        else:
-            await self.finish()
+        await self.finish()
 
     async def fail(self, failed: Failed) -> None:
         """The turn has ended in an error; what was there stays."""
-        self.thought.end()
-        await self.answer.finish()
-        self._footer.update(failure_text(failed))
-        self._footer.add_class("-failed")
+        self.exchange.failed = failed
+        await self.finish()
 
 
 class Notice(Static):

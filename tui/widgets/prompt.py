@@ -1,18 +1,23 @@
-"""Where a message is typed: Enter sends, Shift+Enter, Alt+Enter, Ctrl+J or a trailing backslash begin a new line."""
+"""Where a message is typed, with what it suggests: commands after `/`, files after `@`, earlier messages with ↑."""
 
 from __future__ import annotations
+
+import re
 
 from textual import events
 from textual.app import ComposeResult
 from textual.containers import Vertical
+from textual.content import Content
 from textual.message import Message
 from textual.widgets import Static, TextArea
 
 from localllm.terminal import clean
-from localllm.tui.conversation import matching
+from localllm.tui.attachments import Attachment, matching_files
+from localllm.tui.keys import Keymap
+from localllm.tui.slash import matching
 
-NEWLINE_KEYS = ("shift+enter", "alt+enter", "ctrl+j")
 MAX_HINTS = 8
+_AT = re.compile(r"(?:^|\s)@([^\s]*)$")
 
 
 class PromptArea(TextArea):
@@ -38,38 +43,59 @@ class PromptArea(TextArea):
     class Interrupt(Message):
         """Ctrl+C."""
 
-    def __init__(self, *, enter_sends: bool = True) -> None:
+    def __init__(self, keymap: Keymap, *, enter_sends: bool = True) -> None:
         super().__init__(
             soft_wrap=True,
             compact=True,
             highlight_cursor_line=False,
-            placeholder="Ask anything · / for commands",
+            placeholder="Ask anything · / for commands · @ for files",
             show_line_numbers=False,
             tab_behavior="focus",
         )
-        self._enter_sends = enter_sends
-        self._history: list[str] = []
+        send, newline = keymap.keys("prompt.send"), keymap.keys("prompt.newline")
+        swapped = not enter_sends and "enter" in send
+        self._send = frozenset(k for k in newline if k != "shift+enter") if swapped else frozenset(send)
+        self._newline = frozenset({"enter", "shift+enter"}) if swapped else frozenset(newline)
+        self._sent: list[str] = []
         self._place = 0
         self._draft = ""
 
+    @property
+    def sent_before(self) -> list[str]:
+        """What was sent before, oldest first."""
+        return self._sent
+
+    def load_history(self, lines: list[str]) -> None:
+        """What was sent in earlier chats."""
+        self._sent = [*lines, *self._sent]
+        self._place = len(self._sent)
+
     def remember(self, text: str) -> None:
         """Add a sent message to what ↑ brings back."""
-        if not self._history or self._history[-1] != text:
-            self._history.append(text)
-        self._place = len(self._history)
+        if not self._sent or self._sent[-1] != text:
+            self._sent.append(text)
+        self._place = len(self._sent)
+
+    def put(self, text: str) -> None:
+        """Replace the text, the cursor at its end."""
+        self.text = text
+        self.move_cursor(self.document.end)
 
     async def _on_key(self, event: events.Key) -> None:
         """Take the keys that mean something here; the editor's own handler sees the others next."""
         key = event.key
-        if key == "enter" and self._enter_sends or (key in NEWLINE_KEYS[1:] and not self._enter_sends):
+        hints = self.screen.query_one(Hints)
+        if hints.display and key in ("up", "down", "tab") or (hints.display and key == "enter" and hints.takes_enter):
+            self._take(event)
+            self._choose(hints, key)
+        elif key in self._send:
             self._take(event)
             self._enter()
-        elif key in NEWLINE_KEYS or key == "enter":
+        elif key in self._newline:
             self._take(event)
             self.insert("\n")
         elif key == "tab":
             self._take(event)
-            self._complete()
         elif key == "ctrl+c":
             self._take(event)
             if not self.selected_text:
@@ -94,6 +120,14 @@ class PromptArea(TextArea):
         event.stop()
         event.prevent_default()
 
+    def _choose(self, hints: Hints, key: str) -> None:
+        if key in ("up", "down"):
+            hints.move(-1 if key == "up" else 1)
+            return
+        word = hints.word
+        start = max(0, len(self.text) - len(hints.typed))
+        self.put(self.text[:start] + word + ("" if word.endswith("/") or not hints.spaced else " "))
+
     def _enter(self) -> None:
         if self.text.endswith("\\") and self.cursor_location == self.document.end:
             self.action_delete_left()
@@ -102,53 +136,102 @@ class PromptArea(TextArea):
         if self.text.strip():
             self.post_message(self.Sent(self.text))
 
-    def _complete(self) -> None:
-        if self.text.startswith("/") and " " not in self.text and (found := matching(self.text)):
-            self.text = f"/{found[0].name}" + (" " if found[0].argument else "")
-            self.move_cursor(self.document.end)
-
     def _at_edge(self, key: str) -> bool:
         return (key == "up" and self.cursor_at_first_line) or (key == "down" and self.cursor_at_last_line)
 
     def _recall(self, step: int) -> bool:
         place = self._place + step
-        if not 0 <= place <= len(self._history):
+        if not 0 <= place <= len(self._sent):
             return False
-        if self._place == len(self._history):
+        if self._place == len(self._sent):
             self._draft = self.text
         self._place = place
-        self.text = self._draft if place == len(self._history) else self._history[place]
-        self.move_cursor(self.document.end)
+        self.put(self._draft if place == len(self._sent) else self._sent[place])
         return True
 
 
-class Prompt(Vertical):
-    """The editor with its frame, and above it the commands that match what is being typed."""
+class Hints(Static):
+    """What could be meant, over the transcript: nothing moves when it comes and goes."""
 
-    def __init__(self, *, enter_sends: bool = True) -> None:
+    def __init__(self) -> None:
+        super().__init__("", id="hints", markup=False)
+        self.display = False
+        self._rows: list[tuple[str, str]] = []
+        self._at = 0
+        self.typed = ""
+        self.spaced = False
+        """whether a chosen word is followed by a space"""
+        self.takes_enter = False
+
+    @property
+    def word(self) -> str:
+        """The highlighted one."""
+        return self._rows[self._at][0]
+
+    def move(self, step: int) -> None:
+        """Highlight another."""
+        self._at = (self._at + step) % len(self._rows)
+        self._draw()
+
+    def offer(self, text: str) -> None:
+        """Look at what is in front of the cursor."""
+        self._rows, self.spaced, self.takes_enter = [], False, False
+        if text.startswith("/") and not text.startswith("//") and " " not in text and "\n" not in text:
+            found = matching(text)[:MAX_HINTS]
+            self._rows = [(f"/{s.name}", f"{s.argument}  {s.meaning}".strip()) for s in found]
+            self.typed, self.spaced = text, bool(found and found[0].argument)
+            if [s for s in found if f"/{s.name}" == text]:
+                self._rows = [row for row in self._rows if row[0] == text]
+        elif match := _AT.search(text):
+            self._rows = [(f"@{path}", "") for path in matching_files(match[1], MAX_HINTS)]
+            self.typed, self.spaced, self.takes_enter = f"@{match[1]}", True, True
+            if [row for row in self._rows if row[0] == self.typed]:
+                self._rows = []
+        self._at = 0
+        self.display = bool(self._rows)
+        self._draw()
+
+    def _draw(self) -> None:
+        width = max((len(word) for word, _ in self._rows), default=0) + 2
+        lines = []
+        for place, (word, meaning) in enumerate(self._rows):
+            style = "reverse" if place == self._at else ""
+            lines.append(Content.styled(f" {word:{width}}", style or "bold") + Content.styled(clean(meaning), "dim"))
+        self.update(Content("\n").join(lines))
+
+
+class Prompt(Vertical):
+    """The editor with its frame; files that go with the next message above."""
+
+    def __init__(self, keymap: Keymap, *, enter_sends: bool = True) -> None:
         super().__init__()
-        self.area = PromptArea(enter_sends=enter_sends)
-        self.area.border_subtitle = "⏎ send · ⇧⏎/^J newline · / commands" if enter_sends else "^J send · / commands"
+        self.area = PromptArea(keymap, enter_sends=enter_sends)
+        send, newline = keymap.label("prompt.send"), keymap.labels("prompt.newline").split("  ")
+        keys = f"{send} send · {newline[0]}/{newline[-1]} newline" if enter_sends else f"{newline[-1]} send"
+        self.area.border_subtitle = f"{keys} · / commands · @ files"
 
     def compose(self) -> ComposeResult:
-        """Hints (mostly absent), then the editor."""
-        hints = Static("", id="hints", markup=False)
-        hints.display = False
-        yield hints
+        """Files (mostly absent), then the editor."""
+        files = Static("", id="files", markup=False)
+        files.display = False
+        yield files
         yield self.area
 
     def on_text_area_changed(self, event: TextArea.Changed) -> None:
-        """Show the commands that match a half-typed one."""
-        text = event.text_area.text
-        hints = self.query_one("#hints", Static)
-        found = matching(text) if text.startswith("/") and not text.startswith("//") and " " not in text else []
-        hints.display = bool(found)
-        if found:
-            width = max(len(f"/{slash.name} {slash.argument}") for slash in found)
-            rows = [f"/{s.name} {s.argument}".ljust(width) + f"   {s.meaning}" for s in found[:MAX_HINTS]]
-            hints.update("\n".join(rows))
+        """Show what could be meant by what is in front of the cursor."""
+        area = event.text_area
+        hints = self.screen.query_one(Hints)
+        at_end = area.cursor_location == area.document.end
+        hints.offer(area.text if at_end and len(area.text) < 1000 else "")
+        hints.styles.offset = (2, -(self.outer_size.height + 1))
 
     def set_title(self, text: str) -> None:
-        """What stands on the upper edge of the frame: that messages are queued."""
+        """What stands on the upper edge of the frame: that messages are queued, or what is being edited."""
         if self.area.border_title != text:
             self.area.border_title = text
+
+    def set_files(self, attachments: list[Attachment]) -> None:
+        """What goes with the next message."""
+        files = self.query_one("#files", Static)
+        files.display = bool(attachments)
+        files.update("   ".join(f"+ {one.label}" for one in attachments))

@@ -10,8 +10,8 @@ from textual.content import Content
 from textual.widgets import Static
 
 from localllm.request import Facts
-from localllm.terminal import clean_line, fit, tokens_short
-from localllm.tui.conversation import number
+from localllm.terminal import cell_width, clean_line, fit, tokens_short
+from localllm.tui.texts import number
 
 WARN_SHARE = 0.8
 """From here on the context meter is a warning."""
@@ -25,7 +25,9 @@ class State:
     facts: Facts = field(default_factory=Facts)
     used_tokens: int = 0
     sampling: dict[str, object] = field(default_factory=dict)
+    think: str = "auto"
     offline: bool = False
+    unsaved: bool = False
 
 
 class TitleLine(Horizontal):
@@ -40,14 +42,15 @@ class TitleLine(Horizontal):
 
     def show(self, title: str, model: str, facts: Facts) -> None:
         """Set both sides; nothing is drawn when nothing has changed."""
-        new = (title, model, facts.model, facts.device, self.app.size.width)
+        new = (title, model, facts.model, facts.device, facts.url, self.app.size.width)
         if new == self._shown:
             return
         self._shown = new
+        width = self.app.size.width
         name = clean_line(facts.model or model)
-        name = name.rsplit("/", 1)[-1]
-        device = f" · {facts.device}" if facts.device else ""
-        room = max(10, self.app.size.width - len(name) - len(device) - 16)
+        name = fit(name.rstrip("/").rsplit("/", 1)[-1], max(12, width // 2 - 8))
+        device = f" · {clean_line(facts.url or facts.device)}" if facts.url or facts.device else ""
+        room = max(10, width - cell_width(name + device) - 16)
         bold = Content.styled(" localllm", "bold $primary")
         self.query_one("#title", Static).update(bold + Content(f"   {fit(clean_line(title), room)}"))
         self.query_one("#model", Static).update(f"{name}{device} ")
@@ -71,8 +74,12 @@ class StatusLine(Horizontal):
             parts.append(self._meter(state, wide))
         if state.offline:
             parts.append(Content.styled("offline", "$text-warning"))
+        if state.unsaved:
+            parts.append(Content.styled("! not saved" if wide else "!", "$text-warning"))
         if wide and state.sampling:
             parts.append(Content(" ".join(f"{_SHORT.get(k, k)} {number(v)}" for k, v in state.sampling.items())))
+        if wide and state.think != "auto":
+            parts.append(Content(f"think {state.think}"))
         left = Content(" │ ").join(parts)
         if (left, keys) != self._shown:
             same_keys = self._shown[1:] == (keys,)
@@ -92,7 +99,7 @@ class StatusLine(Horizontal):
             text += " " + "▓" * filled + "░" * (10 - filled)
         text += f" {share:.0%}".replace("%", " %")
         if share >= WARN_SHARE:
-            return Content.styled(f"! {text}", "$text-warning")
+            return Content.styled(f"! {text}" + (": /ctx" if wide else ""), "$text-warning")
         return Content(text)
 
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from textual import events
 from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.geometry import Size
+from textual.message import Message
 from textual.reactive import Reactive
 from textual.widget import Widget
 from textual.widgets import Static
@@ -21,31 +23,38 @@ from localllm.tui.conversation import Conversation, Exchange
 from .loading import LoadCard
 from .messages import AssistantMessage, Failure, Notice, UserMessage
 
-EARLIER_STEP = 10
+EARLIER_STEP = 5
 """Turns brought back at once."""
+Pair = tuple[UserMessage, AssistantMessage | None]
 
 
 class Transcript(VerticalScroll):
-    """What was said, newest below. `window` is how many turns stay on the screen."""
+    """What was said, newest below. `window` is how many messages stay on the screen."""
 
     virtual_size = Reactive(Size(0, 0))  # as with all that grows in it: a new size needs no second layout
 
-    def __init__(self, conversation: Conversation, model: str, *, window: int, thinking: str) -> None:
+    class Browsed(Message):
+        """A key that was pressed while the transcript has the focus."""
+
+        def __init__(self, key: str, character: str | None) -> None:
+            super().__init__()
+            self.key = key
+            self.character = character
+
+    def __init__(self, conversation: Conversation, *, window: int, thinking: str) -> None:
         super().__init__(id="transcript")
         self._conversation = conversation
-        self._model = model
-        self._window = max(2, window)
+        self._window = max(2, (window + 1) // 2)
         self._thinking = thinking
-        self._pairs: list[tuple[UserMessage, AssistantMessage | None]] = []
+        self._pairs: list[Pair] = []
         self._first = 0
-        """the conversation's number of the first turn that is mounted"""
+        """the branch's number of the first turn that is mounted"""
 
     def compose(self) -> ComposeResult:
-        """A line for what is not shown, and the card that shows loading."""
+        """A line for what is not shown."""
         earlier = Static("", id="earlier", markup=False)
         earlier.display = False
         yield earlier
-        yield LoadCard(self._model)
 
     @property
     def card(self) -> LoadCard | None:
@@ -53,12 +62,27 @@ class Transcript(VerticalScroll):
         cards = self.query(LoadCard)
         return cards.first() if cards else None
 
+    @property
+    def messages(self) -> list[UserMessage | AssistantMessage]:
+        """What is on the screen, in order."""
+        return [one for pair in self._pairs for one in pair if one is not None]
+
+    async def begin_loading(self, model: str) -> None:
+        """Show the card of a model that is about to load."""
+        await self.query("LoadCard, Failure").remove()
+        await self.mount(LoadCard(model))
+        self.anchor()
+
+    # --- turns -------------------------------------------------------------------------------------------------------
+
     async def add_question(self, exchange: Exchange) -> UserMessage:
-        """Show a question, follow the end again, and take the oldest turn off if there are too many."""
-        question = UserMessage(exchange.user)
+        """Show a question, follow the end again."""
+        question = UserMessage(exchange)
+        question.display = bool(exchange.user or exchange.attachments)
         await self.mount(question)
         self._pairs.append((question, None))
         self.anchor()
+        self._mark_branches()
         return question
 
     async def add_answer(self, exchange: Exchange, question: UserMessage) -> AssistantMessage:
@@ -66,15 +90,27 @@ class Transcript(VerticalScroll):
         answer = AssistantMessage(exchange, self._thinking)
         await self.mount(answer, after=question)
         self._pairs = [(user, answer if user is question else old) for user, old in self._pairs]
+        self._mark_branches()
         return answer
+
+    async def drop_answer(self, exchange: Exchange) -> UserMessage | None:
+        """Take an answer off, to be written anew under its question."""
+        for place, (question, answer) in enumerate(self._pairs):
+            if question.exchange is exchange:
+                self._pairs[place] = (question, None)
+                if answer is not None:
+                    await answer.remove()
+                return question
+        return None
 
     async def take_back(self, exchange: Exchange) -> None:
         """Remove a question that was not answered."""
         for question, answer in list(self._pairs):
-            if answer is not None and answer.exchange is exchange:
+            if question.exchange is exchange:
                 self._pairs.remove((question, answer))
                 await question.remove()
-                await answer.remove()
+                if answer is not None:
+                    await answer.remove()
 
     async def say(self, text: str, kind: str = "", after: Widget | None = None) -> None:
         """Something from the program. `kind` is "" or "warning"."""
@@ -85,15 +121,63 @@ class Transcript(VerticalScroll):
 
     async def fail(self, failed: Failed) -> None:
         """A failure that belongs to no answer."""
+        await self.query(Failure).remove()
         await self.mount(Failure(failed))
 
     async def clear(self) -> None:
         """Remove all turns and notices."""
         self._pairs.clear()
         self._first = 0
-        for kind in (UserMessage, AssistantMessage, Notice):
-            await self.query(kind).remove()
+        await self.query("UserMessage, AssistantMessage, Notice").remove()
         self._show_earlier_line()
+
+    async def sync(self, conversation: Conversation | None = None) -> None:
+        """Show the branch as it is now: what still holds stays, the rest goes, what is missing comes."""
+        self._conversation = conversation or self._conversation
+        turns = self._conversation.exchanges
+        same = 0
+        while same < len(self._pairs) and self._first + same < len(turns):
+            if self._pairs[same][0].exchange is not turns[self._first + same]:
+                break
+            same += 1
+        gone = [one for pair in self._pairs[same:] for one in pair if one is not None]
+        self._pairs = self._pairs[:same]
+        if not self._pairs:
+            self._first = max(0, len(turns) - self._window)
+        with self.app.batch_update():
+            if gone:
+                await self.remove_children(gone)
+            missing = turns[self._first + same :]
+            if len(missing) > self._window:
+                await self.remove_children(self.messages)
+                self._pairs, self._first = [], len(turns) - self._window
+                missing = missing[-self._window :]
+            made = [await self._restored(exchange) for exchange in missing]
+            self._pairs += made
+        self._mark_branches()
+        self._show_earlier_line()
+        self.anchor()
+
+    async def _restored(self, exchange: Exchange, before: Widget | None = None) -> Pair:
+        question = UserMessage(exchange)
+        question.display = bool(exchange.user or exchange.attachments)
+        if not exchange.stop:
+            await self.mount(question, before=before)
+            return question, None
+        answer = AssistantMessage(exchange, self._thinking)
+        await self.mount(question, answer, before=before)
+        await answer.restore()
+        return question, answer
+
+    def _mark_branches(self) -> None:
+        for question, answer in self._pairs:
+            if not question.is_mounted:
+                continue
+            question.set_branch(self._conversation.place(question.exchange, True))
+            if answer is not None and answer.is_mounted:
+                answer.set_branch(self._conversation.place(answer.exchange, False))
+
+    # --- what is not on the screen -----------------------------------------------------------------------------------
 
     async def trim(self) -> None:
         """Take the oldest finished turns off the screen."""
@@ -109,19 +193,39 @@ class Transcript(VerticalScroll):
 
     async def on_click(self, event: Any) -> None:
         """Bring earlier turns back."""
-        if getattr(event.widget, "id", None) != "earlier" or not self._pairs:
+        if getattr(event.widget, "id", None) == "earlier":
+            await self.load_earlier()
+
+    async def load_earlier(self) -> None:
+        """Bring some earlier turns back; the place one looks at stays."""
+        if not self._pairs or not self._first:
             return
+        height = self.virtual_size.height
+        at = self.scroll_y
         last = self._pairs[0][0]
-        for number in range(self._first - 1, max(-1, self._first - 1 - EARLIER_STEP), -1):
-            exchange = self._conversation.exchanges[number]
-            question, answer = UserMessage(exchange.user), AssistantMessage(exchange, self._thinking)
-            await self.mount(question, answer, before=last)
-            await answer.restore()
-            self._pairs.insert(0, (question, answer))
-            self._first, last = number, question
+        with self.app.batch_update():
+            for number in range(self._first - 1, max(-1, self._first - 1 - EARLIER_STEP), -1):
+                pair = await self._restored(self._conversation.exchanges[number], before=last)
+                self._pairs.insert(0, pair)
+                self._first, last = number, pair[0]
+        self._mark_branches()
         self._show_earlier_line()
+        self.call_after_refresh(lambda: self.scroll_to(y=at + self.virtual_size.height - height, animate=False))
+
+    async def reveal(self, exchange: Exchange) -> None:
+        """Bring turns back until this one is on the screen."""
+        turns = self._conversation.exchanges
+        while exchange in turns and self._first > turns.index(exchange):
+            await self.load_earlier()
 
     def _show_earlier_line(self) -> None:
         line = self.query_one("#earlier", Static)
         line.display = self._first > 0
-        line.update(f"↑ {self._first} earlier: click to show")
+        line.update(f"↑ {self._first:,} earlier: click or Home to show")
+
+    # --- keys of browse mode -----------------------------------------------------------------------------------------
+
+    async def _on_key(self, event: events.Key) -> None:
+        event.stop()
+        event.prevent_default()
+        self.post_message(self.Browsed(event.key, event.character))

@@ -1,0 +1,42 @@
+"""Which running server a chat may use instead of loading a model a second time."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from localllm.errors import ServerError
+from localllm.terminal import clean_line
+
+from .session import fake_engine
+
+
+class Attached(NamedTuple):
+    """A server, the key it wants, the model of its that was meant ("" for its first)."""
+
+    url: str
+    key: str
+    model: str = ""
+
+
+def find_server(wish: str, names: tuple[str, ...]) -> Attached | None:
+    """The server of `--attach-to auto|off|URL` for a model called one of `names` (none: any); None loads it here.
+
+    Raises ServerError when a URL is none.
+    """
+    if wish == "off" or (wish == "auto" and fake_engine()):
+        return None
+    from localllm.processes import running
+
+    servers = [one for one in running() if one.kind == "serve" and one.url]
+    if wish != "auto":
+        if not wish.startswith(("http://", "https://", "unix:")):
+            raise ServerError(f"{clean_line(wish)} is no address of a server", "--attach-to http://127.0.0.1:8000")
+        url = wish.rstrip("/").removesuffix("/v1")
+        own = next((one.token for one in servers if one.url.rstrip("/") == url), "")
+        return Attached(url, own or os.environ.get("LOCALLLM_API_KEY", ""), names[0] if names else "")
+    for one in servers:
+        shared = [name for name in names if name in one.models]
+        if shared or (not names and one.models):
+            return Attached(one.url, one.token, shared[0] if shared else "")
+    return None

@@ -1,0 +1,40 @@
+"""The process of one browser tab of `chat --web`: the interface over a pipe to `textual-serve`. Not for people."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from . import logs
+from .chat import Start, full_screen
+from .command import Env, Options, guarded
+from .names import Choice
+from .session import Sampling
+
+
+def main() -> None:
+    """Parse what `web.py` wrote, and run the interface."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--attach-to", default="")
+    parser.add_argument("--model", default="")
+    given = parser.parse_args()
+
+    def run(env: Env) -> int:
+        from localllm.history import History
+        from localllm.tui.conversation import Conversation
+        from localllm.tui.saver import Saver
+
+        config = env.settings({})
+        logs.no_stderr()
+        sampling = Sampling(config.sampling.given())
+        saver = Saver(History if config.chat.save else None)
+        start = Start(Conversation(config.chat.system, sampling.given), saver, sampling)
+        start.attach_to = given.attach_to
+        start.choice = Choice(given.model or ("" if given.attach_to else "fake"), given.model or "fake")
+        return full_screen(env, config, start)
+
+    sys.exit(guarded(Options(quiet=True), run))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""`chat --web`: the same interface in a browser of this machine, one engine for all tabs, behind a one-time link.
+
+`textual-serve` starts one process per tab; each attaches to one server (`localllm serve`, started here when none runs),
+so that a model is loaded once. Only the loopback address is listened on. The link's token is good for one visit, which
+gets a cookie; Host and Origin are checked, since any web page can reach a port of this machine.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from localllm.config import UserConfig
+from localllm.errors import ConfigError, ServerError
+
+from .attach import Attached
+from .chat import Start
+from .command import Env
+from .session import fake_engine
+
+if TYPE_CHECKING:
+    from localllm.processes import Running
+
+COOKIE = "localllm"
+START_S = 600.0
+"""for a server to load its model"""
+_OWN = [sys.executable, "-P", "-c", "from localllm.cli import main; main()"]
+_TAB = [sys.executable, "-P", "-m", "localllm.cli.tab"]
+
+
+class Gate:
+    """Lets one visit in by its token, and then that browser by its cookie."""
+
+    def __init__(self, hosts: tuple[str, ...]) -> None:
+        self._hosts = hosts
+        self.token = secrets.token_urlsafe(24)
+        self._session = secrets.token_urlsafe(32)
+        self._used = False
+
+    def check(self, host: str, origin: str | None, cookie: str, token: str | None) -> tuple[int, str]:
+        """(status, cookie to set): 200 lets in, 302 sets the cookie and leads to the page, 403 refuses."""
+        if host not in self._hosts or (origin is not None and origin not in {f"http://{name}" for name in self._hosts}):
+            return 403, ""
+        if cookie and hmac.compare_digest(cookie.encode(), self._session.encode()):
+            return 200, ""
+        if token and not self._used and hmac.compare_digest(token.encode(), self.token.encode()):
+            self._used = True
+            return 302, self._session
+        return 403, ""
+
+
+def serve_web(env: Env, config: UserConfig, start: Start) -> int:
+    """Serve until Ctrl-C."""
+    try:
+        import textual_serve.server  # noqa: F401
+    except ImportError:
+        raise ConfigError("the browser mode needs the package textual-serve", "pip install 'localllm[web]'") from None
+    child: subprocess.Popen[bytes] | None = None
+    words: list[str] = []
+    key = ""
+    if not fake_engine():
+        attached = Attached(start.attach_to, start.key) if start.attach_to else None
+        if attached is None:
+            name = start.choice.name if start.choice else ""
+            child, attached = _start_server(env, name, start.ctx)
+        words, key = ["--attach-to", attached.url], attached.key
+        if attached.model:
+            words += ["--model", attached.model]
+    try:
+        return _serve(env, config, [*_TAB, *words], key)
+    finally:
+        if child is not None:
+            child.terminate()
+            child.wait(30)
+
+
+def _start_server(env: Env, model: str, ctx: str | None) -> tuple[subprocess.Popen[bytes], Attached]:
+    """A server of our own on a free port, ready to answer. Its messages go to our stderr."""
+    env.console.say("starting the server that all tabs share")
+    words = [*_OWN, "serve", model, "--port", "0", "--preload", "-y", *(["--ctx", ctx] if ctx else [])]
+    child = subprocess.Popen(words, stdin=subprocess.DEVNULL)
+    end = time.monotonic() + START_S
+    while child.poll() is None and time.monotonic() < end:
+        found = _record_of(child.pid)
+        if found is not None and _answers(found):
+            return child, Attached(found.url, found.token, found.models[0] if found.models else "")
+        time.sleep(0.1)
+    child.terminate()
+    raise ServerError("the server did not start", "the lines above say why")
+
+
+def _record_of(pid: int) -> Running | None:
+    from localllm.processes import running
+
+    return next((one for one in running() if one.pid == pid and one.url), None)
+
+
+def _answers(server: Running) -> bool:
+    import httpx
+
+    try:
+        headers = {"authorization": f"Bearer {server.token}"}
+        found = httpx.get(f"{server.url}/health", headers=headers, timeout=2, trust_env=False)
+    except httpx.HTTPError:
+        return False
+    return found.status_code == 200 and bool(server.models)
+
+
+def _serve(env: Env, config: UserConfig, command: list[str], key: str) -> int:
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind(("127.0.0.1", 0))
+    port = sock.getsockname()[1]
+    gate = Gate((f"127.0.0.1:{port}", f"localhost:{port}"))
+    environment = {"LOCALLLM_API_KEY": key} if key else {}
+    server = make_server(shlex.join(command), port, gate, environment)
+    env.console.say(f"Open http://127.0.0.1:{port}/?token={gate.token}   (good for one browser; Ctrl-C ends it)")
+    from aiohttp import web
+
+    web.run_app(server._make_app(), sock=sock, print=lambda *_: None, handle_signals=True)
+    return 0
+
+
+def make_server(command: str, port: int, gate: Gate, environment: dict[str, str]) -> Any:
+    """The server of textual-serve, silent and behind the gate."""
+    from aiohttp import web
+    from textual_serve.server import Server
+
+    os.environ.update(environment)  # the tabs' processes inherit it; it must not stand in their command line
+
+    class Behind(Server):
+        async def _make_app(self) -> Any:
+            app = await super()._make_app()
+            app.middlewares.append(_middleware(gate))
+            return app
+
+        async def on_startup(self, app: Any) -> None:
+            """Nothing: what is to be said was said."""
+
+    def _middleware(gate: Gate) -> Any:
+        @web.middleware
+        async def behind(request: Any, handler: Any) -> Any:
+            status, cookie = gate.check(
+                request.headers.get("host", ""),
+                request.headers.get("origin"),
+                request.cookies.get(COOKIE, ""),
+                request.query.get("token"),
+            )
+            if status == 403:
+                return web.Response(status=403, text="This link was used, or is not for you. Start chat --web again.\n")
+            if status == 302:
+                response = web.Response(status=302, headers={"location": "/", "referrer-policy": "no-referrer"})
+                response.set_cookie(COOKIE, cookie, httponly=True, samesite="Strict")
+                return response
+            return await handler(request)
+
+        return behind
+
+    return Behind(command, "127.0.0.1", port, title="localllm", public_url=f"http://127.0.0.1:{port}")

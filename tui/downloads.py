@@ -1,0 +1,63 @@
+"""Models fetched while one chats: each by a process of this program's own `pull`, so that a stop keeps the parts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+from collections.abc import Callable
+
+from localllm.terminal import clean_line, gib
+
+from .screens.viewer import OWN
+
+
+class Downloads:
+    """`tell` gets a line whenever there is something to say."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._running: dict[str, asyncio.Task[None]] = {}
+
+    def begin(self, name: str) -> None:
+        """Fetch a model; once is enough."""
+        if name not in self._running:
+            self._running[name] = asyncio.create_task(self._fetch(name))
+
+    async def _fetch(self, name: str) -> None:
+        pipe = asyncio.subprocess.PIPE
+        words = ("pull", name, "-y", "--progress", "json")
+        process = await asyncio.create_subprocess_exec(
+            *OWN, *words, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=pipe,
+            env=dict(os.environ), limit=1 << 20,
+        )  # fmt: skip
+        assert process.stderr is not None
+        shown, last = -1, ""
+        try:
+            async for raw in process.stderr:
+                last = raw.decode("utf-8", "replace").strip() or last
+                done, total = _progress(last)
+                if total and done * 20 // total != shown:
+                    shown = done * 20 // total
+                    self._tell(f"fetching {clean_line(name)}: {gib(done)} of {gib(total)}")
+            code = await process.wait()
+            end = "is here: ^O uses it" if code == 0 else f"could not be fetched: {clean_line(last)[:200]}"
+            self._tell(f"{clean_line(name)} {end}")
+        finally:
+            self._running.pop(name, None)
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+
+    def stop(self) -> None:
+        """Pause all; the same download goes on where it was."""
+        for task in list(self._running.values()):
+            task.cancel()
+
+
+def _progress(line: str) -> tuple[int, int]:
+    try:
+        event = json.loads(line)
+        return int(event["done"]), int(event["total"])
+    except (ValueError, KeyError, TypeError):
+        return 0, 0

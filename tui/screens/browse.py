@@ -1,0 +1,266 @@
+"""Browse mode: a cursor on messages, and what one key does to the message under it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from localllm.terminal import clean_line
+from localllm.tui.texts import code_blocks
+from localllm.tui.widgets.messages import AssistantMessage, UserMessage
+
+if TYPE_CHECKING:
+    from .chat import ChatScreen
+
+TWICE_S = 0.6
+"""Two presses of Esc within this time edit the last question."""
+
+
+class Browse:
+    """The cursor. Inactive until `enter`."""
+
+    def __init__(self, screen: ChatScreen) -> None:
+        self._screen = screen
+        self.at: UserMessage | AssistantMessage | None = None
+        self.wanted = ""
+        """what is searched for in this chat"""
+        self._code = -1
+        self._entered = 0.0
+        self._armed: UserMessage | AssistantMessage | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether keys go to the cursor."""
+        return self.at is not None and self._screen.transcript.has_focus
+
+    def enter(self, step: int = 0) -> bool:
+        """Put the cursor on a message: where it was, moved by `step`, or on the last one. False when there is none."""
+        messages = self._screen.transcript.messages
+        if not messages:
+            return False
+        if not self.active:
+            self._entered = time.monotonic()
+        place = messages.index(self.at) + step if self.active and self.at in messages else len(messages) - 1
+        self._screen.transcript.focus()
+        self._put(messages[max(0, min(place, len(messages) - 1))])
+        return True
+
+    def leave(self) -> None:
+        """Back to the prompt."""
+        self._put(None)
+        self._screen.prompt.focus()
+
+    def _put(self, message: UserMessage | AssistantMessage | None) -> None:
+        if self.at is not None:
+            self.at.remove_class("-at")
+        self.at, self._code, self._armed = message, -1, None
+        if message is not None:
+            message.add_class("-at")
+            message.scroll_visible(animate=False)
+
+    async def key(self, key: str, character: str | None) -> None:
+        """One key. A letter that means nothing goes to the prompt."""
+        screen = self._screen
+        name = screen.chat_app.keymap.browse().get(key, "")
+        if key == "escape" and time.monotonic() - self._entered < TWICE_S and not screen.prompt.text:
+            self.leave()
+            screen.edit_last()
+        elif name == "browse.leave" or self.at is None:
+            self.leave()
+        elif name:
+            await self._actions()[name]()
+        elif character and character.isprintable() and len(character) == 1:
+            self.leave()
+            screen.prompt.insert(character)
+        elif key in ("pageup", "pagedown"):
+            getattr(screen.transcript, f"scroll_page_{key.removeprefix('page')}")(animate=False)
+
+    def _actions(self) -> dict[str, Callable[[], Awaitable[None]]]:
+        return {
+            "browse.copy": self._copy, "browse.code": self._copy_code, "browse.save": self._save,
+            "browse.edit": self._edit, "browse.again": self._again, "browse.branch": self._branch,
+            "browse.previous": self._previous, "browse.next": self._next, "browse.fold": self._fold,
+            "browse.delete": self._delete, "browse.search": self._search, "browse.search_next": self._search_next,
+            "browse.search_back": self._search_back, "browse.raw": self._raw, "browse.move_up": self._move_up,
+            "browse.move_down": self._move_down, "browse.first": self._first, "browse.last": self._last,
+        }  # fmt: skip
+
+    # --- moving ------------------------------------------------------------------------------------------------------
+
+    async def _move_up(self) -> None:
+        messages = self._screen.transcript.messages
+        if self.at is messages[0]:
+            await self._screen.transcript.load_earlier()
+        self.enter(-1)
+
+    async def _move_down(self) -> None:
+        self.enter(1)
+
+    async def _first(self) -> None:
+        await self._screen.transcript.load_earlier()
+        self._put(self._screen.transcript.messages[0])
+
+    async def _last(self) -> None:
+        self._put(self._screen.transcript.messages[-1])
+        self._screen.transcript.anchor()
+
+    # --- what is under the cursor ------------------------------------------------------------------------------------
+
+    @property
+    def text(self) -> str:
+        """The message as it was written."""
+        if self.at is None:
+            return ""
+        return self.at.exchange.user if isinstance(self.at, UserMessage) else self.at.exchange.text
+
+    async def _copy(self) -> None:
+        self._screen.flash(f"message: {self._screen.chat_app.copy(self.text)}")
+
+    def _next_code(self) -> str | None:
+        blocks = code_blocks(self.text)
+        if not blocks:
+            self._screen.flash("this message has no code block")
+            return None
+        self._code = (self._code + 1) % len(blocks)
+        return blocks[self._code]
+
+    async def _copy_code(self) -> None:
+        code = self._next_code()
+        if code is not None:
+            count = len(code_blocks(self.text))
+            self._screen.flash(f"code block {self._code + 1} of {count}: {self._screen.chat_app.copy(code)}")
+
+    async def _save(self) -> None:
+        from .ask import AskScreen
+
+        blocks = code_blocks(self.text)
+        code = blocks[max(0, self._code)] if blocks else None
+        if code is None:
+            self._screen.flash("this message has no code block")
+            return
+        self._screen.app.push_screen(
+            AskScreen("Write the code block to", "path"), lambda path: self._screen.write_file(path, code)
+        )
+
+    async def _edit(self) -> None:
+        at = self.at
+        if at is not None:
+            self.leave()
+            self._screen.edit(at.exchange, isinstance(at, UserMessage))
+
+    async def _again(self) -> None:
+        if self.at is not None and self._screen.may_change():
+            exchange = self.at.exchange
+            self.leave()
+            async with self._screen.changing:
+                await self._screen.ask_again(self._screen.conversation.again(exchange))
+
+    async def _branch(self) -> None:
+        if self.at is not None and self._screen.may_change():
+            exchange = self.at.exchange
+            self.leave()
+            async with self._screen.changing:
+                self._screen.conversation.cut_after(exchange)
+                await self._screen.transcript.sync()
+            self._screen.flash("the next message goes on from here; what came after is kept as another branch")
+
+    async def _previous(self) -> None:
+        await self._step(-1)
+
+    async def _next(self) -> None:
+        await self._step(1)
+
+    async def _step(self, step: int) -> None:
+        at = self.at
+        if at is None or not self._screen.may_change():
+            return
+        of_question = isinstance(at, UserMessage)
+        talk = self._screen.conversation
+        if talk.place(at.exchange, of_question)[1] < 2:
+            self._screen.flash("there is no other branch here")
+            return
+        async with self._screen.changing:
+            other = talk.step(at.exchange, step, of_question)
+            self.at = None
+            await self._screen.transcript.sync()
+            self._screen.keep()
+        found = [m for m in self._screen.transcript.messages if m.exchange is other]
+        self._put(found[0 if of_question else -1] if found else None)
+        self._screen.transcript.focus()
+
+    async def _fold(self) -> None:
+        if isinstance(self.at, AssistantMessage) and self.at.exchange.reasoning:
+            self.at.thought.toggle()
+
+    async def _raw(self) -> None:
+        from .viewer import Viewer
+
+        self._screen.app.push_screen(Viewer("As the model wrote it", self.text))
+
+    async def _delete(self) -> None:
+        at = self.at
+        if at is None or not self._screen.may_change():
+            return
+        if self._armed is not at:
+            self._armed = at
+            self._screen.flash("d again removes this turn and all that follows it")
+            return
+        async with self._screen.changing:
+            self._screen.conversation.remove(at.exchange)
+            self.at = None
+            await self._screen.transcript.sync()
+            self._screen.keep()
+        if not self.enter():
+            self.leave()
+
+    # --- searching ---------------------------------------------------------------------------------------------------
+
+    async def _search(self) -> None:
+        from .ask import AskScreen
+
+        def found(text: str | None) -> None:
+            self.wanted = (text or "").casefold()
+            if self.wanted:
+                self._screen.call_later(self.find, -1)
+
+        self._screen.app.push_screen(AskScreen("Search in this chat", "text", self.wanted), found)
+
+    async def _search_next(self) -> None:
+        await self.find(1)
+
+    async def _search_back(self) -> None:
+        await self.find(-1)
+
+    async def find(self, step: int) -> None:
+        """The next (1) or previous (-1) message that holds what is searched for."""
+        turns = self._screen.conversation.exchanges
+        places = [(n, part) for n, one in enumerate(turns) for part in (0, 1) if self.wanted in _part(one, part)]
+        if not self.wanted or not places:
+            self._screen.flash(f"“{clean_line(self.wanted)}” is not in this chat" if self.wanted else "/ searches")
+            return
+        here = (1 << 60, 0)
+        if self.at is not None:
+            here = turns.index(self.at.exchange), int(isinstance(self.at, AssistantMessage))
+        later, earlier = [p for p in places if p > here], [p for p in places if p < here]
+        at = (later or places)[0] if step > 0 else (earlier or places)[-1]
+        await self._screen.transcript.reveal(turns[at[0]])
+        for message in self._screen.transcript.messages:
+            if message.exchange is turns[at[0]] and isinstance(message, AssistantMessage) == bool(at[1]):
+                self._screen.transcript.focus()
+                self._put(message)
+        self._screen.flash(f"{places.index(at) + 1} of {len(places)}")
+
+
+def _part(exchange: object, part: int) -> str:
+    return str(getattr(exchange, "text" if part else "user")).casefold()
+
+
+def default_path(name: str) -> Path:
+    """A file of this name in the working folder that does not exist yet."""
+    path, number = Path(name), 1
+    while path.exists():
+        number += 1
+        path = Path(f"{Path(name).stem}-{number}{Path(name).suffix}")
+    return path

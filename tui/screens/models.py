@@ -1,0 +1,248 @@
+"""Ctrl+O: the models here and those that could be fetched, with what they take and how fast they should be."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, cast
+
+from textual import events, on, work
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import DataTable, Input, Static
+
+from localllm.request import ModelChoice
+from localllm.terminal import clean_line, fit, gib, tokens_short
+
+if TYPE_CHECKING:
+    from localllm.tui.app import ChatApp
+
+WINDOWS = (None, 4096, 8192, 16384, 32768, 65536, 131072)
+"""Contexts to weigh; None is what the plan would take."""
+SCOPES = ("all", "on disk", "fits")
+
+
+class ModelsScreen(ModalScreen[tuple[str, int | None] | None]):
+    """Answers with (name, context asked for), or None."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q,ctrl+c,ctrl+o", "leave", "Close"),
+        Binding("slash", "filter", "Filter"),
+        Binding("tab", "scope", "Scope", priority=True),
+        Binding("left", "window(-1)", "Less context"),
+        Binding("right", "window(1)", "More context"),
+        Binding("d", "download", "Download only"),
+        Binding("i", "info", "Information"),
+        Binding("x", "remove", "Remove"),
+    ]
+
+    def __init__(self, now: str) -> None:
+        super().__init__()
+        self._now = now
+        self._rows: list[ModelChoice] = []
+        self._shown: list[ModelChoice] = []
+        self._window = 0
+        self._scope = 0
+        self._armed = ""
+
+    @property
+    def chat_app(self) -> ChatApp:
+        """The application."""
+        return cast("ChatApp", self.app)
+
+    def compose(self) -> ComposeResult:
+        """Filter, table, what the row means."""
+        with Vertical(id="models") as box:
+            box.border_title = "Models"
+            yield Input(placeholder="/ filter", compact=True, id="model-filter")
+            yield DataTable(cursor_type="row", id="model-table")
+            yield Static("looking …", id="model-detail", markup=False)
+
+    def on_mount(self) -> None:
+        """Headings, then the rows as soon as they are known."""
+        table = self.query_one(DataTable)
+        for name in self._columns():
+            table.add_column(name, key=name)
+        table.focus()
+        self._subtitle()
+        self._look()
+
+    def _columns(self) -> tuple[str, ...]:
+        if self.app.size.width < 100:
+            return ("MODEL", "SIZE", "SPEED", "STATUS")
+        return ("MODEL", "QUANT", "SIZE", "MEMORY", "MAX CTX", "SPEED", "STATUS")
+
+    @work(exclusive=True, group="models", exit_on_error=False)
+    async def _look(self) -> None:
+        choices = self.chat_app.backend.choices
+        self._rows = await asyncio.to_thread(choices, WINDOWS[self._window])
+        self._fill()
+
+    def _subtitle(self) -> None:
+        window = WINDOWS[self._window]
+        box = self.query_one("#models")
+        box.border_title = f"Models · {SCOPES[self._scope]} · ctx ◂ {tokens_short(window) if window else 'auto'} ▸"
+        box.border_subtitle = "⏎ use · d download · i info · x remove · / filter · Tab scope · ←→ context"
+
+    def _fill(self) -> None:
+        words = self.query_one(Input).value.casefold().split()
+        scope = SCOPES[self._scope]
+        self._shown = [
+            row for row in self._rows
+            if all(word in f"{row.name} {row.format} {row.note}".casefold() for word in words)
+            and (scope == "all" or (row.local if scope == "on disk" else row.fits))
+        ]  # fmt: skip
+        table = self.query_one(DataTable)
+        at = table.cursor_row
+        table.clear()
+        wide = len(self._columns()) > 4
+        for row in self._shown:
+            table.add_row(*[Content(cell) for cell in _cells(row, wide, self._now)])
+        if self._shown:
+            table.move_cursor(row=min(at, len(self._shown) - 1))
+        self._detail()
+
+    @property
+    def row(self) -> ModelChoice | None:
+        """The one under the cursor."""
+        at = self.query_one(DataTable).cursor_row
+        return self._shown[at] if 0 <= at < len(self._shown) else None
+
+    def _detail(self) -> None:
+        row, detail = self.row, self.query_one("#model-detail", Static)
+        if row is None:
+            detail.update("nothing fits this filter" if self._rows else "no models")
+            return
+        detail.update(Content("\n").join(detail_lines(row, max(30, self.query_one("#models").size.width - 4))))
+
+    # --- keys --------------------------------------------------------------------------------------------------------
+
+    @on(DataTable.RowHighlighted)
+    def _moved(self) -> None:
+        self._armed = ""
+        self._detail()
+
+    @on(DataTable.RowSelected)
+    def _selected(self) -> None:
+        row = self.row
+        if row is None:
+            return
+        if not row.supported:
+            self.query_one("#model-detail", Static).update(f"✗ {clean_line(row.reason)}")
+        elif not row.local and self.chat_app.offline:
+            self.query_one("#model-detail", Static).update("✗ offline: only models on this disk can be used")
+        else:
+            self.dismiss((row.name, WINDOWS[self._window]))
+
+    @on(Input.Changed)
+    def _typed(self) -> None:
+        self._fill()
+
+    @on(Input.Submitted)
+    def _entered(self) -> None:
+        self.query_one(DataTable).focus()
+
+    def on_key(self, event: events.Key) -> None:
+        """Down leads from the filter to the table."""
+        if event.key == "down" and self.query_one(Input).has_focus:
+            event.stop()
+            self.query_one(DataTable).focus()
+
+    def action_filter(self) -> None:
+        """Begin to narrow the list."""
+        self.query_one(Input).focus()
+
+    def action_scope(self) -> None:
+        """All, on disk, what fits."""
+        self._scope = (self._scope + 1) % len(SCOPES)
+        self._subtitle()
+        self._fill()
+
+    def action_window(self, step: int) -> None:
+        """Weigh another context."""
+        self._window = (self._window + step) % len(WINDOWS)
+        self._subtitle()
+        self._look()
+
+    def action_download(self) -> None:
+        """Fetch it in the background; the chat goes on."""
+        row = self.row
+        if row is not None and not row.local and not self.chat_app.offline:
+            self.chat_app.downloads.begin(row.name)
+            self.query_one("#model-detail", Static).update(f"fetching {clean_line(row.name)} in the background")
+
+    def action_info(self) -> None:
+        """What `localllm show` says."""
+        row = self.row
+        if row is not None:
+            self.chat_app.show_command(*(("show", row.name) if row.local else ("plan", row.name)))
+
+    async def action_remove(self) -> None:
+        """Remove it from the disk; pressed twice."""
+        row, detail = self.row, self.query_one("#model-detail", Static)
+        if row is None or not row.local:
+            return
+        if row.name == self._now:
+            detail.update("it is running: choose another model first")
+        elif self._armed != row.name:
+            self._armed = row.name
+            detail.update(
+                f"x again removes {clean_line(row.name)} ({gib(row.size_bytes)}) for every program that uses it"
+            )
+        else:
+            self.chat_app.show_command("rm", row.name, "-y", then=self._look)
+
+    def action_leave(self) -> None:
+        """No answer."""
+        if self.query_one(Input).has_focus and self.query_one(Input).value:
+            self.query_one(Input).value = ""
+            self.query_one(DataTable).focus()
+        else:
+            self.dismiss(None)
+
+
+def _cells(row: ModelChoice, wide: bool, now: str) -> Sequence[str]:
+    speed = f"{'✓' if row.basis == 'measured' else '≈'} {row.tps:.0f} tok/s" if row.tps and row.fits else "–"
+    if not row.supported:
+        status = "✗ cannot run"
+    elif not row.fits:
+        short = row.need_bytes - row.have_bytes
+        status = f"✗ {gib(short)} short" if short > 0 else "✗ does not fit"
+    else:
+        status = "✓ running" if row.name == now else "✓ on disk" if row.local else f"↓ {gib(row.size_bytes)}"
+    name = fit(clean_line(row.name), 40 if wide else 28)
+    if not wide:
+        return name, gib(row.size_bytes), speed, status
+    need = f"{gib(row.need_bytes)} @{tokens_short(row.ctx)}" if row.need_bytes and row.ctx else "–"
+    longest = tokens_short(row.max_ctx) if row.max_ctx else "–"
+    return name, row.format, gib(row.size_bytes), need, longest, speed, status
+
+
+def detail_lines(row: ModelChoice, width: int) -> list[Content]:
+    """What the row means, and the bar of its memory."""
+    size = f"{row.params / 1e9:.1f} B" if row.params >= 1e9 else f"{row.params / 1e6:.0f} M" if row.params else ""
+    active = f" ({row.active_params / 1e9:.1f} B active)" if 0 < row.active_params < row.params else ""
+    parts = [row.licence, size + active, row.note or row.reason]
+    lines = [Content(fit(clean_line(" · ".join(part for part in parts if part)), width))]
+    if row.parts:
+        whole = max(row.have_bytes, row.need_bytes, 1)
+        bar, text = Content(""), []
+        marks = {
+            "weights": ("█", "$primary"),
+            "kv": ("▓", "$accent"),
+            "work": ("▒", "$secondary"),
+            "margin": ("·", "dim"),
+        }
+        for name, size_bytes in row.parts:
+            mark, style = marks.get(name, ("·", "dim"))
+            bar += Content.styled(mark * round(size_bytes / whole * width), style)
+            text.append(f"{mark} {'KV' if name == 'kv' else name} {gib(size_bytes)}")
+        bar += Content.styled("░" * max(0, width - len(bar.plain)), "dim")
+        text.append(f"░ free {gib(max(0, row.have_bytes - row.need_bytes))}")
+        lines += [bar[:width] if len(bar.plain) > width else bar, Content(fit("  ".join(text), width))]
+    elif row.need_bytes:
+        lines.append(Content(f"needs about {gib(row.need_bytes)} of {gib(row.have_bytes)} free"))
+    return lines

@@ -1,0 +1,96 @@
+"""F2: sampling, thinking and instructions in one panel; an empty field leaves it to the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, VerticalScroll
+from textual.screen import ModalScreen
+from textual.widgets import Input, Select, Static, TextArea
+
+from localllm.config import KEYS, Preset
+from localllm.errors import ConfigError
+from localllm.tui.conversation import THINK, Conversation, parse_sampling, sampling_keys
+from localllm.tui.texts import number
+
+
+class ParamsScreen(ModalScreen[bool]):
+    """Answers True when something was changed."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,f2,ctrl+c", "leave", "Close"),
+        Binding("ctrl+s", "apply", "Apply", priority=True),
+    ]
+
+    def __init__(self, conversation: Conversation, presets: Mapping[str, Preset]) -> None:
+        super().__init__()
+        self._conversation = conversation
+        self._presets = presets
+
+    def compose(self) -> ComposeResult:
+        """A line per parameter."""
+        talk = self._conversation
+        with VerticalScroll(classes="box -tall") as box:
+            box.border_title = "Parameters"
+            box.border_subtitle = "⏎/^S apply · esc"
+            if self._presets:
+                with Horizontal(classes="row"):
+                    yield Static("preset", classes="name")
+                    yield Select([(n, n) for n in self._presets], prompt="choose one", compact=True, id="preset")
+            for name in sampling_keys():
+                key = KEYS[f"sampling.{name}"]
+                value = number(talk.sampling[name]) if name in talk.sampling else ""
+                with Horizontal(classes="row"):
+                    yield Static(name, classes="name")
+                    yield Input(value, placeholder="the model's own", compact=True, id=f"p-{name}")
+                    yield Static(f"{key.kind.expects} · {key.meaning}", classes="note")
+            with Horizontal(classes="row"):
+                yield Static("think", classes="name")
+                yield Select(
+                    [(one, one) for one in THINK], value=talk.think, allow_blank=False, compact=True, id="think"
+                )
+            yield Static("instructions (the system message)", classes="name -alone")
+            yield TextArea(talk.system, soft_wrap=True, compact=True, id="p-system", tab_behavior="focus")
+            yield Static("", id="wrong", markup=False)
+
+    @on(Select.Changed, "#preset")
+    def _preset(self, event: Select.Changed) -> None:
+        preset = self._presets.get(str(event.value))
+        if preset is None:
+            return
+        given = preset.sampling.given()
+        for name in sampling_keys():
+            self.query_one(f"#p-{name}", Input).value = number(given[name]) if name in given else ""
+        if preset.system is not None:
+            self.query_one("#p-system", TextArea).text = preset.system
+
+    @on(Input.Submitted)
+    def _entered(self) -> None:
+        self.action_apply()
+
+    def action_apply(self) -> None:
+        """Take the values over; a wrong one is named and nothing changes."""
+        values = {}
+        for name in sampling_keys():
+            field = self.query_one(f"#p-{name}", Input)
+            if field.value.strip():
+                try:
+                    values[name] = parse_sampling(name, field.value.strip())
+                except ConfigError as error:
+                    self.query_one("#wrong", Static).update(f"! {error.message}")
+                    field.focus()
+                    return
+        talk = self._conversation
+        talk.sampling.clear()
+        talk.sampling.update(values)
+        talk.system = self.query_one("#p-system", TextArea).text
+        talk.think = str(self.query_one("#think", Select).value)
+        self.dismiss(True)
+
+    def action_leave(self) -> None:
+        """Change nothing."""
+        self.dismiss(False)

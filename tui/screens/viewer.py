@@ -1,0 +1,102 @@
+"""A text to read: the log, a message as it was written, or what another command of this program says."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+from textual import work
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.screen import ModalScreen
+from textual.widgets import Static
+
+from localllm.terminal import clean
+
+LOG_BYTES = 64 << 10
+OWN = [sys.executable, "-P", "-c", "from localllm.cli import main; main()"]
+"""How this program is called, whatever the PATH says."""
+
+
+class Viewer(ModalScreen[None]):
+    """Esc closes, `y` copies. With `command` the text is what that command of ours writes, line by line."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q,ctrl+c,f9,f12", "leave", "Close"),
+        Binding("y,c", "copy", "Copy"),
+    ]
+
+    def __init__(self, title: str, text: str = "", *, command: tuple[str, ...] = (), at_end: bool = False) -> None:
+        super().__init__()
+        self._title = title
+        self._text = text
+        self._command = command
+        self._at_end = at_end
+        self._process: asyncio.subprocess.Process | None = None
+
+    def compose(self) -> ComposeResult:
+        """A frame that scrolls."""
+        with VerticalScroll(classes="box -tall -wide") as box:
+            box.border_title = self._title
+            box.border_subtitle = "y copy · esc close"
+            yield Static(clean(self._text), markup=False)
+
+    def on_mount(self) -> None:
+        """Begin the command, or go to the end."""
+        box = self.query_one(VerticalScroll)
+        box.focus()
+        if self._command:
+            self._run()
+        elif self._at_end:
+            self.call_after_refresh(box.scroll_end, animate=False)
+
+    @work(exclusive=True, exit_on_error=False)
+    async def _run(self) -> None:
+        env = dict(os.environ) | {"NO_COLOR": "1", "COLUMNS": str(max(40, self.app.size.width - 8))}
+        pipe = asyncio.subprocess.PIPE
+        self._process = process = await asyncio.create_subprocess_exec(
+            *OWN,
+            *self._command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=asyncio.subprocess.STDOUT,
+            env=env,
+        )
+        assert process.stdout is not None
+        text = self.query_one(Static)
+        text.update("…")
+        async for line in process.stdout:
+            self._text += line.decode("utf-8", "replace")
+            text.update(clean(self._text))
+        await process.wait()
+        if not self._text:
+            text.update("it said nothing")
+
+    def on_unmount(self) -> None:
+        """A command nobody reads is stopped."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.terminate()
+
+    def action_leave(self) -> None:
+        """Close."""
+        self.dismiss(None)
+
+    def action_copy(self) -> None:
+        """Copy all of it."""
+        self.query_one(VerticalScroll).border_subtitle = self.app.copy(self._text)  # type: ignore[attr-defined]
+
+
+def log_text(path: Path | None) -> str:
+    """The end of the log."""
+    if path is None:
+        return "there is no log"
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - LOG_BYTES))
+            return f"{path}\n\n" + file.read(LOG_BYTES).decode("utf-8", "replace")
+    except OSError as error:
+        return f"{path}: {error.strerror}"

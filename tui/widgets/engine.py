@@ -1,0 +1,208 @@
+"""F4: the engine made visible: truth line, KV pages, batches, speeds, prefix hits, memory against plan, power.
+
+One look at `facts()` and one Static, twice a second: under a hundredth of a core.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+from textual.app import ComposeResult
+from textual.containers import VerticalScroll
+from textual.content import Content
+from textual.timer import Timer
+from textual.widgets import Static
+
+from localllm.request import Facts, Timing
+from localllm.terminal import clean, gib
+
+LOOK_S = 0.5
+MAP_ROWS = 6
+_BARS = " ▁▂▃▄▅▆▇█"
+_FREE, _CACHED, _USED = 0, 1, 2
+_MARKS = {_FREE: ("░", "dim"), _CACHED: ("▒", "$secondary"), _USED: ("█", "$accent")}
+
+
+class Turns:
+    """Times of the turns of this session: kept whether or not anybody looks."""
+
+    def __init__(self) -> None:
+        self.ttft_s: deque[float] = deque(maxlen=200)
+        self.decode_tps: deque[float] = deque(maxlen=200)
+
+    def add(self, timing: Timing) -> None:
+        """A turn has ended."""
+        if timing.ttft_s > 0:
+            self.ttft_s.append(timing.ttft_s)
+        if timing.decode_tps > 0:
+            self.decode_tps.append(timing.decode_tps)
+
+
+class EnginePanel(VerticalScroll):
+    """Hidden until `open`; looks at the facts only while it is on the screen."""
+
+    can_focus = False
+
+    def __init__(self, facts: Callable[[], Facts], turns: Turns) -> None:
+        super().__init__(id="engine")
+        self._facts = facts
+        self._turns = turns
+        self._before: tuple[float, Facts] | None = None
+        self._prefill: deque[float] = deque(maxlen=200)
+        self._decode: deque[float] = deque(maxlen=200)
+        self._step_ms = 0.0
+        self._timer: Timer | None = None
+        self.display = False
+
+    def compose(self) -> ComposeResult:
+        """One text."""
+        yield Static("", id="engine-text", markup=False)
+
+    def on_mount(self) -> None:
+        """The clock, stopped."""
+        self.border_title = "Engine"
+        self.border_subtitle = "F4 closes"
+        self._timer = self.set_interval(LOOK_S, self.look, pause=True)
+
+    def open(self, shown: bool) -> None:
+        """Show or hide; hidden it costs nothing."""
+        self.display = shown
+        assert self._timer is not None
+        if shown:
+            self._before = None
+            self._timer.resume()
+            self.call_after_refresh(self.look)
+        else:
+            self._timer.pause()
+
+    def look(self) -> None:
+        """Draw what is true now."""
+        facts, now = self._facts(), time.monotonic()
+        if self._before is not None and self._before[1].model == facts.model:
+            past, old = self._before
+            gap = max(now - past, 1e-3)
+            self._prefill.append(max(0, facts.num_prompt_tokens - old.num_prompt_tokens) / gap)
+            self._decode.append(max(0, facts.num_output_tokens - old.num_output_tokens) / gap)
+            steps = facts.num_steps - old.num_steps
+            self._step_ms = gap * 1000 / steps if steps > 0 else 0.0
+        self._before = now, facts
+        width = max(20, self.size.width - 1)
+        self.query_one("#engine-text", Static).update(Content("\n").join(self.lines(facts, width)))
+
+    def lines(self, facts: Facts, width: int) -> Iterator[Content]:
+        """All of it, for a panel of this width."""
+        if not facts.model:
+            yield Content("no model is loaded")
+            return
+        yield from Content(clean(facts.truth_line)).wrap(width)
+        if facts.url:
+            yield Content(f"computed by {clean(facts.url)}")
+        yield Content("")
+        yield from self._pages(facts, width)
+        yield from self._batch(facts, width)
+        yield from self._speed(facts, width)
+        yield from self._memory(facts, width)
+        if facts.power_w:
+            rate = self._decode[-1] if self._decode else 0.0
+            per = f" · {rate / facts.power_w:.2f} tok/J" if rate else ""
+            yield _head("Power", f"{facts.power_w:.0f} W{per}")
+
+    def _pages(self, facts: Facts, width: int) -> Iterator[Content]:
+        if not facts.pages_total:
+            return
+        used = facts.pages_total - facts.pages_free - facts.pages_cached
+        size = f" × {facts.page_size} tokens" if facts.page_size else ""
+        yield _head("KV pages", f"{facts.pages_total:,}{size} · KV {facts.kv or '–'}")
+        if facts.page_map:
+            yield from page_map(facts.page_map, width, MAP_ROWS)
+        counts = ((_USED, "in use", used), (_CACHED, "cached", facts.pages_cached), (_FREE, "free", facts.pages_free))
+        parts = [Content.styled(_MARKS[s][0], _MARKS[s][1]) + Content(f" {name} {n:,}") for s, name, n in counts]
+        yield Content("   ").join(parts)
+        if facts.prefix_query_tokens:
+            share = facts.prefix_hit_tokens / facts.prefix_query_tokens
+            yield _head(
+                "Prefix", f"{share:.0%} hit · {facts.prefix_hit_tokens:,} of {facts.prefix_query_tokens:,} tokens"
+            )
+        yield Content("")
+
+    def _batch(self, facts: Facts, width: int) -> Iterator[Content]:
+        step = f" · {self._step_ms:.1f} ms a step" if self._step_ms else ""
+        yield _head("Batch", f"{facts.num_running} running · {facts.num_waiting} waiting{step}")
+        room = width - 10
+        most = max([*self._prefill, 1.0])
+        yield Content.styled("prefill   ", "dim") + Content.styled(sparkline(self._prefill, room, most), "$secondary")
+        most = max([*self._decode, 1.0])
+        yield Content.styled("decode    ", "dim") + Content.styled(sparkline(self._decode, room, most), "$accent")
+        if facts.num_preemptions:
+            yield Content(f"{facts.num_preemptions:,} preempted: the pages were too few")
+        yield Content("")
+
+    def _speed(self, facts: Facts, width: int) -> Iterator[Content]:
+        rate = self._turns.decode_tps[-1] if self._turns.decode_tps else 0.0
+        expected = f" · ≈ {facts.decode_tps:.0f} expected" if facts.decode_tps else ""
+        yield _head("Speed", (f"{rate:.1f} tok/s" if rate else "–") + expected)
+        yield _row(self._turns.decode_tps, width)
+        ttft = f"{self._turns.ttft_s[-1] * 1000:,.0f} ms" if self._turns.ttft_s else "–"
+        yield _head("TTFT", ttft)
+        yield _row(self._turns.ttft_s, width)
+        yield Content("")
+
+    def _memory(self, facts: Facts, width: int) -> Iterator[Content]:
+        parts = dict(facts.plan_parts)
+        if not parts:
+            if facts.weight_bytes:
+                yield _head("Memory", f"weights {gib(facts.weight_bytes)} · KV {gib(facts.kv_bytes)}")
+            return
+        planned = sum(parts.values())
+        yield _head("Memory", f"{gib(facts.held_bytes)} held of {gib(planned)} planned")
+        whole = max(planned, facts.held_bytes, 1)
+        marks = {"weights": ("█", "$primary"), "kv": ("▓", "$accent"), "work": ("▒", "$secondary")}
+        bar = Content("")
+        for name, (mark, style) in marks.items():
+            bar += Content.styled(mark * round(parts.get(name, 0) / whole * width), style)
+        yield bar + Content.styled("░" * max(0, width - len(bar.plain)), "dim")
+        held = round(facts.held_bytes / whole * (width - 1))
+        yield Content(" " * held + "▲")
+        names = " · ".join(f"{'KV' if name == 'kv' else name} {gib(size)}" for name, size in parts.items() if size)
+        yield from Content(names).wrap(width)
+        yield Content(f"free for it {gib(facts.have_bytes)}")
+
+
+def page_map(states: bytes, width: int, rows: int) -> Iterator[Content]:
+    """Pages as cells, in order; a cell of several shows the most of them, and in use rather than free."""
+    each = -(-len(states) // (width * rows)) or 1
+    cells = bytes(_cell(states[at : at + each]) for at in range(0, len(states), each))
+    for start in range(0, len(cells), width):
+        line, row = Content(""), cells[start : start + width]
+        at = 0
+        while at < len(row):
+            end = at
+            while end < len(row) and row[end] == row[at]:
+                end += 1
+            mark, style = _MARKS[row[at]]
+            line += Content.styled(mark * (end - at), style)
+            at = end
+        yield line
+
+
+def _cell(pages: bytes) -> int:
+    used, cached = pages.count(_USED), pages.count(_CACHED)
+    if used and used >= cached:
+        return _USED
+    return _CACHED if cached and cached >= len(pages) - cached - used else _USED if used else _FREE
+
+
+def sparkline(values: Sequence[float] | deque[float], width: int, most: float) -> str:
+    """The last values as bars, `most` being the highest."""
+    shown = list(values)[-width:]
+    return "".join(_BARS[min(8, round(value / most * 8))] if most > 0 else " " for value in shown)
+
+
+def _row(values: deque[float], width: int) -> Content:
+    return Content.styled(sparkline(values, width, max([*values, 1e-9])), "$success")
+
+
+def _head(name: str, text: str) -> Content:
+    return Content.styled(f"{name:10}", "bold") + Content(clean(text))

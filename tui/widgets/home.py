@@ -1,0 +1,127 @@
+"""The first screen when no model was named: chats to continue, models to start, what this machine is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+from textual import on
+from textual.app import ComposeResult
+from textual.containers import Vertical
+from textual.content import Content
+from textual.message import Message
+from textual.widgets import OptionList, Static
+from textual.widgets.option_list import Option
+
+from localllm.history import SavedChat
+from localllm.request import Check, ModelChoice
+from localllm.terminal import clean_line, fit, gib, tokens_short
+
+CHATS = 3
+MODELS = 6
+BROWSE = "browse"
+
+
+class Home(Vertical):
+    """Rows to choose from. Answers with `Chosen`."""
+
+    class Chosen(Message):
+        """`kind` is chat, model or browse; `name` the chat's id or the model's name."""
+
+        def __init__(self, kind: str, name: str) -> None:
+            super().__init__()
+            self.kind = kind
+            self.name = name
+
+    def __init__(self) -> None:
+        super().__init__(id="home")
+        self.chats: Sequence[SavedChat] = ()
+        self.models: Sequence[ModelChoice] | None = None
+
+    def compose(self) -> ComposeResult:
+        """Name, machine, list."""
+        yield Static(Content.styled("l o c a l l l m", "bold $primary"), id="home-name")
+        yield Static("", id="home-machine", markup=False)
+        yield OptionList(markup=False, compact=True, id="home-list")
+        yield Static("", id="home-keys", markup=False)
+
+    def on_mount(self) -> None:
+        """What is known at once."""
+        self._fill()
+
+    @property
+    def default_model(self) -> str:
+        """The one a message typed here goes to; nothing while the list is being made."""
+        usable = [row for row in self.models or () if row.local and row.supported and row.fits and row.chat]
+        return usable[0].name if usable else ""
+
+    def show_chats(self, chats: Sequence[SavedChat]) -> None:
+        """The chats changed last."""
+        self.chats = chats[:CHATS]
+        self._fill()
+
+    def show_models(self, models: Sequence[ModelChoice]) -> None:
+        """What is here, and what could be fetched."""
+        self.models = models
+        self._fill()
+
+    def show_machine(self, checks: Sequence[Check]) -> None:
+        """What the doctor sees at a glance."""
+        found = {check.id: check for check in checks}
+        parts = [clean_line(found[name].title) for name in ("gpu.present", "cpu", "ram") if name in found]
+        bad = [check for check in checks if check.status in ("warn", "fail")]
+        doctor = f"doctor: {len(bad)} to look at (F9)" if bad else "doctor: all well"
+        self.query_one("#home-machine", Static).update(
+            Content("\n").join([Content(" · ".join(parts)), Content(doctor)])
+        )
+
+    def _fill(self) -> None:
+        listing = self.query_one(OptionList)
+        at = listing.highlighted
+        listing.clear_options()
+        listing.add_options(list(self._options()))
+        listing.highlighted = at if at is not None else next(
+            (place for place, option in enumerate(listing.options) if not option.disabled), None
+        )  # fmt: skip
+        self.query_one("#home-keys", Static).update("⏎ start   ^O all models   F9 doctor   ^D quit   or just type")
+
+    def _options(self) -> Iterator[Option]:
+        width = max(40, min(self.size.width or 80, 96) - 6)
+        if self.chats:
+            yield Option("Continue", disabled=True)
+        for chat in self.chats:
+            when = time.strftime("%d %b %H:%M", time.localtime(chat.updated))
+            title = fit(clean_line(chat.title) or "untitled", width - 18)
+            yield Option(f"  {title:{width - 16}}{when:>14}", id=f"chat:{chat.id}")
+        if self.models is None:
+            yield Option("Looking for models …", disabled=True)
+            return
+        rows = _offered(self.models)
+        here = any(row.local for row in rows)
+        yield Option("New chat with" if here else "No models yet. Enter fetches one of these:", disabled=True)
+        for row in rows:
+            yield Option(f"  {model_line(row, width)}", id=f"model:{row.name}")
+        yield Option("  … browse all models", id=f"{BROWSE}:")
+
+    @on(OptionList.OptionSelected)
+    def _selected(self, event: OptionList.OptionSelected) -> None:
+        event.stop()
+        kind, _, name = str(event.option_id).partition(":")
+        self.post_message(self.Chosen(kind, name))
+
+
+def _offered(models: Sequence[ModelChoice]) -> list[ModelChoice]:
+    """What runs and is here; then of what could be fetched and fits: the smallest, one between, the largest."""
+    local = [row for row in models if row.local and row.supported and row.fits and row.chat]
+    fetched = sorted((row for row in models if not row.local and row.fits), key=lambda row: row.size_bytes)
+    picks = [fetched[i] for i in sorted({0, len(fetched) // 2, len(fetched) - 1})] if fetched else []
+    return [*local[:MODELS], *picks[: max(0, MODELS - len(local)) or 1]]
+
+
+def model_line(row: ModelChoice, width: int) -> str:
+    """'smollm2   on disk   fits 8k   ≈ 260 tok/s'."""
+    where = "on disk" if row.local else f"{gib(row.size_bytes)} download"
+    fits = f"fits {tokens_short(row.ctx)}" if row.fits and row.ctx else "fits" if row.fits else "does not fit"
+    speed = f"{'✓' if row.basis == 'measured' else '≈'} {row.tps:.0f} tok/s" if row.tps else ""
+    room = max(16, width - 50)
+    return f"{fit(clean_line(row.name), room):{room}}  {where:18}{fits:12}{speed:>14}"
