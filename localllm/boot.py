@@ -129,7 +129,11 @@ class Boot:
         if not proof.held:
             pages = self._assembled.engine.scheduler.pages
             share = proof.excess_bytes / max(1, self.plan.kv_bytes)
-            taken = [pool.withdraw(int(share * pool.num_pages)) for pool in pages.pools]
+            longest = -(-self.plan.ctx // self.plan.page_size) + 1  # a full context must stay possible
+            taken = [
+                pool.withdraw(min(int(share * pool.num_pages), max(0, pool.num_pages - longest)))
+                for pool in pages.pools
+            ]
             self._shrunk = f"the key/value cache has {sum(taken):,} pages fewer, and the next start plans for it"
 
     def _prove_on_gpu(self) -> None:

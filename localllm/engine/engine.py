@@ -185,7 +185,7 @@ class Engine:
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
-            pages_total=pool.num_pages,
+            pages_total=pool.num_usable,
             pages_free=pool.num_free,
             pages_cached=pool.num_reclaimable,
             num_steps=self._num_steps,

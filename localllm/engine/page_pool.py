@@ -21,6 +21,11 @@ class PagePool:
         self._withdrawn: set[int] = set()
 
     @property
+    def num_usable(self) -> int:
+        """Pages that were not withdrawn."""
+        return self.num_pages - len(self._withdrawn)
+
+    @property
     def num_free(self) -> int:
         """Pages nobody holds."""
         return len(self._free)
