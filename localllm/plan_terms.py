@@ -113,12 +113,12 @@ def page_groups(facts: ModelFacts, kv: str, ctx: int, page_size: int, prefill_bu
 def activation_bytes(facts: ModelFacts, rows: int, width: int) -> int:
     """The most that a step of `rows` tokens holds of intermediate results of `width` bytes, in a layer's worst moment.
 
-    What is alive while attention reads its inputs, and while the feed-forward layer multiplies: the decoder keeps the
-    residual stream, the queries and what attention gave; gate and up lie beside their product.
+    What is alive while queries and keys are turned, and while the feed-forward layer multiplies: the decoder keeps the
+    residual stream, the (last layer's) queries and what attention gave; gate and up lie beside their product.
     """
     hidden, inner = facts.hidden_size, facts.intermediate_size
     q, kv = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
-    attention = 2 * hidden + (q + 2 * kv) + 2 * (q + kv)
+    attention = 2 * hidden + 2 * q + (q + 2 * kv) + 2 * q + kv
     mlp = 2 * hidden + 2 * q + 3 * inner
     embedding = hidden * (4 + width)  # rows come out as float32 first
     turned = facts.rope.dim // 2 * 8 * (1 if facts.local_rope is None else 2)
