@@ -26,7 +26,8 @@ from .hadamard import rotate_halves
 def exponents(scores, softcap, HAS_SOFTCAP: tl.constexpr):
     """Scores to the exponents of two that their softmax is taken of."""
     if HAS_SOFTCAP:
-        scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.885390081777927 / softcap)) + 1.0))
+        power = tl.minimum(scores * (2.885390081777927 / softcap), 126.0)
+        scores = softcap * (1.0 - 2.0 / (tl.exp2(power) + 1.0))
     return scores * 1.4426950408889634
 
 
@@ -59,7 +60,7 @@ def _split_tokens(seen, FIRST: tl.constexpr, SPLITS: tl.constexpr):
     return FIRST * tl.maximum((seen + FIRST * SPLITS - 1) // (FIRST * SPLITS), 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "table_width", "num_seqs", "first_token"])
 def decode_split(
     q, k, v, k_scales, v_scales, block_table, cu_query_lens, seq_lens, part_sum, part_norm,
     scale, softcap, window, table_width, num_seqs, first_token,
@@ -187,7 +188,7 @@ def decode_split(
         tl.store(out + 1, acc_odd, mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "num_places", "num_seqs", "first_token"])
 def merge_splits(
     part_sum, part_norm, sinks, v_scales, out, cu_query_lens, seq_lens, window, num_places, num_seqs, first_token,
     DIM: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, PLACES: tl.constexpr, AT_ONCE: tl.constexpr,
@@ -232,7 +233,7 @@ def merge_splits(
         at = part_sum + (base + some)[:, None] * DIM + d[None, :]
         tile = tl.load(at, mask=ok[:, None] & (d[None, :] < DIM), other=0.0)
         acc += tl.sum(tile * weights[:, None], 0)
-    factor = tl.where(norm == 0.0, 0.0, 1.0 / norm)
+    factor = 1.0 / tl.where(norm == 0.0, 1.0, norm)
     if FORMAT == "fp8":
         factor *= 256.0
     if SCALES == "layer":

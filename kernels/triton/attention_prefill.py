@@ -17,6 +17,28 @@ from .hadamard import rotate_halves
 
 
 @triton.jit
+def _load_rows(pages, slot, d, inside, WIDTH: tl.constexpr, MASKED: tl.constexpr):
+    """[keys, dimensions] of the slots; zeros outside."""
+    at = pages + slot[:, None] * WIDTH + d[None, :]
+    if MASKED:
+        return tl.load(at, mask=inside[:, None] & (d[None, :] < WIDTH), other=0)
+    if d.shape[0] == WIDTH:
+        return tl.load(at)
+    return tl.load(at, mask=d[None, :] < WIDTH, other=0)
+
+
+@triton.jit
+def _load_columns(pages, slot, d, inside, WIDTH: tl.constexpr, MASKED: tl.constexpr):
+    """[dimensions, keys] of the slots; zeros outside."""
+    at = pages + slot[None, :] * WIDTH + d[:, None]
+    if MASKED:
+        return tl.load(at, mask=inside[None, :] & (d[:, None] < WIDTH), other=0)
+    if d.shape[0] == WIDTH:
+        return tl.load(at)
+    return tl.load(at, mask=d[:, None] < WIDTH, other=0)
+
+
+@triton.jit
 def _attend(
     q_even, q_odd, acc, acc_odd, top, norm, k, v, k_scales, v_scales, table, head, position, scale, softcap, window,
     begin, end, oldest, length,
@@ -35,20 +57,12 @@ def _attend(
         key = start + n
         slot = (page.to(tl.int64) * KV_HEADS + head) * PAGE + key % PAGE
         inside = (key >= oldest) & (key < length)
-        k_at = k + slot[None, :] * WIDTH + d[:, None]
-        v_at = v + slot[:, None] * WIDTH + d[None, :]
-        if MASKED and WIDTH == HALF:
-            k_tile = tl.load(k_at, mask=inside[None, :], other=0)
-            v_tile = tl.load(v_at, mask=inside[:, None], other=0)
-        elif MASKED:
-            k_tile = tl.load(k_at, mask=inside[None, :] & (d[:, None] < WIDTH), other=0)
-            v_tile = tl.load(v_at, mask=inside[:, None] & (d[None, :] < WIDTH), other=0)
-        elif WIDTH == HALF:
-            k_tile = tl.load(k_at)
-            v_tile = tl.load(v_at)
+        if EIGHT:  # the other way round than needed: what turns a tile over shares it, so codes are widened once
+            k_tile = _load_rows(k, slot, d, inside, WIDTH, MASKED)
+            v_tile = _load_columns(v, slot, d, inside, WIDTH, MASKED)
         else:
-            k_tile = tl.load(k_at, mask=d[:, None] < WIDTH, other=0)
-            v_tile = tl.load(v_at, mask=d[None, :] < WIDTH, other=0)
+            k_tile = _load_columns(k, slot, d, inside, WIDTH, MASKED)
+            v_tile = _load_rows(v, slot, d, inside, WIDTH, MASKED)
         if SCALES == "token":
             k_scale = tl.load(k_scales + slot, mask=inside, other=0.0)
             v_scale = tl.load(v_scales + slot, mask=inside, other=1.0)
@@ -59,8 +73,8 @@ def _attend(
                 k_even, k_odd = widen_e4m3(k_tile, INTERPRET)
             else:
                 k_even, k_odd = widen_int8(k_tile, INTERPRET)
-            scores = tl.dot(q_even, k_even)
-            scores = tl.dot(q_odd, k_odd, scores)
+            scores = tl.dot(q_even, tl.trans(k_even))
+            scores = tl.dot(q_odd, tl.trans(k_odd), scores)
         else:
             scores = tl.dot(q_even, k_tile.to(operand), input_precision="ieee")
         if SCALES == "token":
@@ -68,9 +82,6 @@ def _attend(
         else:
             scores *= scale
         scores = exponents(scores, softcap, HAS_SOFTCAP)
-        if SCALES == "token":  # the weight of a value carries its scale, so that it stays within float16
-            spread = tl.log2(tl.where(v_scale < 1e-30, 1e-30, v_scale))
-            scores += spread[None, :]
         if MASKED:
             seen = key[None, :] <= position[:, None]
             if HAS_WINDOW:
@@ -81,24 +92,26 @@ def _attend(
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(top - base)
         top = new_top
-        if SCALES == "token":
-            norm = norm * shrink + tl.sum(weights * tl.exp2(-spread)[None, :], 1)
-        else:
-            norm = norm * shrink + tl.sum(weights, 1)
+        norm = norm * shrink + tl.sum(weights, 1)
         weights = weights.to(operand)
         if EIGHT:
             if FORMAT == "fp8":
                 v_even, v_odd = widen_e4m3(v_tile, INTERPRET)
             else:
                 v_even, v_odd = widen_int8(v_tile, INTERPRET)
-            acc = tl.dot(weights, v_even, acc * shrink[:, None])
-            acc_odd = tl.dot(weights, v_odd, acc_odd * shrink[:, None])
+            if SCALES == "token":  # a float16 from here on, as the widened code is
+                if FORMAT == "int8":
+                    v_even, v_odd = v_even * 0.0078125, v_odd * 0.0078125
+                v_scale = (v_scale * (128.0 if FORMAT == "int8" else 256.0)).to(operand)
+                v_even, v_odd = v_even * v_scale[None, :], v_odd * v_scale[None, :]
+            acc = tl.dot(weights, tl.trans(v_even), acc * shrink[:, None])
+            acc_odd = tl.dot(weights, tl.trans(v_odd), acc_odd * shrink[:, None])
         else:
             acc = tl.dot(weights, v_tile.to(operand), acc * shrink[:, None], input_precision="ieee")
     return acc, acc_odd, top, norm
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "table_width", "num_seqs"])
 def prefill(
     q, k, v, k_scales, v_scales, sinks, block_table, cu_query_lens, seq_lens, out,
     scale, softcap, window, table_width, num_seqs,
@@ -185,10 +198,10 @@ def prefill(
         if EIGHT:
             acc_odd *= tl.exp2(top - new_top)[:, None]
     factor = 1.0 / norm
-    if FORMAT == "fp8":
-        factor *= 256.0
     if SCALES == "layer":
         factor *= tl.load(v_scales)
+        if FORMAT == "fp8":
+            factor *= 256.0
     tl.store(out + at, (acc * factor[:, None]).to(out.dtype.element_ty), mask=ok)
     if EIGHT:
         tl.store(out + at + 1, (acc_odd * factor[:, None]).to(out.dtype.element_ty), mask=ok)

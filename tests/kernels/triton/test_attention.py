@@ -1,0 +1,238 @@
+"""Paged attention kernels against their twin: formats, head sizes, page sizes, windows, sinks, and what batches do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from localllm.kernels import reference
+from localllm.kernels.kv_pages import KVPages
+from localllm.kernels.triton import attention
+
+CPU_TOLERANCE = {"f32": 2e-5, "bf16": 2e-5, "fp16": 2e-5, "int8": 4e-5, "fp8": 4e-5}
+"""largest difference to the twin relative to the largest value: the interpreter computes in float32"""
+GPU_TOLERANCE = {"f32": 2e-5, "bf16": 1.2e-2, "fp16": 2e-3, "int8": 2e-3, "fp8": 2e-3}
+"""operands of matrix instructions are rounded to the format's 16 bits"""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A step: (new tokens, tokens) of every sequence, and the heads."""
+
+    spans: tuple[tuple[int, int], ...]
+    heads: int = 4
+    kv_heads: int = 1
+    dim: int = 64
+    page: int = 16
+    kv_format: str = "bf16"
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    layer_scale: bool = False
+    spare: int = 2
+    """columns of the block table that nothing uses"""
+
+
+class Step:
+    """Pages filled by the twin, in no order; what nobody may read is NaN or -1."""
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        self.shape = shape
+        needed = [-(-length // shape.page) for _, length in shape.spans]
+        total = sum(needed) + 2
+        pages = KVPages.empty(shape.kv_format, total, shape.kv_heads, shape.page, shape.dim)
+        if shape.layer_scale:
+            pages = pages._replace(k_scales=torch.tensor([0.011]), v_scales=torch.tensor([0.007]))
+        order = torch.randperm(total).tolist()
+        self.table = torch.full((len(needed), max(needed) + shape.spare), -1, dtype=torch.int32)
+        _poison(pages)
+        for row, (count, (new, length)) in enumerate(zip(needed, shape.spans, strict=True)):
+            mine = [order.pop() for _ in range(count)]
+            self.table[row, :count] = torch.tensor(mine)
+            k, v = (torch.randn(length, shape.kv_heads, shape.dim) * 1.5 for _ in range(2))
+            at = torch.arange(length)
+            slots = self.table[row].long()[at // shape.page] * shape.page + at % shape.page
+            reference.kv_write(k, v, pages, slots)
+            if shape.window is not None:
+                self.table[row, : max(0, length - new - shape.window + 1) // shape.page] = -1
+        starts = torch.tensor([0, *(new for new, _ in shape.spans)]).cumsum(0).int()
+        self.q = torch.randn(int(starts[-1]), shape.heads, shape.dim).to(device)
+        self.sinks = torch.randn(shape.heads).to(device) if shape.sinks else None
+        self.pages = KVPages(*(None if part is None else part.to(device) for part in pages))
+        self.table, self.starts = self.table.to(device), starts.to(device)
+        self.lengths = torch.tensor([length for _, length in shape.spans], dtype=torch.int32, device=device)
+
+    def run(self, op, rows: list[int] | None = None) -> Tensor:  # type: ignore[no-untyped-def]
+        """All sequences, or some of them as a batch of their own."""
+        shape = self.shape
+        q, table, lengths, starts = self.q, self.table, self.lengths, self.starts
+        if rows is not None:
+            bounds = starts.tolist()
+            q = torch.cat([q[bounds[r] : bounds[r + 1]] for r in rows])
+            table, lengths = table[rows].contiguous(), lengths[rows]
+            starts = torch.tensor([0, *(shape.spans[r][0] for r in rows)]).cumsum(0).int().to(q.device)
+        extra = (shape.dim**-0.5, shape.window, shape.softcap, self.sinks)
+        return op(q, self.pages, table, starts, lengths, *extra)
+
+
+def _poison(pages: KVPages) -> None:
+    for part in pages:
+        if part is not None and part.is_floating_point() and part.dim() > 1:
+            part.fill_(torch.nan)
+
+
+def check(shape: Shape, device: torch.device, op=attention.paged_attention) -> tuple[Step, Tensor]:  # type: ignore[no-untyped-def]
+    """The kernel's result, close to the twin's."""
+    step = Step(shape, device)
+    found, expected = step.run(op), step.run(reference.paged_attention)
+    tolerance = (CPU_TOLERANCE if device.type == "cpu" else GPU_TOLERANCE)[shape.kv_format]
+    worst = float((found.float() - expected.float()).abs().max() / expected.abs().max())
+    assert worst <= tolerance, f"{shape}: off by {worst:.2e}"
+    return step, found
+
+
+FORMATS = ("f32", "bf16", "fp16", "int8", "fp8")
+DECODE = Shape(((1, 1), (1, 16), (1, 17), (1, 150), (1, 64)), heads=6, kv_heads=2)
+
+
+@pytest.fixture
+def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splits of 64 keys, and more of them than two: short sequences then have several, long ones wider ones."""
+    monkeypatch.setattr(attention, "splits_of", lambda heads, sms: attention.Splits(64, 4))
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_decode_formats(kv_format: str, device: torch.device, small_splits: None) -> None:
+    check(replace(DECODE, kv_format=kv_format), device)
+
+
+@pytest.mark.parametrize("dim", [80, 96, 112, 128, 256])
+@pytest.mark.parametrize("kv_format", ["bf16", "int8"])
+def test_decode_head_sizes(dim: int, kv_format: str, device: torch.device, small_splits: None) -> None:
+    check(Shape(((1, 70), (1, 5)), 2, 1, dim, kv_format=kv_format), device)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 5, 7, 8, 12])
+def test_decode_groups(heads: int, device: torch.device, small_splits: None) -> None:
+    check(Shape(((1, 33), (1, 90)), heads, 1, 64), device)
+
+
+@pytest.mark.parametrize("page", [32, 64])
+@pytest.mark.parametrize("kv_format", ["bf16", "fp8"])
+def test_decode_page_sizes(page: int, kv_format: str, device: torch.device, small_splits: None) -> None:
+    check(Shape(((1, 1), (1, page), (1, page + 1), (1, 130)), 4, 2, 64, page, kv_format), device)
+
+
+WANTS = [
+    {"window": 40},
+    {"window": 64, "sinks": True},
+    {"window": 500},
+    {"softcap": 5.0},
+    {"sinks": True},
+    {"kv_format": "fp8", "layer_scale": True},
+    {"kv_format": "int8", "window": 70, "softcap": 20.0, "sinks": True},
+    {"kv_format": "fp8", "window": 3},
+]
+
+
+@pytest.mark.parametrize("wants", WANTS, ids=str)
+def test_decode_windows_caps_sinks(wants: dict, device: torch.device, small_splits: None) -> None:  # type: ignore[type-arg]
+    check(replace(DECODE, **wants), device)
+
+
+@pytest.mark.parametrize("length", [256, 257, 700])
+def test_decode_widens_its_splits(length: int, device: torch.device, small_splits: None) -> None:
+    """More keys than the most splits of the first size hold."""
+    check(Shape(((1, length), (1, 30)), 2, 1, 64), device)
+    check(Shape(((1, length),), 2, 1, 64, window=300), device)
+
+
+PREFILL = Shape(((5, 5), (1, 40), (20, 67), (33, 33), (1, 1), (2, 130)), 6, 2)
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_prefill_formats(kv_format: str, device: torch.device, small_splits: None) -> None:
+    check(replace(PREFILL, kv_format=kv_format), device)
+
+
+@pytest.mark.parametrize("wants", WANTS, ids=str)
+def test_prefill_windows_caps_sinks(wants: dict, device: torch.device, small_splits: None) -> None:  # type: ignore[type-arg]
+    check(replace(PREFILL, **wants), device)
+
+
+@pytest.mark.parametrize("dim", [80, 96, 112, 128, 256])
+@pytest.mark.parametrize("kv_format", ["bf16", "int8"])
+def test_prefill_head_sizes(dim: int, kv_format: str, device: torch.device) -> None:
+    check(Shape(((37, 90),), 2, 1, dim, kv_format=kv_format), device)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 5, 7, 8])
+def test_prefill_groups(heads: int, device: torch.device) -> None:
+    check(Shape(((150, 170),), heads, 1, 64), device)
+
+
+@pytest.mark.parametrize("page", [32, 64])
+def test_prefill_page_sizes(page: int, device: torch.device) -> None:
+    check(Shape(((40, 40), (70, 150)), 4, 2, 64, page), device)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_batches_change_no_bit(window: int | None, device: torch.device, small_splits: None) -> None:
+    """A sequence alone and between others, in any order."""
+    step = Step(replace(PREFILL, window=window), device)
+    whole = step.run(attention.paged_attention).split([new for new, _ in PREFILL.spans])
+    for rows in ([0], [1], [2], [4, 1], [5, 3, 0], [2, 2, 1, 4]):
+        alone = step.run(attention.paged_attention, rows).split([PREFILL.spans[r][0] for r in rows])
+        for row, result in zip(rows, alone, strict=True):
+            assert torch.equal(result, whole[row])
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_by_token_no_chunk_changes_a_bit(window: int | None, device: torch.device, small_splits: None) -> None:
+    """A sequence's queries in one chunk, in pieces, and one after the other as in decoding, across a split's end."""
+    new, length = 9, 70
+    shape = Shape(((new, length),), 2, 1, window=window)
+    step, whole = check(shape, device, attention.paged_attention_by_token)
+    full = step.q
+    for count, end in ((1, length), (1, 65), (4, 66), (1, 64)):
+        first = end - length + new - count
+        step.q, step.starts = full[first : first + count], torch.tensor([0, count], dtype=torch.int32, device=device)
+        step.lengths = torch.tensor([end], dtype=torch.int32, device=device)
+        assert torch.equal(step.run(attention.paged_attention_by_token), whole[first : first + count])
+        if count == 1:
+            assert torch.equal(step.run(attention.paged_attention), whole[first : first + count])
+
+
+def test_by_token_mixed_batch_in_slices(
+    device: torch.device, small_splits: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "PART_BYTES", 40_000)
+    spans = ((5, 5), (1, 40), (3, 67), (1, 1), (2, 130))
+    check(Shape(spans, 2, 1, kv_format="int8", sinks=True), device, attention.paged_attention_by_token)
+
+
+def test_rows_without_tokens_get_zeros(device: torch.device) -> None:
+    """A bucket of a captured graph may have rows that no sequence fills."""
+    step = Step(Shape(((1, 20), (1, 1))), device)
+    step.lengths[1] = 0
+    found = step.run(attention.paged_attention)
+    assert torch.equal(found[1], torch.zeros_like(found[1])) and found[0].isfinite().all()
+
+
+def test_what_does_not_fit_is_refused(device: torch.device) -> None:
+    with pytest.raises(ValueError, match="page_size 48"):
+        Step(Shape(((1, 20),), page=48), device).run(attention.paged_attention)
+    with pytest.raises(ValueError, match="heads of 264"):
+        Step(Shape(((1, 20),), dim=264), device).run(attention.paged_attention)
+
+
+def test_split_sizes() -> None:
+    """More splits for longer sequences, up to a limit; never a choice by the batch."""
+    splits = attention.splits_of(8, 132)
+    assert splits == (128, 64)
+    assert [splits.places(keys, None) for keys in (1, 128, 129, 4096, 1 << 20)] == [1, 1, 2, 32, 64]
+    assert splits.places(1 << 20, 1000) == 9
+    assert attention.splits_of(1, 132) == (128, 128) and attention.splits_of(8, 16) == (512, 8)

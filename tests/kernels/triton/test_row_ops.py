@@ -1,0 +1,247 @@
+"""Norms, rotary positions, activations, embeddings and the writing of pages, each against its twin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from localllm.kernels import reference, segments
+from localllm.kernels.kv_codes import decode_e4m3, encode_e4m3
+from localllm.kernels.kv_pages import KVPages
+from localllm.kernels.segments import Norm
+from localllm.kernels.triton import activation, e4m3, embedding, kv_write, qk_norm_rope_kv, rms_norm, rope
+from localllm.kernels.triton.launch import interpreting, launch
+
+import triton  # isort: skip
+import triton.language as tl  # isort: skip
+
+ULPS = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-9}
+"""one unit in the last place and a half, relative: the interpreter cuts bfloat16 off where it should round"""
+
+
+def close(found: Tensor, expected: Tensor, factor: float = 1.0) -> None:
+    """Within `factor` units of the type, of elements near zero within those of the tensor's size."""
+    assert found.dtype is expected.dtype and found.shape == expected.shape
+    limit = factor * ULPS[found.dtype]
+    torch.testing.assert_close(found.float(), expected.float(), rtol=limit, atol=limit * 0.1)
+
+
+@pytest.mark.parametrize("dtype", ULPS, ids=str)
+@pytest.mark.parametrize("shape", [(1, 64), (3, 576), (5, 100), (2, 4096)], ids=str)
+def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    x, weight = torch.randn(shape).to(device, dtype), torch.randn(shape[-1]).to(device)
+    close(rms_norm.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
+    close(rms_norm.rms_norm(x, weight, 1e-5, 1.0), reference.rms_norm(x, weight, 1e-5, 1.0))
+    normed, total = rms_norm.add_rms_norm(x, x * 0.5, weight, 1e-6)
+    expected, expected_total = reference.add_rms_norm(x, x * 0.5, weight, 1e-6)
+    close(total, expected_total)
+    close(normed, expected, 2)
+
+
+def test_rms_norm_of_strided_heads_and_wide_rows(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, weight = torch.randn(3, 7, 96).to(device), torch.randn(96).to(device)
+    close(rms_norm.rms_norm(rows[:, 2:5], weight, 1e-6), reference.rms_norm(rows[:, 2:5], weight, 1e-6))
+    wide, weight = torch.randn(2, 20_000).to(device), torch.randn(20_000).to(device)
+    close(rms_norm.rms_norm(wide, weight, 1e-6), reference.rms_norm(wide, weight, 1e-6))
+    close(rms_norm.add_rms_norm(wide, wide, weight, 1e-6)[0], reference.add_rms_norm(wide, wide, weight, 1e-6)[0])
+    assert rms_norm.rms_norm(wide[:0], weight, 1e-6).shape == (0, 20_000)
+    with pytest.raises(ValueError, match="65,?536"):
+        rms_norm.rms_norm(torch.zeros(1, 70_000, device=device), torch.zeros(70_000, device=device), 1e-6)
+
+
+def angles(num_tokens: int, half: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of some positions."""
+    turns = torch.randn(num_tokens, half) * 3
+    return turns.cos().to(device), turns.sin().to(device)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("heads", "dim", "half"), [(3, 64, 32), (1, 96, 48), (9, 80, 20), (2, 256, 128)])
+def test_rope(heads: int, dim: int, half: int, interleaved: bool, device: torch.device) -> None:
+    x = torch.randn(3, heads + 2, dim).to(device)
+    cos, sin = angles(3, half, device)
+    close(rope.rope(x[:, :heads], cos, sin, interleaved), reference.rope(x[:, :heads], cos, sin, interleaved), 2)
+
+
+@pytest.mark.parametrize("dtype", ULPS, ids=str)
+@pytest.mark.parametrize("width", [1, 34, 1500])
+def test_activations(width: int, dtype: torch.dtype, device: torch.device) -> None:
+    x = (torch.randn(3, 2 * width) * 3).to(device, dtype)
+    close(activation.silu_mul(x), reference.silu_mul(x), 2)
+    close(activation.gelu_tanh_mul(x), reference.gelu_tanh_mul(x), 20)  # where 1 + tanh cancels, the twin is the worse
+
+
+@pytest.mark.parametrize("extreme", [-1e6, -100.0, 0.0, 100.0, 1e6])
+def test_activations_stay_finite(extreme: float, device: torch.device) -> None:
+    x = torch.full((1, 8), extreme, device=device)
+    torch.testing.assert_close(activation.silu_mul(x), reference.silu_mul(x), rtol=1e-6, atol=1e-20)
+    assert activation.gelu_tanh_mul(x).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", ULPS, ids=str)
+def test_embedding(dtype: torch.dtype, device: torch.device) -> None:
+    ids = torch.tensor([6, 0, 6], device=device)
+    for table_type in ULPS:
+        table = torch.randn(7, 2100).to(device, table_type)
+        close(embedding.embedding(ids, table, 45.25, dtype), reference.embedding(ids, table, 45.25, dtype), 2)
+
+
+@triton.jit
+def _both_ways(x, codes, back, N: tl.constexpr):
+    i = tl.arange(0, N)
+    written = e4m3.encode_e4m3(tl.load(x + i))
+    tl.store(codes + i, written)
+    tl.store(back + i, e4m3.decode_e4m3(written))
+
+
+@triton.jit
+def _pairs(e4m3_pairs, int8_pairs, out, N: tl.constexpr, INTERPRET: tl.constexpr):
+    i = tl.arange(0, N)
+    even, odd = e4m3.widen_e4m3(tl.load(e4m3_pairs + i), INTERPRET)
+    tl.store(out + 2 * i, even.to(tl.float32) * 256.0)
+    tl.store(out + 2 * i + 1, odd.to(tl.float32) * 256.0)
+    even, odd = e4m3.widen_int8(tl.load(int8_pairs + i), INTERPRET)
+    tl.store(out + 2 * N + 2 * i, even.to(tl.float32))
+    tl.store(out + 2 * N + 2 * i + 1, odd.to(tl.float32))
+
+
+def test_e4m3_is_that_of_the_twin(device: torch.device) -> None:
+    """Every number of E4M3, everything halfway between two of them, and what is next to that."""
+    numbers = decode_e4m3(torch.arange(127, dtype=torch.uint8))
+    halves = (numbers[1:] + numbers[:-1]) / 2
+    near = torch.cat([halves.nextafter(halves * 0), halves.nextafter(halves * 2)])
+    x = torch.cat([numbers, halves, near, torch.tensor([448.1, 1e9, torch.inf, torch.nan, 1e-9, 1e-40])])
+    x = torch.nn.functional.pad(torch.cat([x, -x]), (0, 2048 - 2 * x.numel()))
+    codes, back = torch.empty(2048, dtype=torch.uint8, device=device), torch.empty(2048, device=device)
+    launch(_both_ways, (1,), x.to(device), codes, back, N=2048)
+    assert torch.equal(codes.cpu(), encode_e4m3(x))
+    torch.testing.assert_close(back.cpu(), decode_e4m3(encode_e4m3(x)), rtol=0, atol=0, equal_nan=True)
+
+
+def test_pairs_of_codes_widen_exactly(device: torch.device) -> None:
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    codes = torch.stack([codes, codes.flip(0)], 1).flatten()
+    out = torch.empty(1024, device=device)
+    pairs = codes.view(torch.int16).to(device)
+    launch(_pairs, (1,), pairs, pairs, out, N=256, INTERPRET=interpreting())
+    expected = decode_e4m3(codes)
+    real = ~expected.isnan()
+    assert torch.equal(out[:512].cpu()[real], expected[real])
+    assert torch.equal(out[512:].cpu(), codes.view(torch.int8).float())
+
+
+def pages_of(kv_format: str, kv_heads: int, dim: int, page: int, device: torch.device, layer: bool = False) -> KVPages:
+    """Five empty pages."""
+    pages = KVPages.empty(kv_format, 5, kv_heads, page, dim)
+    if layer:
+        pages = pages._replace(k_scales=torch.tensor([0.013]), v_scales=torch.tensor([0.009]))
+    return KVPages(*(None if part is None else part.to(device) for part in pages))
+
+
+def same_pages(found: KVPages, expected: KVPages, steps: int = 0) -> None:
+    """Codes at most `steps` apart, scales equal to float32."""
+    for ours, theirs in zip(found, expected, strict=True):
+        if ours is None or theirs is None:
+            assert ours is theirs
+        elif ours.is_floating_point():
+            close(ours, theirs, 2)
+        else:
+            apart = (ours.int() - theirs.int()).abs()
+            assert int(apart.max()) <= steps and float((apart > 0).float().mean()) < 0.01
+
+
+FORMATS = ["f32", "bf16", "fp16", "int8", "fp8"]
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize(("kv_heads", "dim", "page"), [(2, 64, 16), (5, 96, 32), (1, 256, 64), (3, 80, 16)])
+def test_kv_write(kv_format: str, kv_heads: int, dim: int, page: int, device: torch.device) -> None:
+    kv = torch.randn(4, 2 * kv_heads + 1, dim).to(device) * 3
+    kv[1, 1] = 0.0
+    slots = torch.tensor([3, 4 * page + 7, page, 17], device=device)
+    k, v = kv[:, 1 : 1 + kv_heads], kv[:, 1 + kv_heads :]
+    found, expected = (pages_of(kv_format, kv_heads, dim, page, device) for _ in range(2))
+    kv_write.kv_write(k, v, found, slots)
+    reference.kv_write(k, v, expected, slots)
+    same_pages(found, expected)
+
+
+def test_kv_write_with_a_scale_of_the_layer(device: torch.device) -> None:
+    k, v = torch.randn(3, 2, 64).to(device) * 3, torch.randn(3, 2, 64).to(device)
+    slots = torch.tensor([3, 70, 17], device=device)
+    found, expected = (pages_of("fp8", 2, 64, 16, device, layer=True) for _ in range(2))
+    kv_write.kv_write(k, v, found, slots)
+    reference.kv_write(k, v, expected, slots)
+    same_pages(found, expected)
+
+
+def test_kv_write_passes_over_negative_slots_and_marks_what_is_no_number(device: torch.device) -> None:
+    k, v = torch.randn(3, 2, 64).to(device), torch.randn(3, 2, 64).to(device)
+    k[2, 1, 7], v[2, 0, 3] = torch.nan, torch.inf
+    pages = pages_of("int8", 2, 64, 16, device)
+    kv_write.kv_write(k, v, pages, torch.tensor([-1, -1, 20], device=device))
+    assert pages.k_scales is not None and pages.v_scales is not None
+    assert int(pages.k.ne(0).any(-1).sum()) == 1 and int(pages.v.ne(0).any(-1).sum()) == 1
+    assert bool(pages.k_scales[1, 1, 4].isnan()) and bool(pages.v_scales[1, 0, 4].isnan())
+    assert int(pages.k_scales.isnan().sum()) == 1
+
+
+class Plain:
+    """A product that gives what it is given."""
+
+    def __init__(self, out_features: int) -> None:
+        self.out_features = out_features
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+
+def attention_weights(heads: int, kv_heads: int, dim: int, norm: bool, interleaved: bool, device: torch.device) -> Any:
+    """Of a layer whose first norm does nothing and whose product is the identity."""
+    q_norm, k_norm = (Norm(torch.randn(dim).to(device), eps, 1.0) for eps in (1e-6, 1e-3))
+    return segments.AttentionWeights(
+        Norm(torch.ones(1), 0.0),
+        Plain(heads + 2 * kv_heads),  # type: ignore[arg-type]
+        Plain(1),  # type: ignore[arg-type]
+        heads,
+        kv_heads,
+        dim,
+        1.0,
+        q_norm if norm else None,
+        k_norm if norm else None,
+        interleaved=interleaved,
+    )
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "half", "norm", "interleaved"),
+    [
+        (9, 3, 64, 32, False, False),
+        (4, 1, 256, 128, True, False),
+        (8, 2, 96, 20, True, True),
+        (2, 2, 80, 40, True, False),
+    ],
+)
+def test_qk_norm_rope_kv(
+    heads: int, kv_heads: int, dim: int, half: int, norm: bool, interleaved: bool, kv_format: str, device: torch.device
+) -> None:
+    weights = attention_weights(heads, kv_heads, dim, norm, interleaved, device)
+    qkv = torch.randn(3, heads + 2 * kv_heads, dim).to(device)
+    cos, sin = angles(3, half, device)
+    slots = torch.tensor([3, 70, 17], device=device)
+    found, expected = (pages_of(kv_format, kv_heads, dim, 16, device) for _ in range(2))
+    q = qk_norm_rope_kv.qk_norm_rope_kv(qkv, cos, sin, found, slots, heads, weights.q_norm, weights.k_norm, interleaved)
+
+    def first_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+        return x if weight.numel() == 1 else reference.rms_norm(x, weight, eps, offset)
+
+    flat = qkv.view(3, -1)
+    expected_q = segments.attn_in(
+        first_norm, reference.rope, reference.kv_write, flat, weights, cos, sin, expected, slots
+    )
+    close(q, expected_q, 4)
+    same_pages(found, expected, steps=1)
