@@ -1,0 +1,157 @@
+"""What turned out other than planned is told, remembered, and ends nothing: through the façade, on a real model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from localllm import LLM, SamplingParams
+from localllm.engine.proof import Proof, Term
+from localllm.kernels import reference, tuning
+from localllm.kernels.cpu import ops as cpu_ops
+from localllm.kernels.ops import OpImpl
+from localllm.llm import kernel_words
+from localllm.proofs import Proofs
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+PROMPT = "The capital of France is"
+
+
+def tokens(llm: LLM) -> list[int]:
+    return llm.generate(PROMPT, GREEDY).completions[0].token_ids
+
+
+def test_a_planted_wrong_kernel_is_not_used_and_the_user_is_told(
+    smollm2_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """design.md 1.3"""
+
+    def planted(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return reference.rms_norm(x, *rest) * 1.1
+
+    def planted_decoder(composed: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return composed(x, *rest).mul_(1.1)
+
+    right = dict(cpu_ops.IMPLS)
+    with LLM(smollm2_path, ctx=256) as llm:
+        expected = tokens(llm)
+        assert llm.state().warnings == ()
+    for name, run in (("rms_norm", planted), ("decoder", planted_decoder)):
+        wrong = (OpImpl("planted", lambda facts: None, run), *right[name])
+        monkeypatch.setattr(cpu_ops, "IMPLS", {**right, name: wrong})
+        with LLM(smollm2_path, ctx=256) as llm:
+            assert tokens(llm) == expected
+            (warning,) = llm.state().warnings
+            assert warning.startswith(f"{name}:planted failed its self-test (")
+            assert warning.endswith("the next kernel took its place")
+            assert "planted" not in llm.truth_line
+            assert llm.state().truth_line == llm.truth_line
+
+
+def test_a_plan_that_did_not_hold_shrinks_once_says_so_and_is_remembered(smollm2_path: Path, empty_home: Path) -> None:
+    with LLM(smollm2_path, ctx=1024, max_parallel=8) as llm:
+        before = llm.stats().pages_total
+        missing = llm.plan.kv_bytes // 4
+        llm._boot._on_cpu_proof(Proof((Term("work", 100, 100 + missing),), "cpu", 1.0))
+        assert before * 0.70 < llm.stats().pages_total < before * 0.80
+        (warning,) = llm.state().warnings
+        assert warning.startswith("the plan did not hold: ") and "pages fewer" in warning
+        assert "the plan did not hold" in llm.truth_line
+        assert len(tokens(llm)) == 8
+        assert Proofs().learned_bytes(llm.facts, llm.machine, "cpu") == missing
+    with LLM(smollm2_path, ctx=1024, max_parallel=8) as llm:
+        assert llm.plan.terms()["learned"] == missing
+        scheduler = llm.engine.scheduler  # and what ran out while running
+        scheduler.limits = replace(scheduler.limits, max_parallel=1)
+        assert any("1 of 8 sequences at once" in line and "--ctx" in line for line in llm.state().warnings)
+
+
+def test_a_sleeping_model_that_wakes_is_proved_no_second_time(smollm2_path: Path, empty_home: Path) -> None:
+    with LLM(smollm2_path, ctx=256) as llm:
+        first = tokens(llm)
+        ends = time.monotonic() + 60
+        while llm._boot.proof_note == "proof pending" and time.monotonic() < ends:
+            time.sleep(0.01)
+        assert llm._boot.proof_note.startswith("proved: ")
+        llm.sleep()
+        llm.wake()
+        assert llm._boot.proof_note.startswith("proved: ")
+        assert tokens(llm) == first
+
+
+def test_kernels_in_words() -> None:
+    classes = ("qkv", "o", "gate_up", "down", "lm_head")
+    plain = dict.fromkeys(classes, "c_int16") | {"paged_attention": "c", "rms_norm": "c", "rope": "c", "kv_write": "c"}
+    assert kernel_words(plain) == "products c_int16, attention c"
+    assert kernel_words(plain | {"decoder": "c"}) == "products c_int16, attention c, fused decoder c"
+    mixed = plain | {"lm_head": "c_float32", "rope": "torch"}
+    assert kernel_words(mixed) == "qkv+o+gate_up+down c_int16, lm_head c_float32, attention c, rope torch"
+
+
+# --- tiles -----------------------------------------------------------------------------------------------------------
+
+SHAPE = tuning.Shape("vector", (4096, 4096, 128))
+TILES = ({"rows": 4}, {"rows": 8}, {"rows": 16})
+
+
+def timed(cost: dict[int, float]) -> Callable[[Callable[[], object]], float]:
+    def measure(call: Callable[[], object]) -> float:
+        return cost[call()]  # type: ignore[index]
+
+    return measure
+
+
+def trial(tile: tuning.Tile) -> Callable[[], object]:
+    if tile["rows"] == 16:
+        raise ValueError("shared memory: 200,000 of 101,376 bytes")
+    return lambda: tile["rows"]
+
+
+def test_the_first_tile_runs_at_once_and_the_fastest_from_then_on(tmp_path: Path) -> None:
+    from localllm.kernels.records import Records
+
+    identity = {"device": "card", "driver": "580", "triton": "3.9"}
+    tuner = tuning.Tuner(Records("tuning", identity, tmp_path))
+    assert tuner.pick(SHAPE, TILES, trial) == TILES[0]
+    assert tuner.waiting == (SHAPE,)
+    (tuned,) = tuner.tune(timed({4: 9e-6, 8: 5e-6}))
+    assert (dict(tuned.tile), tuned.us, tuned.first_us) == ({"rows": 8}, pytest.approx(5), pytest.approx(9))
+    assert "200,000" in tuned.failed[0]
+    assert tuner.pick(SHAPE, TILES, trial) == TILES[1] and not tuner.waiting
+    again = tuning.Tuner(Records("tuning", identity, tmp_path))
+    assert again.pick(SHAPE, TILES, trial) == TILES[1] and not again.waiting and again.num_measured == 1
+    other = tuning.Tuner(Records("tuning", identity | {"driver": "590"}, tmp_path))
+    assert other.pick(SHAPE, TILES, trial) == TILES[0] and other.waiting
+
+
+def test_noise_changes_no_tile_and_a_shape_is_tuned_whole_or_not_at_all() -> None:
+    tuner = tuning.Tuner()
+    tuner.pick(SHAPE, TILES[:2], trial)
+    (tuned,) = tuner.tune(timed({4: 1.00e-5, 8: 0.98e-5}))
+    assert tuned.tile == TILES[0]
+    tuner = tuning.Tuner()
+    for n in range(3):
+        tuner.pick(tuning.Shape("vector", (n,)), TILES[:2], trial)
+    assert not tuner.tune(timed({4: 1e-5, 8: 1e-6}), budget_s=0.0) and len(tuner.waiting) == 3
+    answers = iter([False, False, False, True])
+    assert len(tuner.tune(timed({4: 1e-5, 8: 1e-6}), stop=lambda: next(answers))) == 1
+    assert len(tuner.waiting) == 2
+
+
+def test_at_most_eight_candidates_and_one_from_a_measured_card_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = [{"rows": n} for n in range(1, 30)]
+    point = tuning.StartingPoint("vector", 90, SHAPE.key, {"rows": 5}, "H100")
+    monkeypatch.setattr(tuning, "STARTING_POINTS", (point,))
+    tuner = tuning.Tuner(capability=90)
+    assert tuner.pick(SHAPE, many, trial) == {"rows": 5}
+    assert len(tuner._jobs[SHAPE].candidates) == 8
+    assert tuning.Tuner(capability=120).pick(SHAPE, many, trial) == {"rows": 1}
+    assert tuning.is_measured(90) and not tuning.is_measured(120)
+    with pytest.raises(ValueError, match="no candidates"):
+        tuner.pick(tuning.Shape("x", ()), [])
