@@ -1,7 +1,9 @@
-"""`linear` for `int4g` through PyTorch's own int4 product for the CPU: bfloat16 activations, no compiler needed.
+"""`linear` for `int4g` through PyTorch's own int4 product for the CPU, which takes bfloat16: no compiler needed.
 
-w = (q - 8) * scale + zero with bfloat16 scale and zero, and a float32 sum: a relative error near 0.3 %, so it is passed
-over when a dtype was asked for by name. A row's result does not depend on the rows beside it.
+w = (q - 8) * scale + zero. Activations, scales and zeros are each split in a bfloat16 and the rest, also bfloat16, and
+three products are added: what is left is the rounding of the product itself, 0.1 % relative. One product alone, 0.3 %,
+changes the starter model's greedy answer (mean KL to float32 over one chat: 0.0011 against 0.0004; all float32 0.0001).
+Passed over when a dtype was asked for by name. A row's result does not depend on the rows beside it.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ class Int4Pack(NamedTuple):
     """u8 [N, K/2]"""
     scales_and_zeros: Tensor
     """bf16 [K/g, N, 2]"""
+    rest: Tensor
+    """the same: what rounding took from them"""
     weight: Weight
     """the canonical weight, its qweight empty"""
 
@@ -95,16 +99,27 @@ def _prepare(weight: Weight) -> Int4Pack:
         zeros = weight.mins.float() + 8 * scales
     else:
         zeros = torch.zeros_like(scales) if weight.zeros is None else scales * (8 - weight.zeros.float())
-    pairs = torch.stack([scales, zeros], -1).transpose(0, 1).contiguous().bfloat16()
-    return Int4Pack(packed, pairs, weight._replace(qweight=torch.empty(0, dtype=torch.uint8)))
+    exact = torch.stack([scales, zeros], -1).transpose(0, 1).contiguous()
+    pairs = exact.bfloat16()
+    rest = (exact - pairs.float()).bfloat16()
+    return Int4Pack(packed, pairs, rest, weight._replace(qweight=torch.empty(0, dtype=torch.uint8)))
+
+
+def _product(x: Tensor, prepared: Int4Pack, scales_and_zeros: Tensor) -> Tensor:
+    """float32 [rows, N] of bf16 x [rows, K]."""
+    return torch.ops.aten._weight_int4pack_mm_for_cpu(
+        x, prepared.packed, prepared.weight.group_size, scales_and_zeros
+    ).float()
 
 
 def _run(x: Tensor, prepared: Int4Pack, bias: Tensor | None) -> Tensor:
     weight = prepared.weight
-    inputs = gathered(x, weight.perm, weight.pre_scale).bfloat16().contiguous()
-    out = torch.ops.aten._weight_int4pack_mm_for_cpu(
-        inputs, prepared.packed, weight.group_size, prepared.scales_and_zeros
-    ).to(x.dtype)
+    wide = gathered(x, weight.perm, weight.pre_scale).float().contiguous()
+    high = wide.bfloat16()
+    both = torch.cat([high, (wide - high.float()).bfloat16()])  # the weight is read once for both
+    main = _product(both, prepared, prepared.scales_and_zeros)
+    rows = wide.shape[0]
+    out = (main[:rows] + main[rows:]).add_(_product(high, prepared, prepared.rest)).to(x.dtype)
     return out if bias is None else out + bias.to(x.dtype)
 
 
@@ -116,8 +131,7 @@ def _unpack(prepared: Int4Pack) -> Tensor:
 
 
 def _nbytes(prepared: Int4Pack) -> int:
-    pairs = prepared.scales_and_zeros
-    return prepared.packed.numel() + pairs.numel() * pairs.element_size() + prepared.weight.nbytes
+    return prepared.packed.nbytes + prepared.scales_and_zeros.nbytes + prepared.rest.nbytes + prepared.weight.nbytes
 
 
 INT4PACK = Impl("torch_int4pack", _fits, _prepare, _run, _unpack, _nbytes)
