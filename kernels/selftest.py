@@ -21,7 +21,7 @@ from .dense_linear import TWIN
 from .ops import OPS, choose_op, op_impls
 from .records import Records
 from .segments import HeadWeights, KernelTable, LayerCall, kernel_table
-from .trial import SegmentTrial, layer_kind, linear_error, op_error
+from .trial import SegmentTrial, is_device_lost, layer_kind, linear_error, op_error
 from .weight import Weight
 
 
@@ -36,6 +36,10 @@ class Failure:
 
     def __str__(self) -> str:
         return f"{self.name} failed its self-test ({self.reason})"
+
+
+class KernelCrash(RuntimeError):
+    """A kernel left the device unusable in its self-test. The verdict is kept: the next start passes it over."""
 
 
 @dataclass(slots=True)
@@ -116,7 +120,15 @@ class SelfTest:
         known = self.records.get(f"{name} {key}")
         if known is None:
             started = time.monotonic()
-            reason = error()
+            try:
+                reason = error()
+            except RuntimeError as crash:
+                if not is_device_lost(crash):
+                    raise
+                said = str(crash).splitlines()[0]
+                self.records.put(f"{name} {key}", {"reason": f"it left the device unusable: {said}"})
+                self.records.save()
+                raise KernelCrash(f"{name} crashed the GPU in its self-test: {said}") from crash
             self.num_run += 1
             self.seconds += time.monotonic() - started
             known = {"reason": reason}

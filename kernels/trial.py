@@ -51,13 +51,18 @@ def compare(found: Tensor, wanted: Tensor, tolerance: float) -> str:
     return ""
 
 
+def is_device_lost(error: BaseException) -> bool:
+    """Whether a GPU's context is unusable after this failure: every later call would fail, too."""
+    text = str(error)
+    return ("CUDA error" in text or "device-side" in text) and "out of memory" not in text.lower()
+
+
 def tried(name: str, call: Callable[[], str]) -> str:
     """What a case found, with its name; an exception is a finding, too, unless it leaves the device unusable."""
     try:
         found = call()
     except Exception as error:
-        lost = "CUDA error" in str(error) and "out of memory" not in str(error).lower()
-        if lost:
+        if is_device_lost(error):
             raise
         said = (str(error).splitlines() or [""])[0][:160]
         found = f"{type(error).__name__}: {said}"

@@ -20,12 +20,12 @@ from localllm.checkpoint import Checkpoint
 from localllm.checkpoint.detect import stored_formats
 from localllm.checkpoint.facts import ModelFacts, RopeFacts, linear_shapes
 from localllm.checkpoint.names import SourceNames
-from localllm.errors import BadModelFile, UnsupportedModel
+from localllm.errors import BadModelFile, DeviceError, OutOfMemory, UnsupportedModel
 from localllm.kernels import LinearFacts, Weight, rope
 from localllm.kernels.embedding import prepared_rows, weight_rows
 from localllm.kernels.ops import OpFacts
 from localllm.kernels.segments import kernel_table
-from localllm.kernels.selftest import SelfTest
+from localllm.kernels.selftest import KernelCrash, SelfTest
 from localllm.quant import dequantize, fuse, load_weight, read_dense
 from localllm.quant.encode import Target, encode
 
@@ -93,7 +93,7 @@ class LoadOptions:
 def load_model(checkpoint: Checkpoint, options: LoadOptions | None = None) -> Model:
     """Load every weight of `checkpoint`, which may be closed afterwards.
 
-    Raises BadModelFile, UnsupportedModel or UnsupportedFormat.
+    Raises BadModelFile, UnsupportedModel or UnsupportedFormat; OutOfMemory or DeviceError where the GPU gives up.
     """
     options = options or LoadOptions()
     facts = checkpoint.facts
@@ -102,7 +102,16 @@ def load_model(checkpoint: Checkpoint, options: LoadOptions | None = None) -> Mo
             f"{checkpoint.path.name}: architecture {facts.architecture} cannot run",
             f"these can: {', '.join(ARCHITECTURES)}",
         )
-    return Loading(checkpoint, facts, options).model()
+    try:
+        return Loading(checkpoint, facts, options).model()
+    except torch.OutOfMemoryError as error:
+        said = str(error).split(". ")[0]
+        raise OutOfMemory(
+            f"{checkpoint.path.name}: the GPU's memory ran out while loading: {said}",
+            "close what else uses the card (`localllm doctor`), or use --device cpu",
+        ) from error
+    except KernelCrash as error:
+        raise DeviceError(str(error), "start again: that kernel is left out from now on") from error
 
 
 def _capability(device: torch.device) -> int:
@@ -111,6 +120,11 @@ def _capability(device: torch.device) -> int:
         return 0
     major, minor = torch.cuda.get_device_capability(device)
     return major * 10 + minor
+
+
+def _shares_memory(device: torch.device) -> bool:
+    """Whether a GPU has no memory of its own (GB10, Jetson)."""
+    return device.type == "cuda" and bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", 0))
 
 
 class Loading:
@@ -122,6 +136,7 @@ class Loading:
         self.options = options
         self.device = torch.device(options.device)
         self.capability = _capability(self.device)
+        self.shares_memory = _shares_memory(self.device)
         self.selftest = options.selftest
         self.spec = ARCHITECTURES[facts.architecture](facts)
         self.names = SourceNames(checkpoint, facts.architecture)
@@ -231,7 +246,9 @@ class Loading:
             return Linear(tuple(self.prepare(layer_class, weight, bias) for weight, bias in parts))
         bias = None
         if any(b is not None for b in biases):
-            rows = [torch.zeros(s[0]) if b is None else b for b, s in zip(biases, shapes, strict=True)]
+            rows = [
+                torch.zeros(s[0], device=self.device) if b is None else b for b, s in zip(biases, shapes, strict=True)
+            ]
             bias = torch.cat(rows)
         return Linear((self.prepare(layer_class, whole, bias),))
 
@@ -276,16 +293,31 @@ class Loading:
         found = self.stored.get(stored_as)
         if found is None:
             raise self.missing(f"{stored_as}.weight")
-        weight = load_weight(self.checkpoint, stored_as, found, shape)
+        weight = self.moved(load_weight(self.checkpoint, stored_as, found, shape))
         self.count(stored_as + ".")
+        self.forget(stored_as + ".")
         if self.target is not None and name.startswith("model.layers.") and self.target.fits(*shape) is None:
             return self.requantised(weight, stored_as)
         return weight
 
+    def moved(self, weight: Weight) -> Weight:
+        """The same weight on the device: one module is in host memory at a time."""
+        if self.device.type == "cpu":
+            return weight
+        parts = {name: part.to(self.device) for name, part in weight._asdict().items() if isinstance(part, Tensor)}
+        return weight._replace(**parts)
+
+    def forget(self, prefix: str) -> None:
+        """Where GPU and host share their memory: let the system drop what it keeps of the files that were read."""
+        if self.shares_memory:
+            for name in self.checkpoint.tensors:
+                if name.startswith(prefix):
+                    self.checkpoint.forget(name)
+
     def requantised(self, weight: Weight, stored_as: str) -> Weight:
         """The same weight as `options.weights` says, computed where it will run."""
         assert self.target is not None
-        values = dequantize(weight).to(self.options.device)
+        values = dequantize(weight)
         try:
             return encode(values, self.target)
         except ValueError as error:
@@ -299,14 +331,14 @@ class Loading:
                 raise self.missing(stored)
             return None
         bias = self.vector(stored, size)
-        return bias if bool(bias.any()) else None
+        return bias.to(self.device) if bool(bias.any()) else None
 
     def norm(self, name: str, size: int) -> Norm:
         """A norm, its weight float32 with the model's offset added."""
         stored = f"{self.stored_as(name)}.weight"
         if stored not in self.checkpoint.tensors:
             raise self.missing(stored)
-        weight = self.vector(stored, size)
+        weight = self.vector(stored, size).to(self.device)
         self.count(stored)
         return Norm(weight + self.facts.norm_offset if self.facts.norm_offset else weight, self.facts.rms_norm_eps)
 

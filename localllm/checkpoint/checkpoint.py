@@ -57,6 +57,11 @@ class Checkpoint:
         """Whether a memory address lies in one of the mapped files."""
         return any(file.holds(address) for file in self._files.values())
 
+    def forget(self, name: str) -> None:
+        """Let the system drop a tensor's bytes from its page cache; who wants them again reads them from disk."""
+        info = self.tensors[name]
+        self._files[info.file].forget(info.offset, info.nbytes)
+
     @property
     def nbytes(self) -> int:
         """Stored bytes of all tensors."""

@@ -6,6 +6,7 @@ FIFO, a device), and `bad` makes the error every reader raises: file name, place
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -93,6 +94,20 @@ class MappedFile:
             what = f"was cut from {self.size:,} to {size:,} bytes while it was read"
             raise bad(self.path, what, offset=size)
         return self.data[offset : offset + nbytes]
+
+    def forget(self, offset: int, nbytes: int) -> None:
+        """Drop whole system pages of a range from this map and from the page cache: a hint, which may do nothing."""
+        first = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (offset + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
+        if length <= 0 or self.data is None or not hasattr(os, "posix_fadvise"):
+            return
+        self.buffer.madvise(mmap.MADV_DONTNEED, first, length)
+        with contextlib.suppress(OSError):
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.posix_fadvise(descriptor, first, length, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
 
     def holds(self, address: int) -> bool:
         """Whether a memory address lies in the map."""

@@ -17,7 +17,7 @@ from localllm.kernels.cases import ModelShapes, op_cases
 from localllm.kernels.cpu import ops as cpu_ops
 from localllm.kernels.ops import OPS, OpFacts, OpImpl
 from localllm.kernels.records import Records
-from localllm.kernels.selftest import SelfTest
+from localllm.kernels.selftest import KernelCrash, SelfTest
 from localllm.kernels.trial import compare, linear_error
 
 FACTS = OpFacts(num_heads=6, num_kv_heads=2, head_dim=20, kv_format="bf16")
@@ -119,6 +119,20 @@ def test_a_product_is_tried_with_the_weight_itself() -> None:
     assert not test.linear_passed(wrong, facts, weight, prepared)  # once is enough
     cut = replace(right, run=lambda x, prepared, bias: right.run(x, prepared, bias)[:, :-1])
     assert "shape [1, 49] instead of [1, 50]" in linear_error(cut, facts, weight, prepared)
+
+
+def test_a_kernel_that_crashes_the_card_is_passed_over_from_the_next_start_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crashes(*arguments: Any) -> Tensor:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nSearch for it")
+
+    monkeypatch.setattr(cpu_ops, "IMPLS", planted("rope", crashes))
+    with pytest.raises(KernelCrash, match="rope:planted crashed the GPU in its self-test: CUDA error"):
+        SelfTest(Records("selftest", {}, tmp_path)).table(SHAPES)
+    test = SelfTest(Records("selftest", {}, tmp_path))
+    assert dict(test.table(SHAPES).ops)["rope"] == "c"
+    assert "left the device unusable" in test.failures[0].reason
 
 
 def test_verdicts_are_kept_until_something_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

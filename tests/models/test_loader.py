@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from localllm.checkpoint import kv_bytes_per_token, open_checkpoint
-from localllm.errors import BadModelFile, UnsupportedModel
+from localllm.errors import BadModelFile, DeviceError, OutOfMemory, UnsupportedModel
+from localllm.kernels.selftest import KernelCrash
 from localllm.models.kv_cache import KVCache, kv_bytes_per_page
-from localllm.models.loader import LoadOptions, load_model
+from localllm.models.loader import Loading, LoadOptions, load_model
 
 LAYER = "model.layers.1."
 
@@ -137,3 +138,29 @@ def test_embedding_rows_are_those_of_the_file(
         model = load_model(checkpoint, LoadOptions(exact=True, quarantined=quarantined))
     ids = torch.tensor([5, 98, 0, 5])
     assert torch.equal(model.embedding(ids), tiny(name).tensors["model.embed_tokens.weight"][ids])
+
+
+def test_what_the_system_keeps_of_a_file_can_be_dropped(tiny: Callable, tmp_path: Path) -> None:
+    with open_checkpoint(tiny("llama-packable").save(tmp_path)) as checkpoint:
+        before = {name: checkpoint.read(name).copy() for name in checkpoint.tensors}
+        for name in checkpoint.tensors:
+            checkpoint.forget(name)
+        assert all((checkpoint.read(name) == bytes_).all() for name, bytes_ in before.items())
+
+
+def test_a_card_that_is_full_or_crashes_while_loading_is_an_error_with_a_way_out(
+    tiny: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = open_checkpoint(tiny("llama").save(tmp_path))
+    for raised, error, words in (
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"), OutOfMemory, "doctor"),
+        (KernelCrash("rope:x crashed the GPU in its self-test: CUDA error"), DeviceError, "start again"),
+    ):
+
+        def fail(self: Loading, problem: Exception = raised) -> None:
+            raise problem
+
+        monkeypatch.setattr(Loading, "model", fail)
+        with pytest.raises(error) as caught:
+            load_model(checkpoint)
+        assert words in caught.value.hint and "GPU" in caught.value.message
