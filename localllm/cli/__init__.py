@@ -35,7 +35,7 @@ COMMANDS = (
     ("rm", "Models", "models", "Remove a model or left-over parts of downloads"),
     ("quantize", "Models", "quality", "Write a smaller version of a BF16 model"),
     ("eval", "Models", "quality", "Measure what a weight or KV format costs: perplexity and KL"),
-    ("doctor", "This machine", "machine", "Check hardware, software and settings"),
+    ("doctor", "This machine", "doctor", "Check hardware, software and settings"),
     ("plan", "This machine", "plan", "What fits here: memory, context, expected speed"),
     ("bench", "This machine", "machine", "Measure prefill, decode and time to first token"),
     ("config", "This machine", "settings", "Show and change settings"),

@@ -1,4 +1,4 @@
-"""`localllm doctor`, `bench`: what this machine is, and how fast it is."""
+"""`localllm bench`: how fast this machine is."""
 
 from __future__ import annotations
 
@@ -24,46 +24,6 @@ if TYPE_CHECKING:
     from localllm.bench import BenchResult
 
 FAILED = 11
-_MARKS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red"), "skip": ("–", "dim")}
-
-
-@command("localllm doctor", "localllm doctor --json", "localllm doctor --only gpu,ram")
-def doctor(
-    env: Env,
-    only: Annotated[str | None, typer.Option(metavar="ID,...", help="Only these checks, or groups of them.")] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Warnings fail too.")] = False,
-    listing: Annotated[bool, typer.Option("--list", help="Name the checks.")] = False,
-) -> int:
-    """Check hardware, software and settings; every finding comes with the command that cures it.
-
-    Exit 0 also with warnings, 11 with a failure. Takes under two seconds and loads no torch.
-    """
-    from localllm import doctor as checks
-
-    console = env.console
-    if listing:
-        for name in checks.CHECKS:
-            console.line(name)
-        return 0
-    survey = checks.Survey()
-    found = checks.run_checks([name for name in (only or "").split(",") if name], survey)
-    if console.as_json:
-        console.write_json(checks.report(found, survey.machine))
-    else:
-        width = max((len(check.id) for check in found), default=0)
-        group = ""
-        for check in found:
-            if check.group != group:
-                group = check.group
-                console.line(console.style(group.capitalize(), "bold"))
-            mark, color = _MARKS[check.status]
-            detail = f"   {clean_line(check.detail)}" if check.detail else ""
-            console.line(f"  {console.style(mark, color)} {check.id.ljust(width)}  {clean_line(check.title)}{detail}")
-            if check.fix:
-                console.line(f"    {' ' * width}  {console.style('fix:', 'dim')} {clean_line(check.fix)}")
-        console.line(checks.verdict(found))
-    counts = checks.summary(found)
-    return FAILED if counts["fail"] or (strict and counts["warn"]) else 0
 
 
 # --- bench -----------------------------------------------------------------------------------------------------------

@@ -151,6 +151,7 @@ _HOSTS: dict[str, dict[str, Any]] = {
         "packages": {"torch": "2.13.0+cpu", "triton": "3.9.0"},
     },
     "rtx3060": {
+        "programs": {"nvidia-smi": "/usr/bin/nvidia-smi", "ollama": "/usr/local/bin/ollama"},
         "disk": DiskFacts("~/.cache/huggingface/hub", 640 * GIB, 3725 * GIB, "hdd", "ext4"),
     },
     "rtx3090": {"packages": _PACKAGES | {"vllm": "0.27.1", "flashinfer-python": "0.6.18"}},
@@ -167,7 +168,7 @@ _HOSTS: dict[str, dict[str, Any]] = {
     "gb10": {
         "ptxas": "12.8",
         "variables": {"TRITON_PTXAS_PATH": "/usr/local/cuda-12.8/bin/ptxas"},
-        "programs": {"nvidia-smi": "/usr/bin/nvidia-smi", "ollama": "/usr/local/bin/ollama"},
+        "packages": _PACKAGES | {"vllm": "0.24.0"},
     },
     "h100": {
         "ptxas": "12.9", "prefix": "/usr", "variables": {"CUDA_VISIBLE_DEVICES": "0"},

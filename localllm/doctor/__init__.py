@@ -11,17 +11,21 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from localllm._version import __version__
-from localllm.device import MachineFacts
 from localllm.errors import ConfigError, LocalLLMError
 from localllm.request import Check
 
 from . import gpu, hardware, settings, software, storage, terminal
 from .finding import HARDWARE, SOFTWARE, STORAGE, TERMINAL, CheckFunction, Survey
+from .repair import kind_of
 
-__all__ = ["CHECKS", "Survey", "report", "run_checks", "running", "summary", "verdict", "wanted"]
+if TYPE_CHECKING:
+    from .advice import Advice
+    from .rules import Match
+
+__all__ = ["CHECKS", "GROUP_OF", "Survey", "document", "run_checks", "running", "summary", "verdict", "wanted"]
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +88,9 @@ def verdict(checks: Iterable[Check]) -> str:
     return f"{sum(counts.values())} checks: {', '.join(words)}"
 
 
-def report(checks: Iterable[Check], facts: MachineFacts) -> dict[str, Any]:
+def document(
+    checks: Iterable[Check], survey: Survey, matches: Iterable[Match] = (), advised: Iterable[Advice] = ()
+) -> dict[str, Any]:
     """The JSON document of `doctor --json`, schema localllm.doctor/1."""
     checks = list(checks)
     return {
@@ -92,15 +98,21 @@ def report(checks: Iterable[Check], facts: MachineFacts) -> dict[str, Any]:
         "version": __version__,
         "checks": [_as_json(check) for check in checks],
         "summary": summary(checks),
-        "advice": [],
-        "machine": asdict(facts),
+        "rules": [{"id": m.rule.id, "title": m.rule.title, "confidence": m.rule.confidence} for m in matches],
+        "advice": [asdict(one) for one in advised],
+        "machine": asdict(survey.machine),
+        "host": asdict(survey.host),
     }
 
 
 def _as_json(check: Check) -> dict[str, Any]:
-    needs_root = check.fix.startswith("sudo ")
-    fix = {"cmd": check.fix, "needs_root": needs_root, "safe": not needs_root} if check.fix else None
-    return asdict(check) | {"fix": fix, "data": dict(check.data), "ms": round(check.ms, 1)}
+    kind = kind_of(check.fix) if check.fix else "step"
+    fix = {
+        "cmd": check.fix,
+        "needs_root": check.fix.startswith("sudo "),
+        "safe": kind in ("setting", "command", "shell"),
+    }
+    return asdict(check) | {"fix": fix if check.fix else None, "data": dict(check.data), "ms": round(check.ms, 1)}
 
 
 def _run(check_id: str, survey: Survey) -> Check:

@@ -22,6 +22,8 @@ from .finding import GIB, Survey, sm
 from .model_kind import ModelKind, suggested
 from .rules import Rule, rules
 
+CPU_TPS = 8
+"""tokens per second that a model suggested for a CPU should reach: so many times its bytes are read in a second"""
 ALIASES = {
     "trt": "tensorrt-llm",
     "trtllm": "tensorrt-llm",
@@ -113,11 +115,12 @@ def launch(engine: str, model: ModelKind | None, survey: Survey) -> Launch:
         has = f"{best.name} has {best.capability / 10:.1f}" if best else "there is no NVIDIA GPU here"
         need = f"compute capability {found['least'] / 10:.1f} or newer"
         raise DeviceError(f"{found['title']} needs {need}: {has}", "localllm doctor --for llama.cpp")
-    room = best.free_bytes if best else survey.machine.ram_available_bytes
+    pace = int(survey.machine.cpu.bandwidth / CPU_TPS)
+    room = best.free_bytes if best else min(survey.machine.ram_available_bytes, pace)
     capability = best.capability if best else 0
     asked = model or suggested(room, name == "llama.cpp", capability) or ModelKind("MODEL", "dense", "bf16")
-    size = asked.size_bytes > 0.92 * room * max(1, len(gpus))
-    chosen = _chosen(name, asked, size, survey)
+    too_large = bool(gpus) and asked.size_bytes > 0.92 * room * len(gpus)
+    chosen = _chosen(name, asked, too_large, survey)
     values = {"{tp}": str(len(gpus)), "{cores}": str(survey.machine.cpu.cores_usable)}
     sure = [entry for entry in chosen if not entry.get("unconfirmed")]
     doubtful = [entry for entry in chosen if entry.get("unconfirmed")]

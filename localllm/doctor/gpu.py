@@ -91,7 +91,8 @@ def gpu_arch(survey: Survey) -> Check:
     ]
     title = f"{sm(worst.capability)} computes in {', '.join(formats)}"
     lacks = [n for n in ("bf16", "fp8", "fp4") if n not in formats]
-    detail = f"{' and '.join(lacks)} weights run too: kept as stored, computed in {formats[-1]}" if lacks else ""
+    wide = "bf16" if worst.has_bf16 else "fp16"
+    detail = f"weights in {' and '.join(lacks)} run too, computed in {wide}" if lacks else ""
     return found("gpu.arch", HARDWARE, "ok", title, detail, capability=worst.capability)
 
 
@@ -130,6 +131,10 @@ def gpu_power(survey: Survey) -> Check:
         return found("gpu.power", HARDWARE, "ok", title, detail, **data)
     if not knee and gpu.power_limit_w >= 0.7 * gpu.power_max_w:
         return found("gpu.power", HARDWARE, "ok", title, "decoding waits for memory and hardly notices", **data)
+    if "laptop" in gpu.name.lower():
+        detail = "laptops set it themselves: on mains power, in the performance profile"
+        fix = "powerprofilesctl set performance"
+        return found("gpu.power", HARDWARE, "warn", title, detail, fix, **data)
     why = f"below {knee} W decoding slows down too" if knee else "prefill and decoding are slower"
     fix = f"sudo nvidia-smi -i {number} -pl {knee or round(gpu.power_max_w)}"
     return found("gpu.power", HARDWARE, "warn", f"{title}: {why}", "", fix, **data)

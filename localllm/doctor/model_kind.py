@@ -118,7 +118,15 @@ def _from_name(name: str) -> ModelKind:
         format=stored,
         hybrid=bool(HYBRID.search(name)),
         mtp=bool(MTP.search(name)) and (stored != "gguf" or "mtp" in name.casefold()),
+        size_bytes=_size_of(name, stored),
     )
+
+
+def _size_of(name: str, stored: str) -> int:
+    """About how large, from the number of parameters in the name; 0 without one."""
+    counts = [float(found) for found in re.findall(r"(?<![\dA-Za-z.])(\d+(?:\.\d+)?)B\b", name, re.IGNORECASE)]
+    bits = {"bf16": 16, "fp8": 8.5, "gguf": 4.8}.get(stored, 4.8)
+    return int(max(counts, default=0.0) * 1e9 * bits / 8)
 
 
 def _config(name: str) -> tuple[Path, dict[str, Any]] | None:

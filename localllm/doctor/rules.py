@@ -50,6 +50,8 @@ class Rule:
     id: str
     title: str
     patterns: tuple[re.Pattern[str], ...]
+    near: tuple[tuple[re.Pattern[str], re.Pattern[str], int], ...]
+    """(one, other, characters): the other follows the one within so many"""
     cause: str
     versions: str
     confidence: str
@@ -90,6 +92,10 @@ def _rule(entry: dict[str, Any]) -> Rule:
         id=entry["id"],
         title=entry["title"],
         patterns=tuple(re.compile(pattern, re.IGNORECASE) for pattern in entry["patterns"]),
+        near=tuple(
+            (re.compile(one, re.IGNORECASE), re.compile(other, re.IGNORECASE), reach)
+            for one, other, reach in entry.get("near", ())
+        ),
         cause=entry["cause"],
         versions=entry.get("versions", ""),
         confidence=entry["confidence"],
@@ -116,16 +122,29 @@ def match_log(text: str, survey: Survey) -> list[Match]:
 
 
 def _match(rule: Rule, text: str, survey: Survey) -> Match | None:
-    hits = [hit for pattern in rule.patterns if (hit := pattern.search(text))]
+    hits = [hit.start() for pattern in rule.patterns if (hit := pattern.search(text))]
+    hits += [at for pair in rule.near if (at := _near(*pair, text)) is not None]
     if not hits:
         return None
-    first = min(hits, key=lambda hit: hit.start())
-    start = text.rfind("\n", 0, first.start()) + 1
-    end = text.find("\n", first.start())
+    first = min(hits)
+    start = text.rfind("\n", 0, first) + 1
+    end = text.find("\n", first)
     line = text[start : end if end >= 0 else len(text)]
     doubts = tuple(unmet(rule.when, survey))
-    number = text.count("\n", 0, first.start()) + 1
+    number = text.count("\n", 0, first) + 1
     return Match(rule, not doubts, number, fit(clean_line(line), EXCERPT_CELLS), len(hits), doubts)
+
+
+def _near(one: re.Pattern[str], other: re.Pattern[str], reach: int, text: str) -> int | None:
+    """Where `other` stands within `reach` characters behind `one`. Walks through each once, whatever their number."""
+    ends = [hit.end() for hit in one.finditer(text)]
+    at = 0
+    for hit in other.finditer(text) if ends else ():
+        while at + 1 < len(ends) and ends[at + 1] <= hit.start():
+            at += 1
+        if ends[at] <= hit.start() <= ends[at] + reach:
+            return hit.start()
+    return None
 
 
 def url_of(source: str) -> str:

@@ -17,7 +17,7 @@ from localllm.device import GpuLink, GpuProcess, MachineFacts
 from localllm.device.disk import DiskFacts
 from localllm.device.fake import GIB, MACHINES, fake_host
 from localllm.device.host import HostFacts
-from localllm.doctor import CHECKS, GROUP_OF, Survey, report, run_checks, summary, verdict, wanted
+from localllm.doctor import CHECKS, GROUP_OF, Survey, document, run_checks, summary, verdict, wanted
 from localllm.errors import ConfigError
 from localllm.request import Check
 
@@ -35,9 +35,10 @@ def one(check_id: str, facts: MachineFacts = CPU, host: HostFacts = HOST) -> Che
 @pytest.mark.parametrize("name", ["cpu", "cpu-small", "rtx4090", "rtx2070", "h100"])
 def test_c12_document_and_fixes(name: str) -> None:
     schema = json.loads(resources.files("localllm.schemas").joinpath("doctor-1.json").read_text())
-    checks = run_checks(survey=Survey(MACHINES[name], fake_host(name)))
-    document = json.loads(json.dumps(report(checks, MACHINES[name])))
-    jsonschema.validate(document, schema)
+    survey = Survey(MACHINES[name], fake_host(name))
+    checks = run_checks(survey=survey)
+    made = json.loads(json.dumps(document(checks, survey)))
+    jsonschema.validate(made, schema)
     assert [c.id for c in checks] == list(CHECKS)
     for check in checks:
         assert check.fix or check.status in ("ok", "skip"), check

@@ -1,0 +1,241 @@
+"""`localllm doctor`: check this machine, measure it, explain an error, start other engines well, repair."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from localllm.errors import ConfigError
+from localllm.request import Check
+
+from . import params
+from .command import Env, command
+
+if TYPE_CHECKING:
+    from localllm.doctor import Survey
+    from localllm.doctor.rules import Match
+
+FAILED = 11
+MAX_LOG_BYTES = 8 << 20
+"""the end of a longer log is read: that is where it failed"""
+
+
+@command(
+    "localllm doctor",
+    "localllm doctor --deep",
+    "localllm doctor qwen",
+    "localllm doctor --log server.log",
+    "localllm doctor --for vllm nvidia/Qwen3.6-27B-NVFP4",
+    "localllm doctor --report > report.md",
+    "localllm doctor --apply --dry-run",
+)
+def doctor(
+    env: Env,
+    model: params.MaybeModel = None,
+    deep: Annotated[bool, typer.Option("--deep", help="Measure too: bandwidth, kernels, disk; 20 s or more.")] = False,
+    log: Annotated[
+        str | None, typer.Option("--log", metavar="FILE|-", help="Explain an error text or log of any engine.")
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option("--for", metavar="ENGINE", help="How to start vllm, sglang, tensorrt-llm, llama.cpp.")
+    ] = None,
+    report: Annotated[bool, typer.Option("--report", help="Markdown for an issue, without names and secrets.")] = False,
+    apply: Annotated[bool, typer.Option("--apply", help="Carry out what can be, each after asking.")] = False,
+    dry_run: Annotated[bool, typer.Option("-n", "--dry-run", help="With --apply: only show.")] = False,
+    only: Annotated[str | None, typer.Option(metavar="ID,...", help="Only these checks, or groups of them.")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Warnings fail too.")] = False,
+    listing: Annotated[bool, typer.Option("--list", help="Name the checks.")] = False,
+) -> int:
+    """Check hardware, software and settings; every finding comes with its cure. With a model, check that instead.
+
+    Exit 0 also with warnings, 11 with a failure. Takes under two seconds and loads no torch, but for --deep.
+    """
+    from localllm import doctor as checks
+
+    from . import doctor_view
+
+    _one_of(env, {"--log": log, "--for": engine, "--report": report, "--apply": apply, "--list": listing})
+    if dry_run and not apply:
+        raise ConfigError("--dry-run belongs to --apply", "localllm doctor --apply --dry-run")
+    if listing:
+        for name in checks.CHECKS:
+            env.console.line(name)
+        return 0
+    ids = checks.wanted([name for name in (only or "").split(",") if name])
+    survey = checks.Survey()
+    if engine is not None:
+        return _for(env, engine, model, survey)
+    if log is not None:
+        return _log(env, log, survey)
+    if apply:
+        return _apply(env, checks.running(ids, survey), survey, dry_run)
+    quick = _model_checks(env, model, survey) if model else checks.running(ids, survey)
+    found: list[Check] = []
+    if report:
+        from localllm.doctor.markdown import report_markdown
+
+        found = [*quick, *(_deep(env, survey, found) if deep else ())]
+        env.console.answer(report_markdown(found, survey, _known(survey)))
+    elif env.console.as_json:
+        found = [*quick, *(_deep(env, survey, found) if deep else ())]
+        env.console.write_json(checks.document(found, survey, _known(survey), _advice(env, survey)))
+    else:
+        width = max((len(name) for name in ids), default=0)
+        shown = doctor_view.Findings(env.console, width)
+        for check in quick:
+            found.append(check)
+            shown.add(check)
+        for check in _deep(env, survey, found) if deep else ():
+            found.append(check)
+            shown.add(check)
+        whole = not only and not model
+        doctor_view.ending(env.console, found, _known(survey) if whole else [], _advice(env, survey) if whole else [])
+    counts = checks.summary(found)
+    return FAILED if counts["fail"] or (strict and counts["warn"]) else 0
+
+
+def _one_of(env: Env, given: dict[str, Any]) -> None:
+    named = [name for name, value in given.items() if value]
+    if len(named) > 1:
+        raise ConfigError(f"{' and '.join(named)} exclude each other", f"localllm doctor {named[0]}")
+
+
+def _known(survey: Survey) -> list[Match]:
+    from localllm.doctor.rules import match_machine
+
+    return match_machine(survey)
+
+
+def _advice(env: Env, survey: Survey) -> list[Any]:
+    from localllm.doctor.advice import advice
+
+    return advice(survey, env.config)
+
+
+def _model_checks(env: Env, name: str, survey: Survey) -> Iterator[Check]:
+    from localllm.doctor.model import model_checks, resolve_quietly
+    from localllm.plan import PlanOptions
+
+    engine = env.config.engine
+    options = PlanOptions(device=engine.device, dtype=engine.dtype, kv=engine.kv, gpu_mem=engine.gpu_mem)
+    target = env.config.aliases.get(name, name)
+    return model_checks(resolve_quietly(target, survey), survey, options)
+
+
+def _deep(env: Env, survey: Survey, found: list[Check]) -> Iterator[Check]:
+    """Measure, saying what is measured; Ctrl-C ends it, and what was measured stays."""
+    from localllm.doctor.probes import deep_checks, probe_ids
+
+    console = env.console
+    total, done = len(probe_ids(survey)), 0
+
+    def tell(what: str) -> None:
+        nonlocal done
+        done += 1
+        console.say(f"measuring {done}/{total}: {what}")
+
+    yield from deep_checks(survey, tell)
+
+
+# --- an error explained -----------------------------------------------------------------------------------------------
+
+
+def _log(env: Env, source: str, survey: Survey) -> int:
+    """Match a text against the known troubles. 0 when something was found, 11 when nothing was."""
+    from localllm.doctor import rules
+
+    from . import doctor_view
+
+    text = read_log(source)
+    found = rules.match_log(text, survey)
+    if env.console.as_json:
+        env.console.emit("diagnosis/1", {"source": source, "matches": [doctor_view.match_json(m) for m in found]})
+    else:
+        doctor_view.diagnosis(env.console, found, len(text.splitlines()))
+    return 0 if found else FAILED
+
+
+def read_log(source: str) -> str:
+    """An error text: a file, or stdin for "-"; escapes of terminals and redrawn lines taken out.
+
+    Raises ConfigError when it cannot be read or holds nothing.
+    """
+    import re
+
+    if source == "-":
+        if sys.stdin is None or sys.stdin.isatty():
+            raise ConfigError("--log - reads the text from stdin", "vllm serve ... 2>&1 | localllm doctor --log -")
+        data = sys.stdin.buffer.read() if hasattr(sys.stdin, "buffer") else sys.stdin.read().encode()
+    else:
+        try:
+            with Path(source).expanduser().open("rb") as file:
+                size = file.seek(0, 2)
+                file.seek(max(0, size - MAX_LOG_BYTES))
+                data = file.read()
+        except OSError as error:
+            raise ConfigError(f"--log: {source} cannot be read: {error.strerror}", "name a log file, or -") from None
+    text = data[-MAX_LOG_BYTES:].decode(errors="replace")
+    text = re.sub(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(\x07|\x1b\\)", "", text).replace("\r\n", "\n")
+    text = text.replace("\r", "\n")
+    if not text.strip():
+        raise ConfigError("--log: there is no text to explain", "localllm doctor --log server.log")
+    return text
+
+
+# --- other engines ----------------------------------------------------------------------------------------------------
+
+
+def _for(env: Env, engine: str, model: str | None, survey: Survey) -> int:
+    from localllm.doctor.engines import launch
+    from localllm.doctor.model_kind import model_kind
+
+    from . import doctor_view
+
+    found = launch(engine, model_kind(model) if model else None, survey)
+    if env.console.as_json:
+        env.console.emit("launch/1", doctor_view.launch_json(found))
+    else:
+        doctor_view.launch(env.console, found, _known(survey))
+    return 0
+
+
+# --- repair -----------------------------------------------------------------------------------------------------------
+
+
+def _apply(env: Env, checks: Iterable[Check], survey: Survey, dry_run: bool) -> int:
+    from localllm.doctor import repair
+
+    from . import doctor_view
+
+    console = env.console
+    found = repair.actions(checks, survey)
+    settings = [one for one in found if one.kind == "setting"]
+    diff = repair.settings_diff(settings, env.options.config) if settings else []
+    done: list[dict[str, Any]] = []
+    if not console.as_json:
+        doctor_view.actions(console, found, diff)
+    if settings and not dry_run and console.confirm("Change the settings file?", default=False):
+        repair.apply_settings(settings, env.options.config)
+        done += [{"check": one.check_id, "command": one.command, "code": 0} for one in settings]
+    failed = 0
+    for one in found:
+        if one.kind not in ("command", "root") or dry_run:
+            continue
+        if one.kind == "root" and env.options.yes and os.geteuid():
+            console.say(f"left out, because it needs the administrator: {one.command}")
+            continue
+        if not console.confirm(f"Run `{one.command}`?", default=False):
+            continue
+        code = repair.run(one)
+        failed += code != 0
+        done.append({"check": one.check_id, "command": one.command, "code": code})
+        console.say(f"{one.command}: {'done' if code == 0 else f'ended with code {code}'}")
+    if console.as_json:
+        listed = [{"check": a.check_id, "title": a.title, "command": a.command, "kind": a.kind} for a in found]
+        console.emit("repair/1", {"dry_run": dry_run, "actions": listed, "diff": diff, "done": done})
+    return FAILED if failed else 0

@@ -1,0 +1,261 @@
+"""How `localllm doctor` is shown: findings as they come, known troubles, advice, flags of other engines."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from localllm.console import Console
+from localllm.request import Check
+from localllm.terminal import clean, clean_line
+
+if TYPE_CHECKING:
+    from localllm.doctor.advice import Advice
+    from localllm.doctor.engines import Launch, Piece
+    from localllm.doctor.repair import Action
+    from localllm.doctor.rules import Match
+
+MARKS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red"), "skip": ("–", "dim")}
+ALWAYS_SHOWN = ("gpu.present",)
+"""skipped checks that are shown without -v: that there is no GPU is worth a line"""
+LEAST_WIDTH, MOST_WIDTH = 40, 118
+FIX_LINES = 4
+
+
+class Findings:
+    """Findings under the headings of their groups, each as soon as it is known."""
+
+    def __init__(self, console: Console, width: int) -> None:
+        self._console = console
+        self._width = width
+        self._group = ""
+
+    def add(self, check: Check) -> None:
+        """Show one; a skipped one only with -v."""
+        console = self._console
+        if check.status == "skip" and not console.verbose and check.id not in ALWAYS_SHOWN:
+            return
+        if check.group != self._group:
+            self._group = check.group
+            console.line(console.style(check.group.capitalize(), "bold"))
+        mark, color = MARKS[check.status]
+        head = f"  {console.style(mark, color)} {check.id.ljust(self._width)}  "
+        text = clean_line(check.title) + (f"; {clean_line(check.detail)}" if check.detail else "")
+        block(console, head, 6 + self._width, text)
+        if check.fix:
+            label = console.style("fix:", "dim")
+            block(console, f"{' ' * (6 + self._width)}{label} ", 11 + self._width, clean_line(check.fix), wrap=False)
+
+
+def block(console: Console, head: str, indent: int, text: str, wrap: bool = True) -> None:
+    """Text behind a head of `indent` cells, wrapped to the terminal; commands are never broken."""
+    columns = room(console)
+    lines = textwrap.wrap(text, max(LEAST_WIDTH, columns - indent), break_on_hyphens=False, break_long_words=False)
+    if not wrap or not lines:
+        lines = [text]
+    console.line(head + lines[0])
+    for line in lines[1:]:
+        console.line(" " * indent + line)
+
+
+def room(console: Console) -> int:
+    """Columns to fill; off a terminal a finding stays on its line, so that grep finds the whole of it."""
+    if not console.out_tty and "COLUMNS" not in os.environ:
+        return 10_000
+    return min(MOST_WIDTH, shutil.get_terminal_size().columns - 1)
+
+
+def ending(console: Console, found: Sequence[Check], known: Sequence[Match], advised: Sequence[Advice]) -> None:
+    """What is known to go wrong with what is installed, advice, and the verdict."""
+    from localllm.doctor import verdict
+
+    if known:
+        console.line(console.style("Known troubles of what is installed here", "bold"))
+        for match in known:
+            _match(console, match, fixes=FIX_LINES)
+    if advised:
+        console.line(console.style("Advice for this machine", "bold"))
+        width = max(len(one.id) for one in advised)
+        for one in advised:
+            block(console, f"    {one.id.ljust(width)}  ", width + 6, clean_line(one.text))
+            if one.cmd:
+                console.line(f"{' ' * (width + 6)}{clean_line(one.cmd)}")
+    took = sum(check.ms for check in found) / 1000
+    shown = f" · {took:.1f} s" if console.out_tty else ""
+    console.line(f"{verdict(found)}{shown}")
+    if console.out_tty and not console.quiet and not any(check.id == "bw.ram" for check in found):
+        console.say("--deep measures bandwidth, disk and kernels; -v shows what was skipped")
+
+
+# --- rules ------------------------------------------------------------------------------------------------------------
+
+
+def diagnosis(console: Console, found: Sequence[Match], lines: int) -> None:
+    """What an error text means."""
+    if not found:
+        console.say(f"nothing known in {lines} lines")
+        console.line("No known trouble matches. The first error in a log says more than the last.")
+        return
+    here = [match for match in found if match.applies]
+    other = [match for match in found if not match.applies]
+    for match in here:
+        _match(console, match, fixes=99)
+    if other:
+        console.line(console.style("Matches, but on other machines than this one", "bold"))
+        for match in other:
+            _match(console, match, fixes=2 if here else 99)
+
+
+def _match(console: Console, match: Match, fixes: int) -> None:
+    from localllm.doctor.rules import CONFIDENCE, url_of
+
+    rule, fixes = match.rule, 99 if console.verbose else fixes
+    console.line(f"  {console.style(rule.id, 'accent')} {console.style(rule.title, 'bold')}")
+    if match.excerpt:
+        block(console, f"     {console.style(f'line {match.line}:', 'dim')} ", 14, match.excerpt)
+    block(console, "     ", 5, f"cause: {rule.cause}")
+    if rule.versions:
+        block(console, "     ", 5, f"seen:  {rule.versions}")
+    for fix in rule.fixes[:fixes]:
+        who = f"{fix.engine}: " if fix.engine else ""
+        doubt = console.style("not confirmed: ", "yellow") if fix.unconfirmed else ""
+        console.line(f"     {console.style('try', 'dim')}  {doubt}{who}{clean_line(fix.do)}")
+        block(console, "          ", 10, fix.why)
+    if len(rule.fixes) > fixes:
+        console.line(f"     {len(rule.fixes) - fixes} more with -v")
+    sources = ", ".join(url_of(s) if console.verbose else s for s in rule.sources[: 99 if console.verbose else 3])
+    block(console, "     ", 5, f"{console.style(rule.confidence, 'dim')}: {CONFIDENCE[rule.confidence]} ({sources})")
+
+
+def match_json(match: Match) -> dict[str, Any]:
+    """A match as the schema has it."""
+    rule = match.rule
+    return {
+        "id": rule.id,
+        "title": rule.title,
+        "cause": rule.cause,
+        "versions": rule.versions,
+        "confidence": rule.confidence,
+        "applies": match.applies,
+        "doubts": list(match.doubts),
+        "line": match.line or None,
+        "excerpt": match.excerpt or None,
+        "fixes": [
+            {"do": f.do, "why": f.why, "engine": f.engine or None, "root": f.root, "confirmed": not f.unconfirmed}
+            for f in rule.fixes
+        ],
+        "sources": list(rule.sources),
+    }
+
+
+# --- other engines ----------------------------------------------------------------------------------------------------
+
+
+def launch(console: Console, found: Launch, known: Sequence[Match]) -> None:
+    """Command, reasons, what may go wrong, what is not confirmed."""
+    head = f"{found.title} on {found.device}"
+    console.line(console.style(clean_line(head), "bold"))
+    console.line(f"  {clean_line(found.model.name)}: {found.model.words} (from {found.model.known_from})")
+    console.line(f"  for {found.title} {found.version}")
+    console.line()
+    for line in [*(piece.text for piece in found.build), *found.lines]:
+        console.line(f"  {clean(line)}")
+    if found.file:
+        console.line(f"  {console.style('cfg.yml:', 'dim')}")
+        for line in found.file.splitlines():
+            console.line(f"    {line}")
+    console.line()
+    console.line(console.style("Why", "bold"))
+    for piece in (*found.build, *found.env, *found.flags):
+        _piece(console, piece)
+    if found.unconfirmed:
+        console.line(console.style("Not confirmed, not in the command", "bold"))
+        for piece in found.unconfirmed:
+            _piece(console, piece)
+    if found.heard:
+        console.line(console.style("Often heard", "bold"))
+        for one in found.heard:
+            block(console, "  ", 2, f"“{one.claim}”")
+            block(console, "    ", 4, f"{one.truth} ({one.source})")
+    if found.rules:
+        console.line(console.style("If something goes wrong", "bold"))
+        for rule in found.rules:
+            first = next((f.do for f in rule.fixes if f.engine == found.engine), rule.fixes[0].do)
+            block(console, f"  {rule.id.ljust(3)} ", 6, f"{rule.title}: {clean_line(first)}")
+        console.line("  localllm doctor --log FILE finds the rule for an error")
+    mine = [match for match in known if _concerns(match, found.engine)]
+    if mine:
+        console.line(console.style("Installed here", "bold"))
+        for match in mine:
+            _match(console, match, fixes=FIX_LINES)
+
+
+def _concerns(match: Match, engine: str) -> bool:
+    """Whether a trouble of this machine is one of the engine's."""
+    names = {fix.engine for fix in match.rule.fixes if fix.engine}
+    return not names or engine in names
+
+
+def _piece(console: Console, piece: Piece) -> None:
+    where = f", {piece.source}" if piece.source else ""
+    console.line(f"  {clean_line(piece.text)}")
+    block(console, "      ", 6, f"{piece.why} [{piece.confidence}{where}]")
+
+
+def launch_json(found: Launch) -> dict[str, Any]:
+    """The same as the schema has it."""
+
+    def pieces(listed: Iterable[Piece]) -> list[dict[str, Any]]:
+        return [{"text": p.text, "why": p.why, "confidence": p.confidence, "source": p.source or None} for p in listed]
+
+    model = found.model
+    return {
+        "engine": found.engine,
+        "engine_version": found.version,
+        "device": found.device,
+        "model": {
+            "name": model.name, "kind": model.kind, "format": model.format, "hybrid": model.hybrid, "mtp": model.mtp,
+            "known_from": model.known_from,
+        },
+        "shell": found.lines,
+        "command": found.command,
+        "env": pieces(found.env),
+        "flags": pieces(found.flags),
+        "build": pieces(found.build),
+        "file": found.file or None,
+        "unconfirmed": pieces(found.unconfirmed),
+        "heard": [{"claim": h.claim, "truth": h.truth, "source": h.source} for h in found.heard],
+        "rules": [{"id": rule.id, "title": rule.title} for rule in found.rules],
+    }  # fmt: skip
+
+
+# --- repair -----------------------------------------------------------------------------------------------------------
+
+_KINDS = {
+    "setting": "In the settings file",
+    "command": "Can be run here",
+    "root": "Need the administrator",
+    "shell": "For the shell you sit in",
+    "step": "For your hands",
+}
+
+
+def actions(console: Console, found: Sequence[Action], diff: Sequence[str]) -> None:
+    """What could be done."""
+    if not found:
+        console.line("Nothing to repair.")
+        return
+    for kind, title in _KINDS.items():
+        listed = [one for one in found if one.kind == kind]
+        if not listed:
+            continue
+        console.line(console.style(title, "bold"))
+        for one in listed:
+            block(console, f"  {one.check_id}: ", len(one.check_id) + 4, clean_line(one.title))
+            console.line(f"      {clean_line(one.command)}")
+    for line in diff:
+        color = "green" if line.startswith("+") else "red" if line.startswith("-") else "dim"
+        console.line("  " + console.style(clean(line), color))

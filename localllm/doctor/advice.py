@@ -1,0 +1,97 @@
+"""What to do on this machine when nothing is wrong: the model to start with, number formats, power, a second card."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from localllm import calibrate, fit
+from localllm.config import UserConfig
+from localllm.device.gpu_table import table_row
+from localllm.plan import Plan
+from localllm.plan_device import chosen_device
+from localllm.terminal import tokens_short
+
+from .finding import Survey, size
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """One piece of it."""
+
+    id: str
+    text: str
+    cmd: str = ""
+    """a command, nothing where the text is enough"""
+
+
+def advice(survey: Survey, config: UserConfig) -> list[Advice]:
+    """In the order of use."""
+    found = (_unused(survey), _model(survey, config), _format(survey), _power(survey), _second(survey))
+    return [one for one in found if one]
+
+
+def _unused(survey: Survey) -> Advice | None:
+    """A card that is there and not used: what is said below is then about the CPU."""
+    device, _, why = chosen_device(survey.machine, "auto")
+    if device != "cpu" or not survey.machine.gpus:
+        return None
+    reason = why[0].removeprefix("CPU: ") if why else "not known why"
+    return Advice("first", f"the GPU is not used, so what follows is about the CPU: {reason}")
+
+
+def _model(survey: Survey, config: UserConfig) -> Advice | None:
+    """The pick of `localllm chat qwen`, by the planner, without asking the hub."""
+    machine = survey.machine
+    benches = calibrate.load(machine)
+    choice = fit.recommended("qwen", machine, calibration=benches, max_bytes=config.pull.max_auto_bytes)
+    if choice is None:
+        return Advice("model", "smollm2, which runs everywhere", "localllm chat smollm2")
+    made = fit.plan_of(choice.best, machine, calibration=benches)
+    assert made is not None
+    best = choice.best
+    text = (
+        f"{best.name} {best.format}: {size(made.weight_bytes)} of weights, {tokens_short(made.ctx)} tokens of context"
+        f" with keys and values in {made.kv}, {_pace(made)}"
+    )
+    return Advice("model", text, f"localllm chat {best.name}")
+
+
+def _pace(made: Plan) -> str:
+    mark = "measured" if made.basis == "measured" else "≈"
+    return f"{mark} {made.decode_tps:.0f} tok/s" if made.decode_tps >= 10 else f"{mark} {made.decode_tps:.1f} tok/s"
+
+
+def _format(survey: Survey) -> Advice | None:
+    """Which kind of weights suits the card."""
+    _, gpu, _ = chosen_device(survey.machine, "auto")
+    if gpu is None:
+        text = "GGUF in 4 bits (Q4_K_M): on a CPU the bytes read per token decide the pace"
+    elif gpu.capability >= 100:
+        text = "FP8 where it fits at a good pace, else NVFP4 or W4A16"
+    elif gpu.capability >= 89:
+        text = "FP8 where it fits at a good pace, else W4A16"
+    elif gpu.capability >= 80:
+        text = "W4A16 (AWQ, GPTQ), else GGUF: this card has no FP8 arithmetic"
+    else:
+        text = "W4A16 or GGUF with float16: this card has no BF16"
+    return Advice("weights", text)
+
+
+def _power(survey: Survey) -> Advice | None:
+    """A lower limit that hardly costs speed, for cards on which somebody measured it."""
+    for number, gpu in enumerate(survey.machine.gpus):
+        row = table_row(gpu.name)
+        laptop = "laptop" in gpu.name.lower()
+        if row and row.knee_w and gpu.power_limit_w > row.knee_w and not laptop:
+            text = (
+                f"{row.knee_w} W instead of {gpu.power_limit_w:.0f} W: chats lose less than 5 %, reading prompts more"
+            )
+            return Advice("power", text, f"sudo nvidia-smi -i {number} -pl {row.knee_w}")
+    return None
+
+
+def _second(survey: Survey) -> Advice | None:
+    if len(survey.machine.gpus) < 2:
+        return None
+    text = "a model runs on one card; the other can hold a second model, or another engine over both"
+    return Advice("cards", text, "localllm doctor --for vllm")

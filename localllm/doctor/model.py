@@ -1,0 +1,152 @@
+"""`doctor MODEL`: what can be known of a model without loading it: files, architecture, template, tokenizer, fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from localllm import calibrate, catalog, fit, hub
+from localllm.checkpoint import Checkpoint, ModelFacts, open_checkpoint
+from localllm.checkpoint.mapped_file import label
+from localllm.errors import LocalLLMError, UnsupportedModel
+from localllm.hub import Resolved
+from localllm.plan import Plan, PlanOptions, plan
+from localllm.request import Check
+from localllm.tokenizer import load_tokenizer
+
+from .finding import MODEL, Survey, found, size
+
+OPEN_LICENCES = ("apache-2.0", "mit", "bsd", "cc-by-4.0", "openrail", "unlicense", "isc")
+
+
+def model_checks(resolved: Resolved, survey: Survey, options: PlanOptions | None = None) -> Iterator[Check]:
+    """One finding after the other. A model that is not here is judged by the catalogue."""
+    name = resolved.name
+    if resolved.path is None:
+        yield from _not_here(resolved, survey, options)
+        return
+    title = f"{label(resolved.path)}, {size(resolved.size_bytes)}"
+    yield found("model.files", MODEL, "ok", title, str(resolved.path), path=str(resolved.path))
+    try:
+        with open_checkpoint(resolved.path) as checkpoint:
+            yield from _here(checkpoint, name, survey, options)
+    except UnsupportedModel as error:
+        yield found("model.arch", MODEL, "fail", error.message, fix=error.hint)
+    except LocalLLMError as error:
+        yield found("model.files", MODEL, "fail", error.message, fix=_repair(resolved, error))
+
+
+def _here(checkpoint: Checkpoint, name: str, survey: Survey, options: PlanOptions | None) -> Iterator[Check]:
+    facts = checkpoint.facts
+    source = facts.source_architecture
+    count = facts.num_params
+    params = f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.0f} M"
+    title = f"{facts.architecture} ({source}), {params} parameters, {facts.num_layers} layers"
+    yield found("model.arch", MODEL, "ok", title, architecture=facts.architecture)
+    yield found("model.format", MODEL, "ok", facts.stored_format, tensors=len(checkpoint.tensors))
+    yield _tokenizer(checkpoint, facts)
+    yield _template(checkpoint, name)
+    yield _licence(facts.licence, name)
+    yield _fit(_plan(facts, survey, options), name)
+
+
+def _tokenizer(checkpoint: Checkpoint, facts: ModelFacts) -> Check:
+    try:
+        tokenizer = load_tokenizer(checkpoint)
+        text = "Grüße, 世界 🙂\n\tdef f(x): return x"
+        ids = tokenizer.encode(text)
+        back = tokenizer.decode(ids)
+    except LocalLLMError as error:
+        return found("model.tokenizer", MODEL, "fail", error.message, fix=error.hint)
+    if text not in back:
+        title = "a text does not come back as it was"
+        return found("model.tokenizer", MODEL, "warn", title, repr(back)[:80], "localllm pull NAME --repair")
+    if tokenizer.vocab_size > facts.vocab_size:
+        title = f"{tokenizer.vocab_size:,} tokens, but the model has rows for {facts.vocab_size:,}"
+        return found("model.tokenizer", MODEL, "fail", title, fix="localllm pull NAME --repair")
+    title = f"{tokenizer.vocab_size:,} tokens; a text in four scripts comes back as it was"
+    return found("model.tokenizer", MODEL, "ok", title, vocab=tokenizer.vocab_size)
+
+
+def _template(checkpoint: Checkpoint, name: str) -> Check:
+    from localllm.chat.template import ChatTemplate
+
+    tokenizer = load_tokenizer(checkpoint)
+    if not tokenizer.chat_template:
+        title = "none: a base model, which completes text"
+        return found("model.template", MODEL, "ok", title, "", f'localllm run {name} "Once upon a time"', chat=False)
+    try:
+        template = ChatTemplate.for_tokenizer(tokenizer)
+        rendered = template.render([{"role": "user", "content": "canary"}])
+    except LocalLLMError as error:
+        return found("model.template", MODEL, "fail", error.message, fix=error.hint)
+    if "canary" not in rendered:
+        title = "the message does not appear in what the template makes of it"
+        return found("model.template", MODEL, "fail", title, fix=f"localllm show {name} --template")
+    return found("model.template", MODEL, "ok", f"{len(rendered)} characters around a message", chat=True)
+
+
+def _licence(licence: str, name: str) -> Check:
+    if not licence:
+        return found("model.licence", MODEL, "ok", "not stated in the files; see the model's page", licence=None)
+    free = licence.lower().startswith(OPEN_LICENCES)
+    detail = "" if free else "with terms of its own: read them before you build on it"
+    return found("model.licence", MODEL, "ok", licence, detail, licence=licence)
+
+
+def _plan(facts: ModelFacts, survey: Survey, options: PlanOptions | None) -> Plan | LocalLLMError:
+    try:
+        return plan(facts, survey.machine, options, calibrate.load(survey.machine))
+    except LocalLLMError as error:
+        return error
+
+
+def _fit(made: Plan | LocalLLMError | None, name: str) -> Check:
+    if made is None:
+        return found("model.fit", MODEL, "skip", "not known before its files are here")
+    if isinstance(made, LocalLLMError):
+        return found("model.fit", MODEL, "fail", made.message, fix=made.hint)
+    if not made.fits:
+        error = made.error(name)
+        return found("model.fit", MODEL, "fail", error.message, error.why, error.hint)
+    mark = "measured" if made.basis == "measured" else "≈"
+    title = (
+        f"{size(made.need_bytes)} of {size(made.have_bytes)} on {made.device} with {made.ctx:,} tokens of context,"
+        f" {mark} {made.decode_tps:.0f} tok/s"
+    )
+    detail = "; ".join(made.warnings)
+    return found("model.fit", MODEL, "ok", title, detail, need_bytes=made.need_bytes, have_bytes=made.have_bytes)
+
+
+def _not_here(resolved: Resolved, survey: Survey, options: PlanOptions | None) -> Iterator[Check]:
+    name = resolved.name
+    load = f"not on this machine; a download of {size(resolved.download_bytes)}"
+    yield found("model.files", MODEL, "warn", load, fix=f"localllm pull {name}", bytes=resolved.download_bytes)
+    runs = not resolved.architecture or resolved.architecture in catalog.RUNNABLE
+    title = resolved.architecture or "not known before its files are here"
+    yield found("model.arch", MODEL, "ok" if runs else "fail", title, fix="" if runs else "localllm plan")
+    entry = next((c for c in catalog.candidates() if c.spec.casefold() == name.casefold()), None)
+    yield _licence(resolved.licence or (entry.licence if entry else ""), name)
+    yield _fit(fit.plan_of(entry, survey.machine, options) if entry else None, name)
+
+
+def _repair(resolved: Resolved, error: LocalLLMError) -> str:
+    known = resolved.pulled_as
+    return f"localllm pull {known} --repair" if known else error.hint or "localllm ls --all"
+
+
+def resolve_quietly(name: str, survey: Survey) -> Resolved:
+    """What a name stands for: on this machine, else by the catalogue alone; nothing is asked of the hub.
+
+    Raises what `hub.resolve` does offline for a name that is neither.
+    """
+    try:
+        return hub.resolve(name, device=survey.machine, offline=True)
+    except LocalLLMError:
+        choice = fit.recommended(name, survey.machine) if catalog.members(name) else None
+        if choice is None:
+            raise
+        best = choice.best
+        return Resolved(
+            name, best.spec, "hub", repo=best.repo, quant=best.quant, size_bytes=best.download_bytes,
+            download_bytes=best.download_bytes, licence=best.licence, architecture=best.architecture,
+        )  # fmt: skip

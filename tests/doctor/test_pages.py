@@ -1,0 +1,67 @@
+"""Doctor's and plan's pages for invented machines are what a person agreed with."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from localllm.device.fake import MACHINES, PROFILES, fake_host, fake_machine
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+_spec = importlib.util.spec_from_file_location("make_pages", GOLDEN / "make_pages.py")
+assert _spec and _spec.loader
+make_pages = importlib.util.module_from_spec(_spec)
+sys.modules["make_pages"] = make_pages
+_spec.loader.exec_module(make_pages)
+
+
+@pytest.mark.parametrize("hw", PROFILES)
+def test_doctor(hw: str) -> None:
+    text = (GOLDEN / "doctor" / f"{hw}.txt").read_text()
+    assert make_pages.doctor_page(hw) == text, "python tests/golden/make_pages.py, and look at what changed"
+
+
+@pytest.mark.parametrize("hw", make_pages.PLANS)
+def test_c13_plan(hw: str) -> None:
+    text = (GOLDEN / "plan" / f"{hw}.txt").read_text()
+    assert make_pages.plan_page(hw) == text, "python tests/golden/make_pages.py, and look at what changed"
+
+
+def test_every_profile_is_a_machine_with_surroundings() -> None:
+    wanted = "rtx3060 rtx3090 rtx4090 rtx5070ti rtx5090 rtxpro6000 gb10 h100 rtx5090x2 laptop wsl2 cpu"
+    assert set(wanted.split()) == set(PROFILES) <= set(MACHINES)
+    for name in PROFILES:
+        machine, host = fake_machine(name), fake_host(name)
+        assert host.packages["torch"] == machine.torch_version
+        assert bool(machine.gpus) is (name != "cpu")
+        for gpu in machine.gpus:
+            assert gpu.free_bytes <= gpu.total_bytes
+            assert gpu.unified or gpu.pcie_width <= gpu.pcie_width_max
+    assert all((GOLDEN / "doctor" / f"{name}.txt").exists() for name in PROFILES)
+    assert {p.stem for p in (GOLDEN / "doctor").iterdir()} == set(PROFILES), "no page without its machine"
+
+
+@pytest.mark.parametrize(
+    ("hw", "facts"),
+    [
+        # of the reference tables: what a page of that machine has to say
+        ("rtx3060", ["sm_86", "360 GB/s", "fp8_e5m2", "weights in fp8 and fp4 run too", "Ollama"]),
+        ("rtx3090", ["936 GB/s", "below 290 W", "W4A16 (AWQ, GPTQ), else GGUF"]),
+        ("rtx4090", ["1,008 GB/s", "fp8_e4m3", "260 W"]),
+        ("rtx5070ti", ["holds no code for sm_120", "CUDA 12.8", "cu130"]),
+        ("rtx5090", ["1,792 GB/s", "--max-model-len 131072", "--max-num-batched-tokens 4096", "400 W", "R13"]),
+        ("rtxpro6000", ["sm_120", "--max-model-len 262144", "--async-scheduling", "--sleep-on-idle"]),
+        ("gb10", ["shared with the CPU", "does not know sm_121", "12.9", "--gpu-memory-utilization 0.5", "R23"]),
+        ("h100", ["sm_90", "3,350 GB/s", "gone with it", "--kv-cache-dtype fp8"]),
+        ("rtx5090x2", ["none over PHB", "--tensor-parallel-size 2", "NCCL_P2P_DISABLE=1", "R28", "NCCL_IB_DISABLE"]),
+        ("laptop", ["held down by heat at 87", "on battery", "performance profile"]),
+        ("wsl2", ["WSL 2 with 15.5 GiB", "border of WSL", "no C compiler", "VLLM_WSL2_ENABLE_PIN_MEMORY=1"]),
+        ("cpu", ["the CPU computes", "the clock stays low", "llama-server", "-t 16"]),
+    ],
+)
+def test_pages_hold_the_facts(hw: str, facts: list[str]) -> None:
+    text = (GOLDEN / "doctor" / f"{hw}.txt").read_text()
+    assert [fact for fact in facts if fact not in text] == []

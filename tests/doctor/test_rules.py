@@ -1,0 +1,166 @@
+"""R1 to R33: every rule is found by what its victims see, on the machines it can happen on; and says what to do."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import replace
+
+import pytest
+
+from localllm.device.fake import PROFILES, fake_host, fake_machine
+from localllm.doctor import Survey
+from localllm.doctor.conditions import KEYS, holds, matches, unmet, within
+from localllm.doctor.rules import match_log, match_machine, rules, url_of
+
+
+def survey(name: str, **host: object) -> Survey:
+    return Survey(fake_machine(name), replace(fake_host(name), **host))  # type: ignore[arg-type]
+
+
+SEEN = {
+    "R1": "RTX 5090 with CUDA capability sm_120 is not compatible with the current PyTorch installation.",
+    "R2": "assistant: !!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!",
+    "R3": "MoE model: 14 of 30 generations hold spliced tokens under concurrency",
+    "R4": "ValueError: No NvFp4 MoE backend supports the deployment configuration.",
+    "R5": "INFO 08-01 vLLM is using nccl==2.28.3",
+    "R6": "Capturing CUDA graphs (decode, FULL):  42%|####\ntorch.OutOfMemoryError: CUDA out of memory.",
+    "R7": "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace",
+    "R8": "ValueError: Free memory on device cuda:0 (22.76/24.0 GiB) on startup is less than desired GPU memory"
+    " utilization (0.95, 22.8 GiB). Decrease GPU memory utilization",
+    "R9": "RuntimeError: Error in function 'TllmGenFmhaRunner' at fmhaRunner.cuh:30: Unsupported architecture",
+    "R10": "NotImplementedError: attention sinks not supported",
+    "R11": "triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 147456, Hardware limit:"
+    " 101376. Reducing block sizes or `num_stages` may help.",
+    "R12": "ptxas fatal   : Value 'sm_121a' is not defined for option 'gpu-name'",
+    "R13": "RuntimeError: No supported CUDA architectures found for major versions [12].",
+    "R14": "AttributeError: 'ImportError' object has no attribute 'get_num_sms'",
+    "R15": "vllm serve m --kv-cache-dtype nvfp4\nTraceback",
+    "R16": "ValueError: fp8_e5m2 kv-cache is not supported with fp8 checkpoints.",
+    "R17": "speculative_config=mtp\n...\nCUDA error: an illegal memory access was encountered",
+    "R18": "load_tensors: offloaded 12/48 layers to GPU",
+    "R19": 'msg="truncating input prompt" limit=4096 prompt=9000 keep=4 new=4096',
+    "R20": "qwen3:30b  abc  21 GB  48%/52% CPU/GPU  4096",
+    "R21": "unloading model runner because another needs room",
+    "R22": "slot update_slots: id 0 | task 9 | forcing full prompt re-processing due to lack of cache data (likely due",
+    "R23": "NVRM: nvCheckOkFailedNoLog: Check failed: Out of memory [NV_ERR_NO_MEMORY] (0x00000051) returned",
+    "R24": "RuntimeError: UVA is not available",
+    "R25": "while idle it takes 100% of a CPU: idle, one core at 100% cpu",
+    "R26": "INFO torch.compile takes 71.2 s in total",
+    "R27": "CUDA unknown error - this may be due to an incorrectly set up environment",
+    "R28": "Failed: Cuda error /workspace/csrc/custom_all_reduce.cuh:455 'invalid argument'",
+    "R29": "pcieport 0000:40:01.1: AER: Uncorrectable (Fatal) error message received; Surprise Link Down",
+    "R30": "I will now look at the file again, as planned.\n" * 8,
+    "R31": "UserWarning: CUDA initialization: Unexpected error from cudaGetDeviceCount(). Error 804: forward"
+    " compatibility was attempted on non supported HW",
+    "R32": "openai_harmony.HarmonyError: error downloading or loading vocab file: failed to download",
+    "R33": "error: instruction .tile::scatter4 not supported on .target sm_121a",
+}
+AT_HOME = {"R23": "gb10", "R24": "wsl2", "R33": "gb10", "R5": "rtx5090x2", "R28": "rtx5090x2"}
+
+
+@pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule.id)
+def test_a_rule_is_found_by_what_its_victims_see(rule: object) -> None:
+    name = rule.id  # type: ignore[attr-defined]
+    text = f"some line before\n{SEEN[name]}\n"
+    found = match_log(text, survey(AT_HOME.get(name, "rtx5090")))
+    match = next((m for m in found if m.rule.id == name), None)
+    assert match is not None, [m.rule.id for m in found]
+    assert match.applies or name in ("R9", "R14") or not match.doubts
+    assert match.line >= 2
+    assert match.excerpt and "\n" not in match.excerpt
+
+
+def test_rules_are_complete() -> None:
+    assert [rule.id for rule in rules()] == [f"R{number}" for number in range(1, 34)]
+    assert set(SEEN) == {rule.id for rule in rules()}
+    for rule in rules():
+        assert rule.confidence in "ABC" and rule.cause and rule.sources and rule.fixes and rule.title
+        assert set(rule.when) <= KEYS and set(rule.here or {}) <= KEYS
+        for table in (rule.when, rule.here or {}):
+            unmet(table, survey("rtx5090x2"))  # every condition can be read
+        assert all(fix.do and fix.why for fix in rule.fixes)
+        assert [fix.unconfirmed for fix in rule.fixes] == sorted(fix.unconfirmed for fix in rule.fixes), "doubts last"
+        for source in rule.sources:
+            assert re.fullmatch(r"[\w.-]+/[\w.-]+(#\d+|: .+)", source), source
+    assert url_of("vllm-project/vllm#1") == "https://github.com/vllm-project/vllm/issues/1"
+
+
+def test_what_nothing_backs_is_marked() -> None:
+    doubtful = {fix.do for rule in rules() for fix in rule.fixes if fix.unconfirmed}
+    assert {"export SGLANG_PYNCCL_SKIP_WARMUP=1", "export VLLM_DISABLE_NCCL_WARMUP=1"} <= doubtful
+    hang = next(rule for rule in rules() if rule.id == "R5")
+    assert hang.fixes[0].do == "export NCCL_P2P_DISABLE=1", "what reporters confirm comes first"
+
+
+def test_a_log_of_another_machine_is_told_apart() -> None:
+    (match,) = (m for m in match_log(SEEN["R13"], survey("rtx3090")) if m.rule.id == "R13")
+    assert not match.applies
+    assert match.doubts == ("capability",)
+    both = match_log(f"{SEEN['R13']}\n{SEEN['R8']}", survey("rtx3090"))
+    assert [m.rule.id for m in both if m.applies] == ["R8"]
+    assert both[0].rule.id == "R8", "what can happen here comes first"
+
+
+def test_ordinary_text_matches_nothing() -> None:
+    calm = "\n".join(
+        f"INFO 08-{i % 28:02d} 12:00:{i % 60:02d} Avg prompt throughput: {i}.0 tokens/s, Running: 1 reqs, KV 4.{i % 9}%"
+        for i in range(500)
+    )
+    assert match_log(calm, survey("rtx5090x2")) == []
+    assert match_log("", survey("rtx5090x2")) == []
+
+
+def test_a_large_log_is_read_in_time() -> None:
+    """Patterns with room between their ends must not make a long log endless (the line is ten times what it takes)."""
+    lines = [
+        "Capturing CUDA graphs illegal memory access mtp speculative NEXTN idle 100% unloading keep_alive kv cache"
+    ]
+    text = "\n".join(lines * 9_000)
+    start = time.monotonic()
+    match_log(text, survey("rtx5090x2"))
+    match_log("a" * 1_000_000, survey("rtx5090x2"))
+    assert time.monotonic() - start < 60
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("rtx3060", ["R19"]), ("rtx3090", []), ("rtx4090", []), ("rtx5070ti", ["R1"]), ("rtx5090", ["R13"]),
+        ("rtxpro6000", ["R25"]), ("gb10", ["R23"]), ("rtx5090x2", ["R5", "R28"]), ("wsl2", []), ("cpu", []),
+    ],
+)  # fmt: skip
+def test_what_is_said_without_a_log(name: str, expected: list[str]) -> None:
+    assert [match.rule.id for match in match_machine(survey(name))] == expected
+
+
+def test_what_is_installed_decides() -> None:
+    vllm = {"vllm": "0.24.0"}
+    assert "R24" in [m.rule.id for m in match_machine(survey("wsl2", packages=vllm))]
+    told = survey("wsl2", packages=vllm, variables={"VLLM_WSL2_ENABLE_PIN_MEMORY": "1"})
+    assert "R24" not in [m.rule.id for m in match_machine(told)]
+    ready = survey("rtx5090", packages={"flashinfer-python": "0.6.18", "flashinfer-jit-cache": "0.6.18"})
+    assert match_machine(ready) == []
+    assert match_machine(survey("rtx5090", toolkit="13.0")) == []
+    assert "R3" in [m.rule.id for m in match_machine(survey("rtx5090", packages={"vllm": "0.19.1"}))]
+    assert "R33" in [m.rule.id for m in match_machine(survey("gb10", packages={"vllm": "0.20.2rc1.dev5+g1c78"}))]
+
+
+def test_conditions() -> None:
+    assert within([86, 89, 120, 121], 120) and not within([86, 89, 120, 121], 90)
+    assert matches("12.8", "<12.9") and not matches("13.0", "<12.9") and not matches("", "<12.9")
+    assert matches("2.13.0+cu130", ">=2.7")
+    machine = survey("rtx5090")
+    assert holds({}, machine)
+    assert unmet({"gpus": 2, "wsl": False, "card": "5090"}, machine) == ["gpus"]
+    assert holds({"memory_gib": [30, 40], "display": False, "program": ["nvcc"], "toolkit": "<12.9"}, machine)
+    assert holds({"capability_missing": True}, survey("cpu"))
+    assert holds({"variable": "TRITON_PTXAS_PATH=12\\.8"}, survey("gb10"))
+    with pytest.raises(KeyError):
+        unmet({"moon": True}, machine)
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_every_profile_can_be_judged(name: str) -> None:
+    for match in match_log("\n".join(SEEN.values()), survey(name)):
+        assert match.applies is (not match.doubts)
