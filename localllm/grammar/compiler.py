@@ -13,6 +13,7 @@ import re
 import signal
 import threading
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from localllm.tokenizer import ControlText, Tokenizer
 
 from .limits import CHECK_CPU_S, CHECK_MEMORY_BYTES, CHECK_WALL_S, parser_limits
 from .mask import GrammarMask, Vocabulary
-from .source import Source, quoted
+from .source import Source, inline_schema, quoted
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -95,14 +96,9 @@ class Compiler:
         with self._lock:
             return self._prepared()
 
-    def literal(self, text: str) -> str:
-        """A text as part of a Lark rule, the control tokens in it by id. For grammars of ours, kind "lark"."""
-        parts, at = [], 0
-        for begin, end, index in [*self._control.find(text), (len(text), len(text), -1)]:
-            parts += [quoted(text[at:begin])] if begin > at else []
-            parts += [f"<[{index}]>"] if index >= 0 else []
-            at = end
-        return " ".join(parts)
+    def words(self, *, plain: bool = False) -> Words:
+        """How parts of grammars of ours are spelled: kind "lark", `run_text` with control tokens, `text` plain."""
+        return Words(ControlText({}) if plain else self._control)
 
     def mask(self, source: Source) -> GrammarMask:
         """A mask at the beginning of the grammar. Raises InvalidConstraint, its `param` the source's."""
@@ -178,6 +174,30 @@ def _backend(tokenizer: Tokenizer, tokens: list[bytes], special: list[int], ends
 
     wrapper = TokenizerWrapper(Ours())
     return LLTokenizer(wrapper, n_vocab=len(tokens), eos_token=ends or None)
+
+
+class Words:
+    """Parts of Lark rules for one vocabulary (`chat.tools.spelling.Spelling`)."""
+
+    def __init__(self, control: ControlText) -> None:
+        self._control = control
+
+    def literal(self, text: str) -> str:
+        """A text, the control tokens in it by id."""
+        parts, at = [], 0
+        for begin, end, index in [*self._control.find(text), (len(text), len(text), -1)]:
+            parts += [quoted(text[at:begin])] if begin > at else []
+            parts += [f"<[{index}]>"] if index >= 0 else []
+            at = end
+        return " ".join(parts)
+
+    def is_control(self, text: str) -> bool:
+        """Whether it is the text of one control token."""
+        return text in self._control.ids
+
+    def schema(self, schema: Mapping[str, Any], lenient: bool) -> str:
+        """A JSON value. Raises InvalidConstraint."""
+        return inline_schema(schema, lenient, "tools")
 
 
 # --- the check in the child ------------------------------------------------------------------------------------------

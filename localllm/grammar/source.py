@@ -12,6 +12,7 @@ from localllm.errors import InvalidConstraint
 from localllm.request import Constraint
 
 from . import limits
+from .closing import closed
 
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """the spelling of Python's json.dumps and of the `tojson` of chat templates: an answer that comes back in a later
@@ -57,7 +58,7 @@ def source_of(constraint: Constraint) -> Source:
 
 
 def schema_text(schema: Any, param: str) -> str:
-    """A JSON schema as text, its size and depth checked; without `x-guidance`, which would set llguidance's options.
+    """A JSON schema as text, closed, its size and depth checked; without `x-guidance`, which sets llguidance's options.
 
     Raises InvalidConstraint.
     """
@@ -65,12 +66,18 @@ def schema_text(schema: Any, param: str) -> str:
         raise _refuse(f"a JSON schema is an object, this one is {_kind(schema)}", param)
     _check_nesting(schema, param)
     try:
-        text = json.dumps({} if schema is True else {k: v for k, v in schema.items() if k != "x-guidance"})
+        text = json.dumps({} if schema is True else {k: v for k, v in closed(schema).items() if k != "x-guidance"})
     except (TypeError, ValueError, RecursionError) as error:
         raise _refuse("the JSON schema is not plain JSON", param) from error
     if len(text) > limits.MAX_SCHEMA_BYTES:
         raise _refuse(f"the JSON schema has {len(text):,} bytes, the limit is {limits.MAX_SCHEMA_BYTES:,}", param)
     return text
+
+
+def inline_schema(schema: Any, lenient: bool, param: str) -> str:
+    """The same inside a Lark rule. Raises InvalidConstraint."""
+    made = json.loads(schema_text(schema, param))
+    return "%json " + json.dumps({**made, "x-guidance": {**_COMPACT, "lenient": lenient}})
 
 
 def _check_nesting(schema: Any, param: str) -> None:

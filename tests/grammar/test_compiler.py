@@ -140,7 +140,8 @@ def test_control_tokens_never_pass(smollm2: Compiler, spm: Compiler) -> None:
 
 def test_literals_of_ours_name_control_tokens_by_id(smollm2: Compiler) -> None:
     index = smollm2._tokenizer.token_to_id("<|im_start|>")
-    assert smollm2.literal('a"<|im_start|>b') == f'"a\\"" <[{index}]> "b"'
+    assert smollm2.words().literal('a"<|im_start|>b') == f'"a\\"" <[{index}]> "b"'
+    assert smollm2.words(plain=True).literal('a"<|im_start|>b') == '"a\\"<|im_start|>b"'
 
 
 def test_forks_go_their_own_ways_and_ids_can_be_taken_back(smollm2: Compiler) -> None:

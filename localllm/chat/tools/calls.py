@@ -107,7 +107,7 @@ class Calls:
 
     def takes_text(self, key: str) -> bool:
         """Whether this argument of the present call is a string and nothing else: its text needs no quotes."""
-        return _is_text(self._properties.get(self._name or "", {}).get(key))
+        return is_text(self._properties.get(self._name or "", {}).get(key))
 
     def value_text(self, key: str, text: str) -> str:
         """An argument that was written as plain text, as JSON: what its schema says, else what it looks like."""
@@ -168,7 +168,8 @@ def _properties(parameters: Any) -> dict[str, Any]:
     return dict(found) if isinstance(found, Mapping) else {}
 
 
-def _is_text(schema: Any) -> bool:
+def is_text(schema: Any) -> bool:
+    """Whether a schema allows strings and nothing else."""
     if not isinstance(schema, Mapping):
         return False
     kind = schema.get("type")

@@ -1,0 +1,138 @@
+"""Models held to calls write valid ones in every format: random walks, read by the format's own parser."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import jsonschema
+import pytest
+from grammar_walks import allowed, walk
+
+from localllm.chat.tools import FORMATS, ToolFormat
+from localllm.chat.tools.grammars import MAX_CALLS, call_grammar, trigger_of
+from localllm.grammar import Compiler, Source
+from localllm.tokenizer import load_tokenizer
+
+PARAMETERS: list[Any] = [
+    {
+        "type": "object",
+        "properties": {
+            "query": {"type": "string", "minLength": 1, "maxLength": 6},
+            "kind": {"type": "string", "enum": ["a b", "c"]},
+            "limit": {"type": "integer", "minimum": 1, "maximum": 20},
+            "Deep": {
+                "type": "object",
+                "properties": {"on": {"type": "boolean"}, "names": {"type": "array", "items": {"type": "string"}}},
+                "required": ["on"],
+            },
+            "either": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/size"}]},
+        },
+        "required": ["query", "limit"],
+        "$defs": {"size": {"enum": [1, 2.5, "x"]}},
+    },
+    {},
+    {"type": "object", "properties": {"p": {"type": ["integer", "null"]}}, "required": ["p"]},
+]
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": parameters}}
+    for name, parameters in zip(("search", "now", "set-p"), PARAMETERS, strict=True)
+]
+CONTROL = sorted({text for one in FORMATS for text in one.shown})
+
+
+@pytest.fixture(scope="session")
+def controlled() -> Compiler:
+    """A vocabulary in which every mark of every format is a control token."""
+    letters = '▁abcdefghijklmnopqrstuvwxyz0123456789{}[]":,-.é\n<>/=_ADP`|'
+    words = ['":', '",', '{"', "name", "arg", "true", "false", "null", "call:", "search", "tool", "json", "func"]
+    tokens = ["<unk>", "<s>", "</s>", *CONTROL, *[f"<0x{byte:02X}>" for byte in range(256)], *letters, *words]
+    types = [2, 3, 3, *[3] * len(CONTROL), *[6] * 256, *[1] * (len(letters) + len(words))]
+    scores = [0.0] * (3 + len(CONTROL) + 256) + [-float(i) for i in range(len(letters) + len(words))]
+    keys = {"model": "llama", "tokens": tokens, "token_type": types, "scores": scores, "eos_token_id": 2,
+            "add_space_prefix": False}  # fmt: skip
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    tokenizer = load_tokenizer(SimpleNamespace(kind="gguf", metadata=metadata))  # type: ignore[arg-type]
+    return Compiler(tokenizer, tokenizer.vocab_size)
+
+
+def source(compiler: Compiler, tool_format: ToolFormat, **options: Any) -> Source:
+    def grammar(plain: bool) -> str:
+        return call_grammar(tool_format, TOOLS, compiler.words(plain=plain), **options)
+
+    return Source("lark", grammar(True), run_text=grammar(False), param="tools")
+
+
+def calls_in(tool_format: ToolFormat, text: str) -> tuple[str, list[tuple[str, Any]]]:
+    parser = tool_format.parser(TOOLS)
+    content, calls = "", []
+    for kind, part in parser.push(text) + parser.finish():
+        if kind != "tool_call":
+            content += part if kind == "content" else ""
+            continue
+        delta = json.loads(part)
+        if "name" in delta:
+            calls.append((delta["name"], ""))
+        else:
+            calls[-1] = (calls[-1][0], calls[-1][1] + delta["arguments"])
+    return content, [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+def check(calls: list[tuple[str, Any]]) -> None:
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
+    for name, arguments in calls:
+        jsonschema.validate(arguments, schemas[name])
+        assert schemas[name] or arguments == {}
+
+
+@pytest.mark.parametrize("tool_format", FORMATS, ids=lambda one: one.name)
+@pytest.mark.parametrize("vocabulary", ["smollm2", "controlled"])
+@pytest.mark.parametrize("after_trigger", [False, True], ids=["required", "begun"])
+def test_calls_are_valid(
+    tool_format: ToolFormat, vocabulary: str, after_trigger: bool, request: pytest.FixtureRequest
+) -> None:
+    trigger = trigger_of(tool_format)
+    if after_trigger and not trigger:
+        return
+    compiler: Compiler = request.getfixturevalue(vocabulary)
+    before = trigger if after_trigger else ""
+    if after_trigger and tool_format.writes == "harmony":
+        before = "<|channel|>commentary " + trigger
+    finished = most = 0
+    for seed in range(8):
+        mask = compiler.mask(source(compiler, tool_format, after_trigger=after_trigger))
+        ids, ended = walk(compiler, mask, seed, most=1200)
+        if not ended:
+            continue
+        finished += 1
+        text = before + compiler._tokenizer.decode(ids, skip_special=False, continuing=True)
+        for index in compiler.vocabulary.end_ids:
+            text = text.removesuffix(compiler._tokenizer.id_to_token(index) or "x")
+        content, calls = calls_in(tool_format, text)
+        assert calls and not content, text
+        assert len(calls) <= MAX_CALLS
+        most = max(most, len(calls))
+        check(calls)
+    assert finished >= 4
+    shares = tool_format.name.startswith(("mistral", "phi", "deepseek")) and tool_format.name != "mistral-named"
+    one_only = tool_format.one_call or tool_format.writes == "harmony" or (after_trigger and not shares)
+    assert (most == 1) if one_only else (most > 1)
+
+
+@pytest.mark.parametrize("tool_format", FORMATS, ids=lambda one: one.name)
+def test_one_call_where_one_is_wanted(tool_format: ToolFormat, smollm2: Compiler) -> None:
+    for seed in range(4):
+        mask = smollm2.mask(source(smollm2, tool_format, parallel=False))
+        ids, ended = walk(smollm2, mask, seed, most=1200)
+        if ended:
+            assert len(calls_in(tool_format, smollm2._tokenizer.decode(ids))[1]) == 1
+
+
+def test_a_lone_tool_needs_few_choices(smollm2: Compiler) -> None:
+    """Everything but the values is forced."""
+    grammar = call_grammar(FORMATS[0], TOOLS[1:2], smollm2.words(), parallel=False)
+    mask = smollm2.mask(Source("lark", grammar))
+    forced = smollm2._tokenizer.decode(mask.forced())
+    assert forced.startswith('<tool_call>\n{"name": "now", "arguments": {}')
+    assert set(allowed(smollm2, mask)) == {mask.forced()[0]}
