@@ -1,6 +1,12 @@
 """The application over a tiny random model: in process, and behind real connections."""
 
+import asyncio
+import json
+import socket
 import sys
+import threading
+import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -11,6 +17,9 @@ sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
 from localllm import LLM
 from localllm.residents import Residents
 from localllm.server import AppOptions, Service, ServiceOptions, create_app
+from localllm.server.run import make_server
+
+CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 
 
 @pytest.fixture(scope="session")
@@ -35,16 +44,27 @@ def residents(tiny_llm):
 
 
 @pytest.fixture
-def service(residents):
-    service = Service(residents, ServiceOptions(parallel=8))
-    yield service
-    service.close()
+def make_service(residents):
+    made = []
+
+    def make(**options):
+        made.append(Service(residents, ServiceOptions(**({"parallel": 8} | options))))
+        return made[-1]
+
+    yield make
+    for service in made:
+        service.close()
+
+
+@pytest.fixture
+def service(make_service):
+    return make_service()
 
 
 @pytest.fixture
 def make_client(service):
-    def make(**options):
-        app = create_app(service, AppOptions(**options))
+    def make(of=None, **options):
+        app = create_app(of or service, AppOptions(**options))
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
         return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000")
 
@@ -55,3 +75,120 @@ def make_client(service):
 async def client(make_client):
     async with make_client() as client:
         yield client
+
+
+def ask(**fields):
+    """A small chat request."""
+    hello = [{"role": "user", "content": "hello there"}]
+    return {"model": "tiny", "messages": hello, "max_tokens": 8, "temperature": 0, **fields}
+
+
+def events(body):
+    """The objects of an OpenAI stream."""
+    lines = [line for line in body.split("\n\n") if line and not line.startswith(":")]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line[6:]) for line in lines[:-1]]
+
+
+def named_events(body):
+    """(name, object) of a stream with named events."""
+    found = []
+    for block in body.split("\n\n"):
+        if block and not block.startswith(":"):
+            name, data = block.split("\n")
+            found.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
+    return found
+
+
+async def settled(llm, service, seconds=5.0):
+    """Wait until nothing is under way; then every page must be free or only cached."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        stats = llm.stats()
+        if stats.num_running == stats.num_waiting == service.num_reserved == service.num_turns == 0:
+            assert stats.pages_free + stats.pages_cached == stats.pages_total
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"still busy: {llm.stats()}, {service.num_reserved} places, {service.num_turns} turns")
+
+
+class Live:
+    """A server on a real port, in a thread of this process."""
+
+    def __init__(self, service, options):
+        self.service = service
+        self.port = 0
+        self._options = options
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+        self._thread.start()
+        assert self._started.wait(20)
+
+    async def _run(self):
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(("127.0.0.1", 0))
+        sock.listen(512)
+        self.port = sock.getsockname()[1]
+        self.server = make_server(self.service, self._options)
+        self.loop = asyncio.get_running_loop()
+        self.loop.call_soon(self._started.set)
+        await self.server.serve(sockets=[sock])
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.port}"
+
+    def connect(self, timeout=10.0):
+        return socket.create_connection(("127.0.0.1", self.port), timeout)
+
+    def exchange(self, data, timeout=10.0):
+        """Send bytes, and read until the server closes or nothing comes for a moment."""
+        with self.connect(timeout) as sock:
+            sock.sendall(data)
+            return read_all(sock)
+
+    def raw(self, method, target, *headers, body=b""):
+        """(status, bytes) of one request written by hand."""
+        lines = [f"{method} {target} HTTP/1.1", *headers, "Connection: close", "", ""]
+        answer = self.exchange("\r\n".join(lines).encode("latin-1") + body)
+        return status_of(answer), answer
+
+    def stop(self):
+        self.server.should_exit = True
+        self._thread.join(10)
+        self.service.close()
+
+
+def status_of(answer):
+    """The status of a raw answer; 0 when the connection was closed without one."""
+    return int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/1.1 ") else 0
+
+
+def read_all(sock):
+    """Everything until the other side closes."""
+    parts = []
+    try:
+        while piece := sock.recv(65536):
+            parts.append(piece)
+    except (ConnectionError, TimeoutError):
+        pass
+    return b"".join(parts)
+
+
+@contextmanager
+def live_server(residents, app=None, **options):
+    """A server of its own."""
+    live = Live(Service(residents, ServiceOptions(**({"parallel": 8} | options))), app or AppOptions())
+    try:
+        yield live
+    finally:
+        live.stop()
+
+
+@pytest.fixture(scope="session")
+def live(residents):
+    """The server that tests share who only talk to it."""
+    with live_server(residents) as live:
+        yield live

@@ -1,0 +1,398 @@
+"""/v1/responses, Anthropic's and Ollama's APIs, embeddings, scores, tokens: the official SDKs, the written shapes."""
+
+import base64
+import json
+
+import anthropic
+import httpx2
+import numpy as np
+import openai
+import pytest
+
+from localllm.server import AppOptions, create_app
+
+from .conftest import MESSAGES, RESPONSES, named_events
+
+HELLO = [{"role": "user", "content": "hello there"}]
+
+
+@pytest.fixture
+async def sdk(client):
+    async with openai.AsyncOpenAI(api_key="x", base_url="http://127.0.0.1:8000/v1", http_client=client) as sdk:
+        yield sdk
+
+
+def respond(**fields):
+    return {"model": "tiny", "input": "hello there", "max_output_tokens": 16, "temperature": 0, **fields}
+
+
+# --- responses -------------------------------------------------------------------------------------------------------
+
+
+async def test_responses_streamed_stored_and_continued(sdk):
+    stop = {"stop": ["th"]}
+    whole = await sdk.responses.create(**respond(), extra_body=stop)
+    assert whole.status == "completed" and whole.output_text
+    async with sdk.responses.stream(**respond(), extra_body=stop) as stream:
+        kinds = [event.type async for event in stream]
+        final = await stream.get_final_response()
+    assert final.output_text == whole.output_text
+    assert kinds[:4] == [
+        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
+    ]  # fmt: skip
+    assert kinds[-4:] == [
+        "response.output_text.done", "response.content_part.done", "response.output_item.done", "response.completed",
+    ]  # fmt: skip
+    again = await sdk.responses.retrieve(whole.id)
+    assert again.model_dump() == whole.model_dump()
+    more = await sdk.responses.create(**respond(input="go on", previous_response_id=whole.id))
+    assert more.usage.input_tokens > whole.usage.total_tokens
+    items = (await sdk.responses.input_items.list(more.id, order="asc")).data
+    assert [item.role for item in items] == ["user", "assistant", "user"]
+    await sdk.responses.delete(whole.id)
+    with pytest.raises(openai.NotFoundError):
+        await sdk.responses.retrieve(whole.id)
+    with pytest.raises(openai.NotFoundError) as caught:
+        await sdk.responses.create(**respond(previous_response_id=whole.id))
+    assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
+
+
+async def test_response_events_are_numbered_and_end_with_the_whole(client):
+    sent = respond(stream=True, include=["message.output_text.logprobs"], top_logprobs=2)
+    events = named_events((await client.post(RESPONSES, json=sent)).text)
+    assert [e["sequence_number"] for _, e in events] == list(range(len(events)))
+    assert all(name == event["type"] for name, event in events)
+    last = events[-1][1]
+    assert (
+        last["type"] == "response.incomplete"
+        and last["response"]["incomplete_details"]["reason"] == "max_output_tokens"
+    )
+    deltas = [e for _, e in events if e["type"] == "response.output_text.delta"]
+    (part,) = last["response"]["output"][0]["content"]
+    assert "".join(d["delta"] for d in deltas) == part["text"]
+    assert [x for d in deltas for x in d["logprobs"]] == part["logprobs"] and len(part["logprobs"]) == 16
+    assert all({"item_id", "output_index", "content_index"} <= set(d) for d in deltas)
+    stored = (await client.get(f"{RESPONSES}/{last['response']['id']}")).json()
+    assert stored == last["response"]
+
+
+async def test_a_response_that_is_not_stored_is_gone(client):
+    body = (await client.post(RESPONSES, json=respond(store=False))).json()
+    assert (await client.get(f"{RESPONSES}/{body['id']}")).status_code == 404
+    required = {
+        "id", "object", "created_at", "error", "incomplete_details", "instructions", "metadata", "model", "output",
+        "parallel_tool_calls", "temperature", "tool_choice", "tools", "top_p", "status", "usage",
+    }  # fmt: skip
+    assert required <= set(body)
+    assert {"cached_tokens"} == set(body["usage"]["input_tokens_details"])
+
+
+BAD_RESPONSES = [
+    (respond(background=True), "background"),
+    (respond(conversation="c"), "conversation"),
+    (respond(tools=[{"type": "web_search"}]), "tools[0]"),
+    (respond(max_output_tokens=8), "max_output_tokens"),
+    (respond(input=[]), "input"),
+    (respond(input=[{"role": "robot", "content": "x"}]), "input[0].role"),
+    (respond(input=[{"role": "user", "content": [{"type": "input_image"}]}]), "input[0].content[0]"),
+    (respond(input=[{"type": "web_search_call"}]), "input[0]"),
+    (respond(input="x" * 3000), "input"),
+    (respond(chat_template="x"), "chat_template"),
+    (respond(truncate_prompt_tokens=5), "truncate_prompt_tokens"),
+]
+
+
+@pytest.mark.parametrize(("sent", "param"), BAD_RESPONSES, ids=range(len(BAD_RESPONSES)))
+async def test_responses_that_are_refused(client, sent, param):
+    response = await client.post(RESPONSES, json=sent)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+
+
+def test_items_become_messages():
+    from localllm.server.responses_schemas import messages_of
+
+    items = [
+        {"role": "user", "content": "weather?"},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
+        {"type": "function_call", "call_id": "c2", "name": "g", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "sun"},
+    ]
+    user, call, result = messages_of(items)
+    assert user == {"role": "user", "content": "weather?"}
+    assert [c["id"] for c in call["tool_calls"]] == ["c1", "c2"] and call["reasoning_content"] == "hm"
+    assert result == {"role": "tool", "tool_call_id": "c1", "content": "sun"}
+
+
+def test_calls_and_reasoning_become_items_and_events():
+    from localllm.answer import Piece
+    from localllm.request import FinishReason, Usage
+    from localllm.server.responses_events import Growing
+    from localllm.server.responses_schemas import ResponsesRequest
+    from localllm.server.shapes import TokenNames
+
+    body = ResponsesRequest.model_validate(respond())
+    one = Growing(body, None, "tiny", TokenNames(None))
+    call = [{"index": 0, "id": "call_1", "name": "f", "arguments": ""}, {"index": 0, "arguments": '{"a":1}'}]
+    parts = [("reasoning", "so"), ("content", "well "), *(("tool_call", json.dumps(d)) for d in call)]
+    raw = one.begin() + one.take(Piece(0, parts))
+    raw += one.take(Piece(0, finish_reason=FinishReason.STOP, usage=Usage(3, 0, 4, 1)))
+    kinds = [name.removeprefix("response.") for name, _ in named_events(b"".join(raw).decode())]
+    assert kinds == [
+        "created", "in_progress", "output_item.added", "content_part.added", "reasoning_text.delta",
+        "reasoning_text.done", "content_part.done", "output_item.done", "output_item.added", "content_part.added",
+        "output_text.delta", "output_text.done", "content_part.done", "output_item.done", "output_item.added",
+        "function_call_arguments.delta", "function_call_arguments.done", "output_item.done", "completed",
+    ]  # fmt: skip
+    made = one.json()
+    assert [item["type"] for item in made["output"]] == ["reasoning", "message", "function_call"]
+    assert (
+        made["output"][2]["arguments"] == '{"a":1}' and made["usage"]["output_tokens_details"]["reasoning_tokens"] == 1
+    )
+
+
+def test_the_store_forgets_the_oldest():
+    from localllm.server.responses_store import ResponseStore
+
+    store = ResponseStore(max_responses=3, max_bytes=10_000)
+    for number in range(5):
+        store.put({"id": str(number)}, [])
+    assert [store.get(str(n)) is not None for n in range(5)] == [False, False, True, True, True]
+    store.put({"id": "large"}, [{"text": "x" * 9_965}])
+    assert store.get("4") is None and store.get("large") is not None
+    store.put({"id": "too large"}, [{"text": "x" * 20_000}])
+    assert store.get("too large") is None
+    assert store.remove("large") and not store.remove("large")
+
+
+# --- Anthropic -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def claude(service):
+    transport = httpx2.ASGITransport(app=create_app(service, AppOptions()), raise_app_exceptions=False)
+    client = httpx2.AsyncClient(transport=transport)
+    async with anthropic.AsyncAnthropic(api_key="x", base_url="http://127.0.0.1:8000", http_client=client) as sdk:
+        yield sdk
+
+
+async def test_anthropic_whole_streamed_and_counted(claude):
+    asked = {
+        "model": "tiny",
+        "max_tokens": 8,
+        "messages": HELLO,
+        "system": "be short",
+        "extra_body": {"temperature": 0},
+    }
+    whole = await claude.messages.create(**asked)
+    assert (whole.type, whole.role, whole.stop_reason) == ("message", "assistant", "max_tokens")
+    async with claude.messages.stream(**asked) as stream:
+        text = "".join([piece async for piece in stream.text_stream])
+        final = await stream.get_final_message()
+    assert text == whole.content[0].text == final.content[0].text
+    used = whole.usage.input_tokens + whole.usage.cache_read_input_tokens
+    counted = await claude.messages.count_tokens(model="tiny", messages=HELLO, system="be short")
+    assert counted.input_tokens == used
+    stopped = await claude.messages.create(**asked, stop_sequences=[text[2:4]])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", text[2:4])
+    prefilled = await claude.messages.create(**asked | {"messages": [*HELLO, {"role": "assistant", "content": "Well"}]})
+    assert prefilled.usage.output_tokens == 8
+
+
+async def test_anthropic_errors_are_its_own(claude, client, make_client):
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        await claude.messages.create(model="other", max_tokens=8, messages=HELLO)
+    assert caught.value.body["error"]["type"] == "not_found_error"
+    bad = await client.post(MESSAGES, json={"model": "tiny", "messages": HELLO})
+    assert bad.status_code == 400
+    assert bad.json()["type"] == "error" and bad.json()["error"]["type"] == "invalid_request_error"
+    assert "max_tokens" in bad.json()["error"]["message"]
+    async with make_client(api_keys=("secret-key",)) as locked:
+        refused = await locked.post(MESSAGES, json={})
+        assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
+        sent = {"model": "tiny", "max_tokens": 4, "messages": HELLO}
+        assert (await locked.post(MESSAGES, json=sent, headers={"x-api-key": "secret-key"})).status_code == 200
+
+
+async def test_anthropic_events_in_order(client):
+    sent = {"model": "tiny", "max_tokens": 6, "messages": HELLO, "stream": True}
+    kinds = [name for name, _ in named_events((await client.post(MESSAGES, json=sent)).text)]
+    assert kinds[:3] == ["message_start", "ping", "content_block_start"]
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert set(kinds[3:-3]) == {"content_block_delta"}
+
+
+def test_anthropic_blocks_become_messages():
+    from localllm.server.messages_schemas import MessagesRequest, to_chat
+
+    body = MessagesRequest.model_validate(
+        {
+            "max_tokens": 5, "system": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            "messages": [
+                {"role": "user", "content": "weather?"},
+                {"role": "assistant", "content": [
+                    {"type": "thinking", "thinking": "hm", "signature": ""}, {"type": "text", "text": "I ask"},
+                    {"type": "tool_use", "id": "t1", "name": "f", "input": {"x": 1}},
+                ]},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "sun"}]},
+            ],
+            "tools": [{"name": "f", "input_schema": {"type": "object"}}], "tool_choice": {"type": "any"},
+        }
+    )  # fmt: skip
+    chat = to_chat(body)
+    assert [m.role for m in chat.messages] == ["system", "user", "assistant", "tool"]
+    assert chat.messages[0].content == "a\nb" and chat.messages[2].reasoning_content == "hm"
+    assert json.loads(chat.messages[2].tool_calls[0]["function"]["arguments"]) == {"x": 1}
+    assert chat.messages[3].tool_call_id == "t1" and chat.tool_choice == "required"
+    assert chat.tools[0]["function"] == {"name": "f", "parameters": {"type": "object"}}
+
+
+def test_anthropic_tool_use_streams_as_blocks():
+    from localllm.server.messages_route import _Stream
+
+    stream = _Stream(None)
+    call = [{"index": 0, "id": "t1", "name": "f", "arguments": ""}, {"index": 0, "arguments": '{"x":1}'}]
+    raw = stream._take("reasoning", "hm") + stream._take("content", "so")
+    for delta in call:
+        raw += stream._take("tool_call", json.dumps(delta))
+    events = [event for _, event in named_events(b"".join(raw).decode())]
+    starts = [e["content_block"]["type"] for e in events if e["type"] == "content_block_start"]
+    assert starts == ["thinking", "text", "tool_use"]
+    assert events[-1]["delta"] == {"type": "input_json_delta", "partial_json": '{"x":1}'}
+
+
+# --- Ollama ----------------------------------------------------------------------------------------------------------
+
+
+def ollama(**fields):
+    return {"model": "tiny", "messages": HELLO, "options": {"temperature": 0, "num_predict": 6}, **fields}
+
+
+async def test_ollama_streams_lines_unless_told_otherwise(client):
+    streamed = await client.post("/api/chat", json=ollama())
+    assert streamed.headers["content-type"].startswith("application/x-ndjson")
+    lines = [json.loads(line) for line in streamed.text.splitlines()]
+    whole = (await client.post("/api/chat", json=ollama(stream=False))).json()
+    assert "".join(line["message"]["content"] for line in lines) == whole["message"]["content"]
+    assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
+    assert lines[-1]["eval_count"] == whole["eval_count"] == 6 and whole["done_reason"] == "length"
+    assert lines[-1]["total_duration"] > 0
+
+
+async def test_ollama_generates_raw_and_through_the_template(client):
+    sent = {"model": "tiny:latest", "prompt": "hello", "stream": False, "options": {"num_predict": 3, "temperature": 0}}
+    templated = (await client.post("/api/generate", json=sent)).json()
+    raw = (await client.post("/api/generate", json=sent | {"raw": True})).json()
+    assert templated["prompt_eval_count"] > raw["prompt_eval_count"] == 5
+    assert (await client.post("/api/generate", json={"model": "tiny"})).json()["done_reason"] == "load"
+
+
+async def test_ollama_lists_and_describes(client):
+    tags = (await client.get("/api/tags")).json()["models"]
+    assert [m["name"] for m in tags] == ["tiny"] and tags[0]["details"]["quantization_level"] == "Q8_0"
+    shown = (await client.post("/api/show", json={"model": "tiny"})).json()
+    assert shown["model_info"]["llama.context_length"] == 256 and "completion" in shown["capabilities"]
+    assert (await client.get("/api/ps")).json()["models"][0]["context_length"] == 256
+    assert (await client.get("/api/version")).json()["version"]
+    vectors = (await client.post("/api/embed", json={"model": "tiny", "input": ["a", "b"]})).json()
+    assert len(vectors["embeddings"]) == 2 and vectors["pooling"] == "mean"
+
+
+BAD_OLLAMA = [
+    (ollama(model="other"), 404, "model"),
+    (ollama(options={"temperature": -1}), 400, "options.temperature"),
+    (ollama(options={"num_predict": 0}), 400, "options.num_predict"),
+    (ollama(keep_alive="soon"), 400, "keep_alive"),
+    (ollama(messages=[{"role": "user", "content": "x", "images": ["aaaa"]}]), 400, "messages[0].images"),
+    (ollama(format="yaml"), 400, "format"),
+]
+
+
+@pytest.mark.parametrize(("sent", "status", "param"), BAD_OLLAMA, ids=range(len(BAD_OLLAMA)))
+async def test_ollama_refusals(client, sent, status, param):
+    response = await client.post("/api/chat", json=sent)
+    assert (response.status_code, response.json()["error"]["param"]) == (status, param), response.text
+
+
+def test_times_to_keep_a_model():
+    from localllm.server.ollama_schemas import keep_alive_s
+
+    values = {None: "default", 0: 0.0, "0": 0.0, -1: None, "-1m": None, "5m": 300.0, "1h30m": 5400.0, 60: 60.0}
+    assert {value: keep_alive_s(value) for value in values} == values
+
+
+# --- texts -----------------------------------------------------------------------------------------------------------
+
+
+async def test_embeddings_of_the_sdk_and_as_numbers(sdk, client, tiny_llm):
+    """openai-python asks for base64 by default."""
+    answer = await sdk.embeddings.create(model="tiny", input=["hello", "bye"])
+    floats = (await client.post("/v1/embeddings", json={"model": "tiny", "input": ["hello", "bye"]})).json()
+    assert floats["pooling"] == "mean" and floats["usage"] == {"prompt_tokens": 8, "total_tokens": 8}
+    for mine, theirs in zip(answer.data, floats["data"], strict=True):
+        assert np.allclose(mine.embedding, theirs["embedding"], atol=1e-6)
+        assert np.linalg.norm(mine.embedding) == pytest.approx(1, abs=1e-5)
+    sent = {"input": tiny_llm.encode_prompt("hello"), "encoding_format": "base64", "dimensions": 8, "pooling": "last"}
+    short = (await client.post("/v1/embeddings", json=sent)).json()["data"][0]["embedding"]
+    assert len(np.frombuffer(base64.b64decode(short), "<f4")) == 8
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+async def test_embeddings_are_the_pooled_states_whatever_the_chunks(client, tiny_llm, pooling):
+    """Long texts are read in chunks of 256 rows, and others run beside them."""
+    texts = ["a long text, " * 18, "b", "c " * 60]
+    sent = {"input": texts, "pooling": pooling, "normalize": False}
+    together = [d["embedding"] for d in (await client.post("/v1/embeddings", json=sent)).json()["data"]]
+    for text, vector in zip(texts, together, strict=True):
+        alone = (await client.post("/v1/embeddings", json=sent | {"input": text})).json()["data"][0]["embedding"]
+        assert np.allclose(alone, vector, atol=1e-5)
+    assert tiny_llm.stats().pages_free + tiny_llm.stats().pages_cached == tiny_llm.stats().pages_total
+
+
+async def test_scores_and_ranks_say_how(client):
+    ranked = (
+        await client.post(
+            "/rerank", json={"query": "hello", "documents": ["bye bye", "hello", {"text": "x"}], "top_n": 2}
+        )
+    ).json()
+    assert [r["index"] for r in ranked["results"]][0] == 1 and len(ranked["results"]) == 2
+    assert ranked["results"][0]["relevance_score"] == pytest.approx(1) and "cosine" in ranked["method"]
+    scored = (await client.post("/v1/score", json={"text_1": "a", "text_2": ["a", "b"]})).json()
+    assert scored["data"][0]["score"] == pytest.approx(1) and len(scored["data"]) == 2
+    bad = await client.post("/v1/score", json={"queries": ["a", "b"], "documents": ["x", "y", "z"]})
+    assert bad.status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "sent", "param"),
+    [
+        ("/v1/embeddings", {"input": []}, "input"),
+        ("/v1/embeddings", {"input": ""}, "input"),
+        ("/v1/embeddings", {"input": ["x"] * 2049}, "input"),
+        ("/v1/embeddings", {"input": "x" * 3000}, "input"),
+        ("/v1/embeddings", {"input": "a", "dimensions": 65}, "dimensions"),
+        ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, "encoding_format"),
+        ("/rerank", {"query": "a"}, "documents"),
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "content": "b"}, "prompt"),
+        ("/detokenize", {"tokens": [10**9]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": "a"}, "tokens"),
+    ],
+)
+async def test_texts_that_are_refused(client, path, sent, param):
+    response = await client.post(path, json={"model": "tiny", **sent})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+
+
+async def test_tokens_there_and_back_in_both_dialects(client, tiny_llm):
+    text = "hello there, the end"
+    theirs = (await client.post("/tokenize", json={"model": "tiny", "prompt": text, "return_token_strs": True})).json()
+    assert theirs["count"] == len(theirs["tokens"]) and "".join(theirs["token_strs"]) == text
+    assert theirs["max_model_len"] == 256
+    pieces = (await client.post("/tokenize", json={"content": text, "with_pieces": True})).json()["tokens"]
+    assert [p["id"] for p in pieces] == theirs["tokens"]
+    back = (await client.post("/detokenize", json={"tokens": theirs["tokens"]})).json()
+    assert back == {"prompt": text, "content": text}
+    chat = (await client.post("/tokenize", json={"messages": HELLO})).json()["tokens"]
+    assert chat == tiny_llm.encode_chat(HELLO)
