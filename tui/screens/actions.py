@@ -336,6 +336,11 @@ class Actions(Screen[None]):
         """Choose on the first screen."""
         self.query_one("#home-list").focus()
 
+    @on(Home.Typed)
+    def _home_typed(self, event: Home.Typed) -> None:
+        self.prompt.focus()
+        self.prompt.insert(event.character)
+
     @on(Home.Chosen)
     async def _home_chosen(self, event: Home.Chosen) -> None:
         if event.kind == BROWSE:

@@ -33,7 +33,7 @@ class Browse:
     @property
     def active(self) -> bool:
         """Whether keys go to the cursor."""
-        return self.at is not None and self._screen.transcript.has_focus
+        return self.at is not None
 
     def enter(self, step: int = 0) -> bool:
         """Put the cursor on a message: where it was, moved by `step`, or on the last one. False when there is none."""
@@ -49,8 +49,12 @@ class Browse:
 
     def leave(self) -> None:
         """Back to the prompt."""
-        self._put(None)
+        self.unmark()
         self._screen.prompt.focus()
+
+    def unmark(self) -> None:
+        """No message is under the cursor."""
+        self._put(None)
 
     def _put(self, message: UserMessage | AssistantMessage | None) -> None:
         if self.at is not None:

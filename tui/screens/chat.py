@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from textual import on
+from textual import events, on
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Horizontal
@@ -124,11 +124,19 @@ class ChatScreen(Actions):
         self.state.think = self.conversation.think
         self.query_one(Sidebar).display = False
         self.show_home(not app.starts_with_model and not self.conversation.exchanges)
+        if self.query_one(Home).display:
+            self.focus_home()
         if app.starts_with_model:
             self.phase = "loading"
             await self.transcript.begin_loading(app.model)
         self.call_after_refresh(app.start_backend)
         self.set_interval(app.drain_s, self.drain)
+        self.refresh_lines()
+
+    def on_descendant_focus(self, event: events.DescendantFocus) -> None:
+        """Whoever types again has left the messages."""
+        if event.widget is self.prompt:
+            self.browse.unmark()
         self.refresh_lines()
 
     def on_resize(self) -> None:
@@ -424,9 +432,8 @@ class ChatScreen(Actions):
     @on(PromptArea.Sent)
     async def _sent(self, event: PromptArea.Sent) -> None:
         area = self.prompt
-        if self.editing is None:
-            area.remember(event.text)
-            self.prompts.add(event.text)
+        area.remember(event.text)
+        self.prompts.add(event.text)
         area.text = ""
         await self.submit(event.text)
 
@@ -500,5 +507,5 @@ def _mentioned(text: str) -> list[Attachment]:
     """The files behind `@path` in a message. Raises ConfigError for one that is there and cannot be attached."""
     from pathlib import Path
 
-    words = [word[1:].rstrip(".,;:)") for word in text.split() if word.startswith("@") and len(word) > 1]
+    words = [word[1:].rstrip(".,;:!?)\"'") for word in text.split() if word.startswith("@") and len(word) > 1]
     return [read_attachment(word) for word in dict.fromkeys(words) if Path(word).expanduser().is_file()]

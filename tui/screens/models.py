@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, cast
 
+from rich.text import Text
 from textual import events, on, work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -100,7 +101,7 @@ class ModelsScreen(ModalScreen[tuple[str, int | None] | None]):
         table.clear()
         wide = len(self._columns()) > 4
         for row in self._shown:
-            table.add_row(*[Content(cell) for cell in _cells(row, wide, self._now)])
+            table.add_row(*[Text(cell) for cell in _cells(row, wide, self._now)])  # a str would be read as markup
         if self._shown:
             table.move_cursor(row=min(at, len(self._shown) - 1))
         self._detail()

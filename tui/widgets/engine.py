@@ -123,7 +123,8 @@ class EnginePanel(VerticalScroll):
         if facts.prefix_query_tokens:
             share = facts.prefix_hit_tokens / facts.prefix_query_tokens
             yield _head(
-                "Prefix", f"{share:.0%} hit · {facts.prefix_hit_tokens:,} of {facts.prefix_query_tokens:,} tokens"
+                "Prefix",
+                f"{share * 100:.0f} % hit · {facts.prefix_hit_tokens:,} of {facts.prefix_query_tokens:,} tokens",
             )
         yield Content("")
 
@@ -164,14 +165,14 @@ class EnginePanel(VerticalScroll):
             bar += Content.styled(mark * round(parts.get(name, 0) / whole * width), style)
         yield bar + Content.styled("░" * max(0, width - len(bar.plain)), "dim")
         held = round(facts.held_bytes / whole * (width - 1))
-        yield Content(" " * held + "▲")
+        yield Content.styled(" " * held + "▲" if held > width - 8 else " " * held + "▲ held", "dim")
         names = " · ".join(f"{'KV' if name == 'kv' else name} {gib(size)}" for name, size in parts.items() if size)
         yield from Content(names).wrap(width)
         yield Content(f"free for it {gib(facts.have_bytes)}")
 
 
 def page_map(states: bytes, width: int, rows: int) -> Iterator[Content]:
-    """Pages as cells, in order; a cell of several shows the most of them, and in use rather than free."""
+    """Pages as cells, in order. A cell of several is free when all are; else it shows what most of the others are."""
     each = -(-len(states) // (width * rows)) or 1
     cells = bytes(_cell(states[at : at + each]) for at in range(0, len(states), each))
     for start in range(0, len(cells), width):
@@ -189,9 +190,9 @@ def page_map(states: bytes, width: int, rows: int) -> Iterator[Content]:
 
 def _cell(pages: bytes) -> int:
     used, cached = pages.count(_USED), pages.count(_CACHED)
-    if used and used >= cached:
-        return _USED
-    return _CACHED if cached and cached >= len(pages) - cached - used else _USED if used else _FREE
+    if not used and not cached:
+        return _FREE
+    return _USED if used >= cached else _CACHED
 
 
 def sparkline(values: Sequence[float] | deque[float], width: int, most: float) -> str:

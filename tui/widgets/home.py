@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-from textual import on
+from textual import events, on
 from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.content import Content
@@ -32,6 +32,13 @@ class Home(Vertical):
             super().__init__()
             self.kind = kind
             self.name = name
+
+    class Typed(Message):
+        """A letter that means nothing here."""
+
+        def __init__(self, character: str) -> None:
+            super().__init__()
+            self.character = character
 
     def __init__(self) -> None:
         super().__init__(id="home")
@@ -102,6 +109,12 @@ class Home(Vertical):
         for row in rows:
             yield Option(f"  {model_line(row, width)}", id=f"model:{row.name}")
         yield Option("  … browse all models", id=f"{BROWSE}:")
+
+    def on_key(self, event: events.Key) -> None:
+        """What is typed goes to the prompt."""
+        if event.character and event.is_printable:
+            event.stop()
+            self.post_message(self.Typed(event.character))
 
     @on(OptionList.OptionSelected)
     def _selected(self, event: OptionList.OptionSelected) -> None:

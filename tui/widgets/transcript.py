@@ -47,6 +47,7 @@ class Transcript(VerticalScroll):
         self._window = max(2, (window + 1) // 2)
         self._thinking = thinking
         self._pairs: list[Pair] = []
+        self._follows = False
         self._first = 0
         """the branch's number of the first turn that is mounted"""
 
@@ -72,6 +73,19 @@ class Transcript(VerticalScroll):
         await self.query("LoadCard, Failure").remove()
         await self.mount(LoadCard(model))
         self.anchor()
+
+    # --- following the end -------------------------------------------------------------------------------------------
+
+    def anchor(self, anchor: bool = True) -> None:
+        """Follow the end, once there is more than fits: Textual would move a short text to the bottom."""
+        self._follows = anchor
+        super().anchor(anchor and self.virtual_size.height > self.size.height)
+
+    def watch_virtual_size(self, size: Size) -> None:
+        """There is more than fits now, or less."""
+        more = size.height > self.size.height
+        if self._follows and more != self.is_anchored:
+            super().anchor(more)
 
     # --- turns -------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,278 @@
+"""Turns that do not simply follow each other: branches, edits, continuations, a full context, failures. T6, T7, T9, T10."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from textual.widgets import OptionList
+
+from localllm.config import Preset, SamplingConfig
+from localllm.history import History, active_path
+from localllm.tui.widgets.choices import Choices
+from localllm.tui.widgets.messages import AssistantMessage, Notice, UserMessage
+
+from .conftest import Chat, chat
+
+
+def said(running: Chat) -> str:
+    """All that the program said."""
+    return "\n".join(str(n.render()) for n in running.screen.query(Notice))
+
+
+def stats(message: AssistantMessage) -> str:
+    """The line below an answer."""
+    return str(message.query_one(".stats").render())  # type: ignore[attr-defined]
+
+
+async def finish(running: Chat) -> None:
+    """Wait until nothing runs."""
+    await running.until(lambda: running.screen.current is None and not running.screen.waiting)
+    await running.pilot.pause(0.05)
+
+
+async def test_t7_answering_again_makes_branches_and_the_disk_has_the_tree(tmp_path: Path) -> None:
+    async with chat(path=tmp_path / "chats.db") as running:
+        await running.ready()
+        running.backend.answers = ["first", "second", "third"]
+        await running.ask("question")
+        for _ in range(2):
+            await running.send("/regen")
+            await running.until(lambda: running.screen.current is not None or running.answers[-1].exchange.stop)
+            await finish(running)
+        await running.until(lambda: "‹3/3›" in stats(running.answers[-1]))
+        assert running.answers[-1].exchange.text == "third"
+        assert len(running.answers) == 1
+        await running.pilot.press("escape")
+        await running.until(lambda: running.screen.browse.active)
+        await running.pilot.press("left_square_bracket")
+        await running.until(lambda: running.answers[-1].exchange.text == "second")
+        assert "‹2/3›" in stats(running.answers[-1])
+        await running.pilot.press("k", "e")  # the question above, edited
+        await running.until(lambda: running.prompt.text == "question")
+        await running.send("another question")
+        await finish(running)
+        await running.until(lambda: running.answers[-1].exchange.text == "another question")
+        assert [m["content"] for m in running.backend.sent[-1][0]] == ["another question"]
+    with History(tmp_path / "chats.db") as history:
+        found = history.chats()[0]
+        messages = history.messages(found.id)
+        assert [m.content for m in active_path(messages, found.leaf_id)] == ["another question", "another question"]
+        asked = [m for m in messages if m.content == "question" and m.role == "user"]
+        assert len(asked) == 1
+        assert {m.content for m in messages if m.parent_id == asked[0].id} == {"first", "second", "third"}
+        assert all(m.status == "stop" for m in messages if m.role == "assistant")
+
+
+async def test_t6_browse_copies_messages_and_code_and_saves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    async with chat() as running:
+        await running.ready()
+        text = "one\n\n```python\na = 1\n```\n\ntwo\n\n```\nb\n```\n"
+        running.backend.answers = [text]
+        await running.ask("code")
+        await running.pilot.press("escape")
+        await running.until(lambda: running.screen.browse.active)
+        await running.until(lambda: "copy" in running.text("#keys"))
+        await running.pilot.press("y")
+        await running.until(lambda: running.app._clipboard == text)
+        await running.pilot.press("c")
+        await running.until(lambda: running.app._clipboard == "a = 1")
+        await running.pilot.press("c")
+        await running.until(lambda: running.app._clipboard == "b")
+        await running.pilot.press("s")
+        await running.until(lambda: len(running.app.screen_stack) == 3)
+        await running.pilot.press(*"out.txt", "enter")
+        await running.until(lambda: (tmp_path / "out.txt").exists())
+        assert (tmp_path / "out.txt").read_text() == "b\n"
+        await running.pilot.press("x")  # any other letter goes to the prompt
+        await running.until(lambda: running.prompt.text == "x")
+        assert running.app.focused is running.prompt
+
+
+async def test_browse_moves_branches_off_removes_and_searches() -> None:
+    async with chat() as running:
+        await running.ready()
+        for text in ("apple", "pear", "plum"):
+            await running.ask(text)
+        await running.pilot.press("escape", "k", "k", "k")  # the second question
+        assert isinstance(running.screen.browse.at, UserMessage) and running.screen.browse.text == "pear"
+        await running.pilot.press("b")
+        await running.until(lambda: len(running.screen.conversation.exchanges) == 2)
+        await running.ask("cherry")
+        assert [m["content"] for m in running.backend.sent[-1][0]] == ["apple", "apple", "pear", "pear", "cherry"]
+        assert running.screen.conversation.place(running.screen.conversation.exchanges[-1], True) == (2, 2)
+        await running.pilot.press("escape", "slash")
+        await running.until(lambda: len(running.app.screen_stack) == 3)
+        await running.pilot.press(*"appl", "enter")
+        await running.until(lambda: running.screen.browse.text == "apple")
+        await running.pilot.press("n")
+        await running.until(lambda: "of 2" in running.text("#state"))
+        await running.pilot.press("G", "d")
+        assert "d again" in running.text("#state")
+        await running.pilot.press("d")
+        await running.until(
+            lambda: [e.user for e in running.screen.conversation.exchanges] == ["apple", "pear", "plum"]
+        )
+
+
+async def test_an_answer_is_rewritten_and_continued() -> None:
+    async with chat() as running:
+        await running.ready()
+        await running.ask("tell me")
+        await running.pilot.press("escape", "e")
+        await running.until(lambda: running.prompt.text == "tell me")
+        await running.send("I said")
+        await running.until(lambda: running.screen.conversation.exchanges[-1].text == "I said")
+        await running.until(lambda: "edited by you" in stats(running.answers[-1]))
+        await running.send("/continue")
+        await running.until(lambda: running.screen.conversation.exchanges[-1].text == "I said and so on.")
+        await finish(running)
+        assert running.backend.sent[-1][0][-1] == {"role": "assistant", "content": "I said"}
+        assert running.answers[-1].answer.source == "I said and so on."
+        await running.send("/continue")
+        await running.until(lambda: "not cut short" in said(running))
+
+
+async def test_esc_twice_edits_the_last_question_and_undo_takes_it_back() -> None:
+    async with chat() as running:
+        await running.ready()
+        await running.ask("first")
+        await running.ask("second")
+        await running.pilot.press("escape", "escape")
+        await running.until(lambda: running.prompt.text == "second")
+        assert "editing a question" in str(running.prompt.border_title)
+        await running.pilot.press("escape")
+        await running.until(lambda: not running.prompt.text and running.screen.editing is None)
+        await running.send("/undo")
+        await running.until(lambda: running.prompt.text == "second")
+        assert [e.user for e in running.screen.conversation.exchanges] == ["first"]
+        assert len(running.screen.query(UserMessage)) == 1
+
+
+async def test_branches_are_not_changed_while_an_answer_comes() -> None:
+    async with chat(tps=100) as running:
+        await running.ready()
+        await running.send("long")
+        await running.until(lambda: running.answers and running.answers[0].exchange.text)
+        await running.send("/regen")
+        await running.until(lambda: "stops the answer first" in running.text("#state"))
+        await running.pilot.press("escape")
+        await finish(running)
+
+
+async def test_t9_the_model_summarises_what_no_longer_fits() -> None:
+    async with chat(ctx=44) as running:
+        await running.ready()
+        for text in ("a a a a a a a a", "b b b b b b b b"):
+            await running.ask(text)
+        await running.send("c c c c c c c c")
+        await running.until(lambda: running.screen.query_one(Choices).display)
+        running.backend.answers = ["letters"]
+        await running.pilot.press("s")
+        await running.until(lambda: running.screen.conversation.summary_text == "letters")
+        await running.until(lambda: running.screen.conversation.exchanges[-1].stop == "stop")
+        contents = [m["content"] for m in running.backend.sent[-1][0]]
+        assert contents[0].endswith("letters") and [c[0] for c in contents[1:]] == ["b", "b", "c"]
+
+
+async def test_t9_a_larger_window_is_loaded_and_the_message_sent() -> None:
+    async with chat(ctx=18) as running:
+        await running.ready()
+        await running.ask("a b")
+        await running.send("c d e f g h i j k l m n o")
+        await running.until(lambda: running.screen.query_one(Choices).display)
+        await running.pilot.press("c")
+        await running.until(lambda: running.screen.conversation.exchanges[-1].stop == "stop")
+        assert running.backend.started[-1] == ("fake", {"ctx": 72})
+
+
+async def test_t10_memory_that_ran_out_offers_what_helps() -> None:
+    async with chat() as running:
+        await running.ready()
+        await running.ask("!oom")
+        banner = running.screen.query_one("#choices", OptionList)
+        await running.until(lambda: banner.display)
+        assert [str(banner.get_option_at_index(i).prompt)[1] for i in range(banner.option_count)] == [
+            "k",
+            "c",
+            "m",
+            "q",
+        ]
+        assert "the chat is saved" in str(banner.border_title)
+        await running.pilot.press("k")
+        await running.until(lambda: running.backend.started[-1] == ("fake", {"kv": "int8"}))
+        await running.ready()
+        assert (await running.ask("again")).exchange.text == "again"
+
+
+async def test_t10_a_dead_engine_is_loaded_again_and_keeps_what_it_wrote() -> None:
+    async with chat() as running:
+        await running.ready()
+        message = await running.ask("!crash")
+        assert "E601" in stats(message) and message.exchange.text
+        await running.until(lambda: running.screen.query_one(Choices).display)
+        await running.pilot.press("p")
+        await running.until(lambda: "illegal address" in running.app._clipboard)
+        await running.send("hello")
+        await running.until(lambda: "no model is loaded" in said(running))
+        assert running.prompt.text == "hello"
+        running.prompt.text = ""
+        await running.send("/model fake")
+        await running.ready()
+        assert (await running.ask("again")).exchange.text == "again"
+
+
+async def test_a_choice_takes_no_letters_that_are_meant_for_the_prompt() -> None:
+    async with chat(tps=200) as running:
+        await running.ready()
+        await running.send("!oom")
+        running.prompt.text = "next mess"
+        await running.until(lambda: running.screen.query_one(Choices).display)
+        assert running.app.focused is running.prompt
+        await running.pilot.press("k")
+        assert "k" in running.prompt.text and len(running.backend.started) == 1
+
+
+async def test_another_model_in_the_middle_keeps_the_conversation() -> None:
+    async with chat() as running:
+        await running.ready()
+        await running.ask("hello")
+        await running.send("/model fake-download")
+        await running.until(lambda: len(running.backend.started) == 2)
+        await running.ready()
+        await running.ask("and now")
+        assert [m["content"] for m in running.backend.sent[-1][0]] == ["hello", "hello", "and now"]
+        assert running.screen.conversation.exchanges[-1].model == "fake-download"
+        assert "fake-download" in running.text("#model")
+
+
+async def test_files_presets_thinking_and_titles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("some notes")
+    (tmp_path / "binary.bin").write_bytes(b"\0\1")
+    presets = {"calm": Preset("be calm", None, SamplingConfig(temperature=0.1))}
+    async with chat(presets=presets, path=tmp_path / "chats.db") as running:
+        await running.ready()
+        await running.send("/attach binary.bin")
+        await running.until(lambda: "is not text" in said(running))
+        await running.send("/attach notes.txt")
+        await running.until(lambda: "notes.txt" in running.text("#files"))
+        await running.send("/preset calm")
+        await running.send("/think low")
+        await running.send("/rename My notes")
+        await running.ask("what is in @notes.txt?")
+        messages = running.backend.sent[-1][0]
+        assert messages[0]["content"] == "be calm"
+        assert messages[1]["content"].count("some notes") == 2 and messages[1]["content"].endswith("@notes.txt?")
+        assert running.backend.templates[-1] == {"enable_thinking": True, "reasoning_effort": "low"}
+        assert running.screen.conversation.sampling == {"temperature": 0.1}
+        assert not running.screen.attached
+        await running.send("/ctx")
+        await running.until(lambda: "attachments" in said(running) and "of 32k" in said(running))
+        await running.send("/export md out.md")
+        await running.until(lambda: (tmp_path / "out.md").exists())
+        await running.until(lambda: "My notes" in running.text("#title"))
+    with History(tmp_path / "chats.db") as history:
+        chat_ = history.chats()[0]
+        assert chat_.title == "My notes" and chat_.params["think"] == "low"
