@@ -13,8 +13,8 @@ from localllm.request import Failed, Timing, Usage
 from localllm.tui import clipboard
 from localllm.tui.conversation import Conversation
 from localllm.tui.slash import matching, understand
-from localllm.tui.texts import answer_stats, code_blocks, failure_lines
 from localllm.tui.stderr_guard import stderr_to
+from localllm.tui.texts import answer_stats, code_blocks, failure_lines
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Turns that do not simply follow each other: branches, edits, continuations, a full context, failures. T6, T7, T9, T10."""
+"""Turns that do not simply follow each other: branches, edits, a full context, failures. T6, T7, T9, T10."""
 
 from __future__ import annotations
 

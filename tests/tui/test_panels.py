@@ -1,0 +1,321 @@
+"""Panels around the conversation: home, models, parameters, engine, chats, palette, viewers. T8, T11, T14 to T16."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from textual.widgets import DataTable, Input, OptionList, Static
+
+from localllm.config import UiConfig
+from localllm.history import History, SavedChat, SavedMessage
+from localllm.request import Facts
+from localllm.tui.conversation import Conversation
+from localllm.tui.screens.models import ModelsScreen
+from localllm.tui.screens.params import ParamsScreen
+from localllm.tui.screens.viewer import Viewer
+from localllm.tui.widgets.engine import EnginePanel, Turns, page_map
+from localllm.tui.widgets.home import Home
+from localllm.tui.widgets.messages import AssistantMessage, UserMessage
+from localllm.tui.widgets.sidebar import Sidebar
+
+from .conftest import Chat, chat
+
+
+def shown(running: Chat, selector: str) -> str:
+    """What a Static of the present screen shows."""
+    return str(running.app.screen.query_one(selector, Static).render())
+
+
+def options(listing: OptionList) -> list[str]:
+    """The rows of a list."""
+    return [str(listing.get_option_at_index(i).prompt) for i in range(listing.option_count)]
+
+
+def long_chat(path: Path, turns: int) -> str:
+    """A saved chat; every third answer has a list and code."""
+    messages: list[SavedMessage] = []
+    parent = None
+    for number in range(turns):
+        asked = SavedMessage(2 * number + 1, "aaaa", parent, "user", f"question {number}", created=1e9 + number)
+        text = f"answer {number}\n\n- one\n- two\n\n```python\nx = {number}\n```\n" if number % 3 == 0 else "short"
+        said = SavedMessage(2 * number + 2, "aaaa", asked.id, "assistant", text, created=1e9 + number + 0.5)
+        messages += [asked, said]
+        parent = said.id
+    with History(path) as history:
+        history.save(SavedChat("aaaa", "A long chat", "fake", leaf_id=parent), messages)
+    return "aaaa"
+
+
+async def test_home_offers_chats_and_models_and_loads_nothing_by_itself(tmp_path: Path) -> None:
+    path = tmp_path / "chats.db"
+    long_chat(path, 3)
+    async with chat(model="", path=path, home=True) as running:
+        home = running.screen.query_one(Home)
+        listing = home.query_one(OptionList)
+        await running.until(lambda: any("fake-download" in row for row in options(listing)))
+        rows = options(listing)
+        assert any("A long chat" in row for row in rows)
+        assert any("✓ 200 tok/s" in row for row in rows) and any("400 MiB download" in row for row in rows)
+        assert not any("fake-broken" in row for row in rows)
+        await running.until(lambda: "CPU only" in shown(running, "#home-machine"))
+        assert running.backend.started == []
+        await running.pilot.press("x", "backspace")
+        assert running.app.focused is running.prompt
+        await running.send("hello")  # with the first model here
+        await running.until(lambda: running.backend.started == [("fake", {})])
+        await running.until(lambda: running.screen.conversation.exchanges[-1].text == "hello")
+        assert not home.display
+
+
+async def test_home_continues_a_chat_with_its_model(tmp_path: Path) -> None:
+    path = tmp_path / "chats.db"
+    long_chat(path, 3)
+    async with chat(model="", path=path, home=True) as running:
+        listing = running.screen.query_one(Home).query_one(OptionList)
+        await running.until(lambda: any("A long chat" in row for row in options(listing)))
+        listing.highlighted = next(i for i, row in enumerate(options(listing)) if "A long chat" in row)
+        await running.until(lambda: running.screen.query_one(Home).models is not None)
+        await running.pilot.press("enter")
+        await running.until(lambda: len(running.answers) == 3)
+        await running.until(lambda: running.backend.started == [("fake", {})])
+
+
+async def test_t11_a_long_chat_opens_with_few_widgets_and_earlier_turns_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "chats.db"
+    name = long_chat(path, 500)
+    async with chat(path=path) as running:
+        await running.ready()
+        started = time.monotonic()
+        await running.screen.open_chat(name)
+        await running.until(lambda: len(running.answers) == 8)
+        assert time.monotonic() - started < 10
+        assert len(running.screen.query("UserMessage, AssistantMessage")) <= 20
+        assert "492 earlier" in running.text("#earlier")
+        assert running.screen.conversation.exchanges[-1].user == "question 499"
+        await running.screen.transcript.load_earlier()
+        await running.until(lambda: len(running.screen.query(UserMessage)) == 13)
+        assert "487 earlier" in running.text("#earlier")
+        await running.ask("one more")
+        assert len(running.backend.sent[-1][0]) == 1001
+        assert len(running.screen.query(AssistantMessage)) <= 10
+
+
+async def test_chats_are_listed_searched_and_opened(tmp_path: Path) -> None:
+    path = tmp_path / "chats.db"
+    long_chat(path, 2)
+    async with chat(path=path) as running:
+        await running.ready()
+        await running.ask("about kernels")
+        await running.pilot.press("f3")
+        bar = running.screen.query_one(Sidebar)
+        listing = bar.query_one(OptionList)
+        await running.until(lambda: any("about kernels" in row for row in options(listing)))
+        assert options(listing)[0] == "Today"
+        await running.pilot.press("ctrl+s")
+        await running.until(lambda: bar.query_one(Input).has_focus)
+        await running.pilot.press(*"question")
+        await running.until(lambda: not any("kernels" in row for row in options(listing)))
+        await running.pilot.press("enter")
+        await running.until(lambda: running.screen.conversation.id == "aaaa")
+        await running.until(lambda: len(running.answers) == 2)
+        await running.pilot.resize_terminal(80, 24)
+        await running.until(lambda: running.screen.has_class("-narrow"))
+        await running.pilot.press("escape")
+        await running.until(lambda: not bar.display)
+
+
+async def test_an_answer_that_runs_is_kept_when_another_chat_is_opened(tmp_path: Path) -> None:
+    path = tmp_path / "chats.db"
+    name = long_chat(path, 2)
+    async with chat(path=path, tps=100) as running:
+        await running.ready()
+        first = running.screen.conversation.id
+        await running.send("long")
+        await running.until(lambda: running.answers and running.answers[0].exchange.text)
+        await running.screen.open_chat(name)
+        await running.until(lambda: len(running.answers) == 2)
+        await running.screen.open_chat(first)
+        await running.until(lambda: running.screen.conversation.id == first)
+        exchange = running.screen.conversation.exchanges[0]
+        assert exchange.stop == "abort" and exchange.text.startswith("Sentence")
+
+
+async def test_models_show_fit_and_speed_and_change_with_the_context() -> None:
+    async with chat() as running:
+        await running.ready()
+        await running.pilot.press("ctrl+o")
+        await running.until(lambda: isinstance(running.app.screen, ModelsScreen))
+        table = running.app.screen.query_one(DataTable)
+        await running.until(lambda: table.row_count == 5)
+        cells = [[str(cell) for cell in table.get_row_at(i)] for i in range(5)]
+        assert cells[0][0] == "fake" and cells[0][5] == "✓ 200 tok/s" and cells[0][6] == "✓ running"
+        assert cells[3][6] == "↓ 400 MiB" and "short" in cells[4][6] and cells[2][6] == "✗ cannot run"
+        assert "weights" in shown(running, "#model-detail")
+        await running.pilot.press("right")
+        await running.until(lambda: "@4k" in str(table.get_row_at(0)[3]))
+        await running.pilot.press("tab")
+        await running.until(lambda: table.row_count == 3)  # on disk
+        await running.pilot.press("slash", *"small", "enter")
+        await running.until(lambda: table.row_count == 1)
+        await running.pilot.press("enter")
+        await running.until(lambda: running.backend.started[-1] == ("fake-small", {"ctx": 4096}))
+
+
+async def test_an_offline_model_is_not_fetched() -> None:
+    async with chat(offline=True) as running:
+        await running.ready()
+        await running.pilot.press("ctrl+o")
+        await running.until(lambda: isinstance(running.app.screen, ModelsScreen))
+        table = running.app.screen.query_one(DataTable)
+        await running.until(lambda: table.row_count == 5)
+        await running.pilot.press("down", "down", "down", "enter")
+        await running.until(lambda: "offline" in shown(running, "#model-detail"))
+        await running.pilot.press("escape")
+        await running.until(lambda: "offline" in running.text("#state"))
+
+
+async def test_parameters_are_checked_and_taken_over() -> None:
+    sampling: dict[str, object] = {"temperature": 0.5}
+    async with chat(sampling=sampling) as running:  # type: ignore[arg-type]
+        await running.ready()
+        await running.pilot.press("f2")
+        await running.until(lambda: isinstance(running.app.screen, ParamsScreen))
+        screen = running.app.screen
+        assert screen.query_one("#p-temperature", Input).value == "0.5"
+        screen.query_one("#p-top_p", Input).value = "7"
+        await running.pilot.press("ctrl+s")
+        await running.until(lambda: "top_p" in shown(running, "#wrong"))
+        screen.query_one("#p-top_p", Input).value = "0.9"
+        screen.query_one("#p-temperature", Input).value = ""
+        await running.pilot.press("ctrl+s")
+        await running.until(lambda: sampling == {"top_p": 0.9})
+        await running.until(lambda: "from the next message" in running.text("#state"))
+
+
+async def test_the_engine_panel_shows_pages_batches_speeds_and_memory() -> None:
+    async with chat(tps=200) as running:
+        await running.ready()
+        await running.pilot.press("f4")
+        panel = running.screen.query_one(EnginePanel)
+        assert panel.display
+        await running.send("long")
+        await running.until(lambda: "1 running" in running.text("#engine-text"))
+        await running.until(lambda: "ms a step" in running.text("#engine-text"))
+        text = running.text("#engine-text")
+        for part in ("fake kernels", "KV pages", "█ in use", "▒ cached", "░ free", "402 MiB held of 453 MiB planned"):
+            assert part in text
+        await running.pilot.press("escape")
+        await running.until(lambda: running.screen.current is None)
+        await running.until(
+            lambda: "tok/s" in running.text("#engine-text") and "TTFT      " in running.text("#engine-text")
+        )
+        await running.pilot.press("f4")
+        assert not panel.display
+
+
+def test_the_map_of_pages_draws_every_state() -> None:
+    lines = list(page_map(bytes([2] * 10 + [1] * 5 + [0] * 25), 10, 6))
+    assert [line.plain for line in lines] == ["█" * 10, "▒" * 5 + "░" * 5, "░" * 10, "░" * 10]
+    large = "".join(line.plain for line in page_map(bytes([0] * 9000 + [2]), 40, 6))
+    assert len(large) <= 240 and large.endswith("█") and large.count("█") == 1
+    panel = EnginePanel(Facts, Turns())
+    full = Facts(model="m", truth_line="t\x1b[2J", pages_total=1, power_w=200.0, num_preemptions=3)
+    text = "\n".join(line.plain for line in panel.lines(full, 40))
+    assert "\x1b" not in text and "200 W" in text and "preempted" in text
+    assert [line.plain for line in panel.lines(Facts(), 40)] == ["no model is loaded"]
+
+
+async def test_t16_the_palette_finds_commands_chats_and_models(tmp_path: Path) -> None:
+    from localllm.tui.palette import Everything
+
+    path = tmp_path / "chats.db"
+    long_chat(path, 1)
+    async with chat(path=path) as running:
+        await running.ready()
+        provider = Everything(running.screen)
+        await provider.startup()
+        for query in ("Models", "Export", "long chat", "fake-small"):
+            hits = [hit async for hit in provider.search(query)]
+            assert hits, query
+        assert len([hit async for hit in provider.discover()]) > 20
+        await running.pilot.press("ctrl+p")
+        await running.until(lambda: len(running.app.screen_stack) == 3)
+        await running.pilot.press(*"engine")
+        await running.pilot.pause(0.3)
+        await running.pilot.press("enter")
+        await running.until(lambda: running.screen.query_one(EnginePanel).display)
+
+
+async def test_t15_keys_can_be_bound_another_way() -> None:
+    keys = {"chat.new": "ctrl+y", "models.open": "f8", "app.halp": "f1"}
+    async with chat(keys=keys) as running:
+        await running.ready()
+        assert "F8 models" in running.text("#keys")
+        await running.until(lambda: "app.help?" in "".join(str(n.render()) for n in running.screen.query("Notice")))
+        await running.ask("hello")
+        await running.pilot.press("ctrl+n")
+        assert running.screen.conversation.exchanges
+        await running.pilot.press("f8")
+        await running.until(lambda: isinstance(running.app.screen, ModelsScreen))
+
+
+async def test_t15_vim_keys() -> None:
+    async with chat(ui=UiConfig(keys="vim")) as running:
+        await running.ready()
+        await running.ask("hello")
+        await running.pilot.press("escape", "k")
+        assert running.screen.browse.text == "hello"
+        await running.pilot.press("u")  # answer again
+        await running.until(lambda: len(running.backend.sent) == 2)
+
+
+async def test_what_other_commands_say_can_be_read_and_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setattr("localllm.tui.screens.viewer.OWN", [sys.executable, "-c", "print('all \\x1b[2Jwell')"])
+    async with chat() as running:
+        await running.ready()
+        await running.pilot.press("f9")
+        await running.until(lambda: isinstance(running.app.screen, Viewer))
+        await running.until(lambda: "all [2Jwell" in shown(running, "Static"))
+        await running.pilot.press("y")
+        await running.until(lambda: "well" in running.app._clipboard)
+        await running.pilot.press("escape")
+        await running.until(lambda: not isinstance(running.app.screen, Viewer))
+
+
+async def test_err_02_names_titles_and_files_cannot_reach_the_terminal(tmp_path: Path) -> None:
+    evil = "\x1b]0;x\x07\x9b31m[red]\u202egnp"
+    path = tmp_path / "chats.db"
+    with History(path) as history:
+        history.save(SavedChat("bbbb", evil, evil, evil), [SavedMessage(1, "bbbb", None, "user", evil)])
+    talk = Conversation(evil)
+    async with chat(path=path, talk=talk, model="fake" + evil, presets={}) as running:
+        await running.until(lambda: running.screen.phase == "ready")
+        await running.pilot.press("f3", "f4")
+        await running.screen.open_chat("bbbb")
+        await running.pilot.pause(0.3)
+        strips = running.app.screen._compositor.render_strips()
+        text = "".join(segment.text for strip in strips for segment in strip)
+        for bad in ("\x1b", "\x07", "\x9b", "\u202e"):
+            assert bad not in text
+        assert "[red]" in text
+
+
+@pytest.mark.parametrize("what", ["future", "folder"])
+async def test_a_database_that_cannot_be_used_costs_the_history_not_the_chat(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "chats.db"
+    if what == "folder":
+        path.mkdir()
+    else:
+        with History(path) as history:
+            history._connection.execute("PRAGMA user_version = 99")
+    async with chat(path=path) as running:
+        await running.ready()
+        assert (await running.ask("hello")).exchange.text == "hello"
+        await running.until(
+            lambda: "not being saved" in "".join(str(n.render()) for n in running.screen.query("Notice"))
+        )
+        await running.until(lambda: "not saved" in running.text("#state"))
