@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from localllm.doctor.rules import Match
 
 FAILED = 11
-MAX_LOG_BYTES = 8 << 20
-"""the end of a longer log is read: that is where it failed"""
 
 
 @command(
@@ -166,6 +164,8 @@ def read_log(source: str) -> str:
     Raises ConfigError when it cannot be read or holds nothing.
     """
     import re
+
+    from localllm.doctor.rules import MAX_LOG_BYTES
 
     if source == "-":
         if sys.stdin is None or sys.stdin.isatty():

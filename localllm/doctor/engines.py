@@ -104,11 +104,9 @@ def launch(engine: str, model: ModelKind | None, survey: Survey) -> Launch:
     found = next((one for one in _data()["engine"] if one["name"] == name), None)
     if found is None:
         near = get_close_matches(name, [*engine_names(), *ALIASES], 1)
-        meant = f"; did you mean {ALIASES.get(near[0], near[0])}?" if near else ""
-        raise ConfigError(
-            f"there is no advice for {engine!r}{meant}",
-            f"localllm doctor --for {ALIASES.get(near[0], near[0]) if near else 'vllm'}",
-        )
+        meant = ALIASES.get(near[0], near[0]) if near else "vllm"
+        known = f"did you mean {meant}?" if near else f"there is some for {', '.join(engine_names())}"
+        raise ConfigError(f"there is no advice for {engine!r}; {known}", f"localllm doctor --for {meant}")
     gpus = survey.machine.gpus
     best = max(gpus, key=lambda gpu: gpu.total_bytes, default=None)
     if found["least"] and (best is None or best.capability < found["least"]):

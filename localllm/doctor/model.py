@@ -11,7 +11,7 @@ from localllm.errors import LocalLLMError, UnsupportedModel
 from localllm.hub import Resolved
 from localllm.plan import Plan, PlanOptions, plan
 from localllm.request import Check
-from localllm.tokenizer import load_tokenizer
+from localllm.tokenizer import Tokenizer, load_tokenizer
 
 from .finding import MODEL, Survey, found, size
 
@@ -43,15 +43,19 @@ def _here(checkpoint: Checkpoint, name: str, survey: Survey, options: PlanOption
     title = f"{facts.architecture} ({source}), {params} parameters, {facts.num_layers} layers"
     yield found("model.arch", MODEL, "ok", title, architecture=facts.architecture)
     yield found("model.format", MODEL, "ok", facts.stored_format, tensors=len(checkpoint.tensors))
-    yield _tokenizer(checkpoint, facts)
-    yield _template(checkpoint, name)
+    try:
+        tokenizer = load_tokenizer(checkpoint)
+    except LocalLLMError as error:
+        yield found("model.tokenizer", MODEL, "fail", error.message, fix=error.hint)
+    else:
+        yield _tokenizer(tokenizer, facts)
+        yield _template(tokenizer, name)
     yield _licence(facts.licence, name)
     yield _fit(_plan(facts, survey, options), name)
 
 
-def _tokenizer(checkpoint: Checkpoint, facts: ModelFacts) -> Check:
+def _tokenizer(tokenizer: Tokenizer, facts: ModelFacts) -> Check:
     try:
-        tokenizer = load_tokenizer(checkpoint)
         text = "Grüße, 世界 🙂\n\tdef f(x): return x"
         ids = tokenizer.encode(text)
         back = tokenizer.decode(ids)
@@ -67,10 +71,9 @@ def _tokenizer(checkpoint: Checkpoint, facts: ModelFacts) -> Check:
     return found("model.tokenizer", MODEL, "ok", title, vocab=tokenizer.vocab_size)
 
 
-def _template(checkpoint: Checkpoint, name: str) -> Check:
+def _template(tokenizer: Tokenizer, name: str) -> Check:
     from localllm.chat.template import ChatTemplate
 
-    tokenizer = load_tokenizer(checkpoint)
     if not tokenizer.chat_template:
         title = "none: a base model, which completes text"
         return found("model.template", MODEL, "ok", title, "", f'localllm run {name} "Once upon a time"', chat=False)

@@ -19,7 +19,7 @@ from localllm.terminal import clean_line, fit
 from .conditions import holds, unmet
 from .finding import Survey
 
-MAX_LOG_BYTES = 8 << 20
+MAX_LOG_BYTES = 4 << 20
 """the end of a longer log is read: that is where it failed"""
 EXCERPT_CELLS = 160
 CONFIDENCE = {

@@ -1,0 +1,198 @@
+"""How other engines are started: flags by card and model against the reference tables, each with a reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from localllm.device.fake import PROFILES, fake_host, fake_machine
+from localllm.doctor import Survey, engines
+from localllm.doctor.conditions import KEYS
+from localllm.doctor.engines import Launch, engine_names, launch
+from localllm.doctor.model_kind import ModelKind, model_kind, suggested
+from localllm.doctor.rules import rules
+from localllm.errors import ConfigError, DeviceError
+
+GIB = 1 << 30
+DENSE = "nvidia/Qwen3.6-27B-NVFP4"
+MOE = "nvidia/Qwen3.6-35B-A3B-NVFP4"
+
+
+def made(engine: str, hw: str, model: str | None = None) -> Launch:
+    return launch(engine, model_kind(model) if model else None, Survey(fake_machine(hw), fake_host(hw)))
+
+
+def text(found: Launch) -> str:
+    return "\n".join(found.lines)
+
+
+@pytest.mark.parametrize(
+    ("engine", "hw", "model", "has", "lacks"),
+    [
+        # the verified recipe for a 5090
+        (
+            "vllm", "rtx5090", DENSE,
+            ["--max-model-len 131072", "--max-num-seqs 4", "--kv-cache-dtype fp8", "--attention-backend flashinfer",
+             "--enable-chunked-prefill", "--enable-prefix-caching", "--max-num-batched-tokens 4096",
+             "--gpu-memory-utilization 0.95", '"num_speculative_tokens":2'],
+            ["--moe-backend", "--enforce-eager", "--quantization", "DEEP_GEMM"],
+        ),
+        (
+            "vllm", "rtx5090", MOE,
+            ["--moe-backend marlin", "--max-num-batched-tokens 8192", "--kv-cache-dtype fp8", '"moe_backend":"triton"'],
+            ["--enable-expert-parallel"],
+        ),
+        ("vllm", "rtx5090", "Qwen/Qwen3.6-27B-FP8", ["VLLM_USE_DEEP_GEMM=0"], ["--moe-backend"]),
+        ("vllm", "rtx5090", "openai/gpt-oss-20b", ["--attention-backend TRITON_ATTN", "--moe-backend marlin"], []),
+        ("vllm", "rtx5090", "nvidia/Gemma-4-26B-A4B-NVFP4",
+         ["VLLM_USE_V2_MODEL_RUNNER=1", "--gpu-memory-utilization 0.9 "], []),
+        ("vllm", "rtxpro6000", MOE, ["--max-model-len 262144", "--async-scheduling", "fastsafetensors", "marlin"], []),
+        ("vllm", "gb10", DENSE, ["--gpu-memory-utilization 0.5", "CUTE_DSL_ARCH=sm_121a", "TRITON_PTXAS_PATH"], []),
+        ("vllm", "rtx4090", "Qwen/Qwen3-14B-FP8", ["--kv-cache-dtype fp8_e4m3", "VLLM_USE_DEEP_GEMM=0"], ["TRITON"]),
+        ("vllm", "rtx3090", "Qwen/Qwen3-14B-AWQ", ["--kv-cache-dtype fp8_e5m2", "num-batched-tokens 2048"], ["mtp"]),
+        ("vllm", "rtx3090", "Qwen/Qwen3-14B-FP8", ["--kv-cache-dtype auto"], ["e5m2"]),
+        ("vllm", "rtx2070", "Qwen/Qwen3-4B-AWQ", ["--dtype half", "TRITON_ATTN", "--kv-cache-dtype auto"], ["fp8"]),
+        ("vllm", "h100", "Qwen/Qwen3-32B-FP8", ["VLLM_USE_DEEP_GEMM=1", "--async-scheduling"], ["TRITON_ATTN"]),
+        ("vllm", "wsl2", "Qwen/Qwen3-8B-AWQ", ["VLLM_WSL2_ENABLE_PIN_MEMORY=1"], []),
+        ("vllm", "rtx5090x2", DENSE,
+         ["--tensor-parallel-size 2", "NCCL_IB_DISABLE=1", "--disable-custom-all-reduce"], ["SKIP_WARMUP"]),
+        (
+            "sglang", "rtx5090", DENSE,
+            ["--quantization modelopt_fp4", "--kv-cache-dtype fp8_e4m3", "--fp4-gemm-backend flashinfer_cudnn",
+             "--fp8-gemm-backend triton", "--triton-attention-num-kv-splits 64", "--chunked-prefill-size 4096",
+             "SGLANG_ENABLE_JIT_DEEPGEMM=0", "--sleep-on-idle"],
+            ["--ep", "--moe-runner"],
+        ),
+        ("sglang", "rtx5090x2", MOE,
+         ["--moe-runner-backend cutlass", "SGLANG_ENABLE_SPEC_V2=True", "NEXTN", "NCCL_P2P_LEVEL=PHB", "--tp 2"],
+         ["--ep"]),
+        ("sglang", "gb10", DENSE, ["--mem-fraction-static 0.75", "--attention-backend flashinfer"], []),
+        ("sglang", "rtx3090", "Qwen/Qwen3-14B-AWQ", ["flashinfer", "fp8_e5m2"], ["modelopt_fp4"]),
+        ("sglang", "h100", "Qwen/Qwen3-32B-FP8", ["--sleep-on-idle"], ["--attention-backend", "DEEPGEMM"]),
+        ("tensorrt-llm", "rtx5090", MOE, ["--backend pytorch", "cfg.yml"], []),
+        ("tensorrt-llm", "h100", "openai/gpt-oss-20b", ["TIKTOKEN_ENCODINGS_BASE"], []),
+        ("llama.cpp", "rtx5090", "unsloth/Qwen3.6-27B-MTP-GGUF:Q4_K_M", ["--spec-type draft-mtp", "--fit"], ["ncmoe"]),
+        ("llama.cpp", "rtx5090", "ggml-org/gpt-oss-120b-GGUF", ["-ncmoe 20", "-ctk q8_0"], ["draft-mtp"]),
+        ("llama.cpp", "rtx3060", "unsloth/Qwen3-8B-GGUF:Q4_K_M", ["-ub 512"], ["-ncmoe"]),
+        ("llama.cpp", "cpu", None, ["-t 16", "GGUF"], ["--fit"]),
+        ("llama.cpp", "rtx5090x2", None, ["-sm layer"], []),
+    ],
+)  # fmt: skip
+def test_flags(engine: str, hw: str, model: str | None, has: list[str], lacks: list[str]) -> None:
+    found = made(engine, hw, model)
+    shown = text(found) + " \n"
+    assert [flag for flag in has if flag not in shown] == []
+    assert [flag for flag in lacks if flag in shown] == []
+
+
+@pytest.mark.parametrize("hw", [*PROFILES, "rtx2070"])
+@pytest.mark.parametrize("engine", engine_names())
+def test_every_flag_has_a_reason(engine: str, hw: str) -> None:
+    try:
+        found = made(engine, hw)
+    except DeviceError as error:
+        assert hw in ("cpu", "rtx2070")
+        assert error.hint == "localllm doctor --for llama.cpp"
+        return
+    for piece in (*found.env, *found.flags, *found.build, *found.unconfirmed):
+        assert piece.why and piece.confidence in "ABC" and "{" not in piece.text.replace("'{", "").replace("}'", "")
+    assert not any(piece.unconfirmed for piece in (*found.env, *found.flags))
+    names = [piece.text.split()[0] for piece in found.flags]
+    assert len(names) == len(set(names)), "no flag twice"
+    assert found.lines[-1].endswith("\\") is False
+    assert ("cfg.yml" in text(found)) is bool(found.file)
+
+
+def test_builds_and_what_is_heard() -> None:
+    assert "120a-real" in made("llama.cpp", "rtx5090").build[0].text
+    assert "121a-real" in made("llama.cpp", "gb10").build[0].text
+    assert not made("llama.cpp", "rtx4090").build
+    heard = made("sglang", "rtx5090x2", MOE).heard
+    assert any("SKIP_WARMUP" in one.claim for one in heard)
+    assert [p.text for p in made("sglang", "rtx5090x2").unconfirmed] == ["SGLANG_PYNCCL_SKIP_WARMUP=1"]
+    assert {rule.id for rule in made("vllm", "gb10").rules} >= {"R23", "R33"}
+    assert "R24" not in {rule.id for rule in made("vllm", "rtx4090").rules}
+    assert "moe_config: {backend: CUTLASS}" in made("trtllm", "rtx5090", MOE).file
+
+
+def test_names_of_engines() -> None:
+    assert made("TRT", "h100").engine == "tensorrt-llm"
+    with pytest.raises(ConfigError, match="did you mean vllm"):
+        made("vlm", "rtx4090")
+    with pytest.raises(ConfigError, match="there is some for vllm, sglang"):
+        made("abacus", "rtx4090")
+
+
+def test_the_data_is_well_formed() -> None:
+    data = engines._data()
+    known = {rule.id for rule in rules()}
+    for engine in data["engine"]:
+        assert set(engine["rules"]) <= known
+    for flag in data["flag"]:
+        assert flag["engine"] in engine_names()
+        assert set(flag.get("when", {})) <= KEYS
+        assert set(flag.get("model", {})) <= {"kind", "format", "hybrid", "mtp", "name", "too_large"}
+        assert flag["why"] and flag["confidence"] in "ABC"
+        assert {"flags", "env", "build"} & set(flag)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "stored", "hybrid", "mtp"),
+    [
+        ("nvidia/Qwen3.6-35B-A3B-NVFP4", "moe", "nvfp4", True, True),
+        ("Frozenlock/Qwen3.8-27B-int4-AutoRound", "dense", "int4", True, True),
+        ("openai/gpt-oss-120b", "moe", "mxfp4", False, False),
+        ("someone/Qwen3-14B-AWQ", "dense", "int4", False, False),
+        ("someone/Qwen3-30B-A3B-GPTQ-Int4", "moe", "int4", False, False),
+        ("someone/Mixtral-8x7B-Instruct", "moe", "bf16", False, False),
+        ("someone/Llama-3.1-8B-Instruct-FP8", "dense", "fp8", False, False),
+        ("someone/Qwen3.6-27B-GGUF:Q4_K_M", "dense", "gguf", True, False),
+        ("someone/Qwen3.6-27B-MTP-GGUF", "dense", "gguf", True, True),
+        ("someone/GLM-4.7-Flash-AWQ", "moe", "int4", False, True),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-14B", "dense", "bf16", False, False),
+    ],
+)
+def test_kinds_from_names(name: str, kind: str, stored: str, hybrid: bool, mtp: bool) -> None:
+    found = model_kind(name)
+    assert (found.kind, found.format, found.hybrid, found.mtp) == (kind, stored, hybrid, mtp)
+    assert found.words
+
+
+def test_a_config_file_counts_more_than_a_name(tmp_path: Path) -> None:
+    folder = tmp_path / "plain-name"
+    folder.mkdir()
+    config = {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "text_config": {
+            "num_experts": 256, "layer_types": ["linear_attention", "full_attention"], "mtp_num_hidden_layers": 1,
+        },
+        "quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    found = model_kind(str(folder))
+    expected = ("moe", "nvfp4", True, True, "its config.json")
+    assert (found.kind, found.format, found.hybrid, found.mtp, found.known_from) == expected
+    for stored, wanted in [
+        ({"quant_method": "fp8"}, "fp8"), ({"quant_method": "awq"}, "int4"), ({"quant_method": "mxfp4"}, "mxfp4"),
+        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "fp8"), (None, "bf16"), ("x", "bf16"),
+    ]:  # fmt: skip
+        (folder / "config.json").write_text(json.dumps({"quantization_config": stored, "num_experts": "many"}))
+        assert model_kind(str(folder)).format == wanted
+    for broken in ("{", "[]", "[" * 100_000):
+        (folder / "config.json").write_text(broken)
+        assert model_kind(str(folder)).known_from == "its name"
+
+
+def test_suggestions_suit_the_card() -> None:
+    """As the proposed catalogue has it: the newest generation, in what the card multiplies well."""
+    named = {size: suggested(size * GIB, False, 120) for size in (12, 24, 32, 48, 96)}
+    assert named[32] == ModelKind(
+        "unsloth/Qwen3.8-27B-NVFP4", "dense", "nvfp4", True, True, 22_000_000_000, "the catalogue"
+    )
+    assert all(kind and "Qwen3.8-27B" in kind.name for size, kind in named.items() if size >= 24)
+    ampere = suggested(24 * GIB, False, 86)
+    assert ampere and ampere.format == "int4"
+    assert suggested(10 * GIB, True, 86).format == "gguf"  # type: ignore[union-attr]
+    assert suggested(GIB // 4, False, 86) is None
