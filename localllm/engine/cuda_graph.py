@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 
 WARM_RUNS = 2
 """eager runs before a capture: kernels compile, libraries take their workspaces"""
-Run = Callable[[], tuple[Tensor, Tensor]]
-Captured = tuple[tuple[Tensor, Tensor], Callable[[], None]]
+Run = Callable[[], tuple[Tensor, ...]]
+Captured = tuple[tuple[Tensor, ...], Callable[[], None]]
 """(outputs, replay)"""
 
 
@@ -109,6 +109,11 @@ class DecodeGraphs:
         """why a bucket was not captured; it and larger ones run eagerly"""
 
     @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """What was captured, ascending."""
+        return tuple(self._buckets)
+
+    @property
     def captured(self) -> tuple[int, ...]:
         """Sizes of the buckets that are replayed."""
         return tuple(bucket.size for bucket in self._buckets)
@@ -145,10 +150,12 @@ class DecodeGraphs:
             and all(part.num_tokens == 1 for part in step.scheduled)
         )
 
-    def forward(self, step: Step, before: Draw | None = None) -> tuple[Tensor, Tensor]:
-        """(hidden, logits) of the step's rows, valid until the next forward. `before` gives tokens not yet known."""
-        count = len(step.scheduled)
-        bucket = next(bucket for bucket in self._buckets if bucket.size >= count)
+    def forward(self, step: Step, before: Draw | None = None) -> Bucket:
+        """The bucket whose first rows are the step's, valid until the next forward.
+
+        before   gives tokens that are not known yet
+        """
+        bucket = next(bucket for bucket in self._buckets if bucket.size >= len(step.scheduled))
         self._inputs.load(step.scheduled, before)
         bucket.replay()
-        return bucket.hidden[:count], bucket.logits[:count]
+        return bucket

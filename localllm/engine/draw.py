@@ -20,14 +20,22 @@ Sampled = tuple[int, TokenLogprob | None] | Exception
 class Draw:
     """One token for each of `sequences`.
 
-    ids   int64 [num_sequences] on the device; made from the results when it is not given
     wait  blocks until the tokens are on the host
+    ids   int64 on the device; made from the results when it is not given
+    rows  the place of each sequence in `ids`; None: one after the other
     """
 
-    def __init__(self, sequences: Many[Sequence], wait: Callable[[], list[Sampled]], ids: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        sequences: Many[Sequence],
+        wait: Callable[[], list[Sampled]],
+        ids: Tensor | None = None,
+        rows: Many[int] | None = None,
+    ) -> None:
         self.sequences = list(sequences)
         self._wait = wait
         self._ids = ids
+        self._rows = range(len(self.sequences)) if rows is None else rows
         self._results: list[Sampled] | None = None
 
     def results(self) -> list[Sampled]:
@@ -38,12 +46,12 @@ class Draw:
 
     def fill(self, token_ids: Tensor, parts: Many[Scheduled]) -> None:
         """Put the tokens of the parts that are ahead into a batch's `token_ids` (int64, one row a part)."""
-        row_of = {id(sequence): row for row, sequence in enumerate(self.sequences)}
+        row_of = {id(sequence): row for sequence, row in zip(self.sequences, self._rows, strict=True)}
         rows = [row_of[id(part.sequence)] for part in parts]
         ids = self._device_ids(token_ids.device)
-        if rows != list(range(len(self.sequences))):
+        if rows != list(range(len(rows))):
             ids = ids.index_select(0, from_host(rows, torch.int64, token_ids.device))
-        token_ids[: len(rows)].copy_(ids)
+        token_ids[: len(rows)].copy_(ids[: len(rows)])
 
     def _device_ids(self, device: torch.device) -> Tensor:
         if self._ids is None:
@@ -59,19 +67,19 @@ def from_host(values: object, dtype: torch.dtype, device: torch.device) -> Tenso
 
 
 class ToHost:
-    """A device tensor on its way to the host; `wait` gives its numbers."""
+    """Device tensors on their way to the host."""
 
-    def __init__(self, values: Tensor) -> None:
+    def __init__(self, *values: Tensor) -> None:
         self._event = None
-        if values.device.type == "cpu":
-            self._host = values
-            return
-        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        self._host.copy_(values, non_blocking=True)
-        self._event = torch.cuda.Event()
-        self._event.record()
+        self._host = values
+        if values[0].device.type != "cpu":
+            self._host = tuple(torch.empty(v.shape, dtype=v.dtype, pin_memory=True) for v in values)
+            for host, value in zip(self._host, values, strict=True):
+                host.copy_(value, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
 
-    def wait(self) -> Tensor:
+    def wait(self) -> tuple[Tensor, ...]:
         """On the CPU, complete."""
         if self._event is not None:
             self._event.synchronize()

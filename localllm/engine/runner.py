@@ -13,6 +13,7 @@ from localllm.models.kv_cache import KVCache
 
 from .batch import BatchBuilder
 from .cuda_graph import DecodeGraphs
+from .device_sampler import DeviceSampler
 from .draw import Draw
 from .pages import PageCopy
 from .sampler import draw
@@ -44,18 +45,25 @@ class ForwardOutput:
 
     hidden  [num_rows, hidden], before the last norm
     ready   float32 [num_rows, vocab] where a graph has computed the logits, too; valid until the next forward
+    bucket  size of that graph, else 0
     """
 
-    def __init__(self, model: ForwardModel, hidden: Tensor, ready: Tensor | None = None) -> None:
+    def __init__(self, model: ForwardModel, hidden: Tensor, ready: Tensor | None = None, bucket: int = 0) -> None:
         self._model = model
         self._hidden = hidden
         self._ready = ready
+        self.bucket = bucket
 
     def logits(self, rows: list[int]) -> Tensor:
         """float32 [len(rows), vocab]"""
         source = self._hidden if self._ready is None else self._ready
         picked = source if rows == list(range(source.shape[0])) else source[rows]
         return self._model.logits(picked) if self._ready is None else picked
+
+    @property
+    def all_logits(self) -> Tensor:
+        """float32 [num_rows, vocab]"""
+        return self._ready if self._ready is not None else self._model.logits(self._hidden)
 
     def normed(self, start: int, end: int) -> Tensor:
         """Rows [start, end) after the last norm, float32 [rows, hidden]."""
@@ -71,16 +79,23 @@ class ForwardOutput:
 class Runner:
     """Runs a model over its cache.
 
-    graphs  decode steps replayed from captured graphs; None runs everything eagerly
+    graphs   decode steps replayed from captured graphs; None runs everything eagerly
+    sampler  samples where the logits are; None: on the host
     """
 
     def __init__(
-        self, model: ForwardModel, cache: KVCache, vocab_size: int, graphs: DecodeGraphs | None = None
+        self,
+        model: ForwardModel,
+        cache: KVCache,
+        vocab_size: int,
+        graphs: DecodeGraphs | None = None,
+        sampler: DeviceSampler | None = None,
     ) -> None:
         self.model = model
         self.cache = cache
         self.vocab_size = vocab_size
         self.graphs = graphs
+        self.sampler = sampler
 
     @torch.inference_mode()
     def forward(
@@ -93,8 +108,8 @@ class Runner:
         """
         self._copy_pages(step.copies)
         if self.graphs is not None and self.graphs.takes(step):
-            hidden, logits = self.graphs.forward(step, before)
-            return ForwardOutput(self.model, hidden, logits)
+            bucket, count = self.graphs.forward(step, before), len(step.scheduled)
+            return ForwardOutput(self.model, bucket.hidden[:count], bucket.logits[:count], bucket.size)
         batch = builder.build(step)
         if before is not None:
             before.fill(batch.token_ids, step.scheduled)
@@ -107,7 +122,11 @@ class Runner:
         """One token for each of `sequences`, from the rows of `output` that are theirs."""
         if not sequences:
             return Draw([], list)
-        return draw(output.logits(rows), sequences)
+        if self.sampler is None:
+            return draw(output.logits(rows), sequences)
+        if output.bucket:
+            return self.sampler.draw(output.all_logits, rows, sequences, output.bucket)
+        return self.sampler.draw(output.logits(rows), list(range(len(rows))), sequences)
 
     def _copy_pages(self, copies: list[PageCopy]) -> None:
         for copy in copies:

@@ -58,7 +58,7 @@ def draw(logits: Tensor, sequences: list[Sequence]) -> Draw:
     if logits.device.type != "cpu" and all(is_argmax(s) and s.params.logprobs is None for s in sequences):
         ids = logits.argmax(-1)
         copy = ToHost(ids)
-        return Draw(sequences, lambda: [(token, None) for token in copy.wait().tolist()], ids)
+        return Draw(sequences, lambda: [(token, None) for token in copy.wait()[0].tolist()], ids)
     results = sample(logits, sequences)
     return Draw(sequences, lambda: results)
 
@@ -95,12 +95,9 @@ def sample_row(logits: Tensor, sequence: Sequence) -> int:
     params = sequence.params
     if sequence.mask_row is not None:
         _apply_mask(logits, sequence.mask_row)
-    if _bans_stop(sequence):
-        stops = [t for t in (*sequence.request.eos_token_ids, *params.stop_token_ids) if t < logits.numel()]
-        kept = logits[stops]
+    stops = banned_stops(sequence, logits.numel())
+    if stops:
         logits[stops] = -torch.inf
-        if sequence.mask_row is not None and logits.max() == -torch.inf:
-            logits[stops] = kept  # a grammar that is at its end knows better than min_tokens
     _penalise(logits, sequence)
     if params.temperature < COLDEST:
         return int(logits.argmax())
@@ -213,12 +210,32 @@ def _bans_stop(sequence: Sequence) -> bool:
     return sequence.num_output_tokens < sequence.params.min_tokens
 
 
+def banned_stops(sequence: Sequence, vocab_size: int) -> list[int]:
+    """Tokens that would end a sequence too early; none where its mask allows nothing else.
+
+    A grammar that is at its end knows better than min_tokens.
+    """
+    if not _bans_stop(sequence):
+        return []
+    stops = [t for t in (*sequence.request.eos_token_ids, *sequence.params.stop_token_ids) if t < vocab_size]
+    if isinstance(sequence.mask_row, np.ndarray):
+        allowed = _allowed(sequence.mask_row, vocab_size)
+        allowed[stops] = False
+        if not allowed.any():
+            return []
+    return stops
+
+
 def _apply_mask(logits: Tensor, row: np.ndarray | Exception) -> None:
     """Leave what a mask allows. Raises what the mask raised when it was filled."""
     if isinstance(row, Exception):
         raise row
-    allowed = np.unpackbits(row.view(np.uint8), count=logits.numel(), bitorder="little").view(np.bool_)
-    logits.masked_fill_(~torch.from_numpy(allowed), -torch.inf)
+    logits.masked_fill_(~torch.from_numpy(_allowed(row, logits.numel())), -torch.inf)
+
+
+def _allowed(row: np.ndarray, vocab_size: int) -> np.ndarray:
+    """The bits of a mask's row as bool [vocab_size], fresh."""
+    return np.unpackbits(row.view(np.uint8), count=vocab_size, bitorder="little").view(np.bool_)
 
 
 def token_logprob(logits: Tensor, token: int, num_top: int) -> TokenLogprob:

@@ -4,35 +4,55 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from localllm.checkpoint import open_checkpoint
 from localllm.engine.cuda_graph import CudaCapture, DecodeGraphs, rerun
 from localllm.engine.decode_inputs import DecodeInputs
+from localllm.engine.device_sampler import DeviceSampler
 from localllm.engine.engine import Engine, EngineOptions
 from localllm.engine.pages import GroupPages
 from localllm.engine.runner import Runner
 from localllm.engine.scheduler import SchedulerLimits
+from localllm.kernels.sampling import sample as twin
+from localllm.kernels.selftest import SelfTest
 from localllm.models.kv_cache import KVCache
+from localllm.models.loader import LoadOptions, load_model
 from localllm.models.model import Model
 from localllm.request import Request, SamplingParams
 
 CONTEXT, PAGE, PAGES = 120, 16, 40
 
 
-def engine_of(model: Model, sizes: tuple[int, ...] = (), ahead: bool = False, capture=rerun, parallel: int = 5):
+def engine_of(
+    model: Model,
+    sizes: tuple[int, ...] = (),
+    ahead: bool = False,
+    capture: Callable[..., Any] = rerun,
+    device: bool = False,
+    where: str = "cpu",
+    kv: str = "f32",
+    parallel: int = 5,
+) -> Engine:
     """An engine, with graphs of these sizes; one page more than it knows of is the scratch page."""
     count = [PAGES] * len(model.groups)
-    cache = KVCache(model.groups, [n + 1 for n in count], PAGE, "f32")
+    cache = KVCache(model.groups, [n + 1 for n in count], PAGE, kv, where)
     graphs = None
     if sizes:
-        inputs = DecodeInputs(sizes[-1], CONTEXT, PAGE, count, "cpu")
+        inputs = DecodeInputs(sizes[-1], CONTEXT, PAGE, count, where)
         graphs = DecodeGraphs(model, cache, inputs, sizes, capture)
         graphs.capture()
+    sampler = DeviceSampler(twin, parallel, model.facts.vocab_size, torch.device(where)) if device else None
+    if sampler is not None and graphs is not None:
+        sampler.capture(graphs.buckets, capture)
     groups = tuple(GroupPages(PAGES, group.window) for group in model.groups)
     options = EngineOptions(CONTEXT, PAGE, True, SchedulerLimits(parallel, 24), True, ahead)
-    return Engine(Runner(model, cache, model.facts.vocab_size, graphs), groups, options, torch.device("cpu"))
+    runner = Runner(model, cache, model.facts.vocab_size, graphs, sampler)
+    return Engine(runner, groups, options, torch.device(where))
 
 
 def answers(engine: Engine, requests: list[Request]) -> list[list[int]]:
@@ -47,7 +67,7 @@ def answers(engine: Engine, requests: list[Request]) -> list[list[int]]:
         engine.run_once()
     events = [list(stream) for stream in streams]
     assert all(e[-1].error is None for e in events)
-    return [[t for event in e for t in event.token_ids] for e in events]
+    return [[t for event in sorted(e, key=lambda one: one.index) for t in event.token_ids] for e in events]
 
 
 def requests(seed: int) -> list[Request]:
@@ -75,6 +95,18 @@ def test_graph_equals_eager_token_by_token(loaded: Callable[[str], Model], name:
     assert engine.stats().prefix_hit_tokens > 0
 
 
+def test_sampling_on_the_device_is_the_same_alone_in_a_batch_captured_and_ahead(
+    loaded: Callable[[str], Model],
+) -> None:
+    model = loaded("qwen3")
+    alone = [answers(engine_of(model, device=True), [request])[0] for request in requests(3)]
+    assert answers(engine_of(model, device=True), requests(3)) == alone
+    assert answers(engine_of(model, (1, 2, 4), True, device=True), requests(3)) == alone
+    greedy = [i for i, request in enumerate(requests(3)) if request.params.temperature == 0]
+    eager = answers(engine_of(model), requests(3))
+    assert [alone[i] for i in greedy] == [eager[i] for i in greedy]
+
+
 def test_a_capture_that_fails_is_named_and_its_sizes_run_eagerly(loaded: Callable[[str], Model]) -> None:
     def capture(run):
         if run.__defaults__[0].token_ids.shape[0] >= 4:
@@ -89,6 +121,14 @@ def test_a_capture_that_fails_is_named_and_its_sizes_run_eagerly(loaded: Callabl
 
 
 @pytest.mark.gpu
-def test_captured_graph_equals_eager_on_the_card(loaded: Callable[[str], Model]) -> None:
-    assert torch.cuda.is_available()
-    CudaCapture()
+@pytest.mark.parametrize("name", ["llama-packable", "qwen3", "gemma3"])
+def test_captured_graph_equals_eager_on_the_card(name: str, tiny: Callable[[str], Any], tmp_path: Path) -> None:
+    """Forward and sampling captured, one step ahead, against the same kernels launched one by one."""
+    options = LoadOptions(device="cuda", dtype="bfloat16", kv_format="bf16", selftest=SelfTest())
+    with open_checkpoint(tiny(name).save(tmp_path)) as checkpoint:
+        model = load_model(checkpoint, options)
+    eager = answers(engine_of(model, device=True, where="cuda", kv="bf16"), requests(1))
+    graphs = engine_of(model, (1, 2, 4), True, CudaCapture(), device=True, where="cuda", kv="bf16")
+    assert graphs._runner.graphs is not None and graphs._runner.graphs.failure == ""
+    assert answers(graphs, requests(1)) == eager
+    assert graphs.stats().num_ahead > 10

@@ -1,0 +1,236 @@
+"""Sampling where the logits are: wishes of every row in fixed buffers, one op, no waiting before the next step.
+
+Rows that only the host can sample (typical-p, DRY, XTC) get their token from the eager sampler, from the same logits;
+the others do not notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from localllm.errors import BadModelFile
+from localllm.kernels.sampling import (
+    IN_PROMPT,
+    MASK,
+    MOST_BIAS,
+    NOT_A_NUMBER,
+    NOTHING_LEFT,
+    NUM_BIAS,
+    POSITION,
+    SEED,
+    SLOT,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    Sampled,
+    SamplingInputs,
+    top_logprobs,
+)
+from localllm.request import TokenLogprob
+
+from .cuda_graph import Bucket, Captured
+from .draw import Draw, ToHost, from_host
+from .draw import Sampled as Result
+from .sampler import banned_stops, sample_row, token_logprob
+from .sequence import Sequence
+
+SampleOp = Callable[[Tensor, SamplingInputs, bool], Sampled]
+IDLE_NUMBERS = (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)
+IDLE_INTEGERS = (0, 0, 0, -1, 0, -1)
+"""of a row that nobody waits for: greedy, nothing counted"""
+
+
+def has_device_form(sequence: Sequence) -> bool:
+    """Whether the op can do all that a sequence wishes."""
+    params = sequence.params
+    return (
+        params.typical_p == 1
+        and params.dry_multiplier == 0
+        and params.xtc_probability == 0
+        and len(params.logit_bias) + len(params.stop_token_ids) + len(sequence.request.eos_token_ids) <= MOST_BIAS
+    )
+
+
+def counts_tokens(sequence: Sequence) -> bool:
+    """Whether what came before changes what it samples."""
+    params = sequence.params
+    return params.repetition_penalty != 1.0 or params.presence_penalty != 0 or params.frequency_penalty != 0
+
+
+@dataclass(slots=True)
+class _Captured:
+    result: Sampled
+    replay: Callable[[], None]
+
+
+class DeviceSampler:
+    """Draws tokens for up to `most` rows at once; more go through in pieces."""
+
+    def __init__(self, op: SampleOp, most: int, vocab_size: int, device: torch.device) -> None:
+        self._op = op
+        self._most = most
+        self._vocab = vocab_size
+        self._device = device
+        self.inputs = SamplingInputs.empty(most, most, vocab_size, device)
+        self._numbers = np.array([IDLE_NUMBERS] * most, dtype=np.float32)
+        self._integers = np.array([IDLE_INTEGERS] * most, dtype=np.int64)
+        self._slots: list[tuple[int, int]] = [(0, 0)] * most
+        """per row of the history: the sequence counted there, and how many tokens it will have"""
+        self._graphs: dict[tuple[int, bool], _Captured] = {}
+
+    def capture(
+        self, buckets: tuple[Bucket, ...], capture: Callable[[Callable[[], tuple[Tensor, ...]]], Captured]
+    ) -> None:
+        """A graph for every bucket's logits, with cuts and without. Raises what the capture raises."""
+        self._graphs.clear()
+        self._load([], [])
+        for bucket in sorted(buckets, key=lambda one: -one.size):
+            for cuts in (True, False):
+
+                def run(logits: Tensor = bucket.logits, cuts: bool = cuts) -> tuple[Tensor, ...]:
+                    return tuple(self._op(logits, self.inputs, cuts))
+
+                outputs, replay = capture(run)
+                self._graphs[bucket.size, cuts] = _Captured(Sampled(*outputs), replay)
+
+    def draw(self, logits: Tensor, rows: list[int], sequences: list[Sequence], bucket: int = 0) -> Draw:
+        """One token for each of `sequences`.
+
+        logits   float32 [n, vocab]
+        rows     the row of each sequence; several may share one
+        bucket   size of the graph that `logits` are the output of, else 0
+        """
+        if bucket and len(set(rows)) == len(rows) and (bucket, True) in self._graphs:
+            return self._piece(logits, rows, sequences, bucket)
+        pieces = [
+            self._piece(logits[rows[at : at + self._most]], None, sequences[at : at + self._most], 0)
+            for at in range(0, len(sequences), self._most)
+        ]
+        if len(pieces) == 1:
+            return pieces[0]
+        return Draw(sequences, lambda: [result for piece in pieces for result in piece.results()])
+
+    def _piece(self, logits: Tensor, rows: list[int] | None, sequences: list[Sequence], bucket: int) -> Draw:
+        places = list(range(len(sequences))) if rows is None else rows
+        here = [has_device_form(s) and not isinstance(s.mask_row, Exception) for s in sequences]
+        cuts = self._load([p if ok else -1 for p, ok in zip(places, here, strict=True)], sequences)
+        if bucket:
+            graph = self._graphs[bucket, cuts]
+            graph.replay()
+            out = graph.result
+        else:
+            out = self._op(logits, self.inputs, cuts)
+        tops = max((s.params.logprobs or 0 for s in sequences), default=0)
+        best = top_logprobs(logits, out.log_sum[: logits.shape[0]], tops) if tops else ()
+        sent = ToHost(out.token_ids, out.logprobs, out.status, *best)
+        known = [
+            None if ok else self._on_host(logits, place, sequence)
+            for ok, place, sequence in zip(here, places, sequences, strict=True)
+        ]
+        for place, result in zip(places, known, strict=True):
+            if isinstance(result, tuple):
+                out.token_ids[place] = result[0]
+
+        def wait() -> list[Result]:
+            ids, logprobs, status, *top = (part.tolist() for part in sent.wait())
+            found: list[Result] = []
+            for place, sequence, result in zip(places, sequences, known, strict=True):
+                if result is not None:
+                    found.append(result)
+                    continue
+                wrong = _problem(status[place])
+                entry = None
+                if sequence.params.logprobs is not None:
+                    count = sequence.params.logprobs
+                    pairs = zip(top[0][place][:count], top[1][place][:count], strict=True) if count else ()
+                    entry = TokenLogprob(ids[place], logprobs[place], tuple(pairs))
+                found.append(wrong or (ids[place], entry))
+            return found
+
+        return Draw(sequences, wait, out.token_ids, rows)
+
+    def _on_host(self, logits: Tensor, place: int, sequence: Sequence) -> Result:
+        """A row of the eager sampler, or what its mask raised."""
+        try:
+            if isinstance(sequence.mask_row, Exception):
+                raise sequence.mask_row
+            row = logits[place].to("cpu", copy=True)
+            token = sample_row(row.clone(), sequence)
+            wanted = sequence.params.logprobs
+            return token, None if wanted is None else token_logprob(row, token, wanted)
+        except Exception as error:
+            return error
+
+    # --- buffers -----------------------------------------------------------------------------------------------------
+
+    def _load(self, places: list[int], sequences: list[Sequence]) -> bool:
+        """Write the wishes of rows into the buffers, -1 for none; whether any of them cuts."""
+        numbers = np.array([IDLE_NUMBERS] * self._most, dtype=np.float32)
+        integers = np.array([IDLE_INTEGERS] * self._most, dtype=np.int64)
+        mine = {s.number for s in sequences}
+        for place, sequence in zip(places, sequences, strict=True):
+            if place >= 0:
+                self._row(numbers[place], integers[place], place, sequence, mine)
+        if not np.array_equal(numbers, self._numbers):
+            self._numbers = numbers
+            self.inputs.numbers.copy_(from_host(numbers, torch.float32, self._device), non_blocking=True)
+        if not np.array_equal(integers, self._integers):
+            self._integers = integers
+            self.inputs.integers.copy_(from_host(integers, torch.int64, self._device), non_blocking=True)
+        return bool((integers[:, TOP_K] > 0).any() or (numbers[:, TOP_P] < 1).any())
+
+    def _row(self, numbers: np.ndarray, integers: np.ndarray, place: int, sequence: Sequence, mine: set[int]) -> None:
+        params = sequence.params
+        numbers[:] = (
+            params.temperature,
+            params.top_p,
+            params.min_p,
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+        )
+        if numbers[TEMPERATURE] > 0:
+            integers[TOP_K] = params.top_k if 0 < params.top_k < self._vocab else 0
+            integers[SEED] = (sequence.seed + (1 << 63)) % (1 << 64) - (1 << 63)
+            integers[POSITION] = sequence.num_tokens
+        else:
+            numbers[TOP_P], numbers[2] = 1.0, 0.0
+        if counts_tokens(sequence):
+            integers[SLOT] = self._slot(sequence, mine)
+        bias = dict(params.logit_bias) | dict.fromkeys(banned_stops(sequence, self._vocab), -np.inf)
+        if bias:
+            integers[NUM_BIAS] = len(bias)
+            ids = from_host(list(bias), torch.int32, self._device)
+            self.inputs.bias_ids[place, : len(bias)].copy_(ids, non_blocking=True)
+            values = from_host(list(bias.values()), torch.float32, self._device)
+            self.inputs.bias_values[place, : len(bias)].copy_(values, non_blocking=True)
+        if sequence.mask_row is not None:
+            integers[MASK] = place
+            self.inputs.masks[place].copy_(from_host(sequence.mask_row, torch.int32, self._device), non_blocking=True)
+
+    def _slot(self, sequence: Sequence, mine: set[int]) -> int:
+        """The row that counts a sequence's tokens: the op counts what it samples, all else is written anew."""
+        numbers = [number for number, _ in self._slots]
+        if sequence.number in numbers:
+            slot = numbers.index(sequence.number)
+        else:
+            slot = next(i for i, number in enumerate(numbers) if number not in mine)
+        if self._slots[slot] != (sequence.number, sequence.num_tokens):
+            row = np.bincount(sequence.token_ids[sequence.num_prompt_tokens :], minlength=self._vocab).astype(np.int32)
+            row[sequence.token_ids[: sequence.num_prompt_tokens]] |= IN_PROMPT
+            self.inputs.history[slot].copy_(from_host(row, torch.int32, self._device), non_blocking=True)
+        self._slots[slot] = (sequence.number, sequence.num_tokens + 1)
+        return slot
+
+
+def _problem(status: int) -> Exception | None:
+    if status & NOT_A_NUMBER:
+        return BadModelFile("what the model computes is not a number (NaN or infinity): its weights are damaged")
+    if status & NOTHING_LEFT:
+        return ValueError("no token has a finite probability")
+    return None
