@@ -18,14 +18,26 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from localllm.answer import Answer, Piece, Shown, Splitter, Turn, TurnText
+from localllm.answer import Answer, Piece, Shown, Turn, TurnText
 from localllm.errors import BadModelFile, ConfigError, InternalError, InvalidRequest
-from localllm.request import Facts, FinishReason, Message, Phase, Request, SamplingParams, StopCheck, TokenEvent
+from localllm.request import (
+    Constraint,
+    Facts,
+    FinishReason,
+    Message,
+    Phase,
+    Request,
+    SamplingParams,
+    StopCheck,
+    TokenEvent,
+    ToolUse,
+)
 
 if TYPE_CHECKING:
     import numpy as np
 
     from localllm.chat.template import ChatTemplate
+    from localllm.chat.tools.roundtrip import ToolSupport
     from localllm.checkpoint import Checkpoint
     from localllm.checkpoint.facts import ModelFacts
     from localllm.device import MachineFacts
@@ -34,6 +46,7 @@ if TYPE_CHECKING:
     from localllm.models.loader import Model
     from localllm.models.parking import Parked
     from localllm.plan import Plan
+    from localllm.shaping import Shape
     from localllm.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -195,6 +208,9 @@ class LLM:
 
             self._template = ChatTemplate.for_tokenizer(self.tokenizer)
             self._template.warm_up()
+        from localllm.shaping import Shaper
+
+        self.shaper = Shaper(self.tokenizer, self._template, self.facts.vocab_size)
         self.import_s = time.monotonic() - started
         loading = time.monotonic()
         options = LoadOptions(
@@ -252,38 +268,62 @@ class LLM:
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str, too: it counts as one prompt
-        self, prompts: Prompt, params: SamplingParams | None = None, *, stream: Literal[False] = False
+        self,
+        prompts: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        stream: Literal[False] = False,
+        constraint: Constraint | None = None,
     ) -> Answer: ...
     @overload
     def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams | None = None, *, stream: Literal[False] = False
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        stream: Literal[False] = False,
+        constraint: Constraint | None = None,
     ) -> list[Answer]: ...
     @overload
     def generate(
-        self, prompts: Prompt, params: SamplingParams | None = None, *, stream: Literal[True]
+        self,
+        prompts: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        stream: Literal[True],
+        constraint: Constraint | None = None,
     ) -> Iterator[Piece]: ...
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, *, stream: bool = False
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        stream: bool = False,
+        constraint: Constraint | None = None,
     ) -> Answer | list[Answer] | Iterator[Piece]:
         """Complete text. A prompt is a string (special tokens in it count, BOS is added) or token ids.
 
         One prompt gives an `Answer`, a list of prompts a list of them, computed together; `stream=True` takes one
-        prompt and gives its `Piece`s.
+        prompt and gives its `Piece`s. `constraint` is what the text must be.
         """
         if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-            turn = self.submit(self.encode_prompt(prompts), params)  # type: ignore[arg-type]
+            turn = self._complete(prompts, params, constraint)  # type: ignore[arg-type]
             return iter(turn) if stream else turn.answer()
         if stream:
             raise InvalidRequest(f"stream=True takes one prompt, not {len(prompts)}", "call generate once per prompt")
         turns: list[Turn] = []
         try:
             for prompt in prompts:
-                turns.append(self.submit(self.encode_prompt(prompt), params))  # type: ignore[arg-type]  # noqa: PERF401
+                turns.append(self._complete(prompt, params, constraint))  # type: ignore[arg-type]  # noqa: PERF401
             return [turn.answer() for turn in turns]
         except BaseException:
             for turn in turns:  # one that fails takes the others with it: nobody would read them
                 turn.abort()
             raise
+
+    def _complete(self, prompt: Prompt, params: SamplingParams | None, constraint: Constraint | None) -> Turn:
+        ids = self.encode_prompt(prompt)
+        return self.submit(ids, params, shape=self.shape(ids, chat=False, constraint=constraint))
 
     @overload
     def chat(
@@ -292,7 +332,8 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         stream: Literal[False] = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: ToolUse | Sequence[Mapping[str, Any]] | None = None,
+        constraint: Constraint | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> Answer: ...
     @overload
@@ -302,7 +343,8 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         stream: Literal[True],
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: ToolUse | Sequence[Mapping[str, Any]] | None = None,
+        constraint: Constraint | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[Piece]: ...
     def chat(
@@ -311,12 +353,20 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         stream: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: ToolUse | Sequence[Mapping[str, Any]] | None = None,
+        constraint: Constraint | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> Answer | Iterator[Piece]:
-        """Answer a conversation. Raises InvalidRequest for a base model, which has no chat template."""
-        prompt = self.encode_chat(messages, tools, template_kwargs)
-        turn = self.submit(prompt, params, splits_reasoning=True)
+        """Answer a conversation. Raises InvalidRequest for a base model, which has no chat template.
+
+        tools       what the model may call, in the OpenAI shape; a `ToolUse` says more
+        constraint  what the content must be, such as `Constraint("json_schema", {...})`
+        """
+        use = tools if tools is None or isinstance(tools, ToolUse) else ToolUse(tuple(tools))
+        offered = None if use is None or use.choice == "none" else list(use.tools)
+        prompt = self.encode_chat(messages, offered, template_kwargs)
+        shape = self.shape(prompt, chat=True, constraint=constraint, tool_use=use)
+        turn = self.submit(prompt, params, splits_reasoning=True, shape=shape)
         return iter(turn) if stream else turn.answer()
 
     def score(self, token_ids: Sequence[int], *, chunk: int | None = None) -> np.ndarray | Iterator[np.ndarray]:
@@ -391,6 +441,7 @@ class LLM:
     ) -> list[int]:
         """Messages -> ids through the model's chat template. Text of users never becomes control tokens.
 
+        tools            explained in the system message where the template knows nothing of tools
         continue_final   the last message, the assistant's, is left open: the model goes on with it
         """
         if self._template is None:
@@ -401,14 +452,36 @@ class LLM:
             )
         from localllm.chat.template import encode_chat
 
+        shaped, tools = self.shaper.conversation(messages, tools)
         with self._naming():
             begins = not continue_final
             rendered = self._template.render(
-                messages, tools=tools, add_generation_prompt=begins, **(template_kwargs or {})
+                shaped, tools=tools, add_generation_prompt=begins, **(template_kwargs or {})
             )
             if continue_final:
                 rendered = rendered.upto(messages[-1].get("content") or "")
-            return encode_chat(self.tokenizer, rendered, messages)
+            return encode_chat(self.tokenizer, rendered, shaped)
+
+    def shape(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        chat: bool,
+        constraint: Constraint | None = None,
+        tool_use: ToolUse | None = None,
+    ) -> Shape:
+        """What the answer to this prompt must be, and how it is taken apart; compiles for up to two seconds.
+
+        chat  the prompt is a conversation from `encode_chat`
+
+        Raises InvalidConstraint for what cannot be enforced, InvalidRequest for tools that this model cannot use.
+        """
+        return self.shaper.shape(prompt_token_ids, chat=chat, constraint=constraint, tool_use=tool_use)
+
+    @property
+    def tool_support(self) -> ToolSupport:
+        """What the chat template can do with tools."""
+        return self.shaper.support
 
     def submit(
         self,
@@ -416,29 +489,33 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         splits_reasoning: bool = False,
+        shape: Shape | None = None,
         request_id: str = "",
         cache_salt: str = "",
         priority: int = 0,
         listener: Callable[[Piece], None] | None = None,
     ) -> Turn:
-        """Queue token ids. With a `listener`, pieces go to it, in the engine's thread, instead of to the `Turn`."""
+        """Queue token ids. With a `listener`, pieces go to it, in the engine's thread, instead of to the `Turn`.
+
+        shape  from `shape()`: what the answer must be; used for one request only
+        """
         from localllm.engine.limits import check_params
 
         params = params or self.default_params()
         check_params(params, self.facts.vocab_size)  # before anything is built from it
         params = self._with_control_stops(params)
-        tags = self._reasoning_tags(prompt_token_ids) if splits_reasoning else None
-        shown = self._shown(tags, continuing=not splits_reasoning)
+        shape = shape or self.shape(prompt_token_ids, chat=splits_reasoning)
         request = Request(
             prompt_token_ids=list(prompt_token_ids),
             params=params,
             eos_token_ids=self.tokenizer.eos_token_ids,
             request_id=request_id,
-            stop_check=self._stop_check(params, shown),
+            stop_check=self._stop_check(params, shape.shown),
+            token_mask=shape.mask,
             cache_salt=cache_salt,
             priority=priority,
         )
-        text = TurnText(self.tokenizer, params, self._splitter(tags, prompt_token_ids), shown)
+        text = TurnText(self.tokenizer, params, shape.new_splitter, shape.shown)
         if listener is None:
             return Turn(self.engine.submit(request), text)
         tell = listener
@@ -464,21 +541,6 @@ class LLM:
         ids = [i for stop in params.stop if (i := self.tokenizer.control_text.ids.get(stop)) is not None]
         return replace(params, stop_token_ids=(*params.stop_token_ids, *ids)) if ids else params
 
-    def _reasoning_tags(self, prompt_token_ids: Sequence[int]) -> tuple[str, str] | None:
-        if self._template is None:
-            return None
-        from localllm.chat.parser import reasoning_tags
-
-        return reasoning_tags(self.tokenizer.chat_template or "", self._tail(prompt_token_ids))
-
-    def _tail(self, prompt_token_ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(prompt_token_ids)[-16:], skip_special=False)
-
-    def _shown(self, tags: tuple[str, str] | None, continuing: bool) -> Shown:
-        """Which tokens become text: no control tokens, except the tags that the splitter must see."""
-        ids = (self.tokenizer.token_to_id(tag) for tag in tags or ())
-        return Shown(continuing, frozenset(i for i in ids if i is not None))
-
     def _stop_check(self, params: SamplingParams, shown: Shown) -> StopCheck | None:
         if not params.stop:
             return None
@@ -492,14 +554,6 @@ class LLM:
             continuing=shown.continuing,
             keep_ids=shown.keep_ids,
         )
-
-    def _splitter(self, tags: tuple[str, str] | None, prompt_token_ids: Sequence[int]) -> Callable[[], Splitter] | None:
-        if tags is None:
-            return None
-        from localllm.chat.parser import ReasoningParser
-
-        opened = self._tail(prompt_token_ids).rstrip().endswith(tags[0])
-        return lambda: ReasoningParser(*tags, opened=opened)
 
     # --- facts and end -----------------------------------------------------------------------------------------------
 

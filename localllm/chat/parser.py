@@ -6,7 +6,7 @@ ends with it, and the answer begins inside. The concatenated pieces do not depen
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Protocol
 
 Part = tuple[str, str]
 """("reasoning" | "content", text)"""
@@ -14,7 +14,15 @@ State = Literal["start", "opened", "reasoning", "closed", "content"]
 
 _NAMES = ("think", "thinking", "thought", "thoughts", "reasoning", "reason", "reflection", "seed:think")
 _TAGS = tuple((f"<{name}>", f"</{name}>") for name in _NAMES)
-TAGS = (*_TAGS, ("[THINK]", "[/THINK]"), ("<|START_THINKING|>", "<|END_THINKING|>"))
+TAGS = (
+    *_TAGS,
+    ("[THINK]", "[/THINK]"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|channel>thought", "<channel|>"),
+    ("<|inner_prefix|>", "<|inner_suffix|>"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ("◁think▷", "◁/think▷"),
+)
 """(opens, closes)"""
 _LINE_ENDS = "\r\n"
 _MOST_HELD = 64
@@ -36,6 +44,40 @@ def reasoning_parser(template: str, prompt_tail: str = "") -> ReasoningParser | 
     """A fresh parser for one answer. `prompt_tail` is the end of the prompt, control tokens as text."""
     tags = reasoning_tags(template, prompt_tail)
     return None if tags is None else ReasoningParser(*tags, opened=prompt_tail.rstrip().endswith(tags[0]))
+
+
+class ContentParser(Protocol):
+    """What takes content further apart (`tools.parser.ToolParser`)."""
+
+    def push(self, text: str) -> list[Part]:
+        """The parts that this text completes"""
+        ...
+
+    def finish(self) -> list[Part]:
+        """What was held back"""
+        ...
+
+
+class ChainedParser:
+    """Reasoning first, then what the content consists of."""
+
+    def __init__(self, reasoning: ReasoningParser, content: ContentParser) -> None:
+        self._reasoning = reasoning
+        self._content = content
+
+    def push(self, text: str) -> list[Part]:
+        """The parts that this text completes, in order."""
+        return self._split(self._reasoning.push(text))
+
+    def finish(self) -> list[Part]:
+        """What was held back."""
+        return [*self._split(self._reasoning.finish()), *self._content.finish()]
+
+    def _split(self, parts: list[Part]) -> list[Part]:
+        made: list[Part] = []
+        for kind, text in parts:
+            made += [(kind, text)] if kind == "reasoning" else self._content.push(text)
+        return made
 
 
 class ReasoningParser:

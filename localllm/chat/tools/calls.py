@@ -12,6 +12,8 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from localllm.request import ToolUse
+
 from .cursor import Malformed
 
 Part = tuple[str, str]
@@ -33,6 +35,12 @@ def tool_function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     """The function of a tool in the OpenAI shape, with or without its wrapping."""
     function = tool.get("function", tool)
     return function if isinstance(function, Mapping) else {}
+
+
+def called_tools(tools: ToolUse) -> list[tuple[int, Mapping[str, Any]]]:
+    """The tools that may be called, with their places in the request."""
+    numbered = enumerate(tools.tools)
+    return [(i, tool) for i, tool in numbered if not tools.only or tool_function(tool).get("name") in tools.only]
 
 
 class Calls:

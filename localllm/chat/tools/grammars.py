@@ -95,7 +95,7 @@ _QUOTES = {"gemma": '<|"|>', "function-gemma": "<escape>"}
 def trigger_of(tool_format: ToolFormat) -> str:
     """The text after which `call_grammar(after_trigger=True)` goes on; "" for a format that has none."""
     if tool_format.writes == "harmony":
-        return "to=functions."
+        return "<|channel|>commentary to=functions."
     return tool_format.triggers[0] if tool_format.writes != "llama3" else ""
 
 

@@ -1,0 +1,109 @@
+"""Messages and tools as templates expect them; and, for templates that know nothing of tools, both as plain text."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .calls import json_loads, tool_function
+
+_INSTRUCTIONS = """You may call functions to help with the request. These are the functions, each with a JSON schema \
+of its arguments:
+<tools>
+{tools}
+</tools>
+To call one, answer with a JSON object of its name and its arguments between tags, and nothing after it:
+<tool_call>
+{{"name": "the function's name", "arguments": {{"an argument": "its value"}}}}
+</tool_call>
+What the function returns is given to you between <tool_response> tags. Call a function only when it helps."""
+
+
+def template_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Tools in the shape that templates were trained with: no keys of the API besides."""
+    shaped = []
+    for tool in tools:
+        function = tool_function(tool)
+        kept = {key: function[key] for key in ("name", "description") if function.get(key) is not None}
+        kept["parameters"] = function.get("parameters") or {"type": "object", "properties": {}}
+        shaped.append({"type": "function", "function": kept})
+    return shaped
+
+
+def template_messages(messages: Sequence[Mapping[str, Any]], *, short_ids: bool = False) -> list[dict[str, Any]]:
+    """Messages whose calls have their arguments as objects: clients send JSON text, templates write JSON of objects.
+
+    short_ids  ids of calls become nine letters and digits, the same for the same id
+    """
+    return [_template_message(message, short_ids) for message in messages]
+
+
+def _template_message(message: Mapping[str, Any], short_ids: bool) -> dict[str, Any]:
+    made = dict(message)
+    calls = made.get("tool_calls")
+    if isinstance(calls, list | tuple):
+        made["tool_calls"] = [_template_call(call, short_ids) for call in calls]
+        if not calls:
+            del made["tool_calls"]
+    if short_ids and isinstance(made.get("tool_call_id"), str):
+        made["tool_call_id"] = _short(made["tool_call_id"])
+    return made
+
+
+def _template_call(call: Any, short_ids: bool) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    made = {"type": "function", **call}
+    function = made.get("function")
+    if isinstance(function, Mapping):
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                parsed = json_loads(arguments or "{}")
+            except ValueError:
+                parsed = arguments  # cut short, or no JSON at all: as it is
+            made["function"] = {**function, "arguments": parsed}
+    if short_ids and isinstance(made.get("id"), str):
+        made["id"] = _short(made["id"])
+    return made
+
+
+def _short(call_id: str) -> str:
+    if len(call_id) == 9 and call_id.isalnum():
+        return call_id
+    return hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:9]
+
+
+def plain_messages(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages without calls and tools in them: instructions in the system message, calls and results as text.
+
+    For templates that know nothing of tools. Results go into the turn of the user, one turn for all of a row.
+    """
+    made: list[dict[str, Any]] = []
+    for message in template_messages(messages):
+        calls = message.pop("tool_calls", None)
+        if calls:
+            texts = [str(message.get("content") or ""), *map(_call_text, calls)]
+            message["content"] = "\n".join(text for text in texts if text)
+        elif message.get("role") in ("tool", "function"):
+            message = {"role": "user", "content": f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"}
+            if made and made[-1]["role"] == "user" and made[-1]["content"].endswith("</tool_response>"):
+                made[-1]["content"] += "\n" + message["content"]
+                continue
+        made.append(message)
+    if tools:
+        lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in template_tools(tools))
+        said = _INSTRUCTIONS.format(tools=lines)
+        if made and made[0].get("role") == "system":
+            made[0]["content"] = f"{made[0].get('content') or ''}\n\n{said}"
+        else:
+            made.insert(0, {"role": "system", "content": said})
+    return made
+
+
+def _call_text(call: Any) -> str:
+    function = tool_function(call) if isinstance(call, Mapping) else {}
+    body = {"name": function.get("name"), "arguments": function.get("arguments") or {}}
+    return f"<tool_call>\n{json.dumps(body, ensure_ascii=False)}\n</tool_call>"

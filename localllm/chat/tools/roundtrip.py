@@ -1,0 +1,153 @@
+"""Whether a chat template can do tools, tried: a call is rendered, read back, and its result rendered after it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from localllm.errors import LocalLLMError
+from localllm.tokenizer import Tokenizer
+
+from ..parser import reasoning_tags
+from ..template import ChatTemplate, encode_chat
+from .formats import GENERIC, ToolFormat, find_format
+from .messages import plain_messages, template_messages, template_tools
+
+_NAME, _RESULT, _THOUGHT = "look_up_weather", "RAIN-4711", "Look outside."
+_ARGUMENTS = {"city": "Oslo", "days": 2}
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": _NAME,
+            "description": "The weather of a place",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+                "required": ["city", "days"],
+            },
+        },
+    }
+]
+_CALL = {"id": "aB3dE6gH9", "type": "function", "function": {"name": _NAME, "arguments": _ARGUMENTS}}
+_QUESTION = {"role": "user", "content": "Is an umbrella needed?"}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSupport:
+    """What a template can do with tools. Plain data, for `show` and doctor."""
+
+    format: str
+    """the name of the `ToolFormat`"""
+    native: bool
+    """the template writes tools; else they are explained in the system message"""
+    reads_back: bool
+    """a call that the template wrote was read as the same call"""
+    answers: bool
+    """the result of a call is in the next prompt"""
+    keeps_prefix: bool
+    """the next prompt begins with the tokens of this one and of the call: nothing is computed twice"""
+    note: str = ""
+    """what failed, in a sentence"""
+
+    @property
+    def works(self) -> bool:
+        """Whether a conversation with tools can be held."""
+        return self.reads_back and self.answers
+
+    @property
+    def line(self) -> str:
+        """In a line."""
+        if not self.works:
+            return f"no: {self.note}"
+        how = f"{self.format} format" if self.native else "explained in the system message"
+        return f"{how}, {'cached prefix kept' if self.keeps_prefix else 'cached prefix lost: ' + self.note}"
+
+
+NO_TEMPLATE = ToolSupport("none", False, False, False, False, "a base model has no chat template")
+
+
+def renders_tools(template: ChatTemplate) -> bool:
+    """Whether the template writes the tools that it is given."""
+    try:
+        return _NAME in template.render([_QUESTION], tools=_TOOLS)
+    except LocalLLMError:
+        return False
+
+
+def check_tools(template: ChatTemplate, tokenizer: Tokenizer) -> ToolSupport:
+    """Hold a conversation with one call. Never raises for what a template does."""
+    tool_format = find_format(template.chosen(_TOOLS))
+    native = renders_tools(template)
+    tried = _try(template, tokenizer, tool_format if native else GENERIC, native)
+    if native and not tried.works:
+        other = _try(template, tokenizer, GENERIC, False)
+        return other if other.works else tried
+    return tried
+
+
+def _try(template: ChatTemplate, tokenizer: Tokenizer, tool_format: ToolFormat, native: bool) -> ToolSupport:
+    def verdict(note: str, reads_back: bool = False, answers: bool = False, keeps: bool = False) -> ToolSupport:
+        return ToolSupport(tool_format.name, native, reads_back, answers, keeps, note)
+
+    thinks = reasoning_tags(template.template) is not None
+    thought = {"reasoning_content": _THOUGHT} if thinks else {}
+    turns: list[dict[str, Any]] = [
+        {"role": "assistant", "content": "", **thought, "tool_calls": [_CALL]},
+        {"role": "tool", "tool_call_id": _CALL["id"], "name": _NAME, "content": _RESULT},
+    ]
+    try:
+        first, first_ids = _rendered(template, tokenizer, [_QUESTION], native)
+        after, after_ids = _rendered(template, tokenizer, [_QUESTION, *turns], native)
+    except LocalLLMError as error:
+        return verdict(f"the template refuses a conversation with a call: {error.message[:120]}")
+    answers = _RESULT in after
+    if not after.startswith(first):
+        begins = _common(first, after)
+        calls = _read(tool_format, after[begins:])
+        note = "the template writes the turn of a call otherwise than it asked for it"
+        return verdict(note, _is_the_call(calls), answers)
+    rest = after[len(first) :]
+    calls = _read(tool_format, rest.split(_RESULT)[0])
+    if not _is_the_call(calls):
+        return verdict("the call that the template writes is not read back", answers=answers)
+    if not answers:
+        return verdict("the template leaves the result of a call out", reads_back=True)
+    if calls[0][1] != json.dumps(_ARGUMENTS):
+        return verdict("the template writes arguments in a spelling of its own", True, True)
+    if thinks and _THOUGHT not in after:
+        return verdict("the template drops the reasoning before a call", True, True)
+    keeps = after_ids[: len(first_ids)] == first_ids
+    return verdict("" if keeps else "the tokens of the next prompt are cut otherwise", True, True, keeps)
+
+
+def _rendered(
+    template: ChatTemplate, tokenizer: Tokenizer, messages: list[dict[str, Any]], native: bool
+) -> tuple[str, list[int]]:
+    if native:
+        text = template.render(template_messages(messages), tools=template_tools(_TOOLS))
+    else:
+        text = template.render(plain_messages(messages, _TOOLS))
+    return text, encode_chat(tokenizer, text, messages)
+
+
+def _read(tool_format: ToolFormat, text: str) -> list[tuple[str, str]]:
+    """The calls in a text as (name, arguments)."""
+    parser = tool_format.parser(_TOOLS)
+    calls: list[tuple[str, str]] = []
+    for kind, part in parser.push(text) + parser.finish():
+        if kind == "tool_call":
+            delta = json.loads(part)
+            name, arguments = ("", "") if "name" in delta else calls.pop()
+            calls.append((delta.get("name") or name, arguments + delta["arguments"]))
+    return calls
+
+
+def _is_the_call(calls: list[tuple[str, str]]) -> bool:
+    return len(calls) == 1 and calls[0][0] == _NAME and json.loads(calls[0][1]) == _ARGUMENTS
+
+
+def _common(one: str, other: str) -> int:
+    """Characters that two texts begin with."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -1,0 +1,100 @@
+"""Tools to masks: the grammar of a format's calls, compiled with as much of each tool's schema as can be enforced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from localllm.chat.tools.calls import called_tools, tool_function
+from localllm.chat.tools.formats import HARMONY, ToolFormat
+from localllm.chat.tools.grammars import call_grammar, parameters_of, trigger_of
+from localllm.errors import InvalidConstraint
+from localllm.grammar import Compiler, GrammarMask, Source, schema_text, source_of
+from localllm.request import Constraint, ToolUse
+
+
+def begun_call(compiler: Compiler, tool_format: ToolFormat, tools: ToolUse) -> tuple[GrammarMask, str] | None:
+    """What follows a call's beginning, and that beginning. None where calls begin with no mark, or are too complex.
+
+    Raises InvalidConstraint for a tool whose schema is wrong.
+    """
+    trigger = trigger_of(tool_format)
+    called = called_tools(tools)
+    try:
+        mask = _compiled(compiler, tool_format, called, parallel=tools.parallel, after_trigger=bool(trigger))
+    except _TooComplex:
+        return None
+    return (mask, trigger) if trigger else None
+
+
+def whole_answer(
+    compiler: Compiler, tool_format: ToolFormat, tools: ToolUse | None, constraint: Constraint | None
+) -> GrammarMask:
+    """An answer that is calls, or meets a constraint, or, where both are given and calls are free, is either.
+
+    Raises InvalidConstraint.
+    """
+    if tools is None:
+        assert constraint is not None
+        return compiler.mask(source_of(constraint))
+    if constraint is not None and tools.choice == "auto":
+        if constraint.kind not in ("json_schema", "json_object") or tool_format is HARMONY:
+            raise InvalidConstraint(
+                f"tools and a constraint of kind {constraint.kind} cannot be combined",
+                "leave one of them out, or use a JSON schema",
+                param=constraint.param,
+            )
+        compiler.mask(source_of(constraint))  # its own errors first
+        schema = constraint.value if constraint.kind == "json_schema" else {"type": "object"}
+    else:
+        schema = None
+    try:
+        return _compiled(compiler, tool_format, called_tools(tools), parallel=tools.parallel, content=schema)
+    except _TooComplex as error:
+        raise InvalidConstraint(
+            f"the tools together cannot be enforced: {error}", "give fewer or simpler tools", param="tools"
+        ) from error
+
+
+class _TooComplex(Exception):
+    """Each tool can be compiled, all together cannot."""
+
+
+def _compiled(
+    compiler: Compiler,
+    tool_format: ToolFormat,
+    called: Sequence[tuple[int, Mapping[str, Any]]],
+    *,
+    parallel: bool,
+    after_trigger: bool = False,
+    content: Any = None,
+) -> GrammarMask:
+    """As strict as every schema can be; what cannot be enforced of a tool that is not `strict` is left out."""
+    refused: InvalidConstraint | None = None
+    loose = [not tool_function(tool).get("strict") for _, tool in called]
+    for lenient in ([False] * len(called), loose):
+        options: dict[str, Any] = {"parallel": parallel, "after_trigger": after_trigger, "lenient": lenient}
+        try:
+            return compiler.mask(_source(compiler, tool_format, [tool for _, tool in called], content, options))
+        except InvalidConstraint as error:
+            refused = error
+    for (number, tool), is_loose in zip(called, loose, strict=True):
+        param = f"tools[{number}].function.parameters"
+        value = parameters_of(tool_function(tool))
+        schema_text(value, param)
+        compiler.mask(source_of(Constraint("json_schema", value, lenient=is_loose, param=param)))
+    raise _TooComplex(refused.message if refused is not None else "")
+
+
+def _source(
+    compiler: Compiler, tool_format: ToolFormat, tools: list[Mapping[str, Any]], content: Any, options: dict[str, Any]
+) -> Source:
+    def text(plain: bool) -> str:
+        words = compiler.words(plain=plain)
+        rules = call_grammar(tool_format, tools, words, **options)
+        if content is None:
+            return rules
+        calls = rules.replace("start:", "calls:", 1)
+        return f"start: said | calls\nsaid: {words.schema(content, False)}\n{calls}"
+
+    return Source("lark", text(True), run_text=text(False), param="tools")
