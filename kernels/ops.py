@@ -66,8 +66,9 @@ def choose_segment(segment: str, facts: OpFacts, quarantined: frozenset[str] = f
 
 def _registered(name: str) -> tuple[OpImpl, ...]:
     from .cpu import ops as cpu_ops
+    from .triton import ops as triton_ops
 
-    return cpu_ops.IMPLS.get(name, ())
+    return (*cpu_ops.IMPLS.get(name, ()), *triton_ops.IMPLS.get(name, ()))
 
 
 def _first(name: str, impls: Iterable[OpImpl], facts: OpFacts, quarantined: frozenset[str]) -> OpImpl | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,8 +49,20 @@ def test_head_norms_multiplies_and_caps() -> None:
 
 def test_the_table_names_every_op_and_the_twin_always_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_ops, "IMPLS", {})
-    facts = OpFacts(device="cuda", capability=90, dtype="bfloat16", head_dim=96)
+    facts = OpFacts(device="cuda", capability=70, dtype="float16", head_dim=96)
     assert dict(kernel_table(facts).ops) == dict.fromkeys(OPS, "torch")
+
+
+def test_a_card_gets_its_own_ops() -> None:
+    facts = OpFacts("cuda", 90, "bfloat16", "bf16", num_heads=32, num_kv_heads=8, head_dim=128, deterministic=False)
+    expected = dict.fromkeys((*OPS, "attn_in"), "triton")
+    chosen = dict(kernel_table(facts).ops)
+    assert {name: chosen[name] for name in expected} == expected
+    invariant = dict(kernel_table(replace(facts, deterministic=True)).ops)
+    assert invariant["paged_attention"] == "triton_invariant" and invariant["rms_norm"] == "triton"
+    assert dict(kernel_table(replace(facts, head_dim=512)).ops)["paged_attention"] == "torch"
+    assert dict(kernel_table(replace(facts, capability=75)).ops)["rms_norm"] == "torch"
+    assert "triton" not in dict(kernel_table(OpFacts()).ops).values()
 
 
 def test_registered_ops_are_preferred_until_they_do_not_fit_or_fail(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,52 @@
+"""The fused first segment of a layer against the composed one: one row, several, with and without QK-norm."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from localllm.kernels import Weight, reference, segments
+from localllm.kernels.kv_pages import KVPages
+from localllm.kernels.segments import AttentionWeights, Linear, LinearPart, Norm
+from localllm.kernels.triton.attn_in import attn_in
+from localllm.kernels.triton.linear import IMPLS
+
+HEADS, KV_HEADS, DIM, HIDDEN = 3, 1, 64, 96
+
+
+def weights_of(norm: bool, bias: bool, parts: int, device: torch.device) -> AttentionWeights:
+    """A layer whose QKV weight lies in one part or in three."""
+    rows = [(HEADS + 2 * KV_HEADS) * DIM] if parts == 1 else [HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM]
+    impl = IMPLS[0]
+    made = []
+    for n in rows:
+        dense = (torch.randn(n, HIDDEN) / 8).half().to(device)
+        given = torch.randn(n).to(device) if bias else None
+        made.append(LinearPart(impl, impl.prepare(Weight("dense", (n, HIDDEN), dense)), given, (n, HIDDEN)))
+    qkv = Linear(tuple(made))
+    norms = [Norm(torch.rand(DIM).to(device) + 0.5, 1e-6) if norm else None for _ in range(2)]
+    first = Norm(torch.rand(HIDDEN).to(device) + 0.5, 1e-5, 0.5)
+    return AttentionWeights(first, qkv, qkv, HEADS, KV_HEADS, DIM, 0.125, *norms)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+@pytest.mark.parametrize(("norm", "bias", "parts"), [(True, False, 1), (False, True, 3)])
+def test_attn_in(num_tokens: int, norm: bool, bias: bool, parts: int, device: torch.device) -> None:
+    weights = weights_of(norm, bias, parts, device)
+    x = torch.randn(num_tokens, HIDDEN).half().to(device)
+    turns = torch.randn(num_tokens, DIM // 2)
+    cos, sin = turns.cos().to(device), turns.sin().to(device)
+    slots = torch.arange(5, 5 + num_tokens).to(device)
+    found, expected = (KVPages.empty("fp16", 2, KV_HEADS, 16, DIM) for _ in range(2))
+    found, expected = (KVPages(p.k.to(device), p.v.to(device)) for p in (found, expected))
+    ops = (reference.rms_norm, reference.rope, reference.kv_write)
+
+    def composed(*args: object) -> torch.Tensor:
+        raise AssertionError("the composed segment was called")
+
+    q = attn_in(composed, x, weights, cos, sin, found, slots)
+    wanted = segments.attn_in(*ops, x, weights, cos, sin, expected, slots)  # type: ignore[arg-type]
+    assert q.dtype is torch.float16 and q.shape == (num_tokens, HEADS, DIM)
+    for ours, theirs in ((q, wanted), (found.k, expected.k), (found.v, expected.v)):
+        torch.testing.assert_close(ours.float(), theirs.float(), rtol=1e-2, atol=1e-2)
+    assert torch.equal(found.v != 0, expected.v != 0)
