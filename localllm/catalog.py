@@ -401,8 +401,10 @@ def _starter(entry: dict[str, Any]) -> Starter:
 def _shape(model: dict[str, Any]) -> Shape | None:
     if "shape" not in model:
         return None
+    layers, hidden, intermediate, heads, kv_heads, head_dim, vocab = model["shape"]
     window, full_every = model.get("window", (0, 1))
-    return Shape(*model["shape"], tied=model.get("tied", False), window=window, full_every=full_every)
+    tied = model.get("tied", False)
+    return Shape(layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied, window, full_every)
 
 
 def _candidate(model: dict[str, Any], file: dict[str, Any]) -> Candidate:

@@ -267,8 +267,8 @@ def _row(subject: Subject, window: int | str, machine: MachineFacts, options: Pl
         return Row(subject, window, None, error.message, error.fixes)
     if made.fits:
         return Row(subject, window, made)
-    error = made.error(subject.name)
-    return Row(subject, window, made, error.message, error.fixes)
+    refusal = made.error(subject.name)
+    return Row(subject, window, made, refusal.message, refusal.fixes)
 
 
 def _star(

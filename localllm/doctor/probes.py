@@ -255,7 +255,7 @@ def disk_read() -> Check:
     except OSError as error:
         return found("disk.read", STORAGE, "fail", f"{largest.name}: {error.strerror}", fix="localllm ls --all")
     speed = count / seconds
-    data = {"bytes_s": speed, "bytes": count, "file": largest.name}
+    data: dict[str, Any] = {"bytes_s": speed, "bytes": count, "file": largest.name}
     title = f"{speed / 1e6:,.0f} MB/s: 10 GB of weights take {10e9 / speed:.0f} s from the disk"
     if speed < 300e6:
         return found("disk.read", STORAGE, "warn", title, "", "export HF_HOME=/an/nvme/disk/hf", **data)
