@@ -77,7 +77,7 @@ class Exchange:
 
     def as_text(self, seconds: float) -> str:
         """The same for people."""
-        parts = [time.strftime("%H:%M:%S"), self.path[:MAX_LOGGED], str(self.status)]
+        parts = [time.strftime("%H:%M:%S"), printable(self.path[:MAX_LOGGED]), str(self.status)]
         if self.note:
             parts.append(self.note)
         if self.prompt_tokens:
@@ -89,6 +89,11 @@ class Exchange:
             parts.append(f"{self.decode_tps:.1f} tok/s")
         parts += [f"{seconds:.2f} s", self.peer, self.request_id]
         return "  ".join(parts)
+
+
+def printable(text: str) -> str:
+    """A stranger's text on one line: what would not print is escaped."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def exchange_of(request: Request) -> Exchange:

@@ -23,7 +23,8 @@ BODY_RATE = 64 << 10
 READER_S = 30.0
 """how long a client may leave our writes waiting"""
 DISCARD_S = 3.0
-"""how long the rest of a refused body is read and thrown away, so that the client sees the refusal"""
+DISCARD_BYTES = 64 << 20
+"""how much of a refused body is read and thrown away, so that the client comes to read the refusal"""
 MAX_CONNECTIONS = 2048
 
 
@@ -79,6 +80,8 @@ class Connection(H11Protocol):
             self._enter("")
         elif self.conn.their_state is h11.SEND_BODY:
             self._enter("discard" if self.conn.our_state in (h11.DONE, h11.MUST_CLOSE) else "body")
+            if self._phase == "discard" and self._phase_bytes > DISCARD_BYTES:
+                self.transport.abort()
         elif self.conn.their_state is h11.IDLE and self.conn.our_state is h11.IDLE:
             waits_idle = self.timeout_keep_alive_task is not None  # uvicorn ends a connection nobody uses
             self._enter("" if waits_idle else "header")

@@ -2,11 +2,14 @@
 
 import asyncio
 import json
+import os
+import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -146,7 +149,8 @@ class Live:
     def exchange(self, data, timeout=10.0):
         """Send bytes, and read until the server closes or nothing comes for a moment."""
         with self.connect(timeout) as sock:
-            sock.sendall(data)
+            with suppress(ConnectionError):  # refused before all of it was sent
+                sock.sendall(data)
             return read_all(sock)
 
     def raw(self, method, target, *headers, body=b""):
@@ -192,3 +196,81 @@ def live(residents):
     """The server that tests share who only talk to it."""
     with live_server(residents) as live:
         yield live
+
+
+class Served:
+    """`localllm serve` in a process of its own, with an API key and canaries to look for."""
+
+    KEY = "CANARY-key-4f9d"
+    HF_TOKEN = "CANARY-hub-77aa"
+
+    def __init__(self, path, folder, *more, python=()):
+        self.log = folder / "serve.log"
+        self.home = folder / "home"
+        self.home.mkdir(exist_ok=True)
+        key = folder / "keys"
+        key.write_text(f"# clients\n{self.KEY}\nanother-key-1234\n")
+        environment = dict(os.environ) | {"LOCALLLM_HOME": str(self.home), "HF_TOKEN": self.HF_TOKEN}
+        command = [
+            sys.executable, *python, "-c", "from localllm.cli import main; main()", "serve", str(path), "--port", "0",
+            "--alias", "tiny", "--parallel", "8", "--api-key-file", str(key), "--threads", "1", "-vv", *more,
+        ]  # fmt: skip
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        self.port = 0
+
+    def record(self):
+        """What the process notes about itself for `ps` and `stop`."""
+        files = list((self.home / "run").glob("serve-*.json"))
+        return json.loads(files[0].read_text()) if files else None
+
+    def wait(self, seconds=60.0):
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self.process.poll() is None:
+            record = self.record()
+            if record:
+                self.port = int(record["url"].rsplit(":", 1)[1])
+                try:
+                    if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
+                        return self
+                except httpx.TransportError:
+                    pass
+            time.sleep(0.05)
+        raise AssertionError(self.log.read_text()[-2000:])
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.port}"
+
+    def client(self, **options):
+        headers = {"authorization": f"Bearer {self.KEY}"}
+        return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=60, **options)
+
+    def stop(self, number=signal.SIGTERM, seconds=40.0):
+        """The exit status and the seconds it took."""
+        started = time.monotonic()
+        self.process.send_signal(number)
+        code = self.process.wait(seconds)
+        return code, time.monotonic() - started
+
+
+@asynccontextmanager
+async def stopped_after(served):
+    """The server, ready; killed at the end if it still runs."""
+    try:
+        yield await asyncio.to_thread(served.wait, 120.0)
+    finally:
+        if served.process.poll() is None:
+            served.process.kill()
+            served.process.wait()
+
+
+@pytest.fixture(scope="session")
+def served(tiny_path, tmp_path_factory):
+    served = Served(tiny_path, tmp_path_factory.mktemp("served"))
+    try:
+        yield served.wait()
+    finally:
+        if served.process.poll() is None:
+            served.process.kill()
+            served.process.wait()

@@ -1,0 +1,124 @@
+"""LIM-01 to LIM-16: requests outside the limits, with the status and the field that the refusal must name.
+
+One list, run against the application in process and against a server under `python -O`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .conftest import CHAT, RESPONSES, TEXT, ask
+
+HUGE = 10**9
+MEGABYTE = "x" * (1 << 20)
+
+
+def complete(**fields: Any) -> dict[str, Any]:
+    return {"model": "tiny", "prompt": "x", "max_tokens": 4, **fields}
+
+
+def said(content: Any, **fields: Any) -> dict[str, Any]:
+    return ask(messages=[{"role": "user", "content": content, **fields}])
+
+
+def image(url: str) -> dict[str, Any]:
+    return said([{"type": "image_url", "image_url": {"url": url}}])
+
+
+def _each(id_: str, param: str, *values: Any) -> list[tuple[str, str, Any, int, str | None]]:
+    return [(id_, CHAT, ask(**{param: value}), 400, param) for value in values]
+
+
+CASES: list[tuple[str, str, Any, int, str | None]] = [
+    *_each("LIM-01", "n", HUGE, 0, -1, 1.5, "2", True),
+    ("LIM-02", TEXT, complete(best_of=10**6), 400, "best_of"),
+    ("LIM-02", TEXT, complete(best_of=1, n=2), 400, "best_of"),
+    ("LIM-03", TEXT, complete(prompt=["x"] * 100_000), 400, "prompt"),
+    ("LIM-03", TEXT, complete(prompt=[[1]] * 100_000), 400, "prompt"),
+    ("LIM-03", TEXT, complete(prompt=["x"] * 129), 400, "prompt"),
+    ("LIM-03", TEXT, complete(prompt=["x"] * 100, n=2), 400, "prompt"),
+    ("LIM-03", TEXT, complete(prompt=[[[1]]]), 400, "prompt"),
+    ("LIM-03", TEXT, complete(prompt=[]), 400, "prompt"),
+    ("LIM-03", TEXT, complete(prompt=[[]]), 400, "prompt"),
+    ("LIM-03", TEXT, complete(prompt=[""]), 400, "prompt"),
+    ("LIM-03", TEXT, complete(prompt=[[-1]]), 400, "prompt"),
+    ("LIM-03", TEXT, complete(prompt=[[HUGE]]), 400, "prompt"),
+    ("LIM-03", TEXT, complete(prompt=["a", 1] * 50_000), 400, "prompt"),
+    ("LIM-03", TEXT, complete(prompt=[[1, "a"]]), 400, "prompt"),
+    ("LIM-03", TEXT, complete(prompt=[True]), 400, "prompt"),
+    ("LIM-03", TEXT, complete(prompt={"a": 1}), 400, "prompt"),
+    ("LIM-03", TEXT, {"model": "tiny"}, 400, "prompt"),
+    *_each("LIM-04", "logit_bias", {str(HUGE): 1}, {"-1": 1}, {str(2**63): 1}, {"a": 1}, {"271": 1}),
+    ("LIM-04", CHAT, ask(logit_bias={"5": 101}), 400, "logit_bias"),
+    *_each("LIM-04", "stop_token_ids", [271], [-1], [2**63], [5] * 2000),
+    *_each("LIM-04", "allowed_token_ids", [HUGE], [-1]),
+    *_each("LIM-04", "bad_words", ["x"]),
+    ("LIM-05", CHAT, ask(logprobs=True, top_logprobs=21), 400, "top_logprobs"),
+    ("LIM-05", CHAT, ask(logprobs=True, top_logprobs=-1), 400, "top_logprobs"),
+    ("LIM-05", CHAT, ask(logprobs=True, top_logprobs=HUGE), 400, "top_logprobs"),
+    ("LIM-05", CHAT, ask(top_logprobs=3), 400, "top_logprobs"),
+    ("LIM-05", TEXT, complete(logprobs=6), 400, "logprobs"),
+    *_each("LIM-05", "prompt_logprobs", 10**6),
+    *_each("LIM-06", "stop", ["a"] * 17, ["a"] * 10_000, 10 * MEGABYTE, "", [""], [None]),
+    *_each("LIM-07", "max_tokens", 0, -1, 10**12, 1.5, "8"),
+    ("LIM-07", TEXT, complete(max_tokens=0), 400, "max_tokens"),
+    ("LIM-07", CHAT, said("x" * 3000), 400, "messages"),
+    ("LIM-07", TEXT, complete(prompt="x" * 3000), 400, "prompt"),
+    *_each("LIM-08", "temperature", -1, 3, 1e308, "1"),
+    *_each("LIM-08", "top_p", 0, 1.1),
+    *_each("LIM-08", "top_k", -5, 2**31),
+    *_each("LIM-08", "min_p", 2),
+    *_each("LIM-08", "repetition_penalty", 0, -1),
+    *_each("LIM-08", "presence_penalty", 5),
+    *_each("LIM-08", "frequency_penalty", -2.1),
+    *_each("LIM-08", "seed", 2**70, "a"),
+    *_each("LIM-08", "min_tokens", -1, 9),
+    *_each("LIM-12", "messages", [], None),
+    ("LIM-12", CHAT, ask(messages=[{"role": "robot", "content": "x"}]), 400, "messages[0].role"),
+    ("LIM-12", CHAT, ask(messages=[1]), 400, "messages[0]"),
+    ("LIM-12", CHAT, said(None), 400, "messages[0].content"),
+    ("LIM-12", CHAT, said([{"type": "hologram"}]), 400, "messages[0].content[0]"),
+    ("LIM-12", CHAT, said([{"x": 1}] * 300_000), 400, "messages[0].content"),
+    ("LIM-12", CHAT, ask(messages=[{"role": "user", "content": "x"}] * 100_000), 400, "messages"),
+    ("LIM-12", CHAT, ask(messages=[{"role": "tool", "content": "x"}]), 400, "messages[0].tool_call_id"),
+    *[
+        ("LIM-13", CHAT, image(url), 400, "messages[0].content[0]")
+        for url in (
+            "file:///etc/passwd", "http://169.254.169.254/", "http://127.0.0.1:22", "http://[::ffff:127.0.0.1]",
+            "http://2130706433", "data:image/png;base64," + "A" * 1000,
+        )
+    ],
+    ("LIM-13", CHAT, said([{"type": "input_audio", "input_audio": {}}]), 400, "messages[0].content[0]"),
+    *_each("LIM-14", "chat_template_kwargs", {"tokenize": True}, {"chat_template": "x"}, {"tools": 1}),
+    *_each("LIM-14", "chat_template_kwargs", {"messages": []}, {"x": MEGABYTE}, 1),
+    *_each("LIM-14", "chat_template", "x", "{{ 1 }}"),
+    ("LIM-14", RESPONSES, {"input": "x", "chat_template_kwargs": {"tokenize": True}}, 400, "chat_template_kwargs"),
+    ("LIM-14", RESPONSES, {"input": "x", "chat_template": "x"}, 400, "chat_template"),
+    ("LIM-14", "/tokenize", {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"tools": 1}}, 400,
+     "chat_template_kwargs"),
+    ("LIM-14", "/apply-template", ask(chat_template="x"), 400, "chat_template"),
+    *_each("LIM-16", "user", MEGABYTE),
+    ("LIM-16", CHAT, ask(metadata={"k": "v" * 513}), 400, "metadata.k"),
+    ("LIM-16", CHAT, ask(metadata={str(i): "v" for i in range(17)}), 400, "metadata"),
+    *_each("LIM-16", "request_id", "x" * 200),
+    *_each("LIM-16", "cache_salt", "a/b", "a@b", "a\\b", "a\0b", "x" * 129),
+    *_each("LIM-16", "model", "../../etc/passwd", "/etc/passwd", "\\\\srv\\x", "hf.co/x/y", "a\0b", MEGABYTE),
+]  # fmt: skip
+CASES = [(id_, route, sent, 404 if param == "model" else status, param) for id_, route, sent, status, param in CASES]
+
+BODIES = [
+    b"", b"{", b"[]", b'"x"', b"null", b'{"messages": NaN}', b'{"temperature": Infinity}', b"\xff\xfe{}",
+    b"\xef\xbb\xbf{}", b'{"a": "\x00"}', b'{"a": "\xc3"}', b"[" * 10_000, b'{"messages":' * 10_000,
+    b'{"metadata": ' + b'{"a":' * 5000 + b"1" + b"}" * 5001, b'{"tools": ' + b"[" * 500 + b"]" * 500 + b"}",
+    b'{"n": ' + b"9" * 5000 + b"}", b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    b'{"n": 1, "n": 2}', b"{" + b",".join(b'"k%d":1' % i for i in range(1_000_000)) + b"}",
+]  # fmt: skip
+"""LIM-10"""
+
+
+def name_of(case: tuple[str, str, Any, int, str | None]) -> str:
+    """LIM-01-n-0: short enough to read."""
+    id_, _, sent, _, param = case
+    leaf = (param or "").split(".")[0].split("[")[0]
+    value = repr(sent.get(leaf) if isinstance(sent, dict) else sent)
+    return f"{id_}-{leaf}-{value[:20]}"

@@ -1,0 +1,368 @@
+"""Who may ask, and what a stranger learns: SEC-01 to SEC-12, ERR-01, ERR-03."""
+
+import itertools
+import json
+import logging
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from localllm.errors import ConfigError, ServerError
+from localllm.server.routes import ROUTES
+from localllm.server.run import ServeOptions, bind
+
+from .conftest import CHAT, MESSAGES, ask
+
+PATHS = sorted({re.sub(r"{\w+(:path)?}", "x", route.path) for route in ROUTES} | {"/docs", "/openapi.json", "/nothing"})
+OPEN = {"/health", "/ping"}
+ROOT = Path(__file__).resolve().parents[2]
+
+
+# --- SEC-01: where it listens ----------------------------------------------------------------------------------------
+
+
+def test_sec_01_one_listener_on_loopback(served):
+    listening = [c.laddr for c in psutil.Process(served.process.pid).net_connections() if c.status == "LISTEN"]
+    assert [(a.ip, a.port) for a in listening] == [("127.0.0.1", served.port)]
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org"])
+def test_sec_01_the_network_needs_a_key(host):
+    with pytest.raises(ConfigError, match="no API key"):
+        bind(ServeOptions(host=host, port=0))
+
+
+def test_sec_01_unless_it_is_meant():
+    bind(ServeOptions(host="0.0.0.0", port=0, insecure=True)).close()
+    bind(ServeOptions(host="0.0.0.0", port=0, api_keys=("long-enough",))).close()
+
+
+def test_sec_01_a_busy_port_and_a_busy_socket_file(tmp_path):
+    with bind(ServeOptions(port=0)) as first, pytest.raises(ServerError, match="cannot listen"):
+        bind(ServeOptions(port=first.getsockname()[1]))
+    path = tmp_path / "s.sock"
+    with bind(ServeOptions(unix=path)):
+        assert path.stat().st_mode & 0o777 == 0o600
+        with pytest.raises(ServerError, match="another server"):
+            bind(ServeOptions(unix=path))
+    bind(ServeOptions(unix=path)).close()  # what a dead server left is replaced
+
+
+# --- SEC-02, SEC-03, SEC-05: browsers --------------------------------------------------------------------------------
+
+HOSTS = [
+    ("evil.example", 403), ("evil.example:8000", 403), ("localhost.evil.example", 403), ("127.0.0.1.nip.io", 403),
+    ("0.0.0.0.evil", 403), ("", 403), ("[::1", 403), ("127.0.0.1@evil.example", 403),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("host", "status"), HOSTS)
+async def test_sec_02_only_local_names_on_every_route(client, host, status):
+    for path in PATHS:
+        response = await client.get(path, headers={"host": host})
+        assert response.status_code == status, path
+        assert "host_not_allowed" in response.text or path.startswith(MESSAGES)
+
+
+@pytest.mark.parametrize("host", ["localhost:8000", "127.0.0.1:8000", "[::1]:8000", "desk.local", "127.0.0.2"])
+async def test_sec_02_local_names_pass(client, host):
+    assert (await client.get("/health", headers={"host": host})).status_code == 200
+
+
+def test_sec_02_exactly_one_host(live):
+    assert live.raw("GET", "/health")[0] == 400
+    assert live.raw("GET", "/health", "Host: localhost", "Host: localhost")[0] == 400
+    assert live.raw("GET", "/health", "Host: localhost")[0] == 200
+
+
+async def test_sec_03_a_host_that_looks_like_a_path(make_client):
+    async with make_client(api_keys=("secret-key",), loopback=False) as client:
+        for path in ("/v1/models", CHAT):
+            response = await client.post(path, json=ask(), headers={"host": "x/health?x="})
+            assert response.status_code in (400, 401, 403)
+
+
+def test_sec_03_a_path_without_a_slash(live):
+    for target in ("@evil/v1/models", "*", "http://evil/v1/models", "v1/models"):
+        status, answer = live.raw("POST", target, "Host: localhost")
+        assert status in (400, 404, 405), target
+        assert b'"error"' in answer
+
+
+def test_sec_03_no_url_is_rebuilt_from_headers():
+    for file in (ROOT / "localllm/server").glob("*.py"):
+        assert "request.url" not in file.read_text(), file.name
+
+
+async def test_sec_05_origins_must_be_allowed(make_client):
+    async with make_client(origins=("http://localhost:3000",)) as client:
+        for origin in ("https://evil.example", "null", "http://localhost:3001"):
+            for method in ("GET", "POST", "OPTIONS"):
+                response = await client.request(method, CHAT, json=ask(), headers={"origin": origin})
+                assert response.status_code == 403
+                assert "access-control-allow-origin" not in response.headers
+        allowed = await client.post(CHAT, json=ask(), headers={"origin": "http://localhost:3000"})
+        assert allowed.status_code == 200
+        assert allowed.headers["access-control-allow-origin"] == "http://localhost:3000"
+        assert allowed.headers["vary"] == "Origin"
+
+
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""]
+)
+async def test_sec_05_simple_posts_are_not_executed(client, kind):
+    """SEC-10: and nothing here takes multipart"""
+    for path in (CHAT, MESSAGES, "/api/generate", "/tokenize"):
+        response = await client.post(path, content=json.dumps(ask()), headers={"content-type": kind})
+        assert response.status_code == 415
+
+
+async def test_sec_05_the_preflight_needs_no_key(make_client):
+    async with make_client(origins=("http://localhost:3000",), api_keys=("secret-key",)) as client:
+        headers = {"origin": "http://localhost:3000", "access-control-request-method": "POST"}
+        preflight = await client.options(CHAT, headers=headers)
+        assert preflight.status_code == 204
+        assert preflight.headers["access-control-allow-origin"] == "http://localhost:3000"
+        assert "*" not in preflight.headers.values()
+        assert (await client.post(CHAT, json=ask(), headers=headers)).status_code == 401
+        answer = await client.post(CHAT, json=ask(), headers=headers | {"authorization": "Bearer secret-key"})
+        assert answer.status_code == 200
+
+
+# --- SEC-04: keys ----------------------------------------------------------------------------------------------------
+
+KEY = "sécret-key"
+WRONG = [
+    [], [("authorization", "Bearer ")], [("authorization", "Bearer wrong")], [("authorization", "Basic eDp5")],
+    [("authorization", b"Bearer s\xe9cret-key")], [("authorization", "Bearer " + "x" * 20_000)],
+    [("x-api-key", "wrong")],
+    [("authorization", f"Bearer {KEY}".encode()), ("authorization", "Bearer wrong")],
+    [("authorization", f"Bearer {KEY}".encode()), ("authorization", f"Bearer {KEY}".encode())],
+    [("authorization", f"Bearer {KEY}".encode()), ("x-api-key", "wrong")],
+]  # fmt: skip
+RIGHT = [
+    [("authorization", f"Bearer {KEY}".encode())], [("authorization", f"bearer {KEY}".encode())],
+    [("x-api-key", KEY.encode())], [("authorization", b"Bearer second-key")],
+]  # fmt: skip
+TRICKS = ["/v1/models/", "//v1/models", "/v1/./models", "/V1/models", "/health/", "/health/../v1/models", "/%68ealth"]
+
+
+@pytest.mark.parametrize("headers", WRONG, ids=range(len(WRONG)))
+async def test_sec_04_wrong_keys_on_every_route_and_method(make_client, headers):
+    async with make_client(api_keys=(KEY, "second-key"), loopback=False) as client:
+        for path, method in itertools.product([*PATHS, *TRICKS], ["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS"]):
+            response = await client.request(method, path, headers=headers)
+            if path in OPEN or path == "/%68ealth":
+                assert response.status_code in (200, 405)
+            else:
+                assert response.status_code == 401, (method, path)
+                assert response.headers["www-authenticate"] == "Bearer"
+                assert method == "HEAD" or response.json()["error"]["type"] == "authentication_error"
+
+
+@pytest.mark.parametrize("headers", RIGHT, ids=range(len(RIGHT)))
+async def test_sec_04_right_keys(make_client, headers):
+    async with make_client(api_keys=(KEY, "second-key"), loopback=False) as client:
+        assert (await client.get("/v1/models", headers=headers)).status_code == 200
+
+
+def test_sec_04_a_key_too_large_for_any_header(live):
+    status, _ = live.raw("GET", "/v1/models", "Host: localhost", "Authorization: Bearer " + "x" * 100_000)
+    assert status in (0, 400, 431)
+
+
+async def test_sec_06_management_needs_the_owner(make_client, residents):
+    async with make_client(api_keys=("secret-key",), token="owner-token") as client:
+        for method, path in (("GET", "/localllm/ps"), ("POST", "/localllm/unload"), ("POST", "/localllm/park")):
+            key = await client.request(
+                method, path, json={"model": "tiny"}, headers={"authorization": "Bearer secret-key"}
+            )
+            assert key.status_code == 401
+        owner = {"authorization": "Bearer owner-token"}
+        assert (await client.get("/localllm/ps", headers=owner)).json()["models"][0]["model"] == "tiny"
+        assert (await client.get("/v1/models", headers=owner)).status_code == 200
+    async with make_client() as client:
+        assert (await client.get("/localllm/ps", headers={"authorization": "Bearer "})).status_code == 401
+
+
+NAMES = [
+    "../../etc/passwd",
+    "/etc/passwd",
+    "\\\\srv\\x",
+    "hf.co/x/y",
+    "a\0b",
+    "x" * (1 << 20),
+    "~/x",
+    "*",
+    "tiny/../tiny",
+]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=range(len(NAMES)))
+async def test_sec_06_names_of_models_open_no_file(client, name):
+    """Names from HTTP are only looked up among the models there are."""
+    opened = []
+    watching = True
+
+    def hook(event, args):
+        if watching and event == "open" and "passwd" in str(args[0]):
+            opened.append(args)
+
+    sys.addaudithook(hook)
+    for path, sent in (
+        (CHAT, ask(model=name)),
+        ("/api/show", {"model": name}),
+        ("/v1/embeddings", {"model": name, "input": "x"}),
+    ):
+        response = await client.post(path, json=sent)
+        assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found"), path
+        assert len(response.content) < 1000
+    watching = False
+    assert opened == []
+
+
+async def test_sec_06_reading_changes_nothing(client, tiny_llm):
+    for path in PATHS:
+        assert (await client.get(path)).status_code in (200, 401, 404, 405)
+    assert tiny_llm.is_awake
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(2000, marks=pytest.mark.slow)])
+async def test_sec_08_what_clients_invent_is_no_label(client, count):
+    def series(text):
+        return {line.rpartition(" ")[0] for line in text.splitlines() if not line.startswith("#")}
+
+    await client.get("/health")
+    before = series((await client.get("/metrics")).text)
+    for number in range(count):
+        await client.request(f"FOO{number}", f"/path/{number}", headers={"user-agent": f"agent-{number}"})
+    assert len(series((await client.get("/metrics")).text) - before) <= 5
+
+
+# --- SEC-09: the protocol --------------------------------------------------------------------------------------------
+
+LENGTHS = [
+    ["Content-Length: 2", "Transfer-Encoding: chunked"], ["Content-Length: -1"], ["Content-Length: abc"],
+    ["Content-Length: 2", "Content-Length: 3"], ["Content-Length: 2, 3"], ["Content-Length: +2"],
+    ["Transfer-Encoding: gzip"], ["Content-Length: " + "9" * 30],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("headers", LENGTHS, ids=range(len(LENGTHS)))
+def test_sec_09_bodies_of_two_lengths(live, headers):
+    status, answer = live.raw("POST", CHAT, "Host: localhost", "Content-Type: application/json", *headers, body=b"{}")
+    assert status in (400, 413, 501)
+    assert status == 501 or b'"error"' in answer
+
+
+@pytest.mark.parametrize("size", [64 << 10, 200 << 10, 10 << 20])
+def test_sec_09_one_large_header(live, size):
+    before = psutil.Process().memory_info().rss
+    status, _ = live.raw("GET", "/health", "Host: localhost", "X-Large: " + "x" * size)
+    assert status in (0, 400, 431)
+    assert psutil.Process().memory_info().rss - before < (16 << 20) + 3 * size  # ours is here, too
+
+
+def test_sec_09_many_headers_and_a_long_address(live):
+    many = [f"X-{number}: y" for number in range(10_000)]
+    assert live.raw("GET", "/health", "Host: localhost", *many)[0] in (0, 400, 431)
+    assert live.raw("GET", "/health", "Host: localhost", *many[:150])[0] == 431
+    assert live.raw("GET", "/" + "x" * (1 << 20), "Host: localhost")[0] in (0, 400, 414, 431)
+    assert live.raw("GET", "/" + "x" * 10_000, "Host: localhost")[0] == 414
+    assert live.raw("GET", "/health", "Host: localhost")[0] == 200
+
+
+@pytest.mark.parametrize("junk", [b"\x16\x03\x01\x02\x00", b"GET / HTTP/9.9\r\n\r\n", b"\0" * 100, b"GET /\r\n\r\n"])
+def test_sec_09_what_is_no_http(live, junk):
+    answer = live.exchange(junk, timeout=1.0)
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 4")
+
+
+# --- SEC-11, ERR-01, ERR-03: what leaks ------------------------------------------------------------------------------
+
+
+async def test_sec_11_no_key_or_token_shows(served):
+    """Everything the server said, at the most talkative level, and everything it wrote."""
+    async with served.client() as client:
+        texts = [(await client.get(path)).text for path in ("/metrics", "/v1/models", "/openapi.json", "/nothing")]
+        texts.append((await client.post(CHAT, json={"bad": served.KEY})).text)
+        texts.append((await client.post(CHAT, json=ask())).text)
+    assert httpx.get(f"{served.url}/v1/models").status_code == 401
+    shown = subprocess.run(["ps", "-o", "args=", "-p", str(served.process.pid)], capture_output=True, text=True).stdout
+    files = [p for p in served.home.rglob("*") if p.is_file()]
+    written = b"".join(p.read_bytes() for p in [served.log, *files])
+    for canary in (served.KEY, served.HF_TOKEN):
+        assert not any(canary in text for text in (*texts, shown))
+        assert canary.encode() not in written
+    run = served.home / "run"
+    assert run.stat().st_mode & 0o777 == 0o700
+    assert [p.stat().st_mode & 0o777 for p in run.iterdir()] == [0o600]
+
+
+async def test_err_01_a_fault_shows_nothing_of_our_insides(client, tiny_llm, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("<_io.BytesIO object at 0x7a95e299e750> in /home/user/secret.py")
+
+    monkeypatch.setattr(tiny_llm, "encode_chat", fail)
+    response = await client.post(CHAT, json=ask())
+    assert response.status_code == 500
+    assert response.json()["error"]["code"] == "internal_error" and response.headers["x-request-id"]
+    assert "0x7a95" not in response.text and "/home" not in response.text
+
+
+def test_err_01_messages_are_scrubbed():
+    from localllm.server.errors import sanitize
+
+    assert sanitize("<object at 0x7a95e299e750>") == "<object at 0x…>"
+    assert sanitize("cannot open /home/u/x.py now") == "cannot open … now"
+    assert sanitize("see http://127.0.0.1:8000/v1 and a/b") == "see http://127.0.0.1:8000/v1 and a/b"
+    assert "\x1b" not in sanitize("\x1b[2Jx") and sanitize("org/name:Q4") == "org/name:Q4"
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+async def test_err_03_log_lines_are_one_line_and_hold_no_text(make_client, caplog, form):
+    secret = "the very secret prompt"
+    caplog.set_level(logging.INFO, "localllm.access")
+    async with make_client(log_format=form) as client:
+        messages = [{"role": "user", "content": secret}]
+        await client.post(CHAT, json=ask(messages=messages), headers={"x-request-id": "id-1"})
+        await client.get("/v1/models/a%0d%0aInjected: yes%1b[2J")
+        await client.post(CHAT, json=ask(model="x\r\ny\x1b[31m", user=secret))
+    lines = [record.getMessage() for record in caplog.records if record.name == "localllm.access"]
+    assert len(lines) == 3 and "id-1" in lines[0]
+    for line in lines:
+        assert secret not in line and line.isprintable()
+    if form == "json":
+        first = json.loads(lines[0])
+        assert first["status"] == 200 and first["completion_tokens"] == 8 and first["prompt_tokens"] > 0
+
+
+def test_sec_02_ipv6_only():
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    try:
+        sock = bind(ServeOptions(host="::1", port=0))
+    except ServerError:
+        pytest.skip("no IPv6 here")
+    with sock:
+        assert sock.getsockname()[0] == "::1"
+
+
+def test_a_key_file_has_a_key_a_line(tmp_path):
+    from localllm.cli.command import Env, Options
+    from localllm.cli.serve import _keys
+
+    file = tmp_path / "keys"
+    file.write_text("# of the editor\nkey-one-1234\n\n  key-two-1234  \n")
+    env = Env(Options())
+    assert _keys(env, None, file) == ("key-one-1234", "key-two-1234")
+    for text, message in (("short\n", "5 characters"), ("# none\n", "holds no key")):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            _keys(env, None, file)
