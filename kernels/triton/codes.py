@@ -168,30 +168,32 @@ def group_min(min_ptr, scale_ptr, super_ptr, index, super_index, mask, scale, KI
 
 
 @triton.jit
-def _spread(groups, ROWS: tl.constexpr, HALVES: tl.constexpr):
-    """[ROWS, HALVES / 8], a number for each chunk -> [ROWS, HALVES]"""
-    return tl.reshape(tl.broadcast_to(groups[:, :, None], (ROWS, HALVES // 8, 8)), (ROWS, HALVES))
+def _spread(groups, ROWS: tl.constexpr, HALVES: tl.constexpr, RUN: tl.constexpr):
+    """[ROWS, HALVES / RUN], a number for each run of halves -> [ROWS, HALVES]"""
+    return tl.reshape(tl.broadcast_to(groups[:, :, None], (ROWS, HALVES // RUN, RUN)), (ROWS, HALVES))
 
 
 @triton.jit
 def group_terms(
-    scale_ptr, min_ptr, super_ptr, super_min_ptr, row, first_k, K: tl.constexpr, SCALE: tl.constexpr, MIN: tl.constexpr,
-    GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, ROWS: tl.constexpr, HALVES: tl.constexpr,
+    scale_ptr, min_ptr, super_ptr, super_min_ptr, row, first_half, K: tl.constexpr, PLANES: tl.constexpr,
+    SCALE: tl.constexpr, MIN: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    ROWS: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """What multiplies and what is added to the values of one plane of a tile: two float32 [ROWS, HALVES].
+    """What multiplies and what is added to the values of a tile of halves: two float32 [ROWS, HALVES].
 
-    row      int64 [ROWS]       first_k   [HALVES / 8], the first element of that plane in each chunk
+    row   int64 [ROWS]       first_half   the tile's first half, a multiple of 8
     """
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     SUPERS: tl.constexpr = K // 256
+    first_k = (first_half + tl.arange(0, HALVES // RUN) * RUN) * PLANES
     index = (row // SCALE_ROWS * GROUPS)[:, None] + (first_k // GROUP)[None, :]
     above = (row * SUPERS)[:, None] + (first_k // 256)[None, :]
     ok = (first_k < K)[None, :]
     scale = group_scale(scale_ptr, super_ptr, index, above, ok, SCALE)
-    factor = _spread(scale, ROWS, HALVES)
+    factor = _spread(scale, ROWS, HALVES, RUN)
     if MIN != "none":
         least = group_min(min_ptr, scale_ptr, super_min_ptr, index, above, ok, scale, MIN)
-        offset = _spread(least, ROWS, HALVES)
+        offset = _spread(least, ROWS, HALVES, RUN)
     else:
         offset = factor
     return factor, offset

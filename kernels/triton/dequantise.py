@@ -31,6 +31,7 @@ def dequantise_kernel(
     MIN: tl.constexpr,
     ZERO: tl.constexpr,
     GROUP: tl.constexpr,
+    RUN: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     ROW_SCALE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -53,17 +54,16 @@ def dequantise_kernel(
         high = shared.to(tl.int32) >> (4 * (half % 2))[None, :]
     else:
         high = tl.load(high_ptr + (row * H)[:, None] + half[None, :], mask=inside, other=0).to(tl.int32)
-    place = half // 8 * CHUNK + half % 8
+    if SCALE != "none":
+        factor, offset = group_terms(
+            scale_ptr, min_ptr, super_ptr, super_min_ptr, row, tl.program_id(1) * HALVES,
+            K, PLANES, SCALE, MIN, GROUP, RUN, SCALE_ROWS, ROWS, HALVES,
+        )  # fmt: skip
+    place = half // RUN * (RUN * PLANES) + half % RUN
     for i in tl.static_range(PLANES):
-        k = place + i * 8
+        k = place + i * RUN
         value = half_value(h, high, i, CODE, LOW, HIGH, ZERO)
         if SCALE != "none":
-            if (i * 8) % GROUP == 0:
-                first_k = (tl.program_id(1) * (HALVES // 8) + tl.arange(0, HALVES // 8)) * CHUNK + i * 8
-                factor, offset = group_terms(
-                    scale_ptr, min_ptr, super_ptr, super_min_ptr, row, first_k,
-                    K, SCALE, MIN, GROUP, SCALE_ROWS, ROWS, HALVES,
-                )  # fmt: skip
             value *= factor
             if MIN != "none":
                 value += offset

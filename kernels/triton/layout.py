@@ -1,8 +1,10 @@
 """Canonical weights -> `Prepared`, the one layout that all product kernels read, and back. Plain torch, no Triton.
 
-A row is cut into chunks of 16 bytes: eight 16-bit halves h of P planes each, P = 16 / bits. Plane i of half h holds
-element i * 8 + h of its chunk. So a thread loads 16 bytes and owns 8 * P whole elements of one scale group or more,
-the eight activations that meet plane i lie side by side, and a tile of halves is, plane by plane, an operand of `mma`.
+A row is cut into chunks of 16 bytes: eight 16-bit halves h of P planes each, P = 16 / bits. The halves of a chunk come
+in runs of R that hold one scale group: R = 8, or fewer where groups are smaller than a chunk. Plane i of half h holds
+element (h // R) * R * P + i * R + h % R. So a thread loads 16 bytes and owns 8 * P elements of whole scale groups, the
+R activations that meet plane i lie side by side, and a tile of halves is, plane by plane, an operand of `mma`. The
+bytes of a group stay together, in an order of their own: a block-scaled product of 16 elements reads them as they lie.
 
 code   bits low+high  value of a code q        from
 bf16   16             q                        dense
@@ -40,7 +42,7 @@ from ..dequant import FP8_BLOCK, row_chunk, unpack_nibbles
 from ..gguf_blocks import E2M1, IQ4, exp2_e8m0
 from ..weight import Weight
 from .gguf_codes import GGUF_CODES, split_blocks
-from .layout_codes import CODES, HALVES, Code
+from .layout_codes import CODES, HALVES, Code, run_of
 
 __all__ = ["Prepared", "prepare", "unpack", "unpack_rows"]
 
@@ -84,6 +86,11 @@ class Prepared(NamedTuple):
         return sum(t.numel() * t.element_size() for t in self if isinstance(t, Tensor))
 
     @property
+    def run(self) -> int:
+        """Halves whose planes follow one another."""
+        return run_of(self.code, self.group)
+
+    @property
     def is_float32(self) -> bool:
         """Stored as float32, which keeps its bits and runs in torch."""
         return self.low.dtype == torch.float32
@@ -111,7 +118,7 @@ def _dense(w: Weight) -> Prepared:
 
 def _int4g(w: Weight) -> Prepared:
     assert w.scales is not None
-    low, high = _packed(w, "int4")
+    low, high = _packed(w, "int4", _group(w))
     made = Prepared(w.shape, "int4", low, high, "float", _rows(w.scales), zero=8, group=_group(w))
     if w.mins is not None:
         return made._replace(min_kind="float", mins=_rows(w.mins), zero=0)
@@ -122,15 +129,16 @@ def _int4g(w: Weight) -> Prepared:
 
 def _int8(w: Weight) -> Prepared:
     assert w.scales is not None
-    low, _ = _packed(w, "int8")
+    group = 0 if w.scales.shape[1] == 1 else _group(w)
+    low, _ = _packed(w, "int8", group)
     if w.scales.shape[1] == 1:
         return Prepared(w.shape, "int8", low, row_scale=w.scales.float().reshape(-1), zero=128)
-    return Prepared(w.shape, "int8", low, None, "float", _rows(w.scales), zero=128, group=_group(w))
+    return Prepared(w.shape, "int8", low, None, "float", _rows(w.scales), zero=128, group=group)
 
 
 def _fp4g16(w: Weight) -> Prepared:
     assert w.scales is not None and w.global_scale is not None
-    low, _ = _packed(w, "e2m1")
+    low, _ = _packed(w, "e2m1", 16)
     scales = _rows(w.scales.view(torch.uint8))
     return Prepared(w.shape, "e2m1", low, None, "e4m3", scales, row_scale=w.global_scale.float(), group=16)
 
@@ -170,7 +178,7 @@ def _gguf(w: Weight) -> Prepared:
     layout = GGUF_CODES.get(w.block_type)
     if layout is None:
         raise ValueError(f"no layout for {w.block_type} blocks")
-    low, high = _packed(w, layout.code)
+    low, high = _packed(w, layout.code, layout.group)
     parts = split_blocks(w.qweight, w.block_type)
     return Prepared(
         w.shape,
@@ -221,17 +229,19 @@ def _codes(w: Weight, rows: slice) -> Tensor:
     return codes ^ 0x80 if w.form == "int8" else codes
 
 
-def _packed(w: Weight, code: str) -> tuple[Tensor, Tensor | None]:
+def _packed(w: Weight, code: str, group: int = 0) -> tuple[Tensor, Tensor | None]:
     """Halves int16 [N, C * 8] and high bits uint8 [N, C * high_bytes], converted in bounded chunks of rows."""
     n, k = w.shape
-    kind = CODES[code]
+    kind, run = CODES[code], run_of(code, group)
     chunks = -(-k // kind.chunk)
     low = torch.empty(n, chunks * HALVES, dtype=torch.int16, device=w.qweight.device)
     high = low.new_empty(n, chunks * kind.high_bytes, dtype=torch.uint8) if kind.high else None
     step = max(1, 16 * row_chunk(k)) if low.is_cuda else row_chunk(k)
     for start in range(0, n, step):
         rows = slice(start, min(start + step, n))
-        codes = _pad_columns(_codes(w, rows), kind.chunk).view(-1, chunks, kind.planes, HALVES)
+        # [rows, C, runs, planes, run] -> [rows, C, planes, halves]
+        codes = _pad_columns(_codes(w, rows), kind.chunk).view(-1, chunks, HALVES // run, kind.planes, run)
+        codes = codes.transpose(2, 3).flatten(3)
         low[rows] = _pack_low(codes, kind).flatten(1)
         if high is not None:
             high[rows] = _pack_high(codes >> kind.low, kind).flatten(1)
@@ -270,7 +280,8 @@ def _unpack_codes(p: Prepared, rows: slice) -> Tensor:
         if kind.high_bytes == 4:
             high = torch.stack([high & 15, high >> 4], -1).flatten(2)
         codes = codes | (((high.unsqueeze(2) >> (shifts * kind.high)) & ((1 << kind.high) - 1)) << kind.low)
-    return codes.to(torch.uint8).flatten(1)[:, : p.shape[1]]
+    codes = codes.to(torch.uint8).unflatten(3, (HALVES // p.run, p.run)).transpose(2, 3)
+    return codes.flatten(1)[:, : p.shape[1]]
 
 
 def _values(p: Prepared, rows: slice) -> Tensor:

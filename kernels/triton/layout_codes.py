@@ -45,3 +45,9 @@ CODES = {
     "int2": Code(2),
     "int3": Code(2, 1),
 }
+
+
+def run_of(code: str, group: int) -> int:
+    """Halves whose planes follow one another: all eight, or so many that they hold one scale group. 0: no groups."""
+    chunk = CODES[code].chunk
+    return HALVES if group == 0 or group >= chunk else HALVES * group // chunk

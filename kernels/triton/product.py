@@ -143,6 +143,7 @@ def _constants(p: Prepared) -> dict[str, Any]:
         "MIN": p.min_kind,
         "ZERO": p.zero,
         "GROUP": p.group if p.scales is not None and p.scales.shape[1] > 1 else WHOLE_ROW,
+        "RUN": p.run,
         "SCALE_ROWS": p.scale_rows,
         "ROW_SCALE": p.row_scale is not None,
     }

@@ -31,6 +31,15 @@ DECODE = MappingProxyType(
     }
 )  # fmt: skip
 """instructions a weight, counted in the machine code for sm_90"""
+REGISTERS_A_ROW = MappingProxyType(
+    {
+        "bf16": 9, "f16": 9, "e4m3": 12, "int8": 13, "int4": 16, "e2m1": 15, "iq4": 16,
+        "int5": 26, "int6": 28, "int2": 37, "int3": 52,
+    }
+)  # fmt: skip
+"""of `vector_kernel`, as compiled"""
+STEP_ELEMENTS = 64
+"""most weights a thread of `tile_kernel` decodes in a step: with more the compiler runs out of registers"""
 MOST = 8
 """candidates handed to the tuner"""
 SMALL_TOKENS = 16
@@ -121,8 +130,8 @@ def vector_tiles(n: int, k: int, code: str, card: Card, gated: bool = False) -> 
     options = []
     for rows in (2, 4, 8) if gated else (1, 2, 4, 8):
         for warps, wide in ((1, 32), (2, 64), (4, 128), (8, 256)):
-            registers = 36 + rows * (7 + kind.planes) + 8 * kind.high * kind.planes // 2
-            if wide > max(_power(chunks), 32) or registers > 168:
+            registers = 28 + rows * REGISTERS_A_ROW[code]
+            if wide > max(_power(chunks), 32) or registers > 200:
                 continue
             elements = rows * kind.chunk * chunks / (32 * warps)
             load = Load(
@@ -149,7 +158,9 @@ def tile_tiles(n: int, k: int, code: str, tokens: int, card: Card, gated: bool =
     shapes = ((16, 1), (32, 2), (64, 4)) if tokens <= SMALL_TOKENS else ((64, 4), (128, 4), (128, 8))
     options = []
     for rows, warps in shapes:
-        for halves in (32, 64):
+        for halves in (16, 32, 64):
+            if not STEP_ELEMENTS // 4 <= rows * halves * kind.planes // (32 * warps) <= STEP_ELEMENTS:
+                continue
             for split in (1, 2, 4, 8):
                 if halves * split > max(halves_in_row, 32) or (split > 1 and -(-n // rows) > 4 * card.num_sms):
                     continue

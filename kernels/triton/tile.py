@@ -75,6 +75,7 @@ def tile_kernel(
     MIN: tl.constexpr,
     ZERO: tl.constexpr,
     GROUP: tl.constexpr,
+    RUN: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     ROW_SCALE: tl.constexpr,
     BIAS: tl.constexpr,
@@ -132,10 +133,15 @@ def tile_kernel(
             high = shared.to(tl.int32) >> (4 * (half % 2))[None, :]
         else:
             high = tl.load(high_ptr + (row64 * H)[:, None] + half[None, :], mask=(half < H)[None, :]).to(tl.int32)
-        place = half // 8 * CHUNK + half % 8
+        place = half // RUN * (RUN * PLANES) + half % RUN
+        if SCALE != "none" and not AFTER:
+            factor, offset = group_terms(
+                scale_ptr, min_ptr, super_ptr, super_min_ptr, row64, step * HALVES,
+                K, PLANES, SCALE, MIN, GROUP, RUN, SCALE_ROWS, ROWS, HALVES,
+            )  # fmt: skip
         part = tl.zeros((ROWS, TOKENS), tl.float32)
         for i in tl.static_range(PLANES):
-            k = place + i * 8
+            k = place + i * RUN
             if EVEN:
                 x = tl.load(x_rows + k[:, None], mask=token_ok[None, :], other=0.0)
             else:
@@ -154,12 +160,6 @@ def tile_kernel(
                 else:
                     w = _exact_operand(h, high, i, CODE, LOW, HIGH, ZERO, OPERAND)
             else:
-                if (i * 8) % GROUP == 0:  # the first plane of a group
-                    first_k = (step * (HALVES // 8) + tl.arange(0, HALVES // 8)) * CHUNK + i * 8
-                    factor, offset = group_terms(
-                        scale_ptr, min_ptr, super_ptr, super_min_ptr, row64, first_k,
-                        K, SCALE, MIN, GROUP, SCALE_ROWS, ROWS, HALVES,
-                    )  # fmt: skip
                 value = half_value(h.to(tl.int32), high, i, CODE, LOW, HIGH, ZERO) * factor
                 if MIN != "none":
                     value += offset

@@ -30,6 +30,40 @@ def _load_words(low_ptr, high_ptr, row_ok, rows, chunk, C: tl.constexpr, CODE: t
 
 
 @triton.jit
+def _load_run(
+    ptr, chunk, first: tl.constexpr, K: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr, RUN: tl.constexpr
+):
+    """float32 [CHUNKS, RUN]: elements first.. of each chunk."""
+    k = chunk[:, None] * CHUNK + first + tl.arange(0, RUN)[None, :]
+    if K % CHUNK == 0:
+        ok = (chunk < C)[:, None]
+    else:
+        ok = k < K
+    return tl.load(ptr + k, mask=ok, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_plane(
+    ptr, chunk, PLANE: tl.constexpr, K: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr, RUN: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """float32 [CHUNKS, 8]: the elements that plane PLANE of the halves of a chunk meets, all eight in one thread."""
+    STEP: tl.constexpr = CHUNK * RUN // 8  # elements of a run of halves
+    at: tl.constexpr = PLANE * RUN
+    x = _load_run(ptr, chunk, at, K, C, CHUNK, RUN)
+    if RUN == 4:
+        y = _load_run(ptr, chunk, at + STEP, K, C, CHUNK, RUN)
+        x = tl.reshape(tl.permute(tl.join(x, y), (0, 2, 1)), (CHUNKS, 8))
+    elif RUN == 2:
+        y = _load_run(ptr, chunk, at + STEP, K, C, CHUNK, RUN)
+        low = tl.join(x, y)
+        x = _load_run(ptr, chunk, at + 2 * STEP, K, C, CHUNK, RUN)
+        y = _load_run(ptr, chunk, at + 3 * STEP, K, C, CHUNK, RUN)
+        x = tl.reshape(tl.permute(tl.join(low, tl.join(x, y)), (0, 3, 2, 1)), (CHUNKS, 8))
+    return x
+
+
+@triton.jit
 def gated(gate, up, KIND: tl.constexpr):
     """act(gate) * up, float32; KIND silu or gelu_tanh: 0.5 g (1 + tanh(u)) = g sigmoid(2u)."""
     if KIND == "silu":
@@ -64,6 +98,7 @@ def vector_kernel(
     MIN: tl.constexpr,
     ZERO: tl.constexpr,
     GROUP: tl.constexpr,
+    RUN: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     ROW_SCALE: tl.constexpr,
     BIAS: tl.constexpr,
@@ -80,7 +115,7 @@ def vector_kernel(
     C: tl.constexpr = (K + CHUNK - 1) // CHUNK
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     SUPERS: tl.constexpr = K // 256
-    STEP: tl.constexpr = GROUP // 8 if GROUP // 8 < PLANES else PLANES  # planes that share a scale
+    RUNS: tl.constexpr = 8 // RUN
 
     token = tl.program_id(1)
     t = tl.arange(0, ROWS)
@@ -92,54 +127,52 @@ def vector_kernel(
         rows = tl.program_id(0) * ROWS + t
         row_ok = rows < n
     lane = tl.arange(0, CHUNKS)
-    h = tl.arange(0, 8)
+    x_row = x_ptr + token.to(tl.int64) * K
 
     w_next, high_next = _load_words(low_ptr, high_ptr, row_ok, rows, lane, C, CODE, HIGH)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
-    acc = tl.zeros((ROWS, CHUNKS), tl.float32)
+    acc = tl.zeros((ROWS, CHUNKS, RUNS), tl.float32)
     squares = tl.zeros((CHUNKS,), tl.float32)
     for c0 in range(0, C, CHUNKS):
         w, high = w_next, high_next
         chunk = c0 + lane
         if c0 + CHUNKS < C:
             w_next, high_next = _load_words(low_ptr, high_ptr, row_ok, rows, chunk + CHUNKS, C, CODE, HIGH)
-        for start in tl.static_range(0, PLANES, STEP):
-            p = tl.zeros((ROWS, CHUNKS, 4), tl.float32)
-            xs = tl.zeros((CHUNKS,), tl.float32)
-            for i in tl.static_range(start, start + STEP):
-                k = chunk[:, None] * CHUNK + i * 8 + h[None, :]
-                if K % CHUNK == 0:
-                    x_ok = (chunk < C)[:, None]
-                else:
-                    x_ok = k < K
-                x = tl.load(x_ptr + token.to(tl.int64) * K + k, mask=x_ok, other=0.0).to(tl.float32)
-                if NORM:
-                    squares += tl.sum(x * x, 1)
-                    x *= tl.load(norm_ptr + k, mask=x_ok, other=0.0).to(tl.float32) + norm_offset
-                if MIN != "none" or ZERO != 0:
-                    xs += tl.sum(x, 1)
-                even, odd = tl.split(tl.reshape(x, (CHUNKS, 4, 2)))
-                p = add_part(p, w, high, even[None, :, :], i, 0, CODE, LOW, HIGH)
-                p = add_part(p, w, high, odd[None, :, :], i, 1, CODE, LOW, HIGH)
-            part = tl.sum(p, 2) * end_factor(CODE)
-            if SCALE != "none":
-                ok = row_ok[:, None] & (chunk < C)[None, :]
-                group = (chunk * CHUNK + start * 8) // GROUP
-                index = (rows // SCALE_ROWS).to(tl.int64)[:, None] * GROUPS + group[None, :]
-                above = rows.to(tl.int64)[:, None] * SUPERS + ((chunk * CHUNK + start * 8) // 256)[None, :]
-                scale = group_scale(scale_ptr, super_ptr, index, above, ok, SCALE)
-                part = scale * part
-                if MIN != "none":
-                    part += group_min(min_ptr, scale_ptr, super_min_ptr, index, above, ok, scale, MIN) * xs[None, :]
-                elif ZERO != 0:
-                    part -= scale * (ZERO * xs)[None, :]
+        p = tl.zeros((ROWS, CHUNKS, 4), tl.float32)
+        xs = tl.zeros((CHUNKS, RUNS), tl.float32)
+        for i in tl.static_range(PLANES):
+            x = _load_plane(x_row, chunk, i, K, C, CHUNK, RUN, CHUNKS)
+            if NORM:
+                squares += tl.sum(x * x, 1)
+                x *= _load_plane(norm_ptr, chunk, i, K, C, CHUNK, RUN, CHUNKS) + norm_offset
+            if MIN != "none" or ZERO != 0:
+                xs += tl.sum(tl.reshape(x, (CHUNKS, RUNS, RUN)), 2)
+            even, odd = tl.split(tl.reshape(x, (CHUNKS, 4, 2)))
+            p = add_part(p, w, high, even[None, :, :], i, 0, CODE, LOW, HIGH)
+            p = add_part(p, w, high, odd[None, :, :], i, 1, CODE, LOW, HIGH)
+        part = tl.sum(tl.reshape(p, (ROWS, CHUNKS, RUNS, 4 // RUNS)), 3) * end_factor(CODE)
+        if SCALE != "none":
+            ok = row_ok[:, None, None] & (chunk < C)[None, :, None]
+            if RUNS == 1:
+                group = (chunk * CHUNK // GROUP)[:, None]
+            else:
+                group = chunk[:, None] * RUNS + tl.arange(0, RUNS)[None, :]
+            index = ((rows // SCALE_ROWS).to(tl.int64) * GROUPS)[:, None, None] + group[None]
+            above = (rows.to(tl.int64) * SUPERS)[:, None, None] + (chunk * CHUNK // 256)[None, :, None]
+            scale = group_scale(scale_ptr, super_ptr, index, above, ok, SCALE)
+            part = scale * part
+            if MIN != "none":
+                part += group_min(min_ptr, scale_ptr, super_min_ptr, index, above, ok, scale, MIN) * xs[None]
             elif ZERO != 0:
-                part -= (ZERO * xs)[None, :]
-            acc += part
+                part -= scale * (ZERO * xs)[None]
+        elif ZERO != 0:
+            part -= (ZERO * xs)[None]
+        acc += part
 
+    acc = tl.sum(acc, 2)
     y = tl.sum(acc, 1)
     if NORM:
         y *= 1.0 / tl.sqrt_rn(tl.sum(squares, 0) / K + eps)
