@@ -20,6 +20,7 @@ from .cases import ModelShapes
 from .dense_linear import TWIN
 from .ops import OPS, choose_op, op_impls
 from .records import Records
+from .sampling_trial import SampleOp, sampler_error
 from .segments import HeadWeights, KernelTable, LayerCall, kernel_table
 from .trial import SegmentTrial, is_device_lost, layer_kind, linear_error, op_error
 from .weight import Weight
@@ -111,6 +112,10 @@ class SelfTest:
             if all(good):
                 return table
             table = kernel_table(shapes.facts, quarantined | self.quarantined)
+
+    def sampler_passed(self, name: str, run: SampleOp, vocab: int, device: str) -> bool:
+        """Whether `run` samples as `sampling.sample` does."""
+        return self._passed(f"sample:{name}", f"{vocab}", partial(sampler_error, run, vocab, device))
 
     # --- verdicts --------------------------------------------------------------------------------------------------
 

@@ -99,7 +99,7 @@ class Boot:
 
     def _assemble(self) -> Assembled:
         try:
-            return assemble(self._model, self.plan, **self._options)
+            return assemble(self._model, self.plan, selftest=self._selftest, **self._options)
         except (MemoryError, RuntimeError) as error:
             if "out of memory" not in str(error).lower() and not isinstance(error, MemoryError):
                 raise
@@ -168,6 +168,8 @@ class Boot:
         graphs = self._assembled.runner.graphs
         if graphs is not None and any(one.us < one.first_us for one in tuned):
             graphs.capture()
+            if self._assembled.runner.sampler is not None:
+                graphs.capture_sampler(self._assembled.runner.sampler)
 
     @property
     def facts_line(self) -> str:

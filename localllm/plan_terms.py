@@ -27,6 +27,10 @@ GRAPH_BYTES = 8 * MIB
 """what the driver keeps of one captured decode step beside the memory its tensors take"""
 DECODE_SPLITS = 64
 """most pieces that decode attention cuts a sequence into; their sums are merged afterwards"""
+SAMPLED_BYTES = 4 * 2048 * 8
+"""of a row's cuts while it is sampled on a GPU: `kernels.triton.sampling`"""
+WISH_BYTES = 320 * 8
+"""of a row's biases: `kernels.sampling.SamplingInputs`"""
 INT4_FORMATS = ("Q4_0", "Q4_1", "awq", "gptq", "compressed-tensors")
 DENSE_FORMATS = {"bf16": 2, "fp16": 2, "f16": 2, "f32": 4, "BF16": 2, "F16": 2, "F32": 4}
 """stored formats of plain numbers -> bytes each"""
@@ -163,11 +167,14 @@ def work_terms(
     outputs = sum(size * (vocab * 4 + facts.hidden_size * 2) for size in buckets)
     merged = max_parallel * facts.num_heads * DECODE_SPLITS * (facts.head_dim + 2) * 4
     tables = windows * max_parallel * -(-ctx // page_size) * 4
+    decoding = activation_bytes(facts, max_parallel, 2) + merged
+    sampled = max_parallel * (vocab * (2 + 4) + SAMPLED_BYTES)  # 16-bit logits, and what sampling makes of them
+    wishes = max_parallel * (vocab * 4 + vocab // 8 + WISH_BYTES)  # tokens counted, masks, biases
     terms = {
         "context": CONTEXT_BYTES,
         "activations": activation_bytes(facts, rows, 2) + merged,
-        "logits": max_parallel * vocab * (4 * 3 + 2),
-        "graphs": outputs + activation_bytes(facts, max_parallel, 2) + merged + GRAPH_BYTES * len(buckets),
+        "logits": decoding + sampled + max_parallel * vocab * 4,
+        "graphs": outputs + decoding + sampled + wishes + GRAPH_BYTES * len(buckets),
         "tables": rope_bytes(facts, ctx) + tables,
     }
     if unified:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
 
+from localllm.kernels.selftest import SelfTest
 from localllm.models.kv_cache import KVCache
 from localllm.models.model import Model
 from localllm.plan import Plan
 
 from .cuda_graph import CudaCapture, DecodeGraphs
 from .decode_inputs import DecodeInputs
+from .device_sampler import DeviceSampler
 from .engine import Engine, EngineOptions
 from .memory_meter import Meter
 from .pages import GroupPages
 from .runner import Runner
 from .scheduler import SchedulerLimits
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +47,18 @@ class Assembled:
 
 
 def assemble(
-    model: Model, plan: Plan, *, prefix_cache: bool = True, check_invariants: bool = False, graphs: bool = True
+    model: Model,
+    plan: Plan,
+    *,
+    selftest: SelfTest | None = None,
+    prefix_cache: bool = True,
+    check_invariants: bool = False,
+    graphs: bool = True,
 ) -> Assembled:
     """Everything between the weights and `Engine.start`. Raises what the device raises when memory is short.
 
-    graphs   False runs every step eagerly
+    selftest  tries the sampler
+    graphs    False runs every step eagerly
     """
     device = torch.device(plan.device)
     captures = graphs and device.type == "cuda" and bool(plan.graph_buckets)
@@ -63,6 +75,10 @@ def assemble(
         meter.note("tables")
         decode = DecodeGraphs(model, cache, inputs, plan.graph_buckets, CudaCapture())
         decode.capture()
+    sampler = _sampler(model, plan, device, selftest)
+    if sampler is not None and decode is not None:
+        decode.capture_sampler(sampler)
+    if captures:
         meter.note("graphs", reserved=True)
     groups = tuple(GroupPages(count, group.window) for count, group in zip(plan.num_pages, model.groups, strict=True))
     options = EngineOptions(
@@ -73,5 +89,20 @@ def assemble(
         check_invariants=check_invariants,
         runs_ahead=device.type == "cuda",
     )
-    runner = Runner(model, cache, model.facts.vocab_size, decode)
+    runner = Runner(model, cache, model.facts.vocab_size, decode, sampler)
     return Assembled(Engine(runner, groups, options, device), runner, cache, meter.found)
+
+
+def _sampler(model: Model, plan: Plan, device: torch.device, selftest: SelfTest | None) -> DeviceSampler | None:
+    """What samples on a GPU; None where its op does not run or is wrong: then the host samples."""
+    if device.type != "cuda":
+        return None
+    try:
+        from localllm.kernels.triton.sampling import sample
+    except ImportError as error:  # no Triton for this system
+        log.warning("sampling on the host: %s", error)
+        return None
+    vocab = model.facts.vocab_size
+    if selftest is not None and not selftest.sampler_passed("triton", sample, vocab, str(device)):
+        return None
+    return DeviceSampler(sample, plan.max_parallel, vocab, device)

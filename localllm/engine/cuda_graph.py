@@ -73,6 +73,14 @@ class CudaCapture:
         return outputs, graph.replay
 
 
+class CapturableSampler(Protocol):
+    """What samples from the logits of a bucket."""
+
+    def capture(self, buckets: tuple[Bucket, ...], capture: Callable[[Run], Captured]) -> None:
+        """Capture it for every bucket."""
+        ...
+
+
 def rerun(run: Run) -> Captured:
     """In place of a capture where there is no GPU: a replay runs again and writes into the outputs of the first run."""
     outputs = run()
@@ -107,6 +115,14 @@ class DecodeGraphs:
         self._buckets: list[Bucket] = []
         self.failure = ""
         """why a bucket was not captured; it and larger ones run eagerly"""
+
+    def capture_sampler(self, sampler: CapturableSampler) -> None:
+        """Capture sampling from every bucket's logits; where that fails it is launched, and `failure` says so."""
+        try:
+            sampler.capture(self.buckets, self._capture)
+        except Exception as error:
+            self.failure = f"sampling: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            log.warning("CUDA graphs: %s", self.failure, exc_info=error)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:

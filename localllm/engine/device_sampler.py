@@ -87,8 +87,9 @@ class DeviceSampler:
         self, buckets: tuple[Bucket, ...], capture: Callable[[Callable[[], tuple[Tensor, ...]]], Captured]
     ) -> None:
         """A graph for every bucket's logits, with cuts and without. Raises what the capture raises."""
-        self._graphs.clear()
+        self._graphs = {}
         self._load([], [])
+        found: dict[tuple[int, bool], _Captured] = {}
         for bucket in sorted(buckets, key=lambda one: -one.size):
             for cuts in (True, False):
 
@@ -96,7 +97,8 @@ class DeviceSampler:
                     return tuple(self._op(logits, self.inputs, cuts))
 
                 outputs, replay = capture(run)
-                self._graphs[bucket.size, cuts] = _Captured(Sampled(*outputs), replay)
+                found[bucket.size, cuts] = _Captured(Sampled(*outputs), replay)
+        self._graphs = found
 
     def draw(self, logits: Tensor, rows: list[int], sequences: list[Sequence], bucket: int = 0) -> Draw:
         """One token for each of `sequences`.

@@ -41,7 +41,7 @@ class PagePool:
         return len(self._free) + self._num_reclaimable
 
     def states(self, most: int = 4096) -> bytes:
-        """One byte a page: 0 free, 1 held by the prefix tree alone, 2 in use; of a large pool every n-th, `most` in all.
+        """One byte a page: 0 free, 1 held by the prefix tree alone, 2 in use; of a large pool every n-th, up to `most`.
 
         May be called from another thread: what it sees is a moment old.
         """

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -111,7 +112,7 @@ class WorstSteps:
         self._runner = runner
         self._builder = builder
         self._plan = plan
-        self._pages = pages
+        self.pages = pages
         self._num_layers = num_layers
 
     def prefill(self) -> None:
@@ -126,12 +127,12 @@ class WorstSteps:
     def _sequence(self, length: int, written: int, index: int) -> Sequence:
         """One of `length` tokens, the last `written` of which go to pages of their own, other than its neighbours'."""
         params = SamplingParams(temperature=1.0, top_p=0.95, seed=index, max_tokens=2)
-        sequence = Sequence(Request([1] * length, params), index, len(self._pages), index, 2)
+        sequence = Sequence(Request([1] * length, params), index, len(self.pages), index, 2)
         size = self._plan.page_size
         count = -(-length // size)
         first_written = (length - written) // size
         own = count - first_written
-        for group, pages in enumerate(self._pages):
+        for group, pages in enumerate(self.pages):
             table = [pages[i % len(pages)] for i in range(count)]
             table[first_written:] = [pages[(index * own + i) % len(pages)] for i in range(own)]
             sequence.block_tables[group] = table
@@ -165,21 +166,20 @@ def prove_on_gpu(
         Term("graphs", planned["graphs"] - drivers, held.get("graphs", 0)),
     ]
     failure = ""
-    for name, sizes in (("activations", ()), ("logits", plan.graph_buckets or (plan.max_parallel,))):
-
-        def run(sizes: tuple[int, ...] = sizes) -> None:
-            for size in sizes:
-                worst.decode(size)
-            if not sizes:
-                worst.prefill()
-
+    eager = WorstSteps(runner, builder, plan, worst.pages, num_layers=1 << 30)  # every layer, without graphs
+    steps: tuple[tuple[str, Callable[[], None]], ...] = (
+        ("activations", eager.prefill),
+        ("logits", partial(eager.decode, plan.max_parallel)),
+        *((f"graph of {size}", partial(worst.decode, size)) for size in plan.graph_buckets),
+    )
+    for name, step in steps:
         try:
-            terms.append(Term(name, planned[name], gpu_peak(device, run)))
+            terms.append(Term(name, planned.get(name, 0), gpu_peak(device, step)))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             torch.cuda.empty_cache()
-            failure = f"memory ran out in the steps for {name}"
+            failure = f"memory ran out in the worst step of {name}"
             break
     if context_bytes is not None:
         terms.append(Term("context", planned["context"] + drivers, context_bytes))

@@ -104,10 +104,10 @@ class Runner:
         """Copy shared pages that are about to be written, then run the model.
 
         before      where the tokens of a step that is ahead come from
-        num_layers  only the first so many layers, to see what a step takes
+        num_layers  only the first so many layers, without graphs, to see what a step takes
         """
         self._copy_pages(step.copies)
-        if self.graphs is not None and self.graphs.takes(step):
+        if self.graphs is not None and num_layers is None and self.graphs.takes(step):
             bucket, count = self.graphs.forward(step, before), len(step.scheduled)
             return ForwardOutput(self.model, bucket.hidden[:count], bucket.logits[:count], bucket.size)
         batch = builder.build(step)

@@ -166,6 +166,40 @@ def test_no_proof_where_others_took_the_memory(monkeypatch: pytest.MonkeyPatch) 
     assert job(lambda: False) and not found
 
 
+def test_a_gpu_proof_compares_term_by_term_and_survives_a_card_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a meter in the allocator's place: which steps run, and what follows from what they took."""
+    import localllm.engine.proof as module
+
+    made = plan(model_facts(), MACHINES["rtx4090"], PlanOptions(ctx=1000, prefill_budget=100, max_parallel=4))
+    took = dict(made.work_terms)
+    model = Noting()
+    cache = KVCache(cache_groups(model_facts()), made.num_pages, made.page_size, made.kv)
+    runner = Runner(model, cache, 1000)
+    held = {"weights": made.weight_bytes, "kv": made.kv_bytes, "tables": took["tables"]}
+    held["graphs"] = took["graphs"] - 3 * module.GRAPH_BYTES
+    order = iter(["activations", "logits", "none", "none", "none"])
+
+    def peak(device: torch.device, call: Any) -> int:
+        call()
+        return took.get(next(order), 0)
+
+    monkeypatch.setattr(module, "gpu_peak", peak)
+    proof = module.prove_on_gpu(runner, BatchBuilder(1, 16, torch.device("cpu")), made, held, took["context"])
+    assert proof.held and all(abs(term.error) < 0.05 for term in proof.terms if term.planned_bytes)
+    sizes = [(len(batch.query_lens), batch.seq_lens[0], layers) for batch, layers in model.batches]
+    every = 1 << 30
+    assert sizes == [(1, 999, every), (4, 999, every), (1, 999, None), (2, 999, None), (4, 999, None)]
+
+    def full(device: torch.device, call: Any) -> int:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(module, "gpu_peak", full)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    proof = module.prove_on_gpu(runner, BatchBuilder(1, 16, torch.device("cpu")), made, held)
+    assert not proof.held and "worst step of activations" in str(proof)
+    assert proof.excess_bytes > 0.09 * proof.planned_bytes
+
+
 # --- what is remembered ----------------------------------------------------------------------------------------------
 
 

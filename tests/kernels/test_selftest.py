@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from localllm.kernels import LinearFacts, Weight, choose, linear_impls, reference
+from localllm.kernels import LinearFacts, Weight, choose, linear_impls, reference, sampling
 from localllm.kernels.cases import ModelShapes, op_cases
 from localllm.kernels.cpu import ops as cpu_ops
 from localllm.kernels.ops import OPS, OpFacts, OpImpl
@@ -133,6 +133,24 @@ def test_a_kernel_that_crashes_the_card_is_passed_over_from_the_next_start_on(
     test = SelfTest(Records("selftest", {}, tmp_path))
     assert dict(test.table(SHAPES).ops)["rope"] == "c"
     assert "left the device unusable" in test.failures[0].reason
+
+
+def test_a_wrong_sampler_is_caught() -> None:
+    def off_by_one(logits: Tensor, inputs: Any, cuts: bool) -> Any:
+        out = sampling.sample(logits, inputs, cuts)
+        return out._replace(token_ids=(out.token_ids + 1) % logits.shape[1])
+
+    def forgets_cuts(logits: Tensor, inputs: Any, cuts: bool) -> Any:
+        return sampling.sample(logits, inputs, False)
+
+    def counts_nothing(logits: Tensor, inputs: Any, cuts: bool) -> Any:
+        return sampling.sample(logits, inputs._replace(history=inputs.history.clone()), cuts)
+
+    assert SelfTest().sampler_passed("twin", sampling.sample, 4001, "cpu")
+    for run, words in ((off_by_one, "greedy"), (forgets_cuts, "random rows"), (counts_nothing, "counted")):
+        test = SelfTest()
+        assert not test.sampler_passed("planted", run, 4001, "cpu")
+        assert words in test.failures[0].reason and test.failures[0].name == "sample:planted"
 
 
 def test_verdicts_are_kept_until_something_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,91 @@
+"""The sampling op against its twin: every wish in a row of its own, on logits of the model's vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from .sampling import (
+    FREQUENCY,
+    MASK,
+    MIN_P,
+    NUM_BIAS,
+    POSITION,
+    PRESENCE,
+    REPETITION,
+    SEED,
+    SLOT,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    Sampled,
+    SamplingInputs,
+    sample,
+)
+from .trial import compare, tried
+
+SampleOp = Callable[[Tensor, SamplingInputs, bool], Sampled]
+GREEDY_ROWS = 4
+"""plain, biased, masked, penalised"""
+RANDOM = (  # temperature, top_p, min_p, top_k
+    (0.7, 1.0, 0.0, 0),
+    (1.0, 0.9, 0.0, 0),
+    (1.3, 1.0, 0.05, 0),
+    (0.8, 0.95, 0.0, 40),
+    (1.0, 1.0, 0.0, 5),
+    (5.0, 0.5, 0.0, 1000),
+)
+TIES = 1
+"""random rows that may draw another token: where two scores are equal to the last bits"""
+TOLERANCE = 1e-3
+
+
+def _inputs(vocab: int, device: str) -> tuple[Tensor, SamplingInputs]:
+    rows = GREEDY_ROWS + len(RANDOM)
+    generator = torch.Generator().manual_seed(23)
+    logits = torch.randn((rows, vocab), generator=generator) * 3
+    inputs = SamplingInputs.empty(rows, 2, vocab, "cpu")
+    numbers, integers = inputs.numbers, inputs.integers
+    best = int(logits[1].argmax())
+    inputs.bias_ids[1, :2] = torch.tensor([best, (best + 1) % vocab])
+    inputs.bias_values[1, :2] = torch.tensor([-torch.inf, 3.0])
+    integers[1, NUM_BIAS] = 2
+    inputs.masks[2] = torch.randint(-(2**31), 2**31, inputs.masks[2].shape, generator=generator).int()
+    integers[2, MASK] = 2
+    inputs.history[1] = torch.randint(0, 3, (vocab,), generator=generator).int()
+    integers[3, SLOT] = 1
+    numbers[3, [REPETITION, PRESENCE, FREQUENCY]] = torch.tensor([1.4, 0.5, 0.2])
+    for row, (temperature, top_p, min_p, top_k) in enumerate(RANDOM, GREEDY_ROWS):
+        numbers[row, [TEMPERATURE, TOP_P, MIN_P]] = torch.tensor([temperature, top_p, min_p])
+        integers[row, [TOP_K, SEED, POSITION]] = torch.tensor([top_k, 7 - 2**62 * (row % 2), 1000 + row])
+    return logits.to(device), SamplingInputs(*(part.to(device) for part in inputs))
+
+
+def sampler_error(run: SampleOp, vocab: int, device: str) -> str:
+    """Nothing, or what is wrong with `run` as `sampling.sample`."""
+
+    def differs(cuts: bool, rows: int) -> str:
+        with torch.inference_mode():
+            (logits, ours), (_, theirs) = _inputs(vocab, device), _inputs(vocab, device)
+            found, wanted = run(logits[:rows], ours, cuts), sample(logits[:rows], theirs, cuts)
+        same = (found.token_ids == wanted.token_ids).tolist()
+        if not all(same[:GREEDY_ROWS]):
+            return f"greedy rows gave {found.token_ids[:GREEDY_ROWS].tolist()}"
+        if same[GREEDY_ROWS:].count(False) > TIES:
+            return f"{same[GREEDY_ROWS:].count(False)} of {rows - GREEDY_ROWS} random rows drew another token"
+        if bool((ours.history[1] != theirs.history[1]).any()) or bool((found.status != wanted.status).any()):
+            return "tokens are counted wrongly, or a row's status is wrong"
+        equal = found.token_ids == wanted.token_ids
+        return compare(found.logprobs[equal], wanted.logprobs[equal], TOLERANCE)
+
+    rows = GREEDY_ROWS + len(RANDOM)
+    for name, call in (
+        ("rows that cut", partial(differs, True, rows)),
+        ("rows that do not", partial(differs, False, GREEDY_ROWS)),
+    ):
+        if said := tried(name, call):
+            return said
+    return ""
