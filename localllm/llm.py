@@ -497,7 +497,7 @@ class LLM:
     ) -> Turn:
         """Queue token ids. With a `listener`, pieces go to it, in the engine's thread, instead of to the `Turn`.
 
-        shape  from `shape()`: what the answer must be; used for one request only
+        shape  from `shape()`: what the answer must be
         """
         from localllm.engine.limits import check_params
 
@@ -511,7 +511,7 @@ class LLM:
             eos_token_ids=self.tokenizer.eos_token_ids,
             request_id=request_id,
             stop_check=self._stop_check(params, shape.shown),
-            token_mask=shape.mask,
+            token_mask=None if shape.mask is None else shape.mask.fork(),
             cache_salt=cache_salt,
             priority=priority,
         )

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from .sampling import check_fields, deadline_of, messages_of, sampling_params, template_kwargs
 from .schemas import ChatRequest
 from .service import Place, Service, Wish
+from .structured import wanted
 from .turns import AsyncTurn
 
 
@@ -25,16 +26,21 @@ class Chat:
 async def open_chat(service: Service, request: Request, body: ChatRequest) -> Chat:
     """Check, wait, tokenise, submit. Raises ApiError, LocalLLMError."""
     check_fields(body)
-    messages, kwargs = messages_of(body), template_kwargs(body)
+    messages, kwargs, bound = messages_of(body), template_kwargs(body), wanted(body)
     user = body.user or body.safety_identifier or body.prompt_cache_key or ""
     async with service.place(
         request, body.model, user=user, priority=body.priority, cost=body.n or 1, deadline=deadline_of(body)
     ) as place:
         llm = place.llm
         params = sampling_params(body, llm.default_params())
+        goes_on = bool(body.continue_final_message)
         prompt = await service.in_thread(
-            lambda: llm.encode_chat(messages, None, kwargs, continue_final=bool(body.continue_final_message))
+            lambda: llm.encode_chat(messages, bound.template_tools, kwargs, continue_final=goes_on)
         )
         wish = Wish(splits_reasoning=True, cache_salt=body.cache_salt or "")
+        if bound:
+            wish.more["shape"] = await service.in_thread(
+                lambda: llm.shape(prompt, chat=True, constraint=bound.constraint, tool_use=bound.tool_use)
+            )
         (turn,) = await service.start(place, [prompt], params, wish)
     return Chat(turn, place.offer.name, place)

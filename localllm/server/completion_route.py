@@ -22,6 +22,7 @@ from .schemas import MAX_PROMPTS, CompletionRequest
 from .service import Place, Service, Wish
 from .shapes import TokenNames, finish_name, new_id, timings_json, usage_json
 from .sse import Opened, data, event_stream, first_or_stream
+from .structured import wanted
 from .turns import AsyncTurn, unless_left
 
 
@@ -81,8 +82,11 @@ async def open_completion(
     ) as place:  # fmt: skip
         params = sampling_params(body, place.llm.default_params())
         ids = await encode_all(service, place.llm, prompts)
+        wish, llm, bound = Wish(cache_salt=body.cache_salt or ""), place.llm, wanted(body)
+        if bound.constraint is not None:
+            wish.more["shape"] = await service.in_thread(lambda: llm.shape((), chat=False, constraint=bound.constraint))
         try:
-            await service.start(place, ids, params, Wish(cache_salt=body.cache_salt or ""))
+            await service.start(place, ids, params, wish)
         except ContextTooLong as error:
             error.param = "prompt"
             raise

@@ -19,6 +19,7 @@ from .sampling import check_fields, messages_of, template_kwargs
 from .service import Service
 from .shapes import new_id
 from .sse import Opened, first_or_stream, named, named_event_stream
+from .structured import wanted
 from .turns import unless_left
 
 
@@ -59,11 +60,11 @@ async def count_tokens(request: Request) -> Response:
     service: Service = request.app.state.service
     body = to_chat(await read_body(request, CountRequest))
     check_fields(body)
-    shaped, kwargs = messages_of(body), template_kwargs(body)
+    shaped, kwargs, tools = messages_of(body), template_kwargs(body), wanted(body).template_tools
     async with unless_left(request), service.place(request, body.model) as place:
         llm = place.llm
         ids = await service.in_thread(
-            lambda: llm.encode_chat(shaped, None, kwargs, continue_final=bool(body.continue_final_message))
+            lambda: llm.encode_chat(shaped, tools, kwargs, continue_final=bool(body.continue_final_message))
         )
     return JSONResponse({"input_tokens": len(ids)})
 

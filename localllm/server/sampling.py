@@ -1,4 +1,7 @@
-"""Request fields -> `SamplingParams` and messages; what this version cannot do is refused by name."""
+"""Request fields -> `SamplingParams` and messages; what this version cannot do is refused by name.
+
+What binds the output (tools, schemas, grammars) is read in `structured.py`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from localllm.request import Message, SamplingParams
 
 from .errors import ApiError, unsupported
 from .schemas import ChatMessage, ChatRequest, CompletionRequest, Sampled
+from .structured import wanted
 
 RESERVED_KWARGS = {
     "messages", "tools", "chat_template", "tokenize", "add_generation_prompt", "bos_token", "eos_token", "documents",
@@ -65,7 +69,9 @@ def check_fields(body: Sampled) -> None:
         value = (body.model_extra or {}).get(name)
         if value is not None and not any(value == one and type(value) is type(one) for one in neutral):
             raise unsupported(f"{name} is not supported.", name)
-    refuse_constraints(body)
+    bound = wanted(body)
+    if bound.tool_use is not None and not isinstance(body, ChatRequest):
+        raise unsupported("Tools need a conversation: use /v1/chat/completions.", "tools")
     if isinstance(body, ChatRequest):
         if body.modalities is not None and body.modalities != ["text"]:
             raise ApiError(400, "Only the modality text is supported.", param="modalities")
@@ -85,22 +91,6 @@ def check_fields(body: Sampled) -> None:
         template_kwargs(body)
     elif isinstance(body, CompletionRequest):
         _completion_fields(body)
-
-
-def refuse_constraints(body: Sampled) -> None:
-    """Refuse by name what would bind the output: a constraint is never ignored."""
-    if body.tools or body.tool_choice not in (None, "none", "auto"):
-        raise unsupported("Tools are not supported by this version.", "tools" if body.tools else "tool_choice")
-    if body.functions or body.function_call not in (None, "none", "auto"):
-        raise unsupported("Functions are not supported by this version.", "functions")
-    if body.response_format is not None and body.response_format.get("type") != "text":
-        raise unsupported("Only response_format text is supported by this version.", "response_format")
-    for name in (
-        "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_json_object",
-        "json_schema", "grammar",
-    ):  # fmt: skip
-        if getattr(body, name) is not None:
-            raise unsupported(f"{name} is not supported by this version.", name)
 
 
 def deadline_of(body: Sampled) -> float | None:

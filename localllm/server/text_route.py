@@ -15,6 +15,7 @@ from .sampling import check_fields, messages_of, template_kwargs
 from .schemas import ChatRequest
 from .service import Service
 from .shapes import TokenNames
+from .structured import wanted
 from .text_schemas import DetokenizeRequest, TokenizeRequest
 from .turns import unless_left
 
@@ -44,7 +45,7 @@ async def tokenize(request: Request) -> Response:
 
 def _tokens(llm: LLM, body: TokenizeRequest, chat: ChatRequest | None) -> dict[str, Any]:
     if chat is not None:
-        ids = llm.encode_chat(messages_of(chat), None, template_kwargs(chat))
+        ids = llm.encode_chat(messages_of(chat), wanted(chat).template_tools, template_kwargs(chat))
     elif body.prompt is not None:
         adds = body.add_special_tokens is not False
         ids = llm.encode_prompt(body.prompt) if adds else llm.tokenizer.encode(body.prompt, special=True)
@@ -80,11 +81,11 @@ async def apply_template(request: Request) -> Response:
     service: Service = request.app.state.service
     body = await read_body(request, ChatRequest)
     check_fields(body)
-    messages, kwargs = messages_of(body), template_kwargs(body)
+    messages, kwargs, tools = messages_of(body), template_kwargs(body), wanted(body).template_tools
     async with unless_left(request), service.place(request, body.model) as place:
         llm = place.llm
         ids = await service.in_thread(
-            lambda: llm.encode_chat(messages, None, kwargs, continue_final=bool(body.continue_final_message))
+            lambda: llm.encode_chat(messages, tools, kwargs, continue_final=bool(body.continue_final_message))
         )
         text = llm.tokenizer.decode(ids, skip_special=False)
     return JSONResponse({"prompt": text})
