@@ -11,7 +11,7 @@ import math
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import resources
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from .errors import DoesNotFit, UnsupportedModel
@@ -248,7 +248,9 @@ def candidates() -> tuple[Candidate, ...]:
 @functools.cache
 def starters() -> dict[str, Starter]:
     """Starter models by name."""
-    return {entry["name"]: _starter(entry) for entry in _data()["starter"]}
+    text = _text()
+    part = text[: text.find("\n[[model]]\n")]  # they stand first, and a shell that completes has no time for the rest
+    return {entry["name"]: _starter(entry) for entry in tomllib.loads(part)["starter"]}
 
 
 def families() -> dict[str, tuple[Candidate, ...]]:
@@ -391,7 +393,11 @@ def _gib(num_bytes: int) -> str:
 
 
 def _data() -> dict[str, Any]:
-    return tomllib.loads(resources.files(__package__).joinpath("catalog.toml").read_text(encoding="utf-8"))
+    return tomllib.loads(_text())
+
+
+def _text() -> str:
+    return Path(__file__).with_name("catalog.toml").read_text(encoding="utf-8")
 
 
 def _starter(entry: dict[str, Any]) -> Starter:

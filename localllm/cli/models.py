@@ -29,16 +29,6 @@ SORTS = ("name", "size", "params", "used")
 _FROM = {"hub": "Hugging Face cache", "index": "from the package index", "folder": "models folder"}
 
 
-def local_names() -> list[str]:
-    """Names for the shell's completion: from folder names alone, no file is opened."""
-    from localllm import hub
-
-    try:
-        return [found.name for found in hub.local.scan() if not found.problem]
-    except (LocalLLMError, OSError):
-        return []
-
-
 @command("localllm ls", "localllm ls --all", "localllm ls --json | jq -r '.models[].id'")
 def ls(
     env: Env,

@@ -168,7 +168,7 @@ def test_c16_completion_knows_commands_and_local_models(smollm2_path: Any) -> No
     assert "chat" in complete("localllm c").split()
     assert "smollm2" in complete("localllm run smol").split()
     loaded = subprocess.run(
-        [*LOCALLLM[:3], "import sys\nfrom localllm.cli.models import local_names\nlocal_names()\n"
+        [*LOCALLLM[:3], "import sys\nfrom localllm.cli.completion import local_names\nlocal_names()\n"
          "print('torch' in sys.modules, 'huggingface_hub' in sys.modules, 'gguf' in sys.modules)"],
         capture_output=True, text=True, timeout=60, env=dict(os.environ),
     )  # fmt: skip

@@ -1,0 +1,88 @@
+"""C16: what a shell completes, quickly and as Typer would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from localllm.cli import ALIASES, COMMANDS, completion
+from localllm.cli.completion import MANY_MODELS, ONE_MODEL, candidates
+
+from .conftest import LOCALLLM, process
+
+
+@pytest.fixture(autouse=True)
+def model(empty_home: Path) -> None:
+    """A home with two models, by name only."""
+    for name in ("alpha", "beta:x"):
+        folder = empty_home / "data/models" / name
+        folder.mkdir(parents=True)
+        (folder / "weights.gguf").write_bytes(b"GGUF")
+
+
+def values(*words: str) -> list[str] | None:
+    found = candidates(list(words[:-1]), words[-1])
+    return None if found is None else [value for value, _ in found]
+
+
+def test_candidates() -> None:
+    assert values("ch") == ["chat"]
+    assert values("") == [name for name, *_ in COMMANDS]
+    assert values("run", "al") == ["alpha"]
+    assert values("rm", "alpha", "") == ["alpha", "beta:x"]
+    assert values("fit", "b") == ["beta:x"], "an alias"
+    assert values("run", "alpha", "x") is None, "the prompt: Typer says that there is nothing"
+    assert values("run", "--temp", "1") is None
+    assert values("run", "--k") is None
+    assert values("ls", "") is None
+    assert values("nonsense", "") is None
+
+
+def test_the_lists_name_the_commands_that_take_models() -> None:
+    """Which commands those are stands in their own parameters; the quick list must not differ."""
+    from localllm.cli.program import Root
+
+    root = Root(name="localllm")
+    for name, *_ in COMMANDS:
+        arguments = [p for p in root.get_command(None, name).params if p.param_type_name == "argument"]
+        models = bool(arguments) and completes_models(arguments[0])
+        many = models and arguments[0].nargs == -1
+        assert (name in MANY_MODELS) is many, f"{name}: put it right in completion.py"
+        assert (name in ONE_MODEL) is (models and not many), f"{name}: put it right in completion.py"
+
+
+def completes_models(param: Any) -> bool:
+    """Whether a parameter completes models, asked as a shell would."""
+    context = typer.Context(typer.main.get_command(typer.Typer(callback=lambda: None)))
+    return "alpha" in [item.value for item in param.shell_complete(context, "alp")]
+
+
+BASH = {"_LOCALLLM_COMPLETE": "complete_bash", "COMP_WORDS": "localllm run al", "COMP_CWORD": "2"}
+ZSH = {"_LOCALLLM_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": "localllm ru"}
+FISH = {"_LOCALLLM_COMPLETE": "complete_fish", "_TYPER_COMPLETE_ARGS": "localllm c"}
+FISH |= {"_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+
+
+@pytest.mark.parametrize("env", [BASH, ZSH, FISH], ids=["bash", "zsh", "fish"])
+def test_c16_a_shell_gets_what_typer_would_give(env: dict[str, str]) -> None:
+    quick = process(env=env)
+    assert quick.returncode == 0, quick.stderr
+    command = [*LOCALLLM[:-1], "from localllm.cli.program import main; main()"]
+    asked = subprocess.run(
+        command, capture_output=True, timeout=60, env=dict(os.environ) | env, stdin=subprocess.DEVNULL
+    )
+    assert quick.stdout.split() == asked.stdout.split()
+    assert quick.stdout.strip()
+
+
+def test_what_is_not_quick_is_left_to_typer() -> None:
+    env = {"_LOCALLLM_COMPLETE": "complete_bash", "COMP_WORDS": "localllm run alpha --tem", "COMP_CWORD": "3"}
+    assert b"--temp" in process(env=env).stdout
+    assert b"complete -o" in process(env={"_LOCALLLM_COMPLETE": "source_bash"}).stdout
+
+
+def test_a_broken_cache_completes_nothing_and_says_nothing(empty_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localllm.hub.local.scan", lambda: (_ for _ in ()).throw(OSError("gone")))
+    assert completion.local_names() == []
+    assert set(ALIASES.values()) <= {name for name, *_ in COMMANDS}
