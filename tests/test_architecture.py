@@ -66,7 +66,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "hub",
     }
     | _TEXT,
-    "doctor": {"device", "plan", "fit", "catalog", "tokenizer", "chat", "history", "kernels", "hub", "terminal"}
+    "doctor": {"device", "plan", "plan_device", "calibrate", "fit", "catalog", "tokenizer", "chat", "history", "kernels"}
+    | {"hub", "terminal"}
+    | _TEXT,
     | _TEXT,
     "remote": {"errors", "request"},
     "choices": {"plan", "device", "catalog", "hub"} | _TEXT,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from localllm.cli import ALIASES, COMMANDS, completion
 from localllm.cli.completion import MANY_MODELS, ONE_MODEL, candidates
