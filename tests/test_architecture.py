@@ -66,9 +66,19 @@ MAY_IMPORT: dict[str, set[str]] = {
         "hub",
     }
     | _TEXT,
-    "doctor": {"device", "plan", "plan_device", "calibrate", "fit", "catalog", "tokenizer", "chat", "history", "kernels"}
+    "doctor": {
+        "device",
+        "plan",
+        "plan_device",
+        "calibrate",
+        "fit",
+        "catalog",
+        "tokenizer",
+        "chat",
+        "history",
+        "kernels",
+    }
     | {"hub", "terminal"}
-    | _TEXT,
     | _TEXT,
     "remote": {"errors", "request"},
     "choices": {"plan", "device", "catalog", "hub"} | _TEXT,
