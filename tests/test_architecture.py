@@ -89,7 +89,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "residents": {"llm", "plan", "device", "config", "request", "errors"},
     "quantize": {"llm", "models", "quant", "kernels", "config", "request", "errors", "checkpoint", "hub"},
     "evaluate": {"llm", "models", "quant", "kernels", "config", "request", "errors", "checkpoint", "hub", "paths"},
-    "bench": {"calibrate", "llm", "device", "plan", "request", "config", "paths", "errors", "_version"},
+    "bench": {"calibrate", "kernels", "llm", "device", "plan", "request", "config", "paths", "errors", "_version"},
     "server": {"residents", "llm", "answer", "chat", "request", "config", "errors"},
     "tui": {"request", "history", "config", "paths", "errors", "terminal"},
     "console": {"errors", "request", "terminal"},

@@ -29,7 +29,7 @@ COMMANDS = (
     ("eval", "Models", "quality", "Measure what a weight or KV format costs: perplexity and KL"),
     ("doctor", "This machine", "doctor", "Check hardware, software and settings"),
     ("plan", "This machine", "plan", "What fits here: memory, context, expected speed"),
-    ("bench", "This machine", "machine", "Measure prefill, decode and time to first token"),
+    ("bench", "This machine", "bench", "Measure prefill, decode and time to first token"),
     ("config", "This machine", "settings", "Show and change settings"),
 )
 ALIASES = {"list": "ls", "fit": "plan"}

@@ -1,0 +1,124 @@
+"""An OpenAI-compatible endpoint as something to measure: one streamed completion, timed."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from localllm.errors import ConfigError, LocalLLMError
+
+from .results import peak_rss_bytes
+
+LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
+OPTIONAL = ("ignore_eos", "stream_options")
+"""fields that not every server takes; they are left out, one after the other, where one is refused"""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One request."""
+
+    ttft_s: float
+    total_s: float
+    prompt_tokens: int
+    """0 where the server does not say"""
+    output_tokens: int
+
+    @property
+    def tpot_s(self) -> float:
+        """Seconds per output token after the first."""
+        return (self.total_s - self.ttft_s) / max(1, self.output_tokens - 1)
+
+
+class Endpoint:
+    """A server. Safe to ask from many threads. Raises ConfigError when there is none, or it serves no model."""
+
+    def __init__(self, url: str, *, model: str | None = None, key: str | None = None, timeout_s: float = 600.0) -> None:
+        self.base = url.rstrip("/").removesuffix("/v1")
+        self.name = urlsplit(self.base).netloc or self.base
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._client = httpx.Client(headers=headers, timeout=timeout_s, limits=httpx.Limits(max_connections=None))
+        self._left_out: set[str] = set()
+        try:
+            found = self._client.get(f"{self.base}/v1/models").raise_for_status().json()
+            self.models = [str(entry["id"]) for entry in found["data"]]
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{self.base} answers no /v1/models: {error}", "give the address of an OpenAI-compatible server"
+            ) from error
+        if not self.models and model is None:
+            raise ConfigError(f"{self.base} serves no model", "load one there first")
+        self.model = model or self.models[0]
+
+    def close(self) -> None:
+        """Close its connections."""
+        self._client.close()
+
+    def ask(self, prompt: str, count: int) -> Sample:
+        """One streamed completion of `count` tokens. Raises LocalLLMError when it fails."""
+        while True:
+            try:
+                return self._ask(prompt, count)
+            except httpx.HTTPStatusError as error:
+                unknown = next((field for field in OPTIONAL if field not in self._left_out), None)
+                if error.response.status_code not in (400, 422) or unknown is None:
+                    raise self._failed(f"status {error.response.status_code}") from error
+                self._left_out.add(unknown)
+            except (httpx.HTTPError, ValueError, KeyError) as error:
+                raise self._failed(f"{type(error).__name__}: {error}") from error
+
+    def peak_rss_bytes(self) -> int:
+        """The most memory its process ever had, where it runs on this machine and may be looked at; else 0."""
+        import psutil
+
+        address = urlsplit(self.base)
+        if address.hostname not in LOCAL_HOSTS:
+            return 0
+        port = address.port or (443 if address.scheme == "https" else 80)
+        try:
+            sockets = psutil.net_connections(kind="tcp")
+        except psutil.Error:
+            return 0
+        listening = (s.pid for s in sockets if s.status == psutil.CONN_LISTEN and s.laddr.port == port and s.pid)
+        return max((peak_rss_bytes(pid) for pid in listening), default=0)
+
+    def _failed(self, why: str) -> LocalLLMError:
+        return LocalLLMError(f"{self.base}: a completion failed ({why})", "see the server's log")
+
+    def _ask(self, prompt: str, count: int) -> Sample:
+        body: dict[str, Any] = {"model": self.model, "prompt": prompt, "max_tokens": count, "temperature": 0}
+        body |= {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
+        body = {name: value for name, value in body.items() if name not in self._left_out}
+        started = time.monotonic()
+        first = 0.0
+        chunks = 0
+        usage: dict[str, Any] = {}
+        with self._client.stream("POST", f"{self.base}/v1/completions", json=body) as response:
+            if response.is_error:
+                response.read()
+            response.raise_for_status()
+            for event in _events(response):
+                if "error" in event:
+                    raise ValueError(str(event["error"]))
+                usage = event.get("usage") or usage
+                if any(choice.get("text") for choice in event.get("choices", ())):
+                    first = first or time.monotonic()
+                    chunks += 1
+        ended = time.monotonic()
+        if not first:
+            raise ValueError("no text came")
+        tokens = int(usage.get("completion_tokens", chunks))
+        return Sample(first - started, ended - started, int(usage.get("prompt_tokens", 0)), tokens)
+
+
+def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    for line in response.iter_lines():
+        data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
+        if data and data != "[DONE]":
+            yield json.loads(data)

@@ -1,0 +1,157 @@
+"""Many requests together: time to first token, time per token and throughput, of our engine or of any OpenAI endpoint.
+
+The shapes are those of a chat turn and of an agent's step. Prompts are random words, none of which share a beginning,
+so no cache of prefixes helps. Engines take turns, repetition by repetition.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from localllm.errors import LocalLLMError
+from localllm.request import SamplingParams
+
+from .endpoint import Endpoint, Sample
+from .ours import finish, new_result, words
+from .results import BenchResult
+
+if TYPE_CHECKING:
+    from localllm.llm import LLM
+
+CONCURRENCY = (1, 8, 16, 32)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Tokens of a request."""
+
+    name: str
+    prompt_tokens: int
+    output_tokens: int
+
+
+SHAPES = (Shape("chat", 512, 128), Shape("agent", 256, 16))
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRow:
+    """One engine, one shape, so many requests at a time."""
+
+    engine: str
+    shape: str
+    concurrency: int
+    tps: float
+    """output tokens per second of all requests together, prompts read included: median"""
+    spread: float
+    """its standard deviation"""
+    ttft_ms: float
+    """median over requests"""
+    tpot_ms: float
+    """(end to end - time to first token) / (output tokens - 1), median over requests"""
+    prompt_tokens: float
+    """median, as the engine counts them"""
+    requests: int
+    failed: int
+
+
+Ask = Callable[[str, int], Sample]
+"""(prompt, output tokens) -> what happened"""
+
+
+def run_load(
+    llm: LLM,
+    endpoint: Endpoint,
+    *,
+    concurrency: Sequence[int] = CONCURRENCY,
+    shapes: Sequence[Shape] = SHAPES,
+    repeat: int = 3,
+    on_test: Callable[[str], None] | None = None,
+) -> BenchResult:
+    """Our engine and an endpoint in turns, over every shape and concurrency."""
+
+    def ours(prompt: str, count: int) -> Sample:
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        answer = llm.submit(llm.encode_prompt(prompt), params).answer()
+        timing, usage = answer.timing, answer.usage
+        return Sample(timing.ttft_s, timing.total_s, usage.prompt_tokens, usage.completion_tokens)
+
+    result = new_result(llm)
+    rng = random.Random(0)
+
+    def prompt(shape: Shape) -> str:
+        return llm.tokenizer.decode(words(llm, rng, shape.prompt_tokens))
+
+    engines: dict[str, Ask] = {"localllm": ours, endpoint.name: endpoint.ask}
+    for ask in engines.values():
+        ask(prompt(Shape("warm-up", 16, 4)), 4)
+    rows = measure(engines, prompt, concurrency, shapes, repeat, on_test)
+    result.load = [asdict(row) for row in rows]
+    finish(result)
+    return result
+
+
+def measure(
+    engines: Mapping[str, Ask],
+    prompt: Callable[[Shape], str],
+    concurrency: Sequence[int],
+    shapes: Sequence[Shape],
+    repeat: int,
+    on_test: Callable[[str], None] | None = None,
+) -> list[LoadRow]:
+    """Rows of every engine, shape and concurrency. Raises the error of a test in which every request failed."""
+    rows = []
+    for shape in shapes:
+        for streams in concurrency:
+            if on_test is not None:
+                on_test(f"{shape.name} x{streams}")
+            samples: dict[str, list[Sample]] = {name: [] for name in engines}
+            rates: dict[str, list[float]] = {name: [] for name in engines}
+            failed = dict.fromkeys(engines, 0)
+            for _ in range(repeat):
+                prompts = [prompt(shape) for _ in range(streams)]
+                for name, ask in engines.items():
+                    found, errors, seconds = _together(ask, prompts, shape.output_tokens)
+                    failed[name] += len(errors)
+                    if not found:
+                        raise errors[0]
+                    samples[name] += found
+                    rates[name].append(sum(s.output_tokens for s in found) / seconds)
+            rows += [_row(name, shape, streams, samples[name], rates[name], failed[name]) for name in engines]
+    return rows
+
+
+def _together(ask: Ask, prompts: Sequence[str], count: int) -> tuple[list[Sample], list[LocalLLMError], float]:
+    found: list[Sample] = []
+    errors: list[LocalLLMError] = []
+
+    def one(prompt: str) -> None:
+        try:
+            found.append(ask(prompt, count))
+        except LocalLLMError as error:
+            errors.append(error)
+
+    started = time.monotonic()
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        list(pool.map(one, prompts))
+    return found, errors, time.monotonic() - started
+
+
+def _row(name: str, shape: Shape, streams: int, samples: list[Sample], rates: list[float], failed: int) -> LoadRow:
+    return LoadRow(
+        engine=name,
+        shape=shape.name,
+        concurrency=streams,
+        tps=statistics.median(rates),
+        spread=statistics.stdev(rates) if len(rates) > 1 else 0.0,
+        ttft_ms=statistics.median(s.ttft_s for s in samples) * 1000,
+        tpot_ms=statistics.median(s.tpot_s for s in samples) * 1000,
+        prompt_tokens=statistics.median(s.prompt_tokens for s in samples),
+        requests=len(samples),
+        failed=failed,
+    )

@@ -1,0 +1,208 @@
+"""How fast a model runs here: prefill, decode and time to first token, measured through the engine a user would use.
+
+One result row per test, in llama-bench's words: `pp512` reads 512 tokens, `tg128` generates 128, `@ d4096` does so
+behind 4,096 tokens of context. Token ids are random words of the vocabulary; the prefix cache is cleared before each
+prefill, so nothing is counted that was not computed. Another engine may run the same tests: its repetitions and ours
+take turns, so that what else the machine does meets both.
+"""
+
+from __future__ import annotations
+
+import datetime
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from localllm.calibrate import subject
+from localllm.errors import ConfigError
+from localllm.request import SamplingParams, Timing
+
+from .results import (
+    BenchResult,
+    BenchRow,
+    OtherWork,
+    PeerResult,
+    peak_rss_bytes,
+    rss_anon_bytes,
+    versions,
+)
+
+if TYPE_CHECKING:
+    from localllm.llm import LLM
+
+RETRIES = 20
+"""of a run that other processes disturbed, where `most_other_cores` says so"""
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """What is measured."""
+
+    prompt_tokens: int = 512
+    output_tokens: int = 128
+    depths: tuple[int, ...] = (0,)
+    """tokens of context already there"""
+    repeat: int = 3
+    warmup: int = 1
+    concurrency: tuple[int, ...] = (1,)
+    """sequences decoded together"""
+    most_other_cores: float | None = None
+    """a run during which other processes took more is made again (up to 20 times); None takes every run"""
+
+
+class Engine(Protocol):
+    """What runs the tests."""
+
+    def prefill(self, context: Sequence[int], ids: Sequence[int]) -> tuple[float, float | None]:
+        """Read `ids` behind `context`, which is read before: (tokens per second, seconds to the first token)."""
+        ...
+
+    def decode(self, prompts: Sequence[Sequence[int]], count: int) -> float:
+        """Generate `count` tokens behind each prompt, together: tokens per second, without reading the prompts."""
+        ...
+
+
+class Peer(Engine, Protocol):
+    """Another engine, on the same files."""
+
+    def result(self, rows: Sequence[BenchRow]) -> PeerResult:
+        """Its side of the result."""
+        ...
+
+
+class Ours:
+    """Our engine, through the façade."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+
+    def prefill(self, context: Sequence[int], ids: Sequence[int]) -> tuple[float, float | None]:
+        """See `Engine`."""
+        self.llm.engine.clear_prefix_cache()
+        if context:
+            self._read(context)
+        timing = self._read([*context, *ids])
+        return timing.prefill_tps, timing.ttft_s
+
+    def decode(self, prompts: Sequence[Sequence[int]], count: int) -> float:
+        """See `Engine`."""
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        turns = [self.llm.submit(ids, params) for ids in prompts]
+        if len(turns) == 1:
+            return turns[0].answer().timing.decode_tps
+        started = time.monotonic()
+        total = sum(len(c.token_ids) for turn in turns for c in turn.answer().completions)
+        return total / (time.monotonic() - started)
+
+    def _read(self, ids: Sequence[int]) -> Timing:
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        return self.llm.submit(ids, params).answer().timing
+
+
+@dataclass(frozen=True, slots=True)
+class _Test:
+    name: str
+    run: Callable[[Engine, random.Random], tuple[float, float | None]]
+
+
+def run_bench(
+    llm: LLM,
+    options: BenchOptions,
+    on_test: Callable[[str], None] | None = None,
+    peer: Peer | None = None,
+) -> BenchResult:
+    """Measure a loaded model, and a peer in turns with it. Raises ConfigError when a test does not fit its context."""
+    longest = max(options.depths) + options.prompt_tokens + options.output_tokens
+    if longest >= llm.plan.ctx:
+        raise ConfigError(
+            f"the bench needs {longest:,} tokens, the context window holds {llm.plan.ctx:,}", f"add --ctx {longest + 1}"
+        )
+    tell = on_test or (lambda name: None)
+    result = new_result(llm)
+    engines: list[Engine] = [Ours(llm)] if peer is None else [Ours(llm), peer]
+    rng = random.Random(0)
+    for _ in range(options.warmup):
+        for engine in engines:
+            engine.prefill([], words(llm, rng, 32))
+            engine.decode([words(llm, rng, 8)], 8)
+    theirs: list[BenchRow] = []
+    for test in _tests(llm, options):
+        tell(test.name)
+        found: list[list[tuple[float, float | None]]] = [[] for _ in engines]
+        for number in range(options.repeat):
+            for runs, engine in zip(found, engines, strict=True):
+                runs.append(_one_run(test, engine, number, options.most_other_cores))
+        rows = [BenchRow.of(test.name, [r for r, _ in runs], [t for _, t in runs]) for runs in found]
+        result.rows.append(rows[0])
+        theirs += rows[1:]
+    finish(result)
+    result.peer = peer.result(theirs) if peer is not None else None
+    return result
+
+
+def new_result(llm: LLM) -> BenchResult:
+    """A result without rows."""
+    result = BenchResult(llm.name, llm.truth_line, llm.load_s, llm.state().weight_bytes)
+    result.machine = {"cpu": llm.machine.cpu.name, "cores": llm.machine.cpu.cores_usable, "threads": llm.threads}
+    result.subject = subject(llm.facts, llm.plan, llm.machine)
+    result.versions = versions()
+    result.date = datetime.date.today().isoformat()
+    return result
+
+
+def finish(result: BenchResult) -> None:
+    """Add what is known at the end."""
+    result.rss_anon_bytes = rss_anon_bytes()
+    result.peak_rss_bytes = peak_rss_bytes()
+
+
+def prompt_words(llm: LLM, count: int) -> list[int]:
+    """`count` ordinary ids, the same every time."""
+    return words(llm, random.Random(0), count)
+
+
+def words(llm: LLM, rng: random.Random, count: int) -> list[int]:
+    """`count` ordinary ids: no special tokens, which could end or mask an answer."""
+    special = llm.tokenizer.special_ids
+    ids: list[int] = []
+    while len(ids) < count:
+        token = rng.randrange(min(llm.tokenizer.vocab_size, llm.facts.vocab_size))
+        if token not in special:
+            ids.append(token)
+    return ids
+
+
+def _tests(llm: LLM, options: BenchOptions) -> list[_Test]:
+    tests = []
+    count, tokens = options.prompt_tokens, options.output_tokens
+    for depth in options.depths:
+        behind = f" @ d{depth}" if depth else ""
+
+        def read(engine: Engine, rng: random.Random, depth: int = depth) -> tuple[float, float | None]:
+            return engine.prefill(words(llm, rng, depth), words(llm, rng, count))
+
+        def write(engine: Engine, rng: random.Random, depth: int = depth) -> tuple[float, float | None]:
+            return engine.decode([words(llm, rng, max(depth, 1))], tokens), None
+
+        tests += [_Test(f"pp{count}{behind}", read), _Test(f"tg{tokens}{behind}", write)]
+    for streams in options.concurrency:
+
+        def together(engine: Engine, rng: random.Random, streams: int = streams) -> tuple[float, float | None]:
+            return engine.decode([words(llm, rng, 8) for _ in range(streams)], tokens), None
+
+        if streams > 1:
+            tests.append(_Test(f"tg{tokens} x{streams}", together))
+    return tests
+
+
+def _one_run(test: _Test, engine: Engine, number: int, most_other_cores: float | None) -> tuple[float, float | None]:
+    """One repetition: the same tokens for every engine."""
+    for _ in range(RETRIES if most_other_cores is not None else 1):
+        with OtherWork() as others:
+            found = test.run(engine, random.Random(f"{test.name} {number}"))
+        if most_other_cores is None or others.cores <= most_other_cores:
+            return found
+        time.sleep(1.0)
+    return found

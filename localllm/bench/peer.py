@@ -1,0 +1,119 @@
+"""Another engine on the same files, in a process of its own: `Peer`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from localllm.errors import ConfigError
+
+from .results import BenchRow, PeerResult, peak_rss_bytes
+
+PACKAGES = {"llama.cpp": "llama-cpp-python", "transformers": "transformers"}
+"""engine -> what must be installed for the Python that runs it"""
+
+
+class Peer:
+    """A child that loads the model and answers lines of JSON. A context manager; raises ConfigError when it fails."""
+
+    def __init__(
+        self, name: str, path: Path, *, threads: int, ctx: int, streams: int = 1, python: str | None = None
+    ) -> None:
+        """`python` is the interpreter that has the peer's package; ours without one."""
+        self.name = name
+        script = Path(__file__).with_name(f"peer_{name.replace('.', '_')}.py")
+        self._python = python or sys.executable
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        try:
+            self._child = subprocess.Popen(
+                [self._python, "-P", str(script)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                text=True,
+                env=environment,
+            )
+        except OSError as error:
+            self._log.close()
+            raise ConfigError(
+                f"{self._python} does not start: {error.strerror}", "--peer-python PATH of an interpreter"
+            ) from error
+        try:
+            facts = self.ask(do="load", path=str(path), threads=threads, ctx=ctx, streams=streams)
+        except BaseException:
+            self.close()
+            raise
+        self.versions: dict[str, str] = facts["versions"]
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the child."""
+        if self._child.stdin is not None:
+            with suppress(BrokenPipeError):  # it is gone already
+                self._child.stdin.close()
+        try:
+            self._child.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+        if self._child.stdout is not None:
+            self._child.stdout.close()
+        self._log.close()
+
+    def ask(self, **asked: Any) -> dict[str, Any]:
+        """One line there, one back. Raises ConfigError with what the peer says."""
+        assert self._child.stdin is not None and self._child.stdout is not None
+        try:
+            self._child.stdin.write(json.dumps(asked) + "\n")
+            self._child.stdin.flush()
+            line = self._child.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        answer: dict[str, Any] = json.loads(line) if line else {"error": self._last_words()}
+        if "missing" in answer:
+            raise ConfigError(
+                f"{PACKAGES[self.name]} is not installed for {self._python}: {answer['error']}",
+                f"pip install {PACKAGES[self.name]}, or --peer-python PATH of an interpreter that has it",
+            )
+        if "error" in answer:
+            raise ConfigError(f"{self.name} failed: {answer['error']}", "measure without --against")
+        return answer
+
+    def prefill(self, context: Sequence[int], ids: Sequence[int]) -> tuple[float, float | None]:
+        """See `ours.Engine`; the time to the first token is that of reading."""
+        seconds: float = self.ask(do="prefill", context=list(context), ids=list(ids))["seconds"]
+        return len(ids) / seconds, seconds
+
+    def decode(self, prompts: Sequence[Sequence[int]], count: int) -> float:
+        """See `ours.Engine`."""
+        answer = self.ask(do="decode", prompts=[list(ids) for ids in prompts], count=count)
+        return len(prompts) * count / float(answer["seconds"])
+
+    def scores(self, ids: Sequence[int], file: Path) -> int:
+        """Logits of every position into a file, raw float32 [num_tokens, vocab] (llama.cpp only); returns vocab."""
+        return int(self.ask(do="scores", ids=list(ids), file=str(file))["vocab"])
+
+    def result(self, rows: Sequence[BenchRow]) -> PeerResult:
+        """See `ours.Peer`."""
+        return PeerResult(self.name, tuple(rows), peak_rss_bytes(self._child.pid), self.versions)
+
+    def _last_words(self) -> str:
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
+        return f"its process ended ({lines[-1][:200] if lines else 'no message'})"

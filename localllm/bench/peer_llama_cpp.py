@@ -1,0 +1,126 @@
+"""llama.cpp, driven by lines of JSON: the child process of `peer.Peer`. Runs under any Python with llama-cpp-python.
+
+It imports nothing of ours. Tokens are decoded as llama-bench does it: no sampling, the next token is given.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+BATCH = 512
+
+
+class LlamaCpp:
+    """One model and one context."""
+
+    def __init__(self, path: str, threads: int, ctx: int, streams: int) -> None:
+        import llama_cpp
+
+        self.api: Any = llama_cpp
+        self._quiet = llama_cpp.llama_log_callback(lambda level, text, user: None)
+        llama_cpp.llama_log_set(self._quiet, None)
+        llama_cpp.llama_backend_init()
+        options = llama_cpp.llama_model_default_params()
+        options.n_gpu_layers = 0
+        self.model = llama_cpp.llama_model_load_from_file(path.encode(), options)
+        if not self.model:
+            raise RuntimeError(f"llama.cpp cannot load {path}")
+        settings = llama_cpp.llama_context_default_params()
+        settings.n_ctx, settings.n_seq_max = ctx * streams, streams
+        settings.n_batch = settings.n_ubatch = BATCH
+        settings.n_threads = settings.n_threads_batch = threads
+        self.context = llama_cpp.llama_init_from_model(self.model, settings)
+        if not self.context:
+            raise RuntimeError(f"llama.cpp has no context of {ctx} tokens for {streams} streams")
+        self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
+        self.batch = llama_cpp.llama_batch_init(max(BATCH, streams), 0, 1)
+
+    def clear(self) -> None:
+        """Forget every token."""
+        self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
+
+    def run(self, tokens: list[tuple[int, int, int]], wanted: set[int]) -> None:
+        """Compute (id, position, sequence) together; rows in `wanted` get logits."""
+        batch = self.batch
+        batch.n_tokens = len(tokens)
+        for i, (token, position, sequence) in enumerate(tokens):
+            batch.token[i], batch.pos[i] = token, position
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
+            batch.logits[i] = i in wanted
+        if self.api.llama_decode(self.context, batch):
+            raise RuntimeError(f"llama_decode failed for {len(tokens)} tokens")
+        self.api.llama_synchronize(self.context)
+
+    def read(self, ids: list[int], start: int = 0, sequence: int = 0) -> None:
+        """Read ids at positions from `start` on; only the last row's logits."""
+        for at in range(0, len(ids), BATCH):
+            part = ids[at : at + BATCH]
+            last = {len(part) - 1} if at + BATCH >= len(ids) else set()
+            self.run([(token, start + at + i, sequence) for i, token in enumerate(part)], last)
+
+    def prefill(self, context: list[int], ids: list[int]) -> dict[str, Any]:
+        """Seconds to read `ids` behind `context`."""
+        self.clear()
+        self.read(context)
+        started = time.perf_counter()
+        self.read(ids, len(context))
+        return {"seconds": time.perf_counter() - started}
+
+    def decode(self, prompts: list[list[int]], count: int) -> dict[str, Any]:
+        """Seconds to decode `count` tokens behind each prompt."""
+        self.clear()
+        for sequence, ids in enumerate(prompts):
+            self.read(ids, 0, sequence)
+        rows = set(range(len(prompts)))
+        started = time.perf_counter()
+        for step in range(count):
+            self.run([(ids[step % len(ids)], len(ids) + step, s) for s, ids in enumerate(prompts)], rows)
+        return {"seconds": time.perf_counter() - started}
+
+    def scores(self, ids: list[int], file: str) -> dict[str, Any]:
+        """Logits of every position, float32 [num_tokens, vocab], into a file of raw numbers."""
+        import numpy as np
+
+        self.clear()
+        step = 64
+        with open(file, "wb") as out:
+            for at in range(0, len(ids), step):
+                part = ids[at : at + step]
+                self.run([(token, at + i, 0) for i, token in enumerate(part)], set(range(len(part))))
+                for i in range(len(part)):
+                    row = self.api.llama_get_logits_ith(self.context, i)
+                    out.write(np.ctypeslib.as_array(row, shape=(self.vocab_size,)).tobytes())
+        return {"vocab": self.vocab_size}
+
+    def facts(self) -> dict[str, Any]:
+        """Versions."""
+        info = self.api.llama_print_system_info().decode().strip()
+        return {"versions": {"llama-cpp-python": self.api.__version__, "build": info}}
+
+
+def main() -> None:
+    """Answer one line per line: {"do": name, ...} -> its result, or {"error": text}."""
+    out = sys.stdout
+    sys.stdout = sys.stderr
+    peer: Any = None
+    for line in sys.stdin:
+        asked = json.loads(line)
+        name = asked.pop("do")
+        try:
+            if name == "load":
+                peer = LlamaCpp(**asked)
+                answer: dict[str, Any] = peer.facts()
+            else:
+                answer = getattr(peer, name)(**asked)
+        except ImportError as error:
+            answer = {"error": str(error), "missing": error.name}
+        except Exception as error:  # told to the parent, which ends this process
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""What a bench found: rows of rates with their spread, what was measured, and where it is kept."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from localllm import paths
+from localllm._version import __version__
+
+VERSIONED = ("torch", "triton", "numpy", "tokenizers")
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRow:
+    """One test: tokens per second, over its repetitions."""
+
+    test: str
+    tps: float
+    """median"""
+    spread: float
+    """standard deviation"""
+    runs: tuple[float, ...]
+    ttft_ms: float | None = None
+    """median, for tests that start a request"""
+
+    @classmethod
+    def of(cls, test: str, rates: Sequence[float], ttfts: Sequence[float | None] = ()) -> BenchRow:
+        """Rates in tokens per second, times to first token in seconds."""
+        spread = statistics.stdev(rates) if len(rates) > 1 else 0.0
+        known = [ttft for ttft in ttfts if ttft is not None]
+        ttft_ms = statistics.median(known) * 1000 if known else None
+        return cls(test, statistics.median(rates), spread, tuple(rates), ttft_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerResult:
+    """Another engine's side of the same tests."""
+
+    name: str
+    """llama.cpp | transformers"""
+    rows: tuple[BenchRow, ...]
+    peak_rss_bytes: int
+    versions: dict[str, str]
+
+
+@dataclass(slots=True)
+class BenchResult:
+    """All tests of one model."""
+
+    model: str
+    truth_line: str
+    load_s: float
+    weight_bytes: int
+    rss_anon_bytes: int = 0
+    peak_rss_bytes: int = 0
+    rows: list[BenchRow] = field(default_factory=list)
+    peer: PeerResult | None = None
+    load: list[dict[str, Any]] = field(default_factory=list)
+    """`load.LoadRow`s, where requests were sent together"""
+    machine: dict[str, Any] = field(default_factory=dict)
+    subject: dict[str, Any] = field(default_factory=dict)
+    """what was measured, as `calibrate.load` looks for it"""
+    versions: dict[str, str] = field(default_factory=dict)
+    date: str = ""
+    command: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The `--json` object."""
+        return {"schema": "localllm.bench/1", "version": __version__, **asdict(self)}
+
+    def ratio(self, test: str) -> float | None:
+        """Our median over the peer's; None where it was not measured."""
+        theirs = next((row.tps for row in self.peer.rows if row.test == test), 0.0) if self.peer else 0.0
+        ours = next((row.tps for row in self.rows if row.test == test), 0.0)
+        return ours / theirs if theirs and ours else None
+
+
+def versions() -> dict[str, str]:
+    """Of what computes here."""
+    return {name: version_of(name) for name in VERSIONED} | {"python": platform.python_version()}
+
+
+def version_of(package: str) -> str:
+    """A package's version, or "absent"."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "absent"
+
+
+def rss_anon_bytes(pid: int | None = None) -> int:
+    """Anonymous memory of a process (ours without a pid): what it really takes, without mapped files."""
+    return _status_bytes("RssAnon", pid)
+
+
+def peak_rss_bytes(pid: int | None = None) -> int:
+    """The most memory a process (ours without a pid) ever had resident."""
+    return _status_bytes("VmHWM", pid)
+
+
+def _status_bytes(name: str, pid: int | None) -> int:
+    try:
+        status = Path(f"/proc/{pid or 'self'}/status").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(name)), 0)
+
+
+def save(result: BenchResult) -> Path:
+    """Keep a result below the data folder, where the planner finds it."""
+    folder = paths.data_dir() / "bench"
+    folder.mkdir(parents=True, exist_ok=True)
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    target = folder / f"{Path(result.model).name.replace(':', '_')}-{stamp}.json"
+    target.write_text(json.dumps(result.to_json(), indent=1))
+    return target
+
+
+class OtherWork:
+    """How much of the machine other processes take while a block runs, in cores. Linux; elsewhere always 0."""
+
+    def __enter__(self) -> OtherWork:
+        self.cores = 0.0
+        self._before = (_busy_s(), sum(os.times()[:4]), os.times().elapsed)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        busy, ours, clock = _busy_s(), sum(os.times()[:4]), os.times().elapsed
+        elapsed = clock - self._before[2]
+        if elapsed > 0 and busy:
+            self.cores = max(0.0, (busy - self._before[0]) - (ours - self._before[1])) / elapsed
+
+
+def _busy_s() -> float:
+    """Seconds that all cores together were busy since the machine started."""
+    try:
+        with open("/proc/stat") as file:
+            ticks = [int(part) for part in file.readline().split()[1:]]
+    except OSError:
+        return 0.0
+    return float(sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")

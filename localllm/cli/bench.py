@@ -1,0 +1,257 @@
+"""`localllm bench`: how fast a model is here, alone or beside another engine."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from localllm.config.kinds import parse_tokens
+from localllm.errors import ConfigError
+from localllm.terminal import clean_line, gib
+
+from . import params
+from .command import Env, command
+from .names import choose
+from .session import fake_engine, llm_options
+
+if TYPE_CHECKING:
+    from localllm.bench import BenchOptions, BenchResult
+    from localllm.llm import LLM
+
+FAILED = 11
+FORMS = ("table", "md", "csv", "json", "jsonl")
+PEERS = ("llama.cpp", "transformers")
+
+
+@command(
+    "localllm bench smollm2",
+    "localllm bench qwen -p 512 -n 128 -d 0,4k -r 5",
+    "localllm bench smollm2 --against llama.cpp",
+    "localllm bench smollm2 --against http://127.0.0.1:8080",
+    "localllm bench smollm2 --check 60 --json",
+)
+def bench(
+    env: Env,
+    model: params.Model,
+    prompt_tokens: Annotated[int, typer.Option("-p", metavar="N", min=1, help="Prompt length to read.")] = 512,
+    output_tokens: Annotated[int, typer.Option("-n", metavar="N", min=2, help="Tokens to generate.")] = 128,
+    depths: Annotated[str, typer.Option("-d", metavar="N,N", help="Context already there: 0,4k.")] = "0",
+    repeat: Annotated[int, typer.Option("-r", metavar="N", min=1, max=100, help="Repetitions.")] = 3,
+    warmup: Annotated[int, typer.Option("--warmup", metavar="N", min=0, max=100, help="Runs not counted.")] = 1,
+    concurrency: Annotated[
+        str | None, typer.Option(metavar="N,N", help="Sequences decoded, or requests sent, together: 1,4.")
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="llama.cpp|transformers|URL", help="Measure another engine or server in turns with ours."),
+    ] = None,
+    peer_python: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Interpreter that has the other engine installed.")
+    ] = None,
+    key_file: Annotated[Path | None, typer.Option(metavar="PATH", help="File with the key of --against URL.")] = None,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one step as a Chrome trace.")] = None,
+    ctx: params.Ctx = None,
+    kv: params.Kv = None,
+    dtype: params.Dtype = None,
+    threads: params.Threads = None,
+    output: Annotated[str, typer.Option("-o", metavar="table|md|csv|json|jsonl", help="Form of the result.")] = "table",
+    save: Annotated[bool, typer.Option("--save/--no-save", help="Keep the result for the planner.")] = True,
+    check: Annotated[float | None, typer.Option(metavar="TPS", help="Exit 11 when decoding is slower.")] = None,
+) -> int:
+    """Measure prefill, decode and time to first token, as llama-bench does: medians with standard deviation.
+
+    Beside llama.cpp or transformers both run the same tests on the same files, in turns. Beside a server both get
+    the same requests (chat: 512 tokens in, 128 out; agent: 256, 16), 1 to 32 at a time.
+    """
+    from localllm import bench as benches
+
+    if fake_engine():
+        raise ConfigError("the scripted engine cannot be measured", "`unset LOCALLLM_ENGINE`")
+    if output not in FORMS:
+        raise ConfigError(f"-o is {output!r}, it can be {', '.join(FORMS)}", "localllm bench MODEL -o md")
+    at_url = against is not None and "://" in against
+    if against is not None and not at_url and against not in PEERS:
+        raise ConfigError(f"--against is {against!r}, it can be {', '.join(PEERS)} or a URL", "--against llama.cpp")
+    streams = _numbers(concurrency or ("1,8,16,32" if at_url else "1"), "--concurrency", 1)
+    options = benches.BenchOptions(prompt_tokens, output_tokens, _numbers(depths, "-d"), repeat, warmup, streams)
+    values = {"ctx": ctx, "kv": kv, "dtype": dtype, "threads": threads}
+    config = env.settings(params.engine_flags(values) | {"engine.max_parallel": max(streams)})
+    choice = choose(env, config, model)
+    from .loading import load_llm
+
+    with load_llm(env, choice, llm_options(env, config, ctx)) as llm:
+        result = _measure(env, llm, options, against, peer_python, key_file)
+        if trace is not None:
+            from localllm.bench.trace import write_trace
+
+            write_trace(llm, trace, benches.prompt_words(llm, 16))
+            env.console.say(f"one decode step is in {clean_line(str(trace))}: open it in ui.perfetto.dev")
+    result.command = shlex.join(["localllm", *sys.argv[1:]])
+    if save and result.rows:
+        env.console.say(f"saved to {benches.save(result)}")
+    _print(env, result, "json" if env.console.as_json else output)
+    slowest = min((row.tps for row in result.rows if row.test.startswith("tg")), default=0.0)
+    if check is not None and slowest < check:
+        env.console.say(f"decoding at {slowest:.1f} tok/s is slower than --check {check:g}")
+        return FAILED
+    return 0
+
+
+def _measure(
+    env: Env, llm: LLM, options: BenchOptions, against: str | None, python: Path | None, key_file: Path | None
+) -> BenchResult:
+    from localllm import bench as benches
+
+    def tell(test: str) -> None:
+        env.console.say(f"measuring {test}")
+
+    if against is None:
+        return benches.run_bench(llm, options, tell)
+    if "://" in against:
+        from localllm.bench.endpoint import Endpoint
+        from localllm.bench.load import run_load
+
+        endpoint = Endpoint(against, key=_key(key_file))
+        try:
+            result = run_load(llm, endpoint, concurrency=options.concurrency, repeat=options.repeat, on_test=tell)
+            peak = endpoint.peak_rss_bytes()
+            if peak:
+                env.console.say(f"peak memory: ours {gib(result.peak_rss_bytes)}, {endpoint.name} {gib(peak)}")
+        finally:
+            endpoint.close()
+        return result
+    from localllm.bench.peer import Peer
+
+    needed = max(options.depths) + options.prompt_tokens + options.output_tokens + 1
+    with Peer(
+        against,
+        llm.path,
+        threads=llm.threads,
+        ctx=needed,
+        streams=max(options.concurrency),
+        python=str(python) if python is not None else None,
+    ) as peer:
+        return benches.run_bench(llm, options, tell, peer)
+
+
+def _key(file: Path | None) -> str | None:
+    if file is None:
+        return None
+    try:
+        return file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--key-file {file}: {error}", "give a file that holds the key and nothing else") from error
+
+
+def _numbers(text: str, option: str, least: int = 0) -> tuple[int, ...]:
+    try:
+        numbers = tuple(int(parse_tokens(part)) for part in text.split(",") if part)
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < least:
+        raise ConfigError(
+            f"{option} is {text!r}: expected numbers such as {max(least, 1)},4", f"{option} {max(least, 1)}"
+        )
+    return numbers
+
+
+# --- showing ---------------------------------------------------------------------------------------------------------
+
+
+def _print(env: Env, result: BenchResult, form: str) -> None:
+    console = env.console
+    if form == "json":
+        console.write_json(result.to_json())
+        return
+    columns, rows = _load_cells(result) if result.load else _test_cells(result)
+    if form == "jsonl":
+        for row in result.load or [asdict(row) for row in result.rows]:
+            console.raw(json.dumps({"model": Path(result.model).name, **row}) + "\n")
+        return
+    if form == "csv":
+        out = io.StringIO()
+        records = result.load or [_flat(result, index) for index in range(len(result.rows))]
+        writer = csv.DictWriter(out, list(records[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(records)
+        console.raw(out.getvalue())
+        return
+    numbers = columns[2:] if not result.load else columns[3:]
+    if form == "md":
+        console.line("| " + " | ".join(columns) + " |")
+        console.line("|" + "|".join("---:" if name in numbers else "---" for name in columns) + "|")
+        for cells in rows:
+            console.line("| " + " | ".join(clean_line(cell) for cell in cells) + " |")
+    else:
+        console.table(columns, rows, right=numbers)
+    for line in _notes(result):
+        console.line(clean_line(line))
+
+
+def _test_cells(result: BenchResult) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    name, peer = Path(result.model).name, result.peer
+    columns: tuple[str, ...] = ("model", "test", "tok/s", "TTFT")
+    if peer is not None:
+        columns = (*columns, f"{peer.name} tok/s", "TTFT there", "ratio")
+    rows = []
+    for index, row in enumerate(result.rows):
+        cells = [name, row.test, f"{row.tps:,.1f} ± {row.spread:.1f}", _ms(row.ttft_ms)]
+        if peer is not None:
+            theirs, ratio = peer.rows[index], result.ratio(row.test)
+            cells += [f"{theirs.tps:,.1f} ± {theirs.spread:.1f}", _ms(theirs.ttft_ms), f"{ratio:.2f}" if ratio else ""]
+        rows.append(tuple(cells))
+    return columns, rows
+
+
+def _load_cells(result: BenchResult) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    columns = ("engine", "shape", "at once", "tok/s", "TTFT", "TPOT", "failed")
+    return columns, [
+        (
+            row["engine"],
+            row["shape"],
+            str(row["concurrency"]),
+            f"{row['tps']:,.1f} ± {row['spread']:.1f}",
+            _ms(row["ttft_ms"]),
+            f"{row['tpot_ms']:,.1f} ms",
+            str(row["failed"]),
+        )
+        for row in result.load
+    ]
+
+
+def _flat(result: BenchResult, index: int) -> dict[str, object]:
+    row, peer = result.rows[index], result.peer
+    record: dict[str, object] = {"model": Path(result.model).name, "test": row.test, "tps": row.tps}
+    record |= {"spread": row.spread, "ttft_ms": row.ttft_ms}
+    if peer is not None:
+        theirs = peer.rows[index]
+        record |= {"peer": peer.name, "peer_tps": theirs.tps, "peer_spread": theirs.spread}
+        record |= {"peer_ttft_ms": theirs.ttft_ms}
+    return record
+
+
+def _ms(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f} ms"
+
+
+def _notes(result: BenchResult) -> Sequence[str]:
+    versions = " · ".join(f"{key} {value}" for key, value in result.versions.items() if value != "absent")
+    memory = f"weights {gib(result.weight_bytes)} · anonymous memory {gib(result.rss_anon_bytes)}"
+    lines = [
+        result.truth_line,
+        f"{memory} · peak {gib(result.peak_rss_bytes)} · loaded in {result.load_s:.2f} s",
+        f"{versions} · {result.date} · {result.command}",
+    ]
+    if result.peer is not None:
+        theirs = " · ".join(f"{key} {value}" for key, value in result.peer.versions.items())
+        lines.insert(2, f"{result.peer.name}: peak {gib(result.peer.peak_rss_bytes)} · {theirs}")
+    return lines
