@@ -6,6 +6,7 @@ What turned out other than planned is told in words (`warnings`), for the truth 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from localllm.engine.tuning_job import TuningJob
 from localllm.errors import OutOfMemory
 from localllm.kernels.records import Records, default_folder, identity
 from localllm.kernels.selftest import SelfTest
-from localllm.kernels.tuning import Tuned, is_measured, tuner
+from localllm.kernels.tuning import Tuned, gpu_seconds, is_measured, tuner
 from localllm.proofs import Proofs
 
 if TYPE_CHECKING:
@@ -159,6 +160,25 @@ class Boot:
         shown = {"held": proof.held, "text": str(proof), "excess_bytes": proof.excess_bytes, "error": proof.error}
         terms = {term.name: [term.planned_bytes, term.measured_bytes] for term in proof.terms}
         self._proofs.keep(self._facts, self._machine, self.plan, shown | {"terms": terms, "seconds": proof.seconds})
+
+    def tune(self, budget_s: float, told: Callable[[Tuned], None], stop: Callable[[], bool]) -> list[Tuned]:
+        """Time the tiles of the shapes that were used, now; in the engine's thread, this one waits."""
+        if self.plan.device == "cpu":
+            return []
+        found: list[Tuned] = []
+        done = threading.Event()
+
+        def job(must_stop: Callable[[], bool]) -> bool:
+            try:
+                found.extend(tuner().tune(gpu_seconds, budget_s, lambda: stop() or must_stop(), told))
+                self._on_tuned(found)
+            finally:
+                done.set()
+            return True
+
+        self.engine.when_idle(job)
+        done.wait()
+        return found
 
     # --- words -------------------------------------------------------------------------------------------------------
 

@@ -618,6 +618,30 @@ class LLM:
             warnings=(*self.plan.warnings, *self._boot.warnings),
         )
 
+    def tune(self, seconds: float, told: Callable[[Any], None] = lambda one: None) -> list[Any]:
+        """Time the kernels' tile sizes on this card, for the shapes of this model; a list of `kernels.tuning.Tuned`.
+
+        told   called with each shape's result; KeyboardInterrupt stops, and what was timed stays
+        """
+        self.engine.clear_prefix_cache()
+        length = min(self.plan.prefill_budget + 16, self.plan.ctx - 8)
+        quiet = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        for count in self.plan.graph_buckets or (1,):  # every kernel is used once, in all its shapes
+            self.generate([[1 + i] * (length if i == 0 else 8) for i in range(count)], quiet)
+        stopped = threading.Event()
+        try:
+            return self._boot.tune(seconds, told, stopped.is_set)
+        except KeyboardInterrupt:
+            stopped.set()
+            return list(self._boot.tuned)
+
+    @property
+    def num_untuned(self) -> int:
+        """Shapes of kernels in use whose tiles were not timed on this card."""
+        from localllm.kernels.tuning import tuner
+
+        return len(tuner().waiting)
+
     # --- life --------------------------------------------------------------------------------------------------------
 
     @property

@@ -30,6 +30,7 @@ COMMANDS = (
     ("doctor", "This machine", "doctor", "Check hardware, software and settings"),
     ("plan", "This machine", "plan", "What fits here: memory, context, expected speed"),
     ("bench", "This machine", "bench", "Measure prefill, decode and time to first token"),
+    ("tune", "This machine", "tune", "Time kernel tile sizes on this card now"),
     ("config", "This machine", "settings", "Show and change settings"),
 )
 ALIASES = {"list": "ls", "fit": "plan"}

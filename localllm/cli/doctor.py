@@ -31,6 +31,7 @@ FAILED = 11
     "localllm doctor --for vllm nvidia/Qwen3.6-27B-NVFP4",
     "localllm doctor --report > report.md",
     "localllm doctor --apply --dry-run",
+    "localllm doctor --kernels sm_120",
 )
 def doctor(
     env: Env,
@@ -47,6 +48,9 @@ def doctor(
     dry_run: Annotated[bool, typer.Option("-n", "--dry-run", help="With --apply: only show.")] = False,
     only: Annotated[str | None, typer.Option(metavar="ID,...", help="Only these checks, or groups of them.")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Warnings fail too.")] = False,
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Kernels by op: for this card, or the one named (sm_75 ... sm_121, cpu).")
+    ] = False,
     listing: Annotated[bool, typer.Option("--list", help="Name the checks.")] = False,
 ) -> int:
     """Check hardware, software and settings; every finding comes with its cure. With a model, check that instead.
@@ -57,6 +61,8 @@ def doctor(
 
     from . import doctor_view
 
+    if kernels:
+        return _kernels(env, model)
     _one_of(env, {"--log": log, "--for": engine, "--report": report, "--apply": apply, "--list": listing})
     if dry_run and not apply:
         raise ConfigError("--dry-run belongs to --apply", "localllm doctor --apply --dry-run")
@@ -138,6 +144,29 @@ def _deep(env: Env, survey: Survey, found: list[Check]) -> Iterator[Check]:
         console.say(f"measuring {done}/{total}: {what}")
 
     yield from deep_checks(survey, tell)
+
+
+def _kernels(env: Env, card: str | None) -> int:
+    """The table of kernels for a card, or for the CPU."""
+    from localllm.device import machine
+    from localllm.doctor.kernel_table import rows_of, wanted_capability
+
+    console = env.console
+    capability = wanted_capability(card, machine())
+    rows = rows_of(capability, lambda done, of: console.say(f"compiling {done + 1}/{of}") if done < of else None)
+    if console.as_json:
+        console.emit("kernels/1", {"capability": capability, "kernels": rows})
+        return 0
+    if capability == 0:
+        console.table(("OP", "KERNEL", "WHY NOT ANOTHER"), [(r["op"], r["impl"], r["reason"]) for r in rows])
+        return 0
+    columns = ("OP", "KERNEL", "SHARED", "REGISTERS", "SPILLS", "MATRIX", "")
+    numbers = ("shared_bytes", "registers", "spill_bytes")
+    cells = [(r["op"], r["impl"], *(f"{r[n]:,}" for n in numbers), r["mma"], r["reason"]) for r in rows]
+    console.table(columns, cells, right=columns[2:5])
+    missing = sum(bool(row["reason"]) for row in rows)
+    console.say(f"sm_{capability}: {len(rows)} kernels{f', {missing} of them not available' if missing else ''}")
+    return 0
 
 
 # --- an error explained -----------------------------------------------------------------------------------------------

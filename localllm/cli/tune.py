@@ -1,0 +1,67 @@
+"""`localllm tune`: time the kernels' tile sizes on this card now, instead of in idle moments."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from localllm.terminal import clean_line
+
+from . import params
+from .command import Env, command
+from .names import choose
+from .session import llm_options
+
+
+@command("localllm tune qwen", "localllm tune qwen --seconds 60 --json")
+def tune(
+    env: Env,
+    model: params.Model,
+    seconds: Annotated[float, typer.Option("--seconds", metavar="S", min=1, help="Most time to spend.")] = 20.0,
+    ctx: params.Ctx = None,
+    kv: params.Kv = None,
+) -> int:
+    """Time up to eight tile sizes for every kernel and shape of a model on this card; the fastest is kept and used.
+
+    Without this command the same happens in idle moments after the first answer. Ctrl-C stops; what was timed stays.
+    """
+    from .loading import load_llm
+
+    console = env.console
+    config = env.settings(params.engine_flags({"ctx": ctx, "kv": kv}))
+    choice = choose(env, config, model)
+    started = time.monotonic()
+    with load_llm(env, choice, llm_options(env, config, ctx)) as llm:
+        device = llm.plan.device
+        tuned = llm.tune(
+            seconds,
+            lambda one: console.say(
+                f"{one.shape.name}: {one.us:.1f} us with {dict(one.tile)}, {one.first_us:.1f} us with the first"
+            ),
+        )
+        waiting = llm.num_untuned
+    if console.as_json:
+        rows = [
+            {
+                "op": one.shape.op,
+                "key": list(one.shape.key),
+                "tile": dict(one.tile),
+                "us": one.us,
+                "first_us": one.first_us,
+                "failed": list(one.failed),
+            }
+            for one in tuned
+        ]
+        took = time.monotonic() - started
+        console.emit("tune/1", {"device": device, "tuned": rows, "waiting": waiting, "seconds": took})
+    elif device == "cpu":
+        console.line("The CPU's kernels have no tile sizes to choose: nothing to tune.")
+    else:
+        faster = sum(one.us < one.first_us for one in tuned)
+        console.line(f"{len(tuned)} shapes timed, {faster} got a faster tile, {waiting} wait for the next time.")
+        for one in tuned:
+            for reason in one.failed if console.verbose else ():
+                console.say(f"  {one.shape.name}: {clean_line(reason)}")
+    return 0

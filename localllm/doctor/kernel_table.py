@@ -1,0 +1,79 @@
+"""`doctor --kernels`: which kernel serves what, and what each needs of the card, one row per op and shape class.
+
+For a card, here or not, the kernels are compiled ahead of time in child processes, and shared memory, registers,
+spills and matrix instructions are read from the result. For the CPU the rows say which implementation is taken, and why
+not the ones before it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from localllm.device import MachineFacts
+from localllm.errors import ConfigError
+
+PARTS = 6
+"""pieces a card's table is compiled in, so that there is something to tell meanwhile"""
+FORMS = ("dense", "int4g", "int8", "fp4g16", "fp4g32", "fp8", "fp8mx", "gguf Q5_0", "gguf Q4_K", "gguf Q6_K")
+
+
+def wanted_capability(text: str | None, machine: MachineFacts) -> int:
+    """90 for "sm_90", "90" or "9.0"; nothing named: this machine's card, or 0 for the CPU.
+
+    Raises ConfigError for a card that no kernel is made for.
+    """
+    from localllm.kernels.triton.aot_spec import CAPABILITIES
+
+    if text is None:
+        return machine.gpus[0].capability if machine.gpus else 0
+    if text == "cpu":
+        return 0
+    found = re.fullmatch(r"(?:sm_?)?(\d{1,2})\.?(\d)", text)
+    value = int(found[1] + found[2]) if found else 0
+    if value not in CAPABILITIES:
+        known = ", ".join(f"sm_{c}" for c in CAPABILITIES)
+        raise ConfigError(f"--kernels: {text!r} is none of cpu, {known}", "localllm doctor --kernels sm_90")
+    return value
+
+
+def rows_of(capability: int, tell: Callable[[int, int], None]) -> list[dict[str, Any]]:
+    """The table; `tell` is called with (parts done, of how many). Raises ConfigError where Triton is missing."""
+    if capability == 0:
+        return list(cpu_rows())
+    try:
+        from localllm.kernels.triton import aot
+    except ImportError as error:
+        raise ConfigError(f"kernels for cards cannot be compiled: {error}", "pip install triton") from error
+    rows: list[dict[str, Any]] = []
+    for part in range(PARTS):
+        tell(part, PARTS)
+        rows += [dict(row) for row in aot.table([capability], part=(part, PARTS), workers=1)]
+    tell(PARTS, PARTS)
+    return sorted(rows, key=lambda row: (row["op"], row["impl"]))
+
+
+def cpu_rows() -> Iterator[dict[str, Any]]:
+    """What runs on this CPU."""
+    from localllm.kernels import LinearFacts, choose, linear_impls
+    from localllm.kernels.ops import OPS, OpFacts, choose_op, choose_segment, op_impls
+
+    facts = OpFacts(kv_format="bf16", num_heads=32, num_kv_heads=8, head_dim=128)
+    for op in OPS:
+        taken = choose_op(op, facts)
+        before = [impl for impl in op_impls(op)[: op_impls(op).index(taken)] if impl.fits(facts)]
+        yield _row(op, taken.name, "; ".join(f"{impl.name}: {impl.fits(facts)}" for impl in before))
+    for segment in ("attn_in", "attention", "attn_out", "mlp", "head", "decoder"):
+        fused = choose_segment(segment, facts)
+        yield _row(segment, fused.name if fused else "composed", "")
+    for form in FORMS:
+        name, _, block = form.partition(" ")
+        group = {"int4g": 128, "fp4g16": 16}.get(name, 32)
+        choice = choose(linear_impls(), LinearFacts(name, (4096, 4096), group, block))
+        yield _row(f"linear {form}", choice.impl.name, "; ".join(f"{n}: {why}" for n, why in choice.passed_over))
+
+
+def _row(op: str, impl: str, reason: str) -> dict[str, Any]:
+    empty = {"shared_bytes": 0, "registers": 0, "spill_bytes": 0, "mma": ""}
+    return {"op": op, "capability": 0, "impl": impl, "reason": reason, **empty}
