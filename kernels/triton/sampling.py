@@ -295,7 +295,7 @@ def sample(logits: Tensor, inputs: SamplingInputs, cuts: bool = True) -> Sampled
     numbers, integers, bias_ids, bias_values, masks, history = inputs
     given = (logits, numbers, integers, bias_ids, bias_values, masks, history)
     sizes = (vocab, logits.stride(0), masks.shape[1])
-    kept = {"PIECE": PIECE, "TABLES": TABLES if cuts else 0}
+    kept: dict[str, Any] = {"PIECE": PIECE, "TABLES": TABLES if cuts else 0}
     launch(_prepare, grid, *given, scaled, stats, tables, *sizes, MOST_BIAS=MOST_BIAS, num_warps=8, **kept, **options)
     shared = (scaled, stats, numbers, integers, tables)
     for part in range(TABLES if cuts else 0):
@@ -322,7 +322,11 @@ def specs(cap: int) -> Iterator[KernelSpec]:
     types |= dict.fromkeys(("vocab", "logits_stride", "num_words", "num_pieces"), "i32")
     constants = {"PIECE": PIECE, "MOST_BIAS": MOST_BIAS, "TABLES": TABLES, "PIECES": 64, "CUTS": True}
     constants["PDL"] = bool(options)
-    launches = [("prepare", _prepare, {}), ("choose", _choose, {}), ("finish", _finish, {})]
+    launches: list[tuple[str, Any, dict[str, Any]]] = [
+        ("prepare", _prepare, {}),
+        ("choose", _choose, {}),
+        ("finish", _finish, {}),
+    ]
     launches += [(f"narrow {part}", _narrow, {"PASS": part}) for part in range(TABLES)]
     for label, kernel, more in launches:
         names = kernel.arg_names

@@ -29,8 +29,15 @@ def weights_of(norm: bool, bias: bool, parts: int, device: torch.device) -> Atte
     return AttentionWeights(first, qkv, qkv, HEADS, KV_HEADS, DIM, 0.125, *norms)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3])
-@pytest.mark.parametrize(("norm", "bias", "parts"), [(True, False, 1), (False, True, 3)])
+@pytest.mark.parametrize(
+    ("num_tokens", "norm", "bias", "parts"),
+    [
+        (1, True, False, 1),
+        (3, False, True, 3),
+        pytest.param(1, False, True, 3, marks=pytest.mark.slow),
+        pytest.param(3, True, False, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_attn_in(num_tokens: int, norm: bool, bias: bool, parts: int, device: torch.device) -> None:
     weights = weights_of(norm, bias, parts, device)
     x = torch.randn(num_tokens, HIDDEN).half().to(device)

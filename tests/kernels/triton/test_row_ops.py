@@ -153,11 +153,20 @@ def same_pages(found: KVPages, expected: KVPages, steps: int = 0) -> None:
             assert int(apart.max()) <= steps and float((apart > 0).float().mean()) < 0.01
 
 
-FORMATS = ["f32", "bf16", "fp16", "int8", "fp8"]
+SLOW = pytest.mark.slow
+FORMATS = ["bf16", "int8", "fp8", pytest.param("f32", marks=SLOW), pytest.param("fp16", marks=SLOW)]
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)
-@pytest.mark.parametrize(("kv_heads", "dim", "page"), [(2, 64, 16), (5, 96, 32), (1, 256, 64), (3, 80, 16)])
+@pytest.mark.parametrize(
+    ("kv_heads", "dim", "page"),
+    [
+        (2, 64, 64),
+        (5, 96, 32),
+        pytest.param(1, 256, 16, marks=SLOW),
+        pytest.param(3, 80, 16, marks=SLOW),
+    ],
+)
 def test_kv_write(kv_format: str, kv_heads: int, dim: int, page: int, device: torch.device) -> None:
     kv = torch.randn(4, 2 * kv_heads + 1, dim).to(device) * 3
     kv[1, 1] = 0.0
@@ -223,7 +232,7 @@ def attention_weights(heads: int, kv_heads: int, dim: int, norm: bool, interleav
         (9, 3, 64, 32, False, False),
         (4, 1, 256, 128, True, False),
         (8, 2, 96, 20, True, True),
-        (2, 2, 80, 40, True, False),
+        pytest.param(2, 2, 80, 40, True, False, marks=SLOW),
     ],
 )
 def test_qk_norm_rope_kv(
