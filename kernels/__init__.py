@@ -36,6 +36,8 @@ class LinearFacts:
     """the user asked for this dtype by name: no rounding of activations below it"""
     deterministic: bool = True
     """a row's result must not depend on the other rows of the batch"""
+    activations: str = ""
+    """what activations may be rounded to where many rows are multiplied: fp8 | nvfp4, or nothing"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,5 +84,6 @@ def linear_impls() -> tuple[Impl, ...]:
     """All implementations of `linear`, preferred first. The plain-PyTorch twin is last and fits everything."""
     from . import linear
     from .cpu import linear as cpu_linear
+    from .triton import linear as triton_linear
 
-    return (*cpu_linear.IMPLS, *linear.IMPLS)
+    return (*cpu_linear.IMPLS, *triton_linear.IMPLS, *linear.IMPLS)

@@ -17,7 +17,18 @@ from pathlib import Path
 
 from .aot_spec import CAPABILITIES, KernelRow, KernelSpec, compile_spec
 
-MODULES: tuple[str, ...] = ()
+MODULES: tuple[str, ...] = (
+    "product_specs",
+    "narrow_product",
+    "attention_specs",
+    "rms_norm",
+    "rope",
+    "activation",
+    "kv_write",
+    "qk_norm_rope_kv",
+    "embedding",
+    "sampling",
+)
 """Modules of this package with `specs(capability)`."""
 
 

@@ -1,11 +1,13 @@
 """`linear` in Triton for NVIDIA cards: weights of every form stay as small as they are stored, x is not rounded.
 
-`triton` takes the fastest kernel for the number of rows; `triton_invariant` sums every row in the same order. Importing
-this module loads neither Triton nor a kernel.
+`triton` takes the fastest kernel for the number of rows; `triton_invariant` sums every row in the same order. By
+permission of the user (`LinearFacts.activations`) `triton_fp8_w8a8` and `triton_nvfp4_w4a4` round x for products of
+many rows. Importing this module loads neither Triton nor a kernel.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,6 +17,7 @@ from .. import Impl, LinearFacts
 from .gguf_codes import GGUF_CODES
 from .layout import Prepared, prepare, unpack
 from .layout_codes import CODES
+from .probe import FP8_CAPABILITY, nvfp4_reason
 
 FORMS = frozenset({"dense", "int4g", "int8", "fp4g16", "fp4g32", "fp8", "fp8mx", "gguf"})
 GROUPED = {"int4g": "int4", "int8": "int8"}
@@ -50,24 +53,48 @@ def _fits(facts: LinearFacts, *, fixed_order: bool) -> str | None:
     return "sums one row in another order than several" if facts.deterministic else None
 
 
+def _fits_narrow(facts: LinearFacts, *, activations: str, form: str) -> str | None:
+    if facts.activations != activations:
+        return f"rounds activations to {activations}, which was not asked for"
+    if facts.form != form:
+        return f"multiplies {form} weights, not {facts.form}"
+    reason = _fits(facts, fixed_order=False)
+    if reason is not None:
+        return reason
+    if activations == "nvfp4":
+        return nvfp4_reason(facts.capability)
+    return None if facts.capability >= FP8_CAPABILITY else "no FP8 instructions below compute capability 8.9"
+
+
 def _run(x: Tensor, prepared: Prepared, bias: Tensor | None = None, *, fixed_order: bool) -> Tensor:
     from .product import Extras, product
 
     return product(x, prepared, Extras(bias), fixed_order=fixed_order)
 
 
+def _run_fp8(x: Tensor, prepared: Prepared, bias: Tensor | None = None) -> Tensor:
+    from .narrow_product import fp8_product
+
+    return fp8_product(x, prepared, bias)
+
+
+def _run_nvfp4(x: Tensor, prepared: Prepared, bias: Tensor | None = None) -> Tensor:
+    from .narrow_product import nvfp4_product
+
+    return nvfp4_product(x, prepared, bias)
+
+
 def _nbytes(prepared: Any) -> int:
     return prepared.nbytes
 
 
-IMPLS: tuple[Impl, ...] = tuple(
-    Impl(
-        name,
-        partial(_fits, fixed_order=fixed_order),
-        prepare,
-        partial(_run, fixed_order=fixed_order),
-        unpack,
-        _nbytes,
-    )
-    for name, fixed_order in (("triton", False), ("triton_invariant", True))
+def _impl(name: str, fits: Callable[[LinearFacts], str | None], run: Callable[..., Tensor]) -> Impl:
+    return Impl(name, fits, prepare, run, unpack, _nbytes)
+
+
+IMPLS: tuple[Impl, ...] = (
+    _impl("triton_fp8_w8a8", partial(_fits_narrow, activations="fp8", form="fp8"), _run_fp8),
+    _impl("triton_nvfp4_w4a4", partial(_fits_narrow, activations="nvfp4", form="fp4g16"), _run_nvfp4),
+    _impl("triton", partial(_fits, fixed_order=False), partial(_run, fixed_order=False)),
+    _impl("triton_invariant", partial(_fits, fixed_order=True), partial(_run, fixed_order=True)),
 )

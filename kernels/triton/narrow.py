@@ -1,0 +1,148 @@
+"""y = x Wᵀ where x is rounded, too: FP8 x FP8 (W8A8) and NVFP4 x NVFP4 (W4A4), for prompts, when the user allows it.
+
+Both operands come as rows of bytes in the order of `layout`; a product over K does not mind the order. FP8 sums are
+taken over 128 elements and added in float32, which is also where block scales go. NVFP4 goes through `tl.dot_scaled`;
+with HAND its codes and scales are decoded instead, on any card, and in the interpreter, which reads every scale of a
+`dot_scaled` as E8M0.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .codes import e4m3_value, half_value
+
+
+@triton.jit
+def _store(acc, out_ptr, bias_ptr, rows, columns, m, n, BIAS: tl.constexpr):
+    if BIAS:
+        acc += tl.load(bias_ptr + columns, mask=columns < n, other=0.0).to(tl.float32)[None, :]
+    spot = (rows.to(tl.int64) * n)[:, None] + columns[None, :]
+    tl.store(out_ptr + spot, acc.to(out_ptr.dtype.element_ty), mask=(rows < m)[:, None] & (columns < n)[None, :])
+
+
+@triton.jit
+def w8a8_kernel(
+    x_ptr,
+    x_scale_ptr,
+    w_ptr,
+    w_scale_ptr,
+    row_scale_ptr,
+    bias_ptr,
+    out_ptr,
+    m,
+    n,
+    BYTES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ROW_SCALE: tl.constexpr,
+    BIAS: tl.constexpr,
+    HAND: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """x, w: E4M3 [m, BYTES] and [n, BYTES]; BLOCKS: a scale per 128 of x and per 128 x 128 of w, else one a row."""
+    STEP: tl.constexpr = 128
+    GROUPS: tl.constexpr = (BYTES + STEP - 1) // STEP
+    rows = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    columns = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    row = tl.minimum(rows, m - 1).to(tl.int64)
+    column = tl.minimum(columns, n - 1).to(tl.int64)
+    lane = tl.arange(0, STEP)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    acc = tl.zeros((TOKENS, ROWS), tl.float32)
+    for g in tl.range(0, GROUPS, num_stages=STAGES):
+        k = g * STEP + lane
+        if BYTES % STEP == 0:
+            x = tl.load(x_ptr + (row * BYTES)[:, None] + k[None, :])
+            w = tl.load(w_ptr + (column * BYTES)[None, :] + k[:, None])
+        else:
+            x = tl.load(x_ptr + (row * BYTES)[:, None] + k[None, :], mask=(k < BYTES)[None, :], other=0.0)
+            w = tl.load(w_ptr + (column * BYTES)[None, :] + k[:, None], mask=(k < BYTES)[:, None], other=0.0)
+        if HAND:
+            part = tl.dot(e4m3_value(x.to(tl.int32)), e4m3_value(w.to(tl.int32)), input_precision="ieee")
+        else:
+            part = tl.dot(x, w)
+        if BLOCKS:
+            x_scale = tl.load(x_scale_ptr + row * GROUPS + g)
+            w_scale = tl.load(w_scale_ptr + column // 128 * GROUPS + g)
+            acc += part * x_scale[:, None] * w_scale[None, :]
+        else:
+            acc += part
+    if not BLOCKS:
+        acc *= tl.load(x_scale_ptr + row)[:, None]
+    if ROW_SCALE:
+        acc *= tl.load(row_scale_ptr + column)[None, :]
+    _store(acc, out_ptr, bias_ptr, rows, columns, m, n, BIAS)
+
+
+@triton.jit
+def _nvfp4_values(codes, scales, HIGH_NIBBLE: tl.constexpr):
+    """uint8 [A, B] and E4M3 scales [A, B / 8] -> float32 of one nibble of each byte."""
+    A: tl.constexpr = codes.shape[0]
+    B: tl.constexpr = codes.shape[1]
+    values = half_value(codes.to(tl.int32), 0, HIGH_NIBBLE, "e2m1", 4, 0, 0)
+    spread = tl.broadcast_to(e4m3_value(scales.to(tl.int32))[:, :, None], (A, B // 8, 8))
+    return values * tl.reshape(spread, (A, B))
+
+
+@triton.jit
+def w4a4_kernel(
+    x_ptr,
+    x_scale_ptr,
+    x_row_scale_ptr,
+    w_ptr,
+    w_scale_ptr,
+    row_scale_ptr,
+    bias_ptr,
+    out_ptr,
+    m,
+    n,
+    BYTES: tl.constexpr,
+    BIAS: tl.constexpr,
+    HAND: tl.constexpr,
+    OPERAND: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """x, w: E2M1 pairs [m, BYTES] and [n, BYTES], E4M3 scales [.., BYTES / 8] and a float32 scale a row; STEP bytes."""
+    rows = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    columns = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    row = tl.minimum(rows, m - 1).to(tl.int64)
+    column = tl.minimum(columns, n - 1).to(tl.int64)
+    lane = tl.arange(0, STEP)
+    group = tl.arange(0, STEP // 8)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    acc = tl.zeros((TOKENS, ROWS), tl.float32)
+    for k in tl.range(0, BYTES, STEP, num_stages=STAGES):
+        byte, block = k + lane, k // 8 + group
+        at_x = x_ptr + (row * BYTES)[:, None] + byte[None, :]
+        at_w = w_ptr + (column * BYTES)[:, None] + byte[None, :]
+        at_xs = x_scale_ptr + (row * (BYTES // 8))[:, None] + block[None, :]
+        at_ws = w_scale_ptr + (column * (BYTES // 8))[:, None] + block[None, :]
+        if BYTES % STEP == 0:
+            x, w, xs, ws = tl.load(at_x), tl.load(at_w), tl.load(at_xs), tl.load(at_ws)
+        else:
+            inside, whole = (byte < BYTES)[None, :], (block < BYTES // 8)[None, :]
+            x, w = tl.load(at_x, mask=inside, other=0), tl.load(at_w, mask=inside, other=0)
+            xs, ws = tl.load(at_xs, mask=whole, other=0.0), tl.load(at_ws, mask=whole, other=0.0)
+        if HAND:
+            for nibble in tl.static_range(2):
+                a, b = _nvfp4_values(x, xs, nibble), _nvfp4_values(w, ws, nibble)
+                if OPERAND == "bf16":
+                    acc = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16).trans(), acc)
+                else:
+                    acc = tl.dot(a, b.trans(), acc, input_precision="ieee")
+        else:
+            acc = tl.dot_scaled(x, xs, "e2m1", w.trans(), ws, "e2m1", acc)
+    acc *= tl.load(x_row_scale_ptr + row)[:, None] * tl.load(row_scale_ptr + column)[None, :]
+    _store(acc, out_ptr, bias_ptr, rows, columns, m, n, BIAS)

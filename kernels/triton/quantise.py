@@ -1,0 +1,80 @@
+"""Activations to E4M3 or to NVFP4 (E2M1 with an E4M3 scale per 16), each row by itself, in the byte order of `layout`.
+
+Scales are dynamic: a row's largest magnitude, or that of each 128 of its elements. So a row's codes do not depend on
+the other rows. Encoding is by integers (formats without hardware types, and Triton's interpreter, round wrongly).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .codes import e4m3_value
+
+
+@triton.jit
+def e4m3_bits(x):
+    """float32 -> int32 bytes of E4M3, to nearest even, saturating at 448. NaN becomes 0x7F."""
+    bits = x.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    magnitude = tl.minimum(tl.abs(x), 448.0)
+    u = magnitude.to(tl.int32, bitcast=True)
+    normal = ((u + 0x7FFFF + ((u >> 20) & 1)) >> 20) - (120 << 3)
+    small = (magnitude + 16384.0).to(tl.int32, bitcast=True) & 0xF  # the ulp of 2^14 is 2^-9: the addition rounds
+    code = sign | tl.where(magnitude < 0.015625, small, normal)
+    return tl.where(x == x, code, 0x7F)
+
+
+@triton.jit
+def e2m1_bits(x):
+    """float32 -> int32 codes of E2M1, to nearest even, saturating at 6."""
+    sign = (x.to(tl.int32, bitcast=True) >> 28) & 8
+    a = tl.abs(x)
+    code = (a > 0.25).to(tl.int32) + (a >= 0.75).to(tl.int32) + (a > 1.25).to(tl.int32) + (a >= 1.75).to(tl.int32)
+    code += (a > 2.5).to(tl.int32) + (a >= 3.5).to(tl.int32) + (a > 5.0).to(tl.int32)
+    return sign | code
+
+
+@triton.jit
+def quantise_e4m3_kernel(
+    x_ptr, code_ptr, scale_ptr, K: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: GROUP elements of a row (all of them where GROUP is BLOCK) -> bytes [PADDED] and their scale."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    spot = part * GROUP + tl.arange(0, BLOCK)
+    # byte 2h + i of a chunk of 16 holds element 8i + h
+    k = spot // 16 * 16 + spot % 2 * 8 + spot % 16 // 2
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(x), 0), 1e-10) / 448.0
+    tl.store(code_ptr + row * PADDED + spot, e4m3_bits(x / scale).to(tl.uint8), mask=spot < PADDED)
+    tl.store(scale_ptr + row * tl.num_programs(1) + part, scale)
+
+
+@triton.jit
+def quantise_nvfp4_kernel(
+    x_ptr, code_ptr, scale_ptr, row_scale_ptr, K: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: a row -> bytes [PADDED / 2], E4M3 scales [PADDED / 16] and a float32 scale over all."""
+    row = tl.program_id(0).to(tl.int64)
+    # byte 2h + q of a group of 16 (halves h of a run of 4, planes 2q and 2q + 1) holds elements 8q + h and 8q + 4 + h
+    group = tl.arange(0, BLOCK // 16)
+    byte = tl.arange(0, 8)
+    k = group[:, None] * 16 + (byte % 2 * 8 + byte // 2)[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    even = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32)
+    odd = tl.load(x_ptr + row * K + k + 4, mask=k + 4 < K, other=0.0).to(tl.float32)
+    largest = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), 1)
+    over_all = tl.maximum(tl.max(largest, 0), 1e-30) / 2688.0
+    bits = e4m3_bits(tl.maximum(largest / (6.0 * over_all), 0.001953125))
+    step = 1.0 / (e4m3_value(bits) * over_all)
+    codes = e2m1_bits(even * step[:, None]) | (e2m1_bits(odd * step[:, None]) << 4)
+    tl.store(code_ptr + row * (PADDED // 2) + group[:, None] * 8 + byte[None, :], codes.to(tl.uint8), mask=k < PADDED)
+    tl.store(scale_ptr + row * (PADDED // 16) + group, bits.to(tl.uint8), mask=group < PADDED // 16)
+    tl.store(row_scale_ptr + row, over_all)
