@@ -108,6 +108,19 @@ class ChatApp(App[None]):
         self.drain_s = DRAIN_STILL_S if still else DRAIN_S
         if still:
             self.animation_level = "none"
+        self._begin_with_theme()
+
+    def _begin_with_theme(self) -> None:
+        """Colours from the start: setting `theme` later would parse every style sheet a second time."""
+        self.register_theme(DARK)
+        self.register_theme(LIGHT)
+        wanted = "ansi-dark" if self._colorless else self.ui.theme
+        self.set_reactive(App.theme, wanted if wanted in self.available_themes else "localllm-dark")
+        theme = self.current_theme
+        self.add_class(f"-theme-{theme.name}", "-dark-mode" if theme.dark else "-light-mode", update=False)
+        self.remove_class("-light-mode" if theme.dark else "-dark-mode", update=False)
+        self._refresh_truecolor_filter(self.ansi_theme)
+        self.stylesheet.set_variables(self.get_css_variables())
 
     @property
     def chat(self) -> ChatScreen:
@@ -119,11 +132,7 @@ class ChatApp(App[None]):
         return {"column": str(self.ui.column + 4 if self.ui.column else 1000)}
 
     def on_mount(self) -> None:
-        """Colours and keys, then the chat."""
-        self.register_theme(DARK)
-        self.register_theme(LIGHT)
-        wanted = "ansi-dark" if self._colorless else self.ui.theme
-        self.theme = wanted if wanted in self.available_themes else "localllm-dark"
+        """Keys, then the chat."""
         self.set_keymap({name: keys for name, keys in self.keymap.own.items() if KEYS[name].action})
         self.push_screen(ChatScreen(self.conversation))
         if not self.is_headless:

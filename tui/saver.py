@@ -11,11 +11,15 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from localllm.history import History, HistoryError, SavedChat, SavedMessage
+from localllm.errors import ConfigError, LocalLLMError
+from localllm.history import SavedChat, SavedMessage
 
 from .conversation import Conversation, Exchange
+
+if TYPE_CHECKING:
+    from localllm.history import History
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -26,7 +30,7 @@ AUTOSAVE_S = 1.0
 class Saver:
     """Writes and reads of one `History`, in order. `opens` is called in the thread; None: nothing is kept."""
 
-    def __init__(self, opens: Callable[[], History] | None = History) -> None:
+    def __init__(self, opens: Callable[[], History] | None) -> None:
         self.problem = ""
         """why chats are not being saved at the moment, or what was found wrong when the file was opened"""
         self.kept = opens is not None
@@ -65,7 +69,7 @@ class Saver:
         self.problem = ""
 
     def run(self, work: Callable[[History], T]) -> Future[T]:
-        """Call `work` in the thread. The future fails with HistoryError when the database cannot be used."""
+        """Call `work` in the thread. The future fails with a LocalLLMError when the database cannot be used."""
         future: Future[T] = Future()
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="history", daemon=True)
@@ -86,7 +90,7 @@ class Saver:
             try:
                 future.set_result(work(self._opened()))
             except Exception as error:
-                if not isinstance(error, HistoryError):
+                if not isinstance(error, LocalLLMError):
                     log.exception("the history failed")
                 self.problem = getattr(error, "message", "") or str(error)
                 future.set_exception(error)
@@ -101,7 +105,7 @@ class Saver:
     def _opened(self) -> History:
         if self._history is None:
             if self._opens is None:
-                raise HistoryError("chats are not saved", "leave out --no-save")
+                raise ConfigError("chats are not saved", "leave out --no-save")
             self._history = self._opens()
             if self._history.notice:
                 log.warning("%s", self._history.notice)

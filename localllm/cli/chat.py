@@ -20,6 +20,7 @@ from .names import Choice, choose
 from .session import Sampling, make_backend
 
 if TYPE_CHECKING:
+    from localllm.history import History
     from localllm.tui.attachments import Attachment
     from localllm.tui.conversation import Conversation
     from localllm.tui.saver import Saver
@@ -164,14 +165,15 @@ def _list_keys(env: Env, config: UserConfig) -> int:
 
 def _start(env: Env, config: UserConfig, sampling: Sampling, system: str, resumed: str | None) -> Start:
     """A new conversation, or a saved one. Raises ChatNotFound."""
-    from localllm.history import History
     from localllm.tui.conversation import Conversation
     from localllm.tui.saver import Saver
 
-    saver = Saver(History if config.chat.save else None)
+    saver = Saver(_history if config.chat.save else None)
     think = {True: "on", False: "off"}.get(config.chat.think, "auto") if config.chat.think != "auto" else "auto"
     if resumed is None:
         return Start(Conversation(system, sampling.given, think), saver, sampling)
+    from localllm.history import History
+
     from .chats import find
 
     with History() as history:
@@ -179,6 +181,12 @@ def _start(env: Env, config: UserConfig, sampling: Sampling, system: str, resume
         talk = Conversation.restored(chat, history.messages(chat.id), sampling.given)
     talk.system = system or talk.system
     return Start(talk, saver, sampling)
+
+
+def _history() -> History:
+    from localllm.history import History
+
+    return History()
 
 
 def _prepare(start: Start, config: UserConfig, preset: str | None, think: str | None, attach: list[Path]) -> None:

@@ -92,3 +92,19 @@ def active_path(messages: Sequence[SavedMessage], leaf_id: int | None) -> list[S
         path.append(at)
         at = by_id.get(at.parent_id) if at.parent_id is not None else None
     return path[::-1]
+
+
+def day_of(when: float, now: float | None = None) -> str:
+    """Today, Yesterday, Last week, or the month: the headings of a list of chats."""
+    today = time.localtime(time.time() if now is None else now)
+    day = time.localtime(when)
+    gap = (_date(today) - _date(day)) // 86400
+    if gap <= 0:
+        return "Today"
+    if gap == 1:
+        return "Yesterday"
+    return "Last week" if gap < 7 else time.strftime("%B %Y", day)
+
+
+def _date(when: time.struct_time) -> int:
+    return int(time.mktime((when.tm_year, when.tm_mon, when.tm_mday, 12, 0, 0, 0, 0, -1)))

@@ -8,7 +8,6 @@ import os
 import re
 import sqlite3
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -264,19 +263,3 @@ def _started(pid: int) -> str:
 def _is_alive(writer: str) -> bool:
     pid, _, started = writer.partition(":")
     return pid.isdigit() and bool(started) and _started(int(pid)) == started
-
-
-def day_of(when: float, now: float | None = None) -> str:
-    """Today, Yesterday, Last week, or the month: the headings of a list of chats."""
-    today = time.localtime(time.time() if now is None else now)
-    day = time.localtime(when)
-    gap = (_date(today) - _date(day)) // 86400
-    if gap <= 0:
-        return "Today"
-    if gap == 1:
-        return "Yesterday"
-    return "Last week" if gap < 7 else time.strftime("%B %Y", day)
-
-
-def _date(when: time.struct_time) -> int:
-    return int(time.mktime((when.tm_year, when.tm_mon, when.tm_mday, 12, 0, 0, 0, 0, -1)))

@@ -18,7 +18,7 @@ import pytest
 from localllm.errors import LocalLLMError
 from localllm.history import History, HistoryError, SavedChat, SavedMessage, active_path, new_message_id
 from localllm.history import database as database_module
-from localllm.history.store import day_of
+from localllm.history.records import day_of
 
 
 @pytest.fixture

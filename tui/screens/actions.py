@@ -18,7 +18,7 @@ from textual import on, work
 from textual.screen import Screen
 
 from localllm.errors import LocalLLMError
-from localllm.history import History, PromptHistory, SavedChat, SavedMessage
+from localllm.history import PromptHistory, SavedChat, SavedMessage
 from localllm.terminal import clean, clean_line
 from localllm.tui.attachments import Attachment
 from localllm.tui.conversation import Conversation, Exchange
@@ -32,6 +32,7 @@ from localllm.tui.widgets.status import State
 from localllm.tui.widgets.transcript import Transcript
 
 if TYPE_CHECKING:
+    from localllm.history import History
     from localllm.tui.app import ChatApp
 
     from .browse import Browse

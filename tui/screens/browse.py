@@ -207,12 +207,13 @@ class Browse:
         at = self.at
         if at is None or not self._screen.may_change():
             return
+        exchange = at.exchange
         if self._armed is not at:
             self._armed = at
             self._screen.flash("d again removes this turn and all that follows it")
             return
         async with self._screen.changing:
-            self._screen.conversation.remove(at.exchange)
+            self._screen.conversation.remove(exchange)
             self.at = None
             await self._screen.transcript.sync()
             self._screen.keep()

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from localllm.config import set_key
 from localllm.errors import ConfigError
-from localllm.history.export import FORMATS, render
 from localllm.terminal import clean_line, tokens_short
 from localllm.tui.attachments import Attachment, read_attachments
 from localllm.tui.conversation import Exchange
@@ -118,6 +117,8 @@ class Commands:
         self._screen.flash("renamed")
 
     async def _do_export(self, text: str) -> None:
+        from localllm.history.export import FORMATS, render
+
         from .browse import default_path
 
         words = text.split(maxsplit=1)

@@ -1,6 +1,6 @@
 """F4: the engine made visible: truth line, KV pages, batches, speeds, prefix hits, memory against plan, power.
 
-One look at `facts()` and one Static, twice a second: under a hundredth of a core.
+One look at `facts()` and one Static, twice a second while something runs: under a hundredth of a core.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from localllm.request import Facts, Timing
 from localllm.terminal import clean, gib
 
 LOOK_S = 0.5
+STILL_S = 2.0
+"""between two looks while nothing is computed"""
 MAP_ROWS = 6
 _BARS = " ▁▂▃▄▅▆▇█"
 _FREE, _CACHED, _USED = 0, 1, 2
@@ -80,6 +82,9 @@ class EnginePanel(VerticalScroll):
     def look(self) -> None:
         """Draw what is true now."""
         facts, now = self._facts(), time.monotonic()
+        busy = facts.num_running or facts.num_waiting
+        if not busy and self._before is not None and now - self._before[0] < STILL_S:
+            return
         if self._before is not None and self._before[1].model == facts.model:
             past, old = self._before
             gap = max(now - past, 1e-3)

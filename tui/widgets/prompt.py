@@ -52,6 +52,7 @@ class PromptArea(TextArea):
             show_line_numbers=False,
             tab_behavior="focus",
         )
+        self.cursor_blink = False  # two repaints a second, for as long as the program is open
         send, newline = keymap.keys("prompt.send"), keymap.keys("prompt.newline")
         swapped = not enter_sends and "enter" in send
         self._send = frozenset(k for k in newline if k != "shift+enter") if swapped else frozenset(send)

@@ -12,7 +12,7 @@ from textual.widgets import Input, OptionList
 from textual.widgets.option_list import Option
 
 from localllm.history import SavedChat
-from localllm.history.store import day_of
+from localllm.history.records import day_of
 from localllm.terminal import clean_line, fit
 
 SHOWN = 200
