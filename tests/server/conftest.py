@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
 from localllm import LLM
 from localllm.residents import Residents
 from localllm.server import AppOptions, Service, ServiceOptions, create_app
-from localllm.server.run import make_server
+from localllm.server.run import ServeOptions, bind, make_server
 
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 
@@ -129,10 +129,7 @@ class Live:
         assert self._started.wait(20)
 
     async def _run(self):
-        sock = socket.socket()
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(("127.0.0.1", 0))
-        sock.listen(512)
+        sock = bind(ServeOptions(port=0))
         self.port = sock.getsockname()[1]
         self.server = make_server(self.service, self._options)
         self.loop = asyncio.get_running_loop()

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 
 import httpx
 import openai
@@ -260,3 +261,12 @@ def test_a_stream_over_a_real_connection_comes_in_pieces(live):
     with httpx.stream("POST", live.url + CHAT, json=ask(stream=True, max_tokens=100, ignore_eos=True)) as response:
         pieces = list(response.iter_raw())
     assert len(pieces) > 10 and pieces[-1].endswith(b"data: [DONE]\n\n")
+
+
+def test_answers_on_a_kept_connection_do_not_wait_for_acknowledgements(live):
+    """Nagle's algorithm and a delayed acknowledgement would cost 40 ms each."""
+    accepted = {c.transport.get_extra_info("socket") for c in live.server.server_state.connections}
+    with httpx.Client(base_url=live.url) as client:
+        client.get("/ping")
+        new = {c.transport.get_extra_info("socket") for c in live.server.server_state.connections} - accepted
+        assert all(s.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for s in new) and new

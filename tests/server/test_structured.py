@@ -1,0 +1,321 @@
+"""Structured output and tools over HTTP (SO-02, SO-06, SO-07): read in one place, kept by a model of random weights."""
+
+import json
+
+import httpx
+import jsonschema
+import openai
+import pydantic
+import pytest
+
+from localllm import LLM
+from localllm.request import Constraint, ToolUse
+from localllm.residents import Residents
+from localllm.server import AppOptions, Service, ServiceOptions, create_app
+from localllm.server.errors import ApiError
+from localllm.server.schemas import ChatRequest
+from localllm.server.structured import wanted
+
+CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 999}, "b": {"type": "string", "maxLength": 5}},
+    "required": ["a", "b"],
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "now"}},
+]
+
+
+def ask(**fields):
+    return {"model": "tiny", "messages": [{"role": "user", "content": "hello there"}], "temperature": 0} | fields
+
+
+def events(body):
+    """The objects of a stream."""
+    lines = [line for line in body.split("\n\n") if line and not line.startswith(":")]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def form(schema=SCHEMA, **more):
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, **more}}
+
+
+@pytest.fixture(scope="module")
+def roomy(tmp_path_factory):
+    """The tiny model with room for the words that explain tools."""
+    import tiny_models
+
+    path = tiny_models.tiny_gguf(tmp_path_factory.mktemp("models") / "roomy.gguf", "Q8_0", context=8192)
+    with LLM(path, max_parallel=8, ctx=4096, debug_invariants=True) as llm:
+        residents = Residents.holding(llm, ("tiny",))
+        residents.offers()
+        service = Service(residents, ServiceOptions(parallel=8))
+        yield service
+        service.close()
+        residents.close()
+
+
+@pytest.fixture
+async def client(roomy):
+    transport = httpx.ASGITransport(app=create_app(roomy, AppOptions()), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000", timeout=60) as client:
+        yield client
+
+
+async def post(client, path=CHAT, **fields):
+    body = {"model": "tiny", "max_tokens": 300, "temperature": 0} | fields
+    if path == CHAT:
+        body = ask(**body)
+    return await client.post(path, json=body)
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read(**fields):
+    return wanted(ChatRequest(**ask(**fields)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "constraint"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Constraint("json_object")),
+        ({"response_format": form()}, Constraint("json_schema", SCHEMA)),
+        ({"response_format": form(strict=True)}, Constraint("json_schema", SCHEMA)),
+        ({"response_format": form(strict=False)}, Constraint("json_schema", SCHEMA, lenient=True)),
+        ({"structured_outputs": {"json": SCHEMA}}, Constraint("json_schema", SCHEMA, param="structured_outputs")),
+        ({"structured_outputs": {"regex": "a+"}}, Constraint("regex", "a+", param="structured_outputs")),
+        ({"structured_outputs": {"json_object": True}}, Constraint("json_object", param="structured_outputs")),
+        ({"guided_json": json.dumps(SCHEMA)}, Constraint("json_schema", SCHEMA, param="guided_json")),
+        ({"guided_choice": ["a", "b"]}, Constraint("choice", ("a", "b"), param="guided_choice")),
+        ({"guided_regex": "x", "guided_decoding_backend": "auto"}, Constraint("regex", "x", param="guided_regex")),
+        ({"guided_grammar": "start: X"}, Constraint("grammar", "start: X", param="guided_grammar")),
+        ({"guided_json_object": False}, None),
+        ({"json_schema": SCHEMA}, Constraint("json_schema", SCHEMA, param="json_schema")),
+        ({"grammar": 'root ::= "x"'}, Constraint("grammar", 'root ::= "x"', param="grammar")),
+        ({"grammar": None, "guided_json": None}, None),
+    ],
+)
+def test_constraints_are_read(fields, constraint):
+    assert read(**fields).constraint == constraint
+
+
+@pytest.mark.parametrize(
+    ("fields", "use"),
+    [
+        ({"tools": TOOLS}, ToolUse(tuple(TOOLS))),
+        ({"tools": TOOLS, "tool_choice": "none"}, ToolUse(tuple(TOOLS), "none")),
+        ({"tools": TOOLS, "tool_choice": "required"}, ToolUse(tuple(TOOLS), "required")),
+        ({"tools": TOOLS, "parallel_tool_calls": False}, ToolUse(tuple(TOOLS), parallel=False)),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}},
+         ToolUse(tuple(TOOLS), "required", ("f",), False)),
+        ({"tools": TOOLS,
+          "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [TOOLS[0]]}}},
+         ToolUse(tuple(TOOLS), "auto", ("f",))),
+        ({"functions": [TOOLS[0]["function"]], "function_call": {"name": "f"}},
+         ToolUse((TOOLS[0],), "required", ("f",), False)),
+        ({"functions": [TOOLS[0]["function"]], "function_call": "none"}, ToolUse((TOOLS[0],), "none")),
+        ({"tools": [], "tool_choice": "auto"}, None),
+        ({"tool_choice": "none"}, None),
+    ],
+)  # fmt: skip
+def test_tools_are_read(fields, use):
+    found = read(**fields)
+    assert found.tool_use == use
+    assert found.template_tools == (None if use is None or use.choice == "none" else list(use.tools))
+
+
+REFUSED = [
+    ({"response_format": {}}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
+    ({"response_format": form(strict="yes")}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}}}, "response_format"),
+    *(({"response_format": form(bad)}, "response_format") for bad in ("", None, [], False, 5)),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": "x"}, "structured_outputs"),
+    ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
+    ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "backend": "xgrammar"}}, "structured_outputs"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs"),
+    ({"structured_outputs": {"json_object": 1}}, "structured_outputs"),
+    ({"guided_json": "{"}, "guided_json"),
+    ({"guided_json": "[" * 100_000}, "guided_json"),
+    ({"guided_regex": 5}, "guided_regex"),
+    ({"guided_choice": [""]}, "guided_choice"),
+    ({"guided_grammar": ""}, "guided_grammar"),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+    ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
+    ({"guided_regex": "a", "guided_decoding_backend": "outlines"}, "guided_decoding_backend"),
+    ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "custom", "custom": {"name": "f"}}}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}}, "tool_choice"),
+    ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0]"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "x" * 65}}]}, "tools[0].function.name"),
+    ({"tools": [TOOLS[0], {"type": "function", "function": {"name": "g", "parameters": "x"}}]},
+     "tools[1].function.parameters"),
+    ({"tools": [TOOLS[0], TOOLS[0]]}, "tools"),
+    ({"tools": TOOLS * 100}, "tools"),
+    ({"functions": 5}, "functions"),
+    ({"function_call": {"name": "f"}}, "function_call"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "param"), REFUSED, ids=lambda value: str(value)[:50])
+def test_so_06_what_cannot_be_is_refused(fields, param):
+    with pytest.raises(ApiError) as caught:
+        read(**fields)
+    assert caught.value.status == 400 and caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"response_format": form({"type": "wrong"})}, "response_format", "invalid_json_schema"),
+        ({"response_format": form({"$ref": "#/nope"})}, "response_format", "invalid_json_schema"),
+        ({"response_format": form({"enum": []})}, "response_format", "invalid_json_schema"),
+        ({"response_format": form({"$ref": "http://127.0.0.1:9/x"})}, "response_format", "invalid_json_schema"),
+        ({"guided_regex": "(?<=a)"}, "guided_regex", "invalid_value"),
+        ({"guided_grammar": "start: nowhere"}, "guided_grammar", "invalid_value"),
+        ({"tools": [TOOLS[1], {"type": "function", "function": {"name": "g", "parameters": {"type": 5}}}]},
+         "tools[1].function.parameters", "invalid_json_schema"),
+        ({"tools": [{"type": "function", "function": {"name": "g", "parameters":
+          {"properties": {"x": {"type": "string", "pattern": "["}}}}}], "tool_choice": "required"},
+         "tools[0].function.parameters", "invalid_json_schema"),
+        ({"tools": TOOLS, "guided_regex": "a"}, "guided_regex", "invalid_json_schema"),
+    ],
+)  # fmt: skip
+async def test_so_02_bad_schemas_are_400_on_every_way(fields, param, code, client, roomy):
+    for stream in (False, True):
+        answer = await post(client, stream=stream, **fields)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"], error["code"]) == (400, param, code)
+    assert (await post(client, max_tokens=2)).status_code == 200
+    assert roomy.num_reserved == 0
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_answers_validate_streamed_and_whole(client, seed):
+    fields = {"response_format": form(), "seed": seed, "temperature": 1.0, "n": 2}
+    whole = (await post(client, **fields)).json()
+    streamed = events((await post(client, stream=True, **fields)).text)
+    for choice in whole["choices"]:
+        assert choice["finish_reason"] == "stop"
+        jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
+        deltas = [c["delta"] for e in streamed for c in e["choices"] if c["index"] == choice["index"]]
+        assert "".join(d.get("content") or "" for d in deltas) == choice["message"]["content"]
+
+
+async def test_every_kind(client):
+    kinds = [
+        ({"response_format": {"type": "json_object"}, "max_tokens": 400, "temperature": 0.1}, None),
+        ({"guided_choice": ["yes", "no"]}, ("yes", "no")),
+        ({"structured_outputs": {"regex": "[0-9]{3}"}}, None),
+        ({"grammar": 'root ::= "a" | "b" root'}, None),
+    ]
+    for fields, choices in kinds:
+        choice = (await post(client, **fields)).json()["choices"][0]
+        if choice["finish_reason"] == "stop" and choices:
+            assert choice["message"]["content"] in choices
+    choice = (await post(client, TEXT, prompt=["Say", "Or"], guided_choice=["one", "two"])).json()["choices"]
+    assert [one["text"] in ("one", "two") for one in choice] == [True, True]
+    refused = await post(client, TEXT, prompt="x", tools=TOOLS)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "tools"
+
+
+async def test_so_07_cut_answers_are_prefixes(client):
+    whole = (await post(client, response_format=form())).json()["choices"][0]["message"]["content"]
+    for limit in (1, 3, 6):
+        choice = (await post(client, response_format=form(), max_tokens=limit)).json()["choices"][0]
+        assert choice["finish_reason"] == "length"
+        assert whole.startswith(choice["message"]["content"])
+    choice = (await post(client, response_format=form(), stop=['"b"'])).json()["choices"][0]
+    assert choice["finish_reason"] == "stop" and choice["message"]["content"] == whole.split('"b"')[0]
+
+
+async def test_required_calls_stream_as_deltas(client):
+    fields = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+    whole = (await post(client, **fields)).json()["choices"][0]
+    (call,) = whole["message"]["tool_calls"]
+    assert whole["finish_reason"] == "tool_calls" and whole["message"]["content"] is None
+    assert call["function"]["name"] in ("f", "now") and call["id"].startswith("call_")
+    arguments = json.loads(call["function"]["arguments"])
+    jsonschema.validate(arguments, SCHEMA if call["function"]["name"] == "f" else {"maxProperties": 0})
+    streamed = events((await post(client, stream=True, **fields)).text)
+    deltas = [d for e in streamed for c in e["choices"] for d in c["delta"].get("tool_calls", [])]
+    assert deltas[0]["function"]["arguments"] == "" and deltas[0]["type"] == "function"
+    assert all("id" not in d and d["index"] == 0 for d in deltas[1:])
+    assert "".join(d["function"]["arguments"] for d in deltas) == call["function"]["arguments"]
+    assert [c["finish_reason"] for e in streamed for c in e["choices"]][-1] == "tool_calls"
+
+
+async def test_a_named_function_is_called_once(client):
+    named = {"type": "function", "function": {"name": "now"}}
+    for seed in range(3):
+        choice = (await post(client, tools=TOOLS, tool_choice=named, seed=seed, temperature=1)).json()["choices"][0]
+        assert [c["function"] for c in choice["message"]["tool_calls"]] == [{"name": "now", "arguments": "{}"}]
+
+
+async def test_calls_and_results_go_back_in(client):
+    calls = [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1, "b": "x"}'}}]
+    messages = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "call_1", "content": "done"},
+    ]
+    answer = await post(client, messages=messages, tools=TOOLS, max_tokens=4)
+    assert answer.status_code == 200
+    prompt = (await client.post("/apply-template", json={"messages": messages, "tools": TOOLS})).json()["prompt"]
+    assert '<tool_call>\n{"name": "f", "arguments": {"a": 1, "b": "x"}}\n</tool_call>' in prompt
+    assert "<tool_response>\ndone\n</tool_response>" in prompt and '"name": "now"' in prompt
+    without = await client.post(
+        "/apply-template", json={"messages": messages[:1], "tools": TOOLS, "tool_choice": "none"}
+    )
+    assert "now" not in without.json()["prompt"]
+
+
+async def test_the_other_apis_call_too(client):
+    tool = {"name": "f", "input_schema": SCHEMA}
+    answer = (await post(client, MESSAGES, messages=[{"role": "user", "content": "go"}], tools=[tool],
+                         tool_choice={"type": "tool", "name": "f"}, temperature=0)).json()  # fmt: skip
+    (block,) = [one for one in answer["content"] if one["type"] == "tool_use"]
+    jsonschema.validate(block["input"], SCHEMA)
+    flat = {"type": "function", "name": "f", "parameters": SCHEMA}
+    answer = (await client.post(RESPONSES, json={"model": "tiny", "input": "go", "tools": [flat], "temperature": 0,
+                                                 "tool_choice": "required", "parallel_tool_calls": False,
+                                                 "max_output_tokens": 200})).json()  # fmt: skip
+    (item,) = [one for one in answer["output"] if one["type"] == "function_call"]
+    jsonschema.validate(json.loads(item["arguments"]), SCHEMA)
+
+
+async def test_the_sdk_parses(roomy):
+    class Point(pydantic.BaseModel):
+        x: int = pydantic.Field(ge=0, le=9)
+        name: str = pydantic.Field(max_length=4)
+
+    transport = httpx.ASGITransport(app=create_app(roomy, AppOptions()))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000/v1") as http:
+        sdk = openai.AsyncOpenAI(api_key="x", base_url="http://127.0.0.1:8000/v1", http_client=http)
+        messages = [{"role": "user", "content": "a point"}]
+        made = await sdk.chat.completions.parse(
+            model="tiny", messages=messages, response_format=Point, max_tokens=100, temperature=0
+        )
+        assert isinstance(made.choices[0].message.parsed, Point)
+        made = await sdk.chat.completions.parse(
+            model="tiny", messages=messages, tools=[openai.pydantic_function_tool(Point)], tool_choice="required",
+            parallel_tool_calls=False, max_tokens=200, temperature=0,
+        )  # fmt: skip
+        assert isinstance(made.choices[0].message.tool_calls[0].function.parsed_arguments, Point)
