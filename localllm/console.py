@@ -214,6 +214,7 @@ def error_json(error: LocalLLMError) -> dict[str, Any]:
             "why": error.why,
             "hint": error.hint,
             "fixes": [{"cmd": command, "note": note} for command, note in error_fixes(error)],
+            "docs": f"docs/errors.md#{error.code.lower()}",
             "context": error.context,
         },
     }

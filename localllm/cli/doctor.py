@@ -66,8 +66,12 @@ def doctor(
     _one_of(env, {"--log": log, "--for": engine, "--report": report, "--apply": apply, "--list": listing})
     if dry_run and not apply:
         raise ConfigError("--dry-run belongs to --apply", "localllm doctor --apply --dry-run")
+    if report and env.console.as_json:
+        raise ConfigError("--report is Markdown, --json is JSON", "localllm doctor --report")
     if listing:
-        for name in checks.CHECKS:
+        if env.console.as_json:
+            env.console.emit("checks/1", {"checks": [{"id": i, "group": checks.GROUP_OF[i]} for i in checks.CHECKS]})
+        for name in checks.CHECKS if not env.console.as_json else ():
             env.console.line(name)
         return 0
     ids = checks.wanted([name for name in (only or "").split(",") if name])

@@ -69,7 +69,7 @@ def program_help(groups: Sequence[tuple[str, Sequence[tuple[str, str]]]], column
         lines += _box(console, title, commands, name_width, columns)
     lines += textwrap.wrap(f"Global options, before or after the command: {GLOBALS}", columns - 1)
     lines += ["", "-h, --help   --version   --install-completion   --show-completion"]
-    lines += ["Help on one command: localllm COMMAND -h      Problems: localllm doctor"]
+    lines += ["One command: localllm COMMAND -h      An error's code: localllm help E501"]
     return "\n".join(f" {line}".rstrip() for line in lines)
 
 
@@ -81,7 +81,8 @@ def reference(program: str, commands: Iterable[tuple[str, str]]) -> str:
     parts += [
         "An error says what happened, then `try` and what to do next; with `--json` it is also an object on stdout"
     ]
-    parts += ["(`localllm.error/1`). Its code is `E`, the exit code and two digits: E501 ends in exit code 5.", ""]
+    parts += ["(`localllm.error/1`). Its code is `E`, the exit code and two digits: E501 ends in exit code 5."]
+    parts += ["`localllm help E501`, and [errors.md](errors.md), say what each means and what helps.", ""]
     for name, text in commands:
         parts += [f"## localllm {name}", "", "```", text.rstrip(), "```", ""]
     return "\n".join(parts)

@@ -149,6 +149,9 @@ def show(
     with opened(resolved) as checkpoint:
         if template:
             text = _template(checkpoint)
+            if env.console.as_json:
+                env.console.emit("template/1", {"id": resolved.name, "template": text})
+                return 0
             env.console.answer(text if text.endswith("\n") else text + "\n")
             return 0
         fields = _show_fields(checkpoint, resolved.name, resolved.revision)

@@ -19,6 +19,7 @@ from localllm.errors import ConfigError
 
 from . import ALIASES, COMMANDS
 from .command import Options, Spec, broken_pipe, build, quick
+from .error_help import explained, page
 from .help import program_help, reference
 
 
@@ -70,6 +71,9 @@ class Root(TyperGroup):
         """Run a command line; always ends in SystemExit with one of the documented codes."""
         words = list(sys.argv[1:] if args is None else args)
         if words[:1] == ["help"]:
+            if len(words) > 1 and (text := explained(words[1])):
+                sys.stdout.write(text)
+                sys.exit(0)
             words = [*words[1:2], "--help"]
         try:
             code = super().main(words, "localllm", complete_var, False, windows_expand_args, **extra)
@@ -132,11 +136,18 @@ def _reference(ctx: typer.Context, value: bool) -> None:
         raise typer.Exit
 
 
+def _errors(value: bool) -> None:
+    if value:
+        print(page(), end="")
+        raise typer.Exit
+
+
 @app.callback()
 def root(
     ctx: typer.Context,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False,
     _reference: Annotated[bool, typer.Option("--reference", callback=_reference, is_eager=True, hidden=True)] = False,
+    _errors: Annotated[bool, typer.Option("--errors", callback=_errors, is_eager=True, hidden=True)] = False,
     **options: Any,
 ) -> None:
     """Run open-weight models on this machine."""

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from localllm.config import KEYS, UserConfig, find_key, load_config, reference, set_key, settings_file, unset_key
+from localllm.config import KEYS, Key, UserConfig, find_key, load_config, reference, set_key, settings_file, unset_key
 from localllm.config.keys import TABLES
 from localllm.errors import ConfigError
 from localllm.terminal import clean_line
@@ -35,7 +35,7 @@ def config(
 ) -> int:
     """Show and change settings. A flag wins over a variable, a variable over the file, the file over the default."""
     if action not in ACTIONS:
-        raise ConfigError(f"config {action}: there is {', '.join(ACTIONS)}", "localllm config list")
+        raise _no_action(action, key)
     wanted = {"get": 1, "unset": 1, "set": 2}.get(action, 0)
     given = sum(part is not None for part in (key, value))
     if given != wanted:
@@ -50,13 +50,40 @@ def config(
         return _get(env, str(key), origin)
     if action in ("set", "unset"):
         return _change(env, action, str(key), value, file)
-    if action == "path":
+    if action == "edit":
+        _edit(env, file)
+        if env.console.as_json:
+            env.console.emit("config/1", {"file": str(file), "action": action})
+    elif env.console.as_json:
+        keys = {"keys": [_described(known) for known in KEYS.values()]} if action == "schema" else {}
+        env.console.emit("config/1", {"file": str(file), "action": action, **keys})
+    elif action == "path":
         env.console.line(str(file))
-    elif action == "schema":
-        env.console.answer(reference())
     else:
-        return _edit(env, file)
+        env.console.answer(reference())
     return 0
+
+
+def _no_action(action: str, key: str | None) -> ConfigError:
+    """What was probably meant: a key alone is to be read, with a value to be written."""
+    from difflib import get_close_matches
+
+    if action in KEYS or action.split(".")[0] in TABLES:
+        meant = f"localllm config set {action} {key}" if key is not None else f"localllm config get {action}"
+        return ConfigError(f"config {clean_line(action)}: what of it, get, set or unset?", meant)
+    near = get_close_matches(action, ACTIONS, 1)
+    known = f"did you mean {near[0]}?" if near else f"there is {', '.join(ACTIONS)}"
+    return ConfigError(f"config {clean_line(action)}: {known}", f"localllm config {near[0] if near else 'list'}")
+
+
+def _described(key: Key) -> dict[str, Any]:
+    return {
+        "key": key.path,
+        "default": key.default,
+        "takes": key.kind.expects,
+        "meaning": key.meaning,
+        "env": key.env,
+    }
 
 
 def _list(env: Env, origin: bool) -> int:
@@ -115,7 +142,7 @@ def _change(env: Env, action: str, key: str, value: str | None, file: Path) -> i
     return 0
 
 
-def _edit(env: Env, file: Path) -> int:
+def _edit(env: Env, file: Path) -> None:
     editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or ""
     if not editor:
         raise ConfigError("neither VISUAL nor EDITOR is set", f"export EDITOR=nano, or edit {file} yourself")
@@ -130,4 +157,3 @@ def _edit(env: Env, file: Path) -> int:
         raise ConfigError(f"{editor} ended with {code}", f"edit {file} yourself")
     for warning in load_config(path=file).warnings:
         env.console.warn(warning)
-    return 0

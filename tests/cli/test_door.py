@@ -194,3 +194,15 @@ def test_odd_environments_end_without_a_traceback(env: dict[str, str]) -> None:
         run = process(*words, env=env)
         assert run.returncode == 0, run.stderr
         assert b"Traceback" not in run.stderr
+
+
+def test_error_codes_are_explained(invoke: Invoke) -> None:
+    from localllm.cli.error_help import STEPS, code_of, kinds
+
+    text = invoke("help", "e501").stdout
+    assert text.startswith(" E501   exit 5") and "$ localllm plan NAME" in text
+    assert set(STEPS) <= {code_of(kind) for kind in kinds()}, "no code that is none"
+    assert "Usage: localllm plan" in invoke("help", "plan").stdout
+    assert invoke("help", "E999").exit_code == 2
+    page = Path(__file__).parents[2] / "docs/errors.md"
+    assert invoke("--errors").stdout == page.read_text(), "run `localllm --errors > docs/errors.md`"
