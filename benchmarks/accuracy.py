@@ -1,0 +1,161 @@
+"""How far our CPU engine and llama.cpp are from float32 on the same files: KL per token, both in the same run.
+
+    python benchmarks/accuracy.py --peer-python PATH              both real models, then a synthetic file per block type
+    python benchmarks/accuracy.py smollm2 --tokens 20000 --json benchmarks/results/accuracy-HOST.json
+
+The reference is the same file with float32 products and float32 keys and values. The text is the documentation that
+comes with CPython, in windows of 1,000 tokens. Lines: mean KL <= 0.002, 99th percentile <= half of llama.cpp's. Without
+llama-cpp-python only ours is measured. Windows that are done are kept in the JSON file: a run that is stopped goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import numpy as np
+from synthetic import TYPES, VOCAB, write_model
+
+from localllm import LLM
+from localllm.bench.peer import Peer
+from localllm.bench.results import versions
+from localllm.errors import ConfigError
+from localllm.evaluate import divergence
+
+MODELS = ("smollm2", "gemma3-270m")
+WINDOW = 1000
+ROWS = 64
+MEAN_LINE = 0.002
+
+
+def main() -> int:
+    """Measure what is asked for and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", help="smollm2, gemma3-270m, or block types; all of them without a name")
+    parser.add_argument("--tokens", type=int, default=20_000, help="of the text, for the real models")
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--peer-python", help="interpreter that has llama-cpp-python")
+    parser.add_argument("--json", type=Path, help="results are read from here, and kept here")
+    options = parser.parse_args()
+    kept: dict[str, Any] = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
+    kept |= {"schema": "localllm.accuracy/1", "versions": versions()}
+    measured: dict[str, list[dict[str, Any]]] = kept.setdefault("windows", {})
+    for name in options.models or (*MODELS, *TYPES):
+        with tempfile.TemporaryDirectory() as folder:
+            synthetic = name in TYPES
+            path = str(write_model(Path(folder) / f"{name}.gguf", name)) if synthetic else name
+            tokens = 2 * WINDOW if synthetic else options.tokens
+            done = measured.setdefault(name, [])
+            for window in windows(path, tokens, synthetic)[len(done) :] if len(done) * WINDOW < tokens else ():
+                done.append(compare(path, window, options.threads, options.peer_python))
+                if options.json:
+                    options.json.write_text(json.dumps(kept) + "\n")
+                print(f"{name}: {len(done) * WINDOW:,} of {tokens:,} tokens", flush=True)
+    print(table(measured))
+    return 0
+
+
+def windows(path: str, tokens: int, synthetic: bool) -> list[list[int]]:
+    """Token ids in windows, each of which begins without context."""
+    if synthetic:
+        random = np.random.default_rng(1)
+        return [random.integers(3, VOCAB, WINDOW).tolist() for _ in range(tokens // WINDOW)]
+    with LLM(path, ctx=WINDOW + 8) as model:
+        text = "\n\n".join(topics[key] for key in sorted(topics))
+        ids = model.tokenizer.encode(text)[:tokens]
+        bos = model.tokenizer.bos_token_id if model.tokenizer.add_bos else None
+    cut = [ids[at : at + WINDOW] for at in range(0, len(ids), WINDOW)]
+    return [[bos, *part[:-1]] if bos is not None else part for part in cut if len(part) == WINDOW]
+
+
+def compare(path: str, ids: Sequence[int], threads: int | None, peer_python: str | None) -> dict[str, Any]:
+    """KL of every position of one window, and whether the most likely token is the same."""
+    reference, ours = models(path, threads)
+    found: dict[str, Any] = {"ours": [], "llama.cpp": [], "ours_flips": 0, "llama.cpp_flips": 0}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "scores"
+        theirs = peer_scores(reference, ids, file, peer_python)
+        for p, q in zip(reference.score(ids, chunk=ROWS), ours.score(ids, chunk=ROWS), strict=True):
+            engines = {"ours": q} | ({"llama.cpp": log_softmax(next(theirs))} if theirs is not None else {})
+            for name, scores in engines.items():
+                found[name] += [float(f"{kl:.3g}") for kl in divergence(p, scores)]
+                found[f"{name}_flips"] += int((p.argmax(-1) != scores.argmax(-1)).sum())
+    return found
+
+
+_loaded: dict[str, tuple[LLM, LLM]] = {}
+
+
+def models(path: str, threads: int | None) -> tuple[LLM, LLM]:
+    """(float32, as it runs by default), loaded once."""
+    if path not in _loaded:
+        for pair in _loaded.values():
+            for model in pair:
+                model.close()
+        _loaded.clear()
+        settings: dict[str, Any] = {"ctx": WINDOW + 8, "max_parallel": 1, "threads": threads, "device": "cpu"}
+        _loaded[path] = (LLM(path, dtype="float32", kv="f32", **settings), LLM(path, **settings))
+    return _loaded[path]
+
+
+_peers: dict[Path, Peer | None] = {}
+
+
+def peer_scores(model: LLM, ids: Sequence[int], file: Path, python: str | None) -> Iterator[np.ndarray] | None:
+    """llama.cpp's logits of the window in pieces of ROWS rows; None where it is not installed."""
+    if model.path not in _peers:
+        for peer in _peers.values():
+            if peer is not None:
+                peer.close()
+        _peers.clear()
+        try:
+            _peers[model.path] = Peer("llama.cpp", model.path, threads=model.threads, ctx=WINDOW + 8, python=python)
+        except ConfigError as error:
+            print(f"without llama.cpp: {error.message}", flush=True)
+            _peers[model.path] = None
+    peer = _peers[model.path]
+    if peer is None:
+        return None
+    vocab = peer.scores(ids, file)
+    scores = np.memmap(file, np.float32, "r").reshape(-1, vocab)
+    return (scores[at : at + ROWS] for at in range(0, len(scores), ROWS))
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Along the last dimension, float32."""
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True, dtype=np.float64)).astype(np.float32)
+
+
+def table(measured: dict[str, list[dict[str, Any]]]) -> str:
+    """Markdown: mean, tail and flips of both, and whether the lines hold."""
+    lines = [
+        "| model | tokens | ours: KL mean | p99 | flips/1000 | llama.cpp: KL mean | p99 | flips/1000 | holds |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
+    ]
+    for name, done in measured.items():
+        cells, tails = [], []
+        for engine in ("ours", "llama.cpp"):
+            kl = np.array([value for window in done for value in window[engine]])
+            if not len(kl):
+                cells += ["", "", ""]
+                continue
+            tails.append(float(np.quantile(kl, 0.99)))
+            flips = 1000 * sum(window[f"{engine}_flips"] for window in done) / len(kl)
+            cells += [f"{kl.mean():.5f}", f"{tails[-1]:.4f}", f"{flips:.1f}"]
+        if not tails:
+            continue
+        mean = float(cells[0])
+        holds = mean <= MEAN_LINE and (len(tails) < 2 or tails[0] <= tails[1] / 2)
+        count = sum(len(window["ours"]) for window in done)
+        lines.append(f"| {name} | {count:,} | {' | '.join(cells)} | {'yes' if holds else 'NO'} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

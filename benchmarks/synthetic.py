@@ -1,0 +1,105 @@
+"""A small random model in any GGUF block type: for types that no real model at hand is stored in.
+
+Every matrix holds random codes under scales that keep activations and logits about as large as real models have them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 256, 512, 3, 4, 2, 64, 1024
+TYPES = (
+    *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+    *("IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4", "BF16", "F16"),
+)
+"""block types that the CPU kernels take"""
+LOGIT_SCALE = 2.5
+"""standard deviation of the logits: a real model is about as sure of its next token"""
+
+
+def write_model(path: Path, block_type: str, seed: int = 0) -> Path:
+    """A llama of some three million weights, its matrices random blocks of `block_type`."""
+    random = np.random.default_rng(seed)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(LAYERS)
+    writer.add_context_length(4096)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(INTERMEDIATE)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_rope_dimension_count(HEAD_DIM)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(VOCAB)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["<unk>", "<s>", "</s>", *(f"t{i}" for i in range(3, VOCAB))])
+    writer.add_token_scores([-float(i) for i in range(VOCAB)])
+    writer.add_token_types([2, 3, 3, *[1] * (VOCAB - 3)])
+    stored = gguf.GGMLQuantizationType[block_type]
+
+    def matrix(name: str, rows: int, columns: int, size: float = 1.0) -> None:
+        values = blocks(random, block_type, rows, columns, size * columns**-0.5)
+        writer.add_tensor(f"{name}.weight", values, raw_dtype=stored)
+
+    def norm(name: str, size: float = 1.0) -> None:
+        weight = (size * random.uniform(0.5, 1.5, HIDDEN)).astype(np.float32)
+        weight[:4] *= 8  # outlier channels, as trained models have them
+        writer.add_tensor(f"{name}.weight", weight)
+
+    matrix("token_embd", VOCAB, HIDDEN, 16.0)
+    for layer in range(LAYERS):
+        base = f"blk.{layer}"
+        norm(f"{base}.attn_norm")
+        matrix(f"{base}.attn_q", HEADS * HEAD_DIM, HIDDEN)
+        matrix(f"{base}.attn_k", KV_HEADS * HEAD_DIM, HIDDEN)
+        matrix(f"{base}.attn_v", KV_HEADS * HEAD_DIM, HIDDEN)
+        matrix(f"{base}.attn_output", HIDDEN, HEADS * HEAD_DIM)
+        norm(f"{base}.ffn_norm")
+        matrix(f"{base}.ffn_gate", INTERMEDIATE, HIDDEN)
+        matrix(f"{base}.ffn_up", INTERMEDIATE, HIDDEN)
+        matrix(f"{base}.ffn_down", HIDDEN, INTERMEDIATE)
+    norm("output_norm")
+    matrix("output", VOCAB, HIDDEN, LOGIT_SCALE)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def blocks(random: np.random.Generator, block_type: str, rows: int, columns: int, deviation: float) -> np.ndarray:
+    """Rows of blocks whose values lie around zero with about this standard deviation."""
+    stored = gguf.GGMLQuantizationType[block_type]
+    wanted = (random.standard_normal((rows, columns)) * deviation).astype(np.float32)
+    try:
+        return gguf.quants.quantize(wanted, stored)
+    except NotImplementedError:  # random codes, then
+        pass
+    elements, size = gguf.GGML_QUANT_SIZES[stored]
+    data = random.integers(0, 256, (rows, columns // elements, size), dtype=np.uint8)
+    if block_type == "NVFP4":  # E4M3 scales: a number's magnitude moves them by eight steps a power of two
+        middle = 64 + round(8 * np.log2(deviation / 7.0))
+        data[:, :, :4] = np.clip(random.integers(middle - 8, middle + 8, (rows, columns // elements, 4)), 1, 126)
+        return data.reshape(rows, -1)
+    scales = random.uniform(0.5, 1.5, (rows, columns // elements, 1))
+
+    def with_scales(factor: float) -> np.ndarray:
+        for at, centre in SCALES.get(block_type, ((0, 1.0),)):
+            data[:, :, at : at + 2] = (scales * centre * factor).astype(np.float16).view(np.uint8)
+        return data.reshape(rows, -1)
+
+    found = gguf.quants.dequantize(with_scales(1.0)[:64], stored)
+    return with_scales(deviation / float(found.std()))
+
+
+SCALES = {
+    "Q2_K": ((80, 1.0), (82, 1.5)),
+    "Q3_K": ((108, 1.0),),
+    "Q4_K": ((0, 1.0), (2, 7.5)),
+    "Q5_K": ((0, 1.0), (2, 15.5)),
+    "Q6_K": ((208, 1.0),),
+}
+"""where a block's float16 scales lie, and what centres its values: scale of the codes, then that of the mins"""
