@@ -117,12 +117,25 @@ class WorstSteps:
 
     def prefill(self) -> None:
         """The last chunk of a prompt that fills the context, and its token."""
-        rows = min(self._plan.prefill_budget, self._plan.ctx - 1)
-        self._run([self._sequence(self._plan.ctx - 1, rows, 0)], [rows])
+        length = self._plan.ctx - 1
+        rows = min(self._plan.prefill_budget, length)
+        self.chunk(length - rows, rows)()
 
     def decode(self, count: int) -> None:
         """One token for each of `count` sequences that fill the context, sampled."""
-        self._run([self._sequence(self._plan.ctx - 1, 1, index) for index in range(count)], [1] * count)
+        self.decoding(count)()
+
+    def chunk(self, start: int, count: int) -> Callable[[], None]:
+        """A call that computes tokens [start, start + count) of a sequence, and a token behind them."""
+        return partial(self._run, [self._sequence(start + count, count, 0)], [count])
+
+    def decoding(self, count: int, waits: bool = True) -> Callable[[], None]:
+        """A call that computes one token for each of `count` sequences that fill the context.
+
+        waits   False leaves the tokens on the device, as an engine that is a step ahead does
+        """
+        sequences = [self._sequence(self._plan.ctx - 1, 1, index) for index in range(count)]
+        return partial(self._run, sequences, [1] * count, waits)
 
     def _sequence(self, length: int, written: int, index: int) -> Sequence:
         """One of `length` tokens, the last `written` of which go to pages of their own, other than its neighbours'."""
@@ -133,17 +146,19 @@ class WorstSteps:
         first_written = (length - written) // size
         own = count - first_written
         for group, pages in enumerate(self.pages):
-            table = [pages[i % len(pages)] for i in range(count)]
+            table = [pages[(index * count + i) % len(pages)] for i in range(count)]
             table[first_written:] = [pages[(index * own + i) % len(pages)] for i in range(own)]
             sequence.block_tables[group] = table
         sequence.table_version = 1
         return sequence
 
     @torch.inference_mode()
-    def _run(self, sequences: list[Sequence], news: list[int]) -> None:
+    def _run(self, sequences: list[Sequence], news: list[int], waits: bool = True) -> None:
         step = Step([Scheduled(s, s.num_tokens - new, new) for s, new in zip(sequences, news, strict=True)])
         output = self._runner.forward(self._builder, step, num_layers=self._num_layers)
-        self._runner.sample(output, list(range(len(sequences))), sequences).results()
+        draw = self._runner.sample(output, list(range(len(sequences))), sequences)
+        if waits:
+            draw.results()
 
 
 def prove_on_gpu(
