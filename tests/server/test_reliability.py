@@ -1,0 +1,516 @@
+"""Under load, faults and odd surroundings: REL-01, 08 to 10, 13, 14, 16, 17, 24 (the rest beside what they test)."""
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import threading
+import time
+from dataclasses import replace
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from localllm import LLM
+from localllm.residents import Residents
+from localllm.server import Service, ServiceOptions, sse
+
+from .conftest import CHAT, TEXT, ask, events, live_server, settled
+
+
+@pytest.fixture(scope="module")
+def own_llm(tiny_path):
+    """A model that tests may break."""
+    with LLM(tiny_path, max_parallel=8, debug_invariants=True, threads=1) as llm:
+        yield llm
+
+
+@pytest.fixture
+def own(own_llm):
+    """A server over it."""
+    residents = Residents.holding(own_llm, ("tiny",))
+    residents.offers()
+    with live_server(residents) as live:
+        yield live
+    residents.close()
+
+
+def random_request(draw):
+    """A greedy or seeded request of any kind."""
+    fields = {
+        "temperature": draw.choice([0, 0, 1.0]), "seed": draw.randrange(1000), "max_tokens": draw.randrange(1, 24),
+        "n": draw.choice([1, 1, 2]), "ignore_eos": draw.random() < 0.5,
+    }  # fmt: skip
+    if draw.random() < 0.3:
+        fields |= {"logprobs": True, "top_logprobs": draw.randrange(4)}
+    if draw.random() < 0.3:
+        fields["stop"] = draw.choice(["e", ["a", "th"], "xyz"])
+    text = " ".join(draw.choice(["the", "and", "in", "är", "日本", "😀"]) for _ in range(draw.randrange(1, 12)))
+    return ask(messages=[{"role": "user", "content": text}], **fields)
+
+
+def joined(streamed):
+    """What a stream adds up to, in the shape of a whole answer's choices."""
+    choices = {}
+    for chunk in streamed:
+        for part in chunk["choices"]:
+            one = choices.setdefault(part["index"], {"content": "", "logprobs": [], "finish_reason": None})
+            one["content"] += part["delta"].get("content") or ""
+            one["logprobs"] += part["logprobs"]["content"] if part["logprobs"] else []
+            one["finish_reason"] = part["finish_reason"] or one["finish_reason"]
+    return [choices[index] for index in sorted(choices)]
+
+
+def plain(whole):
+    return [
+        {
+            "content": c["message"]["content"], "finish_reason": c["finish_reason"],
+            "logprobs": c["logprobs"]["content"] if c["logprobs"] else [],
+        }
+        for c in whole["choices"]
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [25, pytest.param(200, marks=pytest.mark.slow)])
+async def test_rel_16_streams_equal_whole_answers(client, count):
+    """Text, log-probabilities, finish reasons and usage."""
+    draw = random.Random(16)
+    for _ in range(count):
+        sent = random_request(draw)
+        whole = (await client.post(CHAT, json=sent)).json()
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        chunks = events((await client.post(CHAT, json=sent | options)).text)
+        assert joined(chunks) == plain(whole), sent
+        for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+            assert chunks[-1]["usage"][name] == whole["usage"][name]
+
+
+@pytest.mark.parametrize("count", [5, pytest.param(50, marks=pytest.mark.slow)])
+async def test_rel_17_a_seed_is_a_seed(client, count):
+    """The same alone and among seven others; different seeds differ."""
+    draw = random.Random(17)
+    different = 0
+    for number in range(count):
+        sent = ask(seed=number, temperature=1.0, max_tokens=12, ignore_eos=True)
+        alone = plain((await client.post(CHAT, json=sent)).json())
+        others = [client.post(CHAT, json=random_request(draw)) for _ in range(7)]
+        together, *_ = await asyncio.gather(client.post(CHAT, json=sent), *others)
+        assert plain(together.json()) == alone
+        different += plain((await client.post(CHAT, json=sent | {"seed": number + 1000})).json()) != alone
+    assert different >= 0.95 * count
+
+
+@pytest.mark.parametrize("how", ["every third step", "a quarter of the pages"])
+def test_rel_08_preemption_changes_nothing(own, own_llm, how):
+    """Greedy and seeded, several answers, log-probabilities: streams without a repeated or missing piece."""
+    draw = random.Random(8)
+    asked = [random_request(draw) | {"max_tokens": 40, "ignore_eos": True} for _ in range(8)]
+
+    async def run(stream):
+        async with httpx.AsyncClient(base_url=own.url, timeout=120) as client:
+            return await asyncio.gather(*[client.post(CHAT, json=one | {"stream": stream}) for one in asked])
+
+    calm = [plain(r.json()) for r in asyncio.run(run(False))]
+    scheduler = own_llm.engine.scheduler
+    limits, before = scheduler.limits, scheduler.num_preemptions
+    held = []
+    if how == "every third step":
+        scheduler.limits = replace(limits, preempt_every=3)
+    else:
+        own_llm.engine.clear_prefix_cache()
+        pool = scheduler.pages.pools[0]
+        while pool.num_reclaimable:
+            time.sleep(0.01)
+        held = [pool.take() for _ in range(pool.num_free - 12)]
+    own_llm.engine.options = replace(own_llm.engine.options, check_invariants=not held)  # pages held here are nobody's
+    try:
+        stressed = [joined(events(r.text)) for r in asyncio.run(run(True))]
+    finally:
+        scheduler.limits = limits
+        for page in held:
+            pool.release(page)
+        own_llm.engine.options = replace(own_llm.engine.options, check_invariants=True)
+    assert scheduler.num_preemptions > before
+    assert stressed == calm
+    asyncio.run(settled(own_llm, own.service))
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+
+def broken_once(error):
+    """A fault that fails one step."""
+    left = [error]
+
+    def fault(step):
+        if left:
+            raise left.pop()
+
+    return fault
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), MemoryError("no more")], ids=["raises", "memory"])
+def test_rel_10_a_step_that_fails_fails_its_requests(own, own_llm, error):
+    """With the reason; the next request is answered. (Steps of several are tried again smaller: tests/engine.)"""
+    own_llm.engine._fault = broken_once(error)
+    try:
+        first = httpx.post(own.url + CHAT, json=ask())
+    finally:
+        own_llm.engine._fault = None
+    code = "does_not_fit" if isinstance(error, MemoryError) else "internal_error"
+    assert (first.status_code, first.json()["error"]["code"]) in [(500, code), (503, code)]
+    assert "boom" not in first.text
+    assert httpx.post(own.url + CHAT, json=ask()).status_code == 200
+    assert httpx.get(own.url + "/health").status_code == 200
+    asyncio.run(settled(own_llm, own.service))
+
+
+def test_rel_10_text_that_cannot_be_made_is_an_error_not_a_hang(own, own_llm, monkeypatch):
+    """ISO-06: and a neighbour is not touched."""
+    from localllm.stream import TextStream
+
+    push = TextStream.push
+    alone = httpx.post(own.url + CHAT, json=ask()).json()["choices"]
+    poison = own_llm.encode_prompt("x")[0]
+
+    def failing(self, token):
+        if token == poison:
+            raise ZeroDivisionError
+        return push(self, token)
+
+    monkeypatch.setattr(TextStream, "push", failing)
+    bad = {"prompt": "a", "max_tokens": 4, "logit_bias": {str(poison): 100}}
+
+    async def both():
+        async with httpx.AsyncClient(base_url=own.url, timeout=20) as client:
+            posts = [client.post(TEXT, json=bad), client.post(TEXT, json=bad | {"stream": True})]
+            return await asyncio.gather(*posts, client.post(CHAT, json=ask()))
+
+    failed, streamed, neighbour = asyncio.run(both())
+    assert (failed.status_code, streamed.status_code) == (500, 500)
+    assert failed.json()["error"]["code"] == "internal_error"
+    assert neighbour.json()["choices"] == alone
+
+
+def test_rel_10_a_step_that_hangs_is_told_by_health(own, own_llm, monkeypatch):
+    monkeypatch.setattr("localllm.server.service.STALL_S", 0.2)
+    monkeypatch.setattr(own_llm.engine, "_longest_step_s", 0.0)
+    gate = threading.Event()
+    own_llm.engine._fault = lambda step: gate.wait(20)
+    try:
+        with httpx.Client(base_url=own.url, timeout=20) as client:
+            thread = threading.Thread(target=lambda: client.post(CHAT, json=ask()))
+            thread.start()
+            deadline = time.monotonic() + 15
+            while (health := httpx.get(own.url + "/health")).status_code == 200:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            assert (health.status_code, health.json()["error"]["code"]) == (503, "engine_stalled")
+            assert httpx.post(own.url + CHAT, json=ask()).status_code == 503
+            gate.set()
+            thread.join(20)
+        own_llm.engine._fault = None
+        assert httpx.get(own.url + "/health").status_code == 200
+    finally:
+        gate.set()
+        own_llm.engine._fault = None
+
+
+def test_rel_10_an_engine_that_dies_comes_back(own, own_llm, monkeypatch):
+    """What ran gets an error, health says so, and the next success is less than five seconds away."""
+    engine = own_llm.engine
+
+    def die():
+        raise SystemError("the thread is gone")
+
+    monkeypatch.setattr(engine, "run_once", die)
+    first = httpx.post(own.url + CHAT, json=ask(), timeout=20)
+    assert first.status_code == 503
+    died = time.monotonic()
+    while (again := httpx.post(own.url + CHAT, json=ask(), timeout=20)).status_code != 200:
+        assert again.status_code == 503 and time.monotonic() - died < 20
+        time.sleep(0.05)
+    assert own_llm.engine is not engine
+    assert httpx.get(own.url + "/health").status_code == 200
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_rel_09_larger_than_the_context_is_refused_at_once(live, streamed):
+    sent = ask(messages=[{"role": "user", "content": "x" * 3000}], stream=streamed)
+    response = httpx.post(live.url + CHAT, json=sent)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert "256" in error["message"] and any(word.replace(",", "").isdigit() for word in error["message"].split())
+
+
+# --- liveness --------------------------------------------------------------------------------------------------------
+
+
+class Pulse:
+    """Asks for /health every 20 ms from a thread of its own; the longest answer in seconds."""
+
+    def __init__(self, url):
+        self._url, self.times = url, []
+        self._done = threading.Event()
+
+    def __enter__(self):
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        return self
+
+    def _run(self):
+        with httpx.Client(timeout=30) as client:
+            while not self._done.wait(0.02):
+                started = time.monotonic()
+                client.get(f"{self._url}/health")
+                self.times.append(time.monotonic() - started)
+
+    def __exit__(self, *error):
+        self._done.set()
+        self._thread.join()
+
+
+def test_rel_13_health_answers_while_texts_are_read(live):
+    """A text of 100,000 tokens, a thousand messages, a large body that is refused; ten times the line."""
+    with httpx.Client(base_url=live.url, timeout=60) as client, Pulse(live.url) as pulse:
+        long = client.post("/tokenize", json={"prompt": "word " * 40_000}).json()
+        assert long["count"] >= 100_000
+        many = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}] * 500
+        assert client.post(CHAT, json=ask(messages=many)).status_code == 400
+        assert client.post(TEXT, json={"prompt": ["a", 1] * 500_000}).status_code == 400
+    assert max(pulse.times) < 5.0
+
+
+def test_rel_13_a_template_bomb_stops_nobody(own, own_llm, monkeypatch):
+    """TPL-02: refused in two seconds, streams go on, health answers."""
+    template = own_llm._template.template
+    fine = ask(messages=[{"role": "user", "content": "hi"}], max_tokens=150, ignore_eos=True, stream=True)
+    with Pulse(own.url) as pulse, httpx.Client(base_url=own.url, timeout=60) as client:
+        with client.stream("POST", CHAT, json=fine) as running:
+            lines = running.iter_lines()
+            next(lines)
+            monkeypatch.setattr(own_llm._template, "template", "{{ 'A' * 1000000000 }}")
+            started = time.monotonic()
+            bomb = httpx.post(own.url + CHAT, json=ask(), timeout=30)
+            took = time.monotonic() - started
+            monkeypatch.setattr(own_llm._template, "template", template)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert client.post(CHAT, json=ask()).status_code == 200
+    assert bomb.status_code == 400 and took < 20
+    assert max(pulse.times) < 5.0
+
+
+def test_rel_14_pings_do_not_disturb_the_sdk(live, monkeypatch):
+    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.0)
+    with openai.OpenAI(api_key="x", base_url=f"{live.url}/v1") as sdk:
+        stream = sdk.chat.completions.create(**ask(max_tokens=100, stream=True), extra_body={"ignore_eos": True})
+        assert sum(1 for chunk in stream if chunk.choices[0].delta.content) > 10
+
+
+# --- soak ------------------------------------------------------------------------------------------------------------
+
+
+def anonymous_bytes():
+    """RssAnon and swap of this process."""
+    with open("/proc/self/status") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "VmSwap"))
+
+
+async def soak(url, seconds, clients, known):
+    """Closed-loop clients with every kind of request; (requests, errors, wrong answers)."""
+    counts = {"requests": 0, "errors": 0, "wrong": 0}
+
+    async def one(client, draw):
+        sent = random_request(draw)
+        kind = draw.random()
+        if kind < 0.1:
+            expected = known[draw.randrange(len(known))]
+            response = await client.post(CHAT, json=expected[0])
+            counts["wrong"] += plain(response.json()) != expected[1]
+        elif kind < 0.4:
+            response = await client.post(CHAT, json=sent | {"stream": True})
+            counts["wrong"] += not all(c["finish_reason"] for c in joined(events(response.text)))
+        elif kind < 0.5:
+            response = await client.post(
+                TEXT, json={"prompt": ["a", "b"], "max_tokens": 4, "echo": True, "logprobs": 1}
+            )
+        elif kind < 0.55:
+            response = await client.post("/v1/embeddings", json={"input": ["a", "hello"]})
+        elif kind < 0.6:
+            response = await client.post("/v1/responses", json={"input": "x", "max_output_tokens": 16})
+        else:
+            response = await client.post(CHAT, json=sent)
+        counts["errors"] += response.status_code != 200
+        counts["requests"] += 1
+
+    async def loop(number):
+        draw = random.Random(number)
+        async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+            while time.monotonic() < end:
+                await one(client, draw)
+
+    end = time.monotonic() + seconds
+    await asyncio.gather(*[loop(number) for number in range(clients)])
+    return counts
+
+
+@pytest.mark.parametrize("seconds", [3, pytest.param(600, marks=pytest.mark.slow)])
+def test_rel_01_soak(residents, tiny_llm, seconds):
+    """Sixteen clients, everything mixed: no error, no wrong answer, nothing left behind."""
+    draw = random.Random(1)
+    with live_server(residents, parallel=8, max_queue=64) as live:
+        known = []
+        for _ in range(5):
+            sent = random_request(draw) | {"temperature": 0}
+            known.append((sent, plain(httpx.post(live.url + CHAT, json=sent).json())))
+        asyncio.run(soak(live.url, min(seconds / 3, 60), 16, known))  # warm
+        process = psutil.Process()
+        before = (anonymous_bytes(), process.num_fds(), process.num_threads())
+        counts = asyncio.run(soak(live.url, seconds, 16, known))
+        asyncio.run(settled(tiny_llm, live.service))
+        time.sleep(0.2)
+        after = (anonymous_bytes(), process.num_fds(), process.num_threads())
+        assert counts["errors"] == counts["wrong"] == 0 and counts["requests"] > 5 * seconds
+        assert after[0] - before[0] <= 10 << 20
+        assert after[1] <= before[1] + 2 and after[2] <= before[2] + 2
+
+
+async def test_rel_24_a_clock_that_jumps(client, service, monkeypatch):
+    """Durations are measured on the other clock."""
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + random.choice([-3600.0, 0.0, 3600.0]))
+    body = (await client.post(CHAT, json=ask(timings_per_token=True))).json()
+    assert 0 <= body["timings"]["prompt_ms"] < 60_000 and 0 <= body["timings"]["predicted_ms"] < 60_000
+    response = await client.get("/health")
+    assert 0 <= int(response.headers["openai-processing-ms"]) < 60_000
+
+
+# --- metrics ---------------------------------------------------------------------------------------------------------
+
+EXPECTED = [
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries", "prefix_cache_hits",
+    "num_preemptions", "prompt_tokens", "generation_tokens", "request_success", "cache_config_info",
+    "iteration_tokens_total", "request_prompt_tokens", "request_generation_tokens", "request_params_n",
+    "request_params_max_tokens", "time_to_first_token_seconds", "inter_token_latency_seconds",
+    "e2e_request_latency_seconds", "request_queue_time_seconds", "request_inference_time_seconds",
+    "request_prefill_time_seconds", "request_decode_time_seconds",
+]  # fmt: skip
+
+
+async def test_metrics_add_up(make_service, make_client, tiny_llm):
+    """After k requests counters are the sums of usage, histograms have k entries, gauges are at rest."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    service = make_service()
+    used = {"prompt_tokens": 0, "completion_tokens": 0}
+    async with make_client(service) as client:
+        for number in range(6):
+            sent = ask(
+                stream=number == 2, n=1 + number % 2, stream_options={"include_usage": True} if number == 2 else None
+            )
+            response = await client.post(CHAT, json=sent)
+            usage = events(response.text)[-1]["usage"] if number == 2 else response.json()["usage"]
+            for name in used:
+                used[name] += usage[name]
+        await client.post(CHAT, json=ask(model="other"))
+        await settled(tiny_llm, service)
+        page = (await client.get("/metrics")).text
+    families = {f.name.removeprefix("vllm:"): f for f in text_string_to_metric_families(page)}
+    assert set(EXPECTED) <= set(families)
+
+    def value(family, name="", **labels):
+        return sum(
+            s.value for s in families[family].samples
+            if s.name.endswith(name) and labels.items() <= s.labels.items() and s.labels["model_name"] == "tiny"
+        )  # fmt: skip
+
+    assert value("prompt_tokens", "_total") == used["prompt_tokens"]
+    assert value("generation_tokens", "_total") == used["completion_tokens"]
+    assert value("request_success", "_total") == 6
+    for name in ("e2e_request_latency_seconds", "time_to_first_token_seconds", "request_params_n"):
+        assert value(name, "_count") == 6
+    assert value("request_params_n", "_sum") == 9
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert value(name) == 0
+    pages = [families[f"localllm:kv_pages_{name}"].samples[0].value for name in ("total", "free", "cached")]
+    assert pages[0] == pages[1] >= pages[2]
+
+
+async def test_an_aborted_request_is_counted_as_such(service, make_client, tiny_llm):
+    from starlette.requests import Request
+
+    from localllm.server.ask import open_chat
+    from localllm.server.schemas import ChatRequest
+
+    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
+    sent = ChatRequest.model_validate(ask(max_tokens=200, ignore_eos=True))
+    chat = await open_chat(service, Request(scope), sent)
+    async for _ in chat.turn.batches():
+        break
+    await settled(tiny_llm, service)
+    async with make_client() as client:
+        page = (await client.get("/metrics")).text
+    assert 'vllm:request_success_total{finished_reason="abort",model_name="tiny"} 1.0' in page
+
+
+# --- memory of a slow reader -----------------------------------------------------------------------------------------
+
+
+async def test_pieces_nobody_reads_are_merged(service, tiny_llm):
+    """What waits for a reader is bounded in pieces, and nothing of it is lost."""
+    from starlette.requests import Request
+
+    from localllm.server.ask import open_chat
+    from localllm.server.schemas import ChatRequest
+    from localllm.server.turns import MAX_PENDING
+
+    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
+    sent = ask(max_tokens=180, ignore_eos=True, logprobs=True)
+    whole = await (await open_chat(service, Request(scope), ChatRequest.model_validate(sent))).turn.answer()
+    chat = await open_chat(service, Request(scope), ChatRequest.model_validate(sent))
+    while tiny_llm.stats().num_running or service.num_turns:
+        await asyncio.sleep(0.01)
+    assert len(chat.turn._pending) <= MAX_PENDING + 1
+    late = await chat.turn.answer()
+    assert late.completions[0].text == whole.completions[0].text
+    assert late.completions[0].token_ids == whole.completions[0].token_ids
+    assert late.completions[0].logprobs == whole.completions[0].logprobs
+
+
+def test_a_service_of_its_own_leaves_no_threads(residents):
+    before = {t.name for t in threading.enumerate()}
+    service = Service(residents, ServiceOptions())
+    asyncio.run(service.in_thread(lambda: None))
+    service.close()
+    deadline = time.monotonic() + 5
+    while {t.name for t in threading.enumerate()} - before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not {t.name for t in threading.enumerate()} - before
+
+
+@contextlib.contextmanager
+def environment(**values):
+    """Variables for a block."""
+    old = {name: os.environ.get(name) for name in values}
+    os.environ |= values
+    try:
+        yield
+    finally:
+        for name, value in old.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def test_rel_24_the_time_zone_may_change(live):
+    for zone in ("Asia/Tokyo", "America/New_York", "nonsense"):
+        with environment(TZ=zone):
+            time.tzset()
+            assert httpx.post(live.url + CHAT, json=ask()).status_code == 200
+    time.tzset()
+    assert json.loads(httpx.get(live.url + "/version").text)["version"]
