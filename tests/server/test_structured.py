@@ -16,7 +16,8 @@ from localllm.server.errors import ApiError
 from localllm.server.schemas import ChatRequest
 from localllm.server.structured import wanted
 
-CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+from .conftest import CHAT, MESSAGES, RESPONSES, TEXT, ask, events
+
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 999}, "b": {"type": "string", "maxLength": 5}},
@@ -28,23 +29,12 @@ TOOLS = [
 ]
 
 
-def ask(**fields):
-    return {"model": "tiny", "messages": [{"role": "user", "content": "hello there"}], "temperature": 0} | fields
-
-
-def events(body):
-    """The objects of a stream."""
-    lines = [line for line in body.split("\n\n") if line and not line.startswith(":")]
-    assert lines[-1] == "data: [DONE]"
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-
-
 def form(schema=SCHEMA, **more):
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, **more}}
 
 
 @pytest.fixture(scope="module")
-def roomy(tmp_path_factory):
+def roomy_residents(tmp_path_factory):
     """The tiny model with room for the words that explain tools."""
     import tiny_models
 
@@ -52,10 +42,15 @@ def roomy(tmp_path_factory):
     with LLM(path, max_parallel=8, ctx=4096, debug_invariants=True) as llm:
         residents = Residents.holding(llm, ("tiny",))
         residents.offers()
-        service = Service(residents, ServiceOptions(parallel=8))
-        yield service
-        service.close()
+        yield residents
         residents.close()
+
+
+@pytest.fixture
+def roomy(roomy_residents):
+    service = Service(roomy_residents, ServiceOptions(parallel=8))
+    yield service
+    service.close()
 
 
 @pytest.fixture
