@@ -27,11 +27,15 @@ def weight_rows(weight: Weight) -> RowReader:
 def prepared_rows(prepared: Any) -> RowReader | None:
     """Reads rows of a prepared weight, exactly; None where its layout knows only whole tables."""
     from .cpu import linear as cpu_linear
+    from .triton import layout as triton_layout
+    from .triton import unpack as triton_unpack
 
     if isinstance(prepared, Weight):
         return weight_rows(prepared)
     if isinstance(prepared, cpu_linear.Prepared):
         return partial(cpu_linear.rows, prepared)
+    if isinstance(prepared, triton_layout.Prepared):
+        return partial(triton_unpack.rows, prepared)
     if isinstance(prepared, DenseWeight) and not prepared.packed:
         plain = Weight("dense", prepared.shape, prepared.matrix, perm=prepared.perm, pre_scale=prepared.pre_scale)
         return weight_rows(plain)

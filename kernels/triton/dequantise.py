@@ -22,7 +22,7 @@ def dequantise_kernel(
     row_scale_ptr,
     out_ptr,
     first_row,
-    n,
+    num_rows,
     K: tl.constexpr,
     CODE: tl.constexpr,
     LOW: tl.constexpr,
@@ -37,13 +37,12 @@ def dequantise_kernel(
     ROWS: tl.constexpr,
     HALVES: tl.constexpr,
 ):
-    """Rows first_row.. of a weight of n rows -> out [rows, K]; a program takes ROWS of them, HALVES halves of each."""
+    """num_rows rows from first_row on -> out [num_rows, K]; a program takes ROWS of them, HALVES halves of each."""
     PLANES: tl.constexpr = 16 // LOW
     CHUNK: tl.constexpr = 8 * PLANES
     H: tl.constexpr = (K + CHUNK - 1) // CHUNK * 8
     local = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row_ok = first_row + local < n
-    row = tl.minimum(first_row + local, n - 1).to(tl.int64)
+    row = first_row + tl.minimum(local, num_rows - 1).to(tl.int64)
     half = tl.program_id(1) * HALVES + tl.arange(0, HALVES)
     inside = (half < H)[None, :]
     h = tl.load(low_ptr + (row * H)[:, None] + half[None, :], mask=inside, other=0).to(tl.int32)
@@ -70,4 +69,6 @@ def dequantise_kernel(
         if ROW_SCALE:
             value *= tl.load(row_scale_ptr + row)[:, None]
         spot = (local.to(tl.int64) * K)[:, None] + k[None, :]
-        tl.store(out_ptr + spot, value.to(out_ptr.dtype.element_ty), mask=row_ok[:, None] & (k < K)[None, :])
+        tl.store(
+            out_ptr + spot, value.to(out_ptr.dtype.element_ty), mask=(local < num_rows)[:, None] & (k < K)[None, :]
+        )

@@ -1,4 +1,4 @@
-"""Canonical weights -> `Prepared`, the one layout that all product kernels read, and back. Plain torch, no Triton.
+"""Canonical weights -> `Prepared`, the one layout that all product kernels read. Plain torch, no Triton.
 
 A row is cut into chunks of 16 bytes: eight 16-bit halves h of P planes each, P = 16 / bits. The halves of a chunk come
 in runs of R that hold one scale group: R = 8, or fewer where groups are smaller than a chunk. Plane i of half h holds
@@ -39,12 +39,11 @@ import torch
 from torch import Tensor
 
 from ..dequant import FP8_BLOCK, row_chunk, unpack_nibbles
-from ..gguf_blocks import E2M1, IQ4, exp2_e8m0
 from ..weight import Weight
 from .gguf_codes import GGUF_CODES, split_blocks
 from .layout_codes import CODES, HALVES, Code, run_of
 
-__all__ = ["Prepared", "prepare", "unpack", "unpack_rows"]
+__all__ = ["SUPER", "Prepared", "prepare"]
 
 SUPER = 256
 """elements that share one super scale"""
@@ -179,18 +178,20 @@ def _gguf(w: Weight) -> Prepared:
     if layout is None:
         raise ValueError(f"no layout for {w.block_type} blocks")
     low, high = _packed(w, layout.code, layout.group)
-    parts = split_blocks(w.qweight, w.block_type)
+    scales, mins, supers, super_mins = (
+        None if part is None else _rows(part) for part in split_blocks(w.qweight, w.block_type)[1:]
+    )
     return Prepared(
         w.shape,
         layout.code,
         low,
         high,
         layout.scale_kind,
-        parts.scales,
+        scales,
         layout.min_kind,
-        parts.mins,
-        parts.supers,
-        parts.super_mins,
+        mins,
+        supers,
+        super_mins,
         zero=layout.zero,
         group=layout.group,
     )
@@ -267,116 +268,3 @@ def _pack_high(bits: Tensor, kind: Code) -> Tensor:
     for i in range(kind.planes):
         out |= bits[:, :, i] << (kind.high * i)
     return out[..., 0::2] | (out[..., 1::2] << 4) if kind.high_bytes == 4 else out
-
-
-def _unpack_codes(p: Prepared, rows: slice) -> Tensor:
-    """uint8 [rows, K]: the codes as numbers, from halves and high bits."""
-    kind = CODES[p.code]
-    halves = p.low[rows].int().view(-1, p.low.shape[1] // HALVES, 1, HALVES)
-    shifts = torch.arange(kind.planes, dtype=torch.int32, device=p.low.device).view(1, 1, -1, 1)
-    codes = (halves >> (shifts * kind.low)) & ((1 << kind.low) - 1)
-    if p.high is not None:
-        high = p.high[rows].int().view(-1, halves.shape[1], kind.high_bytes)
-        if kind.high_bytes == 4:
-            high = torch.stack([high & 15, high >> 4], -1).flatten(2)
-        codes = codes | (((high.unsqueeze(2) >> (shifts * kind.high)) & ((1 << kind.high) - 1)) << kind.low)
-    codes = codes.to(torch.uint8).unflatten(3, (HALVES // p.run, p.run)).transpose(2, 3)
-    return codes.flatten(1)[:, : p.shape[1]]
-
-
-def _values(p: Prepared, rows: slice) -> Tensor:
-    """float32 [rows, K]: codes without their zero, before any scale."""
-    if p.is_float32:
-        return p.low[rows]
-    if p.code in ("bf16", "f16"):
-        dtype = torch.bfloat16 if p.code == "bf16" else torch.float16
-        return p.low[rows, : p.shape[1]].view(dtype).float()
-    codes = _unpack_codes(p, rows)
-    if p.code == "e4m3":
-        return codes.view(torch.float8_e4m3fn).float()
-    if p.code in ("e2m1", "iq4"):
-        table = torch.tensor(E2M1 if p.code == "e2m1" else IQ4, dtype=torch.float32, device=codes.device)
-        return table[codes.int()]
-    return codes.float() - p.zero
-
-
-def _group_values(p: Prepared, rows: slice) -> tuple[Tensor | None, Tensor | None]:
-    """float32 [rows, G] scales and minima, computed in the order of the stored format's definition."""
-    if p.scales is None:
-        return None, None
-    index = torch.arange(p.shape[0], device=p.low.device)[rows] // p.scale_rows
-    stored = p.scales[index]
-    supers = super_mins = None
-    if p.supers is not None:
-        per_super = SUPER // p.group
-        supers = p.supers[rows].float().repeat_interleave(per_super, 1)
-        if p.super_mins is not None:
-            super_mins = p.super_mins[rows].float().repeat_interleave(per_super, 1)
-    scales = scale_values(p.scale_kind, stored)
-    if supers is not None:
-        scales = supers * scales
-    if p.min_kind == "none":
-        return scales, None
-    if p.min_kind == "nibble":
-        assert super_mins is not None
-        return scales, -(super_mins * (stored >> 4).float())
-    assert p.mins is not None
-    mins = p.mins[rows].float()
-    if p.min_kind == "sub":
-        assert super_mins is not None
-        return scales, -(super_mins * mins)
-    return scales, mins
-
-
-def scale_values(kind: str, stored: Tensor) -> Tensor:
-    """float32 of stored group scales, without the super scale; half of it for e8m0, which may be subnormal."""
-    if kind == "e4m3":
-        return stored.view(torch.float8_e4m3fn).float()
-    if kind == "e8m0":
-        return exp2_e8m0(stored)
-    if kind == "nibble":
-        return (stored & 15).float()
-    return stored.float()
-
-
-def unpack(p: Prepared) -> Tensor:
-    """The values, float32 [N, K], exact; columns in natural order, pre_scale folded in."""
-    return unpack_rows(p, slice(0, p.shape[0]))
-
-
-def unpack_rows(p: Prepared, rows: slice) -> Tensor:
-    """The values of some rows, float32 [rows, K], as `unpack` gives them."""
-    n, k = p.shape
-    start, stop, _ = rows.indices(n)
-    out = torch.empty(stop - start, k, dtype=torch.float32, device=p.low.device)
-    step = row_chunk(k)
-    for first in range(start, stop, step):
-        part = slice(first, min(first + step, stop))
-        out[first - start : part.stop - start] = _scaled(p, part)
-    if p.perm is not None:
-        out = out[:, torch.argsort(p.perm)]
-    if p.pre_scale is not None:
-        out = out * p.pre_scale.float()
-    return out
-
-
-def _scaled(p: Prepared, rows: slice) -> Tensor:
-    values = _values(p, rows)
-    scales, mins = _group_values(p, rows)
-    row_scale = None if p.row_scale is None else p.row_scale[rows].nan_to_num(1.0).unsqueeze(-1)
-    if scales is None:
-        return values if row_scale is None else values * row_scale
-    if row_scale is not None:
-        scales = scales * row_scale  # as the canonical form defines it: both scales meet before the element
-    scales = _per_element(scales, p)
-    if p.scale_kind == "e8m0":
-        values = values * 2
-    if p.min_kind == "zero":
-        assert mins is not None
-        return (values - _per_element(mins, p)) * scales
-    values = values * scales
-    return values if mins is None else values + _per_element(mins, p)
-
-
-def _per_element(groups: Tensor, p: Prepared) -> Tensor:
-    return groups.repeat_interleave(p.group, 1)[:, : p.shape[1]]

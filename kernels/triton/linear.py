@@ -15,11 +15,14 @@ from torch import Tensor
 
 from .. import Impl, LinearFacts
 from .gguf_codes import GGUF_CODES
-from .layout import Prepared, prepare, unpack
+from .layout import Prepared, prepare
 from .layout_codes import CODES
 from .probe import FP8_CAPABILITY, nvfp4_reason
+from .unpack import unpack
 
 FORMS = frozenset({"dense", "int4g", "int8", "fp4g16", "fp4g32", "fp8", "fp8mx", "gguf"})
+FUSED = frozenset({"triton", "triton_fp8_w8a8", "triton_nvfp4_w4a4"})
+"""implementations whose products of few rows take norm, gate and residual with them"""
 GROUPED = {"int4g": "int4", "int8": "int8"}
 
 

@@ -74,4 +74,7 @@ IMPLS: Mapping[str, tuple[OpImpl, ...]] = {
         OpImpl("triton_invariant", attention_fits, _lazily("attention", "paged_attention_by_token")),
     ),
     "attn_in": _impl("attn_in", "attn_in", attention_fits),
+    "attn_out": _impl("segments", "attn_out"),
+    "mlp": _impl("segments", "mlp"),
+    "head": _impl("segments", "head"),
 }

@@ -67,9 +67,12 @@ def card_of(device: torch.device) -> Card:
     return Card(capability(device), num_sms(device))
 
 
-def product(x: Tensor, p: Prepared, extras: Extras = PLAIN, *, fixed_order: bool = False) -> Tensor:
+def product(
+    x: Tensor, p: Prepared, extras: Extras = PLAIN, *, out: Tensor | None = None, fixed_order: bool = False
+) -> Tensor:
     """x [num_tokens, K] times the weight: [num_tokens, N], or [num_tokens, N / 2] where gated; dtype of x.
 
+    out           where to put it, in its own dtype; may be `extras.residual`; only where `fusable`
     fixed_order   every row is summed in the same order, however many there are
 
     Raises ValueError when x does not have K columns; norm, gate and residual want `fusable`.
@@ -82,10 +85,11 @@ def product(x: Tensor, p: Prepared, extras: Extras = PLAIN, *, fixed_order: bool
         return torch.nn.functional.linear(x.float(), p.low, extras.bias).to(x.dtype)
     x = x.contiguous()
     n, tokens = p.shape[0] // (2 if extras.gate else 1), x.shape[0]
-    out = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
     card = card_of(x.device)
     if fixed_order:
-        choice = tile_tiles(*p.shape, p.code, FIXED_TOKENS, card)[0]
+        choice = tile_tiles(*p.shape, p.code, FIXED_TOKENS, card, whole=True)[0]
         tile_launch(x, p, out, extras, choice, pdl(x.device)).start()
     elif tokens == 1 or (card.capability < 80 and tokens <= ROWS_WITHOUT_TENSOR_CORES):
         vector_launch(x, p, out, extras, _picked(x, p, extras, card), pdl(x.device)).start()
@@ -223,16 +227,20 @@ def _operand(dtype: torch.dtype) -> str:
     return {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
 
 
-_COUNTERS: dict[tuple[torch.device, int], Tensor] = {}  # a memo: zero between launches, as each leaves them so
+COUNTERS = 4096
+"""programs that may take part in split products of one launch"""
+
+
+@cache
+def _zeros(device: torch.device) -> Tensor:
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
 def _counters(device: torch.device, count: int) -> Tensor:
-    """int32 zeros for the programs of a split product, one set per stream; kernels put the zeros back."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    known = _COUNTERS.get((device, stream))
-    if known is None or known.numel() < count or device.type == "meta":
-        known = _COUNTERS[device, stream] = torch.zeros(max(count, 4096), dtype=torch.int32, device=device)
-    return known
+    """int32 zeros, which every kernel leaves as zeros: one set a card, products of one stream at a time."""
+    if count > COUNTERS:
+        raise ValueError(f"{count} tiles share a split product, at most {COUNTERS}")
+    return _zeros(device)
 
 
 def dequantise_launch(p: Prepared, first_row: int, out: Tensor) -> Launch:
@@ -245,7 +253,7 @@ def dequantise_launch(p: Prepared, first_row: int, out: Tensor) -> Launch:
         "high_ptr": p.low if p.high is None else p.high,
         "out_ptr": out,
         "first_row": first_row,
-        "n": p.shape[0],
+        "num_rows": out.shape[0],
         **_pointers(p),
     }
     grid = (-(-out.shape[0] // rows), -(-in_row // halves))
@@ -286,14 +294,15 @@ def _picked(x: Tensor, p: Prepared, extras: Extras, card: Card) -> Tile:
     else:
         tokens = token_class(x.shape[0])
         shape = Shape("linear_tile", (n, k, p.code, p.group, tokens, extras.gate))
-        candidates = tile_tiles(n, k, p.code, tokens, card, gated)
+        candidates = tile_tiles(n, k, p.code, tokens, card)
     return tuner().pick(shape, candidates, None if x.device.type != "cuda" else _trial(x, p, extras))
 
 
 def _trial(x: Tensor, p: Prepared, extras: Extras) -> Callable[[Tile], Callable[[], object]]:
     """Launches a candidate on weights of this shape made up when they are needed; holds no tensor before."""
     kinds = {name: (part.shape, part.dtype) for name, part in p._asdict().items() if isinstance(part, Tensor)}
-    empty = p._replace(**dict.fromkeys(kinds))
+    no_tensors: dict[str, Any] = dict.fromkeys(kinds)
+    empty = p._replace(**no_tensors)
     device, dtype, tokens = x.device, x.dtype, x.shape[0]
     n, k = p.shape[0] // (2 if extras.gate else 1), p.shape[1]
     gate = extras.gate

@@ -138,7 +138,7 @@ def _batch_specs(form: Form, dtype: torch.dtype, card: Card) -> Iterator[KernelS
         yield launch.spec("linear", "triton", f"{form.name} M={tokens}", decode=tokens <= 16, expect_mma=expected)
     if form.name in MAIN_FORMS:
         p, out = described(form, 2 * INTERMEDIATE, HIDDEN), _meta(dtype, 16, INTERMEDIATE)
-        first = tile_tiles(2 * INTERMEDIATE, HIDDEN, form.code, 16, card, gated=True)[0]
+        first = tile_tiles(2 * INTERMEDIATE, HIDDEN, form.code, 16, card)[0]
         fused = Extras(None, NormArgs(_meta(torch.float32, HIDDEN), 1e-6), None, "silu")
         launch = tile_launch(_meta(dtype, 16, HIDDEN), p, out, fused, first, pdl)
         yield launch.spec("linear", "triton", f"{form.name} M=16 norm gated", decode=True)

@@ -148,10 +148,11 @@ def vector_tiles(n: int, k: int, code: str, card: Card, gated: bool = False) -> 
 
 
 @cache
-def tile_tiles(n: int, k: int, code: str, tokens: int, card: Card, gated: bool = False) -> tuple[Tile, ...]:
+def tile_tiles(n: int, k: int, code: str, tokens: int, card: Card, whole: bool = False) -> tuple[Tile, ...]:
     """Candidates of `tile.tile_kernel`: {"rows", "tokens", "halves", "split", "stages", "warps"}, the best first.
 
     tokens   rows of x, rounded up to 8, 16, 32, 64 or 128
+    whole    K is not split
     """
     kind = CODES[code]
     halves_in_row = -(-k // kind.chunk) * HALVES
@@ -161,7 +162,7 @@ def tile_tiles(n: int, k: int, code: str, tokens: int, card: Card, gated: bool =
         for halves in (16, 32, 64):
             if not STEP_ELEMENTS // 4 <= rows * halves * kind.planes // (32 * warps) <= STEP_ELEMENTS:
                 continue
-            for split in (1, 2, 4, 8):
+            for split in (1,) if whole else (1, 2, 4, 8):
                 if halves * split > max(halves_in_row, 32) or (split > 1 and -(-n // rows) > 4 * card.num_sms):
                     continue
                 stages = next((s for s in (4, 3, 2) if _shared(rows, tokens, halves, s, code) <= card.shared_bytes), 0)
@@ -174,9 +175,10 @@ def tile_tiles(n: int, k: int, code: str, tokens: int, card: Card, gated: bool =
 
 
 def _shared(rows: int, tokens: int, halves: int, stages: int, code: str) -> int:
+    """Bytes of the steps under way, and of what scales pass through; the sums go out through the same memory."""
     kind = CODES[code]
     step = rows * halves * (2 + kind.high) + halves * kind.planes * tokens * 2
-    return stages * step + rows * max(halves // 2, tokens * 4)
+    return max(stages * step + rows * halves // 2, rows * tokens * 4)
 
 
 def _tile_load(n: int, k: int, code: str, tile: Tile) -> Load:

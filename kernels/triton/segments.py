@@ -1,0 +1,65 @@
+"""Decoding segments in one or two launches: norm, product, gate and residual together, for few rows.
+
+What does not fit (several parts, input orders, many rows, one order of sums) goes through the composed segment. Bytes
+decide: at batch 1 a layer's products read all of W once and the fused parts add a few KB; each launch saved is worth
+about a microsecond.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..segments import AttentionWeights, HeadWeights, Linear, LinearPart, MlpWeights, Norm
+from .linear import FUSED
+from .product import Extras, NormArgs, fusable, product
+from .rms_norm import rms_norm
+
+__all__ = ["attn_out", "head", "mlp"]
+
+
+def attn_out(composed: Callable[..., Tensor], attended: Tensor, x: Tensor, weights: AttentionWeights) -> Tensor:
+    """x + attended Wᵀ: [num_tokens, hidden], in the place of x."""
+    part = _only_part(weights.out, attended)
+    if part is None or weights.post_norm is not None or not x.is_contiguous():
+        return composed(attended, x, weights)
+    return product(attended, part.prepared, Extras(part.bias, residual=x), out=x)
+
+
+def mlp(composed: Callable[..., Tensor], x: Tensor, weights: MlpWeights) -> Tensor:
+    """x + post_norm(down(act(gate) * up)) of the normed x: [num_tokens, hidden], in the place of x."""
+    gate_up = _only_part(weights.gate_up, x)
+    if gate_up is None or not x.is_contiguous():
+        return composed(x, weights)
+    hidden = product(x, gate_up.prepared, Extras(gate_up.bias, _norm(weights.norm), gate=weights.activation))
+    down = _only_part(weights.down, hidden)
+    if down is not None and weights.post_norm is None:
+        return product(hidden, down.prepared, Extras(down.bias, residual=x), out=x)
+    out = weights.down(hidden)
+    if weights.post_norm is not None:
+        norm = weights.post_norm
+        out = rms_norm(out, norm.weight, norm.eps, norm.offset)
+    return x.add_(out)
+
+
+def head(composed: Callable[..., Tensor], x: Tensor, weights: HeadWeights) -> Tensor:
+    """Logits, float32 [rows, vocab]."""
+    part = _only_part(weights.linear, x)
+    if part is None:
+        return composed(x, weights)
+    logits = torch.empty(x.shape[0], part.shape[0], dtype=torch.float32, device=x.device)
+    product(x, part.prepared, Extras(part.bias, _norm(weights.norm)), out=logits)
+    return logits if weights.softcap is None else logits.div_(weights.softcap).tanh_().mul_(weights.softcap)
+
+
+def _norm(norm: Norm) -> NormArgs:
+    return NormArgs(norm.weight, norm.eps, norm.offset)
+
+
+def _only_part(linear: Linear, x: Tensor) -> LinearPart | None:
+    """The single part of a product that takes more work with it; None where there is no such."""
+    part = linear.parts[0]
+    fits = len(linear.parts) == 1 and part.impl.name in FUSED and fusable(x, part.prepared)
+    return part if fits else None

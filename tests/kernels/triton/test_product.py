@@ -1,0 +1,197 @@
+"""Products of every weight form, for one row and for several, against the canonical weight's own decoder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from localllm.kernels.dequant import dequantize
+from localllm.kernels.triton import product as products
+from localllm.kernels.triton import product_tiles
+from localllm.kernels.triton.layout import prepare
+from localllm.kernels.triton.product import Extras, NormArgs, dequantised, fusable, product, tile_launch
+from localllm.kernels.triton.unpack import unpack
+from localllm.kernels.weight import Weight
+
+from .weights import FORMS, SMALLEST_K, error, exact_product, make
+
+ROUNDING = {torch.float16: 1.5e-3, torch.bfloat16: 8e-3}
+"""of `error`: outputs and group-scaled weights rounded to the type; the interpreter cuts bfloat16 off"""
+EPS = 1e-5
+
+
+def smallest_k(form: str) -> int:
+    return SMALLEST_K.get(form, SMALLEST_K.get(form.partition("-")[0], 64))
+
+
+def on(device: torch.device, weight: Weight) -> Weight:
+    moved: dict[str, Any] = {k: v.to(device) for k, v in weight._asdict().items() if isinstance(v, Tensor)}
+    return weight._replace(**moved)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_one_row(form: str, device: torch.device) -> None:
+    """Also into float32, where nothing but the order of the sum is left: 1e-6."""
+    weight = make(form, 9, 2 * smallest_k(form))
+    prepared = prepare(on(device, weight))
+    x = torch.randn(1, weight.shape[1]).half().to(device)
+    exact = exact_product(x, weight)
+    assert error(product(x, prepared), exact) < ROUNDING[torch.float16]
+    wide = product(x, prepared, out=torch.empty(1, 9, device=device))
+    assert wide.dtype is torch.float32 and error(wide, exact) < 1e-6
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_several_rows(form: str, device: torch.device) -> None:
+    weight = make(form, 19, 2 * smallest_k(form))
+    prepared = prepare(on(device, weight))
+    x = torch.randn(5, weight.shape[1]).half().to(device)
+    assert error(product(x, prepared), exact_product(x, weight)) < ROUNDING[torch.float16]
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize(("n", "k"), [(1, 64), (21, 96), pytest.param(130, 320, marks=pytest.mark.slow)])
+def test_shapes(n: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
+    for form in ("int4g-32", "dense-bf16"):
+        weight, bias = make(form, n, k), torch.randn(n)
+        prepared = prepare(on(device, weight))
+        for tokens in (1, 2, 17):
+            x = torch.randn(tokens, k).to(device, dtype)
+            y = product(x, prepared, Extras(bias.to(device)))
+            assert y.shape == (tokens, n) and y.dtype is dtype
+            assert error(y, exact_product(x, weight) + bias) < ROUNDING[dtype]
+        assert product(x[:0], prepared).shape == (0, n)
+
+
+@pytest.mark.parametrize("form", ["dense-bf16", "dense-f16", "int4g-whole", "int8-row"])
+def test_columns_that_end_within_a_chunk(form: str, device: torch.device) -> None:
+    weight = make(form, 6, 88)
+    prepared = prepare(on(device, weight))
+    for tokens in (1, 3):
+        x = torch.randn(tokens, 88).half().to(device)
+        assert error(product(x, prepared), exact_product(x, weight)) < ROUNDING[torch.float16]
+
+
+def test_long_prompts_go_slab_by_slab(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "SLAB_BYTES", 128 * 64 * 2)
+    for form in ("int4g-32", "dense-bf16"):
+        weight, bias = make(form, 131, 64), torch.randn(131)
+        x = torch.randn(products.SLAB_TOKENS, 64).bfloat16().to(device)
+        y = product(x, prepare(on(device, weight)), Extras(bias.to(device)))
+        assert error(y, exact_product(x, weight) + bias) < ROUNDING[torch.bfloat16]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_dense_rows(form: str, device: torch.device) -> None:
+    """The slab's values are those of the layout, up to one rounding of float32."""
+    weight = make(form, 10, smallest_k(form))
+    prepared = prepare(on(device, weight))
+    slab = dequantised(prepared, 3, 6, torch.float32)
+    torch.testing.assert_close(slab, unpack(prepared)[3:9], rtol=3e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("form", ["int4g-zeros-64", "fp4g16", "dense-bf16", "gguf-Q6_K"])
+def test_norm_gate_and_residual(form: str, tokens: int, device: torch.device) -> None:
+    n, k = 12, smallest_k(form)
+    weight, gain = make(form, n, k), torch.rand(k)
+    prepared = prepare(on(device, weight))
+    x = (torch.randn(tokens, k) * 3).bfloat16().to(device)
+    assert fusable(x, prepared)
+    norm = NormArgs(gain.to(device), EPS, 1.0)
+    wide = x.double().cpu()
+    normed = wide / (wide.square().mean(1, keepdim=True) + EPS).sqrt() * (1 + gain)
+    exact = normed @ dequantize(weight).double().t()
+    residual = torch.randn(tokens, n).bfloat16().to(device)
+    expected = exact + residual.double().cpu()
+    assert error(product(x, prepared, Extras(None, norm, residual)), expected) < ROUNDING[torch.bfloat16]
+    product(x, prepared, Extras(None, norm, residual), out=residual)
+    assert error(residual, expected) < ROUNDING[torch.bfloat16]
+    gate, up = exact.chunk(2, 1)
+    for name, act in (("silu", F.silu(gate)), ("gelu_tanh", F.gelu(gate, approximate="tanh"))):
+        y = product(x, prepared, Extras(None, norm, gate=name))
+        assert y.shape == (tokens, n // 2) and error(y, act * up) < 2 * ROUNDING[torch.bfloat16]
+
+
+def test_input_order_and_scale(device: torch.device) -> None:
+    weight = make("int4g-32", 9, 64)._replace(perm=torch.randperm(64).int(), pre_scale=torch.rand(64) + 0.5)
+    prepared = prepare(on(device, weight))
+    for tokens in (1, 4):
+        x = torch.randn(tokens, 64).half().to(device)
+        assert not fusable(x, prepared)
+        assert error(product(x, prepared), exact_product(x, weight)) < ROUNDING[torch.float16]
+
+
+def test_float32_weights_keep_their_bits(device: torch.device) -> None:
+    weight = make("dense-f32", 9, 64)
+    x = torch.randn(3, 64).bfloat16().to(device)
+    y = product(x, prepare(on(device, weight)))
+    assert torch.equal(y.cpu(), F.linear(x.float(), weight.qweight.to(device)).bfloat16().cpu())
+
+
+@pytest.mark.parametrize("form", ["int4g-128", "fp4g16", "gguf-Q4_K", "dense-bf16"])
+def test_a_row_does_not_see_the_others(form: str, device: torch.device) -> None:
+    weight = make(form, 20, smallest_k(form))
+    prepared = prepare(on(device, weight))
+    x = torch.randn(18, weight.shape[1]).half().to(device)
+    alone = torch.cat([product(x[i : i + 1], prepared, fixed_order=True) for i in (0, 7, 17)])
+    together = product(x, prepared, fixed_order=True)
+    assert torch.equal(alone, together[[0, 7, 17]])
+    assert torch.equal(together[:5], product(x[:5], prepared, fixed_order=True))
+
+
+def test_parts_of_k_are_added_by_the_last(device: torch.device) -> None:
+    """Split products give the whole sum, norm included, and leave their counters at zero for the next launch."""
+    weight = make("int4g-32", 33, 512)
+    prepared = prepare(on(device, weight))
+    x = torch.randn(3, 512).half().to(device)
+    gain = torch.rand(512).to(device)
+    wide = x.double()
+    normed = (wide / (wide.square().mean(1, keepdim=True) + EPS).sqrt() * gain).cpu()
+    for split in (2, 4):
+        out = torch.empty(3, 33, dtype=torch.float16, device=device)
+        choice = {"rows": 16, "tokens": 8, "halves": 32, "split": split, "stages": 2, "warps": 1}
+        launch = tile_launch(x, prepared, out, Extras(norm=NormArgs(gain, EPS)), choice, False)
+        assert launch.grid == (1, 3, split)
+        launch.start()
+        assert error(out, normed @ dequantize(weight).double().t()) < ROUNDING[torch.float16]
+        assert not products._zeros(device).any()
+    with pytest.raises(ValueError, match="at most 4096"):
+        products._counters(device, 5000)
+
+
+def test_wrong_columns_are_refused(device: torch.device) -> None:
+    prepared = prepare(make("int4g-32", 4, 64))
+    with pytest.raises(ValueError, match="takes 64 inputs"):
+        product(torch.zeros(1, 32, dtype=torch.float16), prepared)
+
+
+def test_candidates_fit_their_cards() -> None:
+    """At most eight for every card and shape, all within its shared memory; one that keeps the order of sums."""
+    for capability, limit in product_tiles.SHARED_LIMIT.items():
+        card = product_tiles.Card(capability, 100)
+        for n, k in ((1024, 2048), (4096, 4096), (28672, 4096), (151936, 1024), (1, 64)):
+            for code in product_tiles.CODES:
+                vectors = product_tiles.vector_tiles(n, k, code, card)
+                assert 0 < len(vectors) <= product_tiles.MOST
+                for tokens in (8, 16, 64, 128) if capability >= 80 else ():
+                    tiles = product_tiles.tile_tiles(n, k, code, tokens, card)
+                    assert 0 < len(tiles) <= product_tiles.MOST, (code, n, k, tokens)
+                    assert {tile["split"] for tile in product_tiles.tile_tiles(n, k, code, tokens, card, True)} == {1}
+                    sizes = [product_tiles._shared(t["rows"], tokens, t["halves"], t["stages"], code) for t in tiles]
+                    assert max(sizes) <= limit
+
+
+def test_the_model_prefers_what_reads_less_and_waits_less() -> None:
+    card = product_tiles.Card(90, 132)
+    usual = product_tiles.Load(1024, 8192, 4096, 128, 64, 0, 600)
+    base = product_tiles.expected_us(usual, card)
+    for change in ({"program_bytes": 16384}, {"instructions": 6000}, {"passes": 2}):
+        values = {name: getattr(usual, name) for name in usual.__slots__} | change
+        assert product_tiles.expected_us(product_tiles.Load(**values), card) > base
+    huge = product_tiles.Load(1024, 8192, 4096, 128, 64, 300_000, 600)
+    assert product_tiles.expected_us(huge, card) == float("inf")
