@@ -134,4 +134,4 @@ def _nbytes(prepared: Int4Pack) -> int:
     return prepared.packed.nbytes + prepared.scales_and_zeros.nbytes + prepared.rest.nbytes + prepared.weight.nbytes
 
 
-INT4PACK = Impl("torch_int4pack", _fits, _prepare, _run, _unpack, _nbytes)
+INT4PACK = Impl("torch_int4pack", _fits, _prepare, _run, _unpack, _nbytes, rounds=1e-3)

@@ -1,0 +1,203 @@
+"""Every op against its twin on the card at hand, in the shapes of several models: `gpu.py --check`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import gpu_models
+import torch
+
+from localllm import kernels
+from localllm.kernels import Impl, LinearFacts, Weight
+from localllm.kernels.cases import ModelShapes
+from localllm.kernels.dense_linear import TWIN
+from localllm.kernels.ops import OPS, OpFacts, op_impls
+from localllm.kernels.sampling_trial import sampler_error
+from localllm.kernels.selftest import SelfTest
+from localllm.kernels.trial import linear_error, op_error
+
+Found = Iterator[tuple[str, str]]
+"""(what was checked, nothing or what is wrong)"""
+HEADS = ((16, 8, 128), (32, 8, 128), (9, 3, 64), (4, 1, 256), (64, 8, 64), (14, 2, 64), (6, 2, 80))
+"""query heads, KV heads, head_dim: Qwen3, SmolLM2, Gemma 3, gpt-oss, Qwen2, and an odd one"""
+SHAPES = ((256, 512), (1000, 768), (4096, 4096), (6144, 4096), (4096, 12288))
+"""N, K of products: small, odd, and those of an 8B"""
+FLOATS = {  # block type: bytes, elements, offsets of its float16 numbers
+    "Q5_0": (22, 32, (0,)),
+    "Q5_1": (24, 32, (0, 2)),
+    "Q2_K": (84, 256, (80, 82)),
+    "Q3_K": (110, 256, (108,)),
+    "Q4_K": (144, 256, (0, 2)),
+    "Q5_K": (176, 256, (0, 2)),
+    "Q6_K": (210, 256, (208,)),
+    "IQ4_NL": (18, 32, (0,)),
+    "IQ4_XS": (136, 256, (0,)),
+}
+
+
+def capability(device: str) -> int:
+    """As 90; 0 on the CPU."""
+    if not device.startswith("cuda"):
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
+
+
+def ops(device: str, dtype: str, kv_format: str) -> Found:
+    """The row-wise ops, page writes and attention, every implementation that fits."""
+    for heads, kv_heads, dim in HEADS:
+        for page_size in (16, 32):
+            for deterministic in (False, True):
+                facts = OpFacts(
+                    torch.device(device).type, capability(device), dtype, kv_format, heads, kv_heads, dim, page_size,
+                    deterministic,
+                )  # fmt: skip
+                gemma = dim == 256
+                shapes = ModelShapes(
+                    heads * dim, 3 * heads * dim, facts, has_windows=gemma or dim == 64, softcap=50.0 if gemma else None
+                )
+                for op in OPS:
+                    for impl in op_impls(op)[:-1]:
+                        if impl.fits(facts) is None:
+                            yield f"{op} {impl.name} {shapes.key}", op_error(op, impl.run, shapes)
+
+
+def weights(device: torch.device) -> Iterator[Callable[[int, int], tuple[str, Weight] | None]]:
+    """Makers of canonical weights of every form: (N, K) -> (name, weight), None for shapes the form does not have."""
+    for form in gpu_models.FORMATS:
+        yield (
+            lambda n, k, form=form: (
+                (form, gpu_models.random_weight(form, (n, k), device)) if k % gpu_models.INT4_GROUP == 0 else None
+            )
+        )  # type: ignore[misc]
+    yield lambda n, k: ("dense f16", Weight("dense", (n, k), (torch.randn(n, k, device=device) * 0.02).half()))
+    for group in (32, 64, 128):
+        for extra in ("zeros", "mins"):
+            yield lambda n, k, group=group, extra=extra: _int4(n, k, group, extra, device)  # type: ignore[misc]
+    yield lambda n, k: _int8(n, k, k, device)
+    yield lambda n, k: _int8(n, k, 128, device) if k % 128 == 0 else None
+    yield lambda n, k: _fp8(n, k, "tensor", device)
+    yield lambda n, k: _fp8(n, k, "block", device)
+    yield lambda n, k: _mx(n, k, "fp4g32", device)
+    yield lambda n, k: _mx(n, k, "fp8mx", device)
+    for block in FLOATS:
+        yield lambda n, k, block=block: _gguf(n, k, block, device) if k % FLOATS[block][1] == 0 else None  # type: ignore[misc]
+
+
+def _int4(n: int, k: int, group: int, extra: str, device: torch.device) -> tuple[str, Weight] | None:
+    if k % group:
+        return None
+    packed = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device)
+    scales = (torch.rand(n, k // group, device=device) * 0.004 + 0.002).half()
+    zeros = torch.randint(0, 16, (n, k // group), dtype=torch.uint8, device=device) if extra == "zeros" else None
+    mins = (torch.randn(n, k // group, device=device) * 0.02).bfloat16() if extra == "mins" else None
+    return f"int4 g{group} {extra}", Weight("int4g", (n, k), packed, scales, zeros=zeros, mins=mins, group_size=group)
+
+
+def _int8(n: int, k: int, group: int, device: torch.device) -> tuple[str, Weight]:
+    codes = torch.randint(-127, 128, (n, k), dtype=torch.int8, device=device)
+    scales = torch.rand(n, k // group, device=device) * 2e-4 + 1e-4
+    return f"int8 g{group}", Weight("int8", (n, k), codes, scales, group_size=group)
+
+
+def _fp8(n: int, k: int, kind: str, device: torch.device) -> tuple[str, Weight]:
+    codes = (torch.randn(n, k, device=device) * 16).to(torch.float8_e4m3fn)
+    shape = (1,) if kind == "tensor" else (-(-n // 128), -(-k // 128))
+    scales = torch.rand(shape, device=device) * 1e-3 + 5e-4
+    return f"fp8 {kind}", Weight("fp8", (n, k), codes, scales, group_size=0 if kind == "tensor" else 128)
+
+
+def _mx(n: int, k: int, form: str, device: torch.device) -> tuple[str, Weight] | None:
+    if k % 32:
+        return None
+    scales = torch.randint(117, 123, (n, k // 32), dtype=torch.uint8, device=device)
+    if form == "fp4g32":
+        codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device)
+    else:
+        codes = torch.randn(n, k, device=device).to(torch.float8_e4m3fn)
+    return form, Weight(form, (n, k), codes, scales, group_size=32)
+
+
+def _gguf(n: int, k: int, block: str, device: torch.device) -> tuple[str, Weight]:
+    size, elements, offsets = FLOATS[block]
+    data = torch.randint(0, 256, (n, k // elements, size), dtype=torch.uint8, device=device)
+    for offset in offsets:
+        number = (torch.randn(n, k // elements, 1, device=device) * 2e-3).half().view(torch.uint8)
+        data[:, :, offset : offset + 2] = number
+    return f"gguf {block}", Weight("gguf", (n, k), data.flatten(1), block_type=block)
+
+
+def products(device: str, dtype: str, part: int, parts: int) -> Found:
+    """Every implementation that fits, of every form; `part` of `parts`."""
+    makers = list(weights(torch.device(device)))[part::parts]
+    for make in makers:
+        for n, k in SHAPES if device != "cpu" else SHAPES[:2]:
+            made = make(n, k)
+            if made is None:
+                continue
+            name, weight = made
+            facts = LinearFacts(
+                weight.form, (n, k), weight.group_size, weight.block_type, torch.device(device).type,
+                capability(device), dtype,
+            )  # fmt: skip
+            for impl in kernels.linear_impls():
+                for deterministic in (False, True):
+                    wanted = LinearFacts(*(getattr(facts, f) for f in facts.__slots__[:-1]), deterministic)
+                    if impl.run is not TWIN.run and impl.fits(wanted) is None:
+                        yield f"linear {impl.name} {name} {n}x{k} {dtype}", _product_error(impl, wanted, weight)
+                        break
+
+
+def _product_error(impl: Impl, facts: LinearFacts, weight: Weight) -> str:
+    try:
+        prepared = impl.prepare(weight)
+    except Exception as error:
+        return f"prepare: {type(error).__name__}: {str(error)[:200]}"
+    return linear_error(impl, facts, weight, prepared)
+
+
+def sampling(device: str) -> Found:
+    """The sampling op on the vocabularies of families."""
+    if device == "cpu":
+        from localllm.kernels.sampling import sample
+    else:
+        from localllm.kernels.triton.sampling import sample
+    for vocab in (32_000, 49_152, 151_936, 262_144) if device != "cpu" else (4_001,):
+        yield f"sample {vocab}", sampler_error(sample, vocab, device)
+
+
+def whole(device: str, form: str, kv: str) -> Found:
+    """A small model: every kernel it chooses, its fused segments, then graphs and steps ahead against eager steps."""
+    from gpu_rows import generate
+
+    test = SelfTest()
+    size = "0.6B" if device != "cpu" else "tiny"
+    dtype = "bfloat16" if device != "cpu" else "float32"
+    facts = gpu_models.facts_of(size, form, num_layers=4 if device != "cpu" else 2)
+    model = gpu_models.load(facts, form, kv, device, dtype=dtype, selftest=test)
+    yield f"self-test of {facts.name}, KV {kv}", "; ".join(str(failure) for failure in test.failures)
+    eager = generate(model, device, kv, graphs=False, ahead=False)
+    again = generate(model, device, kv, graphs=device != "cpu", ahead=True)
+    same = sum(a == b for a, b in zip(eager, again, strict=True))
+    yield f"graphs and steps ahead of {facts.name}", "" if eager == again else f"{same} of {len(eager)} answers agree"
+    yield f"kernels of {facts.name}", "" if model.kernels else "none"
+
+
+def groups(device: str) -> dict[str, Callable[[], Found]]:
+    """What runs in a process of its own each, by name."""
+    found: dict[str, Callable[[], Found]] = {}
+    on_card = device != "cpu"
+    for dtype in ("bfloat16", "float16") if on_card else ("float32",):
+        for kv in ("bf16", "fp16", "int8", "fp8"):
+            if (dtype == "float16") <= (kv in ("fp16", "fp8")):
+                found[f"ops {dtype} {kv}"] = lambda dtype=dtype, kv=kv: ops(device, dtype, kv)  # type: ignore[misc]
+    parts = 6 if on_card else 2
+    for part in range(parts):
+        dtype = "bfloat16" if on_card else "float32"
+        found[f"products {part}"] = lambda part=part, dtype=dtype: products(device, dtype, part, parts)  # type: ignore[misc]
+    if on_card:
+        found["products float16"] = lambda: products(device, "float16", 0, 4)
+    found["sampling"] = lambda: sampling(device)
+    for form, kv in (("bf16", "bf16"), ("fp8", "fp8"), ("int4", "int8"), ("nvfp4", "fp8")):
+        found[f"model {form}"] = lambda form=form, kv=kv: whole(device, form, kv)  # type: ignore[misc]
+    return found

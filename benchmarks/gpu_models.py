@@ -1,0 +1,149 @@
+"""Models of Qwen3's shapes with random weights, made on the device: what `gpu.py` measures without a download."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from localllm.checkpoint.facts import ModelFacts, RopeFacts, count_params, linear_shapes
+from localllm.kernels import Weight
+from localllm.kernels.segments import Norm
+from localllm.kernels.selftest import SelfTest
+from localllm.models.loader import Loading, LoadOptions
+from localllm.models.model import Model
+
+VOCAB = 151_936
+SIZES: dict[str, tuple[int, int, int, int, int, bool]] = {
+    # hidden, intermediate, layers, heads, KV heads, head and embedding are one
+    "tiny": (256, 512, 2, 4, 2, True),
+    "0.6B": (1024, 3072, 28, 16, 8, True),
+    "1.7B": (2048, 6144, 28, 16, 8, True),
+    "4B": (2560, 9728, 36, 32, 8, True),
+    "8B": (4096, 12288, 36, 32, 8, False),
+    "14B": (5120, 17408, 40, 40, 8, False),
+    "32B": (5120, 25600, 64, 64, 8, False),
+}
+FORMATS = {"bf16": 2.0, "fp8": 1.0, "int4": 0.5 + 2 / 128, "nvfp4": 0.5 + 1 / 16}
+"""format of the linear layers -> bytes a weight; head and embedding are bfloat16 in all of them"""
+STD = 0.02
+INT4_GROUP = 128
+
+
+def facts_of(size: str, form: str, num_layers: int | None = None) -> ModelFacts:
+    """Qwen3 of a size, as a checkpoint of that format would tell."""
+    hidden, inner, layers, heads, kv_heads, tied = SIZES[size]
+    facts = ModelFacts(
+        architecture="qwen3",
+        source_architecture="Qwen3ForCausalLM",
+        name=f"Qwen3-{size}-{form}",
+        num_layers=num_layers or layers,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=128 if size != "tiny" else 64,
+        vocab_size=VOCAB if size != "tiny" else 1000,
+        max_context=40_960,
+        rms_norm_eps=1e-6,
+        rope=RopeFacts(1e6, 128 if size != "tiny" else 64),
+        attention_scale=128**-0.5 if size != "tiny" else 0.125,
+        qk_norm=True,
+        tied_embeddings=tied,
+        windows=(None,) * (num_layers or layers),
+        stored_format={"int4": "compressed-tensors"}.get(form, form),
+    )
+    params = count_params(facts)
+    inside = facts.num_layers * sum(n * k for n, k in linear_shapes(facts).values())
+    return replace(facts, num_params=params, weight_bytes=int((params - inside) * 2 + inside * FORMATS[form]))
+
+
+def random_weight(form: str, shape: tuple[int, int], device: torch.device) -> Weight:
+    """A canonical weight whose numbers have a standard deviation of about STD."""
+    n, k = shape
+    if form == "bf16":
+        return Weight("dense", shape, (torch.randn(n, k, device=device, dtype=torch.float32) * STD).bfloat16())
+    if form == "fp8":
+        codes = (torch.randn(n, k, device=device) * 16).to(torch.float8_e4m3fn)
+        return Weight("fp8", shape, codes, torch.full((n, 1), STD / 16, device=device))
+    packed = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device)
+    if form == "int4":
+        scales = torch.full((n, k // INT4_GROUP), STD / 4.6, device=device, dtype=torch.bfloat16)
+        return Weight("int4g", shape, packed, scales, group_size=INT4_GROUP)
+    if form == "nvfp4":
+        scales = torch.rand(n, k // 16, device=device).add_(0.5).to(torch.float8_e4m3fn)
+        world = torch.full((n,), STD / 2.9, device=device)
+        return Weight("fp4g16", shape, packed, scales, global_scale=world, group_size=16)
+    raise ValueError(f"no random weights of format {form}")
+
+
+class _NoFile:
+    """What a load asks of a checkpoint, where there is none."""
+
+    def __init__(self, facts: ModelFacts) -> None:
+        self.path = Path(facts.name)
+        self.kind = "safetensors"
+        self.tensors: dict[str, Any] = {}
+        self.config: dict[str, Any] = {}
+        self.quantization_config: dict[str, Any] = {}
+        self.metadata: dict[str, Any] = {}
+        self.nbytes = 0
+
+    def maps(self, address: int) -> bool:
+        """Nothing is mapped."""
+        return False
+
+
+class RandomLoading(Loading):
+    """A load whose weights are drawn instead of read."""
+
+    def __init__(self, facts: ModelFacts, form: str, options: LoadOptions) -> None:
+        super().__init__(_NoFile(facts), facts, options)  # type: ignore[arg-type]
+        self._form = form
+
+    def weight(self, name: str, shape: tuple[int, int]) -> Weight:
+        """Layers in the format, the tables in bfloat16."""
+        return random_weight(self._form if "layers" in name else "bf16", shape, self.device)
+
+    def bias(self, name: str, size: int, needed: bool) -> Tensor | None:
+        """Qwen3 has none."""
+        return None
+
+    def norm(self, name: str, size: int) -> Norm:
+        """Ones."""
+        return Norm(torch.ones(size, device=self.device), self.facts.rms_norm_eps)
+
+
+def load(
+    facts: ModelFacts,
+    form: str,
+    kv: str,
+    device: str,
+    *,
+    dtype: str = "bfloat16",
+    deterministic: bool = False,
+    selftest: SelfTest | None = None,
+) -> Model:
+    """A model on the device."""
+    torch.manual_seed(0)
+    options = LoadOptions(device, dtype, kv, deterministic=deterministic, selftest=selftest)
+    return RandomLoading(facts, form, options).model()
+
+
+def read_bytes(model: Model) -> int:
+    """Bytes of weights that one decoding step reads: all but rows of the embedding."""
+    return sum(layer.nbytes for layer in model.layers) + model.head.linear.nbytes
+
+
+def kv_bytes(facts: ModelFacts, kv: str, tokens: int) -> int:
+    """Bytes of keys and values that attention over so many tokens reads."""
+    from localllm.checkpoint.facts import kv_bytes_per_token
+
+    return kv_bytes_per_token(facts, kv) * tokens
+
+
+Told = Callable[[str], None]
