@@ -97,7 +97,7 @@ def serve(
     prefixes = [params.read_text(path, "--pin-prefix") for path in pin_prefix or ()]
     prefixes += [preset.system for preset in config.presets.values() if preset.system]
     choices = [_here(env, config, name) for name in (*(models or ()), *(pin or ()))]
-    default, offers = _offers(env, config, choices, alias or ())
+    default, offers = offered(env, config, choices, alias or ())
     named = tuple(dict.fromkeys(choice.shown for choice in choices))
     options = server.ServeOptions(
         host=config.server.host,
@@ -216,9 +216,10 @@ class _Life:
         self._phases.append((model, phase))
 
     def on_loaded(self, offer: Offer, llm: LLM) -> None:
-        """In the loading thread: pin the pages of system prompts."""
+        """In the loading thread: pin the pages of system prompts; what grammars need, before anybody waits for it."""
         from localllm.server.prefixes import pin_system_prompts
 
+        llm.prepare_grammars()
         pin_system_prompts(llm, self._prefixes)
 
     def listening(self, url: str) -> None:
