@@ -20,18 +20,24 @@ def counted(many: int, word: str) -> str:
 
 def code_blocks(text: str) -> list[str]:
     """The contents of the fenced blocks of a Markdown text; one that is left open counts."""
-    blocks: list[list[str]] = []
+    return [block for _, block in fenced_blocks(text)]
+
+
+def fenced_blocks(text: str) -> list[tuple[str, str]]:
+    """(what stands behind the fence, such as "python"; contents) of the fenced blocks of a Markdown text."""
+    blocks: list[tuple[str, list[str]]] = []
     fence = ""
     for line in text.split("\n"):
         bare = line.strip()
         if not fence and bare.startswith(("```", "~~~")):
-            fence = bare[: len(bare) - len(bare.lstrip(bare[0]))]
-            blocks.append([])
+            mark = bare.lstrip(bare[0])
+            fence = bare[: len(bare) - len(mark)]
+            blocks.append((mark.strip(), []))
         elif fence and bare.startswith(fence) and not bare.strip(fence[0]):
             fence = ""
         elif fence:
-            blocks[-1].append(line)
-    return ["\n".join(block) for block in blocks]
+            blocks[-1][1].append(line)
+    return [(mark, "\n".join(lines)) for mark, lines in blocks]
 
 
 def answer_stats(usage: Usage, timing: Timing, stop: str) -> str:

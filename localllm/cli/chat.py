@@ -236,7 +236,7 @@ def _choose(env: Env, config: UserConfig, name: str | None, resumed: str) -> Cho
 
 def full_screen(env: Env, config: UserConfig, start: Start) -> int:
     """The Textual interface; afterwards one line on the normal screen."""
-    if not env.console.out_tty:
+    if not env.console.out_tty and "TEXTUAL_DRIVER" not in os.environ:  # a browser's tab has a pipe instead
         env.console.warn("stdout is not a terminal; the chat is drawn on stderr and nothing is written to stdout")
     from localllm.tui.stderr_guard import stderr_to
 

@@ -117,6 +117,7 @@ def _serve(env: Env, config: UserConfig, command: list[str], key: str) -> int:
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.bind(("127.0.0.1", 0))
+    sock.listen(64)  # before the link is shown: it is opened at once
     port = sock.getsockname()[1]
     gate = Gate((f"127.0.0.1:{port}", f"localhost:{port}"))
     environment = {"LOCALLLM_API_KEY": key} if key else {}

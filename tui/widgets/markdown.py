@@ -340,7 +340,7 @@ class Answer(Vertical):
                 await self._tail.clear()
                 await self._body.settle(settled, inside)
             self._shown = self._text
-            await self._tail.show(self._text)
+            await self._tail.show(self._text.lstrip("\n"))  # blocks keep their own distance
 
     async def finish(self) -> None:
         """Settle all that is left."""
