@@ -1,0 +1,258 @@
+"""`linear`'s implementations for cards: which is chosen and why not, rounding of activations, and fused segments."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from localllm.kernels import Impl, LinearFacts, choose, linear_impls, reference
+from localllm.kernels import segments as composed
+from localllm.kernels.dequant import dequantize
+from localllm.kernels.ops import OpFacts, choose_segment
+from localllm.kernels.segments import AttentionWeights, HeadWeights, Linear, LinearPart, MlpWeights, Norm
+from localllm.kernels.triton import linear, narrow_product, probe, quantise, segments
+from localllm.kernels.triton.launch import launch
+from localllm.kernels.weight import Weight
+
+import triton  # isort: skip
+import triton.language as tl  # isort: skip
+
+from .weights import FORMS, error, exact_product, make
+
+IMPLS = {impl.name: impl for impl in linear.IMPLS}
+CLOSE = 1e-2
+"""of `error`: some roundings to bfloat16, which the interpreter cuts off"""
+
+
+def facts(**more: Any) -> LinearFacts:
+    usual = {
+        "form": "int4g", "shape": (64, 256), "group_size": 128, "device": "cuda", "capability": 90,
+        "dtype": "bfloat16", "deterministic": False,
+    }  # fmt: skip
+    return LinearFacts(**(usual | more))
+
+
+@pytest.mark.parametrize(
+    ("more", "name"),
+    [
+        ({}, "triton"),
+        ({"deterministic": True}, "triton_invariant"),
+        ({"capability": 75, "dtype": "float16"}, "triton"),
+        ({"form": "gguf", "block_type": "Q5_K", "group_size": 256}, "triton"),
+        ({"form": "fp8", "activations": "fp8", "capability": 89}, "triton_fp8_w8a8"),
+        ({"form": "fp8", "activations": "fp8", "capability": 86}, "triton"),
+        ({"form": "fp8", "activations": "fp8", "deterministic": True}, "triton_invariant"),
+        ({"form": "fp4g16", "group_size": 16, "activations": "nvfp4"}, "triton"),
+    ],
+)
+def test_choice(more: dict[str, Any], name: str) -> None:
+    assert choose(linear_impls(), facts(**more)).impl.name == name
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"device": "cpu"}, "runs on NVIDIA cards, not on cpu"),
+        ({"capability": 70}, "needs compute capability 7.5, this is 7.0"),
+        ({"dtype": "float32"}, "activations are float32"),
+        ({"capability": 75}, "no bfloat16 below compute capability 8.0"),
+        ({"group_size": 48}, "groups of 48 are not a multiple of 32"),
+        ({"form": "gguf", "block_type": "TQ1_0"}, "no layout for TQ1_0 blocks"),
+        ({"form": "odd"}, "no layout for weights of form odd"),
+        ({"deterministic": True}, "sums one row in another order than several"),
+    ],
+)
+def test_reasons(more: dict[str, Any], reason: str) -> None:
+    assert IMPLS["triton"].fits(facts(**more)) == reason
+
+
+def test_one_order_of_sums_needs_tensor_cores() -> None:
+    old = facts(capability=75, dtype="float16", deterministic=True)
+    assert IMPLS["triton_invariant"].fits(old) == "Triton has no tensor cores below compute capability 8.0"
+
+
+@pytest.mark.parametrize("form", [name for name in FORMS if not name.startswith("gguf-Q3")][::3])
+def test_implementations_agree_with_the_twin(form: str, device: torch.device) -> None:
+    weight, bias = make(form, 17, 256), torch.randn(17)
+    x = torch.randn(3, 256).bfloat16()
+    for name in ("triton", "triton_invariant"):
+        prepared = IMPLS[name].prepare(weight)
+        assert torch.equal(IMPLS[name].unpack(prepared), dequantize(weight))
+        assert IMPLS[name].nbytes(prepared) >= 17 * 256 // 4
+        y = IMPLS[name].run(x, prepared, bias)
+        assert y.dtype is torch.bfloat16 and error(y, exact_product(x, weight) + bias) < CLOSE
+
+
+def test_triton_is_loaded_by_a_card_alone() -> None:
+    code = """if True:
+        import sys
+        from localllm.kernels import LinearFacts, choose, linear_impls
+        from localllm.kernels.ops import OpFacts, choose_segment
+        facts = LinearFacts("int4g", (64, 256), 128, device="cuda", capability=90, dtype="bfloat16")
+        assert choose(linear_impls(), facts).impl.name == "triton_invariant"
+        assert choose_segment("mlp", OpFacts(device="cuda", capability=90, dtype="bfloat16")).name == "triton"
+        assert "triton" not in sys.modules
+    """
+    run = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+# ---- activations rounded by permission
+
+
+@triton.jit
+def _encode(x_ptr, e4m3_ptr, e2m1_ptr, COUNT: tl.constexpr):
+    i = tl.arange(0, COUNT)
+    x = tl.load(x_ptr + i)
+    tl.store(e4m3_ptr + i, quantise.e4m3_bits(x).to(tl.uint8))
+    tl.store(e2m1_ptr + i, quantise.e2m1_bits(x).to(tl.uint8))
+
+
+def test_encoders_round_as_torch_does(device: torch.device) -> None:
+    """All E4M3 numbers, the ties between them, and what lies just beside the ties; the same for E2M1."""
+    bits = torch.arange(0, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    ties = (bits[1:] + bits[:-1]) / 2
+    near = torch.cat([bits, ties, ties * (1 + 2**-20), ties * (1 - 2**-20), torch.tensor([500.0, 1e9, 0.26, 5.1])])
+    x = torch.cat([near, -near])
+    x = torch.cat([x, torch.zeros(2048 - x.numel())]).to(device)
+    e4m3, e2m1 = (torch.empty(2048, dtype=torch.uint8, device=device) for _ in range(2))
+    launch(_encode, (1,), x, e4m3, e2m1, COUNT=2048)
+    assert torch.equal(e4m3.cpu(), x.cpu().clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8))
+    a = x.cpu().abs().clamp(max=6)
+    step = torch.where(a < 2, 0.5, torch.where(a < 4, 1.0, 2.0))
+    v = torch.round(a / step) * step
+    code = torch.where(v <= 2, 2 * v, torch.where(v <= 4, v + 2, v / 2 + 4)).to(torch.uint8)
+    assert torch.equal(e2m1.cpu(), code | (torch.signbit(x.cpu()).to(torch.uint8) << 3))
+
+
+def rounded_fp8(x: Tensor, group: int) -> Tensor:
+    """x as E4M3 with a scale per `group` elements of a row."""
+    parts = torch.nn.functional.pad(x, (0, -x.shape[1] % group)).unflatten(1, (-1, group))
+    scale = parts.abs().amax(-1, keepdim=True) / 448
+    return ((parts / scale).to(torch.float8_e4m3fn).float() * scale).flatten(1)[:, : x.shape[1]]
+
+
+def rounded_nvfp4(x: Tensor) -> Tensor:
+    """x as E2M1 with an E4M3 scale per 16 elements and a float32 scale per row."""
+    over_all = x.abs().amax(1, keepdim=True) / 2688
+    parts = x.unflatten(1, (-1, 16))
+    scale = (parts.abs().amax(-1) / (6 * over_all)).clamp(2**-9, 448).to(torch.float8_e4m3fn).float() * over_all
+    a = (parts / scale.unsqueeze(-1)).abs().clamp(max=6)
+    step = torch.where(a < 2, 0.5, torch.where(a < 4, 1.0, 2.0))
+    return (torch.round(a / step) * step * parts.sign() * scale.unsqueeze(-1)).flatten(1)
+
+
+@pytest.mark.parametrize(("form", "k"), [("fp8-row", 160), ("fp8-tensor", 64), ("fp8-block", 192), ("fp4g16", 96)])
+def test_rounded_activations(form: str, k: int, device: torch.device) -> None:
+    weight, bias = make(form, 70, k), torch.randn(70)
+    name = "triton_nvfp4_w4a4" if form == "fp4g16" else "triton_fp8_w8a8"
+    prepared = IMPLS[name].prepare(weight)
+    x = torch.randn(18, k).bfloat16()
+    y = IMPLS[name].run(x, prepared, bias)
+    round_x = rounded_nvfp4 if form == "fp4g16" else partial(rounded_fp8, group=128 if form == "fp8-block" else k)
+    expected = round_x(x.float()).double() @ dequantize(weight).double().t() + bias
+    assert error(y, expected) < CLOSE
+    assert error(y, exact_product(x, weight) + bias) > 1.5 * error(y, expected), "x was not rounded"
+    few = IMPLS[name].run(x[:2], prepared, bias)
+    assert error(few, exact_product(x[:2], weight) + bias) < CLOSE, "few rows stay exact"
+
+
+def test_the_probe_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter(["CompilationError: scales of type fp8e4nv", ""])
+    asked: list[int] = []
+
+    def answer(capability: int, label: str, instruction: str) -> str:
+        asked.append(capability)
+        return next(answers)
+
+    monkeypatch.setattr(probe, "_probe", answer)
+    probe.nvfp4_reason.cache_clear()
+    assert probe.nvfp4_reason(90, tmp_path) == "no FP4 instructions on compute capability 9.0"
+    assert probe.nvfp4_reason(121, tmp_path) == "CompilationError: scales of type fp8e4nv"
+    assert probe.nvfp4_reason(120, tmp_path) is None
+    probe.nvfp4_reason.cache_clear()  # as a new process
+    assert probe.nvfp4_reason(121, tmp_path) == "CompilationError: scales of type fp8e4nv"
+    assert probe.nvfp4_reason(120, tmp_path) is None
+    assert asked == [121, 120]
+    probe.nvfp4_reason.cache_clear()
+
+
+# ---- segments
+
+
+def part_of(weight: Weight, impl: Impl, bias: Tensor | None = None) -> Linear:
+    return Linear((LinearPart(impl, impl.prepare(weight), bias, weight.shape),))
+
+
+def attention_weights(impl: Impl, **more: Any) -> AttentionWeights:
+    out = part_of(make("int4g-32", 32, 64), impl, torch.randn(32))
+    return AttentionWeights(Norm(torch.rand(32), 1e-5), out, out, 2, 1, 32, 1.0, **more)
+
+
+COMPOSED = {
+    "attn_out": partial(composed.attn_out, reference.rms_norm),
+    "mlp": partial(
+        composed.mlp, reference.rms_norm, {"silu": reference.silu_mul, "gelu_tanh": reference.gelu_tanh_mul}
+    ),
+    "head": partial(composed.head, reference.rms_norm),
+}
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_fused_segments(tokens: int, device: torch.device) -> None:
+    impl, post = IMPLS["triton"], Norm(torch.rand(32), 1e-5, 1.0)
+    x, attended = torch.randn(tokens, 32).bfloat16(), torch.randn(tokens, 64).bfloat16()
+    gate_up, down = part_of(make("fp4g16", 64, 32), impl), part_of(make("fp8-row", 32, 32), impl, torch.randn(32))
+    vocab = part_of(make("int8-row", 10, 32), impl)
+    for extra, activation, softcap in ((None, "silu", None), (post, "gelu_tanh", 2.0)):
+        weights = attention_weights(impl, post_norm=extra)
+        found = segments.attn_out(COMPOSED["attn_out"], attended, x.clone(), weights)
+        assert error(found, COMPOSED["attn_out"](attended, x.clone(), weights).double()) < CLOSE
+        mlp, into = MlpWeights(post, gate_up, down, activation, extra), x.clone()
+        found = segments.mlp(COMPOSED["mlp"], into, mlp)
+        assert found.data_ptr() == into.data_ptr()
+        assert error(found, COMPOSED["mlp"](x.clone(), mlp).double()) < CLOSE
+        logits = segments.head(COMPOSED["head"], x, HeadWeights(post, vocab, softcap))
+        assert logits.dtype is torch.float32
+        assert error(logits, COMPOSED["head"](x, HeadWeights(post, vocab, softcap)).double()) < CLOSE
+
+
+def test_what_does_not_fit_is_composed(device: torch.device) -> None:
+    """Many rows, two parts, an implementation that keeps one order of sums: the composed segment is called."""
+    called: list[str] = []
+
+    def note(*args: Any) -> str:
+        called.append("composed")
+        return "composed"
+
+    x = torch.randn(3, 64).bfloat16()
+    norm = Norm(torch.rand(64), 1e-5)
+    fused, fixed = IMPLS["triton"], IMPLS["triton_invariant"]
+    single = part_of(make("int4g-32", 64, 64), fused)
+    double = Linear(single.parts * 2)
+    assert segments.mlp(note, x.repeat(6, 1), MlpWeights(norm, single, single, "silu")) == "composed"
+    assert segments.mlp(note, x, MlpWeights(norm, double, single, "silu")) == "composed"
+    assert segments.head(note, x, HeadWeights(norm, part_of(make("int4g-32", 64, 64), fixed))) == "composed"
+    attended = torch.randn(3, 64).bfloat16()
+    assert segments.attn_out(note, attended, x[:, :32].contiguous(), attention_weights(fixed)) == "composed"
+    assert len(called) == 4
+
+
+def test_segments_are_registered() -> None:
+    for name in ("attn_in", "attn_out", "mlp", "head"):
+        chosen = choose_segment(name, OpFacts(device="cuda", capability=90, dtype="bfloat16", head_dim=128))
+        assert chosen is not None and chosen.name == "triton"
+
+
+def test_narrow_kernels_are_described_for_cards_that_have_the_instructions() -> None:
+    counts = {card: [spec.impl for spec in narrow_product.specs(card)] for card in (86, 89, 90, 100, 120)}
+    assert counts[86] == []
+    assert "triton_fp8_w8a8" in counts[89] and "triton_nvfp4_w4a4" not in counts[90]
+    assert "triton_nvfp4_w4a4" in counts[100] and "triton_nvfp4_w4a4" in counts[120]
