@@ -97,8 +97,6 @@ def test_calls_are_valid(
         return
     compiler: Compiler = request.getfixturevalue(vocabulary)
     before = trigger if after_trigger else ""
-    if after_trigger and tool_format.writes == "harmony":
-        before = "<|channel|>commentary " + trigger
     finished = most = 0
     for seed in range(8):
         mask = compiler.mask(source(compiler, tool_format, after_trigger=after_trigger))
