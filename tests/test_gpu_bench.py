@@ -60,6 +60,7 @@ def test_a_dry_run_writes_its_rows(tmp_path: Path) -> None:
         assert word in names
 
 
+@pytest.mark.slow
 def test_without_a_card_it_says_so() -> None:
     import torch
 

@@ -46,6 +46,7 @@ def create_app(service: Service, options: AppOptions | None = None) -> Any:
     options = options or AppOptions()
     app = FastAPI(title="localllm", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service, app.state.token = service, options.token
+    app.state.tells_details = options.loopback and not options.api_keys
     app.openapi = cache(document)  # type: ignore[method-assign]
     for route in ROUTES:  # plain routes: FastAPI's own would check and convert everything a second time
         app.router.add_route(route.path, route.endpoint, methods=[route.method])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -13,10 +15,20 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 async def health(request: Request) -> Response:
-    """200 while requests are taken, 503 with the reason otherwise."""
+    """200 while requests are taken, 503 with the reason otherwise.
+
+    `?details` adds what runs how, where no key is needed anyway; elsewhere /localllm/ps tells the owner.
+    """
     service: Service = request.app.state.service
     service.check_ready()
-    return JSONResponse({"status": "ok"})
+    answer: dict[str, Any] = {"status": "ok"}
+    if "details" in request.query_params and request.app.state.tells_details:
+        answer["models"] = [
+            {"model": row.name, "truth_line": row.llm.truth_line, "warnings": row.llm.state().warnings}
+            for row in service.residents.loaded()
+            if row.llm is not None and row.llm.is_awake
+        ]
+    return JSONResponse(answer)
 
 
 async def ping(request: Request) -> Response:

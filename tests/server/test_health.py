@@ -1,0 +1,16 @@
+"""What /health tells, and to whom."""
+
+
+async def test_details_say_what_runs_how_where_no_key_is_needed(client, tiny_llm):
+    assert (await client.get("/health")).json() == {"status": "ok"}
+    (row,) = (await client.get("/health?details")).json()["models"]
+    assert (row["model"], row["warnings"]) == ("tiny", [])
+    assert row["truth_line"] == tiny_llm.truth_line
+    assert "products c_int16" in row["truth_line"] and "KV bf16" in row["truth_line"]
+
+
+async def test_a_server_with_keys_tells_its_owner_only(make_client):
+    async with make_client(api_keys=("k",), token="owner") as client:
+        assert (await client.get("/health?details")).json() == {"status": "ok"}
+        (row,) = (await client.get("/localllm/ps", headers={"authorization": "Bearer owner"})).json()["models"]
+        assert "KV bf16" in row["truth_line"]
