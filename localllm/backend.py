@@ -18,6 +18,7 @@ from localllm.errors import Aborted, InternalError, LocalLLMError
 from localllm.request import (
     ChatEvent,
     Check,
+    Constraint,
     Delta,
     Done,
     Facts,
@@ -52,6 +53,7 @@ class InProcessBackend:
     llm_options      passed on to `LLM`
     default_params   how turns without parameters are sampled; None: what the model's files recommend
     completes        a base model, which has no chat template, continues the messages' text instead of refusing it
+    constraint       what every answer's content must be
     """
 
     def __init__(
@@ -59,9 +61,11 @@ class InProcessBackend:
         default_params: Callable[[LLM], SamplingParams] | None = None,
         *,
         completes: bool = False,
+        constraint: Constraint | None = None,
         **llm_options: Any,
     ) -> None:
         self._completes = completes
+        self._constraint = constraint
         self._events: deque[ChatEvent] = deque()
         self._options = llm_options
         self._default_params = default_params
@@ -244,8 +248,13 @@ class InProcessBackend:
             params = queued.params or (self._default_params(llm) if self._default_params else None)
             prompt = self._encode(llm, queued)
             self._events.append(Prefill(turn, 0, len(prompt)))
+            bound = self._constraint
             running = llm.submit(
-                prompt, params, splits_reasoning=True, listener=lambda piece: self._publish(turn, piece)
+                prompt,
+                params,
+                splits_reasoning=True,
+                shape=None if bound is None else llm.shape(prompt, chat=True, constraint=bound),
+                listener=lambda piece: self._publish(turn, piece),
             )
         except LocalLLMError as error:
             self._end(turn, _failed(turn, error))

@@ -30,6 +30,7 @@ from localllm.errors import (
 from localllm.request import (
     ChatEvent,
     Check,
+    Constraint,
     Delta,
     Done,
     Facts,
@@ -88,7 +89,10 @@ class FakeBackend:
         load_s: float | None = None,
         ctx: int = 32_768,
         default_params: Callable[[], SamplingParams] = SamplingParams,
+        constraint: Constraint | None = None,
     ) -> None:
+        self.constraint = constraint
+        """what answers were to be, for tests: those written down beforehand are what they are"""
         self.tps = _setting("tps", 200.0) if tps is None else tps
         self.load_s = _setting("load", 0.02) if load_s is None else load_s
         self._default_params = default_params

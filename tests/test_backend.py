@@ -161,3 +161,23 @@ def test_choices_have_fit_and_speed(backend, tiny_path):
     fetched = [row for row in rows if not row.local]
     assert fetched and all(row.size_bytes > 0 and row.licence for row in fetched)
     assert any(row.fits and row.tps > 0 for row in fetched) or not any(row.fits for row in fetched)
+
+
+def test_a_constraint_binds_every_answer_and_a_bad_one_fails_the_turn(tiny_path):
+    from localllm.request import Constraint
+
+    bound = InProcessBackend(offline=True, constraint=Constraint("choice", ["yes", "no"]))
+    refused = InProcessBackend(offline=True, constraint=Constraint("grammar", "start: nothing_of_the_name"))
+    try:
+        bound.start(tiny_path)
+        seen = []
+        for _ in range(2):
+            turn = bound.send(HELLO, SamplingParams(temperature=0, max_tokens=20))
+            wait(bound, lambda e, turn=turn: isinstance(e, Done | Failed) and e.turn == turn, seen)
+            assert "".join(e.text for e in seen if isinstance(e, Delta) and e.turn == turn) in ("yes", "no")
+        refused.start(tiny_path)
+        refused.send(HELLO, SHORT)
+        assert wait(refused, lambda e: isinstance(e, Done | Failed), []).code == "E203"
+    finally:
+        bound.close()
+        refused.close()

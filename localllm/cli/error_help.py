@@ -28,6 +28,10 @@ STEPS: dict[str, tuple[Step, ...]] = {
         Step("a settings file that cannot be read", "localllm config edit"),
     ),
     "E202": (Step("the ranges of sampling options", "localllm run -h"),),
+    "E203": (
+        Step("see whether another schema can be had", "localllm run NAME PROMPT --schema FILE"),
+        Step("say it in a grammar, Lark or GBNF", "localllm run NAME PROMPT --grammar FILE"),
+    ),
     "E301": (
         Step("what is here", "localllm ls"),
         Step("fetch it", "localllm pull NAME"),
@@ -63,6 +67,7 @@ STEPS: dict[str, tuple[Step, ...]] = {
     ),
     "E901": (
         Step("a larger window, where it fits", "localllm chat NAME --ctx max"),
+        Step("leave the middle of a long prompt out", "localllm run NAME PROMPT --truncate middle"),
         Step("what fits", "localllm plan NAME"),
     ),
     "E1001": (Step("leave more room for the answer", "localllm run NAME PROMPT --max-tokens 2048"),),

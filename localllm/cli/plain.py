@@ -17,7 +17,8 @@ from localllm.tui.slash import SLASHES, Typed, understand
 from .chat import Start, farewell
 from .command import Env
 from .progress import make_progress
-from .run import Job, Text
+from .run import Job
+from .run_view import Text
 from .session import Answered, BackendError, Sampling, follow, open_backend, stats_line, wait_ready
 
 

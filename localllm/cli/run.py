@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from localllm.config import UserConfig
-from localllm.console import Console
-from localllm.errors import ConfigError, ConstraintUnmet
-from localllm.request import ChatBackend, ChatEvent, Delta, Done, Facts, Message, Phase, Prefill
-from localllm.terminal import Cleaner, dumb
+from localllm.errors import ConfigError, ConstraintUnmet, LocalLLMError
+from localllm.request import ChatBackend, Constraint, Facts, Message
+from localllm.terminal import clean_line, dumb
 
 from . import params
 from .command import Env, command
-from .progress import make_progress, phase_event
+from .progress import make_progress
+from .question import TRUNCATE, KeptChat, code_block, constraint_of, shortened
+from .run_view import EventLines, Silent, Text
 from .session import Answered, Sampling, follow, open_backend, stats_line, wait_ready
 
 MAX_SAMPLES = 64
@@ -29,6 +29,7 @@ MAX_SAMPLES = 64
     'localllm run qwen "Why is the sky blue?"',
     'git diff | localllm run qwen "write a commit message"',
     "localllm run qwen -f notes.txt 'summarise this' --json",
+    'localllm run qwen "a date in May" --schema \'{"type": "string", "format": "date"}\'',
     "localllm run gemma3-270m 'Once upon a time' --max-tokens 64",
 )
 def run(
@@ -39,8 +40,26 @@ def run(
     ] = None,
     system: params.System = None,
     file: Annotated[
-        list[Path] | None, typer.Option("-f", "--file", metavar="PATH", help="Text put before the prompt.")
+        list[Path] | None,
+        typer.Option("-f", "--file", "-a", "--attach", metavar="PATH", help="Text put before the prompt; repeatable."),
     ] = None,
+    resume_last: Annotated[
+        bool, typer.Option("-c", "--continue", help="Go on with the last saved chat, and add to it.")
+    ] = False,
+    keep: Annotated[bool | None, typer.Option("--log/--no-log", help="Save as a chat; off without -c.")] = None,
+    schema: Annotated[
+        str | None, typer.Option("--schema", metavar="FILE|JSON", help="The answer is JSON of this JSON schema.")
+    ] = None,
+    grammar: Annotated[
+        Path | None, typer.Option("--grammar", metavar="FILE", help="The answer fits this grammar, Lark or GBNF.")
+    ] = None,
+    extract: Annotated[bool, typer.Option("-x", "--extract", help="Only the first code block of the answer.")] = False,
+    extract_lang: Annotated[
+        str | None, typer.Option("--extract-lang", metavar="LANG", help="Only the first block of this language.")
+    ] = None,
+    truncate: Annotated[
+        str, typer.Option("--truncate", metavar="never|head|middle", help="What a prompt that is too long loses.")
+    ] = "never",
     samples: Annotated[int, typer.Option("-n", metavar="N", min=1, max=MAX_SAMPLES, help="Answers to give.")] = 1,
     temp: params.Temp = None,
     top_p: params.TopP = None,
@@ -63,7 +82,7 @@ def run(
     hide_thinking: Annotated[
         bool | None, typer.Option("--hide-thinking/--show-thinking", help="Leave reasoning out.")
     ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit 10 when the answer was cut by --max-tokens.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit 10 when the answer was cut.")] = False,
 ) -> int:
     """Answer one prompt and end: the answer on stdout, everything else on stderr.
 
@@ -76,14 +95,29 @@ def run(
         "repetition_penalty": repetition_penalty, "ctx": ctx, "kv": kv, "dtype": dtype, "threads": threads,
     }  # fmt: skip
     config = env.settings(params.sampling_flags(values) | params.engine_flags(values))
+    if truncate not in TRUNCATE:
+        raise ConfigError(f"--truncate is {truncate!r}, it can be {', '.join(TRUNCATE)}", "--truncate middle")
+    language = extract_lang if extract_lang is not None else "" if extract else None
+    if stream and language is not None:
+        raise ConfigError("--extract waits for the whole answer, --stream does not", "leave one of them out")
+    constraint = constraint_of(schema, grammar)
     text = gather_prompt(prompt or [], file or [])
     console = env.console
+    instructions = params.text_or_file(system, "--system")
+    sampling = Sampling(config.sampling.given(), tuple(stop or ()), samples)
+    chat = None
+    if keep or resume_last:
+        chat = KeptChat.open(instructions or config.chat.system, text, sampling.given, resumes=resume_last)
     job = Job(
-        messages=messages_of(params.text_or_file(system, "--system") or config.chat.system, text),
-        sampling=Sampling(config.sampling.given(), tuple(stop or ()), samples),
+        messages=chat.messages if chat else messages_of(instructions or config.chat.system, text),
+        sampling=sampling,
         ctx=ctx,
-        stream=bool(stream) if stream is not None else console.out_tty and samples == 1,
-        show_thinking=not hide_thinking if hide_thinking is not None else console.out_tty,
+        constraint=constraint,
+        truncate=truncate,
+        extract=language,
+        chat=chat if keep is not False else None,
+        stream=bool(stream) if stream is not None else console.out_tty and samples == 1 and language is None,
+        show_thinking=language is None and (console.out_tty if hide_thinking is None else not hide_thinking),
         stats=stats if stats is not None else console.out_tty,
         markdown=console.out_tty and not raw and not dumb() and console.colored(console.stdout),
         strict=strict,
@@ -98,6 +132,12 @@ class Job:
     messages: list[Message]
     sampling: Sampling
     ctx: str | None = None
+    constraint: Constraint | None = None
+    truncate: str = "never"
+    extract: str | None = None
+    """the language of the code block that is the answer; "" for any"""
+    chat: KeptChat | None = None
+    """where question and answer are kept"""
     stream: bool = False
     show_thinking: bool = False
     stats: bool = False
@@ -139,26 +179,58 @@ def answer(env: Env, config: UserConfig, model: str | None, job: Job) -> int:
     choice = choose(env, config, model)
     events = EventLines(console) if console.as_json and job.stream else None
     progress = make_progress(console, env.options.progress or "auto", choice.shown)
-    with open_backend(env, config, job.sampling, ctx=job.ctx, completes=True) as backend:
+    with open_backend(env, config, job.sampling, ctx=job.ctx, completes=True, constraint=job.constraint) as backend:
         backend.start(choice.name)
         facts, load_s = wait_ready(backend, progress, events.phase if events else None)
         if events is not None:
             events.ready(facts)
         for warning in facts.warnings:
             console.warn(warning)
+        messages = _fitting(env, backend, facts, job)
         view = events or (Text(console, job) if not console.as_json else Silent())
-        turns = [backend.send(job.messages) for _ in range(job.sampling.num_samples)]
+        turns = [backend.send(messages) for _ in range(job.sampling.num_samples)]
         answers = follow(backend, turns, view.event)
-        view.close(answers)
+        if job.chat is not None:
+            _keep(env, job.chat, answers, choice.name)
+        shown = answers if job.extract is None else _extracted(answers, job.extract)
+        view.close(shown)
         if console.as_json and events is None:
-            console.emit("run/1", envelope(choice, job, facts, answers, load_s))
+            console.emit("run/1", envelope(choice, job, facts, shown, load_s))
         elif job.stats and not console.as_json:
             for one in answers:
                 console.say(console.style(f"[{stats_line(one, backend.facts())}]", "dim", err=True))
-        if any(one.stop == "length" for one in answers) and job.strict:
+            console.say(console.style(f"[{clean_line(backend.facts().truth_line)}]", "dim", err=True))
+        cut = any(one.stop == "length" for one in answers)
+        if cut and (job.strict or job.constraint is not None):
             limit = job.sampling.used.max_tokens
             raise ConstraintUnmet(f"the answer was cut at {limit or facts.ctx:,} tokens", "raise --max-tokens")
     return 0
+
+
+def _fitting(env: Env, backend: ChatBackend, facts: Facts, job: Job) -> list[Message]:
+    """The messages, the last one cut when that was allowed and is needed."""
+    if job.truncate == "never" or not facts.ctx:
+        return job.messages
+    limit = job.sampling.given.get("max_tokens")
+    messages, before, after = shortened(job.messages, facts.ctx, limit, job.truncate, backend.count_tokens)
+    if after < before:
+        env.console.warn(f"the prompt was cut from {before:,} to {after:,} tokens (--truncate {job.truncate})")
+    return messages
+
+
+def _keep(env: Env, chat: KeptChat, answers: Sequence[Answered], model: str) -> None:
+    """The answer is worth more than its copy: a disk that is full is a warning."""
+    try:
+        saved = chat.save(answers, model)
+    except LocalLLMError as error:
+        env.console.warn(f"not saved: {error.message}")
+    else:
+        env.console.say(f"Saved: localllm logs show {saved[:6]}")
+
+
+def _extracted(answers: Sequence[Answered], language: str) -> list[Answered]:
+    """The answers with their code block as text. Raises ConstraintUnmet."""
+    return [replace(one, text=code_block(one.text, language)) for one in answers]
 
 
 def envelope(choice: Any, job: Job, facts: Facts, answers: Sequence[Answered], load_s: float) -> dict[str, Any]:
@@ -191,146 +263,3 @@ def envelope(choice: Any, job: Job, facts: Facts, answers: Sequence[Answered], l
         },
         "params": {key: value for key, value in asdict(used).items() if key in shown} | {"ctx": facts.ctx},
     }
-
-
-# --- ways to show an answer ------------------------------------------------------------------------------------------
-
-
-class Silent:
-    """Nothing until the envelope."""
-
-    def event(self, event: ChatEvent) -> None:
-        """Nothing."""
-
-    def close(self, answers: Sequence[Answered]) -> None:
-        """Nothing."""
-
-
-class EventLines:
-    """`--json --stream`: every event as one line on stdout."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._start = time.monotonic()
-
-    def phase(self, phase: Phase) -> None:
-        """A phase of loading."""
-        if phase.name != "ready":
-            self._write(phase_event(phase, self._elapsed()))
-
-    def ready(self, facts: Facts) -> None:
-        """The model can answer."""
-        line = {"t": round(self._elapsed(), 3), "event": "ready", "device": facts.device, "ctx": facts.ctx}
-        self._write(line | {"detail": facts.truth_line})
-
-    def event(self, event: ChatEvent) -> None:
-        """An event of a turn."""
-        line: dict[str, Any] = {"t": round(self._elapsed(), 3)}
-        if isinstance(event, Prefill):
-            line |= {"event": "prefill", "done": event.done, "total": event.total}
-        elif isinstance(event, Delta):
-            line |= {"event": "token", "kind": event.kind, "text": event.text}
-        elif isinstance(event, Done):
-            usage, timing = event.usage, event.timing
-            line |= {
-                "event": "done",
-                "stop": str(event.stop),
-                "usage": {
-                    "prompt": usage.prompt_tokens,
-                    "cached": usage.cached_tokens,
-                    "completion": usage.completion_tokens,
-                    "reasoning": usage.reasoning_tokens,
-                },
-                "timing": {
-                    "ttft_ms": round(timing.ttft_s * 1000, 1),
-                    "prefill_tps": round(timing.prefill_tps, 1),
-                    "decode_tps": round(timing.decode_tps, 1),
-                    "total_s": round(timing.total_s, 3),
-                },
-            }
-        else:
-            return
-        if hasattr(event, "turn"):
-            line["index"] = event.turn
-        self._write(line)
-
-    def close(self, answers: Sequence[Answered]) -> None:
-        """Nothing: `done` was the end."""
-
-    def _elapsed(self) -> float:
-        return time.monotonic() - self._start
-
-    def _write(self, line: dict[str, Any]) -> None:
-        import json
-
-        from localllm.terminal import json_safe
-
-        self._console.raw(json_safe(json.dumps(line, ensure_ascii=False)) + "\n")
-
-
-class Text:
-    """The answer as text: as it comes, or whole; on a terminal with styles and without anything it would obey."""
-
-    def __init__(self, console: Console, job: Job) -> None:
-        self._console = console
-        self._job = job
-        self._kind = ""
-        self._ends_line = True
-        self._cleaner = Cleaner()
-        self._styles = None
-        if job.markdown:
-            from .markdown import MarkdownStream
-
-            self._styles = MarkdownStream()
-
-    def event(self, event: ChatEvent) -> None:
-        """Print a piece when streaming."""
-        if self._job.stream and isinstance(event, Delta):
-            self._piece(event.kind, event.text)
-
-    def close(self, answers: Sequence[Answered]) -> None:
-        """Print what streaming did not, and end the line."""
-        if not self._job.stream:
-            for number, one in enumerate(answers):
-                if number:
-                    self._end_line()
-                    self._console.raw("\n---\n\n")
-                if one.reasoning:
-                    self._piece("reasoning", one.reasoning)
-                self._piece("content", one.text)
-                self._kind = ""
-        self._end_line()
-
-    def _piece(self, kind: str, text: str) -> None:
-        if kind == "reasoning" and not self._job.show_thinking:
-            return
-        if kind != self._kind and self._kind == "reasoning":
-            self._end_line()
-            self._console.raw("\n")
-        self._kind = kind
-        if self._console.out_tty:
-            text = self._cleaner.push(text)
-            if kind == "reasoning":
-                self._console.raw(self._console.style(text, "dim"))
-            elif self._styles is not None:
-                self._console.raw(self._styles.push(text))
-            else:
-                self._console.raw(text)
-        else:
-            self._console.answer(text)
-        if text:
-            self._ends_line = text.endswith("\n")
-
-    def _end_line(self) -> None:
-        if self._styles is not None:
-            self._console.raw(self._styles.flush())
-        if not self._ends_line:
-            self._console.raw("\n")
-            self._ends_line = True
-
-
-def question(backend: ChatBackend, messages: Sequence[Message], view: Text) -> Answered:
-    """One turn of a conversation in line mode."""
-    answers = follow(backend, [backend.send(messages)], view.event)
-    view.close(answers)
-    return answers[0]

@@ -9,7 +9,19 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from localllm.errors import Aborted, LocalLLMError
-from localllm.request import ChatBackend, ChatEvent, Delta, Done, Facts, Failed, Phase, SamplingParams, Timing, Usage
+from localllm.request import (
+    ChatBackend,
+    ChatEvent,
+    Constraint,
+    Delta,
+    Done,
+    Facts,
+    Failed,
+    Phase,
+    SamplingParams,
+    Timing,
+    Usage,
+)
 from localllm.testing import only_in_tests
 
 from .command import Env
@@ -85,10 +97,10 @@ class Sampling:
 
 @contextmanager
 def open_backend(
-    env: Env, config: UserConfig, sampling: Sampling, *, ctx: str | None = None, completes: bool = False
+    env: Env, config: UserConfig, sampling: Sampling, *, ctx: str | None = None, **more: Any
 ) -> Iterator[ChatBackend]:
-    """A backend that is closed at the end. `completes`: a base model continues the text instead of refusing it."""
-    backend = make_backend(env, config, sampling, ctx=ctx, completes=completes)
+    """A backend that is closed at the end; arguments as of `make_backend`."""
+    backend = make_backend(env, config, sampling, ctx=ctx, **more)
     try:
         yield backend
     except (KeyboardInterrupt, SystemExit, Aborted):
@@ -100,18 +112,29 @@ def open_backend(
 
 
 def make_backend(
-    env: Env, config: UserConfig, sampling: Sampling, *, ctx: str | None = None, completes: bool = False
+    env: Env,
+    config: UserConfig,
+    sampling: Sampling,
+    *,
+    ctx: str | None = None,
+    completes: bool = False,
+    constraint: Constraint | None = None,
 ) -> ChatBackend:
-    """The engine in this process, or the scripted one."""
+    """The engine in this process, or the scripted one.
+
+    completes    a base model continues the text instead of refusing it
+    constraint   what every answer must be
+    """
     if fake_engine():
         from localllm.fake import FakeBackend
 
-        return FakeBackend(default_params=lambda: sampling.params(SamplingParams()))
+        return FakeBackend(default_params=lambda: sampling.params(SamplingParams()), constraint=constraint)
     from localllm.backend import InProcessBackend
 
     return InProcessBackend(
         default_params=lambda llm: sampling.params(llm.default_params()),
         completes=completes,
+        constraint=constraint,
         **llm_options(env, config, ctx),
     )
 

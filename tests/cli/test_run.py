@@ -201,3 +201,96 @@ def test_signals_end_it_at_once(number: signal.Signals, code: int) -> None:
     assert b"Traceback" not in errors
     if number == signal.SIGINT:
         assert b"stopped" in errors
+
+
+# --- bound, cut, extracted, kept -------------------------------------------------------------------------------------
+
+
+def test_the_code_block_of_an_answer(invoke: Invoke) -> None:
+    code = "def double(x):\n    return [2 * x]  # [red]not markup[/red]\n"
+    assert invoke("run", "fake", "!md", "-x").stdout == code
+    assert invoke("run", "fake", "!md", "--extract-lang", "Python").stdout == code
+    assert valid(invoke("run", "fake", "!md", "-x", "--json").stdout, "run-1")["output"][0]["text"] == code.rstrip("\n")
+    for words in (("hi", "-x"), ("!md", "--extract-lang", "rust")):
+        missing = invoke("run", "fake", *words)
+        assert (missing.exit_code, missing.stdout) == (10, "")
+        assert "code block" in missing.stderr
+    assert invoke("run", "fake", "!md", "-x", "--stream").exit_code == 2
+
+
+@pytest.mark.parametrize("side", ["head", "middle"])
+def test_what_is_too_long_is_cut_when_allowed(invoke: Invoke, side: str) -> None:
+    lines = "\n".join(str(n) for n in range(400))
+    refused = invoke("run", "fake-small", "the end", stdin=lines)
+    assert refused.exit_code == 9
+    result = invoke("run", "fake-small", "the end", "--truncate", side, stdin=lines)
+    assert result.exit_code == 0
+    assert "characters left out" in result.stdout and result.stdout.endswith("the end\n")
+    assert result.stdout.startswith("0\n") is (side == "middle")
+    assert "the prompt was cut from" in result.stderr
+    whole = invoke("run", "fake", "the end", "--truncate", side, stdin="short")
+    assert whole.stdout == "short\n\nthe end\n" and "cut" not in whole.stderr
+
+
+def test_instructions_that_leave_no_room_are_said(invoke: Invoke) -> None:
+    result = invoke("run", "fake-small", "the end", "-s", "word " * 100, "--truncate", "head")
+    assert result.exit_code == 9
+    assert "--system" in result.stderr
+
+
+def test_cut_text_counts_no_more_than_the_room() -> None:
+    from localllm.cli.question import shortened
+    from localllm.request import Message
+
+    def count(text: str) -> int:
+        return len(text.split())
+
+    for words in (10, 499, 500, 5_000, 100_000):
+        messages = [Message(role="system", content="be brief"), Message(role="user", content="word " * words)]
+        for side in ("head", "middle"):
+            cut, before, after = shortened(messages, 800, 100, side, count)
+            assert before == words
+            assert after == count(cut[-1]["content"]) <= 800 - 100 - 100 - 2
+            assert cut[0] == messages[0]
+            assert (cut[-1] == messages[-1]) is (words <= 598)
+            if words > 598:
+                assert after > 500  # most of the room is used
+
+
+def test_a_bound_answer(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "s.json").write_text('{"type": "object"}')
+    (tmp_path / "g.lark").write_text('start: "yes" | "no"')
+    assert invoke("run", "fake", "x", "--schema", str(tmp_path / "s.json")).exit_code == 0
+    assert invoke("run", "fake", "x", "--grammar", str(tmp_path / "g.lark")).exit_code == 0
+    for words in (
+        ("--schema", "{"), ("--schema", "[1]"), ("--schema", str(tmp_path / "none")), ("--grammar", str(tmp_path)),
+        ("--schema", "{}", "--grammar", str(tmp_path / "g.lark")),
+    ):  # fmt: skip
+        assert invoke("run", "fake", "x", *words).exit_code == 2
+    cut = invoke("run", "fake", "long", "--schema", "{}", "--max-tokens", "5")
+    assert cut.exit_code == 10  # half of a JSON text is none
+
+
+def test_constraints_reach_the_engine(tmp_path: Path) -> None:
+    from localllm.cli.question import constraint_of
+    from localllm.request import Constraint
+
+    (tmp_path / "g").write_text("root ::= [0-9]+")
+    assert constraint_of('{"type": "null"}', None) == Constraint("json_schema", {"type": "null"}, param="--schema")
+    assert constraint_of(None, tmp_path / "g") == Constraint("grammar", "root ::= [0-9]+", param="--grammar")
+    assert constraint_of(None, None) is None
+
+
+def test_a_run_can_be_kept_and_gone_on_with(invoke: Invoke) -> None:
+    assert invoke("run", "fake", "nothing kept").exit_code == 0
+    assert invoke("run", "fake", "x", "-c").exit_code == 3  # so there is nothing to go on with
+    first = invoke("run", "fake", "one", "--log", "-s", "be brief")
+    assert first.stdout == "one\n" and "localllm logs show" in first.stderr
+    more = valid(invoke("run", "fake", "two", "-c", "--json", "-n", "2").stdout, "run-1")
+    assert more["usage"]["prompt"] > 2  # what was said before went along
+    assert invoke("run", "fake", "three", "-c", "--no-log").exit_code == 0
+    chats = json.loads(invoke("logs", "list", "--json").stdout)["chats"]
+    assert len(chats) == 1
+    shown = json.loads(invoke("logs", "show", "last", "--json").stdout)["chat"]
+    texts = [message["content"] for message in shown["messages"]]
+    assert sorted(texts) == ["one", "one", "two", "two", "two"]  # two answers to the second question

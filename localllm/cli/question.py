@@ -1,0 +1,161 @@
+"""What `run` does with its question besides asking it: bind the answer, cut what is too long, keep both in a chat."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from localllm.errors import ConfigError, ConstraintUnmet, ContextTooLong
+from localllm.request import Constraint, Message
+
+from . import params
+from .session import Answered
+
+if TYPE_CHECKING:
+    from localllm.history import History, SavedMessage
+    from localllm.tui.conversation import Conversation, Exchange
+
+TRUNCATE = ("never", "head", "middle")
+ANSWER_TOKENS = 1024
+"""room kept for an answer of no stated length, where the window is large"""
+TEMPLATE_TOKENS = 128
+"""room for what the chat template adds, where the window is large"""
+
+
+def constraint_of(schema: str | None, grammar: Path | None) -> Constraint | None:
+    """`--schema FILE|JSON` or `--grammar FILE`. Raises ConfigError; whether it can be enforced is seen later."""
+    if schema is not None and grammar is not None:
+        raise ConfigError("--schema and --grammar exclude each other", "leave one of them out")
+    if grammar is not None:
+        return Constraint("grammar", params.read_text(grammar, "--grammar"), param="--grammar")
+    if schema is None:
+        return None
+    inline = schema.lstrip().startswith(("{", "["))
+    text = schema if inline else params.read_text(Path(schema), "--schema")
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--schema is no JSON: {error}", "give a file, or JSON that begins with {") from None
+    if value is not True and not isinstance(value, dict):
+        raise ConfigError(f"--schema is {type(value).__name__}, a JSON schema is an object", "give an object")
+    return Constraint("json_schema", value, param="--schema")
+
+
+# --- a prompt that is too long ---------------------------------------------------------------------------------------
+
+
+def shortened(
+    messages: Sequence[Message], ctx: int, max_tokens: int | None, side: str, count: Callable[[str], int]
+) -> tuple[list[Message], int, int]:
+    """The messages with the last one cut so that `ctx` tokens hold them and an answer; its tokens before and after.
+
+    side  head leaves the beginning out, middle the middle: the words of the command line come last, and stay
+
+    Raises ContextTooLong when there is no room even without it.
+    """
+    text = str(messages[-1]["content"])
+    reserved = min(max_tokens if max_tokens is not None else ANSWER_TOKENS, ctx // 4) + min(TEMPLATE_TOKENS, ctx // 8)
+    room = ctx - reserved - sum(count(str(message.get("content") or "")) for message in messages[:-1])
+    before = count(text)
+    if before <= room:
+        return list(messages), before, before
+    keep = len(text)
+    while True:
+        kept = count(cut := _without(text, keep, side))
+        if kept <= room:
+            return [*messages[:-1], with_content(messages[-1], cut)], before, kept
+        if keep == 0:
+            raise ContextTooLong(
+                f"what comes before the question leaves {max(room, 0):,} of {ctx:,} tokens for it",
+                "a larger window, or a shorter --system",
+            )
+        keep = min(keep - 1, int(keep * max(room, 0) / kept))
+
+
+def _without(text: str, keep: int, side: str) -> str:
+    """`keep` characters of a text, with a mark where the others were."""
+    if keep >= len(text):
+        return text
+    mark = f"[... {len(text) - keep:,} characters left out ...]\n"
+    if side == "head":
+        return mark + text[len(text) - keep :]
+    first = keep // 2
+    return text[:first] + "\n" + mark + text[len(text) - (keep - first) :]
+
+
+def with_content(message: Message, text: str) -> Message:
+    """The message with another text."""
+    changed = message.copy()
+    changed["content"] = text
+    return changed
+
+
+# --- code out of an answer -------------------------------------------------------------------------------------------
+
+
+def code_block(text: str, language: str) -> str:
+    """The first fenced block of a text; with `language` the first that is marked so. Raises ConstraintUnmet."""
+    from localllm.tui.texts import fenced_blocks
+
+    for mark, block in fenced_blocks(text):
+        if not language or mark.split(" ")[0].casefold() == language.casefold():
+            return block
+    what = f"{language} code block" if language else "code block"
+    raise ConstraintUnmet(f"the answer has no {what}", "without -x the whole answer is printed")
+
+
+# --- the chat it belongs to ------------------------------------------------------------------------------------------
+
+
+class KeptChat:
+    """The saved chat that a question goes on with (`-c`), or begins (`--log`)."""
+
+    def __init__(self, talk: Conversation, text: str) -> None:
+        self.talk = talk
+        self._exchange: Exchange = talk.ask(text)
+
+    @classmethod
+    def open(cls, system: str, text: str, sampling: dict[str, Any], *, resumes: bool) -> KeptChat:
+        """`sampling` gets what the resumed chat had set and it has not. Raises ChatNotFound, HistoryError."""
+        from localllm.tui.conversation import Conversation
+
+        if not resumes:
+            return cls(Conversation(system, sampling), text)
+        from .chats import find
+
+        given = dict(sampling)
+        with _history() as history:
+            chat = find(history, "last")
+            talk = Conversation.restored(chat, history.messages(chat.id), sampling)
+        sampling.update(given)
+        talk.system = system or talk.system
+        return cls(talk, text)
+
+    @property
+    def messages(self) -> list[Message]:
+        """What the model is sent."""
+        return self.talk.messages(self._exchange)
+
+    def save(self, answers: Sequence[Answered], model: str) -> str:
+        """Write the question and its answers, each a branch. Returns the chat's id. Raises HistoryError."""
+        self.talk.model = model
+        exchanges = [self._exchange]
+        exchanges += [self.talk.again(self._exchange) for _ in answers[1:]]
+        messages: dict[int, SavedMessage] = {}
+        for exchange, answer in zip(exchanges, answers, strict=True):
+            exchange.text, exchange.reasoning, exchange.stop = answer.text, answer.reasoning, answer.stop
+            exchange.usage, exchange.timing, exchange.model = answer.usage, answer.timing, model
+            messages |= {one.id: one for one in self.talk.saved_messages(exchange)}
+        chat = self.talk.saved()
+        with _history() as history:
+            history.save(chat, [replace(one, chat_id=chat.id) for one in messages.values()])
+        return chat.id
+
+
+def _history() -> History:
+    from localllm.history import History
+
+    return History()

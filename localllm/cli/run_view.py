@@ -1,0 +1,147 @@
+"""Ways to show a run's answer: not before the envelope, as events, or as text."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from localllm.console import Console
+from localllm.request import ChatEvent, Delta, Done, Facts, Phase, Prefill
+from localllm.terminal import Cleaner, json_safe
+
+from .progress import phase_event
+from .session import Answered
+
+if TYPE_CHECKING:
+    from .run import Job
+
+
+class Silent:
+    """Nothing until the envelope."""
+
+    def event(self, event: ChatEvent) -> None:
+        """Nothing."""
+
+    def close(self, answers: Sequence[Answered]) -> None:
+        """Nothing."""
+
+
+class EventLines:
+    """`--json --stream`: every event as one line on stdout."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._start = time.monotonic()
+
+    def phase(self, phase: Phase) -> None:
+        """A phase of loading."""
+        if phase.name != "ready":
+            self._write(phase_event(phase, self._elapsed()))
+
+    def ready(self, facts: Facts) -> None:
+        """The model can answer."""
+        line = {"t": round(self._elapsed(), 3), "event": "ready", "device": facts.device, "ctx": facts.ctx}
+        self._write(line | {"detail": facts.truth_line})
+
+    def event(self, event: ChatEvent) -> None:
+        """An event of a turn."""
+        line: dict[str, Any] = {"t": round(self._elapsed(), 3)}
+        if isinstance(event, Prefill):
+            line |= {"event": "prefill", "done": event.done, "total": event.total}
+        elif isinstance(event, Delta):
+            line |= {"event": "token", "kind": event.kind, "text": event.text}
+        elif isinstance(event, Done):
+            usage, timing = event.usage, event.timing
+            line |= {
+                "event": "done",
+                "stop": str(event.stop),
+                "usage": {
+                    "prompt": usage.prompt_tokens,
+                    "cached": usage.cached_tokens,
+                    "completion": usage.completion_tokens,
+                    "reasoning": usage.reasoning_tokens,
+                },
+                "timing": {
+                    "ttft_ms": round(timing.ttft_s * 1000, 1),
+                    "prefill_tps": round(timing.prefill_tps, 1),
+                    "decode_tps": round(timing.decode_tps, 1),
+                    "total_s": round(timing.total_s, 3),
+                },
+            }
+        else:
+            return
+        if hasattr(event, "turn"):
+            line["index"] = event.turn
+        self._write(line)
+
+    def close(self, answers: Sequence[Answered]) -> None:
+        """Nothing: `done` was the end."""
+
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._start
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._console.raw(json_safe(json.dumps(line, ensure_ascii=False)) + "\n")
+
+
+class Text:
+    """The answer as text: as it comes, or whole; on a terminal with styles and without anything it would obey."""
+
+    def __init__(self, console: Console, job: Job) -> None:
+        self._console = console
+        self._job = job
+        self._kind = ""
+        self._ends_line = True
+        self._cleaner = Cleaner()
+        self._styles = None
+        if job.markdown:
+            from .markdown import MarkdownStream
+
+            self._styles = MarkdownStream()
+
+    def event(self, event: ChatEvent) -> None:
+        """Print a piece when streaming."""
+        if self._job.stream and isinstance(event, Delta):
+            self._piece(event.kind, event.text)
+
+    def close(self, answers: Sequence[Answered]) -> None:
+        """Print what streaming did not, and end the line."""
+        if not self._job.stream:
+            for number, one in enumerate(answers):
+                if number:
+                    self._end_line()
+                    self._console.raw("\n---\n\n")
+                if one.reasoning:
+                    self._piece("reasoning", one.reasoning)
+                self._piece("content", one.text)
+                self._kind = ""
+        self._end_line()
+
+    def _piece(self, kind: str, text: str) -> None:
+        if kind == "reasoning" and not self._job.show_thinking:
+            return
+        if kind != self._kind and self._kind == "reasoning":
+            self._end_line()
+            self._console.raw("\n")
+        self._kind = kind
+        if self._console.out_tty:
+            text = self._cleaner.push(text)
+            if kind == "reasoning":
+                self._console.raw(self._console.style(text, "dim"))
+            elif self._styles is not None:
+                self._console.raw(self._styles.push(text))
+            else:
+                self._console.raw(text)
+        else:
+            self._console.answer(text)
+        if text:
+            self._ends_line = text.endswith("\n")
+
+    def _end_line(self) -> None:
+        if self._styles is not None:
+            self._console.raw(self._styles.flush())
+        if not self._ends_line:
+            self._console.raw("\n")
+            self._ends_line = True
