@@ -190,6 +190,8 @@ class LLM:
         started = time.monotonic()
         text = _Background(lambda: load_tokenizer(self._checkpoint))  # beside the imports, which mostly read files
         self._notify(Phase("import"))
+        if self.plan.device != "cpu":
+            os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as the plan numbers cards
         import torch
 
         from localllm.boot import anonymous_bytes, first_use  # its imports are not part of loading
@@ -201,6 +203,11 @@ class LLM:
         if device.type == "cpu" and not kernels_are_built():
             self._notify(Phase("compile", detail="kernels for this CPU, once"))
         self.threads = set_threads(threads, self.machine)
+        if device.type == "cuda":
+            from localllm.engine.card import check_card, load_with_threads
+
+            check_card(self.plan.device, self.machine.gpus[device.index or 0])
+            load_with_threads(self.machine.cpu.cores_usable)
         self.deterministic = device.type == "cpu" if deterministic is None else deterministic
         self.tokenizer: Tokenizer = text.result()
         if self.tokenizer.chat_template:

@@ -1,0 +1,66 @@
+"""Whether this torch can use the card that the plan took, asked before anything is loaded: cause and cure by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import torch
+
+from localllm.device import GpuFacts
+from localllm.errors import DeviceError
+
+LOADING_THREADS = 8
+"""threads that turn stored formats into ours on the host while a model goes to a card"""
+
+
+def check_card(device: str, card: GpuFacts) -> None:
+    """Raise DeviceError where torch sees no card, sees another one there, or has no code for it."""
+    fix = "use --device cpu; `localllm doctor` tells more"
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            f"torch {torch.__version__} sees no CUDA device, the driver sees {card.name}: "
+            "driver and torch do not go together, or the card is hidden from this process",
+            fix,
+        )
+    index = int(device.removeprefix("cuda:") or 0)
+    if index >= torch.cuda.device_count():
+        raise DeviceError(f"{device} is {card.name}, but torch sees {torch.cuda.device_count()} cards only", fix)
+    major, minor = torch.cuda.get_device_capability(index)
+    seen = torch.cuda.get_device_name(index)
+    if major * 10 + minor != card.capability:
+        raise DeviceError(
+            f"{device} is {seen} (sm_{major}{minor}) for torch and {card.name} (sm_{card.capability}) for the driver: "
+            "they number the cards differently",
+            "export CUDA_DEVICE_ORDER=PCI_BUS_ID",
+        )
+    built = torch.cuda.get_arch_list()
+    if not runs_code_of(built, card.capability):
+        raise DeviceError(
+            f"torch {torch.__version__} has no code for {card.name} (sm_{card.capability}), only for {', '.join(built)}",
+            f"install a torch built for it: pip install -U torch; or {fix}",
+        )
+
+
+def runs_code_of(built: Iterable[str], capability: int) -> bool:
+    """Whether a card runs one of the codes that torch was built with.
+
+    Machine code serves cards of its major version from its minor on; intermediate code (compute_NN) every later card.
+    """
+    for name in built:
+        found = re.fullmatch(r"(sm|compute)_(\d+)([af]?)", name)
+        if found is None:
+            continue
+        kind, version, special = found[1], int(found[2]), found[3]
+        if special == "a" and version != capability:
+            continue
+        if kind == "compute" and version <= capability:
+            return True
+        if version // 10 == capability // 10 and version <= capability:
+            return True
+    return False
+
+
+def load_with_threads(cores: int) -> None:
+    """Let torch turn stored formats into ours with several threads: on a card nothing else needs the cores."""
+    torch.set_num_threads(max(1, min(LOADING_THREADS, cores)))
