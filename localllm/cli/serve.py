@@ -96,7 +96,7 @@ def serve(
     token = new_token()
     prefixes = [params.read_text(path, "--pin-prefix") for path in pin_prefix or ()]
     prefixes += [preset.system for preset in config.presets.values() if preset.system]
-    choices = [_here(env, config, name) for name in (*(models or ()), *(pin or ()))]
+    choices = [here(env, config, name) for name in (*(models or ()), *(pin or ()))]
     default, offers = offered(env, config, choices, alias or ())
     named = tuple(dict.fromkeys(choice.shown for choice in choices))
     options = server.ServeOptions(
@@ -114,7 +114,7 @@ def serve(
     stays = bool(models) and ttl is None  # a model that was named stays unless a time was given
     pinned = named if stays else tuple(choice.shown for choice in choices[len(models or ()) :])
     life = _Life(env, options, token, prefixes)
-    residents = _residents(env, config, ctx, offers, pinned, life)
+    residents = residents_of(env, config, ctx, offers, pinned, life)
     access = _log_requests(env)
     try:
         server.serve(residents, options, life)
@@ -125,7 +125,7 @@ def serve(
     return 0
 
 
-def _here(env: Env, config: UserConfig, name: str) -> Choice:
+def here(env: Env, config: UserConfig, name: str) -> Choice:
     """A model that is on this machine, downloaded first if that is agreed to."""
     resolved = resolve(env, config, name)
     if resolved.path is None:
@@ -140,15 +140,22 @@ def _here(env: Env, config: UserConfig, name: str) -> Choice:
     return choice_of(resolved)
 
 
-def _offers(env: Env, config: UserConfig, choices: list[Choice], aliases: Sequence[str]) -> tuple[str, Any]:
-    """(the model meant by requests that name none, what lists the offers)."""
+def offered(
+    env: Env, config: UserConfig, choices: list[Choice], aliases: Sequence[str], *, every: bool = False
+) -> tuple[str, Any]:
+    """(the model meant by requests that name none, what lists the offers).
+
+    every  offer all local models beside those that were named
+    """
     from localllm.backend import default_model
 
     from .offers import local_offers, named_offers
 
     if choices:
         fixed = named_offers(choices, aliases)
-        return fixed[0].name, lambda: fixed
+        names = {offer.name for offer in fixed}
+        more = [offer for offer in local_offers() if offer.name not in names] if every else []
+        return fixed[0].name, lambda: [*fixed, *more]
     if aliases:
         raise ConfigError("--alias needs a model", f"localllm serve MODEL --alias {aliases[0]}")
     wanted = config.model or default_model()
@@ -156,18 +163,20 @@ def _offers(env: Env, config: UserConfig, choices: list[Choice], aliases: Sequen
     default = next((o.name for o in known if o.name == wanted), known[0].name if known else "")
     if not known:
         raise ModelNotFound("there is no model on this machine", "localllm serve smollm2 -y")
-    return default, local_offers
+    return default, lambda: sorted(local_offers(), key=lambda offer: offer.name != default)
 
 
-def _residents(
-    env: Env, config: UserConfig, ctx: str | None, offers: Any, pinned: tuple[str, ...], life: _Life
+def residents_of(
+    env: Env, config: UserConfig, ctx: str | None, offers: Any, pinned: tuple[str, ...], life: _Life | None
 ) -> Residents:
+    """What loads these models when they are asked for, with the options of the command."""
     from localllm.device import machine
     from localllm.residents import ResidentOptions, Residents
 
     from .offers import HubLoader
 
-    options = ResidentOptions(config.engine.ttl_s or None, pinned, life.on_phase, life.on_loaded)
+    on_phase, on_loaded = (life.on_phase, life.on_loaded) if life is not None else (None, None)
+    options = ResidentOptions(config.engine.ttl_s or None, pinned, on_phase, on_loaded)
     return Residents(offers, HubLoader(llm_options(env, config, ctx)), machine, options)
 
 
@@ -256,10 +265,14 @@ class _Life:
                     f"  loaded in {seconds_short(row.llm.load_s)}"
                 )
                 console.say(f"  {clean_line(row.llm.truth_line)}")
+                for warning in row.llm.state().warnings:
+                    console.warn(warning)
         offer = service.residents.offers()[0]
         ids = ", ".join(clean_line(name) for name in (offer.name, *offer.aliases))
-        console.say(f"  OpenAI  {url}/v1      model id  {ids}")
-        if url.startswith("http"):
+        if not url.startswith("http"):
+            console.say(f"  OpenAI  curl --unix-socket {url.removeprefix('unix:')} http://localhost/v1/models")
+        else:
+            console.say(f"  OpenAI  {url}/v1      model id  {ids}")
             console.say(f"  try     curl {url}/v1/chat/completions -H 'content-type: application/json' \\")
             auth = '-H "authorization: Bearer $KEY" ' if self._options.api_keys else ""
             body = f'{{"model":"{offer.name}","messages":[{{"role":"user","content":"hi"}}]}}'

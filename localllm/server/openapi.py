@@ -15,6 +15,7 @@ from .routes import ROUTES, Route
 
 REF = "#/components/schemas/{model}"
 TEXT = {"type": "string"}
+EVENT = {"type": "object", "required": ["data"], "properties": {"data": TEXT, "event": TEXT}}
 ERROR = {
     "type": "object",
     "required": ["error"],
@@ -87,7 +88,7 @@ def _success(route: Route) -> dict[str, Any]:
         schema = {"type": "object", "required": list(route.answer)}
     content = {route.media: {"schema": schema}}
     if route.streams:
-        content[route.streams] = {"schema": TEXT}
+        content[route.streams] = {"schema": EVENT if route.streams == "text/event-stream" else {}}
     return {"description": "The answer.", "content": content}
 
 

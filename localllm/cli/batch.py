@@ -1,0 +1,121 @@
+"""`localllm batch`: a file of requests in, a file of answers out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from localllm.errors import Aborted, ConfigError, LocalLLMError
+from localllm.request import Phase
+from localllm.terminal import clean_line, seconds_short
+
+from . import params
+from .command import Env, command
+from .progress import make_progress
+from .session import fake_engine
+
+Source = Annotated[Path, typer.Argument(metavar="IN.jsonl", help="Requests in OpenAI's batch format, one a line.")]
+
+
+@command(
+    "localllm batch questions.jsonl -o answers.jsonl",
+    "localllm batch questions.jsonl -o answers.jsonl --model qwen --retry-failed",
+)
+def batch(
+    env: Env,
+    source: Source,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Answers, appended as they come.")],
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="NAME", help="For requests that name no model.")
+    ] = None,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Ask again what ended in an error.")] = False,
+    parallel: Annotated[int | None, typer.Option(metavar="N", min=1, max=1024, help="Requests side by side.")] = None,
+    ctx: params.Ctx = None,
+    kv: params.Kv = None,
+    dtype: params.Dtype = None,
+    threads: params.Threads = None,
+    debug_invariants: params.DebugInvariants = False,
+) -> int:
+    """Answer a file of requests. Stopped at any moment, the same command goes on where it was.
+
+    Each line: {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {...}}. Models are those of
+    `localllm serve` without a name; a body without a model gets --model, or the default one.
+    """
+    if fake_engine():
+        raise ConfigError("the scripted engine has no server", "`unset LOCALLLM_ENGINE`")
+    env.debug_invariants = debug_invariants
+    values = {"ctx": ctx, "kv": kv, "dtype": dtype, "threads": threads}
+    config = env.settings(params.engine_flags(values) | {"engine.max_parallel": parallel})
+    from localllm.server import Service, ServiceOptions
+    from localllm.server.batch import BatchCounts, Output, check, run_batch
+
+    from .serve import here, offered, residents_of
+
+    ids = check(source)
+    choices = [here(env, config, model)] if model else []
+    default, offers = offered(env, config, choices, (), every=True)
+    answers = Output(output, again=retry_failed)
+    counts = BatchCounts(total=len(ids), skipped=sum(one in answers.answered for one in ids))
+    progress = make_progress(env.console, env.options.progress or "auto", clean_line(source.name))
+    residents = residents_of(env, config, ctx, offers, (), None)
+    options = ServiceOptions(config.engine.max_parallel, 4 * config.engine.max_parallel, default)
+
+    def show(now: BatchCounts) -> None:
+        progress.update(Phase("batch", now.skipped + now.done, now.total))
+
+    async def run() -> None:
+        service = Service(residents, options)
+        ticking = asyncio.ensure_future(_tick(progress.tick))
+        try:
+            await run_batch(service, source, answers, counts, show)
+        finally:
+            ticking.cancel()
+            service.close()
+
+    show(counts)
+    try:
+        asyncio.run(run())
+    except KeyboardInterrupt:
+        left = f"{counts.skipped + counts.done} of {counts.total} answered; the same command goes on"
+        raise Aborted(f"stopped: {left}") from None
+    finally:
+        progress.close()
+        answers.close()
+        residents.close()
+    _report(env, counts, output)
+    return LocalLLMError.exit_code if counts.failed else 0
+
+
+async def _tick(tick: object) -> None:
+    assert callable(tick)
+    while True:
+        tick()
+        await asyncio.sleep(0.1)
+
+
+def _report(env: Env, counts: object, output: Path) -> None:
+    from localllm.server.batch import BatchCounts
+
+    assert isinstance(counts, BatchCounts)
+    seconds = counts.seconds
+    if env.console.as_json:
+        env.console.emit(
+            "batch/1",
+            {
+                "output": str(output), "total": counts.total, "skipped": counts.skipped, "answered": counts.done,
+                "failed": counts.failed, "prompt_tokens": counts.prompt_tokens,
+                "completion_tokens": counts.completion_tokens, "seconds": round(seconds, 3),
+                "finished": int(time.time()),
+            },
+        )  # fmt: skip
+        return
+    failed = f", {counts.failed} of them with an error" if counts.failed else ""
+    skipped = f" ({counts.skipped} were there already)" if counts.skipped else ""
+    rate = f", {counts.completion_tokens / seconds:,.0f} tok/s" if counts.completion_tokens and seconds else ""
+    env.console.say(
+        f"{counts.done} requests answered{failed}{skipped} in {seconds_short(seconds)}{rate}: {clean_line(str(output))}"
+    )

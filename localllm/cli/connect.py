@@ -1,0 +1,226 @@
+"""`localllm connect`: the settings with which other programs use a running server."""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from localllm.errors import ConfigError
+from localllm.processes import running
+from localllm.terminal import clean, clean_line
+
+from .command import Env, command
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """What is connected to."""
+
+    url: str
+    """without a path"""
+    model: str
+    ctx: int
+    needs_key: bool
+
+    @property
+    def key(self) -> str:
+        """What to write where a key belongs."""
+        return "YOUR-KEY" if self.needs_key else "none"
+
+
+@dataclass(frozen=True, slots=True)
+class App:
+    """A program: where its settings are, and how they read."""
+
+    about: str
+    file: str
+    """where the snippet goes; "" for commands to run"""
+    snippet: Callable[[Server], str]
+    note: str = ""
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False)
+
+
+def _opencode(s: Server) -> str:
+    models = {s.model: {"name": s.model, "limit": {"context": s.ctx, "output": max(256, s.ctx // 4)}}}
+    options = {"baseURL": f"{s.url}/v1"} | ({"apiKey": s.key} if s.needs_key else {})
+    provider = {"npm": "@ai-sdk/openai-compatible", "name": "localllm", "options": options, "models": models}
+    return _json(
+        {
+            "$schema": "https://opencode.ai/config.json",
+            "provider": {"localllm": provider},
+            "model": f"localllm/{s.model}",
+        }
+    )
+
+
+def _continue(s: Server) -> str:
+    return (
+        "name: localllm\nversion: 1.0.0\nschema: v1\nmodels:\n"
+        f"  - name: {s.model}\n    provider: openai\n    model: {s.model}\n"
+        f"    apiBase: {s.url}/v1\n    apiKey: {s.key}\n"
+        "    roles: [chat, edit, apply]\n"
+        f"    defaultCompletionOptions:\n      contextLength: {s.ctx}"
+    )
+
+
+def _zed(s: Server) -> str:
+    capabilities = {"tools": True, "images": False, "parallel_tool_calls": True, "prompt_cache_key": False}
+    model = {"name": s.model, "display_name": s.model, "max_tokens": s.ctx, "capabilities": capabilities}
+    provider = {"localllm": {"api_url": f"{s.url}/v1", "available_models": [model]}}
+    return _json({"language_models": {"openai_compatible": provider}})
+
+
+def _llm(s: Server) -> str:
+    key = "  api_key_name: localllm\n" if s.needs_key else ""
+    return f'- model_id: {s.model}\n  model_name: {s.model}\n  api_base: "{s.url}/v1"\n{key}'.rstrip()
+
+
+def _codex(s: Server) -> str:
+    key = 'env_key = "LOCALLLM_KEY"\n' if s.needs_key else ""
+    return (
+        f'model = "{s.model}"\nmodel_provider = "localllm"\n\n[model_providers.localllm]\nname = "localllm"\n'
+        f'base_url = "{s.url}/v1"\nwire_api = "responses"\n{key}'.rstrip()
+    )
+
+
+def _python(s: Server) -> str:
+    return (
+        "from openai import OpenAI\n\n"
+        f'client = OpenAI(base_url="{s.url}/v1", api_key="{s.key}")\n'
+        "answer = client.chat.completions.create(\n"
+        f'    model="{s.model}", messages=[{{"role": "user", "content": "hi"}}]\n)\n'
+        "print(answer.choices[0].message.content)"
+    )
+
+
+def _curl(s: Server) -> str:
+    key = f" -H 'authorization: Bearer {s.key}'" if s.needs_key else ""
+    body = json.dumps({"model": s.model, "messages": [{"role": "user", "content": "hi"}]})
+    return f"curl {s.url}/v1/chat/completions -H 'content-type: application/json'{key} \\\n  -d '{body}'"
+
+
+APPS: dict[str, App] = {
+    "opencode": App("coding agent in the terminal", "~/.config/opencode/opencode.json", _opencode),
+    "continue": App("VS Code and JetBrains", "~/.continue/config.yaml", _continue),
+    "zed": App(
+        "editor",
+        "~/.config/zed/settings.json",
+        _zed,
+        "the key is read from LOCALLLM_API_KEY; any value where none is needed",
+    ),
+    "open-webui": App(
+        "chat in a browser",
+        "",
+        lambda s: f"OPENAI_API_BASE_URLS={s.url}/v1 OPENAI_API_KEYS={s.key} open-webui serve --port 3000",
+        "or in its settings: Connections, OpenAI API; from a container the address is http://host.docker.internal:PORT/v1",
+    ),
+    "llm": App("command line", "extra-openai-models.yaml in the folder that `llm logs path` shows", _llm),
+    "aider": App(
+        "pair programmer in the terminal",
+        "",
+        lambda s: f"OPENAI_API_BASE={s.url}/v1 OPENAI_API_KEY={s.key} aider --model openai/{s.model}",
+    ),
+    "claude-code": App(
+        "coding agent, through /v1/messages",
+        "",
+        lambda s: (
+            f"ANTHROPIC_BASE_URL={s.url} ANTHROPIC_AUTH_TOKEN={s.key} ANTHROPIC_MODEL={s.model} \\\n"
+            f"  ANTHROPIC_DEFAULT_HAIKU_MODEL={s.model} claude"
+        ),
+        "its own prompts are long: start the server with --ctx 32k or more",
+    ),
+    "codex": App("coding agent, through /v1/responses", "~/.codex/config.toml", _codex),
+    "ollama": App(
+        "whatever speaks its API", "", lambda s: f"OLLAMA_HOST={s.url}", "the address to give instead of port 11434"
+    ),
+    "python": App("the openai package", "", _python),
+    "curl": App("a request by hand", "", _curl),
+}
+
+
+@command("localllm connect opencode", "localllm connect zed --model qwen", "localllm connect")
+def connect(
+    env: Env,
+    app: Annotated[
+        str | None,
+        typer.Argument(metavar="[APP]", help="Which program; nothing lists them.", autocompletion=lambda: list(APPS)),
+    ] = None,
+    url: Annotated[str | None, typer.Option(metavar="URL", help="The server; by default the one that runs.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="The model; by default the server's first.")] = None,
+    copy: Annotated[bool, typer.Option("--copy", help="Put the snippet on the clipboard, too.")] = False,
+) -> int:
+    """Print settings with which another program uses `localllm serve`, and the file they belong in."""
+    if app is None:
+        if env.console.as_json:
+            env.console.emit("connect/1", {"apps": {name: one.about for name, one in APPS.items()}})
+            return 0
+        env.console.table(("APP", "WHAT IT IS", "SETTINGS"), [(n, a.about, a.file or "–") for n, a in APPS.items()])
+        return 0
+    name = app.lower().replace("_", "-").replace(" ", "-")
+    if name not in APPS:
+        from difflib import get_close_matches
+
+        near = get_close_matches(name, APPS, 1, 0.5)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"there are no settings for {clean_line(app)}{meant}", "localllm connect lists the programs")
+    one, server = APPS[name], _server(env, url, model)
+    snippet = one.snippet(server)
+    if env.console.as_json:
+        fields = {"app": name, "file": one.file or None, "snippet": snippet, "note": one.note or None}
+        env.console.emit("connect/1", fields | {"url": server.url, "model": server.model})
+        return 0
+    if one.file:
+        env.console.say(f"# {one.file}")
+    env.console.line(clean(snippet))
+    for line in (one.note, "put your key in the place of YOUR-KEY" if server.needs_key else ""):
+        if line:
+            env.console.say(f"# {line}")
+    if copy:
+        _copy(env, snippet)
+    return 0
+
+
+def _server(env: Env, url: str | None, model: str | None) -> Server:
+    """The server that runs, with its first model; what the settings say where none does."""
+    from .processes import ask
+
+    settings = env.config.server
+    found = next((one for one in running() if one.kind == "serve" and one.url.startswith("http")), None)
+    if url is None and found is not None:
+        listed = ask(found, "GET", "/v1/models") or {}
+        rows = [row for row in listed.get("data", []) if model in (None, row.get("id"))]
+        first = rows[0] if rows else {}
+        keyed = not _open_to_all(found.url)
+        return Server(found.url, model or first.get("id") or "MODEL", int(first.get("max_model_len") or 8192), keyed)
+    if url is None:
+        env.console.say("# no server is running: localllm serve")
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    base = (url or f"http://{host}:{settings.port}").rstrip("/").removesuffix("/v1")
+    return Server(base, model or env.config.model or "MODEL", 8192, bool(settings.api_key_file))
+
+
+def _open_to_all(url: str) -> bool:
+    """Whether a server answers without a key."""
+    import httpx
+
+    try:
+        return httpx.get(f"{url}/v1/models", timeout=2.0, trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def _copy(env: Env, text: str) -> None:
+    """Through the terminal (OSC 52), which also works over ssh."""
+    if not env.console.err_tty:
+        raise ConfigError("--copy needs a terminal", "localllm connect APP | xclip -selection clipboard")
+    sys.stderr.write(f"\x1b]52;c;{base64.b64encode(text.encode()).decode()}\x07")
+    sys.stderr.flush()
