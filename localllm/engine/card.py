@@ -37,7 +37,8 @@ def check_card(device: str, card: GpuFacts) -> None:
     built = torch.cuda.get_arch_list()
     if not runs_code_of(built, card.capability):
         raise DeviceError(
-            f"torch {torch.__version__} has no code for {card.name} (sm_{card.capability}), only for {', '.join(built)}",
+            f"torch {torch.__version__} has no code for {card.name} (sm_{card.capability}), "
+            f"only for {', '.join(built)}",
             f"install a torch built for it: pip install -U torch; or {fix}",
         )
 
