@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .gguf_blocks import BLOCK_TYPES, CHUNK_ELEMS, E2M1, dequantize_blocks, exp2_e8m0
+from .gguf_blocks import BLOCK_TYPES, CHUNK_ELEMS, E2M1, constant, dequantize_blocks, exp2_e8m0
 from .weight import Weight
 
 __all__ = ["dequantize", "dequantize_rows", "row_chunk", "stored_rows", "unpack_nibbles"]
@@ -30,7 +30,7 @@ def row_chunk(columns: int) -> int:
 
 def _fp4(packed: Tensor) -> Tensor:
     """u8 [rows, K/2] -> float32 [rows, K]: both values of a byte by one look-up."""
-    values = torch.tensor(E2M1, dtype=torch.float32, device=packed.device)
+    values = constant(tuple(E2M1), torch.float32, packed.device)
     pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], -1)  # [256, 2], low nibble first
     return pairs.index_select(0, packed.flatten().int()).view(packed.shape[0], -1)
 

@@ -7,6 +7,7 @@ float16 scale, `m`/`dmin` its float16 minimum. "Planar" means: the low nibbles a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -53,11 +54,18 @@ def _bits(b: Tensor) -> Tensor:
 
 def _crumbs(q: Tensor) -> Tensor:
     """[blocks, a, 1, c] bytes -> [blocks, a, 4, c] two-bit values, lowest bits first."""
-    return (q >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=q.device).view(1, 1, 4, 1)) & 3
+    return (q >> constant((0, 2, 4, 6), torch.uint8, q.device).view(1, 1, 4, 1)) & 3
+
+
+@cache
+def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A table that stays on the device: making it anew would be a copy from the host, which no CUDA graph can hold."""
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=dtype, device=device)
 
 
 def _lookup(table: Sequence[float], codes: Tensor) -> Tensor:
-    values = torch.tensor(table, dtype=torch.float32, device=codes.device)
+    values = constant(tuple(table), torch.float32, codes.device)
     return values.index_select(0, codes.flatten().int()).view(codes.shape)
 
 

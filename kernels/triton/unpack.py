@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..dequant import row_chunk
-from ..gguf_blocks import E2M1, IQ4, exp2_e8m0
+from ..gguf_blocks import E2M1, IQ4, constant, exp2_e8m0
 from .layout import SUPER, Prepared
 from .layout_codes import CODES, HALVES
 
@@ -42,7 +42,7 @@ def _values(p: Prepared, index: slice | Tensor) -> Tensor:
     if p.code == "e4m3":
         return codes.view(torch.float8_e4m3fn).float()
     if p.code in ("e2m1", "iq4"):
-        table = torch.tensor(E2M1 if p.code == "e2m1" else IQ4, dtype=torch.float32, device=codes.device)
+        table = constant(tuple(E2M1 if p.code == "e2m1" else IQ4), torch.float32, codes.device)
         return table[codes.int()]
     return codes.float() - p.zero
 
