@@ -1,10 +1,11 @@
 # make chat                     set up, then talk to a model        make chat ARGS='qwen --temp 0'
 # make test                     set up, then the tests              make test ARGS='tests/engine -x'
 # make test-all                 the slow ones too                   make lint / make format
+# make screenshots              draw the pictures in docs/screens anew; look at them
 # PYTHON=/path/to/python3.12    which Python .venv is made with (3.11 or newer)
 SHELL := bash
 export PYTHON
-.PHONY: chat test test-all lint format models setup dev
+.PHONY: chat test test-all lint format screenshots models setup dev
 
 chat: setup
 	@exec .venv/bin/localllm chat $(ARGS)
@@ -20,6 +21,9 @@ lint: dev
 
 format: dev
 	@.venv/bin/ruff check --fix . ; .venv/bin/ruff format .
+
+screenshots: dev
+	@UPDATE_SCREENS=1 .venv/bin/pytest tests/tui/test_screenshots.py
 
 models: dev
 	@.ci/setup models

@@ -1,6 +1,6 @@
 """What a terminal user waits for, with the scripted engine: help, completion, first paint; and what the screen costs.
 
-    python benchmarks/terminal.py [--json FILE] [--repeat 5]
+    python benchmarks/terminal.py [--json FILE] [--repeat 5] [--model smollm2]
 
 Every row is the median of the repetitions with the smallest beside it, and the line it should meet. Run it on an
 otherwise quiet machine; the last stdout line is one JSON document, which `--json` also writes to a file.
@@ -16,6 +16,7 @@ import json
 import os
 import platform
 import pty
+import re
 import select
 import signal
 import statistics
@@ -36,12 +37,15 @@ SIZE = (118, 34)
 
 def environment(engine: str = "fake") -> dict[str, str]:
     """Where the scripted engine may be used, with a home of its own."""
-    return dict(os.environ) | {
+    env = dict(os.environ) | {
         "LOCALLLM_ENGINE": engine,
         "LOCALLLM_TESTING": "1",
         "LOCALLLM_HOME": HOME,
         "TERM": "xterm-256color",
+        "PYTHONPYCACHEPREFIX": f"{HOME}/pyc",  # an installed program has its byte code; a checkout may not
     }
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
+    return env
 
 
 def wall(*words: str, **more: str) -> float:
@@ -59,23 +63,137 @@ def completion() -> float:
 
 def first_paint() -> float:
     """Seconds from the command to the first frame with the prompt, in a pseudo-terminal."""
-    started = time.monotonic()
-    pid, fd = pty.fork()
-    if pid == 0:
-        os.execve(LOCALLLM, ["localllm", "chat", "fake"], environment())
-    fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", SIZE[1], SIZE[0], 0, 0))
-    seen = b""
-    while b"for commands" not in seen and time.monotonic() - started < 30:
-        if select.select([fd], [], [], 0.05)[0]:
-            seen += os.read(fd, 65536)
-    took = time.monotonic() - started
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    os.close(fd)
+    screen = Screen("chat", "fake")
+    screen.until(b"for commands", 30)
+    took = time.monotonic() - screen.started
+    screen.close()
     return took
 
 
-async def on_screen(prompt: str, tps: float, seconds: float) -> tuple[float, float, float]:
+class Screen:
+    """The program behind a pseudo-terminal. Everything it draws is counted."""
+
+    def __init__(self, *words: str, engine: str = "fake") -> None:
+        self.started = time.monotonic()
+        self.pid, self._fd = pty.fork()
+        if self.pid == 0:
+            env = environment(engine)
+            if not engine:
+                del env["LOCALLLM_ENGINE"]
+            os.execve(LOCALLLM, ["localllm", *words], env)
+        fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", SIZE[1], SIZE[0], 0, 0))
+        self.seen = b""
+
+    def read(self, seconds: float) -> None:
+        """Take in what is drawn for this long."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            if select.select([self._fd], [], [], min(left, 0.05))[0]:
+                self.seen += os.read(self._fd, 65536)
+
+    def until(self, text: bytes, seconds: float = 120) -> None:
+        """Read until a text was drawn."""
+        end = time.monotonic() + seconds
+        while text not in self.seen and time.monotonic() < end:
+            self.read(0.02)
+
+    def send(self, text: str) -> None:
+        """Type."""
+        os.write(self._fd, text.encode())
+
+    def cpu(self) -> float:
+        """Seconds of CPU of all its threads."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def close(self) -> None:
+        """End it."""
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        os.close(self._fd)
+
+
+def bytes_a_minute(seconds: float = 20) -> float:
+    """What streaming prose at 200 tok/s writes to the terminal in 60 s."""
+    screen = Screen("chat", "fake", engine="fake:tps=200")
+    screen.until(b"for commands")
+    screen.send("long\r")
+    screen.until(b"generating")
+    had = len(screen.seen)
+    screen.read(seconds)
+    made = len(screen.seen) - had
+    screen.close()
+    return made / seconds * 60
+
+
+def idle(seconds: float = 10) -> float:
+    """Share of a core of the whole program while nothing happens."""
+    screen = Screen("chat", "fake")
+    screen.until(b"for commands")
+    screen.read(2)
+    cpu = screen.cpu()
+    screen.read(seconds)
+    share = (screen.cpu() - cpu) / seconds
+    screen.close()
+    return share
+
+
+def rate_of(prompt: str, model: str, *flags: str, engine: str = "") -> tuple[float, float]:
+    """(tokens a second in `run`, in `chat`), as each says itself."""
+    env = environment(engine)
+    if not engine:
+        del env["LOCALLLM_ENGINE"]
+    found = subprocess.run(
+        [LOCALLLM, "run", model, prompt, "--json", *flags], env=env, capture_output=True, text=True, check=True
+    )
+    bare = json.loads(found.stdout)["timing"]["decode_tps"]
+    screen = Screen("chat", model, prompt, *flags, engine=engine)
+    screen.until(b"TTFT")
+    told = re.findall(rb"([\d.]+) tok/s[^s]*TTFT", screen.seen)
+    screen.close()
+    return float(bare), float(told[-1]) if told else 0.0
+
+
+async def opening(turns: int = 500) -> float:
+    """Seconds until a saved chat of 1,000 messages is on the screen."""
+    from localllm.fake import FakeBackend
+    from localllm.history import History, SavedChat, SavedMessage
+    from localllm.tui.app import ChatApp
+    from localllm.tui.conversation import Conversation
+    from localllm.tui.saver import Saver
+
+    path, messages, parent = Path(HOME) / "long.db", [], None
+    for n in range(turns):
+        text = f"An answer with\n\n- one\n- two\n- three\n\n```python\nx = {n}\n```\n\nand a last paragraph.\n"
+        asked = SavedMessage(2 * n + 1, "aaaa", parent, "user", f"question {n}", created=1e9 + n)
+        said = SavedMessage(2 * n + 2, "aaaa", asked.id, "assistant", text, created=1e9 + n + 0.5)
+        messages += [asked, said]
+        parent = said.id
+    with History(path) as history:
+        history.save(SavedChat("aaaa", "long", "fake", leaf_id=parent), messages)
+    backend, saver = FakeBackend(tps=0, load_s=0), Saver(lambda: History(path))
+    app = ChatApp(backend, Conversation(), model="fake", saver=saver)
+    async with app.run_test(size=SIZE) as pilot:
+        await pilot.pause(1)
+        started = time.monotonic()
+        await app.chat.open_chat("aaaa")
+        await pilot.pause()
+        took = time.monotonic() - started
+    saver.close()
+    backend.close()
+    return took
+
+
+async def panel_share(seconds: float) -> float:
+    """Share of a core that the open engine panel adds while an answer comes."""
+    shares = []
+    for keys in ((), ("f4",)):
+        share, _, _ = await on_screen("long", 200, seconds, *keys)
+        shares.append(share)
+    return max(0.0, shares[1] - shares[0])
+
+
+async def on_screen(prompt: str, tps: float, seconds: float, *keys: str) -> tuple[float, float, float]:
     """(share of a core the interface's thread takes, longest gap of its loop, engine's rate over the one asked for)."""
     from localllm.fake import FakeBackend
     from localllm.tui.app import ChatApp
@@ -86,6 +204,7 @@ async def on_screen(prompt: str, tps: float, seconds: float) -> tuple[float, flo
     app = ChatApp(backend, Conversation(), model="fake")
     async with app.run_test(size=SIZE) as pilot:
         await pilot.pause(0.5)
+        await pilot.press(*keys)
         if prompt:
             app.screen.query_one(PromptArea).text = prompt
             await pilot.press("enter")
@@ -138,16 +257,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--model", help="a real model for chat's rate against run's; a path, or one the hub has")
     options = parser.parse_args()
     os.environ |= environment()
     times = options.repeat
+    first_paint()  # byte code
     rows = [
         row("--help", "s", "<= 0.3", repeated(lambda: wall("--help"), times)),
         row("completion of a model's name", "s", "<= 0.15", repeated(completion, times)),
         row("first paint of chat", "s", "<= 0.5", repeated(first_paint, times)),
     ]
-    idle = asyncio.run(on_screen("", 0, 5))
-    rows.append(row("interface thread, idle", "share of a core", "< 0.01", [idle[0]]))
+    rows.append(row("the program, idle", "share of a core", "< 0.01", [idle()]))
+    rows.append(row("1,000 messages opened", "s", "<= 1", [asyncio.run(opening()) for _ in range(times)]))
+    rows.append(row("engine panel beside an answer", "share of a core", "< 0.01", [asyncio.run(panel_share(10))]))
+    rows.append(row("60 s of streaming", "bytes", "<= 2,000,000", [bytes_a_minute()]))
+    bare, shown = rate_of("long", "fake", engine="fake:tps=200")
+    rows.append(row("chat's rate over run's, scripted engine", "share", ">= 0.9", [shown / bare]))
+    if options.model:
+        story = "Write a story of twelve sentences about a lighthouse."
+        flags = ("--temp", "0", "--max-tokens", "200", "--threads", "1")
+        bare, shown = rate_of(story, options.model, *flags)
+        rows.append(row(f"chat's rate over run's, {options.model}", "share", ">= 0.9", [shown / bare]))
     for prompt in ("!mixed", "!list", "long"):
         share, gap, rate = asyncio.run(on_screen(prompt, 200, 8))
         rows.append(row(f"interface thread at 200 tok/s, {prompt}", "share of a core", "<= 0.05", [share]))

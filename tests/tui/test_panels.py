@@ -202,7 +202,7 @@ async def test_the_engine_panel_shows_pages_batches_speeds_and_memory() -> None:
         assert panel.display
         await running.send("long")
         await running.until(lambda: "1 running" in running.text("#engine-text"))
-        await running.until(lambda: "ms a step" in running.text("#engine-text"))
+        await running.until(lambda: "ms/step" in running.text("#engine-text"))
         text = running.text("#engine-text")
         for part in ("fake kernels", "KV pages", "█ in use", "▒ cached", "░ free", "402 MiB held of 453 MiB planned"):
             assert part in text

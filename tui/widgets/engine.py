@@ -22,6 +22,8 @@ LOOK_S = 0.5
 STILL_S = 2.0
 """between two looks while nothing is computed"""
 MAP_ROWS = 6
+LOW = 34
+"""Lines of a panel; in a lower one the map of pages is lower too."""
 _BARS = " ▁▂▃▄▅▆▇█"
 _FREE, _CACHED, _USED = 0, 1, 2
 _MARKS = {_FREE: ("░", "dim"), _CACHED: ("▒", "$secondary"), _USED: ("█", "$accent")}
@@ -108,11 +110,12 @@ class EnginePanel(VerticalScroll):
         yield from self._pages(facts, width)
         yield from self._batch(facts, width)
         yield from self._speed(facts, width)
-        yield from self._memory(facts, width)
         if facts.power_w:
             rate = self._decode[-1] if self._decode else 0.0
             per = f" · {rate / facts.power_w:.2f} tok/J" if rate else ""
             yield _head("Power", f"{facts.power_w:.0f} W{per}")
+        yield Content("")
+        yield from self._memory(facts, width)
 
     def _pages(self, facts: Facts, width: int) -> Iterator[Content]:
         if not facts.pages_total:
@@ -121,10 +124,10 @@ class EnginePanel(VerticalScroll):
         size = f" × {facts.page_size} tokens" if facts.page_size else ""
         yield _head("KV pages", f"{facts.pages_total:,}{size} · KV {facts.kv or '–'}")
         if facts.page_map:
-            yield from page_map(facts.page_map, width, MAP_ROWS)
+            yield from page_map(facts.page_map, width, MAP_ROWS if self.size.height >= LOW else MAP_ROWS // 2)
         counts = ((_USED, "in use", used), (_CACHED, "cached", facts.pages_cached), (_FREE, "free", facts.pages_free))
         parts = [Content.styled(_MARKS[s][0], _MARKS[s][1]) + Content(f" {name} {n:,}") for s, name, n in counts]
-        yield Content("   ").join(parts)
+        yield Content("  ").join(parts)
         if facts.prefix_query_tokens:
             share = facts.prefix_hit_tokens / facts.prefix_query_tokens
             yield _head(
@@ -134,7 +137,7 @@ class EnginePanel(VerticalScroll):
         yield Content("")
 
     def _batch(self, facts: Facts, width: int) -> Iterator[Content]:
-        step = f" · {self._step_ms:.1f} ms a step" if self._step_ms else ""
+        step = f" · {self._step_ms:.1f} ms/step" if self._step_ms else ""
         yield _head("Batch", f"{facts.num_running} running · {facts.num_waiting} waiting{step}")
         room = width - 10
         most = max([*self._prefill, 1.0])
@@ -153,7 +156,6 @@ class EnginePanel(VerticalScroll):
         ttft = f"{self._turns.ttft_s[-1] * 1000:,.0f} ms" if self._turns.ttft_s else "–"
         yield _head("TTFT", ttft)
         yield _row(self._turns.ttft_s, width)
-        yield Content("")
 
     def _memory(self, facts: Facts, width: int) -> Iterator[Content]:
         parts = dict(facts.plan_parts)
@@ -171,9 +173,8 @@ class EnginePanel(VerticalScroll):
         yield bar + Content.styled("░" * max(0, width - len(bar.plain)), "dim")
         held = round(facts.held_bytes / whole * (width - 1))
         yield Content.styled(" " * held + "▲" if held > width - 8 else " " * held + "▲ held", "dim")
-        names = " · ".join(f"{'KV' if name == 'kv' else name} {gib(size)}" for name, size in parts.items() if size)
-        yield from Content(names).wrap(width)
-        yield Content(f"free for it {gib(facts.have_bytes)}")
+        names = [f"{'KV' if name == 'kv' else name} {gib(size)}" for name, size in parts.items() if size]
+        yield from Content(" · ".join([*names, f"free {gib(facts.have_bytes)}"])).wrap(width)
 
 
 def page_map(states: bytes, width: int, rows: int) -> Iterator[Content]:

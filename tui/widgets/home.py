@@ -100,6 +100,8 @@ class Home(Vertical):
             when = time.strftime("%d %b %H:%M", time.localtime(chat.updated))
             title = fit(clean_line(chat.title) or "untitled", width - 18)
             yield Option(f"  {title:{width - 16}}{when:>14}", id=f"chat:{chat.id}")
+        if self.chats:
+            yield Option("", disabled=True)
         if self.models is None:
             yield Option("Looking for models …", disabled=True)
             return
