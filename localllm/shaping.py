@@ -153,7 +153,8 @@ class Shaper:
             return Reasoning("", _FINAL, must=True)
         if tags is None or tail.rstrip().endswith(tags[1]):  # the prompt has closed it: no thinking
             return None
-        return Reasoning(*tags, opened=tail.rstrip().endswith(tags[0]))
+        open_id = self._tokenizer.token_to_id(tags[0])
+        return Reasoning(*tags, opened=tail.rstrip().endswith(tags[0]), open_id=open_id)
 
     def _splitter(
         self, tags: tuple[str, str] | None, tail: str, tools: ToolUse | None, reads: ToolFormat, is_kept: bool

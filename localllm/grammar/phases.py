@@ -29,6 +29,8 @@ class Reasoning:
     closes: str
     opened: bool = False
     """the prompt has opened the tag already"""
+    open_id: int | None = None
+    """the token that is `opens`, where there is one: else only the prompt can open it"""
     must: bool = False
     """there is always a first part that ends with `closes`, though nothing opens it"""
 
@@ -42,8 +44,7 @@ class AfterReasoning:
         self._token_bytes = token_bytes
         self._tags = tags
         self._closes = tags.closes.encode()
-        spelled = vocabulary.backend.tokenize_str(tags.opens, parse_special=True)
-        self._open_id = spelled[0] if len(spelled) == 1 else None
+        self._open_id = tags.open_id
         begins = tags.opened or tags.must
         self._state = _Thinking("reasoning" if begins else "start" if self._open_id is not None else "inner")
         self._before: deque[tuple[_Thinking, int]] = deque(maxlen=MAX_ROLLBACK)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from localllm.errors import LocalLLMError
 from localllm.grammar import Compiler, GrammarMask, source_of
 from localllm.request import Constraint, TokenMask
-from localllm.tokenizer import Tokenizer
+from localllm.tokenizer import Tokenizer, load_tokenizer
 
 ENDS = [b'"', b"}", b"]", b'"}', b'",', b"1", b"true"]
 
@@ -37,6 +38,19 @@ def allowed(compiler: Compiler, mask: TokenMask) -> list[int]:
     flags = np.unpackbits(row.view(np.uint8), bitorder="little")
     assert not flags[width:].any()
     return np.flatnonzero(flags).tolist()
+
+
+def controlled_tokenizer(control: list[str]) -> Tokenizer:
+    """A SentencePiece vocabulary of bytes, letters and a few words, with these control tokens."""
+    letters = '▁abcdefghijklmnopqrstuvwxyz0123456789{}[]":,-.é\n<>/=_ADP`|'
+    words = ['":', '",', '{"', "name", "arg", "true", "false", "null", "call:", "search", "tool", "json", "func"]
+    tokens = ["<unk>", "<s>", "</s>", *control, *[f"<0x{byte:02X}>" for byte in range(256)], *letters, *words]
+    types = [2, 3, 3, *[3] * len(control), *[6] * 256, *[1] * (len(letters) + len(words))]
+    scores = [0.0] * (3 + len(control) + 256) + [-float(i) for i in range(len(letters) + len(words))]
+    keys = {"model": "llama", "tokens": tokens, "token_type": types, "scores": scores, "bos_token_id": 1,
+            "eos_token_id": 2, "add_bos_token": False, "add_space_prefix": False}  # fmt: skip
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    return load_tokenizer(SimpleNamespace(kind="gguf", metadata=metadata))  # type: ignore[arg-type]
 
 
 @cache

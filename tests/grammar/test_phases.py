@@ -81,9 +81,9 @@ def test_a_tag_that_ends_inside_a_token(pattern: str, taken: bool, smollm2: Comp
 
 
 def test_where_nothing_opens_the_reasoning_may_begin_or_not(spm: Compiler) -> None:
-    tags = Reasoning("<x>", "</s>")  # one control token opens
     opens = spm._tokenizer.token_to_id("<x>")
     assert opens is not None
+    tags = Reasoning("<x>", "</s>", open_id=opens)
     mask = after(spm, tags)
     assert opens in allowed(spm, mask)
     mask.accept(opens)

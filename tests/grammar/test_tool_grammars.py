@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
 import pytest
-from grammar_walks import allowed, walk
+from grammar_walks import allowed, controlled_tokenizer, walk
 
 from localllm.chat.tools import FORMATS, ToolFormat
 from localllm.chat.tools.grammars import MAX_CALLS, call_grammar, trigger_of
 from localllm.grammar import Compiler, Source
-from localllm.tokenizer import load_tokenizer
 
 PARAMETERS: list[Any] = [
     {
@@ -45,15 +43,7 @@ CONTROL = sorted({text for one in FORMATS for text in one.shown})
 @pytest.fixture(scope="session")
 def controlled() -> Compiler:
     """A vocabulary in which every mark of every format is a control token."""
-    letters = '▁abcdefghijklmnopqrstuvwxyz0123456789{}[]":,-.é\n<>/=_ADP`|'
-    words = ['":', '",', '{"', "name", "arg", "true", "false", "null", "call:", "search", "tool", "json", "func"]
-    tokens = ["<unk>", "<s>", "</s>", *CONTROL, *[f"<0x{byte:02X}>" for byte in range(256)], *letters, *words]
-    types = [2, 3, 3, *[3] * len(CONTROL), *[6] * 256, *[1] * (len(letters) + len(words))]
-    scores = [0.0] * (3 + len(CONTROL) + 256) + [-float(i) for i in range(len(letters) + len(words))]
-    keys = {"model": "llama", "tokens": tokens, "token_type": types, "scores": scores, "eos_token_id": 2,
-            "add_space_prefix": False}  # fmt: skip
-    metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
-    tokenizer = load_tokenizer(SimpleNamespace(kind="gguf", metadata=metadata))  # type: ignore[arg-type]
+    tokenizer = controlled_tokenizer(CONTROL)
     return Compiler(tokenizer, tokenizer.vocab_size)
 
 

@@ -91,14 +91,15 @@ def _try(template: ChatTemplate, tokenizer: Tokenizer, tool_format: ToolFormat, 
     def verdict(note: str, reads_back: bool = False, answers: bool = False, keeps: bool = False) -> ToolSupport:
         return ToolSupport(tool_format.name, native, reads_back, answers, keeps, note)
 
-    thinks = reasoning_tags(template.template) is not None
-    thought = {"reasoning_content": _THOUGHT} if thinks else {}
-    turns: list[dict[str, Any]] = [
-        {"role": "assistant", "content": "", **thought, "tool_calls": [_CALL]},
-        {"role": "tool", "tool_call_id": _CALL["id"], "name": _NAME, "content": _RESULT},
-    ]
     try:
         first, first_ids = _rendered(template, tokenizer, [_QUESTION], native)
+        tags = reasoning_tags(template.template, first[-64:])
+        thinks = tags is not None and not first.rstrip().endswith(tags[1])
+        thought = {"reasoning_content": _THOUGHT} if thinks else {}
+        turns: list[dict[str, Any]] = [
+            {"role": "assistant", "content": "", **thought, "tool_calls": [_CALL]},
+            {"role": "tool", "tool_call_id": _CALL["id"], "name": _NAME, "content": _RESULT},
+        ]
         after, after_ids = _rendered(template, tokenizer, [_QUESTION, *turns], native)
     except LocalLLMError as error:
         return verdict(f"the template refuses a conversation with a call: {error.message[:120]}")

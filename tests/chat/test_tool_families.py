@@ -1,0 +1,274 @@
+"""A conversation with tools through every family's chat template: rendered, constrained, read back, cached."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "grammar"))
+
+from grammar_walks import allowed, controlled_tokenizer, walk
+
+from localllm.answer import Answer as WholeAnswer
+from localllm.answer import AnswerText, Completion
+from localllm.chat.render_child import RenderChild
+from localllm.chat.template import ChatTemplate, encode_chat
+from localllm.chat.tools import FORMATS
+from localllm.chat.tools.messages import plain_messages, template_messages, template_tools
+from localllm.chat.tools.roundtrip import check_tools
+from localllm.errors import InvalidConstraint, InvalidRequest
+from localllm.request import Constraint, FinishReason, TokenEvent, ToolUse, Usage
+from localllm.shaping import Shape, Shaper
+from localllm.stream import TextEmitter
+from localllm.tokenizer import Tokenizer
+
+HERE = Path(__file__).parent
+FAMILIES = {
+    "templates/qwen3": "hermes",
+    "templates/llama3": "llama3",
+    "templates/mistral": "mistral",
+    "templates/chatml": "generic",
+    "templates/gemma3": "generic",
+    "tool_templates/qwen_coder": "qwen-coder",
+    "tool_templates/glm": "glm",
+    "tool_templates/mistral_named": "mistral-named",
+    "tool_templates/gemma4": "gemma",
+    "tool_templates/function_gemma": "function-gemma",
+    "tool_templates/deepseek": "deepseek",
+    "tool_templates/deepseek_fenced": "deepseek-fenced",
+    "tool_templates/deepseek_tags": "deepseek-tags",
+    "tool_templates/phi": "phi",
+    "tool_templates/harmony": "harmony",
+}
+LOSES_PREFIX = {"templates/mistral"}  # a space after [TOOL_CALLS] that no model writes
+MARKS = (
+    "<|im_start|> <|im_end|> <|user|> <|assistant|> <|system|> <|observation|> <think> </think> [INST] [/INST] <|end|> "
+    "<|start_header_id|> <|end_header_id|> <|eot_id|> <start_of_turn> <end_of_turn> <|turn> <turn|> <｜User｜> "
+    "<｜Assistant｜>"
+)
+Family = tuple[str, ChatTemplate, Shaper]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "search",
+            "description": "Find things",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"type": "integer", "maximum": 99}},
+                "required": ["city", "days"],
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now", "description": "The time"}},
+]
+QUESTION = {"role": "user", "content": "what is it"}
+CALL = {"id": "abc123def", "type": "function",
+        "function": {"name": "search", "arguments": json.dumps({"city": "oslo", "days": 2})}}  # fmt: skip
+TURNS = [{"role": "assistant", "content": "", "tool_calls": [CALL]},
+         {"role": "tool", "tool_call_id": "abc123def", "name": "search", "content": "rain"}]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return controlled_tokenizer(sorted({text for one in FORMATS for text in one.shown} | set(MARKS.split())))
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest, tokenizer: Tokenizer, child: RenderChild) -> Family:
+    template = ChatTemplate.for_tokenizer(tokenizer, (HERE / f"{request.param}.jinja").read_text(), child=child)
+    return request.param, template, Shaper(tokenizer, template, tokenizer.vocab_size)
+
+
+def prompt_of(template: ChatTemplate, shaper: Shaper, tokenizer: Tokenizer, messages: list[Any]) -> list[int]:
+    shaped, tools = shaper.conversation(messages, TOOLS)
+    return encode_chat(tokenizer, template.render(shaped, tools=tools), shaped)
+
+
+def told(tokenizer: Tokenizer, shape: Shape, ids: list[int]) -> Completion:
+    """The answer that these ids make."""
+    emitter = TextEmitter(tokenizer, continuing=shape.shown.continuing, keep_ids=shape.shown.keep_ids)
+    text = AnswerText(emitter, shape.new_splitter() if shape.new_splitter else None)
+    answer = WholeAnswer([], [Completion(0)])
+    for index in ids:
+        answer.take(text.take(TokenEvent("r", 0, [index])))
+    answer.take(text.take(TokenEvent("r", 0, [], finish_reason=FinishReason.STOP, usage=Usage())))
+    return answer.completions[0]
+
+
+def test_the_verdict(family: Family, tokenizer: Tokenizer) -> None:
+    name, template, shaper = family
+    verdict = check_tools(template, tokenizer)
+    assert verdict == shaper.support
+    assert verdict.works, verdict.note
+    assert (verdict.format, verdict.native) == (FAMILIES[name], FAMILIES[name] != "generic")
+    assert shaper.tool_format.name == FAMILIES[name]
+    assert verdict.keeps_prefix, verdict.note
+    assert verdict.line == (
+        f"{verdict.format} format, cached prefix kept"
+        if verdict.native
+        else "explained in the system message, cached prefix kept"
+    )
+
+
+def test_required_calls_are_valid_and_read(family: Family, tokenizer: Tokenizer) -> None:
+    _, template, shaper = family
+    prompt = prompt_of(template, shaper, tokenizer, [QUESTION])
+    finished = 0
+    for seed in range(6):
+        only = ("now",) if seed == 5 else ()
+        use = ToolUse(tuple(TOOLS), "required", only, parallel=seed % 2 == 0)
+        shape = shaper.shape(prompt, chat=True, tool_use=use)
+        assert shape.mask is not None
+        ids, ended = walk(shaper.compiler, shape.mask.fork(), seed, most=1500)
+        if not ended:
+            continue
+        finished += 1
+        made = told(tokenizer, shape, [i for i in ids if i not in tokenizer.eos_token_ids])
+        assert made.tool_calls and not made.text
+        assert use.parallel or len(made.tool_calls) == 1
+        for call in made.tool_calls:
+            arguments = json.loads(call["arguments"])
+            if call["name"] == "now":
+                assert arguments == {}
+            else:
+                jsonschema.validate(arguments, TOOLS[0]["function"]["parameters"])
+            assert call["name"] in (only or ("search", "now"))
+    assert finished >= 3
+
+
+def test_what_the_template_writes_is_what_the_mask_allows(family: Family, tokenizer: Tokenizer) -> None:
+    """A model that writes calls as its template does is not led elsewhere, and its tokens are found in the cache."""
+    name, template, shaper = family
+    before = prompt_of(template, shaper, tokenizer, [QUESTION])
+    after = prompt_of(template, shaper, tokenizer, [QUESTION, *TURNS])
+    assert after[: len(before)] == before
+    shape = shaper.shape(before, chat=True, tool_use=ToolUse(tuple(TOOLS)))
+    mask, taken = shape.mask, []
+    row = np.zeros(-(-tokenizer.vocab_size // 32), dtype=np.int32)
+    for index in after[len(before) :]:
+        if index in tokenizer.eos_token_ids:
+            break
+        if mask is not None and mask.fill(row):
+            if not row[index // 32] >> (index % 32) & 1 and name in LOSES_PREFIX:
+                return
+            assert row[index // 32] >> (index % 32) & 1, (tokenizer.decode(taken), tokenizer.id_to_token(index))
+        if mask is not None:
+            mask.accept(index)
+        taken.append(index)
+        if told(tokenizer, shape, taken).tool_calls and "}" in told(tokenizer, shape, taken).tool_calls[0]["arguments"]:
+            break
+    made = told(tokenizer, shape, taken)
+    assert [(c["name"], json.loads(c["arguments"])) for c in made.tool_calls] == [
+        ("search", {"city": "oslo", "days": 2})
+    ]
+
+
+def test_constraints_come_after_the_reasoning(family: Family, tokenizer: Tokenizer) -> None:
+    name, template, shaper = family
+    prompt = encode_chat(tokenizer, template.render([QUESTION]), [QUESTION])
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    shape = shaper.shape(prompt, chat=True, constraint=Constraint("json_schema", schema))
+    assert shape.mask is not None
+    thoughts = {
+        "templates/qwen3": "<think>\nhm\n</think>\n\n",
+        "tool_templates/glm": "<think>hm</think>\n",
+        "tool_templates/harmony": "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+        "<|channel|>final<|message|>",
+    }
+    for thought in {thoughts.get(name, ""), "" if name != "tool_templates/harmony" else thoughts[name]}:
+        mask = shape.mask.fork()
+        ids = tokenizer.encode(thought + '{"a": true}', special=True)
+        for index in ids:
+            assert index in allowed(shaper.compiler, mask)
+            mask.accept(index)
+        assert mask.is_done
+        made = told(tokenizer, shape, ids)
+        jsonschema.validate(json.loads(made.text), schema)
+        assert made.reasoning == ("hm" if thought else "")
+
+
+def test_tools_or_a_schema(tokenizer: Tokenizer, child: RenderChild) -> None:
+    template = ChatTemplate.for_tokenizer(tokenizer, (HERE / "templates/qwen3.jinja").read_text(), child=child)
+    shaper = Shaper(tokenizer, template, tokenizer.vocab_size)
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    prompt = prompt_of(template, shaper, tokenizer, [QUESTION])
+    use = ToolUse(tuple(TOOLS))
+    kinds = set()
+    for seed in range(12):
+        shape = shaper.shape(prompt, chat=True, tool_use=use, constraint=Constraint("json_schema", schema))
+        assert shape.mask is not None
+        mask = shape.mask.fork()
+        ids, ended = walk(shaper.compiler, mask, seed, most=1500)
+        if not ended or tokenizer.token_to_id("<think>") in ids:
+            continue
+        made = told(tokenizer, shape, ids)
+        kinds.add(bool(made.tool_calls))
+        assert made.tool_calls or json.loads(made.text)["a"] in (1, 2)
+    assert kinds == {True, False}
+    with pytest.raises(InvalidConstraint, match="cannot be combined"):
+        shaper.shape(prompt, chat=True, tool_use=use, constraint=Constraint("regex", "a", param="guided_regex"))
+
+
+def test_what_cannot_be_asked(tokenizer: Tokenizer, child: RenderChild) -> None:
+    base = Shaper(tokenizer, None, tokenizer.vocab_size)
+    assert not base.support.works and base.support.line.startswith("no: a base model")
+    with pytest.raises(InvalidRequest, match="base model"):
+        base.shape([1], chat=False, tool_use=ToolUse(tuple(TOOLS)))
+    assert base.shape([1], chat=False, constraint=Constraint("choice", ["a"])).mask is not None
+    strict = (
+        "{% for m in messages %}{% if m.role == 'system' or m.tool_calls %}{{ raise_exception('no') }}{% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    refusing = Shaper(tokenizer, ChatTemplate.for_tokenizer(tokenizer, strict, child=child), tokenizer.vocab_size)
+    assert not refusing.support.works
+    with pytest.raises(InvalidRequest, match="cannot use tools") as caught:
+        refusing.shape([1], chat=True, tool_use=ToolUse(tuple(TOOLS)))
+    assert caught.value.param == "tools"
+    assert refusing.shape([1], chat=True, tool_use=ToolUse(tuple(TOOLS), "none")).mask is None
+    chatml = ChatTemplate.for_tokenizer(tokenizer, (HERE / "templates/chatml.jinja").read_text(), child=child)
+    shaper = Shaper(tokenizer, chatml, tokenizer.vocab_size)
+    bad = {"type": "function", "function": {"name": "x", "parameters": {"properties": {"a": {"type": 5}}}}}
+    for choice in ("auto", "required"):
+        with pytest.raises(InvalidConstraint) as wrong:
+            shaper.shape([1], chat=True, tool_use=ToolUse((TOOLS[0], bad), choice))
+        assert wrong.value.param == "tools[1].function.parameters"
+
+
+def test_tools_that_cannot_be_enforced_wholly(tokenizer: Tokenizer, child: RenderChild) -> None:
+    """Unless a tool is strict, what its schema has beyond our means is left out."""
+    chatml = ChatTemplate.for_tokenizer(tokenizer, (HERE / "templates/chatml.jinja").read_text(), child=child)
+    shaper = Shaper(tokenizer, chatml, tokenizer.vocab_size)
+    parameters = {"properties": {"a": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}}}
+    tool: dict[str, Any] = {"type": "function", "function": {"name": "x", "parameters": parameters}}
+    assert shaper.shape([1], chat=True, tool_use=ToolUse((tool,), "required")).mask is not None
+    tool["function"]["strict"] = True
+    with pytest.raises(InvalidConstraint, match="uniqueItems"):
+        shaper.shape([1], chat=True, tool_use=ToolUse((tool,), "required"))
+
+
+def test_messages_for_templates() -> None:
+    call = {"id": "call_0123456789", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "call_0123456789", "content": "x"}]  # fmt: skip
+    made = template_messages(messages, short_ids=True)
+    assert made[0]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert made[0]["tool_calls"][0]["type"] == "function"
+    assert made[0]["tool_calls"][0]["id"] == made[1]["tool_call_id"] and len(made[1]["tool_call_id"]) == 9
+    assert messages[0]["tool_calls"][0] is call and call["function"]["arguments"] == '{"a": 1}'
+    cut = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a'}}]}
+    assert template_messages([cut])[0]["tool_calls"][0]["function"]["arguments"] == '{"a'
+    assert template_tools([{"type": "function", "function": {"name": "f", "strict": True}}]) == [
+        {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    ]
+    plain = plain_messages([*messages, messages[1], {"role": "user", "content": "u"}], TOOLS)
+    assert [m["role"] for m in plain] == ["system", "assistant", "user", "user"]
+    assert plain[1]["content"] == '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    assert plain[2]["content"].count("<tool_response>\nx\n</tool_response>") == 2
+    assert '"name": "search"' in plain[0]["content"]
