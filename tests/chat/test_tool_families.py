@@ -46,7 +46,7 @@ FAMILIES = {
     "tool_templates/phi": "phi",
     "tool_templates/harmony": "harmony",
 }
-LOSES_PREFIX = {"templates/mistral"}  # a space after [TOOL_CALLS] that no model writes
+LOSES_PREFIX = {"templates/mistral"}  # it writes the ids of calls, which no model does
 MARKS = (
     "<|im_start|> <|im_end|> <|user|> <|assistant|> <|system|> <|observation|> <think> </think> [INST] [/INST] <|end|> "
     "<|start_header_id|> <|end_header_id|> <|eot_id|> <start_of_turn> <end_of_turn> <|turn> <turn|> <｜User｜> "
@@ -109,6 +109,9 @@ def test_the_verdict(family: Family, tokenizer: Tokenizer) -> None:
     assert verdict.works, verdict.note
     assert (verdict.format, verdict.native) == (FAMILIES[name], FAMILIES[name] != "generic")
     assert shaper.tool_format.name == FAMILIES[name]
+    if name in LOSES_PREFIX:
+        assert verdict.line == "mistral format, cached prefix lost: the template writes a call otherwise than models do"
+        return
     assert verdict.keeps_prefix, verdict.note
     assert verdict.line == (
         f"{verdict.format} format, cached prefix kept"

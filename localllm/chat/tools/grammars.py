@@ -7,6 +7,7 @@ the `Spelling`'s business, which knows the vocabulary.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,12 +29,14 @@ class _Way:
     close: str
     sep: str = ""
     shares: bool = False
+    spaced: str = ""
+    """after `open`, perhaps with a space before it"""
 
 
 _WAYS: dict[str, _Way] = {
     "hermes": _Way("<tool_call>\n", "\n</tool_call>", "\n"),
     "llama3": _Way("", ""),
-    "mistral": _Way("[TOOL_CALLS][", "]", ", ", shares=True),
+    "mistral": _Way("[TOOL_CALLS]", "]", ", ", shares=True, spaced="["),
     "mistral-named": _Way("[TOOL_CALLS]", ""),
     "phi": _Way("<|tool_call|>[", "]<|/tool_call|>", ", ", shares=True),
     "deepseek": _Way("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", shares=True),
@@ -124,6 +127,8 @@ def call_grammar(
     opens = way.open.split(trigger_of(tool_format), 1)[1] if after_trigger else way.open
     more = MAX_CALLS - 1 if parallel and not tool_format.one_call and tool_format.writes != "harmony" else 0
     begin, end, sep = (spelling.literal(text) if text else "" for text in (opens, way.close, way.sep))
+    if way.spaced:
+        begin += f' " "? {spelling.literal(way.spaced)}'
     again = f"({sep} any){{0,{more}}}" if more else ""
     if way.shares:
         start = f"{begin} any {again} {end}"
@@ -140,6 +145,26 @@ def call_grammar(
 
 
 _ANY_TEXT = "/(?s:.*)/"
+
+
+def write_call(tool_format: ToolFormat, name: str, arguments: Mapping[str, Any]) -> str:
+    """One call as the grammar has a model write it; values are texts and plain JSON values."""
+    writes, way = tool_format.writes, _WAYS[tool_format.writes]
+    if writes in _TAGS:
+        tags = _TAGS[writes]
+        body = tags.begin.replace("NAME", name)
+        for key, value in arguments.items():
+            before, after = tags.text if isinstance(value, str) else tags.json
+            body += before.replace("KEY", key) + (value if isinstance(value, str) else json.dumps(value)) + after
+        body += tags.end
+    elif writes in _QUOTES:
+        quote = _QUOTES[writes]
+        written = {k: f"{quote}{v}{quote}" if isinstance(v, str) else json.dumps(v) for k, v in arguments.items()}
+        body = f"call:{name}{{{','.join(f'{key}:{written[key]}' for key in sorted(written))}}}"
+    else:
+        before, after = _JSON[writes]
+        body = before.replace("NAME", name) + json.dumps(arguments, ensure_ascii=False) + after
+    return way.open + way.spaced + body + way.close
 
 
 class _Writer:

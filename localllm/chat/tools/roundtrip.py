@@ -12,6 +12,7 @@ from localllm.tokenizer import Tokenizer
 from ..parser import reasoning_tags
 from ..template import ChatTemplate, encode_chat
 from .formats import GENERIC, ToolFormat, find_format
+from .grammars import write_call
 from .messages import plain_messages, template_messages, template_tools
 
 _NAME, _RESULT, _THOUGHT = "look_up_weather", "RAIN-4711", "Look outside."
@@ -115,8 +116,10 @@ def _try(template: ChatTemplate, tokenizer: Tokenizer, tool_format: ToolFormat, 
         return verdict("the call that the template writes is not read back", answers=answers)
     if not answers:
         return verdict("the template leaves the result of a call out", reads_back=True)
-    if calls[0][1] != json.dumps(_ARGUMENTS):
-        return verdict("the template writes arguments in a spelling of its own", True, True)
+    if write_call(tool_format, _NAME, _ARGUMENTS) not in rest.split(_RESULT)[0].replace(
+        "[TOOL_CALLS] [", "[TOOL_CALLS]["
+    ):
+        return verdict("the template writes a call otherwise than models do", True, True)
     if thinks and _THOUGHT not in after:
         return verdict("the template drops the reasoning before a call", True, True)
     keeps = after_ids[: len(first_ids)] == first_ids
