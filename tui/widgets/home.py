@@ -19,6 +19,8 @@ from localllm.terminal import clean_line, fit, gib, tokens_short
 
 CHATS = 3
 MODELS = 6
+SLOW_TPS = 5.0
+"""A model that is slower here is not offered by itself."""
 BROWSE = "browse"
 
 
@@ -129,6 +131,7 @@ def _offered(models: Sequence[ModelChoice]) -> list[ModelChoice]:
     """What runs and is here; then of what could be fetched and fits: the smallest, one between, the largest."""
     local = [row for row in models if row.local and row.supported and row.fits and row.chat]
     fetched = sorted((row for row in models if not row.local and row.fits), key=lambda row: row.size_bytes)
+    fetched = [row for row in fetched if not 0 < row.tps < SLOW_TPS] or fetched
     picks = [fetched[i] for i in sorted({0, len(fetched) // 2, len(fetched) - 1})] if fetched else []
     return [*local[:MODELS], *picks[: max(0, MODELS - len(local)) or 1]]
 
