@@ -215,6 +215,7 @@ def _show_fields(checkpoint: Checkpoint, name: str, revision: str) -> dict[str, 
         "vocab": facts.vocab_size,
         "kv_bytes_per_token": kv_bytes_per_token(facts, "bf16"),
         "template": facts.has_chat_template,
+        "capabilities": _capabilities(checkpoint),
         "licence": facts.licence or None,
         "revision": revision or None,
         "sampling_defaults": dict(facts.sampling_defaults),
@@ -222,6 +223,24 @@ def _show_fields(checkpoint: Checkpoint, name: str, revision: str) -> dict[str, 
         "files": sorted({str(tensor.file) for tensor in checkpoint.tensors.values()}),
         "plan": here,
     }
+
+
+def _capabilities(checkpoint: Checkpoint) -> dict[str, Any]:
+    """chat, thinking, vision: whether; tools: how, or why not."""
+    from localllm.chat.parser import reasoning_tags
+    from localllm.chat.template import ChatTemplate
+    from localllm.chat.tools.roundtrip import NO_TEMPLATE, check_tools
+    from localllm.tokenizer import load_tokenizer
+
+    tools, thinks = NO_TEMPLATE, False
+    if checkpoint.facts.has_chat_template:
+        try:
+            tokenizer = load_tokenizer(checkpoint)
+            template = ChatTemplate.for_tokenizer(tokenizer)
+            tools, thinks = check_tools(template, tokenizer), reasoning_tags(template.template) is not None
+        except LocalLLMError as error:
+            return {"chat": False, "tools": f"no: {error.message}", "thinking": False, "vision": False}
+    return {"chat": checkpoint.facts.has_chat_template, "tools": tools.line, "thinking": thinks, "vision": False}
 
 
 def _print_facts(env: Env, facts: ModelFacts, fields: dict[str, Any]) -> None:
@@ -245,6 +264,8 @@ def _print_facts(env: Env, facts: ModelFacts, fields: dict[str, Any]) -> None:
         ("vocabulary", f"{facts.vocab_size:,} tokens"),
         ("context", f"{facts.max_context:,} tokens, {gib(fields['kv_bytes_per_token'])} each (bf16)"),
         ("chat template", "yes" if facts.has_chat_template else "no: a base model, for `localllm run`"),
+        ("thinking", "yes" if fields["capabilities"]["thinking"] else "no"),
+        ("tools", fields["capabilities"]["tools"]),
         ("sampling", sampling),
         ("licence", facts.licence or "not stated"),
         ("here", fit),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from localllm.config import UserConfig
 from localllm.errors import BadModelFile, DoesNotFit, ModelNotFound
-from localllm.terminal import clean_line
+from localllm.terminal import clean_line, gib
 
 from .command import Env
 from .session import fake_engine
@@ -17,6 +17,7 @@ from .session import fake_engine
 if TYPE_CHECKING:
     from localllm.checkpoint import Checkpoint
     from localllm.hub import Resolved
+    from localllm.plan import Plan, PlanOptions
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,9 @@ def resolve(env: Env, config: UserConfig, name: str, *, refresh: bool = False) -
     """
     from localllm import calibrate, fit, hub
     from localllm.device import machine
-    from localllm.plan import PlanOptions
 
     here = machine()
-    options = PlanOptions(device=config.engine.device, kv=config.engine.kv, gpu_mem=config.engine.gpu_mem)
+    options = _options(config)
     benches = calibrate.load(here)
     floors = fit.FLOORS[fit.device_kind(here, options)]
     for floor in floors:
@@ -79,6 +79,38 @@ def resolve(env: Env, config: UserConfig, name: str, *, refresh: bool = False) -
             if floor == floors[-1]:
                 raise
     raise AssertionError("the last floor returns or raises")
+
+
+def foreseen(env: Env, config: UserConfig, resolved: Resolved) -> Plan | None:
+    """The plan for a model that is not here, as the catalogue knows it; None for one it does not know."""
+    from localllm import calibrate, catalog, fit
+    from localllm.device import machine
+
+    entry = next((c for c in catalog.candidates() if c.spec.casefold() == resolved.name.casefold()), None)
+    if entry is None:
+        return None
+    here = machine()
+    return fit.plan_of(entry, here, _options(config), calibrate.load(here))
+
+
+def fit_line(made: Plan | None) -> str:
+    """'memory weights 18.0 + KV 8.0 + work 1.6 = 27.6 GiB of 31.0 GiB with 32,768 tokens'; "" when it is not known."""
+    if made is None:
+        return ""
+    work = made.work_bytes + made.margin_bytes
+    terms = f"weights {_number(made.weight_bytes)} + KV {_number(made.kv_bytes)} + work {_number(work)}"
+    verdict = "" if made.fits else ": does not fit"
+    return f"memory {terms} = {gib(made.need_bytes)} of {gib(made.have_bytes)} with {made.ctx:,} tokens{verdict}"
+
+
+def _number(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f}"
+
+
+def _options(config: UserConfig) -> PlanOptions:
+    from localllm.plan import PlanOptions
+
+    return PlanOptions(device=config.engine.device, kv=config.engine.kv, gpu_mem=config.engine.gpu_mem)
 
 
 @contextmanager
@@ -104,11 +136,19 @@ def choice_of(resolved: Resolved) -> Choice:
     return Choice(name, shown, resolved.revision or None, resolved.quant or None)
 
 
+def announce(env: Env, resolved: Resolved, made: Plan | None) -> None:
+    """Say what a name stands for and what would be downloaded."""
+    lines = list(resolved.lines)
+    if line := fit_line(made):
+        lines.insert(2, f"  {line}")
+    for line in lines:
+        env.console.say(f"  {clean_line(line)}" if line.startswith("  ") else clean_line(line))
+
+
 def agree(env: Env, resolved: Resolved, *, asked_for: bool) -> None:
     """Say what would be downloaded, and ask. The starter, which nobody asked for by name, is only announced."""
     console = env.console
-    for line in resolved.lines:
-        console.say(clean_line(line) if not line.startswith("  ") else f"  {clean_line(line)}")
+    announce(env, resolved, foreseen(env, env.config, resolved))
     if not asked_for or env.options.yes:
         return
     asked = clean_line(resolved.asked)

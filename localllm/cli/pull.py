@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import typer
 
@@ -16,7 +18,7 @@ from localllm.terminal import clean_line, gib, seconds_short
 
 from . import params
 from .command import Env, command
-from .names import resolve
+from .names import announce, foreseen, resolve
 from .progress import Progress, make_progress
 
 if TYPE_CHECKING:
@@ -41,22 +43,60 @@ def pull(
     repair: Annotated[bool, typer.Option("--repair", help="Hash local files again; fetch what is wrong.")] = False,
     revision: Annotated[str | None, typer.Option(metavar="REV", help="A branch, tag or commit.")] = None,
     quant: Annotated[str | None, typer.Option(metavar="Q", help="Which quantisation, such as Q4_K_M.")] = None,
+    include: Annotated[
+        list[str] | None, typer.Option("--include", metavar="GLOB", help="Only files of these names; repeatable.")
+    ] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option("--exclude", metavar="GLOB", help="No files of these names; repeatable.")
+    ] = None,
+    workers: Annotated[int, typer.Option("--max-workers", metavar="N", min=1, max=16, help="Files at a time.")] = 4,
 ) -> int:
     """Download models: verified against what the hub states, resumed where an earlier run ended.
 
     Files go to the Hugging Face cache, which other tools share. Ctrl-C pauses; the same command goes on.
     """
-    if repair and (dry_run or revision or quant):
+    if repair and (dry_run or revision or quant or include or exclude):
         raise ConfigError("--repair takes only names", "localllm pull NAME --repair")
+    wish = Wish(dry_run, tuple(include or ()), tuple(exclude or ()), workers)
     rows = []
     for name in models:
         if repair:
             rows.append(_repair(env, name))
         else:
-            rows.append(_pull(env, _full_name(name, quant, revision), dry_run))
+            rows.append(_pull(env, _full_name(name, quant, revision), wish))
     if env.console.as_json:
         env.console.emit("pull/1", {**rows[0], "models": rows})
     return 0
+
+
+class Wish(NamedTuple):
+    """How a model is to be fetched."""
+
+    dry_run: bool = False
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    workers: int = 4
+
+    def narrowed(self, resolved: Resolved) -> Resolved:
+        """Only the files that are wanted. Raises ConfigError when no weights are among them."""
+        if not (self.include or self.exclude) or resolved.kind != "hub" or resolved.path is not None:
+            return resolved
+        from localllm.hub.transfer import Job, missing_bytes
+
+        files = tuple(
+            file
+            for file in resolved.files
+            if (not self.include or any(fnmatch(file.name, glob) for glob in self.include))
+            and not any(fnmatch(file.name, glob) for glob in self.exclude)
+        )
+        if not any(file.name.endswith((".gguf", ".safetensors")) for file in files):
+            weights = next((f.name for f in resolved.files if f.name.endswith((".gguf", ".safetensors"))), "")
+            raise ConfigError(
+                f"--include and --exclude leave no weights of {clean_line(resolved.name)}",
+                f"let {clean_line(weights)} pass, or choose another file with --quant",
+            )
+        job = Job(resolved.repo, resolved.revision, files)
+        return replace(resolved, files=files, size_bytes=sum(f.size for f in files), download_bytes=missing_bytes(job))
 
 
 def _full_name(name: str, quant: str | None, revision: str | None) -> str:
@@ -66,29 +106,31 @@ def _full_name(name: str, quant: str | None, revision: str | None) -> str:
     return name + (f":{quant}" if quant else "") + (f"@{revision}" if revision else "")
 
 
-def _pull(env: Env, name: str, dry_run: bool) -> dict[str, Any]:
+def _pull(env: Env, name: str, wish: Wish) -> dict[str, Any]:
     from localllm import hub
 
     console = env.console
     config = env.config
-    resolved = resolve(env, config, name, refresh="@" in name and not env.offline)
+    resolved = wish.narrowed(resolve(env, config, name, refresh="@" in name and not env.offline))
     shown = clean_line(resolved.name)
     if resolved.path is not None:
         console.say(f"{shown} is already here: {clean_line(str(resolved.path))}")
         return _row(resolved, resolved.path, 0.0)
-    for line in resolved.lines:
-        console.say(f"  {clean_line(line)}" if line.startswith("  ") else clean_line(line))
+    made = foreseen(env, config, resolved)
+    announce(env, resolved, made)
     if resolved.licence_url:
         console.say(f"  licence text: {clean_line(resolved.licence_url)}")
-    if dry_run:
+    if wish.dry_run:
         if not console.as_json:
             _list_files(env, resolved)
-        return _row(resolved, None, 0.0)
+        return _row(resolved, None, 0.0) | {"fits": made.fits if made is not None else None}
     if not console.confirm("Download now?"):
         raise ConfigError("nothing was downloaded", f"localllm pull {clean_line(name)} -y")
     start = time.monotonic()
     progress = make_progress(console, env.options.progress or "auto", shown)
-    path = watched(progress, lambda tell, cancel: hub.download(resolved, progress=tell, cancel=cancel))
+    path = watched(
+        progress, lambda tell, cancel: hub.download(resolved, progress=tell, cancel=cancel, workers=wish.workers)
+    )
     took = time.monotonic() - start
     row = _row(resolved, path, took)
     console.say(f"{shown}: {gib(resolved.size_bytes)}, verified, in {seconds_short(took)}")

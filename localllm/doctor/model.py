@@ -49,7 +49,7 @@ def _here(checkpoint: Checkpoint, name: str, survey: Survey, options: PlanOption
         yield found("model.tokenizer", MODEL, "fail", error.message, fix=error.hint)
     else:
         yield _tokenizer(tokenizer, facts)
-        yield _template(tokenizer, name)
+        yield from _template(tokenizer, name)
     yield _licence(facts.licence, name)
     yield _fit(_plan(facts, survey, options), name)
 
@@ -71,21 +71,34 @@ def _tokenizer(tokenizer: Tokenizer, facts: ModelFacts) -> Check:
     return found("model.tokenizer", MODEL, "ok", title, vocab=tokenizer.vocab_size)
 
 
-def _template(tokenizer: Tokenizer, name: str) -> Check:
+def _template(tokenizer: Tokenizer, name: str) -> Iterator[Check]:
+    from localllm.chat.parser import reasoning_tags
     from localllm.chat.template import ChatTemplate
+    from localllm.chat.tools.roundtrip import check_tools
 
     if not tokenizer.chat_template:
         title = "none: a base model, which completes text"
-        return found("model.template", MODEL, "ok", title, "", f'localllm run {name} "Once upon a time"', chat=False)
+        yield found("model.template", MODEL, "ok", title, "", f'localllm run {name} "Once upon a time"', chat=False)
+        return
     try:
         template = ChatTemplate.for_tokenizer(tokenizer)
         rendered = template.render([{"role": "user", "content": "canary"}])
     except LocalLLMError as error:
-        return found("model.template", MODEL, "fail", error.message, fix=error.hint)
+        yield found("model.template", MODEL, "fail", error.message, fix=error.hint)
+        return
     if "canary" not in rendered:
         title = "the message does not appear in what the template makes of it"
-        return found("model.template", MODEL, "fail", title, fix=f"localllm show {name} --template")
-    return found("model.template", MODEL, "ok", f"{len(rendered)} characters around a message", chat=True)
+        yield found("model.template", MODEL, "fail", title, fix=f"localllm show {name} --template")
+        return
+    thinks = reasoning_tags(template.template) is not None
+    title = f"{len(rendered)} characters around a message" + ("; the model can think first" if thinks else "")
+    yield found("model.template", MODEL, "ok", title, chat=True, thinking=thinks)
+    tools = check_tools(template, tokenizer)
+    note = "" if not tools.works or tools.keeps_prefix else "each further turn computes its whole prompt again"
+    yield found(
+        "model.tools", MODEL, "ok", tools.line, note,
+        works=tools.works, format=tools.format, native=tools.native, keeps_prefix=tools.keeps_prefix,
+    )  # fmt: skip
 
 
 def _licence(licence: str, name: str) -> Check:

@@ -19,7 +19,7 @@ from .names import parse_name
 from .resolution import Resolved
 from .selection import select_files
 from .starter import fetch_starter, starter_path, verify_starter
-from .transfer import Job, fetch
+from .transfer import WORKERS, Job, fetch
 
 
 def _silent(_: Phase) -> None:
@@ -32,11 +32,13 @@ def download(
     progress: Callable[[Phase], None] = _silent,
     cancel: threading.Event | None = None,
     patience: Patience | None = None,
+    workers: int = WORKERS,
 ) -> Path:
     """Bring the files here, verified; returns what to open (a .gguf or a folder). At once when they are here.
 
     progress   gets Phase("download", done, total, detail, rate, eta_s, file), bytes, five a second, from this thread
     cancel     set it, or press Ctrl-C: Aborted "paused at 48 %; run the same command to resume"
+    workers    files under way at a time
 
     Raises DownloadError, AuthRequired, ModelNotFound, DoesNotFit (disk), ConfigError (folder not writable), Aborted.
     """
@@ -50,7 +52,7 @@ def download(
         return fetch_starter(starter, progress, cancel)
     for note in endpoint_notes():
         progress(Phase("resolve", detail=note))
-    job = Job(resolved.repo, resolved.revision, resolved.files, resolved.ref or None)
+    job = Job(resolved.repo, resolved.revision, resolved.files, resolved.ref or None, workers)
     try:
         with HubClient(patience) as client:
             folder = fetch(job, client, progress, cancel)

@@ -50,6 +50,8 @@ class Job:
     files: tuple[RepoFile, ...]
     ref: str | None = None
     """the branch or tag that now stands for this commit"""
+    workers: int = WORKERS
+    """files under way at a time"""
 
 
 def fetch(job: Job, client: HubClient, progress: Callable[[Phase], None], cancel: threading.Event) -> Path:
@@ -128,7 +130,7 @@ class _Transfer:
             self.meter.at(file.name, here, arrived=False)
         unique = {f.digest: f for f in self.job.files if not is_stored(self.job.repo, f)}
         self._queue.extend(sorted(unique.values(), key=lambda f: -f.size))
-        workers = [threading.Thread(target=self._work, daemon=True) for _ in range(min(WORKERS, len(self._queue)))]
+        workers = [threading.Thread(target=self._work, daemon=True) for _ in range(self._width())]
         try:
             for worker in workers:
                 worker.start()
@@ -146,6 +148,9 @@ class _Transfer:
             percent = 100 * state.done // max(1, state.total)
             raise Aborted(f"paused at {percent} %; run the same command to resume")
         self.progress(state)
+
+    def _width(self) -> int:
+        return min(max(1, self.job.workers), len(self._queue))
 
     def _halt(self, workers: list[threading.Thread]) -> None:
         """Stop all workers; a read that blocks ends because its socket is shut."""

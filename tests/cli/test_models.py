@@ -190,6 +190,21 @@ def test_pull_asks_lists_downloads_and_says_what_is_next(invoke: Invoke, hub: st
     assert "org/tiny" not in invoke("ls").stdout
 
 
+def test_pull_takes_only_the_files_that_are_wanted(invoke: Invoke, hub: str, empty_home: Path) -> None:
+    (empty_home / "hub/org/tiny-GGUF/LICENSE").write_text("as is")
+    whole = valid(invoke("pull", NAME, "-n", "--json").stdout, "pull-1")
+    assert sorted(f["name"] for f in whole["files"]) == ["LICENSE", "tiny.Q4_1.gguf"]
+    weights = next(f["size"] for f in whole["files"] if f["name"] == "tiny.Q4_1.gguf")
+    for words in (("--exclude", "LICEN*"), ("--include", "*.gguf", "--max-workers", "1")):
+        less = valid(invoke("pull", NAME, "-n", "--json", *words).stdout, "pull-1")
+        assert [f["name"] for f in less["files"]] == ["tiny.Q4_1.gguf"]
+        assert less["bytes"] == less["download_bytes"] == weights
+    nothing = invoke("pull", NAME, "-n", "--exclude", "*.gguf")
+    assert nothing.exit_code == 2 and "tiny.Q4_1.gguf" in nothing.stderr
+    assert invoke("pull", NAME, "-y", "--exclude", "LICEN*", "--max-workers", "1").exit_code == 0
+    assert "org/tiny-GGUF" in invoke("ls").stdout
+
+
 def test_pull_codes(invoke: Invoke, hub: str) -> None:
     assert invoke("pull", "org/none", "-y").exit_code == 3
     assert invoke("pull", "org/tiny-GGUF:Q8_0", "-y").exit_code == 3

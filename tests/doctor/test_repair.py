@@ -109,7 +109,9 @@ def test_nothing_private_is_in_a_report(monkeypatch: pytest.MonkeyPatch, empty_h
 def test_a_model_is_looked_at_without_loading(smollm2_path: Path) -> None:
     found = {c.id: c for c in model_checks(resolve_quietly(str(smollm2_path), CPU), CPU)}
     assert {c.status for c in found.values()} == {"ok"}
-    assert set(found) == {f"model.{n}" for n in ("files", "arch", "format", "tokenizer", "template", "licence", "fit")}
+    known = ("files", "arch", "format", "tokenizer", "template", "tools", "licence", "fit")
+    assert set(found) == {f"model.{n}" for n in known}
+    assert "explained in the system message" in found["model.tools"].title and not found["model.tools"].data["native"]
     assert "49,152" in found["model.tokenizer"].title and "llama" in found["model.arch"].title
     tight = Survey(replace(MACHINES["cpu"], ram_available_bytes=200 << 20), CPU.host)
     fit = {c.id: c for c in model_checks(resolve_quietly(str(smollm2_path), tight), tight)}["model.fit"]
