@@ -204,9 +204,10 @@ class LLM:
             self._notify(Phase("compile", detail="kernels for this CPU, once"))
         self.threads = set_threads(threads, self.machine)
         if device.type == "cuda":
-            from localllm.engine.card import check_card, load_with_threads
+            from localllm.engine.card import check_card, load_with_threads, use_card
 
             check_card(self.plan.device, self.machine.gpus[device.index or 0])
+            use_card(self.plan.device)
             load_with_threads(self.machine.cpu.cores_usable)
         self.deterministic = device.type == "cpu" if deterministic is None else deterministic
         self.tokenizer: Tokenizer = text.result()
@@ -232,6 +233,8 @@ class LLM:
             progress=self._on_weights,
         )
         self._selftest, self._base_bytes = options.selftest, anonymous_bytes()
+        if device.type == "cuda" and self._selftest is not None and not self._selftest.records.items():
+            self._notify(Phase("compile", detail="kernels for this card, once; up to a minute"))
         self._model: Model = load_model(self._checkpoint, options)
         serve_torch(self._model.kernels, self.threads)
         self._checkpoint.close()  # nothing reads the files from here on

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from localllm.models.kv_cache import KVCache
 from localllm.models.model import Model
 from localllm.plan import Plan
 
-from .cuda_graph import CudaCapture, DecodeGraphs
+from .cuda_graph import Captured, CudaCapture, DecodeGraphs, Run
 from .decode_inputs import DecodeInputs
 from .device_sampler import DeviceSampler
 from .engine import Engine, EngineOptions
@@ -54,26 +55,29 @@ def assemble(
     prefix_cache: bool = True,
     check_invariants: bool = False,
     graphs: bool = True,
+    capture: Callable[[Run], Captured] | None = None,
 ) -> Assembled:
     """Everything between the weights and `Engine.start`. Raises what the device raises when memory is short.
 
     selftest  tries the sampler
     graphs    False runs every step eagerly
+    capture   what captures instead of `CudaCapture()`
     """
     device = torch.device(plan.device)
-    captures = graphs and device.type == "cuda" and bool(plan.graph_buckets)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # streams and kernels of this thread go there
+    captures = graphs and bool(plan.graph_buckets)
     spare = 1 if captures else 0  # a page that belongs to nobody, for the idle rows of a bucket
     meter = Meter(device)
     counts = [count + spare for count in plan.num_pages]
     cache = KVCache(model.groups, counts, plan.page_size, plan.kv, device=str(device))
     meter.note("kv")
     decode = None
-    if device.type == "cuda":
-        model.reserve_positions(plan.ctx)
     if captures:
+        model.reserve_positions(plan.ctx)
         inputs = DecodeInputs(plan.graph_buckets[-1], plan.ctx, plan.page_size, plan.num_pages, device)
         meter.note("tables")
-        decode = DecodeGraphs(model, cache, inputs, plan.graph_buckets, CudaCapture())
+        decode = DecodeGraphs(model, cache, inputs, plan.graph_buckets, capture or CudaCapture())
         decode.capture()
     sampler = _sampler(model, plan, device, selftest)
     if sampler is not None and decode is not None:

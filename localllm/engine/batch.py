@@ -7,7 +7,10 @@ import torch
 
 from localllm.models.inputs import AttentionInputs, ForwardBatch
 
+from .draw import from_host
 from .scheduler import Scheduled, Step
+
+DTYPES = {np.int64: torch.int64, np.int32: torch.int32}
 
 
 class BatchBuilder:
@@ -55,7 +58,7 @@ class BatchBuilder:
         return AttentionInputs(self._tensor(table), self._tensor(slots))
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
+        return from_host(array, DTYPES[array.dtype.type], self.device)
 
 
 def row_range(part: Scheduled, start: int) -> range:

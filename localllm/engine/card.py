@@ -62,6 +62,11 @@ def runs_code_of(built: Iterable[str], capability: int) -> bool:
     return False
 
 
+def use_card(device: str) -> None:
+    """Let streams and kernels of this thread go to the card."""
+    torch.cuda.set_device(device)
+
+
 def load_with_threads(cores: int) -> None:
     """Let torch turn stored formats into ours with several threads: on a card nothing else needs the cores."""
     torch.set_num_threads(max(1, min(LOADING_THREADS, cores)))

@@ -93,6 +93,7 @@ class Engine:
     ) -> None:
         self.options = options
         self._runner = runner
+        self._device = device
         self._pages = Pages(groups, options.page_size, options.prefix_cache)
         self.scheduler = Scheduler(self._pages, options.limits)
         self.pressure = Pressure(self.scheduler)
@@ -224,6 +225,8 @@ class Engine:
 
     def _loop(self) -> None:
         try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # a thread's own: streams and kernels go there
             while True:
                 with self._wake:
                     while not self._is_wanted():

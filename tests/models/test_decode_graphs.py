@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 from localllm.checkpoint import open_checkpoint
+from localllm.device.fake import MACHINES
+from localllm.engine.assembly import assemble
 from localllm.engine.cuda_graph import CudaCapture, DecodeGraphs, rerun
 from localllm.engine.decode_inputs import DecodeInputs
 from localllm.engine.device_sampler import DeviceSampler
@@ -23,6 +26,7 @@ from localllm.kernels.selftest import SelfTest
 from localllm.models.kv_cache import KVCache
 from localllm.models.loader import LoadOptions, load_model
 from localllm.models.model import Model
+from localllm.plan import PlanOptions, plan
 from localllm.request import Request, SamplingParams
 
 CONTEXT, PAGE, PAGES = 120, 16, 40
@@ -105,6 +109,24 @@ def test_sampling_on_the_device_is_the_same_alone_in_a_batch_captured_and_ahead(
     greedy = [i for i, request in enumerate(requests(3)) if request.params.temperature == 0]
     eager = answers(engine_of(model), requests(3))
     assert [alone[i] for i in greedy] == [eager[i] for i in greedy]
+
+
+def test_an_assembled_engine_has_graphs_a_spare_page_and_runs_the_plan(loaded: Callable[[str], Model]) -> None:
+    model = loaded("gemma3")
+    made = plan(model.facts, MACHINES["cpu"], PlanOptions(ctx=CONTEXT, max_parallel=3, kv="f32", prefill_budget=24))
+    assembled = assemble(model, replace(made, graph_buckets=(1, 2, 3)), capture=rerun, check_invariants=True)
+    assert assembled.graphs_note == "graphs 1,2,3"
+    assert [p + 1 for p in made.num_pages] == list(assembled.cache.num_pages)
+    assert answers(assembled.engine, requests(5)) == answers(engine_of(model), requests(5))
+    plain = assemble(model, made)
+    assert plain.runner.graphs is None and plain.graphs_note == "" and plain.cache.num_pages == made.num_pages
+
+    def fails(run: Any) -> Any:
+        raise RuntimeError("no graphs here")
+
+    broken = assemble(model, replace(made, graph_buckets=(1, 2)), capture=fails)
+    assert broken.graphs_note == "CUDA graphs failed (batch 1: RuntimeError: no graphs here)"
+    assert answers(broken.engine, requests(5)) == answers(engine_of(model), requests(5))
 
 
 def test_a_capture_that_fails_is_named_and_its_sizes_run_eagerly(loaded: Callable[[str], Model]) -> None:
