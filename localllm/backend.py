@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from localllm.answer import Piece, Turn
 from localllm.errors import Aborted, InternalError, LocalLLMError
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from localllm.llm import LLM
 
 log = logging.getLogger(__name__)
+_KINDS: dict[str, Literal["content", "reasoning", "tool_call"]] = {"reasoning": "reasoning", "tool_call": "tool_call"}
 
 
 @dataclass(slots=True)
@@ -283,7 +284,7 @@ class InProcessBackend:
             self._events.append(Prefill(turn, *piece.prefill))
         tokens = len(piece.token_ids)
         for kind, text in piece.parts:
-            self._events.append(Delta(turn, "reasoning" if kind == "reasoning" else "content", text, tokens))
+            self._events.append(Delta(turn, _KINDS.get(kind, "content"), text, tokens))
             tokens = 0
         if piece.error is not None:
             self._end(turn, _failed(turn, piece.error))
