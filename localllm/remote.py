@@ -253,7 +253,8 @@ class RemoteBackend:
         except Exception:
             if turn not in self._stopped:
                 raise
-            stop, usage = FinishReason.ABORT, replace(usage, completion_tokens=usage.completion_tokens or count)
+        if turn in self._stopped and not usage.completion_tokens:  # hung up before the end came
+            stop, usage = FinishReason.ABORT, replace(usage, completion_tokens=count)
         end = time.monotonic()
         made, spent = usage.completion_tokens or count, end - first
         timing = Timing(
