@@ -68,7 +68,7 @@ class Boot:
         self._machine = machine
         self._selftest = selftest
         self._replan = replan
-        self._options = {"prefix_cache": prefix_cache, "check_invariants": check_invariants}
+        self._prefix_cache, self._check_invariants = prefix_cache, check_invariants
         self._base_bytes = base_bytes
         self._weights_taken = weights_taken or model.weight_bytes
         self._proofs = Proofs()
@@ -100,7 +100,13 @@ class Boot:
 
     def _assemble(self) -> Assembled:
         try:
-            return assemble(self._model, self.plan, selftest=self._selftest, **self._options)
+            return assemble(
+                self._model,
+                self.plan,
+                selftest=self._selftest,
+                prefix_cache=self._prefix_cache,
+                check_invariants=self._check_invariants,
+            )
         except (MemoryError, RuntimeError) as error:
             if "out of memory" not in str(error).lower() and not isinstance(error, MemoryError):
                 raise

@@ -141,7 +141,8 @@ class LLM:
         from localllm.proofs import Proofs
 
         made = plan(self.facts, self.machine, self._options)
-        learned = Proofs().learned_bytes(self.facts, self.machine, made.device) + missing_bytes
+        # a proof's excess is in the file already, unless that cannot be written
+        learned = max(Proofs().learned_bytes(self.facts, self.machine, made.device), missing_bytes)
         if not learned:
             return made
         options = replace(self._options, learned_bytes=learned, device=made.device)

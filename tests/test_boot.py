@@ -6,16 +6,20 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from localllm import LLM, SamplingParams
+from localllm.boot import Boot
+from localllm.device.fake import MACHINES
 from localllm.engine.proof import Proof, Term
 from localllm.kernels import reference, tuning
 from localllm.kernels.cpu import ops as cpu_ops
 from localllm.kernels.ops import OpImpl
+from localllm.kernels.selftest import SelfTest
 from localllm.llm import kernel_words
 from localllm.proofs import Proofs
 
@@ -70,6 +74,34 @@ def test_a_plan_that_did_not_hold_shrinks_once_says_so_and_is_remembered(smollm2
         scheduler = llm.engine.scheduler  # and what ran out while running
         scheduler.limits = replace(scheduler.limits, max_parallel=1)
         assert any("1 of 8 sequences at once" in line and "--ctx" in line for line in llm.state().warnings)
+
+
+def test_on_a_card_a_plan_that_does_not_hold_is_made_again_once(
+    empty_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With proofs and engines that are only counted: plan, proof, smaller plan, proof."""
+    facts, machine = SimpleNamespace(**dict.fromkeys(("architecture", "name", "num_params"), "m")), MACHINES["rtx4090"]
+    facts.weight_bytes, facts.stored_format = 1, "bf16"
+    base = {"device": "cuda:0", "dtype": "bfloat16", "kv": "bf16", "quant": "", "num_pages": (9,), "page_size": 16}
+    base |= {"max_parallel": 4, "prefill_budget": 2048}
+    plans = [SimpleNamespace(**base, ctx=ctx, need_bytes=ctx) for ctx in (8192, 4096)]
+    proofs = [Proof((Term("work", 100, 160),), "cuda", 1.0), Proof((Term("work", 100, 99),), "cuda", 1.0)]
+    made: list[int] = []
+    boot = Boot.__new__(Boot)
+    boot.plan, boot._facts, boot._machine, boot._proofs = plans[0], facts, machine, Proofs()  # type: ignore[assignment]
+    boot._shrunk, boot._selftest = "", SelfTest()
+    engine = SimpleNamespace(pressure=SimpleNamespace(note=""))
+    boot._assembled = SimpleNamespace(engine=engine, runner=SimpleNamespace(graphs=None))  # type: ignore[assignment]
+    assembled = boot._assembled
+    monkeypatch.setattr(Boot, "_run_gpu_proof", lambda self: proofs.pop(0))
+    monkeypatch.setattr(Boot, "_assemble", lambda self: made.append(self.plan.ctx) or assembled)
+    boot._replan = lambda missing: plans[1] if missing == 60 else None  # type: ignore[assignment,return-value]
+    boot._prove_on_gpu()
+    assert made == [4096] and boot.plan is plans[1] and not proofs
+    (warning,) = boot.warnings
+    assert "context 4,096 instead of 8,192 tokens" in warning
+    assert Proofs().learned_bytes(facts, machine, "cuda:0") == 60  # type: ignore[arg-type]
+    assert Proofs().known(facts, machine, plans[1])["held"]  # type: ignore[arg-type,index]
 
 
 def test_a_sleeping_model_that_wakes_is_proved_no_second_time(smollm2_path: Path, empty_home: Path) -> None:
