@@ -271,7 +271,10 @@ class Tail(Vertical):
             self._lines = 0
         if not text:
             return
-        self.set_class(bool(_FENCE.match(text.partition("\n")[0])), "-code")
+        head, newline, code = text.partition("\n")
+        is_code = bool(newline and _FENCE.match(head))
+        self.set_class(is_code, "-code")
+        text = code if is_code else text
         if len(text) - self._frozen > TAIL_CHUNK:
             cut = max(text.rfind("\n", self._frozen), text.rfind(" ", self._frozen)) + 1
             piece = text[self._frozen : cut]
