@@ -86,10 +86,14 @@ def _plan(model: LocalModel, machine: MachineFacts, benches: Benches) -> Plan | 
 
 
 def _cells(model: LocalModel, made: Plan | None) -> tuple[str, ...]:
+    from localllm import hub
+
     if made is None:
         return (model.name, "", model.format, gib(model.size_bytes), "", "✗", "–", _ago(model.last_used), model.reason)
     mark = "✓" if made.basis == "measured" else "≈"
     note = _FROM[model.source] if model.source != "hub" else ""
+    if (model.path / hub.local.QUANTIZED).is_file():
+        note = "quantised here"
     if not model.chat:
         note = f"{note}, base model" if note else "base model"
     quality = evaluate.note(model.path, made.kv)
@@ -291,6 +295,9 @@ def rm(
     ] = None,
     dry_run: Annotated[bool, typer.Option("-n", "--dry-run", help="Only say what would be removed.")] = False,
     partial: Annotated[bool, typer.Option("--partial", help="Remove what interrupted downloads left.")] = False,
+    quantized_only: Annotated[
+        bool, typer.Option("--quantized-only", help="Only what `quantize` made of these models, not they themselves.")
+    ] = False,
 ) -> int:
     """Remove models, or left-over parts of downloads. Says who else uses the files, and asks first."""
     from localllm import hub
@@ -298,9 +305,13 @@ def rm(
     console = env.console
     if partial == bool(models):
         raise ConfigError("rm takes either names or --partial", "localllm rm NAME, or localllm rm --partial")
-    planned = (
-        [hub.remove_partials(dry_run=True)] if partial else [hub.remove(name, dry_run=True) for name in models or ()]
-    )
+
+    def remove(dry_run: bool) -> list[hub.Removal]:
+        if partial:
+            return [hub.remove_partials(dry_run=dry_run)]
+        return [hub.remove(name, dry_run=dry_run, derived_only=quantized_only) for name in models or ()]
+
+    planned = remove(dry_run=True)
     total = sum(item.num_bytes for item in planned)
     paths = [path for item in planned for path in item.paths]
     names = [name for item in planned for name in item.names]
@@ -313,7 +324,7 @@ def rm(
         raise ConfigError("nothing was removed", "answer y, or pass -y")
     done = planned
     if paths and not dry_run:
-        done = [hub.remove_partials()] if partial else [hub.remove(name) for name in models or ()]
+        done = remove(dry_run=False)
         console.say(f"removed {gib(sum(item.num_bytes for item in done))}")
     if console.as_json:
         fields = {

@@ -59,7 +59,8 @@ def quantize(
     console = env.console
     source = _local(env, model)
     target = _target(to, group)
-    folder = (out or paths.models_dir() / f"{label(source).removesuffix('.safetensors')}-{to}").expanduser()
+    name = label(source).rpartition("/")[2].removesuffix(".safetensors")
+    folder = (out or paths.models_dir() / f"{name}-{to}").expanduser()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sequences = _sequences(source, calib) if to in CARRIED else []
     progress = make_progress(console, env.options.progress or "auto", label(source))

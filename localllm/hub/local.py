@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 STARTER = "smollm2"
 """what a new user talks to first"""
 
+QUANTIZED = "localllm-quantize.json"
+"""lies beside the weights that `localllm quantize` wrote"""
+
 Source = Literal["hub", "index", "folder"]
 
 
@@ -42,7 +45,7 @@ class Found:
     quant: str = ""
     revision: str = ""
     files: tuple[str, ...] = ()
-    """weight files, relative to the snapshot or model folder"""
+    """weight files, relative to the snapshot or model folder; all files of a folder of the models folder"""
     size_bytes: int = 0
     problem: str = ""
     """why it cannot be whole, "" when nothing speaks against it"""
@@ -51,6 +54,16 @@ class Found:
     def base(self) -> str:
         """The name without its quant."""
         return self.name.partition(":")[0]
+
+    @property
+    def folder(self) -> Path:
+        """What `files` are relative to, for models of the models folder."""
+        return self.path if self.path.is_dir() else self.path.parent
+
+    @property
+    def derived(self) -> bool:
+        """`localllm quantize` made it from another model."""
+        return self.source == "folder" and (self.folder / QUANTIZED).is_file()
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,12 +240,16 @@ def _missing_shards(folder: Path, names: list[str]) -> str:
 
 def _from_models_dir() -> list[Found]:
     try:
-        folders = sorted(p for p in cache.models_dir().iterdir() if p.is_dir())
+        folders = sorted(p for p in cache.models_dir().iterdir() if p.is_dir() and not p.name.startswith("."))
     except (OSError, ConfigError):
         return []
     found = []
     for folder in folders:
-        sets = _sets(cache.files_in(folder), folder.name)
+        names = cache.files_in(folder)
+        if safetensors_names(names) and "config.json" in names:
+            missing = _missing_shards(folder, names)
+            found.append(_found(folder.name, folder, "folder", folder, tuple(names), problem=missing))
+        sets = _sets(names, folder.name)
         starter = catalog.starters().get(folder.name)
         for group in sets:
             own = starter is not None and group.files == (starter.file,)

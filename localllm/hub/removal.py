@@ -6,8 +6,10 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from localllm.errors import ModelNotFound
+
 from . import cache, local
-from .names import parse_name
+from .names import parse_name, shown
 
 SHARED_NOTE = "the Hugging Face cache is also used by other tools (transformers, vLLM, llama.cpp)"
 
@@ -24,26 +26,38 @@ class Removal:
     done: bool = False
 
 
-def remove(name: str, *, dry_run: bool = False) -> Removal:
+def remove(name: str, *, dry_run: bool = False, derived_only: bool = False) -> Removal:
     """Remove a model by its name, all its revisions; without a quant all quants of a repository.
+
+    derived_only   instead all models that `localllm quantize` made and whose names contain that one
 
     Raises ModelNotFound when no local model goes by that name or several do, ConfigError when the folder is read-only.
     A process that has the model loaded keeps running: its pages stay until it ends.
     """
-    found = local.need_one(parse_name(name))
+    found = _derived(name) if derived_only else local.need_one(parse_name(name))
     if found[0].source == "hub":
         return _remove_from_cache(found, dry_run)
-    gone = [f.path.parent / n for f in found for n in f.files]
-    gone += [p for path in gone if (p := path.with_name(path.name + ".json")).exists()]
+    gone = [f.folder / n for f in found for n in f.files]
+    gone += [p for path in gone if path.suffix == ".gguf" and (p := path.with_name(path.name + ".json")).exists()]
     size = sum(f.size_bytes for f in found)
     if not dry_run:
-        with cache.writing(found[0].path.parent):
-            for path in gone:
-                path.unlink(missing_ok=True)
-            left = [p for p in found[0].path.parent.iterdir() if p.name != ".lock"]
-            if not left:
-                shutil.rmtree(found[0].path.parent)
+        for folder in dict.fromkeys(f.folder for f in found):
+            with cache.writing(folder):
+                for path in gone:
+                    if path.is_relative_to(folder):
+                        path.unlink(missing_ok=True)
+                if not [p for p in folder.iterdir() if p.name != ".lock"]:
+                    shutil.rmtree(folder)
     return Removal(tuple(f.name for f in found), tuple(gone), size, done=not dry_run)
+
+
+def _derived(name: str) -> list[local.Found]:
+    parsed = parse_name(name)
+    part = parsed.base.rpartition("/")[2]
+    found = [f for f in local.find_part(parsed._replace(base=part)) if f.derived]
+    if not found:
+        raise ModelNotFound(f"nothing here was quantised from {shown(name)} by localllm", "localllm ls")
+    return found
 
 
 def _remove_from_cache(found: list[local.Found], dry_run: bool) -> Removal:
@@ -68,7 +82,9 @@ def _remove_from_cache(found: list[local.Found], dry_run: bool) -> Removal:
 def remove_partials(*, dry_run: bool = False) -> Removal:
     """Remove what interrupted downloads left; files that are arriving right now stay."""
     found = [(p, _bytes(p), cache.blob_lock_of(p)) for p in cache.partials()]
-    found += [(p, _bytes(p), p.parent / ".lock") for p in sorted(cache.models_dir().glob("*/.fetch-*"))]
+    models = cache.models_dir()
+    found += [(p, _bytes(p), p.parent / ".lock") for p in sorted(models.glob("*/.fetch-*"))]
+    found += [(p, _bytes(p), p.with_name(f"{p.name}.lock")) for p in sorted(models.glob(".*.partial"))]  # quantize
     gone = [(path, size) for path, size, lock in found if dry_run or _remove_idle(path, lock)]
     taken = tuple(path for path, _ in gone)
     return Removal(tuple(p.name for p in taken), taken, sum(size for _, size in gone), done=not dry_run)

@@ -53,6 +53,27 @@ def test_models_are_named_as_one_would_type_them(fake_hub: FakeHub, empty_home: 
     assert "4 bytes, it should have 98,362,432" in rows["smollm2"].reason
 
 
+def test_folders_of_safetensors_in_the_models_folder(empty_home: Path) -> None:
+    models = empty_home / "data/models"
+    put(models / "Tiny-1B", WHOLE)
+    put(models / "Tiny-1B-int4", WHOLE | {local.QUANTIZED: b"{}"})
+    put(models / "Tiny-1B-fp8", WHOLE | {local.QUANTIZED: b"{}"})
+    put(models / "Tiny-2B", {"config.json": CONFIG})  # no weights yet
+    put(models / ".Tiny-1B-mxfp4.partial", WHOLE)
+    assert {f.name: f.derived for f in local.scan()} == {"Tiny-1B": False, "Tiny-1B-int4": True, "Tiny-1B-fp8": True}
+    assert hub.resolve("Tiny-1B-int4", offline=True).path == models / "Tiny-1B-int4"
+
+    with pytest.raises(ModelNotFound, match="nothing here was quantised"):
+        hub.remove("Tiny-2B", derived_only=True)
+    planned = hub.remove("org/Tiny-1B", derived_only=True, dry_run=True)
+    assert set(planned.names) == {"Tiny-1B-int4", "Tiny-1B-fp8"}
+    assert hub.remove("org/Tiny-1B", derived_only=True).paths == planned.paths
+    assert [f.name for f in local.scan()] == ["Tiny-1B"]
+    assert hub.remove_partials().paths == (models / ".Tiny-1B-mxfp4.partial",)
+    hub.remove("Tiny-1B")
+    assert [name for name in sorted(tree(models)) if not name.startswith(".")] == ["Tiny-2B", "Tiny-2B/config.json"]
+
+
 def test_folders_of_other_tools_are_not_models(fake_hub: FakeHub, empty_home: Path) -> None:
     hub_folder = empty_home / "hf/hub"
     put(
