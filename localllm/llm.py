@@ -110,13 +110,14 @@ class LLM:
             self._checkpoint = self._open()
             self.facts: ModelFacts = self._checkpoint.facts
         from localllm.device import machine as look
+        from localllm.measured import kl_by_kv
         from localllm.plan import PlanOptions
 
         self.machine: MachineFacts = machine or look()
         options = PlanOptions(device=device, dtype=dtype, kv=kv, ctx=ctx, max_parallel=max_parallel, quant=quant)
         if prefill_budget is not None:
             options = replace(options, prefill_budget=prefill_budget)
-        self._options = options
+        self._options = replace(options, kv_measured=kl_by_kv(self.path))
         self.plan: Plan = self._planned(0)
         """what runs how, in bytes, with reasons"""
         if not self.plan.fits:

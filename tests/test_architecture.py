@@ -47,9 +47,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "calibrate": {"checkpoint", "device", "plan", "paths", "errors"},
     "fit": {"plan", "plan_device", "calibrate", "catalog", "checkpoint", "device", "config", "errors"},
     "engine": {"models", "quant", "kernels", "checkpoint", "request", "config", "device", "plan", "errors"},
+    "measured": {"paths"},
     "proofs": {"paths", "plan", "device", "checkpoint", "_version"},
     "boot": {"engine", "models", "kernels", "plan", "proofs", "device", "checkpoint", "request", "errors"},
     "llm": {
+        "measured",
         "boot",
         "proofs",
         "shaping",

@@ -12,15 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from localllm import LLM, SamplingParams
+from localllm import LLM, SamplingParams, evaluate
 from localllm.boot import Boot
 from localllm.device.fake import MACHINES
 from localllm.engine.proof import Proof, Term
+from localllm.evaluate import Quality
 from localllm.kernels import reference, tuning
 from localllm.kernels.cpu import ops as cpu_ops
 from localllm.kernels.ops import OpImpl
 from localllm.kernels.selftest import SelfTest
 from localllm.llm import kernel_words
+from localllm.measured import kl_by_kv
 from localllm.proofs import Proofs
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -115,6 +117,17 @@ def test_a_sleeping_model_that_wakes_is_proved_no_second_time(smollm2_path: Path
         llm.wake()
         assert llm._boot.proof_note.startswith("proved: ")
         assert tokens(llm) == first
+
+
+def test_what_the_quality_meter_measured_reaches_the_plan(empty_home: Path) -> None:
+    row = Quality("m", "r", "bf16", "fp8", 100, 5.0, kl_mean=0.012, kl_p99=0.1, path="/models/m")
+    evaluate.save(row)
+    evaluate.save(replace(row, kv="int8", kl_mean=0.0004))
+    evaluate.save(replace(row, model="other", path="/models/other", kl_mean=0.5))
+    evaluate.save(replace(row, kv="bf16", kl_mean=None))
+    (evaluate.folder() / "broken.json").write_text("{")
+    assert kl_by_kv("/models/m") == {"fp8": 0.012, "int8": 0.0004}
+    assert kl_by_kv("/models/none") == {}
 
 
 def test_kernels_in_words() -> None:
