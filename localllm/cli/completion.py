@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from . import ALIASES, COMMANDS
 
-ONE_MODEL = frozenset({"bench", "chat", "doctor", "eval", "quantize", "run", "show", "tune"})
+ONE_MODEL = frozenset({"bench", "chat", "doctor", "eval", "quantize", "run", "show", "stop", "tune"})
 """commands whose first word is a model"""
 MANY_MODELS = frozenset({"plan", "pull", "rm", "serve"})
 """commands whose words all are"""
