@@ -186,6 +186,11 @@ class Boot:
         done.wait()
         return found
 
+    @property
+    def num_untuned(self) -> int:
+        """Shapes of kernels in use whose tiles were not timed on this card."""
+        return len(tuner().waiting) if self.plan.device != "cpu" else 0
+
     # --- words -------------------------------------------------------------------------------------------------------
 
     def _on_tuned(self, tuned: list[Tuned]) -> None:

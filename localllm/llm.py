@@ -654,9 +654,7 @@ class LLM:
     @property
     def num_untuned(self) -> int:
         """Shapes of kernels in use whose tiles were not timed on this card."""
-        from localllm.kernels.tuning import tuner
-
-        return len(tuner().waiting)
+        return self._boot.num_untuned
 
     # --- life --------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What the quality meter (`evaluate`) has found about KV formats, for the planner: read from its files, without torch."""
+"""What the quality meter (`evaluate`) found about KV formats, for the planner: read from its files, without torch."""
 
 from __future__ import annotations
 
