@@ -79,6 +79,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "chat",
         "history",
         "kernels",
+        "processes",
     }
     | {"hub", "terminal"}
     | _TEXT,

@@ -85,7 +85,7 @@ def serve(
     env.debug_invariants = debug_invariants
     values = {"ctx": ctx, "kv": kv, "dtype": dtype, "threads": threads}
     flags = {"server.host": host, "server.port": port, "engine.max_parallel": parallel, "engine.ttl": ttl}
-    config = env.settings(params.engine_flags(values) | flags)
+    config = env.settings(params.engine_flags(values) | flags, strict=True)  # a server runs as it was told, or not
     from localllm import server
     from localllm.processes import new_token
 

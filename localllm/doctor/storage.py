@@ -12,6 +12,7 @@ from localllm import hub
 from localllm.device.disk import existing
 from localllm.hub.cache import hf_home, hub_dir
 from localllm.hub.local import scan
+from localllm.processes import running
 from localllm.request import Check
 
 from .finding import GIB, STORAGE, CheckFunction, Survey, found, proxy, size
@@ -137,6 +138,10 @@ def server_port(survey: Survey) -> Check:
     holder = survey.host.port_holder
     if not holder:
         return found("server.port", STORAGE, "ok", "the server's port is free")
+    ours = next((one for one in running() if one.kind == "serve" and f"(pid {one.pid})" in holder), None)
+    if ours is not None:
+        title = f"localllm serves {', '.join(ours.models) or 'no model yet'} at {ours.url}"
+        return found("server.port", STORAGE, "ok", title, holder=holder, url=ours.url)
     if "localllm" in holder:
         return found("server.port", STORAGE, "ok", f"{holder} serves", holder=holder)
     title = f"the server's port is taken by {holder}"

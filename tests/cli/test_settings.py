@@ -74,6 +74,17 @@ def test_broken_toml_is_one_sentence(invoke: Invoke, file: Path) -> None:
     assert file.read_text() == "[engine\n"
 
 
+def test_a_server_does_not_start_with_settings_that_cannot_be_read(
+    invoke: Invoke, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may hold its key and its address: the defaults would lay it open."""
+    monkeypatch.delenv("LOCALLLM_ENGINE")
+    file.write_text("[server\n")
+    result = invoke("serve", "smollm2")
+    assert result.exit_code == 2
+    assert "not valid TOML" in result.stderr
+
+
 @pytest.mark.parametrize(
     "words", [("frob",), ("get",), ("set", "engine.ctx"), ("list", "engine.ctx"), ("set", "engine.ctx", "x")]
 )

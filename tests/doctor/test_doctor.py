@@ -226,6 +226,18 @@ def test_verdicts_on_the_surroundings(check_id: str, host: dict, status: str, wo
     assert words in check.title
 
 
+def test_a_server_of_ours_is_named(empty_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from localllm.processes import Record
+
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(empty_home))
+    record = Record("serve", "http://127.0.0.1:8000")
+    record.update(("smollm2",))
+    host = replace(HOST, port_holder=f"python (pid {os.getpid()})")
+    assert one("server.port", host=host).title == "localllm serves smollm2 at http://127.0.0.1:8000"
+    record.remove()
+    assert one("server.port", host=host).status == "warn"
+
+
 def test_special_machines_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     wsl, docker = MACHINES["wsl2"], MACHINES["h100"]
     assert "border of WSL" in one("disk.speed", wsl, fake_host("wsl2")).title
