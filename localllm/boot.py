@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from localllm.engine.assembly import Assembled, assemble
 from localllm.engine.memory_meter import rss_anon_bytes
 from localllm.engine.proof import CpuProof, Proof, prove_on_gpu
+from localllm.engine.threads import missing_kernels
 from localllm.engine.tuning_job import TuningJob
 from localllm.errors import OutOfMemory
 from localllm.kernels.records import Records, default_folder, identity
@@ -216,6 +217,9 @@ class Boot:
     def warnings(self) -> tuple[str, ...]:
         """What is less than planned, with what to do about it."""
         found = [f"{failure}; the next kernel took its place" for failure in self._selftest.failures]
+        missing = missing_kernels() if self.plan.device == "cpu" else ""
+        if missing and not any("compiler" in warning for warning in self.plan.warnings):
+            found.insert(0, missing)
         graphs = self._assembled.runner.graphs
         if graphs is not None and graphs.failure:
             found.append(f"CUDA graphs: {graphs.failure}; decoding launches every kernel, slower")

@@ -18,7 +18,6 @@ typedef struct {
     const float *x;       /* [m, k] as given */
     int64_t m;
     int exact;            /* floats instead of integers */
-    int paired;           /* 16-bit pairs instead of planes of bytes */
     const uint8_t *planes; /* [m][blocks][XBYTES] */
     const xblock *meta;   /* [m][blocks] */
     const float *floats;  /* [m][stride] */
@@ -59,7 +58,7 @@ INLINE float half_sum(const float *x)
     return vf_sum(s);
 }
 
-INLINE void quantise_block(const float *x, uint8_t *planes, int paired, xblock *meta, int halves, int has_min, int32_t zero)
+INLINE void quantise_block(const float *x, uint8_t *planes, xblock *meta, int halves, int has_min, int32_t zero)
 {
     vf top = vf_set1(0.0f);
     vi bad = vi_set1(0);
@@ -85,8 +84,7 @@ INLINE void quantise_block(const float *x, uint8_t *planes, int paired, xblock *
         }
         sums[h] = vi_sum(total);
     }
-    if (paired) pair_block(q, planes);
-    else plane_block(q, planes);
+    plane_block(q, planes);
     if (halves == 1) sums[0] += sums[1];
     meta->scale = scale;
     for (int h = 0; h < 2; h++)
@@ -108,6 +106,7 @@ static void prepare_rows(void *arg, int64_t begin, int64_t end, int thread)
     prepare_job *j = arg;
     const ll_weight *w = j->w;
     const int halves = halves_of(w), has_min = w->min_kind != NUM_NONE;
+    const int32_t zero = (int32_t)w->zero_offset - (code_is_wide(w->code) ? DOT_BIAS : 0);
     float buffer[BLOCK];
     for (int64_t row = begin; row < end; row++) {
         const float *x = j->a->x + row * w->k;
@@ -115,7 +114,7 @@ static void prepare_rows(void *arg, int64_t begin, int64_t end, int thread)
             const float *xb = gather_block(w, x, b, buffer);
             xblock *meta = j->meta + row * w->blocks + b;
             if (!j->a->exact) {
-                quantise_block(xb, j->planes + (row * w->blocks + b) * XBYTES, j->a->paired, meta, halves, has_min, (int32_t)w->zero_offset);
+                quantise_block(xb, j->planes + (row * w->blocks + b) * XBYTES, meta, halves, has_min, zero);
                 continue;
             }
             if (has_min) {

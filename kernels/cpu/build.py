@@ -2,7 +2,8 @@
 
 The library lies in the cache folder under a name made of the instruction set, the sources and the compiler, so a
 change of any of them builds anew and an older CPU never loads a newer CPU's code. A file comes into place by an atomic
-rename: two processes that build at once both succeed. Without a compiler a library built earlier is still used.
+rename: two processes that build at once both succeed. Without a compiler a library built earlier is still used. After a
+build those that nobody has loaded for two weeks are removed.
 """
 
 from __future__ import annotations
@@ -29,24 +30,39 @@ __all__ = ["ISAS", "Library", "cache_folder", "detect_isa", "is_built", "lib", "
 FOLDER = Path(__file__).parent
 TIMEOUT_S = 120
 X86 = ("-mavx2", "-mfma", "-mf16c")
+X86_512 = (*X86, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 ISAS: dict[str, tuple[str, ...]] = {
-    "avx512vnni": (*X86, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni"),
-    "avx512": (*X86, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
+    "amx": (*X86_512, "-mavx512vnni", "-mamx-tile", "-mamx-int8"),
+    "avx512vnni": (*X86_512, "-mavx512vnni"),
+    "avx512": X86_512,
     "avxvnni": (*X86, "-mavxvnni"),
     "avx2": X86,
+    "neoni8mm": ("-march=armv8.2-a+dotprod+i8mm",),
+    "neondot": ("-march=armv8.2-a+dotprod",),
     "neon": (),
     "portable": (),
 }
 """Compiler flags of each instruction set, best first."""
 AVX2_FLAGS = frozenset({"avx2", "fma", "f16c"})
 AVX512_FLAGS = AVX2_FLAGS | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
-X86_NEEDS = {
+NEEDS = {
+    "amx": AVX512_FLAGS | {"avx512_vnni", "amx_tile", "amx_int8"},
     "avx512vnni": AVX512_FLAGS | {"avx512_vnni"},
     "avx512": AVX512_FLAGS,
     "avxvnni": AVX2_FLAGS | {"avx_vnni"},
     "avx2": AVX2_FLAGS,
+    "neoni8mm": frozenset({"asimddp", "i8mm"}),
+    "neondot": frozenset({"asimddp"}),
+    "neon": frozenset(),
+    "portable": frozenset(),
 }
 """What /proc/cpuinfo must name."""
+APPLE = {"asimddp": "FEAT_DotProd", "i8mm": "FEAT_I8MM"}
+"""/proc/cpuinfo's names of what macOS tells under hw.optional.arm"""
+KEPT_S = 14 * 24 * 3600
+"""A library that was not loaded for so long is removed after a build."""
+TOUCHED_S = 24 * 3600
+"""Its time stamp says when it was loaded, a day at most too early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +80,28 @@ class Library:
 def runnable_isas() -> tuple[str, ...]:
     """The instruction sets this machine has, best first; "portable" is always among them."""
     machine = platform.machine().lower()
-    if machine in ("arm64", "aarch64"):
-        return ("neon", "portable")
-    flags = _x86_flags() if machine in ("x86_64", "amd64") else frozenset()
-    return tuple(isa for isa in ISAS if isa == "portable" or (isa != "neon" and X86_NEEDS[isa] <= flags))
+    arm, x86 = machine in ("arm64", "aarch64"), machine in ("x86_64", "amd64")
+    flags = _flags_of_cpu() if arm or x86 else frozenset()
+    there = (isa for isa in ISAS if isa == "portable" or (arm if isa.startswith("neon") else x86))
+    return tuple(isa for isa in there if NEEDS[isa] <= flags)
 
 
-def _x86_flags() -> frozenset[str]:
+def _flags_of_cpu() -> frozenset[str]:
+    if sys.platform == "darwin":
+        return frozenset(flag for flag, name in APPLE.items() if _sysctl(f"hw.optional.arm.{name}") == "1")
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return frozenset()
-    line = next((line for line in text.splitlines() if line.startswith("flags")), ":")
+    line = next((line for line in text.splitlines() if line.startswith(("flags", "Features"))), ":")
     return frozenset(line.split(":", 1)[1].split())
+
+
+def _sysctl(name: str) -> str:
+    try:
+        return subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""
 
 
 def detect_isa() -> str:
@@ -113,12 +138,21 @@ def library() -> Library:
         return Library(None, isa, f"LOCALLLM_CPU_ISA={isa} is not one of {', '.join(ISAS)}")
     if isa not in runnable_isas():
         return Library(None, isa, f"LOCALLLM_CPU_ISA={isa}: this machine has {', '.join(runnable_isas())}")
+    made = _library(isa)
+    if isa == "amx" and (made.lib is None or not made.lib.ll_amx()):
+        return _library("avx512vnni")  # the system keeps tiles from us, they are wrong, or the compiler has none
+    return made
+
+
+def _library(isa: str) -> Library:
+    """What is in the cache for an instruction set, else built."""
     compiler = _compiler()
     folder = cache_folder()
     found = _find(folder, isa, compiler)
     if found is not None:
         loaded = _load(found, isa)
         if loaded.lib is not None:
+            _touch(found)
             return loaded
     if not compiler:
         return Library(None, isa, "no C compiler: install gcc or clang, or `pip install ziglang`")
@@ -211,9 +245,34 @@ def _build(folder: Path, isa: str, compiler: tuple[str, ...]) -> Library:
             final = folder / f"{_stem(isa)}-{_compiler_hash(compiler)}.so"
             try:
                 os.replace(output, final)
+                _prune(folder, final)
             except OSError:
                 final = output
         return _load(final, isa, time.monotonic() - started)
+
+
+def _touch(path: Path) -> None:
+    """Note that a library was used."""
+    try:
+        if time.time() - path.stat().st_mtime > TOUCHED_S:
+            os.utime(path)
+    except OSError:
+        return  # another user's, or removed meanwhile: it is loaded all the same
+
+
+def _prune(folder: Path, newest: Path) -> None:
+    """Remove libraries nobody loads any more, and what builds that were killed left behind."""
+    before = time.time() - KEPT_S
+    for path in [*folder.glob("cpu-*.so"), *folder.glob("build-*")]:
+        try:
+            if path == newest or path.stat().st_mtime > before:
+                continue
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        except OSError:
+            continue  # in use by others, or theirs
 
 
 def _compile(compiler: tuple[str, ...], isa: str, output: Path) -> str | None:

@@ -147,6 +147,7 @@ class CDecoderLayer(ctypes.Structure):
 
 _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ll_abi": (c_int64, ()),
+    "ll_amx": (c_int64, ()),
     "ll_threads": (c_int64, (c_int64,)),
     "ll_advise": (None, (c_void_p, c_int64)),
     "ll_layout": (c_int64, (c_void_p,)),

@@ -15,12 +15,25 @@ static int linear_into(const ll_weight *w, const float *x, int64_t m, const floa
                        int exact)
 {
     activations a = {.x = x, .m = m, .exact = exact || code_is_float(w->code)};
-    a.paired = !few_rows(w, m);
     if (prepare_activations(w, &a)) return -1;
     product p = {w, &a, bias, residual, out, stride};
     int64_t slabs = (m + SLAB - 1) / SLAB;
     pool_run(a.exact ? float_tiles : int_tiles, &p, slabs * w->tiles);
     return 0;
+}
+
+#include "matmul_amx.h"
+
+/* Lets products of many rows use AMX tiles, after checking that they may and that they agree. Returns whether they do. */
+int64_t ll_amx(void)
+{
+    int64_t on = 0;
+#if LL_AMX
+    pthread_mutex_lock(&pool.lock);
+    amx_on = on = amx_allowed() && amx_agrees(CODE_8, 32) && amx_agrees(CODE_4, 32) && amx_agrees(CODE_6, 16);
+    pthread_mutex_unlock(&pool.lock);
+#endif
+    return on;
 }
 
 int64_t ll_linear(const ll_weight *w, const float *x, int64_t m, const float *bias, float *out, int64_t exact)

@@ -141,6 +141,21 @@ INLINE void float_blocks_as(const uint8_t *from, int64_t count, const int code, 
                 vf_store(to + (b * BLOCK + i) * TILE + v * VW, float_code(from + b * block_bytes_of[code], i, v, code));
 }
 
+INLINE void float_codes_as(const ll_weight *w, const uint8_t *from, int64_t count, const int code, vlut table, float *to)
+{
+    const vf zero = quad_zero(w);
+    for (int64_t b = 0; b < count; b++)
+        for (int v = 0; v < NV; v += COLS) {
+            vi q[8][COLS];
+            block_quads(from + b * block_bytes_of[code] + v * VW * 4, code, table, q);
+            for (int j = 0; j < 8; j++)
+                for (int t = 0; t < 4; t++)
+                    for (int c = 0; c < COLS; c++)
+                        vf_store(to + (b * BLOCK + 4 * j + t) * TILE + (v + c) * VW,
+                                 code_float((vi)((vu)q[j][c] >> (8 * t)) & 0xff, zero));
+        }
+}
+
 /* Codes of a chunk as floats [count * 32][32], zero offset taken off. */
 static void floats_chunk(const ll_weight *w, const uint8_t *from, int64_t count, float *to)
 {
@@ -150,20 +165,16 @@ static void floats_chunk(const ll_weight *w, const uint8_t *from, int64_t count,
     case CODE_BF16: float_blocks_as(from, count, CODE_BF16, to); return;
     case CODE_E4M3: float_blocks_as(from, count, CODE_E4M3, to); return;
     }
-    _Alignas(64) uint8_t pairs[CHUNK_F * WIDE_BLOCK];
-    const vf zero = quad_zero(w);
-    widen_chunk(w, from, count, pairs);
-    for (int64_t b = 0; b < count; b++)
-        for (int j = 0; j < 8; j++)
-            for (int v = 0; v < NV; v++) {
-                const uint8_t *at = pairs + b * WIDE_BLOCK + (2 * j * TILE + v * VW) * 4;
-                vi even = vi_load(at), odd = vi_load(at + TILE * 4);
-                float *f = to + (b * BLOCK + 4 * j) * TILE + v * VW;
-                vf_store(f, code_float(even & 0xffff, zero));
-                vf_store(f + TILE, code_float(odd & 0xffff, zero));
-                vf_store(f + 2 * TILE, code_float((vi)((vu)even >> 16), zero));
-                vf_store(f + 3 * TILE, code_float((vi)((vu)odd >> 16), zero));
-            }
+    const vlut table = lut_load(w->table);
+    switch (w->code) {
+    case CODE_4: float_codes_as(w, from, count, CODE_4, table, to); break;
+    case CODE_4T: float_codes_as(w, from, count, CODE_4T, table, to); break;
+    case CODE_5: float_codes_as(w, from, count, CODE_5, table, to); break;
+    case CODE_6: float_codes_as(w, from, count, CODE_6, table, to); break;
+    case CODE_2: float_codes_as(w, from, count, CODE_2, table, to); break;
+    case CODE_3: float_codes_as(w, from, count, CODE_3, table, to); break;
+    default: float_codes_as(w, from, count, CODE_8, table, to); break;
+    }
 }
 
 static void tile_float(const product *p, int64_t tile, int64_t row, int64_t rows)

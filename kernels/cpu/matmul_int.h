@@ -31,6 +31,8 @@ INLINE void tile_few(const product *p, int64_t tile, int64_t row, const int rows
             for (int v = 0; v < NV; v += COLS) {
                 vi q[8][COLS];
                 block_quads(codes + v * VW * 4, code, table, q);
+                for (int j = 0; code_is_wide(code) && j < 8; j++)
+                    for (int c = 0; c < COLS; c++) q[j][c] = code_byte(q[j][c]);
                 for (int h = 0; h < halves; h++) {
                     for (int r = 0; r < rows; r++) {
                         const xblock *m = meta + r * blocks;
@@ -57,13 +59,14 @@ INLINE void tile_few(const product *p, int64_t tile, int64_t row, const int rows
     }
 }
 
-/* ---- the same for many rows: codes widened to 16 bits once, shared by ROWS rows ---- */
+/* ---- the same for many rows: codes unpacked once, shared by ROWS rows ---- */
 
-#define ROWS (VW == 16 ? 6 : 4)
-#define WIDE_BLOCK (16 * TILE * 4) /* bytes of a widened block: [16][32 lanes] of 16-bit pairs */
+#define ROWS (VW == 8 ? 4 : 6)
+#define QUADS (LL_VNNI ? 1 : 2)       /* vectors that an unpacked quad takes: its bytes, or 16-bit pairs */
+#define WIDE_BLOCK (QUADS * 8 * PLANE) /* bytes of an unpacked block: [quads][32 lanes] */
 
 typedef struct {
-    const uint8_t *pairs;
+    const uint8_t *codes;        /* unpacked */
     const float *scale, *min;
     int64_t count;               /* blocks in the chunk */
     const uint8_t *x;            /* the first row's first block of the chunk */
@@ -83,16 +86,15 @@ INLINE void chunk_int(const chunk *k, int64_t row, const int rows, const int hal
             for (int c = 0; c < COLS; c++) acc[r][c] = vf_load(part + r * TILE + c * VW);
         for (int64_t b = 0; b < k->count; b++) {
             for (int h = 0; h < halves; h++) {
-                vi sum[ROWS][COLS];
+                vdot sum[ROWS][COLS];
                 for (int r = 0; r < rows; r++)
-                    for (int c = 0; c < COLS; c++) sum[r][c] = vi_set1(has_min ? 0 : meta[r * k->blocks + b].start[h]);
-                for (int i = h * 8; i < (halves == 1 ? 16 : h * 8 + 8); i++) {
-                    const uint8_t *pairs = k->pairs + b * WIDE_BLOCK + (i * TILE + v * VW) * 4;
-                    vi q[COLS];
-                    for (int c = 0; c < COLS; c++) q[c] = vi_load(pairs + c * VW * 4);
-                    for (int r = 0; r < rows; r++) {
-                        vi xr = vi_bcast(x + (r * k->blocks + b) * XBYTES + 4 * i);
-                        for (int c = 0; c < COLS; c++) sum[r][c] = madd16(sum[r][c], q[c], xr);
+                    for (int c = 0; c < COLS; c++) sum[r][c] = dot_start(has_min ? 0 : meta[r * k->blocks + b].start[h]);
+                for (int j = h * 4; j < (halves == 1 ? 8 : h * 4 + 4); j++) {
+                    const uint8_t *quad = k->codes + b * WIDE_BLOCK + (j * QUADS * TILE + v * VW) * 4;
+                    for (int i = 0; i < QUADS; i++) {
+                        vi q[COLS];
+                        for (int c = 0; c < COLS; c++) q[c] = vi_load(quad + (i * TILE + c * VW) * 4);
+                        for (int r = 0; r < rows; r++) dot_unpacked(sum[r], q, x + (r * k->blocks + b) * XBYTES, j, i);
                     }
                 }
                 for (int c = 0; c < COLS; c++) {
@@ -100,7 +102,7 @@ INLINE void chunk_int(const chunk *k, int64_t row, const int rows, const int hal
                     vf scale = vf_load(k->scale + lane), min = has_min ? vf_load(k->min + lane) : scale;
                     for (int r = 0; r < rows; r++) {
                         const xblock *m = meta + r * k->blocks + b;
-                        acc[r][c] = vf_fma(vf_cvt(sum[r][c]), scale * vf_set1(m->scale), acc[r][c]);
+                        acc[r][c] = vf_fma(dot_value(sum[r][c]), scale * vf_set1(m->scale), acc[r][c]);
                         if (has_min) acc[r][c] = vf_fma(min, vf_set1(m->sums[h]), acc[r][c]);
                     }
                 }
@@ -120,9 +122,9 @@ INLINE int step_of(int64_t left)
 }
 
 #define CHUNK_INT(NAME, HALVES, HAS_MIN)                                                     \
-    static __attribute__((noinline)) void NAME(const chunk *k, int64_t rows)                 \
+    static __attribute__((noinline)) void NAME(const chunk *k, int64_t r, int64_t rows)      \
     {                                                                                        \
-        for (int64_t r = 0, step; r < rows; r += step) {                                     \
+        for (int64_t step; r < rows; r += step) {                                            \
             switch (step = step_of(rows - r)) {                                              \
             case 6: chunk_int(k, r, ROWS == 6 ? 6 : 1, HALVES, HAS_MIN); break;              \
             case 5: chunk_int(k, r, 3, HALVES, HAS_MIN); step = 3; break;                    \
@@ -138,7 +140,7 @@ CHUNK_INT(chunk_int_min, 1, 1)
 CHUNK_INT(chunk_int_half_zero, 2, 0)
 CHUNK_INT(chunk_int_half_min, 2, 1)
 
-INLINE void widen_as(const uint8_t *codes, int64_t count, const int code, vlut table, uint8_t *pairs)
+INLINE void widen_as(const uint8_t *codes, int64_t count, const int code, vlut table, uint8_t *to)
 {
     for (int64_t b = 0; b < count; b++)
         for (int v = 0; v < NV; v += COLS) {
@@ -146,42 +148,58 @@ INLINE void widen_as(const uint8_t *codes, int64_t count, const int code, vlut t
             block_quads(codes + b * block_bytes_of[code] + v * VW * 4, code, table, q);
             for (int j = 0; j < 8; j++)
                 for (int c = 0; c < COLS; c++) {
-                    vi_store(pairs + b * WIDE_BLOCK + (2 * j * TILE + (v + c) * VW) * 4, quad_even(q[j][c]));
-                    vi_store(pairs + b * WIDE_BLOCK + ((2 * j + 1) * TILE + (v + c) * VW) * 4, quad_odd(q[j][c]));
+                    uint8_t *at = to + b * WIDE_BLOCK + (j * QUADS * TILE + (v + c) * VW) * 4;
+                    if (QUADS == 1) {
+                        vi_store(at, code_is_wide(code) ? code_byte(q[j][c]) : q[j][c]);
+                    } else {
+                        vi_store(at, quad_even(q[j][c]));
+                        vi_store(at + TILE * 4, quad_odd(q[j][c]));
+                    }
                 }
         }
 }
 
-static void widen_chunk(const ll_weight *w, const uint8_t *codes, int64_t count, uint8_t *pairs)
+static void widen_chunk(const ll_weight *w, const uint8_t *codes, int64_t count, uint8_t *to)
 {
     const vlut table = lut_load(w->table);
     switch (w->code) {
-    case CODE_4: widen_as(codes, count, CODE_4, table, pairs); break;
-    case CODE_4T: widen_as(codes, count, CODE_4T, table, pairs); break;
-    case CODE_5: widen_as(codes, count, CODE_5, table, pairs); break;
-    case CODE_6: widen_as(codes, count, CODE_6, table, pairs); break;
-    case CODE_2: widen_as(codes, count, CODE_2, table, pairs); break;
-    case CODE_3: widen_as(codes, count, CODE_3, table, pairs); break;
-    default: widen_as(codes, count, CODE_8, table, pairs); break;
+    case CODE_4: widen_as(codes, count, CODE_4, table, to); break;
+    case CODE_4T: widen_as(codes, count, CODE_4T, table, to); break;
+    case CODE_5: widen_as(codes, count, CODE_5, table, to); break;
+    case CODE_6: widen_as(codes, count, CODE_6, table, to); break;
+    case CODE_2: widen_as(codes, count, CODE_2, table, to); break;
+    case CODE_3: widen_as(codes, count, CODE_3, table, to); break;
+    default: widen_as(codes, count, CODE_8, table, to); break;
     }
 }
+
+/* Rows computed with AMX tiles, from the first on; 0 where there are none. */
+static int64_t chunk_amx_rows(const chunk *k, int64_t rows, int halves, int has_min);
+#if !LL_AMX
+static int64_t chunk_amx_rows(const chunk *k, int64_t rows, int halves, int has_min)
+{
+    (void)k, (void)rows, (void)halves, (void)has_min;
+    return 0;
+}
+#endif
 
 static void tile_many(const product *p, int64_t tile, int64_t row, int64_t rows)
 {
     const ll_weight *w = p->w;
     const int halves = halves_of(w), has_min = w->min_kind != NUM_NONE;
     const uint8_t *at = w->data + tile * w->tile_bytes;
-    _Alignas(64) uint8_t pairs[CHUNK_W * WIDE_BLOCK];
+    _Alignas(64) uint8_t codes[CHUNK_W * WIDE_BLOCK];
     _Alignas(64) chunk_floats scale, min;
     _Alignas(64) float part[SLAB * TILE];
     memset(part, 0, (size_t)rows * TILE * 4);
     for (int64_t first = 0; first < w->blocks; first += CHUNK_W) {
         int64_t count = w->blocks - first < CHUNK_W ? w->blocks - first : CHUNK_W;
-        widen_chunk(w, at + w->at_codes + first * w->block_bytes, count, pairs);
+        widen_chunk(w, at + w->at_codes + first * w->block_bytes, count, codes);
         expand_scales(w, at, first, count, scale, min);
-        chunk k = {pairs, scale, min, count, p->a->planes + (row * w->blocks + first) * XBYTES,
+        chunk k = {codes, scale, min, count, p->a->planes + (row * w->blocks + first) * XBYTES,
                    p->a->meta + row * w->blocks + first, w->blocks, part};
-        (halves == 2 ? has_min ? chunk_int_half_min : chunk_int_half_zero : has_min ? chunk_int_min : chunk_int_zero)(&k, rows);
+        const int64_t done = chunk_amx_rows(&k, rows, halves, has_min);
+        (halves == 2 ? has_min ? chunk_int_half_min : chunk_int_half_zero : has_min ? chunk_int_min : chunk_int_zero)(&k, done, rows);
         /* what comes next is fetched while the many rows are computed */
         const uint8_t *next = at + w->at_codes + (first + count) * w->block_bytes;
         for (int64_t i = 0; i < CHUNK_W * w->block_bytes; i += 64) __builtin_prefetch(next + i, 0, 2);
@@ -231,8 +249,9 @@ static void int_tiles(void *arg, int64_t begin, int64_t end, int thread)
 {
     (void)thread;
     const product *p = arg;
-    if (!p->a->paired) {
-        few_rows(p->w, p->a->m)(p, begin, end);
+    void (*few)(const product *, int64_t, int64_t) = few_rows(p->w, p->a->m);
+    if (few) {
+        few(p, begin, end);
         return;
     }
     for (int64_t i = begin; i < end; i++) {

@@ -14,6 +14,13 @@
  * own prefetching (Zen 4, two cores: 36 to 70 GB/s, 16384 ahead 34 to 45); narrow codes do not (1.9 against 1.5 ms for
  * 66 MB of Q4_1). */
 #define AHEAD(code) ((code) == CODE_8 || code_is_float(code) ? 1024 : 16384)
+#if defined(__AMX_TILE__) && defined(__AMX_INT8__) && VW == 16 && LL_VNNI
+#define LL_AMX 1
+static int amx_on; /* after its self-test */
+#else
+#define LL_AMX 0
+#endif
+#define AMX_ROWS 16
 #define SLAB 128               /* rows of x that share one unpacking */
 
 typedef struct {

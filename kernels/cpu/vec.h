@@ -1,9 +1,9 @@
 /* Vectors of VW 32-bit lanes: the few operations the kernels need, for AVX-512, AVX2, NEON and plain C.
  *
  * The integer dot product takes weight codes as unsigned bytes, four inputs of one row per lane, and activations of
- * 16 bits: two planes of signed bytes (256 * hi + lo) for the byte dot products of VNNI, which need no widening of
- * codes (`plane_block` writes what `dot_quad` reads), or 16-bit pairs for codes widened once and used for many rows
- * (`pair_block`, `madd16`). Integer sums are exact, so all give the same result. */
+ * 16 bits: two planes of signed bytes (256 * hi + lo) where there are dot products of bytes (VNNI, Arm's dot products),
+ * else 16-bit pairs, for which codes are widened. `plane_block` writes what `dot_quad` reads. Integer sums are exact,
+ * so all give the same result. */
 #ifndef LL_VEC_H
 #define LL_VEC_H
 
@@ -137,10 +137,14 @@ INLINE vi vi_round(vf a) { vi r; for (int i = 0; i < VW; i++) r[i] = (int32_t)__
 INLINE vf vf_max(vf a, vf b) { vi m = a > b; return (vf)(((vi)a & m) | ((vi)b & ~m)); }
 INLINE vf vf_min(vf a, vf b) { vi m = a < b; return (vf)(((vi)a & m) | ((vi)b & ~m)); }
 INLINE vf vf_cvt(vi a) { return __builtin_convertvector(a, vf); }
+#if defined(__ARM_NEON)
+INLINE vf vf_f16(const uint16_t *p) { return (vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+#else
 INLINE vf vf_f16(const uint16_t *p)
 {
     return (vf){f16_to_f32(p[0]), f16_to_f32(p[1]), f16_to_f32(p[2]), f16_to_f32(p[3])};
 }
+#endif
 INLINE vi vi_u16(const uint16_t *p) { return (vi){p[0], p[1], p[2], p[3]}; }
 INLINE vi vi_u8(const uint8_t *p) { return (vi){p[0], p[1], p[2], p[3]}; }
 INLINE vi vi_i8(const uint8_t *p) { return (vi){(int8_t)p[0], (int8_t)p[1], (int8_t)p[2], (int8_t)p[3]}; }
@@ -150,6 +154,11 @@ INLINE vf vf_e4m3_256(const uint8_t *p)
     for (int i = 0; i < VW; i++) r[i] = f16_to_f32((uint16_t)((p[i] & 0x80) << 8 | (p[i] & 0x7f) << 7));
     return r;
 }
+#if defined(__ARM_NEON)
+typedef uint8x16_t vlut;
+INLINE vlut lut_load(const uint8_t *t) { return vld1q_u8(t); }
+INLINE vi lut_get(vlut t, vi i) { return (vi)vqtbl1q_u8(t, (uint8x16_t)i); }
+#else
 typedef struct { uint8_t t[16]; } vlut;
 INLINE vlut lut_load(const uint8_t *t) { vlut l; memcpy(l.t, t, 16); return l; }
 INLINE vi lut_get(vlut t, vi i)
@@ -158,6 +167,7 @@ INLINE vi lut_get(vlut t, vi i)
     for (int j = 0; j < 4 * VW; j++) b[j] = t.t[b[j] & 15];
     return (vi)b;
 }
+#endif
 #endif
 
 #if VW != 16
@@ -204,6 +214,10 @@ INLINE vi madd16(vi sum, vi a, vi b)
     return (vi)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)a, (__m256i)b);
 #elif VW == 8
     return sum + (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__ARM_NEON)
+    const int16x8_t x = (int16x8_t)a, y = (int16x8_t)b;
+    const int32x4_t low = vmull_s16(vget_low_s16(x), vget_low_s16(y)), high = vmull_high_s16(x, y);
+    return sum + (vi)vpaddq_s32(low, high);
 #elif defined(__SSE2__)
     typedef short v8hi __attribute__((vector_size(16)));
     return sum + (vi)__builtin_ia32_pmaddwd128((v8hi)a, (v8hi)b);
@@ -233,15 +247,34 @@ INLINE void pair_block(const int32_t *q, uint8_t *x)
 #endif
 INLINE vi vi_bcast(const uint8_t *p) { int32_t x; memcpy(&x, p, 4); return vi_set1(x); }
 
-#if (VW == 16 && defined(__AVX512VNNI__)) || (VW == 8 && (defined(__AVXVNNI__) || (defined(__AVX512VNNI__) && defined(__AVX512VL__))))
+/* Byte dot products where there are any: sum += four codes times four signed bytes, in every lane. SDOT of Arm takes
+ * signed codes: those that may be 128 or more come with their highest bit turned over (`code_byte`), and
+ * what that takes off is put back through the sum's start (`DOT_BIAS`). */
+#if VW == 16 && defined(__AVX512VNNI__)
 #define LL_VNNI 1
-#if VW == 16
 #define DPBUSD(acc, u, s) ((vi)_mm512_dpbusd_epi32((__m512i)(acc), (__m512i)(u), (__m512i)(s)))
-#elif defined(__AVXVNNI__)
+#elif VW == 8 && defined(__AVXVNNI__)
+#define LL_VNNI 1
 #define DPBUSD(acc, u, s) ((vi)_mm256_dpbusd_avx_epi32((__m256i)(acc), (__m256i)(u), (__m256i)(s)))
+#elif VW == 4 && defined(__ARM_FEATURE_MATMUL_INT8)
+#define LL_VNNI 1
+#define DPBUSD(acc, u, s) ((vi)vusdotq_s32((int32x4_t)(acc), (uint8x16_t)(u), (int8x16_t)(s)))
+#elif VW == 4 && defined(__ARM_FEATURE_DOTPROD)
+#define LL_VNNI 1
+#define DOT_SIGNED 1
+#define DPBUSD(acc, u, s) ((vi)vdotq_s32((int32x4_t)(acc), (int8x16_t)(u), (int8x16_t)(s)))
 #else
-#define DPBUSD(acc, u, s) ((vi)_mm256_dpbusd_epi32((__m256i)(acc), (__m256i)(u), (__m256i)(s)))
+#define LL_VNNI 0
 #endif
+#if defined(DOT_SIGNED)
+#define DOT_BIAS 128
+INLINE vi code_byte(vi codes) { return codes ^ (int32_t)0x80808080; }
+#else
+#define DOT_BIAS 0
+INLINE vi code_byte(vi codes) { return codes; }
+#endif
+
+#if LL_VNNI
 typedef struct { vi hi, lo; } vdot;
 INLINE vdot dot_start(int32_t z) { return (vdot){vi_set1(0), vi_set1(z)}; }
 INLINE void dot_quad(vdot *d, vi codes, const uint8_t *x, int j)
@@ -266,7 +299,6 @@ INLINE void plane_block(const int32_t *q, uint8_t *x)
 #endif
 }
 #else
-#define LL_VNNI 0
 typedef struct { vi sum; } vdot;
 INLINE vdot dot_start(int32_t z) { return (vdot){vi_set1(z)}; }
 INLINE void dot_quad(vdot *d, vi codes, const uint8_t *x, int j)

@@ -33,6 +33,7 @@ typedef struct {
 } ll_weight;
 
 INLINE int code_is_float(int64_t code) { return code >= CODE_F32; }
+INLINE int code_is_wide(int64_t code) { return code == CODE_8 || code == CODE_4T; } /* codes from 128 on */
 INLINE int64_t number_bytes(int64_t kind) { return kind == NUM_F32 ? 4 : kind == NUM_F16 || kind == NUM_BF16 ? 2 : kind == NUM_NONE ? 0 : 1; }
 INLINE int halves_of(const ll_weight *w) { return w->group == 16 ? 2 : 1; }
 INLINE int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
@@ -122,7 +123,23 @@ static void expand_scales(const ll_weight *w, const uint8_t *tile, int64_t first
         for (int64_t i = 0; i < count * TILE; i++) scale[i] *= 256.0f;
 }
 
-#define COLS (VW == 16 ? 2 : 1) /* vectors of a tile taken together: whole planes, and shared broadcasts of x */
+#define COLS (VW == 8 ? 1 : 2) /* vectors of a tile taken together: whole planes, and shared broadcasts of x */
+
+/* Adds quad j's part `i` of a row's activations to the sums of COLS vectors of unpacked codes. */
+INLINE void dot_unpacked(vdot sum[COLS], const vi q[COLS], const uint8_t *x, int j, int i)
+{
+#if LL_VNNI
+    (void)i;
+    const vi hi = vi_bcast(x + 4 * j), lo = vi_bcast(x + BLOCK + 4 * j);
+    for (int c = 0; c < COLS; c++) {
+        sum[c].hi = DPBUSD(sum[c].hi, q[c], hi);
+        sum[c].lo = DPBUSD(sum[c].lo, q[c], lo);
+    }
+#else
+    const vi pair = vi_bcast(x + 8 * j + 4 * i);
+    for (int c = 0; c < COLS; c++) sum[c].sum = madd16(sum[c].sum, q[c], pair);
+#endif
+}
 
 /* The eight quads of a block as bytes, for the COLS * VW rows whose lanes begin at `at`. Loads go from front to back. */
 INLINE void block_quads(const uint8_t *at, const int code, vlut table, vi q[8][COLS])

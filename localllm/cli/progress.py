@@ -213,8 +213,13 @@ class PlainProgress:
                 self._stall_shown = False
                 self._console.say(f"download {percent} % {_of(self._bytes)}")
         elif phase.name not in ("resolve", "ready"):
+            if self._loading == "compile" != phase.name:
+                self._console.say(f"the kernels took {seconds_short(time.monotonic() - self._shown_at)}")
+                self._shown_at = -PLAIN_EVERY_S
             if not self._loading:
                 self._console.say(f"loading {self._title}".rstrip())
+            elif phase.name == "compile":
+                self._console.say("building the kernels for this CPU, once")
             elif time.monotonic() - self._shown_at < PLAIN_EVERY_S or phase.name == self._loading:
                 return
             else:

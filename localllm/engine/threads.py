@@ -31,6 +31,12 @@ def serve_torch(kernels: Mapping[str, str], count: int) -> None:
         torch.set_num_threads(count)
 
 
+def missing_kernels() -> str:
+    """Why the CPU kernels are not there, and what helps; "" where they are."""
+    reason = library().reason
+    return f"{reason}; PyTorch's own products are used, slower" if reason else ""
+
+
 def kernels_are_built() -> bool:
     """False when the CPU kernels will be compiled at first use, which takes seconds."""
     return is_built()

@@ -138,6 +138,16 @@ def test_a_bar_shows_load_phases() -> None:
     assert "starting up ✓ 1.0 s · weights ✓ 2.0 s · KV cache" in err.getvalue()
 
 
+def test_plain_lines_tell_what_building_the_kernels_took() -> None:
+    err = io.StringIO()
+    plain = PlainProgress(Console(stderr=err), "m")
+    for phase in (Phase("import"), Phase("compile"), Phase("weights", 1, 8), Phase("weights", 5, 8), Phase("ready")):
+        plain.update(phase)
+    lines = err.getvalue().splitlines()
+    assert lines[:2] == ["loading m", "building the kernels for this CPU, once"]
+    assert lines[2].startswith("the kernels took ") and lines[3:] == ["loading: weights"]
+
+
 def test_plain_lines_come_every_ten_per_cent() -> None:
     err = io.StringIO()
     plain = PlainProgress(Console(stderr=err))

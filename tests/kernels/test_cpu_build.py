@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -183,7 +184,9 @@ def test_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "this machine has" in (build.library().reason or "")
     monkeypatch.delenv("LOCALLLM_CPU_ISA")
     monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
-    assert build.detect_isa() == "neon"
+    for flags, isa in (("", "neon"), ("asimd asimddp", "neondot"), ("asimddp i8mm", "neoni8mm")):
+        monkeypatch.setattr(build, "_flags_of_cpu", lambda flags=flags: frozenset(flags.split()))
+        assert build.detect_isa() == isa and build.runnable_isas()[-2:] == ("neon", "portable")
     monkeypatch.setattr(build.platform, "machine", lambda: "riscv64")
     assert build.runnable_isas() == ("portable",)
     monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
@@ -193,9 +196,80 @@ def test_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> None:
         ("avx2 fma f16c avx_vnni", "avxvnni"),
         ("avx2 fma f16c avx512f avx512bw avx512vl avx512dq", "avx512"),
         ("avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_vnni", "avx512vnni"),
+        ("avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_vnni amx_tile amx_int8", "amx"),
     ):
-        monkeypatch.setattr(build, "_x86_flags", lambda flags=flags: frozenset(flags.split()))
+        monkeypatch.setattr(build, "_flags_of_cpu", lambda flags=flags: frozenset(flags.split()))
         assert build.detect_isa() == isa and build.runnable_isas()[-1] == "portable"
+
+
+def test_what_the_cpu_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    text = {"cpuinfo": "processor : 0\nFeatures\t: fp asimddp\n"}
+    monkeypatch.setattr(build.Path, "read_text", lambda path: text[path.name])
+    monkeypatch.setattr(build.sys, "platform", "linux")
+    assert build._flags_of_cpu() == {"fp", "asimddp"}
+    text["cpuinfo"] = "flags : avx2 fma\nflags : none\n"
+    assert build._flags_of_cpu() == {"avx2", "fma"}
+    text.clear()
+    monkeypatch.setattr(build.Path, "read_text", _unreadable)
+    assert build._flags_of_cpu() == frozenset()
+    monkeypatch.setattr(build.sys, "platform", "darwin")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert build._flags_of_cpu() == frozenset()
+    compiler(tmp_path / "sysctl", '[ "$2" = hw.optional.arm.FEAT_DotProd ] && echo 1 || echo 0')
+    assert build._flags_of_cpu() == {"asimddp"}
+
+
+def _unreadable(_: Path) -> str:
+    raise PermissionError(13, "no")
+
+
+def test_a_cache_moved_to_an_older_cpu(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    newer = build.library()
+    assert newer.path is not None
+    monkeypatch.setattr(build, "_flags_of_cpu", frozenset)
+    build.library.cache_clear()
+    older = build.library()
+    assert older.isa in ("portable", "neon") and older.path != newer.path and older.reason is None
+    monkeypatch.setenv("CC", str(quick / "none"))
+    older.path.unlink()  # type: ignore[union-attr]
+    build.library.cache_clear()
+    assert "no C compiler" in (build.library().reason or "") and newer.path.is_file()
+
+
+def test_tiles_that_are_not_there_leave_the_rest(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "runnable_isas", lambda: ("amx", "avx512vnni"))
+    library = build.library()  # of another instruction set, in which ll_amx says no
+    assert library.isa == "avx512vnni" and library.reason is None and runs(quick) == 2
+
+
+def test_old_builds_are_removed(quick: Path) -> None:
+    folder = build.cache_folder()
+    folder.mkdir(parents=True)
+    day = 24 * 3600
+    now = time.time()
+    for name, days in (("cpu-avx2-x86_64-old-1.so", 15), ("cpu-avx2-x86_64-used-1.so", 13), ("other", 99)):
+        (folder / name).write_text("x")
+        os.utime(folder / name, (now, now - days * day))
+    (folder / "build-killed").mkdir()
+    (folder / "build-killed/cpu.so").write_text("x")
+    os.utime(folder / "build-killed", (now, now - 15 * day))
+    made = build.library().path
+    assert made is not None
+    assert {path.name for path in folder.iterdir()} == {made.name, "cpu-avx2-x86_64-used-1.so", "other"}
+    os.utime(made, (now, now - 13 * day))
+    build.library.cache_clear()
+    assert build.library().path == made and made.stat().st_mtime > now - day
+
+
+@pytest.mark.slow
+def test_the_wheel_of_zig_is_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ziglang", reason="the ziglang wheel is not installed")
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "cache"))
+    assert "ziglang" in build._compiler()
+    library = build.library()
+    assert library.reason is None and library.build_s > 0
 
 
 def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
