@@ -17,6 +17,7 @@ from localllm.errors import ConfigError, LocalLLMError
 from localllm.history import SavedChat, SavedMessage
 
 from .conversation import Conversation, Exchange
+from .kept import saved_chat, saved_messages
 
 if TYPE_CHECKING:
     from localllm.history import History
@@ -46,8 +47,8 @@ class Saver:
         """Keep the chat and these turns of it, as they are now. None when nothing is kept."""
         if not self.kept or not conversation.roots:
             return None
-        chat = conversation.saved()
-        messages = [replace(m, chat_id=chat.id) for one in exchanges for m in conversation.saved_messages(one)]
+        chat = saved_chat(conversation)
+        messages = [replace(m, chat_id=chat.id) for one in exchanges for m in saved_messages(one)]
         removed, conversation.removed = conversation.removed, []
 
         def write(history: History) -> None:

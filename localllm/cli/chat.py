@@ -173,12 +173,13 @@ def _start(env: Env, config: UserConfig, sampling: Sampling, system: str, resume
     if resumed is None:
         return Start(Conversation(system, sampling.given, think), saver, sampling)
     from localllm.history import History
+    from localllm.tui.kept import restored
 
     from .chats import find
 
     with History() as history:
         chat = find(history, resumed)
-        talk = Conversation.restored(chat, history.messages(chat.id), sampling.given)
+        talk = restored(chat, history.messages(chat.id), sampling.given)
     talk.system = system or talk.system
     return Start(talk, saver, sampling)
 

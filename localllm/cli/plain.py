@@ -12,6 +12,7 @@ from localllm.terminal import clean, clean_line
 from localllm.tui.attachments import read_attachments
 from localllm.tui.clipboard import copy
 from localllm.tui.conversation import Conversation, Exchange
+from localllm.tui.kept import saved_chat, saved_messages
 from localllm.tui.slash import SLASHES, Typed, understand
 
 from .chat import Start, farewell
@@ -260,8 +261,8 @@ def _command(env: Env, typed: Typed, conversation: Conversation, backend: ChatBa
         words = typed.text.split(maxsplit=1)
         kind = words[0] if words and words[0] in FORMATS else "md"
         path = words[1] if len(words) == 2 and words[0] in FORMATS else "" if words[:1] == [kind] else typed.text
-        messages = [m for one in conversation.exchanges for m in conversation.saved_messages(one)]
-        say(_write(path or f"chat-{conversation.id[:6]}.{kind}", render(conversation.saved(), messages, kind)))
+        messages = [m for one in conversation.exchanges for m in saved_messages(one)]
+        say(_write(path or f"chat-{conversation.id[:6]}.{kind}", render(saved_chat(conversation), messages, kind)))
     else:
         raise ConfigError(f"/{typed.command} is for the full screen", "localllm chat without --plain")
 

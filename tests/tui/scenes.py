@@ -16,6 +16,7 @@ from localllm.history import History, SavedChat, SavedMessage
 from localllm.request import Check, Facts, ModelChoice, Timing
 from localllm.tui.app import ChatApp
 from localllm.tui.conversation import Conversation
+from localllm.tui.kept import restored, saved_chat
 from localllm.tui.saver import Saver
 from localllm.tui.widgets.engine import EnginePanel
 
@@ -146,7 +147,7 @@ def conversation() -> Conversation:
         ),
     ]
     chat = SavedChat("aaaa", "Fix the CUDA build", "qwen3-4b", params={"sampling": {"temperature": 0.7}}, leaf_id=2)
-    return Conversation.restored(chat, messages)
+    return restored(chat, messages)
 
 
 @asynccontextmanager
@@ -174,7 +175,7 @@ async def chat(path: Path) -> str:
     fill(path)
     talk = conversation()
     with History(path) as history:
-        history.save(talk.saved())
+        history.save(saved_chat(talk))
     async with stage(path, talk) as (app, pilot):
         await pilot.press("f3")
         await app.chat.query("Notice").remove()

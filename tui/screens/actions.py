@@ -2,95 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import shlex
 import subprocess
 import tempfile
 import time
-from collections import deque
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from textual import on, work
-from textual.screen import Screen
 
-from localllm.errors import LocalLLMError
-from localllm.history import PromptHistory, SavedChat, SavedMessage
 from localllm.terminal import clean, clean_line
-from localllm.tui.attachments import Attachment
-from localllm.tui.conversation import Conversation, Exchange
+from localllm.tui.conversation import Exchange
 from localllm.tui.widgets.choices import Choices
 from localllm.tui.widgets.engine import EnginePanel
 from localllm.tui.widgets.home import BROWSE, Home
-from localllm.tui.widgets.messages import AssistantMessage, UserMessage
-from localllm.tui.widgets.prompt import Hints, PromptArea
+from localllm.tui.widgets.messages import AssistantMessage
+from localllm.tui.widgets.prompt import Hints
 from localllm.tui.widgets.sidebar import Sidebar
-from localllm.tui.widgets.status import State
-from localllm.tui.widgets.transcript import Transcript
 
-if TYPE_CHECKING:
-    from localllm.history import History
-    from localllm.tui.app import ChatApp
-
-    from .browse import Browse
-
-AGAIN_S = 2.0
-"""A second Ctrl+C within this time quits."""
+from .parts import AGAIN_S, Parts
 
 
-class Actions(Screen[None]):
-    """The part of `ChatScreen` that answers to keys; apart from it because the two together are too long to read."""
-
-    conversation: Conversation
-    phase: str
-    waiting: deque[tuple[Exchange, UserMessage]]
-    current: tuple[int, AssistantMessage] | None
-    editing: tuple[Exchange, bool] | None
-    side: tuple[int, list[str]] | None
-    attached: list[Attachment]
-    browse: Browse
-    state: State
-    changing: asyncio.Lock
-    prompts: PromptHistory
-    _message = ""
-    _message_until = 0.0
-    _interrupted_at = -AGAIN_S
-
-    if TYPE_CHECKING:  # what the screen has
-
-        @property
-        def chat_app(self) -> ChatApp: ...
-        @property
-        def transcript(self) -> Transcript: ...
-        @property
-        def prompt(self) -> PromptArea: ...
-        def refresh_lines(self) -> None: ...
-        def show_home(self, shown: bool) -> None: ...
-        def keep(self, *exchanges: Exchange) -> None: ...
-        def give_up(self) -> None: ...
-        async def load(self, name: str, changes: Mapping[str, Any] | None = None) -> None: ...
-
-    # --- saying something --------------------------------------------------------------------------------------------
-
-    def flash(self, text: str, seconds: float = 4.0) -> None:
-        """Say something in the status line for a moment."""
-        self._message, self._message_until = clean_line(text), time.monotonic() + seconds
-        self.refresh_lines()
-
-    @property
-    def message(self) -> str:
-        """What is being said in the status line; empty when its time is over."""
-        if time.monotonic() >= self._message_until:
-            self._message = ""
-        return self._message
-
-    @property
-    def flashing(self) -> bool:
-        """Whether a message's time has just run out: the line must be drawn once more."""
-        return bool(self._message) and time.monotonic() >= self._message_until
+class Actions(Parts):
+    """The part of `ChatScreen` that answers to keys."""
 
     def live_keys(self) -> str:
         """The few keys that matter now."""
@@ -105,13 +40,6 @@ class Actions(Screen[None]):
         if self.app.size.width < 100:
             return f"^P palette · {label('app.help')} help"
         return f"^P palette · {label('models.open')} models · {label('engine.open')} engine · {label('app.help')} help"
-
-    def may_change(self) -> bool:
-        """Whether the branch may be changed now; says why not."""
-        if self.current is None and not self.waiting and self.side is None:
-            return True
-        self.flash(f"{self.chat_app.keymap.label('chat.stop')} stops the answer first")
-        return False
 
     # --- stopping and leaving ----------------------------------------------------------------------------------------
 
@@ -170,108 +98,6 @@ class Actions(Screen[None]):
     def action_quit_chat(self) -> None:
         """Leave."""
         self.chat_app.exit()
-
-    # --- chats -------------------------------------------------------------------------------------------------------
-
-    async def action_new_chat(self) -> None:
-        """Begin another chat; this one is saved."""
-        async with self.changing:
-            await self.clear()
-        self.flash("new chat")
-
-    async def clear(self) -> None:
-        """Forget the conversation on the screen."""
-        self.give_up()
-        self.editing = None
-        self.conversation.clear()
-        self.conversation.model = self.chat_app.model
-        self.state.used_tokens = 0
-        if self.phase == "ready":
-            self.state.text = "ready"
-        await self.transcript.clear()
-        self.prompt.focus()
-
-    async def action_sidebar(self) -> None:
-        """Show or hide the chats."""
-        bar = self.query_one(Sidebar)
-        bar.display = not bar.display
-        if bar.display:
-            await self.list_chats()
-        elif bar.has_focus_within:
-            self.prompt.focus()
-
-    async def action_chats(self) -> None:
-        """Search the chats."""
-        bar = self.query_one(Sidebar)
-        if not bar.display:
-            await self.action_sidebar()
-        bar.focus_filter()
-
-    async def list_chats(self, query: str = "") -> None:
-        """Fill the sidebar."""
-        chats = await self.read_history(lambda history: history.chats(query=query))
-        if chats is not None:
-            self.query_one(Sidebar).show(chats, self.conversation.id)
-
-    async def read_history(self, reads: Any) -> Any:
-        """What `reads` makes of the database, in its thread; None when it cannot be used, and that is said."""
-        try:
-            return await asyncio.wrap_future(self.chat_app.saver.run(reads))
-        except LocalLLMError as error:
-            self.flash(error.message)
-            return None
-
-    @on(Sidebar.Wanted)
-    async def _wanted(self, event: Sidebar.Wanted) -> None:
-        await self.list_chats(event.query_text)
-
-    @on(Sidebar.Opened)
-    async def _opened(self, event: Sidebar.Opened) -> None:
-        await self.open_chat(event.chat_id)
-
-    @on(Sidebar.Left)
-    async def _left(self) -> None:
-        if self.has_class("-narrow"):
-            await self.action_sidebar()
-        self.prompt.focus()
-
-    async def open_chat(self, chat_id: str) -> None:
-        """Put a saved chat on the screen; what runs is stopped and kept."""
-
-        def read(history: History) -> tuple[SavedChat, list[SavedMessage]]:
-            return history.chat(chat_id), history.messages(chat_id)
-
-        async with self.changing:
-            self.give_up()
-            found = await self.read_history(read)
-            if found is None:
-                return
-            self.conversation = Conversation.restored(*found, self.conversation.sampling)
-            self.chat_app.conversation = self.conversation
-            self.browse.at = None
-            self.show_home(False)
-            await self.transcript.clear()
-            await self.transcript.sync(self.conversation)
-            last = self.conversation.exchanges[-1].usage if self.conversation.exchanges else None
-            self.state.used_tokens = last.prompt_tokens + last.completion_tokens if last else 0
-            await self._model_of(found[0])
-        if self.query_one(Sidebar).display:
-            if self.has_class("-narrow"):
-                self.query_one(Sidebar).display = False
-            else:
-                await self.list_chats()
-        self.prompt.focus()
-        self.refresh_lines()
-
-    async def _model_of(self, chat: SavedChat) -> None:
-        """A chat opened from the first screen brings its model; else the one that is loaded goes on."""
-        if self.phase == "none":
-            name = chat.model if self.chat_app.has_model(chat.model) else self.query_one(Home).default_model
-            if name:
-                await self.load(name)
-        elif chat.model and self.chat_app.model and chat.model != self.chat_app.model:
-            name = clean_line(chat.model)
-            await self.transcript.say(f"this chat was with {name}; /model {name} goes back to it")
 
     # --- panels ------------------------------------------------------------------------------------------------------
 

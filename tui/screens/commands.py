@@ -11,6 +11,7 @@ from localllm.errors import ConfigError
 from localllm.terminal import clean_line, tokens_short
 from localllm.tui.attachments import Attachment, read_attachments
 from localllm.tui.conversation import Exchange
+from localllm.tui.kept import saved_chat, saved_messages
 from localllm.tui.slash import Typed
 
 if TYPE_CHECKING:
@@ -127,8 +128,8 @@ class Commands:
         talk = self._screen.conversation
         if not talk.roots:
             raise ConfigError("there is nothing to export yet", "")
-        messages = [m for one in _all(talk.roots) for m in talk.saved_messages(one)]
-        chat = talk.saved()
+        messages = [m for one in _all(talk.roots) for m in saved_messages(one)]
+        chat = saved_chat(talk)
         name = "".join(c if c.isalnum() else "-" for c in talk.shown_title.lower()).strip("-")[:40] or "chat"
         page = await asyncio.to_thread(render, chat, list({m.id: m for m in messages}.values()), kind)
         self._screen.write_file(path or str(default_path(f"{name}.{kind}")), page)

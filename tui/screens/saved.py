@@ -1,0 +1,126 @@
+"""Chats on disk, as the chat screen shows and opens them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from textual import on
+
+from localllm.errors import LocalLLMError
+from localllm.history import SavedChat, SavedMessage
+from localllm.terminal import clean_line
+from localllm.tui.kept import restored
+from localllm.tui.widgets.home import Home
+from localllm.tui.widgets.sidebar import Sidebar
+
+from .parts import Parts
+
+if TYPE_CHECKING:
+    from localllm.history import History
+
+
+class SavedChats(Parts):
+    """The list of chats, and opening one."""
+
+    # --- chats -------------------------------------------------------------------------------------------------------
+
+    async def action_new_chat(self) -> None:
+        """Begin another chat; this one is saved."""
+        async with self.changing:
+            await self.clear()
+        self.flash("new chat")
+
+    async def clear(self) -> None:
+        """Forget the conversation on the screen."""
+        self.give_up()
+        self.editing = None
+        self.conversation.clear()
+        self.conversation.model = self.chat_app.model
+        self.state.used_tokens = 0
+        if self.phase == "ready":
+            self.state.text = "ready"
+        await self.transcript.clear()
+        self.prompt.focus()
+
+    async def action_sidebar(self) -> None:
+        """Show or hide the chats."""
+        bar = self.query_one(Sidebar)
+        bar.display = not bar.display
+        if bar.display:
+            await self.list_chats()
+        elif bar.has_focus_within:
+            self.prompt.focus()
+
+    async def action_chats(self) -> None:
+        """Search the chats."""
+        bar = self.query_one(Sidebar)
+        if not bar.display:
+            await self.action_sidebar()
+        bar.focus_filter()
+
+    async def list_chats(self, query: str = "") -> None:
+        """Fill the sidebar."""
+        chats = await self.read_history(lambda history: history.chats(query=query))
+        if chats is not None:
+            self.query_one(Sidebar).show(chats, self.conversation.id)
+
+    async def read_history(self, reads: Any) -> Any:
+        """What `reads` makes of the database, in its thread; None when it cannot be used, and that is said."""
+        try:
+            return await asyncio.wrap_future(self.chat_app.saver.run(reads))
+        except LocalLLMError as error:
+            self.flash(error.message)
+            return None
+
+    @on(Sidebar.Wanted)
+    async def _wanted(self, event: Sidebar.Wanted) -> None:
+        await self.list_chats(event.query_text)
+
+    @on(Sidebar.Opened)
+    async def _opened(self, event: Sidebar.Opened) -> None:
+        await self.open_chat(event.chat_id)
+
+    @on(Sidebar.Left)
+    async def _left(self) -> None:
+        if self.has_class("-narrow"):
+            await self.action_sidebar()
+        self.prompt.focus()
+
+    async def open_chat(self, chat_id: str) -> None:
+        """Put a saved chat on the screen; what runs is stopped and kept."""
+
+        def read(history: History) -> tuple[SavedChat, list[SavedMessage]]:
+            return history.chat(chat_id), history.messages(chat_id)
+
+        async with self.changing:
+            self.give_up()
+            found = await self.read_history(read)
+            if found is None:
+                return
+            self.conversation = restored(*found, self.conversation.sampling)
+            self.chat_app.conversation = self.conversation
+            self.browse.at = None
+            self.show_home(False)
+            await self.transcript.clear()
+            await self.transcript.sync(self.conversation)
+            last = self.conversation.exchanges[-1].usage if self.conversation.exchanges else None
+            self.state.used_tokens = last.prompt_tokens + last.completion_tokens if last else 0
+            await self._model_of(found[0])
+        if self.query_one(Sidebar).display:
+            if self.has_class("-narrow"):
+                self.query_one(Sidebar).display = False
+            else:
+                await self.list_chats()
+        self.prompt.focus()
+        self.refresh_lines()
+
+    async def _model_of(self, chat: SavedChat) -> None:
+        """A chat opened from the first screen brings its model; else the one that is loaded goes on."""
+        if self.phase == "none":
+            name = chat.model if self.chat_app.has_model(chat.model) else self.query_one(Home).default_model
+            if name:
+                await self.load(name)
+        elif chat.model and self.chat_app.model and chat.model != self.chat_app.model:
+            name = clean_line(chat.model)
+            await self.transcript.say(f"this chat was with {name}; /model {name} goes back to it")

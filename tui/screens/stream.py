@@ -1,0 +1,179 @@
+"""Events of the backend, drained by a timer: phases of loading, pieces of an answer, its end; and drawing them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from localllm.request import ChatEvent, Delta, Done, Failed, Phase, Prefill, Usage
+from localllm.terminal import clean_line
+from localllm.tui.conversation import Exchange
+from localllm.tui.saver import AUTOSAVE_S
+from localllm.tui.widgets.loading import LoadCard
+from localllm.tui.widgets.messages import AssistantMessage
+
+from .parts import Parts
+
+DRAW_SHARE = 0.04
+"""Of one core, for everything this thread does while an answer comes; drawing waits until it is back below."""
+MAX_DRAW_S = 0.8
+"""But not longer than this."""
+
+
+class Stream(Parts):
+    """Takes events, one batch at a time, then draws once."""
+
+    _rates: deque[tuple[float, int]]
+    _drawn = (0.0, 0.0)
+    _saved_at = 0.0
+
+    # --- events of the backend ---------------------------------------------------------------------------------------
+
+    async def drain(self) -> None:
+        """Everything that happened since the last time, then one redraw."""
+        events = self.chat_app.backend.events()
+        busy = bool(events) or self.current is not None or self.phase == "loading"
+        if not busy and not self.flashing:
+            return
+        async with self.changing:
+            while events:
+                await self._take(events.popleft())
+            if self.current is not None:
+                if not self._may_draw():
+                    return
+                message = self.current[1]
+                await message.draw()
+                self._live_footer(message)
+                self._autosave(message.exchange)
+            elif self.phase == "loading" and (card := self.transcript.card):
+                card.tick()
+        self.refresh_lines()
+
+    def _may_draw(self) -> bool:
+        """Keep this thread's share of the CPU small while an answer comes: the model may need the same cores."""
+        now, cpu = time.monotonic(), time.thread_time()
+        waited, spent = now - self._drawn[0], cpu - self._drawn[1]
+        if waited < MAX_DRAW_S and spent > DRAW_SHARE * waited:
+            return False
+        self._drawn = now, cpu
+        return True
+
+    def _autosave(self, exchange: Exchange) -> None:
+        now = time.monotonic()
+        if now - self._saved_at >= AUTOSAVE_S:
+            self._saved_at = now
+            self.keep(exchange)
+
+    def keep(self, *exchanges: Exchange) -> None:
+        """Write these turns to the disk, in another thread."""
+        self.conversation.model = self.conversation.model or self.chat_app.model
+        self.chat_app.saver.save(self.conversation, *exchanges)
+
+    async def _take(self, event: ChatEvent) -> None:
+        if isinstance(event, Phase):
+            await self._phase(event)
+        elif isinstance(event, Failed) and event.turn < 0:
+            await self._loading_failed(event)
+        elif self.side is not None and event.turn == self.side[0]:
+            await self._take_side(event, self.side[1])
+        elif self.current is None or event.turn != self.current[0]:
+            return  # of a turn that was given up
+        elif isinstance(event, Prefill):
+            self._prefill(self.current[1], event)
+        elif isinstance(event, Delta):
+            self._rates.append((time.monotonic(), event.num_tokens))
+            self.state.used_tokens += event.num_tokens
+            self.current[1].feed(event.kind, event.text)
+        elif isinstance(event, Done):
+            await self._done(self.current[1], event)
+        elif isinstance(event, Failed):
+            await self._turn_failed(self.current[1], event)
+
+    async def _take_side(self, event: ChatEvent, said: list[str]) -> None:
+        if isinstance(event, Delta) and event.kind == "content":
+            said.append(event.text)
+        elif isinstance(event, Done | Failed):
+            self.side = None
+            await self.questions.summarised("".join(said), event)
+
+    async def _phase(self, phase: Phase) -> None:
+        transcript, card = self.transcript, self.transcript.card
+        if phase.name != "ready":
+            if phase.name == "resolve" and " " in phase.detail:  # a sentence of the hub's, not the name looked up
+                await transcript.say(phase.detail)
+            elif card:
+                card.update(phase)
+            return
+        self.state.facts = facts = self.chat_app.backend.facts()
+        if not facts.has_chat_template:
+            name = clean_line(facts.model)
+            fixes = ((f'localllm run {name} "Once upon a time"', "completes text"),)
+            message = f"{name} is a base model: it has no chat template"
+            await self._loading_failed(Failed(-1, "E202", message, "", fixes))
+            return
+        self.phase = "ready"
+        speed = f" · est. {facts.decode_tps:.0f} tok/s" if facts.decode_tps else ""
+        self.state.text = f"ready{speed}"
+        await transcript.say(facts.truth_line, after=card)
+        for warning in facts.warnings:
+            await transcript.say(f"! {warning}", "warning", after=card)
+        if card:
+            await card.remove()
+        await self.next_turn()
+
+    async def _loading_failed(self, failed: Failed) -> None:
+        self.phase = "failed"
+        self.state.text = "no model is loaded"
+        await self.query(LoadCard).remove()
+        await self.transcript.fail(failed)
+        self.questions.not_loaded(failed)
+
+    def _prefill(self, message: AssistantMessage, event: Prefill) -> None:
+        self.state.used_tokens = max(self.state.used_tokens, event.total)
+        share = event.done / event.total if event.total else 0.0
+        filled = round(share * 6)
+        bar = "▓" * filled + "░" * (6 - filled)
+        message.footer(f"reading {event.total:,} tokens {bar} {share * 100:.0f} %")
+        self.state.text = f"reading {share * 100:.0f} %"
+
+    def _live_footer(self, message: AssistantMessage) -> None:
+        now = time.monotonic()
+        while self._rates and now - self._rates[0][0] > 1.0:
+            self._rates.popleft()
+        exchange = message.exchange
+        if not (exchange.text or exchange.reasoning):
+            return
+        rate = sum(count for _, count in self._rates)
+        message.footer(f"{rate} tok/s · {self.chat_app.keymap.label('chat.stop')} stop")
+        self.state.text = "thinking" if not exchange.text else "generating"
+
+    async def _done(self, message: AssistantMessage, event: Done) -> None:
+        exchange, before = message.exchange, message.exchange.usage
+        usage = event.usage
+        exchange.stop, exchange.timing = str(event.stop), event.timing
+        exchange.usage = Usage(
+            usage.prompt_tokens, usage.cached_tokens, before.completion_tokens + usage.completion_tokens,
+            before.reasoning_tokens + usage.reasoning_tokens,
+        )  # fmt: skip
+        self.state.used_tokens = usage.prompt_tokens + usage.completion_tokens
+        self.turns.add(event.timing)
+        self._end()
+        await message.finish()
+        self.keep(exchange)
+        self.chat_app.announce()
+        await self.next_turn()
+
+    async def _turn_failed(self, message: AssistantMessage, failed: Failed) -> None:
+        exchange = message.exchange
+        exchange.failed, exchange.stop = failed, "error"
+        self._end()
+        await message.fail(failed)
+        self.keep(exchange)
+        if not self.questions.about(exchange, failed):
+            await self.next_turn()
+
+    def _end(self) -> None:
+        self.current = None
+        self._rates.clear()
+        self.state.facts = self.chat_app.backend.facts()
+        self.state.text = "ready"
