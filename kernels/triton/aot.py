@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from .aot_spec import CAPABILITIES, KernelRow, KernelSpec, compile_spec
+from .aot_spec import CAPABILITIES, KernelRow, KernelSpec, compile_spec, complaint
 
 MODULES: tuple[str, ...] = (
     "product_specs",
@@ -49,45 +49,65 @@ def table(
     part: tuple[int, int] = (0, 1),
     workers: int = 2,
     cache_dir: Path | None = None,
-    python: str = sys.executable,
-    timeout_s: float = 900,
+    check: bool = False,
+    may_differ: str = "",
+    timeout_s: float = 1800,
 ) -> list[KernelRow]:
     """Compile the kernels for the capabilities and give their rows.
 
     part        (index, count): only every count-th kernel, shifted by one from capability to capability
+    workers     child processes, each with its share of the capabilities
     cache_dir   where Triton keeps what it compiled; its own default when None
-    python      the interpreter, one whose environment has localllm and a Triton
+    check       hold every kernel to `complaint`, but for those whose op and shape class contain `may_differ`
 
-    Raises RuntimeError with the child's last lines when a child fails otherwise than by a kernel.
+    Raises RuntimeError with the child's last lines when a child fails otherwise than by a kernel, and with all
+    complaints where kernels are checked.
     """
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     if cache_dir is not None:
         env["TRITON_CACHE_DIR"] = str(cache_dir)
 
-    def one(place: int) -> list[KernelRow]:
-        capability = capabilities[place]
-        command = [python, "-P", "-m", __name__, str(capability), "--part", str(part[0] + place), str(part[1])]
+    def share(worker: int) -> list[KernelRow]:
+        mine = [str(c) for c in capabilities[worker::workers]]
+        if not mine:
+            return []
+        # the parts of a worker's capabilities are `workers` apart, so that all of them differ
+        places = [str(part[0] + worker), str(part[1]), str(workers)]
+        command = [sys.executable, "-P", "-m", __name__, *mine, "--part", *places]
+        command += ["--check", "--may-differ", may_differ] if check else []
         run = subprocess.run(command, capture_output=True, text=True, env=env, timeout=timeout_s)
         if run.returncode:
-            raise RuntimeError(f"compiling for sm_{capability} failed: {' / '.join(run.stderr.splitlines()[-3:])}")
+            lines = run.stderr.splitlines()
+            raise RuntimeError(f"compiling for {', '.join(mine)}:\n" + "\n".join(lines if check else lines[-3:]))
         return [json.loads(line) for line in run.stdout.splitlines()]
 
     with ThreadPoolExecutor(workers) as pool:
-        return [row for rows in pool.map(one, range(len(capabilities))) for row in rows]
+        rows = [row for found in pool.map(share, range(workers)) for row in found]
+    return sorted(rows, key=lambda row: capabilities.index(row["capability"]))
 
 
 def main() -> None:
     """Compile one part for the capabilities named, one JSON row a line."""
     parser = argparse.ArgumentParser(prog="aot", description=main.__doc__)
     parser.add_argument("capability", type=int, nargs="+")
-    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("INDEX", "COUNT"))
+    parser.add_argument("--part", type=int, nargs=3, default=(0, 1, 1), metavar=("INDEX", "COUNT", "STRIDE"))
     parser.add_argument("--only", default="", help="kernels whose op and shape class contain this")
+    parser.add_argument("--check", action="store_true", help="fail where a kernel is not as it must be")
+    parser.add_argument("--may-differ", default="", help="but not for kernels whose op and shape class contain this")
     args = parser.parse_args()
-    for capability in args.capability:
+    complaints: list[str] = []
+    index, count, stride = args.part
+    for place, capability in enumerate(args.capability):
         specs = [spec for spec in all_specs(capability) if args.only in spec.label]
-        for spec in shard(specs, *args.part):
-            sys.stdout.write(json.dumps(compile_spec(spec, capability)) + "\n")
+        for spec in shard(specs, index + place * stride, count):
+            row = compile_spec(spec, capability)
+            sys.stdout.write(json.dumps(row) + "\n")
             sys.stdout.flush()
+            excused = args.may_differ and args.may_differ in spec.label
+            if args.check and not excused and (wrong := complaint(spec, row)):
+                complaints.append(wrong)
+    if complaints:
+        sys.exit("\n".join(complaints))
 
 
 if __name__ == "__main__":

@@ -57,6 +57,8 @@ class KernelSpec:
     """runs in every decoding step: no spills or local memory allowed from sm_80 on"""
     expect_mma: str = ""
     """what `mma` of the row must contain, empty for anything"""
+    reason: str = ""
+    """why there is no such kernel on this card: nothing is compiled"""
 
     @property
     def label(self) -> str:
@@ -85,12 +87,14 @@ def compile_spec(spec: KernelSpec, capability: int) -> KernelRow:
         op=spec.label,
         capability=capability,
         impl=spec.impl,
-        reason="",
+        reason=spec.reason,
         shared_bytes=0,
         registers=0,
         spill_bytes=0,
         mma="",
     )
+    if spec.reason:
+        return row
     try:
         compiled = build(spec, capability)
     except Exception as error:  # whatever the compiler raises is the reason
@@ -100,6 +104,21 @@ def compile_spec(spec: KernelSpec, capability: int) -> KernelRow:
     row["registers"], row["spill_bytes"] = resource_usage(compiled.asm["cubin"])
     row["mma"] = matrix_instructions(compiled.asm["ptx"])
     return row
+
+
+def complaint(spec: KernelSpec, row: KernelRow) -> str:
+    """What is wrong with a kernel as it was compiled; empty when nothing is."""
+    capability = row["capability"]
+    name = f"sm_{capability} {spec.label} ({spec.impl})"
+    if row["reason"] != spec.reason:
+        return f"{name}: {row['reason']}"
+    if row["shared_bytes"] > SHARED_LIMIT[capability]:
+        return f"{name}: {row['shared_bytes']} bytes of shared memory, the card has {SHARED_LIMIT[capability]}"
+    if spec.decode and capability >= 80 and row["spill_bytes"]:
+        return f"{name}: a decoding kernel with {row['spill_bytes']} bytes of spills or local memory a thread"
+    if spec.expect_mma not in row["mma"]:
+        return f"{name}: expected {spec.expect_mma}, found {row['mma'] or 'no matrix instruction'}"
+    return ""
 
 
 def build(spec: KernelSpec, capability: int) -> Any:

@@ -191,6 +191,12 @@ def specs(card: int) -> Iterator[KernelSpec]:
         x, out = _empty(dtype, tokens, HIDDEN), _empty(dtype, tokens, HIDDEN)
         if card >= FP8_CAPABILITY:
             yield from _fp8_specs(forms, x, out, with_pdl)
+        elif tokens >= 128:
+            why = "no FP8 instructions below compute capability 8.9"
+            yield KernelSpec("linear", "triton_fp8_w8a8", f"e4m3 w8a8 M={tokens}", None, {}, reason=why)
+        if card < FP4_CAPABILITY and tokens >= 128:
+            why = "no FP4 instructions below compute capability 10.0"
+            yield KernelSpec("linear", "triton_nvfp4_w4a4", NVFP4_LABEL, None, {}, reason=why)
         if card >= FP4_CAPABILITY and tokens >= 128:
             p = described(forms["e2m1 e4m3"], HIDDEN, HIDDEN)
             parts = _empty(torch.uint8, tokens, HIDDEN // 2), _empty(torch.uint8, tokens, HIDDEN // 16)

@@ -220,7 +220,9 @@ def tile_launch(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Til
         "STAGES": choice["stages"],
         "PDL": with_pdl,
     }
-    return Launch(tile.tile_kernel, grid, args, constants, choice["warps"], choice["stages"], with_pdl)
+    # said aloud, since the compiler's own limit of 64 registers made it keep two values in memory (sm_121, M = 16)
+    limit = {"maxnreg": 168 if tokens <= SMALL_TOKENS else 248}
+    return Launch(tile.tile_kernel, grid, args, constants, choice["warps"], choice["stages"], with_pdl, limit)
 
 
 def _operand(dtype: torch.dtype) -> str:

@@ -126,6 +126,8 @@ def _decode_specs(form: Form, dtype: torch.dtype, card: Card) -> Iterator[Kernel
 
 def _batch_specs(form: Form, dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:
     if card.capability < 80:
+        why = "Triton has no tensor cores there: up to 4 rows one by one, more through a slab and torch.matmul"
+        yield KernelSpec("linear", "triton", f"{form.name} M=16", None, {}, reason=why)
         return
     pdl = card.capability >= 90
     wide = {90: "wgmma", 100: "tcgen05"}.get(card.capability, "mma.sync")

@@ -252,7 +252,8 @@ def test_segments_are_registered() -> None:
 
 
 def test_narrow_kernels_are_described_for_cards_that_have_the_instructions() -> None:
-    counts = {card: [spec.impl for spec in narrow_product.specs(card)] for card in (86, 89, 90, 100, 120)}
+    cards = (86, 89, 90, 100, 120)
+    counts = {card: [spec.impl for spec in narrow_product.specs(card) if not spec.reason] for card in cards}
     assert counts[86] == []
     assert "triton_fp8_w8a8" in counts[89] and "triton_nvfp4_w4a4" not in counts[90]
     assert "triton_nvfp4_w4a4" in counts[100] and "triton_nvfp4_w4a4" in counts[120]

@@ -1,0 +1,100 @@
+"""Every kernel compiles for every card: within its shared memory, no spills where it counts, the right instructions.
+
+The default run takes a part of the table that changes with the kernels' sources; what it compiled is kept in `.cache`.
+`make test-aot` takes all of it; TRITON=3.6 beside it takes another Triton, under which only `dot_scaled` may differ.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localllm.kernels.records import source_hash
+from localllm.kernels.triton import aot
+from localllm.kernels.triton.aot_spec import (
+    CAPABILITIES,
+    SHARED_LIMIT,
+    KernelRow,
+    KernelSpec,
+    compile_spec,
+    complaint,
+    matrix_instructions,
+)
+
+import triton  # isort: skip
+
+ROOT = Path(__file__).resolve().parents[3]
+TESTED = "3.9"
+"""the Triton of constraints.txt"""
+PARTS = 60
+"""the default run compiles one in so many kernels: about twenty, over all cards"""
+
+
+def checked(**more: Any) -> list[KernelRow]:
+    other = "" if triton.__version__.startswith(TESTED) else "dot_scaled"
+    cache = ROOT / ".cache" / f"triton-{triton.__version__}-kernels"
+    return aot.table(cache_dir=cache, check=True, may_differ=other, **more)
+
+
+def test_part_of_the_table() -> None:
+    rows = checked(part=(int(source_hash(), 16) % PARTS, PARTS))
+    assert {row["capability"] for row in rows} == set(CAPABILITIES)
+    assert all(row["registers"] for row in rows if not row["reason"])
+
+
+@pytest.mark.slow
+def test_whole_table() -> None:
+    rows = checked()
+    assert {row["capability"] for row in rows} == set(CAPABILITIES)
+    names = {(row["op"], row["capability"]) for row in rows}
+    assert len(names) == len(rows), "two kernels of one name"
+    found = {row["op"].split()[0] for row in rows}
+    assert {"linear", "rms_norm", "rope", "kv_write"} <= found
+    for capability in CAPABILITIES:
+        mine = {row["op"]: row for row in rows if row["capability"] == capability}
+        if capability >= 80:
+            assert not mine["linear bf16 M=1"]["mma"] and "mma" in mine["linear int4 g128 M=16"]["mma"]
+    large = {row["capability"]: row["mma"] for row in rows if row["op"] == "linear e2m1 e4m3 M=64"}
+    assert "wgmma" in large[90] and "tcgen05" in large[100]
+
+
+def test_all_specs_are_described() -> None:
+    """Names are unique on a card, and no part of the table is forgotten or taken twice."""
+    for capability in CAPABILITIES:
+        specs = list(aot.all_specs(capability))
+        assert len({spec.label for spec in specs}) == len(specs)
+        parts = [spec.label for index in range(7) for spec in aot.shard(specs, index, 7)]
+        assert sorted(parts) == sorted(spec.label for spec in specs)
+
+
+def row(**more: Any) -> KernelRow:
+    usual: dict[str, Any] = {
+        "op": "linear x", "capability": 120, "impl": "triton", "reason": "", "shared_bytes": 0, "registers": 40,
+        "spill_bytes": 0, "mma": "",
+    }  # fmt: skip
+    return KernelRow(**(usual | more))  # type: ignore[typeddict-item]
+
+
+def test_complaints() -> None:
+    spec = KernelSpec("linear", "triton", "x", None, {}, decode=True, expect_mma="mxf4nvf4")
+    good = row(mma="mma.sync.kind::mxf4nvf4.block_scale", shared_bytes=SHARED_LIMIT[120])
+    assert complaint(spec, good) == ""
+    assert "101377 bytes of shared memory" in complaint(spec, good | {"shared_bytes": SHARED_LIMIT[120] + 1})
+    assert "8 bytes of spills" in complaint(spec, good | {"spill_bytes": 8})
+    assert "expected mxf4nvf4, found no matrix" in complaint(spec, good | {"mma": ""})
+    assert "does not compile" in complaint(spec, good | {"reason": "does not compile: E"})
+    prefill = KernelSpec("linear", "triton", "x", None, {})
+    assert complaint(prefill, row(spill_bytes=8)) == ""
+
+
+def test_a_missing_kernel_is_a_row_with_the_reason() -> None:
+    spec = KernelSpec("linear", "triton", "x", None, {}, reason="no FP8 instructions")
+    found = compile_spec(spec, 86)
+    assert found["reason"] == "no FP8 instructions" and complaint(spec, found) == ""
+
+
+def test_matrix_instructions_are_read_from_ptx() -> None:
+    ptx = "  wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%f1};\n" + " mma.sync.aligned.m16n8k16 x;\n" * 2
+    assert matrix_instructions(ptx) == "mma.sync.aligned.m16n8k16, wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16"
