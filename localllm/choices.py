@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
-from localllm import catalog, hub
+from localllm import calibrate, catalog, fit, hub
 from localllm.device import MachineFacts, machine
 from localllm.errors import LocalLLMError
-from localllm.plan import PlanOptions, plan
+from localllm.plan import Plan, PlanOptions, plan
 from localllm.request import ModelChoice
 
 
@@ -21,12 +22,15 @@ def model_choices(
     """All rows. `ctx` asks for a window, up to each model's own; None leaves it to the plan."""
     here = facts or machine()
     wished = options or PlanOptions()
-    local = [_local(model, here, wished, ctx) for model in hub.list_local()]
+    benches = calibrate.load(here)
+    local = [_local(model, here, wished, benches, ctx) for model in hub.list_local()]
     local.sort(key=lambda row: (not row.supported, -row.last_used, row.name.casefold()))
-    return [*local, *_fetchable(local, here, ctx)]
+    return [*local, *_fetchable(local, here, wished, benches, ctx)]
 
 
-def _local(model: hub.LocalModel, here: MachineFacts, wished: PlanOptions, ctx: int | None) -> ModelChoice:
+def _local(
+    model: hub.LocalModel, here: MachineFacts, wished: PlanOptions, benches: calibrate.Benches, ctx: int | None
+) -> ModelChoice:
     row = ModelChoice(
         name=model.name,
         format=model.format,
@@ -44,55 +48,63 @@ def _local(model: hub.LocalModel, here: MachineFacts, wished: PlanOptions, ctx: 
     )
     if model.facts is None or not row.supported:
         return row
-    from dataclasses import replace
-
-    window: int | str = "auto" if ctx is None else min(ctx, model.facts.max_context)
     try:
-        made = plan(model.facts, here, replace(wished, ctx=window))
+        made = plan(model.facts, here, _with_window(wished, ctx, model.facts.max_context), benches)
     except LocalLLMError as error:
         return replace(row, reason=error.message)
-    return replace(
-        row,
-        fits=made.fits,
-        tps=made.decode_tps,
-        basis=made.basis,
-        ctx=made.ctx,
-        max_ctx=min(made.max_ctx or model.max_context, model.max_context),
-        need_bytes=made.need_bytes,
-        have_bytes=made.have_bytes,
-        parts=tuple(made.parts().items()),
-        note="" if model.chat else "base model: completes text",
-    )
+    return replace(_planned(row, made), note="" if model.chat else "base model: completes text")
 
 
-def _fetchable(local: list[ModelChoice], here: MachineFacts, ctx: int | None) -> Iterator[ModelChoice]:
-    """The catalogue's models that this version runs and that are not here; of each the first file that fits."""
-    memory = catalog.memory_of(here)
-    verdict = catalog.default_fits(memory)
+def _fetchable(
+    local: list[ModelChoice], here: MachineFacts, wished: PlanOptions, benches: calibrate.Benches, ctx: int | None
+) -> Iterator[ModelChoice]:
+    """The catalogue's models that this version runs and that are not here; of each the file `pull` would take."""
+    free = catalog.memory_of(here).free_bytes
     names = {_plain(row.name) for row in local}
     for starter in catalog.starters().values():
         if _plain(starter.name) not in names and starter.chat:
             yield ModelChoice(
                 starter.name, starter.format, starter.size, local=False, supported=True, fits=True,
-                licence=starter.licence, have_bytes=memory.free_bytes, note=starter.title,
+                licence=starter.licence, have_bytes=free, note=starter.title,
             )  # fmt: skip
     by_name: dict[str, list[catalog.Candidate]] = {}
     for candidate in catalog.candidates():
         if not candidate.needs:
             by_name.setdefault(candidate.name, []).append(candidate)
+    plans: fit.Plans = {}
     for name, files in by_name.items():
         if any(_plain(name) in one for one in names):
             continue
-        best = next((one for one in files if verdict(one)[0]), files[-1])
-        fits, tps = verdict(best)
-        need = best.need_bytes(ctx or catalog.DEFAULT_CONTEXT)
-        yield ModelChoice(
-            name, best.format, best.download_bytes, local=False, supported=True, max_ctx=best.context,
-            fits=fits and need <= memory.free_bytes, tps=tps if fits else 0.0,
-            ctx=min(best.context, ctx or catalog.DEFAULT_CONTEXT), params=best.params,
-            active_params=best.active_params, licence=best.licence, need_bytes=need, have_bytes=memory.free_bytes,
+        choice = fit.recommended(name, here, wished, benches, made_before=plans)
+        best = choice.best if choice else min(files, key=lambda file: file.download_bytes)
+        row = ModelChoice(
+            name, best.format, best.download_bytes, local=False, supported=True, max_ctx=best.context, fits=False,
+            params=best.params, active_params=best.active_params, licence=best.licence, have_bytes=free,
             note="asks for its licence first" if best.gated else best.title,
         )  # fmt: skip
+        how = _with_window(wished, ctx, best.context)
+        if choice is None and fit.device_kind(here, wished) == "cuda":
+            how = replace(how, device="cuda")  # what it would need there: the CPU is not what the name would choose
+        made = fit.plan_of(best, here, how, benches)
+        yield row if made is None else _planned(row, made)
+
+
+def _with_window(wished: PlanOptions, ctx: int | None, most: int) -> PlanOptions:
+    return replace(wished, ctx="auto" if ctx is None else min(ctx, most))
+
+
+def _planned(row: ModelChoice, made: Plan) -> ModelChoice:
+    return replace(
+        row,
+        fits=made.fits,
+        tps=made.decode_tps if made.fits else 0.0,
+        basis=made.basis,
+        ctx=made.ctx,
+        max_ctx=min(made.max_ctx or row.max_ctx, row.max_ctx),
+        need_bytes=made.need_bytes,
+        have_bytes=made.have_bytes,
+        parts=tuple(made.parts().items()),
+    )
 
 
 def _plain(name: str) -> str:

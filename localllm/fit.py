@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
-from localllm import catalog
+from localllm import catalog, hub
 from localllm.checkpoint.facts import ModelFacts, RopeFacts
 from localllm.device import MachineFacts
-from localllm.errors import LocalLLMError
+from localllm.errors import DoesNotFit, LocalLLMError
 from localllm.plan import Calibration, Plan, PlanOptions, plan
 from localllm.plan_device import chosen_device
 
@@ -27,6 +28,9 @@ ORDERS: tuple[tuple[int, tuple[str, ...]], ...] = (
 )
 """compute capability and up -> kinds of weights of those that fit and are fast enough, the best first: eight bits cost
 no quality one would notice, sixteen only take room, and a card without FP8 arithmetic is quickest in four"""
+
+
+Plans = dict[catalog.Candidate, Plan | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +86,20 @@ def judge(
     least_ctx: int,
     options: PlanOptions | None = None,
     calibration: Calibration | None = None,
+    made_before: Plans | None = None,
 ) -> catalog.Fits:
     """A verdict on candidates: whether one runs here with that context (or its own), and how fast.
 
     Where there is a usable GPU, it must fit there: the CPU is no place that a family's name chooses by itself.
+    `made_before` keeps the plans for the next verdict.
     """
     kind = device_kind(machine, options)
+    plans = {} if made_before is None else made_before
 
     def fits(candidate: catalog.Candidate) -> tuple[bool, float]:
-        made = plan_of(candidate, machine, options, calibration)
+        if candidate not in plans:
+            plans[candidate] = plan_of(candidate, machine, options, calibration)
+        made = plans[candidate]
         if made is None or (made.device == "cpu") is not (kind == "cpu"):
             return False, 0.0
         return made.fits and made.max_ctx >= min(least_ctx, candidate.context), made.decode_tps
@@ -160,15 +169,17 @@ def recommended(
     options: PlanOptions | None = None,
     calibration: Calibration | None = None,
     max_bytes: float = float("inf"),
+    made_before: Plans | None = None,
 ) -> catalog.Choice | None:
     """What a family's or a model's name would become here, without asking the hub; None when nothing fits."""
     memory = catalog.memory_of(machine)
     kind = device_kind(machine, options)
+    plans = {} if made_before is None else made_before
     for floor in FLOORS[kind]:
         try:
             return catalog.choose(
                 alias,
-                judge(machine, floor, options, calibration),
+                judge(machine, floor, options, calibration, plans),
                 free_label=memory.label,
                 on_gpu=kind == "cuda",
                 max_bytes=max_bytes,
@@ -177,3 +188,26 @@ def recommended(
         except LocalLLMError:
             continue
     return None
+
+
+def resolve(
+    name: str,
+    machine: MachineFacts,
+    options: PlanOptions | None = None,
+    calibration: Calibration | None = None,
+    **how: Any,
+) -> hub.Resolved:
+    """What a name stands for, a family's name by `recommended`'s rule; `how` as of `hub.resolve`, which it asks.
+
+    Raises what that raises, DoesNotFit when no member fits with the least context either.
+    """
+    floors = FLOORS[device_kind(machine, options)]
+    plans: Plans = {}
+    for floor in floors:
+        try:
+            fits = judge(machine, floor, options, calibration, plans)
+            return hub.resolve(name, device=machine, fits=fits, prefer=preference(machine), **how)
+        except DoesNotFit:
+            if floor == floors[-1]:
+                raise
+    raise AssertionError("the last floor returns or raises")

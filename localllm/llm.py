@@ -104,16 +104,17 @@ class LLM:
         self._notify = on_phase or (lambda phase: None)
         self._percent = -1
         self.name = os.fspath(name_or_path)
-        self.path: Path = self._find(self.name, offline, cancel)
+        from localllm.device import machine as look
+
+        self.machine: MachineFacts = machine or look()
+        self.path: Path = self._find(self.name, device, kv, offline, cancel)
         """the file or folder that was loaded"""
         with self._naming():
             self._checkpoint = self._open()
             self.facts: ModelFacts = self._checkpoint.facts
-        from localllm.device import machine as look
         from localllm.measured import kl_by_kv
         from localllm.plan import PlanOptions
 
-        self.machine: MachineFacts = machine or look()
         options = PlanOptions(device=device, dtype=dtype, kv=kv, ctx=ctx, max_parallel=max_parallel, quant=quant)
         if prefill_budget is not None:
             options = replace(options, prefill_budget=prefill_budget)
@@ -149,16 +150,18 @@ class LLM:
         options = replace(self._options, learned_bytes=learned, device=made.device)
         return plan(self.facts, self.machine, replace(options, quant=made.quant) if missing_bytes else options)
 
-    def _find(self, name: str, offline: bool, cancel: threading.Event | None) -> Path:
+    def _find(self, name: str, device: str, kv: str, offline: bool, cancel: threading.Event | None) -> Path:
         self._notify(Phase("resolve", detail=name))
         self._pulled_as = ""
         if os.sep in name or name.endswith(".gguf") or name.startswith((".", "~")):
             path = Path(name).expanduser()
             if path.exists():
                 return path
-        from localllm import hub
+        from localllm import calibrate, fit, hub
+        from localllm.plan import PlanOptions
 
-        resolved = hub.resolve(name, offline=offline)
+        here = self.machine
+        resolved = fit.resolve(name, here, PlanOptions(device=device, kv=kv), calibrate.load(here), offline=offline)
         self._pulled_as = resolved.pulled_as
         if resolved.path is not None:
             return Path(resolved.path)

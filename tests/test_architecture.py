@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "history": _TEXT,
     "plan": {"checkpoint", "device", "catalog", "config", "errors", "hub"},
     "calibrate": {"checkpoint", "device", "plan", "paths", "errors"},
-    "fit": {"plan", "plan_device", "calibrate", "catalog", "checkpoint", "device", "config", "errors"},
+    "fit": {"plan", "plan_device", "calibrate", "catalog", "checkpoint", "device", "config", "hub", "errors"},
     "engine": {"models", "quant", "kernels", "checkpoint", "request", "config", "device", "plan", "errors"},
     "measured": {"paths"},
     "proofs": {"paths", "plan", "device", "checkpoint", "_version"},
@@ -58,6 +58,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "answer",
         "engine",
         "plan",
+        "fit",
+        "calibrate",
         "models",
         "tokenizer",
         "chat",
@@ -84,7 +86,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"hub", "terminal"}
     | _TEXT,
     "remote": {"errors", "request"},
-    "choices": {"plan", "device", "catalog", "hub"} | _TEXT,
+    "choices": {"plan", "fit", "calibrate", "device", "catalog", "hub"} | _TEXT,
     "backend": {"choices", "llm", "answer", "plan", "device", "chat", "tokenizer", "stream", "catalog", "doctor", "hub"}
     | _TEXT,
     "answer": {"errors", "request", "stream", "tokenizer"},

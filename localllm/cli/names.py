@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from localllm.config import UserConfig
-from localllm.errors import BadModelFile, DoesNotFit, ModelNotFound
+from localllm.errors import BadModelFile, ModelNotFound
 from localllm.terminal import clean_line, gib
 
 from .command import Env
@@ -57,28 +57,11 @@ def resolve(env: Env, config: UserConfig, name: str, *, refresh: bool = False) -
 
     A family's name is decided by the plan: the largest member with 32k tokens of context, else with less.
     """
-    from localllm import calibrate, fit, hub
+    from localllm import calibrate, fit
     from localllm.device import machine
 
-    here = machine()
-    options = _options(config)
-    benches = calibrate.load(here)
-    floors = fit.FLOORS[fit.device_kind(here, options)]
-    for floor in floors:
-        try:
-            return hub.resolve(
-                name,
-                device=here,
-                fits=fit.judge(here, floor, options, benches),
-                prefer=fit.preference(here),
-                offline=env.offline,
-                config=config,
-                refresh=refresh,
-            )
-        except DoesNotFit:
-            if floor == floors[-1]:
-                raise
-    raise AssertionError("the last floor returns or raises")
+    here, how = machine(), {"offline": env.offline, "config": config, "refresh": refresh}
+    return fit.resolve(name, here, _options(config), calibrate.load(here), **how)
 
 
 def foreseen(env: Env, config: UserConfig, resolved: Resolved) -> Plan | None:

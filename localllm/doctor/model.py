@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from localllm import calibrate, catalog, fit, hub
+from localllm import calibrate, catalog, fit
 from localllm.checkpoint import Checkpoint, ModelFacts, open_checkpoint
 from localllm.checkpoint.mapped_file import label
 from localllm.errors import LocalLLMError, UnsupportedModel
@@ -153,10 +153,10 @@ def _repair(resolved: Resolved, error: LocalLLMError) -> str:
 def resolve_quietly(name: str, survey: Survey) -> Resolved:
     """What a name stands for: on this machine, else by the catalogue alone; nothing is asked of the hub.
 
-    Raises what `hub.resolve` does offline for a name that is neither.
+    Raises what `fit.resolve` does offline for a name that is neither.
     """
     try:
-        return hub.resolve(name, device=survey.machine, offline=True)
+        return fit.resolve(name, survey.machine, offline=True)
     except LocalLLMError:
         choice = fit.recommended(name, survey.machine) if catalog.members(name) else None
         if choice is None:
