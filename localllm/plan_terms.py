@@ -180,19 +180,3 @@ def work_terms(
     if unified:
         terms["program"] = host
     return terms
-
-
-def formulas(facts: ModelFacts, kv: str, page_size: int) -> tuple[str, ...]:
-    """How the numbers come about, with this model's values, for `plan -v`."""
-    per_token = kv_bytes_per_token(facts, kv)
-    windowed = sum(window is not None for window in facts.windows)
-    layers = f"{facts.num_layers} layers"
-    if windowed:
-        layers += f", {windowed} of which keep only their window"
-    head = f"{facts.head_dim} x {per_token // (2 * facts.num_kv_heads * facts.num_layers * facts.head_dim) or 1} B"
-    return (
-        "need = weights + KV + work + margin",
-        f"weights = {facts.num_params:,} values as stored: {facts.weight_bytes:,} bytes",
-        f"KV = 2 x {layers} x {facts.num_kv_heads} heads x {head} = {per_token:,} bytes a token, pages of {page_size}",
-        "decode = eta x bandwidth / (bytes read of weights + KV), and a constant per layer",
-    )

@@ -106,6 +106,7 @@ def test_on_a_card_a_plan_that_does_not_hold_is_made_again_once(
     assert Proofs().known(facts, machine, plans[1])["held"]  # type: ignore[arg-type,index]
 
 
+@pytest.mark.slow
 def test_a_sleeping_model_that_wakes_is_proved_no_second_time(smollm2_path: Path, empty_home: Path) -> None:
     with LLM(smollm2_path, ctx=256) as llm:
         first = tokens(llm)
