@@ -68,7 +68,9 @@ class Browse:
         """One key. A letter that means nothing goes to the prompt."""
         screen = self._screen
         name = screen.chat_app.keymap.browse().get(key, "")
-        if key == "escape" and time.monotonic() - self._entered < TWICE_S and not screen.prompt.text:
+        if key == "ctrl+z":  # in the prompt it is undo
+            screen.app.action_suspend_process()
+        elif key == "escape" and time.monotonic() - self._entered < TWICE_S and not screen.prompt.text:
             self.leave()
             screen.edit_last()
         elif name == "browse.leave" or self.at is None:
