@@ -17,6 +17,7 @@ import os
 import platform
 import pty
 import re
+import resource
 import select
 import signal
 import statistics
@@ -55,10 +56,27 @@ def wall(*words: str, **more: str) -> float:
     return time.monotonic() - started
 
 
+COMPLETION = {"_LOCALLLM_COMPLETE": "complete_bash", "COMP_WORDS": "localllm run sm", "COMP_CWORD": "2"}
+
+
 def completion() -> float:
     """Seconds until the shell has the names of local models."""
-    words = {"COMP_WORDS": "localllm run sm", "COMP_CWORD": "2"}
-    return wall(**{"_LOCALLLM_COMPLETE": "complete_bash", **words})
+    return wall(**COMPLETION)
+
+
+def completion_cpu() -> float:
+    """The same in seconds of a core: what is left of it on a machine that is busy."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    wall(**COMPLETION)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def doctor() -> float:
+    """Seconds of the quick checks on this machine; whatever they find is no failure here."""
+    started = time.monotonic()
+    subprocess.run([LOCALLLM, "doctor", "--json"], env=environment(), capture_output=True)
+    return time.monotonic() - started
 
 
 def first_paint() -> float:
@@ -265,6 +283,9 @@ def main() -> None:
     rows = [
         row("--help", "s", "<= 0.3", repeated(lambda: wall("--help"), times)),
         row("completion of a model's name", "s", "<= 0.15", repeated(completion, times)),
+        row("completion of a model's name", "s of a core", "<= 0.1", repeated(completion_cpu, times)),
+        row("doctor, quick checks", "s", "<= 2", repeated(doctor, times)),
+        row("plan qwen", "s", "<= 1", repeated(lambda: wall("plan", "qwen", "--json"), times)),
         row("first paint of chat", "s", "<= 0.5", repeated(first_paint, times)),
     ]
     rows.append(row("the program, idle", "share of a core", "< 0.01", [idle()]))
