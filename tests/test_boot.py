@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,8 +26,18 @@ from localllm.llm import kernel_words
 from localllm.measured import kl_by_kv
 from localllm.proofs import Proofs
 
+sys.path.append(str(Path(__file__).parent / "checkpoint"))
+
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 PROMPT = "The capital of France is"
+
+
+@pytest.fixture(scope="module")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with a tokenizer, 32 kB."""
+    import tiny_models
+
+    return tiny_models.tiny_gguf(tmp_path_factory.mktemp("models") / "tiny.gguf", "Q8_0")  # type: ignore[no-any-return]
 
 
 def tokens(llm: LLM) -> list[int]:
@@ -34,7 +45,7 @@ def tokens(llm: LLM) -> list[int]:
 
 
 def test_a_planted_wrong_kernel_is_not_used_and_the_user_is_told(
-    smollm2_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """design.md 1.3"""
 
@@ -45,13 +56,13 @@ def test_a_planted_wrong_kernel_is_not_used_and_the_user_is_told(
         return composed(x, *rest).mul_(1.1)
 
     right = dict(cpu_ops.IMPLS)
-    with LLM(smollm2_path, ctx=256) as llm:
+    with LLM(tiny_path, ctx=256) as llm:
         expected = tokens(llm)
         assert llm.state().warnings == ()
     for name, run in (("rms_norm", planted), ("decoder", planted_decoder)):
         wrong = (OpImpl("planted", lambda facts: None, run), *right[name])
         monkeypatch.setattr(cpu_ops, "IMPLS", {**right, name: wrong})
-        with LLM(smollm2_path, ctx=256) as llm:
+        with LLM(tiny_path, ctx=256) as llm:
             assert tokens(llm) == expected
             (warning,) = llm.state().warnings
             assert warning.startswith(f"{name}:planted failed its self-test (")
@@ -60,8 +71,8 @@ def test_a_planted_wrong_kernel_is_not_used_and_the_user_is_told(
             assert llm.state().truth_line == llm.truth_line
 
 
-def test_a_plan_that_did_not_hold_shrinks_once_says_so_and_is_remembered(smollm2_path: Path, empty_home: Path) -> None:
-    with LLM(smollm2_path, ctx=1024, max_parallel=8) as llm:
+def test_a_plan_that_did_not_hold_shrinks_once_says_so_and_is_remembered(tiny_path: Path, empty_home: Path) -> None:
+    with LLM(tiny_path, ctx=256, max_parallel=8) as llm:
         before = llm.stats().pages_total
         missing = llm.plan.kv_bytes // 4
         llm._boot._on_cpu_proof(Proof((Term("work", 100, 100 + missing),), "cpu", 1.0))
@@ -71,7 +82,7 @@ def test_a_plan_that_did_not_hold_shrinks_once_says_so_and_is_remembered(smollm2
         assert "the plan did not hold" in llm.truth_line
         assert len(tokens(llm)) == 8
         assert Proofs().learned_bytes(llm.facts, llm.machine, "cpu") == missing
-    with LLM(smollm2_path, ctx=1024, max_parallel=8) as llm:
+    with LLM(tiny_path, ctx=256, max_parallel=8) as llm:
         assert llm.plan.terms()["learned"] == missing
         scheduler = llm.engine.scheduler  # and what ran out while running
         scheduler.limits = replace(scheduler.limits, max_parallel=1)
@@ -106,9 +117,8 @@ def test_on_a_card_a_plan_that_does_not_hold_is_made_again_once(
     assert Proofs().known(facts, machine, plans[1])["held"]  # type: ignore[arg-type,index]
 
 
-@pytest.mark.slow
-def test_a_sleeping_model_that_wakes_is_proved_no_second_time(smollm2_path: Path, empty_home: Path) -> None:
-    with LLM(smollm2_path, ctx=256) as llm:
+def test_a_sleeping_model_that_wakes_is_proved_no_second_time(tiny_path: Path, empty_home: Path) -> None:
+    with LLM(tiny_path, ctx=256) as llm:
         first = tokens(llm)
         ends = time.monotonic() + 60
         while llm._boot.proof_note == "proof pending" and time.monotonic() < ends:

@@ -46,7 +46,11 @@ def test_a_card_nobody_makes_kernels_for_is_named(invoke: Invoke) -> None:
     assert "sm_61" in result.stderr and "sm_75" in result.stderr
 
 
-def test_a_cpu_has_nothing_to_tune(invoke: Invoke, smollm2_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_has_nothing_to_tune(invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "checkpoint")
+    import tiny_models
+
+    tiny = tiny_models.tiny_gguf(tmp_path / "tiny.gguf", "Q8_0")
     monkeypatch.delenv("LOCALLLM_ENGINE", raising=False)
-    value = valid(invoke("tune", str(smollm2_path), "--ctx", "1024", "--json").stdout, "tune-1")
+    value = valid(invoke("tune", str(tiny), "--json").stdout, "tune-1")
     assert (value["device"], value["tuned"], value["waiting"]) == ("cpu", [], 0)
