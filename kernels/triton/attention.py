@@ -6,14 +6,26 @@ how many programs there are follows from the shapes alone, so a step can be capt
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from ..kv_pages import SCALED_FORMATS, KVPages
+from ..tuning import Shape, tuner
 from . import attention_decode, attention_prefill
+from .attention_tiles import (
+    Tile,
+    columns_of,
+    decode_registers,
+    decode_tiles,
+    part_bytes,
+    prefill_tiles,
+    search_steps,
+    splits_of,
+)
 from .hadamard import run_length
 from .launch import capability, interpreting, launch, num_sms, pdl
 
@@ -21,68 +33,10 @@ LARGEST_HEAD = 256
 PAGE_SIZES = (16, 32, 64)
 PART_BYTES = 64 << 20
 """most bytes of split results held at once when queries of a long chunk are treated one by one"""
+TRIAL_KEYS, TRIAL_QUERIES = 8192, 2048
+"""keys of a decoding sequence, and tokens of a prompt, that candidates are timed on"""
 AT_ONCE = 16
 """splits a step of the merge adds up"""
-
-
-class Tile(NamedTuple):
-    """How a kernel cuts its work."""
-
-    keys: int
-    num_warps: int
-    num_stages: int
-    rows: int = 0
-    """of queries; prefill only"""
-
-
-class Splits(NamedTuple):
-    """How many keys a split has: `first` while `most` splits suffice, then multiples of it."""
-
-    first: int
-    most: int
-
-    def places(self, num_keys: int, window: int | None) -> int:
-        """Most splits that a query among up to `num_keys` keys has."""
-        if window is None or window >= num_keys:
-            return max(1, min(self.most, -(-num_keys // self.first)))
-        return min(self.most, -(-window // self.first)) + 1
-
-
-def splits_of(num_kv_heads: int, sms: int) -> Splits:
-    """Four programs an SM for one long sequence, one an SM from 4096 keys on; of one device always the same."""
-    first = _floor_power(4096 * num_kv_heads // sms)
-    return Splits(min(max(first, 128), 512), min(max(_floor_power(4 * sms // num_kv_heads), 8), 128))
-
-
-def decode_tile(cap: int, kv_format: str, head_dim: int) -> Tile:
-    """For sm_`cap`: what fits twice into an SM of 100 KB, on Hopper and sm_100 what wgmma takes."""
-    width = triton.next_power_of_2(head_dim)
-    if kv_format in SCALED_FORMATS:
-        if width <= 64 or cap < 80:
-            return Tile(64 if width <= 128 else 32, 2 if width <= 64 else 4, 3)
-        return Tile(64, 4, 3) if width <= 128 else Tile(32, 2, 3)
-    if kv_format == "f32":
-        return Tile(16, 4, 2)
-    if cap in (90, 100) and width <= 128:
-        return Tile(64, 4, 3)
-    return Tile(32, 2 if cap >= 80 or width <= 128 else 4, 3)
-
-
-def prefill_tile(cap: int, kv_format: str, head_dim: int) -> Tile:
-    """For sm_`cap`: as many rows as registers hold, and keys for three stages in its shared memory."""
-    width = triton.next_power_of_2(head_dim)
-    if cap < 80 or kv_format == "f32":  # no matrix instructions: small tiles, sums in registers
-        return Tile(16, 4, 2, rows=16)
-    if cap in (90, 100):
-        return Tile(64, 8, 3, rows=128) if width <= 128 else Tile(32, 8, 2, rows=64)
-    if width <= 64:
-        return Tile(64, 8, 3, rows=128)
-    return Tile(32, 8, 3, rows=128) if width <= 128 else Tile(32, 8, 2, rows=64)
-
-
-def part_bytes(num_rows: int, num_heads: int, head_dim: int, places: int) -> int:
-    """Bytes that the results of splits take between the two kernels of decoding."""
-    return num_rows * num_heads * places * (head_dim + 2) * 4
 
 
 def paged_attention(
@@ -165,7 +119,7 @@ class _Step:
             "GROUP": self.heads // self.kv_heads,
             "KV_HEADS": self.kv_heads,
             "PAGE": self.page,
-            "STEPS": _search_steps(self.num_seqs),
+            "STEPS": search_steps(self.num_seqs),
             "INTERPRET": interpreting(),
         } | constants(self.format, self.dim, self.scales_of(), window is not None, softcap is not None)
         k, v = (self._pairs(x) for x in (pages.k, pages.v))
@@ -177,15 +131,26 @@ class _Step:
             return "none"
         return "layer" if self.pages.k_scales.dim() == 1 else "token"
 
+    def _picked(self, op: str, candidates: list[Tile], fixed: bool = False) -> Tile:
+        """The winner on this card, or the first; with `fixed` always the first: tiles decide the order of sums."""
+        if fixed or self.q.device.type != "cuda":
+            return candidates[0]
+        group = self.heads // self.kv_heads
+        shape = Shape(op, (self.format, self.dim, group, self.kv_heads, self.page))
+        trial = _trial(op, self.q.dtype, self.q.device, self.format, self.heads, self.kv_heads, self.page, self.dim)
+        return Tile(**tuner().pick(shape, [tile._asdict() for tile in candidates], trial))
+
     def _pairs(self, x: Tensor) -> Tensor:
         return x.view(torch.int16) if self.format in SCALED_FORMATS else x
 
-    def decode(self, first: int, count: int, by_token: bool) -> None:
+    def decode(self, first: int, count: int, by_token: bool, tile: Tile | None = None) -> None:
         """Single queries: rows are tokens from `first` on, or sequences."""
         device = self.q.device
-        tile = decode_tile(self.cap, self.format, self.dim)
+        candidates = decode_tiles(self.cap, self.format, self.dim, self.shared["GROUP"])
+        tile = tile or self._picked("attention_decode", candidates, by_token)
         sums = torch.empty((count, self.heads, self.places, self.dim), dtype=torch.float32, device=device)
         norms = torch.empty((count, self.heads, self.places, 2), dtype=torch.float32, device=device)
+        most = decode_registers(self.cap, self.format, self.dim, self.shared["GROUP"])
         split = {"FIRST": self.splits.first, "SPLITS": self.splits.most, "BY_TOKEN": by_token}
         launch(
             attention_decode.decode_split,
@@ -210,6 +175,7 @@ class _Step:
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             launch_pdl=pdl(device),
+            **({"maxnreg": most} if most else {}),
             **self.shared,
             **split,
         )
@@ -239,10 +205,10 @@ class _Step:
             **split,
         )
 
-    def prefill(self, singles: bool) -> None:
+    def prefill(self, singles: bool, tile: Tile | None = None) -> None:
         """Sequences of several queries; with `singles` those of one as well."""
         device = self.q.device
-        tile = prefill_tile(self.cap, self.format, self.dim)
+        tile = tile or self._picked("attention_prefill", prefill_tiles(self.cap, self.format, self.dim))
         tokens = tile.rows // self.shared["GROUP"]
         launch(
             attention_prefill.prefill,
@@ -272,6 +238,31 @@ class _Step:
         )
 
 
+def _trial(
+    op: str, dtype: torch.dtype, device: torch.device, kv_format: str, heads: int, kv_heads: int, page: int, dim: int
+) -> Callable[[Mapping[str, int]], Callable[[], object]]:
+    """Launches a candidate on one made-up sequence; makes it when a first candidate is tried."""
+    made: list[_Step] = []
+
+    def trial(choice: Mapping[str, int]) -> Callable[[], object]:
+        new, length = (1, TRIAL_KEYS) if op == "attention_decode" else (TRIAL_QUERIES, TRIAL_QUERIES)
+        if not made:
+            count = -(-length // page)
+            empty = KVPages.empty(kv_format, count, kv_heads, page, dim)
+            pages = KVPages(*(None if part is None else torch.zeros_like(part, device=device) for part in empty))
+            q = torch.randn(new, heads, dim, device=device, dtype=dtype)
+            table = torch.arange(count, dtype=torch.int32, device=device)[None]
+            bounds = torch.tensor([0, new], dtype=torch.int32, device=device)
+            lengths = torch.tensor([length], dtype=torch.int32, device=device)
+            made.append(_Step(q, pages, table, bounds, lengths, dim**-0.5, None, None, None))
+        tile = Tile(**choice)
+        if op == "attention_decode":
+            return lambda: made[0].decode(0, 1, False, tile)
+        return lambda: made[0].prefill(True, tile)
+
+    return trial
+
+
 def constants(kv_format: str, dim: int, scales: str, window: bool, softcap: bool) -> dict[str, Any]:
     """What the format of the pages and the size of a head decide in both kernels."""
     width = dim // 2 if kv_format in SCALED_FORMATS else dim
@@ -296,17 +287,3 @@ def _check(q: Tensor, pages: KVPages, block_table: Tensor) -> None:
         raise ValueError("pages and the rows of block tables must be contiguous")
     if block_table.stride(0) != block_table.shape[1]:
         raise ValueError("block tables must be contiguous")
-
-
-def columns_of(group: int) -> int:
-    """Columns of a decode tile: query heads of a KV head, at least what a matrix instruction has."""
-    return max(8, triton.next_power_of_2(group))
-
-
-def _search_steps(num_seqs: int) -> int:
-    """Halvings that find one of `num_seqs` sequences; few values, since each is another compiled kernel."""
-    return next((steps for steps in (1, 4, 8) if num_seqs < 1 << steps), 20)
-
-
-def _floor_power(x: int) -> int:
-    return 1 << max(x.bit_length() - 1, 0)

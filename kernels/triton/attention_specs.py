@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 from ..kv_pages import SCALED_FORMATS
 from .aot_spec import KernelSpec
-from .attention import AT_ONCE, columns_of, constants, decode_tile, prefill_tile
+from .attention import AT_ONCE, constants
 from .attention_decode import decode_split, merge_splits
 from .attention_prefill import prefill
+from .attention_tiles import columns_of, decode_registers, decode_tiles, prefill_tiles
 from .launch import PDL_CAPABILITY
 
 
@@ -39,6 +40,7 @@ def specs(cap: int) -> Iterator[KernelSpec]:
         _Case(native, 128),
         _Case(native, 64, 3, 3, extras=True),
         _Case(native, 256, 4, 1, 32),
+        _Case(native, 256, 12, 2),
         _Case("int8", 128, 8, 4),
         _Case("fp8", 128),
         _Case("fp8", 96, 12, 4, 64, True),
@@ -77,7 +79,8 @@ def _case_constants(cap: int, case: _Case) -> dict[str, Any]:
 
 
 def _decode_spec(cap: int, case: _Case) -> KernelSpec:
-    tile = decode_tile(cap, case.kv_format, case.dim)
+    tile = decode_tiles(cap, case.kv_format, case.dim, case.group)[0]
+    most = decode_registers(cap, case.kv_format, case.dim, case.group)
     pointers = "q k v k_scales v_scales block_table cu_query_lens seq_lens part_sum part_norm"
     numbers = {"scale": "fp32", "softcap": "fp32", "window": "i32", "table_width": "i32", "num_seqs": "i32"}
     more = {"COLUMNS": columns_of(case.group), "KEYS": tile.keys, "STAGES": tile.num_stages, "FIRST": 128, "SPLITS": 64}
@@ -90,9 +93,9 @@ def _decode_spec(cap: int, case: _Case) -> KernelSpec:
         _case_constants(cap, case) | more | {"BY_TOKEN": case.extras},
         tile.num_warps,
         tile.num_stages,
-        _options(cap),
+        _options(cap) | ({"maxnreg": most} if most else {}),
         decode=True,
-        expect_mma="" if cap < 80 else "wgmma" if tile.keys == 64 and tile.num_warps == 4 and cap == 90 else "mma",
+        expect_mma="" if cap < 80 else "mma",
     )
 
 
@@ -113,7 +116,7 @@ def _merge_spec(cap: int, case: _Case) -> KernelSpec:
 
 
 def _prefill_spec(cap: int, case: _Case) -> KernelSpec:
-    tile = prefill_tile(cap, case.kv_format, case.dim)
+    tile = prefill_tiles(cap, case.kv_format, case.dim)[0]
     pointers = "q k v k_scales v_scales sinks block_table cu_query_lens seq_lens out"
     numbers = {"scale": "fp32", "softcap": "fp32", "window": "i32", "table_width": "i32", "num_seqs": "i32"}
     more = {"ROWS": tile.rows, "KEYS": tile.keys, "STAGES": tile.num_stages, "SINGLES": True, "HAS_SINKS": case.extras}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from localllm.kernels import reference
 from localllm.kernels.kv_pages import KVPages
-from localllm.kernels.triton import attention
+from localllm.kernels.triton import attention, attention_tiles
 
 CPU_TOLERANCE = {"f32": 2e-5, "bf16": 2e-5, "fp16": 2e-5, "int8": 4e-5, "fp8": 4e-5}
 """largest difference to the twin relative to the largest value: the interpreter computes in float32"""
@@ -108,7 +108,7 @@ DECODE = Shape(((1, 1), (1, 16), (1, 17), (1, 150), (1, 64)), heads=6, kv_heads=
 @pytest.fixture
 def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Splits of 64 keys, and more of them than two: short sequences then have several, long ones wider ones."""
-    monkeypatch.setattr(attention, "splits_of", lambda heads, sms: attention.Splits(64, 4))
+    monkeypatch.setattr(attention, "splits_of", lambda heads, sms: attention_tiles.Splits(64, 4))
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)
@@ -238,8 +238,20 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
 
 def test_split_sizes() -> None:
     """More splits for longer sequences, up to a limit; never a choice by the batch."""
-    splits = attention.splits_of(8, 132)
+    splits = attention_tiles.splits_of(8, 132)
     assert splits == (128, 64)
     assert [splits.places(keys, None) for keys in (1, 128, 129, 4096, 1 << 20)] == [1, 1, 2, 32, 64]
     assert splits.places(1 << 20, 1000) == 9
-    assert attention.splits_of(1, 132) == (128, 128) and attention.splits_of(8, 16) == (512, 8)
+    assert attention_tiles.splits_of(1, 132) == (128, 128) and attention_tiles.splits_of(8, 16) == (512, 8)
+
+
+def test_every_tile_divides_every_split() -> None:
+    """Tiles begin at multiples of their size, splits at multiples of the first: at most 128."""
+    for cap in (75, 80, 86, 89, 90, 100, 120, 121):
+        for kv_format in ("f32", "bf16", "fp16", "int8", "fp8"):
+            for dim in (64, 80, 96, 112, 128, 256):
+                for group in (1, 4, 12, 32):
+                    decode = attention_tiles.decode_tiles(cap, kv_format, dim, group)
+                    assert 1 <= len(decode) <= 8 and all(128 % tile.keys == 0 for tile in decode)
+                prefill = attention_tiles.prefill_tiles(cap, kv_format, dim)
+                assert 1 <= len(prefill) <= 8 and all(tile.rows >= 16 for tile in prefill)

@@ -1,0 +1,110 @@
+"""How attention cuts its work: keys and rows of a tile, keys of a split. Starting points by card, by bytes on paper.
+
+Shared memory of a decode tile (keys x head_dim x 2 tensors x bytes, two tiles under way, a third where wgmma runs
+behind) against what an SM has decides how many programs share one; each must hold a few tens of KB on their way from
+memory (3.35 TB/s x 0.8 us / 132 SMs = 20 KB an SM on an H100, 8 KB on an RTX 5090). Programs an SM, heads of 128:
+
+            bf16 tile       bytes    sm_86/89/120 (100 KB)   sm_80 (164 KB)     8-bit tile     bytes   programs
+    others  32 keys, 2 w    35,328   2                       4                  32 keys, 2 w   19,456  5, 8
+    90, 100 64 keys, 4 w   101,376   2 (228 KB)                                 64 keys, 4 w   36,864  4 (registers)
+
+A long sequence of 8 KV heads makes 64 x 8 = 512 splits on 132 SMs: four programs an SM.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..kv_pages import SCALED_FORMATS
+
+WGMMA = (90, 100)
+"""cards whose matrix instructions read 64 rows straight from shared memory"""
+
+
+class Tile(NamedTuple):
+    """How a kernel cuts its work."""
+
+    keys: int
+    num_warps: int
+    num_stages: int
+    rows: int = 0
+    """of queries; prefill only"""
+
+
+class Splits(NamedTuple):
+    """How many keys a split has: `first` while `most` splits suffice, then multiples of it."""
+
+    first: int
+    most: int
+
+    def places(self, num_keys: int, window: int | None) -> int:
+        """Most splits that a query among up to `num_keys` keys has."""
+        if window is None or window >= num_keys:
+            return max(1, min(self.most, -(-num_keys // self.first)))
+        return min(self.most, -(-window // self.first)) + 1
+
+
+def splits_of(num_kv_heads: int, sms: int) -> Splits:
+    """Four programs an SM for one long sequence, one an SM from 4096 keys on; of one device always the same."""
+    first = _floor_power(4096 * num_kv_heads // sms)
+    return Splits(min(max(first, 128), 512), min(max(_floor_power(4 * sms // num_kv_heads), 8), 128))
+
+
+def decode_tiles(cap: int, kv_format: str, head_dim: int, group: int) -> list[Tile]:
+    """Candidates for sm_`cap` and `group` query heads a KV head, the expected best first; keys divide every split."""
+    width = _ceil_power(head_dim // 2 if kv_format in SCALED_FORMATS else head_dim)
+    if kv_format == "f32":
+        return [Tile(16, 4, 2)]
+    if cap < 80:  # no matrix instructions: what registers hold
+        return [Tile(32 if width > 64 else 64, 2 if width <= 32 else 4, 3)]
+    narrow, wide = Tile(32, 2, 3), Tile(64, 4, 3)
+    if cap in WGMMA and width in (64, 128):
+        return [wide, Tile(64, 4, 2), narrow, Tile(32, 2, 4)]
+    if width > 128:  # two warps cannot hold 256 x 16 sums
+        return [narrow, Tile(32, 2, 2)] if columns_of(group) == 8 else [Tile(32, 4, 3), Tile(32, 4, 2)]
+    return [narrow, Tile(32, 2, 4), wide]
+
+
+def prefill_tiles(cap: int, kv_format: str, head_dim: int) -> list[Tile]:
+    """Candidates for sm_`cap`: as many rows as registers hold, keys for two or three stages in shared memory."""
+    width = _ceil_power(head_dim)
+    if cap < 80 or kv_format == "f32":  # no matrix instructions: small tiles, sums in registers
+        return [Tile(16, 4, 2, rows=16)]
+    if cap in WGMMA:
+        if width > 128:
+            return [Tile(32, 8, 2, rows=64), Tile(32, 4, 2, rows=64)]
+        return [Tile(64, 8, 3, rows=128), Tile(64, 8, 2, rows=128), Tile(64, 4, 2, rows=64), Tile(128, 8, 2, rows=128)]
+    if width > 128:
+        return [Tile(32, 8, 2, rows=64)]
+    first = Tile(64, 8, 3, rows=128) if width <= 64 else Tile(32, 8, 3, rows=128)
+    return [first, Tile(32, 8, 2, rows=128), Tile(32, 4, 3, rows=64)]
+
+
+def decode_registers(cap: int, kv_format: str, head_dim: int, group: int) -> int:
+    """Most registers a thread may take; 0 leaves it to the compiler, which spills one rather than give up a warp."""
+    if cap < 80 or kv_format not in SCALED_FORMATS or head_dim > 128:
+        return 0
+    return 128 if columns_of(group) == 8 else 168
+
+
+def part_bytes(num_rows: int, num_heads: int, head_dim: int, places: int) -> int:
+    """Bytes that the results of splits take between the two kernels of decoding."""
+    return num_rows * num_heads * places * (head_dim + 2) * 4
+
+
+def columns_of(group: int) -> int:
+    """Columns of a decode tile: query heads of a KV head, at least what a matrix instruction has."""
+    return max(8, _ceil_power(group))
+
+
+def search_steps(num_seqs: int) -> int:
+    """Halvings that find one of `num_seqs` sequences; few values, since each is another compiled kernel."""
+    return next((steps for steps in (1, 4, 8) if num_seqs < 1 << steps), 20)
+
+
+def _floor_power(x: int) -> int:
+    return 1 << max(x.bit_length() - 1, 0)
+
+
+def _ceil_power(x: int) -> int:
+    return 1 << max(x - 1, 0).bit_length()
