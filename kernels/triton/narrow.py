@@ -52,8 +52,8 @@ def w8a8_kernel(
     column = tl.minimum(columns, n - 1).to(tl.int64)
     lane = tl.arange(0, STEP)
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     acc = tl.zeros((TOKENS, ROWS), tl.float32)
     for g in tl.range(0, GROUPS, num_stages=STAGES):
         k = g * STEP + lane
@@ -120,8 +120,8 @@ def w4a4_kernel(
     lane = tl.arange(0, STEP)
     group = tl.arange(0, STEP // 8)
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     acc = tl.zeros((TOKENS, ROWS), tl.float32)
     for k in tl.range(0, BYTES, STEP, num_stages=STAGES):
         byte, block = k + lane, k // 8 + group

@@ -36,6 +36,8 @@ SLAB_TOKENS = 256
 ROWS_WITHOUT_TENSOR_CORES = 4
 WHOLE_ROW = 1 << 20
 """the group size that stands for one scale a row"""
+CUBLAS: Tile = {"cublas": 1}
+"""the candidate of dense weights that is no kernel of ours"""
 FIXED_TOKENS = 16
 """rows of x in a tile when every row must be summed the same way"""
 
@@ -96,7 +98,11 @@ def product(
     elif tokens >= SLAB_TOKENS or card.capability < 80 or (_is_plain(x, p) and tokens > SMALL_TOKENS):
         _slab_product(x, p, out, extras.bias)
     else:
-        tile_launch(x, p, out, extras, _picked(x, p, extras, card), pdl(x.device)).start()
+        choice = _picked(x, p, extras, card)
+        if choice is CUBLAS:
+            _slab_product(x, p, out, extras.bias)
+        else:
+            tile_launch(x, p, out, extras, choice, pdl(x.device)).start()
     return out
 
 
@@ -289,12 +295,14 @@ def _slab_product(x: Tensor, p: Prepared, out: Tensor, bias: Tensor | None) -> N
 def _picked(x: Tensor, p: Prepared, extras: Extras, card: Card) -> Tile:
     """The constants for this shape: the winner on this card, or what the model expects to be best."""
     n, k = p.shape
-    gated = bool(extras.gate)
+    tokens = token_class(x.shape[0])
     if x.shape[0] == 1 or card.capability < 80:
         shape = Shape("linear_vector", (n, k, p.code, p.group, extras.gate))
-        candidates = vector_tiles(n, k, p.code, card, gated)
+        candidates = vector_tiles(n, k, p.code, card, bool(extras.gate))
+    elif _is_plain(x, p) and extras[1:] == PLAIN[1:]:
+        shape = Shape("linear_dense", (n, k, p.code, tokens))
+        candidates = (*tile_tiles(n, k, p.code, tokens, card)[:-1], CUBLAS)
     else:
-        tokens = token_class(x.shape[0])
         shape = Shape("linear_tile", (n, k, p.code, p.group, tokens, extras.gate))
         candidates = tile_tiles(n, k, p.code, tokens, card)
     return tuner().pick(shape, candidates, None if x.device.type != "cuda" else _trial(x, p, extras))
@@ -321,6 +329,8 @@ def _trial(x: Tensor, p: Prepared, extras: Extras) -> Callable[[Tile], Callable[
             sample = torch.randn(tokens, k, device=device, dtype=dtype)
             made.append((sample, empty._replace(**noise), torch.empty(tokens, n, device=device, dtype=dtype)))
         sample, weight, out = made[0]
+        if choice is CUBLAS:
+            return lambda: _slab_product(sample, weight, out, None)
         build = vector_launch if "chunks" in choice else tile_launch
         return build(sample, weight, out, Extras(gate=gate), choice, pdl(device)).start
 

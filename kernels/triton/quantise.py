@@ -46,8 +46,8 @@ def quantise_e4m3_kernel(
     # byte 2h + i of a chunk of 16 holds element 8i + h
     k = spot // 16 * 16 + spot % 2 * 8 + spot % 16 // 2
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(x), 0), 1e-10) / 448.0
     tl.store(code_ptr + row * PADDED + spot, e4m3_bits(x / scale).to(tl.uint8), mask=spot < PADDED)
@@ -66,8 +66,8 @@ def quantise_nvfp4_kernel(
     byte = tl.arange(0, 8)
     k = group[:, None] * 16 + (byte % 2 * 8 + byte // 2)[None, :]
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     even = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32)
     odd = tl.load(x_ptr + row * K + k + 4, mask=k + 4 < K, other=0.0).to(tl.float32)
     largest = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), 1)

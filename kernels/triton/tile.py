@@ -114,8 +114,8 @@ def tile_kernel(
     low_rows = low_ptr + (row64 * H)[:, None]
     x_rows = x_ptr + (tokens.to(tl.int64) * K)[None, :]
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
     acc = tl.zeros((ROWS, TOKENS), tl.float32)
     squares = tl.zeros((TOKENS,), tl.float32)

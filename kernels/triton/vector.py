@@ -129,10 +129,11 @@ def vector_kernel(
     lane = tl.arange(0, CHUNKS)
     x_row = x_ptr + token.to(tl.int64) * K
 
+    if PDL:  # what follows may ask for its weights, too
+        tl.extra.cuda.gdc_launch_dependents()
     w_next, high_next = _load_words(low_ptr, high_ptr, row_ok, rows, lane, C, CODE, HIGH)
     if PDL:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
 
     acc = tl.zeros((ROWS, CHUNKS, RUNS), tl.float32)
     squares = tl.zeros((CHUNKS,), tl.float32)

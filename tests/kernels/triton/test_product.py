@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,6 +163,23 @@ def test_parts_of_k_are_added_by_the_last(device: torch.device) -> None:
         assert not products._zeros(device).any()
     with pytest.raises(ValueError, match="at most 4096"):
         products._counters(device, 5000)
+
+
+def test_cublas_is_a_candidate_of_dense_weights(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is fused into the product; it gives what the kernel gives."""
+    weight = make("dense-bf16", 20, 64)
+    prepared, x = prepare(on(device, weight)), torch.randn(3, 64).bfloat16().to(device)
+    offered: list[tuple[Any, ...]] = []
+
+    def last(shape: Any, candidates: Any, trial: Any = None) -> Any:
+        offered.append(tuple(candidates))
+        return candidates[-1]
+
+    monkeypatch.setattr(products, "tuner", lambda: SimpleNamespace(pick=last))
+    assert error(product(x, prepared), exact_product(x, weight)) < ROUNDING[torch.bfloat16]
+    product(x, prepared, Extras(residual=torch.zeros(3, 20, dtype=torch.bfloat16, device=device)))
+    assert products.CUBLAS in offered[0] and products.CUBLAS not in offered[1]
+    assert len(offered[0]) <= product_tiles.MOST
 
 
 def test_wrong_columns_are_refused(device: torch.device) -> None:
