@@ -81,7 +81,7 @@ class _Source:
 
 
 def op_cases(op: str, shapes: ModelShapes) -> Iterator[Case]:
-    """The calls of one op of `kernels.ops.OPS` that a model of these shapes will make."""
+    """The calls of one op of `kernels.ops.OPS` or `OUTER_OPS` that a model of these shapes will make."""
     yield from _CASES[op](shapes, _Source(shapes.facts.device, shapes.facts.dtype))
 
 
@@ -182,6 +182,14 @@ def _paged_attention(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
             yield Case(f"{name}{seen}", (q, pages, *given, scale, window, shapes.softcap))
 
 
+def _embedding(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
+    table = source.normal(50, shapes.hidden)
+    for ids in ([49], [0, 7, 7, 31]):
+        given = source.ints(ids, torch.int64)
+        yield Case(f"{len(ids)} ids", (given, table, 1.0, source.dtype))
+        yield Case(f"{len(ids)} ids, scaled", (given, table, shapes.hidden**0.5, source.dtype))
+
+
 _CASES: dict[str, Callable[[ModelShapes, _Source], Iterator[Case]]] = {
     "rms_norm": _rms_norm,
     "rope": _rope,
@@ -189,4 +197,5 @@ _CASES: dict[str, Callable[[ModelShapes, _Source], Iterator[Case]]] = {
     "gelu_tanh_mul": _gated,
     "kv_write": _kv_write,
     "paged_attention": _paged_attention,
+    "embedding": _embedding,
 }

@@ -15,6 +15,8 @@ from . import reference
 
 OPS = ("rms_norm", "rope", "silu_mul", "gelu_tanh_mul", "kv_write", "paged_attention")
 """The ops a decoder layer is made of, besides `linear`."""
+OUTER_OPS = ("embedding",)
+"""Those around the layers, which no `KernelTable` holds."""
 
 
 @dataclass(frozen=True, slots=True)

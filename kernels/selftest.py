@@ -18,7 +18,7 @@ from torch import Tensor
 from . import Impl, LinearFacts
 from .cases import ModelShapes
 from .dense_linear import TWIN
-from .ops import OPS, choose_op, op_impls
+from .ops import OPS, OUTER_OPS, choose_op, op_impls
 from .records import Records
 from .sampling_trial import SampleOp, sampler_error
 from .segments import HeadWeights, KernelTable, LayerCall, kernel_table
@@ -63,7 +63,7 @@ class SelfTest:
 
     def table(self, shapes: ModelShapes, quarantined: frozenset[str] = frozenset()) -> KernelTable:
         """The kernel table of a model whose ops all passed."""
-        for op in OPS:
+        for op in (*OPS, *OUTER_OPS):
             while True:
                 impl = choose_op(op, shapes.facts, quarantined | self.quarantined)
                 if impl.run is op_impls(op)[-1].run:  # the twin

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ from localllm.checkpoint.facts import ModelFacts, RopeFacts, linear_shapes
 from localllm.checkpoint.names import SourceNames
 from localllm.errors import BadModelFile, DeviceError, OutOfMemory, UnsupportedModel
 from localllm.kernels import LinearFacts, Weight, rope
-from localllm.kernels.embedding import prepared_rows, weight_rows
-from localllm.kernels.ops import OpFacts
+from localllm.kernels.embedding import is_plain_table, prepared_rows, weight_rows
+from localllm.kernels.ops import OpFacts, choose_op
 from localllm.kernels.segments import kernel_table
 from localllm.kernels.selftest import KernelCrash, SelfTest
 from localllm.quant import dequantize, fuse, load_weight, read_dense
@@ -192,6 +193,11 @@ class Loading:
             deterministic=options.deterministic,
         )
 
+    @property
+    def wrong(self) -> frozenset[str]:
+        """What the self-test of this load has found so far."""
+        return self.selftest.quarantined if self.selftest is not None else frozenset()
+
     def embedding(self, weight: Weight, head: Linear | None) -> Embedding:
         """The embedding; it reads rows of the tied head's prepared weight where that is possible."""
         dtype = getattr(torch, self.options.dtype)
@@ -199,6 +205,10 @@ class Loading:
         if shared is not None:
             return Embedding(shared, self.facts.embedding_scale, dtype, nbytes=0)
         weight = self.owned(weight)
+        impl = choose_op("embedding", self.op_facts(), self.options.quarantined | self.wrong)
+        if impl.name != "torch" and is_plain_table(weight):  # scaled and cast by the lookup itself
+            rows = partial(impl.run, table=weight.qweight, scale=self.facts.embedding_scale, dtype=dtype)
+            return Embedding(rows, 1.0, dtype, nbytes=weight.nbytes)
         return Embedding(weight_rows(weight), self.facts.embedding_scale, dtype, nbytes=weight.nbytes)
 
     def layer(self, index: int) -> DecoderLayer:
@@ -266,8 +276,7 @@ class Loading:
             deterministic=self.options.deterministic,
         )
         while True:
-            wrong = self.selftest.quarantined if self.selftest is not None else frozenset()
-            impl = kernels.choose(self.impls, facts, self.options.quarantined | wrong).impl
+            impl = kernels.choose(self.impls, facts, self.options.quarantined | self.wrong).impl
             # the codes, nearly all of the bytes, are repacked almost always: they are copied only where they were kept
             prepared = self.owned(impl.prepare(self.owned(weight, but="qweight")))
             if self.selftest is None or self.selftest.linear_passed(impl, facts, weight, prepared):
