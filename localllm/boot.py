@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from localllm.engine.assembly import Assembled, assemble
-from localllm.engine.memory_meter import rss_anon_bytes
 from localllm.engine.proof import CpuProof, Proof, prove_on_gpu
 from localllm.engine.threads import missing_kernels
 from localllm.engine.tuning_job import TuningJob
@@ -44,8 +43,9 @@ def first_use(plan: Plan, machine: MachineFacts) -> SelfTest:
 class Boot:
     """One engine over loaded weights.
 
-    replan      (bytes a proof found missing) -> the plan made smaller by them
-    base_bytes  anonymous memory of the process before the weights were loaded
+    replan         (bytes a proof found missing) -> the plan made smaller by them
+    base_bytes     anonymous memory of the process before the weights were loaded
+    program_bytes  what of it our own imports and the tokenizer took
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class Boot:
         prefix_cache: bool = True,
         check_invariants: bool = False,
         base_bytes: int = 0,
+        program_bytes: int = 0,
         weights_taken: int = 0,
     ) -> None:
         self.plan = plan
@@ -70,7 +71,7 @@ class Boot:
         self._selftest = selftest
         self._replan = replan
         self._prefix_cache, self._check_invariants = prefix_cache, check_invariants
-        self._base_bytes = base_bytes
+        self._base_bytes, self._program_bytes = base_bytes, program_bytes
         self._weights_taken = weights_taken or model.weight_bytes
         self._proofs = Proofs()
         self._shrunk = ""
@@ -126,6 +127,7 @@ class Boot:
             engine.scheduler.pages,
             self.plan,
             self._base_bytes,
+            self._program_bytes,
             self._model.weight_bytes,
             self._model.num_kinds,
             self._on_cpu_proof,
@@ -229,8 +231,3 @@ class Boot:
         if note:
             found.append(f"{note}; close what else uses the memory, or start with a smaller --ctx")
         return tuple(found)
-
-
-def anonymous_bytes() -> int:
-    """What this process holds now, for `Boot.base_bytes`."""
-    return rss_anon_bytes()

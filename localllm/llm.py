@@ -105,7 +105,9 @@ class LLM:
         self._percent = -1
         self.name = os.fspath(name_or_path)
         from localllm.device import machine as look
+        from localllm.device import rss_anon_bytes
 
+        self._start_bytes = rss_anon_bytes()
         self.machine: MachineFacts = machine or look()
         self.path: Path = self._find(self.name, device, kv, offline, cancel)
         """the file or folder that was loaded"""
@@ -199,7 +201,8 @@ class LLM:
             os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as the plan numbers cards
         import torch
 
-        from localllm.boot import anonymous_bytes, first_use  # its imports are not part of loading
+        from localllm.boot import first_use  # its imports are not part of loading
+        from localllm.device import rss_anon_bytes
         from localllm.engine.threads import kernels_are_built, serve_torch
         from localllm.models.loader import LoadOptions, load_model
 
@@ -237,7 +240,7 @@ class LLM:
             selftest=first_use(self.plan, self.machine),
             progress=self._on_weights,
         )
-        self._selftest, self._base_bytes = options.selftest, anonymous_bytes()
+        self._selftest, self._base_bytes = options.selftest, rss_anon_bytes()
         if device.type == "cuda" and self._selftest is not None and not self._selftest.records.items():
             self._notify(Phase("compile", detail="kernels for this card, once; up to a minute"))
         self._model: Model = load_model(self._checkpoint, options)
@@ -266,6 +269,7 @@ class LLM:
             prefix_cache=self.prefix_cache,
             check_invariants=self._debug_invariants,
             base_bytes=self._base_bytes,
+            program_bytes=self._base_bytes - self._start_bytes,
         )
         self.plan = self._boot.plan
         self._kv_bytes = self._boot.kv_bytes

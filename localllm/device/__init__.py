@@ -15,11 +15,21 @@ from .bandwidth import guessed_bandwidth, read_bandwidth
 from .cpu import cpu_facts
 from .facts import CpuFacts, GpuFacts, GpuLink, GpuProcess, MachineFacts
 from .fake import fake_machine
-from .memory import memory_limits
+from .memory import memory_limits, rss_anon_bytes
 from .nvml import gpu_facts
 from .surroundings import compiler, container, torch_build, wsl_version
 
-__all__ = ["CpuFacts", "GpuFacts", "GpuLink", "GpuProcess", "MachineFacts", "machine", "read_bandwidth", "torch_build"]
+__all__ = [
+    "CpuFacts",
+    "GpuFacts",
+    "GpuLink",
+    "GpuProcess",
+    "MachineFacts",
+    "machine",
+    "read_bandwidth",
+    "rss_anon_bytes",
+    "torch_build",
+]
 
 
 def machine(*, measure: bool = False, root: Path = Path("/")) -> MachineFacts:

@@ -57,3 +57,12 @@ def _address_space(root: Path) -> int:
         return int((root / "proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except (OSError, ValueError, IndexError):
         return 0
+
+
+def rss_anon_bytes() -> int:
+    """Anonymous memory of this process: what it really takes, without mapped files; 0 where the system does not say."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon")), 0)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+
+from localllm.device import rss_anon_bytes
 
 WATCH_S = 0.002
 
@@ -42,15 +43,6 @@ def gpu_peak(device: torch.device, call: Callable[[], None]) -> int:
     call()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
-
-
-def rss_anon_bytes() -> int:
-    """Anonymous memory of this process: what it really takes, without mapped files; 0 where the system does not say."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon")), 0)
 
 
 class Peak:
