@@ -216,5 +216,5 @@ def note(path: Path | str, kv: str = "") -> str:
     """'KL 0.0001, p99 0.001 (KV bf16)' from the newest result of the model, with that KV format if named; or ""."""
     for row in saved(path):
         if row["kl_mean"] is not None and kv in ("", row["kv"]):
-            return f"KL {row['kl_mean']:.2g}, p99 {row['kl_p99']:.2g} (KV {row['kv']})"
+            return f"KL {row['kl_mean']:.5f}, p99 {row['kl_p99']:.4f} (KV {row['kv']})"
     return ""

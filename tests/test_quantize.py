@@ -57,7 +57,7 @@ def test_the_result_computes_nearly_the_same_here_and_the_same_in_transformers(
     assert 0 < cost < (0.01 if name in ("int8", "fp8", "fp8-block") else 0.2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # compressed-tensors 0.20 lays a module with zero points out wrongly on the meta device: decompress while loading
+        # compressed-tensors 0.20 shapes packed zero points wrongly on the meta device: decompress while loading
         options = {"quantization_config": CompressedTensorsConfig(run_compressed=False)} if name == "int4" else {}
         # and it decompresses fp4 to bfloat16 whatever the model is
         dtype = torch.bfloat16 if name.endswith("fp4") else torch.float32
