@@ -59,6 +59,8 @@ class KernelSpec:
     """what `mma` of the row must contain, empty for anything"""
     reason: str = ""
     """why there is no such kernel on this card: nothing is compiled"""
+    subnormals: bool = False
+    """reads bits as subnormal numbers: instructions that flush those to zero would make it wrong"""
 
     @property
     def label(self) -> str:
@@ -100,6 +102,8 @@ def compile_spec(spec: KernelSpec, capability: int) -> KernelRow:
     except Exception as error:  # whatever the compiler raises is the reason
         row["reason"] = f"does not compile: {_last_line(error)}"
         return row
+    if spec.subnormals and re.search(r"\b(?:fma|mul|add|sub)(?:\.rn)?\.ftz\.f32", compiled.asm["ptx"]):
+        row["reason"] = "compiled to instructions that flush subnormal numbers"
     row["shared_bytes"] = int(compiled.metadata.shared)
     row["registers"], row["spill_bytes"] = resource_usage(compiled.asm["cubin"])
     row["mma"] = matrix_instructions(compiled.asm["ptx"])

@@ -92,6 +92,8 @@ class Launch:
     num_stages: int = 3
     launch_pdl: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
+    subnormals: bool = False
+    """as in `KernelSpec`"""
 
     def start(self) -> None:
         """Run it on the current stream."""
@@ -120,6 +122,7 @@ class Launch:
             {**self.options, **({"launch_pdl": True} if self.launch_pdl else {})},
             decode,
             expect_mma,
+            subnormals=self.subnormals,
         )
 
 

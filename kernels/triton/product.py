@@ -193,7 +193,7 @@ def vector_launch(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: T
     outputs = choice["rows"] // (2 if extras.gate else 1)
     grid = (-(-out.shape[1] // outputs), x.shape[0])
     constants |= _constants(p) | {"ROWS": choice["rows"], "CHUNKS": choice["chunks"], "PDL": with_pdl}
-    return Launch(vector.vector_kernel, grid, args, constants, choice["warps"], launch_pdl=with_pdl)
+    return Launch(vector.vector_kernel, grid, args, constants, choice["warps"], launch_pdl=with_pdl, subnormals=True)
 
 
 def tile_launch(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Tile, with_pdl: bool) -> Launch:
@@ -228,7 +228,7 @@ def tile_launch(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Til
     }
     # said aloud, since the compiler's own limit of 64 registers made it keep two values in memory (sm_121, M = 16)
     limit = {"maxnreg": 168 if tokens <= SMALL_TOKENS else 248}
-    return Launch(tile.tile_kernel, grid, args, constants, choice["warps"], choice["stages"], with_pdl, limit)
+    return Launch(tile.tile_kernel, grid, args, constants, choice["warps"], choice["stages"], with_pdl, limit, True)
 
 
 def _operand(dtype: torch.dtype) -> str:
@@ -265,7 +265,8 @@ def dequantise_launch(p: Prepared, first_row: int, out: Tensor) -> Launch:
         **_pointers(p),
     }
     grid = (-(-out.shape[0] // rows), -(-in_row // halves))
-    return Launch(dequantise.dequantise_kernel, grid, args, _constants(p) | {"ROWS": rows, "HALVES": halves})
+    constants = _constants(p) | {"ROWS": rows, "HALVES": halves}
+    return Launch(dequantise.dequantise_kernel, grid, args, constants, subnormals=True)
 
 
 def dequantised(p: Prepared, first_row: int, num_rows: int, dtype: torch.dtype) -> Tensor:
