@@ -9,16 +9,32 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 from localllm._version import __version__
 from localllm.errors import ConfigError, LocalLLMError
-from localllm.terminal import Cleaner, cell_width, clean, clean_line, dumb, is_tty, is_utf8, json_safe, no_color
+from localllm.terminal import (
+    Cleaner,
+    cell_width,
+    clean,
+    clean_line,
+    dumb,
+    fit,
+    is_tty,
+    is_utf8,
+    json_safe,
+    no_color,
+)
 
 MAX_FIXES = 5
 """An error has at most eight lines: what, why, hint, and these."""
+
+LEAST_NOTE = 14
+"""cells of a table's note below which a column is left out for it"""
 
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36", "accent": "1;36"}
 _ASCII = {
@@ -131,10 +147,22 @@ class Console:
         self.stdout.write(json_safe(text) + "\n")
         self.stdout.flush()
 
-    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
-        """A borderless table on stdout. Cells are cleaned; the columns named in `right` are right-aligned."""
+    def table(
+        self,
+        columns: Sequence[str],
+        rows: Sequence[Sequence[str]],
+        right: Sequence[str] = (),
+        spare: Sequence[str] = (),
+    ) -> None:
+        """A borderless table on stdout. Cells are cleaned; the columns named in `right` are right-aligned.
+
+        Those in `spare` are left out, in that order, on a terminal too narrow for all. A last column without a name is
+        a note: it is cut first.
+        """
         cells = [[clean_line(cell) for cell in row] for row in rows]
-        widths = [max([cell_width(name), *(cell_width(row[i]) for row in cells)]) for i, name in enumerate(columns)]
+        if self.out_tty:
+            columns, cells = _narrowed(columns, cells, spare, shutil.get_terminal_size().columns - 1)
+        widths = _widths(columns, cells)
         for number, row in enumerate([list(columns), *cells]):
             parts = []
             for i, cell in enumerate(row):
@@ -143,6 +171,12 @@ class Console:
                 parts.append(padding + cell if columns[i] in right else cell + ("" if last else padding))
             text = "  ".join(parts).rstrip()
             self.line(self.style(text, "dim") if number == 0 else text)
+
+    def paragraph(self, text: str) -> None:
+        """A message on stderr, broken at words where a terminal is too narrow for it."""
+        width = shutil.get_terminal_size().columns - 1 if self.err_tty else 10_000
+        for line in textwrap.wrap(text, max(20, width), break_on_hyphens=False, break_long_words=False):
+            self.say(line)
 
     # --- asking ------------------------------------------------------------------------------------------------------
 
@@ -174,6 +208,30 @@ class Console:
     def _err(self, text: str) -> None:
         self.stderr.write(text)
         self.stderr.flush()
+
+
+def _widths(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> list[int]:
+    return [max([cell_width(name), *(cell_width(row[i]) for row in cells)]) for i, name in enumerate(columns)]
+
+
+def _narrowed(
+    columns: Sequence[str], cells: list[list[str]], spare: Sequence[str], room: int
+) -> tuple[list[str], list[list[str]]]:
+    """What is left of a table in `room` columns."""
+    names, spares = list(columns), list(spare)
+    while True:
+        widths = _widths(names, cells)
+        note = bool(names) and not names[-1]
+        used = sum(widths[:-1] if note else widths) + 2 * (len(names) - 1)
+        if used + (min(widths[-1], LEAST_NOTE) if note else 0) <= room or not spares:
+            break
+        if (name := spares.pop(0)) in names:
+            at = names.index(name)
+            del names[at]
+            cells = [[*row[:at], *row[at + 1 :]] for row in cells]
+    if note and used + widths[-1] > room:
+        cells = [[*row[:-1], fit(row[-1], max(1, room - used))] for row in cells]
+    return names, cells
 
 
 def error_fixes(error: LocalLLMError) -> list[tuple[str, str]]:

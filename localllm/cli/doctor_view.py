@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MARKS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red"), "skip": ("–", "dim")}
 ALWAYS_SHOWN = ("gpu.present",)
 """skipped checks that are shown without -v: that there is no GPU is worth a line"""
-LEAST_WIDTH, MOST_WIDTH = 40, 118
+LEAST_WIDTH, MOST_WIDTH = 30, 118
 FIX_LINES = 4
 
 
@@ -53,10 +53,17 @@ class Findings:
 def block(console: Console, head: str, indent: int, text: str, wrap: bool = True) -> None:
     """Text behind a head of `indent` cells, wrapped to the terminal; commands are never broken."""
     columns = room(console)
-    lines = textwrap.wrap(text, max(LEAST_WIDTH, columns - indent), break_on_hyphens=False, break_long_words=False)
+    below = columns - indent < LEAST_WIDTH  # too narrow for two columns: the text stands under its head
+    if below and wrap:
+        indent = min(indent, 4)
+    lines = textwrap.wrap(text, max(20, columns - indent), break_on_hyphens=False, break_long_words=False)
     if not wrap or not lines:
         lines = [text]
-    console.line(head + lines[0])
+    if below and wrap and head.strip():
+        console.line(head.rstrip())
+        lines = ["", *lines]
+    else:
+        console.line(head + lines[0])
     for line in lines[1:]:
         console.line(" " * indent + line)
 
@@ -87,7 +94,7 @@ def ending(console: Console, found: Sequence[Check], known: Sequence[Match], adv
     shown = f" · {took:.1f} s" if console.out_tty else ""
     console.line(f"{verdict(found)}{shown}")
     if console.out_tty and not console.quiet and not any(check.id == "bw.ram" for check in found):
-        console.say("--deep measures bandwidth, disk and kernels; -v shows what was skipped")
+        console.paragraph("--deep measures bandwidth, disk and kernels; -v shows what was skipped")
 
 
 # --- rules ------------------------------------------------------------------------------------------------------------

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from localllm import errors
 from localllm.errors import LocalLLMError
+
+CODE = re.compile(r"E\d{3,5}", re.IGNORECASE)
+"""the form of a code"""
 
 
 class Step(NamedTuple):
@@ -21,6 +25,10 @@ STEPS: dict[str, tuple[Step, ...]] = {
     "E101": (
         Step("see what happened: the log has the details", "localllm doctor --report"),
         Step("tell more while it happens", "localllm run MODEL PROMPT -vv"),
+    ),
+    "E103": (
+        Step("what is wrong with the file", "localllm doctor --only db"),
+        Step("talk without it", "localllm chat NAME --no-save"),
     ),
     "E201": (
         Step("the options of a command", "localllm run -h"),
@@ -36,6 +44,10 @@ STEPS: dict[str, tuple[Step, ...]] = {
         Step("what is here", "localllm ls"),
         Step("fetch it", "localllm pull NAME"),
         Step("what would fit", "localllm plan qwen"),
+    ),
+    "E303": (
+        Step("the chats that are saved", "localllm logs list"),
+        Step("one with these words", "localllm logs search WORDS"),
     ),
     "E401": (
         Step("accept the licence on the model's page, then", "hf auth login"),
@@ -84,7 +96,11 @@ STEPS: dict[str, tuple[Step, ...]] = {
 
 def kinds() -> list[type[LocalLLMError]]:
     """The errors a user can meet, by code."""
+    from localllm.history import HistoryError
+    from localllm.history.store import ChatNotFound
+
     found = [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, LocalLLMError)]
+    found += [ChatNotFound, HistoryError]
     return sorted((k for k in found if k is not LocalLLMError), key=lambda k: (k.exit_code, k.number))
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from localllm.terminal import cell_width, clean, clean_line, fit, gib, tokens_short
+from localllm.terminal import cell_width, clean, clean_line, gib, tokens_short
 
 if TYPE_CHECKING:
+    from localllm.console import Console
     from localllm.plan import Plan
 
     from .command import Env
@@ -46,13 +48,13 @@ MEANING = {
 def show(env: Env, sheet: Sheet, names: Sequence[str]) -> None:
     """Print everything: results on stdout, remarks on stderr."""
     console = env.console
-    console.say(machine_line(sheet))
+    console.paragraph(machine_line(sheet))
     if not sheet.rows:
         console.say("no models here yet: localllm pull smollm2")
         return
     _table(env, sheet)
     for line in _remarks(sheet):
-        console.say(line)
+        console.paragraph(line)
     if sheet.star and sheet.star.plan:
         console.line()
         for line in bar(env, sheet.star.plan, sheet.star.subject):
@@ -64,7 +66,21 @@ def show(env: Env, sheet: Sheet, names: Sequence[str]) -> None:
             if row.plan and (row.subject.asked or row is sheet.star or len(sheet.subjects) < 4):
                 console.line()
                 for line in formulas(row, sheet):
-                    console.line(clean(line))
+                    _broken(console, clean(line))
+
+
+def _broken(console: Console, line: str) -> None:
+    """A line on stdout, broken at words on a terminal that is too narrow."""
+    columns = shutil.get_terminal_size().columns - 1 if console.out_tty else 10_000
+    indent = " " * (len(line) - len(line.lstrip()))
+    if cell_width(line) <= columns:
+        console.line(line)
+        return
+    for part in textwrap.wrap(
+        line.strip(), max(30, columns), initial_indent=indent, subsequent_indent=f"{indent}  ",
+        break_on_hyphens=False, break_long_words=False,
+    ):  # fmt: skip
+        console.line(part)
 
 
 def machine_line(sheet: Sheet) -> str:
@@ -92,15 +108,9 @@ def _table(env: Env, sheet: Sheet) -> None:
     windows = [_window(one) for one in sheet.windows]
     columns = ["MODEL", "FORMAT", "WEIGHTS", *windows, "MEM CTX", f"TOK/S 0 → {windows[-1]}", ""]
     cells = [_cells(sheet, subject) for subject in sheet.subjects]
-    room = max(40, shutil.get_terminal_size().columns - 1) if env.console.out_tty else 1000
-    widths = [max(cell_width(column), *(cell_width(row[i]) for row in cells)) for i, column in enumerate(columns)]
-    left = room - sum(widths[:-1]) - 2 * (len(columns) - 1)
-    if left < 8:  # a narrow terminal: names give way first, then the verdict
-        name = max(10, widths[0] + left - 8)
-        cells = [[fit(row[0], name), *row[1:-1], fit(row[-1], max(left, 3))] for row in cells]
-    else:
-        cells = [[*row[:-1], fit(row[-1], left)] for row in cells]
-    env.console.table(columns, cells, right=("WEIGHTS", "MEM CTX"))
+    env.console.table(
+        columns, cells, right=("WEIGHTS", "MEM CTX"), spare=(*windows[:-1], "WEIGHTS", "", "MEM CTX", "FORMAT")
+    )
 
 
 def _cells(sheet: Sheet, subject: Subject) -> list[str]:

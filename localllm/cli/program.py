@@ -19,7 +19,7 @@ from localllm.errors import ConfigError
 
 from . import ALIASES, COMMANDS
 from .command import Options, Spec, broken_pipe, build, quick
-from .error_help import explained, page
+from .error_help import CODE, code_of, explained, kinds, page
 from .help import program_help, reference
 
 
@@ -74,6 +74,10 @@ class Root(TyperGroup):
             if len(words) > 1 and (text := explained(words[1])):
                 sys.stdout.write(text)
                 sys.exit(0)
+            if len(words) > 1 and CODE.fullmatch(words[1]):
+                known = ", ".join(code_of(kind) for kind in kinds())
+                error = ConfigError(f"there is no error {words[1].upper()}; there are {known}", "localllm help E501")
+                sys.exit(Console(as_json="--json" in words).fail(error))
             words = [*words[1:2], "--help"]
         try:
             code = super().main(words, "localllm", complete_var, False, windows_expand_args, **extra)
@@ -200,11 +204,11 @@ def main() -> None:
         quick(typer.main.get_command(app)).main()
     except SystemExit as stop:
         if stop.code in (130, 143):
-            _leave_now(stop.code)
+            leave_now(stop.code)
         raise
 
 
-def _leave_now(code: int) -> NoReturn:
+def leave_now(code: int) -> NoReturn:
     """End without waiting for a model that is loading or computing in another thread: tearing the interpreter down
     below it would abort the process instead."""
     import os

@@ -10,7 +10,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib import resources
 from typing import Any
@@ -24,6 +24,7 @@ from .rules import Rule, rules
 
 CPU_TPS = 8
 """tokens per second that a model suggested for a CPU should reach: so many times its bytes are read in a second"""
+_CTX = re.compile(r"\{ctx:(\d+)\}")
 ALIASES = {
     "trt": "tensorrt-llm",
     "trtllm": "tensorrt-llm",
@@ -130,7 +131,7 @@ def launch(engine: str, model: ModelKind | None, survey: Survey) -> Launch:
         device=_device(survey),
         command=found["command"].replace("{model}", shlex.quote(asked.name)),
         env=_pieces(sure, "env", values),
-        flags=_pieces(sure, "flags", values),
+        flags=tuple(_within(piece, asked.context) for piece in _pieces(sure, "flags", values)),
         file=next((entry["file"] for entry in sure if "file" in entry), ""),
         build=_pieces(sure, "build", values),
         unconfirmed=(*_pieces(doubtful, "env", values), *_pieces(doubtful, "flags", values)),
@@ -184,6 +185,19 @@ def _pieces(entries: list[Mapping[str, Any]], key: str, values: Mapping[str, str
             Piece(text, entry["why"], entry["confidence"], entry.get("source", ""), entry.get("unconfirmed", False))
         )
     return tuple(found)
+
+
+def _within(piece: Piece, context: int) -> Piece:
+    """`{ctx:N}` as N tokens, or as many as the model can have."""
+    asked = _CTX.search(piece.text)
+    if asked is None:
+        return piece
+    wanted = int(asked.group(1))
+    tokens = min(wanted, context or wanted)
+    text = _CTX.sub(str(tokens), piece.text)
+    if tokens == wanted:
+        return replace(piece, text=text)
+    return replace(piece, text=text, why=f"the model's own limit; {wanted} for one that can", confidence="A", source="")
 
 
 def _device(survey: Survey) -> str:

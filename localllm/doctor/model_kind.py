@@ -51,6 +51,8 @@ class ModelKind:
     """brings a draft head"""
     size_bytes: int = 0
     """0 when not known"""
+    context: int = 0
+    """its own limit in tokens, 0 when not known"""
     known_from: str = "its name"
 
     @property
@@ -86,6 +88,7 @@ def from_catalogue(entry: catalog.Candidate) -> ModelKind:
         hybrid=by_name.hybrid,
         mtp=by_name.mtp,
         size_bytes=entry.download_bytes,
+        context=entry.context,
         known_from="the catalogue",
     )
 
@@ -164,6 +167,7 @@ def _from_config(name: str, folder: Path, config: dict[str, Any]) -> ModelKind:
         hybrid=recurrent or (not layers and by_name.hybrid),
         mtp=draft,
         size_bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
+        context=int(_number(text.get("max_position_embeddings"))),
         known_from="its config.json",
     )
 

@@ -227,3 +227,40 @@ def test_pieces_are_styled_as_the_whole(text: str, size: int) -> None:
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
     expected = _plain(whole.push(text) + whole.flush())
     assert _plain("".join(cut.push(piece) for piece in pieces) + cut.flush()) == expected
+
+
+def test_tables_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spare columns go in their order, a note is cut; off a terminal nothing is lost."""
+
+    columns = ("NAME", "SIZE", "MODEL", "")
+    rows = [("alpha", "1.0 GiB", "some-model-7b", "★ recommended · 18.0 GiB download"), ("b", "2", "c", "漢字 " * 12)]
+
+    def drawn(width: int, tty: bool = True) -> list[str]:
+        monkeypatch.setenv("COLUMNS", str(width))
+        out = io.StringIO()
+        console = Console(stdout=out, stderr=io.StringIO(), color="never")
+        console.out_tty = tty
+        console.table(columns, rows, right=("SIZE",), spare=("MODEL", "SIZE"))
+        return out.getvalue().splitlines()
+
+    assert "18.0 GiB download" in drawn(40, tty=False)[1]
+    assert "18.0 GiB download" in drawn(120)[1]
+    for width in range(24, 120):
+        lines = drawn(width)
+        assert all(cell_width(line) < width for line in lines), (width, lines)
+        assert lines[1].startswith("alpha") and "★" in lines[1]
+    assert "MODEL" in drawn(60)[0] and "MODEL" not in drawn(40)[0] and "SIZE" in drawn(40)[0]
+    assert drawn(24)[0].rstrip() == "NAME"
+
+
+def test_paragraphs_break_at_words_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    for tty in (True, False):
+        err = io.StringIO()
+        console = Console(stdout=io.StringIO(), stderr=err, color="never")
+        console.err_tty = tty
+        console.paragraph("one two three " * 6)
+        lines = err.getvalue().splitlines()
+        assert (len(lines) > 2) is tty
+        assert " ".join(lines).split() == ["one", "two", "three"] * 6
+        assert all(len(line) < 30 for line in lines) is tty

@@ -203,6 +203,26 @@ def test_error_codes_are_explained(invoke: Invoke) -> None:
     assert text.startswith(" E501   exit 5") and "$ localllm plan NAME" in text
     assert set(STEPS) <= {code_of(kind) for kind in kinds()}, "no code that is none"
     assert "Usage: localllm plan" in invoke("help", "plan").stdout
-    assert invoke("help", "E999").exit_code == 2
+    unknown = invoke("help", "E999")
+    assert unknown.exit_code == 2 and "there is no error E999" in unknown.stderr and "E501" in unknown.stderr
     page = Path(__file__).parents[2] / "docs/errors.md"
     assert invoke("--errors").stdout == page.read_text(), "run `localllm --errors > docs/errors.md`"
+
+
+def test_every_error_of_the_program_is_on_the_page() -> None:
+    """Found in the source: a class that stands outside `localllm.errors` must be named in `error_help.kinds`."""
+    import ast
+
+    from localllm.cli.error_help import kinds
+
+    known = {kind.__name__ for kind in kinds()} | {"LocalLLMError"}
+    root = Path(__file__).parents[2]
+    named = set()
+    for folder in ("localllm", "kernels", "quant", "models", "tui"):
+        for file in (root / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.ClassDef) and any(
+                    isinstance(b, ast.Name) and b.id in known for b in node.bases
+                ):
+                    named.add(node.name)
+    assert named - known == {"BackendError"}, "that one carries the code of another"

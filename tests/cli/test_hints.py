@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("localllm", "kernels", "quant", "models", "tui")
 NAMES = {name for name, *_ in COMMANDS} | set(ALIASES)
 COMMAND = re.compile(r"\blocalllm ([a-z]+)((?: (?!localllm)[^\s`'\"\\);,|<>\]]+)*)")
-WORDS = {"help", "can", "is", "runs", "does", "needs", "and", "itself", "while", "again"}
+WORDS = {"help", "serves", "can", "is", "runs", "does", "needs", "and", "itself", "while", "again"}
 """ordinary words that follow the program's name in a sentence"""
 
 

@@ -189,10 +189,19 @@ def test_suggestions_suit_the_card() -> None:
     """As the proposed catalogue has it: the newest generation, in what the card multiplies well."""
     named = {size: suggested(size * GIB, False, 120) for size in (12, 24, 32, 48, 96)}
     assert named[32] == ModelKind(
-        "unsloth/Qwen3.8-27B-NVFP4", "dense", "nvfp4", True, True, 22_000_000_000, "the catalogue"
+        "unsloth/Qwen3.8-27B-NVFP4", "dense", "nvfp4", True, True, 22_000_000_000, 262_144, "the catalogue"
     )
     assert all(kind and "Qwen3.8-27B" in kind.name for size, kind in named.items() if size >= 24)
     ampere = suggested(24 * GIB, False, 86)
     assert ampere and ampere.format == "int4"
     assert suggested(10 * GIB, True, 86).format == "gguf"  # type: ignore[union-attr]
     assert suggested(GIB // 4, False, 86) is None
+
+
+def test_no_more_context_than_the_model_has(empty_home: Path) -> None:
+    """A longer one is refused at the start, whatever room the card has."""
+    for name, tokens in (("qwen3-14b", 40_960), ("llama3.1-8b", 131_072), ("org/unknown-7B", 131_072)):
+        made = launch("vllm", model_kind(name), Survey(fake_machine("rtx5090"), fake_host("rtx5090")))
+        (window,) = [piece for piece in made.flags if piece.text.startswith("--max-model-len")]
+        assert window.text == f"--max-model-len {tokens}"
+        assert ("own limit" in window.why) is (name == "qwen3-14b")
