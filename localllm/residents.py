@@ -272,13 +272,17 @@ class Residents:
         """Why a model's engine is dead for good; "" when none is."""
         return next((r.broken for r in list(self._residents.values()) if r.broken), "")
 
-    def close(self) -> None:
-        """Stop loading and free every model; requests still running end with "abort"."""
+    def close(self, wait_s: float | None = None) -> bool:
+        """Stop loading and free every model; requests still running end with "abort".
+
+        A download stops at once, reading weights does not: False when that took longer than `wait_s`.
+        """
         with self._changed:
             self._closing = True
             self._cancel.set()
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.join(wait_s)
+        return not self._thread.is_alive()
 
     # --- bookkeeping, under the lock ---------------------------------------------------------------------------------
 

@@ -117,11 +117,15 @@ def serve(
     residents = residents_of(env, config, ctx, offers, pinned, life)
     access = _log_requests(env)
     try:
-        server.serve(residents, options, life)
+        freed = server.serve(residents, options, life)
     finally:
         logging.getLogger("localllm.access").removeHandler(access)
         life.end()
     console.say("stopped")
+    if not freed:
+        from .program import leave_now
+
+        leave_now(0)
     return 0
 
 

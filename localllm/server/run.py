@@ -28,6 +28,8 @@ DRAIN_S = 25.0
 """for answers to end by themselves; then they are cut, and end regularly"""
 CUT_S = 3.0
 """for connections that are left then"""
+LOADING_S = 0.5
+"""for a load that is under way when the server ends"""
 HEADER_BYTES = 32 << 10
 KEEP_ALIVE_S = 60
 BACKLOG = 512
@@ -142,8 +144,8 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def serve(residents: Residents, options: ServeOptions, hooks: Hooks) -> None:
-    """Listen until SIGINT, SIGTERM or SIGHUP. Closes `residents`.
+def serve(residents: Residents, options: ServeOptions, hooks: Hooks) -> bool:
+    """Listen until SIGINT, SIGTERM or SIGHUP. Closes `residents`; False when a model is still being loaded.
 
     Raises ConfigError, ServerError, what loading a preloaded model failed with, or DeviceError when an engine died for
     good.
@@ -158,8 +160,10 @@ def serve(residents: Residents, options: ServeOptions, hooks: Hooks) -> None:
             if options.unix is not None:
                 with contextlib.suppress(OSError):
                     options.unix.unlink()
-    finally:
-        residents.close()
+    except BaseException:
+        residents.close(LOADING_S)
+        raise
+    return residents.close(LOADING_S if residents.is_loading else None)
 
 
 def _more_files() -> None:

@@ -1,0 +1,233 @@
+"""How a server ends, and what the commands see of it: REL-11, REL-23, REL-24; ps, stop."""
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from .conftest import CHAT, Served, ask, events
+
+COMMAND = [sys.executable, "-c", "from localllm.cli import main; main()"]
+
+
+def command(served, *words):
+    """(exit status, stdout, stderr) of a command in the home of a server, in this process."""
+    from localllm.cli import app, logs
+
+    try:
+        result = CliRunner().invoke(app, list(words), env={"LOCALLLM_HOME": str(served.home), "COLUMNS": "200"})
+    finally:
+        logs.stop()
+    return result.exit_code, result.stdout, result.stderr
+
+
+def post(served, **fields):
+    headers = {"authorization": f"Bearer {served.KEY}"}
+    return httpx.post(served.url + CHAT, json=ask(**fields), headers=headers, timeout=60)
+
+
+def gone(served, children):
+    """Nothing is left: no process, no file, and the port can be bound at once."""
+    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+    assert list((served.home / "run").glob("*")) == []
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(("127.0.0.1", served.port))
+
+
+class Streams(threading.Thread):
+    """A few streams, begun before something happens to the server."""
+
+    def __init__(self, served, count=8, max_tokens=200):
+        super().__init__()
+        self.served, self.count, self.max_tokens = served, count, max_tokens
+        self.texts = []
+        self.begun = threading.Semaphore(0)
+        self.start()
+        for _ in range(count):
+            assert self.begun.acquire(timeout=20)
+
+    def run(self):
+        def one():
+            headers = {"authorization": f"Bearer {self.served.KEY}"}
+            sent = ask(stream=True, max_tokens=self.max_tokens, ignore_eos=True)
+            with httpx.stream("POST", self.served.url + CHAT, json=sent, headers=headers, timeout=60) as response:
+                parts = response.iter_text()
+                text = next(parts)
+                self.begun.release()
+                with contextlib.suppress(httpx.TransportError):  # cut: not in the list
+                    self.texts.append(text + "".join(parts))
+
+        threads = [threading.Thread(target=one) for _ in range(self.count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+
+
+def test_rel_11_a_busy_server_drains(tiny_path, tmp_path):
+    """`stop`: streams end regularly, new requests get 503, the status is 0, nothing is left behind."""
+    served = Served(tiny_path, tmp_path).wait()
+    children = psutil.Process(served.process.pid).children(recursive=True)
+    assert command(served, "ps")[1].count("serve") == 1
+    streams = Streams(served)
+    served.process.send_signal(signal.SIGTERM)
+    refused = []
+    while served.process.poll() is None:
+        try:
+            response = post(served)
+        except httpx.TransportError:
+            break
+        if response.status_code != 200:
+            refused.append((response.status_code, response.json()["error"]["code"], "retry-after" in response.headers))
+    assert served.process.wait(40) == 0
+    streams.join(60)
+    assert len(streams.texts) == 8
+    for text in streams.texts:
+        assert events(text)[-1]["choices"][0]["finish_reason"] == "length"
+    assert set(refused) <= {(503, "shutting_down", True)}
+    gone(served, children)
+    assert "CANARY" not in served.log.read_text()
+
+
+def test_ps_shows_what_is_loaded(served):
+    code, out, _ = command(served, "ps", "--json")
+    (row,) = json.loads(out)["processes"]
+    assert code == 0 and row["url"] == served.url
+    assert (row["model"], row["state"], row["ctx"], row["parallel"]) == ("tiny.gguf", "ready", 256, 8)
+    assert "tiny.gguf" in command(served, "ps")[1]
+
+
+def test_stop_names_what_is_not_there(served):
+    code, _, err = command(served, "stop", "1")
+    assert code == 8 and "no server has the port" in err
+    code, _, err = command(served, "stop", "nosuch")
+    assert code == 8 and "loaded" in err
+
+
+def test_connect_knows_the_server_that_runs(served):
+    code, out, err = command(served, "connect", "opencode")
+    settings = json.loads(out)
+    assert code == 0 and "opencode.json" in err
+    assert settings["provider"]["localllm"]["options"] == {"baseURL": f"{served.url}/v1", "apiKey": "YOUR-KEY"}
+    assert settings["model"] == "localllm/tiny.gguf"
+    assert served.KEY not in out + err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_rel_11_an_idle_server_ends_at_once(tiny_path, tmp_path, number):
+    for _ in range(3):
+        served = Served(tiny_path, tmp_path).wait()
+        children = psutil.Process(served.process.pid).children(recursive=True)
+        post(served)
+        with served_connection(served):  # an idle connection does not hold it up
+            code, seconds = served.stop(number)
+        assert code == 0 and seconds < 20  # ten times the line
+        gone(served, children)
+
+
+def served_connection(served):
+    return socket.create_connection(("127.0.0.1", served.port))
+
+
+@pytest.mark.slow
+def test_rel_11_a_second_signal_drops_what_runs(tiny_path, tmp_path):
+    served = Served(tiny_path, tmp_path).wait()
+    children = psutil.Process(served.process.pid).children(recursive=True)
+    streams = Streams(served)
+    served.process.send_signal(signal.SIGINT)
+    time.sleep(0.05)
+    if served.process.poll() is None:
+        code, seconds = served.stop(signal.SIGINT)
+        assert code in (0, 130) and seconds < 10
+    streams.join(30)
+    time.sleep(0.5)
+    gone(served, children)
+
+
+@pytest.mark.slow
+def test_rel_11_ended_while_it_loads(smollm2_path, tmp_path):
+    for wait in (0.0, 0.3, 1.0):
+        served = Served(smollm2_path, tmp_path)
+        deadline = time.monotonic() + 60
+        while not served.record() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        served.port = int(served.record()["url"].rsplit(":", 1)[1])
+        time.sleep(wait)
+        code, seconds = served.stop()
+        assert code == 0 and seconds < 20, served.log.read_text()
+        gone(served, [])
+
+
+@pytest.mark.slow
+def test_rel_11_killed_leaves_a_file_that_nobody_believes(tiny_path, tmp_path):
+    served = Served(tiny_path, tmp_path).wait()
+    children = psutil.Process(served.process.pid).children(recursive=True)
+    served.stop(signal.SIGKILL)
+    assert served.record() is not None
+    assert json.loads(command(served, "ps", "--json")[1])["processes"] == []
+    assert served.record() is None
+    time.sleep(1)
+    gone(served, children)
+    again = Served(tiny_path, tmp_path, "--port", str(served.port))
+    again.wait()
+    again.stop()
+
+
+@pytest.mark.slow
+def test_rel_23_too_little_memory_is_told_before_loading(smollm2_path, tmp_path):
+    """With an address space too small for the model: both numbers, exit status 5."""
+    environment = dict(os.environ) | {"LOCALLLM_HOME": str(tmp_path)}
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_AS, (1600 << 20, 1600 << 20))
+
+    run = subprocess.run(
+        [*COMMAND, "serve", str(smollm2_path), "--port", "0", "--ctx", "8192"],
+        capture_output=True, text=True, env=environment, preexec_fn=limit, timeout=120,
+    )  # fmt: skip
+    assert run.returncode == 5, run.stderr
+    assert "GiB" in run.stderr and "Traceback" not in run.stderr
+    assert len([word for word in run.stderr.split() if word.replace(".", "").isdigit()]) >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("surroundings", ["C", "no home", "closed stdin", "dumb"])
+def test_rel_24_odd_surroundings(tiny_path, tmp_path, surroundings, monkeypatch):
+    changes = {"C": {"LANG": "C", "LC_ALL": "C"}, "dumb": {"TERM": "dumb", "NO_COLOR": "1"}}.get(surroundings, {})
+    for name, value in changes.items():
+        monkeypatch.setenv(name, value)
+    if surroundings == "no home":
+        monkeypatch.delenv("HOME", raising=False)
+    served = Served(tiny_path, tmp_path).wait()
+    assert post(served).status_code == 200
+    code, _ = served.stop()
+    assert code == 0 and "Traceback" not in served.log.read_text()
+
+
+@pytest.mark.slow
+def test_rel_24_a_busy_port_and_ipv6(tiny_path, tmp_path):
+    served = Served(tiny_path, tmp_path).wait()
+    code, _, err = command(served, "serve", str(tiny_path), "--port", str(served.port))
+    assert code == 8 and "cannot listen" in err
+    served.stop()
+    six = Served(tiny_path, tmp_path, "--host", "::1")
+    try:
+        deadline = time.monotonic() + 60
+        while not six.record() and six.process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert six.record()["url"].startswith("http://[::1]:")
+    finally:
+        six.stop()
