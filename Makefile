@@ -27,7 +27,7 @@ format: dev
 	@.venv/bin/ruff check --fix . ; .venv/bin/ruff format .
 
 screenshots: dev
-	@UPDATE_SCREENS=1 .venv/bin/pytest tests/tui/test_screenshots.py
+	@UPDATE_SCREENS=1 .venv/bin/pytest -m '' tests/tui/test_screenshots.py
 
 models: dev
 	@.ci/setup models

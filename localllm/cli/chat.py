@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from localllm.config import UserConfig
-from localllm.errors import ConfigError, ModelNotFound
+from localllm.errors import ConfigError, LocalLLMError, ModelNotFound
 from localllm.terminal import clean_line, dumb, is_tty
 
 from . import logs, params
@@ -132,7 +134,28 @@ def home(env: Env) -> int:
 
 
 def open_chat(env: Env, config: UserConfig, start: Start, *, plain: bool = False) -> int:
-    """In lines or full-screen, as the terminal allows."""
+    """In lines or full-screen, as the terminal allows; `localllm ps` shows it meanwhile."""
+    with noted(start):
+        return _open_chat(env, config, start, plain)
+
+
+@contextmanager
+def noted(start: Start) -> Iterator[None]:
+    """This process in `localllm ps`; a folder that cannot be written costs that line, not the chat."""
+    from localllm.processes import Record
+
+    record = None
+    with suppress(OSError, LocalLLMError):
+        record = Record("chat")
+        record.update((start.choice.shown,) if start.choice and not start.attach_to else ())
+    try:
+        yield
+    finally:
+        if record is not None:
+            record.remove()
+
+
+def _open_chat(env: Env, config: UserConfig, start: Start, plain: bool) -> int:
     if plain or dumb() or not env.console.err_tty:
         from .plain import talk
 

@@ -61,6 +61,7 @@ async def test_t3_the_screen_holds_the_text_byte_for_byte(name: str) -> None:
         assert answer.source == text
 
 
+@pytest.mark.slow
 async def test_t3_ten_thousand_tokens_through_the_whole_interface() -> None:
     text = (PROSE * 8 + LISTS + "\n\n" + TABLE + "\n\n" + OPEN_FENCE + "```\n\n") * 4
     assert len(text) > 30_000

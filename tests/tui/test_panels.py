@@ -69,6 +69,7 @@ async def test_home_offers_chats_and_models_and_loads_nothing_by_itself(tmp_path
         assert not home.display
 
 
+@pytest.mark.slow
 async def test_home_continues_a_chat_with_its_model(tmp_path: Path) -> None:
     path = tmp_path / "chats.db"
     long_chat(path, 3)
@@ -126,6 +127,7 @@ async def test_chats_are_listed_searched_and_opened(tmp_path: Path) -> None:
         await running.until(lambda: not bar.display)
 
 
+@pytest.mark.slow
 async def test_an_answer_that_runs_is_kept_when_another_chat_is_opened(tmp_path: Path) -> None:
     path = tmp_path / "chats.db"
     name = long_chat(path, 2)
@@ -163,6 +165,7 @@ async def test_models_show_fit_and_speed_and_change_with_the_context() -> None:
         await running.until(lambda: running.backend.started[-1] == ("fake-small", {"ctx": 4096}))
 
 
+@pytest.mark.slow
 async def test_an_offline_model_is_not_fetched() -> None:
     async with chat(offline=True) as running:
         await running.ready()
@@ -261,6 +264,7 @@ async def test_t15_keys_can_be_bound_another_way() -> None:
         await running.until(lambda: isinstance(running.app.screen, ModelsScreen))
 
 
+@pytest.mark.slow
 async def test_t15_vim_keys() -> None:
     async with chat(ui=UiConfig(keys="vim")) as running:
         await running.ready()
@@ -304,7 +308,7 @@ async def test_err_02_names_titles_and_files_cannot_reach_the_terminal(tmp_path:
         assert "[red]" in text
 
 
-@pytest.mark.parametrize("what", ["future", "folder"])
+@pytest.mark.parametrize("what", ["future", pytest.param("folder", marks=pytest.mark.slow)])
 async def test_a_database_that_cannot_be_used_costs_the_history_not_the_chat(tmp_path: Path, what: str) -> None:
     path = tmp_path / "chats.db"
     if what == "folder":

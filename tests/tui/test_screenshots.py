@@ -10,10 +10,13 @@ import pytest
 
 from .scenes import SCENES, words
 
+assert set(SCENES) == {"chat", "engine", "models", "home"}
 SCREENS = Path(__file__).resolve().parents[2] / "docs/screens"
 
 
-@pytest.mark.parametrize("name", SCENES)
+@pytest.mark.parametrize(
+    "name", ["chat", "engine", *(pytest.param(n, marks=pytest.mark.slow) for n in ("models", "home"))]
+)
 async def test_the_picture_is_what_is_drawn(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()

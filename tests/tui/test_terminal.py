@@ -188,6 +188,7 @@ def test_it_ends_with_sighup_and_leaves_no_process(open_terminal: Callable[..., 
     terminal.end()
 
 
+@pytest.mark.slow
 def test_the_first_screen_without_a_model(open_terminal: Callable[..., Terminal]) -> None:
     terminal = open_terminal()
     terminal.has("New chat with")
@@ -258,6 +259,7 @@ def test_r1_to_r9_in_tmux(tmux: Callable[..., str], tmp_path: Path) -> None:
     assert "CORRUPT" in (tmp_path / "state/log/localllm.log").read_text()
 
 
+@pytest.mark.slow
 def test_r8_through_script(tmp_path: Path) -> None:
     """A second terminal in between, as ssh makes one; and R10: what a stream costs a slow line, scaled down."""
     program = shutil.which("script")

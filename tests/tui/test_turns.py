@@ -134,6 +134,7 @@ async def test_an_answer_is_rewritten_and_continued() -> None:
         await running.until(lambda: "not cut short" in said(running))
 
 
+@pytest.mark.slow
 async def test_esc_twice_edits_the_last_question_and_undo_takes_it_back() -> None:
     async with chat() as running:
         await running.ready()
@@ -150,6 +151,7 @@ async def test_esc_twice_edits_the_last_question_and_undo_takes_it_back() -> Non
         assert len(running.screen.query(UserMessage)) == 1
 
 
+@pytest.mark.slow
 async def test_branches_are_not_changed_while_an_answer_comes() -> None:
     async with chat(tps=100) as running:
         await running.ready()
@@ -176,6 +178,7 @@ async def test_t9_the_model_summarises_what_no_longer_fits() -> None:
         assert contents[0].endswith("letters") and [c[0] for c in contents[1:]] == ["b", "b", "c"]
 
 
+@pytest.mark.slow
 async def test_t9_a_larger_window_is_loaded_and_the_message_sent() -> None:
     async with chat(ctx=18) as running:
         await running.ready()
@@ -223,6 +226,7 @@ async def test_t10_a_dead_engine_is_loaded_again_and_keeps_what_it_wrote() -> No
         assert (await running.ask("again")).exchange.text == "again"
 
 
+@pytest.mark.slow
 async def test_a_choice_takes_no_letters_that_are_meant_for_the_prompt() -> None:
     async with chat(tps=200) as running:
         await running.ready()
@@ -234,6 +238,7 @@ async def test_a_choice_takes_no_letters_that_are_meant_for_the_prompt() -> None
         assert "k" in running.prompt.text and len(running.backend.started) == 1
 
 
+@pytest.mark.slow
 async def test_another_model_in_the_middle_keeps_the_conversation() -> None:
     async with chat() as running:
         await running.ready()
@@ -276,3 +281,16 @@ async def test_files_presets_thinking_and_titles(tmp_path: Path, monkeypatch: py
     with History(tmp_path / "chats.db") as history:
         chat_ = history.chats()[0]
         assert chat_.title == "My notes" and chat_.params["think"] == "low"
+
+
+async def test_a_download_is_paused_and_goes_on() -> None:
+    async with chat(model="fake-download", load_s=0.1) as running:
+        await running.until(lambda: "downloading" in running.text("#state"))
+        await running.pilot.press("escape")
+        await running.until(lambda: running.screen.query_one(Choices).display)
+        await running.pilot.press("p")
+        await running.until(lambda: "is paused" in said(running))
+        running.backend.load_s = 0
+        await running.send("/model fake-download")
+        await running.ready()
+        assert (await running.ask("hello")).exchange.text == "hello"

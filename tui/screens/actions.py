@@ -54,6 +54,8 @@ class Actions(Parts):
             choices.cancel()
         elif hints.display:
             hints.display = False
+        elif (card := self.transcript.card) and card.downloads:
+            self.questions.fetching()
         elif self.editing is not None:
             self.editing = None
             self.prompt.text = ""

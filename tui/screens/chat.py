@@ -21,6 +21,7 @@ from textual.widgets import Static
 from localllm.errors import ConfigError
 from localllm.history import PromptHistory
 from localllm.request import Message
+from localllm.terminal import clean_line
 from localllm.tui.attachments import Attachment, read_attachment
 from localllm.tui.conversation import Conversation, Exchange
 from localllm.tui.keys import bindings
@@ -29,6 +30,7 @@ from localllm.tui.widgets.choices import Choices
 from localllm.tui.widgets.copying import CopyCode
 from localllm.tui.widgets.engine import EnginePanel, Turns
 from localllm.tui.widgets.home import Home
+from localllm.tui.widgets.loading import LoadCard
 from localllm.tui.widgets.messages import AssistantMessage, UserMessage
 from localllm.tui.widgets.prompt import Hints, Prompt, PromptArea
 from localllm.tui.widgets.sidebar import Sidebar
@@ -152,6 +154,15 @@ class ChatScreen(Actions, SavedChats, Stream):
         self.state.facts = type(self.state.facts)()
         await self.transcript.begin_loading(name)
         self.chat_app.backend.start(name, changes)
+
+    async def pause(self) -> None:
+        """End a download; its parts stay."""
+        await asyncio.to_thread(self.chat_app.backend.close)
+        self.chat_app.backend.events().clear()
+        await self.query(LoadCard).remove()
+        self.phase, self.state.text = "failed", "paused"
+        name = clean_line(self.chat_app.model)
+        await self.transcript.say(f"the download of {name} is paused; /model {name} goes on with it")
 
     async def submit(self, text: str) -> None:
         """A message or a command was entered."""

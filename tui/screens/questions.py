@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from .chat import ChatScreen
 
-FULL, MEMORY, CRASH, LOADING = "full", "memory", "crash", "loading"
+FULL, MEMORY, CRASH, LOADING, FETCHING = "full", "memory", "crash", "loading", "fetching"
 SUMMARISE = (
     "Summarise the conversation so far in a few sentences: what was asked, what was decided, what is still open."
 )
@@ -70,6 +70,11 @@ class Questions:
             choices.insert(1, Choice("y", "fix", f"copy the command: {commands[0]}")) if commands else None
         self._offer(LOADING, "No model is loaded", [*choices, _LEAVE])
 
+    def fetching(self) -> None:
+        """Ask about a download that goes on."""
+        pause = Choice("p", "pause", "pause it; the same model goes on where it was")
+        self._offer(FETCHING, "The model is being downloaded", [pause, Choice("k", "nothing", "keep downloading")])
+
     def _full(self, exchange: Exchange) -> list[Choice]:
         talk, facts = self._screen.conversation, self._screen.chat_app.backend.facts()
         oldest = talk.oldest_half(exchange)
@@ -96,6 +101,8 @@ class Questions:
             await self._make_room(name)
         elif name == "reload":
             await screen.load(screen.chat_app.model)
+        elif name == "pause":
+            await screen.pause()
         elif name == "models":
             screen.action_models()
         elif name == "restart":

@@ -45,6 +45,11 @@ class LoadCard(Vertical):
         yield bar
         yield Static("", id="load-line", markup=False)
 
+    @property
+    def downloads(self) -> bool:
+        """Whether bytes are being fetched, which can be paused."""
+        return self._phase is not None and self._phase.name == "download"
+
     def update(self, phase: Phase) -> None:
         """Take a phase in."""
         now = time.monotonic()
