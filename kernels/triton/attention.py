@@ -152,6 +152,7 @@ class _Step:
         norms = torch.empty((count, self.heads, self.places, 2), dtype=torch.float32, device=device)
         most = decode_registers(self.cap, self.format, self.dim, self.shared["GROUP"])
         split = {"FIRST": self.splits.first, "SPLITS": self.splits.most, "BY_TOKEN": by_token}
+        shared = self.shared | ({} if by_token else {"STEPS": 0})
         launch(
             attention_decode.decode_split,
             (self.places, self.kv_heads, count),
@@ -176,7 +177,7 @@ class _Step:
             num_stages=tile.num_stages,
             launch_pdl=pdl(device),
             **({"maxnreg": most} if most else {}),
-            **self.shared,
+            **shared,
             **split,
         )
         launch(
@@ -201,7 +202,7 @@ class _Step:
             PDL=pdl(device),
             num_warps=4,
             launch_pdl=pdl(device),
-            **{name: self.shared[name] for name in ("DIM", "FORMAT", "SCALES", "STEPS", "HAS_WINDOW")},
+            **{name: shared[name] for name in ("DIM", "FORMAT", "SCALES", "STEPS", "HAS_WINDOW")},
             **split,
         )
 

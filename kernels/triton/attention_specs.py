@@ -72,7 +72,7 @@ def _case_constants(cap: int, case: _Case) -> dict[str, Any]:
         "GROUP": case.group,
         "KV_HEADS": case.kv_heads,
         "PAGE": case.page,
-        "STEPS": 4,
+        "STEPS": 8,
         "PDL": cap >= PDL_CAPABILITY,
         "INTERPRET": False,
     } | constants(case.kv_format, case.dim, scales, case.extras, case.extras)

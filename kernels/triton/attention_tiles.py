@@ -98,8 +98,8 @@ def columns_of(group: int) -> int:
 
 
 def search_steps(num_seqs: int) -> int:
-    """Halvings that find one of `num_seqs` sequences; few values, since each is another compiled kernel."""
-    return next((steps for steps in (1, 4, 8) if num_seqs < 1 << steps), 20)
+    """Halvings that find one of `num_seqs` sequences; two values, since each is another compiled kernel."""
+    return 8 if num_seqs < 256 else 20
 
 
 def _floor_power(x: int) -> int:

@@ -23,7 +23,7 @@ HEAD_ROWS = 256
 """elements of a tile of short rows, as the heads of QK-norm are"""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _norm_rows(
     x, residual, weight, out, total, eps, offset, num_rows, inner, outer_stride,
     DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,

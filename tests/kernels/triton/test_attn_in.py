@@ -17,7 +17,7 @@ HEADS, KV_HEADS, DIM, HIDDEN = 3, 1, 64, 96
 def weights_of(norm: bool, bias: bool, parts: int, device: torch.device) -> AttentionWeights:
     """A layer whose QKV weight lies in one part or in three."""
     rows = [(HEADS + 2 * KV_HEADS) * DIM] if parts == 1 else [HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM]
-    impl = IMPLS[0]
+    impl = next(impl for impl in IMPLS if impl.name == "triton")
     made = []
     for n in rows:
         dense = (torch.randn(n, HIDDEN) / 8).half().to(device)

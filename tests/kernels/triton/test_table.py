@@ -1,0 +1,80 @@
+"""A whole decoder from the kernel table of a card against the one of twins: a prompt, then single tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from localllm.kernels import Impl, Weight
+from localllm.kernels.dense_linear import TWIN
+from localllm.kernels.kv_pages import KVPages
+from localllm.kernels.ops import OPS, OpFacts
+from localllm.kernels.segments import AttentionWeights, KernelTable, Linear, LinearPart, MlpWeights, Norm, kernel_table
+from localllm.kernels.triton.linear import IMPLS
+
+pytestmark = pytest.mark.slow
+HEADS, KV_HEADS, DIM, HIDDEN, WIDE = 4, 2, 32, 64, 96
+FACTS = OpFacts("cuda", 90, "float16", "int8", HEADS, KV_HEADS, DIM, 16, False)
+
+
+def linear(impl: Impl, n: int, k: int, device: torch.device) -> Linear:
+    """Random rows; the same for every implementation that asks in the same order."""
+    weight = Weight("dense", (n, k), (torch.randn(n, k) * k**-0.5).half().to(device))
+    return Linear((LinearPart(impl, impl.prepare(weight), None, (n, k)),))
+
+
+def layers(impl: Impl, device: torch.device) -> list[tuple[AttentionWeights, MlpWeights, int]]:
+    """Two layers, the second with a window and QK-norm."""
+    torch.manual_seed(3)
+    made = []
+    for index in range(2):
+
+        def norm(size: int) -> Norm:
+            return Norm((torch.rand(size) + 0.5).to(device), 1e-6)
+
+        attention = AttentionWeights(
+            norm(HIDDEN),
+            linear(impl, (HEADS + 2 * KV_HEADS) * DIM, HIDDEN, device),
+            linear(impl, HIDDEN, HEADS * DIM, device),
+            HEADS,
+            KV_HEADS,
+            DIM,
+            DIM**-0.5,
+            norm(DIM) if index else None,
+            norm(DIM) if index else None,
+            window=10 if index else None,
+        )
+        gate_up, down = linear(impl, 2 * WIDE, HIDDEN, device), linear(impl, HIDDEN, WIDE, device)
+        made.append((attention, MlpWeights(norm(HIDDEN), gate_up, down, "silu"), 0))
+    return made
+
+
+def run(table: KernelTable, impl: Impl, device: torch.device) -> Tensor:
+    """Hidden states of a prompt of 18 tokens and three more."""
+    calls = layers(impl, device)
+    pages = [KVPages.empty("int8", 3, KV_HEADS, 16, DIM) for _ in calls]
+    pages = [KVPages(*(None if part is None else part.to(device) for part in p)) for p in pages]
+    torch.manual_seed(4)
+    x, turns = torch.randn(21, HIDDEN).half().to(device), torch.randn(21, DIM // 2).to(device)
+    table_row = torch.tensor([[2, 0]], dtype=torch.int32, device=device)
+    slots = torch.cat([torch.arange(32, 48), torch.arange(5)]).to(device)
+    found = []
+    for begin, end in ((0, 18), (18, 19), (19, 20), (20, 21)):
+        part = slice(begin, end)
+        view = (turns[part].cos(), turns[part].sin(), table_row, slots[part])
+        bounds = torch.tensor([0, end - begin], dtype=torch.int32, device=device)
+        length = torch.tensor([end], dtype=torch.int32, device=device)
+        found.append(table.decoder(x[part].clone(), calls, pages, [view], bounds, length))
+    return torch.cat(found)
+
+
+def test_the_table_of_a_card_computes_what_twins_do(device: torch.device) -> None:
+    ours = kernel_table(FACTS)
+    assert {dict(ours.ops)[op] for op in OPS} == {"triton"}
+    wrong = frozenset(f"{name}:triton" for name, _ in ours.ops)
+    twins = kernel_table(FACTS, wrong | {"paged_attention:triton_invariant"})
+    assert set(dict(twins.ops).values()) == {"torch"}
+    plain = next(impl for impl in IMPLS if impl.name == "triton")
+    found, expected = run(ours, plain, device).float(), run(twins, TWIN, device).float()
+    assert found.isfinite().all() and float((found - expected).square().mean().sqrt()) < 0.02 * float(expected.std())
