@@ -32,11 +32,11 @@ from .hadamard import rotate_halves
 
 @triton.jit
 def exponents(scores, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Scores to the exponents of two that their softmax is taken of."""
+    """Scores to the exponents of two that their softmax is taken of; without a soft-cap the scale has seen to it."""
     if HAS_SOFTCAP:
         power = tl.minimum(scores * (2.885390081777927 / softcap), 126.0)
-        scores = softcap * (1.0 - 2.0 / (tl.exp2(power) + 1.0))
-    return scores * 1.4426950408889634
+        scores = (softcap * 1.4426950408889634) * (1.0 - 2.0 / (tl.exp2(power) + 1.0))
+    return scores
 
 
 @triton.jit
@@ -128,6 +128,8 @@ def decode_split(
         scale *= tl.load(k_scales)
     if FORMAT == "fp8":
         scale *= 256.0
+    if not HAS_SOFTCAP:
+        scale *= 1.4426950408889634
     for start in tl.range(begin, end, KEYS, num_stages=STAGES):
         key = start + n
         seen = key < end
