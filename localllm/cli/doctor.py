@@ -74,7 +74,10 @@ def doctor(
         for name in checks.CHECKS if not env.console.as_json else ():
             env.console.line(name)
         return 0
-    ids = checks.wanted([name for name in (only or "").split(",") if name])
+    named = [name for name in (only or "").split(",") if name]
+    measured = [n for n in named if deep and n in checks.MEASURED]
+    rest = [n for n in named if n not in measured]
+    ids = checks.wanted(rest) if rest or not named else []
     survey = checks.Survey()
     if engine is not None:
         return _for(env, engine, model, survey)
@@ -87,18 +90,18 @@ def doctor(
     if report:
         from localllm.doctor.markdown import report_markdown
 
-        found = [*quick, *(_deep(env, survey, found) if deep else ())]
+        found = [*quick, *(_deep(env, survey, measured) if deep else ())]
         env.console.answer(report_markdown(found, survey, _known(survey)))
     elif env.console.as_json:
-        found = [*quick, *(_deep(env, survey, found) if deep else ())]
+        found = [*quick, *(_deep(env, survey, measured) if deep else ())]
         env.console.write_json(checks.document(found, survey, _known(survey), _advice(env, survey)))
     else:
-        width = max((len(name) for name in ids), default=0)
+        width = max(len(name) for name in (*ids, *(measured or checks.MEASURED if deep else ())))
         shown = doctor_view.Findings(env.console, width)
         for check in quick:
             found.append(check)
             shown.add(check)
-        for check in _deep(env, survey, found) if deep else ():
+        for check in _deep(env, survey, measured) if deep else ():
             found.append(check)
             shown.add(check)
         whole = not only and not model
@@ -135,19 +138,19 @@ def _model_checks(env: Env, name: str, survey: Survey) -> Iterator[Check]:
     return model_checks(resolve_quietly(target, survey), survey, options)
 
 
-def _deep(env: Env, survey: Survey, found: list[Check]) -> Iterator[Check]:
+def _deep(env: Env, survey: Survey, only: list[str]) -> Iterator[Check]:
     """Measure, saying what is measured; Ctrl-C ends it, and what was measured stays."""
-    from localllm.doctor.probes import deep_checks, probe_ids
+    from localllm.doctor.probes import deep_checks, probes
 
     console = env.console
-    total, done = len(probe_ids(survey)), 0
+    total, done = len(probes(survey, only)), 0
 
     def tell(what: str) -> None:
         nonlocal done
         done += 1
         console.say(f"measuring {done}/{total}: {what}")
 
-    yield from deep_checks(survey, tell)
+    yield from deep_checks(survey, tell, only)
 
 
 def _kernels(env: Env, card: str | None) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from localllm.console import Console
+from localllm.doctor import MEASURED
 from localllm.request import Check
 from localllm.terminal import clean, clean_line
 
@@ -38,9 +39,10 @@ class Findings:
         console = self._console
         if check.status == "skip" and not console.verbose and check.id not in ALWAYS_SHOWN:
             return
-        if check.group != self._group:
-            self._group = check.group
-            console.line(console.style(check.group.capitalize(), "bold"))
+        group = "measured" if check.id in MEASURED else check.group
+        if group != self._group:
+            self._group = group
+            console.line(console.style(group.capitalize(), "bold"))
         mark, color = MARKS[check.status]
         head = f"  {console.style(mark, color)} {check.id.ljust(self._width)}  "
         text = clean_line(check.title) + (f"; {clean_line(check.detail)}" if check.detail else "")

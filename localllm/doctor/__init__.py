@@ -56,9 +56,15 @@ def running(ids: Iterable[str], survey: Survey) -> Iterator[Check]:
     return (_run(check_id, survey) for check_id in ids)
 
 
+MEASURED = ("bw.ram", "disk.read", "gemm.cpu", "bw.vram", "gemm.tflops", "bw.h2d", "p2p.copy", "kernel.selftest")
+"""what --deep adds, where there is something to measure"""
+
+
 def wanted(only: Collection[str] = ()) -> list[str]:
     """The ids that names of checks and of groups of them stand for; all without a name. ConfigError for no check."""
     for name in only:
+        if name in MEASURED:
+            raise ConfigError(f"{name} is measured", f"localllm doctor --deep --only {name}")
         if name not in CHECKS and not any(check_id.startswith(f"{name}.") for check_id in CHECKS):
             near = get_close_matches(name, CHECKS, 1)
             raise ConfigError(

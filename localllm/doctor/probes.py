@@ -6,6 +6,7 @@ in time is ended: a copy between two cards may hang although the driver grants i
 
 from __future__ import annotations
 
+import functools
 import json
 import mmap
 import os
@@ -13,10 +14,10 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from localllm.device import GpuFacts, read_bandwidth
 from localllm.device.facts import MachineFacts
@@ -106,50 +107,64 @@ class ProbeError(Exception):
     """Why a measurement failed."""
 
 
-def deep_checks(survey: Survey, tell: Tell) -> Iterator[Check]:
-    """Measure one thing after the other. `tell` hears what comes next, before it starts."""
-    machine = survey.machine
+class Probe(NamedTuple):
+    """One measurement."""
+
+    id: str
+    what: str
+    """what is measured, in words"""
+    run: Callable[[Child], Check]
+
+
+def deep_checks(survey: Survey, tell: Tell, only: Collection[str] = ()) -> Iterator[Check]:
+    """Measure one thing after the other. `tell` hears what comes next, before it starts.
+
+    only   ids of probes; all without one
+    """
     with Child() as child:
-        tell("memory bandwidth of the CPU")
-        yield _ram(machine)
-        tell("disk")
-        yield disk_read()
-        if not machine.torch_version:
-            return
-        tell("matrix product on the CPU")
-        yield _judged("gemm.cpu", HARDWARE, lambda: _gemm(child, "cpu", [("float32", 1024)]))
-        if machine.torch_cuda:
-            for number, gpu in enumerate(machine.gpus):
-                yield from _gpu_probes(child, number, gpu, len(machine.gpus), tell)
-            for link in machine.gpu_links:
-                tell(f"copy between GPU {link.first} and GPU {link.second}")
-                yield _peer(child, link.first, link.second)
-        tell("kernels against their plain twins")
-        yield _selftest(child, machine)
+        for probe in probes(survey, only):
+            tell(probe.what)
+            yield probe.run(child)
 
 
-def probe_ids(survey: Survey) -> list[str]:
-    """What would be measured here."""
-    machine = survey.machine
-    ids = ["bw.ram", "disk.read"]
-    if machine.torch_version:
-        ids.append("gemm.cpu")
-        if machine.torch_cuda:
-            ids += [i for _ in machine.gpus for i in ("bw.vram", "gemm.tflops", "bw.h2d")]
-            ids += ["p2p.copy" for _ in machine.gpu_links]
-        ids.append("kernel.selftest")
-    return ids
+def probes(survey: Survey, only: Collection[str] = ()) -> list[Probe]:
+    """What would be measured here, in order."""
+    return [probe for probe in _probes(survey.machine) if not only or probe.id in only]
 
 
-def _gpu_probes(child: Child, number: int, gpu: GpuFacts, count: int, tell: Tell) -> Iterator[Check]:
+def _probes(machine: MachineFacts) -> Iterator[Probe]:
+    yield Probe("bw.ram", "memory bandwidth of the CPU", lambda child: _ram(machine))
+    yield Probe("disk.read", "disk", lambda child: disk_read())
+    if not machine.torch_version:
+        return
+    yield Probe(
+        "gemm.cpu",
+        "matrix product on the CPU",
+        lambda child: _judged("gemm.cpu", HARDWARE, lambda: _gemm(child, "cpu", [("float32", 1024)])),
+    )
+    if machine.torch_cuda:
+        for number, gpu in enumerate(machine.gpus):
+            yield from _gpu_probes(number, gpu, len(machine.gpus))
+        for link in machine.gpu_links:
+            between = f"copy between GPU {link.first} and GPU {link.second}"
+            yield Probe("p2p.copy", between, functools.partial(_peer, first=link.first, second=link.second))
+    yield Probe("kernel.selftest", "kernels against their plain twins", lambda child: _selftest(child, machine))
+
+
+def _gpu_probes(number: int, gpu: GpuFacts, count: int) -> Iterator[Probe]:
     where, device = (f"GPU {number}: " if count > 1 else ""), f"cuda:{number}"
-    tell(f"{where}copy inside the card's memory")
-    yield _judged("bw.vram", HARDWARE, lambda: _vram(child, device, gpu, where))
-    tell(f"{where}matrix product")
     kinds = [("bfloat16" if gpu.has_bf16 else "float16", 8192)]
-    yield _judged("gemm.tflops", HARDWARE, lambda: _gemm(child, device, kinds, where))
-    tell(f"{where}copies over PCIe")
-    yield _judged("bw.h2d", HARDWARE, lambda: _h2d(child, device, gpu, where))
+    measured: tuple[tuple[str, str, Callable[[Child], Check]], ...] = (
+        ("bw.vram", "copy inside the card's memory", lambda child: _vram(child, device, gpu, where)),
+        ("gemm.tflops", "matrix product", lambda child: _gemm(child, device, kinds, where)),
+        ("bw.h2d", "copies over PCIe", lambda child: _h2d(child, device, gpu, where)),
+    )
+    for check_id, what, measure in measured:
+        yield Probe(check_id, where + what, functools.partial(_measured, check_id, measure))
+
+
+def _measured(check_id: str, measure: Callable[[Child], Check], child: Child) -> Check:
+    return _judged(check_id, HARDWARE, lambda: measure(child))
 
 
 # --- with torch -------------------------------------------------------------------------------------------------------

@@ -148,16 +148,23 @@ def test_deep_says_what_it_measures(invoke: Invoke, empty_home: Path, monkeypatc
     from localllm.doctor import probes
     from localllm.request import Check
 
-    def scripted(survey: Any, tell: Any) -> Any:
+    def scripted(survey: Any, tell: Any, only: Any) -> Any:
+        asked.append(list(only))
         tell("the moon")
         yield Check("bw.ram", "hardware", "ok", "40 GB/s")
 
+    asked: list[list[str]] = []
     monkeypatch.setattr(probes, "deep_checks", scripted)
     result = invoke("doctor", "--deep", "--only", "ram", env=CPU)
     assert "measuring 1/" in result.stderr and "the moon" in result.stderr
     assert "bw.ram" in result.stdout and "40 GB/s" in result.stdout
     document = json.loads(invoke("doctor", "--deep", "--only", "ram", "--json", env=CPU).stdout)
     assert [check["id"] for check in document["checks"]] == ["ram", "bw.ram"]
+    document = json.loads(invoke("doctor", "--deep", "--only", "bw.ram", "--json", env=CPU).stdout)
+    assert [check["id"] for check in document["checks"]] == ["bw.ram"]
+    assert asked == [[], [], ["bw.ram"]]
+    refused = invoke("doctor", "--only", "bw.ram", env=CPU)
+    assert refused.exit_code == 2 and "localllm doctor --deep --only bw.ram" in refused.stderr
 
 
 def test_ctrl_c_ends_the_child_that_measures(empty_home: Path) -> None:

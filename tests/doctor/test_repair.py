@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from localllm.device.fake import MACHINES, fake_host
-from localllm.doctor import Survey, probes, repair, run_checks
+from localllm.doctor import MEASURED, Survey, probes, repair, run_checks
 from localllm.doctor.markdown import last_crash, redact, report_markdown
 from localllm.doctor.model import model_checks, resolve_quietly
-from localllm.doctor.probes import Child, ProbeError, deep_checks, disk_read, probe_ids, read_file
+from localllm.doctor.probes import Child, ProbeError, deep_checks, disk_read, read_file
 from localllm.doctor.rules import match_machine
 from localllm.request import Check
 
@@ -174,7 +174,10 @@ def measured(monkeypatch: pytest.MonkeyPatch, hw: str, **answers: Any) -> tuple[
     monkeypatch.setattr(probes, "read_bandwidth", lambda *_: 40e9)
     survey, told = Survey(MACHINES[hw], fake_host(hw)), []
     found = list(deep_checks(survey, told.append))
-    assert [c.id for c in found] == probe_ids(survey)
+    assert [c.id for c in found] == [p.id for p in probes.probes(survey)]
+    assert {c.id for c in found} <= set(MEASURED)
+    (one,) = deep_checks(survey, told.append, ["bw.ram"])
+    assert one.id == "bw.ram" and told.pop() == "memory bandwidth of the CPU"
     assert len(told) == len(found)
     return {c.id: c for c in found}, told
 
