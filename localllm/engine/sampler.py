@@ -227,28 +227,11 @@ def banned_stops(sequence: Sequence, vocab_size: int) -> list[int]:
 
 
 def _apply_mask(logits: Tensor, row: np.ndarray | Exception) -> None:
-    """Leave what a mask allows. Raises what the mask raised when it was filled.
-
-    Masks allow almost everything or almost nothing: only the words that are neither are looked into (10 us, not 120).
-    """
+    """Leave what a mask allows of logits on the CPU. Raises what the mask raised when it was filled."""
     if isinstance(row, Exception):
         raise row
-    open_words, closed_words = np.flatnonzero(row), np.flatnonzero(row != -1)
-    if len(closed_words) <= len(open_words):
-        logits[_set_bits(~row[closed_words], closed_words, logits.numel())] = -torch.inf
-    else:
-        allowed = _set_bits(row[open_words], open_words, logits.numel())
-        kept = logits[allowed]
-        logits.fill_(-torch.inf)
-        logits[allowed] = kept
-
-
-def _set_bits(words: np.ndarray, places: np.ndarray, count: int) -> Tensor:
-    """Numbers below `count` of the bits that are set in int32 `words`, which stand at `places` of a row."""
-    bits = np.unpackbits(words.view(np.uint8).reshape(-1, 4), axis=1, bitorder="little")
-    which, bit = np.nonzero(bits)
-    ids = places[which] * 32 + bit
-    return torch.from_numpy(ids[ids < count])
+    banned = ~_allowed(row, logits.numel())
+    np.copyto(logits.numpy(), -np.inf, where=banned)  # 15 us of 49k; masked_fill_ takes 50, indexing 100
 
 
 def _is_allowed_argmax(sequence: Sequence, token: int) -> bool:
