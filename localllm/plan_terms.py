@@ -25,8 +25,8 @@ CONTEXT_BYTES = 600 * MIB
 """a CUDA context, loaded kernels and library workspaces, which torch's allocator does not count"""
 GRAPH_BYTES = 8 * MIB
 """what the driver keeps of one captured decode step beside the memory its tensors take"""
-DECODE_SPLITS = 64
-"""most pieces that decode attention cuts a sequence into; their sums are merged afterwards"""
+DECODE_SPLITS = 129
+"""most pieces that decode attention cuts a sequence into (`kernels.triton.attention_tiles`), summed up afterwards"""
 SAMPLED_BYTES = 4 * 2048 * 8
 """of a row's cuts while it is sampled on a GPU: `kernels.triton.sampling`"""
 WISH_BYTES = 320 * 8

@@ -11,6 +11,7 @@ from torch import Tensor
 from localllm.kernels import reference
 from localllm.kernels.kv_pages import KVPages
 from localllm.kernels.triton import attention, attention_tiles
+from localllm.plan_terms import DECODE_SPLITS
 
 CPU_TOLERANCE = {"f32": 2e-5, "bf16": 2e-5, "fp16": 2e-5, "int8": 4e-5, "fp8": 4e-5}
 """largest difference to the twin relative to the largest value: the interpreter computes in float32"""
@@ -255,3 +256,14 @@ def test_every_tile_divides_every_split() -> None:
                     assert 1 <= len(decode) <= 8 and all(128 % tile.keys == 0 for tile in decode)
                 prefill = attention_tiles.prefill_tiles(cap, kv_format, dim)
                 assert 1 <= len(prefill) <= 8 and all(tile.rows >= 16 for tile in prefill)
+
+
+def test_the_plan_counts_every_split() -> None:
+    most = max(
+        attention_tiles.splits_of(heads, sms).places(keys, window)
+        for heads in (1, 2, 4, 8, 16)
+        for sms in (16, 48, 132, 188)
+        for keys in (4096, 1 << 17)
+        for window in (None, 4096, 1 << 16)
+    )
+    assert most <= DECODE_SPLITS
