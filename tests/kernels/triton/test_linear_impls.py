@@ -24,7 +24,7 @@ from localllm.kernels.weight import Weight
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
-from .weights import FORMS, error, exact_product, make
+from .weights import FORMS, error, exact_product, make, on
 
 IMPLS = {impl.name: impl for impl in linear.IMPLS}
 CLOSE = 1e-2
@@ -81,12 +81,12 @@ def test_one_order_of_sums_needs_tensor_cores() -> None:
 @pytest.mark.parametrize("form", [name for name in FORMS if not name.startswith("gguf-Q3")][::3])
 def test_implementations_agree_with_the_twin(form: str, device: torch.device) -> None:
     weight, bias = make(form, 17, 256), torch.randn(17)
-    x = torch.randn(3, 256).bfloat16()
+    x = torch.randn(3, 256).bfloat16().to(device)
     for name in ("triton", "triton_invariant"):
-        prepared = IMPLS[name].prepare(weight)
-        assert torch.equal(IMPLS[name].unpack(prepared), dequantize(weight))
+        prepared = IMPLS[name].prepare(on(device, weight))
+        assert torch.equal(IMPLS[name].unpack(prepared).cpu(), dequantize(weight))
         assert IMPLS[name].nbytes(prepared) >= 17 * 256 // 4
-        y = IMPLS[name].run(x, prepared, bias)
+        y = IMPLS[name].run(x, prepared, bias.to(device))
         assert y.dtype is torch.bfloat16 and error(y, exact_product(x, weight) + bias) < CLOSE
 
 
@@ -153,14 +153,14 @@ def rounded_nvfp4(x: Tensor) -> Tensor:
 def test_rounded_activations(form: str, k: int, device: torch.device) -> None:
     weight, bias = make(form, 70, k), torch.randn(70)
     name = "triton_nvfp4_w4a4" if form == "fp4g16" else "triton_fp8_w8a8"
-    prepared = IMPLS[name].prepare(weight)
+    prepared = IMPLS[name].prepare(on(device, weight))
     x = torch.randn(18, k).bfloat16()
-    y = IMPLS[name].run(x, prepared, bias)
+    y = IMPLS[name].run(x.to(device), prepared, bias.to(device))
     round_x = rounded_nvfp4 if form == "fp4g16" else partial(rounded_fp8, group=128 if form == "fp8-block" else k)
     expected = round_x(x.float()).double() @ dequantize(weight).double().t() + bias
     assert error(y, expected) < CLOSE
     assert error(y, exact_product(x, weight) + bias) > 1.5 * error(y, expected), "x was not rounded"
-    few = IMPLS[name].run(x[:2], prepared, bias)
+    few = IMPLS[name].run(x[:2].to(device), prepared, bias.to(device))
     assert error(few, exact_product(x[:2], weight) + bias) < CLOSE, "few rows stay exact"
 
 
@@ -187,13 +187,14 @@ def test_the_probe_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 # ---- segments
 
 
-def part_of(weight: Weight, impl: Impl, bias: Tensor | None = None) -> Linear:
-    return Linear((LinearPart(impl, impl.prepare(weight), bias, weight.shape),))
+def part_of(device: torch.device, weight: Weight, impl: Impl, bias: Tensor | None = None) -> Linear:
+    bias = None if bias is None else bias.to(device)
+    return Linear((LinearPart(impl, impl.prepare(on(device, weight)), bias, weight.shape),))
 
 
-def attention_weights(impl: Impl, **more: Any) -> AttentionWeights:
-    out = part_of(make("int4g-32", 32, 64), impl, torch.randn(32))
-    return AttentionWeights(Norm(torch.rand(32), 1e-5), out, out, 2, 1, 32, 1.0, **more)
+def attention_weights(device: torch.device, impl: Impl, **more: Any) -> AttentionWeights:
+    out = part_of(device, make("int4g-32", 32, 64), impl, torch.randn(32))
+    return AttentionWeights(Norm(torch.rand(32).to(device), 1e-5), out, out, 2, 1, 32, 1.0, **more)
 
 
 COMPOSED = {
@@ -207,21 +208,22 @@ COMPOSED = {
 
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_fused_segments(tokens: int, device: torch.device) -> None:
-    impl, post = IMPLS["triton"], Norm(torch.rand(32), 1e-5, 1.0)
-    x, attended = torch.randn(tokens, 32).bfloat16(), torch.randn(tokens, 64).bfloat16()
-    gate_up, down = part_of(make("fp4g16", 64, 32), impl), part_of(make("fp8-row", 32, 32), impl, torch.randn(32))
-    vocab = part_of(make("int8-row", 10, 32), impl)
+    impl, post = IMPLS["triton"], Norm(torch.rand(32).to(device), 1e-5, 1.0)
+    x, attended = (torch.randn(tokens, width).bfloat16().to(device) for width in (32, 64))
+    gate_up = part_of(device, make("fp4g16", 64, 32), impl)
+    down = part_of(device, make("fp8-row", 32, 32), impl, torch.randn(32))
+    vocab = part_of(device, make("int8-row", 10, 32), impl)
     for extra, activation, softcap in ((None, "silu", None), (post, "gelu_tanh", 2.0)):
-        weights = attention_weights(impl, post_norm=extra)
+        weights = attention_weights(device, impl, post_norm=extra)
         found = segments.attn_out(COMPOSED["attn_out"], attended, x.clone(), weights)
-        assert error(found, COMPOSED["attn_out"](attended, x.clone(), weights).double()) < CLOSE
+        assert error(found, COMPOSED["attn_out"](attended, x.clone(), weights).double().cpu()) < CLOSE
         mlp, into = MlpWeights(post, gate_up, down, activation, extra), x.clone()
         found = segments.mlp(COMPOSED["mlp"], into, mlp)
         assert found.data_ptr() == into.data_ptr()
-        assert error(found, COMPOSED["mlp"](x.clone(), mlp).double()) < CLOSE
+        assert error(found, COMPOSED["mlp"](x.clone(), mlp).double().cpu()) < CLOSE
         logits = segments.head(COMPOSED["head"], x, HeadWeights(post, vocab, softcap))
         assert logits.dtype is torch.float32
-        assert error(logits, COMPOSED["head"](x, HeadWeights(post, vocab, softcap)).double()) < CLOSE
+        assert error(logits, COMPOSED["head"](x, HeadWeights(post, vocab, softcap)).double().cpu()) < CLOSE
 
 
 def test_what_does_not_fit_is_composed(device: torch.device) -> None:
@@ -232,16 +234,16 @@ def test_what_does_not_fit_is_composed(device: torch.device) -> None:
         called.append("composed")
         return "composed"
 
-    x = torch.randn(3, 64).bfloat16()
-    norm = Norm(torch.rand(64), 1e-5)
+    x = torch.randn(3, 64).bfloat16().to(device)
+    norm = Norm(torch.rand(64).to(device), 1e-5)
     fused, fixed = IMPLS["triton"], IMPLS["triton_invariant"]
-    single = part_of(make("int4g-32", 64, 64), fused)
+    single = part_of(device, make("int4g-32", 64, 64), fused)
     double = Linear(single.parts * 2)
     assert segments.mlp(note, x.repeat(6, 1), MlpWeights(norm, single, single, "silu")) == "composed"
     assert segments.mlp(note, x, MlpWeights(norm, double, single, "silu")) == "composed"
-    assert segments.head(note, x, HeadWeights(norm, part_of(make("int4g-32", 64, 64), fixed))) == "composed"
-    attended = torch.randn(3, 64).bfloat16()
-    assert segments.attn_out(note, attended, x[:, :32].contiguous(), attention_weights(fixed)) == "composed"
+    assert segments.head(note, x, HeadWeights(norm, part_of(device, make("int4g-32", 64, 64), fixed))) == "composed"
+    attended = torch.randn(3, 64).bfloat16().to(device)
+    assert segments.attn_out(note, attended, x[:, :32].contiguous(), attention_weights(device, fixed)) == "composed"
     assert len(called) == 4
 
 

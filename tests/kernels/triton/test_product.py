@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from localllm.kernels.dequant import dequantize
 from localllm.kernels.triton import product as products
@@ -16,9 +15,8 @@ from localllm.kernels.triton import product_tiles
 from localllm.kernels.triton.layout import prepare
 from localllm.kernels.triton.product import Extras, NormArgs, dequantised, fusable, product, tile_launch
 from localllm.kernels.triton.unpack import unpack
-from localllm.kernels.weight import Weight
 
-from .weights import FORMS, SMALLEST_K, error, exact_product, make
+from .weights import FORMS, SMALLEST_K, error, exact_product, make, on
 
 ROUNDING = {torch.float16: 1.5e-3, torch.bfloat16: 8e-3}
 """of `error`: outputs and group-scaled weights rounded to the type; the interpreter cuts bfloat16 off"""
@@ -27,11 +25,6 @@ EPS = 1e-5
 
 def smallest_k(form: str) -> int:
     return SMALLEST_K.get(form, SMALLEST_K.get(form.partition("-")[0], 64))
-
-
-def on(device: torch.device, weight: Weight) -> Weight:
-    moved: dict[str, Any] = {k: v.to(device) for k, v in weight._asdict().items() if isinstance(v, Tensor)}
-    return weight._replace(**moved)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -183,9 +176,9 @@ def test_cublas_is_a_candidate_of_dense_weights(device: torch.device, monkeypatc
 
 
 def test_wrong_columns_are_refused(device: torch.device) -> None:
-    prepared = prepare(make("int4g-32", 4, 64))
+    prepared = prepare(on(device, make("int4g-32", 4, 64)))
     with pytest.raises(ValueError, match="takes 64 inputs"):
-        product(torch.zeros(1, 32, dtype=torch.float16), prepared)
+        product(torch.zeros(1, 32, dtype=torch.float16, device=device), prepared)
 
 
 def test_candidates_fit_their_cards() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -51,6 +53,12 @@ def make(form: str, n: int, k: int) -> Weight:
         return Weight("fp8mx", (n, k), codes, torch.randint(114, 121, (n, k // 32), dtype=torch.uint8), group_size=32)
     shape = {"tensor": (1,), "row": (n, 1), "block": (-(-n // 128), -(-k // 128))}[variant]
     return Weight("fp8", (n, k), codes, torch.rand(shape) * 0.005 + 0.001)
+
+
+def on(device: torch.device, weight: Weight) -> Weight:
+    """The weight's tensors on the device the kernels run on."""
+    moved: dict[str, Any] = {name: t.to(device) for name, t in weight._asdict().items() if isinstance(t, Tensor)}
+    return weight._replace(**moved)
 
 
 def _gguf(block_type: str, n: int, k: int) -> Weight:
