@@ -250,7 +250,7 @@ INLINE void scores_few(const ll_attention_args *a, const tile_keys *t, const att
 }
 
 /* Scores to weights; the sums so far shrink where a row meets a larger score. Returns 0 when no row sees a key. */
-INLINE int soften(const ll_attention_args *a, const tile_keys *t, attention_space *s, int64_t row, tile_weights p, const int rows)
+static __attribute__((noinline)) int soften(const ll_attention_args *a, const tile_keys *t, attention_space *s, int64_t row, tile_weights p, int rows)
 {
     const int64_t padded = round_up(a->pages.dim, 16);
     const vi lane = vi_load(lane_numbers);
@@ -355,25 +355,22 @@ INLINE void block_few(const ll_attention_args *a, const tile_keys *t, attention_
     }
 #define MANY(ROWS) block_many(a, t, s, row, ROWS)
 TILE_ROWS(tile_many_rows, MANY)
-#define FEW_F32(ROWS) block_few(a, t, s, row, ROWS, KV_F32)
-TILE_ROWS(tile_f32, FEW_F32)
 #define FEW_BF16(ROWS) block_few(a, t, s, row, ROWS, KV_BF16)
 TILE_ROWS(tile_bf16, FEW_BF16)
 #define FEW_INT8(ROWS) block_few(a, t, s, row, ROWS, KV_INT8)
 TILE_ROWS(tile_int8, FEW_INT8)
-#define FEW_FP8(ROWS) block_few(a, t, s, row, ROWS, KV_FP8)
-TILE_ROWS(tile_fp8, FEW_FP8)
 
 /* `rows` rows of the block against the tile. */
 static void attention_tile(const ll_attention_args *a, const tile_keys *t, attention_space *s, int64_t rows)
 {
     if (rows <= FEW_QUERY_ROWS && a->pages.dim % 16 == 0) {
-        switch (a->pages.format) {
-        case KV_F32: tile_f32(a, t, s, rows); return;
-        case KV_BF16: tile_bf16(a, t, s, rows); return;
-        case KV_F16: break;
-        case KV_INT8: tile_int8(a, t, s, rows); return;
-        default: tile_fp8(a, t, s, rows); return;
+        if (a->pages.format == KV_BF16) {
+            tile_bf16(a, t, s, rows);
+            return;
+        }
+        if (a->pages.format == KV_INT8) {
+            tile_int8(a, t, s, rows);
+            return;
         }
     }
     switch (a->pages.format) {

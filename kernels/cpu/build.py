@@ -28,7 +28,7 @@ from .threads import usable_cores
 __all__ = ["ISAS", "Library", "cache_folder", "detect_isa", "is_built", "lib", "library", "runnable_isas"]
 
 FOLDER = Path(__file__).parent
-TIMEOUT_S = 120
+TIMEOUT_S = 600
 X86 = ("-mavx2", "-mfma", "-mf16c")
 X86_512 = (*X86, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 ISAS: dict[str, tuple[str, ...]] = {

@@ -19,6 +19,7 @@ __all__ = [
     "VIEWS",
     "CAttentionLayer",
     "CDecoderLayer",
+    "CHeadLayer",
     "CLinear",
     "CKVPages",
     "CMlpLayer",
@@ -125,6 +126,12 @@ class CMlpLayer(ctypes.Structure):
     ]
 
 
+class CHeadLayer(ctypes.Structure):
+    """`ll_head_layer`."""
+
+    _fields_ = [("hidden", c_int64), ("norm", CNorm), ("linear", CLinear), ("softcap", c_double)]
+
+
 class CKVPages(ctypes.Structure):
     """`kv_pages`."""
 
@@ -161,7 +168,11 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ll_decoder": (c_int64, (c_void_p, c_void_p, c_void_p)),
     "ll_attn_in": (c_int64, (c_void_p, c_void_p, c_void_p, c_void_p)),
     "ll_attn_out": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p)),
+    "ll_head": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p)),
     "ll_mlp": (c_int64, (c_void_p, c_int64, c_void_p)),
+    "ll_argmax": (c_int64, (c_void_p, c_int64, c_int64, c_void_p)),
+    "ll_top": (c_int64, (c_void_p, c_int64, c_int64, c_double, c_void_p, c_void_p)),
+    "ll_draw": (c_int64, (c_void_p, c_int64, c_double, c_double)),
     "ll_linear": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64)),
 }
 
@@ -193,7 +204,7 @@ def declare(lib: ctypes.CDLL) -> None:
         function = getattr(lib, name)
         function.restype = result
         function.argtypes = arguments
-    sizes = sum(ctypes.sizeof(c) for c in (CWeight, CAttentionLayer, CMlpLayer, CDecoderLayer))
+    sizes = sum(ctypes.sizeof(c) for c in (CWeight, CAttentionLayer, CMlpLayer, CHeadLayer, CDecoderLayer))
     sizes += PAGES.size + ATTENTION.size + STEP.size + PAGES.size + KV_TARGET.size + PASS.size + VIEWS * VIEW.size
     if lib.ll_abi() >> 32 != sizes:
         raise ValueError("the library's structs differ from interface.py")

@@ -189,5 +189,6 @@ IMPLS: Mapping[str, tuple[OpImpl, ...]] = {
     "attention": _impl(segments.attention, attention_fits),
     "attn_out": _impl(segments.attn_out, attention_fits),
     "mlp": _impl(segments.mlp),
+    "head": _impl(segments.head),
     "decoder": _impl(segments.decoder, attention_fits),
 }

@@ -141,6 +141,51 @@ static int mlp_locked(const ll_mlp_layer *l, int64_t m, float *x)
     return 0;
 }
 
+typedef struct {
+    int64_t hidden;
+    ll_norm norm;
+    ll_linear_op linear;
+    double softcap; /* 0: none */
+} ll_head_layer;
+
+/* y = softcap * tanh(y / softcap), with the exponential of the other ops. */
+static void softcap_rows(void *arg, int64_t begin, int64_t end, int thread)
+{
+    (void)thread;
+    const row_job *j = arg;
+    const vf cap = vf_set1(j->eps), twice = vf_set1(2.0f / j->eps);
+    for (int64_t i = begin * j->dim; i < end * j->dim; i += VW) {
+        float rest[VW] = {0};
+        const int64_t left = end * j->dim - i;
+        vf y = left >= VW ? vf_load(j->y + i) : (memcpy(rest, j->y + i, (size_t)left * 4), vf_load(rest));
+        y = cap - (cap + cap) / (vf_exp(y * twice) + vf_set1(1.0f));
+        vf_store(rest, y);
+        memcpy(j->y + i, rest, (size_t)(left < VW ? left : VW) * 4);
+    }
+}
+
+/* x [m][hidden] -> logits [m][n] */
+int64_t ll_head(const ll_head_layer *l, const float *x, int64_t m, float *logits)
+{
+    pthread_mutex_lock(&pool.lock);
+    float *normed = (float *)scratch(2, m * l->hidden * 4);
+    int failed = !normed;
+    if (!failed) {
+        norm_into(&l->norm, x, m, l->hidden, normed);
+        failed = linear_parts(&l->linear, normed, m, NULL, logits);
+    }
+    if (!failed && l->softcap != 0.0) {
+        row_job job = {.y = logits, .dim = 1024, .eps = (float)l->softcap};
+        const int64_t whole = m * l->linear.n / 1024;
+        run_rows(softcap_rows, &job, whole);
+        job.y = logits + whole * 1024;
+        job.dim = m * l->linear.n - whole * 1024;
+        if (job.dim) softcap_rows(&job, 0, 1, 0);
+    }
+    pthread_mutex_unlock(&pool.lock);
+    return failed ? -1 : 0;
+}
+
 /* What layers that see the same tokens share: rotation and pages. */
 typedef struct {
     const float *cos, *sin;      /* [num_tokens][half] */

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..kv_pages import KVPages
-from ..segments import AttentionWeights, Linear, MlpWeights, Norm
+from ..segments import AttentionWeights, HeadWeights, Linear, MlpWeights, Norm
 from .build import lib
 from .interface import (
     ATTENTION,
@@ -25,6 +25,7 @@ from .interface import (
     VIEWS,
     CAttentionLayer,
     CDecoderLayer,
+    CHeadLayer,
     CKVPages,
     CLinear,
     CMlpLayer,
@@ -34,7 +35,7 @@ from .interface import (
 )
 from .layout import Prepared
 
-__all__ = ["attention", "attn_in", "attn_out", "decoder", "mlp"]
+__all__ = ["attention", "attn_in", "attn_out", "decoder", "head", "mlp"]
 
 LayerCall = tuple[AttentionWeights, MlpWeights, int]
 """a layer's weights, and which of the step's views it sees"""
@@ -127,6 +128,16 @@ def mlp(composed: Callable[..., Tensor], x: Tensor, weights: MlpWeights) -> Tens
         return composed(x, weights)
     _check(lib().ll_mlp(layer.address, x.shape[0], x.data_ptr()))
     return x
+
+
+def head(composed: Callable[..., Tensor], x: Tensor, weights: HeadWeights) -> Tensor:
+    """Logits, float32 [rows, vocab]."""
+    layer = _layer_of(weights.linear, weights, _head_layer)
+    if layer is None or x.dtype is not torch.float32 or not x.is_contiguous():
+        return composed(x, weights)
+    logits = torch.empty((x.shape[0], weights.linear.out_features))
+    _check(lib().ll_head(layer.address, x.data_ptr(), x.shape[0], logits.data_ptr()))
+    return logits
 
 
 def decoder(
@@ -241,6 +252,15 @@ def _mlp_layer(w: MlpWeights) -> _Layer | None:
         down=down,
     )
     return _Layer(struct, kept)
+
+
+def _head_layer(w: HeadWeights) -> _Layer | None:
+    kept: list[Any] = []
+    linear = _linear(w.linear, kept)
+    if linear is None:
+        return None
+    hidden = w.norm.weight.shape[0]
+    return _Layer(CHeadLayer(hidden, _norm(w.norm, kept), linear, w.softcap or 0.0), kept)
 
 
 def _norm(norm: Norm | None, kept: list[Any]) -> CNorm:

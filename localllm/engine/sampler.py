@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from localllm.errors import BadModelFile
+from localllm.kernels import select
 from localllm.request import SamplingParams, TokenLogprob
 
 from .draw import Draw, Sampled, ToHost
@@ -75,23 +76,57 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> list[Sampled]:
     sequences  the sequence of each row
     returns    (token id, log-probabilities if asked for), or the exception that this row alone raised
     """
-    greedy = logits.argmax(-1).tolist() if any(is_plain_greedy(s.params) for s in sequences) else []
+    here = logits.device.type == "cpu"
+    on_device = [] if here or not any(is_plain_greedy(s.params) for s in sequences) else logits.argmax(-1).tolist()
     results: list[Sampled] = []
     for row, sequence in enumerate(sequences):
         try:
-            if greedy and (is_argmax(sequence) or _is_allowed_argmax(sequence, greedy[row])):
-                token = greedy[row]
+            best = -1
+            if is_plain_greedy(sequence.params):
+                best = select.argmax(logits[row : row + 1])[0] if here else on_device[row]
+            if best >= 0 and (is_argmax(sequence) or _is_allowed_argmax(sequence, best)):
+                token = best
             else:
-                token = sample_row(logits[row].to("cpu", copy=True), sequence)
+                token = sample_row(logits[row].to("cpu", copy=not is_untouched(sequence)), sequence)
             wanted = sequence.params.logprobs
             results.append((token, None if wanted is None else token_logprob(logits[row], token, wanted)))
+        except select.NotANumber as error:
+            results.append(damaged(error))
         except Exception as error:  # one request's failure must not reach its neighbours
             results.append(error)
     return results
 
 
+def damaged(error: select.NotANumber) -> BadModelFile:
+    """What NaN among logits means."""
+    return BadModelFile(f"what the model computes is not a number ({error}): its weights are damaged")
+
+
+def is_untouched(sequence: Sequence) -> bool:
+    """Whether nothing changes its logits before they are sampled."""
+    params = sequence.params
+    penalised = (
+        params.repetition_penalty != 1.0
+        or params.presence_penalty != 0
+        or params.frequency_penalty != 0
+        or bool(params.logit_bias)
+        or params.dry_multiplier != 0
+    )
+    return not penalised and sequence.mask_row is None and not _bans_stop(sequence)
+
+
 def sample_row(logits: Tensor, sequence: Sequence) -> int:
-    """One token from one row of logits [vocab], which is overwritten."""
+    """One token from one row of logits [vocab] on the CPU, which is overwritten unless it `is_untouched`.
+
+    Raises BadModelFile for a NaN among them, ValueError when nothing is left.
+    """
+    try:
+        return _sample_row(logits, sequence)
+    except select.NotANumber as error:
+        raise damaged(error) from error
+
+
+def _sample_row(logits: Tensor, sequence: Sequence) -> int:
     params = sequence.params
     if sequence.mask_row is not None:
         _apply_mask(logits, sequence.mask_row)
@@ -102,16 +137,24 @@ def sample_row(logits: Tensor, sequence: Sequence) -> int:
     if params.temperature < COLDEST:
         return int(logits.argmax())
     position = sequence.num_tokens
+    if not sorts(params, logits.numel()) and params.min_p == 0:
+        return select.draw(logits, params.temperature, uniform(sequence.seed, position))
     ids, probs = candidates(logits, params, uniform(sequence.seed, position, 1))
     cumulative = torch.cumsum(probs, -1, dtype=torch.float64)
     if not 0 < float(cumulative[-1]) < math.inf:
         if bool(logits.isnan().any() or logits.isposinf().any()):
-            raise BadModelFile("what the model computes is not a number (NaN or infinity): its weights are damaged")
+            raise select.NotANumber("NaN or infinity")
         raise ValueError("no token has a finite probability")
     draw = uniform(sequence.seed, position) * float(cumulative[-1])
     index = int(torch.searchsorted(cumulative, torch.tensor(draw, dtype=torch.float64), right=True))
     index = min(index, probs.numel() - 1)
     return int(ids[index]) if ids is not None else index
+
+
+def sorts(params: SamplingParams, vocab_size: int) -> bool:
+    """Whether only some of the tokens, the most likely ones first, may come."""
+    cuts = params.top_p < 1 or params.typical_p < 1 or params.xtc_probability > 0
+    return cuts or 0 < params.top_k < vocab_size
 
 
 def candidates(logits: Tensor, params: SamplingParams, chance: float) -> tuple[Tensor | None, Tensor]:
@@ -121,19 +164,17 @@ def candidates(logits: Tensor, params: SamplingParams, chance: float) -> tuple[T
     chance   the number in [0, 1) that decides whether XTC acts
     returns  (ids or None for "all in order", their unnormalised probabilities), best first when there are ids
     """
-    scaled = logits / params.temperature
-    vocab = scaled.numel()
-    probs = torch.softmax(scaled, -1)
+    vocab = logits.numel()
     top_k = params.top_k if 0 < params.top_k < vocab else vocab
-    sorts = top_k < vocab or params.top_p < 1 or params.typical_p < 1 or params.xtc_probability > 0
-    if not sorts:
+    if not sorts(params, vocab):
+        probs = torch.softmax(logits / params.temperature, -1)
         if params.min_p > 0:
             probs = torch.where(probs >= params.min_p * probs.max(), probs, torch.zeros_like(probs))
         return None, probs
     first = FIRST_CUT if top_k == vocab and params.typical_p == 1 else top_k
-    values, ids = torch.topk(probs, min(top_k, first))
+    values, ids = select.top_probabilities(logits, min(top_k, first, vocab), params.temperature)
     if values.numel() < top_k and not (params.top_p < 1 and float(values.sum(dtype=torch.float64)) >= params.top_p):
-        values, ids = torch.topk(probs, top_k)
+        values, ids = select.top_probabilities(logits, top_k, params.temperature)
     if top_k < vocab:
         values = values / values.sum()
     if params.top_p < 1:

@@ -12,7 +12,7 @@ from localllm.kernels.cpu import segments as fused
 from localllm.kernels.cpu.linear import IMPLS
 from localllm.kernels.kv_pages import KVPages
 from localllm.kernels.ops import OpFacts
-from localllm.kernels.segments import AttentionWeights, Linear, LinearPart, MlpWeights, Norm, kernel_table
+from localllm.kernels.segments import AttentionWeights, HeadWeights, Linear, LinearPart, MlpWeights, Norm, kernel_table
 
 C_INT16, C_FLOAT32 = IMPLS
 TWINS = frozenset(f"{op}:c" for op in ops.IMPLS)
@@ -151,6 +151,19 @@ def test_fused_segments_are_the_composed_ones(isa: str, kind: str, kv: str) -> N
             )
         for y, twin in zip(*results, strict=True):
             close(y, twin, 2e-3 if impl is C_INT16 else 1e-4)
+
+
+@pytest.mark.parametrize("softcap", [None, 8.0])
+def test_head(isa: str, softcap: float | None) -> None:
+    table, twins = kernel_table(OpFacts()), kernel_table(OpFacts(), TWINS)
+    assert dict(table.ops)["head"] == "c"
+    for rows, vocab in ((1, 50), (3, 1100), (20, 4096)):
+        weights = HeadWeights(norm(64), Linear((linear(vocab, 64, C_INT16),)), softcap)
+        x = torch.randn(rows, 64)
+        logits = table.head(x, weights)
+        close(logits, twins.head(x, weights), 2e-4)
+        assert torch.equal(table.head(x[1:2], weights), logits[1:2])
+        close(table.head(x.t().contiguous().t(), weights), logits, 2e-4)  # composed
 
 
 def test_segments_are_a_token_at_a_time_or_many() -> None:

@@ -1,0 +1,82 @@
+"""What sampling on the host asks of a row of logits: the largest, the most likely, one drawn at random.
+
+In C where the CPU kernels are there, else in plain PyTorch; rows are float32 on the CPU.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .cpu.build import library
+
+NOT_A_NUMBER, NOTHING_LEFT, NO_MEMORY = -1, -2, -3
+
+
+class NotANumber(ValueError):
+    """A row holds NaN or infinity."""
+
+
+class NothingLeft(ValueError):
+    """Every number of a row is minus infinity."""
+
+
+def argmax(logits: Tensor) -> list[int]:
+    """The first place of the largest number of each row [num_rows, vocab]. Raises NotANumber for a NaN."""
+    lib = library().lib
+    if lib is None or not logits.is_contiguous() or logits.dtype is not torch.float32:
+        if bool(logits.isnan().any()):
+            raise NotANumber("NaN or infinity")
+        return [int(place) for place in logits.argmax(-1)]
+    out = torch.empty(logits.shape[0], dtype=torch.int64)
+    _check(lib.ll_argmax(logits.data_ptr(), *logits.shape, out.data_ptr()))
+    return out.tolist()
+
+
+def top_probabilities(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor]:
+    """The k most likely of a row [vocab], best first and the earlier of equals: (probabilities, their places).
+
+    Probabilities are those among all of the row. Raises NotANumber or NothingLeft.
+    """
+    lib = library().lib
+    if lib is None or not logits.is_contiguous() or logits.dtype is not torch.float32:
+        _refuse(logits)
+        order = torch.argsort(logits, descending=True, stable=True)[:k]
+        return torch.softmax(logits.double() / temperature, -1)[order].float(), order
+    values, ids = torch.empty(k), torch.empty(k, dtype=torch.int64)
+    _check(lib.ll_top(logits.data_ptr(), logits.shape[0], k, temperature, values.data_ptr(), ids.data_ptr()))
+    return values, ids
+
+
+def draw(logits: Tensor, temperature: float, chance: float) -> int:
+    """One place of a row [vocab], with the probabilities at that temperature: the first whose cumulative probability is
+    above `chance` in [0, 1). Raises NotANumber or NothingLeft.
+    """
+    lib = library().lib
+    if lib is None or not logits.is_contiguous() or logits.dtype is not torch.float32:
+        _refuse(logits)
+        wide = logits.double()
+        cumulative = torch.cumsum(((wide - wide.max()) / temperature).exp_(), -1)
+        wanted = torch.tensor(chance * float(cumulative[-1]), dtype=torch.float64)
+        return min(int(torch.searchsorted(cumulative, wanted, right=True)), logits.numel() - 1)
+    return _check(lib.ll_draw(logits.data_ptr(), logits.shape[0], temperature, chance))
+
+
+def _refuse(logits: Tensor) -> None:
+    largest = float(logits.max())
+    if math.isnan(largest) or largest == math.inf:
+        _check(NOT_A_NUMBER)
+    if largest == -math.inf:
+        _check(NOTHING_LEFT)
+
+
+def _check(state: int) -> int:
+    if state == NOT_A_NUMBER:
+        raise NotANumber("NaN or infinity")
+    if state == NOTHING_LEFT:
+        raise NothingLeft("no logit is finite")
+    if state == NO_MEMORY:
+        raise MemoryError("no memory to look through the logits")
+    return state
