@@ -51,12 +51,16 @@ class RemoteBackend:
     url     http://host:port, with or without /v1, or unix:/path
     key     sent as a bearer token where the server wants one
     given   sampling that the user set; read at every turn
+    stop    strings that end an answer
     """
 
-    def __init__(self, url: str, key: str = "", *, given: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, url: str, key: str = "", *, given: Mapping[str, Any] | None = None, stop: Sequence[str] = ()
+    ) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._key = key
         self._given = given if given is not None else {}
+        self._stop = list(stop)
         self._events: deque[ChatEvent] = deque()
         self._lock = threading.Lock()
         self._turns: dict[int, Any] = {}
@@ -194,6 +198,8 @@ class RemoteBackend:
             "stream": True,
             "stream_options": {"include_usage": True},
         } | dict(self._given)
+        if self._stop:
+            body["stop"] = self._stop
         if template:
             body["chat_template_kwargs"] = dict(template)
         if messages and messages[-1].get("role") == "assistant":

@@ -23,6 +23,7 @@ from .session import Sampling, make_backend
 
 if TYPE_CHECKING:
     from localllm.history import History
+    from localllm.request import ChatBackend
     from localllm.tui.attachments import Attachment
     from localllm.tui.conversation import Conversation
     from localllm.tui.saver import Saver
@@ -100,6 +101,8 @@ def chat(
     start = _start(env, config, sampling, instructions, resume or ("last" if resume_last else None))
     start.first, start.ctx, start.inline = first, ctx, inline
     _prepare(start, config, preset, think, attach or [])
+    if attach_to == "auto" and (debug_invariants or any(v is not None for v in (ctx, kv, dtype, threads))):
+        attach_to = "off"  # how a model is loaded is said for a model of one's own
     _place(env, config, start, attach_to, model or _preset_model(config, preset))
     if web:
         from .web import serve_web
@@ -269,7 +272,7 @@ def full_screen(env: Env, config: UserConfig, start: Start) -> int:
     with stderr_to(logs.path()):
         from localllm.tui.app import ChatApp
 
-        backend = _backend(env, config, start)
+        backend = backend_of(env, config, start)
         os.environ.setdefault("ESCDELAY", "50")
         app = ChatApp(
             backend,
@@ -298,12 +301,13 @@ def full_screen(env: Env, config: UserConfig, start: Start) -> int:
     return 0
 
 
-def _backend(env: Env, config: UserConfig, start: Start) -> Any:
+def backend_of(env: Env, config: UserConfig, start: Start) -> ChatBackend:
+    """The engine of this chat: a running server, or one in this process."""
     if start.attach_to:
         from localllm.remote import RemoteBackend
 
         key = start.key or os.environ.get("LOCALLLM_API_KEY", "")
-        return RemoteBackend(start.attach_to, key, given=start.sampling.given)
+        return RemoteBackend(start.attach_to, key, given=start.sampling.given, stop=start.sampling.stop)
     return make_backend(env, config, start.sampling, ctx=start.ctx)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 from pathlib import Path
 
 from localllm.config import UserConfig
@@ -15,7 +16,7 @@ from localllm.tui.conversation import Conversation, Exchange
 from localllm.tui.kept import saved_chat, saved_messages
 from localllm.tui.slash import SLASHES, Typed, understand
 
-from .chat import Start, farewell
+from .chat import Start, backend_of, farewell
 from .command import Env
 from .progress import make_progress
 from .run import Job
@@ -29,8 +30,9 @@ def talk(env: Env, config: UserConfig, start: Start) -> int:
     if start.choice is None:
         raise ConfigError("the line mode needs a model", "localllm chat MODEL --plain")
     progress = make_progress(console, env.options.progress or "auto", start.choice.shown)
-    with open_backend(env, config, start.sampling, ctx=start.ctx) as backend:
-        backend.start(start.choice.name)
+    here = open_backend(env, config, start.sampling, ctx=start.ctx)
+    with closing(backend_of(env, config, start)) if start.attach_to else here as backend:
+        backend.start(start.choice.name or None)
         facts, _ = wait_ready(backend, progress)
         if not facts.has_chat_template:
             name = clean_line(facts.model)
