@@ -166,6 +166,7 @@ class ChatApp(App[None]):
             await screen.transcript.sync()
             last = self.conversation.exchanges[-1].usage
             screen.state.used_tokens = last.prompt_tokens + last.completion_tokens
+        await screen.show_chats_if_wide()
         screen.attached += self._files
         if self._first_message:
             await screen.submit(self._first_message)

@@ -106,6 +106,7 @@ class UiConfig:
     thinking: str = _key(choice("auto", "expanded", "collapsed", "hidden"), "auto", "how reasoning is shown")
     stats: str = _key(choice("footer", "off"), "footer", "speeds below an answer")
     enter: str = _key(choice("send", "newline"), "send", "newline: alt+enter or ctrl+j sends")
+    sidebar: bool | Auto = _key(or_auto(FLAG), "auto", "list of saved chats; auto: from 120 columns on")
     keys: str = _key(choice("default", "vim"), "default", "keyboard style")
     notify: str = _key(choice("never", "unfocused", "always"), "unfocused", "bell and title when an answer is done")
     column: int = _key(whole(0, 1000), 100, "largest text width in columns; 0 is all")

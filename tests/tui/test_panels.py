@@ -83,6 +83,14 @@ async def test_home_continues_a_chat_with_its_model(tmp_path: Path) -> None:
         await running.until(lambda: running.backend.started == [("fake", {})])
 
 
+async def test_a_wide_terminal_shows_the_chats_by_itself(tmp_path: Path) -> None:
+    path = tmp_path / "chats.db"
+    long_chat(path, 1)
+    async with chat(path=path, size=(140, 34)) as running:
+        await running.until(lambda: running.screen.query_one(Sidebar).display)
+        assert running.app.focused is running.prompt
+
+
 async def test_t11_a_long_chat_opens_with_few_widgets_and_earlier_turns_come_back(tmp_path: Path) -> None:
     path = tmp_path / "chats.db"
     name = long_chat(path, 500)

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from localllm.history import History
 
 
+WIDE = 120
+"""Columns from which on the list is shown by itself."""
+
+
 class SavedChats(Parts):
     """The list of chats, and opening one."""
 
@@ -51,6 +55,18 @@ class SavedChats(Parts):
             await self.list_chats()
         elif bar.has_focus_within:
             self.prompt.focus()
+
+    async def show_chats_if_wide(self) -> None:
+        """At the start: the list, where there is room for it and something in it."""
+        wanted = self.chat_app.ui.sidebar
+        wide = wanted is True or (wanted == "auto" and self.app.size.width >= WIDE)
+        if not wide or not self.chat_app.saver.kept or self.query_one(Home).display:
+            return
+        chats = await self.read_history(lambda history: history.chats())
+        if chats:
+            bar = self.query_one(Sidebar)
+            bar.show(chats, self.conversation.id)
+            bar.display = True
 
     async def action_chats(self) -> None:
         """Search the chats."""
