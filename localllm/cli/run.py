@@ -29,7 +29,7 @@ MAX_SAMPLES = 64
     'localllm run qwen "Why is the sky blue?"',
     'git diff | localllm run qwen "write a commit message"',
     "localllm run qwen -f notes.txt 'summarise this' --json",
-    'localllm run qwen "a date in May" --schema \'{"type": "string", "format": "date"}\'',
+    'localllm run qwen "name three moons" --schema moons.json',
     "localllm run gemma3-270m 'Once upon a time' --max-tokens 64",
 )
 def run(

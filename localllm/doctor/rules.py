@@ -61,6 +61,13 @@ class Rule:
     """machines it can happen on"""
     here: Mapping[str, Any] | None
     """when it is worth saying without a log; None: never"""
+    unless: tuple[str, ...] = ()
+    """rules that say more about the same"""
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """Its place in the file: what happens everywhere (G1, ...) comes after what happens to some (R1, ...)."""
+        return self.id[0] != "R", int(self.id[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +110,7 @@ def _rule(entry: dict[str, Any]) -> Rule:
         fixes=tuple(sorted((Fix(**fix) for fix in entry["fix"]), key=lambda fix: fix.unconfirmed)),
         when=entry.get("when", {}),
         here=entry.get("here"),
+        unless=tuple(entry.get("unless", ())),
     )
 
 
@@ -118,7 +126,9 @@ def match_machine(survey: Survey) -> list[Match]:
 def match_log(text: str, survey: Survey) -> list[Match]:
     """The rules whose patterns are in a text; those that can happen here first, then the better founded ones."""
     found = [match for rule in rules() if (match := _match(rule, text, survey))]
-    return sorted(found, key=lambda m: (not m.applies, -m.count, m.rule.confidence, int(m.rule.id[1:])))
+    said = {match.rule.id for match in found if match.applies}
+    found = [match for match in found if not said.intersection(match.rule.unless)]
+    return sorted(found, key=lambda m: (not m.applies, m.rule.rank[0], -m.count, m.rule.confidence, m.rule.rank))
 
 
 def _match(rule: Rule, text: str, survey: Survey) -> Match | None:

@@ -55,6 +55,15 @@ SEEN = {
     " compatibility was attempted on non supported HW",
     "R32": "openai_harmony.HarmonyError: error downloading or loading vocab file: failed to download",
     "R33": "error: instruction .tile::scatter4 not supported on .target sm_121a",
+    "G1": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.9 GiB. GPU 0 has a total capacity of 31.3",
+    "G2": "ValueError: To serve at least one request with the models's max seq len (131072), (16.00 GiB KV cache is"
+    " needed, which is larger than the available KV cache memory (5.91 GiB).",
+    "G3": "buffer_type_alloc_buffer: allocating 144.00 MiB on device 4: cudaMalloc failed: out of memory",
+    "G4": "Access to model google/gemma-2-2b is restricted. You must be authenticated to access it.",
+    "G5": "ImportError: libcudart.so.13: cannot open shared object file: No such file or directory",
+    "G6": "ERROR:    [Errno 98] error while attempting to bind on address ('0.0.0.0', 8000): address already in use",
+    "G7": "Failed to initialize NVML: Driver/library version mismatch",
+    "G8": "OSError: [Errno 28] No space left on device",
 }
 AT_HOME = {"R23": "gb10", "R24": "wsl2", "R33": "gb10", "R5": "rtx5090x2", "R28": "rtx5090x2"}
 
@@ -72,7 +81,9 @@ def test_a_rule_is_found_by_what_its_victims_see(rule: object) -> None:
 
 
 def test_rules_are_complete() -> None:
-    assert [rule.id for rule in rules()] == [f"R{number}" for number in range(1, 34)]
+    everyday = [f"G{number}" for number in range(1, 9)]
+    assert [rule.id for rule in rules()] == [f"R{number}" for number in range(1, 34)] + everyday
+    assert all(set(rule.unless) <= set(SEEN) for rule in rules())
     assert set(SEEN) == {rule.id for rule in rules()}
     for rule in rules():
         assert rule.confidence in "ABC" and rule.cause and rule.sources and rule.fixes and rule.title
@@ -100,6 +111,15 @@ def test_a_log_of_another_machine_is_told_apart() -> None:
     both = match_log(f"{SEEN['R13']}\n{SEEN['R8']}", survey("rtx3090"))
     assert [m.rule.id for m in both if m.applies] == ["R8"]
     assert both[0].rule.id == "R8", "what can happen here comes first"
+
+
+def test_what_happens_to_everybody_gives_way() -> None:
+    """A rule that says more about the same error stands alone; another trouble beside it comes first."""
+    here = survey("rtx5090")
+    assert [m.rule.id for m in match_log(SEEN["R6"], here)] == ["R6"]
+    assert [m.rule.id for m in match_log(f"{SEEN['G2']}\nCUDA out of memory", here)] == ["G2"]
+    assert [m.rule.id for m in match_log("CUDA out of memory", here)] == ["G1"]
+    assert [m.rule.id for m in match_log(f"{SEEN['G6']}\n{SEEN['R9']}\n{SEEN['R1']}", here)][-1] == "G6"
 
 
 def test_ordinary_text_matches_nothing() -> None:
