@@ -2,11 +2,12 @@
 
     python benchmarks/load.py [MODEL] [--minutes 30] [--json FILE]
 
-Requests of every kind run four at a time: short and long prompts, shared beginnings, greedy and sampled, log-probabilities,
-several answers, some stopped half way. Every quarter of a minute the load pauses, and three things are measured one after
-the other: decoding, the reference loop (adding up an array as large as the weights, which knows nothing of the engine),
-and anonymous memory. Lines: decoding over the reference loop changes by at most 5 % between the first and the last third,
-and RssAnon does not grow after the first five minutes (by more than 16 MB, which the allocator keeps for itself).
+Requests of every kind run four at a time: short and long prompts, shared beginnings, greedy and sampled,
+log-probabilities, several answers, some stopped half way. Every quarter of a minute the load pauses, and three things are
+measured one after the other: decoding, the reference loop (adding up an array as large as the weights, which knows
+nothing of the engine), and anonymous memory. Lines: decoding over the reference loop changes by at most 5 % between the
+first and the last third, and RssAnon does not grow after the first five minutes (by more than 16 MB, which the allocator
+keeps for itself).
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ def main() -> int:
 
 
 def sample(ours: Ours, array: np.ndarray, at_s: float) -> dict[str, float]:
-    """The best of a few repetitions of both loops, one after the other: what else the machine does makes them slower."""
+    """The best of a few repetitions of both loops, in turns: what else the machine does makes them slower."""
     tps, rate = 0.0, 0.0
     with OtherWork() as others:
         for number in range(REPEATS):
