@@ -2,12 +2,12 @@
 
     python benchmarks/load.py [MODEL] [--minutes 30] [--json FILE]
 
-Requests of every kind run four at a time: short and long prompts, shared beginnings, greedy and sampled,
-log-probabilities, several answers, some stopped half way. Every quarter of a minute the load pauses, and three things
-are measured one after the other: decoding, the reference loop (adding up an array as large as the weights, which knows
-nothing of the engine), and anonymous memory. Lines: decoding over the reference loop changes by at most 5 % from
-the first third to the last, and RssAnon does not grow after the first five minutes (by more than 16 MB, which the allocator
-keeps for itself).
+Requests of every kind run four at a time: short and long prompts, shared beginnings, greedy and sampled, log-
+probabilities, several answers, some stopped half way. Every quarter of a minute the load pauses, and three things are
+measured one after the other: decoding, the reference loop (adding up an array as large as the weights, which knows
+nothing of the engine), and anonymous memory. Lines: decoding over the reference loop changes by at most 5 % from the
+first third to the last, and RssAnon does not grow after the first five minutes (by more than 16 MB, which the
+allocator keeps for itself).
 """
 
 from __future__ import annotations
