@@ -85,7 +85,7 @@ def _llm(s: Server) -> str:
 
 
 def _codex(s: Server) -> str:
-    key = 'env_key = "LOCALLLM_KEY"\n' if s.needs_key else ""
+    key = 'env_key = "CODEX_LOCALLLM_KEY"\n' if s.needs_key else ""  # a name of the user's, read by codex only
     return (
         f'model = "{s.model}"\nmodel_provider = "localllm"\n\n[model_providers.localllm]\nname = "localllm"\n'
         f'base_url = "{s.url}/v1"\nwire_api = "responses"\n{key}'.rstrip()

@@ -121,6 +121,7 @@ class KeptChat:
     def open(cls, system: str, text: str, sampling: dict[str, Any], *, resumes: bool) -> KeptChat:
         """`sampling` gets what the resumed chat had set and it has not. Raises ChatNotFound, HistoryError."""
         from localllm.tui.conversation import Conversation
+        from localllm.tui.kept import restored
 
         if not resumes:
             return cls(Conversation(system, sampling), text)
@@ -129,7 +130,7 @@ class KeptChat:
         given = dict(sampling)
         with _history() as history:
             chat = find(history, "last")
-            talk = Conversation.restored(chat, history.messages(chat.id), sampling)
+            talk = restored(chat, history.messages(chat.id), sampling)
         sampling.update(given)
         talk.system = system or talk.system
         return cls(talk, text)
@@ -141,6 +142,10 @@ class KeptChat:
 
     def save(self, answers: Sequence[Answered], model: str) -> str:
         """Write the question and its answers, each a branch. Returns the chat's id. Raises HistoryError."""
+        from localllm.tui.kept import saved_chat, saved_messages
+
+        from localllm.tui.kept import saved_chat, saved_messages
+
         self.talk.model = model
         exchanges = [self._exchange]
         exchanges += [self.talk.again(self._exchange) for _ in answers[1:]]
@@ -148,8 +153,8 @@ class KeptChat:
         for exchange, answer in zip(exchanges, answers, strict=True):
             exchange.text, exchange.reasoning, exchange.stop = answer.text, answer.reasoning, answer.stop
             exchange.usage, exchange.timing, exchange.model = answer.usage, answer.timing, model
-            messages |= {one.id: one for one in self.talk.saved_messages(exchange)}
-        chat = self.talk.saved()
+            messages |= {one.id: one for one in saved_messages(exchange)}
+        chat = saved_chat(self.talk)
         with _history() as history:
             history.save(chat, [replace(one, chat_id=chat.id) for one in messages.values()])
         return chat.id

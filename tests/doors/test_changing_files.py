@@ -107,7 +107,7 @@ def test_file_05_what_remains_ends_with_a_word(tmp_path: Path) -> None:
     path.write_bytes(b"x" * 8192)
     code = f"""
 import mmap, os
-from localllm import cli
+from localllm.cli import program
 
 def door(app):
     class Command:
@@ -118,8 +118,8 @@ def door(app):
             view[5000]
     return Command()
 
-cli.typer.main.get_command = door
-cli.main()
+program.typer.main.get_command = door
+program.main()
 """
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == -7
