@@ -144,8 +144,6 @@ class KeptChat:
         """Write the question and its answers, each a branch. Returns the chat's id. Raises HistoryError."""
         from localllm.tui.kept import saved_chat, saved_messages
 
-        from localllm.tui.kept import saved_chat, saved_messages
-
         self.talk.model = model
         exchanges = [self._exchange]
         exchanges += [self.talk.again(self._exchange) for _ in answers[1:]]
