@@ -198,9 +198,10 @@ class Shaper:
             if begun is None:
                 return None, False
             call, trigger = begun
+            only_one = tool_format.one_call or not tools.parallel
             before = None if tool_format is HARMONY else reasoning
             bytes_of = self._tokenizer.token_bytes
-            return ToolTriggers(call, trigger, bytes_of, tags=before, only_one=not tools.parallel), True
+            return ToolTriggers(call, trigger, bytes_of, tags=before, only_one=only_one), True
         inner = whole_answer(compiler, tool_format, tools, constraint)
         if reasoning is None or (tools is not None and tool_format is HARMONY):
             return inner, tools is not None

@@ -43,7 +43,7 @@ class ToolFormat:
     """which of the grammars of `grammars.py` keeps calls valid"""
     short_ids: bool = False
     one_call: bool = False
-    """its templates take one call an answer"""
+    """one call an answer, however many are allowed"""
 
     def parser(
         self,
@@ -71,8 +71,16 @@ class ToolFormat:
 HERMES = ToolFormat(
     "hermes", JsonCalls(end=("</tool_call>",)), ("<tool_call>",), shown=("<tool_call>", "</tool_call>"), writes="hermes"
 )
-GENERIC = ToolFormat("generic", JsonCalls(end=("</tool_call>",)), ("<tool_call>",), at_start=('{"',), writes="hermes")
-"""for templates that know nothing of tools: `generic.py` tells the model how"""
+GENERIC = ToolFormat(
+    "generic",
+    JsonCalls(end=("</tool_call>",)),
+    ("<tool_call>",),
+    at_start=('{"',),
+    writes="hermes",
+    one_call=True,
+)
+"""for templates that know nothing of tools: `messages.py` tells the model how. One call an answer: models that were
+never taught to call repeat themselves"""
 QWEN_CODER = ToolFormat(
     "qwen-coder",
     TaggedCalls(
