@@ -65,8 +65,8 @@ def ls(
     console.say(f"{count} · {gib(total)} · {gib(_free())} free in {clean_line(_short(hub.cache.hub_dir()))}")
     if shown:
         columns = ("NAME", "PARAMS", "FORMAT", "SIZE", "CTX", "FITS", "SPEED", "USED", "")
-        rows = [_cells(model, made) for model, made in planned]
-        console.table(columns, rows, right=columns[1:2] + columns[3:5], spare=("USED", "", "PARAMS", "CTX", "FORMAT"))
+        cells = [_cells(model, made) for model, made in planned]
+        console.table(columns, cells, right=columns[1:2] + columns[3:5], spare=("USED", "", "PARAMS", "CTX", "FORMAT"))
     hidden = len(found) - len(shown)
     if hidden:
         console.say(f"{hidden} more cannot be run: localllm ls --all")
