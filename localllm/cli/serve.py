@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from localllm._version import __version__
-from localllm.errors import ConfigError, ModelNotFound
+from localllm.errors import ConfigError, ModelNotFound, ServerError
 from localllm.terminal import clean_line, seconds_short
 
 from . import params
@@ -118,6 +118,10 @@ def serve(
     access = _log_requests(env)
     try:
         freed = server.serve(residents, options, life)
+    except ServerError as error:
+        if unix:
+            raise
+        raise taken_by_us(error, options.port) from None
     finally:
         logging.getLogger("localllm.access").removeHandler(access)
         life.end()
@@ -127,6 +131,18 @@ def serve(
 
         leave_now(0)
     return 0
+
+
+def taken_by_us(error: ServerError, port: int) -> ServerError:
+    """The error, naming the server of ours that has the port, if it is one."""
+    from localllm.processes import running
+
+    ours = next((one for one in running() if one.kind == "serve" and one.url.endswith(f":{port}")), None)
+    if ours is None:
+        return error
+    what = f"localllm (pid {ours.pid}) serves {', '.join(ours.models) or 'no model yet'} there"
+    fixes = ((f"localllm stop {port}", "end it"), (f"localllm serve --port {port + 1}", "run beside it"))
+    return ServerError(f"port {port} is taken: {clean_line(what)}", f"localllm stop {port}", fixes=fixes)
 
 
 def here(env: Env, config: UserConfig, name: str) -> Choice:

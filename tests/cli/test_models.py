@@ -246,3 +246,31 @@ def test_c9_ctrl_c_pauses_and_the_same_command_resumes(hub: str) -> None:
 def test_events_of_a_pull_fit_the_schema() -> None:
     names = [one["properties"]["event"]["const"] for one in schema("events-1")["oneOf"]]
     assert {"download", "paused", "load", "ready", "token", "done"} <= set(names)
+
+
+# --- serve, where the port is taken ----------------------------------------------------------------------------------
+
+
+def test_c8_a_port_that_is_taken_exits_8_and_names_a_server_of_ours(
+    invoke: Invoke, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import socket
+
+    from localllm.processes import Record
+
+    monkeypatch.delenv("LOCALLLM_ENGINE", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(models.parent / "run"))
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = str(holder.getsockname()[1])
+        stranger = invoke("serve", "smollm2", "--port", port)
+        assert stranger.exit_code == 8 and "[E801]" in stranger.stderr and "--port" in stranger.stderr
+        record = Record("serve", f"http://127.0.0.1:{port}")
+        record.update(("smollm2",))
+        ours = invoke("serve", "smollm2", "--port", port, "--json")
+        record.remove()
+        assert ours.exit_code == 8
+        assert f"localllm (pid {os.getpid()}) serves smollm2 there" in ours.stderr
+        error = valid(ours.stdout, "error-1")["error"]
+        assert [fix["cmd"] for fix in error["fixes"]] == [
+            f"localllm stop {port}", f"localllm serve --port {int(port) + 1}"
+        ]  # fmt: skip
