@@ -168,7 +168,7 @@ def group_min(min_ptr, scale_ptr, super_ptr, index, super_index, mask, scale, KI
 
 
 @triton.jit
-def _spread(groups, ROWS: tl.constexpr, HALVES: tl.constexpr, RUN: tl.constexpr):
+def spread(groups, ROWS: tl.constexpr, HALVES: tl.constexpr, RUN: tl.constexpr):
     """[ROWS, HALVES / RUN], a number for each run of halves -> [ROWS, HALVES]"""
     return tl.reshape(tl.broadcast_to(groups[:, :, None], (ROWS, HALVES // RUN, RUN)), (ROWS, HALVES))
 
@@ -177,9 +177,9 @@ def _spread(groups, ROWS: tl.constexpr, HALVES: tl.constexpr, RUN: tl.constexpr)
 def group_terms(
     scale_ptr, min_ptr, super_ptr, super_min_ptr, row, first_half, K: tl.constexpr, PLANES: tl.constexpr,
     SCALE: tl.constexpr, MIN: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, SCALE_ROWS: tl.constexpr,
-    ROWS: tl.constexpr, HALVES: tl.constexpr,
+    HALVES: tl.constexpr,
 ):  # fmt: skip
-    """What multiplies and what is added to the values of a tile of halves: two float32 [ROWS, HALVES].
+    """What multiplies and what is added to the values of the groups of a tile: two float32 [ROWS, HALVES / RUN].
 
     row   int64 [ROWS]       first_half   the tile's first half, a multiple of 8
     """
@@ -190,10 +190,8 @@ def group_terms(
     above = (row * SUPERS)[:, None] + (first_k // 256)[None, :]
     ok = (first_k < K)[None, :]
     scale = group_scale(scale_ptr, super_ptr, index, above, ok, SCALE)
-    factor = _spread(scale, ROWS, HALVES, RUN)
     if MIN != "none":
         least = group_min(min_ptr, scale_ptr, super_min_ptr, index, above, ok, scale, MIN)
-        offset = _spread(least, ROWS, HALVES, RUN)
     else:
-        offset = factor
-    return factor, offset
+        least = scale
+    return scale, least

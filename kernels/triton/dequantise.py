@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .codes import group_terms, half_value
+from .codes import group_terms, half_value, spread
 
 
 @triton.jit
@@ -54,10 +54,13 @@ def dequantise_kernel(
     else:
         high = tl.load(high_ptr + (row * H)[:, None] + half[None, :], mask=inside, other=0).to(tl.int32)
     if SCALE != "none":
-        factor, offset = group_terms(
+        scale, least = group_terms(
             scale_ptr, min_ptr, super_ptr, super_min_ptr, row, tl.program_id(1) * HALVES,
-            K, PLANES, SCALE, MIN, GROUP, RUN, SCALE_ROWS, ROWS, HALVES,
+            K, PLANES, SCALE, MIN, GROUP, RUN, SCALE_ROWS, HALVES,
         )  # fmt: skip
+        factor = spread(scale, ROWS, HALVES, RUN)
+        if MIN != "none":
+            offset = spread(least, ROWS, HALVES, RUN)
     place = half // RUN * (RUN * PLANES) + half % RUN
     for i in tl.static_range(PLANES):
         k = place + i * RUN

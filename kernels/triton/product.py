@@ -25,7 +25,7 @@ from . import dequantise, tile, vector
 from .launch import Launch, capability, interpreting, num_sms, pdl
 from .layout import Prepared
 from .layout_codes import CODES
-from .product_tiles import SMALL_TOKENS, Card, tile_tiles, token_class, vector_tiles
+from .product_tiles import SMALL_TOKENS, Card, one_row_tiles, tile_tiles, token_class
 
 __all__ = ["NormArgs", "card_of", "dequantised", "product"]
 
@@ -94,7 +94,9 @@ def product(
         choice = tile_tiles(*p.shape, p.code, FIXED_TOKENS, card, whole=True)[0]
         tile_launch(x, p, out, extras, choice, pdl(x.device)).start()
     elif tokens == 1 or (card.capability < 80 and tokens <= ROWS_WITHOUT_TENSOR_CORES):
-        vector_launch(x, p, out, extras, _picked(x, p, extras, card), pdl(x.device)).start()
+        choice = _picked(x, p, extras, card)
+        build = vector_launch if "chunks" in choice else tile_launch
+        build(x, p, out, extras, choice, pdl(x.device)).start()
     elif tokens >= SLAB_TOKENS or card.capability < 80 or (_is_plain(x, p) and tokens > SMALL_TOKENS):
         _slab_product(x, p, out, extras.bias)
     else:
@@ -219,6 +221,7 @@ def tile_launch(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Til
     }
     constants |= _constants(p) | {
         "OPERAND": "f32" if interpreting() and x.dtype != torch.float16 else _operand(x.dtype),
+        "PAIRS": not interpreting(),
         "ROWS": rows,
         "TOKENS": tokens,
         "HALVES": choice["halves"],
@@ -299,7 +302,8 @@ def _picked(x: Tensor, p: Prepared, extras: Extras, card: Card) -> Tile:
     tokens = token_class(x.shape[0])
     if x.shape[0] == 1 or card.capability < 80:
         shape = Shape("linear_vector", (n, k, p.code, p.group, extras.gate))
-        candidates = vector_tiles(n, k, p.code, card, bool(extras.gate))
+        either = card.capability >= 80 and x.dtype == torch.bfloat16
+        candidates = one_row_tiles(n, k, p.code, card, bool(extras.gate), either)
     elif _is_plain(x, p) and extras[1:] == PLAIN[1:]:
         shape = Shape("linear_dense", (n, k, p.code, tokens))
         candidates = (*tile_tiles(n, k, p.code, tokens, card)[:-1], CUBLAS)

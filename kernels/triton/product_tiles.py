@@ -19,7 +19,7 @@ from .layout_codes import CODES, HALVES
 
 Tile = Mapping[str, int]
 
-LATENCY_US = 0.9
+LATENCY_US = 1.2
 """of a load from memory under traffic"""
 REGISTERS = 65_536
 LANES_PER_US = 128 * 1_700 * 0.8
@@ -31,6 +31,13 @@ DECODE = MappingProxyType(
     }
 )  # fmt: skip
 """instructions a weight, counted in the machine code for sm_90"""
+TILE_DECODE = MappingProxyType(
+    {
+        "bf16": 0.5, "f16": 2.5, "e4m3": 3.0, "int8": 2.5, "int4": 2.2, "e2m1": 3.2, "iq4": 15.0,
+        "int5": 10.0, "int6": 9.0, "int2": 6.0, "int3": 9.0,
+    }
+)  # fmt: skip
+"""the same of `tile_kernel`, which decodes most codes in pairs (`pairs.py`)"""
 REGISTERS_A_ROW = MappingProxyType(
     {
         "bf16": 9, "f16": 9, "e4m3": 12, "int8": 13, "int4": 16, "e2m1": 15, "iq4": 16,
@@ -42,6 +49,8 @@ STEP_ELEMENTS = 64
 """most weights a thread of `tile_kernel` decodes in a step: with more the compiler runs out of registers"""
 MOST = 8
 """candidates handed to the tuner"""
+LEAST_TOKENS = 8
+"""rows of x in the smallest tile"""
 SMALL_TOKENS = 16
 """up to so many rows of x a product is a decoding step: fused segments run"""
 
@@ -106,7 +115,8 @@ def expected_us(load: Load, card: Card) -> float:
     waves = load.programs / (resident * card.num_sms)
     rounds = (waves + math.ceil(waves)) / 2  # programs that end early make room: half of a wave's empty part is lost
     memory = resident * load.program_bytes / rate
-    issue = resident * load.instructions * load.threads / LANES_PER_US
+    warps = resident * load.threads / 128  # for each of the four schedulers; one or two cannot hide each other's waits
+    issue = resident * load.instructions * load.threads / (LANES_PER_US * min(1.0, 0.4 + 0.15 * warps))
     return 2.0 + LATENCY_US * (1 + load.passes) + rounds * (max(memory, issue) + 0.2 * min(memory, issue))
 
 
@@ -120,31 +130,55 @@ def _power(number: int) -> int:
 
 
 @cache
+def one_row_tiles(n: int, k: int, code: str, card: Card, gated: bool, either: bool) -> tuple[Tile, ...]:
+    """Candidates for one row of x, the best expected first: of `vector_tiles` six, and two of `tile_tiles`.
+
+    n, k     rows of W (gate and up together) and columns
+    either   `tile.tile_kernel` can do it as well
+    """
+    vectors = [(_vector_us(n, k, code, tile, card), tile) for tile in vector_tiles(n, k, code, card, gated)]
+    if not either:
+        return _ordered(vectors)
+    tiles = [
+        (expected_us(_tile_load(n, k, code, tile), card), tile) for tile in tile_tiles(n, k, code, LEAST_TOKENS, card)
+    ]
+    return _ordered([*vectors[: MOST - 2], *tiles[:2]])
+
+
+@cache
 def vector_tiles(n: int, k: int, code: str, card: Card, gated: bool = False) -> tuple[Tile, ...]:
     """Candidates of `vector.vector_kernel`: {"rows", "chunks", "warps"}, the best expected first.
 
     n, k   rows of W (gate and up together) and columns
     """
-    kind = CODES[code]
-    chunks = -(-k // kind.chunk)
+    chunks = -(-k // CODES[code].chunk)
     options = []
     for rows in (2, 4, 8) if gated else (1, 2, 4, 8):
         for warps, wide in ((1, 32), (2, 64), (4, 128), (8, 256)):
-            registers = 28 + rows * REGISTERS_A_ROW[code]
-            if wide > max(_power(chunks), 32) or registers > 200:
+            if wide > max(_power(chunks), 32) or _vector_registers(rows, code) > 200:
                 continue
-            elements = rows * kind.chunk * chunks / (32 * warps)
-            load = Load(
-                programs=-(-n // rows),
-                program_bytes=rows * (chunks * 16 + k * kind.high // 8),
-                in_flight=rows * min(2 * wide, chunks) * 16,
-                threads=32 * warps,
-                registers=registers,
-                shared_bytes=0,
-                instructions=elements * (DECODE[code] + 2.5 / rows) + 60 + 14 * rows,
-            )
-            options.append((expected_us(load, card), {"rows": rows, "chunks": wide, "warps": warps}))
+            tile = {"rows": rows, "chunks": wide, "warps": warps}
+            options.append((_vector_us(n, k, code, tile, card), tile))
     return _ordered(options)
+
+
+def _vector_registers(rows: int, code: str) -> int:
+    return 28 + rows * REGISTERS_A_ROW[code]
+
+
+def _vector_us(n: int, k: int, code: str, tile: Tile, card: Card) -> float:
+    kind, rows, threads = CODES[code], tile["rows"], 32 * tile["warps"]
+    chunks = -(-k // kind.chunk)
+    load = Load(
+        programs=-(-n // rows),
+        program_bytes=rows * (chunks * 16 + k * kind.high // 8),
+        in_flight=rows * min(2 * tile["chunks"], chunks) * 16,
+        threads=threads,
+        registers=_vector_registers(rows, code),
+        shared_bytes=0,
+        instructions=rows * kind.chunk * chunks / threads * (DECODE[code] + 2.5 / rows) + 60 + 14 * rows,
+    )
+    return expected_us(load, card)
 
 
 @cache
@@ -196,7 +230,7 @@ def _tile_load(n: int, k: int, code: str, tile: Tile) -> Load:
         registers=min(56 + 2 * sums + rows * halves * kind.planes // threads // 2, 255),
         shared_bytes=_shared(rows, tokens, halves, tile["stages"], code),
         # decoded once for the whole tile; every step waits, and moves x and the sums
-        instructions=elements * DECODE[code] * 1.5 + steps * (90 + 2 * sums) + 200,
+        instructions=elements * TILE_DECODE[code] + steps * (90 + 2 * sums) + 200,
         passes=2 if split > 1 else 0,
     )
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .codes import group_scale, group_terms, half_value
+from .codes import group_scale, group_terms, half_value, spread
+from .pairs import e2m1_pairs, e4m3_pairs, int4_pairs, int8_pairs
 from .vector import gated
 
 
@@ -31,20 +32,26 @@ def _operand(value, OPERAND: tl.constexpr):
 @triton.jit
 def _exact_operand(
     h, high, PLANE: tl.constexpr, CODE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr,
-    OPERAND: tl.constexpr,
+    OPERAND: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """A plane of int16 halves, less ZERO, as an operand, exact; integers of up to six bits stay in 16-bit registers."""
+    """A plane of int16 halves, less ZERO, as an operand, exact."""
     if (CODE == "bf16" and OPERAND == "bf16") or (CODE == "f16" and OPERAND == "f16"):
         value = h.to(tl.bfloat16 if OPERAND == "bf16" else tl.float16, bitcast=True)
-    elif OPERAND != "f32" and HIGH == 0 and (CODE == "int4" or CODE == "int2"):
-        q = (h >> (LOW * PLANE)) & ((1 << LOW) - 1)
-        if OPERAND == "bf16":
-            value = ((q | 0x4300).to(tl.bfloat16, bitcast=True) - (128.0 + ZERO)).to(tl.bfloat16)
-        else:
-            value = ((q | 0x6400).to(tl.float16, bitcast=True) - (1024.0 + ZERO)).to(tl.float16)
+    elif PAIRS and CODE == "int4":
+        value = int4_pairs(h, PLANE, ZERO, OPERAND)
+    elif PAIRS and OPERAND == "bf16" and CODE == "int8":
+        value = int8_pairs(h, PLANE)
+    elif PAIRS and OPERAND == "bf16" and CODE == "e4m3":
+        value = (e4m3_pairs(h, PLANE) * (2.0**120)).to(tl.bfloat16)
     else:
         value = _operand(half_value(h.to(tl.int32), high, PLANE, CODE, LOW, HIGH, ZERO), OPERAND)
     return value
+
+
+@triton.jit
+def _narrow_float(h, PLANE: tl.constexpr, CODE: tl.constexpr):
+    """A plane of E2M1 or E4M3 codes as bfloat16, times 2^-126 or 2^-120."""
+    return e2m1_pairs(h, PLANE) if CODE == "e2m1" else e4m3_pairs(h, PLANE)
 
 
 @triton.jit
@@ -83,6 +90,7 @@ def tile_kernel(
     RESIDUAL: tl.constexpr,
     GATE: tl.constexpr,
     OPERAND: tl.constexpr,
+    PAIRS: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     HALVES: tl.constexpr,
@@ -100,6 +108,8 @@ def tile_kernel(
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     SUPERS: tl.constexpr = K // 256
     AFTER: tl.constexpr = GROUP % (HALVES * PLANES) == 0 and (MIN == "none" or MIN == "zero")  # scale the sums
+    # FP4 and FP8 codes with a scale that is itself a narrow float: their product is exact in bfloat16
+    NARROW: tl.constexpr = PAIRS and OPERAND == "bf16" and (SCALE == "e4m3" or SCALE == "e8m0")
 
     tile = tl.program_id(1)
     t = tl.arange(0, ROWS)
@@ -135,10 +145,16 @@ def tile_kernel(
             high = tl.load(high_ptr + (row64 * H)[:, None] + half[None, :], mask=(half < H)[None, :]).to(tl.int32)
         place = half // RUN * (RUN * PLANES) + half % RUN
         if SCALE != "none" and not AFTER:
-            factor, offset = group_terms(
+            scale, least = group_terms(
                 scale_ptr, min_ptr, super_ptr, super_min_ptr, row64, step * HALVES,
-                K, PLANES, SCALE, MIN, GROUP, RUN, SCALE_ROWS, ROWS, HALVES,
+                K, PLANES, SCALE, MIN, GROUP, RUN, SCALE_ROWS, HALVES,
             )  # fmt: skip
+            if NARROW:
+                factor = spread((scale * (2.0**100)).to(tl.bfloat16), ROWS, HALVES, RUN)
+            else:
+                factor = spread(scale, ROWS, HALVES, RUN)
+            if MIN != "none":
+                offset = spread(least, ROWS, HALVES, RUN)
         part = tl.zeros((ROWS, TOKENS), tl.float32)
         for i in tl.static_range(PLANES):
             k = place + i * RUN
@@ -151,14 +167,14 @@ def tile_kernel(
                 squares += tl.sum(x * x, 0)
                 x *= (tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32) + norm_offset)[:, None]
             if SCALE == "none":
-                w = _exact_operand(h, high, i, CODE, LOW, HIGH, ZERO, OPERAND)
+                w = _exact_operand(h, high, i, CODE, LOW, HIGH, ZERO, OPERAND, PAIRS)
             elif AFTER:
+                w = _exact_operand(h, high, i, CODE, LOW, HIGH, ZERO, OPERAND, PAIRS)
                 if MIN == "zero":
-                    zero = tl.load(min_ptr + row64 * GROUPS + step * (HALVES * PLANES) // GROUP).to(tl.float32)
-                    value = half_value(h.to(tl.int32), high, i, CODE, LOW, HIGH, 0)
-                    w = _operand(value - zero[:, None], OPERAND)
-                else:
-                    w = _exact_operand(h, high, i, CODE, LOW, HIGH, ZERO, OPERAND)
+                    zero = tl.load(min_ptr + row64 * GROUPS + step * (HALVES * PLANES) // GROUP)
+                    w = _operand(w - _operand(zero, OPERAND)[:, None], OPERAND)
+            elif NARROW:
+                w = (_narrow_float(h, i, CODE) * factor).to(tl.bfloat16)
             else:
                 value = half_value(h.to(tl.int32), high, i, CODE, LOW, HIGH, ZERO) * factor
                 if MIN != "none":
@@ -196,6 +212,8 @@ def tile_kernel(
             if NORM:
                 squares += tl.load(theirs + ROWS * TOKENS + tl.arange(0, TOKENS), cache_modifier=".cg")
 
+    if NARROW:
+        acc *= 2.0**26 if CODE == "e2m1" else 2.0**20
     if NORM:
         acc *= (1.0 / tl.sqrt_rn(squares / K + eps))[None, :]
     if ROW_SCALE:

@@ -175,6 +175,21 @@ def test_cublas_is_a_candidate_of_dense_weights(device: torch.device, monkeypatc
     assert len(offered[0]) <= product_tiles.MOST
 
 
+def test_one_row_may_go_through_tensor_cores(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both kernels are candidates in bfloat16; in float16, where a norm's product may overflow, the first alone."""
+
+    def tensor_cores(shape: Any, candidates: Any, trial: Any = None) -> Any:
+        return next((c for c in candidates if "tokens" in c), candidates[0])
+
+    monkeypatch.setattr(products, "tuner", lambda: SimpleNamespace(pick=tensor_cores))
+    monkeypatch.setattr(products, "vector_launch", lambda *_: pytest.fail("not asked for"))
+    weight = make("fp4g16", 20, 64)
+    prepared, x = prepare(on(device, weight)), torch.randn(1, 64).bfloat16().to(device)
+    assert error(product(x, prepared), exact_product(x, weight)) < ROUNDING[torch.bfloat16]
+    with pytest.raises(pytest.fail.Exception):
+        product(x.half(), prepared)
+
+
 def test_wrong_columns_are_refused(device: torch.device) -> None:
     prepared = prepare(on(device, make("int4g-32", 4, 64)))
     with pytest.raises(ValueError, match="takes 64 inputs"):
@@ -189,6 +204,8 @@ def test_candidates_fit_their_cards() -> None:
             for code in product_tiles.CODES:
                 vectors = product_tiles.vector_tiles(n, k, code, card)
                 assert 0 < len(vectors) <= product_tiles.MOST
+                either = product_tiles.one_row_tiles(n, k, code, card, False, capability >= 80)
+                assert len(either) <= product_tiles.MOST and any("chunks" in tile for tile in either)
                 for tokens in (8, 16, 64, 128) if capability >= 80 else ():
                     tiles = product_tiles.tile_tiles(n, k, code, tokens, card)
                     assert 0 < len(tiles) <= product_tiles.MOST, (code, n, k, tokens)

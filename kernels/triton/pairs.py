@@ -1,0 +1,94 @@
+"""Two neighbouring codes of a plane decoded at once, in the packed 16-bit registers that matrix instructions read.
+
+Inline assembly, since the compiler takes 16-bit integers apart: from two halves in a register (`$1`) to two numbers in
+one (`$0`). Instructions a weight for sm_90, with the assembly and without: int4 1.5 and 2.8, e2m1 2.4 and 7, e4m3 2.5
+and 7, int8 2 and 4. Triton's interpreter has no assembly; `codes.half_value` is what it uses instead, and the tests run
+the assembly below over all codes.
+
+A mask picks the bits, a constant below them makes a number of them: 0x4300 is 128 in bfloat16 and 0x6400 1024 in
+float16, whose last bits count ones. FP4 and FP8 codes are bits of a bfloat16 moved into place: the number times 2^-126
+or 2^-120, subnormal or not, which a multiplication in bfloat16 puts right.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["e2m1_pairs", "e2m1_text", "e4m3_pairs", "e4m3_text", "int4_pairs", "int4_text", "int8_pairs", "int8_text"]
+
+_TWICE = 0x00010001
+"""a 16-bit constant in both halves of a register"""
+_ONE = 0x3F80 * _TWICE
+"""1 in bfloat16: below sm_90 only fused multiply-adds come in pairs"""
+
+
+def int4_text(plane: int, zero: int, operand: str) -> str:
+    """(nibble `plane`) - zero, exact, zero up to 16: bfloat16, or float16 where operand is f16."""
+    if operand == "f16":
+        return (
+            f"{{ .reg .b32 t, z; shr.u32 t, $1, {4 * plane}; lop3.b32 t, t, 0x000F000F, 0x64006400, 0xEA;"
+            f" mov.b32 z, {(0x6400 + zero) * _TWICE}; sub.rn.f16x2 $0, t, z; }}"
+        )
+    return (
+        f"{{ .reg .b32 t, o, z; shr.u32 t, $1, {4 * plane}; lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA;"
+        f" mov.b32 o, {_ONE}; mov.b32 z, {(0xC300 + zero) * _TWICE}; fma.rn.bf16x2 $0, t, o, z; }}"
+    )
+
+
+def int8_text(plane: int) -> str:
+    """(byte `plane`) - 128 as bfloat16, exact: 128 + (its low 7 bits), less 128 or 256 by its top bit."""
+    return (
+        f"{{ .reg .b32 t, u, o; shr.u32 t, $1, {8 * plane}; lop3.b32 u, t, 0x00800080, 0xC380C380, 0x6A;"
+        f" lop3.b32 t, t, 0x007F007F, 0x43004300, 0xEA; mov.b32 o, {_ONE}; fma.rn.bf16x2 $0, t, o, u; }}"
+    )
+
+
+def e2m1_text(plane: int) -> str:
+    """e2m1(nibble `plane`) * 2^-126 as bfloat16."""
+    return (
+        f"{{ .reg .b32 t, u; shl.b32 t, $1, {12 - 4 * plane}; shr.u32 u, t, 6; and.b32 u, u, 0x01C001C0;"
+        " lop3.b32 $0, t, 0x80008000, u, 0xEA; }"
+    )
+
+
+def e4m3_text(plane: int) -> str:
+    """e4m3(byte `plane`) * 2^-120 as bfloat16."""
+    return (
+        f"{{ .reg .b32 t, u; shl.b32 t, $1, {8 - 8 * plane}; shr.u32 u, t, 4; and.b32 u, u, 0x07F007F0;"
+        " lop3.b32 $0, t, 0x80008000, u, 0xEA; }"
+    )
+
+
+_int4 = triton.constexpr_function(int4_text)
+_int8 = triton.constexpr_function(int8_text)
+_e2m1 = triton.constexpr_function(e2m1_text)
+_e4m3 = triton.constexpr_function(e4m3_text)
+
+
+@triton.jit
+def int4_pairs(h, PLANE: tl.constexpr, ZERO: tl.constexpr, OPERAND: tl.constexpr):
+    """int16 halves -> a plane of nibbles less ZERO, as OPERAND (bf16 or f16) says."""
+    if OPERAND == "f16":
+        value = tl.inline_asm_elementwise(_int4(PLANE, ZERO, "f16"), "=r,r", [h], tl.float16, True, 2)
+    else:
+        value = tl.inline_asm_elementwise(_int4(PLANE, ZERO, "bf16"), "=r,r", [h], tl.bfloat16, True, 2)
+    return value
+
+
+@triton.jit
+def int8_pairs(h, PLANE: tl.constexpr):
+    """int16 halves -> a plane of bytes less 128, bfloat16."""
+    return tl.inline_asm_elementwise(_int8(PLANE), "=r,r", [h], tl.bfloat16, True, 2)
+
+
+@triton.jit
+def e2m1_pairs(h, PLANE: tl.constexpr):
+    """int16 halves -> a plane of E2M1 numbers times 2^-126, bfloat16."""
+    return tl.inline_asm_elementwise(_e2m1(PLANE), "=r,r", [h], tl.bfloat16, True, 2)
+
+
+@triton.jit
+def e4m3_pairs(h, PLANE: tl.constexpr):
+    """int16 halves -> a plane of E4M3 numbers times 2^-120, bfloat16."""
+    return tl.inline_asm_elementwise(_e4m3(PLANE), "=r,r", [h], tl.bfloat16, True, 2)
