@@ -114,6 +114,7 @@ class KVCache:
             for layer in group.layers:
                 self._layers[layer] = self._pages(shape, (scales or {}).get(layer))
                 self._group_of[layer] = index
+        self._ordered = tuple(self._layers[layer] for layer in sorted(self._layers))
 
     def _pages(self, shape: tuple[int, ...], fixed: tuple[float, float] | None) -> KVPages:
         k, v = (_zeros(shape, KV_DTYPES[self.format], self.device) for _ in range(2))
@@ -122,6 +123,11 @@ class KVCache:
         if fixed is not None and self.format == "fp8":
             return KVPages(k, v, *(torch.tensor([scale], device=self.device) for scale in fixed))
         return KVPages(k, v, *(_zeros(shape[:3], torch.float32, self.device) for _ in range(2)))
+
+    @property
+    def layers(self) -> tuple[KVPages, ...]:
+        """What every layer keeps, in order: the same tuple every time."""
+        return self._ordered
 
     def layer(self, layer: int) -> KVPages:
         """What a layer keeps."""

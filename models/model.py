@@ -55,7 +55,7 @@ class Model:
             (*rotations[0 if group.window is None else -1], inputs.block_table, inputs.slot_mapping)
             for group, inputs in zip(self.groups, batch.groups, strict=True)
         ]
-        pages = [cache.layer(index) for index in range(len(calls))]
+        pages = cache.layers if num_layers is None else cache.layers[: len(calls)]
         x = self.embedding(batch.token_ids)
         return self.table.decoder(x, calls, pages, views, batch.cu_query_lens, batch.seq_lens_tensor)
 

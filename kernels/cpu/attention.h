@@ -10,7 +10,7 @@
 
 #define SEGMENT 256
 #define SPLIT_QUERIES 4 /* a sequence with so few queries is split over its segments */
-#define ALONE 4096      /* numbers of keys a call looks at that are not worth a second thread */
+#define ALONE 16384     /* numbers of keys a call looks at that are not worth a second thread: some 3 us */
 
 /* Rows of one block: flattened (token, head of the KV head) of one sequence. */
 typedef struct {
@@ -142,7 +142,7 @@ static int attention_locked(const ll_attention_args *a)
     const int64_t padded = round_up(a->pages.dim, 16), per_kv = a->num_heads / a->pages.num_kv_heads;
     if (a->pages.dim > DIM_MAX || a->pages.dim < 1 || per_kv < 1 || per_kv * a->pages.num_kv_heads != a->num_heads) return -2;
     int64_t most = ROW_FLOATS / padded < ROWS_MAX ? ROW_FLOATS / padded : ROWS_MAX;
-    int64_t tasks = 0, floats = 0;
+    int64_t tasks = 0, floats = 0, numbers = 0;
     attention_task *list = NULL;
     float *partial = NULL;
     for (int pass = 0; pass < 2; pass++) { /* count, then fill */
@@ -150,6 +150,7 @@ static int attention_locked(const ll_attention_args *a)
         for (int64_t seq = 0; seq < a->num_seqs; seq++) {
             const int64_t queries = a->cu_query_lens[seq + 1] - a->cu_query_lens[seq], length = a->seq_lens[seq];
             const int64_t rows = queries * per_kv;
+            numbers += a->pages.num_kv_heads * (queries + FEW_QUERY_ROWS) / FEW_QUERY_ROWS * length * a->pages.dim;
             for (int64_t head = 0; head < a->pages.num_kv_heads; head++)
                 for (int64_t first = 0; first < rows; first += most) {
                     const int64_t n = rows - first < most ? rows - first : most;
@@ -174,7 +175,8 @@ static int attention_locked(const ll_attention_args *a)
         partial = (float *)(memory + list_bytes);
     }
     attention_job job = {a, list};
-    pool_run(attention_tasks, &job, tasks);
+    if (numbers / 2 <= ALONE) attention_tasks(&job, 0, tasks, 0); /* counted in both passes */
+    else pool_run(attention_tasks, &job, tasks);
     for (int64_t i = 0, n; floats && i < tasks; i += n) {
         for (n = 1; i + n < tasks && list[i].partial && list[i + n].seq == list[i].seq && list[i + n].kv_head == list[i].kv_head &&
                     list[i + n].first_row == list[i].first_row; n++) {}

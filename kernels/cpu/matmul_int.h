@@ -8,8 +8,9 @@
 
 typedef float chunk_floats[CHUNK * 2 * TILE];
 
-/* One tile against `rows` rows of x. */
-INLINE void tile_few(const product *p, int64_t tile, int64_t row, const int rows, const int code, const int halves, const int has_min)
+/* One tile against `rows` rows of x. `half` says that scales and mins are float16, one a block: they are read in place. */
+INLINE void tile_few(const product *p, int64_t tile, int64_t row, const int rows, const int code, const int halves, const int has_min,
+                     const int half)
 {
     const ll_weight *w = p->w;
     const uint8_t *at = w->data + tile * w->tile_bytes, *codes = at + w->at_codes;
@@ -19,13 +20,14 @@ INLINE void tile_few(const product *p, int64_t tile, int64_t row, const int rows
     const vlut table = lut_load(w->table);
     const uint8_t *fetch = at + AHEAD(code);
     const int64_t step = round_up(w->tile_bytes / blocks, 64);
+    const uint16_t *half_scale = (const uint16_t *)at, *half_min = (const uint16_t *)(at + w->at_min);
     _Alignas(64) chunk_floats scale, min;
     vf acc[4][NV];
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < NV; v++) acc[r][v] = vf_set1(0.0f);
     for (int64_t first = 0; first < blocks; first += CHUNK) {
         int64_t count = blocks - first < CHUNK ? blocks - first : CHUNK;
-        expand_scales(w, at, first, count, scale, min);
+        if (!half) expand_scales(w, at, first, count, scale, min);
         for (int64_t b = 0; b < count; b++, x += XBYTES, meta++, codes += bytes) {
             for (const uint8_t *end = fetch + step; fetch < end; fetch += 64) __builtin_prefetch(fetch, 0, 2);
             for (int v = 0; v < NV; v += COLS) {
@@ -42,9 +44,10 @@ INLINE void tile_few(const product *p, int64_t tile, int64_t row, const int rows
                             for (int c = 0; c < COLS; c++) dot_quad(&d[c], q[j][c], x + r * blocks * XBYTES, j);
                         for (int c = 0; c < COLS; c++) {
                             const int64_t lane = (b * halves + h) * TILE + (v + c) * VW;
+                            const int64_t place = (first + b) * TILE + (v + c) * VW;
                             vf to = acc[r][v + c];
-                            to = vf_fma(dot_value(d[c]), vf_load(scale + lane) * vf_set1(m->scale), to);
-                            if (has_min) to = vf_fma(vf_load(min + lane), vf_set1(m->sums[h]), to);
+                            to = vf_fma(dot_value(d[c]), (half ? vf_f16(half_scale + place) : vf_load(scale + lane)) * vf_set1(m->scale), to);
+                            if (has_min) to = vf_fma(half ? vf_f16(half_min + place) : vf_load(min + lane), vf_set1(m->sums[h]), to);
                             acc[r][v + c] = to;
                         }
                     }
@@ -207,37 +210,42 @@ static void tile_many(const product *p, int64_t tile, int64_t row, int64_t rows)
     for (int64_t r = 0; r < rows; r++) store_tile(p, tile, row + r, part + r * TILE);
 }
 
-#define TILES_FEW(NAME, CODE, HALVES, HAS_MIN)                                                              \
+#define TILES_FEW(NAME, CODE, HALVES, HAS_MIN, HALF)                                                            \
     static void NAME(const product *p, int64_t begin, int64_t end)                                          \
     {                                                                                                       \
         for (int64_t t = begin; t < end; t++) {                                                             \
             int64_t r = 0;                                                                                  \
-            for (; HALVES == 1 && r + 4 <= p->a->m; r += 4) tile_few(p, t, r, 4, CODE, HALVES, HAS_MIN);    \
-            for (; HALVES == 1 && r + 2 <= p->a->m; r += 2) tile_few(p, t, r, 2, CODE, HALVES, HAS_MIN);    \
-            for (; r < p->a->m; r++) tile_few(p, t, r, 1, CODE, HALVES, HAS_MIN);                           \
+            for (; HALVES == 1 && r + 4 <= p->a->m; r += 4) tile_few(p, t, r, 4, CODE, HALVES, HAS_MIN, HALF);    \
+            for (; HALVES == 1 && r + 2 <= p->a->m; r += 2) tile_few(p, t, r, 2, CODE, HALVES, HAS_MIN, HALF);    \
+            for (; r < p->a->m; r++) tile_few(p, t, r, 1, CODE, HALVES, HAS_MIN, HALF);                           \
         }                                                                                                   \
     }
-TILES_FEW(few_8_zero, CODE_8, 1, 0)
-TILES_FEW(few_4_zero, CODE_4, 1, 0)
-TILES_FEW(few_4_min, CODE_4, 1, 1)
-TILES_FEW(few_4t_zero, CODE_4T, 1, 0)
-TILES_FEW(few_4t_half, CODE_4T, 2, 0)
-TILES_FEW(few_5_zero, CODE_5, 1, 0)
-TILES_FEW(few_5_min, CODE_5, 1, 1)
-TILES_FEW(few_6_half, CODE_6, 2, 0)
-TILES_FEW(few_2_half, CODE_2, 2, 1)
-TILES_FEW(few_3_half, CODE_3, 2, 0)
+TILES_FEW(few_8_zero, CODE_8, 1, 0, 0)
+TILES_FEW(few_8_zero_f16, CODE_8, 1, 0, 1)
+TILES_FEW(few_4_zero_f16, CODE_4, 1, 0, 1)
+TILES_FEW(few_4_min_f16, CODE_4, 1, 1, 1)
+TILES_FEW(few_5_zero_f16, CODE_5, 1, 0, 1)
+TILES_FEW(few_4_zero, CODE_4, 1, 0, 0)
+TILES_FEW(few_4_min, CODE_4, 1, 1, 0)
+TILES_FEW(few_4t_zero, CODE_4T, 1, 0, 0)
+TILES_FEW(few_4t_half, CODE_4T, 2, 0, 0)
+TILES_FEW(few_5_zero, CODE_5, 1, 0, 0)
+TILES_FEW(few_5_min, CODE_5, 1, 1, 0)
+TILES_FEW(few_6_half, CODE_6, 2, 0, 0)
+TILES_FEW(few_2_half, CODE_2, 2, 1, 0)
+TILES_FEW(few_3_half, CODE_3, 2, 0, 0)
 
 /* The function for m rows and a range of tiles; NULL for many rows, and for combinations no format has. */
 static void (*few_rows(const ll_weight *w, int64_t m))(const product *, int64_t, int64_t)
 {
     const int half = w->group == 16, min = w->min_kind != NUM_NONE;
+    const int in_place = w->scale_kind == NUM_F16 && w->group == BLOCK && (!min || w->min_kind == NUM_F16);
     if (m > (half ? FEW_HALF : FEW)) return NULL;
     switch (w->code) {
-    case CODE_8: return half || min ? NULL : few_8_zero;
-    case CODE_4: return half ? NULL : min ? few_4_min : few_4_zero;
+    case CODE_8: return half || min ? NULL : in_place ? few_8_zero_f16 : few_8_zero;
+    case CODE_4: return half ? NULL : min ? in_place ? few_4_min_f16 : few_4_min : in_place ? few_4_zero_f16 : few_4_zero;
     case CODE_4T: return min ? NULL : half ? few_4t_half : few_4t_zero;
-    case CODE_5: return half ? NULL : min ? few_5_min : few_5_zero;
+    case CODE_5: return half ? NULL : min ? few_5_min : in_place ? few_5_zero_f16 : few_5_zero;
     case CODE_6: return half && !min ? few_6_half : NULL;
     case CODE_2: return half && min ? few_2_half : NULL;
     case CODE_3: return half && !min ? few_3_half : NULL;

@@ -3,8 +3,9 @@
  * A call gives every thread a contiguous range of tasks (weights stream, and memory is asked for ahead) in one 64-bit
  * word: generation, begin, end. Its thread takes from the front by compare-and-swap, the others, when they have nothing
  * left, from the back: a thread that wakes late, or has lost its core, holds up nobody but the range in its hands.
- * Waiting spins for some microseconds and then sleeps in the kernel, which gives the core to whoever has work. A thread
- * that keeps the caller waiting shares its core with another process: it is left out for a while. */
+ * Waiting spins for some microseconds and then sleeps in the kernel, which gives the core to whoever has work; a thread
+ * that spins asks for the memory that the next call will read (`pool_hint`). A thread that keeps the caller waiting
+ * shares its core with another process: it is left out for a while. */
 #ifndef LL_POOL_H
 #define LL_POOL_H
 
@@ -25,6 +26,8 @@
 #define LATE_NS 200000       /* and a quarter of the call so far: nobody works so long on its last range */
 #define REST_NS 10000000     /* doubled when it is late again soon after, up to REST_MOST_NS */
 #define REST_MOST_NS 160000000
+#define HINT_BYTES 262144    /* most that a waiting thread asks for: a quarter of the second-level cache */
+#define HINT_STEP 512        /* between two looks at whether there is work */
 
 typedef void (*task_fn)(void *arg, int64_t begin, int64_t end, int thread);
 
@@ -52,6 +55,9 @@ static struct {
     int64_t total, grain;
     uint64_t generation;
     _Atomic int wanted;
+    const uint8_t *hint;     /* what the next call will read, shared out among threads as its tasks will be */
+    int64_t hint_bytes;
+    _Atomic uint32_t hint_id;
     int started;
     range ranges[MAX_THREADS];
 #if !defined(__linux__)
@@ -150,16 +156,48 @@ static void pool_work(uint64_t generation, int thread)
     }
 }
 
+/* Tells waiting threads what the next call will read. Reading a torn hint is harmless: asking for memory never faults. */
+INLINE void pool_hint(const void *data, int64_t bytes)
+{
+    if (pool.wanted < 2) return;
+    pool.hint = data;
+    pool.hint_bytes = bytes;
+    atomic_fetch_add_explicit(&pool.hint_id, 1, memory_order_release);
+}
+
+typedef struct {
+    uint32_t id;
+    const uint8_t *at, *end;
+} hint_left;
+
+/* Asks for a little of what is hinted; 0 when nothing is left to ask for. */
+INLINE int pool_fetch(hint_left *h, int thread)
+{
+    const uint32_t id = atomic_load_explicit(&pool.hint_id, memory_order_acquire);
+    if (id != h->id) {
+        const int64_t bytes = *(volatile int64_t *)&pool.hint_bytes, threads = pool.wanted;
+        const uint8_t *from = *(const uint8_t *volatile *)&pool.hint;
+        h->id = id;
+        h->at = from + (bytes * thread / threads & ~(int64_t)63);
+        h->end = from + bytes * (thread + 1) / threads;
+        if (h->end > h->at + HINT_BYTES) h->end = h->at + HINT_BYTES;
+    }
+    if (h->at >= h->end) return 0;
+    for (const uint8_t *stop = h->at + HINT_STEP; h->at < stop && h->at < h->end; h->at += 64) __builtin_prefetch(h->at, 0, 2);
+    return 1;
+}
+
 static void *pool_thread(void *index)
 {
     const int thread = (int)(intptr_t)index;
     range *mine = &pool.ranges[thread];
     uint64_t seen = GENERATION(atomic_load(&mine->word));
+    hint_left hint = {0};
     for (;;) {
         int64_t start = 0;
         uint64_t word;
         for (int spins = 1; word = atomic_load(&mine->word), GENERATION(word) == seen && !RANGE_LEFT(word); spins++) {
-            cpu_relax();
+            if (!pool_fetch(&hint, thread)) cpu_relax();
             if (spins & 63) continue;
             int64_t now = now_ns();
             if (!start) start = now;

@@ -124,7 +124,13 @@ static int attn_out_locked(const ll_attention_layer *l, const float *attended, i
     return spare ? linear_onto(&l->out, &l->post_norm, attended, m, x, spare) : -1;
 }
 
-static int mlp_locked(const ll_mlp_layer *l, int64_t m, float *x)
+/* Few tokens wait for weights: what comes after the product that runs is asked for meanwhile. */
+static void hint_next(const ll_linear_op *op, int64_t m)
+{
+    if (op && m <= FEW) pool_hint(op->weight[0]->data, op->weight[0]->tiles * op->weight[0]->tile_bytes);
+}
+
+static int mlp_locked(const ll_mlp_layer *l, const ll_linear_op *next, int64_t m, float *x)
 {
     const int64_t most = m < AT_ONCE ? m : AT_ONCE;
     float *normed = (float *)scratch(2, most * (l->hidden + 3 * l->intermediate) * 4);
@@ -133,9 +139,11 @@ static int mlp_locked(const ll_mlp_layer *l, int64_t m, float *x)
     for (; m > 0; m -= AT_ONCE, x += AT_ONCE * l->hidden) {
         const int64_t rows = m < AT_ONCE ? m : AT_ONCE;
         norm_into(&l->norm, x, rows, l->hidden, normed);
+        hint_next(&l->down, m);
         if (linear_parts(&l->gate_up, normed, rows, NULL, gate_up)) return -1;
         row_job job = {.x = gate_up, .y = acted, .inner = 1, .dim = l->intermediate, .flag = (int)l->gelu};
         run_rows(activate_rows, &job, rows);
+        hint_next(next, m);
         if (linear_onto(&l->down, &l->post_norm, acted, rows, x, normed)) return -1;
     }
     return 0;
@@ -211,15 +219,19 @@ typedef struct {
     ll_view views[VIEWS];
 } ll_pass;
 
-static int decoder_layer(const ll_decoder_layer *d, const ll_pass *p, float *q, float *attended, float *x)
+/* One layer; `next` is the first product of the layer after it, or NULL. */
+static int decoder_layer(const ll_decoder_layer *d, const ll_pass *p, const ll_linear_op *next, float *q, float *attended, float *x)
 {
     const ll_attention_layer *l = d->attention;
     const ll_view *view = &p->views[d->view];
     const ll_step step = {p->num_tokens, view->half, view->cos, view->sin, {d->pages, view->slots}};
     const ll_attention_args args = {d->pages, q, attended, view->block_table, p->cu_query_lens, p->seq_lens, d->sinks, p->num_seqs,
                                     view->max_pages, l->num_heads, d->window, (float)d->scale, (float)d->softcap};
-    if (attn_in_locked(l, x, &step, q) || attention_locked(&args) || attn_out_locked(l, attended, p->num_tokens, x)) return -1;
-    return mlp_locked(d->mlp, p->num_tokens, x);
+    hint_next(&l->out, p->num_tokens);
+    if (attn_in_locked(l, x, &step, q) || attention_locked(&args)) return -1;
+    hint_next(&d->mlp->gate_up, p->num_tokens);
+    if (attn_out_locked(l, attended, p->num_tokens, x)) return -1;
+    return mlp_locked(d->mlp, next, p->num_tokens, x);
 }
 
 /* All layers of a forward pass, x [num_tokens][hidden] in place. */
@@ -233,7 +245,10 @@ int64_t ll_decoder(const ll_decoder_layer *layers, const ll_pass *p, float *x)
     pthread_mutex_lock(&pool.lock);
     float *q = (float *)scratch(3, 2 * p->num_tokens * widest * 4);
     int failed = !q;
-    for (int64_t i = 0; i < p->num_layers && !failed; i++) failed = decoder_layer(&layers[i], p, q, q + p->num_tokens * widest, x);
+    for (int64_t i = 0; i < p->num_layers && !failed; i++) {
+        const ll_linear_op *next = i + 1 < p->num_layers ? &layers[i + 1].attention->qkv : NULL;
+        failed = decoder_layer(&layers[i], p, next, q, q + p->num_tokens * widest, x);
+    }
     pthread_mutex_unlock(&pool.lock);
     return failed ? -1 : 0;
 }
@@ -260,7 +275,7 @@ int64_t ll_attn_out(const ll_attention_layer *l, const float *attended, int64_t 
 int64_t ll_mlp(const ll_mlp_layer *l, int64_t m, float *x)
 {
     pthread_mutex_lock(&pool.lock);
-    int failed = mlp_locked(l, m, x);
+    int failed = mlp_locked(l, NULL, m, x);
     pthread_mutex_unlock(&pool.lock);
     return failed;
 }

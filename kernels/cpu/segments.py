@@ -169,12 +169,12 @@ def decoder(
 
 
 def _decoder_plan(layers: Sequence[LayerCall], pages: Sequence[KVPages]) -> ctypes.Array[Any] | None:
-    """The layers as C knows them; None when one is not for C. Kept until layers or pages are others."""
+    """The layers as C knows them; None when one is not for C. Kept for tuples, until another one comes."""
     keeper = layers[0][0].qkv.parts[0].prepared
     if not isinstance(keeper, Prepared):
         return None
-    kept = keeper.decoder
-    if kept is not None and kept[0] is layers and all(a is b for a, b in zip(kept[1], pages, strict=True)):
+    kept = keeper.decoder if isinstance(layers, tuple) and isinstance(pages, tuple) else None
+    if kept is not None and kept[0] is layers and kept[1] is pages:
         return kept[2]
     plan = (CDecoderLayer * len(layers))()
     for struct, (attention_weights, mlp_weights, view), of_layer in zip(plan, layers, pages, strict=True):
@@ -187,7 +187,7 @@ def _decoder_plan(layers: Sequence[LayerCall], pages: Sequence[KVPages]) -> ctyp
         struct.sinks = 0 if attention_weights.sinks is None else attention_weights.sinks.data_ptr()
         struct.view, struct.window = view, attention_weights.window or 0
         struct.scale, struct.softcap = attention_weights.scale, attention_weights.softcap or 0.0
-    keeper.decoder = (layers, list(pages), plan)
+    keeper.decoder = (layers, pages, plan)
     return plan
 
 

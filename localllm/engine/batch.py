@@ -14,16 +14,23 @@ DTYPES = {np.int64: torch.int64, np.int32: torch.int32}
 
 
 class BatchBuilder:
-    """Lays the scheduled tokens end to end and finds their slots. Holds nothing between steps."""
+    """Lays the scheduled tokens end to end and finds their slots.
+
+    Between steps it holds the block tables of the last decode step: they change every `page_size` tokens.
+    """
 
     def __init__(self, num_groups: int, page_size: int, device: torch.device) -> None:
         self.num_groups = num_groups
         self.page_size = page_size
         self.device = device
+        self._tables: tuple[list[tuple[int, int]], list[torch.Tensor]] = ([], [])
+        """whose block tables, in which version; one tensor per cache group"""
 
     def build(self, step: Step) -> ForwardBatch:
         """Rows of logits come in the order of `step.scheduled`: all of a chunk, or its last token if it ends there."""
         parts = step.scheduled
+        if all(part.num_tokens == 1 and part.is_last_chunk for part in parts):
+            return self._decode(parts)
         token_ids: list[int] = []
         for part in parts:
             known = part.sequence.token_ids[part.start : part.start + part.num_tokens]
@@ -47,15 +54,49 @@ class BatchBuilder:
             groups=tuple(self._group(parts, group, positions) for group in range(self.num_groups)),
         )
 
+    def _decode(self, parts: list[Scheduled]) -> ForwardBatch:
+        """One token each, and its logits: the step that runs most often."""
+        ids, positions = [], []
+        slots: list[list[int]] = [[] for _ in range(self.num_groups)]
+        for part in parts:
+            sequence, at = part.sequence, part.start
+            page, offset = divmod(at, self.page_size)
+            ids.append(sequence.token_ids[at] if at < len(sequence.token_ids) else 0)  # else sampled now: `Draw.fill`
+            positions.append(at)
+            for table, found in zip(sequence.block_tables, slots, strict=True):
+                assert table[page] >= 0, "a token without a page"
+                found.append(table[page] * self.page_size + offset)
+        token_ids, where, *slot_mappings = self._tensor(np.array([ids, positions, *slots], dtype=np.int64)).unbind(0)
+        seq_lens = tuple(at + 1 for at in positions)
+        held = [(part.sequence.number, part.sequence.table_version) for part in parts]
+        if held != self._tables[0]:
+            self._tables = held, [self._tensor(self._table(parts, group)) for group in range(self.num_groups)]
+        count = len(parts)
+        return ForwardBatch(
+            token_ids=token_ids,
+            positions=where,
+            query_lens=(1,) * count,
+            seq_lens=seq_lens,
+            cu_query_lens=self._tensor(np.arange(count + 1, dtype=np.int32)),
+            seq_lens_tensor=self._tensor(np.array(seq_lens, dtype=np.int32)),
+            logits_indices=self._tensor(np.arange(count, dtype=np.int64)),
+            groups=tuple(map(AttentionInputs, self._tables[1], slot_mappings)),
+        )
+
     def _group(self, parts: list[Scheduled], group: int, positions: np.ndarray) -> AttentionInputs:
-        tables = [p.sequence.block_tables[group] for p in parts]
-        table = np.full((len(parts), max(len(t) for t in tables)), -1, dtype=np.int32)
-        for row, pages in zip(table, tables, strict=True):
-            row[: len(pages)] = pages
+        table = self._table(parts, group)
         owner = np.repeat(np.arange(len(parts)), [p.num_tokens for p in parts])
         slots = table[owner, positions // self.page_size].astype(np.int64) * self.page_size + positions % self.page_size
         assert int(slots.min()) >= 0, "a token without a page"
         return AttentionInputs(self._tensor(table), self._tensor(slots))
+
+    def _table(self, parts: list[Scheduled], group: int) -> np.ndarray:
+        """int32 [num_seqs, max_pages], -1 past the end of a sequence."""
+        tables = [p.sequence.block_tables[group] for p in parts]
+        table = np.full((len(parts), max(len(t) for t in tables)), -1, dtype=np.int32)
+        for row, pages in zip(table, tables, strict=True):
+            row[: len(pages)] = pages
+        return table
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return from_host(array, DTYPES[array.dtype.type], self.device)

@@ -115,7 +115,8 @@ class Runner:
             before.fill(batch.token_ids, step.scheduled)
         given = {} if num_layers is None else {"num_layers": num_layers}
         hidden = self.model.forward(batch, self.cache, **given)
-        return ForwardOutput(self.model, hidden[batch.logits_indices])
+        every_row = batch.logits_indices.shape[0] == hidden.shape[0]  # they are in order
+        return ForwardOutput(self.model, hidden if every_row else hidden[batch.logits_indices])
 
     @torch.inference_mode()
     def sample(self, output: ForwardOutput, rows: list[int], sequences: list[Sequence]) -> Draw:
