@@ -17,7 +17,7 @@ from .body import read_body
 from .schemas import ChatRequest
 from .service import Service
 from .shapes import TokenNames, finish_name, new_id, timings_json, tool_calls_json, tool_delta, usage_json
-from .sse import Opened, data, event_stream, first_or_stream
+from .sse import Opened, data, dumps, event_stream, first_or_stream
 from .turns import unless_left
 
 
@@ -89,6 +89,7 @@ class Shape:
         wants_usage = bool(options and options.include_usage)
         continuous = bool(options and options.continuous_usage_stats)
         head = {**self.head, "object": "chat.completion.chunk"} | ({"usage": None} if wants_usage else {})
+        begin = b"data: " + dumps(head)[:-1] + b',"choices":['  # what all chunks share, written once
         usage, running = Usage(), Usage(len(self._turn.prompt_token_ids))
         yield b"".join(
             data(head | {"choices": [_delta(index, {"role": "assistant", "content": ""})]})
@@ -99,9 +100,12 @@ class Shape:
             for piece in pieces:
                 if piece.error is not None:
                     raise piece.error
-                running = add_usage(running, Usage(running.prompt_tokens, 0, len(piece.token_ids)))
-                stats = {"usage": usage_json(running)} if continuous else {}
-                chunks += [data(head | stats | {"choices": [choice]}) for choice in self._of_piece(piece)]
+                if continuous:
+                    running = add_usage(running, Usage(running.prompt_tokens, 0, len(piece.token_ids)))
+                    stats = {"usage": usage_json(running)}
+                    chunks += [data(head | stats | {"choices": [choice]}) for choice in self._of_piece(piece)]
+                else:
+                    chunks += [begin + dumps(choice) + b"]}\n\n" for choice in self._of_piece(piece)]
                 if piece.usage is not None:
                     usage = add_usage(usage, piece.usage)
                 if piece.finish_reason is not None and self._body.timings_per_token and piece.timing is not None:

@@ -7,7 +7,10 @@ model names and finish reasons only: nothing a client can invent (SEC-08).
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
+from collections import Counter as Counts
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -45,7 +48,8 @@ class Metrics:
             return Histogram(f"vllm:{name}", text, MODEL, registry=registry, buckets=buckets)
 
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of answered requests, cached ones included.")
-        self.generation_tokens = counter("generation_tokens", "Tokens generated.")
+        self.generated: Counts[str] = Counts()
+        """tokens per model; counted for every piece, so it is a plain number"""
         self.success = counter("request_success", "Requests that ended.", "finished_reason")
         self.request_prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
         self.request_generation_tokens = histogram(
@@ -54,7 +58,8 @@ class Metrics:
         self.params_n = histogram("request_params_n", "The parameter n.", SMALL)
         self.params_max_tokens = histogram("request_params_max_tokens", "The parameter max_tokens.", TOKENS)
         self.ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
-        self.itl = histogram("inter_token_latency_seconds", "Between two tokens of an answer.", GAPS)
+        self.gaps: dict[str, Gaps] = {}
+        """between two tokens of an answer, per model; counted for every token"""
         self.e2e = histogram("e2e_request_latency_seconds", "From arrival to the last token.", SECONDS)
         self.queue = histogram("request_queue_time_seconds", "From arrival to the first step.", SECONDS)
         self.inference = histogram("request_inference_time_seconds", "From the first step to the last token.", SECONDS)
@@ -85,6 +90,27 @@ class Metrics:
         self.http.labels(f"{exchange.status // 100}xx" if 100 <= exchange.status < 600 else "other").inc()
 
 
+class Gaps:
+    """A histogram of seconds between tokens, written from the event loop only."""
+
+    __slots__ = ("_counts", "_sum")
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(GAPS) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float, count: int) -> None:
+        """So many gaps of that length."""
+        self._counts[bisect_left(GAPS, seconds)] += count
+        self._sum += seconds * count
+
+    def add_to(self, family: HistogramMetricFamily, model: str) -> None:
+        """Show it."""
+        bounds = (*(str(float(bound)) for bound in GAPS), "+Inf")
+        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
+        family.add_metric([model], buckets, self._sum)
+
+
 class TurnMeter:
     """Counts the pieces of one request, whether or not somebody still reads them."""
 
@@ -94,8 +120,7 @@ class TurnMeter:
         self._num_tokens = 0
         self._open = params.n
         self._num_prompt_tokens: int | None = None
-        self._itl = metrics.itl.labels(model)
-        self._generated = metrics.generation_tokens.labels(model)
+        self._gaps = metrics.gaps.setdefault(model, Gaps())
 
     def take(self, piece: Piece) -> None:
         """One piece."""
@@ -107,11 +132,10 @@ class TurnMeter:
                 if not self._last:
                     self._first(now)
             else:
-                for _ in range(count):
-                    self._itl.observe((now - last) / count)
+                self._gaps.observe((now - last) / count, count)
             self._last[piece.index] = now
             self._num_tokens += count
-            self._generated.inc(count)
+            self._metrics.generated[self._model] += count
         if piece.finish_reason is not None:
             self._open -= 1
             self._of_answer(piece)
@@ -191,6 +215,15 @@ class _Engines(Collector):
             "vllm:cache_config_info", "How keys and values are kept.",
             labels=(*MODEL, "block_size", "cache_dtype", "num_gpu_blocks", "enable_prefix_caching"),
         )  # fmt: skip
+        generated = count("vllm:generation_tokens", "Tokens generated.")
+        for name, number in self._service.metrics.generated.items():
+            generated.add_metric([name], number)
+        itl = HistogramMetricFamily(
+            "vllm:inter_token_latency_seconds", "Between two tokens of an answer.", labels=MODEL
+        )
+        for name, gaps in self._service.metrics.gaps.items():
+            gaps.add_to(itl, name)
+        yield from (generated, itl)
         queues = self._service.admissions()
         for name, llm in self._engines():
             stats, queue = llm.stats(), queues.get(name)

@@ -169,9 +169,17 @@ async def _later(task: asyncio.Task[Opened]) -> AsyncIterator[bytes]:
             yield chunk
 
 
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+def dumps(item: dict[str, Any]) -> bytes:
+    """Compact JSON."""
+    return _encode(item).encode()
+
+
 def data(item: dict[str, Any]) -> bytes:
     """One unnamed event."""
-    return b"data: " + json.dumps(item, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + dumps(item) + b"\n\n"
 
 
 def named(name: str, item: dict[str, Any]) -> bytes:
@@ -181,4 +189,4 @@ def named(name: str, item: dict[str, Any]) -> bytes:
 
 def line(item: dict[str, Any]) -> bytes:
     """One line of JSON."""
-    return json.dumps(item, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+    return dumps(item) + b"\n"

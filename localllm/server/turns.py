@@ -47,8 +47,8 @@ class Mailbox:
             self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        self._is_due = False  # before the last look at the queue: a piece that comes later wakes us again
-        while self._items:
+        self._is_due = False  # before the queue is looked at: a piece that comes later wakes us again
+        for _ in range(len(self._items)):  # not until it is empty: a quick engine would never let it be
             turn, piece = self._items.popleft()
             try:
                 turn.take(piece)
