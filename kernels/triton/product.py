@@ -5,10 +5,21 @@ one row            `vector`: a program per few rows of W
 more               `dequantise` into a slab that stays in the L2 cache, then cuBLAS
 below sm_80        Triton has no tensor cores there: `vector` for up to 4 rows, else the slab
 
-On paper, H100 (3.35 TB/s, 132 multiprocessors), decoding one row of 4096 x 4096: bf16 reads 33.6 MB = 10.0 us, 2048
-programs of one warp, 49 registers, all resident at once; int4 with groups of 128 reads 8.7 MB = 2.6 us at 3.2
-instructions a weight, 61 % of what the card can issue; NVFP4 9.4 MB = 2.8 us at 4.9 instructions, 84 %: there MBU is
-bounded by issue, near 0.8. Cards with less bandwidth a multiprocessor (RTX 5090: 42 % of it) are far from that bound.
+On paper (nothing here ran on a card yet), products of one row of an 8B model's layer, 218 M weights: qkv 6144 x 4096, o
+4096 x 4096, gate and up 28672 x 4096, down 4096 x 14336. Bytes at the nominal bandwidth, what the model of
+`product_tiles` makes of instructions, residency and waves without launches, and their ratio; registers as compiled.
+
+                    H100, 3.35 TB/s                                RTX 5090, 1.79 TB/s
+    bf16            130 us  142 us  0.92   49..88 registers        244 us  259 us  0.94   37..46
+    FP8 row          65 us   79 us  0.83   64..155                 122 us  136 us  0.89   42..68
+    int4, g 128      34 us   48 us  0.70   86..154                  63 us   72 us  0.87   56..72
+    Q4_K             38 us   48 us  0.79   95..236                  70 us   72 us  0.98   56..71
+    NVFP4            37 us   63 us  0.58   89..236                  69 us   74 us  0.93   51..88
+
+Programs: 512 to 7168 of one to four warps, 8 to 36 warps resident on a multiprocessor, 4 to 16 KB asked for by each
+at a time. A copy reaches some nine tenths of the nominal bandwidth, so MBU is to be expected a tenth higher. With four
+bits a weight an H100 at full bandwidth can issue 4.4 instructions for each, and `vector` needs 3 to 5: that is why
+`tile` with its 2 to 3 is a candidate for one row as well. No other card is near that bound.
 """
 
 from __future__ import annotations
