@@ -281,7 +281,7 @@ def test_constraints_reach_the_engine(tmp_path: Path) -> None:
     assert constraint_of(None, None) is None
 
 
-def test_a_run_can_be_kept_and_gone_on_with(invoke: Invoke) -> None:
+def test_a_run_can_be_kept_and_gone_on_with(invoke: Invoke, empty_home: Path) -> None:
     assert invoke("run", "fake", "nothing kept").exit_code == 0
     assert invoke("run", "fake", "x", "-c").exit_code == 3  # so there is nothing to go on with
     first = invoke("run", "fake", "one", "--log", "-s", "be brief")
