@@ -29,15 +29,20 @@ def refusal(compiler: Compiler, kind: str, value: Any) -> LocalLLMError | None:
     return None
 
 
-def allowed(compiler: Compiler, mask: TokenMask) -> list[int]:
-    """The ids the mask allows."""
+def flags(compiler: Compiler, mask: TokenMask) -> np.ndarray:
+    """Which ids the mask allows, as bool [width]."""
     width = compiler.vocabulary.width
     row = np.zeros(-(-width // 32), dtype=np.int32)
     if not mask.fill(row):
-        return list(range(width))
-    flags = np.unpackbits(row.view(np.uint8), bitorder="little")
-    assert not flags[width:].any()
-    return np.flatnonzero(flags).tolist()
+        return np.ones(width, dtype=bool)
+    bits = np.unpackbits(row.view(np.uint8), bitorder="little").view(bool)
+    assert not bits[width:].any()
+    return bits[:width]
+
+
+def allowed(compiler: Compiler, mask: TokenMask) -> list[int]:
+    """The ids the mask allows."""
+    return np.flatnonzero(flags(compiler, mask)).tolist()
 
 
 def controlled_tokenizer(control: list[str]) -> Tokenizer:
@@ -67,14 +72,15 @@ def walk(
     while not mask.is_done and len(ids) < most:
         forced = mask.forced() if jumps else []
         if not forced:
-            choices = allowed(compiler, mask)
-            assert choices
-            leaning = [index for index in short if index in set(choices)]
-            over = ends & set(choices)
-            if over and (rng.random() < 0.5 or len(choices) == len(over)):
+            may = flags(compiler, mask)
+            over = any(may[index] for index in ends)
+            may[list(ends)] = False
+            choices = np.flatnonzero(may)
+            assert over or len(choices)
+            if over and (rng.random() < 0.5 or not len(choices)):
                 return ids, True
-            pick = leaning if leaning and rng.random() < 0.3 else [c for c in choices if c not in ends]
-            forced = [rng.choice(pick)]
+            leaning = [index for index in short if may[index]]
+            forced = [rng.choice(leaning) if leaning and rng.random() < 0.3 else int(rng.choice(choices))]
         for index in forced:
             assert not mask.is_done
             mask.accept(index)
