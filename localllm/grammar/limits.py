@@ -17,9 +17,9 @@ MAX_CHOICES = 4096
 MAX_CHOICE_CHARS = 64 << 10
 """of all choices together"""
 
-CHECK_CPU_S = 0.6
+CHECK_CPU_S = 0.5
 """processor time of one check in the child"""
-CHECK_WALL_S = 1.3
+CHECK_WALL_S = 1.1
 CHECK_MEMORY_BYTES = 256 << 20
 CHECK_STACK_BYTES = 1 << 20
 """an eighth of what a thread of this process has: what fits there cannot overflow here"""

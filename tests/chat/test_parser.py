@@ -6,7 +6,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from localllm.chat.parser import ReasoningParser, reasoning_parser, reasoning_tags
+from localllm.chat.parser import ChainedParser, ReasoningParser, reasoning_parser, reasoning_tags
+from localllm.chat.tools.formats import HERMES
 
 
 def split(parser: ReasoningParser, pieces: list[str]) -> tuple[str, str]:
@@ -74,6 +75,8 @@ def test_tags_come_from_the_template() -> None:
     assert reasoning_tags("{% if '</think>' in content %}") == ("<think>", "</think>")
     assert reasoning_tags("[THINK]{{ x }}[/THINK]") == ("[THINK]", "[/THINK]")
     assert reasoning_tags("<seed:think>..</seed:think>") == ("<seed:think>", "</seed:think>")
+    assert reasoning_tags("<|channel>thought\n{{ x }}<channel|>") == ("<|channel>thought", "<channel|>")
+    assert reasoning_tags("◁think▷{{ x }}◁/think▷") == ("◁think▷", "◁/think▷")
     assert reasoning_tags("no tags", "<|im_start|>assistant\n<think>\n") == ("<think>", "</think>")
 
 
@@ -91,3 +94,29 @@ def test_the_prompt_may_have_opened_the_tag(tail: str, text: str, expected: tupl
     assert parser.in_reasoning == tail.endswith("<think>\n")
     assert split(parser, list(text)) == expected
     assert not parser.in_reasoning
+
+
+def test_gemma_4_thinks_in_a_channel() -> None:
+    parser = reasoning_parser("<|channel>thought\n..<channel|>", "<|turn>model\n")
+    assert parser is not None
+    assert split(parser, list("<|channel>thought\nwhy?\n<channel|>Because.")) == ("why?", "Because.")
+
+
+@given(st.lists(PIECES, max_size=10).map("".join), st.lists(st.integers(0, 60), max_size=6))
+@settings(max_examples=60)
+def test_a_chain_gives_the_same_for_any_cut(text: str, cuts: list[int]) -> None:
+    """Reasoning first, calls in what follows it."""
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    text += call
+
+    def chain(pieces: list[str]) -> list[tuple[str, str]]:
+        parser = ChainedParser(ReasoningParser(), HERMES.parser([{"function": {"name": "f"}}], new_id=lambda: "id"))
+        parts = [part for piece in pieces for part in parser.push(piece)] + parser.finish()
+        kinds = ("reasoning", "content", "tool_call")
+        return [(kind, "".join(t for k, t in parts if k == kind)) for kind in kinds]
+
+    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    assert chain(pieces) == chain([text]) == chain(list(text))
+    in_reasoning = text.lstrip().startswith("<think>") and "</think>" not in text
+    assert bool(chain([text])[2][1]) == (not in_reasoning)
