@@ -9,7 +9,7 @@ import ctypes
 import math
 import mmap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,10 +32,15 @@ class CacheGroup:
     layers: tuple[int, ...]
     num_kv_heads: int
     head_dim: int
+    scales: Mapping[int, tuple[float, float]] = field(default_factory=dict, hash=False)
+    """layer -> what the checkpoint says codes of its keys and values are multiplied with (fp8 only)"""
 
 
-def cache_groups(facts: ModelFacts) -> tuple[CacheGroup, ...]:
-    """The groups of a model: full attention first (if any layer has it), then windows, widest first."""
+def cache_groups(facts: ModelFacts, scales: Mapping[int, tuple[float, float]] | None = None) -> tuple[CacheGroup, ...]:
+    """The groups of a model: full attention first (if any layer has it), then windows, widest first.
+
+    scales   of `kv_scales.read_kv_scales`
+    """
     found: dict[int | None, list[int]] = {}
     for layer, window in enumerate(facts.windows):
         found.setdefault(window, []).append(layer)
@@ -47,6 +52,7 @@ def cache_groups(facts: ModelFacts) -> tuple[CacheGroup, ...]:
             layers=tuple(found[window]),
             num_kv_heads=facts.num_kv_heads,
             head_dim=facts.head_dim,
+            scales={layer: pair for layer, pair in (scales or {}).items() if layer in found[window]},
         )
         for window in ordered
     )
@@ -99,9 +105,8 @@ class KVCache:
         page_size: int = 16,
         kv_format: str = "f32",
         device: str | torch.device = "cpu",
-        scales: Mapping[int, tuple[float, float]] | None = None,
     ) -> None:
-        """`num_pages` per group; `scales` (k, v) of the layers to which a checkpoint gives them (fp8 only)."""
+        """`num_pages` per group."""
         self.groups = tuple(groups)
         self.num_pages = tuple(num_pages)
         self.page_size = page_size
@@ -112,7 +117,7 @@ class KVCache:
         for index, (group, pages) in enumerate(zip(self.groups, self.num_pages, strict=True)):
             shape = (pages, group.num_kv_heads, page_size, group.head_dim)
             for layer in group.layers:
-                self._layers[layer] = self._pages(shape, (scales or {}).get(layer))
+                self._layers[layer] = self._pages(shape, group.scales.get(layer))
                 self._group_of[layer] = index
         self._ordered = tuple(self._layers[layer] for layer in sorted(self._layers))
 

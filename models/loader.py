@@ -32,6 +32,7 @@ from localllm.quant.encode import Target, encode
 
 from . import gemma3, llama, qwen2, qwen3
 from .kv_cache import cache_groups
+from .kv_scales import read_kv_scales
 from .layers import (
     AttentionWeights,
     DecoderLayer,
@@ -170,7 +171,7 @@ class Loading:
         ropes = [self.rope(facts.rope)]
         if facts.local_rope is not None:
             ropes.append(self.rope(facts.local_rope))
-        groups = cache_groups(facts)
+        groups = cache_groups(facts, read_kv_scales(self.checkpoint, self.names, facts.num_layers))
         if self.selftest is not None:
             samples, turned = layer_samples(layers, groups), rotations(groups, ropes)
             table = self.selftest.segments(shapes, table, samples, head, turned, options.quarantined)

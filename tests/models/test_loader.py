@@ -53,6 +53,31 @@ def test_extra_tensors_are_ignored_unless_they_change_the_result(tiny: Callable,
         load_model(open_checkpoint(tiny("llama").save(tmp_path / "b", sinks)))
 
 
+def test_scales_of_keys_and_values_come_from_the_checkpoint(tiny: Callable, tmp_path: Path, paged: Callable) -> None:
+    model = tiny("llama")
+
+    def scales_of(name: str, **more: float | list[float]) -> dict[int, tuple[float, float]]:
+        added = {f"model.layers.{key.replace('__', '.')}": torch.tensor(value) for key, value in more.items()}
+        with open_checkpoint(model.save(tmp_path / name, added)) as checkpoint:
+            (group,) = load_model(checkpoint).groups
+        return dict(group.scales)
+
+    each = {
+        "0__self_attn__k_proj__k_scale": 0.5,
+        "0__self_attn__v_proj__v_scale": [0.25],
+        "1__self_attn__kv_scale": 2.0,
+    }
+    assert scales_of("a", **each, **{"2__self_attn__k_scale": 0.125}) == {
+        0: (0.5, 0.25),
+        1: (2.0, 2.0),
+        2: (0.125, 0.125),
+    }
+    assert scales_of("b", **{f"{i}__self_attn__k_scale": 1.0 for i in range(3)}) == {}  # placeholders
+    assert scales_of("c", **{"0__self_attn__k_scale": [0.5, 0.25]}) == {}  # one per head
+    with pytest.raises(BadModelFile, match="k_scale is -1"):
+        scales_of("d", **{"0__self_attn__k_scale": -1.0})
+
+
 def test_an_architecture_without_a_file_is_refused(tiny: Callable, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tiny("llama").save(tmp_path))
     checkpoint.__dict__["facts"] = replace(checkpoint.facts, architecture="phi3")
@@ -121,7 +146,7 @@ def test_a_copied_page_holds_the_same(kv: str, loaded: Callable) -> None:
 def test_a_checkpoints_scales_take_the_place_of_each_tokens_own(loaded: Callable) -> None:
     groups = loaded("gemma3").groups
     layer = groups[0].layers[0]
-    cache = KVCache(groups, [2, 2], kv_format="fp8", scales={layer: (0.5, 0.25)})
+    cache = KVCache((replace(groups[0], scales={layer: (0.5, 0.25)}), groups[1]), [2, 2], kv_format="fp8")
     pages = cache.layer(layer)
     assert pages.k_scales is not None and pages.k_scales.tolist() == [0.5]
     assert pages.v_scales is not None and pages.v_scales.tolist() == [0.25]

@@ -1,0 +1,64 @@
+"""Scales for FP8 keys and values that a checkpoint brings: one number per layer each, as calibration found it."""
+
+from __future__ import annotations
+
+import math
+
+from localllm.checkpoint import Checkpoint
+from localllm.checkpoint.names import SourceNames
+from localllm.errors import BadModelFile
+from localllm.quant.dense import read_dense
+
+ATTENTION = "self_attn"
+NAMES = {
+    "k": (
+        "k_scale",
+        "k_proj.k_scale",
+        "qkv_proj.k_scale",
+        "qkqkv_proj.k_scale",
+        "k_proj.output_scale",
+        "k_cache.scale",
+        "kv_scale",
+    ),
+    "v": (
+        "v_scale",
+        "v_proj.v_scale",
+        "qkv_proj.v_scale",
+        "qkqkv_proj.v_scale",
+        "v_proj.output_scale",
+        "v_cache.scale",
+        "kv_scale",
+    ),
+}
+"""what the tools call them below `self_attn`"""
+
+
+def read_kv_scales(checkpoint: Checkpoint, names: SourceNames, num_layers: int) -> dict[int, tuple[float, float]]:
+    """layer -> (scale of keys, scale of values): what codes are multiplied with. Empty where there are none.
+
+    Numbers that are 1.0 for every layer are placeholders and count as none; one of a pair serves for both. Layers with
+    a scale per head have none here: they get one per token and head, which is finer. Raises BadModelFile for a scale
+    that is not a positive number.
+    """
+    if names.gguf:
+        return {}
+    found: dict[int, tuple[float, float]] = {}
+    for layer in range(num_layers):
+        base = names.source(f"model.layers.{layer}.{ATTENTION}")
+        pair = [_first(checkpoint, base, suffixes) for suffixes in (NAMES["k"], NAMES["v"])]
+        k, v = (pair[0] or pair[1]), (pair[1] or pair[0])
+        if k is not None and v is not None:
+            found[layer] = (k, v)
+    return {} if all(pair == (1.0, 1.0) for pair in found.values()) else found
+
+
+def _first(checkpoint: Checkpoint, base: str, suffixes: tuple[str, ...]) -> float | None:
+    """The first of the scales that is there with a single number."""
+    for suffix in suffixes:
+        name = f"{base}.{suffix}"
+        if name in checkpoint.tensors and math.prod(checkpoint.tensors[name].shape) == 1:
+            scale = float(read_dense(checkpoint, name))
+            if not (scale > 0 and math.isfinite(scale)):
+                raise BadModelFile(f"{checkpoint.path.name}: {name} is {scale}, a scale is a positive number")
+            return scale
+    return None
