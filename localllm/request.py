@@ -451,8 +451,11 @@ class ChatBackend(Protocol):
         """Tokens of a text; an estimate (a quarter of its characters) while no model is there. May take a while."""
         ...
 
-    def choices(self) -> list[ModelChoice]:
-        """Rows of the model picker: what is here, then what could be fetched. May take a second."""
+    def choices(self, ctx: int | None = None) -> list[ModelChoice]:
+        """Rows of the model picker: what is here, then what could be fetched. May take a second.
+
+        ctx   the window to judge them by; None leaves it to the plan
+        """
         ...
 
     def checks(self) -> list[Check]:

@@ -203,9 +203,11 @@ def _start(env: Env, config: UserConfig, sampling: Sampling, system: str, resume
 
     from .chats import find
 
+    typed = {name: value for name, value in sampling.given.items() if config.origins.get(f"sampling.{name}") == "flag"}
     with History() as history:
         chat = find(history, resumed)
         talk = restored(chat, history.messages(chat.id), sampling.given)
+    talk.sampling.update(typed)  # what the settings say gives way to what the chat had, what was typed now does not
     talk.system = system or talk.system
     return Start(talk, saver, sampling)
 

@@ -153,6 +153,22 @@ def test_a_failing_turn_does_not_end_the_chat(line: Line) -> None:
     assert line.end() == 0
 
 
+def test_typed_sampling_goes_before_what_a_resumed_chat_had(tmp_path: Path) -> None:
+    from localllm.cli.chat import _start
+    from localllm.cli.session import Sampling
+    from localllm.config import load_config
+    from localllm.history import History, SavedChat
+
+    settings = tmp_path / "config.toml"
+    settings.write_text("[sampling]\ntemperature = 0.3\ntop_p = 0.5\n")
+    kept = {"sampling": {"temperature": 0.9, "top_p": 0.8, "top_k": 7}}
+    with History() as history:
+        history.save(SavedChat("", "kept", "m", "", kept, 1.0, 1.0, None), [])
+    config = load_config(path=settings, flags={"sampling.temperature": 0.0})
+    start = _start(None, config, Sampling(config.sampling.given()), "", "last")
+    assert start.sampling.given == {"temperature": 0.0, "top_p": 0.8, "top_k": 7}
+
+
 def test_term_dumb_is_line_mode_on_a_terminal(tmp_path: Path) -> None:
     chat = Line(tmp_path, env={"TERM": "dumb"}, stderr_tty=True)
     chat.wait_for("/help for commands")

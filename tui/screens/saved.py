@@ -114,7 +114,8 @@ class SavedChats(Parts):
             found = await self.read_history(read)
             if found is None:
                 return
-            self.conversation = restored(*found, self.conversation.sampling)
+            chat, messages = found
+            self.conversation = restored(chat, messages, self.conversation.sampling)
             self.chat_app.conversation = self.conversation
             self.browse.at = None
             self.show_home(False)
