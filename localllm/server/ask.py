@@ -37,7 +37,7 @@ async def open_chat(service: Service, request: Request, body: ChatRequest) -> Ch
         prompt = await service.in_thread(
             lambda: llm.encode_chat(messages, bound.template_tools, kwargs, continue_final=goes_on)
         )
-        wish = Wish(splits_reasoning=True, cache_salt=body.cache_salt or "")
+        wish = Wish(bool(body.stream), splits_reasoning=True, cache_salt=body.cache_salt or "")
         if bound:
             wish.more["shape"] = await service.in_thread(
                 lambda: llm.shape(prompt, chat=True, constraint=bound.constraint, tool_use=bound.tool_use)

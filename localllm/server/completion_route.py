@@ -82,7 +82,7 @@ async def open_completion(
     ) as place:  # fmt: skip
         params = sampling_params(body, place.llm.default_params())
         ids = await encode_all(service, place.llm, prompts)
-        wish, llm, bound = Wish(cache_salt=body.cache_salt or ""), place.llm, wanted(body)
+        wish, llm, bound = Wish(bool(body.stream), cache_salt=body.cache_salt or ""), place.llm, wanted(body)
         if bound.constraint is not None:
             wish.more["shape"] = await service.in_thread(lambda: llm.shape((), chat=False, constraint=bound.constraint))
         try:

@@ -1,6 +1,6 @@
 """Counters and gauges in Prometheus' text form, under vLLM's names, with our own page counts beside them.
 
-Counters grow as pieces arrive in the event loop; gauges are read from the engines when somebody looks. Labels hold
+Counters grow as the engine's thread makes pieces; gauges are read from the engines when somebody looks. Labels hold
 model names and finish reasons only: nothing a client can invent (SEC-08).
 """
 
@@ -91,7 +91,7 @@ class Metrics:
 
 
 class Gaps:
-    """A histogram of seconds between tokens, written from the event loop only."""
+    """A histogram of seconds between tokens, written by the model's engine thread only."""
 
     __slots__ = ("_counts", "_sum")
 

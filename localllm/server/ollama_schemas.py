@@ -145,7 +145,7 @@ def keep_alive_s(value: str | float | None) -> float | None | Literal["default"]
 
 def _common(body: _Asked) -> dict[str, Any]:
     options = body.options or {}
-    fields: dict[str, Any] = {"model": body.model}
+    fields: dict[str, Any] = {"model": body.model, "stream": body.stream is not False}
     fields |= {ours: options[theirs] for theirs, ours in OPTIONS.items() if options.get(theirs) is not None}
     limit = options.get("num_predict")
     if limit is not None and limit != -1 and limit != -2:

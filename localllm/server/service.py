@@ -26,7 +26,7 @@ from .errors import ApiError, from_error
 from .exchange import Exchange, exchange_of
 from .metrics import Metrics
 from .responses_store import ResponseStore
-from .turns import AsyncTurn, Mailbox
+from .turns import AsyncTurn, Mailbox, Post
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -79,6 +79,8 @@ class Place:
 class Wish:
     """What a turn is started with, beside its prompt."""
 
+    streams: bool = False
+    """pieces are wanted as they come"""
     splits_reasoning: bool = False
     cache_salt: str = ""
     more: dict[str, Any] = field(default_factory=dict)
@@ -233,7 +235,7 @@ class Service:
 
         for number, prompt in enumerate(prompts):
             meter = self.metrics.turn(place.offer.name, params, place.asked)
-            turn = AsyncTurn(params.n, meter, on_end)
+            turn = AsyncTurn(params.n, on_end)
             try:
                 started = place.llm.submit(
                     prompt,
@@ -241,7 +243,7 @@ class Service:
                     splits_reasoning=wish.splits_reasoning,
                     cache_salt=wish.cache_salt,
                     priority=-place.ticket.priority,
-                    listener=lambda piece, turn=turn: mailbox.put(turn, piece),  # type: ignore[misc]
+                    listener=Post(mailbox, turn, meter, streams=wish.streams),
                     **wish.more,
                 )
             except BaseException:

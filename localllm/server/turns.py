@@ -27,8 +27,31 @@ class Meter(Protocol):
     """What counts pieces (`metrics.TurnMeter`)."""
 
     def take(self, piece: Piece) -> None:
-        """Called in the event loop for every piece, read or not"""
+        """Called in the engine's thread for every piece, read or not"""
         ...
+
+
+class Post:
+    """What an engine's thread gives the pieces of one turn to: counts them, and sends them to the event loop.
+
+    streams  each at once; else all of an answer when it has ended
+    """
+
+    def __init__(self, mailbox: Mailbox, turn: AsyncTurn, meter: Meter | None, *, streams: bool) -> None:
+        self._mailbox, self._turn, self._meter, self._streams = mailbox, turn, meter, streams
+        self._held: list[Piece] = []
+
+    def __call__(self, piece: Piece) -> None:
+        """One piece."""
+        if self._meter is not None:
+            self._meter.take(piece)
+        if self._streams:
+            self._mailbox.put(self._turn, [piece])
+            return
+        keep(self._held, piece)
+        if piece.finish_reason is not None:
+            self._mailbox.put(self._turn, self._held)
+            self._held = []
 
 
 class Mailbox:
@@ -36,12 +59,12 @@ class Mailbox:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._items: deque[tuple[AsyncTurn, Piece]] = deque()
+        self._items: deque[tuple[AsyncTurn, list[Piece]]] = deque()
         self._is_due = False
 
-    def put(self, turn: AsyncTurn, piece: Piece) -> None:
+    def put(self, turn: AsyncTurn, pieces: list[Piece]) -> None:
         """Called in an engine's thread."""
-        self._items.append((turn, piece))
+        self._items.append((turn, pieces))
         if not self._is_due and not self._loop.is_closed():
             self._is_due = True
             self._loop.call_soon_threadsafe(self._deliver)
@@ -49,9 +72,10 @@ class Mailbox:
     def _deliver(self) -> None:
         self._is_due = False  # before the queue is looked at: a piece that comes later wakes us again
         for _ in range(len(self._items)):  # not until it is empty: a quick engine would never let it be
-            turn, piece = self._items.popleft()
+            turn, pieces = self._items.popleft()
             try:
-                turn.take(piece)
+                for piece in pieces:
+                    turn.take(piece)
             except Exception:
                 log.exception("a piece could not be delivered")
 
@@ -60,16 +84,15 @@ class AsyncTurn:
     """One request in flight.
 
     num_answers  how many answers it has
-    meter        counts its pieces
     on_end       called once, when its last answer has ended, read or not
     """
 
-    def __init__(self, num_answers: int, meter: Meter | None, on_end: Callable[[AsyncTurn], None]) -> None:
+    def __init__(self, num_answers: int, on_end: Callable[[AsyncTurn], None]) -> None:
         self.num_answers = num_answers
         self.prompt_token_ids: Sequence[int] = ()
         self.is_late = False
         """ended by its deadline"""
-        self._meter, self._on_end = meter, on_end
+        self._on_end = on_end
         self._turn: Turn | None = None
         self._open = num_answers
         self._unread = num_answers
@@ -90,14 +113,12 @@ class AsyncTurn:
 
     def take(self, piece: Piece) -> None:
         """A piece, in the event loop."""
-        if self._meter is not None:
-            self._meter.take(piece)
         if piece.finish_reason is not None:
             self._open -= 1
             if self.is_late and piece.finish_reason is FinishReason.ABORT:
                 piece.finish_reason, piece.stop_reason = FinishReason.LENGTH, "deadline"
         if not self._abandoned:
-            self._keep(piece)
+            keep(self._pending, piece)
             if self._waiter is not None and not self._waiter.done():
                 self._waiter.set_result(None)
         if self._open == 0:
@@ -105,14 +126,6 @@ class AsyncTurn:
             if self._timer is not None:
                 self._timer.cancel()
             self._on_end(self)
-
-    def _keep(self, piece: Piece) -> None:
-        if len(self._pending) >= MAX_PENDING:
-            for other in reversed(self._pending):
-                if other.index == piece.index:
-                    merge(other, piece)
-                    return
-        self._pending.append(piece)
 
     async def ready(self) -> None:
         """Wait until there is a piece. Raises the error of an answer that failed before it had any."""
@@ -161,6 +174,16 @@ class AsyncTurn:
 
     def _on_deadline(self) -> None:
         self.cut("its deadline passed")
+
+
+def keep(pending: list[Piece], piece: Piece) -> None:
+    """Add a piece to those that wait; when there are many, to the last of the same answer."""
+    if len(pending) >= MAX_PENDING:
+        for other in reversed(pending):
+            if other.index == piece.index:
+                merge(other, piece)
+                return
+    pending.append(piece)
 
 
 def merge(first: Piece, later: Piece) -> None:

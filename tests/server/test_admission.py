@@ -148,7 +148,7 @@ def burst(live, llm, count, refused):
 
 
 BURSTS = [
-    (2, 64, 16), pytest.param(20, 64, 16, marks=pytest.mark.slow), pytest.param(1, 300, 158, marks=pytest.mark.slow),
+    (1, 64, 16), pytest.param(20, 64, 16, marks=pytest.mark.slow), pytest.param(1, 300, 158, marks=pytest.mark.slow),
 ]  # fmt: skip
 
 

@@ -76,7 +76,7 @@ def _places(value):
         yield {}, "x"
 
 
-@pytest.mark.parametrize("count", [400, pytest.param(50_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [300, pytest.param(50_000, marks=pytest.mark.slow)])
 async def test_rel_25_mutated_bodies(client, service, tiny_llm, count):
     draw = random.Random(25)
     codes = {}

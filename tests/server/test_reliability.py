@@ -358,7 +358,7 @@ async def soak(url, seconds, clients, known):
     return counts
 
 
-@pytest.mark.parametrize("seconds", [3, pytest.param(600, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [2, pytest.param(600, marks=pytest.mark.slow)])
 def test_rel_01_soak(residents, tiny_llm, seconds):
     """Sixteen clients, everything mixed: no error, no wrong answer, nothing left behind."""
     draw = random.Random(1)
@@ -447,7 +447,7 @@ async def test_an_aborted_request_is_counted_as_such(service, make_client, tiny_
     from localllm.server.schemas import ChatRequest
 
     scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
-    sent = ChatRequest.model_validate(ask(max_tokens=200, ignore_eos=True))
+    sent = ChatRequest.model_validate(ask(max_tokens=200, ignore_eos=True, stream=True))
     chat = await open_chat(service, Request(scope), sent)
     async for _ in chat.turn.batches():
         break
