@@ -163,9 +163,9 @@ def test_typed_sampling_goes_before_what_a_resumed_chat_had(tmp_path: Path) -> N
     settings.write_text("[sampling]\ntemperature = 0.3\ntop_p = 0.5\n")
     kept = {"sampling": {"temperature": 0.9, "top_p": 0.8, "top_k": 7}}
     with History() as history:
-        history.save(SavedChat("", "kept", "m", "", kept, 1.0, 1.0, None), [])
+        history.save(SavedChat("chat-of-typed-sampling", "kept", "m", "", kept), [])
     config = load_config(path=settings, flags={"sampling.temperature": 0.0})
-    start = _start(None, config, Sampling(config.sampling.given()), "", "last")
+    start = _start(None, config, Sampling(config.sampling.given()), "", "chat-of-typed-sampling")
     assert start.sampling.given == {"temperature": 0.0, "top_p": 0.8, "top_k": 7}
 
 
