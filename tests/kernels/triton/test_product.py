@@ -30,18 +30,36 @@ def smallest_k(form: str) -> int:
 @pytest.mark.parametrize("form", FORMS)
 def test_one_row(form: str, device: torch.device) -> None:
     """Also into float32, where nothing but the order of the sum is left: 1e-6."""
-    weight = make(form, 9, 2 * smallest_k(form))
+    weight = make(form, 5, smallest_k(form))
     prepared = prepare(on(device, weight))
     x = torch.randn(1, weight.shape[1]).half().to(device)
     exact = exact_product(x, weight)
     assert error(product(x, prepared), exact) < ROUNDING[torch.float16]
-    wide = product(x, prepared, out=torch.empty(1, 9, device=device))
+    wide = product(x, prepared, out=torch.empty(1, 5, device=device))
     assert wide.dtype is torch.float32 and error(wide, exact) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("form", "k"), [("dense-bf16", 600), ("int4g-whole", 2088), ("fp4g16", 2080), ("int8-row", 1100)]
+)
+def test_rows_longer_than_a_program_holds(form: str, k: int, device: torch.device) -> None:
+    """Three rounds of the loop or more, the last one part empty, for one row and for several."""
+    weight = make(form, 3, k)
+    prepared = prepare(on(device, weight))
+    for tokens in (1, 2):
+        x = torch.randn(tokens, k).half().to(device)
+        if tokens == 1:
+            choice = {"rows": 2, "chunks": 32, "warps": 1}
+            out = torch.empty(1, 3, dtype=torch.float16, device=device)
+            products.vector_launch(x, prepared, out, products.PLAIN, choice, False).start()
+        else:
+            out = product(x, prepared)
+        assert error(out, exact_product(x, weight)) < ROUNDING[torch.float16]
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_several_rows(form: str, device: torch.device) -> None:
-    weight = make(form, 19, 2 * smallest_k(form))
+    weight = make(form, 17, smallest_k(form))
     prepared = prepare(on(device, weight))
     x = torch.randn(5, weight.shape[1]).half().to(device)
     assert error(product(x, prepared), exact_product(x, weight)) < ROUNDING[torch.float16]
