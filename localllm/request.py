@@ -181,10 +181,13 @@ class TokenMask(Protocol):
         """Advance past one id. Raises ConstraintUnmet for one that was not allowed."""
         ...
 
-    def forced(self) -> list[int]:
+    def forced(self, last: int | None = None) -> list[int]:
         """Ids that must come next, in the spelling that the tokenizer would choose; none where there is a choice.
 
-        They are not accepted yet. An engine that gives logits for every token may ignore them.
+        last  the id accepted just now: the ids begin with it, or with others of the same text that take its place,
+              where the tokenizer would spell it and what is forced after it otherwise
+
+        Nothing is accepted or taken back. An engine that gives logits for every token may ignore them.
         """
         ...
 

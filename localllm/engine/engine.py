@@ -312,7 +312,12 @@ class Engine:
             if flight.error is None:
                 self._sample(flight)
         ahead = self._launch_ahead(flight) if self.options.runs_ahead and flight.error is None else None
+        fed = [part.sequence for part in ahead.step.scheduled] if ahead is not None else []
+        for sequence in fed:
+            sequence.is_fed = True
         self._commit(flight)
+        for sequence in fed:
+            sequence.is_fed = False
         if ahead is not None and ahead.error is None:
             self._sample(ahead)
         if ahead is not None and ahead.error is not None:
@@ -513,8 +518,7 @@ class Engine:
         token, logprob = result
         event = TokenEvent(sequence.request.request_id, sequence.index)
         try:
-            if self._append(sequence, token, event):
-                self._jump(sequence, event)
+            self._append(sequence, token, event)
         except Exception as error:  # a stop check or mask that fails ends its own request only
             if not isinstance(error, LocalLLMError):
                 log.exception("a request failed")
@@ -533,23 +537,27 @@ class Engine:
         else:
             self._finish(sequence, sequence.finish_reason, event)
 
-    @staticmethod
-    def _append(sequence: Sequence, token: int, event: TokenEvent) -> bool:
-        """False when it ends the sequence."""
-        sequence.append(token)
-        event.token_ids.append(token)
-        if sequence.token_mask is not None:
-            sequence.token_mask.accept(token)
-        sequence.check_stop(token)
-        return sequence.finish_reason is None
+    def _append(self, sequence: Sequence, token: int, event: TokenEvent) -> None:
+        """Append the token that was sampled and what can only follow it: the next forward pass reads all of it at once.
 
-    def _jump(self, sequence: Sequence, event: TokenEvent) -> None:
-        """Append what can only follow: the next forward pass reads all of it at once, nothing of it is sampled."""
-        mask = sequence.token_mask
-        if mask is None or sequence.params.logprobs is not None:  # what is not sampled has no log-probability
-            return
-        for token in mask.forced()[: MAX_DECODE_TOKENS - 1]:
-            if not self._append(sequence, token, event):
+        A token that is not in a forward pass yet gives way to others of the same text, where with what follows it the
+        tokenizer would spell it so: text that comes back in a later prompt has the same tokens.
+        """
+        ids, mask = [token], sequence.token_mask
+        if mask is not None:
+            mask.accept(token)
+            if sequence.params.logprobs is None:  # what is not sampled has no log-probability
+                ids = [token, *mask.forced()] if sequence.is_fed else mask.forced(token)
+            if ids[0] != token:
+                mask.rollback(1)
+                mask.accept(ids[0])
+        for number, index in enumerate(ids[:MAX_DECODE_TOKENS]):
+            if number and mask is not None:
+                mask.accept(index)
+            sequence.append(index)
+            event.token_ids.append(index)
+            sequence.check_stop(index)
+            if sequence.finish_reason is not None:
                 return
 
     def _finish(self, sequence: Sequence, reason: FinishReason, event: TokenEvent | None = None) -> None:

@@ -54,6 +54,8 @@ class Sequence:
         """full pages known to the tree"""
         self.stop_check: StopCheck | None = request.stop_check
         self.token_mask: TokenMask | None = request.token_mask
+        self.is_fed = False
+        """the token that is sampled is already in the next forward pass"""
         self.mask_row: Any = None
         """for the token sampled next: int32 [ceil(vocab / 32)], None when all are allowed, or what the mask raised"""
         self.finish_reason: FinishReason | None = None

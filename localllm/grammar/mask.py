@@ -98,9 +98,25 @@ class GrammarMask:
         self._matcher.consume_tokens(ids)
         return len(ids)
 
-    def forced(self) -> list[int]:
+    def forced(self, last: int | None = None) -> list[int]:
         """See `request.TokenMask`."""
-        return [] if self.is_done else self._matcher.compute_ff_tokens()
+        following = [] if self.is_done else self._matcher.compute_ff_tokens()
+        if last is None:
+            return following
+        return (self._respelled(last) if following else None) or [last, *following]
+
+    def _respelled(self, last: int) -> list[int] | None:
+        """The last id and the text that is forced after it, as the tokenizer spells them; None when so it begins."""
+        if last in self._vocabulary.special_ids:
+            return None
+        backend = self._vocabulary.backend
+        text = backend.decode_bytes([last])
+        ids, _ = backend.tokenize_partial(text + self._matcher.compute_ff_bytes())
+        if not ids or ids[0] == last or len(backend.decode_bytes(ids)) < len(text):
+            return None
+        before = self._matcher.deep_copy()
+        before.rollback(1)
+        return ids if before.validate_tokens(ids) == len(ids) else None
 
     @property
     def is_done(self) -> bool:

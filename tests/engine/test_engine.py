@@ -341,8 +341,8 @@ def test_masks_are_obeyed():
         def accept(self, token_id):
             self.seen.append(token_id)
 
-        def forced(self):
-            return []
+        def forced(self, last=None):
+            return [] if last is None else [last]
 
     one = request([1, 2, 3])
     one.token_mask = Only()

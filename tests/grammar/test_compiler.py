@@ -144,6 +144,27 @@ def test_literals_of_ours_name_control_tokens_by_id(smollm2: Compiler) -> None:
     assert smollm2.words(plain=True).literal('a"<|im_start|>b') == '"a\\"<|im_start|>b"'
 
 
+def test_what_was_sampled_is_spelled_as_the_tokenizer_would(smollm2: Compiler) -> None:
+    """A branch taken with a short token: the rest is known, and so is how it is written."""
+    tokenizer = smollm2._tokenizer
+    mask = mask_of(smollm2, "choice", ["store_weather!", "now", "sun"])
+    (letter,) = tokenizer.encode("st")
+    mask.accept(letter)
+    before = allowed(smollm2, mask)
+    ids = mask.forced(letter)
+    assert ids[0] != letter and tokenizer.decode(ids).startswith("store_weath")
+    assert ids == tokenizer.encode("store_weather!")[: len(ids)]
+    assert allowed(smollm2, mask) == before  # nothing was taken back yet
+    mask.rollback(1)
+    for index in ids:
+        assert index in allowed(smollm2, mask)
+        mask.accept(index)
+    (whole,) = tokenizer.encode("now")
+    mask = mask_of(smollm2, "choice", ["now we", "sun"])
+    mask.accept(whole)
+    assert mask.forced(whole)[0] == whole
+
+
 def test_forks_go_their_own_ways_and_ids_can_be_taken_back(smollm2: Compiler) -> None:
     mask = mask_of(smollm2, "json_schema", PERSON)
     for index in smollm2._tokenizer.encode('{"name": "Bo'):
