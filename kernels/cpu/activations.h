@@ -142,7 +142,7 @@ static int prepare_activations(const ll_weight *w, activations *a)
     a->floats = copy ? job.floats : a->x;
     a->stride = copy ? w->blocks * BLOCK : w->k;
     if (a->exact && !copy && !has_min) return 0;
-    if (a->m < 4) prepare_rows(&job, 0, a->m, 0);
+    if (a->m < 2 || a->m * w->blocks < 128) prepare_rows(&job, 0, a->m, 0);
     else pool_run(prepare_rows, &job, a->m);
     return 0;
 }

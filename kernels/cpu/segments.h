@@ -142,7 +142,8 @@ static int mlp_locked(const ll_mlp_layer *l, const ll_linear_op *next, int64_t m
         hint_next(&l->down, m);
         if (linear_parts(&l->gate_up, normed, rows, NULL, gate_up)) return -1;
         row_job job = {.x = gate_up, .y = acted, .inner = 1, .dim = l->intermediate, .flag = (int)l->gelu};
-        run_rows(activate_rows, &job, rows);
+        if (rows * l->intermediate < 4096) activate_rows(&job, 0, rows, 0);
+        else pool_run(activate_rows, &job, rows); /* an exponential each */
         hint_next(next, m);
         if (linear_onto(&l->down, &l->post_norm, acted, rows, x, normed)) return -1;
     }
