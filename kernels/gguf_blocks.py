@@ -6,6 +6,7 @@ float16 scale, `m`/`dmin` its float16 minimum. "Planar" means: the low nibbles a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
@@ -57,9 +58,15 @@ def _crumbs(q: Tensor) -> Tensor:
     return (q >> constant((0, 2, 4, 6), torch.uint8, q.device).view(1, 1, 4, 1)) & 3
 
 
-@cache
 def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A table that stays on the device: making it anew would be a copy from the host, which no CUDA graph can hold."""
+    # -0.0 and 0.0 are equal and have one hash: the tables of E2M1 and of GGUF's FP4, which differ in that, would be one
+    signs = tuple(math.copysign(1.0, value) for value in values)
+    return _constant(values, signs, dtype, device)
+
+
+@cache
+def _constant(values: tuple[float, ...], signs: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.tensor(values, dtype=dtype, device=device)
 

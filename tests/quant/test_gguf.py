@@ -209,3 +209,12 @@ def test_fusing_keeps_every_row() -> None:
         assert torch.equal(dequantize(whole), torch.cat([dequantize(p) for p in parts]))
     other = load(random_rows("Q4_0", 3, 2, sound=True), "Q4_0", (3, 64))
     assert fuse([other, load(random_rows("Q8_0", 3, 2, sound=True), "Q8_0", (3, 64))]) is None
+
+
+def test_a_table_with_minus_zero_is_another_table() -> None:
+    """Both are kept between calls; 0.0 == -0.0 once made one of them the other."""
+    from localllm.kernels.gguf_blocks import constant
+
+    cpu = torch.device("cpu")
+    plus, minus = (constant((zero, 1.0), torch.float32, cpu) for zero in (0.0, -0.0))
+    assert [bool(torch.signbit(table[0])) for table in (plus, minus)] == [False, True]
