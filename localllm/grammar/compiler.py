@@ -67,6 +67,7 @@ class Compiler:
         self._control = ControlText({**used, **tokenizer.control_text.ids})
         self._vocabulary: Vocabulary | None = None
         self._lock = threading.Lock()
+        self._compiling = threading.Lock()
         self._cache: OrderedDict[bytes, _Compiled] = OrderedDict()
         self._refused: OrderedDict[bytes, str] = OrderedDict()
         self._nbytes = 0
@@ -103,32 +104,41 @@ class Compiler:
     def mask(self, source: Source) -> GrammarMask:
         """A mask at the beginning of the grammar. Raises InvalidConstraint, its `param` the source's."""
         key = source.key
-        with self._lock:
-            vocabulary = self._prepared()
-            compiled = self._cache.get(key)
-            if compiled is None:
-                compiled = self._compile(source, key, vocabulary)
-            self._cache.move_to_end(key)
-            return GrammarMask(compiled.matcher.deep_copy(), vocabulary, strips=compiled.strips)
+        mask = self._kept(source, key)
+        if mask is None:
+            with self._compiling:  # those whose grammar is known do not wait for those whose grammar is new
+                mask = self._kept(source, key) or self._compile(source, key)
+        return mask
 
-    def _compile(self, source: Source, key: bytes, vocabulary: Vocabulary) -> _Compiled:
-        why = self._refused.get(key)
-        if why is not None:
-            raise _error(source, why)
+    def _kept(self, source: Source, key: bytes) -> GrammarMask | None:
+        """From what was compiled before. Raises what was refused before."""
+        with self._lock:
+            why, compiled = self._refused.get(key), self._cache.get(key)
+            if why is not None:
+                raise _error(source, why)
+            if compiled is None:
+                return None
+            self._cache.move_to_end(key)
+            return GrammarMask(compiled.matcher.deep_copy(), self._prepared(), strips=compiled.strips)
+
+    def _compile(self, source: Source, key: bytes) -> GrammarMask:
+        vocabulary = self.vocabulary
         try:
             grammar, nbytes = _check(source)
             matcher = self._matcher(grammar if source.run_text is None else source.run_text, vocabulary)
         except _Refused as refused:
-            self._refused[key] = str(refused)
-            while len(self._refused) > MAX_REFUSALS:
-                self._refused.popitem(last=False)
+            with self._lock:
+                self._refused[key] = str(refused)
+                while len(self._refused) > MAX_REFUSALS:
+                    self._refused.popitem(last=False)
             raise _error(source, str(refused)) from None
         compiled = _Compiled(matcher, BASE_BYTES + nbytes, source.kind == "grammar")
-        self._cache[key] = compiled
-        self._nbytes += compiled.nbytes
-        while len(self._cache) > 1 and (self._nbytes > MAX_CACHE_BYTES or len(self._cache) > MAX_CACHE_ENTRIES):
-            self._nbytes -= self._cache.popitem(last=False)[1].nbytes
-        return compiled
+        with self._lock:
+            self._cache[key] = compiled
+            self._nbytes += compiled.nbytes
+            while len(self._cache) > 1 and (self._nbytes > MAX_CACHE_BYTES or len(self._cache) > MAX_CACHE_ENTRIES):
+                self._nbytes -= self._cache.popitem(last=False)[1].nbytes
+            return GrammarMask(matcher.deep_copy(), vocabulary, strips=compiled.strips)
 
     def _matcher(self, grammar: str, vocabulary: Vocabulary) -> LLMatcher:
         from llguidance import LLMatcher

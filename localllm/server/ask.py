@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 from starlette.requests import Request
@@ -39,8 +40,9 @@ async def open_chat(service: Service, request: Request, body: ChatRequest) -> Ch
         )
         wish = Wish(bool(body.stream), splits_reasoning=True, cache_salt=body.cache_salt or "")
         if bound:
-            wish.more["shape"] = await service.in_thread(
-                lambda: llm.shape(prompt, chat=True, constraint=bound.constraint, tool_use=bound.tool_use)
+            # not in the threads that make token ids: compiling may take two seconds
+            wish.more["shape"] = await asyncio.to_thread(
+                llm.shape, prompt, chat=True, constraint=bound.constraint, tool_use=bound.tool_use
             )
         (turn,) = await service.start(place, [prompt], params, wish)
     return Chat(turn, place.offer.name, place)

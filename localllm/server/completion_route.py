@@ -84,7 +84,7 @@ async def open_completion(
         ids = await encode_all(service, place.llm, prompts)
         wish, llm, bound = Wish(bool(body.stream), cache_salt=body.cache_salt or ""), place.llm, wanted(body)
         if bound.constraint is not None:
-            wish.more["shape"] = await service.in_thread(lambda: llm.shape((), chat=False, constraint=bound.constraint))
+            wish.more["shape"] = await asyncio.to_thread(llm.shape, (), chat=False, constraint=bound.constraint)
         try:
             await service.start(place, ids, params, wish)
         except ContextTooLong as error:

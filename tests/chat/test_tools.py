@@ -253,15 +253,11 @@ SNIPPETS = sorted(
 )  # fmt: skip
 
 
-@given(
-    st.sampled_from([*BY_NAME]),
-    st.lists(st.one_of(st.sampled_from(SNIPPETS), st.text(max_size=5)), max_size=14).map("".join),
-    st.lists(st.integers(0, 300), max_size=12),
-    st.booleans(),
-)
-@settings(max_examples=400)
-@example("hermes", '<tool_call>{"name": "now"}</tool_call>' * 20, [5, 40], False)
-def test_any_cut_gives_the_same(name: str, text: str, places: list[int], streams: bool) -> None:
+TEXTS = st.lists(st.one_of(st.sampled_from(SNIPPETS), st.text(max_size=5)), max_size=14).map("".join)
+CUTS = st.lists(st.integers(0, 300), max_size=12)
+
+
+def check_any_cut(name: str, text: str, places: list[int], streams: bool) -> None:
     tool_format = BY_NAME[name]
     edges = [0, *sorted(min(place, len(text)) for place in places), len(text)]
     pieces = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
@@ -272,6 +268,19 @@ def test_any_cut_gives_the_same(name: str, text: str, places: list[int], streams
         assert all(isinstance(json_loads(arguments), dict) for _, arguments in whole[2])
     if not whole[2] and name != "harmony":
         assert whole == (text, "", [])
+
+
+@given(st.sampled_from([*BY_NAME]), TEXTS, CUTS, st.booleans())
+@settings(max_examples=300)
+@example("hermes", '<tool_call>{"name": "now"}</tool_call>' * 20, [5, 40], False)
+def test_any_cut_gives_the_same(name: str, text: str, places: list[int], streams: bool) -> None:
+    check_any_cut(name, text, places, streams)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*BY_NAME])
+def test_any_cut_gives_the_same_at_length(name: str) -> None:
+    settings(max_examples=2000)(given(st.just(name), TEXTS, CUTS, st.booleans())(check_any_cut))()
 
 
 PLAIN = st.text(st.sampled_from("ab .,é\n"), max_size=12).map(str.strip)

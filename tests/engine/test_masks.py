@@ -136,12 +136,13 @@ def test_children_have_masks_of_their_own(preempt_every):
         assert answers[index] == ids_of(run(make(), masked(list(range(10)), temperature=1.5, seed=4 + index))[0])
 
 
-def test_iso_01_02_neighbours_of_masked_requests():
+@pytest.mark.parametrize("rounds", [3, pytest.param(200, marks=pytest.mark.slow)])
+def test_iso_01_02_neighbours_of_masked_requests(rounds):
     """Free requests beside masked ones and in places that masked ones left say what they say alone."""
     victims = [list(range(n, n + 9)) for n in range(6)]
     reference = [alone(v) for v in victims]
     engine = make(max_parallel=3)
-    for _ in range(4):
+    for _ in range(rounds):
         requests = []
         for victim in victims:
             requests += [

@@ -395,6 +395,26 @@ def test_the_child_comes_back(smollm2: Compiler) -> None:
     assert refusal(smollm2, "regex", "reopened") is None
 
 
+def test_known_grammars_do_not_wait_for_new_ones(smollm2: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    mask_of(smollm2, "regex", "known")
+    go, began = threading.Event(), threading.Event()
+    check = compiler_module._check
+
+    def slow(source: Any) -> tuple[str, int]:
+        began.set()
+        assert go.wait(30)
+        return check(source)
+
+    monkeypatch.setattr(compiler_module, "_check", slow)
+    new = threading.Thread(target=lambda: mask_of(smollm2, "regex", "new one"))
+    new.start()
+    assert began.wait(30)
+    mask_of(smollm2, "regex", "known")
+    assert new.is_alive()
+    go.set()
+    new.join()
+
+
 def test_threads_share_a_compiler(smollm2: Compiler) -> None:
     failures: list[BaseException] = []
 
