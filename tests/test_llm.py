@@ -51,7 +51,7 @@ def test_smollm2_gives_the_tokens_of_transformers(exact_smollm2):
 
 
 def test_gemma_gives_the_tokens_of_transformers(exact_gemma):
-    compare(exact_gemma, golden("gemma3-270m")[:3])
+    compare(exact_gemma, golden("gemma3-270m")[:2])
 
 
 @pytest.mark.slow
@@ -74,6 +74,7 @@ def test_defaults_cost_little_smollm2(exact_smollm2, smollm2):
     assert mean_kl(exact_smollm2, smollm2, golden("smollm2")[:3]) <= 0.002
 
 
+@pytest.mark.slow
 def test_defaults_cost_little_gemma(exact_gemma, gemma_path):
     with LLM(gemma_path, ctx=2048) as llm:
         assert mean_kl(exact_gemma, llm, golden("gemma3-270m")[:1]) <= 0.002
