@@ -97,7 +97,7 @@ def serve(
     prefixes = [params.read_text(path, "--pin-prefix") for path in pin_prefix or ()]
     prefixes += [preset.system for preset in config.presets.values() if preset.system]
     choices = [here(env, config, name) for name in (*(models or ()), *(pin or ()))]
-    default, offers = offered(env, config, choices, alias or ())
+    default, offers = offered(env, config, choices, alias or (), every=not models)
     named = tuple(dict.fromkeys(choice.shown for choice in choices))
     options = server.ServeOptions(
         host=config.server.host,

@@ -1,0 +1,359 @@
+"""What HTTP costs: streaming and first token against the bare engine, small requests, health under load, endings.
+
+    python benchmarks/server.py [MODEL] [--json FILE] [--repeat 5] [--quick]
+
+Server and client are processes of their own; the server computes with one thread, so that on two cores the client has
+the other. Engine and server are measured in turns. Rows are medians with the line they should meet; run it on an
+otherwise quiet machine. What schemas and grammars cost is measured by benchmarks/structured.py, an hour under load by
+benchmarks/soak.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import json
+import os
+import platform
+import random
+import resource
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from server_client import Connection, Server, pulse
+
+MESSAGES = [{"role": "user", "content": "Write about the sea."}]
+TOKENS = {1: 128, 32: 48}
+OTHER = "gemma3-270m"
+"""the model that is loaded while /health is asked"""
+Rows = list[dict[str, Any]]
+
+
+def engine_main(model: str) -> None:
+    """The bare engine in a process of its own: a line of JSON in, a line out."""
+    from localllm import LLM, SamplingParams
+
+    with LLM(model, threads=1, ctx=1024, max_parallel=32) as llm:
+        llm.generate("warm up", SamplingParams(max_tokens=4))
+        print("ready", flush=True)
+        for line in sys.stdin:
+            print(json.dumps(engine_run(llm, *json.loads(line))), flush=True)
+
+
+def engine_run(llm: Any, count: int, tokens: int) -> tuple[float, float]:
+    """(tokens per second, seconds to the first token) of equal conversations side by side, nobody reading."""
+    from localllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    done = threading.Semaphore(0)
+    firsts: dict[int, float] = {}
+
+    def listen(number: int, piece: Any) -> None:
+        if piece.token_ids:
+            firsts.setdefault(number, time.perf_counter() - started)
+        if piece.finish_reason is not None:
+            done.release()
+
+    started = time.perf_counter()
+    for number in range(count):
+        prompt = llm.encode_chat(MESSAGES)
+        llm.submit(prompt, params, splits_reasoning=True, listener=partial(listen, number))
+    for _ in range(count):
+        done.acquire()
+    return count * tokens / (time.perf_counter() - started), statistics.median(firsts.values())
+
+
+class Engine:
+    """That process, asked from here."""
+
+    def __init__(self, model: str) -> None:
+        command = [sys.executable, __file__, model, "--engine"]
+        environment = dict(os.environ) | {"OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        assert self._process.stdout is not None and self._process.stdout.readline() == "ready\n"
+
+    def measure(self, streams: int) -> tuple[float, float]:
+        """(tokens per second, seconds to the first token)"""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps([streams, TOKENS[streams]]) + "\n")
+        self._process.stdin.flush()
+        tps, first = json.loads(self._process.stdout.readline())
+        return tps, first
+
+    def close(self) -> None:
+        """End it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+
+async def streams(port: int, count: int, model: str) -> tuple[float, float]:
+    """The same over HTTP, every token an event."""
+    connections = [await Connection(port).open() for _ in range(count)]
+    body = {"model": model, "messages": MESSAGES, "temperature": 0, "max_tokens": TOKENS[count], "ignore_eos": True}
+    started = time.perf_counter()
+    results = await asyncio.gather(*[c.stream("/v1/chat/completions", body) for c in connections])
+    took = time.perf_counter() - started
+    for connection in connections:
+        connection.close()
+    return count * TOKENS[count] / took, statistics.median(first for first, _, _ in results)
+
+
+async def many_small(port: int, seconds: float) -> float:
+    """Requests per second of 16 tokens through 32 connections."""
+    body = {"prompt": [5, 6, 7, 8], "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+    done = 0
+
+    async def loop() -> None:
+        nonlocal done
+        connection = await Connection(port).open()
+        while time.perf_counter() < end:
+            status, _ = await connection.post("/v1/completions", body)
+            assert status == 200
+            done += 1
+        connection.close()
+
+    end = time.perf_counter() + seconds
+    await asyncio.gather(*[loop() for _ in range(32)])
+    return done / seconds
+
+
+async def health_while(port: int, path: str, body: Any, status: int) -> tuple[list[float], float]:
+    """(seconds of /health while a request runs, its own seconds)"""
+    done = asyncio.Event()
+    watching = asyncio.ensure_future(pulse(port, done, 0.01))
+    await asyncio.sleep(0.3)
+    started = time.perf_counter()
+    got, data = await (await Connection(port).open()).post(path, body)
+    took = time.perf_counter() - started
+    assert got == status, data[:300]
+    done.set()
+    return await watching, took
+
+
+async def health_while_loading(port: int) -> list[float]:
+    """The same while a second model is loaded for its first request."""
+    times, _ = await health_while(
+        port, "/v1/completions", {"model": "gemma3-270m", "prompt": "x", "max_tokens": 1}, 200
+    )
+    return times
+
+
+async def refusals(port: int) -> list[float]:
+    """Seconds of every 429 in a burst of 64 against 8 running and 16 waiting."""
+    connections = [await Connection(port).open() for _ in range(64)]
+    body = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True}
+    late: list[float] = []
+
+    async def one(connection: Connection) -> None:
+        started = time.perf_counter()
+        status, _ = await connection.post("/v1/completions", body)
+        if status == 429:
+            late.append(time.perf_counter() - started)
+
+    await asyncio.gather(*[one(c) for c in connections])
+    for connection in connections:
+        connection.close()
+    return late
+
+
+async def disconnects(port: int, count: int) -> float:
+    """Seconds from the last of so many random disconnects until every gauge is at rest."""
+    draw = random.Random(1)
+    places = asyncio.Semaphore(32)
+
+    async def one() -> None:
+        async with places:
+            connection = await Connection(port).open()
+            body = {"prompt": [draw.randrange(260) for _ in range(20)], "max_tokens": 200, "ignore_eos": True}
+            connection.send("POST", "/v1/completions", body | {"stream": draw.random() < 0.5})
+            await asyncio.sleep(draw.random() * 0.1)
+            connection.close()
+
+    await asyncio.gather(*[one() for _ in range(count)])
+    started = time.perf_counter()
+    connection = await Connection(port).open()
+    while True:
+        _, page = await connection.get("/metrics")
+        values = dict(line.rsplit(" ", 1) for line in page.decode().splitlines() if not line.startswith("#"))
+        named = {name.split("{")[0]: float(value) for name, value in values.items()}
+        rest = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+        if (
+            not any(named[name] for name in rest)
+            and named["localllm:kv_pages_total"] == named["localllm:kv_pages_free"]
+        ):
+            connection.close()
+            return time.perf_counter() - started
+
+
+async def slow_clients(port: int, seconds: float) -> tuple[list[float], float, float]:
+    """(seconds of /health, requests per second alone, with 1,000 slow connections)"""
+    alone = await many_small(port, 5)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    starts = [
+        b"",
+        b"POST /v1",
+        head,
+        head + b"Content-Length: 9999\r\n\r\n{",
+        b"GET /ping HTTP/1.1\r\nHost: localhost\r\n\r\n\0junk",
+    ]
+    socks = []
+    for start in starts:
+        for _ in range(200):
+            sock = socket.create_connection(("127.0.0.1", port))
+            sock.send(start)
+            socks.append(sock)
+    done = asyncio.Event()
+    watching = asyncio.ensure_future(pulse(port, done, 0.05))
+    beside = await many_small(port, seconds)
+    done.set()
+    times = await watching
+    for sock in socks:
+        sock.close()
+    return times, alone, beside
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The value below which this share lies."""
+    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
+
+
+def tiny_model(folder: Path) -> Path:
+    """T: about a hundred thousand random weights."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests/checkpoint"))
+    import tiny_models
+
+    path: Path = tiny_models.tiny_gguf(folder / "tiny.gguf", "Q8_0")
+    return path
+
+
+def measure(model: str, repeat: int, quick: bool, row: Callable[..., None]) -> None:
+    """Everything."""
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        options = ("--threads", "1", "--ctx", "1024", "--parallel", "32")
+        engine = Engine(model)
+        (home / "m").mkdir()
+        with Server(home / "m", model, *options) as server:
+            for count, line in ((1, 5.0), (32, 10.0)):
+                bare, http, added = [], [], []
+                for _ in range(repeat):
+                    first = engine.measure(count)
+                    second = asyncio.run(streams(server.port, count, model))
+                    bare.append(first[0])
+                    http.append(second[0])
+                    added.append(1000 * (second[1] - first[1]))
+                cost = 100 * (1 - statistics.median(http) / statistics.median(bare))
+                row(f"engine alone, {count} streams", bare, "-", True, "tok/s")
+                row(f"over HTTP, {count} streams", http, "-", True, "tok/s")
+                row(f"HTTP costs, {count} streams", [cost], f"<= {line:g}", cost <= line, "%")
+                if count == 1:
+                    median = statistics.median(added)
+                    row("HTTP adds to the first token", added, "<= 5", median <= 5, "ms")
+        engine.close()
+        health(model, home, row)
+        small(home, repeat, quick, row)
+
+
+def health(model: str, home: Path, row: Callable[..., None]) -> None:
+    """/health beside work that holds on to the interpreter."""
+    (home / "h").mkdir()
+    schema = {"type": "object", "properties": {f"p{i}": {"enum": [f"{i}-{j}" for j in range(60)]} for i in range(60)}}
+    structured = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+    text = "the quick brown fox " * 25_000
+    many = [{"role": r, "content": "x" * 20} for _ in range(500) for r in ("user", "assistant")]
+    cases: list[tuple[str, str, Any, int]] = [
+        ("a 100k-token tokenise", "/tokenize", {"prompt": text}, 200),
+        ("a 1,000-message request", "/v1/chat/completions", {"messages": many, "max_tokens": 1}, 400),
+        ("a schema compile", "/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 2, **structured}, 200),
+    ]  # fmt: skip
+    with Server(home / "h", "--pin", model, "--threads", "1", "--ctx", "8192") as server:
+        for name, path, body, status in cases:
+            times, took = asyncio.run(health_while(server.port, path, {"model": model} | body, status))
+            show_health(f"{name} ({took:.1f} s)", times, row)
+        show_health("a model load", asyncio.run(health_while_loading(server.port)), row)
+
+
+def show_health(what: str, times: list[float], row: Callable[..., None]) -> None:
+    """Two rows."""
+    p99, most = 1000 * percentile(times, 0.99), 1000 * max(times)
+    row(f"health during {what}: p99", [p99], "< 100", p99 < 100, "ms")
+    row(f"health during {what}: max", [most], "< 500", most < 500, "ms")
+
+
+def small(home: Path, repeat: int, quick: bool, row: Callable[..., None]) -> None:
+    """The tiny model: what is left is the server."""
+    path = tiny_model(home)
+    (home / "s").mkdir()
+    with Server(home / "s", str(path), "--threads", "1", "--parallel", "32") as server:
+        asyncio.run(many_small(server.port, 2))
+        rates = [asyncio.run(many_small(server.port, 3 if quick else 10)) for _ in range(repeat)]
+        row("T: requests of 16 tokens, 32 connections", rates, ">= 300", statistics.median(rates) >= 300, "req/s")
+        settled = asyncio.run(disconnects(server.port, 200 if quick else 2000))
+        row("T: at rest after random disconnects", [settled], "<= 2", settled <= 2, "s")
+        times, alone, beside = asyncio.run(slow_clients(server.port, 5 if quick else 30))
+        p99, kept = 1000 * percentile(times, 0.99), 100 * beside / alone
+        row("T: health beside 1,000 slow clients: p99", [p99], "< 50", p99 < 50, "ms")
+        row("T: throughput beside 1,000 slow clients", [kept], ">= 90", kept >= 90, "%")
+        ended = server.stop()
+        row("T: idle server ends", [ended], "<= 2", ended <= 2, "s")
+    (home / "q").mkdir()
+    with Server(home / "q", str(path), "--threads", "1", "--parallel", "8", "--max-queue", "16") as server:
+        late = [x for _ in range(1 if quick else 5) for x in asyncio.run(refusals(server.port))]
+        p99 = 1000 * percentile(late, 0.99)
+        row("T: a refusal in a burst of 64: p99", [p99], "<= 100", p99 <= 100, "ms")
+
+
+def main() -> None:
+    """Parse, measure, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="smollm2")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="shorter runs, for a look")
+    parser.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.engine:
+        engine_main(options.model)
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else max(soft, 65536), hard))
+    rows: Rows = []
+
+    def row(name: str, values: list[float], line: str, holds: bool, unit: str) -> None:
+        value = statistics.median(values)
+        rows.append({"name": name, "median": value, "unit": unit, "runs": values, "line": line, "holds": holds})
+        print(f"{name:58} {value:9.2f} {unit:6} line {line:7} {'ok' if holds else 'MISSED'}", flush=True)
+
+    measure(options.model, options.repeat, options.quick, row)
+    document = {
+        "schema": "localllm.server-benchmark/1",
+        "date": datetime.date.today().isoformat(),
+        "command": "python benchmarks/server.py " + " ".join(sys.argv[1:]),
+        "load": os.getloadavg()[0],
+        "versions": {n: metadata.version(n) for n in ("localllm", "torch", "uvicorn", "starlette")}
+        | {"python": platform.python_version()},
+        "rows": rows,
+    }
+    if options.json:
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()
