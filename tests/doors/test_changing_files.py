@@ -107,16 +107,20 @@ def test_file_05_what_remains_ends_with_a_word(tmp_path: Path) -> None:
     path.write_bytes(b"x" * 8192)
     code = f"""
 import mmap, os
+from unittest.mock import MagicMock
 from localllm.cli import program
 
+def crash(*args, **options):
+    with open({str(path)!r}, "rb") as file:
+        view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    os.truncate({str(path)!r}, 0)
+    view[5000]
+
 def door(app):
-    class Command:
-        def main(self):
-            with open({str(path)!r}, "rb") as file:
-                view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            os.truncate({str(path)!r}, 0)
-            view[5000]
-    return Command()
+    command = MagicMock()
+    command.params = []
+    command.main.side_effect = crash
+    return command
 
 program.typer.main.get_command = door
 program.main()
