@@ -111,4 +111,6 @@ def sanitize(message: str) -> str:
     """Without memory addresses, absolute paths and control characters (ERR-01)."""
     message = re.sub(r"0x[0-9a-fA-F]{4,}", "0x…", message)
     message = _PATHS.sub("…", message)
+    if message.isprintable():
+        return message
     return "".join(c if c.isprintable() or c == "\n" else "�" for c in message)
