@@ -202,6 +202,11 @@ class Residents:
         plain = name.removesuffix(":latest")  # what Ollama's clients add
         return next((o for o in self._offers if plain == o.name or name in o.aliases or plain in o.aliases), None)
 
+    @property
+    def only(self) -> Offer | None:
+        """The one model there is, where there is one and it is known."""
+        return self._offers[0] if len(self._offers) == 1 else None
+
     def find(self, name: str) -> Offer:
         """The offer of that name or alias. May read the disk; raises ModelNotFound."""
         offer = self.known(name)

@@ -91,15 +91,19 @@ class Admission:
 
     def reserve(self, client: str, *, priority: int = 0, cost: int = 1, deadline: float | None = None) -> Ticket:
         """A place for a request. Raises ApiError 429 when there is none."""
+        self.check()
+        self.num_reserved += 1
+        self._numbers += 1
+        return Ticket(self, client, priority, cost, deadline, self._numbers)
+
+    def check(self) -> None:
+        """Raise ApiError 429 when there is no place."""
         if self.num_reserved >= self.parallel + self.max_queue:
             full = f"{self.num_reserved} requests are being answered or waiting, which is the limit"
             raise ApiError(
                 429, f"The server is busy: {full}.", "rate_limit_error", "queue_full",
                 retry_after=1 + min(4, self.max_queue // max(1, 4 * self.parallel)),
             )  # fmt: skip
-        self.num_reserved += 1
-        self._numbers += 1
-        return Ticket(self, client, priority, cost, deadline, self._numbers)
 
     def _enqueue(self, ticket: Ticket) -> None:
         self._waiting.append(ticket)

@@ -159,6 +159,14 @@ class Service:
             desk = self._admissions[name] = Admission(self.options.parallel, self.options.max_queue)
         return desk
 
+    def check_room(self) -> None:
+        """Raise ApiError 503 or 429 where that is certain before the body is read: most refusals are made here."""
+        if self.is_draining:
+            self.check_ready()
+        only = self.residents.only
+        if only is not None:
+            self.admission(only.name).check()
+
     def admissions(self) -> dict[str, Admission]:
         """All queues, by model."""
         return dict(self._admissions)
@@ -186,6 +194,7 @@ class Service:
         ticket = self.admission(offer.name).reserve(client, priority=priority or 0, cost=cost, deadline=deadline)
         place = Place(offer, ticket, asked)
         try:
+            await asyncio.sleep(0)  # whoever came at the same time is refused before anybody's text is read
             place.lease = await self.lease(offer)
             yield place
         except BaseException:

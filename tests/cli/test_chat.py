@@ -54,7 +54,10 @@ class Line:
         while text not in self.seen + self.errors.read_text():
             assert time.monotonic() < end, self.seen + self.errors.read_text()
             if select.select([self._fd], [], [], 0.05)[0]:
-                self.seen += os.read(self._fd, 65536).decode(errors="replace")
+                try:
+                    self.seen += os.read(self._fd, 65536).decode(errors="replace")
+                except OSError:  # the child closed the terminal: what it said last is already in the file
+                    assert text in self.seen + self.errors.read_text(), self.seen + self.errors.read_text()
         return self.seen
 
     def send(self, text: str) -> None:
