@@ -1,18 +1,20 @@
 # make chat                     set up, then talk to a model        make chat ARGS='qwen --temp 0'
-# make test                     set up, then the tests              make test ARGS='tests/engine -x'
+# make test                     set up, then the tests              make test ARGS='tests/engine -x'   JOBS=0: in one process
 # make test-all                 the slow ones too                   make lint / make format
 # make test-aot                 kernels compiled for every card     make test-aot TRITON=3.6   with that Triton
 # make screenshots              draw the pictures in docs/screens anew; look at them
 # PYTHON=/path/to/python3.12    which Python .venv is made with (3.11 or newer)
 SHELL := bash
+JOBS ?= 2
 export PYTHON
+unexport PYTHONDONTWRITEBYTECODE  # every process would compile hundreds of modules again
 .PHONY: chat test test-all test-aot lint format screenshots models setup dev
 
 chat: setup
 	@exec .venv/bin/localllm chat $(ARGS)
 
 test: models
-	@exec .venv/bin/pytest --durations=15 $(ARGS)
+	@exec .venv/bin/pytest -n $(JOBS) --dist worksteal --durations=15 $(ARGS)
 
 test-all: models
 	@exec .venv/bin/pytest --durations=25 -m '' -o faulthandler_timeout=3000 $(ARGS)

@@ -40,6 +40,8 @@ def _isolate(home: Path) -> None:
     """
     for name in [n for n in os.environ if n.startswith(("LOCALLLM_", "HF_", "HUGGING_FACE_"))]:
         del os.environ[name]
+    for name in os.environ.keys() & {"LINES", "COLUMNS"}:  # readline exports what it found: no width of anybody's
+        del os.environ[name]
     os.environ |= {
         "LOCALLLM_HOME": str(home),
         "LOCALLLM_TESTING": "1",

@@ -124,7 +124,7 @@ def _open_other_safetensors(folder: Path, names: set[str], safetensors: list[str
     if pickles:
         raise _refuse_pickle(folder / pickles[0])
     raise ModelNotFound(
-        f"{shown(folder)} holds no model (no .safetensors, no .gguf)", "localllm ls lists the models here"
+        f"{shown(folder, 500)} holds no model (no .safetensors, no .gguf)", "localllm ls lists the models here"
     )
 
 

@@ -276,6 +276,9 @@ def full_screen(env: Env, config: UserConfig, start: Start) -> int:
 
         backend = backend_of(env, config, start)
         os.environ.setdefault("ESCDELAY", "50")
+        if "TEXTUAL_DRIVER" not in os.environ:  # a shell that exports them would fix the size for ever
+            for name in ("LINES", "COLUMNS"):
+                os.environ.pop(name, None)
         app = ChatApp(
             backend,
             start.conversation,

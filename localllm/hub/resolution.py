@@ -188,10 +188,10 @@ def _as_path(text: str) -> Path | None:
         exists = path.exists()
     except (RuntimeError, OSError) as error:
         raise ModelNotFound(
-            f"no file or folder {shown(text)}", "localllm ls lists the models on this machine"
+            f"no file or folder {shown(text, 500)}", "localllm ls lists the models on this machine"
         ) from error
     if explicit and not exists:
-        raise ModelNotFound(f"no file or folder {shown(text)}", "localllm ls lists the models on this machine")
+        raise ModelNotFound(f"no file or folder {shown(text, 500)}", "localllm ls lists the models on this machine")
     if explicit or (exists and path.is_dir() and any((path / n).exists() for n in ("config.json", "tokenizer.json"))):
         return path
     return None
