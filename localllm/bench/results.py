@@ -8,10 +8,13 @@ import os
 import platform
 import statistics
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from localllm import paths
 from localllm._version import __version__
@@ -130,14 +133,24 @@ class OtherWork:
 
     def __enter__(self) -> OtherWork:
         self.cores = 0.0
-        self._before = (_busy_s(), sum(os.times()[:4]), os.times().elapsed)
+        self._before = (_busy_s(), _ours_s(), os.times().elapsed)
         return self
 
     def __exit__(self, *error: object) -> None:
-        busy, ours, clock = _busy_s(), sum(os.times()[:4]), os.times().elapsed
+        busy, ours, clock = _busy_s(), _ours_s(), os.times().elapsed
         elapsed = clock - self._before[2]
         if elapsed > 0 and busy:
             self.cores = max(0.0, (busy - self._before[0]) - (ours - self._before[1])) / elapsed
+
+
+def _ours_s() -> float:
+    """Processor seconds of this process and its children: those that ended, and those that run (a peer)."""
+    total = sum(os.times()[:4])
+    with suppress(psutil.Error):
+        for child in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):  # it has just ended: then it is among those that were waited for
+                total += sum(child.cpu_times()[:4])
+    return total
 
 
 def _busy_s() -> float:

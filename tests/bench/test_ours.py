@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 from localllm import LLM, SamplingParams
@@ -122,3 +123,22 @@ def test_what_others_do_is_seen() -> None:
     with OtherWork() as others:
         sum(range(1000))
     assert others.cores >= 0
+
+
+def test_a_child_that_runs_is_no_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    import subprocess
+    import sys
+    import time
+
+    from localllm.bench import results
+
+    child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        monkeypatch.setattr(results, "_busy_s", lambda: before + psutil.Process(child.pid).cpu_times().user)
+        before = 100.0
+        with OtherWork() as others:  # nobody but the child is busy
+            time.sleep(0.3)
+        assert others.cores < 0.2
+    finally:
+        child.kill()
+        child.wait()
