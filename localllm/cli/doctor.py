@@ -228,11 +228,10 @@ def read_log(source: str) -> str:
 
 def _for(env: Env, engine: str, model: str | None, survey: Survey) -> int:
     from localllm.doctor.engines import launch
-    from localllm.doctor.model_kind import model_kind
 
     from . import doctor_view
 
-    found = launch(engine, model_kind(model) if model else None, survey)
+    found = launch(engine, env.config.aliases.get(model, model) if model else None, survey)
     if env.console.as_json:
         env.console.emit("launch/1", doctor_view.launch_json(found))
     else:

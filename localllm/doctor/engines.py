@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from localllm.errors import ConfigError, DeviceError
 
 from .conditions import holds
 from .finding import GIB, Survey, sm
-from .model_kind import ModelKind, suggested
+from .model_kind import ModelKind, asked_for, suggested
 from .rules import Rule, rules
 
 CPU_TPS = 8
@@ -96,10 +97,11 @@ def engine_names() -> list[str]:
     return [engine["name"] for engine in _data()["engine"]]
 
 
-def launch(engine: str, model: ModelKind | None, survey: Survey) -> Launch:
-    """The best known way to start `engine` here. Without a model, one that suits the card.
+def launch(engine: str, model: ModelKind | str | None, survey: Survey) -> Launch:
+    """The best known way to start `engine` here. Without a model, one that suits the card; a name as users give them.
 
-    Raises ConfigError for an engine that is not known, DeviceError where it cannot run.
+    Raises ConfigError for an engine that is not known, DeviceError where it cannot run, ModelNotFound for a name that
+    stands for nothing this engine reads.
     """
     name = ALIASES.get(engine.casefold(), engine.casefold())
     found = next((one for one in _data()["engine"] if one["name"] == name), None)
@@ -117,7 +119,13 @@ def launch(engine: str, model: ModelKind | None, survey: Survey) -> Launch:
     pace = int(survey.machine.cpu.bandwidth / CPU_TPS)
     room = best.free_bytes if best else min(survey.machine.ram_available_bytes, pace)
     capability = best.capability if best else 0
-    asked = model or suggested(room, name == "llama.cpp", capability) or ModelKind("MODEL", "dense", "bf16")
+    gguf = name == "llama.cpp"
+    if isinstance(model, str):
+        model = asked_for(model, room, gguf, capability)
+    asked = model or suggested(room, gguf, capability) or ModelKind("MODEL", "dense", "bf16")
+    command = found["command"]
+    if Path(asked.name).expanduser().exists():
+        command = found.get("local", command)
     too_large = bool(gpus) and asked.size_bytes > 0.92 * room * len(gpus)
     chosen = _chosen(name, asked, too_large, survey)
     values = {"{tp}": str(len(gpus)), "{cores}": str(survey.machine.cpu.cores_usable)}
@@ -129,7 +137,7 @@ def launch(engine: str, model: ModelKind | None, survey: Survey) -> Launch:
         version=found["version"],
         model=asked,
         device=_device(survey),
-        command=found["command"].replace("{model}", shlex.quote(asked.name)),
+        command=command.replace("{model}", shlex.quote(asked.name)),
         env=_pieces(sure, "env", values),
         flags=tuple(_within(piece, asked.context) for piece in _pieces(sure, "flags", values)),
         file=next((entry["file"] for entry in sure if "file" in entry), ""),

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from localllm import catalog, hub
-from localllm.errors import LocalLLMError
-from localllm.hub.names import parse_name
+from localllm.errors import LocalLLMError, ModelNotFound
+from localllm.hub.names import parse_name, shown
 
 MAX_CONFIG_BYTES = 4 << 20
 HYBRID = re.compile(
@@ -93,13 +94,52 @@ def from_catalogue(entry: catalog.Candidate) -> ModelKind:
     )
 
 
+def asked_for(name: str, memory_bytes: int, gguf: bool, capability: int) -> ModelKind:
+    """What a user's name means to an engine that reads GGUF files, or one that does not: its name is what can be opened.
+
+    A path stays. A model of this machine becomes its repository, or its file. A name of the catalogue becomes the
+    repository that suits the memory; where none fits, the smallest. Raises ModelNotFound.
+    """
+    wanted = "GGUF" if gguf else "safetensors"
+    here = [] if Path(name).expanduser().exists() else _here(name)
+    of_kind = [found for found in here if found.path.is_file() is gguf]
+    if of_kind:
+        found = of_kind[0]
+        kind = replace(model_kind(name), format="gguf", known_from="its name") if gguf else model_kind(name)
+        return replace(kind, name=str(found.path) if gguf or not found.repo else found.repo)
+    pool = [c for c in catalog.members(name) if bool(c.quant) is gguf]
+    if pool:
+        smallest = min(pool, key=lambda c: c.download_bytes)
+        return _suited(pool, memory_bytes, capability) or from_catalogue(smallest)
+    starter = catalog.starters().get(name.casefold())
+    if starter is not None and gguf:
+        return replace(_from_name(f"{starter.repos[0]}:{starter.format}"), known_from="the catalogue")
+    if starter is not None or catalog.members(name) or here:
+        other = "--for vllm" if gguf else "--for llama.cpp"
+        raise ModelNotFound(f"no {wanted} files of {name} are known", f"localllm doctor {other} {name}")
+    if "/" not in name and not Path(name).expanduser().exists():
+        raise ModelNotFound(
+            f"{shown(name)!r} is no file here, no name of the catalogue and no repository", "name it as org/repository"
+        )
+    return model_kind(name)
+
+
+def _here(name: str) -> list[hub.local.Found]:
+    """The models of this machine with exactly that name."""
+    try:
+        return hub.local.find(parse_name(name))
+    except LocalLLMError:
+        return []
+
+
 def suggested(memory_bytes: int, gguf: bool, capability: int, family: str = "qwen") -> ModelKind | None:
     """A model worth starting on a card of that size: the newest, then largest, that leaves room for 32k of context."""
-    fitting = [
-        c
-        for c in catalog.members(family)
-        if bool(c.quant) is gguf and c.active_params == c.params and c.need_bytes(32_768) <= 0.92 * memory_bytes
-    ]
+    return _suited([c for c in catalog.members(family) if bool(c.quant) is gguf], memory_bytes, capability)
+
+
+def _suited(pool: Sequence[catalog.Candidate], memory_bytes: int, capability: int) -> ModelKind | None:
+    dense = [c for c in pool if c.active_params == c.params]  # mixtures only where a name stands for nothing else
+    fitting = [c for c in dense or pool if c.need_bytes(32_768) <= 0.92 * memory_bytes]
     if not fitting:
         return None
     order = ("nvfp4", "int4", "fp8", "bf16") if capability >= 100 else ("fp8", "int4", "bf16", "nvfp4")
@@ -137,10 +177,7 @@ def _config(name: str) -> tuple[Path, dict[str, Any]] | None:
     path = Path(name).expanduser()
     folder: Path | None = path if path.is_dir() else None
     if folder is None:
-        try:
-            found = [f for f in hub.local.find(parse_name(name)) if f.path.is_dir()]
-        except LocalLLMError:
-            return None
+        found = [f for f in _here(name) if f.path.is_dir()]
         folder = found[0].path if found else None
     file = folder / "config.json" if folder else None
     try:

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from localllm import catalog, paths
 from localllm.device.fake import PROFILES, fake_host, fake_machine
 from localllm.doctor import Survey, engines
 from localllm.doctor.conditions import KEYS
 from localllm.doctor.engines import Launch, engine_names, launch
 from localllm.doctor.model_kind import ModelKind, model_kind, suggested
 from localllm.doctor.rules import rules
-from localllm.errors import ConfigError, DeviceError
+from localllm.errors import ConfigError, DeviceError, ModelNotFound
 
 GIB = 1 << 30
 DENSE = "nvidia/Qwen3.6-27B-NVFP4"
@@ -196,6 +197,58 @@ def test_suggestions_suit_the_card() -> None:
     assert ampere and ampere.format == "int4"
     assert suggested(10 * GIB, True, 86).format == "gguf"  # type: ignore[union-attr]
     assert suggested(GIB // 4, False, 86) is None
+
+
+@pytest.mark.parametrize(
+    ("engine", "hw", "asked", "command"),
+    [
+        ("vllm", "rtx5090", "qwen", "vllm serve unsloth/Qwen3.8-27B-NVFP4"),
+        ("vllm", "rtx3090", "qwen3-8b", "vllm serve Qwen/Qwen3-8B-AWQ"),
+        ("vllm", "rtx4090", "gpt-oss", "vllm serve openai/gpt-oss-20b"),
+        ("sglang", "h100", "Qwen3-14B", "python -m sglang.launch_server --model-path Qwen/Qwen3-14B-FP8"),
+        ("tensorrt-llm", "rtx5090", "qwen3-8b", "trtllm-serve Qwen/Qwen3-8B-AWQ --backend pytorch"),
+        ("llama.cpp", "rtx3060", "qwen3-8b", "llama-server -hf Qwen/Qwen3-8B-GGUF:Q4_K_M"),
+        ("llama.cpp", "cpu", "smollm2", "llama-server -hf bartowski/SmolLM2-135M-Instruct-GGUF:Q4_1"),
+        ("vllm", "rtx3060", "qwen3-32b", "vllm serve Qwen/Qwen3-32B-AWQ"),  # none fits: the smallest
+        ("vllm", "rtx4090", "someone/Else-7B", "vllm serve someone/Else-7B"),
+    ],
+)
+def test_names_become_what_the_engine_can_open(
+    engine: str, hw: str, asked: str, command: str, empty_home: Path
+) -> None:
+    assert launch(engine, asked, Survey(fake_machine(hw), fake_host(hw))).command == command
+
+
+def test_every_name_of_the_catalogue_becomes_a_repository_or_says_why_not(empty_home: Path) -> None:
+    survey = Survey(fake_machine("rtx5090"), fake_host("rtx5090"))
+    for name in catalog.aliases():
+        commands = []
+        for engine in engine_names():
+            try:
+                found = launch(engine, name, survey)
+            except ModelNotFound as error:
+                assert f"{'GGUF' if engine == 'llama.cpp' else 'safetensors'} files of {name}" in error.message
+                continue
+            assert "/" in found.model.name and (found.model.format == "gguf") is (engine == "llama.cpp"), found.command
+            commands.append(found.command)
+        assert commands, name
+    for unknown in ("qwne", "no-such-model:Q4_K_M"):
+        with pytest.raises(ModelNotFound, match="no repository"):
+            launch("vllm", unknown, survey)
+
+
+def test_models_of_this_machine_are_not_downloaded_again(empty_home: Path) -> None:
+    folder = paths.models_dir() / "mine"
+    folder.mkdir(parents=True)
+    file = folder / "mine-7B.Q4_K_M.gguf"
+    file.write_bytes(b"GGUF")
+    survey = Survey(fake_machine("rtx5090"), fake_host("rtx5090"))
+    made = launch("llama.cpp", "mine", survey)
+    assert made.command == f"llama-server -m {file}" and made.model.format == "gguf"
+    assert launch("llama.cpp", str(file), survey).command == f"llama-server -m {file}"
+    with pytest.raises(ModelNotFound, match="no safetensors files of mine") as error:
+        launch("vllm", "mine", survey)
+    assert error.value.hint == "localllm doctor --for llama.cpp mine"
 
 
 def test_no_more_context_than_the_model_has(empty_home: Path) -> None:
