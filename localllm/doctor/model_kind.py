@@ -95,7 +95,7 @@ def from_catalogue(entry: catalog.Candidate) -> ModelKind:
 
 
 def asked_for(name: str, memory_bytes: int, gguf: bool, capability: int) -> ModelKind:
-    """What a user's name means to an engine that reads GGUF files, or one that does not: its name is what can be opened.
+    """What a name means to an engine that reads GGUF files, or one that does not; its name is what can be opened.
 
     A path stays. A model of this machine becomes its repository, or its file. A name of the catalogue becomes the
     repository that suits the memory; where none fits, the smallest. Raises ModelNotFound.

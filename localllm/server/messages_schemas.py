@@ -159,7 +159,11 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _choice(choice: dict[str, Any]) -> dict[str, Any]:
     kind = choice.get("type")
-    parallel = {"parallel_tool_calls": False} if choice.get("disable_parallel_tool_use") else {}
+    disabled = choice.get("disable_parallel_tool_use")
+    if disabled is not None and not isinstance(disabled, bool):
+        message = "tool_choice.disable_parallel_tool_use is true or false."
+        raise ApiError(400, message, code="invalid_type", param="tool_choice")
+    parallel = {} if disabled is None else {"parallel_tool_calls": not disabled}
     if kind in ("auto", "none"):
         return {"tool_choice": kind, **parallel}
     if kind == "any":

@@ -192,7 +192,7 @@ class Growing:
             "incomplete_details": {"reason": self._reason} if self._reason else None,
             "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
             "max_tool_calls": body.max_tool_calls, "metadata": body.metadata or {}, "model": self._model,
-            "output": json.loads(json.dumps(self.output)), "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "output": json.loads(json.dumps(self.output)), "parallel_tool_calls": body.calls_in_parallel,
             "previous_response_id": body.previous_response_id, "prompt_cache_key": body.prompt_cache_key,
             "reasoning": {
                 "effort": reasoning.effort if reasoning else None, "summary": reasoning.summary if reasoning else None,

@@ -64,6 +64,15 @@ class ResponsesRequest(Body):
         """Whether the log-probabilities of the output are to be shown."""
         return "message.output_text.logprobs" in (self.include or [])
 
+    @property
+    def calls_in_parallel(self) -> bool:
+        """Whether several calls may be made, as asked for, or as is done without a word: not when one is forced."""
+        if self.parallel_tool_calls is not None:
+            return self.parallel_tool_calls
+        if not isinstance(self.tool_choice, dict):
+            return bool(self.tool_choice != "required")
+        return self.tool_choice.get("type") != "function" and self.tool_choice.get("mode") != "required"
+
 
 PASSED = (
     "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "stop",

@@ -192,10 +192,10 @@ def _tool_use(body: Constraints) -> ToolUse | None:
     names = [_check_tool(tool, f"{field}[{number}]") for number, tool in enumerate(tools)]
     if len(set(names)) < len(names):
         raise ApiError(400, "Two tools have the same name.", code="invalid_value", param=field)
-    parallel = body.parallel_tool_calls is not False
     kind, only = _tool_choice(choice, names)
-    # a function that is named is called once
-    return ToolUse(tuple(tools), kind, only, parallel and not (kind == "required" and len(only) == 1))
+    # a forced call is one call: small models would repeat it as often as they may
+    parallel = body.parallel_tool_calls if body.parallel_tool_calls is not None else kind != "required"
+    return ToolUse(tuple(tools), kind, only, parallel)
 
 
 def _check_tool(tool: Mapping[str, Any], where: str) -> str:

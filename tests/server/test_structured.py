@@ -104,10 +104,16 @@ def test_constraints_are_read(fields, constraint):
     [
         ({"tools": TOOLS}, ToolUse(tuple(TOOLS))),
         ({"tools": TOOLS, "tool_choice": "none"}, ToolUse(tuple(TOOLS), "none")),
-        ({"tools": TOOLS, "tool_choice": "required"}, ToolUse(tuple(TOOLS), "required")),
+        ({"tools": TOOLS, "tool_choice": "required"}, ToolUse(tuple(TOOLS), "required", (), False)),
+        ({"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
+         ToolUse(tuple(TOOLS), "required", (), False)),
+        ({"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": True}, ToolUse(tuple(TOOLS), "required")),
+        ({"tools": TOOLS, "parallel_tool_calls": True}, ToolUse(tuple(TOOLS))),
         ({"tools": TOOLS, "parallel_tool_calls": False}, ToolUse(tuple(TOOLS), parallel=False)),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}},
          ToolUse(tuple(TOOLS), "required", ("f",), False)),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}, "parallel_tool_calls": True},
+         ToolUse(tuple(TOOLS), "required", ("f",))),
         ({"tools": TOOLS,
           "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [TOOLS[0]]}}},
          ToolUse(tuple(TOOLS), "auto", ("f",))),
@@ -257,11 +263,47 @@ async def test_required_calls_stream_as_deltas(client):
     assert [c["finish_reason"] for e in streamed for c in e["choices"]][-1] == "tool_calls"
 
 
-async def test_a_named_function_is_called_once(client):
+async def test_a_forced_call_is_one_call(client):
     named = {"type": "function", "function": {"name": "now"}}
     for seed in range(3):
-        choice = (await post(client, tools=TOOLS, tool_choice=named, seed=seed, temperature=1)).json()["choices"][0]
-        assert [c["function"] for c in choice["message"]["tool_calls"]] == [{"name": "now", "arguments": "{}"}]
+        for forced in (named, "required"):
+            asked = {"tools": TOOLS[1:], "tool_choice": forced, "seed": seed, "temperature": 1}
+            choice = (await post(client, **asked)).json()["choices"][0]
+            assert [c["function"] for c in choice["message"]["tool_calls"]] == [{"name": "now", "arguments": "{}"}]
+
+
+def test_forced_calls_are_one_call_in_every_api_unless_more_are_asked_for():
+    from localllm.server.messages_schemas import MessagesRequest
+    from localllm.server.messages_schemas import to_chat as from_messages
+    from localllm.server.responses_schemas import ResponsesRequest
+    from localllm.server.responses_schemas import to_chat as from_responses
+
+    for choice, free in (({"type": "auto"}, True), ({"type": "any"}, False), ({"type": "tool", "name": "f"}, False)):
+        for disable, expected in ((None, free), (True, False), (False, True)):
+            more = {} if disable is None else {"disable_parallel_tool_use": disable}
+            body = MessagesRequest.model_validate(
+                {"max_tokens": 9, "messages": [{"role": "user", "content": "go"}], "tool_choice": choice | more,
+                 "tools": [{"name": "f", "input_schema": SCHEMA}]}
+            )  # fmt: skip
+            found = wanted(from_messages(body)).tool_use
+            assert found is not None and found.parallel is expected, (choice, disable)
+    mode = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]}
+    for choice, free in (("auto", True), ("required", False), ({"type": "function", "name": "f"}, False),
+                         (mode, False), (mode | {"mode": "auto"}, True)):  # fmt: skip
+        for given, expected in ((None, free), (True, True), (False, False)):
+            body = ResponsesRequest.model_validate(
+                {"input": "go", "tool_choice": choice, "parallel_tool_calls": given,
+                 "tools": [{"type": "function", "name": "f", "parameters": SCHEMA}]}
+            )  # fmt: skip
+            found = wanted(from_responses(body, [{"type": "message", "role": "user", "content": "go"}])).tool_use
+            assert found is not None and found.parallel is expected is body.calls_in_parallel, (choice, given)
+
+
+async def test_the_field_that_allows_one_call_only_is_true_or_false(client):
+    choice = {"type": "any", "disable_parallel_tool_use": "no"}
+    refused = await post(client, MESSAGES, messages=[{"role": "user", "content": "go"}], tool_choice=choice,
+                         tools=[{"name": "f", "input_schema": SCHEMA}])  # fmt: skip
+    assert refused.status_code == 400 and "disable_parallel_tool_use" in refused.json()["error"]["message"]
 
 
 async def test_calls_and_results_go_back_in(client):
