@@ -19,7 +19,7 @@ from localllm.errors import OutOfMemory
 from localllm.kernels.records import Records, default_folder, identity
 from localllm.kernels.selftest import SelfTest
 from localllm.kernels.tuning import Tuned, gpu_seconds, is_measured, tuner
-from localllm.proofs import Proofs
+from localllm.proofs import Proofs, words
 
 if TYPE_CHECKING:
     from localllm.checkpoint.facts import ModelFacts
@@ -81,7 +81,7 @@ class Boot:
         self._assembled = self._assemble()
         known = self._proofs.known(facts, machine, self.plan)
         if known is not None:
-            self.proof_note = str(known.get("text", ""))
+            self.proof_note = words(known)
         elif plan.device == "cpu":
             self.proof_note = "proof pending"
             self.engine.when_idle(self._cpu_proof())
@@ -165,10 +165,11 @@ class Boot:
         return prove_on_gpu(self._assembled.runner, self._assembled.engine.builder, self.plan, held)
 
     def _keep(self, proof: Proof) -> None:
-        self.proof_note = str(proof)
-        shown = {"held": proof.held, "text": str(proof), "excess_bytes": proof.excess_bytes, "error": proof.error}
         terms = {term.name: [term.planned_bytes, term.measured_bytes] for term in proof.terms}
-        self._proofs.keep(self._facts, self._machine, self.plan, shown | {"terms": terms, "seconds": proof.seconds})
+        shown = {"held": proof.held, "text": str(proof), "excess_bytes": proof.excess_bytes, "error": proof.error}
+        shown |= {"terms": terms, "seconds": proof.seconds}
+        self.proof_note = words(shown)
+        self._proofs.keep(self._facts, self._machine, self.plan, shown)
 
     def tune(self, budget_s: float, told: Callable[[Tuned], None], stop: Callable[[], bool]) -> list[Tuned]:
         """Time the tiles of the shapes that were used, now; in the engine's thread, this one waits."""

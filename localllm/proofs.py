@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from localllm.device import MachineFacts
     from localllm.plan import Plan
 
+GIB = 1 << 30
 MOST = 200
 """entries kept, the oldest go first"""
 
@@ -64,6 +65,18 @@ class Proofs:
     def _put(self, key: str, value: dict[str, Any]) -> None:
         self._entries.pop(key, None)
         self._entries[key] = value
+
+
+def words(shown: Mapping[str, Any]) -> str:
+    """A proof in one line: what was taken, beside the plan or as the share above it."""
+    terms = [pair for pair in shown.get("terms", {}).values() if isinstance(pair, list) and len(pair) == 2]
+    planned, taken, text = sum(pair[0] for pair in terms), sum(pair[1] for pair in terms), str(shown.get("text", ""))
+    if not planned or not text.endswith(" planned"):  # memory ran out before the end
+        return text
+    verdict, said = ("proved" if shown["held"] else "the plan did not hold"), f"{planned / GIB:.2f}"
+    if f"{taken / GIB:.2f}" == said or taken < planned:
+        return f"{verdict}: {taken / GIB:.2f} GiB of {said} planned"
+    return f"{verdict}: {taken / GIB:.2f} GiB, {100 * (taken / planned - 1):.1f} % above the {said} planned"
 
 
 def _key(*parts: object) -> str:

@@ -24,7 +24,7 @@ from localllm.kernels.ops import OpImpl
 from localllm.kernels.selftest import SelfTest
 from localllm.llm import kernel_words
 from localllm.measured import kl_by_kv
-from localllm.proofs import Proofs
+from localllm.proofs import Proofs, words
 
 sys.path.append(str(Path(__file__).parent / "checkpoint"))
 
@@ -115,6 +115,34 @@ def test_on_a_card_a_plan_that_does_not_hold_is_made_again_once(
     assert "context 4,096 instead of 8,192 tokens" in warning
     assert Proofs().learned_bytes(facts, machine, "cuda:0") == 60  # type: ignore[arg-type]
     assert Proofs().known(facts, machine, plans[1])["held"]  # type: ignore[arg-type,index]
+
+
+@pytest.mark.parametrize(
+    ("planned", "taken", "failure", "said"),
+    [
+        (1000, 950, "", "proved: 0.93 GiB of 0.98 planned"),
+        (1000, 1000, "", "proved: 0.98 GiB of 0.98 planned"),
+        (1000, 1001, "", "proved: 0.98 GiB of 0.98 planned"),
+        (1000, 1025, "", "proved: 1.00 GiB, 2.5 % above the 0.98 planned"),
+        (1000, 1250, "", "the plan did not hold: 1.22 GiB, 25.0 % above the 0.98 planned"),
+        (1000, 10, "memory ran out in the worst step of work", None),
+    ],
+)
+def test_the_words_of_a_proof_are_true_and_those_of_a_known_one_too(
+    planned: int, taken: int, failure: str, said: str | None, empty_home: Path
+) -> None:
+    facts, machine = SimpleNamespace(**dict.fromkeys(("architecture", "name", "num_params"), "m")), MACHINES["cpu"]
+    facts.weight_bytes, facts.stored_format = 1, "bf16"
+    plan = SimpleNamespace(
+        device="cpu", dtype="float32", kv="bf16", quant="", ctx=8, num_pages=(9,), page_size=16, max_parallel=4,
+        prefill_budget=2048, need_bytes=8,
+    )  # fmt: skip
+    boot = Boot.__new__(Boot)
+    boot.plan, boot._facts, boot._machine, boot._proofs = plan, facts, machine, Proofs()  # type: ignore[assignment]
+    boot._keep(Proof((Term("weights", 0, 0), Term("work", planned << 20, taken << 20)), "cpu", 1.0, failure))
+    known = Proofs().known(facts, machine, plan)  # type: ignore[arg-type]
+    assert known is not None
+    assert boot.proof_note == words(known) == (said or f"the plan did not hold: {failure}")
 
 
 def test_a_sleeping_model_that_wakes_is_proved_no_second_time(tiny_path: Path, empty_home: Path) -> None:
