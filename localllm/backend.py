@@ -149,6 +149,11 @@ class InProcessBackend:
             return Facts()
         return replace(state, held_bytes=self._held(state.device), power_w=self._watts(state.device))
 
+    @property
+    def llm(self) -> LLM | None:
+        """The model, while one is ready: for an endpoint beside the chat."""
+        return self._llm
+
     def _held(self, device: str) -> int:
         if device.startswith("cuda"):
             import torch

@@ -31,7 +31,7 @@ class Running:
     started: float = 0.0
     """seconds since the epoch"""
     token: str = ""
-    """lets its owner in without an API key, and manage its models"""
+    """lets its owner in without an API key; a server's owner may manage its models too"""
     birth: int = 0
     """when the process began, in clock ticks since the machine's start: a later process with its id has another"""
 
@@ -56,10 +56,11 @@ class Record:
         self._path = _folder() / f"{self.running.name}.json"
         self._write()
 
-    def update(self, models: tuple[str, ...]) -> None:
-        """Say which models it has."""
-        if models != self.running.models:
-            self.running = replace(self.running, models=models)
+    def update(self, models: tuple[str, ...], **more: str) -> None:
+        """Say which models it has; `more`: another `url`, another `token`."""
+        told = replace(self.running, models=models, **more)  # type: ignore[arg-type]
+        if told != self.running:
+            self.running = told
             self._write()
 
     def remove(self) -> None:

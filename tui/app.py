@@ -30,6 +30,7 @@ from localllm.tui.downloads import Downloads
 from localllm.tui.keys import KEYS, Keymap
 from localllm.tui.saver import Saver
 from localllm.tui.screens.chat import ChatScreen
+from localllm.tui.serving import OFF, Endpoint
 from localllm.tui.themes import DARK, LIGHT
 from localllm.tui.widgets.home import Home
 
@@ -74,12 +75,16 @@ class ChatApp(App[None]):
         offline: bool = False,
         home: bool = False,
         log_file: Path | None = None,
+        endpoint: Endpoint | None = None,
+        serve: int | None = OFF,
     ) -> None:
         """The interface over `backend`.
 
         home       nothing is loaded before a chat or a model is chosen
         saver      where chats are kept; None keeps none
         log_file   what F12 shows
+        endpoint   what /serve turns on and off
+        serve      the port to answer at from the start; None is the usual one
         """
         self._colorless = no_color()
         self.ui = ui or UiConfig()
@@ -93,6 +98,9 @@ class ChatApp(App[None]):
         self.model = shown or model or ""
         self.offline = offline
         self.log_file = log_file
+        self.endpoint = endpoint
+        self.serves = serve
+        """the port that is wished for, `OFF`, or None for the usual one"""
         self.starts_with_model = not home
         self.wants_restart = False
         """the command that opened the interface should start it again, with this chat"""

@@ -28,7 +28,7 @@ def find_server(wish: str, names: tuple[str, ...]) -> Attached | None:
         return None
     from localllm.processes import running
 
-    servers = [one for one in running() if one.kind == "serve" and one.url]
+    servers = [one for one in running() if one.url]  # also chats that are served (/serve)
     if wish != "auto":
         if not wish.startswith(("http://", "https://", "unix:")):
             raise ServerError(f"{clean_line(wish)} is no address of a server", "--attach-to http://127.0.0.1:8000")

@@ -15,14 +15,18 @@ import typer
 from localllm.config import UserConfig
 from localllm.errors import ConfigError, LocalLLMError, ModelNotFound
 from localllm.terminal import clean_line, dumb, is_tty
+from localllm.tui.serving import OFF, wished_port
 
 from . import logs, params
 from .command import Env, command
+from .endpoint import ChatEndpoint
+from .help import OPTIONAL_NUMBER
 from .names import Choice, choose
 from .session import Sampling, make_backend
 
 if TYPE_CHECKING:
     from localllm.history import History
+    from localllm.processes import Record
     from localllm.request import ChatBackend
     from localllm.tui.attachments import Attachment
     from localllm.tui.conversation import Conversation
@@ -54,6 +58,10 @@ def chat(
     attach_to: Annotated[
         str, typer.Option("--attach-to", metavar="auto|off|URL", help="Use a running `localllm serve` of this model.")
     ] = "auto",
+    serve: Annotated[
+        str | None,
+        typer.Option("--serve", metavar=OPTIONAL_NUMBER, help="Also answer other programs here, on a port."),
+    ] = None,
     no_save: Annotated[bool, typer.Option("--no-save", help="Keep this chat off the disk.")] = False,
     temp: params.Temp = None,
     top_p: params.TopP = None,
@@ -94,14 +102,17 @@ def chat(
     first = " ".join(prompt or [])
     sampling = Sampling(config.sampling.given(), tuple(stop or ()))
     instructions = params.text_or_file(system, "--system") or config.chat.system
+    port = _port(serve, web or not is_tty(sys.stdin), attach_to)
     if not is_tty(sys.stdin) and not web:
         return once(env, config, model, first, instructions, sampling, ctx)
     if env.console.as_json:
         raise ConfigError("chat has no --json", 'localllm run MODEL "Hello" --json')
     start = _start(env, config, sampling, instructions, resume or ("last" if resume_last else None))
-    start.first, start.ctx, start.inline = first, ctx, inline
+    start.first, start.ctx, start.inline, start.serve = first, ctx, inline, port
     _prepare(start, config, preset, think, attach or [])
-    if attach_to == "auto" and (debug_invariants or any(v is not None for v in (ctx, kv, dtype, threads))):
+    if attach_to == "auto" and (
+        serve is not None or debug_invariants or any(v is not None for v in (ctx, kv, dtype, threads))
+    ):
         attach_to = "off"  # how a model is loaded is said for a model of one's own
     _place(env, config, start, attach_to, model or _preset_model(config, preset))
     if web:
@@ -127,6 +138,9 @@ class Start:
     attach_to: str = ""
     """the server that computes; "" for this process"""
     key: str = ""
+    serve: int | None = OFF
+    """the port at which the engine of this chat answers other programs; None: the usual one"""
+    record: Record | None = None
 
 
 def home(env: Env) -> int:
@@ -151,6 +165,7 @@ def noted(start: Start) -> Iterator[None]:
     with suppress(OSError, LocalLLMError):
         record = Record("chat")
         record.update((start.choice.shown,) if start.choice and not start.attach_to else ())
+        start.record = record
     try:
         yield
     finally:
@@ -177,6 +192,21 @@ def once(
     tty = env.console.out_tty
     job = Job(messages_of(system, text), sampling, ctx=ctx, stream=tty, show_thinking=tty, stats=tty)
     return answer(env, config, model, job)
+
+
+def _port(typed: str | None, is_not_here: bool, attach_to: str) -> int | None:
+    """What --serve means. Raises ConfigError where there is no engine of this chat's own in this terminal."""
+    if typed is None:
+        return OFF
+    if is_not_here or attach_to not in ("auto", "off"):
+        raise ConfigError("--serve is for a chat in this terminal that runs its model itself", "localllm serve MODEL")
+    try:
+        port = wished_port(typed)
+    except ConfigError:
+        port = OFF
+    if port == OFF:
+        raise ConfigError(f"--serve {typed}: that is no port", "localllm chat MODEL --serve 8000")
+    return port
 
 
 def _list_keys(env: Env, config: UserConfig) -> int:
@@ -275,6 +305,7 @@ def full_screen(env: Env, config: UserConfig, start: Start) -> int:
         from localllm.tui.app import ChatApp
 
         backend = backend_of(env, config, start)
+        endpoint = ChatEndpoint(env, config, backend, start.record)
         os.environ.setdefault("ESCDELAY", "50")
         if "TEXTUAL_DRIVER" not in os.environ:  # a shell that exports them would fix the size for ever
             for name in ("LINES", "COLUMNS"):
@@ -293,10 +324,13 @@ def full_screen(env: Env, config: UserConfig, start: Start) -> int:
             offline=env.offline,
             home=choice is None,
             log_file=logs.path(),
+            endpoint=endpoint,
+            serve=start.serve,
         )
         app.run(mouse=config.ui.mouse, inline=start.inline, inline_no_clear=start.inline)
         app.downloads.stop()
         start.saver.close()
+        endpoint.stop()
         close_soon(backend)
     if app.failure is not None:
         raise app.failure  # becomes one sentence and a line in the log

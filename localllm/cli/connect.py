@@ -194,7 +194,7 @@ def _server(env: Env, url: str | None, model: str | None) -> Server:
     from .processes import ask
 
     settings = env.config.server
-    found = next((one for one in running() if one.kind == "serve" and one.url.startswith("http")), None)
+    found = next((one for one in running() if one.url.startswith("http")), None)
     if url is None and found is not None:
         listed = ask(found, "GET", "/v1/models") or {}
         rows = [row for row in listed.get("data", []) if model in (None, row.get("id"))]

@@ -43,6 +43,8 @@ EXIT_CODES = (
     (141, "the reader of stdout went away"),
     (143, "stopped by SIGTERM"),
 )
+OPTIONAL_NUMBER = "[PORT]"
+"""The metavar of an option that may stand without its number."""
 GLOBALS = "-q -v --json --progress --color --offline -y --no-input --config --device --log-file"
 
 
@@ -108,6 +110,17 @@ def _ascii_box(console: Console, row: str) -> str:
 
 class HelpCommand(TyperCommand):
     """A command whose help shows its examples first and the global options last."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Before anything else, give options that stand without their number an empty value: `--serve qwen`."""
+        names = {name for param in self.params if param.metavar == OPTIONAL_NUMBER for name in param.opts}
+        end = args.index("--") if "--" in args else len(args)
+        whole: list[str] = []
+        for number, word in enumerate(args):
+            whole.append(word)
+            if word in names and number < end and not (number + 1 < end and args[number + 1].isdigit()):
+                whole.append("")
+        return list(super().parse_args(ctx, whole))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help of one command."""

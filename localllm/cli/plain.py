@@ -14,10 +14,12 @@ from localllm.tui.attachments import read_attachments
 from localllm.tui.clipboard import copy
 from localllm.tui.conversation import Conversation, Exchange
 from localllm.tui.kept import saved_chat, saved_messages
+from localllm.tui.serving import OFF, says, wished_port
 from localllm.tui.slash import SLASHES, Typed, understand
 
 from .chat import Start, backend_of, farewell
 from .command import Env
+from .endpoint import ChatEndpoint
 from .progress import make_progress
 from .run import Job
 from .run_view import Text
@@ -48,6 +50,7 @@ def talk(env: Env, config: UserConfig, start: Start) -> int:
         try:
             lines.loop()
         finally:
+            lines.endpoint.stop()
             start.saver.close()
     farewell(env, conversation, start.saver, start.choice.name)
     return 0
@@ -61,6 +64,12 @@ class Lines:
         self._talk, self._saver, self._first = start.conversation, start.saver, start.first
         self._files = list(start.files)
         self._told = ""
+        self.endpoint = ChatEndpoint(env, config, backend, start.record)
+        if start.serve != OFF:
+            try:
+                self._serve(start.serve)
+            except LocalLLMError as error:
+                env.console.warn(f"{error.message} ({error.hint})")
         if self._talk.exchanges:
             last = self._talk.exchanges[-1]
             env.console.say(f"resumed “{clean_line(self._talk.shown_title)}”; the last question was:")
@@ -116,11 +125,23 @@ class Lines:
                 say("taken back; it stays as a branch")
             elif typed.command == "preset":
                 self._preset(typed.text)
+            elif typed.command == "serve":
+                self._serve(wished_port(typed.text))
             else:
                 _command(self._env, typed, talk, self._backend)
             self._save_settings(typed.command)
         except LocalLLMError as error:
             say(f"! {clean(error.message)}" + (f" ({clean(error.hint)})" if error.hint else ""))
+
+    def _serve(self, port: int | None) -> None:
+        """Open or close the endpoint. Raises LocalLLMError."""
+        if port == OFF:
+            self.endpoint.stop()
+            self._env.console.say("closed: no other program uses this model now")
+            return
+        if port is not None or not self.endpoint.url:
+            self.endpoint.start(self._talk.model, port)
+        self._env.console.say(says(self.endpoint.url))
 
     def _last(self) -> Exchange:
         if not self._talk.exchanges:

@@ -57,6 +57,9 @@ def stop(
     A number is a port or a process id, anything else a model.
     """
     servers = [one for one in running() if one.kind == "serve"]
+    chat = next((one for one in running() if one.kind != "serve" and one.url and target in _numbers(one)), None)
+    if chat is not None:
+        raise ServerError(f"{clean_line(chat.url)} is a chat's (pid {chat.pid})", "type /serve off in that chat")
     if not servers:
         raise ServerError("no server is running", "localllm serve starts one")
     if target is not None and not target.isdigit():
@@ -64,7 +67,7 @@ def stop(
     if park:
         raise ConfigError("--park needs a model", "localllm stop MODEL --park")
     if target is not None:
-        chosen = [one for one in servers if target in (str(one.pid), one.url.rsplit(":", 1)[-1])]
+        chosen = [one for one in servers if target in _numbers(one)]
         if not chosen:
             raise ServerError(f"no server has the port or process id {target}", "localllm ps")
     elif len(servers) > 1 and not every:
@@ -85,6 +88,11 @@ def stop(
     for one in chosen:
         env.console.say(f"stopped {clean_line(one.url)} (pid {one.pid})")
     return 0
+
+
+def _numbers(one: Running) -> tuple[str, str]:
+    """What may be typed for a process: its id, its port."""
+    return str(one.pid), one.url.rsplit(":", 1)[-1]
 
 
 def _unload(env: Env, servers: list[Running], model: str, what: str) -> int:

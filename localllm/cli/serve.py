@@ -90,9 +90,7 @@ def serve(
     from localllm.processes import new_token
 
     console = env.console
-    keys = _keys(
-        env, api_key, api_key_file or (Path(config.server.api_key_file) if config.server.api_key_file else None)
-    )
+    keys = api_keys(env, config, api_key, api_key_file)
     token = new_token()
     prefixes = [params.read_text(path, "--pin-prefix") for path in pin_prefix or ()]
     prefixes += [preset.system for preset in config.presets.values() if preset.system]
@@ -137,10 +135,14 @@ def taken_by_us(error: ServerError, port: int) -> ServerError:
     """The error, naming the server of ours that has the port, if it is one."""
     from localllm.processes import running
 
-    ours = next((one for one in running() if one.kind == "serve" and one.url.endswith(f":{port}")), None)
+    ours = next((one for one in running() if one.url.endswith(f":{port}")), None)
     if ours is None:
         return error
-    what = f"localllm (pid {ours.pid}) serves {', '.join(ours.models) or 'no model yet'} there"
+    who = "localllm" if ours.kind == "serve" else "a chat of localllm"
+    what = f"{who} (pid {ours.pid}) serves {', '.join(ours.models) or 'no model yet'} there"
+    if ours.kind != "serve":
+        beside = f"localllm serve --port {port + 1}"
+        return ServerError(f"port {port} is taken: {clean_line(what)}", beside, fixes=((beside, "run beside it"),))
     fixes = ((f"localllm stop {port}", "end it"), (f"localllm serve --port {port + 1}", "run beside it"))
     return ServerError(f"port {port} is taken: {clean_line(what)}", f"localllm stop {port}", fixes=fixes)
 
@@ -210,7 +212,9 @@ def _log_requests(env: Env) -> logging.Handler:
     return handler
 
 
-def _keys(env: Env, given: str | None, file: Path | None) -> tuple[str, ...]:
+def api_keys(env: Env, config: UserConfig, given: str | None = None, file: Path | None = None) -> tuple[str, ...]:
+    """The keys that clients must send one of: given, in a file, or in the file of the settings; none: no key."""
+    file = file or (Path(config.server.api_key_file) if config.server.api_key_file else None)
     if given is not None:
         env.console.warn("--api-key can be read by every user of this machine in `ps`; --api-key-file cannot")
         keys = [given]

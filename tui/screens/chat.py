@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from textual import events, on
@@ -42,6 +43,7 @@ from .browse import Browse
 from .commands import Commands
 from .questions import Questions
 from .saved import SavedChats
+from .serving import Serving
 from .stream import Stream
 
 if TYPE_CHECKING:
@@ -69,6 +71,7 @@ class ChatScreen(Actions, SavedChats, Stream):
         self.browse = Browse(self)
         self.commands = Commands(self)
         self.questions = Questions(self)
+        self.serving = Serving(self)
         self.state = State(sampling=conversation.sampling)
         self.side: tuple[int, list[str]] | None = None
         """a turn that is no part of the conversation, and what it has said"""
@@ -101,7 +104,7 @@ class ChatScreen(Actions, SavedChats, Stream):
             yield Sidebar()
             yield Home()
             yield Transcript(self.conversation, window=ui.history_window, thinking=ui.thinking)
-            yield EnginePanel(app.backend.facts, self.turns)
+            yield EnginePanel(app.backend.facts, self.turns, lambda: self.serving.url)
         yield Choices()
         yield Prompt(app.keymap, enter_sends=ui.enter == "send")
         yield StatusLine()
@@ -153,10 +156,12 @@ class ChatScreen(Actions, SavedChats, Stream):
         self.phase = "loading"
         self.state.facts = type(self.state.facts)()
         await self.transcript.begin_loading(name)
+        await self.serving.pause()
         self.chat_app.backend.start(name, changes)
 
     async def pause(self) -> None:
         """End a download; its parts stay."""
+        await self.serving.pause()
         await asyncio.to_thread(self.chat_app.backend.close)
         self.chat_app.backend.events().clear()
         await self.query(LoadCard).remove()
@@ -332,10 +337,9 @@ class ChatScreen(Actions, SavedChats, Stream):
         elif self.phase == "none":
             state.text = "no model yet"
         state.think = self.conversation.think
+        state.api = self.serving.url
         self._tell_problem()
-        shown = state
-        if message := self.message:
-            shown = State(message, state.facts, state.used_tokens, {}, "auto", state.offline, state.unsaved)
+        shown = replace(state, text=message, sampling={}, think="auto") if (message := self.message) else state
         self.query_one(StatusLine).show(shown, self.live_keys())
         self.query_one(TitleLine).show(self.conversation.shown_title, app.model, state.facts)
         title = f"{len(self.waiting)} queued" if self.waiting else ""

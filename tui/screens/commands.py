@@ -62,6 +62,9 @@ class Commands:
     async def _do_engine(self, text: str) -> None:
         self._screen.action_engine()
 
+    async def _do_serve(self, text: str) -> None:
+        await self._screen.serving.command(text)
+
     async def _do_ps(self, text: str) -> None:
         self._screen.chat_app.show_command("ps")
 

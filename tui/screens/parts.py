@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from .browse import Browse
     from .questions import Questions
+    from .serving import Serving
 
 AGAIN_S = 2.0
 """A second Ctrl+C within this time quits."""
@@ -46,6 +47,7 @@ class Parts(Screen[None]):
     attached: list[Attachment]
     browse: Browse
     questions: Questions
+    serving: Serving
     turns: Turns
     state: State
     changing: asyncio.Lock

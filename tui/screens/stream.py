@@ -119,6 +119,7 @@ class Stream(Parts):
             await transcript.say(f"! {warning}", "warning", after=card)
         if card:
             await card.remove()
+        await self.serving.go_on()
         await self.next_turn()
 
     async def _loading_failed(self, failed: Failed) -> None:

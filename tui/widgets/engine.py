@@ -49,10 +49,12 @@ class EnginePanel(VerticalScroll):
 
     can_focus = False
 
-    def __init__(self, facts: Callable[[], Facts], turns: Turns) -> None:
+    def __init__(self, facts: Callable[[], Facts], turns: Turns, api: Callable[[], str] = str) -> None:
+        """`api`: where other programs reach the model, or "" """
         super().__init__(id="engine")
         self._facts = facts
         self._turns = turns
+        self._api = api
         self._before: tuple[float, Facts] | None = None
         self._prefill: deque[float] = deque(maxlen=200)
         self._decode: deque[float] = deque(maxlen=200)
@@ -106,6 +108,8 @@ class EnginePanel(VerticalScroll):
         yield from Content(clean(facts.truth_line)).wrap(width)
         if facts.url:
             yield Content(f"computed by {clean(facts.url)}")
+        if url := self._api():
+            yield Content(f"api {url}/v1")
         yield Content("")
         yield from self._pages(facts, width)
         yield from self._batch(facts, width)

@@ -28,6 +28,8 @@ class State:
     think: str = "auto"
     offline: bool = False
     unsaved: bool = False
+    api: str = ""
+    """where other programs reach this model"""
 
 
 class TitleLine(Horizontal):
@@ -80,6 +82,8 @@ class StatusLine(Horizontal):
             parts.append(Content(" ".join(f"{_SHORT.get(k, k)} {number(v)}" for k, v in state.sampling.items())))
         if wide and state.think != "auto":
             parts.append(Content(f"think {state.think}"))
+        if state.api:
+            parts.append(Content(f"api {state.api.removeprefix('http://') if wide else 'on'}"))
         left = Content(" │ ").join(parts)
         if (left, keys) != self._shown:
             same_keys = self._shown[1:] == (keys,)

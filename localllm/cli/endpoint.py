@@ -1,0 +1,88 @@
+"""The endpoint of a chat (`--serve`, /serve): the engine in this process, for other programs of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from localllm.config import UserConfig
+from localllm.errors import ConfigError, LocalLLMError, ServerError
+from localllm.terminal import clean_line
+
+from .command import Env
+
+if TYPE_CHECKING:
+    from localllm.processes import Record
+    from localllm.request import ChatBackend
+    from localllm.server.beside import Beside
+
+LOOPBACK = "127.0.0.1"
+
+
+class ChatEndpoint:
+    """See `tui.serving.Endpoint`. The model is the backend's: nothing is loaded a second time.
+
+    record   this process in `localllm ps`; None where that cannot be written
+    """
+
+    def __init__(self, env: Env, config: UserConfig, backend: ChatBackend, record: Record | None) -> None:
+        self._env, self._config, self._backend, self._record = env, config, backend, record
+        self._beside: Beside | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it answers; "" while it does not."""
+        return self._beside.url if self._beside is not None and self._beside.is_running else ""
+
+    def start(self, model: str, port: int | None) -> str:
+        """Answer on the loopback address; one that runs is replaced. Raises ConfigError or ServerError."""
+        from localllm.backend import InProcessBackend
+
+        if not isinstance(self._backend, InProcessBackend):
+            url = self._backend.facts().url
+            if url:
+                raise ConfigError(f"this chat is answered by {url}, which other programs can use too", "/serve off")
+            raise ConfigError("the scripted engine has no server", "`unset LOCALLLM_ENGINE`")
+        llm = self._backend.llm
+        if llm is None:
+            raise ServerError("no model is loaded", "/model NAME")
+        from localllm.server import ServeOptions, ServiceOptions
+        from localllm.server.beside import Beside
+
+        from .serve import api_keys, taken_by_us
+
+        self.stop()
+        settings = self._config.server
+        wanted = settings.port if port is None else port
+        is_path = os.sep in model and Path(model).exists()
+        name = clean_line(llm.path.name if is_path else model)
+        keys = api_keys(self._env, self._config)
+        options = ServeOptions(
+            host=LOOPBACK,
+            port=wanted,
+            api_keys=keys,
+            origins=settings.cors,
+            service=ServiceOptions(llm.plan.max_parallel, default_model=name),
+        )
+        try:
+            self._beside = Beside(llm, (name,), options)
+        except ServerError as error:
+            raise ServerError(taken_by_us(error, wanted).message, f"/serve {(wanted + 1) % 65536}") from error
+        self._note(self._beside.url, name, keys[0] if keys else "")
+        return self._beside.url
+
+    def stop(self) -> None:
+        """Close the port."""
+        beside, self._beside = self._beside, None
+        if beside is not None:
+            beside.stop()
+            self._note("", "", "")
+
+    def _note(self, url: str, name: str, token: str) -> None:
+        """Say it to `localllm ps` and to chats that look for a server."""
+        if self._record is not None:
+            with contextlib.suppress(OSError, LocalLLMError):
+                models = (name,) if name else self._record.running.models
+                self._record.update(models, url=url, token=token)

@@ -1,0 +1,88 @@
+"""The endpoint beside a program that holds the model itself, such as a chat: in a thread with its own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from localllm.llm import LLM
+from localllm.residents import Residents
+
+from .app import AppOptions
+from .run import CUT_S, ServeOptions, _drain, _url, bind, make_server
+from .service import Service
+
+log = logging.getLogger(__name__)
+
+STOP_S = 2 * CUT_S + 2
+"""for answers to be cut and connections to be closed"""
+
+
+class Beside:
+    """Serves one loaded model, which stays its owner's: stop this before the model is closed."""
+
+    def __init__(self, llm: LLM, names: Sequence[str], options: ServeOptions) -> None:
+        """Listen; what comes is answered from now on.
+
+        names    the model's id, then its aliases
+
+        Raises ConfigError, or ServerError when the port is taken.
+        """
+        sock = bind(options)
+        self.url = _url(sock)
+        self._residents = Residents.holding(llm, names)
+        self._residents.offers()
+        self._loop = asyncio.new_event_loop()
+        self._server: Any = None
+        self._service: Service | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self._thread = threading.Thread(target=self._run, args=(sock, options), name="endpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        """False once it has ended, by itself or by `stop`."""
+        return self._thread.is_alive()
+
+    def stop(self) -> None:
+        """Close the port, cut what runs. Returns when that is done; twice does nothing."""
+        try:
+            self._loop.call_soon_threadsafe(self._begin_to_end)
+        except RuntimeError:  # the loop is closed: it has ended
+            return
+        self._thread.join(STOP_S)
+
+    # --- in the thread -----------------------------------------------------------------------------------------------
+
+    def _run(self, sock: socket.socket, options: ServeOptions) -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._serve(sock, options))
+        except Exception:
+            log.exception("the endpoint ended")
+        finally:
+            sock.close()
+            self._residents.close(0)
+
+    async def _serve(self, sock: socket.socket, options: ServeOptions) -> None:
+        service = self._service = Service(self._residents, options.service)
+        how = AppOptions(options.is_local, options.api_keys, options.origins, log_format=options.log_format)
+        self._server = make_server(service, how)
+        try:
+            await self._server.serve(sockets=[sock])
+        finally:
+            service.close()
+
+    def _begin_to_end(self) -> None:
+        if self._ending is None:
+            self._ending = self._loop.create_task(self._end())
+
+    async def _end(self) -> None:
+        while self._server is None:  # asked to stop before it began
+            await asyncio.sleep(0.01)
+        assert self._service is not None
+        await _drain(self._service, self._server, 0.0)
