@@ -77,8 +77,13 @@ class RopeTable:
         self._sin = torch.empty((0, half), dtype=torch.float32, device=self.device)
 
     def rows(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """(cos, sin), each float32 [num_tokens, half], at `positions` int64 [num_tokens], all below `length`."""
+        """(cos, sin), each float32 [num_tokens, half], at `positions` int64 [num_tokens], all below `length`.
+
+        A single position must be the last one, `length - 1`: its row is not looked up.
+        """
         self.reserve(length)
+        if positions.shape[0] == 1 and self.device.type == "cpu":
+            return self._cos[length - 1 : length], self._sin[length - 1 : length]
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
     def reserve(self, length: int) -> None:
