@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from localllm.errors import Aborted, DeviceError, InternalError, LocalLLMError, ModelNotFound
@@ -52,6 +53,15 @@ class Offer:
     licence: str = ""
     modified: float = 0.0
     """seconds since the epoch"""
+    container: str = "safetensors"
+    """what the files are: gguf | safetensors"""
+
+
+def container_of(path: Path) -> str:
+    """What a model's files are: gguf or safetensors."""
+    if path.is_dir():
+        return "safetensors" if any(path.glob("*.safetensors")) or not any(path.glob("*.gguf")) else "gguf"
+    return "gguf" if path.suffix == ".gguf" else "safetensors"
 
 
 class State(StrEnum):
@@ -179,7 +189,7 @@ class Residents:
         offer = Offer(
             names[0], str(llm.path), tuple(names[1:]), llm.facts.weight_bytes, llm.facts.num_params,
             llm.facts.stored_format, llm.facts.architecture, llm.facts.max_context, llm.has_chat_template,
-            llm.facts.licence, llm.path.stat().st_mtime,
+            llm.facts.licence, llm.path.stat().st_mtime, container_of(llm.path),
         )  # fmt: skip
         made = cls(lambda: [offer], _NoLoader(), lambda: llm.machine, ResidentOptions(None, (offer.name,)))
         resident = _Resident(offer, True, State.READY, llm, loaded_at=time.time(), last_used=time.monotonic())

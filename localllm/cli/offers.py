@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localllm.residents import Offer
+from localllm.residents import Offer, container_of
 
 from .names import Choice
 
@@ -33,13 +34,26 @@ def named_offers(choices: Sequence[Choice], aliases: Sequence[str]) -> list[Offe
     offers = []
     for number, choice in enumerate(choices):
         extra = tuple(alias for alias in aliases if alias != choice.shown) if number == 0 else ()
-        model = known.get(choice.name)
+        model = known.get(choice.name) or _described(choice.name)
         offers.append(
             Offer(choice.shown, choice.name, extra)
             if model is None
             else _offer(model, choice.shown, choice.name, extra)
         )
     return offers
+
+
+def _described(name: str) -> LocalModel | None:
+    """A model that is named by its path or a revision."""
+    from localllm import hub
+    from localllm.hub.names import parse_name
+
+    path = Path(name).expanduser()
+    if not path.exists():
+        found = hub.local.find(parse_name(name))
+        return hub.local.describe(found[0]) if found else None
+    size = path.stat().st_size if path.is_file() else sum(f.stat().st_size for f in path.glob("*.safetensors"))
+    return hub.local.describe(hub.local.Found(name, path, "folder", size_bytes=size))
 
 
 def _offer(model: LocalModel, name: str = "", source: str = "", aliases: tuple[str, ...] = ()) -> Offer:
@@ -50,6 +64,7 @@ def _offer(model: LocalModel, name: str = "", source: str = "", aliases: tuple[s
     return Offer(
         name or model.name, source or model.name, aliases, model.size_bytes, model.params, model.format,
         model.architecture, model.max_context, model.chat, model.licence, modified,
+        container_of(model.path),
     )  # fmt: skip
 
 

@@ -235,7 +235,7 @@ async def show(request: Request) -> Response:
                 "general.architecture": arch, "general.parameter_count": offer.params,
                 f"{arch}.context_length": offer.max_context,
             },
-            "capabilities": ["completion", "embedding"],
+            "capabilities": ["completion", "embedding", *(["tools"] if offer.chat else [])],
         }
     )  # fmt: skip
 
@@ -253,10 +253,10 @@ def _tag(offer: Offer) -> dict[str, Any]:
 
 
 def _details(offer: Offer) -> dict[str, Any]:
-    size = f"{offer.params / 1e9:.1f}B" if offer.params >= 1e9 else f"{offer.params / 1e6:.0f}M"
+    unit, letter = next((u, c) for u, c in ((1e9, "B"), (1e6, "M"), (1e3, "K"), (1, "")) if offer.params >= u or u == 1)
     return {
-        "parent_model": "", "format": "gguf" if ".gguf" in offer.source or ":" in offer.name else "safetensors",
-        "family": offer.architecture, "families": [offer.architecture], "parameter_size": size,
+        "parent_model": "", "format": offer.container, "family": offer.architecture, "families": [offer.architecture],
+        "parameter_size": f"{offer.params / unit:.{1 if letter == 'B' else 0}f}{letter}",
         "quantization_level": offer.quant,
     }  # fmt: skip
 

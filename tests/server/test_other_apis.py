@@ -289,13 +289,41 @@ async def test_ollama_generates_raw_and_through_the_template(client):
 
 async def test_ollama_lists_and_describes(client):
     tags = (await client.get("/api/tags")).json()["models"]
-    assert [m["name"] for m in tags] == ["tiny"] and tags[0]["details"]["quantization_level"] == "Q8_0"
+    details = {"format": "gguf", "family": "llama", "families": ["llama"], "quantization_level": "Q8_0"}
+    assert [m["name"] for m in tags] == ["tiny"]
+    assert tags[0]["details"] == details | {"parent_model": "", "parameter_size": "109K"}
     shown = (await client.post("/api/show", json={"model": "tiny"})).json()
+    running = (await client.get("/api/ps")).json()["models"][0]
+    assert shown["details"] == running["details"] == tags[0]["details"] and "tools" in shown["capabilities"]
     assert shown["model_info"]["llama.context_length"] == 256 and "completion" in shown["capabilities"]
     assert (await client.get("/api/ps")).json()["models"][0]["context_length"] == 256
     assert (await client.get("/api/version")).json()["version"]
     vectors = (await client.post("/api/embed", json={"model": "tiny", "input": ["a", "b"]})).json()
     assert len(vectors["embeddings"]) == 2 and vectors["pooling"] == "mean"
+
+
+def test_ollama_details_are_those_of_the_files(tmp_path, tiny_path, empty_home):
+    """Named by path or by name, GGUF or safetensors."""
+    import tiny_models
+
+    from localllm import paths
+    from localllm.cli.names import Choice
+    from localllm.cli.offers import named_offers
+    from localllm.server.ollama_route import _details
+
+    folder = tiny_models.tiny_safetensors(tmp_path / "dense")
+    installed = paths.models_dir() / "mine" / "mine.Q8_0.gguf"
+    installed.parent.mkdir(parents=True)
+    installed.write_bytes(tiny_path.read_bytes())
+    choices = [Choice(str(tiny_path), "tiny.gguf"), Choice(str(folder), "dense"), Choice("mine", "mine")]
+    offers = {offer.name: offer for offer in named_offers(choices, ["other"])}
+    found = {name: _details(offer) for name, offer in offers.items()}
+    assert {name: (d["format"], d["quantization_level"]) for name, d in found.items()} == {
+        "tiny.gguf": ("gguf", "Q8_0"), "dense": ("safetensors", "f32"), "mine": ("gguf", "Q8_0"),
+    }  # fmt: skip
+    assert {(d["family"], d["parameter_size"]) for d in found.values()} == {("llama", "109K")}
+    assert offers["tiny.gguf"].aliases == ("other",) and offers["tiny.gguf"].size_bytes == tiny_path.stat().st_size
+    assert offers["dense"].size_bytes > 100_000 and offers["dense"].max_context > 0
 
 
 BAD_OLLAMA = [
