@@ -9,11 +9,15 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from localllm import calibrate, catalog, fit, hub
+from localllm import calibrate, catalog, evaluate, fit, hub
 from localllm.device import MachineFacts, machine
 from localllm.errors import LocalLLMError
 from localllm.plan import Plan, PlanOptions, plan
 from localllm.request import ModelChoice
+
+
+_STORED = re.compile(r"(it|instruct|gguf|awq|fp8|nvfp4|mxfp4|bf16|f16|f32|int4|int8|i?q[0-9](k|[0-9])*(xxs|[xsml])*)*")
+"""Parts of a plain name that say how a model is stored."""
 
 
 def model_choices(
@@ -25,7 +29,9 @@ def model_choices(
     benches = calibrate.load(here)
     local = [_local(model, here, wished, benches, ctx) for model in hub.list_local()]
     local.sort(key=lambda row: (not row.supported, -row.last_used, row.name.casefold()))
-    return [*local, *_fetchable(local, here, wished, benches, ctx)]
+    fetchable = list(_fetchable(local, here, wished, benches, ctx))
+    forms = _forms(here, wished, benches, ctx)
+    return [_with_quants(row, local, forms) for row in [*local, *fetchable]]
 
 
 def _local(
@@ -52,7 +58,8 @@ def _local(
         made = plan(model.facts, here, _with_window(wished, ctx, model.facts.max_context), benches)
     except LocalLLMError as error:
         return replace(row, reason=error.message)
-    return replace(_planned(row, made), note="" if model.chat else "base model: completes text")
+    note = "" if model.chat else "base model: completes text"
+    return replace(_planned(row, made), note=note, quality=evaluate.note(model.path, made.kv))
 
 
 def _fetchable(
@@ -87,6 +94,43 @@ def _fetchable(
             how = replace(how, device="cuda")  # what it would need there: the CPU is not what the name would choose
         made = fit.plan_of(best, here, how, benches)
         yield row if made is None else _planned(row, made)
+
+
+def _forms(
+    here: MachineFacts, wished: PlanOptions, benches: calibrate.Benches, ctx: int | None
+) -> dict[str, list[ModelChoice]]:
+    """Every file of the catalogue that this version runs, by the plain name of its model."""
+    free = catalog.memory_of(here).free_bytes
+    forms: dict[str, list[ModelChoice]] = {}
+    for one in catalog.candidates():
+        if one.needs:
+            continue
+        made = fit.plan_of(one, here, _with_window(wished, ctx, one.context), benches)
+        row = ModelChoice(
+            one.spec, one.format, one.download_bytes, local=False, supported=True, max_ctx=one.context, fits=False,
+            params=one.params, active_params=one.active_params, licence=one.licence, have_bytes=free,
+            note="asks for its licence first" if one.gated else one.title,
+            reason="runs on a GPU only" if made is None and one.device == "gpu" else "",
+        )  # fmt: skip
+        forms.setdefault(_plain(one.name), []).append(row if made is None else _planned(row, made))
+    return forms
+
+
+def _with_quants(row: ModelChoice, local: list[ModelChoice], forms: dict[str, list[ModelChoice]]) -> ModelChoice:
+    """The row with the other formats of its model: those on this machine, and those that could be fetched."""
+    model = _model_of(row, forms)
+    if not model:
+        return row
+    here = [one for one in local if one.name != row.name and one.supported and _model_of(one, forms) == model]
+    there = {one.format.casefold() for one in (row, *here)}
+    others = [*here, *(one for one in forms[model] if one.format.casefold() not in there)]
+    return replace(row, quants=tuple(sorted(others, key=lambda one: one.size_bytes)))
+
+
+def _model_of(row: ModelChoice, forms: dict[str, list[ModelChoice]]) -> str:
+    """Which of these models a row is, "" for none: beyond the model's name, its own may only say how it is stored."""
+    plain = _plain(row.name)
+    return next((name for name in forms if plain.startswith(name) and _STORED.fullmatch(plain, len(name))), "")
 
 
 def _with_window(wished: PlanOptions, ctx: int | None, most: int) -> PlanOptions:

@@ -399,6 +399,10 @@ class ModelChoice:
     last_used: float = 0.0
     """seconds since the epoch"""
     path: str = ""
+    quality: str = ""
+    """what its format costs, where that was measured"""
+    quants: tuple[ModelChoice, ...] = ()
+    """the same model in other formats, the smallest first"""
 
 
 @dataclass(frozen=True, slots=True)

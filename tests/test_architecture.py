@@ -86,7 +86,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"hub", "terminal"}
     | _TEXT,
     "remote": {"errors", "request"},
-    "choices": {"plan", "fit", "calibrate", "device", "catalog", "hub"} | _TEXT,
+    "choices": {"plan", "fit", "calibrate", "device", "catalog", "evaluate", "hub"} | _TEXT,
     "backend": {"choices", "llm", "answer", "plan", "device", "chat", "tokenizer", "stream", "catalog", "doctor", "hub"}
     | _TEXT,
     "answer": {"errors", "request", "stream", "tokenizer"},

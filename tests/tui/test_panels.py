@@ -173,6 +173,27 @@ async def test_models_show_fit_and_speed_and_change_with_the_context() -> None:
         await running.until(lambda: running.backend.started[-1] == ("fake-small", {"ctx": 4096}))
 
 
+async def test_q_goes_through_the_formats_of_a_model_and_quality_is_shown_where_it_was_measured() -> None:
+    async with chat() as running:
+        await running.ready()
+        await running.pilot.press("ctrl+o")
+        await running.until(lambda: isinstance(running.app.screen, ModelsScreen))
+        table = running.app.screen.query_one(DataTable)
+        await running.until(lambda: table.row_count == 5)
+        await running.until(lambda: "KL 0.03512" in shown(running, "#model-detail"))
+        await running.pilot.press("q")
+        await running.until(lambda: "one format only" in shown(running, "#model-detail"))
+        await running.pilot.press("down", "down", "down")
+        await running.until(lambda: "q ▸ Q4_K_M 400 MiB · Q8_0 650 MiB" in shown(running, "#model-detail"))
+        await running.pilot.press("q")
+        await running.until(lambda: "Q4_K_M 400 MiB · ▸ Q8_0 650 MiB" in shown(running, "#model-detail"))
+        assert [str(cell) for cell in table.get_row_at(3)][1:3] == ["Q8_0", "650 MiB"]
+        await running.pilot.press("q")
+        await running.until(lambda: str(table.get_row_at(3)[1]) == "Q4_K_M")
+        await running.pilot.press("q", "enter")
+        await running.until(lambda: running.backend.started[-1] == ("fake-download:Q8_0", {}))
+
+
 @pytest.mark.slow
 async def test_an_offline_model_is_not_fetched() -> None:
     async with chat(offline=True) as running:

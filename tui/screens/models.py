@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, cast
 
 from rich.text import Text
@@ -30,11 +31,12 @@ class ModelsScreen(ModalScreen[tuple[str, int | None] | None]):
     """Answers with (name, context asked for), or None."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q,ctrl+c,ctrl+o", "leave", "Close"),
+        Binding("escape,ctrl+c,ctrl+o", "leave", "Close"),
         Binding("slash", "filter", "Filter"),
         Binding("tab", "scope", "Scope", priority=True),
         Binding("left", "window(-1)", "Less context"),
         Binding("right", "window(1)", "More context"),
+        Binding("q", "quant", "Quant"),
         Binding("d", "download", "Download only"),
         Binding("i", "info", "Information"),
         Binding("x", "remove", "Remove"),
@@ -48,6 +50,8 @@ class ModelsScreen(ModalScreen[tuple[str, int | None] | None]):
         self._window = 0
         self._scope = 0
         self._armed = ""
+        self._quants: dict[str, str] = {}
+        """name of a row -> name of the format that stands in its place"""
 
     @property
     def chat_app(self) -> ChatApp:
@@ -86,13 +90,13 @@ class ModelsScreen(ModalScreen[tuple[str, int | None] | None]):
         window = WINDOWS[self._window]
         box = self.query_one("#models")
         box.border_title = f"Models · {SCOPES[self._scope]} · ctx ◂ {tokens_short(window) if window else 'auto'} ▸"
-        box.border_subtitle = "⏎ use · d download · i info · x remove · / filter · Tab scope · ←→ context"
+        box.border_subtitle = "⏎ use · q quant · d download · i info · x remove · / filter · Tab scope · ←→ context"
 
     def _fill(self) -> None:
         words = self.query_one(Input).value.casefold().split()
         scope = SCOPES[self._scope]
         self._shown = [
-            row for row in self._rows
+            row for row in (self._chosen(row) for row in self._rows)
             if all(word in f"{row.name} {row.format} {row.note}".casefold() for word in words)
             and (scope == "all" or (row.local if scope == "on disk" else row.fits))
         ]  # fmt: skip
@@ -105,6 +109,15 @@ class ModelsScreen(ModalScreen[tuple[str, int | None] | None]):
         if self._shown:
             table.move_cursor(row=min(at, len(self._shown) - 1))
         self._detail()
+
+    def _chosen(self, row: ModelChoice) -> ModelChoice:
+        """The row, or the format of its model that was chosen in its place, with the same formats to choose from."""
+        name = self._quants.get(row.name)
+        other = next((one for one in row.quants if one.name == name), None)
+        if other is None:
+            return row
+        rest = sorted((replace(row, quants=()), *row.quants), key=lambda one: one.size_bytes)
+        return replace(other, quants=tuple(one for one in rest if one.name != other.name))
 
     @property
     def row(self) -> ModelChoice | None:
@@ -160,6 +173,24 @@ class ModelsScreen(ModalScreen[tuple[str, int | None] | None]):
         """All, on disk, what fits."""
         self._scope = (self._scope + 1) % len(SCOPES)
         self._subtitle()
+        self._fill()
+
+    def action_quant(self) -> None:
+        """The next format of the same model, by size; after the largest the smallest."""
+        row = self.row
+        if row is None:
+            return
+        if not row.quants:
+            self.query_one("#model-detail", Static).update(f"{clean_line(row.name)} is there in one format only")
+            return
+        forms = sorted((row, *row.quants), key=lambda one: one.size_bytes)
+        other = forms[(forms.index(row) + 1) % len(forms)]
+        at = next((number for number, one in enumerate(self._shown) if one.name == other.name), None)
+        if at is not None:  # it is on this machine too: a row of its own
+            self.query_one(DataTable).move_cursor(row=at)
+            return
+        head = next(one.name for one in self._rows if self._chosen(one).name == row.name)
+        self._quants[head] = other.name
         self._fill()
 
     def action_window(self, step: int) -> None:
@@ -228,6 +259,12 @@ def detail_lines(row: ModelChoice, width: int) -> list[Content]:
     active = f" ({row.active_params / 1e9:.1f} B active)" if 0 < row.active_params < row.params else ""
     parts = [row.licence, size + active, row.note or row.reason]
     lines = [Content(fit(clean_line(" · ".join(part for part in parts if part)), width))]
+    if row.quality:
+        lines.append(Content(fit(f"quality against the original, measured: {clean_line(row.quality)}", width)))
+    if row.quants:
+        forms = sorted((row, *row.quants), key=lambda one: one.size_bytes)
+        names = [f"{'▸ ' if one is row else ''}{one.format} {gib(one.size_bytes)}" for one in forms]
+        lines.append(Content(fit(clean_line("q " + " · ".join(names)), width)))
     if row.parts:
         whole = max(row.have_bytes, row.need_bytes, 1)
         bar, text = Content(""), []
