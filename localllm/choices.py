@@ -15,7 +15,6 @@ from localllm.errors import LocalLLMError
 from localllm.plan import Plan, PlanOptions, plan
 from localllm.request import ModelChoice
 
-
 _STORED = re.compile(r"(it|instruct|gguf|awq|fp8|nvfp4|mxfp4|bf16|f16|f32|int4|int8|i?q[0-9](k|[0-9])*(xxs|[xsml])*)*")
 """Parts of a plain name that say how a model is stored."""
 
