@@ -209,12 +209,17 @@ def saved(path: Path | str = "") -> list[dict[str, Any]]:
 
 def _sound(row: dict[str, Any]) -> bool:
     numbers = [row.get("kl_mean"), row.get("kl_p99")]
-    return isinstance(row.get("kv"), str) and all(n is None or isinstance(n, (int, float)) for n in numbers)
+    whole = all(n is None for n in numbers) or all(isinstance(n, (int, float)) for n in numbers)
+    return isinstance(row.get("kv"), str) and whole
 
 
-def note(path: Path | str, kv: str = "") -> str:
-    """'KL 0.0001, p99 0.001 (KV bf16)' from the newest result of the model, with that KV format if named; or ""."""
-    for row in saved(path):
-        if row["kl_mean"] is not None and kv in ("", row["kv"]):
-            return f"KL {row['kl_mean']:.5f}, p99 {row['kl_p99']:.4f} (KV {row['kv']})"
-    return ""
+def measured(path: Path | str, kv: str = "", weights: str = "") -> dict[str, Any] | None:
+    """The newest result of the model at `path` against a reference; with that KV format and those weights, if named."""
+    rows = (row for row in saved(path) if row["kl_mean"] is not None)
+    return next((r for r in rows if kv in ("", r["kv"]) and weights in ("", r.get("weights"))), None)
+
+
+def note(path: Path | str, kv: str = "", weights: str = "") -> str:
+    """'KL 0.0001, p99 0.001 (KV bf16)' from the result that `measured` finds; or ""."""
+    row = measured(path, kv, weights)
+    return f"KL {row['kl_mean']:.5f}, p99 {row['kl_p99']:.4f} (KV {row['kv']})" if row else ""

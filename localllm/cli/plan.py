@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -42,6 +43,8 @@ class Subject:
     """a base model: completes text"""
     asked: str = ""
     """the word on the command line that it stands for"""
+    path: Path | None = None
+    """its files, where it is on this machine"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +63,11 @@ class Row:
     def fits(self) -> bool:
         """Whether it may be started so."""
         return self.plan is not None and self.plan.fits
+
+    @property
+    def weights(self) -> str:
+        """The format of the weights that would run."""
+        return (self.plan.quant if self.plan else "") or self.subject.facts.stored_format
 
 
 @dataclass(frozen=True)
@@ -205,7 +213,7 @@ def _subjects(
         here = [model for model in hub.list_local() if model.supported and model.facts]
         for model in here:
             assert model.facts is not None
-            yield Subject(model.name, model.name, model.format, model.facts, True, base=not model.chat)
+            yield Subject(model.name, model.name, model.format, model.facts, True, base=not model.chat, path=model.path)
         held = {model.name.casefold() for model in here}
         for family in catalog.families():
             choice = fit.recommended(family, machine, max_bytes=config.pull.max_auto_bytes)
@@ -215,7 +223,7 @@ def _subjects(
     for name in names:
         target = config.aliases.get(name, name)
         if catalog.members(target):
-            local = {model.name.casefold() for model in hub.list_local() if model.supported}
+            local = {model.name.casefold(): model.path for model in hub.list_local() if model.supported}
             members = catalog.members(target)
             on_gpu = fit.device_kind(machine) == "cuda"
             runs = [c for c in members if not c.needs and (on_gpu or c.device != "gpu")]
@@ -232,19 +240,22 @@ def _subjects(
         found = checkpoint.facts
         shown = resolved.path.name if resolved.kind == "path" else resolved.name
         yield Subject(
-            resolved.name, shown, found.stored_format, found, True, base=not found.has_chat_template, asked=name
-        )
+            resolved.name, shown, found.stored_format, found, True, base=not found.has_chat_template, asked=name,
+            path=checkpoint.path,
+        )  # fmt: skip
 
 
-def _candidates(members: Any, asked: str, local: set[str] | None = None) -> Iterator[Subject]:
+def _candidates(members: Any, asked: str, local: Mapping[str, Path] | None = None) -> Iterator[Subject]:
     from localllm import fit
 
     for candidate in members:
         facts = fit.facts_of(candidate)
         if facts is not None:
-            here = candidate.spec.casefold() in (local or set())
-            size = 0 if here else candidate.download_bytes
-            yield Subject(candidate.spec, candidate.name, candidate.format, facts, here, size, asked=asked)
+            path = (local or {}).get(candidate.spec.casefold())
+            size = candidate.download_bytes if path is None else 0
+            yield Subject(
+                candidate.spec, candidate.name, candidate.format, facts, path is not None, size, asked=asked, path=path
+            )
 
 
 def _same(subject: Subject, quant: str) -> bool:
@@ -257,10 +268,13 @@ def _same(subject: Subject, quant: str) -> bool:
 
 
 def _row(subject: Subject, window: int | str, machine: MachineFacts, options: PlanOptions, benches: Benches) -> Row:
+    from localllm.measured import kl_by_kv
     from localllm.plan import plan as make_plan
 
     most = subject.facts.max_context
     ctx = most if window == "max" else window if isinstance(window, str) else min(window, most)
+    if subject.path is not None:  # as `chat` plans
+        options = replace(options, kv_measured=kl_by_kv(subject.path))
     try:
         made = make_plan(subject.facts, machine, replace(options, ctx=ctx), benches)
     except LocalLLMError as error:
@@ -305,6 +319,8 @@ def _as_candidate(subject: Subject) -> Any:
 
 
 def _json(row: Row, star: bool) -> dict[str, Any]:
+    from localllm.evaluate import measured
+
     subject, made = row.subject, row.plan
     base = {"model": subject.name, "quant": subject.quant, "local": subject.local, "recommended": star}
     base |= {"download_bytes": subject.download_bytes, "fits": row.fits, "reason": row.reason or None}
@@ -329,6 +345,7 @@ def _json(row: Row, star: bool) -> dict[str, Any]:
             "basis": made.basis,
             "eta": round(made.eta, 3),
         },
+        "quality": measured(subject.path, made.kv, row.weights) if subject.path else None,
         "limit": "memory",
         "reasons": list(made.reasons),
     }

@@ -187,10 +187,22 @@ def _remarks(sheet: Sheet) -> list[str]:
         lines.append("kv8: keys and values in 8 bits, because 16 would not leave room")
     if any(row.plan and row.plan.quant for row in sheet.rows):
         lines.append("bf16→fp8: the file does not fit as it is, and becomes smaller while loading")
+    lines += [f"quality of {clean_line(name)}: {note}, measured here" for name, note in qualities(sheet)]
     star = sheet.star.plan if sheet.star else None
     if star:
         lines += [clean_line(line) for line in (star.idle, *star.warnings) if line]
     return lines
+
+
+def qualities(sheet: Sheet) -> list[tuple[str, str]]:
+    """(model, what `localllm eval` found) for the formats that would run, each once."""
+    from localllm.evaluate import note
+
+    found = {}
+    for row in sheet.rows:
+        if row.plan and row.subject.path and (said := note(row.subject.path, row.plan.kv, row.weights)):
+            found[f"{row.subject.shown} {row.weights}", said] = None
+    return list(found)
 
 
 # --- the bar ----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from localllm import evaluate
 from localllm.cli.plan_view import shares
+from localllm.evaluate import Quality
 
 from .conftest import Invoke, valid
 
@@ -177,6 +179,31 @@ def test_the_newest_bench_counts(invoke: Invoke, home: Path) -> None:
     os.utime(old, (1, 1))
     os.utime(new, (2, 2))
     assert rows(invoke, "smollm2", hw="cpu")[0]["decode_tps"]["value"] == 70
+
+
+def test_measured_quality_is_said_for_the_formats_it_was_measured_with(invoke: Invoke, home: Path) -> None:
+    def kept(kv: str, kl: float | None, weights: str = "Q4_1") -> None:
+        path = next((home / "data/models").rglob("*.gguf"))
+        row = Quality("smollm2", "exact", weights, kv, 100, 28.0, kl_mean=kl, kl_p99=kl, path=str(path))
+        evaluate.save(row)
+
+    def said(*words: str) -> list[str]:
+        result = invoke("plan", "smollm2", *words, env={"LOCALLLM_FAKE_HW": "cpu"})
+        return [line for line in result.stderr.splitlines() if "quality" in line]
+
+    def found(*words: str) -> Any:
+        return rows(invoke, "smollm2", *words, hw="cpu")[0]["quality"]
+
+    assert said() == [] and found() is None
+    kept("bf16", None)  # without a reference only perplexity is known
+    kept("bf16", 0.5, weights="fp8")
+    assert said() == [] and found() is None
+    kept("int8", 0.25)
+    kept("bf16", 0.125)
+    assert said() == ["quality of smollm2 Q4_1: KL 0.12500, p99 0.1250 (KV bf16), measured here"]
+    assert found()["kl_mean"] == 0.125 and found()["reference"] == "exact"
+    assert found("--kv", "int8")["kl_p99"] == 0.25 and found("--kv", "f32") is None
+    assert "KV int8" in said("--kv", "int8")[0] and said("--kv", "f32") == []
 
 
 def test_plain_terminals_get_plain_characters(invoke: Invoke, home: Path) -> None:
