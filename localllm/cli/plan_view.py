@@ -198,7 +198,7 @@ def qualities(sheet: Sheet) -> list[tuple[str, str]]:
     """(model, what `localllm eval` found) for the formats that would run, each once."""
     from localllm.evaluate import note
 
-    found = {}
+    found: dict[tuple[str, str], None] = {}
     for row in sheet.rows:
         if row.plan and row.subject.path and (said := note(row.subject.path, row.plan.kv, row.weights)):
             found[f"{row.subject.shown} {row.weights}", said] = None
