@@ -77,14 +77,14 @@ class RopeTable:
         self._sin = torch.empty((0, half), dtype=torch.float32, device=self.device)
 
     def rows(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """(cos, sin), each float32 [num_tokens, half], at `positions` int64 [num_tokens], all below `length`.
-
-        A single position must be the last one, `length - 1`: its row is not looked up.
-        """
+        """(cos, sin), each float32 [num_tokens, half], at `positions` int64 [num_tokens], all below `length`."""
         self.reserve(length)
-        if positions.shape[0] == 1 and self.device.type == "cpu":
-            return self._cos[length - 1 : length], self._sin[length - 1 : length]
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+
+    def row(self, position: int) -> tuple[Tensor, Tensor]:
+        """The same for one position that the host knows: views, no look-up."""
+        self.reserve(position + 1)
+        return self._cos[position : position + 1], self._sin[position : position + 1]
 
     def reserve(self, length: int) -> None:
         """Grow for positions below `length`."""

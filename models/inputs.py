@@ -37,6 +37,8 @@ class ForwardBatch:
     """int64 [num_rows]: the token rows whose logits are wanted"""
     groups: tuple[AttentionInputs, ...]
     """per cache group"""
+    position: int | None = None
+    """of the only token, where there is only one and the host knows where it stands"""
 
     @property
     def num_tokens(self) -> int:

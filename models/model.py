@@ -50,7 +50,8 @@ class Model:
         """
         calls = self._calls if num_layers is None else self._calls[:num_layers]
         length = max(batch.seq_lens)
-        rotations = [rope.rows(batch.positions, length) for rope in self._ropes]
+        at = batch.position
+        rotations = [r.rows(batch.positions, length) if at is None else r.row(at) for r in self._ropes]
         views = [
             (*rotations[0 if group.window is None else -1], inputs.block_table, inputs.slot_mapping)
             for group, inputs in zip(self.groups, batch.groups, strict=True)

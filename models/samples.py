@@ -53,6 +53,6 @@ def rotations(
     """(view, positions int64 [n] below POSITIONS) -> cos and sin of the layers that see this view."""
 
     def rows(view: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return ropes[0 if groups[view].window is None else -1].rows(positions, int(positions.max()) + 1)
+        return ropes[0 if groups[view].window is None else -1].rows(positions, POSITIONS)
 
     return rows

@@ -91,6 +91,7 @@ class BatchBuilder:
             seq_lens_tensor=self._tensor(np.array(seq_lens, dtype=np.int32)),
             logits_indices=rows,
             groups=tuple(map(AttentionInputs, self._tables[1], slot_mappings)),
+            position=positions[0] if count == 1 else None,
         )
 
     def _group(self, parts: list[Scheduled], group: int, positions: np.ndarray) -> AttentionInputs:
