@@ -17,7 +17,7 @@ test: models
 	@exec .venv/bin/pytest -n $(JOBS) --dist worksteal --durations=15 $(ARGS)
 
 test-all: models
-	@exec .venv/bin/pytest --durations=25 -m '' -o faulthandler_timeout=3000 $(ARGS)
+	@exec .venv/bin/pytest -n $(JOBS) --dist worksteal --durations=25 -m '' -o faulthandler_timeout=3000 $(ARGS)
 
 test-aot: dev
 	@exec .ci/test-aot $(TRITON)
