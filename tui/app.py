@@ -11,6 +11,7 @@ import os
 import select
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,7 +23,7 @@ from localllm._version import __version__
 from localllm.config import Preset, UiConfig, load_config
 from localllm.errors import LocalLLMError
 from localllm.request import ChatBackend, Check, Failed
-from localllm.terminal import gib, no_color
+from localllm.terminal import clean_line, gib, no_color
 from localllm.tui import clipboard
 from localllm.tui.attachments import Attachment
 from localllm.tui.conversation import Conversation
@@ -102,6 +103,7 @@ class ChatApp(App[None]):
         self.serves = serve
         """the port that is wished for, `OFF`, or None for the usual one"""
         self.starts_with_model = not home
+        self.code_theme = self.ui.code_theme
         self.wants_restart = False
         """the command that opened the interface should start it again, with this chat"""
         self.downloads = Downloads(lambda text: self.chat.flash(text))
@@ -116,6 +118,8 @@ class ChatApp(App[None]):
         self.drain_s = DRAIN_STILL_S if still else DRAIN_S
         if still:
             self.animation_level = "none"
+        self.problems: list[str] = []
+        """settings that cannot be followed"""
         self._begin_with_theme()
 
     def _begin_with_theme(self) -> None:
@@ -123,7 +127,12 @@ class ChatApp(App[None]):
         self.register_theme(DARK)
         self.register_theme(LIGHT)
         wanted = "ansi-dark" if self._colorless else self.ui.theme
-        self.set_reactive(App.theme, wanted if wanted in self.available_themes else "localllm-dark")
+        known = wanted in self.available_themes
+        if not known:
+            near = get_close_matches(wanted, list(self.available_themes), 1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            self.problems.append(f"ui.theme: there is no theme {clean_line(wanted)}{meant}")
+        self.set_reactive(App.theme, wanted if known else "localllm-dark")
         theme = self.current_theme
         self.add_class(f"-theme-{theme.name}", "-dark-mode" if theme.dark else "-light-mode", update=False)
         self.remove_class("-light-mode" if theme.dark else "-dark-mode", update=False)
@@ -167,7 +176,7 @@ class ChatApp(App[None]):
             self.backend.start(self._start_with)
         else:
             self.run_worker(self._look_around, thread=True, exit_on_error=False, group="home")
-        for problem in self.keymap.problems:
+        for problem in (*self.problems, *self.keymap.problems):
             await screen.transcript.say(f"! {problem}", "warning")
         screen.prompt.load_history(screen.prompts.load())
         if self.conversation.exchanges:

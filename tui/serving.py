@@ -8,7 +8,7 @@ from localllm.errors import ConfigError
 
 MAX_PORT = 65_535
 OFF = -1
-"""what `wished_port` makes of "off\""""
+"""the word off, as `wished_port` understands it"""
 
 
 class Endpoint(Protocol):

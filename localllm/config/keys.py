@@ -10,7 +10,7 @@ from typing import Any, Literal
 from localllm.errors import ConfigError
 from localllm.testing import TEST_ONLY
 
-from .kinds import DEVICE, DURATION, FLAG, SIZE, TEXT, TEXTS, TOKENS, Kind, choice, number, or_auto, whole
+from .kinds import CODE_THEME, DEVICE, DURATION, FLAG, SIZE, TEXT, TEXTS, TOKENS, Kind, choice, number, or_auto, whole
 
 Auto = Literal["auto"]
 PROJECT_FILE = ".localllm.toml"
@@ -100,7 +100,7 @@ class UiConfig:
     """The full-screen interface."""
 
     theme: str = _key(TEXT, "localllm-dark", "colours")
-    code_theme: str = _key(TEXT, "auto", "colours of code")
+    code_theme: str = _key(CODE_THEME, "auto", "colours of code; auto are those of the theme")
     mouse: bool = _key(FLAG, True, "take mouse events")
     animations: bool | Auto = _key(or_auto(FLAG), "auto", "auto: off over ssh")
     thinking: str = _key(choice("auto", "expanded", "collapsed", "hidden"), "auto", "how reasoning is shown")
@@ -188,7 +188,8 @@ class Key:
         try:
             return self.kind.parse(value)
         except (ValueError, TypeError, OverflowError):
-            expects = f"expected {self.kind.expects}"
+            meant = nearest(value, dict.fromkeys(self.kind.names())) if isinstance(value, str) else ""
+            expects = f"expected {self.kind.expects}{did_you_mean(meant)}"
             shown = repr(value) if len(repr(value)) <= 60 else repr(value)[:57] + "..."
             raise ConfigError(
                 f"{self.path} = {shown} ({origin}): {expects}",

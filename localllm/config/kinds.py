@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,8 @@ class Kind:
     expects: str
     parse: Callable[[Any], Any]
     show: Callable[[Any], str] = as_text
+    names: Callable[[], Iterable[str]] = tuple
+    """the words it takes, if it takes words: what a wrong one was meant to be is looked for among them"""
 
 
 def _text(value: Any) -> str:
@@ -108,16 +110,33 @@ def choice(*names: str) -> Kind:
             raise ValueError
         return str(value)
 
-    return Kind(" | ".join(names), parse)
+    return Kind(" | ".join(names), parse, names=lambda: names)
 
 
 def or_auto(kind: Kind) -> Kind:
     """The word auto, or what `kind` takes."""
-    return Kind(f"auto, or {kind.expects}", lambda value: "auto" if value == "auto" else kind.parse(value))
+    return Kind(
+        f"auto, or {kind.expects}",
+        lambda value: "auto" if value == "auto" else kind.parse(value),
+        names=lambda: ("auto", *kind.names()),
+    )
 
 
 def _device(value: Any) -> str:
     if not isinstance(value, str) or not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", value):
+        raise ValueError
+    return value
+
+
+def _styles() -> Iterable[str]:
+    """Pygments' styles; looked up only when a setting names one."""
+    from pygments.styles import get_all_styles
+
+    return get_all_styles()
+
+
+def _style(value: Any) -> str:
+    if not isinstance(value, str) or value not in set(_styles()):
         raise ValueError
     return value
 
@@ -131,6 +150,7 @@ def _whole_units(*units: tuple[int, str]) -> Callable[[float], str]:
 
 TEXT, FLAG, TEXTS = Kind("text", _text), Kind("true | false", _flag), Kind("a list of texts", _texts)
 DEVICE = Kind("auto | cpu | cuda | cuda:N", _device)
+CODE_THEME = or_auto(Kind("a style of Pygments, such as monokai", _style, names=_styles))
 TOKENS = or_auto(Kind("a number of tokens from 16, such as 8192 or 32k", _tokens))
 SIZE = Kind(
     "a size such as 32GiB", lambda value: int(parse_bytes(value)), _whole_units((1 << 30, "GiB"), (1 << 20, "MiB"))

@@ -62,6 +62,8 @@ def test_every_key_can_be_set_by_file_and_environment(file: Path) -> None:
         ("[server]\nport = 70000", ["server.port = 70000", "0 to 65535"]),
         ("[sampling]\ntemperature = 'hot'", ["sampling.temperature = 'hot'"]),
         ("[sampling]\ntemperature = nan", ["sampling.temperature = nan"]),
+        ("[ui]\ncode_theme = 'monokay'", ["ui.code_theme = 'monokay'", "did you mean monokai?"]),
+        ("[ui]\nnotify = 'allways'", ["ui.notify = 'allways'", "never | unfocused | always; did you mean always?"]),
         ("[engine]\nkv = ['a']", ["engine.kv = ['a']", "bf16"]),
         ("engine = 3", ["engine must be a table"]),
         ("aliases = 3", ["aliases must be a table"]),

@@ -165,6 +165,12 @@ async def test_t10_a_failed_turn_is_a_turn_and_the_next_one_works(prompt: str, c
         assert after.exchange.text == "again"
 
 
+async def test_a_theme_that_is_none_is_said_and_the_usual_one_holds() -> None:
+    async with chat(ui=UiConfig(theme="localllm-drak")) as running:
+        await running.until(lambda: "no theme localllm-drak; did you mean localllm-dark?" in notices(running))
+        assert running.app.theme == "localllm-dark"
+
+
 async def test_t12_resizing_while_an_answer_comes() -> None:
     async with chat(tps=300) as running:
         await running.ready()

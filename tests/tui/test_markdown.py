@@ -6,8 +6,10 @@ import random
 
 import pytest
 from textual.app import App, ComposeResult
-from textual.widgets import Markdown
+from textual.content import Content
+from textual.widgets import Label, Markdown
 
+from localllm.config import UiConfig
 from localllm.fake_script import HOSTILE, MARKDOWN
 from localllm.terminal import clean
 from localllm.tui.widgets.markdown import Answer, Fence, Settler, _FlatList
@@ -180,3 +182,22 @@ async def test_html_and_reference_lines_do_not_vanish() -> None:
         await answer.finish()
         shown = "\n".join(str(block.render()) for block in app.query_one(Markdown).children)  # type: ignore[attr-defined]
         assert "<think>" in shown and "http://example.org" in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "background", "keyword"), [("monokai", "#272822", "#66d9ef"), ("xcode", "#ffffff", "#a90d91")]
+)
+async def test_code_has_the_colours_of_the_setting(name: str, background: str, keyword: str) -> None:
+    async with chat(ui=UiConfig(code_theme=name)) as running:
+        await running.ready()
+        running.backend.answers = ["```python\ndef double(x):\n    return 2 * x\n```\n"]
+        await running.ask("code")
+        await running.until(lambda: running.screen.query("Fence Label"))
+        fence = running.screen.query_one(Fence)
+        assert fence.styles.background.hex.lower() == background
+        code = fence.query_one("#code-content", Label).render()
+        assert isinstance(code, Content)
+        assert keyword in {str(span.style).lower() for span in code.spans if code.plain[span.start : span.end] == "def"}
+        running.app.theme = "localllm-light"  # colours of code are asked for: they stay
+        await running.pilot.pause()
+        assert fence.styles.background.hex.lower() == background

@@ -18,6 +18,7 @@ from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.content import Content
 from textual.geometry import Size
+from textual.highlight import highlight
 from textual.reactive import Reactive
 from textual.widgets import Markdown, Static
 from textual.widgets._markdown import (
@@ -30,6 +31,7 @@ from textual.widgets._markdown import (
     MarkdownParagraph,
 )
 
+from .code_colours import code_colours
 from .copying import CopyCode
 
 LIST_CHUNK = 24
@@ -208,6 +210,16 @@ class Fence(MarkdownFence):
         yield from super().compose()
         if count > LONG_CODE:
             yield Static(f"{lines} · click to copy", classes="head", markup=False)
+
+    def highlight(  # type: ignore[override]  # needs the settings, which only the widget knows
+        self, code: str, language: str, ansi: bool = False, dark: bool = False
+    ) -> Content:
+        """In the colours of the settings; without colour as Textual does."""
+        colours = None if ansi else code_colours(getattr(self.app, "code_theme", "auto"))
+        if colours is None:
+            return MarkdownFence.highlight(code, language, ansi, dark)
+        self.styles.background = colours.background
+        return highlight(code, language=language or None, theme=colours.tokens)
 
     def on_click(self, event: Any) -> None:
         """Copy when a line above or below was hit."""
