@@ -6,6 +6,8 @@ would obey (ESC, C0 and C1 controls, BEL, lone carriage returns) or that would r
 
 from __future__ import annotations
 
+import codecs
+import locale
 import os
 import re
 import sys
@@ -108,6 +110,17 @@ def no_color() -> bool:
 def is_utf8(stream: IO[str] | None) -> bool:
     """Whether glyphs beyond ASCII can be written to a stream."""
     return "utf" in (getattr(stream, "encoding", None) or sys.getdefaultencoding()).lower()
+
+
+def locale_encoding() -> str:
+    """The characters that the terminal takes, as the locale says; "utf-8" where it says nothing that is known.
+
+    A stream's own encoding is not asked: Python takes UTF-8 for the locale C, which means ASCII.
+    """
+    try:
+        return codecs.lookup(locale.nl_langinfo(locale.CODESET)).name
+    except (AttributeError, LookupError):
+        return "utf-8"
 
 
 def gib(num_bytes: float) -> str:

@@ -78,6 +78,7 @@ class ChatApp(App[None]):
         log_file: Path | None = None,
         endpoint: Endpoint | None = None,
         serve: int | None = OFF,
+        encoding: str = "utf-8",
     ) -> None:
         """The interface over `backend`.
 
@@ -85,12 +86,17 @@ class ChatApp(App[None]):
         saver      where chats are kept; None keeps none
         log_file   what F12 shows
         endpoint   what /serve turns on and off
+        encoding   the characters that the terminal takes; others are drawn as ASCII
         serve      the port to answer at from the start; None is the usual one
         """
         self._colorless = no_color()
         self.ui = ui or UiConfig()
         # said here, because Textual chooses at this moment between no colour and grey
         super().__init__(ansi_color=True if self._colorless else None)
+        if encoding != "utf-8":
+            from localllm.tui.ascii import Encodable
+
+            self._filters.append(Encodable(encoding))
         self.backend = backend
         self.conversation = conversation
         self.keymap = Keymap(self.ui.keys, keys)

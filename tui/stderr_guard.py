@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from localllm.terminal import locale_encoding
+
 
 @contextmanager
 def stderr_to(log: Path) -> Iterator[None]:
@@ -26,7 +28,7 @@ def stderr_to(log: Path) -> Iterator[None]:
     os.dup2(target, 2)
     os.close(target)
     before = sys.__stderr__, sys.stderr
-    terminal = os.fdopen(os.dup(screen), "w", encoding="utf-8", errors="replace", newline="")
+    terminal = os.fdopen(os.dup(screen), "w", encoding=locale_encoding(), errors="replace", newline="")
     sys.__stderr__ = sys.stderr = terminal  # type: ignore[misc]
     try:
         yield

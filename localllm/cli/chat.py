@@ -14,7 +14,7 @@ import typer
 
 from localllm.config import UserConfig
 from localllm.errors import ConfigError, LocalLLMError, ModelNotFound
-from localllm.terminal import clean_line, dumb, is_tty
+from localllm.terminal import clean_line, dumb, is_tty, locale_encoding
 from localllm.tui.serving import OFF, wished_port
 
 from . import logs, params
@@ -326,6 +326,7 @@ def full_screen(env: Env, config: UserConfig, start: Start) -> int:
             log_file=logs.path(),
             endpoint=endpoint,
             serve=start.serve,
+            encoding=locale_encoding(),
         )
         app.run(mouse=config.ui.mouse, inline=start.inline, inline_no_clear=start.inline)
         app.downloads.stop()

@@ -1,0 +1,74 @@
+"""Characters that the terminal's encoding lacks, drawn as others of the same width: for locales that are not UTF-8."""
+
+from __future__ import annotations
+
+import unicodedata
+
+from rich.cells import cell_len
+from rich.segment import Segment
+from textual.color import Color
+from textual.filter import LineFilter
+
+_MARKS = {
+    **dict.fromkeys("─━┄┅┈┉╌╍═╴╶╸╺╼╾–—▔‐‑", "-"),
+    **dict.fromkeys("│┃┆┇┊┋╎╏║╵╷╹╻╽╿▌▐▏▎▍▋▊▉·", "|"),
+    **dict.fromkeys("▓█▀▖▗▘▙▚▛▜▝▞▟■", "#"),
+    **dict.fromkeys("❯▸▶›→⇒", ">"),
+    **dict.fromkeys("◂◀‹←⏎⇐", "<"),
+    **dict.fromkeys("↑▲⇧", "^"),
+    **dict.fromkeys("↓▾▼", "v"),
+    **dict.fromkeys("“”„", '"'),
+    **dict.fromkeys("‘’", "'"),
+    **dict.fromkeys("•●★◆", "*"),
+    **dict.fromkeys("✗×✕", "x"),
+    **dict.fromkeys("░…", "."),
+    "✓": "+", "≈": "~", "▒": ":", "○": "o",
+    "▁": "_", "▂": ".", "▃": "-", "▄": "=", "▅": "+", "▆": "*", "▇": "%",
+}  # fmt: skip
+"""One cell for one cell."""
+
+
+def plain(char: str) -> str:
+    """What stands for a character in ASCII, as wide as it is."""
+    width = cell_len(char)
+    if width == 0:
+        return ""
+    known = _MARKS.get(char) or ("+" if "\u2500" <= char <= "\u257f" else "")  # the corners of boxes
+    if not known:
+        known = "".join(part for part in unicodedata.normalize("NFKD", char) if part.isascii())
+    return known if len(known) == width else "?" * width
+
+
+class Encodable(LineFilter):
+    """Everything on the screen in the characters of one encoding."""
+
+    def __init__(self, encoding: str) -> None:
+        super().__init__()
+        self._table = _Table(encoding)
+
+    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
+        """The segments of a line, each as wide as it was."""
+        return [segment if segment.control or segment.text.isascii() else self._of(segment) for segment in segments]
+
+    def _of(self, segment: Segment) -> Segment:
+        text, width = segment.text.translate(self._table), cell_len(segment.text)
+        if cell_len(text) != width:  # joined characters are narrower together than alone
+            text = text[:width].ljust(width) if text.isascii() else "?" * width
+        return Segment(text, segment.style)
+
+
+class _Table(dict[int, str]):
+    """For `str.translate`: filled as characters come."""
+
+    def __init__(self, encoding: str) -> None:
+        super().__init__()
+        self._encoding = encoding
+
+    def __missing__(self, code: int) -> str:
+        char = chr(code)
+        try:
+            char.encode(self._encoding)
+        except UnicodeEncodeError:
+            char = plain(char)
+        self[code] = char
+        return char
