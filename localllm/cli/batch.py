@@ -116,6 +116,7 @@ def _report(env: Env, counts: object, output: Path) -> None:
     failed = f", {counts.failed} of them with an error" if counts.failed else ""
     skipped = f" ({counts.skipped} were there already)" if counts.skipped else ""
     rate = f", {counts.completion_tokens / seconds:,.0f} tok/s" if counts.completion_tokens and seconds else ""
+    what = "request" if counts.done == 1 else "requests"
     env.console.say(
-        f"{counts.done} requests answered{failed}{skipped} in {seconds_short(seconds)}{rate}: {clean_line(str(output))}"
+        f"{counts.done:,} {what} answered{skipped}{failed} in {seconds_short(seconds)}{rate}: {clean_line(str(output))}"
     )

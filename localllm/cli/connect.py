@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import re
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,6 +51,12 @@ def _json(value: Any) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False)
 
 
+def _yaml(name: str) -> str:
+    """A name as YAML reads it back."""
+    plain = re.fullmatch(r"[A-Za-z][\w./-]*(:[\w./-]+)*", name) and name.lower() not in ("true", "yes", "on", "null")
+    return name if plain else json.dumps(name, ensure_ascii=False)
+
+
 def _opencode(s: Server) -> str:
     models = {s.model: {"name": s.model, "limit": {"context": s.ctx, "output": max(256, s.ctx // 4)}}}
     options = {"baseURL": f"{s.url}/v1"} | ({"apiKey": s.key} if s.needs_key else {})
@@ -65,7 +73,7 @@ def _opencode(s: Server) -> str:
 def _continue(s: Server) -> str:
     return (
         "name: localllm\nversion: 1.0.0\nschema: v1\nmodels:\n"
-        f"  - name: {s.model}\n    provider: openai\n    model: {s.model}\n"
+        f"  - name: {_yaml(s.model)}\n    provider: openai\n    model: {_yaml(s.model)}\n"
         f"    apiBase: {s.url}/v1\n    apiKey: {s.key}\n"
         "    roles: [chat, edit, apply]\n"
         f"    defaultCompletionOptions:\n      contextLength: {s.ctx}"
@@ -81,13 +89,14 @@ def _zed(s: Server) -> str:
 
 def _llm(s: Server) -> str:
     key = "  api_key_name: localllm\n" if s.needs_key else ""
-    return f'- model_id: {s.model}\n  model_name: {s.model}\n  api_base: "{s.url}/v1"\n{key}'.rstrip()
+    name = _yaml(s.model)
+    return f'- model_id: {name}\n  model_name: {name}\n  api_base: "{s.url}/v1"\n{key}'.rstrip()
 
 
 def _codex(s: Server) -> str:
     key = 'env_key = "CODEX_LOCALLLM_KEY"\n' if s.needs_key else ""  # a name of the user's, read by codex only
     return (
-        f'model = "{s.model}"\nmodel_provider = "localllm"\n\n[model_providers.localllm]\nname = "localllm"\n'
+        f'model = {json.dumps(s.model)}\nmodel_provider = "localllm"\n\n[model_providers.localllm]\nname = "localllm"\n'
         f'base_url = "{s.url}/v1"\nwire_api = "responses"\n{key}'.rstrip()
     )
 
@@ -97,7 +106,7 @@ def _python(s: Server) -> str:
         "from openai import OpenAI\n\n"
         f'client = OpenAI(base_url="{s.url}/v1", api_key="{s.key}")\n'
         "answer = client.chat.completions.create(\n"
-        f'    model="{s.model}", messages=[{{"role": "user", "content": "hi"}}]\n)\n'
+        f'    model={json.dumps(s.model)}, messages=[{{"role": "user", "content": "hi"}}]\n)\n'
         "print(answer.choices[0].message.content)"
     )
 
@@ -105,7 +114,7 @@ def _python(s: Server) -> str:
 def _curl(s: Server) -> str:
     key = f" -H 'authorization: Bearer {s.key}'" if s.needs_key else ""
     body = json.dumps({"model": s.model, "messages": [{"role": "user", "content": "hi"}]})
-    return f"curl {s.url}/v1/chat/completions -H 'content-type: application/json'{key} \\\n  -d '{body}'"
+    return f"curl {s.url}/v1/chat/completions -H 'content-type: application/json'{key} \\\n  -d {shlex.quote(body)}"
 
 
 APPS: dict[str, App] = {
@@ -127,14 +136,14 @@ APPS: dict[str, App] = {
     "aider": App(
         "pair programmer in the terminal",
         "",
-        lambda s: f"OPENAI_API_BASE={s.url}/v1 OPENAI_API_KEY={s.key} aider --model openai/{s.model}",
+        lambda s: f"OPENAI_API_BASE={s.url}/v1 OPENAI_API_KEY={s.key} aider --model {shlex.quote('openai/' + s.model)}",
     ),
     "claude-code": App(
         "coding agent, through /v1/messages",
         "",
         lambda s: (
-            f"ANTHROPIC_BASE_URL={s.url} ANTHROPIC_AUTH_TOKEN={s.key} ANTHROPIC_MODEL={s.model} \\\n"
-            f"  ANTHROPIC_DEFAULT_HAIKU_MODEL={s.model} claude"
+            f"ANTHROPIC_BASE_URL={s.url} ANTHROPIC_AUTH_TOKEN={s.key} ANTHROPIC_MODEL={shlex.quote(s.model)} \\\n"
+            f"  ANTHROPIC_DEFAULT_HAIKU_MODEL={shlex.quote(s.model)} claude"
         ),
         "its own prompts are long: start the server with --ctx 32k or more",
     ),
@@ -190,32 +199,62 @@ def connect(
 
 
 def _server(env: Env, url: str | None, model: str | None) -> Server:
-    """The server that runs, with its first model; what the settings say where none does."""
-    from .processes import ask
-
+    """The server that was named or runs, with its first model; what the settings say where none answers."""
     settings = env.config.server
     found = next((one for one in running() if one.url.startswith("http")), None)
-    if url is None and found is not None:
-        listed = ask(found, "GET", "/v1/models") or {}
-        rows = [row for row in listed.get("data", []) if model in (None, row.get("id"))]
-        first = rows[0] if rows else {}
-        keyed = not _open_to_all(found.url)
-        return Server(found.url, model or first.get("id") or "MODEL", int(first.get("max_model_len") or 8192), keyed)
-    if url is None:
+    if url is not None:
+        base = _address(url)
+        token = next((one.token for one in running() if one.url == base), "")
+    elif found is not None:
+        base, token = found.url, found.token
+    else:
         env.console.say("# no server is running: localllm serve")
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    base = (url or f"http://{host}:{settings.port}").rstrip("/").removesuffix("/v1")
-    return Server(base, model or env.config.model or "MODEL", 8192, bool(settings.api_key_file))
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
+        base, token = f"http://{f'[{host}]' if ':' in host else host}:{settings.port}", ""
+    needs_key, rows = _asked(base, token) if url is not None or found is not None else (bool(settings.api_key_file), [])
+    if needs_key is None:
+        env.console.warn(f"nothing answers at {clean_line(base)} now: localllm serve")
+        needs_key = bool(settings.api_key_file)
+    chosen: dict[str, Any] = next((row for row in rows if model in (None, row.get("id"))), {})
+    if rows and not chosen:
+        names = ", ".join(str(row.get("id")) for row in rows[:8])
+        env.console.warn(f"{clean_line(base)} does not offer {clean_line(str(model))}; it offers {clean_line(names)}")
+    name = model or chosen.get("id") or env.config.model or "MODEL"
+    return Server(base, str(name), int(chosen.get("max_model_len") or 8192), needs_key)
 
 
-def _open_to_all(url: str) -> bool:
-    """Whether a server answers without a key."""
+def _address(url: str) -> str:
+    """The address of a server, without a path. Raises ConfigError."""
+    from urllib.parse import urlsplit
+
+    base = url.rstrip("/").removesuffix("/v1")
+    try:
+        parts = urlsplit(base)
+        sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        sound = False
+    if not sound or not base.isprintable() or any(mark in base for mark in " '\"\\$`?#"):
+        raise ConfigError(
+            f"--url is {clean_line(url)!r}, expected an address such as http://127.0.0.1:8000", "localllm ps shows it"
+        )
+    return base
+
+
+def _asked(base: str, token: str) -> tuple[bool | None, list[dict[str, Any]]]:
+    """(whether a key is needed, None where nothing answers; the models on offer)"""
     import httpx
 
     try:
-        return httpx.get(f"{url}/v1/models", timeout=2.0, trust_env=False).status_code == 200
-    except httpx.HTTPError:
-        return False
+        with httpx.Client(timeout=2.0, trust_env=False) as client:
+            answer = client.get(f"{base}/v1/models")
+            needs_key = answer.status_code == 401
+            if needs_key and token:
+                answer = client.get(f"{base}/v1/models", headers={"authorization": f"Bearer {token}"})
+            value = answer.json() if answer.status_code == 200 else {}
+    except (httpx.HTTPError, ValueError):
+        return None, []
+    listed = value.get("data") if isinstance(value, dict) else None
+    return needs_key, [row for row in listed if isinstance(row, dict)] if isinstance(listed, list) else []
 
 
 def _copy(env: Env, text: str) -> None:

@@ -212,6 +212,10 @@ class PlainProgress:
                 self._shown_at = now
                 self._stall_shown = False
                 self._console.say(f"download {percent} % {_of(self._bytes)}")
+        elif phase.name == "batch":
+            if not self._loading or time.monotonic() - self._shown_at >= PLAIN_EVERY_S:
+                self._console.say(f"answering {self._title}: {phase.done:,} of {phase.total:,}")
+                self._loading, self._shown_at = phase.name, time.monotonic()
         elif phase.name not in ("resolve", "ready"):
             if self._loading == "compile" != phase.name:
                 self._console.say(f"the kernels took {seconds_short(time.monotonic() - self._shown_at)}")
@@ -323,6 +327,8 @@ class BarProgress:
         return title + middle + numbers
 
     def _load_line(self, phase: Phase) -> str:
+        if phase.name == "batch":
+            return f"Answering  {self._title}  {_bar(phase.done, phase.total, 24)}  {phase.done:,}/{phase.total:,}"
         label = _LABELS.get(phase.name, clean_line(phase.name))
         if phase.name == "resolve":
             return f"Looking up {clean_line(phase.detail)}"

@@ -91,6 +91,13 @@ def _requests(source: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise ConfigError(f"{source} cannot be read: {error.strerror}", "name a readable file") from None
 
 
+def _lock(file: IO[bytes], path: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise ConfigError(f"another batch writes to {path}", "wait for it, or choose another -o FILE") from None
+
+
 class Output:
     """The file of answers: held by one process, without a line that was cut."""
 
@@ -102,12 +109,12 @@ class Output:
         except OSError as error:
             raise ConfigError(f"{path} cannot be written: {error.strerror}", "choose another -o FILE") from None
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            _lock(self._file, path)
+            self.answered = self._read(again)
+            """ids that need no answer any more"""
+        except BaseException:
             self._file.close()
-            raise ConfigError(f"another batch writes to {path}", "wait for it, or choose another -o FILE") from None
-        self.answered = self._read(again)
-        """ids that need no answer any more"""
+            raise
 
     def _read(self, again: bool) -> set[str]:
         self._file.seek(0)
@@ -118,24 +125,35 @@ class Output:
             try:
                 row = json.loads(line)
                 custom, ok = row["custom_id"], row["response"]["status_code"] == 200
-            except (ValueError, KeyError, TypeError):
-                if line.endswith(b"\n"):
-                    raise ConfigError(f"{self.path} holds something else than answers", "choose another -o") from None
-                changed = True  # cut by a kill
-                continue
-            if not ok and again:
+            except (ValueError, KeyError, TypeError, RecursionError):
+                custom, ok = None, False
+            whole = line.endswith(b"\n")
+            if whole and not isinstance(custom, str):
+                raise ConfigError(f"{self.path} holds something else than answers", "choose another -o")
+            if not whole or (again and not ok):  # cut by a kill, or asked again
                 changed = True
                 continue
             kept.append(line)
-            answered.add(custom)
+            answered.add(str(custom))
         if changed:
-            partial = self.path.with_name(self.path.name + ".partial")
-            partial.write_bytes(b"".join(kept))
-            self._file.truncate(0)
-            self._file.write(partial.read_bytes())
-            self._file.flush()
-            partial.unlink()
+            self._replace(b"".join(kept))
         return answered
+
+    def _replace(self, content: bytes) -> None:
+        """Put other content in the file's place, at once: a kill leaves either."""
+        partial = self.path.with_name(self.path.name + ".partial")
+        new: IO[bytes] = partial.open("w+b")
+        try:
+            _lock(new, self.path)
+            new.write(content)
+            new.flush()
+            os.fsync(new.fileno())
+            os.replace(partial, self.path)
+        except BaseException:
+            new.close()
+            raise
+        self._file.close()
+        self._file = new
 
     def write(self, row: dict[str, Any]) -> None:
         """One answer, in the file when this returns."""

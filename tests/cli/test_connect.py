@@ -1,0 +1,92 @@
+"""`connect`: settings that other programs can read, whatever the model is called; addresses that are none."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import tomllib
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+import yaml
+
+from localllm.cli.connect import APPS, Server
+
+from .conftest import Invoke, valid
+
+NAMES = ("smollm2", "Qwen/Qwen3-8B-GGUF:Q4_K_M", "it's a model.gguf", "1e3", "on", 'a"b\\c', "x: y # z", "модель")
+
+
+@pytest.fixture
+def endpoint() -> Iterator[str]:
+    """Something that lists two models to who has the key."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/open/v1/models" else 401)
+            self.end_headers()
+            rows = [{"id": "one", "max_model_len": 4096}, {"id": "two"}]
+            self.wfile.write(json.dumps({"data": rows}).encode())
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_snippet_holds_the_name_as_it_is(name: str) -> None:
+    def snippet(app: str, needs_key: bool = False) -> str:
+        return APPS[app].snippet(Server("http://127.0.0.1:8000", name, 8192, needs_key))
+
+    assert json.loads(snippet("opencode"))["model"] == f"localllm/{name}"
+    models = json.loads(snippet("zed"))["language_models"]["openai_compatible"]["localllm"]["available_models"]
+    assert models[0]["name"] == name
+    (model,) = yaml.safe_load(snippet("continue"))["models"]
+    assert (model["name"], model["model"], model["apiKey"]) == (name, name, "none")
+    (row,) = yaml.safe_load(snippet("llm", needs_key=True))
+    assert (row["model_id"], row["model_name"], row["api_key_name"]) == (name, name, "localllm")
+    assert tomllib.loads(snippet("codex"))["model"] == name
+    assert shlex.split(snippet("aider"))[-1] == f"openai/{name}"
+    assert f"ANTHROPIC_MODEL={name}" in shlex.split(snippet("claude-code").replace("\\\n", ""))
+    assert json.loads(shlex.split(snippet("curl", needs_key=True).replace("\\\n", ""))[-1])["model"] == name
+    compile(snippet("python"), "snippet", "exec")
+    assert set(APPS) >= {"opencode", "continue", "open-webui", "llm", "aider", "claude-code", "zed"}
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["nonsense", "ftp://x", "http://", "http://[::1:8", "http://h:99999", "http://h:0", "http://a b", "http://h?x"],
+)
+def test_an_address_that_is_none_is_refused(invoke: Invoke, empty_home: Path, url: str) -> None:
+    result = invoke("connect", "curl", "--url", url)
+    assert result.exit_code == 2 and "expected an address" in result.stderr and not result.stdout
+
+
+def test_what_a_named_server_offers_is_asked(invoke: Invoke, empty_home: Path, endpoint: str) -> None:
+    found = valid(invoke("connect", "opencode", "--url", f"{endpoint}/open/v1/", "--json").stdout, "connect-1")
+    settings = json.loads(found["snippet"])["provider"]["localllm"]
+    assert found["model"] == "one" and settings["models"]["one"]["limit"]["context"] == 4096
+    assert settings["options"] == {"baseURL": f"{endpoint}/open/v1"}
+    wrong = invoke("connect", "llm", "--url", f"{endpoint}/open", "--model", "three")
+    assert wrong.exit_code == 0 and "does not offer three; it offers one, two" in wrong.stderr
+    locked = invoke("connect", "python", "--url", endpoint)
+    assert "YOUR-KEY" in locked.stdout and "put your key" in locked.stderr
+
+
+def test_nothing_that_answers_is_said(invoke: Invoke, empty_home: Path) -> None:
+    result = invoke("connect", "curl", "--url", "http://127.0.0.1:1")
+    assert result.exit_code == 0 and "nothing answers at http://127.0.0.1:1 now" in result.stderr
+    config = empty_home / "config.toml"
+    config.write_text('model = "mine"\n[server]\nhost = "0.0.0.0"\nport = 8321\n')
+    result = invoke("connect", "llm", "--config", str(config))
+    assert 'api_base: "http://127.0.0.1:8321/v1"' in result.stdout and "model_id: mine" in result.stdout
+    assert "no server is running" in result.stderr
+    assert set(valid(invoke("connect", "--json").stdout, "connect-1")["apps"]) == set(APPS)
+    assert "did you mean aider" in invoke("connect", "adier").stderr
