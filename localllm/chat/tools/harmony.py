@@ -8,11 +8,12 @@ prompt ends with `<|start|>assistant`, so the first header has no beginning.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .calls import Calls, Part, new_call_id
-from .cursor import Cursor, Malformed, Reading
+from .answer import AnswerParser
+from .calls import new_call_id
+from .cursor import Malformed, Reading
 from .parser import MAX_FAILURES
 from .space import HeldSpace
 
@@ -24,7 +25,7 @@ MAX_HEADER_CHARS = 512
 _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 
 
-class HarmonyParser:
+class HarmonyParser(AnswerParser):
     """Splits one answer as it comes, into ("reasoning" | "content", text) and ("tool_call", JSON of a delta)."""
 
     def __init__(
@@ -36,28 +37,7 @@ class HarmonyParser:
         new_id: Callable[[], str] = new_call_id,
     ) -> None:
         """As `ToolParser`."""
-        self._cursor = Cursor()
-        self._parts: list[Part] = []
-        self._calls = Calls(self._emit_call, tools, streams=streams, new_id=new_id)
-        self._most_calls = most_calls
-        self._failures = 0
-        self._run: Generator[None, None, None] | None = self._answer()
-
-    def push(self, text: str) -> list[Part]:
-        """The parts that this text completes, in order."""
-        self._cursor.feed(text)
-        return self._resume()
-
-    def finish(self) -> list[Part]:
-        """What was held back."""
-        self._cursor.end()
-        return self._resume()
-
-    def _resume(self) -> list[Part]:
-        if self._run is not None and next(self._run, self) is self:
-            self._run = None
-        parts, self._parts = self._parts, []
-        return parts
+        super().__init__(tools, streams=streams, most_calls=most_calls, new_id=new_id)
 
     def _answer(self) -> Reading[None]:
         header = yield from self._cursor.literal(CHANNEL, START, " to=", "to=")
@@ -124,7 +104,3 @@ class HarmonyParser:
 
     def _emit_reasoning(self, text: str) -> None:
         self._parts.append(("reasoning", text))
-
-    def _emit_call(self, part: Part) -> None:
-        self._parts.append(part)
-        self._cursor.mark()

@@ -6,9 +6,10 @@ parts together do not depend on how the text was cut; the work is linear in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from .answer import AnswerParser
 from .calls import Calls, Part, new_call_id
 from .cursor import Cursor, Malformed, Reading
 from .space import HeldSpace
@@ -25,7 +26,7 @@ class Reader(Protocol):
         ...
 
 
-class ToolParser:
+class ToolParser(AnswerParser):
     """Splits one answer as it comes.
 
     reader      of the calls after a trigger
@@ -48,29 +49,8 @@ class ToolParser:
         self._reader = reader
         self._triggers = tuple(triggers)
         self._at_start = tuple(at_start)
-        self._cursor = Cursor()
-        self._parts: list[Part] = []
         self._space = HeldSpace(self._emit_content)
-        self._calls = Calls(self._emit_call, tools, streams=streams, new_id=new_id)
-        self._most_calls = most_calls
-        self._failures = 0
-        self._run: Generator[None, None, None] | None = self._answer()
-
-    def push(self, text: str) -> list[Part]:
-        """The parts that this text completes, in order: ("content", text), ("tool_call", JSON of a delta)."""
-        self._cursor.feed(text)
-        return self._resume()
-
-    def finish(self) -> list[Part]:
-        """What was held back. A call that was never finished is content."""
-        self._cursor.end()
-        return self._resume()
-
-    def _resume(self) -> list[Part]:
-        if self._run is not None and next(self._run, self) is self:
-            self._run = None
-        parts, self._parts = self._parts, []
-        return parts
+        super().__init__(tools, streams=streams, most_calls=most_calls, new_id=new_id)
 
     def _answer(self) -> Reading[None]:
         yield from self._start()
@@ -126,5 +106,4 @@ class ToolParser:
 
     def _emit_call(self, part: Part) -> None:
         self._space.drop()
-        self._parts.append(part)
-        self._cursor.mark()
+        super()._emit_call(part)
