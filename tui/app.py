@@ -26,6 +26,7 @@ from localllm.request import ChatBackend, Check, Failed
 from localllm.terminal import clean_line, gib, no_color
 from localllm.tui import clipboard
 from localllm.tui.attachments import Attachment
+from localllm.tui.attention import Attention
 from localllm.tui.conversation import Conversation
 from localllm.tui.downloads import Downloads
 from localllm.tui.keys import KEYS, Keymap
@@ -117,7 +118,7 @@ class ChatApp(App[None]):
         self._first_message = first_message
         self._files = list(files)
         self._started = False
-        self._focused_window = True
+        self.attention = Attention(self.ui.notify, self._to_terminal)
         self.failure: Exception | None = None
         still = self.ui.animations is False or (self.ui.animations == "auto" and "SSH_CONNECTION" in os.environ)
         self.moving = not still
@@ -257,18 +258,25 @@ class ChatApp(App[None]):
         """None of Textual's: ours are in `everything`."""
         return ()
 
-    def announce(self) -> None:
-        """An answer is complete: ring when nobody looks, as the settings say."""
-        if self.ui.notify == "always" or (self.ui.notify == "unfocused" and not self._focused_window):
-            self.bell()
+    def announce(self, what: str) -> None:
+        """An answer has ended: call when nobody looks, as the settings say."""
+        self.attention.call(self.conversation.shown_title, what)
+
+    def _to_terminal(self, sequence: str) -> None:
+        if self._driver is not None and not self.is_headless:
+            self._driver.write(sequence)
 
     def on_app_blur(self) -> None:
         """The terminal's window is no longer in front."""
-        self._focused_window = False
+        self.attention.look(False)
 
     def on_app_focus(self) -> None:
         """The terminal's window is in front again."""
-        self._focused_window = True
+        self.attention.look(True)
+
+    def on_unmount(self) -> None:
+        """The end: the window's title is what it was."""
+        self.attention.end()
 
     def restart(self) -> None:
         """Leave, to be started again with this chat: a device error can outlive everything else."""
@@ -296,8 +304,7 @@ class ChatApp(App[None]):
     def copy(self, text: str) -> str:
         """Copy, and say how."""
         self._clipboard = text
-        driver = self._driver
-        return clipboard.copy(text, driver.write if driver is not None and not self.is_headless else lambda _: None)
+        return clipboard.copy(text, self._to_terminal)
 
     def stats_text(self, conversation: Conversation) -> str:
         """/stats."""

@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 from localllm.terminal import gib
 
+from .attention import through_tmux
+
 OSC52_LIMIT = 100_000
 """Bytes; many terminals drop a longer sequence without a word."""
 _TOOLS = (
@@ -23,10 +25,7 @@ _TOOLS = (
 
 def osc52(text: str) -> str:
     """The escape sequence that asks a terminal to copy; wrapped so that tmux hands it on."""
-    sequence = f"\x1b]52;c;{base64.b64encode(text.encode('utf-8', 'replace')).decode()}\x07"
-    if os.environ.get("TMUX"):
-        return "\x1bPtmux;" + sequence.replace("\x1b", "\x1b\x1b") + "\x1b\\"
-    return sequence
+    return through_tmux(f"\x1b]52;c;{base64.b64encode(text.encode('utf-8', 'replace')).decode()}\x07")
 
 
 def copy(text: str, write: Callable[[str], None]) -> str:

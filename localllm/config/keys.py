@@ -108,7 +108,7 @@ class UiConfig:
     enter: str = _key(choice("send", "newline"), "send", "newline: alt+enter or ctrl+j sends")
     sidebar: bool | Auto = _key(or_auto(FLAG), "auto", "list of saved chats; auto: from 120 columns on")
     keys: str = _key(choice("default", "vim"), "default", "keyboard style")
-    notify: str = _key(choice("never", "unfocused", "always"), "unfocused", "bell and title when an answer is done")
+    notify: str = _key(choice("never", "unfocused", "always"), "unfocused", "bell, title and OSC 9 when an answer ends")
     column: int = _key(whole(0, 1000), 100, "largest text width in columns; 0 is all")
     history_window: int = _key(whole(1, 10_000), 16, "messages kept on screen")
 

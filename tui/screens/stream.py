@@ -161,7 +161,8 @@ class Stream(Parts):
         self._end()
         await message.finish()
         self.keep(exchange)
-        self.chat_app.announce()
+        if exchange.stop != "abort":
+            self.chat_app.announce("the answer is there")
         await self.next_turn()
 
     async def _turn_failed(self, message: AssistantMessage, failed: Failed) -> None:
@@ -170,6 +171,7 @@ class Stream(Parts):
         self._end()
         await message.fail(failed)
         self.keep(exchange)
+        self.chat_app.announce("the answer failed")
         if not self.questions.about(exchange, failed):
             await self.next_turn()
 
