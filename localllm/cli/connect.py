@@ -172,7 +172,8 @@ def connect(
         if env.console.as_json:
             env.console.emit("connect/1", {"apps": {name: one.about for name, one in APPS.items()}})
             return 0
-        env.console.table(("APP", "WHAT IT IS", "SETTINGS"), [(n, a.about, a.file or "–") for n, a in APPS.items()])
+        rows = [(n, a.about, a.file.split(" in ")[0] or "–") for n, a in APPS.items()]
+        env.console.table(("APP", "WHAT IT IS", "SETTINGS"), rows, spare=("SETTINGS",))
         return 0
     name = app.lower().replace("_", "-").replace(" ", "-")
     if name not in APPS:

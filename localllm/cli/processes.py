@@ -36,7 +36,8 @@ def ps(env: Env) -> int:
         return 0
     if rows:
         columns = ("PID", "KIND", "MODEL", "DEVICE", "MEMORY", "CTX", "BUSY", "SPEED", "UP", "TTL", "URL")
-        env.console.table(columns, [_cells(row) for row in rows], right=("PID", "MEMORY"))
+        spare = ("TTL", "UP", "SPEED", "DEVICE", "MEMORY")
+        env.console.table(columns, [_cells(row) for row in rows], right=("PID", "MEMORY"), spare=spare)
     else:
         env.console.say("nothing runs: localllm serve, or localllm chat")
     for other in others:

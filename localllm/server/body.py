@@ -32,7 +32,9 @@ async def read_body(request: Request, model: type[Body]) -> Body:
     """Parse and check. Raises ApiError 400, 413 or 415."""
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json":
-        raise ApiError(415, "The body must be application/json.", code="unsupported_media_type")
+        raise ApiError(
+            415, "The body must be JSON with the header content-type: application/json.", code="unsupported_media_type"
+        )
     data = await request.body()
     if len(data) <= INLINE_BYTES:
         return parse(data, model)

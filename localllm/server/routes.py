@@ -77,6 +77,7 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/api/tags", ollama.tags, None, ("models",)),
     Route("GET", "/api/ps", ollama.running, None, ("models",)),
     Route("GET", "/api/version", ollama.api_version, None, ("version",)),
+    Route("GET", "/", status.root, None, ("name", "version", "apis")),
     Route("GET", "/health", status.health, None, ("status",)),
     Route("GET", "/ping", status.ping),
     Route("GET", "/version", status.version, None, ("version",)),

@@ -1,4 +1,4 @@
-"""How the server is: /health, /ping, /version, /metrics."""
+"""How the server is: /, /health, /ping, /version, /metrics."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ from localllm._version import __version__
 from .service import Service
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+async def root(request: Request) -> Response:
+    """Who answers here, and where its APIs begin; what Ollama's clients look at first."""
+    apis = {"openai": "/v1", "anthropic": "/v1/messages", "ollama": "/api", "openapi": "/openapi.json"}
+    return JSONResponse({"name": "localllm", "version": __version__, "apis": apis})
 
 
 async def health(request: Request) -> Response:

@@ -1,6 +1,16 @@
 """What /health tells, and to whom."""
 
 
+async def test_the_first_page_says_who_answers(client):
+    """Ollama's programs ask for it with HEAD before anything else."""
+    first = (await client.get("/")).json()
+    assert first["name"] == "localllm" and first["version"] == (await client.get("/version")).json()["version"]
+    assert (await client.head("/")).status_code == 200
+    for path in (f"{first['apis']['openai']}/models", f"{first['apis']['ollama']}/tags", first["apis"]["openapi"]):
+        assert (await client.get(path)).status_code == 200
+    assert (await client.post(first["apis"]["anthropic"], json={})).status_code == 400
+
+
 async def test_details_say_what_runs_how_where_no_key_is_needed(client, tiny_llm):
     assert (await client.get("/health")).json() == {"status": "ok"}
     (row,) = (await client.get("/health?details")).json()["models"]

@@ -356,13 +356,14 @@ def test_sec_02_ipv6_only():
 
 def test_a_key_file_has_a_key_a_line(tmp_path):
     from localllm.cli.command import Env, Options
-    from localllm.cli.serve import _keys
+    from localllm.cli.serve import api_keys
+    from localllm.config import UserConfig
 
     file = tmp_path / "keys"
     file.write_text("# of the editor\nkey-one-1234\n\n  key-two-1234  \n")
-    env = Env(Options())
-    assert _keys(env, None, file) == ("key-one-1234", "key-two-1234")
+    env, config = Env(Options()), UserConfig()
+    assert api_keys(env, config, None, file) == ("key-one-1234", "key-two-1234")
     for text, message in (("short\n", "5 characters"), ("# none\n", "holds no key")):
         file.write_text(text)
         with pytest.raises(ConfigError, match=message):
-            _keys(env, None, file)
+            api_keys(env, config, None, file)
