@@ -27,6 +27,8 @@ GRAPH_BYTES = 8 * MIB
 """what the driver keeps of one captured decode step beside the memory its tensors take"""
 DECODE_SPLITS = 129
 """most pieces that decode attention cuts a sequence into (`kernels.triton.attention_tiles`), summed up afterwards"""
+SPLIT_PART_BYTES = 64 * MIB
+"""most results of pieces held at once where prompts go through the decode kernels, too (`triton_invariant`)"""
 SAMPLED_BYTES = 4 * 2048 * 8
 """of a row's cuts while it is sampled on a GPU: `kernels.triton.sampling`"""
 WISH_BYTES = 320 * 8
@@ -172,7 +174,7 @@ def work_terms(
     wishes = max_parallel * (vocab * 4 + vocab // 8 + WISH_BYTES)  # tokens counted, masks, biases
     terms = {
         "context": CONTEXT_BYTES,
-        "activations": activation_bytes(facts, rows, 2) + merged,
+        "activations": activation_bytes(facts, rows, 2) + max(merged, SPLIT_PART_BYTES),
         "logits": decoding + sampled + max_parallel * vocab * 4,
         "graphs": outputs + decoding + sampled + wishes + GRAPH_BYTES * len(buckets),
         "tables": rope_bytes(facts, ctx) + tables,

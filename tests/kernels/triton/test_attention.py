@@ -11,7 +11,7 @@ from torch import Tensor
 from localllm.kernels import reference
 from localllm.kernels.kv_pages import KVPages
 from localllm.kernels.triton import attention, attention_tiles
-from localllm.plan_terms import DECODE_SPLITS
+from localllm.plan_terms import DECODE_SPLITS, SPLIT_PART_BYTES
 
 CPU_TOLERANCE = {"f32": 2e-5, "bf16": 2e-5, "fp16": 2e-5, "int8": 4e-5, "fp8": 4e-5}
 """largest difference to the twin relative to the largest value: the interpreter computes in float32"""
@@ -267,3 +267,4 @@ def test_the_plan_counts_every_split() -> None:
         for window in (None, 4096, 1 << 16)
     )
     assert most <= DECODE_SPLITS
+    assert attention.PART_BYTES <= SPLIT_PART_BYTES
