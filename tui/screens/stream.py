@@ -8,6 +8,7 @@ from collections import deque
 from localllm.request import ChatEvent, Delta, Done, Failed, Phase, Prefill, Usage
 from localllm.terminal import clean_line
 from localllm.tui.conversation import Exchange
+from localllm.tui.load_times import LoadTimes
 from localllm.tui.saver import AUTOSAVE_S
 from localllm.tui.widgets.loading import LoadCard
 from localllm.tui.widgets.messages import AssistantMessage
@@ -118,6 +119,8 @@ class Stream(Parts):
         for warning in facts.warnings:
             await transcript.say(f"! {warning}", "warning", after=card)
         if card:
+            if card.elapsed_s is not None and not facts.url:
+                LoadTimes().add(self.chat_app.model, card.elapsed_s)
             await card.remove()
         await self.serving.go_on()
         await self.next_turn()

@@ -19,6 +19,7 @@ from textual.widgets import Static
 from localllm.request import Failed
 from localllm.terminal import clean
 from localllm.tui.conversation import Conversation, Exchange
+from localllm.tui.load_times import LoadTimes
 
 from .loading import LoadCard
 from .messages import AssistantMessage, Failure, Notice, UserMessage
@@ -71,7 +72,7 @@ class Transcript(VerticalScroll):
     async def begin_loading(self, model: str) -> None:
         """Show the card of a model that is about to load."""
         await self.query("LoadCard, Failure").remove()
-        await self.mount(LoadCard(model))
+        await self.mount(LoadCard(model, LoadTimes().expected(model)))
         self.anchor()
 
     # --- following the end -------------------------------------------------------------------------------------------
