@@ -311,7 +311,14 @@ class Conversation:
     def shown_title(self) -> str:
         """The title, else the first line of the first question."""
         first = self.exchanges[0].user if self.exchanges else ""
-        return self.title or first.strip().split("\n")[0][:TITLE_CHARS]
+        if self.title:
+            return self.title
+        line = " ".join(first.strip().split("\n")[0].split())
+        if len(line) <= TITLE_CHARS:
+            return line
+        cut = line[: TITLE_CHARS - 1]
+        word = cut.rfind(" ")
+        return (cut[:word] if word > TITLE_CHARS // 2 else cut) + "…"  # some languages have no spaces
 
 
 def sampling_keys() -> list[str]:

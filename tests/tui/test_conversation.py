@@ -139,3 +139,18 @@ def test_the_guard_does_without_a_log_it_cannot_write(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with stderr_to(tmp_path / "file/log"):
         os.write(2, b"nowhere\n")
+
+
+@pytest.mark.parametrize(
+    ("said", "title"),
+    [
+        ("  short \n second line", "short"),
+        ("Write a python function that reverses a list, with a table of its cost", None),
+        ("x" * 200, "x" * 59 + "…"),
+        ("海" * 100, "海" * 59 + "…"),
+    ],
+)
+def test_a_chat_is_called_by_its_first_line_cut_between_words(said: str, title: str | None) -> None:
+    talk = Conversation("")
+    talk.ask(said)
+    assert talk.shown_title == (title or "Write a python function that reverses a list, with a table…")
