@@ -72,6 +72,8 @@ class Conversation:
         self.think = think
         self.id = new_chat_id()
         self.title = ""
+        self.titles_itself = True
+        """a chat that was given no title is called by its first question"""
         self.model = ""
         self.summary_text = ""
         """what stands for the turns that were left out, made by the model when asked to"""
@@ -310,7 +312,7 @@ class Conversation:
     @property
     def shown_title(self) -> str:
         """The title, else the first line of the first question."""
-        first = self.exchanges[0].user if self.exchanges else ""
+        first = self.exchanges[0].user if self.exchanges and self.titles_itself else ""
         if self.title:
             return self.title
         line = " ".join(first.strip().split("\n")[0].split())

@@ -227,7 +227,9 @@ def _start(env: Env, config: UserConfig, sampling: Sampling, system: str, resume
     saver = Saver(_history if config.chat.save else None)
     think = {True: "on", False: "off"}.get(config.chat.think, "auto") if config.chat.think != "auto" else "auto"
     if resumed is None:
-        return Start(Conversation(system, sampling.given, think), saver, sampling)
+        talk = Conversation(system, sampling.given, think)
+        talk.titles_itself = config.chat.title == "auto"
+        return Start(talk, saver, sampling)
     from localllm.history import History
     from localllm.tui.kept import restored
 
@@ -239,6 +241,7 @@ def _start(env: Env, config: UserConfig, sampling: Sampling, system: str, resume
         talk = restored(chat, history.messages(chat.id), sampling.given)
     talk.sampling.update(typed)  # what the settings say gives way to what the chat had, what was typed now does not
     talk.system = system or talk.system
+    talk.titles_itself = config.chat.title == "auto"
     return Start(talk, saver, sampling)
 
 
@@ -357,7 +360,7 @@ def farewell(env: Env, conversation: Conversation, saver: Saver, model: str) -> 
         return
     summary = f" · {conversation.summary}" if conversation.summary else ""
     if saver.kept and not saver.problem:
-        env.console.say(f"Saved “{clean_line(conversation.shown_title)}”{summary}")
+        env.console.say(f"Saved “{clean_line(conversation.shown_title) or 'untitled'}”{summary}")
         env.console.say(
             f"Continue: localllm chat -c      Export: localllm logs export {conversation.id[:6]} -o chat.md"
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+from dataclasses import replace
 
 import pytest
 from textual.containers import VerticalScroll
@@ -10,9 +12,11 @@ from textual.widgets import OptionList
 
 from localllm.config import UiConfig
 from localllm.fake_script import MARKDOWN
+from localllm.request import Facts, Prefill
 from localllm.tui.screens.help import HelpScreen
 from localllm.tui.widgets.loading import LoadCard
 from localllm.tui.widgets.messages import AssistantMessage, Failure, Notice, UserMessage
+from localllm.tui.widgets.status import memory_meter
 
 from .conftest import Chat, chat
 
@@ -163,6 +167,51 @@ async def test_t10_a_failed_turn_is_a_turn_and_the_next_one_works(prompt: str, c
             await running.pilot.press("q")
         after = await running.ask("again")
         assert after.exchange.text == "again"
+
+
+async def test_while_an_answer_comes_its_speed_and_time_are_shown() -> None:
+    async with chat(tps=100) as running:
+        await running.ready()
+        await running.send("long")
+        await running.until(lambda: running.answers)
+        stats = running.answers[0].query_one(".stats")
+        await running.until(lambda: re.search(r"^\d+ tok/s [ ▁▂▃▄▅▆▇█]{2,} · esc stop$", str(stats.render())))  # type: ignore[attr-defined]
+        await running.until(lambda: re.search(r"generating 0:0[1-9]", running.text("#state")))
+        await running.pilot.press("escape")
+        await running.until(lambda: running.answers[0].exchange.stop)
+
+
+async def test_how_fast_a_long_prompt_is_read_does_not_count_what_was_cached() -> None:
+    async with chat(tps=0.2) as running:
+        await running.ready()
+        await running.send("hello")
+        await running.until(lambda: running.answers and running.screen.current)
+        turn, message = running.screen.current  # type: ignore[misc]
+        stats = message.query_one(".stats")
+        running.backend.events().append(Prefill(turn, 1024, 5120))
+        await running.until(lambda: "reading 5,120 tokens" in str(stats.render()))  # type: ignore[attr-defined]
+        running.screen._reading = time.monotonic() - 2.0, 1024
+        running.backend.events().append(Prefill(turn, 3072, 5120))
+        await running.until(lambda: "60 %" in str(stats.render()))  # type: ignore[attr-defined]
+        shown = re.search(r"▓▓▓▓░░ 60 % · (\S+) tok/s", str(stats.render()))  # type: ignore[attr-defined]
+        assert shown and shown[1] in {"1000", "1.0k", *map(str, range(500, 1000))}
+        await running.pilot.press("escape")
+
+
+def test_the_title_line_says_what_memory_is_held() -> None:
+    gib = 1 << 30
+    facts = Facts(device="cuda:0", held_bytes=14 * gib, have_bytes=24 * gib)
+    assert memory_meter(facts) == "VRAM 14.0/24.0 GiB ▓▓▓▓▓▓░░░░"
+    assert memory_meter(replace(facts, device="cpu", held_bytes=30 * gib)) == "RAM 30.0/24.0 GiB ▓▓▓▓▓▓▓▓▓▓"
+    assert memory_meter(Facts(device="cpu")) == ""
+
+
+async def test_the_memory_stands_in_wide_title_lines_only() -> None:
+    async with chat() as running:
+        await running.ready()
+        await running.until(lambda: "RAM 0.4/8.0 GiB" in running.text("#model"))
+        await running.pilot.resize_terminal(80, 24)
+        await running.until(lambda: "RAM" not in running.text("#model"))
 
 
 async def test_a_theme_that_is_none_is_said_and_the_usual_one_holds() -> None:

@@ -154,3 +154,13 @@ def test_a_chat_is_called_by_its_first_line_cut_between_words(said: str, title: 
     talk = Conversation("")
     talk.ask(said)
     assert talk.shown_title == (title or "Write a python function that reverses a list, with a table…")
+
+
+def test_a_chat_names_itself_after_its_first_question_unless_told_not_to() -> None:
+    talk = Conversation()
+    talk.ask("Fix the build\nplease")
+    assert talk.shown_title == "Fix the build"
+    talk.titles_itself = False
+    assert talk.shown_title == ""
+    talk.title = "Build"
+    assert talk.shown_title == "Build"

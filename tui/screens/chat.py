@@ -44,7 +44,7 @@ from .commands import Commands
 from .questions import Questions
 from .saved import SavedChats
 from .serving import Serving
-from .stream import Stream
+from .stream import SAMPLES, Stream
 
 if TYPE_CHECKING:
     from localllm.tui.app import ChatApp
@@ -77,6 +77,7 @@ class ChatScreen(Actions, SavedChats, Stream):
         """a turn that is no part of the conversation, and what it has said"""
         self.prompts = PromptHistory()
         self._rates: deque[tuple[float, int]] = deque()
+        self._history: deque[int] = deque(maxlen=SAMPLES)
         self._told_problem = ""
         # the timer that drains and the handlers of keys are different tasks: one at a time changes the conversation
         self.changing = asyncio.Lock()
@@ -247,7 +248,7 @@ class ChatScreen(Actions, SavedChats, Stream):
 
     def _send(self, message: AssistantMessage, messages: list[Message]) -> None:
         message.exchange.model = self.chat_app.model
-        self._saved_at = time.monotonic()
+        self._saved_at = self._sent_at = time.monotonic()
         turn = self.chat_app.backend.send(messages, None, self.conversation.template_values)
         self.current = turn, message
         self.state.text = "reading"

@@ -115,7 +115,9 @@ class SavedChats(Parts):
             if found is None:
                 return
             chat, messages = found
+            titles_itself = self.conversation.titles_itself
             self.conversation = restored(chat, messages, self.conversation.sampling)
+            self.conversation.titles_itself = titles_itself
             self.chat_app.conversation = self.conversation
             self.browse.at = None
             self.show_home(False)

@@ -6,10 +6,11 @@ import time
 from collections import deque
 
 from localllm.request import ChatEvent, Delta, Done, Failed, Phase, Prefill, Usage
-from localllm.terminal import clean_line
+from localllm.terminal import clean_line, tokens_short
 from localllm.tui.conversation import Exchange
 from localllm.tui.load_times import LoadTimes
 from localllm.tui.saver import AUTOSAVE_S
+from localllm.tui.widgets.engine import sparkline
 from localllm.tui.widgets.loading import LoadCard
 from localllm.tui.widgets.messages import AssistantMessage
 
@@ -17,6 +18,9 @@ from .parts import Parts
 
 DRAW_SHARE = 0.04
 """Of one core, for everything this thread does while an answer comes; drawing waits until it is back below."""
+SAMPLE_S = 1.0
+SAMPLES = 10
+"""Speeds shown as bars while an answer comes."""
 MAX_DRAW_S = 0.8
 """But not longer than this."""
 
@@ -25,6 +29,11 @@ class Stream(Parts):
     """Takes events, one batch at a time, then draws once."""
 
     _rates: deque[tuple[float, int]]
+    _history: deque[int]
+    _sampled_at = 0.0
+    _sent_at = 0.0
+    _reading: tuple[float, int] | None = None
+    """when the engine began to read the prompt, and how much of it was cached"""
     _drawn = (0.0, 0.0)
     _saved_at = 0.0
 
@@ -137,7 +146,12 @@ class Stream(Parts):
         share = event.done / event.total if event.total else 0.0
         filled = round(share * 6)
         bar = "▓" * filled + "░" * (6 - filled)
-        message.footer(f"reading {event.total:,} tokens {bar} {share * 100:.0f} %")
+        now = time.monotonic()
+        if event.done == 0 or self._reading is None or event.done < self._reading[1]:
+            self._reading = now, event.done  # tokens that were cached are no speed
+        rate = (event.done - self._reading[1]) / (now - self._reading[0]) if now > self._reading[0] else 0.0
+        speed = f" · {tokens_short(round(rate))} tok/s" if rate else ""
+        message.footer(f"reading {event.total:,} tokens {bar} {share * 100:.0f} %{speed}")
         self.state.text = f"reading {share * 100:.0f} %"
 
     def _live_footer(self, message: AssistantMessage) -> None:
@@ -148,8 +162,15 @@ class Stream(Parts):
         if not (exchange.text or exchange.reasoning):
             return
         rate = sum(count for _, count in self._rates)
-        message.footer(f"{rate} tok/s · {self.chat_app.keymap.label('chat.stop')} stop")
-        self.state.text = "thinking" if not exchange.text else "generating"
+        if now - self._sampled_at >= SAMPLE_S:
+            self._sampled_at = now
+            self._history.append(rate)
+        most = max([*self._history, 1])
+        bars = f" {sparkline(self._history, SAMPLES, most)}" if self.chat_app.moving and len(self._history) > 1 else ""
+        message.footer(f"{rate} tok/s{bars} · {self.chat_app.keymap.label('chat.stop')} stop")
+        since = int(now - self._sent_at)
+        what = "thinking" if not exchange.text else "generating"
+        self.state.text = f"{what} {since // 60}:{since % 60:02d}"
 
     async def _done(self, message: AssistantMessage, event: Done) -> None:
         exchange, before = message.exchange, message.exchange.usage
@@ -181,5 +202,7 @@ class Stream(Parts):
     def _end(self) -> None:
         self.current = None
         self._rates.clear()
+        self._history.clear()
+        self._reading = None
         self.state.facts = self.chat_app.backend.facts()
         self.state.text = "ready"

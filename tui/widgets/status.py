@@ -44,18 +44,30 @@ class TitleLine(Horizontal):
 
     def show(self, title: str, model: str, facts: Facts) -> None:
         """Set both sides; nothing is drawn when nothing has changed."""
-        new = (title, model, facts.model, facts.device, facts.url, self.app.size.width)
+        width = self.app.size.width
+        memory = memory_meter(facts) if width >= 100 else ""
+        new = (title, model, facts.model, facts.device, facts.url, width, memory)
         if new == self._shown:
             return
         self._shown = new
-        width = self.app.size.width
         name = clean_line(facts.model or model)
         name = fit(name.rstrip("/").rsplit("/", 1)[-1], max(12, width // 2 - 8))
         device = f" · {clean_line(facts.url or facts.device)}" if facts.url or facts.device else ""
+        device += f" · {memory}" if memory else ""
         room = max(10, width - cell_width(name + device) - 16)
         bold = Content.styled(" localllm", "bold $primary")
         self.query_one("#title", Static).update(bold + Content(f"   {fit(clean_line(title), room)}"))
         self.query_one("#model", Static).update(f"{name}{device} ")
+
+
+def memory_meter(facts: Facts) -> str:
+    """'VRAM 14.0/24.0 GiB ▓▓▓▓▓▓░░░░': what is held of what was there for the model; "" where that is not known."""
+    if not facts.held_bytes or not facts.have_bytes:
+        return ""
+    kind = "VRAM" if facts.device.startswith("cuda") else "RAM"
+    filled = min(10, round(10 * facts.held_bytes / facts.have_bytes))
+    bar = "▓" * filled + "░" * (10 - filled)
+    return f"{kind} {facts.held_bytes / 2**30:.1f}/{facts.have_bytes / 2**30:.1f} GiB {bar}"
 
 
 class StatusLine(Horizontal):
