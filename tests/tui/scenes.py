@@ -75,6 +75,10 @@ CHOICES = [
         "qwen3-4b", "Q4_K_M", int(2.3 * GIB), local=True, supported=True, max_ctx=40_960, tps=163.0, basis="measured",
         ctx=32_768, params=4_022_000_000, licence="apache-2.0", need_bytes=int(8.5 * GIB), have_bytes=int(22.1 * GIB),
         parts=FACTS.plan_parts, last_used=3.0,
+        quants=(
+            ModelChoice("Qwen/Qwen3-4B-FP8", "fp8", int(4.8 * GIB), local=False, supported=True),
+            ModelChoice("Qwen/Qwen3-4B", "bf16", int(7.5 * GIB), local=False, supported=True),
+        ),
     ),
     ModelChoice(
         "smollm2", "Q4_1", 94 * MIB, local=True, supported=True, max_ctx=8192, tps=900.0, ctx=8192, params=134_515_008,
