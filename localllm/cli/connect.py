@@ -90,7 +90,10 @@ def _zed(s: Server) -> str:
 def _llm(s: Server) -> str:
     key = "  api_key_name: localllm\n" if s.needs_key else ""
     name = _yaml(s.model)
-    return f'- model_id: {name}\n  model_name: {name}\n  api_base: "{s.url}/v1"\n{key}'.rstrip()
+    return (
+        f'- model_id: {name}\n  model_name: {name}\n  api_base: "{s.url}/v1"\n{key}'
+        "  supports_schema: true\n  supports_tools: true"
+    )
 
 
 def _codex(s: Server) -> str:
