@@ -1,17 +1,19 @@
 """How far our CPU engine and llama.cpp are from float32 on the same files: KL per token, both in the same run.
 
     python benchmarks/accuracy.py --peer-python PATH              both real models, then a synthetic file per block type
-    python benchmarks/accuracy.py smollm2 --tokens 20000 --json benchmarks/results/accuracy-HOST.json
+    python benchmarks/accuracy.py smollm2 --tokens 20000 --keep FILE --json benchmarks/results/accuracy-HOST.json
 
 The reference is the same file with float32 products and float32 keys and values. The text is the documentation that
-comes with CPython, in windows of 1,000 tokens. Lines: mean KL <= 0.002, 99th percentile <= half of llama.cpp's. Without
-llama-cpp-python only ours is measured. Windows that are done are kept in the JSON file: a run that is stopped goes on.
+comes with CPython, in windows of 1,000 tokens. Lines: mean KL <= 0.002, 99th percentile <= half of llama.cpp's.
+Without llama-cpp-python only ours is measured. Windows that are done are kept, token by token, in the file of --keep: a
+run that is stopped goes on. The table goes to the file of --json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -40,10 +42,10 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=20_000, help="of the text, for the real models")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--peer-python", help="interpreter that has llama-cpp-python")
-    parser.add_argument("--json", type=Path, help="results are read from here, and kept here")
+    parser.add_argument("--keep", type=Path, help="windows are read from here, and kept here")
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    kept: dict[str, Any] = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
-    kept |= {"schema": "localllm.accuracy/1", "versions": versions()}
+    kept: dict[str, Any] = json.loads(options.keep.read_text()) if options.keep and options.keep.exists() else {}
     measured: dict[str, list[dict[str, Any]]] = kept.setdefault("windows", {})
     for name in options.models or (*MODELS, *TYPES):
         with tempfile.TemporaryDirectory() as folder:
@@ -53,11 +55,15 @@ def main() -> int:
             done = measured.setdefault(name, [])
             for window in windows(path, tokens, synthetic)[len(done) :] if len(done) * WINDOW < tokens else ():
                 done.append(compare(path, window, options.threads, options.peer_python))
-                if options.json:
-                    options.json.write_text(json.dumps(kept) + "\n")
+                if options.keep:
+                    options.keep.write_text(json.dumps(kept) + "\n")
                 print(f"{name}: {len(done) * WINDOW:,} of {tokens:,} tokens", flush=True)
-    print(table(measured))
-    return 0
+    found = rows(measured)
+    print(table(found))
+    if options.json:
+        about = {"schema": "localllm.accuracy/1", "versions": versions(), "command": " ".join(["python", *sys.argv])}
+        options.json.write_text(json.dumps(about | {"rows": found}, indent=1) + "\n")
+    return 0 if all(row["holds"] for row in found) else 1
 
 
 def windows(path: str, tokens: int, synthetic: bool) -> list[list[int]]:
@@ -132,28 +138,42 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True, dtype=np.float64)).astype(np.float32)
 
 
-def table(measured: dict[str, list[dict[str, Any]]]) -> str:
+def rows(measured: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Of each model: per engine mean, 99th percentile, and other best tokens per 1,000; whether the lines hold."""
+    found = []
+    for name, done in measured.items():
+        row: dict[str, Any] = {"model": name, "tokens": sum(len(window["ours"]) for window in done)}
+        for engine in ("ours", "llama.cpp"):
+            kl = np.array([value for window in done for value in window[engine]])
+            if len(kl):
+                flips = 1000 * sum(window[f"{engine}_flips"] for window in done) / len(kl)
+                row[engine] = {
+                    "mean": round(float(kl.mean()), 6),
+                    "p99": round(float(np.quantile(kl, 0.99)), 6),
+                    "flips": round(flips, 2),
+                }
+        if "ours" in row:
+            tail = row["ours"]["p99"] <= row["llama.cpp"]["p99"] / 2 if "llama.cpp" in row else True
+            found.append(row | {"holds": row["ours"]["mean"] <= MEAN_LINE and tail})
+    return found
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
     """Markdown: mean, tail and flips of both, and whether the lines hold."""
     lines = [
         "| model | tokens | ours: KL mean | p99 | flips/1000 | llama.cpp: KL mean | p99 | flips/1000 | holds |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
-    for name, done in measured.items():
-        cells, tails = [], []
-        for engine in ("ours", "llama.cpp"):
-            kl = np.array([value for window in done for value in window[engine]])
-            if not len(kl):
-                cells += ["", "", ""]
-                continue
-            tails.append(float(np.quantile(kl, 0.99)))
-            flips = 1000 * sum(window[f"{engine}_flips"] for window in done) / len(kl)
-            cells += [f"{kl.mean():.5f}", f"{tails[-1]:.4f}", f"{flips:.1f}"]
-        if not tails:
-            continue
-        mean = float(cells[0])
-        holds = mean <= MEAN_LINE and (len(tails) < 2 or tails[0] <= tails[1] / 2)
-        count = sum(len(window["ours"]) for window in done)
-        lines.append(f"| {name} | {count:,} | {' | '.join(cells)} | {'yes' if holds else 'NO'} |")
+    for row in found:
+        cells = [
+            cell
+            for engine in ("ours", "llama.cpp")
+            for e in (row.get(engine),)
+            for cell in ((f"{e['mean']:.5f}", f"{e['p99']:.4f}", f"{e['flips']:.1f}") if e else ("", "", ""))
+        ]
+        lines.append(
+            f"| {row['model']} | {row['tokens']:,} | {' | '.join(cells)} | {'yes' if row['holds'] else 'NO'} |"
+        )
     return "\n".join(lines)
 
 
