@@ -148,6 +148,10 @@ def _rows(one: Running) -> list[dict[str, Any]]:
     return rows or [base | {"model": "", "state": "draining" if told.get("draining") else "idle"}]
 
 
+_STATES: dict[Any, str] = {None: "–", "unknown": "–"}
+"""state -> how it reads where that is not the word itself"""
+
+
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     ctx, parallel = row.get("ctx"), row.get("parallel")
     expires = row.get("expires_in_s")
@@ -160,7 +164,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         row.get("device") or "–",
         gib(row["bytes"]) if row.get("bytes") else "–",
         f"{ctx:,} ×{parallel}" if ctx else "–",
-        f"{row.get('running', 0)}/{parallel}" if ready else str(row.get("state") or "–"),
+        f"{row.get('running', 0)}/{parallel}" if ready else _STATES.get(row.get("state"), str(row.get("state"))),
         f"{tps:.0f} t/s" if tps else "–",
         seconds_short(row["up_s"]),
         seconds_short(expires) if expires is not None else "–",
