@@ -12,7 +12,7 @@ import pytest
 
 import localllm.server
 
-from .conftest import CHAT, Served, ask, events, stopped_after
+from .conftest import CHAT, RESPONSES, Served, ask, events, stopped_after
 from .limit_cases import BODIES, CASES, name_of
 
 SLOW_S = 2.0
@@ -148,6 +148,27 @@ async def test_lim_13_no_socket_is_opened(client):
             await client.post(route, json=sent)
     watching = False
     assert seen == []
+
+
+async def test_lim_07_more_than_the_context_has_left_is_cut_to_it(client, tiny_llm):
+    """Documented: the answer ends with `length` where the window does."""
+    answer = await client.post(CHAT, json=ask(max_tokens=10_000, ignore_eos=True))
+    body = answer.json()
+    assert answer.status_code == 200 and body["choices"][0]["finish_reason"] == "length"
+    assert body["usage"]["total_tokens"] in (tiny_llm.plan.ctx, tiny_llm.plan.ctx + 1)
+
+
+@pytest.mark.parametrize("text", ["a\r\nX-Injected: 1", "a\x1b[2Jb", "x" * 129, "a\u2028b"])
+async def test_lim_16_what_a_body_calls_itself_gets_into_no_header_or_log(client, caplog, text):
+    caplog.set_level("INFO", "localllm.access")
+    for route, field in ((CHAT, "request_id"), (CHAT, "user"), (CHAT, "session_id"), (RESPONSES, "user")):
+        sent = ask(max_tokens=1) if route == CHAT else {"model": "tiny", "input": "x", "max_output_tokens": 16}
+        response = await client.post(route, json=sent | {field: text})
+        assert response.status_code in (200, 400), (route, field)
+        assert "x-injected" not in response.headers and response.headers["x-request-id"].startswith("req_")
+        assert all(value.isprintable() for value in response.headers.values())
+    lines = [record.getMessage() for record in caplog.records if record.name == "localllm.access"]
+    assert len(lines) == 4 and all(line.isprintable() and "Injected" not in line for line in lines)
 
 
 @pytest.mark.parametrize("given", ["a\tb", "x" * 129, "<script>", "é", ""])

@@ -227,6 +227,29 @@ async def test_sec_06_names_of_models_open_no_file(client, name):
     assert opened == []
 
 
+MANAGING = [
+    "/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete", "/api/blobs/sha256:" + "0" * 64,
+    "/models/apply", "/v1/load_lora_adapter", "/v1/models/load", "/pause", "/shutdown", "/reset_prefix_cache",
+    "/collective_rpc", "/invocations", "/start_profile", "/sleep", "/slots/0",
+]  # fmt: skip
+
+
+async def test_sec_06_what_manages_models_is_absent(client):
+    """Other servers were broken through these: nothing here downloads, deletes or runs what a request names."""
+    for path, method in itertools.product(MANAGING, ["POST", "PUT", "DELETE"]):
+        response = await client.request(method, path, json={"name": "http://127.0.0.1:9/x", "model": "tiny"})
+        assert response.status_code in (404, 405), (method, path)
+    changing = {route.path for route in ROUTES if route.path.startswith("/localllm/")}
+    assert changing == {"/localllm/ps", "/localllm/unload", "/localllm/park"}  # the owner's
+
+
+def test_sec_10_nothing_parses_multipart_and_no_files_are_served():
+    project = (ROOT / "pyproject.toml").read_text()
+    assert "multipart" not in project
+    source = "".join(file.read_text() for file in (ROOT / "localllm/server").glob("*.py"))
+    assert not re.search(r"StaticFiles|FileResponse|\.form\(", source)
+
+
 async def test_sec_06_reading_changes_nothing(client, tiny_llm):
     for path in PATHS:
         assert (await client.get(path)).status_code in (200, 401, 404, 405)
