@@ -82,7 +82,7 @@ async def test_serve_answers_beside_the_chat_and_off_closes_the_port(tiny_path: 
         await running.send("/serve 0")
         await running.until(lambda: "answers at http://127.0.0.1:" in notices(running))
         url = running.app.endpoint.url  # type: ignore[union-attr]
-        assert f"api {url.removeprefix('http://')}" in running.text("#state")
+        await running.until(lambda: f"api :{url.rsplit(':', 1)[1]}" in running.text("#state"))
         async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
             assert [row["id"] for row in (await client.get("/v1/models")).json()["data"]] == ["tiny"]
             asked = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}

@@ -116,6 +116,31 @@ async def test_browse_moves_branches_off_removes_and_searches() -> None:
         )
 
 
+async def test_enter_alone_goes_on_with_what_was_stopped_and_with_nothing_else() -> None:
+    async with chat(tps=200) as running:
+        await running.ready()
+        await running.ask("whole")
+        await running.pilot.press("enter")
+        await running.send("long")
+        await running.until(lambda: running.answers and running.answers[-1].exchange.text)
+        await running.pilot.press("enter", "escape")
+        await running.until(lambda: "stopped · ⏎ goes on" in running.text("#state"))
+        exchange = running.screen.conversation.exchanges[-1]
+        before = exchange.text.rstrip()
+        running.prompt.text = "  "
+        await running.pilot.press("enter")
+        await running.pilot.pause(0.1)
+        assert len(running.backend.sent) == 2
+        running.prompt.text = ""
+        await running.pilot.press("enter")
+        await running.until(lambda: exchange.stop == "stop")
+        assert exchange.text == before + " and so on."
+        assert len(running.backend.sent) == 3
+        await running.pilot.press("enter")
+        await running.pilot.pause(0.1)
+        assert len(running.backend.sent) == 3 and "ready" in running.text("#state")
+
+
 async def test_an_answer_is_rewritten_and_continued() -> None:
     async with chat() as running:
         await running.ready()

@@ -103,7 +103,7 @@ class ChatScreen(Actions, SavedChats, Stream):
         yield TitleLine()
         with Horizontal(id="middle"):
             yield Sidebar()
-            yield Home()
+            yield Home(app.keymap)
             yield Transcript(self.conversation, window=ui.history_window, thinking=ui.thinking)
             yield EnginePanel(app.backend.facts, self.turns, lambda: self.serving.url)
         yield Choices()
@@ -294,6 +294,20 @@ class ChatScreen(Actions, SavedChats, Stream):
         self.prompts.add(event.text)
         area.text = ""
         await self.submit(event.text)
+
+    @on(PromptArea.Nothing)
+    async def _nothing_sent(self) -> None:
+        """Enter alone goes on with an answer that was just cut short, as the status line says."""
+        if self.can_go_on:
+            await self.submit("/continue")
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether the last answer was stopped, or reached its limit, and nothing else is under way."""
+        busy = self.current is not None or self.side is not None or self.waiting or self.editing is not None
+        last = self.conversation.exchanges[-1] if self.conversation.exchanges else None
+        cut = last is not None and last.text != "" and last.stop in ("abort", "length")
+        return cut and not busy and self.phase == "ready"
 
     @on(PromptArea.Quit)
     def _quit(self) -> None:

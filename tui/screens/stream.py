@@ -187,6 +187,11 @@ class Stream(Parts):
         self.keep(exchange)
         if exchange.stop != "abort":
             self.chat_app.announce("the answer is there")
+        if self.can_go_on:
+            enter = (
+                f" · {self.chat_app.keymap.label('prompt.send')} goes on" if self.chat_app.ui.enter == "send" else ""
+            )
+            self.state.text = ("stopped" if exchange.stop == "abort" else "length limit") + enter
         await self.next_turn()
 
     async def _turn_failed(self, message: AssistantMessage, failed: Failed) -> None:

@@ -69,7 +69,8 @@ class EnginePanel(VerticalScroll):
     def on_mount(self) -> None:
         """The clock, stopped."""
         self.border_title = "Engine"
-        self.border_subtitle = "F4 closes"
+        keymap = getattr(self.app, "keymap", None)
+        self.border_subtitle = f"{keymap.label('engine.open') if keymap else 'F4'} closes"
         self._timer = self.set_interval(LOOK_S, self.look, pause=True)
 
     def open(self, shown: bool) -> None:

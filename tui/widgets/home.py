@@ -16,6 +16,7 @@ from textual.widgets.option_list import Option
 from localllm.history import SavedChat
 from localllm.request import Check, ModelChoice
 from localllm.terminal import clean_line, fit, gib, tokens_short
+from localllm.tui.keys import Keymap
 
 CHATS = 3
 MODELS = 6
@@ -42,8 +43,9 @@ class Home(Vertical):
             super().__init__()
             self.character = character
 
-    def __init__(self) -> None:
+    def __init__(self, keys: Keymap) -> None:
         super().__init__(id="home")
+        self._keys = keys
         self.chats: Sequence[SavedChat] = ()
         self.models: Sequence[ModelChoice] | None = None
 
@@ -79,7 +81,8 @@ class Home(Vertical):
         found = {check.id: check for check in checks}
         parts = [clean_line(found[name].title) for name in ("gpu.present", "cpu", "ram") if name in found]
         bad = [check for check in checks if check.status in ("warn", "fail")]
-        doctor = f"doctor: {len(bad)} to look at (F9)" if bad else "doctor: all well"
+        key = self._keys.label("app.doctor")
+        doctor = f"doctor: {len(bad)} to look at ({key})" if bad else "doctor: all well"
         self.query_one("#home-machine", Static).update(
             Content("\n").join([Content(" · ".join(parts)), Content(doctor)])
         )
@@ -92,7 +95,10 @@ class Home(Vertical):
         listing.highlighted = at if at is not None else next(
             (place for place, option in enumerate(listing.options) if not option.disabled), None
         )  # fmt: skip
-        self.query_one("#home-keys", Static).update("⏎ start   ^O all models   F9 doctor   ^D quit   or just type")
+        self.query_one("#home-keys", Static).update(
+            f"⏎ start   {self._keys.label('models.open')} all models   {self._keys.label('app.doctor')} doctor   "
+            f"{self._keys.label('app.quit')} quit   or just type"
+        )
 
     def _options(self) -> Iterator[Option]:
         width = max(40, min(self.size.width or 80, 96) - 6)

@@ -30,6 +30,9 @@ class PromptArea(TextArea):
             super().__init__()
             self.text = text
 
+    class Nothing(Message):
+        """Enter was pressed on an empty prompt."""
+
     class Scroll(Message):
         """A key that moves the transcript, because the prompt has no use for it."""
 
@@ -136,6 +139,8 @@ class PromptArea(TextArea):
             return
         if self.text.strip():
             self.post_message(self.Sent(self.text))
+        elif not self.text:
+            self.post_message(self.Nothing())
 
     def _at_edge(self, key: str) -> bool:
         return (key == "up" and self.cursor_at_first_line) or (key == "down" and self.cursor_at_last_line)

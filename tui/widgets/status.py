@@ -95,7 +95,7 @@ class StatusLine(Horizontal):
         if wide and state.think != "auto":
             parts.append(Content(f"think {state.think}"))
         if state.api:
-            parts.append(Content(f"api {state.api.removeprefix('http://') if wide else 'on'}"))
+            parts.append(Content(f"api :{state.api.rsplit(':', 1)[-1]}"))  # the whole address was said, and is in F4
         left = Content(" │ ").join(parts)
         if (left, keys) != self._shown:
             same_keys = self._shown[1:] == (keys,)
