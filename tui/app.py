@@ -246,7 +246,8 @@ class ChatApp(App[None]):
             "Copy the last answer": "/copy", "Copy the last code block": "/copy code", "Answer again": "/regen",
             "Continue the answer": "/continue", "Take the last question back": "/undo",
             "Export as Markdown": "/export md", "Export as HTML": "/export html", "Export as JSON": "/export json",
-            "Serve this model to other programs": "/serve", "Stop serving": "/serve off", "What fills the context": "/ctx", "Statistics": "/stats", "Plan": "/plan", "What is loaded": "/ps",
+            "Serve this model to other programs": "/serve", "Stop serving": "/serve off",
+            "What fills the context": "/ctx", "Statistics": "/stats", "Plan": "/plan", "What is loaded": "/ps",
         }  # fmt: skip
         for name, command in typed.items():
             yield name, command, partial(screen.submit, command)

@@ -147,7 +147,8 @@ def home(env: Env) -> int:
     """`localllm` without words in a terminal: chats to continue, models to start."""
     config = env.settings({})
     start = _start(env, config, Sampling(config.sampling.given()), config.chat.system, None)
-    return full_screen(env, config, start)
+    with noted(start):
+        return full_screen(env, config, start)
 
 
 def open_chat(env: Env, config: UserConfig, start: Start, *, plain: bool = False) -> int:
