@@ -5,7 +5,9 @@ OpenAI's shape has all four keys always; below `/v1/messages` it is Anthropic's.
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -74,6 +76,16 @@ def gone() -> ApiError:
 def unsupported(what: str, param: str) -> ApiError:
     """A feature this version or model does not have, refused by name."""
     return ApiError(400, what, "not_supported_error", "unsupported_feature", param)
+
+
+@contextlib.contextmanager
+def renaming(rename: Callable[[str | None], str | None]) -> Iterator[None]:
+    """Errors name the field as the API calls it that the request came through."""
+    try:
+        yield
+    except (ApiError, LocalLLMError) as error:
+        error.param = rename(error.param)
+        raise
 
 
 def from_error(error: LocalLLMError) -> ApiError:

@@ -14,7 +14,8 @@ from localllm.request import FinishReason, Usage
 
 from .ask import Chat, open_chat
 from .body import read_body
-from .messages_schemas import CountRequest, MessagesRequest, to_chat
+from .errors import renaming
+from .messages_schemas import CountRequest, MessagesRequest, renamed, to_chat
 from .sampling import check_fields, messages_of, template_kwargs
 from .service import Service
 from .shapes import new_id
@@ -31,7 +32,8 @@ async def messages(request: Request) -> Response:
     chat_body = to_chat(body)
 
     async def open_stream() -> Opened:
-        chat = await open_chat(service, request, chat_body)
+        with renaming(renamed):
+            chat = await open_chat(service, request, chat_body)
         try:
             await chat.turn.ready()
         except BaseException:
@@ -45,7 +47,8 @@ async def messages(request: Request) -> Response:
                 open_stream(), lambda opened: named_event_stream(opened, lambda e: named("error", e.anthropic_body))
             )
     async with unless_left(request):
-        chat = await open_chat(service, request, chat_body)
+        with renaming(renamed):
+            chat = await open_chat(service, request, chat_body)
         answer = await chat.turn.answer()
     (one,) = answer.completions
     reason, sequence = _stop(one.finish_reason, one.stop_reason, has_tool_calls=bool(one.tool_calls))

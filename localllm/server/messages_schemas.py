@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from .body import checked
-from .errors import ApiError, unsupported
+from .errors import ApiError, renaming, unsupported
 from .schemas import MAX_MESSAGES, Body, CacheSalt, ChatRequest, Name, Number
 
 Blocks = StrictStr | Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=1024)]
@@ -74,7 +74,20 @@ def to_chat(body: CountRequest) -> ChatRequest:
         fields |= _choice(body.tool_choice)
     if isinstance(body, MessagesRequest):
         fields |= _sampled(body)
-    return checked({k: v for k, v in fields.items() if v is not None}, ChatRequest)
+    with renaming(renamed):
+        return checked({k: v for k, v in fields.items() if v is not None}, ChatRequest)
+
+
+def renamed(param: str | None) -> str | None:
+    """A chat request's field under its name here."""
+    if param is not None and param.startswith("tools["):
+        return param.replace(".function.parameters", ".input_schema").replace(".function", "")
+    return _NAMES.get(param or "", param)
+
+
+_NAMES = {
+    "max_completion_tokens": "max_tokens", "response_format": "output_config.format", "stop": "stop_sequences",
+}  # fmt: skip
 
 
 def _sampled(body: MessagesRequest) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from .ask import open_chat
 from .body import read_body
 from .completion_route import open_completion, split_prompts
 from .embedding_route import pooled_texts, unit
+from .errors import renaming
 from .ollama_schemas import (
     OllamaChatRequest,
     OllamaEmbedRequest,
@@ -31,6 +32,7 @@ from .ollama_schemas import (
     generate_of,
     keep_alive_s,
     raw_of,
+    renamed,
 )
 from .sampling import check_fields
 from .service import Service
@@ -59,7 +61,8 @@ async def generate(request: Request) -> Response:
         check_fields(text)
 
         async def opening(service: Service) -> tuple[AsyncTurn, str]:
-            place = await open_completion(service, request, text, [body.prompt])
+            with renaming(renamed):
+                place = await open_completion(service, request, text, [body.prompt])
             return place.turns[0], place.offer.name
 
         return await _answer(request, body, opening, _generate_fields)
@@ -68,7 +71,8 @@ async def generate(request: Request) -> Response:
 
 
 async def _chat_turn(service: Service, request: Request, asked: Any) -> tuple[AsyncTurn, str]:
-    opened = await open_chat(service, request, asked)
+    with renaming(renamed):
+        opened = await open_chat(service, request, asked)
     return opened.turn, opened.model
 
 

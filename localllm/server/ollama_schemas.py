@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from .body import checked
-from .errors import ApiError, unsupported
+from .errors import ApiError, renaming, unsupported
 from .schemas import MAX_MESSAGES, TEXTS_OR_IDS, Body, ChatRequest, CompletionRequest
 
 DURATION = re.compile(r"(-?\d+(?:\.\d+)?)(ms|s|m|h)")
@@ -170,10 +170,14 @@ def _common(body: _Asked) -> dict[str, Any]:
 
 
 def _checked(fields: dict[str, Any], model: Any) -> Any:
-    try:
+    with renaming(renamed):
         return checked({k: v for k, v in fields.items() if v is not None}, model)
-    except ApiError as error:
-        names = {ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()}
-        names["max_completion_tokens"] = names["max_tokens"] = "options.num_predict"
-        error.param = names.get(error.param or "", error.param)
-        raise
+
+
+def renamed(param: str | None) -> str | None:
+    """A chat request's field under its name here."""
+    return _NAMES.get(param or "", param)
+
+
+_NAMES = {ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()}
+_NAMES |= dict.fromkeys(("max_completion_tokens", "max_tokens"), "options.num_predict") | {"response_format": "format"}

@@ -8,11 +8,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from localllm.errors import LocalLLMError
-
 from .ask import Chat, open_chat
 from .body import read_body
-from .errors import ApiError
+from .errors import ApiError, renaming
 from .responses_events import Growing
 from .responses_schemas import ResponsesRequest, input_items, refuse, renamed, to_chat
 from .responses_store import Stored
@@ -33,11 +31,8 @@ async def create_response(request: Request) -> Response:
     growing: list[Growing] = []
 
     async def open_one() -> tuple[Chat, Growing]:
-        try:
+        with renaming(renamed):
             chat = await open_chat(service, request, chat_body)
-        except (ApiError, LocalLLMError) as error:
-            error.param = renamed(error.param)
-            raise
         names = TokenNames(chat.place.llm.tokenizer)
         growing.append(Growing(body, chat_body, chat.model, names))
         return chat, growing[0]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from .body import checked
-from .errors import ApiError, unsupported
+from .errors import ApiError, renaming, unsupported
 from .schemas import MAX_MESSAGES, Body, ChatRequest, Metadata, Name, Number, StreamOptions
 
 TEXT_PARTS = {"input_text", "output_text", "text"}
@@ -120,11 +120,8 @@ def to_chat(body: ResponsesRequest, items: list[dict[str, Any]]) -> ChatRequest:
         fields["tool_choice"] = _choice(body.tool_choice)
     extra = body.model_extra or {}
     fields |= {name: extra[name] for name in PASSED if extra.get(name) is not None}
-    try:
+    with renaming(renamed):
         return checked({k: v for k, v in fields.items() if v is not None}, ChatRequest)
-    except ApiError as error:
-        error.param = renamed(error.param)
-        raise
 
 
 def renamed(param: str | None) -> str | None:

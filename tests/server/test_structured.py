@@ -205,6 +205,42 @@ async def test_so_02_bad_schemas_are_400_on_every_way(fields, param, code, clien
     assert roomy.num_reserved == 0
 
 
+BAD_SCHEMAS = [
+    {"type": "wrong"}, {"type": 5}, {"$ref": "#/nope"}, {"type": "string", "pattern": "["}, {"pattern": "["}, "", None,
+    [], {"enum": []}, False, 5, {"$ref": "file:///etc/passwd"}, {"properties": 1}, {"items": "x"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", BAD_SCHEMAS, ids=str)
+async def test_so_02_on_every_route(client, roomy, schema):
+    """Empty values, too: other servers ended through them on one route or another."""
+    message = [{"role": "user", "content": "x"}]
+    strict = {"type": "json_schema", "name": "a", "schema": schema, "strict": True}
+    output = {"format": {"type": "json_schema", "schema": schema}}
+    sent = [
+        (CHAT, {"messages": message, "response_format": form(schema)}, "response_format"),
+        (TEXT, {"prompt": "x", "response_format": form(schema)}, "response_format"),
+        (RESPONSES, {"input": "x", "max_output_tokens": 16, "text": {"format": strict}}, "text.format"),
+        (MESSAGES, {"messages": message, "output_config": output}, "output_config.format"),
+        ("/api/chat", {"messages": message, "format": schema, "options": {"num_predict": 4}}, "format"),
+    ]
+    if isinstance(schema, dict) and "enum" not in schema:  # a property that no value fits can be left out
+        bad = [{"name": "f", "input_schema": {"properties": {"x": schema}}}]
+        sent.append((MESSAGES, {"messages": message, "tools": bad}, "tools[0].input_schema"))
+    if isinstance(schema, dict):  # elsewhere null, or "", is leaving it out
+        sent.append((CHAT, {"messages": message, "guided_json": schema}, "guided_json"))
+        sent.append((TEXT, {"prompt": "x", "structured_outputs": {"json": schema}}, "structured_outputs"))
+    for path, fields, param in sent:
+        if path == "/api/chat" and schema in ("", None):
+            continue
+        answer = await client.post(path, json={"model": "tiny", "max_tokens": 4} | fields)
+        assert answer.status_code == 400, (path, answer.text)
+        error = answer.json()["error"]
+        assert error["message"].startswith(param) if path == MESSAGES else error["param"] == param, (path, answer.text)
+    assert (await client.get("/health")).status_code == 200 and roomy.num_reserved == 0
+    assert (await post(client, max_tokens=2)).status_code == 200
+
+
 # --- answers ---------------------------------------------------------------------------------------------------------
 
 
