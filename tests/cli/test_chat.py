@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import select
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from .conftest import LOCALLLM, Invoke, process
@@ -35,14 +38,19 @@ class Line:
     """A chat behind a pseudo-terminal for stdin and stdout; stderr is a file."""
 
     def __init__(
-        self, tmp_path: Path, *words: str, env: dict[str, str] | None = None, stderr_tty: bool = False
+        self,
+        tmp_path: Path,
+        *words: str,
+        env: dict[str, str] | None = None,
+        stderr_tty: bool = False,
+        model: str = "fake",
     ) -> None:
         self.errors = tmp_path / "stderr"
         self._fd, other = pty.openpty()
         environ = dict(os.environ) | {"LOCALLLM_ENGINE": "fake:tps=0:load=0", "TERM": "xterm"} | (env or {})
         with self.errors.open("wb") as file:
             self.child = subprocess.Popen(
-                [*LOCALLLM, "chat", "fake", *words], stdin=other, stdout=other, stderr=other if stderr_tty else file,
+                [*LOCALLLM, "chat", model, *words], stdin=other, stdout=other, stderr=other if stderr_tty else file,
                 env=environ, start_new_session=True,
             )  # fmt: skip
         os.close(other)
@@ -105,6 +113,49 @@ def test_line_mode_answers_commands_and_ends_at_ctrl_d(line: Line) -> None:
     text = line.errors.read_text()
     assert "3 turns" in text
     assert "\x1b" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--serve"], "--serve is for a chat in this terminal"),
+        (["--serve", "--web"], "--serve is for a chat in this terminal"),
+        (["--serve", "--attach-to", "http://127.0.0.1:9"], "--serve is for a chat in this terminal"),
+    ],
+)
+def test_serve_needs_an_engine_of_this_chat(invoke: Invoke, words: list[str], says: str) -> None:
+    result = invoke("chat", "fake", *words, stdin="hello")
+    assert result.exit_code == 2 and says in result.stderr
+
+
+def test_line_mode_goes_on_where_nothing_can_be_served(tmp_path: Path) -> None:
+    one = Line(tmp_path, "--serve")
+    one.wait_for("the scripted engine has no server")
+    one.wait_for("> ")
+    one.send("/serve 99999\n")
+    one.wait_for("it can be a port up to 65535, or off")
+    one.send("/quit\n")
+    assert one.end() == 0
+
+
+@pytest.mark.slow
+def test_line_mode_serves_its_own_model(tmp_path: Path) -> None:
+    sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
+    import tiny_models
+
+    path = tiny_models.tiny_gguf(tmp_path / "tiny.gguf", "Q8_0")
+    one = Line(tmp_path, "--serve", "0", env={"LOCALLLM_ENGINE": ""}, model=str(path))
+    one.wait_for("while the chat is open", 60)
+    url = re.search(r"http://127\.0\.0\.1:\d+/v1", one.errors.read_text())
+    assert url is not None
+    listed = httpx.get(f"{url[0]}/models", timeout=30, trust_env=False).json()
+    assert [row["id"] for row in listed["data"]] == ["tiny.gguf"]
+    one.send("/serve off\n")
+    one.wait_for("closed")
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url[0]}/models", timeout=30, trust_env=False)
+    one.send("/quit\n")
+    assert one.end() == 0
 
 
 def test_ctrl_c_stops_an_answer_and_twice_leaves(tmp_path: Path) -> None:

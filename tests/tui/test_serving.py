@@ -18,7 +18,9 @@ from localllm.backend import InProcessBackend
 from localllm.cli.attach import find_server
 from localllm.cli.command import Env, Options
 from localllm.cli.endpoint import ChatEndpoint
-from localllm.errors import ConfigError
+from localllm.cli.processes import stop
+from localllm.cli.serve import taken_by_us
+from localllm.errors import ConfigError, ServerError
 from localllm.request import SamplingParams
 from localllm.tui.app import ChatApp
 from localllm.tui.conversation import Conversation
@@ -92,6 +94,10 @@ async def test_serve_answers_beside_the_chat_and_off_closes_the_port(tiny_path: 
             assert (await running.ask("hello")).exchange.stop == "length"  # the same engine answers here
         assert find_server("auto", ("tiny",)) is not None
         assert [(one.kind, one.url) for one in processes.running()] == [("chat", url)]
+        with pytest.raises(ServerError, match="is a chat's"):  # a signal would end the chat, too
+            stop.run(Env(Options(quiet=True)), target=url.rsplit(":", 1)[1])
+        taken = taken_by_us(ServerError("taken"), int(url.rsplit(":", 1)[1]))
+        assert "a chat of localllm" in taken.message and "localllm stop" not in taken.hint
         await running.pilot.press("f4")
         panel = running.screen.query_one(EnginePanel)
         await running.until(lambda: f"api {url}/v1" in str(panel.query_one("#engine-text").render()))  # type: ignore[attr-defined]
