@@ -50,7 +50,7 @@ def answer_stats(usage: Usage, timing: Timing, stop: str) -> str:
         parts.append(f"TTFT {timing.ttft_s * 1000:.0f} ms")
     ends = {
         "abort": f"stopped by you · {counted(usage.completion_tokens, 'token')} · /continue · /regen",
-        "length": "reached the length limit · /continue",
+        "length": f"reached the limit of {counted(usage.completion_tokens, 'token')} · /continue",
         "partial": "cut off when the program ended · /continue",
         "edited": "edited by you",
         "unanswered": "not answered · /regen",

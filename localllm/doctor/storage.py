@@ -138,7 +138,7 @@ def server_port(survey: Survey) -> Check:
     holder = survey.host.port_holder
     if not holder:
         return found("server.port", STORAGE, "ok", "the server's port is free")
-    ours = next((one for one in running() if one.kind == "serve" and f"(pid {one.pid})" in holder), None)
+    ours = next((one for one in running() if one.url and f"(pid {one.pid})" in holder), None)
     if ours is not None:
         title = f"localllm serves {', '.join(ours.models) or 'no model yet'} at {ours.url}"
         return found("server.port", STORAGE, "ok", title, holder=holder, url=ours.url)

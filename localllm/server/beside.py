@@ -13,7 +13,7 @@ from localllm.llm import LLM
 from localllm.residents import Residents
 
 from .app import AppOptions
-from .run import CUT_S, ServeOptions, _drain, _url, bind, make_server
+from .run import CUT_S, ServeOptions, bind, drain, make_server, url_of
 from .service import Service
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class Beside:
         Raises ConfigError, or ServerError when the port is taken.
         """
         sock = bind(options)
-        self.url = _url(sock)
+        self.url = url_of(sock)
         self._residents = Residents.holding(llm, names)
         self._residents.offers()
         self._loop = asyncio.new_event_loop()
@@ -85,4 +85,4 @@ class Beside:
         while self._server is None:  # asked to stop before it began
             await asyncio.sleep(0.01)
         assert self._service is not None
-        await _drain(self._service, self._server, 0.0)
+        await drain(self._service, self._server, 0.0)

@@ -182,7 +182,7 @@ async def _run(sock: socket.socket, residents: Residents, options: ServeOptions,
         options.is_local, options.api_keys, options.origins, log_format=options.log_format, token=options.token
     )
     server = make_server(service, app_options)
-    url = _url(sock)
+    url = url_of(sock)
     running = asyncio.ensure_future(server.serve(sockets=[sock]))
     try:
         with _signals(service, server, options.drain_s, hooks):
@@ -228,7 +228,8 @@ def make_server(service: Service, options: AppOptions) -> Any:
     return Server(config)
 
 
-def _url(sock: socket.socket) -> str:
+def url_of(sock: socket.socket) -> str:
+    """Where a bound socket is reached: `http://host:port`, or `unix:path`."""
     name = sock.getsockname()
     if isinstance(name, str):
         return f"unix:{name}"
@@ -261,7 +262,7 @@ def _signals(service: Service, server: Any, drain_s: float, hooks: Hooks) -> Ite
         if draining:
             hooks.draining(service.num_reserved, True)
             os._exit(128 + number)  # a step in flight, a load or a download may take long: nothing is worth waiting for
-        draining.append(asyncio.ensure_future(_drain(service, server, drain_s)))
+        draining.append(asyncio.ensure_future(drain(service, server, drain_s)))
         hooks.draining(service.num_reserved, False)
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -274,7 +275,7 @@ def _signals(service: Service, server: Any, drain_s: float, hooks: Hooks) -> Ite
             loop.remove_signal_handler(number)
 
 
-async def _drain(service: Service, server: Any, drain_s: float) -> None:
+async def drain(service: Service, server: Any, drain_s: float) -> None:
     """Refuse what is new with 503, let what runs end, cut what does not."""
     service.is_draining = True
     loop = asyncio.get_running_loop()
