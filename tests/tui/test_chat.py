@@ -264,6 +264,9 @@ async def test_ctrl_c_stops_clears_and_then_quits() -> None:
         await running.pilot.press("ctrl+c")
         assert running.prompt.text == ""
         assert "press ctrl+c again" in running.text("#state")
+        await running.pilot.press("y", "ctrl+c")  # typing goes on with the chat
+        await running.pilot.pause()
+        assert not running.app._exit and running.prompt.text == ""
         await running.pilot.press("ctrl+c")
         await running.until(lambda: running.app._exit)
 

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from textual import on, work
+from textual.widgets import TextArea
 
 from localllm.terminal import clean, clean_line
 from localllm.tui.conversation import Exchange
@@ -96,6 +97,11 @@ class Actions(Parts):
             self.flash("cleared; press ctrl+c again to quit", AGAIN_S)
         else:
             self.flash("press ctrl+c again to quit", AGAIN_S)
+
+    @on(TextArea.Changed)
+    def _typed(self, event: TextArea.Changed) -> None:
+        if event.text_area.text:  # whoever types goes on: the next Ctrl+C is a first one again
+            self._interrupted_at = -AGAIN_S
 
     def action_quit_chat(self) -> None:
         """Leave."""
