@@ -167,10 +167,7 @@ def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
             text = output if isinstance(output, str) else _text(_content(output, f"{where}.output"))
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
         elif kind == "reasoning":
-            parts = item.get("content") or []
-            reasoning += (
-                "".join(p.get("text", "") for p in parts if isinstance(p, dict)) if isinstance(parts, list) else ""
-            )
+            reasoning += _text(item.get("content"))
         else:
             raise ApiError(
                 400, f"Items of type {str(kind)[:40]!r} are not supported.", code="unsupported_value", param=where
@@ -187,7 +184,7 @@ def _content(content: Any, where: str) -> Any:
         if not isinstance(part, dict):
             raise ApiError(400, "A part of content is an object.", param=f"{where}.content[{number}]")
         kind = part.get("type")
-        if kind not in TEXT_PARTS and kind != "refusal":
+        if not isinstance(kind, str) or (kind not in TEXT_PARTS and kind != "refusal"):
             raise ApiError(
                 400, f"Content of type {str(kind)[:40]!r} is not supported: this model reads text.",
                 code="unsupported_value", param=f"{where}.content[{number}]",

@@ -78,6 +78,8 @@ CASES: list[tuple[str, str, Any, int, str | None]] = [
     ("LIM-08", RESPONSES, {"input": "x", "temperature": 3}, 400, "temperature"),
     ("LIM-08", RESPONSES, {"input": "x", "seed": 2**70}, 400, "seed"),
     ("LIM-07", RESPONSES, {"input": "x", "max_output_tokens": 0}, 400, "max_output_tokens"),
+    ("LIM-12", RESPONSES, {"input": [{"role": "user", "content": [{"type": ["text"], "text": "x"}]}]}, 400, "input[0].content[0]"),
+    ("LIM-12", RESPONSES, {"input": [{"type": "reasoning", "content": [{"text": 1}]}, {"role": 7}]}, 400, "input[1].role"),
     *_each("LIM-08", "min_tokens", -1, 9),
     *_each("LIM-12", "messages", [], None),
     ("LIM-12", CHAT, ask(messages=[{"role": "robot", "content": "x"}]), 400, "messages[0].role"),

@@ -148,7 +148,7 @@ def test_rel_25_schemathesis(residents):
 
             @hypothesis.given(case=operation.as_strategy())
             @hypothesis.settings(
-                max_examples=200, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
+                max_examples=250, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
             )
             def check(case):
                 nonlocal total

@@ -221,7 +221,7 @@ def test_rel_24_odd_surroundings(tiny_path, tmp_path, surroundings, monkeypatch)
 def test_rel_24_a_busy_port_and_ipv6(tiny_path, tmp_path):
     served = Served(tiny_path, tmp_path).wait()
     code, _, err = command(served, "serve", str(tiny_path), "--port", str(served.port))
-    assert code == 8 and "cannot listen" in err
+    assert code == 8 and "is taken" in err and str(served.port) in err
     served.stop()
     six = Served(tiny_path, tmp_path, "--host", "::1")
     try:
