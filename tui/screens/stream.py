@@ -16,12 +16,12 @@ from localllm.tui.widgets.messages import AssistantMessage
 
 from .parts import Parts
 
-DRAW_SHARE = 0.04
+DRAW_SHARE = 0.035
 """Of one core, for everything this thread does while an answer comes; drawing waits until it is back below."""
 SAMPLE_S = 1.0
 SAMPLES = 10
 """Speeds shown as bars while an answer comes."""
-MAX_DRAW_S = 0.8
+MAX_DRAW_S = 0.9
 """But not longer than this."""
 
 
