@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import datetime
 import fcntl
+import gc
 import json
 import os
 import platform
@@ -218,6 +219,8 @@ async def on_screen(prompt: str, tps: float, seconds: float, *keys: str) -> tupl
     from localllm.tui.conversation import Conversation
     from localllm.tui.widgets.prompt import PromptArea
 
+    gc.collect()
+    gc.freeze()  # what an earlier application left is not looked through
     backend = FakeBackend(tps=tps, load_s=0)
     app = ChatApp(backend, Conversation(), model="fake")
     async with app.run_test(size=SIZE) as pilot:

@@ -6,6 +6,7 @@ ends in exactly one `Done` or `Failed`, also when loading fails or the backend c
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 from collections import deque
@@ -241,6 +242,7 @@ class InProcessBackend:
             (held if phase.name == "ready" else self._events).append(phase)
 
         self._llm = LLM(name, on_phase=on_phase, cancel=stop, **self._options)
+        gc.freeze()  # torch and the model's facts stay: looking through them stops every thread for 75 ms at a time
         hub.remember_model(name)
         self._events.extend(held)
         return self._llm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import ipaddress
 import logging
 import os
@@ -241,6 +242,7 @@ async def _preload(service: Service, names: tuple[str, ...]) -> None:
     for name in names:
         offer = await service.find(name)
         (await service.lease(offer)).release()
+    gc.freeze()  # what stays for as long as the server runs: nobody waits while it is looked through
     service.is_loading = False
 
 
