@@ -36,6 +36,16 @@ static void store_tile(const product *p, int64_t tile, int64_t row, const float 
     const ll_weight *w = p->w;
     int64_t first = tile * TILE, count = w->n - first < TILE ? w->n - first : TILE;
     float *out = p->out + row * p->stride + first;
+    if (count == TILE) { /* the same sums in the same order, in whole vectors */
+        for (int i = 0; i < TILE; i += VW) {
+            vf y = vf_load(sums + i);
+            if (w->row_scale) y = y * vf_load(w->row_scale + first + i);
+            if (p->bias) y = y + vf_load(p->bias + first + i);
+            if (p->residual) y = y + vf_load(p->residual + row * p->stride + first + i);
+            vf_store(out + i, y);
+        }
+        return;
+    }
     float r[TILE];
     memcpy(r, sums, sizeof r);
     if (w->row_scale)
@@ -44,8 +54,7 @@ static void store_tile(const product *p, int64_t tile, int64_t row, const float 
         for (int i = 0; i < count; i++) r[i] += p->bias[first + i];
     if (p->residual)
         for (int i = 0; i < count; i++) r[i] += p->residual[row * p->stride + first + i];
-    if (count == TILE) memcpy(out, r, sizeof r);
-    else memcpy(out, r, (size_t)count * 4);
+    memcpy(out, r, (size_t)count * 4);
 }
 
 #endif
