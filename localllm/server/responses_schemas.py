@@ -10,6 +10,7 @@ from .body import checked
 from .errors import ApiError, renaming, unsupported
 from .schemas import MAX_MESSAGES, Body, ChatRequest, Metadata, Name, Number, StreamOptions
 
+ROLES = ("system", "developer", "user", "assistant")
 TEXT_PARTS = {"input_text", "output_text", "text"}
 HOSTED = "hosted tools do not exist on this machine: only functions can be called"
 
@@ -146,6 +147,9 @@ def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
         where = f"input[{number}]"
         kind = item.get("type", "message")
         if kind == "message":
+            if item.get("role") not in ROLES:
+                roles = ", ".join(ROLES[:-1])
+                raise ApiError(400, f"A message's role is one of {roles} or {ROLES[-1]}.", param=f"{where}.role")
             message: dict[str, Any] = {"role": item.get("role"), "content": _content(item.get("content"), where)}
             if reasoning and message["role"] == "assistant":
                 message["reasoning_content"], reasoning = reasoning, ""
