@@ -66,7 +66,7 @@ async def test_lim_15_the_same_under_python_o(tiny_path, tmp_path):
             response = await client.post(CHAT, content=body, headers={"content-type": "application/json"})
             assert response.status_code == 400, body[:30]
         assert (await client.post(CHAT, json=ask())).status_code == 200
-        rest, deadline = 'vllm:num_requests_running{model_name="tiny"} 0.0', time.monotonic() + 20
+        rest, deadline = 'vllm:num_requests_running{model_name="tiny.gguf"} 0.0', time.monotonic() + 20
         while rest not in (gauges := (await client.get("/metrics")).text):
             assert time.monotonic() < deadline, [line for line in gauges.splitlines() if "num_requests" in line]
 
