@@ -51,7 +51,7 @@ class Bench:
         self.options = options
         self.file: Path = options.json
         self.kept: dict[str, Any] = json.loads(self.file.read_text()) if self.file.exists() else {}
-        self.kept |= {"schema": "localllm.cpu/1", "versions": versions(), "command": " ".join(["python", *sys.argv])}
+        self.kept |= {"schema": "localllm.cpu/1", "versions": versions(), "command": "python benchmarks/cpu.py --peer-python PATH"}
         self.kept.setdefault("rows", {})
 
     def save(self) -> None:

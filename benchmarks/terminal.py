@@ -301,7 +301,7 @@ def main() -> None:
         story = "Write a story of twelve sentences about a lighthouse."
         flags = ("--temp", "0", "--max-tokens", "200", "--threads", "1")
         bare, shown = rate_of(story, options.model, *flags)
-        rows.append(row(f"chat's rate over run's, {options.model}", "share", ">= 0.9", [shown / bare]))
+        rows.append(row(f"chat's rate over run's, {Path(options.model).name}", "share", ">= 0.9", [shown / bare]))
     for prompt in ("!mixed", "!list", "long"):
         shares, gaps, rates = zip(*[asyncio.run(on_screen(prompt, 200, 8)) for _ in range(min(3, times))], strict=True)
         rows.append(row(f"interface thread at 200 tok/s, {prompt}", "share of a core", "<= 0.05", list(shares)))
