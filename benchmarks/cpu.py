@@ -51,7 +51,8 @@ class Bench:
         self.options = options
         self.file: Path = options.json
         self.kept: dict[str, Any] = json.loads(self.file.read_text()) if self.file.exists() else {}
-        self.kept |= {"schema": "localllm.cpu/1", "versions": versions(), "command": "python benchmarks/cpu.py --peer-python PATH"}
+        words = ["PATH" if word == options.peer_python else word for word in sys.argv]
+        self.kept |= {"schema": "localllm.cpu/1", "versions": versions(), "command": " ".join(["python", *words])}
         self.kept.setdefault("rows", {})
 
     def save(self) -> None:
