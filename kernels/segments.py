@@ -143,7 +143,8 @@ class KernelTable:
     head: Callable[..., Tensor]
     """(x [rows, hidden], HeadWeights) -> float32 [rows, vocab]"""
     decoder: Callable[..., Tensor]
-    """all layers: (x, LayerCalls, KVPages per layer, Views, cu_query_lens, seq_lens) -> x; x may be overwritten"""
+    """all layers: (x, LayerCalls, KVPages per layer, Views, cu_query_lens, seq_lens, wanted rows or None) -> x of all
+    tokens or of those rows; x may be overwritten"""
     ops: tuple[tuple[str, str], ...]
     """(op or fused segment, name of the implementation chosen)"""
 
@@ -248,12 +249,22 @@ def decoder(
     views: Sequence[View],
     cu_query_lens: Tensor,
     seq_lens: Tensor,
+    wanted: Tensor | None = None,
 ) -> Tensor:
-    """All layers of a forward pass: [num_tokens, hidden], in the place of x."""
-    for (weights, mlp_weights, view), of_layer in zip(layers, pages, strict=True):
+    """All layers of a forward pass: [num_tokens, hidden], in the place of x.
+
+    wanted   int64 [num_rows], ascending, of every sequence none or its last tokens: the result has these rows only, and
+             the last layer computes no more than that of the others but their keys and values
+    """
+    for number, ((weights, mlp_weights, view), of_layer) in enumerate(zip(layers, pages, strict=True)):
         cos, sin, block_table, slot_mapping = views[view]
         q = attn_in(x, weights, cos, sin, of_layer, slot_mapping)
+        last = wanted is not None and number == len(layers) - 1
+        if last and wanted.shape[0] == 0:
+            return x[:0]
         attended = attention(q, weights, of_layer, block_table, cu_query_lens, seq_lens)
+        if last:
+            attended, x = attended[wanted], x[wanted]
         x = mlp(attn_out(attended, x, weights), mlp_weights)
     return x
 

@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from localllm.errors import LocalLLMError, ServerError
+from localllm.processes import running
 from localllm.request import (
     ChatEvent,
     Check,
@@ -186,8 +187,10 @@ class RemoteBackend:
             return
         self._model = model or ids[0]
         ctx = next(row.max_ctx for row in self._models if row.name == self._model)
+        pid = next((one.pid for one in running() if one.url == self.url), 0)
+        via = f"via {self.url}" + (f" (pid {pid})" if pid else "")
         self._facts = Facts(
-            model=self._model, truth_line=f"{self._model} · via {self.url}", ctx=ctx, url=self.url, max_ctx=ctx
+            model=self._model, truth_line=f"{self._model} · {via}", ctx=ctx, url=self.url, pid=pid, max_ctx=ctx
         )
         self._events.append(Phase("ready", detail=self.url))
 

@@ -365,6 +365,8 @@ class Facts:
     """what the card draws now; 0 where it does not say"""
     url: str = ""
     """the server that computes, when it is not this process"""
+    pid: int = 0
+    """that server's process, when it is one of ours on this machine"""
     has_chat_template: bool = True
     warnings: tuple[str, ...] = ()
 

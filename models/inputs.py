@@ -34,7 +34,7 @@ class ForwardBatch:
     seq_lens_tensor: Tensor
     """int32 [num_seqs]"""
     logits_indices: Tensor
-    """int64 [num_rows]: the token rows whose logits are wanted"""
+    """int64 [num_rows], ascending: the token rows whose logits are wanted; of every sequence none, or its last ones"""
     groups: tuple[AttentionInputs, ...]
     """per cache group"""
     position: int | None = None

@@ -44,7 +44,7 @@ class Model:
         self._calls = tuple((layer.attention, layer.mlp, group_of[i]) for i, layer in enumerate(self.layers))
 
     def forward(self, batch: ForwardBatch, cache: KVCache, num_layers: int | None = None) -> Tensor:
-        """Run every layer, storing keys and values: hidden [num_tokens, hidden], before the last norm.
+        """Run every layer, storing keys and values: hidden [num_rows, hidden] of the wanted rows, before the last norm.
 
         num_layers   only the first so many, for who wants to know what a step takes and not what it gives
         """
@@ -58,7 +58,9 @@ class Model:
         ]
         pages = cache.layers if num_layers is None else cache.layers[: len(calls)]
         x = self.embedding(batch.token_ids)
-        return self.table.decoder(x, calls, pages, views, batch.cu_query_lens, batch.seq_lens_tensor)
+        rows = batch.logits_indices
+        wanted = None if rows.shape[0] == x.shape[0] else rows  # they are in order
+        return self.table.decoder(x, calls, pages, views, batch.cu_query_lens, batch.seq_lens_tensor, wanted)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Rows of `forward` -> float32 [rows, vocab], soft-capped where the model does so."""

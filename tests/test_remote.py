@@ -188,9 +188,12 @@ def test_a_wrong_key_a_wrong_model_and_no_server_fail_to_load(url: str) -> None:
         backend.close()
 
 
-async def test_t19_the_interface_says_where_it_is_computed(url: str) -> None:
+async def test_t19_the_interface_says_where_it_is_computed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from localllm.processes import Running
     from localllm.tui.app import ChatApp
     from localllm.tui.conversation import Conversation
+
+    monkeypatch.setattr("localllm.remote.running", lambda: [Running(48121, "serve", url, ("tiny",))])
 
     backend = RemoteBackend(url, "right-key")
     app = ChatApp(backend, Conversation(), model="tiny", home=False)
@@ -202,7 +205,8 @@ async def test_t19_the_interface_says_where_it_is_computed(url: str) -> None:
         while (not app.conversation.exchanges or not app.conversation.exchanges[0].stop) and time.monotonic() < end:
             await pilot.pause(0.05)
         assert app.conversation.exchanges[0].text == "Hello é日"
-        assert url.removeprefix("http://") in str(app.chat.query_one("#model").render())  # type: ignore[attr-defined]
+        assert f"via {url} (pid 48121)" in str(app.chat.query_one("#model").render())  # type: ignore[attr-defined]
+        assert f"via {url} (pid 48121)" in backend.facts().truth_line
     backend.close()
 
 

@@ -8,7 +8,7 @@
 
 #define SUB 16   /* keys of a sub-tile: the most that are transposed together */
 #define KEYS 32  /* keys per softmax step */
-#define ROW_FLOATS 4096 /* of accumulators per block of query rows: 16 KiB, half the first-level cache */
+#define ROW_FLOATS 8192 /* of accumulators per block of query rows, which share what was made floats of */
 #define ROWS_MAX 64
 #define FEW_QUERY_ROWS 8 /* so few rows read the pages themselves */
 
@@ -333,6 +333,7 @@ INLINE void weigh(const ll_attention_args *a, const tile_keys *t, attention_spac
 INLINE void block_many(const ll_attention_args *a, const tile_keys *t, attention_space *s, int64_t row, const int rows)
 {
     _Alignas(64) tile_weights p;
+    if (s->high[row + rows - 1] < t->first || s->low[row] >= t->first + KEYS) return; /* of rows in order, none sees a key */
     scores_many(s, row, round_up(a->pages.dim, 16), p, rows);
     if (soften(a, t, s, row, p, rows)) weigh(a, t, s, row, p, rows, 0, KV_F32);
 }

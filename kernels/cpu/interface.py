@@ -43,7 +43,7 @@ STEP = struct.Struct("@2q2P")
 """`ll_step` is this and a kv_target."""
 FORMATS = ("f32", "bf16", "fp16", "int8", "fp8")
 """KV formats, as the C side numbers them."""
-PASS = struct.Struct("@3q2P")
+PASS = struct.Struct("@4q3P")
 VIEW = struct.Struct("@4P2q")
 VIEWS = 4
 """`ll_pass` is a PASS and this many VIEWs."""

@@ -215,8 +215,9 @@ typedef struct {
 } ll_decoder_layer;
 
 typedef struct {
-    int64_t num_layers, num_tokens, num_seqs;
+    int64_t num_layers, num_tokens, num_seqs, num_rows;
     const int32_t *cu_query_lens, *seq_lens;
+    const int64_t *rows; /* [num_rows] tokens whose hidden states are wanted: of every sequence none, or its last ones; NULL: all */
     ll_view views[VIEWS];
 } ll_pass;
 
@@ -235,7 +236,31 @@ static int decoder_layer(const ll_decoder_layer *d, const ll_pass *p, const ll_l
     return mlp_locked(d->mlp, next, p->num_tokens, x);
 }
 
-/* All layers of a forward pass, x [num_tokens][hidden] in place. */
+/* The last layer stores keys and values of all tokens and computes the rest for those that are wanted: of a long prompt
+ * one. `cu_rows` is the wanted rows' cu_query_lens. */
+static int last_layer(const ll_decoder_layer *d, const ll_pass *p, float *q, float *attended, int32_t *cu_rows, float *x)
+{
+    const ll_attention_layer *l = d->attention;
+    const ll_view *view = &p->views[d->view];
+    const ll_step step = {p->num_tokens, view->half, view->cos, view->sin, {d->pages, view->slots}};
+    const int64_t width = l->num_heads * l->head_dim;
+    if (attn_in_locked(l, x, &step, q)) return -1;
+    if (!p->num_rows) return 0;
+    for (int64_t row = 0, seq = 0; seq <= p->num_seqs; seq++) {
+        while (row < p->num_rows && p->rows[row] < p->cu_query_lens[seq]) row++;
+        cu_rows[seq] = (int32_t)row;
+    }
+    for (int64_t i = 0; i < p->num_rows; i++) { /* ascending: nothing is overwritten that is still to be read */
+        memmove(q + i * width, q + p->rows[i] * width, (size_t)width * 4);
+        memmove(x + i * l->hidden, x + p->rows[i] * l->hidden, (size_t)l->hidden * 4);
+    }
+    const ll_attention_args args = {d->pages, q, attended, view->block_table, cu_rows, p->seq_lens, d->sinks, p->num_seqs,
+                                    view->max_pages, l->num_heads, d->window, (float)d->scale, (float)d->softcap};
+    if (attention_locked(&args) || attn_out_locked(l, attended, p->num_rows, x)) return -1;
+    return mlp_locked(d->mlp, NULL, p->num_rows, x);
+}
+
+/* All layers of a forward pass, x [num_tokens][hidden] in place; where `rows` is given, its first rows are those. */
 int64_t ll_decoder(const ll_decoder_layer *layers, const ll_pass *p, float *x)
 {
     int64_t widest = 0;
@@ -244,11 +269,12 @@ int64_t ll_decoder(const ll_decoder_layer *layers, const ll_pass *p, float *x)
         if (width > widest) widest = width;
     }
     pthread_mutex_lock(&pool.lock);
-    float *q = (float *)scratch(3, 2 * p->num_tokens * widest * 4);
+    float *q = (float *)scratch(3, 2 * p->num_tokens * widest * 4 + (p->num_seqs + 1) * 4), *attended = q + p->num_tokens * widest;
     int failed = !q;
     for (int64_t i = 0; i < p->num_layers && !failed; i++) {
         const ll_linear_op *next = i + 1 < p->num_layers ? &layers[i + 1].attention->qkv : NULL;
-        failed = decoder_layer(&layers[i], p, next, q, q + p->num_tokens * widest, x);
+        if (next || !p->rows) failed = decoder_layer(&layers[i], p, next, q, attended, x);
+        else failed = last_layer(&layers[i], p, q, attended, (int32_t *)(attended + p->num_tokens * widest), x);
     }
     pthread_mutex_unlock(&pool.lock);
     return failed ? -1 : 0;

@@ -37,6 +37,8 @@ from .layout import Prepared
 
 __all__ = ["attention", "attn_in", "attn_out", "decoder", "head", "mlp"]
 
+_NO_ROWS = 1
+"""in place of the address that an empty tensor does not have; it is not read"""
 LayerCall = tuple[AttentionWeights, MlpWeights, int]
 """a layer's weights, and which of the step's views it sees"""
 View = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -148,24 +150,28 @@ def decoder(
     views: Sequence[View],
     cu_query_lens: Tensor,
     seq_lens: Tensor,
+    wanted: Tensor | None = None,
 ) -> Tensor:
-    """All layers of a forward pass in one call: x [num_tokens, hidden], in its place.
+    """All layers of a forward pass in one call: x [num_tokens, hidden], in its place; of `wanted` only those rows.
 
     pages         of every layer, contiguous
     views         float32 cos and sin [num_tokens, half], int32 block_table [num_seqs, max_pages], int64 slots
     cu_query_lens, seq_lens   int32 [num_seqs + 1], [num_seqs]
+    wanted        int64 [num_rows], ascending: of every sequence none, or its last tokens
     """
     plan = _decoder_plan(layers, pages) if len(views) <= VIEWS else None
     tensors = (x, *(t for view in views for t in view))
     if plan is None or x.dtype is not torch.float32 or not all(t.is_contiguous() for t in tensors):
-        return composed(x, layers, pages, views, cu_query_lens, seq_lens)
+        return composed(x, layers, pages, views, cu_query_lens, seq_lens, wanted)
     packed = [
         VIEW.pack(cos.data_ptr(), sin.data_ptr(), table.data_ptr(), slots.data_ptr(), cos.shape[1], table.shape[1])
         for cos, sin, table, slots in views
     ]
-    head = PASS.pack(len(layers), x.shape[0], seq_lens.shape[0], cu_query_lens.data_ptr(), seq_lens.data_ptr())
+    num_rows, rows = (0, 0) if wanted is None else (wanted.shape[0], wanted.data_ptr() or _NO_ROWS)
+    sizes = len(layers), x.shape[0], seq_lens.shape[0], num_rows
+    head = PASS.pack(*sizes, cu_query_lens.data_ptr(), seq_lens.data_ptr(), rows)
     _check(lib().ll_decoder(plan, b"".join((head, *packed, bytes((VIEWS - len(views)) * VIEW.size))), x.data_ptr()))
-    return x
+    return x if wanted is None else x[:num_rows]
 
 
 def _decoder_plan(layers: Sequence[LayerCall], pages: Sequence[KVPages]) -> ctypes.Array[Any] | None:

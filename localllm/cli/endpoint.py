@@ -67,7 +67,7 @@ class ChatEndpoint:
             service=ServiceOptions(llm.plan.max_parallel, default_model=name),
         )
         try:
-            self._beside = Beside(llm, (name,), options)
+            self._beside = Beside(llm, (name,), options, self._ended)
         except ServerError as error:
             raise ServerError(taken_by_us(error, wanted).message, f"/serve {(wanted + 1) % 65536}") from error
         self._note(self._beside.url, name, keys[0] if keys else "")
@@ -78,6 +78,11 @@ class ChatEndpoint:
         beside, self._beside = self._beside, None
         if beside is not None:
             beside.stop()
+            self._note("", "", "")
+
+    def _ended(self, beside: Beside) -> None:
+        """It ended by itself: it is not to be found any more. What `stop` ends is noted there."""
+        if beside is self._beside:
             self._note("", "", "")
 
     def _note(self, url: str, name: str, token: str) -> None:

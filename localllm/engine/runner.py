@@ -28,7 +28,7 @@ class ForwardModel(Protocol):
     """What the runner needs of a model (`models.loader.load_model` gives one)."""
 
     def forward(self, batch: ForwardBatch, cache: KVCache, num_layers: int | None = None) -> Tensor:
-        """-> hidden [num_tokens, hidden]; of the first `num_layers` layers only, where that is given"""
+        """-> hidden [num_rows, hidden] of `batch.logits_indices`; after the first `num_layers` layers, where given"""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -114,9 +114,7 @@ class Runner:
         if before is not None:
             before.fill(batch.token_ids, step.scheduled)
         given = {} if num_layers is None else {"num_layers": num_layers}
-        hidden = self.model.forward(batch, self.cache, **given)
-        every_row = batch.logits_indices.shape[0] == hidden.shape[0]  # they are in order
-        return ForwardOutput(self.model, hidden if every_row else hidden[batch.logits_indices])
+        return ForwardOutput(self.model, self.model.forward(batch, self.cache, **given))
 
     @torch.inference_mode()
     def sample(self, output: ForwardOutput, rows: list[int], sequences: list[Sequence]) -> Draw:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from localllm.llm import LLM
@@ -25,10 +25,13 @@ STOP_S = 2 * CUT_S + 2
 class Beside:
     """Serves one loaded model, which stays its owner's: stop this before the model is closed."""
 
-    def __init__(self, llm: LLM, names: Sequence[str], options: ServeOptions) -> None:
+    def __init__(
+        self, llm: LLM, names: Sequence[str], options: ServeOptions, ended: Callable[[Beside], None] = lambda _: None
+    ) -> None:
         """Listen; what comes is answered from now on.
 
         names    the model's id, then its aliases
+        ended    called from its thread when the port is closed, by `stop` or by itself
 
         Raises ConfigError, or ServerError when the port is taken.
         """
@@ -39,6 +42,7 @@ class Beside:
         self._loop = asyncio.new_event_loop()
         self._server: Any = None
         self._service: Service | None = None
+        self._ended = ended
         self._ending: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._run, args=(sock, options), name="endpoint", daemon=True)
         self._thread.start()
@@ -67,6 +71,7 @@ class Beside:
         finally:
             sock.close()
             self._residents.close(0)
+            self._ended(self)
 
     async def _serve(self, sock: socket.socket, options: ServeOptions) -> None:
         service = self._service = Service(self._residents, options.service)

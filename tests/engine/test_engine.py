@@ -67,7 +67,7 @@ class FakeModel:
                         value = (value * 31 + int(cache.slots[group][slot]) + 1) % 1_000_003
                 rows.append(value)
                 token += 1
-        return torch.tensor(rows, dtype=torch.float64).unsqueeze(1)
+        return torch.tensor(rows, dtype=torch.float64).unsqueeze(1)[batch.logits_indices]
 
     def logits(self, hidden):
         base = torch.arange(1, VOCAB + 1, dtype=torch.float64)

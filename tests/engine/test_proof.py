@@ -70,7 +70,7 @@ class Noting:
 
     def forward(self, batch: Any, cache: Any, num_layers: int | None = None) -> Tensor:
         self.batches.append((batch, num_layers))
-        return torch.zeros(len(batch.token_ids), 8)
+        return torch.zeros(len(batch.logits_indices), 8)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return torch.zeros(hidden.shape[0], 1000)

@@ -213,6 +213,15 @@ def test_all_layers_in_one_call(isa: str, kv: str) -> None:
             results.append((y, *(part for of_layer in pages for part in of_layer if part is not None)))
         for one, other in zip(*results, strict=True):
             assert torch.equal(one, other)
+        ends = {tuple(range(tokens)), (tokens - 1,), tuple(sorted({tokens // 2 - 1, tokens - 1} - {-1})), ()}
+        ends |= {tuple(range(tokens // 2)), (*range(tokens // 2), tokens - 1)}
+        for wanted in map(torch.tensor, ends):  # of each sequence all, the last one, or none
+            pages = [zeros(4, kv) for _ in layers]
+            rows = wanted.long()
+            y = fused.decoder(lambda *_: pytest.fail("composed"), x.clone(), layers, pages, views, starts, lens, rows)
+            kept = [part for of_layer in pages for part in of_layer if part is not None]
+            for one, other in zip((y, *kept), (results[0][0][rows], *results[0][1:]), strict=True):
+                assert torch.equal(one, other)
 
 
 def test_layers_prepared_by_others_are_composed() -> None:

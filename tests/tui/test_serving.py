@@ -108,6 +108,19 @@ async def test_serve_answers_beside_the_chat_and_off_closes_the_port(tiny_path: 
         assert (await running.ask("again")).exchange.stop == "length"
 
 
+async def test_an_endpoint_that_ends_by_itself_is_not_to_be_found(tiny_path: str) -> None:
+    async with real_chat(tiny_path, serve=0) as running:
+        await running.ready()
+        await running.until(lambda: running.app.endpoint.url)  # type: ignore[union-attr]
+        await running.until(lambda: find_server("auto", ("tiny",)))
+        beside = running.app.endpoint._beside  # type: ignore[union-attr]
+        await running.until(lambda: beside._server is not None and beside._server.started)
+        beside._server.should_exit = True
+        await running.until(lambda: not running.app.endpoint.url)  # type: ignore[union-attr]
+        await running.until(lambda: find_server("auto", ("tiny",)) is None)
+        assert (await running.ask("again")).exchange.stop == "length"
+
+
 async def test_serve_from_the_start_follows_the_next_model_and_ends_with_the_chat(tiny_path: str) -> None:
     async with real_chat(tiny_path, serve=0) as running:
         await running.ready()

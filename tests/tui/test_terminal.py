@@ -147,6 +147,7 @@ def test_a_chat_on_a_terminal_is_saved_and_continued_after_a_kill(
     assert b"\x1b[?1049l" in second.raw
 
 
+@pytest.mark.slow  # without a terminal both are in test_chat.py
 def test_no_color_means_no_colour_and_resizing_breaks_nothing(open_terminal: Callable[..., Terminal]) -> None:
     """R4, R6, T12 and REL-24's storm of sizes."""
     terminal = open_terminal("chat", "fake", env={"NO_COLOR": "1", "COLORTERM": "truecolor", "LINES": "50"})

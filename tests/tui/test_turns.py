@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from textual.widgets import OptionList
+from textual.widgets import OptionList, Static
 
 from localllm.config import Preset, SamplingConfig
 from localllm.history import History, active_path
+from localllm.tui.screens.crash import CrashScreen
 from localllm.tui.widgets.choices import Choices
 from localllm.tui.widgets.messages import AssistantMessage, Notice, UserMessage
 
@@ -198,7 +199,8 @@ async def test_t9_the_model_summarises_what_no_longer_fits() -> None:
         running.backend.answers = ["letters"]
         await running.pilot.press("s")
         await running.until(lambda: running.screen.conversation.summary_text == "letters")
-        await running.until(lambda: running.screen.conversation.exchanges[-1].stop == "stop")
+        talk = running.screen.conversation
+        await running.until(lambda: [(e.user[0], e.stop) for e in talk.exchanges][-1] == ("c", "stop"))
         contents = [m["content"] for m in running.backend.sent[-1][0]]
         assert contents[0].endswith("letters") and [c[0] for c in contents[1:]] == ["b", "b", "c"]
 
@@ -239,14 +241,25 @@ async def test_t10_a_dead_engine_is_loaded_again_and_keeps_what_it_wrote() -> No
         await running.ready()
         message = await running.ask("!crash")
         assert "E601" in stats(message) and message.exchange.text
-        await running.until(lambda: running.screen.query_one(Choices).display)
+        await running.until(lambda: isinstance(running.app.screen, CrashScreen))
+        shown = [str(line.render()) for line in running.app.screen.query(Static)]
+        assert "illegal address" in shown[0] and any(f"log: {running.app.log_file}" in line for line in shown)
         await running.pilot.press("p")
         await running.until(lambda: "illegal address" in running.app._clipboard)
+        box = running.app.screen.query_one(".box")
+        await running.until(lambda: "report" in str(box.border_subtitle))  # the question stays
+        await running.pilot.press("escape")
+        await running.until(lambda: running.app.screen is running.screen)
         await running.send("hello")
         await running.until(lambda: "no model is loaded" in said(running))
         assert running.prompt.text == "hello"
         running.prompt.text = ""
         await running.send("/model fake")
+        await running.ready()
+        await running.ask("!crash")
+        await running.until(lambda: isinstance(running.app.screen, CrashScreen))
+        await running.pilot.press("r")
+        await running.until(lambda: len(running.backend.started) == 3)
         await running.ready()
         assert (await running.ask("again")).exchange.text == "again"
 

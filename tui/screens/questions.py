@@ -9,6 +9,8 @@ from localllm.terminal import clean_line, fit, tokens_short
 from localllm.tui.conversation import Exchange
 from localllm.tui.widgets.choices import Choice, Choices
 
+from .crash import REPORT, CrashScreen
+
 if TYPE_CHECKING:
     from localllm.request import ChatEvent
 
@@ -53,13 +55,26 @@ class Questions:
             self._offer(MEMORY, "Memory ran out; the chat is saved", choices)
         elif failed.code.startswith("E6"):
             self._screen.phase = "failed"
-            again = Choice("r", "reload", "load the model again")
-            restart = Choice("x", "restart", "start localllm again with this chat")
-            report = Choice("p", "report", f"copy a report (log: {self._screen.chat_app.log_file})")
-            self._offer(CRASH, "The engine stopped; what it had written is kept", [again, restart, report, _LEAVE])
+            self._stopped(failed)
         else:
             return False
         return True
+
+    def _stopped(self, failed: Failed) -> None:
+        app = self._screen.chat_app
+        choices = [
+            Choice("r", "reload", "load the model again"),
+            Choice("x", "restart", "start localllm again with this chat"),
+            Choice("p", REPORT, "copy a report"),
+            _LEAVE,
+        ]
+        screen = CrashScreen(failed.message, str(app.log_file), choices, lambda: app.copy(app.report(failed)))
+        app.push_screen(screen, self._after_crash)
+
+    async def _after_crash(self, name: str | None) -> None:
+        async with self._screen.changing:
+            await self.answer(CRASH, name or _LEAVE.name)
+        self._screen.refresh_lines()
 
     def not_loaded(self, failed: Failed) -> None:
         """Ask what to do about a model that could not be loaded."""
@@ -107,8 +122,6 @@ class Questions:
             screen.action_models()
         elif name == "restart":
             screen.chat_app.restart()
-        elif name == "report" and self._failed is not None:
-            screen.flash(f"report: {screen.chat_app.copy(screen.chat_app.report(self._failed))}")
         elif name == "fix" and self._failed is not None:
             screen.flash(screen.chat_app.copy(self._failed.fixes[0][0]))
             self.not_loaded(self._failed)

@@ -52,7 +52,9 @@ class TitleLine(Horizontal):
         self._shown = new
         name = clean_line(facts.model or model)
         name = fit(name.rstrip("/").rsplit("/", 1)[-1], max(12, width // 2 - 8))
-        device = f" · {clean_line(facts.url or facts.device)}" if facts.url or facts.device else ""
+        process = f" (pid {facts.pid})" if facts.pid and width >= 80 else ""
+        via = f"via {facts.url}{process}" if facts.url else facts.device
+        device = f" · {clean_line(via)}" if via else ""
         device += f" · {memory}" if memory else ""
         room = max(10, width - cell_width(name + device) - 16)
         bold = Content.styled(" localllm", "bold $primary")
