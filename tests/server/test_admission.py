@@ -201,8 +201,8 @@ def test_rel_07_overload_costs_no_throughput(residents, tiny_llm):
                 response = await client.post(CHAT, json=ask(max_tokens=32, ignore_eos=True))
                 if response.status_code == 200:
                     done.append(float(response.headers["openai-processing-ms"]))
-                else:
-                    await asyncio.sleep(0.1)
+                else:  # as the SDKs do
+                    await asyncio.sleep(float(response.headers["retry-after"]))
 
         limits = httpx.Limits(max_connections=clients)
         async with httpx.AsyncClient(base_url=live.url, timeout=60, limits=limits) as client:

@@ -236,14 +236,15 @@ async def test_t10_memory_that_ran_out_offers_what_helps() -> None:
         assert (await running.ask("again")).exchange.text == "again"
 
 
-async def test_t10_a_dead_engine_is_loaded_again_and_keeps_what_it_wrote() -> None:
-    async with chat() as running:
+async def test_t10_a_dead_engine_is_loaded_again_and_keeps_what_it_wrote(tmp_path: Path) -> None:
+    async with chat(log_file=tmp_path / "log") as running:
         await running.ready()
         message = await running.ask("!crash")
         assert "E601" in stats(message) and message.exchange.text
         await running.until(lambda: isinstance(running.app.screen, CrashScreen))
         shown = [str(line.render()) for line in running.app.screen.query(Static)]
-        assert "illegal address" in shown[0] and any(f"log: {running.app.log_file}" in line for line in shown)
+        assert "illegal address" in shown[0] and f"log: {tmp_path / 'log'}" in shown
+        assert "the engine stopped" in running.text("#state")
         await running.pilot.press("p")
         await running.until(lambda: "illegal address" in running.app._clipboard)
         box = running.app.screen.query_one(".box")

@@ -22,7 +22,7 @@ class CrashScreen(ModalScreen[str]):
     """Nothing else can go on, so it lies over everything; the last choice is what Esc means.
 
     said    one sentence
-    log     where more is
+    log     where more is, if anywhere
     report  copies a report and says how: the question stays
     """
 
@@ -38,7 +38,8 @@ class CrashScreen(ModalScreen[str]):
             box.border_title = "The engine stopped"
             yield Static(clean(self._said), markup=False)
             yield Static("What it had written is kept, and the chat is saved.", markup=False)
-            yield Static(f"log: {clean(self._log)}", classes="note", markup=False)
+            if self._log:
+                yield Static(f"log: {clean(self._log)}", classes="where", markup=False)
             yield Choices()
 
     def on_mount(self) -> None:

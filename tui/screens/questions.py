@@ -54,7 +54,7 @@ class Questions:
             choices += [Choice("m", "models", "choose a smaller model"), Choice("q", "nothing", "leave it as it is")]
             self._offer(MEMORY, "Memory ran out; the chat is saved", choices)
         elif failed.code.startswith("E6"):
-            self._screen.phase = "failed"
+            self._screen.phase, self._screen.state.text = "failed", "the engine stopped"
             self._stopped(failed)
         else:
             return False
@@ -68,7 +68,7 @@ class Questions:
             Choice("p", REPORT, "copy a report"),
             _LEAVE,
         ]
-        screen = CrashScreen(failed.message, str(app.log_file), choices, lambda: app.copy(app.report(failed)))
+        screen = CrashScreen(failed.message, str(app.log_file or ""), choices, lambda: app.copy(app.report(failed)))
         app.push_screen(screen, self._after_crash)
 
     async def _after_crash(self, name: str | None) -> None:
