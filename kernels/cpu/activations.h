@@ -18,6 +18,7 @@ typedef struct {
     const float *x;       /* [m, k] as given */
     int64_t m;
     int exact;            /* floats instead of integers */
+    int pairs;            /* integers as `pair_block` writes them, for many rows */
     const uint8_t *planes; /* [m][blocks][XBYTES] */
     const xblock *meta;   /* [m][blocks] */
     const float *floats;  /* [m][stride] */
@@ -58,7 +59,7 @@ INLINE float half_sum(const float *x)
     return vf_sum(s);
 }
 
-INLINE void quantise_block(const float *x, uint8_t *planes, xblock *meta, int halves, int has_min, int32_t zero)
+INLINE void quantise_block(const float *x, uint8_t *planes, xblock *meta, int pairs, int halves, int has_min, int32_t zero)
 {
     vf top = vf_set1(0.0f);
     vi bad = vi_set1(0);
@@ -84,13 +85,81 @@ INLINE void quantise_block(const float *x, uint8_t *planes, xblock *meta, int ha
         }
         sums[h] = vi_sum(total);
     }
-    plane_block(q, planes);
+    if (pairs) pair_block(q, planes);
+    else plane_block(q, planes);
     if (halves == 1) sums[0] += sums[1];
     meta->scale = scale;
     for (int h = 0; h < 2; h++)
         if (has_min) meta->sums[h] = scale * (float)sums[h];
         else meta->start[h] = -zero * sums[h];
 }
+
+#define MANY_BLOCKS 16 /* blocks whose largest numbers and sums are found together */
+#if VW == 16 && LL_VNNI
+/* The vectors' largest lanes, or their sums, one a lane. */
+INLINE vi largest_lanes(vi v[16])
+{
+    transpose((vf *)v);
+    for (int n = 8; n; n /= 2)
+        for (int i = 0; i < n; i++) v[i] = (vi)_mm512_max_epi32((__m512i)v[i], (__m512i)v[i + n]);
+    return v[0];
+}
+INLINE vi lane_sums(vi v[16])
+{
+    transpose((vf *)v);
+    for (int n = 8; n; n /= 2)
+        for (int i = 0; i < n; i++) v[i] += v[i + n];
+    return v[0];
+}
+
+/* The same as `quantise_block`, for MANY_BLOCKS that lie end to end: no block waits for its own largest number. */
+static void quantise_blocks(const float *x, uint8_t *planes, xblock *meta, int pairs, int halves, int has_min, int32_t zero)
+{
+    vi bits[MANY_BLOCKS], sums[2][MANY_BLOCKS];
+    for (int b = 0; b < MANY_BLOCKS; b++) {
+        const vi first = (vi)vf_load(x + b * BLOCK) & 0x7fffffff, second = (vi)vf_load(x + b * BLOCK + 16) & 0x7fffffff;
+        bits[b] = (vi)_mm512_max_epi32((__m512i)first, (__m512i)second); /* of numbers without a sign the order is the same */
+    }
+    const vi largest = largest_lanes(bits);
+    if (vi_sum(largest > 0x7f7fffff)) { /* infinite or NaN, somewhere */
+        for (int b = 0; b < MANY_BLOCKS; b++) quantise_block(x + b * BLOCK, planes + b * XBYTES, meta + b, pairs, halves, has_min, zero);
+        return;
+    }
+    const vi some = (vf)largest > vf_set1(1e-30f);
+    const vf scale = vf_select(some, (vf)largest / vf_set1(X_MAX), vf_set1(0.0f));
+    _Alignas(64) float inverses[16], scales[16];
+    _Alignas(64) int32_t told[2][16];
+    vf_store(inverses, vf_select(some, vf_set1(X_MAX) / (vf)largest, vf_set1(0.0f)));
+    vf_store(scales, scale);
+    for (int b = 0; b < MANY_BLOCKS; b++) {
+        const vf inverse = vf_set1(inverses[b]);
+        const vi first = vi_round(vf_load(x + b * BLOCK) * inverse), second = vi_round(vf_load(x + b * BLOCK + 16) * inverse);
+        sums[0][b] = halves == 1 ? first + second : first;
+        sums[1][b] = second;
+        const __m512i all = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16((__m512i)first)), _mm512_cvtepi32_epi16((__m512i)second), 1);
+        if (pairs) {
+            _mm512_storeu_si512(planes + b * XBYTES, _mm512_shufflelo_epi16(_mm512_shufflehi_epi16(all, 0xd8), 0xd8));
+            continue;
+        }
+        const __m512i high = _mm512_srai_epi16(_mm512_add_epi16(all, _mm512_set1_epi16(128)), 8);
+        _mm256_storeu_si256((void *)(planes + b * XBYTES), _mm512_cvtepi16_epi8(high));
+        _mm256_storeu_si256((void *)(planes + b * XBYTES + BLOCK), _mm512_cvtepi16_epi8(all));
+    }
+    for (int h = 0; h < halves; h++) {
+        const vi total = lane_sums(sums[h]);
+        vi_store(told[h], has_min ? (vi)(scale * vf_cvt(total)) : total * -zero);
+    }
+    for (int b = 0; b < MANY_BLOCKS; b++) {
+        meta[b].scale = scales[b];
+        for (int h = 0; h < halves; h++) meta[b].start[h] = told[h][b];
+    }
+}
+#else
+static void quantise_blocks(const float *x, uint8_t *planes, xblock *meta, int pairs, int halves, int has_min, int32_t zero)
+{
+    for (int b = 0; b < MANY_BLOCKS; b++) quantise_block(x + b * BLOCK, planes + b * XBYTES, meta + b, pairs, halves, has_min, zero);
+}
+#endif
 
 typedef struct {
     const ll_weight *w;
@@ -105,16 +174,23 @@ static void prepare_rows(void *arg, int64_t begin, int64_t end, int thread)
     (void)thread;
     prepare_job *j = arg;
     const ll_weight *w = j->w;
-    const int halves = halves_of(w), has_min = w->min_kind != NUM_NONE;
+    const int pairs = j->a->pairs, halves = halves_of(w), has_min = w->min_kind != NUM_NONE;
     const int32_t zero = (int32_t)w->zero_offset - (code_is_wide(w->code) ? DOT_BIAS : 0);
     float buffer[BLOCK];
+    if (!j->a->exact && !w->perm && !w->pre_scale && w->k % BLOCK == 0) { /* blocks of all rows lie end to end */
+        int64_t b = begin * w->blocks;
+        for (; b + MANY_BLOCKS <= end * w->blocks; b += MANY_BLOCKS)
+            quantise_blocks(j->a->x + b * BLOCK, j->planes + b * XBYTES, j->meta + b, pairs, halves, has_min, zero);
+        for (; b < end * w->blocks; b++) quantise_block(j->a->x + b * BLOCK, j->planes + b * XBYTES, j->meta + b, pairs, halves, has_min, zero);
+        return;
+    }
     for (int64_t row = begin; row < end; row++) {
         const float *x = j->a->x + row * w->k;
         for (int64_t b = 0; b < w->blocks; b++) {
             const float *xb = gather_block(w, x, b, buffer);
             xblock *meta = j->meta + row * w->blocks + b;
             if (!j->a->exact) {
-                quantise_block(xb, j->planes + (row * w->blocks + b) * XBYTES, meta, halves, has_min, zero);
+                quantise_block(xb, j->planes + (row * w->blocks + b) * XBYTES, meta, pairs, halves, has_min, zero);
                 continue;
             }
             if (has_min) {

@@ -15,6 +15,7 @@ static int linear_into(const ll_weight *w, const float *x, int64_t m, const floa
                        int exact)
 {
     activations a = {.x = x, .m = m, .exact = exact || code_is_float(w->code)};
+    a.pairs = MANY_PAIRS && !few_rows(w, m);
     if (prepare_activations(w, &a)) return -1;
     product p = {w, &a, bias, residual, out, stride};
     int64_t slabs = (m + SLAB - 1) / SLAB;

@@ -18,7 +18,7 @@ INLINE void tile_few(const product *p, int64_t tile, int64_t row, const int rows
     const uint8_t *x = p->a->planes + row * blocks * XBYTES;
     const xblock *meta = p->a->meta + row * blocks;
     const vlut table = lut_load(w->table);
-    const uint8_t *fetch = at + AHEAD(code);
+    const uint8_t *fetch = at + (code == CODE_8 && row ? w->tile_bytes : AHEAD(code)); /* the tile is in the cache for later rows */
     const int64_t step = round_up(w->tile_bytes / blocks, 64);
     const uint16_t *half_scale = (const uint16_t *)at, *half_min = (const uint16_t *)(at + w->at_min);
     _Alignas(64) chunk_floats scale, min;
@@ -65,7 +65,7 @@ INLINE void tile_few(const product *p, int64_t tile, int64_t row, const int rows
 /* ---- the same for many rows: codes unpacked once, shared by ROWS rows ---- */
 
 #define ROWS (VW == 8 ? 4 : 6)
-#define QUADS (LL_VNNI ? 1 : 2)       /* vectors that an unpacked quad takes: its bytes, or 16-bit pairs */
+#define QUADS (MANY_PAIRS ? 2 : 1)    /* vectors that an unpacked quad takes: 16-bit pairs without the offset, or bytes */
 #define WIDE_BLOCK (QUADS * 8 * PLANE) /* bytes of an unpacked block: [quads][32 lanes] */
 
 typedef struct {
@@ -89,9 +89,9 @@ INLINE void chunk_int(const chunk *k, int64_t row, const int rows, const int hal
             for (int c = 0; c < COLS; c++) acc[r][c] = vf_load(part + r * TILE + c * VW);
         for (int64_t b = 0; b < k->count; b++) {
             for (int h = 0; h < halves; h++) {
-                vdot sum[ROWS][COLS];
+                wide_dot sum[ROWS][COLS];
                 for (int r = 0; r < rows; r++)
-                    for (int c = 0; c < COLS; c++) sum[r][c] = dot_start(has_min ? 0 : meta[r * k->blocks + b].start[h]);
+                    for (int c = 0; c < COLS; c++) sum[r][c] = wide_start(MANY_PAIRS || has_min ? 0 : meta[r * k->blocks + b].start[h]);
                 for (int j = h * 4; j < (halves == 1 ? 8 : h * 4 + 4); j++) {
                     const uint8_t *quad = k->codes + b * WIDE_BLOCK + (j * QUADS * TILE + v * VW) * 4;
                     for (int i = 0; i < QUADS; i++) {
@@ -105,7 +105,7 @@ INLINE void chunk_int(const chunk *k, int64_t row, const int rows, const int hal
                     vf scale = vf_load(k->scale + lane), min = has_min ? vf_load(k->min + lane) : scale;
                     for (int r = 0; r < rows; r++) {
                         const xblock *m = meta + r * k->blocks + b;
-                        acc[r][c] = vf_fma(dot_value(sum[r][c]), scale * vf_set1(m->scale), acc[r][c]);
+                        acc[r][c] = vf_fma(wide_value(sum[r][c]), scale * vf_set1(m->scale), acc[r][c]);
                         if (has_min) acc[r][c] = vf_fma(min, vf_set1(m->sums[h]), acc[r][c]);
                     }
                 }
@@ -143,8 +143,9 @@ CHUNK_INT(chunk_int_min, 1, 1)
 CHUNK_INT(chunk_int_half_zero, 2, 0)
 CHUNK_INT(chunk_int_half_min, 2, 1)
 
-INLINE void widen_as(const uint8_t *codes, int64_t count, const int code, vlut table, uint8_t *to)
+INLINE void widen_as(const uint8_t *codes, int64_t count, const int code, vlut table, int32_t offset, uint8_t *to)
 {
+    const vh zero = (vh)vi_set1(offset * 0x10001);
     for (int64_t b = 0; b < count; b++)
         for (int v = 0; v < NV; v += COLS) {
             vi q[8][COLS];
@@ -155,8 +156,8 @@ INLINE void widen_as(const uint8_t *codes, int64_t count, const int code, vlut t
                     if (QUADS == 1) {
                         vi_store(at, code_is_wide(code) ? code_byte(q[j][c]) : q[j][c]);
                     } else {
-                        vi_store(at, quad_even(q[j][c]));
-                        vi_store(at + TILE * 4, quad_odd(q[j][c]));
+                        vi_store(at, (vi)((vh)quad_even(q[j][c]) - zero));
+                        vi_store(at + TILE * 4, (vi)((vh)quad_odd(q[j][c]) - zero));
                     }
                 }
         }
@@ -165,14 +166,15 @@ INLINE void widen_as(const uint8_t *codes, int64_t count, const int code, vlut t
 static void widen_chunk(const ll_weight *w, const uint8_t *codes, int64_t count, uint8_t *to)
 {
     const vlut table = lut_load(w->table);
+    const int32_t zero = w->min_kind == NUM_NONE ? (int32_t)w->zero_offset : 0;
     switch (w->code) {
-    case CODE_4: widen_as(codes, count, CODE_4, table, to); break;
-    case CODE_4T: widen_as(codes, count, CODE_4T, table, to); break;
-    case CODE_5: widen_as(codes, count, CODE_5, table, to); break;
-    case CODE_6: widen_as(codes, count, CODE_6, table, to); break;
-    case CODE_2: widen_as(codes, count, CODE_2, table, to); break;
-    case CODE_3: widen_as(codes, count, CODE_3, table, to); break;
-    default: widen_as(codes, count, CODE_8, table, to); break;
+    case CODE_4: widen_as(codes, count, CODE_4, table, zero, to); break;
+    case CODE_4T: widen_as(codes, count, CODE_4T, table, zero, to); break;
+    case CODE_5: widen_as(codes, count, CODE_5, table, zero, to); break;
+    case CODE_6: widen_as(codes, count, CODE_6, table, zero, to); break;
+    case CODE_2: widen_as(codes, count, CODE_2, table, zero, to); break;
+    case CODE_3: widen_as(codes, count, CODE_3, table, zero, to); break;
+    default: widen_as(codes, count, CODE_8, table, zero, to); break;
     }
 }
 

@@ -57,13 +57,32 @@ static void norm_into(const ll_norm *norm, const float *x, int64_t m, int64_t di
     run_rows(norm_rows, &job, m);
 }
 
+typedef struct {
+    const ll_norm *norm;
+    int64_t dim;
+    float *spare, *x;
+} norm_onto_job;
+
+/* x += norm(spare) */
+static void norm_onto_rows(void *arg, int64_t begin, int64_t end, int thread)
+{
+    (void)thread;
+    const norm_onto_job *j = arg;
+    for (int64_t i = begin; i < end; i++) {
+        float *spare = j->spare + i * j->dim, *x = j->x + i * j->dim;
+        norm_row(spare, j->norm->weight, (float)j->norm->eps, (float)j->norm->offset, j->dim, spare);
+        for (int64_t d = 0; d < j->dim; d++) x[d] += spare[d];
+    }
+}
+
 /* x += post_norm(product), where `product` computes into `out` (or adds x itself when there is no norm). */
 static int linear_onto(const ll_linear_op *op, const ll_norm *post, const float *in, int64_t m, float *x, float *spare)
 {
     if (!post->weight) return linear_parts(op, in, m, x, x);
     if (linear_parts(op, in, m, NULL, spare)) return -1;
-    norm_into(post, spare, m, op->n, spare);
-    for (int64_t i = 0; i < m * op->n; i++) x[i] += spare[i];
+    norm_onto_job job = {post, op->n, spare, x};
+    if (m * op->n < 16384) norm_onto_rows(&job, 0, m, 0);
+    else pool_run(norm_onto_rows, &job, m);
     return 0;
 }
 

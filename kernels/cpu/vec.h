@@ -201,6 +201,63 @@ INLINE vf vf_exp(vf x)
     return vf_select(nan, x, e);
 }
 
+/* Lane j of vector i becomes lane i of vector j. */
+#if VW == 16
+INLINE void transpose(vf given[VW])
+{
+    __m512 *r = (__m512 *)given;
+    __m512 t[16];
+    for (int i = 0; i < 8; i++) {
+        t[2 * i] = _mm512_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = _mm512_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+    }
+    for (int i = 0; i < 4; i++) {
+        r[4 * i] = _mm512_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
+        r[4 * i + 1] = _mm512_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
+        r[4 * i + 2] = _mm512_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
+        r[4 * i + 3] = _mm512_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
+    }
+    for (int i = 0; i < 4; i++) {
+        t[i] = _mm512_shuffle_f32x4(r[i], r[4 + i], 0x88);
+        t[4 + i] = _mm512_shuffle_f32x4(r[i], r[4 + i], 0xdd);
+        t[8 + i] = _mm512_shuffle_f32x4(r[8 + i], r[12 + i], 0x88);
+        t[12 + i] = _mm512_shuffle_f32x4(r[8 + i], r[12 + i], 0xdd);
+    }
+    for (int i = 0; i < 8; i++) {
+        r[i] = _mm512_shuffle_f32x4(t[i], t[8 + i], 0x88);
+        r[8 + i] = _mm512_shuffle_f32x4(t[i], t[8 + i], 0xdd);
+    }
+}
+#elif VW == 8
+INLINE void transpose(vf given[VW])
+{
+    __m256 *r = (__m256 *)given, t[8];
+    for (int i = 0; i < 4; i++) {
+        t[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+    }
+    for (int i = 0; i < 2; i++) {
+        r[4 * i] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
+        r[4 * i + 1] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
+        r[4 * i + 2] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
+        r[4 * i + 3] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
+    }
+    for (int i = 0; i < 4; i++) {
+        t[i] = _mm256_permute2f128_ps(r[i], r[4 + i], 0x20);
+        t[4 + i] = _mm256_permute2f128_ps(r[i], r[4 + i], 0x31);
+    }
+    for (int i = 0; i < 8; i++) r[i] = t[i];
+}
+#else
+INLINE void transpose(vf r[VW])
+{
+    vf t[VW];
+    for (int i = 0; i < VW; i++)
+        for (int j = 0; j < VW; j++) t[i][j] = r[j][i];
+    for (int i = 0; i < VW; i++) r[i] = t[i];
+}
+#endif
+
 /* ---- integer dot products ---- */
 
 /* 16-bit pairs: sum += a.low * b.low + a.high * b.high in every lane. */
@@ -265,6 +322,13 @@ INLINE vi vi_bcast(const uint8_t *p) { int32_t x; memcpy(&x, p, 4); return vi_se
 #define DPBUSD(acc, u, s) ((vi)vdotq_s32((int32x4_t)(acc), (int8x16_t)(u), (int8x16_t)(s)))
 #else
 #define LL_VNNI 0
+#endif
+/* Many rows of x meet codes that were widened once. As 16-bit pairs they need as many dot products as two planes of bytes,
+ * but one sum, which nothing is left to be done to (Zen 4, prefill of 512: 3 %). AMX has products of bytes. */
+#if LL_VNNI && (VW != 16 || (defined(__AMX_TILE__) && defined(__AMX_INT8__)))
+#define MANY_PAIRS 0
+#else
+#define MANY_PAIRS 1
 #endif
 #if defined(DOT_SIGNED)
 #define DOT_BIAS 128

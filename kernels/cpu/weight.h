@@ -125,10 +125,20 @@ static void expand_scales(const ll_weight *w, const uint8_t *tile, int64_t first
 
 #define COLS (VW == 8 ? 1 : 2) /* vectors of a tile taken together: whole planes, and shared broadcasts of x */
 
+#if MANY_PAIRS
+typedef struct { vi sum; } wide_dot;
+INLINE wide_dot wide_start(int32_t z) { return (wide_dot){vi_set1(z)}; }
+INLINE vf wide_value(wide_dot d) { return vf_cvt(d.sum); }
+#else
+typedef vdot wide_dot;
+INLINE wide_dot wide_start(int32_t z) { return dot_start(z); }
+INLINE vf wide_value(wide_dot d) { return dot_value(d); }
+#endif
+
 /* Adds quad j's part `i` of a row's activations to the sums of COLS vectors of unpacked codes. */
-INLINE void dot_unpacked(vdot sum[COLS], const vi q[COLS], const uint8_t *x, int j, int i)
+INLINE void dot_unpacked(wide_dot sum[COLS], const vi q[COLS], const uint8_t *x, int j, int i)
 {
-#if LL_VNNI
+#if !MANY_PAIRS
     (void)i;
     const vi hi = vi_bcast(x + 4 * j), lo = vi_bcast(x + BLOCK + 4 * j);
     for (int c = 0; c < COLS; c++) {
