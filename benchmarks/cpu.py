@@ -242,7 +242,7 @@ def render(kept: dict[str, Any]) -> None:
             for engine, runs in found.items() if name.startswith(prefix) else ():
                 series.setdefault(engine, []).append((float(name.removeprefix(prefix)), median(runs)))
         if series:
-            chart = line_chart(f"{title}, smollm2 Q4_1, 2 threads", x_label, y_label, series, log_x=log_x)
+            chart = line_chart(title, x_label, f"{y_label} (smollm2 Q4_1, 2 threads)", series, log_x=log_x)
             (ROOT / f"docs/cpu-{kind}.svg").write_text(chart)
     print(table(kept))
 
