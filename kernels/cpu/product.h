@@ -5,7 +5,9 @@
 #include "activations.h"
 
 #define CHUNK 16               /* blocks whose scales are expanded at a time */
-#define FEW (LL_VNNI ? 12 : 3) /* up to so many rows of x unpack codes in registers (Zen 4: 7.0 ms for 8 rows, else 9.3) */
+/* Up to so many rows of x unpack codes in registers (Zen 4, gate and up of smollm2: 13.8 ms for 16 rows, else 17.3; 19.3
+ * and 22.3 for 24; no difference for 40). AMX has rows of 16. */
+#define FEW (!LL_VNNI ? 3 : MANY_PAIRS ? 24 : 12)
 #define FEW_HALF 3             /* the same for groups of 16 */
 #define FEW_FLOAT 4            /* the same for float activations */
 #define CHUNK_W 8              /* blocks of codes widened to 16 bits: 16 KiB */
