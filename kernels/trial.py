@@ -27,8 +27,8 @@ KV_SLACK = {"f32": 0.0, "bf16": 4e-3, "fp16": 1e-3, "int8": 1e-2, "fp8": 2e-2}
 """The same for what goes through pages: where two results differ in a last bit, some are stored one code apart."""
 WORST = 30
 """one number may be off by so many times the tolerance of the root mean square"""
-LINEAR_TOKENS = {"cpu": (1, 3), "cuda": (1, 2, 5, 16, 70, 300)}
-"""rows of a product: a vector, a few, a tensor-core tile, and more than one tile"""
+LINEAR_TOKENS = {"cpu": (1, 3, 40), "cuda": (1, 2, 5, 16, 70, 300)}
+"""rows of a product: a vector, a few, and as many as a prompt has; on a card also a tensor-core tile, and several"""
 ROWS = 64
 """outputs compared of a product; the first and the last are among them"""
 SEGMENT_TOKENS = ((1, 1), (3, 21))
