@@ -259,12 +259,12 @@ def decoder(
     for number, ((weights, mlp_weights, view), of_layer) in enumerate(zip(layers, pages, strict=True)):
         cos, sin, block_table, slot_mapping = views[view]
         q = attn_in(x, weights, cos, sin, of_layer, slot_mapping)
-        last = wanted is not None and number == len(layers) - 1
-        if last and wanted.shape[0] == 0:
+        rows = wanted if number == len(layers) - 1 else None
+        if rows is not None and rows.shape[0] == 0:
             return x[:0]
         attended = attention(q, weights, of_layer, block_table, cu_query_lens, seq_lens)
-        if last:
-            attended, x = attended[wanted], x[wanted]
+        if rows is not None:
+            attended, x = attended[rows], x[rows]
         x = mlp(attn_out(attended, x, weights), mlp_weights)
     return x
 
