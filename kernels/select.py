@@ -5,6 +5,7 @@ In C where the CPU kernels are there, else in plain PyTorch; rows are float32 on
 
 from __future__ import annotations
 
+import ctypes
 import math
 
 import torch
@@ -30,9 +31,9 @@ def argmax(logits: Tensor) -> list[int]:
         if bool(logits.isnan().any()):
             raise NotANumber("NaN or infinity")
         return [int(place) for place in logits.argmax(-1)]
-    out = torch.empty(logits.shape[0], dtype=torch.int64)
-    _check(lib.ll_argmax(logits.data_ptr(), *logits.shape, out.data_ptr()))
-    return out.tolist()
+    out = (ctypes.c_int64 * logits.shape[0])()
+    _check(lib.ll_argmax(logits.data_ptr(), *logits.shape, ctypes.addressof(out)))
+    return list(out)
 
 
 def top_probabilities(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,6 @@ from dataclasses import replace
 from typing import Any
 
 from localllm.errors import LocalLLMError, ServerError
-from localllm.processes import running
 from localllm.request import (
     ChatEvent,
     Check,
@@ -53,13 +52,15 @@ class RemoteBackend:
     key     sent as a bearer token where the server wants one
     given   sampling that the user set; read at every turn
     stop    strings that end an answer
+    pid     the server's process, where that is known; it is only told
     """
 
     def __init__(
-        self, url: str, key: str = "", *, given: Mapping[str, Any] | None = None, stop: Sequence[str] = ()
+        self, url: str, key: str = "", *, given: Mapping[str, Any] | None = None, stop: Sequence[str] = (), pid: int = 0
     ) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._key = key
+        self._pid = pid
         self._given = given if given is not None else {}
         self._stop = list(stop)
         self._events: deque[ChatEvent] = deque()
@@ -187,10 +188,9 @@ class RemoteBackend:
             return
         self._model = model or ids[0]
         ctx = next(row.max_ctx for row in self._models if row.name == self._model)
-        pid = next((one.pid for one in running() if one.url == self.url), 0)
-        via = f"via {self.url}" + (f" (pid {pid})" if pid else "")
+        via = f"via {self.url}" + (f" (pid {self._pid})" if self._pid else "")
         self._facts = Facts(
-            model=self._model, truth_line=f"{self._model} · {via}", ctx=ctx, url=self.url, pid=pid, max_ctx=ctx
+            model=self._model, truth_line=f"{self._model} · {via}", ctx=ctx, url=self.url, pid=self._pid, max_ctx=ctx
         )
         self._events.append(Phase("ready", detail=self.url))
 

@@ -188,14 +188,11 @@ def test_a_wrong_key_a_wrong_model_and_no_server_fail_to_load(url: str) -> None:
         backend.close()
 
 
-async def test_t19_the_interface_says_where_it_is_computed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from localllm.processes import Running
+async def test_t19_the_interface_says_where_it_is_computed(url: str) -> None:
     from localllm.tui.app import ChatApp
     from localllm.tui.conversation import Conversation
 
-    monkeypatch.setattr("localllm.remote.running", lambda: [Running(48121, "serve", url, ("tiny",))])
-
-    backend = RemoteBackend(url, "right-key")
+    backend = RemoteBackend(url, "right-key", pid=48121)
     app = ChatApp(backend, Conversation(), model="tiny", home=False)
     async with app.run_test(size=(118, 34)) as pilot:
         end = time.monotonic() + 30
@@ -211,7 +208,7 @@ async def test_t19_the_interface_says_where_it_is_computed(url: str, monkeypatch
 
 
 def test_a_running_server_is_found_and_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    from localllm.cli.attach import find_server
+    from localllm.cli.attach import find_server, process_at
     from localllm.errors import ServerError
     from localllm.processes import Running
 
@@ -221,6 +218,7 @@ def test_a_running_server_is_found_and_used(monkeypatch: pytest.MonkeyPatch) -> 
     assert find_server("auto", ("other",)) is None
     assert find_server("auto", ()) == (one.url, "token", "")
     assert find_server("off", ("tiny",)) is None
+    assert (process_at(one.url), process_at("http://127.0.0.1:9")) == (one.pid, 0)
     assert find_server("http://127.0.0.1:8000/v1", ()) == (one.url, "token", "")
     with pytest.raises(ServerError):
         find_server("nonsense", ())

@@ -57,7 +57,8 @@ def rows(prepared: Prepared, ids: Tensor) -> Tensor:
 
     Raises IndexError for an id outside [0, N).
     """
-    ids = ids.to(torch.int64).contiguous()
+    if ids.dtype is not torch.int64 or not ids.is_contiguous():
+        ids = ids.to(torch.int64).contiguous()
     out = torch.empty((ids.shape[0], prepared.k))
     if lib().ll_unpack(prepared.address, ids.data_ptr(), ids.shape[0], out.data_ptr()):
         raise IndexError(f"rows {int(ids.min())} to {int(ids.max())} of a table of {prepared.n}")

@@ -40,3 +40,10 @@ def find_server(wish: str, names: tuple[str, ...]) -> Attached | None:
         if shared or (not names and one.models):
             return Attached(one.url, one.token, shared[0] if shared else "")
     return None
+
+
+def process_at(url: str) -> int:
+    """The process that answers at `url`, 0 where it is none of ours on this machine."""
+    from localllm.processes import running
+
+    return next((one.pid for one in running() if one.url == url), 0)

@@ -350,8 +350,11 @@ def backend_of(env: Env, config: UserConfig, start: Start) -> ChatBackend:
     if start.attach_to:
         from localllm.remote import RemoteBackend
 
+        from .attach import process_at
+
         key = start.key or os.environ.get("LOCALLLM_API_KEY", "")
-        return RemoteBackend(start.attach_to, key, given=start.sampling.given, stop=start.sampling.stop)
+        sampling, pid = start.sampling, process_at(start.attach_to)
+        return RemoteBackend(start.attach_to, key, given=sampling.given, stop=sampling.stop, pid=pid)
     return make_backend(env, config, start.sampling, ctx=start.ctx)
 
 

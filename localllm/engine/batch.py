@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
@@ -11,6 +13,18 @@ from .draw import from_host
 from .scheduler import Scheduled, Step
 
 DTYPES = {np.int64: torch.int64, np.int32: torch.int32}
+
+
+class Decoding(NamedTuple):
+    """The tensors of a decode step of so many sequences, over arrays that every such step writes anew."""
+
+    numbers: np.ndarray
+    """int64 [2 + cache groups, sequences]: token ids, positions, slots"""
+    lens: np.ndarray
+    """int32 [sequences]"""
+    rows: tuple[torch.Tensor, ...]
+    """of `numbers`"""
+    lens_tensor: torch.Tensor
 
 
 class BatchBuilder:
@@ -29,6 +43,8 @@ class BatchBuilder:
         """whose block tables, in which version; one tensor per cache group"""
         self._counts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """by number of sequences that decode: `cu_query_lens` and `logits_indices`, which nobody writes to"""
+        self._decoding: dict[int, Decoding] = {}
+        """the same, on the CPU, where a step is over before the next one is built"""
 
     def build(self, step: Step) -> ForwardBatch:
         """Rows of logits come in the order of `step.scheduled`: all of a chunk, or its last token if it ends there."""
@@ -60,7 +76,8 @@ class BatchBuilder:
 
     def _decode(self, parts: list[Scheduled]) -> ForwardBatch:
         """One token each, and its logits: the step that runs most often."""
-        ids, positions = [], []
+        ids: list[int] = []
+        positions: list[int] = []
         slots: list[list[int]] = [[] for _ in range(self.num_groups)]
         for part in parts:
             sequence, at = part.sequence, part.start
@@ -70,7 +87,7 @@ class BatchBuilder:
             for table, found in zip(sequence.block_tables, slots, strict=True):
                 assert table[page] >= 0, "a token without a page"
                 found.append(table[page] * self.page_size + offset)
-        token_ids, where, *slot_mappings = self._tensor(np.array([ids, positions, *slots], dtype=np.int64)).unbind(0)
+        (token_ids, where, *slot_mappings), lens = self._decode_tensors(ids, positions, slots)
         seq_lens = tuple(at + 1 for at in positions)
         held = [(part.sequence.number, part.sequence.table_version) for part in parts]
         if held != self._tables[0]:
@@ -88,11 +105,28 @@ class BatchBuilder:
             query_lens=(1,) * count,
             seq_lens=seq_lens,
             cu_query_lens=starts,
-            seq_lens_tensor=self._tensor(np.array(seq_lens, dtype=np.int32)),
+            seq_lens_tensor=lens,
             logits_indices=rows,
             groups=tuple(map(AttentionInputs, self._tables[1], slot_mappings)),
             position=positions[0] if count == 1 else None,
         )
+
+    def _decode_tensors(
+        self, ids: list[int], positions: list[int], slots: list[list[int]]
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """(token ids, positions and each group's slots, int64 [sequences]), (lengths, int32 [sequences])"""
+        count = len(ids)
+        if self.device.type != "cpu":
+            rows = self._tensor(np.array([ids, positions, *slots], dtype=np.int64)).unbind(0)
+            return rows, self._tensor(np.array([at + 1 for at in positions], dtype=np.int32))
+        kept = self._decoding.get(count)
+        if kept is None:
+            numbers, lens = np.empty((2 + len(slots), count), dtype=np.int64), np.empty(count, dtype=np.int32)
+            kept = Decoding(numbers, lens, torch.from_numpy(numbers).unbind(0), torch.from_numpy(lens))
+            self._decoding[count] = kept
+        kept.numbers[:] = [ids, positions, *slots]
+        np.add(kept.numbers[1], 1, out=kept.lens, casting="unsafe")
+        return kept.rows, kept.lens_tensor
 
     def _group(self, parts: list[Scheduled], group: int, positions: np.ndarray) -> AttentionInputs:
         table = self._table(parts, group)

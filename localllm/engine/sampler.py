@@ -83,7 +83,8 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> list[Sampled]:
         try:
             best = -1
             if is_plain_greedy(sequence.params):
-                best = select.argmax(logits[row : row + 1])[0] if here else on_device[row]
+                one = logits if logits.shape[0] == 1 else logits[row : row + 1]
+                best = select.argmax(one)[0] if here else on_device[row]
             if best >= 0 and (is_argmax(sequence) or _is_allowed_argmax(sequence, best)):
                 token = best
             else:

@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import openai
@@ -366,9 +367,10 @@ def soaked(*given):
 
 
 @pytest.mark.parametrize("seconds", [2, pytest.param(600, marks=pytest.mark.slow)])
-def test_rel_01_soak(residents, tiny_llm, seconds):
+def test_rel_01_soak(residents, tiny_llm, seconds, monkeypatch):
     """Sixteen clients, everything mixed: no error, no wrong answer, nothing left behind."""
     draw = random.Random(1)
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])  # where the clients' process finds `soaked`
     made = ThreadPoolExecutor(1) if seconds < 60 else ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
     with live_server(residents, parallel=8, max_queue=64) as live, made as clients:
         known = []
