@@ -167,6 +167,7 @@ def test_deep_says_what_it_measures(invoke: Invoke, empty_home: Path, monkeypatc
     assert refused.exit_code == 2 and "localllm doctor --deep --only bw.ram" in refused.stderr
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_child_that_measures(empty_home: Path) -> None:
     import psutil
 

@@ -204,6 +204,7 @@ def test_what_is_measured_is_judged(monkeypatch: pytest.MonkeyPatch, empty_home:
     assert "bw.vram" not in cpu and cpu["bw.ram"].title.startswith("40.0 GB/s")
 
 
+@pytest.mark.slow
 def test_the_child_answers_fails_and_hangs() -> None:
     with Child() as child:
         assert child.ask("matmul", "cpu", "float32", 64) > 1e6

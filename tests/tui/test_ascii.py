@@ -44,6 +44,7 @@ async def test_what_the_encoding_has_stays() -> None:
         assert any("café · naïve +" in line for line in drawn(running))
 
 
+@pytest.mark.slow
 async def test_the_whole_screen_is_ascii_and_says_the_same() -> None:
     async with chat(encoding="ascii") as running:
         await running.ready()
@@ -62,6 +63,7 @@ async def test_the_whole_screen_is_ascii_and_says_the_same() -> None:
         assert running.answers[0].answer.source == MARKDOWN  # what is copied and saved is what was said
 
 
+@pytest.mark.slow
 def test_the_locale_c_gets_ascii_bytes(open_terminal: Callable[..., Terminal]) -> None:  # noqa: F811
     one = open_terminal("chat", "fake", env={"LC_ALL": "C", "LOCALLLM_UI_NOTIFY": "never"})
     one.has("commands")

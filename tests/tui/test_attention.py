@@ -60,6 +60,7 @@ def test_err_02_a_title_is_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(char.isprintable() for char in osc_9[1:] + osc_2[1:])
 
 
+@pytest.mark.slow
 def test_on_a_terminal_the_title_comes_back(open_terminal: Callable[..., Terminal]) -> None:  # noqa: F811
     one = open_terminal("chat", "fake")
     one.has("commands")

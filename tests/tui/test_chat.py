@@ -169,6 +169,7 @@ async def test_t10_a_failed_turn_is_a_turn_and_the_next_one_works(prompt: str, c
         assert after.exchange.text == "again"
 
 
+@pytest.mark.slow
 async def test_while_an_answer_comes_its_speed_and_time_are_shown() -> None:
     async with chat(tps=100) as running:
         await running.ready()
@@ -403,6 +404,7 @@ async def test_the_first_message_may_come_with_the_command() -> None:
         assert running.screen.conversation.exchanges[0].text == "from the command line"
 
 
+@pytest.mark.slow
 async def test_a_download_shows_its_bytes() -> None:
     async with chat(model="fake-download", load_s=0.05) as running:
         await running.until(lambda: "MiB of 400 MiB" in running.text("#load-line"))

@@ -173,6 +173,7 @@ async def test_models_show_fit_and_speed_and_change_with_the_context() -> None:
         await running.until(lambda: running.backend.started[-1] == ("fake-small", {"ctx": 4096}))
 
 
+@pytest.mark.slow
 async def test_q_goes_through_the_formats_of_a_model_and_quality_is_shown_where_it_was_measured() -> None:
     async with chat() as running:
         await running.ready()
@@ -226,6 +227,7 @@ async def test_parameters_are_checked_and_taken_over() -> None:
         await running.until(lambda: "from the next message" in running.text("#state"))
 
 
+@pytest.mark.slow
 async def test_the_engine_panel_shows_pages_batches_speeds_and_memory() -> None:
     async with chat(tps=200) as running:
         await running.ready()

@@ -91,6 +91,7 @@ async def test_t6_browse_copies_messages_and_code_and_saves_it(tmp_path: Path, m
         assert running.app.focused is running.prompt
 
 
+@pytest.mark.slow
 async def test_browse_moves_branches_off_removes_and_searches() -> None:
     async with chat() as running:
         await running.ready()
@@ -117,6 +118,7 @@ async def test_browse_moves_branches_off_removes_and_searches() -> None:
         )
 
 
+@pytest.mark.slow
 async def test_enter_alone_goes_on_with_what_was_stopped_and_with_nothing_else() -> None:
     async with chat(tps=200) as running:
         await running.ready()
@@ -142,6 +144,7 @@ async def test_enter_alone_goes_on_with_what_was_stopped_and_with_nothing_else()
         assert len(running.backend.sent) == 3 and "ready" in running.text("#state")
 
 
+@pytest.mark.slow
 async def test_an_answer_is_rewritten_and_continued() -> None:
     async with chat() as running:
         await running.ready()
@@ -189,6 +192,7 @@ async def test_branches_are_not_changed_while_an_answer_comes() -> None:
         await finish(running)
 
 
+@pytest.mark.slow
 async def test_t9_the_model_summarises_what_no_longer_fits() -> None:
     async with chat(ctx=44) as running:
         await running.ready()
@@ -291,6 +295,7 @@ async def test_another_model_in_the_middle_keeps_the_conversation() -> None:
         assert "fake-download" in running.text("#model")
 
 
+@pytest.mark.slow
 async def test_files_presets_thinking_and_titles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.txt").write_text("some notes")
