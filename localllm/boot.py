@@ -168,8 +168,8 @@ class Boot:
         terms = {term.name: [term.planned_bytes, term.measured_bytes] for term in proof.terms}
         shown = {"held": proof.held, "text": str(proof), "excess_bytes": proof.excess_bytes, "error": proof.error}
         shown |= {"terms": terms, "seconds": proof.seconds}
-        self.proof_note = words(shown)
         self._proofs.keep(self._facts, self._machine, self.plan, shown)
+        self.proof_note = words(shown)  # whoever reads it finds the proof
 
     def tune(self, budget_s: float, told: Callable[[Tuned], None], stop: Callable[[], bool]) -> list[Tuned]:
         """Time the tiles of the shapes that were used, now; in the engine's thread, this one waits."""
