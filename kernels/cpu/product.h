@@ -14,7 +14,7 @@
 #define CHUNK_F 4              /* blocks of codes as floats: 16 KiB */
 /* Bytes asked for ahead of use, into the second-level cache (Zen 4, two cores, libraries in turns while neighbours take
  * bandwidth: against 1024 for bytes and 16384 for narrow codes a token of smollm2 takes 5 %, of gemma3-270m 8 % less;
- * 1024 for all 25 and 12 % more). */
+ * 1024 for all 28 and 13 % more). */
 #define AHEAD(code) (code_is_float(code) ? 1024 : (code) == CODE_8 ? 4096 : 8192)
 #if defined(__AMX_TILE__) && defined(__AMX_INT8__) && VW == 16 && LL_VNNI
 #define LL_AMX 1

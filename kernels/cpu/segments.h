@@ -240,43 +240,39 @@ typedef struct {
     ll_view views[VIEWS];
 } ll_pass;
 
-/* One layer; `next` is the first product of the layer after it, or NULL. */
-static int decoder_layer(const ll_decoder_layer *d, const ll_pass *p, const ll_linear_op *next, float *q, float *attended, float *x)
+/* Moves the wanted rows of q and x to the front; `cu_rows` becomes their cu_query_lens. */
+static void pick_rows(const ll_pass *p, int64_t width, int64_t hidden, float *q, float *x, int32_t *cu_rows)
 {
-    const ll_attention_layer *l = d->attention;
-    const ll_view *view = &p->views[d->view];
-    const ll_step step = {p->num_tokens, view->half, view->cos, view->sin, {d->pages, view->slots}};
-    const ll_attention_args args = {d->pages, q, attended, view->block_table, p->cu_query_lens, p->seq_lens, d->sinks, p->num_seqs,
-                                    view->max_pages, l->num_heads, d->window, (float)d->scale, (float)d->softcap};
-    hint_next(&l->out, p->num_tokens);
-    if (attn_in_locked(l, x, &step, q) || attention_locked(&args)) return -1;
-    hint_next(&d->mlp->gate_up, p->num_tokens);
-    if (attn_out_locked(l, attended, p->num_tokens, x)) return -1;
-    return mlp_locked(d->mlp, next, p->num_tokens, x);
-}
-
-/* The last layer stores keys and values of all tokens and computes the rest for those that are wanted: of a long prompt
- * one. `cu_rows` is the wanted rows' cu_query_lens. */
-static int last_layer(const ll_decoder_layer *d, const ll_pass *p, float *q, float *attended, int32_t *cu_rows, float *x)
-{
-    const ll_attention_layer *l = d->attention;
-    const ll_view *view = &p->views[d->view];
-    const ll_step step = {p->num_tokens, view->half, view->cos, view->sin, {d->pages, view->slots}};
-    const int64_t width = l->num_heads * l->head_dim;
-    if (attn_in_locked(l, x, &step, q)) return -1;
-    if (!p->num_rows) return 0;
     for (int64_t row = 0, seq = 0; seq <= p->num_seqs; seq++) {
         while (row < p->num_rows && p->rows[row] < p->cu_query_lens[seq]) row++;
         cu_rows[seq] = (int32_t)row;
     }
     for (int64_t i = 0; i < p->num_rows; i++) { /* ascending: nothing is overwritten that is still to be read */
         memmove(q + i * width, q + p->rows[i] * width, (size_t)width * 4);
-        memmove(x + i * l->hidden, x + p->rows[i] * l->hidden, (size_t)l->hidden * 4);
+        memmove(x + i * hidden, x + p->rows[i] * hidden, (size_t)hidden * 4);
     }
-    const ll_attention_args args = {d->pages, q, attended, view->block_table, cu_rows, p->seq_lens, d->sinks, p->num_seqs,
-                                    view->max_pages, l->num_heads, d->window, (float)d->scale, (float)d->softcap};
-    if (attention_locked(&args) || attn_out_locked(l, attended, p->num_rows, x)) return -1;
-    return mlp_locked(d->mlp, NULL, p->num_rows, x);
+}
+
+/* One layer; `next` is the first product of the layer after it. The last one has none: it stores keys and values of all
+ * tokens and computes the rest for those that are wanted, of a long prompt one; `cu_rows` has room for their bounds. */
+static int decoder_layer(const ll_decoder_layer *d, const ll_pass *p, const ll_linear_op *next, float *q, float *attended, int32_t *cu_rows,
+                         float *x)
+{
+    const ll_attention_layer *l = d->attention;
+    const ll_view *view = &p->views[d->view];
+    const ll_step step = {p->num_tokens, view->half, view->cos, view->sin, {d->pages, view->slots}};
+    const int picks = !next && p->rows;
+    const int64_t rows = picks ? p->num_rows : p->num_tokens;
+    const ll_attention_args args = {d->pages, q, attended, view->block_table, picks ? cu_rows : p->cu_query_lens, p->seq_lens, d->sinks,
+                                    p->num_seqs, view->max_pages, l->num_heads, d->window, (float)d->scale, (float)d->softcap};
+    hint_next(&l->out, rows);
+    if (attn_in_locked(l, x, &step, q)) return -1;
+    if (!rows) return 0;
+    if (picks) pick_rows(p, l->num_heads * l->head_dim, l->hidden, q, x, cu_rows);
+    if (attention_locked(&args)) return -1;
+    hint_next(&d->mlp->gate_up, rows);
+    if (attn_out_locked(l, attended, rows, x)) return -1;
+    return mlp_locked(d->mlp, next, rows, x);
 }
 
 /* All layers of a forward pass, x [num_tokens][hidden] in place; where `rows` is given, its first rows are those. */
@@ -292,8 +288,7 @@ int64_t ll_decoder(const ll_decoder_layer *layers, const ll_pass *p, float *x)
     int failed = !q;
     for (int64_t i = 0; i < p->num_layers && !failed; i++) {
         const ll_linear_op *next = i + 1 < p->num_layers ? &layers[i + 1].attention->qkv : NULL;
-        if (next || !p->rows) failed = decoder_layer(&layers[i], p, next, q, attended, x);
-        else failed = last_layer(&layers[i], p, q, attended, (int32_t *)(attended + p->num_tokens * widest), x);
+        failed = decoder_layer(&layers[i], p, next, q, attended, (int32_t *)(attended + p->num_tokens * widest), x);
     }
     pthread_mutex_unlock(&pool.lock);
     return failed ? -1 : 0;

@@ -330,7 +330,7 @@ from localllm import LLM, SamplingParams
 from localllm.proofs import Proofs
 with LLM(sys.argv[1], ctx=int(sys.argv[2])) as llm:
     llm.generate("Hello", SamplingParams(temperature=0, max_tokens=2))
-    ends = time.monotonic() + 150
+    ends = time.monotonic() + 60
     while llm._boot.proof_note == "proof pending" and time.monotonic() < ends:
         time.sleep(0.02)
     print(json.dumps([Proofs().known(llm.facts, llm.machine, llm.plan), llm.truth_line, llm.state().warnings]))

@@ -37,7 +37,7 @@ class CrashScreen(ModalScreen[str]):
         with Vertical(classes="box -wrong") as box:
             box.border_title = "The engine stopped"
             yield Static(clean(self._said), markup=False)
-            yield Static("What it had written is kept, and the chat is saved.", markup=False)
+            yield Static("What it had written is kept.", markup=False)
             if self._log:
                 yield Static(f"log: {clean(self._log)}", classes="where", markup=False)
             yield Choices()
