@@ -104,6 +104,8 @@ def chat(
     instructions = params.text_or_file(system, "--system") or config.chat.system
     port = _port(serve, web or not is_tty(sys.stdin), attach_to)
     if not is_tty(sys.stdin) and not web:
+        if attach_to not in ("auto", "off"):  # what is asked once is answered by a model of one's own
+            raise ConfigError("--attach-to is for a chat in a terminal, and standard input is none", "localllm chat")
         return once(env, config, model, first, instructions, sampling, ctx)
     if env.console.as_json:
         raise ConfigError("chat has no --json", 'localllm run MODEL "Hello" --json')

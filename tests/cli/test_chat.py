@@ -263,3 +263,17 @@ def test_the_full_screen_opens_keeps_descriptor_2_off_it_and_leaves_a_clean_term
     assert "\x1b[?1049l" in chat.seen
     assert "CORRUPT" not in chat.seen
     assert "CORRUPT" in (home / "state/log/localllm.log").read_text()
+
+
+def test_an_address_is_not_ignored_where_there_is_no_terminal(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        "from localllm.cli import main; main()",
+        "chat",
+        "--attach-to",
+        "http://127.0.0.1:9",
+    ]
+    env = dict(os.environ) | {"LOCALLLM_HOME": str(tmp_path)}
+    done = subprocess.run(command, input="hi", capture_output=True, text=True, timeout=60, env=env)
+    assert done.returncode == 2 and "--attach-to is for a chat in a terminal" in done.stderr and not done.stdout
