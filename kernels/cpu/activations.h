@@ -203,24 +203,31 @@ static void prepare_rows(void *arg, int64_t begin, int64_t end, int thread)
     }
 }
 
-/* Makes `a` ready for products with w. Returns 0, or -1 without memory. */
-static int prepare_activations(const ll_weight *w, activations *a)
+/* Whether the products take their floats from a copy: in order, scaled, padded to whole blocks. */
+INLINE int copies_floats(const ll_weight *w, const activations *a) { return a->exact && (w->perm || w->pre_scale || w->k % BLOCK); }
+
+INLINE int64_t meta_bytes_of(const ll_weight *w, const activations *a) { return round_up(a->m * w->blocks * (int64_t)sizeof(xblock), 64); }
+
+/* Bytes that `prepare_activations` fills. */
+static int64_t activation_bytes(const ll_weight *w, const activations *a)
 {
-    const int has_min = w->min_kind != NUM_NONE;
-    const int64_t blocks = a->m * w->blocks;
-    const int copy = a->exact && (w->perm || w->pre_scale || w->k % BLOCK);
-    int64_t meta_bytes = round_up(blocks * (int64_t)sizeof(xblock), 64);
-    uint8_t *memory = scratch(0, meta_bytes + blocks * (a->exact ? (copy ? BLOCK * 4 : 0) : XBYTES) + 64);
-    if (!memory) return -1;
-    prepare_job job = {w, a, memory + meta_bytes, (xblock *)memory, copy ? (float *)(memory + meta_bytes) : NULL};
+    const int64_t each = !a->exact ? XBYTES : copies_floats(w, a) ? BLOCK * 4 : 0;
+    return meta_bytes_of(w, a) + round_up(a->m * w->blocks * each, 64) + 64;
+}
+
+/* Makes `a` ready for products with w, in `memory`. */
+static void prepare_activations(const ll_weight *w, activations *a, uint8_t *memory)
+{
+    const int has_min = w->min_kind != NUM_NONE, copy = copies_floats(w, a);
+    uint8_t *rest = memory + meta_bytes_of(w, a);
+    prepare_job job = {w, a, rest, (xblock *)memory, copy ? (float *)rest : NULL};
     a->meta = job.meta;
     a->planes = job.planes;
     a->floats = copy ? job.floats : a->x;
     a->stride = copy ? w->blocks * BLOCK : w->k;
-    if (a->exact && !copy && !has_min) return 0;
+    if (a->exact && !copy && !has_min) return;
     if (a->m < 2 || a->m * w->blocks < 128) prepare_rows(&job, 0, a->m, 0);
     else pool_run(prepare_rows, &job, a->m);
-    return 0;
 }
 
 #endif

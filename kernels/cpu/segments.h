@@ -6,16 +6,7 @@
 #include "matmul.h"
 #include "ops.h"
 
-#define PARTS 4
 #define AT_ONCE 256 /* tokens: what lies between the products of a layer stays small, and in the cache */
-
-/* y = x W^T + b, in parts whose outputs lie end to end. */
-typedef struct {
-    int64_t parts, n; /* n: outputs of all parts */
-    const ll_weight *weight[PARTS];
-    const float *bias[PARTS];
-    int64_t exact[PARTS];
-} ll_linear_op;
 
 typedef struct {
     const float *weight; /* NULL: no norm */
@@ -40,16 +31,6 @@ typedef struct {
     const float *cos, *sin; /* [num_tokens][half] */
     kv_target cache;
 } ll_step;
-
-static int linear_parts(const ll_linear_op *op, const float *x, int64_t m, const float *residual, float *out)
-{
-    int64_t at = 0;
-    for (int64_t i = 0; i < op->parts; i++) {
-        if (linear_into(op->weight[i], x, m, op->bias[i], residual ? residual + at : NULL, out + at, op->n, (int)op->exact[i])) return -1;
-        at += op->weight[i]->n;
-    }
-    return 0;
-}
 
 static void norm_into(const ll_norm *norm, const float *x, int64_t m, int64_t dim, float *y)
 {
@@ -143,10 +124,18 @@ static int attn_out_locked(const ll_attention_layer *l, const float *attended, i
     return spare ? linear_onto(&l->out, &l->post_norm, attended, m, x, spare) : -1;
 }
 
-/* Few tokens wait for weights: what comes after the product that runs is asked for meanwhile. */
+/* Few tokens wait for weights: what comes after the product that runs is asked for meanwhile. Parts that lie one after
+ * the other are one product to the pool; of others the first is hinted. */
 static void hint_next(const ll_linear_op *op, int64_t m)
 {
-    if (op && m <= FEW) pool_hint(op->weight[0]->data, op->weight[0]->tiles * op->weight[0]->tile_bytes);
+    if (!op || m > FEW) return;
+    const uint8_t *begin = op->weight[0]->data, *end = begin + op->weight[0]->tiles * op->weight[0]->tile_bytes;
+    for (int64_t i = 1; i < op->parts; i++) {
+        const uint8_t *next = op->weight[i]->data;
+        if (next < end || next >= end + 64) break; /* the next line at the earliest */
+        end = next + op->weight[i]->tiles * op->weight[i]->tile_bytes;
+    }
+    pool_hint(begin, end - begin);
 }
 
 static int mlp_locked(const ll_mlp_layer *l, const ll_linear_op *next, int64_t m, float *x)

@@ -166,6 +166,25 @@ def test_head(isa: str, softcap: float | None) -> None:
         close(table.head(x.t().contiguous().t(), weights), logits, 2e-4)  # composed
 
 
+def test_parts_of_a_product_are_what_each_is_alone(isa: str) -> None:
+    codes, order = torch.randint(-127, 128, (40, 96), dtype=torch.int8), torch.randperm(96)
+    weights = (
+        Weight("int8", (40, 96), codes, torch.rand(40, 3).half(), group_size=32),
+        Weight("dense", (33, 96), torch.randn(33, 96).bfloat16(), perm=order),
+        Weight("gguf", (64, 96), torch.randint(0, 60, (64, 66), dtype=torch.uint8), block_type="Q5_0"),
+    )
+    others = [
+        LinearPart(impl, impl.prepare(weight), torch.randn(weight.shape[0]), weight.shape)
+        for weight, impl in zip(weights, (C_INT16, C_FLOAT32, C_INT16), strict=True)
+    ]
+    parts = (others[0], linear(70, 96, C_INT16), *others[1:])
+    table, last = kernel_table(OpFacts()), norm(96)
+    for rows in (1, 2, 7, 30):
+        x = torch.randn(rows, 96)
+        alone = [table.head(x, HeadWeights(last, Linear((part,)))) for part in parts]
+        assert torch.equal(table.head(x, HeadWeights(last, Linear(parts))), torch.cat(alone, -1))
+
+
 def test_segments_are_a_token_at_a_time_or_many() -> None:
     weights = attention_weights("plain")
     mlp = MlpWeights(norm(64), Linear((linear(192, 64, C_INT16),)), Linear((linear(64, 96, C_INT16),)), "silu")
