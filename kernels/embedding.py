@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import reference
@@ -15,6 +17,25 @@ from .weight import Weight
 
 RowReader = Callable[[Tensor], Tensor]
 """ids int64 [n] -> float32 [n, K], a fresh tensor"""
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """Token ids -> rows of the embedding, times a scale. Of a quantised table only the rows asked for are decoded."""
+
+    rows: RowReader
+    scale: float
+    dtype: torch.dtype
+    """of what it returns"""
+    nbytes: int
+    """bytes it holds; 0 where it reads the table of a tied head"""
+    prepared: Any = None
+    """that table, as an implementation of `linear` has prepared it"""
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """token_ids int64 [num_tokens] -> [num_tokens, hidden] in the compute dtype."""
+        rows = self.rows(token_ids)
+        return (rows if self.scale == 1.0 else rows.mul_(self.scale)).to(self.dtype)
 
 
 def weight_rows(weight: Weight) -> RowReader:

@@ -81,10 +81,10 @@ class RopeTable:
         self.reserve(length)
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
-    def row(self, position: int) -> tuple[Tensor, Tensor]:
-        """The same for one position that the host knows: views, no look-up."""
-        self.reserve(position + 1)
-        return self._cos[position : position + 1], self._sin[position : position + 1]
+    def upto(self, length: int) -> tuple[Tensor, Tensor]:
+        """(cos, sin) of all positions below `length`, and more: float32 [positions, half]."""
+        self.reserve(length)
+        return self._cos, self._sin
 
     def reserve(self, length: int) -> None:
         """Grow for positions below `length`."""

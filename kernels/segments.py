@@ -4,6 +4,8 @@
     attn_out   output projection, residual               mlp         norm, gate/up, activation, down, residual
     head       norm, vocabulary projection, soft-cap  (and a norm before each residual where the model has one)
 
+and what is made of them: `decoder`, all layers; `step`, from token ids to logits.
+
 The composed segments are always there and are the twins of fused ones. Weights come as frozen values; a fused
 implementation may look at `Linear.parts` to see by which implementation they were prepared.
 """
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 
 from . import Impl
+from .embedding import Embedding
 from .kv_pages import KVPages
 from .ops import OPS, OpFacts, choose_op, choose_segment
 
@@ -126,6 +129,9 @@ LayerCall = tuple[AttentionWeights, MlpWeights, int]
 """a layer's weights, and which of the step's views it sees"""
 View = tuple[Tensor, Tensor, Tensor, Tensor]
 """cos, sin, block_table, slot_mapping: what the layers of one cache group share in a step"""
+Stepped = tuple[Tensor, Tensor, Tensor | None]
+"""hidden [num_tokens, hidden], logits float32 [num_tokens, vocab], and where somebody looked int64 [num_tokens], the
+first place of the largest logit, -1 where one is NaN; all are valid until the next step"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +151,10 @@ class KernelTable:
     decoder: Callable[..., Tensor]
     """all layers: (x, LayerCalls, KVPages per layer, Views, cu_query_lens, seq_lens, wanted rows or None) -> x of all
     tokens or of those rows; x may be overwritten"""
+    step: Callable[..., Stepped]
+    """all of it, where every token's logits are wanted: (token ids, positions, Embedding, LayerCalls, KVPages per
+    layer, Views whose cosines are those of all positions, cu_query_lens, seq_lens, HeadWeights, whether to look for the
+    largest logits)"""
     ops: tuple[tuple[str, str], ...]
     """(op or fused segment, name of the implementation chosen)"""
 
@@ -158,17 +168,19 @@ def kernel_table(facts: OpFacts, quarantined: frozenset[str] = frozenset()) -> K
     run = {op: impl.run for op, impl in chosen.items()}
     norm = run["rms_norm"]
     activations = {"silu": run["silu_mul"], "gelu_tanh": run["gelu_tanh_mul"]}
-    segments: dict[str, Callable[..., Tensor]] = {
+    segments: dict[str, Callable[..., Any]] = {
         "attn_in": partial(attn_in, norm, run["rope"], run["kv_write"]),
         "attention": partial(attention, run["paged_attention"]),
         "attn_out": partial(attn_out, norm),
         "mlp": partial(mlp, norm, activations),
         "head": partial(head, norm),
     }
-    for name in (*segments, "decoder"):
+    for name in (*segments, "decoder", "step"):
         if name == "decoder":  # made of the other segments, fused or not
             first, second, third, last = (segments[part] for part in ("attn_in", "attention", "attn_out", "mlp"))
             segments[name] = partial(decoder, first, second, third, last)
+        elif name == "step":
+            segments[name] = partial(step, segments["decoder"], segments["head"])
         fused = choose_segment(name, facts, quarantined)
         if fused is not None:
             chosen[name], segments[name] = fused, partial(fused.run, segments[name])
@@ -276,3 +288,27 @@ def head(rms_norm: Callable[..., Tensor], x: Tensor, weights: HeadWeights) -> Te
     if weights.softcap is None:
         return logits
     return torch.tanh(logits / weights.softcap).mul_(weights.softcap)
+
+
+def step(
+    decoder: Callable[..., Tensor],
+    head: Callable[..., Tensor],
+    token_ids: Tensor,
+    positions: Tensor,
+    embedding: Embedding,
+    layers: Sequence[LayerCall],
+    pages: Sequence[KVPages],
+    views: Sequence[View],
+    cu_query_lens: Tensor,
+    seq_lens: Tensor,
+    weights: HeadWeights,
+    finds_best: bool = False,
+) -> Stepped:
+    """From token ids to logits of every token.
+
+    token_ids, positions   int64 [num_tokens]
+    views                  cos and sin are those of all positions: float32 [positions, half]
+    """
+    turned = [(cos[positions], sin[positions], block_table, slots) for cos, sin, block_table, slots in views]
+    x = decoder(embedding(token_ids), layers, pages, turned, cu_query_lens, seq_lens)
+    return x, head(x, weights), None

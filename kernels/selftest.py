@@ -18,6 +18,7 @@ from torch import Tensor
 from . import Impl, LinearFacts
 from .cases import ModelShapes
 from .dense_linear import TWIN
+from .embedding import Embedding
 from .ops import OPS, OUTER_OPS, choose_op, op_impls
 from .records import Records
 from .sampling_trial import SampleOp, sampler_error
@@ -92,6 +93,7 @@ class SelfTest:
         shapes: ModelShapes,
         table: KernelTable,
         layers: Sequence[LayerCall],
+        embedding: Embedding,
         head: HeadWeights,
         rotations: Callable[[int, Tensor], tuple[Tensor, Tensor]],
         quarantined: frozenset[str] = frozenset(),
@@ -103,7 +105,7 @@ class SelfTest:
         """
         while True:
             fused = [(name, impl) for name, impl in table.ops if name not in OPS]
-            trial = SegmentTrial(shapes, layers, head, rotations)
+            trial = SegmentTrial(shapes, layers, embedding, head, rotations)
             kinds = ";".join(layer_kind(*layer) for layer in layers)
             good = [
                 self._passed(f"{name}:{impl}", f"{shapes.key} {kinds}", partial(trial.error, name, table))

@@ -16,8 +16,9 @@ from torch import Tensor
 from . import Impl, LinearFacts, reference, segments
 from .cases import ModelShapes, copied, empty_pages, numbers, op_cases
 from .dequant import dequantize_rows
+from .embedding import Embedding
 from .kv_pages import KVPages
-from .segments import AttentionWeights, HeadWeights, KernelTable, LayerCall, View
+from .segments import AttentionWeights, HeadWeights, KernelTable, LayerCall, Stepped, View
 from .weight import Weight
 
 TOLERANCE = {"float32": 5e-4, "bfloat16": 2e-2, "float16": 4e-3}
@@ -133,18 +134,19 @@ class SegmentTrial:
 
     shapes: ModelShapes
     layers: Sequence[LayerCall]
+    embedding: Embedding
     head: HeadWeights
     rotations: Callable[[int, Tensor], tuple[Tensor, Tensor]]
     _made: tuple[Any, ...] | None = None
 
     def error(self, name: str, table: KernelTable) -> str:
         """Nothing, or what is wrong with segment `name` of `table`."""
-        run = getattr(table, name)
-        trial = self._head if name == "head" else self._decoder if name == "decoder" else partial(self._one, name)
-        return tried("on the first layers of each kind", partial(trial, run))
+        whole = {"head": self._head, "decoder": self._decoder, "step": self._step}
+        trial = whole.get(name) or partial(self._one, name)
+        return tried("on the first layers of each kind", partial(trial, getattr(table, name)))
 
-    def _inputs(self) -> tuple[Tensor, KVPages, list[View], Tensor, Tensor]:
-        """x, pages, views, cu_query_lens, seq_lens of a small step whose earlier keys are random."""
+    def _inputs(self) -> tuple[Tensor, KVPages, list[View], Tensor, Tensor, Tensor]:
+        """x, pages, views, cu_query_lens, seq_lens, positions of a small step whose earlier keys are random."""
         if self._made is None:
             facts = self.shapes.facts
             device = torch.device(facts.device)
@@ -171,9 +173,9 @@ class SegmentTrial:
             views = [(*self.rotations(view, at), table, where) for view in range(1 + max(v for *_, v in self.layers))]
             lens = torch.tensor([length for _, length in SEGMENT_TOKENS], dtype=torch.int32, device=device)
             cu = torch.tensor(starts, dtype=torch.int32, device=device)
-            self._made = (x.to(device, getattr(torch, facts.dtype)), cache, views, cu, lens)
-        x, cache, views, cu, lens = self._made
-        return x.clone(), copied(cache), views, cu, lens
+            self._made = (x.to(device, getattr(torch, facts.dtype)), cache, views, cu, lens, at)
+        x, cache, *others = self._made
+        return x.clone(), copied(cache), *others
 
     @property
     def _tolerance(self) -> float:
@@ -188,13 +190,12 @@ class SegmentTrial:
 
     @torch.inference_mode()
     def _decoder(self, run: Callable[..., Tensor]) -> str:
-        twins = _composed()
-        twin = partial(segments.decoder, twins["attn_in"], twins["attention"], twins["attn_out"], twins["mlp"])
+        twin = _all_layers()
         allowed = self._tolerance * len(self.layers)  # what one layer rounds goes through the next
         for every in (True, False):  # rows, or the last ones of all sequences but the first
             outputs = []
             for call in (run, twin):
-                x, cache, views, cu, lens = self._inputs()
+                x, cache, views, cu, lens, _ = self._inputs()
                 kept = [cache, *(copied(cache) for _ in self.layers[1:])]
                 wanted = None if every else cu[2:].long() - 1
                 found = call(x, self.layers, kept, views, cu, lens, wanted)
@@ -205,9 +206,28 @@ class SegmentTrial:
         return ""
 
     @torch.inference_mode()
+    def _step(self, run: Callable[..., Stepped]) -> str:
+        twin = partial(segments.step, _all_layers(), partial(segments.head, reference.rms_norm))
+        *_, lens, at = self._inputs()
+        ids = torch.randint(self.head.linear.out_features, at.shape, generator=torch.Generator().manual_seed(23)).to(at)
+        whole = torch.arange(int(lens.max()), device=at.device)
+        outputs = []
+        for call in (run, twin):
+            _, cache, views, cu, lens, _ = self._inputs()
+            kept = [cache, *(copied(cache) for _ in self.layers[1:])]
+            turned = [(*self.rotations(number, whole), *rest) for number, (_, _, *rest) in enumerate(views)]
+            where = self.layers, kept, turned, cu, lens
+            hidden, logits, best = call(ids, at, self.embedding, *where, self.head, True)
+            if best is not None and not torch.equal(best, logits.argmax(-1)):
+                return f"the largest logits are said to be at {best.tolist()}, they are at {logits.argmax(-1).tolist()}"
+            outputs.append((hidden, logits, *(n for c in kept for n in numbers(c))))
+        allowed = self._tolerance * (len(self.layers) + 1)
+        return next((said for a, b in zip(*outputs, strict=True) if (said := compare(a, b, allowed))), "")
+
+    @torch.inference_mode()
     def _one(self, name: str, run: Callable[..., Tensor]) -> str:
         for attention, mlp, view in self.layers:
-            x, cache, views, cu, lens = self._inputs()
+            x, cache, views, cu, lens, _ = self._inputs()
             cos, sin, table, slots = views[view]
             q = torch.randn((x.shape[0], attention.num_heads, attention.head_dim)).to(x)
             caches = cache, copied(cache)
@@ -236,3 +256,8 @@ def _composed() -> dict[str, Callable[..., Tensor]]:
         "attn_out": partial(segments.attn_out, reference.rms_norm),
         "mlp": partial(segments.mlp, reference.rms_norm, gated),
     }
+
+
+def _all_layers() -> Callable[..., Tensor]:
+    twins = _composed()
+    return partial(segments.decoder, twins["attn_in"], twins["attention"], twins["attn_out"], twins["mlp"])

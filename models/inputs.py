@@ -37,10 +37,13 @@ class ForwardBatch:
     """int64 [num_rows], ascending: the token rows whose logits are wanted; of every sequence none, or its last ones"""
     groups: tuple[AttentionInputs, ...]
     """per cache group"""
-    position: int | None = None
-    """of the only token, where there is only one and the host knows where it stands"""
 
     @property
     def num_tokens(self) -> int:
         """Tokens of this step, over all sequences."""
         return sum(self.query_lens)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every sequence has one token here, and its logits are wanted."""
+        return len(self.seq_lens) == self.positions.shape[0] == self.logits_indices.shape[0]

@@ -1,4 +1,4 @@
-"""What every architecture is made of: `LayerSpec` says what a layer has, `DecoderLayer` holds it, `Embedding` begins.
+"""What every architecture is made of: `LayerSpec` says what a layer has, `DecoderLayer` holds it.
 
 Weights are the frozen values of `kernels.segments`; nothing here knows how they are stored or computed.
 """
@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from localllm.kernels.embedding import RowReader
+from localllm.kernels.embedding import Embedding
 from localllm.kernels.segments import (
     AttentionWeights,
     HeadWeights,
@@ -50,23 +47,6 @@ class LayerSpec:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Embedding:
-    """Token ids -> rows of the embedding, times a scale. Of a quantised table only the rows asked for are decoded."""
-
-    rows: RowReader
-    scale: float
-    dtype: torch.dtype
-    """of what it returns"""
-    nbytes: int
-    """bytes it holds; 0 where it reads the table of a tied head"""
-
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        """token_ids int64 [num_tokens] -> [num_tokens, hidden] in the compute dtype."""
-        rows = self.rows(token_ids)
-        return (rows if self.scale == 1.0 else rows.mul_(self.scale)).to(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,7 +174,7 @@ class Loading:
         groups = cache_groups(facts, read_kv_scales(self.checkpoint, self.names, facts.num_layers))
         if self.selftest is not None:
             samples, turned = layer_samples(layers, groups), rotations(groups, ropes)
-            table = self.selftest.segments(shapes, table, samples, head, turned, options.quarantined)
+            table = self.selftest.segments(shapes, table, samples, embedding, head, turned, options.quarantined)
             self.selftest.save()
         names = {layer_class: "+".join(found) for layer_class, found in self.chosen.items()}
         return Model(facts, groups, embedding, layers, head, ropes, table, names | dict(table.ops))
@@ -203,8 +203,8 @@ class Loading:
         """The embedding; it reads rows of the tied head's prepared weight where that is possible."""
         dtype = getattr(torch, self.options.dtype)
         shared = prepared_rows(head.parts[0].prepared) if head is not None else None
-        if shared is not None:
-            return Embedding(shared, self.facts.embedding_scale, dtype, nbytes=0)
+        if head is not None and shared is not None:
+            return Embedding(shared, self.facts.embedding_scale, dtype, nbytes=0, prepared=head.parts[0].prepared)
         weight = self.owned(weight)
         impl = choose_op("embedding", self.op_facts(), self.options.quarantined | self.wrong)
         if impl.name != "torch" and is_plain_table(weight):  # scaled and cast by the lookup itself

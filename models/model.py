@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from localllm.checkpoint.facts import ModelFacts
+from localllm.kernels.embedding import Embedding
 from localllm.kernels.reference import rms_norm
 from localllm.kernels.rope import RopeTable
-from localllm.kernels.segments import HeadWeights, KernelTable
+from localllm.kernels.segments import HeadWeights, KernelTable, Stepped, View
 
 from .inputs import ForwardBatch
 from .kv_cache import CacheGroup, KVCache
-from .layers import DecoderLayer, Embedding
+from .layers import DecoderLayer
 
 
 class Model:
@@ -50,17 +51,28 @@ class Model:
         """
         calls = self._calls if num_layers is None else self._calls[:num_layers]
         length = max(batch.seq_lens)
-        at = batch.position
-        rotations = [r.rows(batch.positions, length) if at is None else r.row(at) for r in self._ropes]
-        views = [
-            (*rotations[0 if group.window is None else -1], inputs.block_table, inputs.slot_mapping)
-            for group, inputs in zip(self.groups, batch.groups, strict=True)
-        ]
+        views = self._views(batch, [rope.rows(batch.positions, length) for rope in self._ropes])
         pages = cache.layers if num_layers is None else cache.layers[: len(calls)]
         x = self.embedding(batch.token_ids)
         rows = batch.logits_indices
         wanted = None if rows.shape[0] == x.shape[0] else rows  # they are in order
         return self.table.decoder(x, calls, pages, views, batch.cu_query_lens, batch.seq_lens_tensor, wanted)
+
+    def step(self, batch: ForwardBatch, cache: KVCache, finds_best: bool = False) -> Stepped:
+        """`forward` and `logits` of a batch whose every token's logits are wanted, valid until the next step; the first
+        place of the largest of each row, too, where that is asked for and found on the way.
+        """
+        length = max(batch.seq_lens)
+        views = self._views(batch, [rope.upto(length) for rope in self._ropes])
+        where = batch.cu_query_lens, batch.seq_lens_tensor
+        layers = self.embedding, self._calls, cache.layers
+        return self.table.step(batch.token_ids, batch.positions, *layers, views, *where, self.head, finds_best)
+
+    def _views(self, batch: ForwardBatch, rotations: Sequence[tuple[Tensor, Tensor]]) -> list[View]:
+        return [
+            (*rotations[0 if group.window is None else -1], inputs.block_table, inputs.slot_mapping)
+            for group, inputs in zip(self.groups, batch.groups, strict=True)
+        ]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Rows of `forward` -> float32 [rows, vocab], soft-capped where the model does so."""

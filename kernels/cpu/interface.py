@@ -39,11 +39,11 @@ ATTENTION = struct.Struct("@6P4q2f")
 """`ll_attention_args` is PAGES and this."""
 KV_TARGET = struct.Struct("@P")
 """`kv_target` is PAGES and this."""
-STEP = struct.Struct("@2q2P")
+STEP = struct.Struct("@2q3P")
 """`ll_step` is this and a kv_target."""
 FORMATS = ("f32", "bf16", "fp16", "int8", "fp8")
 """KV formats, as the C side numbers them."""
-PASS = struct.Struct("@4q3P")
+PASS = struct.Struct("@4q6Pd3P")
 VIEW = struct.Struct("@4P2q")
 VIEWS = 4
 """`ll_pass` is a PASS and this many VIEWs."""

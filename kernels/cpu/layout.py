@@ -48,8 +48,8 @@ class Prepared:
         self.n, self.k = int(struct.n), int(struct.k)
         self.layer: tuple[Any, Any] | None = None
         """what `segments` keeps here: a layer's weights, and the layer as C knows it"""
-        self.decoder: tuple[Any, Any, Any] | None = None
-        """the same for a whole model: its layers, their pages, and both as C knows them"""
+        self.decoder: Any = None
+        """the same for a whole model: its layers and their pages as C knows them"""
 
     @property
     def nbytes(self) -> int:

@@ -8,8 +8,8 @@
 #include "matmul.h"
 #include "attention.h"
 #include "ops.h"
-#include "segments.h"
 #include "select.h"
+#include "segments.h"
 
 /* What the loader checks before it trusts this file. */
 int64_t ll_abi(void)

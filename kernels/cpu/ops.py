@@ -191,4 +191,5 @@ IMPLS: Mapping[str, tuple[OpImpl, ...]] = {
     "mlp": _impl(segments.mlp),
     "head": _impl(segments.head),
     "decoder": _impl(segments.decoder, attention_fits),
+    "step": _impl(segments.step, attention_fits),
 }

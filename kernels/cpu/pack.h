@@ -329,18 +329,24 @@ static void unpack_range(void *arg, int64_t begin, int64_t end, int thread)
     for (int64_t i = begin; i < end; i++) unpack_row(job->w, job->rows ? job->rows[i] : i, job->out + i * job->w->k);
 }
 
-/* out [count, k]: the values of the given rows (NULL: rows 0..count-1), columns in natural order. Returns 0, or -1 when
- * a row is not there. */
-int64_t ll_unpack(const ll_weight *w, const int64_t *rows, int64_t count, float *out)
+static int unpack_locked(const ll_weight *w, const int64_t *rows, int64_t count, float *out)
 {
     for (int64_t i = 0; rows && i < count; i++)
         if (rows[i] < 0 || rows[i] >= w->n) return -1;
     pack_job job = {.w = w, .out = out, .rows = rows};
-    pthread_mutex_lock(&pool.lock);
     if (count < 4) unpack_range(&job, 0, count, 0);
     else pool_run(unpack_range, &job, count);
-    pthread_mutex_unlock(&pool.lock);
     return 0;
+}
+
+/* out [count, k]: the values of the given rows (NULL: rows 0..count-1), columns in natural order. Returns 0, or -1 when
+ * a row is not there. */
+int64_t ll_unpack(const ll_weight *w, const int64_t *rows, int64_t count, float *out)
+{
+    pthread_mutex_lock(&pool.lock);
+    int failed = unpack_locked(w, rows, count, out);
+    pthread_mutex_unlock(&pool.lock);
+    return failed;
 }
 
 #endif

@@ -5,6 +5,8 @@
 #include "attention.h"
 #include "matmul.h"
 #include "ops.h"
+#include "pack.h"
+#include "select.h"
 
 #define AT_ONCE 256 /* tokens: what lies between the products of a layer stays small, and in the cache */
 
@@ -28,7 +30,8 @@ typedef struct {
 /* This step's tokens. */
 typedef struct {
     int64_t num_tokens, half;
-    const float *cos, *sin; /* [num_tokens][half] */
+    const float *cos, *sin; /* [rows][half] */
+    const int64_t *rows;    /* [num_tokens] where each token's cosines are; NULL: one row a token, in order */
     kv_target cache;
 } ll_step;
 
@@ -86,7 +89,8 @@ static void split_tokens(void *arg, int64_t begin, int64_t end, int thread)
     float head[DIM_MAX];
     for (int64_t i = begin; i < end; i++) {
         const int64_t t = j->first + i, slot = j->s->cache.slots[t];
-        const float *row = j->qkv + i * (heads + 2 * kv) * dim, *cos = j->s->cos + t * half, *sin = j->s->sin + t * half;
+        const int64_t turn = (j->s->rows ? j->s->rows[t] : t) * half;
+        const float *row = j->qkv + i * (heads + 2 * kv) * dim, *cos = j->s->cos + turn, *sin = j->s->sin + turn;
         for (int64_t h = 0; h < heads + kv; h++) {
             const ll_norm *norm = h < heads ? &l->q_norm : &l->k_norm;
             const float *from = row + h * dim;
@@ -181,17 +185,13 @@ static void softcap_rows(void *arg, int64_t begin, int64_t end, int thread)
     }
 }
 
-/* x [m][hidden] -> logits [m][n] */
-int64_t ll_head(const ll_head_layer *l, const float *x, int64_t m, float *logits)
+static int head_locked(const ll_head_layer *l, const float *x, int64_t m, float *logits)
 {
-    pthread_mutex_lock(&pool.lock);
     float *normed = (float *)scratch(2, m * l->hidden * 4);
-    int failed = !normed;
-    if (!failed) {
-        norm_into(&l->norm, x, m, l->hidden, normed);
-        failed = linear_parts(&l->linear, normed, m, NULL, logits);
-    }
-    if (!failed && l->softcap != 0.0) {
+    if (!normed) return -1;
+    norm_into(&l->norm, x, m, l->hidden, normed);
+    if (linear_parts(&l->linear, normed, m, NULL, logits)) return -1;
+    if (l->softcap != 0.0) {
         row_job job = {.y = logits, .dim = 1024, .eps = (float)l->softcap};
         const int64_t whole = m * l->linear.n / 1024;
         run_rows(softcap_rows, &job, whole);
@@ -199,13 +199,21 @@ int64_t ll_head(const ll_head_layer *l, const float *x, int64_t m, float *logits
         job.dim = m * l->linear.n - whole * 1024;
         if (job.dim) softcap_rows(&job, 0, 1, 0);
     }
+    return 0;
+}
+
+/* x [m][hidden] -> logits [m][n] */
+int64_t ll_head(const ll_head_layer *l, const float *x, int64_t m, float *logits)
+{
+    pthread_mutex_lock(&pool.lock);
+    int failed = head_locked(l, x, m, logits);
     pthread_mutex_unlock(&pool.lock);
-    return failed ? -1 : 0;
+    return failed;
 }
 
 /* What layers that see the same tokens share: rotation and pages. */
 typedef struct {
-    const float *cos, *sin;      /* [num_tokens][half] */
+    const float *cos, *sin;      /* [rows][half], as in ll_step */
     const int32_t *block_table;  /* [num_seqs][max_pages] */
     const int64_t *slots;        /* [num_tokens] */
     int64_t half, max_pages;
@@ -226,6 +234,14 @@ typedef struct {
     int64_t num_layers, num_tokens, num_seqs, num_rows;
     const int32_t *cu_query_lens, *seq_lens;
     const int64_t *rows; /* [num_rows] tokens whose hidden states are wanted: of every sequence none, or its last ones; NULL: all */
+    const int64_t *positions; /* [num_tokens] rows of the views' cosines; NULL: one row a token */
+    /* What lies before and after the layers, where the call computes that, too; of all tokens. */
+    const ll_weight *embedding; /* NULL: x holds the embedded tokens */
+    const int64_t *token_ids;
+    double embedding_scale;
+    const ll_head_layer *head; /* NULL: no logits */
+    float *logits;             /* [num_tokens][n] */
+    int64_t *best;             /* [num_tokens] the first place of the largest logit, -1 where one is NaN; NULL: not looked for */
     ll_view views[VIEWS];
 } ll_pass;
 
@@ -249,7 +265,7 @@ static int decoder_layer(const ll_decoder_layer *d, const ll_pass *p, const ll_l
 {
     const ll_attention_layer *l = d->attention;
     const ll_view *view = &p->views[d->view];
-    const ll_step step = {p->num_tokens, view->half, view->cos, view->sin, {d->pages, view->slots}};
+    const ll_step step = {p->num_tokens, view->half, view->cos, view->sin, p->positions, {d->pages, view->slots}};
     const int picks = !next && p->rows;
     const int64_t rows = picks ? p->num_rows : p->num_tokens;
     const ll_attention_args args = {d->pages, q, attended, view->block_table, picks ? cu_rows : p->cu_query_lens, p->seq_lens, d->sinks,
@@ -264,7 +280,16 @@ static int decoder_layer(const ll_decoder_layer *d, const ll_pass *p, const ll_l
     return mlp_locked(d->mlp, next, rows, x);
 }
 
-/* All layers of a forward pass, x [num_tokens][hidden] in place; where `rows` is given, its first rows are those. */
+static int embed_locked(const ll_pass *p, float *x)
+{
+    if (unpack_locked(p->embedding, p->token_ids, p->num_tokens, x)) return -2;
+    if (p->embedding_scale == 1.0) return 0;
+    for (int64_t i = 0; i < p->num_tokens * p->embedding->k; i++) x[i] *= (float)p->embedding_scale;
+    return 0;
+}
+
+/* All layers of a forward pass, x [num_tokens][hidden] in place; where `rows` is given, its first rows are those. Returns
+ * 0, -1 without memory, -2 for a token id that the embedding has not. */
 int64_t ll_decoder(const ll_decoder_layer *layers, const ll_pass *p, float *x)
 {
     int64_t widest = 0;
@@ -274,13 +299,16 @@ int64_t ll_decoder(const ll_decoder_layer *layers, const ll_pass *p, float *x)
     }
     pthread_mutex_lock(&pool.lock);
     float *q = (float *)scratch(3, 2 * p->num_tokens * widest * 4 + (p->num_seqs + 1) * 4), *attended = q + p->num_tokens * widest;
-    int failed = !q;
+    int failed = !q ? -1 : p->embedding ? embed_locked(p, x) : 0;
     for (int64_t i = 0; i < p->num_layers && !failed; i++) {
         const ll_linear_op *next = i + 1 < p->num_layers ? &layers[i + 1].attention->qkv : NULL;
         failed = decoder_layer(&layers[i], p, next, q, attended, (int32_t *)(attended + p->num_tokens * widest), x);
     }
+    if (!failed && p->head) failed = head_locked(p->head, x, p->num_tokens, p->logits);
+    for (int64_t t = 0; !failed && p->head && p->best && t < p->num_tokens; t++)
+        if (argmax_locked(p->logits + t * p->head->linear.n, p->head->linear.n, p->best + t) == -3) failed = -1;
     pthread_mutex_unlock(&pool.lock);
-    return failed ? -1 : 0;
+    return failed;
 }
 
 /* x [num_tokens][hidden] -> q [num_tokens][heads][dim]; stores keys and values */

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..embedding import Embedding
 from ..kv_pages import KVPages
-from ..segments import AttentionWeights, HeadWeights, Linear, MlpWeights, Norm
+from ..segments import AttentionWeights, HeadWeights, Linear, MlpWeights, Norm, Stepped
 from .build import lib
 from .interface import (
     ATTENTION,
@@ -35,8 +36,10 @@ from .interface import (
 )
 from .layout import Prepared
 
-__all__ = ["attention", "attn_in", "attn_out", "decoder", "head", "mlp"]
+__all__ = ["attention", "attn_in", "attn_out", "decoder", "head", "mlp", "step"]
 
+_LAYERS_ONLY = (0, 0, 0, 1.0, 0, 0, 0)
+"""of a pass: nothing before and after the layers, and a row of cosines for every token"""
 _NO_ROWS = 1
 """in place of the address that an empty tensor does not have; it is not read"""
 LayerCall = tuple[AttentionWeights, MlpWeights, int]
@@ -60,7 +63,7 @@ def attn_in(
         return composed(x, weights, cos, sin, pages, slot_mapping)
     num_tokens = x.shape[0]
     q = torch.empty((num_tokens, weights.num_heads, weights.head_dim))
-    step = STEP.pack(num_tokens, cos.shape[1], cos.data_ptr(), sin.data_ptr())
+    step = STEP.pack(num_tokens, cos.shape[1], cos.data_ptr(), sin.data_ptr(), 0)
     step += pack_pages(pages) + KV_TARGET.pack(slot_mapping.data_ptr())
     _check(lib().ll_attn_in(layer.address, x.data_ptr(), step, q.data_ptr()))
     return q
@@ -160,30 +163,111 @@ def decoder(
     wanted        int64 [num_rows], ascending: of every sequence none, or its last tokens
     """
     plan = _decoder_plan(layers, pages) if len(views) <= VIEWS else None
-    tensors = (x, *(t for view in views for t in view))
-    if plan is None or x.dtype is not torch.float32 or not all(t.is_contiguous() for t in tensors):
+    if plan is None or x.dtype is not torch.float32 or not (x.is_contiguous() and _lie_well(views)):
         return composed(x, layers, pages, views, cu_query_lens, seq_lens, wanted)
+    num_rows, rows = (0, 0) if wanted is None else (wanted.shape[0], wanted.data_ptr() or _NO_ROWS)
+    sizes = len(layers), x.shape[0], seq_lens.shape[0], num_rows
+    head = PASS.pack(*sizes, cu_query_lens.data_ptr(), seq_lens.data_ptr(), rows, *_LAYERS_ONLY)
+    _check(lib().ll_decoder(plan.structs, head + _packed(views), x.data_ptr()))
+    return x if wanted is None else x[:num_rows]
+
+
+def step(
+    composed: Callable[..., Stepped],
+    token_ids: Tensor,
+    positions: Tensor,
+    embedding: Embedding,
+    layers: Sequence[LayerCall],
+    pages: Sequence[KVPages],
+    views: Sequence[View],
+    cu_query_lens: Tensor,
+    seq_lens: Tensor,
+    weights: HeadWeights,
+    finds_best: bool = False,
+) -> Stepped:
+    """From token ids to logits in one call: between two of its parts Python would take as long as a layer, because the
+    weights that went through the caches drove it out of them.
+
+    token_ids, positions   int64 [num_tokens]
+    views                  cos and sin are those of all positions: float32 [positions, half]
+    """
+    plan = _decoder_plan(layers, pages) if len(views) <= VIEWS else None
+    last = _layer_of(weights.linear, weights, _head_layer)
+    if plan is None or last is None or embedding.dtype is not torch.float32 or not _lie_well(views):
+        return composed(
+            token_ids, positions, embedding, layers, pages, views, cu_query_lens, seq_lens, weights, finds_best
+        )
+    count = token_ids.shape[0]
+    hidden, logits, best = plan.outputs(count, weights)
+    table = embedding.prepared if isinstance(embedding.prepared, Prepared) else None
+    if table is None:
+        hidden.copy_(embedding(token_ids))
+    head = PASS.pack(
+        len(layers),
+        count,
+        seq_lens.shape[0],
+        0,
+        cu_query_lens.data_ptr(),
+        seq_lens.data_ptr(),
+        0,
+        positions.data_ptr(),
+        0 if table is None else table.address,
+        token_ids.data_ptr(),
+        embedding.scale,
+        last.address,
+        logits.data_ptr(),
+        best.data_ptr() if finds_best else 0,
+    )
+    _check(lib().ll_decoder(plan.structs, head + _packed(views), hidden.data_ptr()))
+    return hidden, logits, best if finds_best else None
+
+
+class _Decoder:
+    """The layers of a model and their pages as C knows them, and what the last step left."""
+
+    __slots__ = ("kept", "layers", "pages", "structs")
+
+    def __init__(self, layers: Sequence[LayerCall], pages: Sequence[KVPages], structs: ctypes.Array[Any]) -> None:
+        self.layers, self.pages, self.structs = layers, pages, structs
+        self.kept: Stepped | None = None
+
+    def outputs(self, count: int, head: HeadWeights) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states, logits and their largest for so many tokens; the same memory while the number stays.
+
+        A fresh tensor lets the interpreter go, and whoever reads the last token then holds the next one up.
+        """
+        kept, vocab = self.kept, head.linear.out_features
+        if kept is None or kept[2] is None or kept[1].shape != (count, vocab):
+            sizes = torch.empty(count, head.norm.weight.shape[0]), torch.empty(count, vocab)
+            kept = self.kept = (*sizes, torch.empty(count, dtype=torch.int64))
+        hidden, logits, best = kept
+        assert best is not None
+        return hidden, logits, best
+
+
+def _lie_well(views: Sequence[View]) -> bool:
+    return all(tensor.is_contiguous() for view in views for tensor in view)
+
+
+def _packed(views: Sequence[View]) -> bytes:
+    """`ll_view` of each, and the empty ones after them."""
     packed = [
         VIEW.pack(cos.data_ptr(), sin.data_ptr(), table.data_ptr(), slots.data_ptr(), cos.shape[1], table.shape[1])
         for cos, sin, table, slots in views
     ]
-    num_rows, rows = (0, 0) if wanted is None else (wanted.shape[0], wanted.data_ptr() or _NO_ROWS)
-    sizes = len(layers), x.shape[0], seq_lens.shape[0], num_rows
-    head = PASS.pack(*sizes, cu_query_lens.data_ptr(), seq_lens.data_ptr(), rows)
-    _check(lib().ll_decoder(plan, b"".join((head, *packed, bytes((VIEWS - len(views)) * VIEW.size))), x.data_ptr()))
-    return x if wanted is None else x[:num_rows]
+    return b"".join((*packed, bytes((VIEWS - len(views)) * VIEW.size)))
 
 
-def _decoder_plan(layers: Sequence[LayerCall], pages: Sequence[KVPages]) -> ctypes.Array[Any] | None:
+def _decoder_plan(layers: Sequence[LayerCall], pages: Sequence[KVPages]) -> _Decoder | None:
     """The layers as C knows them; None when one is not for C. Kept for tuples, until another one comes."""
     keeper = layers[0][0].qkv.parts[0].prepared
     if not isinstance(keeper, Prepared):
         return None
-    kept = keeper.decoder if isinstance(layers, tuple) and isinstance(pages, tuple) else None
-    if kept is not None and kept[0] is layers and kept[1] is pages:
-        return kept[2]
-    plan = (CDecoderLayer * len(layers))()
-    for struct, (attention_weights, mlp_weights, view), of_layer in zip(plan, layers, pages, strict=True):
+    kept: _Decoder | None = keeper.decoder if isinstance(layers, tuple) and isinstance(pages, tuple) else None
+    if kept is not None and kept.layers is layers and kept.pages is pages:
+        return kept
+    structs = (CDecoderLayer * len(layers))()
+    for struct, (attention_weights, mlp_weights, view), of_layer in zip(structs, layers, pages, strict=True):
         first = _layer_of(attention_weights.qkv, attention_weights, _attention_layer)
         second = _layer_of(mlp_weights.gate_up, mlp_weights, _mlp_layer)
         if first is None or second is None:
@@ -193,8 +277,8 @@ def _decoder_plan(layers: Sequence[LayerCall], pages: Sequence[KVPages]) -> ctyp
         struct.sinks = 0 if attention_weights.sinks is None else attention_weights.sinks.data_ptr()
         struct.view, struct.window = view, attention_weights.window or 0
         struct.scale, struct.softcap = attention_weights.scale, attention_weights.softcap or 0.0
-    keeper.decoder = (layers, pages, plan)
-    return plan
+    keeper.decoder = _Decoder(layers, pages, structs)
+    return keeper.decoder
 
 
 def _layer_of(linear: Linear, weights: Any, build: Callable[[Any], _Layer | None]) -> _Layer | None:
@@ -208,6 +292,8 @@ def _layer_of(linear: Linear, weights: Any, build: Callable[[Any], _Layer | None
 
 
 def _check(failed: int) -> None:
+    if failed == -2:
+        raise IndexError("a token id that the embedding has not")
     if failed:
         raise MemoryError("no memory for a segment's intermediate results")
 

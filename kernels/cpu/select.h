@@ -180,26 +180,33 @@ static int select_locked(select_job *j, int64_t n, int64_t candidates)
     return memory ? 0 : -3;
 }
 
-/* The first place of the largest of n numbers in every row. Returns 0; -1 when a row has a NaN; -3 without memory. */
+/* The first place of the largest of n numbers. Returns 0; -1, in its place too, for a NaN among them; -3 without memory. */
+static int argmax_locked(const float *logits, int64_t n, int64_t *out)
+{
+    select_job j = {.logits = logits};
+    if (select_locked(&j, n, 0)) return -3;
+    select_pieces(scan_pieces, &j);
+    float max = -INFINITY;
+    *out = 0;
+    for (int64_t p = 0; p < j.pieces; p++) {
+        if (j.parts[p].max != j.parts[p].max) {
+            *out = -1;
+            return -1;
+        }
+        if (j.parts[p].max > max) {
+            max = j.parts[p].max;
+            *out = j.parts[p].at;
+        }
+    }
+    return 0;
+}
+
+/* The same for every row. */
 int64_t ll_argmax(const float *logits, int64_t rows, int64_t n, int64_t *out)
 {
     int64_t state = 0;
     pthread_mutex_lock(&pool.lock);
-    for (int64_t r = 0; r < rows && !state; r++) {
-        select_job j = {.logits = logits + r * n};
-        state = select_locked(&j, n, 0);
-        if (state) break;
-        select_pieces(scan_pieces, &j);
-        float max = -INFINITY;
-        out[r] = 0;
-        for (int64_t p = 0; p < j.pieces; p++) {
-            if (j.parts[p].max != j.parts[p].max) state = -1;
-            if (j.parts[p].max > max) {
-                max = j.parts[p].max;
-                out[r] = j.parts[p].at;
-            }
-        }
-    }
+    for (int64_t r = 0; r < rows && !state; r++) state = argmax_locked(logits + r * n, n, out + r);
     pthread_mutex_unlock(&pool.lock);
     return state;
 }

@@ -108,7 +108,6 @@ class BatchBuilder:
             seq_lens_tensor=lens,
             logits_indices=rows,
             groups=tuple(map(AttentionInputs, self._tables[1], slot_mappings)),
-            position=positions[0] if count == 1 else None,
         )
 
     def _decode_tensors(

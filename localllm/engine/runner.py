@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from localllm.kernels.segments import Stepped
 from localllm.models.inputs import ForwardBatch
 from localllm.models.kv_cache import KVCache
 
@@ -16,7 +17,7 @@ from .cuda_graph import DecodeGraphs
 from .device_sampler import DeviceSampler
 from .draw import Draw
 from .pages import PageCopy
-from .sampler import draw
+from .sampler import draw, is_plain_greedy
 from .scheduler import Step
 from .sequence import Sequence
 
@@ -39,26 +40,46 @@ class ForwardModel(Protocol):
         """Rows [num_rows, hidden] -> float32 [num_rows, hidden], after the last norm"""
         ...
 
+    def step(self, batch: ForwardBatch, cache: KVCache, finds_best: bool = False) -> Stepped:
+        """Both for a batch that `is_decode`: hidden, logits, and the places of the largest ones where it looked"""
+        ...
+
 
 class ForwardOutput:
     """The wanted rows of a forward pass, turned into logits when they are needed.
 
     hidden  [num_rows, hidden], before the last norm
-    ready   float32 [num_rows, vocab] where a graph has computed the logits, too; valid until the next forward
+    ready   float32 [num_rows, vocab] where a graph or a step has computed the logits, too; valid until the next forward
     bucket  size of that graph, else 0
+    best    int64 [num_rows], where it is known: the first place of the largest logit of each row, -1 where one is NaN
     """
 
-    def __init__(self, model: ForwardModel, hidden: Tensor, ready: Tensor | None = None, bucket: int = 0) -> None:
+    def __init__(
+        self,
+        model: ForwardModel,
+        hidden: Tensor,
+        ready: Tensor | None = None,
+        bucket: int = 0,
+        best: Tensor | None = None,
+    ) -> None:
         self._model = model
         self._hidden = hidden
         self._ready = ready
         self.bucket = bucket
+        self._best = best
 
     def logits(self, rows: list[int]) -> Tensor:
         """float32 [len(rows), vocab]"""
         source = self._hidden if self._ready is None else self._ready
         picked = source if rows == list(range(source.shape[0])) else source[rows]
         return self._model.logits(picked) if self._ready is None else picked
+
+    def best(self, rows: list[int]) -> list[int] | None:
+        """The place of the largest logit of each of these rows, -1 where one is NaN; None where nobody looked."""
+        if self._best is None:
+            return None
+        found = self._best.tolist()
+        return [found[row] for row in rows]
 
     @property
     def all_logits(self) -> Tensor:
@@ -113,6 +134,10 @@ class Runner:
         batch = builder.build(step)
         if before is not None:
             before.fill(batch.token_ids, step.scheduled)
+        if self.sampler is None and num_layers is None and batch.is_decode:
+            greedy = any(is_plain_greedy(part.sequence.params) for part in step.scheduled)
+            hidden, logits, best = self.model.step(batch, self.cache, greedy)
+            return ForwardOutput(self.model, hidden, logits, best=best)
         given = {} if num_layers is None else {"num_layers": num_layers}
         return ForwardOutput(self.model, self.model.forward(batch, self.cache, **given))
 
@@ -122,7 +147,7 @@ class Runner:
         if not sequences:
             return Draw([], list)
         if self.sampler is None:
-            return draw(output.logits(rows), sequences)
+            return draw(output.logits(rows), sequences, output.best(rows))
         if output.bucket:
             return self.sampler.draw(output.all_logits, rows, sequences, output.bucket)
         return self.sampler.draw(output.logits(rows), list(range(len(rows))), sequences)

@@ -54,13 +54,13 @@ def is_plain_greedy(params: SamplingParams) -> bool:
     )
 
 
-def draw(logits: Tensor, sequences: list[Sequence]) -> Draw:
-    """One token per row of logits [num_rows, vocab] float32, on any device."""
+def draw(logits: Tensor, sequences: list[Sequence], best: list[int] | None = None) -> Draw:
+    """One token per row of logits [num_rows, vocab] float32, on any device; `best` as in `sample`."""
     if logits.device.type != "cpu" and all(is_argmax(s) and s.params.logprobs is None for s in sequences):
         ids = logits.argmax(-1)
         copy = ToHost(ids)
         return Draw(sequences, lambda: [(token, None) for token in copy.wait()[0].tolist()], ids)
-    results = sample(logits, sequences)
+    results = sample(logits, sequences, best)
     return Draw(sequences, lambda: results)
 
 
@@ -69,24 +69,26 @@ def is_argmax(sequence: Sequence) -> bool:
     return is_plain_greedy(sequence.params) and sequence.mask_row is None and not _bans_stop(sequence)
 
 
-def sample(logits: Tensor, sequences: list[Sequence]) -> list[Sampled]:
+def sample(logits: Tensor, sequences: list[Sequence], best: list[int] | None = None) -> list[Sampled]:
     """One token per row.
 
     logits     [num_rows, vocab] float32, left unchanged
     sequences  the sequence of each row
+    best       where it is known, the first place of the largest of each row, -1 where one is NaN
     returns    (token id, log-probabilities if asked for), or the exception that this row alone raised
     """
-    here = logits.device.type == "cpu"
-    on_device = [] if here or not any(is_plain_greedy(s.params) for s in sequences) else logits.argmax(-1).tolist()
+    if best is None and logits.device.type != "cpu" and any(is_plain_greedy(s.params) for s in sequences):
+        best = logits.argmax(-1).tolist()
     results: list[Sampled] = []
     for row, sequence in enumerate(sequences):
         try:
-            best = -1
+            largest = -1
             if is_plain_greedy(sequence.params):
-                one = logits if logits.shape[0] == 1 else logits[row : row + 1]
-                best = select.argmax(one)[0] if here else on_device[row]
-            if best >= 0 and (is_argmax(sequence) or _is_allowed_argmax(sequence, best)):
-                token = best
+                largest = best[row] if best is not None else -1
+                if largest < 0:
+                    largest = select.argmax(logits[row : row + 1])[0]
+            if largest >= 0 and (is_argmax(sequence) or _is_allowed_argmax(sequence, largest)):
+                token = largest
             else:
                 token = sample_row(logits[row].to("cpu", copy=not is_untouched(sequence)), sequence)
             wanted = sequence.params.logprobs

@@ -73,6 +73,10 @@ class FakeModel:
         base = torch.arange(1, VOCAB + 1, dtype=torch.float64)
         return (torch.sin(hidden * base) * 4).to(torch.float32)
 
+    def step(self, batch, cache, finds_best=False):
+        hidden = self.forward(batch, cache)
+        return hidden, self.logits(hidden), None
+
 
 def make(num_pages=64, window=None, broken=None, prefix_cache=True, max_context=200, fault=None, **limits):
     groups = tuple([GroupPages(num_pages)] + ([GroupPages(num_pages, window)] if window else []))

@@ -75,6 +75,10 @@ class Noting:
     def logits(self, hidden: Tensor) -> Tensor:
         return torch.zeros(hidden.shape[0], 1000)
 
+    def step(self, batch: Any, cache: Any, finds_best: bool = False) -> tuple[Tensor, Tensor, None]:
+        hidden = self.forward(batch, cache)
+        return hidden, self.logits(hidden), None
+
 
 def planned(**options: Any) -> Plan:
     return plan(model_facts(), MACHINES["cpu"], PlanOptions(**({"ctx": 1000, "prefill_budget": 100} | options)))
@@ -298,8 +302,9 @@ def allocating_model(facts: ModelFacts) -> Model:
         "attn_out": partial(segments.attn_out, norm),
         "mlp": partial(segments.mlp, norm, {"silu": gated}),
     }
+    head, decoder = partial(segments.head, norm), partial(segments.decoder, *parts.values())
     table = segments.KernelTable(
-        **parts, head=partial(segments.head, norm), decoder=partial(segments.decoder, *parts.values()), ops=()
+        **parts, head=head, decoder=decoder, step=partial(segments.step, decoder, head), ops=()
     )
     layers = [DecoderLayer(attention, mlp)] * facts.num_layers
     embedding = Embedding(lambda ids: torch.empty(len(ids), hidden), 1.0, bf16, 0)

@@ -10,6 +10,7 @@ from localllm.kernels import Impl, Weight, reference
 from localllm.kernels.cpu import ops
 from localllm.kernels.cpu import segments as fused
 from localllm.kernels.cpu.linear import IMPLS
+from localllm.kernels.embedding import Embedding, prepared_rows
 from localllm.kernels.kv_pages import KVPages
 from localllm.kernels.ops import OpFacts
 from localllm.kernels.segments import AttentionWeights, HeadWeights, Linear, LinearPart, MlpWeights, Norm, kernel_table
@@ -241,6 +242,42 @@ def test_all_layers_in_one_call(isa: str, kv: str) -> None:
             kept = [part for of_layer in pages for part in of_layer if part is not None]
             for one, other in zip((y, *kept), (results[0][0][rows], *results[0][1:]), strict=True):
                 assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("softcap", [None, 8.0])
+def test_a_step_in_one_call(isa: str, softcap: float | None) -> None:
+    facts = OpFacts(num_heads=4, num_kv_heads=2, head_dim=8)
+    table, parts = kernel_table(facts), kernel_table(facts, frozenset({"step:c"}))
+    mlp = MlpWeights(norm(64), Linear((linear(192, 64, C_INT16),)), Linear((linear(64, 96, C_INT16),)), "silu")
+    layers = tuple((attention_weights(kind), mlp, view) for kind, view in (("plain", 0), ("post norms", 1)))
+    vocabulary = linear(5000, 64, C_INT16)
+    rows = prepared_rows(vocabulary.prepared)
+    assert rows is not None
+    read = Embedding(rows, 3.5, torch.float32, 0, vocabulary.prepared)
+    given = Embedding(rows, 3.5, torch.float32, 0)
+    head = HeadWeights(norm(64), Linear((vocabulary,)), softcap)
+    for count in (1, 5):
+        ids, positions = torch.randint(5000, (count,)), torch.randint(16, (count,))
+        blocks = torch.arange(2 * count, dtype=torch.int32).view(count, 2)
+        views = [(torch.rand(40, 4), torch.rand(40, 4), blocks, torch.arange(count) * 32 + positions) for _ in range(2)]
+        where = torch.arange(count + 1, dtype=torch.int32), (positions + 1).int()
+        pages = tuple(zeros(2 * count) for _ in layers)
+        turned = [(cos[positions], sin[positions], *rest) for cos, sin, *rest in views]
+        hidden = table.decoder(rows(ids) * 3.5, layers, pages, turned, *where)
+        logits = table.head(hidden, head)
+        for embedding in (read, given):
+            found = fused.step(
+                lambda *_: pytest.fail("composed"), ids, positions, embedding, layers, pages, views, *where, head, True
+            )
+            assert torch.equal(found[0], hidden) and torch.equal(found[1], logits)
+            assert found[2] is not None and found[2].tolist() == logits.argmax(-1).tolist()
+        composed = parts.step(ids, positions, read, layers, pages, views, *where, head)
+        assert composed[2] is None and torch.equal(composed[1], logits)
+    broken = HeadWeights(Norm(torch.full((64,), torch.nan), 1e-5), head.linear, softcap)
+    best = table.step(ids, positions, read, layers, pages, views, *where, broken, True)[2]
+    assert best is not None and best.tolist() == [-1] * 5
+    with pytest.raises(IndexError, match="token id"):
+        table.step(ids + 5000, positions, read, layers, pages, views, *where, head)
 
 
 def test_layers_prepared_by_others_are_composed() -> None:
