@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -193,17 +196,56 @@ def step(
     """
     plan = _decoder_plan(layers, pages) if len(views) <= VIEWS else None
     last = _layer_of(weights.linear, weights, _head_layer)
-    if plan is None or last is None or embedding.dtype is not torch.float32 or not _lie_well(views):
-        return composed(
-            token_ids, positions, embedding, layers, pages, views, cu_query_lens, seq_lens, weights, finds_best
-        )
-    count = token_ids.shape[0]
-    hidden, logits, best = plan.outputs(count, weights)
-    table = embedding.prepared if isinstance(embedding.prepared, Prepared) else None
-    if table is None:
-        hidden.copy_(embedding(token_ids))
-    head = PASS.pack(
-        len(layers),
+    given = (token_ids, positions, embedding, cu_query_lens, seq_lens, weights, finds_best, *chain.from_iterable(views))
+    call = plan.call if plan is not None else None
+    if call is None or len(call.given) != len(given) or not all(map(is_, call.given, given)):
+        if plan is None or last is None or embedding.dtype is not torch.float32 or not _lie_well(views):
+            same = token_ids, positions, embedding, layers, pages, views, cu_query_lens, seq_lens, weights, finds_best
+            return composed(*same)
+        call = plan.call = _step_call(plan, given, views, last)
+    if not isinstance(embedding.prepared, Prepared):
+        call.results[0].copy_(embedding(token_ids))
+    _check(lib().ll_decoder(call.structs, call.packed, call.hidden))
+    return call.results
+
+
+@dataclass(slots=True)
+class _StepCall:
+    """A step's arguments as C takes them: decoding gives the same tensors again, with other numbers in them."""
+
+    given: tuple[Any, ...]
+    structs: ctypes.Array[Any]
+    packed: bytes
+    hidden: int
+    """the address of the first result"""
+    results: Stepped
+
+
+class _Decoder:
+    """The layers of a model and their pages as C knows them, and the last step."""
+
+    __slots__ = ("call", "layers", "pages", "structs")
+
+    def __init__(self, layers: Sequence[LayerCall], pages: Sequence[KVPages], structs: ctypes.Array[Any]) -> None:
+        self.layers, self.pages, self.structs = layers, pages, structs
+        self.call: _StepCall | None = None
+
+
+def _step_call(plan: _Decoder, given: tuple[Any, ...], views: Sequence[View], head: _Layer) -> _StepCall:
+    """`ll_pass` of a whole step. Its results take the memory of the last one's while their number stays the same: a
+    fresh tensor lets the interpreter go, and whoever reads the last token then holds up the next one.
+    """
+    token_ids, positions, embedding, cu_query_lens, seq_lens, weights, finds_best = given[:7]
+    count, vocab = token_ids.shape[0], weights.linear.out_features
+    if plan.call is not None and plan.call.results[1].shape == (count, vocab):
+        hidden, logits, best = plan.call.results
+    else:
+        plan.call = None  # its memory goes first
+        hidden, logits, best = torch.empty(count, weights.norm.weight.shape[0]), torch.empty(count, vocab), None
+    if finds_best and best is None:
+        best = torch.empty(count, dtype=torch.int64)
+    packed = PASS.pack(
+        len(plan.layers),
         count,
         seq_lens.shape[0],
         0,
@@ -211,38 +253,15 @@ def step(
         seq_lens.data_ptr(),
         0,
         positions.data_ptr(),
-        0 if table is None else table.address,
+        embedding.prepared.address if isinstance(embedding.prepared, Prepared) else 0,
         token_ids.data_ptr(),
         embedding.scale,
-        last.address,
+        head.address,
         logits.data_ptr(),
-        best.data_ptr() if finds_best else 0,
+        best.data_ptr() if finds_best and best is not None else 0,
     )
-    _check(lib().ll_decoder(plan.structs, head + _packed(views), hidden.data_ptr()))
-    return hidden, logits, best if finds_best else None
-
-
-class _Decoder:
-    """The layers of a model and their pages as C knows them, and what the last step left."""
-
-    __slots__ = ("kept", "layers", "pages", "structs")
-
-    def __init__(self, layers: Sequence[LayerCall], pages: Sequence[KVPages], structs: ctypes.Array[Any]) -> None:
-        self.layers, self.pages, self.structs = layers, pages, structs
-        self.kept: Stepped | None = None
-
-    def outputs(self, count: int, head: HeadWeights) -> tuple[Tensor, Tensor, Tensor]:
-        """Hidden states, logits and their largest for so many tokens; the same memory while the number stays.
-
-        A fresh tensor lets the interpreter go, and whoever reads the last token then holds the next one up.
-        """
-        kept, vocab = self.kept, head.linear.out_features
-        if kept is None or kept[2] is None or kept[1].shape != (count, vocab):
-            sizes = torch.empty(count, head.norm.weight.shape[0]), torch.empty(count, vocab)
-            kept = self.kept = (*sizes, torch.empty(count, dtype=torch.int64))
-        hidden, logits, best = kept
-        assert best is not None
-        return hidden, logits, best
+    results = hidden, logits, best if finds_best else None
+    return _StepCall(given, plan.structs, packed + _packed(views), hidden.data_ptr(), results)
 
 
 def _lie_well(views: Sequence[View]) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -16,15 +18,23 @@ DTYPES = {np.int64: torch.int64, np.int32: torch.int32}
 
 
 class Decoding(NamedTuple):
-    """The tensors of a decode step of so many sequences, over arrays that every such step writes anew."""
+    """The tensors of a decode step of so many sequences, over memory that every such step writes anew."""
 
-    numbers: np.ndarray
-    """int64 [2 + cache groups, sequences]: token ids, positions, slots"""
-    lens: np.ndarray
-    """int32 [sequences]"""
+    layout: struct.Struct
+    memory: bytearray
     rows: tuple[torch.Tensor, ...]
-    """of `numbers`"""
-    lens_tensor: torch.Tensor
+    """int64 [sequences] each: token ids, positions, slots of every cache group"""
+    lens: torch.Tensor
+    """int32 [sequences]"""
+
+    @classmethod
+    def of(cls, num_rows: int, count: int) -> Decoding:
+        """For `count` sequences."""
+        layout = struct.Struct(f"={num_rows * count}q{count}i")
+        memory = bytearray(layout.size)
+        rows = torch.frombuffer(memory, dtype=torch.int64, count=num_rows * count).view(num_rows, count)
+        lens = torch.frombuffer(memory, dtype=torch.int32, count=count, offset=rows.nbytes)
+        return cls(layout, memory, rows.unbind(0), lens)
 
 
 class BatchBuilder:
@@ -120,12 +130,10 @@ class BatchBuilder:
             return rows, self._tensor(np.array([at + 1 for at in positions], dtype=np.int32))
         kept = self._decoding.get(count)
         if kept is None:
-            numbers, lens = np.empty((2 + len(slots), count), dtype=np.int64), np.empty(count, dtype=np.int32)
-            kept = Decoding(numbers, lens, torch.from_numpy(numbers).unbind(0), torch.from_numpy(lens))
-            self._decoding[count] = kept
-        kept.numbers[:] = [ids, positions, *slots]
-        np.add(kept.numbers[1], 1, out=kept.lens, casting="unsafe")
-        return kept.rows, kept.lens_tensor
+            kept = self._decoding[count] = Decoding.of(2 + len(slots), count)
+        numbers = [*ids, *positions, *chain.from_iterable(slots), *(at + 1 for at in positions)]
+        kept.layout.pack_into(kept.memory, 0, *numbers)
+        return kept.rows, kept.lens
 
     def _group(self, parts: list[Scheduled], group: int, positions: np.ndarray) -> AttentionInputs:
         table = self._table(parts, group)

@@ -223,6 +223,7 @@ class Engine:
 
     # --- the engine's thread -----------------------------------------------------------------------------------------
 
+    @torch.inference_mode()  # entered once: each time takes some 50 us between two steps
     def _loop(self) -> None:
         try:
             if self._device.type == "cuda":
@@ -237,7 +238,7 @@ class Engine:
                     if self._closing:
                         break
                 if self._is_wanted():
-                    self.run_once()
+                    self._run_once()
                 else:
                     self.run_idle()
         except BaseException as error:
@@ -262,8 +263,12 @@ class Engine:
         except Exception:  # what is done on the side ends no request
             log.exception("an idle job failed")
 
+    @torch.inference_mode()
     def run_once(self) -> None:
-        """Take what came in, then one step. The loop's body; tests call it without a thread."""
+        """Take what came in, then one step: the loop's body, for those who have no thread."""
+        self._run_once()
+
+    def _run_once(self) -> None:
         while self._inbox:
             kind, value = self._inbox.popleft()
             if kind == "submit":
@@ -407,8 +412,7 @@ class Engine:
                 row += count
             if flight.masks is None:
                 self._masks.fill(sequences)
-            with torch.inference_mode():
-                flight.draw = self._runner.sample(flight.output, rows, sequences)
+            flight.draw = self._runner.sample(flight.output, rows, sequences)
         except Exception as error:
             flight.error = error
         for sequence in sequences:
@@ -437,31 +441,29 @@ class Engine:
             self._pool(sequence, output, row + skip, row + part.num_tokens)
             sequence.num_rows_done = part.start + part.num_tokens
             return
-        with torch.inference_mode():
-            for logits in output.pieces(row + skip, row + part.num_tokens, self._runner.vocab_size):
-                if sequence.request.score:
-                    scores = torch.log_softmax(logits, -1).cpu().numpy()
-                    progress = (at + len(scores), sequence.num_prompt_tokens)
-                    self._publish(sequence, TokenEvent(sequence.request.request_id, scores=scores, prefill=progress))
-                else:
-                    wanted = sequence.params.prompt_logprobs or 0
-                    for offset in range(logits.shape[0]):
-                        if at + offset + 1 < sequence.num_prompt_tokens:
-                            target = prompt[at + offset + 1]
-                            sequence.prompt_logprobs.append(token_logprob(logits[offset], target, wanted))
-                at += logits.shape[0]
+        for logits in output.pieces(row + skip, row + part.num_tokens, self._runner.vocab_size):
+            if sequence.request.score:
+                scores = torch.log_softmax(logits, -1).cpu().numpy()
+                progress = (at + len(scores), sequence.num_prompt_tokens)
+                self._publish(sequence, TokenEvent(sequence.request.request_id, scores=scores, prefill=progress))
+            else:
+                wanted = sequence.params.prompt_logprobs or 0
+                for offset in range(logits.shape[0]):
+                    if at + offset + 1 < sequence.num_prompt_tokens:
+                        target = prompt[at + offset + 1]
+                        sequence.prompt_logprobs.append(token_logprob(logits[offset], target, wanted))
+            at += logits.shape[0]
         sequence.num_rows_done = max(sequence.num_rows_done, at)
 
     @staticmethod
     def _pool(sequence: Sequence, output: ForwardOutput, start: int, end: int) -> None:
         """Add rows [start, end) to the mean of a sequence, or keep the last of them."""
-        with torch.inference_mode():
-            rows = output.normed(start, end)
-            if sequence.request.pooling == "last":
-                sequence.pooled = rows[-1].clone()
-            else:
-                total = rows.sum(0)
-                sequence.pooled = total if sequence.pooled is None else sequence.pooled + total
+        rows = output.normed(start, end)
+        if sequence.request.pooling == "last":
+            sequence.pooled = rows[-1].clone()
+        else:
+            total = rows.sum(0)
+            sequence.pooled = total if sequence.pooled is None else sequence.pooled + total
 
     @staticmethod
     def _pooled_event(sequence: Sequence) -> TokenEvent:

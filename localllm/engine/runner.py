@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from localllm.kernels.segments import Stepped
@@ -98,7 +97,7 @@ class ForwardOutput:
 
 
 class Runner:
-    """Runs a model over its cache.
+    """Runs a model over its cache, in inference mode where its caller is.
 
     graphs   decode steps replayed from captured graphs; None runs everything eagerly
     sampler  samples where the logits are; None: on the host
@@ -118,7 +117,6 @@ class Runner:
         self.graphs = graphs
         self.sampler = sampler
 
-    @torch.inference_mode()
     def forward(
         self, builder: BatchBuilder, step: Step, before: Draw | None = None, num_layers: int | None = None
     ) -> ForwardOutput:
@@ -141,7 +139,6 @@ class Runner:
         given = {} if num_layers is None else {"num_layers": num_layers}
         return ForwardOutput(self.model, self.model.forward(batch, self.cache, **given))
 
-    @torch.inference_mode()
     def sample(self, output: ForwardOutput, rows: list[int], sequences: list[Sequence]) -> Draw:
         """One token for each of `sequences`, from the rows of `output` that are theirs."""
         if not sequences:

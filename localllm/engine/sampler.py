@@ -56,7 +56,11 @@ def is_plain_greedy(params: SamplingParams) -> bool:
 
 def draw(logits: Tensor, sequences: list[Sequence], best: list[int] | None = None) -> Draw:
     """One token per row of logits [num_rows, vocab] float32, on any device; `best` as in `sample`."""
-    if logits.device.type != "cpu" and all(is_argmax(s) and s.params.logprobs is None for s in sequences):
+    if (
+        best is None
+        and logits.device.type != "cpu"
+        and all(is_argmax(s) and s.params.logprobs is None for s in sequences)
+    ):
         ids = logits.argmax(-1)
         copy = ToHost(ids)
         return Draw(sequences, lambda: [(token, None) for token in copy.wait()[0].tolist()], ids)
@@ -85,9 +89,9 @@ def sample(logits: Tensor, sequences: list[Sequence], best: list[int] | None = N
             largest = -1
             if is_plain_greedy(sequence.params):
                 largest = best[row] if best is not None else -1
-                if largest < 0:
+                if largest < 0:  # or there is a NaN, which is raised
                     largest = select.argmax(logits[row : row + 1])[0]
-            if largest >= 0 and (is_argmax(sequence) or _is_allowed_argmax(sequence, largest)):
+            if largest >= 0 and _takes_largest(sequence, largest):
                 token = largest
             else:
                 token = sample_row(logits[row].to("cpu", copy=not is_untouched(sequence)), sequence)
@@ -278,12 +282,12 @@ def _apply_mask(logits: Tensor, row: np.ndarray | Exception) -> None:
     np.copyto(logits.numpy(), -np.inf, where=banned)  # 15 us of 49k; masked_fill_ takes 50, indexing 100
 
 
-def _is_allowed_argmax(sequence: Sequence, token: int) -> bool:
-    """Whether a mask changes nothing for a greedy row: its largest logit is allowed."""
+def _takes_largest(sequence: Sequence, token: int) -> bool:
+    """Whether nothing changes what a plain greedy row takes, its largest logit: a mask may allow it."""
     row = sequence.mask_row
-    if not isinstance(row, np.ndarray) or not is_plain_greedy(sequence.params) or _bans_stop(sequence):
+    if _bans_stop(sequence) or isinstance(row, Exception):
         return False
-    return bool(row[token // 32] >> (token % 32) & 1)
+    return row is None or bool(row[token // 32] >> (token % 32) & 1)
 
 
 def _allowed(row: np.ndarray, vocab_size: int) -> np.ndarray:
