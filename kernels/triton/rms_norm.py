@@ -34,7 +34,8 @@ def _norm_rows(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, PADDED)
     ok = (row < num_rows)[:, None] & (d < DIM)[None, :]
-    gain = tl.load(weight + d, mask=d < DIM, other=0.0).to(tl.float32) + offset
+    # in two dimensions, as x is: one would go through shared memory (4,096: 8 KB, and a spill on sm_120)
+    gain = tl.load(weight + d[None, :], mask=(d < DIM)[None, :], other=0.0).to(tl.float32) + offset
     if PDL:
         tl.extra.cuda.gdc_wait()
     at = ((row // inner) * outer_stride + (row % inner) * DIM)[:, None] + d[None, :]
@@ -45,7 +46,7 @@ def _norm_rows(
         tl.store(total + at, rounded, mask=ok)
         wide = rounded.to(tl.float32)
     scale = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 1) * (1.0 / DIM) + eps)
-    result = wide * scale[:, None] * gain[None, :]
+    result = wide * scale[:, None] * gain
     tl.store(out + row[:, None] * DIM + d[None, :], result.to(out.dtype.element_ty), mask=ok)
 
 
