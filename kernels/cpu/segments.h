@@ -258,15 +258,15 @@ static void pick_rows(const ll_pass *p, int64_t width, int64_t hidden, float *q,
     }
 }
 
-/* One layer; `next` is the first product of the layer after it. The last one has none: it stores keys and values of all
+/* One layer; `next` is the product that comes after it, if there is one. The last layer stores keys and values of all
  * tokens and computes the rest for those that are wanted, of a long prompt one; `cu_rows` has room for their bounds. */
-static int decoder_layer(const ll_decoder_layer *d, const ll_pass *p, const ll_linear_op *next, float *q, float *attended, int32_t *cu_rows,
-                         float *x)
+static int decoder_layer(const ll_decoder_layer *d, const ll_pass *p, int is_last, const ll_linear_op *next, float *q, float *attended,
+                         int32_t *cu_rows, float *x)
 {
     const ll_attention_layer *l = d->attention;
     const ll_view *view = &p->views[d->view];
     const ll_step step = {p->num_tokens, view->half, view->cos, view->sin, p->positions, {d->pages, view->slots}};
-    const int picks = !next && p->rows;
+    const int picks = is_last && p->rows;
     const int64_t rows = picks ? p->num_rows : p->num_tokens;
     const ll_attention_args args = {d->pages, q, attended, view->block_table, picks ? cu_rows : p->cu_query_lens, p->seq_lens, d->sinks,
                                     p->num_seqs, view->max_pages, l->num_heads, d->window, (float)d->scale, (float)d->softcap};
@@ -301,8 +301,9 @@ int64_t ll_decoder(const ll_decoder_layer *layers, const ll_pass *p, float *x)
     float *q = (float *)scratch(3, 2 * p->num_tokens * widest * 4 + (p->num_seqs + 1) * 4), *attended = q + p->num_tokens * widest;
     int failed = !q ? -1 : p->embedding ? embed_locked(p, x) : 0;
     for (int64_t i = 0; i < p->num_layers && !failed; i++) {
-        const ll_linear_op *next = i + 1 < p->num_layers ? &layers[i + 1].attention->qkv : NULL;
-        failed = decoder_layer(&layers[i], p, next, q, attended, (int32_t *)(attended + p->num_tokens * widest), x);
+        const int is_last = i + 1 == p->num_layers;
+        const ll_linear_op *next = !is_last ? &layers[i + 1].attention->qkv : p->head ? &p->head->linear : NULL;
+        failed = decoder_layer(&layers[i], p, is_last, next, q, attended, (int32_t *)(attended + p->num_tokens * widest), x);
     }
     if (!failed && p->head) failed = head_locked(p->head, x, p->num_tokens, p->logits);
     for (int64_t t = 0; !failed && p->head && p->best && t < p->num_tokens; t++)
