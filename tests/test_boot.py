@@ -55,11 +55,15 @@ def test_a_planted_wrong_kernel_is_not_used_and_the_user_is_told(
     def planted_decoder(composed: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any) -> torch.Tensor:
         return composed(x, *rest).mul_(1.1)
 
+    def planted_step(composed: Callable[..., Any], *given: Any) -> Any:
+        hidden, logits, _ = composed(*given)
+        return hidden, logits, logits.argmin(-1)
+
     right = dict(cpu_ops.IMPLS)
     with LLM(tiny_path, ctx=256) as llm:
         expected = tokens(llm)
         assert llm.state().warnings == ()
-    for name, run in (("rms_norm", planted), ("decoder", planted_decoder)):
+    for name, run in (("rms_norm", planted), ("decoder", planted_decoder), ("step", planted_step)):
         wrong = (OpImpl("planted", lambda facts: None, run), *right[name])
         monkeypatch.setattr(cpu_ops, "IMPLS", {**right, name: wrong})
         with LLM(tiny_path, ctx=256) as llm:
@@ -174,6 +178,7 @@ def test_kernels_in_words() -> None:
     plain = dict.fromkeys(classes, "c_int16") | {"paged_attention": "c", "rms_norm": "c", "rope": "c", "kv_write": "c"}
     assert kernel_words(plain) == "products c_int16, attention c"
     assert kernel_words(plain | {"decoder": "c"}) == "products c_int16, attention c, fused decoder c"
+    assert kernel_words(plain | {"decoder": "c", "step": "c"}).endswith(", fused step c")
     mixed = plain | {"lm_head": "c_float32", "rope": "torch"}
     assert kernel_words(mixed) == "qkv+o+gate_up+down c_int16, lm_head c_float32, attention c, rope torch"
 

@@ -101,10 +101,11 @@ def _labelled(llm: LLM, label: Label) -> Iterator[None]:
     engine: Any = llm.engine
     model: Any = engine._runner.model
     places = [(engine.scheduler, "schedule"), (engine.builder, "build"), (model, "forward"), (model, "logits")]
-    places += [(engine, name) for name in ("_launch", "_sample", "_commit")]
+    places += [(model, "step"), *((engine, name) for name in ("_launch", "_sample", "_commit"))]
     table = model.table
     for owner, name in places:
-        setattr(owner, name, _named(label, name.removeprefix("_"), getattr(owner, name)))
+        known = "forward" if (owner, name) == (model, "step") else name.removeprefix("_")
+        setattr(owner, name, _named(label, known, getattr(owner, name)))
     if llm.plan.device == "cpu":
         model.table = _labelled_table(table, label)
     try:
@@ -116,10 +117,11 @@ def _labelled(llm: LLM, label: Label) -> Iterator[None]:
 
 
 def _labelled_table(table: Any, label: Label) -> Any:
-    """The segments under their names, and the decoder made of them."""
-    from localllm.kernels.segments import decoder
+    """The segments under their names, and the decoder and the step made of them."""
+    from localllm.kernels.segments import decoder, step
 
-    names = [field.name for field in fields(table) if field.name not in ("ops", "decoder")]
+    names = [field.name for field in fields(table) if field.name not in ("ops", "decoder", "step")]
     segments = {name: _named(label, name, getattr(table, name)) for name in names}
     first, second, third, last = (segments[name] for name in ("attn_in", "attention", "attn_out", "mlp"))
-    return replace(table, **segments, decoder=_named(label, "decoder", partial(decoder, first, second, third, last)))
+    layers = _named(label, "decoder", partial(decoder, first, second, third, last))
+    return replace(table, **segments, decoder=layers, step=partial(step, layers, segments["head"]))

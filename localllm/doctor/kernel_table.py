@@ -64,7 +64,7 @@ def cpu_rows() -> Iterator[dict[str, Any]]:
         taken = choose_op(op, facts)
         before = [impl for impl in op_impls(op)[: op_impls(op).index(taken)] if impl.fits(facts)]
         yield _row(op, taken.name, "; ".join(f"{impl.name}: {impl.fits(facts)}" for impl in before))
-    for segment in ("attn_in", "attention", "attn_out", "mlp", "head", "decoder"):
+    for segment in ("attn_in", "attention", "attn_out", "mlp", "head", "decoder", "step"):
         fused = choose_segment(segment, facts)
         yield _row(segment, fused.name if fused else "composed", "")
     for form in FORMS:

@@ -80,8 +80,8 @@ def test_a_trace_names_the_parts_of_one_step(llm: LLM, tmp_path: Path) -> None:
     file = tmp_path / "step.json"
     write_trace(llm, file, prompt_words(llm, 16))
     events = json.loads(file.read_text())["traceEvents"]
-    count = {name: sum(event["name"] == name for event in events) for name in ("step", "decoder", "mlp", "logits")}
-    assert count == {"step": 1, "decoder": 1, "mlp": 30, "logits": 1}
+    count = {name: sum(event["name"] == name for event in events) for name in ("step", "decoder", "mlp", "head")}
+    assert count == {"step": 1, "decoder": 1, "mlp": 30, "head": 1}
     step = next(event for event in events if event["name"] == "step")
     assert all(step["ts"] <= e["ts"] and e["ts"] + e["dur"] <= step["ts"] + step["dur"] + 1 for e in events)
     again = llm.submit(prompt_words(llm, 4), SamplingParams(max_tokens=2))

@@ -33,18 +33,19 @@ def test_a_model_whose_kernels_are_right_keeps_them(tiny: Callable, tmp_path: Pa
     assert model.kernels["decoder"] == "c"
 
 
-@pytest.mark.parametrize("segment", ["decoder", "mlp", "attn_out", "attention", "attn_in"])
+@pytest.mark.parametrize("segment", ["step", "decoder", "mlp", "attn_out", "attention", "attn_in"])
 def test_a_wrong_fused_segment_is_caught(
     segment: str, tiny: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wrong(composed: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
         out = composed(*arguments)
-        out[-1] += 1.0
+        changed = out[1] if segment == "step" else out
+        changed[-1] += 1.0
         return out
 
     impls = {**cpu_ops.IMPLS, segment: (OpImpl("planted", lambda facts: None, wrong), *cpu_ops.IMPLS[segment])}
-    if segment != "decoder":
-        del impls["decoder"]
+    for larger in {"step", "decoder"} - {segment}:  # what is made of it, and has it in C
+        del impls[larger]
     monkeypatch.setattr(cpu_ops, "IMPLS", impls)
     model, test = load(tiny, tmp_path)
     assert [failure.name for failure in test.failures] == [f"{segment}:planted"]
