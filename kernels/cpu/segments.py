@@ -202,6 +202,7 @@ def step(
         if plan is None or last is None or embedding.dtype is not torch.float32 or not _lie_well(views):
             same = token_ids, positions, embedding, layers, pages, views, cu_query_lens, seq_lens, weights, finds_best
             return composed(*same)
+        call = None  # its memory goes first, where it is not taken again
         call = plan.call = _step_call(plan, given, views, last)
     if not isinstance(embedding.prepared, Prepared):
         call.results[0].copy_(embedding(token_ids))
@@ -240,7 +241,7 @@ def _step_call(plan: _Decoder, given: tuple[Any, ...], views: Sequence[View], he
     if plan.call is not None and plan.call.results[1].shape == (count, vocab):
         hidden, logits, best = plan.call.results
     else:
-        plan.call = None  # its memory goes first
+        plan.call = None
         hidden, logits, best = torch.empty(count, weights.norm.weight.shape[0]), torch.empty(count, vocab), None
     if finds_best and best is None:
         best = torch.empty(count, dtype=torch.int64)

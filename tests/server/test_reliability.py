@@ -229,7 +229,7 @@ def test_rel_10_an_engine_that_dies_comes_back(own, own_llm, monkeypatch):
     def die():
         raise SystemError("the thread is gone")
 
-    monkeypatch.setattr(engine, "run_once", die)
+    monkeypatch.setattr(engine, "_run_once", die)
     first = httpx.post(own.url + CHAT, json=ask(), timeout=20)
     assert first.status_code == 503
     died = time.monotonic()

@@ -120,14 +120,15 @@ class SceneBackend(FakeBackend):
 
 
 def fill(path: Path) -> None:
-    """Some saved chats."""
-    now = time.time()
+    """Some saved chats, of today and days before, at whatever hour this runs."""
+    today = time.localtime()
+    midnight = time.mktime((today.tm_year, today.tm_mon, today.tm_mday, 0, 0, 0, 0, 0, -1))
     with History(path) as history:
         for number, (title, hours) in enumerate(
-            [("Haiku about GPUs", 2), ("Commit message", 26), ("SQL explain", 28), ("Rename photos by date", 80)]
+            [("Haiku about GPUs", 0), ("Commit message", 2), ("SQL explain", 4), ("Rename photos by date", 60)]
         ):
             one = SavedMessage(number + 1, f"c{number}", None, "user", title, created=WHEN)
-            history.save(SavedChat(f"c{number}", title, "qwen3-4b", updated=now - hours * 3600), [one])
+            history.save(SavedChat(f"c{number}", title, "qwen3-4b", updated=midnight - hours * 3600), [one])
 
 
 def conversation() -> Conversation:
