@@ -161,6 +161,9 @@ static void quantise_blocks(const float *x, uint8_t *planes, xblock *meta, int p
 }
 #endif
 
+/* What a product of integers takes off every code. */
+INLINE int32_t dot_zero(const ll_weight *w) { return (int32_t)w->zero_offset - (code_is_wide(w->code) ? DOT_BIAS : 0); }
+
 typedef struct {
     const ll_weight *w;
     activations *a;
@@ -175,7 +178,7 @@ static void prepare_rows(void *arg, int64_t begin, int64_t end, int thread)
     prepare_job *j = arg;
     const ll_weight *w = j->w;
     const int pairs = j->a->pairs, halves = halves_of(w), has_min = w->min_kind != NUM_NONE;
-    const int32_t zero = (int32_t)w->zero_offset - (code_is_wide(w->code) ? DOT_BIAS : 0);
+    const int32_t zero = dot_zero(w);
     float buffer[BLOCK];
     if (!j->a->exact && !w->perm && !w->pre_scale && w->k % BLOCK == 0) { /* blocks of all rows lie end to end */
         int64_t b = begin * w->blocks;
@@ -213,6 +216,14 @@ static int64_t activation_bytes(const ll_weight *w, const activations *a)
 {
     const int64_t each = !a->exact ? XBYTES : copies_floats(w, a) ? BLOCK * 4 : 0;
     return meta_bytes_of(w, a) + round_up(a->m * w->blocks * each, 64) + 64;
+}
+
+/* Whether what is made ready for products with one is also what the other takes. */
+static int prepares_alike(const ll_weight *w, const activations *a, const ll_weight *other, const activations *b)
+{
+    if (w->perm || w->pre_scale || other->perm || other->pre_scale) return 0;
+    return a->exact == b->exact && a->pairs == b->pairs && w->k == other->k && halves_of(w) == halves_of(other) &&
+           (w->min_kind != NUM_NONE) == (other->min_kind != NUM_NONE) && dot_zero(w) == dot_zero(other);
 }
 
 /* Makes `a` ready for products with w, in `memory`. */

@@ -10,28 +10,6 @@
 #include "matmul_float.h"
 #include "matmul_int.h"
 
-/* Fills `a` for m rows of x and a product with w. */
-static activations activations_of(const ll_weight *w, const float *x, int64_t m, int exact)
-{
-    activations a = {.x = x, .m = m, .exact = exact || code_is_float(w->code)};
-    a.pairs = MANY_PAIRS && !few_rows(w, m);
-    return a;
-}
-
-/* out = x @ value(w).T (+ bias) (+ residual); the caller holds pool.lock. Returns 0, or -1 without memory. */
-static int linear_into(const ll_weight *w, const float *x, int64_t m, const float *bias, const float *residual, float *out, int64_t stride,
-                       int exact)
-{
-    activations a = activations_of(w, x, m, exact);
-    uint8_t *memory = scratch(0, activation_bytes(w, &a));
-    if (!memory) return -1;
-    prepare_activations(w, &a, memory);
-    product p = {w, &a, bias, residual, out, stride};
-    int64_t slabs = (m + SLAB - 1) / SLAB;
-    pool_run(a.exact ? float_tiles : int_tiles, &p, slabs * w->tiles);
-    return 0;
-}
-
 #define PARTS 4
 
 /* y = x W^T + b, in parts whose outputs lie end to end. */
@@ -43,7 +21,7 @@ typedef struct {
 } ll_linear_op;
 
 typedef struct {
-    int64_t parts;
+    int64_t parts, slabs;
     activations a[PARTS];
     product p[PARTS];
 } parts_job;
@@ -52,41 +30,46 @@ static void part_tiles(void *arg, int64_t begin, int64_t end, int thread)
 {
     parts_job *j = arg;
     for (int64_t i = 0; i < j->parts && end > 0; i++) {
-        const int64_t tiles = j->p[i].w->tiles;
-        if (begin < tiles) (j->a[i].exact ? float_tiles : int_tiles)(&j->p[i], begin, end < tiles ? end : tiles, thread);
-        begin = begin > tiles ? begin - tiles : 0;
-        end -= tiles;
+        const int64_t tasks = j->slabs * j->p[i].w->tiles;
+        if (begin < tasks) (j->a[i].exact ? float_tiles : int_tiles)(&j->p[i], begin, end < tasks ? end : tasks, thread);
+        begin = begin > tasks ? begin - tasks : 0;
+        end -= tasks;
     }
 }
 
-/* The same for all parts. Those of few rows are one call of the pool: each would end with threads that wait for one
- * another. */
+/* out = x @ value(w).T (+ bias) (+ residual) for all parts; the caller holds pool.lock. Returns 0, or -1 without memory.
+ * It is one call of the pool: each ends with threads that wait for one another. */
 static int linear_parts(const ll_linear_op *op, const float *x, int64_t m, const float *residual, float *out)
 {
-    parts_job job = {.parts = op->parts};
-    int64_t at = 0, bytes = 0, tiles = 0;
+    parts_job job = {.parts = op->parts, .slabs = (m + SLAB - 1) / SLAB};
+    int64_t at = 0, bytes = 0, tasks = 0;
     for (int64_t i = 0; i < op->parts; i++) {
         const ll_weight *w = op->weight[i];
-        const float *onto = residual ? residual + at : NULL;
-        if (op->parts == 1 || m > FEW) {
-            if (linear_into(w, x, m, op->bias[i], onto, out + at, op->n, (int)op->exact[i])) return -1;
-        } else {
-            job.a[i] = activations_of(w, x, m, (int)op->exact[i]);
-            job.p[i] = (product){w, &job.a[i], op->bias[i], onto, out + at, op->n};
-            bytes += activation_bytes(w, &job.a[i]);
-            tiles += w->tiles;
-        }
+        job.a[i] = (activations){.x = x, .m = m, .exact = op->exact[i] || code_is_float(w->code)};
+        job.a[i].pairs = MANY_PAIRS && !few_rows(w, m);
+        job.p[i] = (product){w, &job.a[i], op->bias[i], residual ? residual + at : NULL, out + at, op->n};
+        bytes += activation_bytes(w, &job.a[i]);
+        tasks += job.slabs * w->tiles;
         at += w->n;
     }
-    if (!tiles) return 0;
     uint8_t *memory = scratch(0, bytes);
     if (!memory) return -1;
     for (int64_t i = 0; i < op->parts; i++) {
+        if (i && prepares_alike(op->weight[i - 1], &job.a[i - 1], op->weight[i], &job.a[i])) {
+            job.a[i] = job.a[i - 1];
+            continue;
+        }
         prepare_activations(op->weight[i], &job.a[i], memory);
         memory += activation_bytes(op->weight[i], &job.a[i]);
     }
-    pool_run(part_tiles, &job, tiles);
+    pool_run(part_tiles, &job, tasks);
     return 0;
+}
+
+static int linear_into(const ll_weight *w, const float *x, int64_t m, const float *bias, float *out, int exact)
+{
+    const ll_linear_op op = {1, w->n, {w}, {bias}, {exact}};
+    return linear_parts(&op, x, m, NULL, out);
 }
 
 #include "matmul_amx.h"
@@ -106,7 +89,7 @@ int64_t ll_amx(void)
 int64_t ll_linear(const ll_weight *w, const float *x, int64_t m, const float *bias, float *out, int64_t exact)
 {
     pthread_mutex_lock(&pool.lock);
-    int failed = linear_into(w, x, m, bias, NULL, out, w->n, (int)exact);
+    int failed = linear_into(w, x, m, bias, out, (int)exact);
     pthread_mutex_unlock(&pool.lock);
     return failed;
 }

@@ -105,7 +105,7 @@ static int amx_agrees(int64_t code, int64_t group)
     w.data = data;
     for (int on = 0; same && on < 2; on++) {
         amx_on = on;
-        same = linear_into(&w, x, M, NULL, NULL, out + on * M * N, N, 0) == 0;
+        same = linear_into(&w, x, M, NULL, out + on * M * N, 0) == 0;
     }
     amx_on = 0;
     same = same && !memcmp(out, out + M * N, sizeof(float) * M * N);

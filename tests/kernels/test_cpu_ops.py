@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -178,9 +180,9 @@ def test_parts_of_a_product_are_what_each_is_alone(isa: str) -> None:
         LinearPart(impl, impl.prepare(weight), torch.randn(weight.shape[0]), weight.shape)
         for weight, impl in zip(weights, (C_INT16, C_FLOAT32, C_INT16), strict=True)
     ]
-    parts = (others[0], linear(70, 96, C_INT16), *others[1:])
+    similar = linear(70, 96, C_INT16), linear(24, 96, C_INT16, True)
     table, last = kernel_table(OpFacts()), norm(96)
-    for rows in (1, 2, 7, 30):
+    for rows, parts in product((1, 2, 7, 30, 150), ((others[0], similar[0], *others[1:]), (*similar, *others[:2]))):
         x = torch.randn(rows, 96)
         alone = [table.head(x, HeadWeights(last, Linear((part,)))) for part in parts]
         assert torch.equal(table.head(x, HeadWeights(last, Linear(parts))), torch.cat(alone, -1))
