@@ -242,8 +242,8 @@ class Turn:
         """Wait for the end. Raises the error if it failed; ends the request if the wait is interrupted."""
         answer = Answer(self.prompt_token_ids, [Completion(i) for i in range(self.num_answers)])
         try:
-            for piece in self:
-                answer.take(piece)
+            for event in self._stream.gathered():
+                answer.take(self._text.take(event))
         except BaseException:
             self.abort()
             raise

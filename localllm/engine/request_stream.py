@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
@@ -9,6 +10,9 @@ from queue import Empty, SimpleQueue
 from localllm.request import Request, TokenEvent
 
 Listener = Callable[[TokenEvent], None]
+
+GATHER_S = 0.05
+"""between two looks of a reader who waits for the end"""
 
 
 class RequestStream:
@@ -23,6 +27,7 @@ class RequestStream:
         self._abort = abort
         self._listener = listener
         self._events: SimpleQueue[TokenEvent] = SimpleQueue()
+        self._ended = threading.Event()
         self.submit_time = time.monotonic()
         self.num_unread_pieces = 0
         """pieces of scores that wait for the reader"""
@@ -39,6 +44,8 @@ class RequestStream:
             self._listener(event)
         else:
             self._events.put(event)
+            if self._open <= 0:
+                self._ended.set()
 
     @property
     def is_done(self) -> bool:
@@ -61,6 +68,16 @@ class RequestStream:
             if event.finish_reason is not None:
                 self._unread -= 1
             yield event
+
+    def gathered(self) -> Iterator[TokenEvent]:
+        """The same for a reader who wants the whole: some events at a time, and the last ones at once. One who wakes for
+        every token takes a core from the step that is being computed.
+        """
+        while self._unread > 0:
+            self._ended.wait(GATHER_S)
+            while (event := self.get(timeout=0)) is not None:
+                self._unread -= event.finish_reason is not None
+                yield event
 
     def abort(self) -> None:
         """End it now; the terminal events say "abort"."""
