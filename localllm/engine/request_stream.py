@@ -70,8 +70,8 @@ class RequestStream:
             yield event
 
     def gathered(self) -> Iterator[TokenEvent]:
-        """The same for a reader who wants the whole: some events at a time, and the last ones at once. One who wakes for
-        every token takes a core from the step that is being computed.
+        """The same for a reader who wants the whole: some events at a time, and the last ones at once. One that wakes
+        for every token takes a core from the step that is being computed.
         """
         while self._unread > 0:
             self._ended.wait(GATHER_S)
