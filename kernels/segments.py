@@ -159,6 +159,13 @@ class KernelTable:
     """(op or fused segment, name of the implementation chosen)"""
 
 
+def forget(prepared: Any, *, pages_only: bool = False) -> None:
+    """Let go of what fused segments keep with a prepared weight: pages of the last call, and layers it is a part of."""
+    let_go = getattr(prepared, "forget", None)
+    if let_go is not None:
+        let_go(pages_only)
+
+
 def kernel_table(facts: OpFacts, quarantined: frozenset[str] = frozenset()) -> KernelTable:
     """Choose an implementation for every op, compose the segments of them, and take fused ones where they fit. Pure.
 

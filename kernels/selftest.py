@@ -23,7 +23,7 @@ from .ops import OPS, OUTER_OPS, choose_op, op_impls
 from .records import Records
 from .sampling_trial import SampleOp, sampler_error
 from .segments import HeadWeights, KernelTable, LayerCall, kernel_table
-from .trial import SegmentTrial, is_device_lost, layer_kind, linear_error, op_error
+from .trial import SegmentTrial, ends_kind, is_device_lost, layer_kind, linear_error, op_error
 from .weight import Weight
 
 
@@ -107,8 +107,11 @@ class SelfTest:
             fused = [(name, impl) for name, impl in table.ops if name not in OPS]
             trial = SegmentTrial(shapes, layers, embedding, head, rotations)
             kinds = ";".join(layer_kind(*layer) for layer in layers)
+            ends = dict.fromkeys(("head", "step"), f" {ends_kind(embedding, head)}")
             good = [
-                self._passed(f"{name}:{impl}", f"{shapes.key} {kinds}", partial(trial.error, name, table))
+                self._passed(
+                    f"{name}:{impl}", f"{shapes.key} {kinds}{ends.get(name, '')}", partial(trial.error, name, table)
+                )
                 for name, impl in fused
             ]
             if all(good):

@@ -18,7 +18,7 @@ from .cases import ModelShapes, copied, empty_pages, numbers, op_cases
 from .dequant import dequantize_rows
 from .embedding import Embedding
 from .kv_pages import KVPages
-from .segments import AttentionWeights, HeadWeights, KernelTable, LayerCall, Stepped, View
+from .segments import AttentionWeights, HeadWeights, KernelTable, LayerCall, Linear, Stepped, View
 from .weight import Weight
 
 TOLERANCE = {"float32": 5e-4, "bfloat16": 2e-2, "float16": 4e-3}
@@ -119,13 +119,23 @@ def linear_error(impl: Impl, facts: LinearFacts, weight: Weight, prepared: Any) 
     return ""
 
 
+def _products(*linears: Linear) -> str:
+    parts = (part for linear in linears for part in linear.parts)
+    return ",".join(f"{p.impl.name} {p.shape[0]}x{p.shape[1]}{'+b' * (p.bias is not None)}" for p in parts)
+
+
 def layer_kind(attention: AttentionWeights, mlp: Any, view: int) -> str:
     """What makes a layer another case for a fused segment."""
     linears = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
-    parts = (part for linear in linears for part in linear.parts)
-    products = ",".join(f"{p.impl.name} {p.shape[0]}x{p.shape[1]}{'+b' * (p.bias is not None)}" for p in parts)
     norms = "".join("n" if norm else "-" for norm in (attention.q_norm, attention.post_norm, mlp.post_norm))
-    return f"{view} {products} {norms} w{attention.window} {mlp.activation}"
+    return f"{view} {_products(*linears)} {norms} w{attention.window} {mlp.activation}"
+
+
+def ends_kind(embedding: Embedding, head: HeadWeights) -> str:
+    """The same of what lies before and after the layers."""
+    return (
+        f"{_products(head.linear)} cap {head.softcap} embedding x{embedding.scale} {type(embedding.prepared).__name__}"
+    )
 
 
 @dataclass(slots=True)

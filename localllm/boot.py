@@ -78,7 +78,8 @@ class Boot:
         self.proof_note = ""
         """what is known of the plan: proved, pending, or not held"""
         self.tuned: list[Tuned] = []
-        self._assembled = self._assemble()
+        self._held: Assembled | None = None
+        self._hold()
         known = self._proofs.known(facts, machine, self.plan)
         if known is not None:
             self.proof_note = words(known)
@@ -91,9 +92,24 @@ class Boot:
             self.engine.when_idle(TuningJob(tuner(), self._on_tuned))
 
     @property
+    def _assembled(self) -> Assembled:
+        assert self._held is not None, "asleep"
+        return self._held
+
+    @property
     def engine(self) -> Engine:
         """Not started by this class."""
         return self._assembled.engine
+
+    def release(self) -> None:
+        """Let the pages go, with all that runs over them; what is known stays."""
+        self._held = None
+        self._model.forget_pages()
+
+    def _hold(self) -> None:
+        self._held = None  # the pages of before go first
+        self._held = self._assemble()
+        self._graphs_note = self._held.graphs_note
 
     @property
     def kv_bytes(self) -> int:
@@ -153,8 +169,7 @@ class Boot:
         if not proof.held:
             old = self.plan
             self.plan = self._replan(proof.excess_bytes)
-            del self._assembled
-            self._assembled = self._assemble()
+            self._hold()
             self._shrunk = f"context {self.plan.ctx:,} instead of {old.ctx:,} tokens"
             proof = self._run_gpu_proof()
             self._keep(proof)
@@ -209,7 +224,7 @@ class Boot:
     @property
     def facts_line(self) -> str:
         """What belongs into the truth line after the kernels: graphs, tiles, proof."""
-        parts = [self._assembled.graphs_note]
+        parts = [self._graphs_note]
         if self.plan.device != "cpu":
             measured = tuner().num_measured
             guessed = "" if is_measured(tuner().capability) else "tiles not measured on this card"
@@ -223,12 +238,12 @@ class Boot:
         missing = missing_kernels() if self.plan.device == "cpu" else ""
         if missing and not any("compiler" in warning for warning in self.plan.warnings):
             found.insert(0, missing)
-        graphs = self._assembled.runner.graphs
+        graphs = self._held.runner.graphs if self._held is not None else None
         if graphs is not None and graphs.failure:
             found.append(f"CUDA graphs: {graphs.failure}; decoding launches every kernel, slower")
         if self._shrunk:
             found.append(f"{self.proof_note}: {self._shrunk}")
-        note = self.engine.pressure.note
+        note = self._held.engine.pressure.note if self._held is not None else ""
         if note:
             found.append(f"{note}; close what else uses the memory, or start with a smaller --ctx")
         return tuple(found)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -199,6 +200,8 @@ class LLM:
         self._notify(Phase("import"))
         if self.plan.device != "cpu":
             os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as the plan numbers cards
+        # in a thread of its own: torch keeps an error of its import, with it the frames of who called, and this model
+        _Background(lambda: import_module("torch")).result()
         import torch
 
         from localllm.boot import first_use  # its imports are not part of loading
@@ -694,8 +697,10 @@ class LLM:
     def sleep(self) -> None:
         """Give the pages back, and on a GPU the weights' memory, too: they wait in host memory. Ends all requests."""
         engine, self._engine = self._engine, None
-        if engine is not None:
-            engine.close()
+        if engine is None:
+            return
+        engine.close()
+        self._boot.release()
         if self.plan.device != "cpu" and self._parked is None:
             from localllm.models.parking import park
 
@@ -716,8 +721,12 @@ class LLM:
         if engine is not None:
             engine.close()
         self._parked = None
-        had = self.__dict__.pop("_model", None) is not None
-        if had and self.plan.device != "cpu":
+        boot, model = self.__dict__.pop("_boot", None), self.__dict__.pop("_model", None)
+        if boot is not None:
+            boot.release()
+        if model is not None:
+            model.forget_layers()
+        if model is not None and self.plan.device != "cpu":
             from localllm.models.parking import free_cached
 
             free_cached()

@@ -10,7 +10,7 @@ from localllm.checkpoint.facts import ModelFacts
 from localllm.kernels.embedding import Embedding
 from localllm.kernels.reference import rms_norm
 from localllm.kernels.rope import RopeTable
-from localllm.kernels.segments import HeadWeights, KernelTable, Stepped, View
+from localllm.kernels.segments import HeadWeights, KernelTable, Stepped, View, forget
 
 from .inputs import ForwardBatch
 from .kv_cache import CacheGroup, KVCache
@@ -87,6 +87,19 @@ class Model:
         """Let the RoPE tables grow for sequences of this length now: what is captured must not."""
         for rope in self._ropes:
             rope.reserve(length)
+
+    def forget_pages(self) -> None:
+        """Let go of the cache that fused kernels have seen last."""
+        for part in self._calls[0][0].qkv.parts:
+            forget(part.prepared, pages_only=True)
+
+    def forget_layers(self) -> None:
+        """The end: break the circles of weights and what kernels know of their layers. After `gc.freeze` no collector
+        would find them.
+        """
+        layers = [w for a, m, _ in self._calls for w in (a.qkv, a.out, m.gate_up, m.down)]
+        for part in (part for linear in (*layers, self.head.linear) for part in linear.parts):
+            forget(part.prepared)
 
     @property
     def num_kinds(self) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -108,7 +110,7 @@ def test_on_a_card_a_plan_that_does_not_hold_is_made_again_once(
     boot.plan, boot._facts, boot._machine, boot._proofs = plans[0], facts, machine, Proofs()  # type: ignore[assignment]
     boot._shrunk, boot._selftest = "", SelfTest()
     engine = SimpleNamespace(pressure=SimpleNamespace(note=""))
-    boot._assembled = SimpleNamespace(engine=engine, runner=SimpleNamespace(graphs=None))  # type: ignore[assignment]
+    boot._held = SimpleNamespace(engine=engine, runner=SimpleNamespace(graphs=None), graphs_note="")  # type: ignore[assignment]
     assembled = boot._assembled
     monkeypatch.setattr(Boot, "_run_gpu_proof", lambda self: proofs.pop(0))
     monkeypatch.setattr(Boot, "_assemble", lambda self: made.append(self.plan.ctx) or assembled)
@@ -160,6 +162,28 @@ def test_a_sleeping_model_that_wakes_is_proved_no_second_time(tiny_path: Path, e
         llm.wake()
         assert llm._boot.proof_note.startswith("proved: ")
         assert tokens(llm) == first
+
+
+def test_a_sleeping_model_has_no_pages_and_a_closed_one_no_weights(tiny_path: Path, empty_home: Path) -> None:
+    gc.disable()  # a server freezes what it has loaded: no collector finds it again
+    try:
+        llm = LLM(tiny_path, ctx=256)
+        first = tokens(llm)
+        held = [weakref.ref(llm._boot._assembled.cache.layers[0].k)]
+        llm.sleep()
+        assert llm.truth_line and [one() for one in held] == [None]
+        llm.sleep()
+        llm.wake()
+        assert tokens(llm) == first
+        held.append(weakref.ref(llm._boot._assembled.cache.layers[0].k))
+        held.append(weakref.ref(llm._model.layers[0].attention.qkv.parts[0].prepared.data))
+        model = weakref.ref(llm._model)
+        llm.close()
+        assert [one() for one in held] == [None, None, None] and model() is None
+        llm.close()
+        llm.sleep()
+    finally:
+        gc.enable()
 
 
 def test_what_the_quality_meter_measured_reaches_the_plan(empty_home: Path) -> None:

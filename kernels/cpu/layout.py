@@ -51,6 +51,12 @@ class Prepared:
         self.decoder: Any = None
         """the same for a whole model: its layers and their pages as C knows them"""
 
+    def forget(self, pages_only: bool = False) -> None:
+        """Let go of what `segments` keeps here."""
+        self.decoder = None
+        if not pages_only:
+            self.layer = None
+
     @property
     def nbytes(self) -> int:
         """Bytes of codes, scales and what is kept beside them."""

@@ -55,7 +55,7 @@ static struct {
     int64_t total, grain;
     uint64_t generation;
     _Atomic int wanted;
-    const uint8_t *hint;     /* what the next call will read, shared out among threads as its tasks will be */
+    const uint8_t *hint;     /* what the next call will read, shared out among threads by bytes */
     int64_t hint_bytes;
     _Atomic uint32_t hint_id;
     int started;

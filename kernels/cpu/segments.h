@@ -128,8 +128,8 @@ static int attn_out_locked(const ll_attention_layer *l, const float *attended, i
     return spare ? linear_onto(&l->out, &l->post_norm, attended, m, x, spare) : -1;
 }
 
-/* Few tokens wait for weights: what comes after the product that runs is asked for meanwhile. Parts that lie one after
- * the other are one product to the pool; of others the first is hinted. */
+/* Few tokens wait for weights: what comes after the product that runs is asked for meanwhile. Every thread asks for its
+ * share of the bytes, which is about where its share of the tiles lies; of parts that lie apart the first is hinted. */
 static void hint_next(const ll_linear_op *op, int64_t m)
 {
     if (!op || m > FEW) return;
@@ -282,14 +282,14 @@ static int decoder_layer(const ll_decoder_layer *d, const ll_pass *p, int is_las
 
 static int embed_locked(const ll_pass *p, float *x)
 {
-    if (unpack_locked(p->embedding, p->token_ids, p->num_tokens, x)) return -2;
+    if (unpack_locked(p->embedding, p->token_ids, p->num_tokens, x)) return -3;
     if (p->embedding_scale == 1.0) return 0;
     for (int64_t i = 0; i < p->num_tokens * p->embedding->k; i++) x[i] *= (float)p->embedding_scale;
     return 0;
 }
 
 /* All layers of a forward pass, x [num_tokens][hidden] in place; where `rows` is given, its first rows are those. Returns
- * 0, -1 without memory, -2 for a token id that the embedding has not. */
+ * 0, -1 without memory, -3 for a token id that the embedding has not. */
 int64_t ll_decoder(const ll_decoder_layer *layers, const ll_pass *p, float *x)
 {
     int64_t widest = 0;

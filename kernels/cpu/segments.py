@@ -41,6 +41,8 @@ from .layout import Prepared
 
 __all__ = ["attention", "attn_in", "attn_out", "decoder", "head", "mlp", "step"]
 
+_NO_SUCH_ROW = -3
+"""what `ll_decoder` returns for it"""
 _LAYERS_ONLY = (0, 0, 0, 1.0, 0, 0, 0)
 """of a pass: nothing before and after the layers, and a row of cosines for every token"""
 _NO_ROWS = 1
@@ -196,14 +198,15 @@ def step(
     """
     plan = _decoder_plan(layers, pages) if len(views) <= VIEWS else None
     last = _layer_of(weights.linear, weights, _head_layer)
-    given = (token_ids, positions, embedding, cu_query_lens, seq_lens, weights, finds_best, *chain.from_iterable(views))
+    rest = chain.from_iterable(views)
+    given = (token_ids, positions, embedding, cu_query_lens, seq_lens, weights, last, finds_best, *rest)
     call = plan.call if plan is not None else None
     if call is None or len(call.given) != len(given) or not all(map(is_, call.given, given)):
         if plan is None or last is None or embedding.dtype is not torch.float32 or not _lie_well(views):
             same = token_ids, positions, embedding, layers, pages, views, cu_query_lens, seq_lens, weights, finds_best
             return composed(*same)
         call = None  # its memory goes first, where it is not taken again
-        call = plan.call = _step_call(plan, given, views, last)
+        call = plan.call = _step_call(plan, given, views)
     if not isinstance(embedding.prepared, Prepared):
         call.results[0].copy_(embedding(token_ids))
     _check(lib().ll_decoder(call.structs, call.packed, call.hidden))
@@ -215,6 +218,7 @@ class _StepCall:
     """A step's arguments as C takes them: decoding gives the same tensors again, with other numbers in them."""
 
     given: tuple[Any, ...]
+    """what it was made of, which lives on as long as its addresses are in use"""
     structs: ctypes.Array[Any]
     packed: bytes
     hidden: int
@@ -225,18 +229,24 @@ class _StepCall:
 class _Decoder:
     """The layers of a model and their pages as C knows them, and the last step."""
 
-    __slots__ = ("call", "layers", "pages", "structs")
+    __slots__ = ("call", "kept", "layers", "pages", "structs")
 
-    def __init__(self, layers: Sequence[LayerCall], pages: Sequence[KVPages], structs: ctypes.Array[Any]) -> None:
-        self.layers, self.pages, self.structs = layers, pages, structs
+    def __init__(
+        self,
+        layers: Sequence[LayerCall],
+        pages: Sequence[KVPages],
+        structs: ctypes.Array[Any],
+        kept: list[_Layer],
+    ) -> None:
+        self.layers, self.pages, self.structs, self.kept = layers, pages, structs, kept
         self.call: _StepCall | None = None
 
 
-def _step_call(plan: _Decoder, given: tuple[Any, ...], views: Sequence[View], head: _Layer) -> _StepCall:
+def _step_call(plan: _Decoder, given: tuple[Any, ...], views: Sequence[View]) -> _StepCall:
     """`ll_pass` of a whole step. Its results take the memory of the last one's while their number stays the same: a
     fresh tensor lets the interpreter go, and whoever reads the last token then holds up the next one.
     """
-    token_ids, positions, embedding, cu_query_lens, seq_lens, weights, finds_best = given[:7]
+    token_ids, positions, embedding, cu_query_lens, seq_lens, weights, head, finds_best = given[:8]
     count, vocab = token_ids.shape[0], weights.linear.out_features
     if plan.call is not None and plan.call.results[1].shape == (count, vocab):
         hidden, logits, best = plan.call.results
@@ -287,18 +297,22 @@ def _decoder_plan(layers: Sequence[LayerCall], pages: Sequence[KVPages]) -> _Dec
     if kept is not None and kept.layers is layers and kept.pages is pages:
         return kept
     structs = (CDecoderLayer * len(layers))()
+    parts: list[_Layer] = []
     for struct, (attention_weights, mlp_weights, view), of_layer in zip(structs, layers, pages, strict=True):
         first = _layer_of(attention_weights.qkv, attention_weights, _attention_layer)
         second = _layer_of(mlp_weights.gate_up, mlp_weights, _mlp_layer)
         if first is None or second is None:
             return None
         struct.attention, struct.mlp = first.address, second.address
+        parts += (first, second)
         struct.pages = CKVPages(*kv_fields(of_layer))
         struct.sinks = 0 if attention_weights.sinks is None else attention_weights.sinks.data_ptr()
         struct.view, struct.window = view, attention_weights.window or 0
         struct.scale, struct.softcap = attention_weights.scale, attention_weights.softcap or 0.0
-    keeper.decoder = _Decoder(layers, pages, structs)
-    return keeper.decoder
+    made = _Decoder(layers, pages, structs, parts)
+    if isinstance(layers, tuple) and isinstance(pages, tuple):
+        keeper.decoder = made
+    return made
 
 
 def _layer_of(linear: Linear, weights: Any, build: Callable[[Any], _Layer | None]) -> _Layer | None:
@@ -312,7 +326,7 @@ def _layer_of(linear: Linear, weights: Any, build: Callable[[Any], _Layer | None
 
 
 def _check(failed: int) -> None:
-    if failed == -2:
+    if failed == _NO_SUCH_ROW:
         raise IndexError("a token id that the embedding has not")
     if failed:
         raise MemoryError("no memory for a segment's intermediate results")

@@ -284,10 +284,13 @@ class CpuProof:
 
     def _steps(self, free: list[list[int]], must_stop: Callable[[], bool]) -> bool:
         worst = WorstSteps(self._runner, self._builder, self._plan, free, self._num_layers)
+        # a decode step leaves its logits to the next one (`kernels.cpu.segments`), which may have a prompt in it
+        left = torch.ones(self._plan.max_parallel, self._runner.vocab_size)
         for step in (worst.prefill, lambda: worst.decode(self._plan.max_parallel)):
             if must_stop():
                 return False
             step()
+        del left
         return True
 
     def _proof(self, peak_bytes: int, seconds: float) -> Proof:

@@ -48,7 +48,8 @@ class ForwardOutput:
     """The wanted rows of a forward pass, turned into logits when they are needed.
 
     hidden  [num_rows, hidden], before the last norm
-    ready   float32 [num_rows, vocab] where a graph or a step has computed the logits, too; valid until the next forward
+    ready   float32 [num_rows, vocab] where a graph or a step has computed the logits, too; then all of it is valid only
+            until the next forward
     bucket  size of that graph, else 0
     best    int64 [num_rows], where it is known: the first place of the largest logit of each row, -1 where one is NaN
     """
@@ -93,7 +94,8 @@ class ForwardOutput:
         """Logits of rows [start, end), in order, in pieces of at most LOGIT_BYTES."""
         step = max(1, LOGIT_BYTES // (4 * vocab_size))
         for at in range(start, end, step):
-            yield self._model.logits(self._hidden[at : min(at + step, end)])
+            piece = slice(at, min(at + step, end))
+            yield self._model.logits(self._hidden[piece]) if self._ready is None else self._ready[piece]
 
 
 class Runner:
@@ -132,7 +134,8 @@ class Runner:
         batch = builder.build(step)
         if before is not None:
             before.fill(batch.token_ids, step.scheduled)
-        if self.sampler is None and num_layers is None and batch.is_decode:
+        samples = any(not part.sequence.request.pooling for part in step.scheduled)
+        if self.sampler is None and num_layers is None and batch.is_decode and samples:
             greedy = any(is_plain_greedy(part.sequence.params) for part in step.scheduled)
             hidden, logits, best = self.model.step(batch, self.cache, greedy)
             return ForwardOutput(self.model, hidden, logits, best=best)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from itertools import product
 
 import pytest
@@ -275,6 +276,32 @@ def test_a_step_in_one_call(isa: str, softcap: float | None) -> None:
             assert found[2] is not None and found[2].tolist() == logits.argmax(-1).tolist()
         composed = parts.step(ids, positions, read, layers, pages, views, *where, head)
         assert composed[2] is None and torch.equal(composed[1], logits)
+
+    def again(*changed: Tensor, finds_best: bool = True) -> tuple[Tensor, ...]:
+        new_ids, table_of, *slots = changed
+        step_views = [(cos, sin, table_of, where) for (cos, sin, *_), where in zip(views, slots, strict=True)]
+        given = new_ids, positions, read, layers, pages, step_views, *where, head
+        found = fused.step(lambda *_: pytest.fail("composed"), *given, finds_best)
+        assert (found[2] is not None) == finds_best
+        return tuple(part.clone() for part in found if part is not None)
+
+    other = HeadWeights(norm(64), head.linear, None)
+    blocks_again, slots = blocks.flip(0).contiguous(), [view[3] for view in views]
+    first = again(ids, blocks, *slots)
+    for part, kept in zip(again(ids, blocks, *slots), first, strict=True):
+        assert torch.equal(part, kept)
+    ids.copy_((ids + 7) % 5000)  # other numbers in the same tensors, as decoding has them
+    second = again(ids, blocks, *slots)
+    assert not torch.equal(second[1], first[1])
+    for part, kept in zip(again(ids.clone(), blocks, *slots), second, strict=True):
+        assert torch.equal(part, kept)
+    moved = again(ids, blocks_again, *slots)
+    assert not torch.equal(moved[1], second[1])
+    table.head(hidden, other)  # takes the place of what is kept of the head
+    gc.collect()
+    assert torch.equal(again(ids, blocks_again, *slots, finds_best=False)[1], moved[1])
+    for part, kept in zip(again(ids, blocks_again, *slots), moved, strict=True):
+        assert torch.equal(part, kept)
     broken = HeadWeights(Norm(torch.full((64,), torch.nan), 1e-5), head.linear, softcap)
     best = table.step(ids, positions, read, layers, pages, views, *where, broken, True)[2]
     assert best is not None and best.tolist() == [-1] * 5
