@@ -33,7 +33,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from server_client import Connection, Server, pulse
+import server_stress as stress
+from server_client import Connection, Server, percentile, pulse, rss_anon_mb
 
 MESSAGES = [{"role": "user", "content": "Write about the sea."}]
 TOKENS = {1: 128, 32: 48}
@@ -231,11 +232,6 @@ async def slow_clients(port: int, seconds: float) -> tuple[list[float], float, f
     return times, alone, beside
 
 
-def percentile(values: list[float], share: float) -> float:
-    """The value below which this share lies."""
-    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
-
-
 def tiny_model(folder: Path) -> Path:
     """T: about a hundred thousand random weights."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests/checkpoint"))
@@ -307,8 +303,11 @@ def small(home: Path, repeat: int, quick: bool, row: Callable[..., None]) -> Non
         asyncio.run(many_small(server.port, 2))
         rates = [asyncio.run(many_small(server.port, 3 if quick else 10)) for _ in range(repeat)]
         row("T: requests of 16 tokens, 32 connections", rates, ">= 300", statistics.median(rates) >= 300, "req/s")
+        idle = asyncio.run(stress.first_token_ms(server.port))
         settled = asyncio.run(disconnects(server.port, 200 if quick else 2000))
         row("T: at rest after random disconnects", [settled], "<= 2", settled <= 2, "s")
+        later = asyncio.run(stress.first_token_ms(server.port)) / idle
+        row("T: first token after them, of an idle server's", [later], "<= 1.2", later <= 1.2, "x")
         times, alone, beside = asyncio.run(slow_clients(server.port, 5 if quick else 30))
         p99, kept = 1000 * percentile(times, 0.99), 100 * beside / alone
         row("T: health beside 1,000 slow clients: p99", [p99], "< 50", p99 < 50, "ms")
@@ -320,6 +319,21 @@ def small(home: Path, repeat: int, quick: bool, row: Callable[..., None]) -> Non
         late = [x for _ in range(1 if quick else 5) for x in asyncio.run(refusals(server.port))]
         p99 = 1000 * percentile(late, 0.99)
         row("T: a refusal in a burst of 64: p99", [p99], "<= 100", p99 <= 100, "ms")
+        used = rss_anon_mb(server.process.pid)
+        rates, goodput, waits = stress.overload(server, 20 if quick else 300)
+        row("T: answers of 128 tokens at capacity", rates, "-", True, "req/s")
+        row("T: goodput at three times the capacity", goodput, ">= 95", goodput[0] >= 95, "%")
+        row("T: first token then, p99, of what the queue takes", waits, "<= 150", waits[0] <= 150, "%")
+        grown = rss_anon_mb(server.process.pid) - used
+        row("T: memory after it", [grown], "<= 10", grown <= 10, "MB")
+        answered = asyncio.run(stress.given_up(server.port, 40 if quick else 200))
+        row("T: an answer after 200 clients gave up", [answered], "<= 0.5", answered <= 0.5, "s")
+        ended = stress.second_signal(server)
+        row("T: busy server ends at the second signal", [ended], "<= 1", ended <= 1, "s")
+    (home / "b").mkdir()
+    with Server(home / "b", str(stress.bomb_model(home)), "--threads", "1") as server:
+        times, took = asyncio.run(stress.health_beside_bombs(server.port))
+        show_health(f"three template bombs ({took:.1f} s)", times, row)
 
 
 def main() -> None:

@@ -113,10 +113,19 @@ class Connection:
 
     async def stream(self, path: str, body: Any) -> tuple[float, float, int]:
         """(seconds to the first content, seconds in all, tokens) of a streamed request."""
+        found = await self.try_stream(path, body)
+        assert found is not None, "refused"
+        return found
+
+    async def try_stream(self, path: str, body: Any) -> tuple[float, float, int] | None:
+        """The same, or None when the server is too busy."""
         assert self._reader is not None
         started = time.perf_counter()
         self.send("POST", path, body | {"stream": True})
-        status, _ = await self.head()
+        status, headers = await self.head()
+        if status == 429:
+            await self.body(headers)
+            return None
         assert status == 200, status
         first, count = 0.0, 0
         while True:
@@ -141,3 +150,29 @@ async def pulse(port: int, done: asyncio.Event, every: float = 0.05) -> list[flo
         await asyncio.sleep(every)
     connection.close()
     return times
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The value below which this share lies."""
+    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
+
+
+def rss_anon_mb(pid: int) -> float:
+    """Anonymous memory of a server and its children, swap included."""
+    total = 0.0
+    for process in (pid, *children(pid)):
+        try:
+            status = Path(f"/proc/{process}/status").read_text()
+        except OSError:
+            continue
+        fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+        total += sum(int(fields[name].split()[0]) / 1024 for name in ("RssAnon", "VmSwap") if name in fields)
+    return total
+
+
+def children(pid: int) -> list[int]:
+    """Processes that it started."""
+    found = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        found += [int(word) for word in file.read_text().split()]
+    return found

@@ -27,8 +27,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from server import percentile, tiny_model
-from server_client import Connection, Server
+from server import tiny_model
+from server_client import Connection, Server, percentile, rss_anon_mb
 
 SAMPLE_S = 5.0
 PARTS = 6
@@ -93,27 +93,6 @@ class Soak:
             status, _ = await connection.post(path, body)
             if status != 200:
                 self.failures[f"{path}: {status}"] += 1
-
-
-def rss_anon_mb(pid: int) -> float:
-    """Anonymous memory of the server and its children, swap included."""
-    total = 0.0
-    for process in (pid, *children(pid)):
-        try:
-            status = Path(f"/proc/{process}/status").read_text()
-        except OSError:
-            continue
-        fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
-        total += sum(int(fields[name].split()[0]) / 1024 for name in ("RssAnon", "VmSwap") if name in fields)
-    return total
-
-
-def children(pid: int) -> list[int]:
-    """Processes that the server started."""
-    found = []
-    for file in Path(f"/proc/{pid}/task").glob("*/children"):
-        found += [int(word) for word in file.read_text().split()]
-    return found
 
 
 async def load(server: Server, clients: int, seconds: float, known: list[str]) -> tuple[Soak, list[tuple[int, float]]]:

@@ -1,0 +1,156 @@
+"""Too much for the tiny model of benchmarks/server.py: thrice its capacity, clients that give up, signals, a bomb."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import statistics
+import time
+from pathlib import Path
+
+from server_client import Connection, Server, percentile, pulse
+
+PLACES, QUEUE = 8, 16
+"""sequences at a time, and requests that may wait for a place"""
+TOKENS = 128
+"""of an answer: some 25 a second"""
+GIVES_UP_S = 0.5
+LONG = {"prompt": [5, 6, 7], "max_tokens": 240, "ignore_eos": True, "temperature": 1}
+"""as long an answer as T's context holds"""
+FOREVER = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+BOMB = "{% if messages[0].content == 'bomb' %}" + FOREVER + "{% endif %}"
+
+
+async def saturated(port: int, seconds: float) -> float:
+    """Answers per second when as many clients ask as there are places, each after its last answer."""
+    done = 0
+
+    async def loop() -> None:
+        nonlocal done
+        connection = await Connection(port).open()
+        while time.perf_counter() < end:
+            await connection.stream("/v1/completions", LONG | {"max_tokens": TOKENS})
+            done += time.perf_counter() < end
+        connection.close()
+
+    end = time.perf_counter() + seconds
+    await asyncio.gather(*[loop() for _ in range(PLACES + QUEUE // 2)])
+    return done / seconds
+
+
+async def overloaded(port: int, rate: float, seconds: float) -> tuple[float, list[float], int]:
+    """(answers per second, seconds to the first token of each that was taken, refusals) when requests come at `rate`,
+    whatever happens to those before.
+    """
+    free: list[Connection] = []
+    firsts: list[float] = []
+    done = refused = 0
+
+    async def one() -> None:
+        nonlocal done, refused
+        connection = free.pop() if free else await Connection(port).open()
+        found = await connection.try_stream("/v1/completions", LONG | {"max_tokens": TOKENS})
+        free.append(connection)
+        if found is None:
+            refused += 1
+        else:
+            firsts.append(found[0])
+            done += time.perf_counter() < end
+
+    running = []
+    begun = time.perf_counter()
+    end = begun + seconds
+    for number in range(int(rate * seconds)):
+        await asyncio.sleep(max(0.0, begun + number / rate - time.perf_counter()))
+        running.append(asyncio.ensure_future(one()))
+    await asyncio.gather(*running)
+    for connection in free:
+        connection.close()
+    return done / seconds, firsts, refused
+
+
+async def first_token_ms(port: int, count: int = 9) -> float:
+    """The median of requests one after the other."""
+    connection = await Connection(port).open()
+    found = [(await connection.stream("/v1/completions", LONG | {"max_tokens": 4}))[0] for _ in range(count)]
+    connection.close()
+    return 1000 * statistics.median(found)
+
+
+async def given_up(port: int, count: int) -> float:
+    """Seconds of an answer of 8 tokens, right after so many clients have given up on theirs."""
+
+    async def one() -> None:
+        connection = await Connection(port).open()
+        connection.send("POST", "/v1/completions", LONG)
+        await asyncio.sleep(GIVES_UP_S)
+        connection.close()
+
+    await asyncio.gather(*[one() for _ in range(count)])
+    started = time.perf_counter()
+    connection = await Connection(port).open()
+    while await connection.try_stream("/v1/completions", LONG | {"max_tokens": 8}) is None:
+        await asyncio.sleep(0.01)  # the queue is as full as they left it
+    connection.close()
+    return time.perf_counter() - started
+
+
+def overload(server: Server, seconds: float) -> tuple[list[float], list[float], list[float]]:
+    """(answers per second at capacity, goodput in percent of it, and 99th percentile of the wait for a first token in
+    percent of what the queue explains) with three times the capacity asked for.
+    """
+    asyncio.run(saturated(server.port, 2))
+    before = asyncio.run(saturated(server.port, seconds / 4))
+    goodput, firsts, _ = asyncio.run(overloaded(server.port, 3 * before, seconds))
+    after = asyncio.run(saturated(server.port, seconds / 4))
+    capacity = (before + after) / 2
+    return [before, after], [100 * goodput / capacity], [100 * percentile(firsts, 0.99) / (QUEUE / capacity)]
+
+
+def second_signal(server: Server) -> float:
+    """Seconds from the second SIGTERM until a server with eight answers under way is gone."""
+
+    async def busy() -> list[Connection]:
+        connections = [await Connection(server.port).open() for _ in range(PLACES)]
+        for connection in connections:
+            connection.send("POST", "/v1/completions", LONG)
+        await asyncio.sleep(0.1)
+        server.process.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.05)
+        return connections
+
+    held = asyncio.run(busy())
+    started = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    server.process.wait(60)
+    took = time.monotonic() - started
+    del held
+    return took
+
+
+def bomb_model(folder: Path) -> Path:
+    """T with a template that does not end for a chat that says so."""
+    import tiny_models
+
+    keys = tiny_models.tiny_keys(tiny_models.vocabulary())
+    kind, template = keys["tokenizer.chat_template"]
+    keys["tokenizer.chat_template"] = kind, BOMB + template
+    path = folder / "bomb.gguf"
+    path.write_bytes(tiny_models.assemble(keys, tiny_models.tiny_tensors(len(tiny_models.vocabulary()), "Q8_0")))
+    return path
+
+
+async def health_beside_bombs(port: int, count: int = 3) -> tuple[list[float], float]:
+    """(seconds of /health while chats are rendered that are refused in the end, seconds of all those)"""
+    done = asyncio.Event()
+    watching = asyncio.ensure_future(pulse(port, done, 0.01))
+    connection = await Connection(port).open()
+    messages = [{"role": "user", "content": "bomb"}]
+    started = time.perf_counter()
+    for _ in range(count):
+        status, data = await connection.post("/v1/chat/completions", {"messages": messages, "max_tokens": 1})
+        assert status == 400, data[:300]
+    took = time.perf_counter() - started
+    connection.close()
+    done.set()
+    return await watching, took
