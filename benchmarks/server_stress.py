@@ -42,15 +42,14 @@ async def overloaded(port: int, rate: float, seconds: float) -> tuple[float, lis
     """(answers per second, seconds to the first token of each that was taken, refusals) when requests come at `rate`,
     whatever happens to those before.
     """
-    free: list[Connection] = []
     firsts: list[float] = []
     done = refused = 0
 
     async def one() -> None:
         nonlocal done, refused
-        connection = free.pop() if free else await Connection(port).open()
+        connection = await Connection(port).open()
         found = await connection.try_stream("/v1/completions", LONG | {"max_tokens": TOKENS})
-        free.append(connection)
+        connection.close()
         if found is None:
             refused += 1
         else:
@@ -64,8 +63,6 @@ async def overloaded(port: int, rate: float, seconds: float) -> tuple[float, lis
         await asyncio.sleep(max(0.0, begun + number / rate - time.perf_counter()))
         running.append(asyncio.ensure_future(one()))
     await asyncio.gather(*running)
-    for connection in free:
-        connection.close()
     return done / seconds, firsts, refused
 
 
