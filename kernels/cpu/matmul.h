@@ -47,7 +47,7 @@ static int linear_parts(const ll_linear_op *op, const float *x, int64_t m, const
         const ll_weight *w = op->weight[i];
         job.a[i] = (activations){.x = x, .m = m, .exact = op->exact[i] || code_is_float(w->code)};
         job.a[i].pairs = MANY_PAIRS && !few_rows(w, m);
-        job.p[i] = (product){w, &job.a[i], op->bias[i], residual ? residual + at : NULL, out + at, op->n};
+        job.p[i] = (product){w, &job.a[i], op->bias[i], residual ? residual + at : NULL, out + at, op->n, 0};
         bytes += activation_bytes(w, &job.a[i]);
         tasks += job.slabs * w->tiles;
         at += w->n;
@@ -63,6 +63,26 @@ static int linear_parts(const ll_linear_op *op, const float *x, int64_t m, const
         memory += activation_bytes(op->weight[i], &job.a[i]);
     }
     pool_run(part_tiles, &job, tasks);
+    return 0;
+}
+
+/* Whether act(gate) * up may be computed as one product of many rows: gate and up are one weight of whole tiles. */
+static int gates(const ll_linear_op *op, int64_t m)
+{
+    const ll_weight *w = op->weight[0];
+    return op->parts == 1 && !op->exact[0] && !code_is_float(w->code) && !few_rows(w, m) && w->n % (2 * TILE) == 0;
+}
+
+/* out [m][n / 2] = act(gate) * up of x, for what `gates`. */
+static int linear_gated(const ll_linear_op *op, const float *x, int64_t m, int gelu, float *out)
+{
+    const ll_weight *w = op->weight[0];
+    activations a = {.x = x, .m = m, .pairs = MANY_PAIRS};
+    uint8_t *memory = scratch(0, activation_bytes(w, &a));
+    if (!memory) return -1;
+    prepare_activations(w, &a, memory);
+    product p = {w, &a, op->bias[0], NULL, out, w->n / 2, gelu};
+    pool_run(gated_tiles, &p, (m + SLAB - 1) / SLAB * (w->tiles / 2));
     return 0;
 }
 

@@ -188,16 +188,14 @@ static int64_t chunk_amx_rows(const chunk *k, int64_t rows, int halves, int has_
 }
 #endif
 
-static void tile_many(const product *p, int64_t tile, int64_t row, int64_t rows)
+/* part [rows][32] = sums of rows row.. of x against a tile */
+static void tile_sums(const product *p, int64_t tile, int64_t row, int64_t rows, float *part)
 {
     const ll_weight *w = p->w;
     const int halves = halves_of(w), has_min = w->min_kind != NUM_NONE;
     const uint8_t *at = w->data + tile * w->tile_bytes;
     _Alignas(64) uint8_t codes[CHUNK_W * WIDE_BLOCK];
     _Alignas(64) chunk_floats scale, min;
-    _Alignas(64) float part[SLAB * TILE];
-    for (int64_t r = 0; r < rows; r++) /* where sums go, which every row has elsewhere (Zen 4, 256 x 640 x 4096: 2 %) */
-        for (int i = 0; i < TILE; i += 16) __builtin_prefetch(p->out + (row + r) * p->stride + tile * TILE + i, 1, 2);
     memset(part, 0, (size_t)rows * TILE * 4);
     for (int64_t first = 0; first < w->blocks; first += CHUNK_W) {
         int64_t count = w->blocks - first < CHUNK_W ? w->blocks - first : CHUNK_W;
@@ -211,7 +209,41 @@ static void tile_many(const product *p, int64_t tile, int64_t row, int64_t rows)
         const uint8_t *next = at + w->at_codes + (first + count) * w->block_bytes;
         for (int64_t i = 0; i < CHUNK_W * w->block_bytes; i += 64) __builtin_prefetch(next + i, 0, 2);
     }
+}
+
+/* Where a tile's results of some rows go, which every row has elsewhere (Zen 4, 256 x 640 x 4096: 2 %). */
+INLINE void fetch_out(const product *p, int64_t tile, int64_t row, int64_t rows)
+{
+    for (int64_t r = 0; r < rows; r++)
+        for (int i = 0; i < TILE; i += 16) __builtin_prefetch(p->out + (row + r) * p->stride + tile * TILE + i, 1, 2);
+}
+
+static void tile_many(const product *p, int64_t tile, int64_t row, int64_t rows)
+{
+    _Alignas(64) float part[SLAB * TILE];
+    fetch_out(p, tile, row, rows);
+    tile_sums(p, tile, row, rows, part);
     for (int64_t r = 0; r < rows; r++) store_tile(p, tile, row + r, part + r * TILE);
+}
+
+/* act(gate) * up of many rows, where the weight is gate over up: what both give never leaves the cache. */
+static void gated_tiles(void *arg, int64_t begin, int64_t end, int thread)
+{
+    (void)thread;
+    const product *p = arg;
+    const int64_t half = p->w->tiles / 2;
+    _Alignas(64) float parts[2][SLAB * TILE];
+    for (int64_t i = begin; i < end; i++) {
+        const int64_t tile = i % half, row = i / half * SLAB, rows = p->a->m - row < SLAB ? p->a->m - row : SLAB;
+        fetch_out(p, tile, row, rows);
+        for (int up = 0; up < 2; up++) tile_sums(p, tile + up * half, row, rows, parts[up]);
+        for (int64_t r = 0; r < rows; r++) {
+            float *gate = parts[0] + r * TILE, *up = parts[1] + r * TILE, *out = p->out + (row + r) * p->stride + tile * TILE;
+            finish_tile(p, tile, row + r, gate, gate);
+            finish_tile(p, tile + half, row + r, up, up);
+            for (int l = 0; l < TILE; l += VW) vf_store(out + l, activate(vf_load(gate + l), p->gelu) * vf_load(up + l));
+        }
+    }
 }
 
 #define TILES_FEW(NAME, CODE, HALVES, HAS_MIN, HALF)                                                            \

@@ -4,6 +4,7 @@
 
 #include <math.h>
 
+#include "activate.h"
 #include "activations.h"
 #include "kv.h"
 
@@ -26,13 +27,6 @@ static void norm_row(const float *x, const float *weight, float eps, float offse
     for (i = 0; i + VW <= dim; i += VW)
         vf_store(y + i, vf_load(x + i) * vf_set1(scale) * (vf_load(weight + i) + vf_set1(offset)));
     for (; i < dim; i++) y[i] = x[i] * scale * (weight[i] + offset);
-}
-
-/* silu(g) = g / (1 + exp(-g)); gelu_tanh(g) = g / (1 + exp(-2u)), u = sqrt(2/pi) (g + 0.044715 g^3) */
-INLINE vf activate(vf g, int gelu)
-{
-    vf u = gelu ? g * vf_fma(g * g, vf_set1(2.0f * 0.7978845608028654f * 0.044715f), vf_set1(2.0f * 0.7978845608028654f)) : g;
-    return g / (vf_set1(1.0f) + vf_exp(-u));
 }
 
 /* y = act(gate) * up; gate_up holds both, dim each */

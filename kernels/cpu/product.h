@@ -2,6 +2,7 @@
 #ifndef LL_PRODUCT_H
 #define LL_PRODUCT_H
 
+#include "activate.h"
 #include "activations.h"
 
 #define CHUNK 16               /* blocks whose scales are expanded at a time */
@@ -31,13 +32,14 @@ typedef struct {
     const float *bias, *residual; /* residual is laid out like out, and may be it */
     float *out;
     int64_t stride; /* floats between rows of out */
+    int gelu;       /* of a gated product */
 } product;
 
-static void store_tile(const product *p, int64_t tile, int64_t row, const float *sums)
+/* A row's sums of a tile times row_scale, plus bias and residual. */
+INLINE void finish_tile(const product *p, int64_t tile, int64_t row, const float *sums, float *out)
 {
     const ll_weight *w = p->w;
-    int64_t first = tile * TILE, count = w->n - first < TILE ? w->n - first : TILE;
-    float *out = p->out + row * p->stride + first;
+    const int64_t first = tile * TILE, count = w->n - first < TILE ? w->n - first : TILE;
     if (count == TILE) { /* the same sums in the same order, in whole vectors */
         for (int i = 0; i < TILE; i += VW) {
             vf y = vf_load(sums + i);
@@ -57,6 +59,11 @@ static void store_tile(const product *p, int64_t tile, int64_t row, const float 
     if (p->residual)
         for (int i = 0; i < count; i++) r[i] += p->residual[row * p->stride + first + i];
     memcpy(out, r, (size_t)count * 4);
+}
+
+static void store_tile(const product *p, int64_t tile, int64_t row, const float *sums)
+{
+    finish_tile(p, tile, row, sums, p->out + row * p->stride + tile * TILE);
 }
 
 #endif

@@ -152,10 +152,14 @@ static int mlp_locked(const ll_mlp_layer *l, const ll_linear_op *next, int64_t m
         const int64_t rows = m < AT_ONCE ? m : AT_ONCE;
         norm_into(&l->norm, x, rows, l->hidden, normed);
         hint_next(&l->down, m);
-        if (linear_parts(&l->gate_up, normed, rows, NULL, gate_up)) return -1;
-        row_job job = {.x = gate_up, .y = acted, .inner = 1, .dim = l->intermediate, .flag = (int)l->gelu};
-        if (rows * l->intermediate < 4096) activate_rows(&job, 0, rows, 0);
-        else pool_run(activate_rows, &job, rows); /* an exponential each */
+        if (gates(&l->gate_up, rows)) {
+            if (linear_gated(&l->gate_up, normed, rows, (int)l->gelu, acted)) return -1;
+        } else {
+            if (linear_parts(&l->gate_up, normed, rows, NULL, gate_up)) return -1;
+            row_job job = {.x = gate_up, .y = acted, .inner = 1, .dim = l->intermediate, .flag = (int)l->gelu};
+            if (rows * l->intermediate < 4096) activate_rows(&job, 0, rows, 0);
+            else pool_run(activate_rows, &job, rows); /* an exponential each */
+        }
         hint_next(next, m);
         if (linear_onto(&l->down, &l->post_norm, acted, rows, x, normed)) return -1;
     }

@@ -189,9 +189,13 @@ def test_parts_of_a_product_are_what_each_is_alone(isa: str) -> None:
         assert torch.equal(table.head(x, HeadWeights(last, Linear(parts))), torch.cat(alone, -1))
 
 
-def test_segments_are_a_token_at_a_time_or_many() -> None:
-    weights = attention_weights("plain")
-    mlp = MlpWeights(norm(64), Linear((linear(192, 64, C_INT16),)), Linear((linear(64, 96, C_INT16),)), "silu")
+@pytest.mark.parametrize(("inner", "act"), [(96, "silu"), (64, "gelu_tanh"), (48, "silu")])
+def test_segments_are_a_token_at_a_time_or_many(isa: str, inner: int, act: str) -> None:
+    """Gate and up of many tokens are one product where their tiles are whole (48 have half a one)."""
+    weights, down = attention_weights("plain"), linear(64, -(-inner // 32) * 32, C_INT16)
+    if inner == 48:  # K has whole groups
+        down = LinearPart(C_FLOAT32, C_FLOAT32.prepare(Weight("dense", (64, 48), torch.randn(64, 48))), None, (64, 48))
+    mlp = MlpWeights(norm(64), Linear((linear(2 * inner, 64, C_INT16, True),)), Linear((down,)), act)
     x = torch.randn(40, 64)
     table = kernel_table(OpFacts(num_heads=4, num_kv_heads=2, head_dim=8))
     whole = table.mlp(table.attn_out(torch.ones(40, 32), x.clone(), weights), mlp)

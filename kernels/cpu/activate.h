@@ -1,0 +1,14 @@
+/* The activations of gated layers. */
+#ifndef LL_ACTIVATE_H
+#define LL_ACTIVATE_H
+
+#include "vec.h"
+
+/* silu(g) = g / (1 + exp(-g)); gelu_tanh(g) = g / (1 + exp(-2u)), u = sqrt(2/pi) (g + 0.044715 g^3) */
+INLINE vf activate(vf g, int gelu)
+{
+    vf u = gelu ? g * vf_fma(g * g, vf_set1(2.0f * 0.7978845608028654f * 0.044715f), vf_set1(2.0f * 0.7978845608028654f)) : g;
+    return g / (vf_set1(1.0f) + vf_exp(-u));
+}
+
+#endif
