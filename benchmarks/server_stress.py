@@ -140,7 +140,7 @@ def bomb_model(folder: Path) -> Path:
 async def health_beside_bombs(port: int, count: int = 3) -> tuple[list[float], float]:
     """(seconds of /health while chats are rendered that are refused in the end, seconds of all those)"""
     done = asyncio.Event()
-    watching = asyncio.ensure_future(pulse(port, done, 0.01))
+    watching = asyncio.ensure_future(pulse(port, done, 0.05))
     connection = await Connection(port).open()
     messages = [{"role": "user", "content": "bomb"}]
     started = time.perf_counter()

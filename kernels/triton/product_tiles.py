@@ -40,13 +40,15 @@ TILE_DECODE = MappingProxyType(
 """the same of `tile_kernel`, which decodes most codes in pairs (`pairs.py`)"""
 REGISTERS_A_ROW = MappingProxyType(
     {
-        "bf16": 9, "f16": 9, "e4m3": 12, "int8": 13, "int4": 16, "e2m1": 15, "iq4": 16,
+        "bf16": 9, "f16": 9, "e4m3": 12, "int8": 13, "int4": 16, "e2m1": 15, "iq4": 34,
         "int5": 26, "int6": 28, "int2": 37, "int3": 52,
     }
 )  # fmt: skip
 """of `vector_kernel`, as compiled"""
 STEP_ELEMENTS = 64
 """most weights a thread of `tile_kernel` decodes in a step: with more the compiler runs out of registers"""
+TENSOR_MEMORY = 64 * 512
+"""sums that fit into it on sm_100; Triton 3.6 keeps those of each plane apart, 3.9 does not"""
 MOST = 8
 """candidates handed to the tuner"""
 LEAST_TOKENS = 8
@@ -185,14 +187,18 @@ def _vector_us(n: int, k: int, code: str, tile: Tile, card: Card) -> float:
 def tile_tiles(n: int, k: int, code: str, tokens: int, card: Card, whole: bool = False) -> tuple[Tile, ...]:
     """Candidates of `tile.tile_kernel`: {"rows", "tokens", "halves", "split", "stages", "warps"}, the best first.
 
-    tokens   rows of x, rounded up to 8, 16, 32, 64 or 128
+    tokens   rows of x, rounded up to 8, 16, 32, 64 or 128; a tile may take fewer
     whole    K is not split
     """
     kind = CODES[code]
     halves_in_row = -(-k // kind.chunk) * HALVES
+    sums = TENSOR_MEMORY if card.capability == 100 else 1 << 30
+    tokens = min(tokens, sums // (64 * kind.planes))
     shapes = ((16, 1), (32, 2), (64, 4)) if tokens <= SMALL_TOKENS else ((64, 4), (128, 4), (128, 8))
     options = []
     for rows, warps in shapes:
+        if rows * tokens * kind.planes > sums:
+            continue
         for halves in (16, 32, 64):
             if not STEP_ELEMENTS // 4 <= rows * halves * kind.planes // (32 * warps) <= STEP_ELEMENTS:
                 continue
