@@ -16,6 +16,7 @@ from .checkpoint.json_file import read_json_object
 from .checkpoint.mapped_file import bad, read_small
 from .errors import BadModelFile, UnsupportedFormat
 from .tokenizer_gguf import CONTROL, Vocabulary, build_backend, read_vocabulary
+from .tokenizer_json import read_backend
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -252,12 +253,10 @@ def _inside(folder: Path, path: Path) -> Path:
 
 def parse_backend(data: bytes, name: str) -> Backend:
     """A tokenizer.json as a back end that neither truncates nor pads; `name` is for the error."""
-    from tokenizers import Tokenizer as BackendClass
-
     strings = data.count(b'"') // 2
     if strings > MAX_TOKENIZER_STRINGS:
         raise BadModelFile(f"{name} holds {strings:,} strings, the limit is {MAX_TOKENIZER_STRINGS:,}")
-    backend: Backend = _guarded(lambda: BackendClass.from_buffer(data), name)
+    backend = _guarded(lambda: read_backend(data), name)
     backend.no_truncation()
     backend.no_padding()
     return backend

@@ -21,6 +21,7 @@ import numpy as np
 
 from .errors import BadModelFile, UnsupportedFormat
 from .paths import cache_dir
+from .tokenizer_json import PIECE, Patient
 from .tokenizer_regex import ADD_BOS, IGNORE_MERGES, NFC, PRE_TOKENIZERS
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def _byte_level(vocabulary: Vocabulary) -> Backend:
 
     bpe = models.BPE(
         vocab=vocabulary.token_ids,
-        merges=_split_merges(vocabulary),
+        merges=Patient(_split_merges(vocabulary)),
         ignore_merges=vocabulary.pre in IGNORE_MERGES,
     )
     backend = Tokenizer(bpe)
@@ -158,8 +159,11 @@ def _gemma4(vocabulary: Vocabulary) -> Backend:
 
 
 def _sentencepiece(vocabulary: Vocabulary) -> Backend:
-    tokens, pairs = vocabulary.tokens, _cached_merges(vocabulary)
-    merges = [(tokens[left], tokens[right]) for left, right in zip(pairs[::2], pairs[1::2], strict=True)]
+    text, pairs = vocabulary.tokens.__getitem__, _cached_merges(vocabulary)
+    merges: list[tuple[str, str]] = []
+    for at in range(0, len(pairs), 2 * PIECE):
+        part = pairs[at : at + 2 * PIECE]
+        merges += zip(map(text, part[::2]), map(text, part[1::2]), strict=True)
     return _over_spaces(vocabulary, merges, prefix=vocabulary.add_space_prefix)
 
 
@@ -170,7 +174,7 @@ def _over_spaces(vocabulary: Vocabulary, merges: list[tuple[str, str]], *, prefi
     unknown = vocabulary.ids.get("unknown")
     bpe = models.BPE(
         vocab=vocabulary.token_ids,
-        merges=merges,
+        merges=Patient(merges),
         unk_token=None if unknown is None else vocabulary.tokens[unknown],
         fuse_unk=True,
         byte_fallback=True,

@@ -1,0 +1,107 @@
+"""tokenizer.json to a `tokenizers` back end, in pieces short enough for a server to go on answering meanwhile.
+
+`Tokenizer.from_buffer` holds the interpreter for all it does, 0.7 s for the 262,144 words of Gemma 3: every stream of
+another model stands still. Large BPE files are therefore parsed here, and the parts handed over one by one: no more
+than 0.3 s at a time. Whatever is not plainly such a file goes to `from_buffer`, for its own verdict.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator, Sequence
+from itertools import chain, groupby
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+PIECE = 4096
+"""merges handled at a time: some 2 ms, in which no other thread runs"""
+LARGE_BYTES = 1 << 20
+"""files from this size are read in pieces: smaller ones are through in 50 ms"""
+MAX_RUNS = 32
+"""of control tokens and others in turns: with each the library makes its search tree anew (2 ms for 6,000 tokens)"""
+
+_FLAGS = ("fuse_unk", "byte_fallback", "ignore_merges")
+_OPTIONS = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
+_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+
+
+class Patient(Sequence[tuple[str, str]]):
+    """Merges that let other threads run while `tokenizers` reads them."""
+
+    def __init__(self, pairs: list[tuple[str, str]]) -> None:
+        self._pairs = pairs
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __getitem__(self, at: Any) -> Any:
+        return self._pairs[at]
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        pairs = self._pairs
+        return chain.from_iterable(pairs[at : at + PIECE] for at in range(0, len(pairs), PIECE))
+
+
+def read_backend(data: bytes) -> Backend:
+    """The back end of a tokenizer.json. Raises what `tokenizers` raises, which may be a panic."""
+    from tokenizers import Tokenizer
+
+    if len(data) >= LARGE_BYTES:
+        collecting = gc.isenabled()
+        gc.disable()  # a million strings and lists, none of them garbage
+        try:
+            backend = _in_pieces(json.loads(data))
+        except Exception:  # malformed in some way: `from_buffer` says how
+            backend = None
+        finally:
+            if collecting:
+                gc.enable()
+        if backend is not None:
+            return backend
+    return Tokenizer.from_buffer(data)
+
+
+def _in_pieces(document: Any) -> Backend | None:
+    """The back end of a parsed file, or None where it is not the plain BPE that this reads."""
+    from tokenizers import AddedToken, Tokenizer, models
+
+    model, added = document["model"], document["added_tokens"]
+    if model.get("type") != "BPE" or set(model) - {"type", "vocab", "merges", *_FLAGS, *_OPTIONS}:
+        return None
+    flags, options = ({name: model[name] for name in names if name in model} for names in (_FLAGS, _OPTIONS))
+    vocab, pairs = model["vocab"], _pairs(model["merges"])
+    if pairs is None or set(map(type, vocab.values())) != {int} or set(map(type, flags.values())) - {bool}:
+        return None
+    frame = document | {"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []}
+    backend = Tokenizer.from_str(json.dumps(frame))
+    backend.model = models.BPE(
+        vocab=vocab, merges=Patient(pairs), **flags, **{k: v for k, v in options.items() if v is not None}
+    )
+    runs = [(is_special, list(run)) for is_special, run in groupby(added, lambda token: token["special"])]
+    if len(runs) > MAX_RUNS:
+        return None
+    for is_special, run in runs:
+        some = [AddedToken(t["content"], special=is_special, **{flag: t[flag] for flag in _TOKEN_FLAGS}) for t in run]
+        (backend.add_special_tokens if is_special else backend.add_tokens)(some)
+    plain = all(backend.token_to_id(token["content"]) == token["id"] for token in added)
+    return backend if plain else None
+
+
+def _pairs(merges: Any) -> list[tuple[str, str]] | None:
+    """Merges as pairs, from either of the two ways in which files have them; None where they are neither."""
+    made: list[tuple[str, str]] = []
+    for at in range(0, len(merges), PIECE):
+        part = merges[at : at + PIECE]
+        kinds = set(map(type, part))
+        if kinds == {list}:
+            made += map(tuple, part)
+        elif kinds == {str}:
+            made += [tuple(merge.split(" ")) for merge in part]
+        else:
+            return None
+        if set(map(len, made[at:])) != {2}:
+            return None
+    return made
