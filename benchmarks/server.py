@@ -331,9 +331,9 @@ def small(home: Path, repeat: int, quick: bool, row: Callable[..., None]) -> Non
         row("T: a refusal in a burst of 64: p99", [p99], "<= 100", p99 <= 100, "ms")
         used = rss_anon_mb(server.process.pid)
         rates, goodput, waits = stress.overload(server, 20 if quick else 300)
-        row("T: answers of 128 tokens at capacity", rates, "-", True, "req/s")
-        row("T: goodput at three times the capacity", goodput, ">= 95", goodput[0] >= 95, "%")
-        row("T: first token then, p99, of what the queue takes", waits, "<= 150", waits[0] <= 150, "%")
+        row("T: answers of 240 tokens at capacity", rates, "-", True, "req/s")
+        row("T: goodput at three times the capacity", goodput, ">= 95", statistics.median(goodput) >= 95, "%")
+        row("T: first token then, p99, of what the queue takes", waits, "<= 150", statistics.median(waits) <= 150, "%")
         grown = rss_anon_mb(server.process.pid) - used
         row("T: memory after it", [grown], "<= 10", grown <= 10, "MB")
         answered = asyncio.run(stress.given_up(server.port, 40 if quick else 200))

@@ -16,7 +16,7 @@ from localllm.errors import LocalLLMError
 
 from .errors import ApiError, ClientLeft, bug, from_error, gone, respond
 from .exchange import Exchanges, note_error
-from .middleware import Gate
+from .middleware import Desk, Gate
 from .openapi import document
 from .routes import ROUTES
 from .service import Service
@@ -57,7 +57,9 @@ def create_app(service: Service, options: AppOptions | None = None) -> Any:
     keys = [key.encode() for key in options.api_keys]
     if keys and options.token:
         keys.append(options.token.encode())
-    gate = Gate(app, options.loopback, keys, options.origins, options.max_body_bytes)  # type: ignore[arg-type]
+    crowded = frozenset(route.path for route in ROUTES if route.needs_room)
+    desk = Desk(app, service.check_room, crowded)  # type: ignore[arg-type]
+    gate = Gate(desk, options.loopback, keys, options.origins, options.max_body_bytes)
     return Exchanges(gate, service.metrics.ended, options.log_format)
 
 

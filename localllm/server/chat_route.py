@@ -24,7 +24,6 @@ from .turns import unless_left
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation, whole or streamed."""
     service: Service = request.app.state.service
-    service.check_room()
     body = await read_body(request, ChatRequest)
     if body.stream:
         async with unless_left(request):

@@ -29,7 +29,6 @@ from .turns import AsyncTurn, unless_left
 async def completions(request: Request) -> Response:
     """Complete one or more prompts, whole or streamed."""
     service: Service = request.app.state.service
-    service.check_room()
     body = await read_body(request, CompletionRequest)
     check_fields(body)
     prompts = split_prompts(body.prompt, "prompt", MAX_PROMPTS)

@@ -24,6 +24,8 @@ ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 KEY = "localllm.exchange"
 POLLED = {"/health", "/ping", "/metrics"}
 """asked for every few seconds by whoever watches: no line each"""
+REFUSALS_S = 1.0
+"""a full queue is logged once in so long, with the number of refusals since: a line costs a fifth of one"""
 MAX_LOGGED = 120
 """characters of a path or model name that a log line shows"""
 
@@ -51,6 +53,8 @@ class Exchange:
     finish: str = ""
     note: str = ""
     """an error's code"""
+    more: int = 0
+    """refusals like this one that have no line"""
 
     def client_of(self, user: str = "") -> str:
         """Who is asking, for fairness: the address, and what tells its programs or users apart. Not the text itself."""
@@ -73,13 +77,15 @@ class Exchange:
             fields["finish"] = self.finish
         if self.note:
             fields["error"] = self.note
+        if self.more:
+            fields["more"] = self.more
         return fields
 
     def as_text(self, seconds: float) -> str:
         """The same for people."""
         parts = [time.strftime("%H:%M:%S"), printable(self.path[:MAX_LOGGED]), str(self.status)]
         if self.note:
-            parts.append(self.note)
+            parts.append(f"{self.note} (and {self.more:,} more)" if self.more else self.note)
         if self.prompt_tokens:
             cached = f" (cached {self.cached_tokens:,})" if self.cached_tokens else ""
             parts.append(f"in {self.prompt_tokens:,}{cached} out {self.completion_tokens:,}")
@@ -118,6 +124,9 @@ class Exchanges:
     def __init__(self, app: ASGIApp, on_end: Callable[[Exchange], None], log_format: str = "text") -> None:
         self.app, self.on_end = app, on_end
         self.as_json = log_format == "json"
+        self._refusal_at = -REFUSALS_S
+        self._refusals = 0
+        """without a line of their own since then"""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -156,9 +165,16 @@ class Exchanges:
         seconds = time.monotonic() - exchange.started
         self.on_end(exchange)
         level = logging.DEBUG if exchange.path in POLLED and exchange.method == "GET" else logging.INFO
-        if access.isEnabledFor(level):
-            line = json.dumps(exchange.as_json(seconds)) if self.as_json else exchange.as_text(seconds)
-            access.log(level, "%s", line)
+        if not access.isEnabledFor(level):
+            return
+        if exchange.note == "queue_full":
+            now = time.monotonic()
+            if now - self._refusal_at < REFUSALS_S:
+                self._refusals += 1
+                return
+            exchange.more, self._refusal_at, self._refusals = self._refusals, now, 0
+        line = json.dumps(exchange.as_json(seconds)) if self.as_json else exchange.as_text(seconds)
+        access.log(level, "%s", line)
 
 
 def _of(scope: Scope) -> Exchange:

@@ -27,7 +27,6 @@ from .turns import unless_left
 async def messages(request: Request) -> Response:
     """Answer a conversation."""
     service: Service = request.app.state.service
-    service.check_room()
     body = await read_body(request, MessagesRequest)
     chat_body = to_chat(body)
 

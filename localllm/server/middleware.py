@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from urllib.parse import urlsplit
 
 from starlette.responses import Response
@@ -166,3 +166,26 @@ def _both_kinds(headers: Headers) -> bool:
     """One header of each kind: the anthropic SDK sends both when both are configured."""
     names = [name for name, _ in headers if name in (b"authorization", b"x-api-key")]
     return sorted(names) == [b"authorization", b"x-api-key"]
+
+
+class Desk:
+    """Refuses what there is no room for before any route is looked for: thrice the capacity may be asked for, and each
+    refusal takes time from an answer.
+
+    check_room   raises ApiError where it is full
+    paths        to which that matters
+    """
+
+    def __init__(self, app: ASGIApp, check_room: Callable[[], None], paths: frozenset[str]) -> None:
+        self.app, self.check_room, self.paths = app, check_room, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self.paths:
+            try:
+                self.check_room()
+            except ApiError as error:
+                note_error(scope, error.code)
+                await respond(error, scope["path"])(scope, receive, send)
+                return
+        await self.app(scope, receive, send)

@@ -28,6 +28,41 @@ DISCARD_BYTES = 64 << 20
 MAX_CONNECTIONS = 2048
 
 
+class OneWrite:
+    """A transport that keeps the headers of an answer of known length until its body comes: one packet, one call.
+
+    At each system call another thread may take the interpreter, and it takes a while to get it back.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._held = b""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """Send, now or with what comes next."""
+        if not self._held and data.startswith(b"HTTP/1.1 ") and b"\r\ncontent-length: " in data:
+            self._held = data
+        elif self._held:
+            data, self._held = self._held + data, b""
+            self._transport.write(data)
+        else:
+            self._transport.write(data)
+
+    def close(self) -> None:
+        """Send what is held, and no more."""
+        self.flush()
+        self._transport.close()
+
+    def flush(self) -> None:
+        """Send what is held."""
+        if self._held:
+            data, self._held = self._held, b""
+            self._transport.write(data)
+
+
 class Connection(H11Protocol):
     """One client connection."""
 
@@ -46,7 +81,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client came."""
-        super().connection_made(transport)
+        super().connection_made(OneWrite(transport))  # type: ignore[arg-type]
         if len(self.connections) > self.max_connections:
             transport.abort()
             return
@@ -64,6 +99,7 @@ class Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         """An answer is out; another request may come."""
+        self.transport.flush()  # type: ignore[attr-defined]
         super().on_response_complete()
         if not self.transport.is_closing():
             self._update()

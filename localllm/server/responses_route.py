@@ -23,7 +23,6 @@ from .turns import unless_left
 async def create_response(request: Request) -> Response:
     """Answer, with what an earlier response left as its beginning."""
     service: Service = request.app.state.service
-    service.check_room()
     body = await read_body(request, ResponsesRequest)
     refuse(body)
     items = [*_earlier(service, body), *input_items(body)]

@@ -160,7 +160,7 @@ class Service:
         return desk
 
     def check_room(self) -> None:
-        """Raise ApiError 503 or 429 where that is certain before the body is read: most refusals are made here."""
+        """Raise ApiError 503 or 429 where that is certain before a request is read: most refusals are made here."""
         if self.is_draining:
             self.check_ready()
         only = self.residents.only

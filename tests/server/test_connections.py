@@ -28,6 +28,36 @@ def quick(residents, monkeypatch):
         yield live
 
 
+def test_headers_of_a_short_answer_go_out_with_its_body():
+    """Those of a stream at once; what is held is never lost."""
+
+    class Wire:
+        def __init__(self):
+            self.sent = []
+
+        def write(self, data):
+            self.sent.append(data)
+
+        def close(self):
+            self.sent.append("closed")
+
+        def get_extra_info(self, name):
+            return name
+
+    head = b"HTTP/1.1 200 \r\ncontent-type: text/plain\r\ncontent-length: 2\r\n\r\n"
+    stream = b"HTTP/1.1 200 \r\ntransfer-encoding: chunked\r\n\r\n"
+    wire = Wire()
+    one = protocol.OneWrite(wire)
+    for data in (head, b"ok", stream, b"2\r\nok\r\n", head, b"", head):
+        one.write(data)
+    assert wire.sent == [head + b"ok", stream, b"2\r\nok\r\n", head]
+    one.flush()
+    one.flush()
+    one.write(head)
+    one.close()
+    assert wire.sent[4:] == [head, head, "closed"] and one.get_extra_info("peername") == "peername"
+
+
 def dripping(live, start, drip, pause=0.02, seconds=5.0):
     """Send `start`, then `drip` byte by byte; (seconds until the server ended it, its answer)."""
     started = time.monotonic()

@@ -17,7 +17,7 @@ from localllm.errors import ConfigError, ServerError
 from localllm.server.routes import ROUTES
 from localllm.server.run import ServeOptions, bind
 
-from .conftest import CHAT, MESSAGES, ask
+from .conftest import CHAT, MESSAGES, RESPONSES, TEXT, ask
 
 PATHS = sorted({re.sub(r"{\w+(:path)?}", "x", route.path) for route in ROUTES} | {"/docs", "/openapi.json", "/nothing"})
 OPEN = {"/health", "/ping"}
@@ -364,6 +364,29 @@ async def test_err_03_log_lines_are_one_line_and_hold_no_text(make_client, caplo
     if form == "json":
         first = json.loads(lines[0])
         assert first["status"] == 200 and first["completion_tokens"] == 8 and first["prompt_tokens"] > 0
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+async def test_a_full_queue_is_logged_once_a_second(make_service, make_client, caplog, monkeypatch, form):
+    """Whatever is asked; nothing of it is read. The next line says how many had none."""
+    caplog.set_level(logging.INFO, "localllm.access")
+    service = make_service(parallel=1, max_queue=0)
+    ticket = service.admission("tiny").reserve("somebody")
+    async with make_client(service, log_format=form) as client:
+        for path in (CHAT, TEXT, RESPONSES, MESSAGES, "/api/chat", "/api/generate"):
+            refused = await client.post(path, content=b"this is not even JSON")
+            assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+        monkeypatch.setattr("localllm.server.exchange.REFUSALS_S", 0.0)
+        assert (await client.post(CHAT, json=ask())).status_code == 429
+        ticket.release()
+        assert (await client.post(CHAT, json=ask())).status_code == 200
+    lines = [record.getMessage() for record in caplog.records if record.name == "localllm.access"]
+    assert len(lines) == 3 and all("queue_full" in line for line in lines[:2])
+    if form == "json":
+        assert ["more" in json.loads(line) for line in lines] == [False, True, False]
+        assert json.loads(lines[1])["more"] == 5
+    else:
+        assert "more" not in lines[0] and "queue_full (and 5 more)" in lines[1]
 
 
 def test_sec_02_ipv6_only():
