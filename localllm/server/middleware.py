@@ -178,6 +178,8 @@ class Desk:
 
     def __init__(self, app: ASGIApp, check_room: Callable[[], None], paths: frozenset[str]) -> None:
         self.app, self.check_room, self.paths = app, check_room, paths
+        self._kept: dict[tuple[str, str], Response] = {}
+        """the last refusal by message and path, which many get"""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -186,6 +188,8 @@ class Desk:
                 self.check_room()
             except ApiError as error:
                 note_error(scope, error.code)
-                await respond(error, scope["path"])(scope, receive, send)
+                if (error.message, scope["path"]) not in self._kept:
+                    self._kept = {(error.message, scope["path"]): respond(error, scope["path"])}
+                await self._kept[error.message, scope["path"]](scope, receive, send)
                 return
         await self.app(scope, receive, send)
