@@ -10,11 +10,11 @@ On paper (nothing here ran on a card yet), products of one row of an 8B model's 
 `product_tiles` makes of instructions, residency and waves without launches, and their ratio; registers as compiled.
 
                     H100, 3.35 TB/s                                RTX 5090, 1.79 TB/s
-    bf16            130 us  142 us  0.92   49..88 registers        244 us  259 us  0.94   37..46
-    FP8 row          65 us   79 us  0.83   64..155                 122 us  136 us  0.89   42..68
-    int4, g 128      34 us   48 us  0.70   86..154                  63 us   72 us  0.87   56..72
-    Q4_K             38 us   48 us  0.79   95..236                  70 us   72 us  0.98   56..71
-    NVFP4            37 us   63 us  0.58   89..236                  69 us   74 us  0.93   51..88
+    bf16            130 us  142 us  0.92   57..117 registers       244 us  259 us  0.94   37..56
+    FP8 row          65 us   79 us  0.83   80..128                 122 us  136 us  0.89   42..74
+    int4, g 128      34 us   48 us  0.70   89..153                  63 us   72 us  0.87   60..74
+    Q4_K             38 us   48 us  0.79   95..153                  70 us   72 us  0.98   48..96
+    NVFP4            37 us   63 us  0.58   87..154                  69 us   74 us  0.93   52..117
 
 Programs: 512 to 7168 of one to four warps, 8 to 36 warps resident on a multiprocessor, 4 to 16 KB asked for by each
 at a time. A copy reaches some nine tenths of the nominal bandwidth, so MBU is to be expected a tenth higher. With four
