@@ -20,6 +20,8 @@ PIECE = 4096
 """merges handled at a time: some 2 ms, in which no other thread runs"""
 LARGE_BYTES = 1 << 20
 """files from this size are read in pieces: smaller ones are through in 50 ms"""
+MAX_VALUES = 4_000_000
+"""commas and brackets of a file that is parsed here: Gemma 3 has 1.9 million; each may become an object of 64 bytes"""
 MAX_RUNS = 32
 """of control tokens and others in turns: with each the library makes its search tree anew (2 ms for 6,000 tokens)"""
 
@@ -49,7 +51,7 @@ def read_backend(data: bytes) -> Backend:
     """The back end of a tokenizer.json. Raises what `tokenizers` raises, which may be a panic."""
     from tokenizers import Tokenizer
 
-    if len(data) >= LARGE_BYTES:
+    if len(data) >= LARGE_BYTES and sum(map(data.count, (b",", b"[", b"{"))) <= MAX_VALUES:
         collecting = gc.isenabled()
         gc.disable()  # a million strings and lists, none of them garbage
         try:

@@ -77,6 +77,17 @@ def test_the_same_in_pieces(options, style, in_pieces):
         assert mine.decode(mine.encode(text).ids) == whole.decode(whole.encode(text).ids)
 
 
+def test_a_file_of_too_many_values_is_not_parsed_here(in_pieces, monkeypatch):
+    """128 MB of empty lists would be 4 GB of objects."""
+    monkeypatch.setattr(tokenizer_json, "MAX_VALUES", 5_000)
+    document = json.loads(made().to_str())
+    assert read_backend(json.dumps(document).encode()) and in_pieces == [True]
+    data = json.dumps(document | {"padding": [[]] * 5_000}).encode()
+    with pytest.raises(BadModelFile, match="tokenizer.json is no usable tokenizer"):
+        parse_backend(data, "tokenizer.json")
+    assert in_pieces == [True]
+
+
 def test_many_merges_cross_the_pieces(in_pieces, monkeypatch):
     monkeypatch.setattr(tokenizer_json, "PIECE", 4)
     data = made().to_str().encode()
