@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 import multiprocessing
 import os
 import random
@@ -370,6 +371,8 @@ def soaked(*given):
 def test_rel_01_soak(residents, tiny_llm, seconds, monkeypatch):
     """Sixteen clients, everything mixed: no error, no wrong answer, nothing left behind."""
     draw = random.Random(1)
+    # pytest keeps every line that is logged: 150 bytes of each of 100,000 requests
+    monkeypatch.setattr(logging.getLogger("localllm.access"), "disabled", True)
     monkeypatch.syspath_prepend(Path(__file__).parents[2])  # where the clients' process finds `soaked`
     made = ThreadPoolExecutor(1) if seconds < 60 else ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
     with live_server(residents, parallel=8, max_queue=64) as live, made as clients:
