@@ -13,7 +13,7 @@ from server_client import Connection, Server, percentile, pulse
 PLACES, QUEUE = 8, 16
 """sequences at a time, and requests that may wait for a place"""
 TOKENS = 240
-"""of an answer: some 25 a second"""
+"""of an answer: 25 to 40 a second"""
 GIVES_UP_S = 0.5
 WARM_S = 1.0
 """until as many requests are under way as always"""

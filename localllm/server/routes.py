@@ -41,39 +41,25 @@ class Route:
     """the media type of a streamed answer"""
     media: str = "application/json"
     needs_room: bool = False
-    """refused while the queue is full, before anything is read"""
+    """refused while the queue is full, before anything is read; not Ollama's, which also load and unload models"""
 
 
 SSE = "text/event-stream"
 LINES = "application/x-ndjson"
 COMPLETION = ("id", "object", "created", "model", "choices", "usage")
+RESPONSE = ("id", "object", "status", "output")
+MESSAGE = ("id", "type", "role", "content", "usage")
 OLLAMA = ("model", "created_at", "done")
 
 ROUTES: tuple[Route, ...] = (
     Route("POST", "/v1/chat/completions", chat_completions, ChatRequest, COMPLETION, SSE, needs_room=True),
     Route("POST", "/v1/completions", completions, CompletionRequest, COMPLETION, SSE, needs_room=True),
-    Route(
-        "POST",
-        "/v1/responses",
-        responses.create_response,
-        ResponsesRequest,
-        ("id", "object", "status", "output"),
-        SSE,
-        needs_room=True,
-    ),  # fmt: skip
-    Route("GET", "/v1/responses/{response_id}", responses.get_response, None, ("id", "object", "status", "output")),
+    Route("POST", "/v1/responses", responses.create_response, ResponsesRequest, RESPONSE, SSE, needs_room=True),
+    Route("GET", "/v1/responses/{response_id}", responses.get_response, None, RESPONSE),
     Route("DELETE", "/v1/responses/{response_id}", responses.delete_response, None, ("id", "object", "deleted")),
     Route("GET", "/v1/responses/{response_id}/input_items", responses.list_input_items, None, ("object", "data")),
     Route("POST", "/v1/responses/{response_id}/cancel", responses.cancel_response, None, ("id",)),
-    Route(
-        "POST",
-        "/v1/messages",
-        anthropic.messages,
-        MessagesRequest,
-        ("id", "type", "role", "content", "usage"),
-        SSE,
-        needs_room=True,
-    ),  # fmt: skip
+    Route("POST", "/v1/messages", anthropic.messages, MessagesRequest, MESSAGE, SSE, needs_room=True),
     Route("POST", "/v1/messages/count_tokens", anthropic.count_tokens, CountRequest, ("input_tokens",)),
     Route("POST", "/v1/embeddings", vectors.embeddings, EmbeddingRequest, ("object", "data", "model", "usage")),
     Route("POST", "/v1/score", vectors.score, ScoreRequest, ("object", "data", "model", "method")),
@@ -86,8 +72,8 @@ ROUTES: tuple[Route, ...] = (
     Route("POST", "/apply-template", texts.apply_template, ChatRequest, ("prompt",)),
     Route("GET", "/v1/models", models, None, ("object", "data")),
     Route("GET", "/v1/models/{model_id:path}", model, None, ("id", "object", "created", "owned_by")),
-    Route("POST", "/api/chat", ollama.chat, OllamaChatRequest, OLLAMA, LINES, needs_room=True),
-    Route("POST", "/api/generate", ollama.generate, OllamaGenerateRequest, OLLAMA, LINES, needs_room=True),
+    Route("POST", "/api/chat", ollama.chat, OllamaChatRequest, OLLAMA, LINES),
+    Route("POST", "/api/generate", ollama.generate, OllamaGenerateRequest, OLLAMA, LINES),
     Route("POST", "/api/embed", ollama.embed, OllamaEmbedRequest, ("model", "embeddings")),
     Route("POST", "/api/show", ollama.show, ShowRequest, ("details", "model_info")),
     Route("GET", "/api/tags", ollama.tags, None, ("models",)),

@@ -373,20 +373,22 @@ async def test_a_full_queue_is_logged_once_a_second(make_service, make_client, c
     service = make_service(parallel=1, max_queue=0)
     ticket = service.admission("tiny").reserve("somebody")
     async with make_client(service, log_format=form) as client:
-        for path in (CHAT, TEXT, RESPONSES, MESSAGES, "/api/chat", "/api/generate"):
+        for path in (CHAT, TEXT, RESPONSES, MESSAGES):
             refused = await client.post(path, content=b"this is not even JSON")
             assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
         monkeypatch.setattr("localllm.server.exchange.REFUSALS_S", 0.0)
         assert (await client.post(CHAT, json=ask())).status_code == 429
+        loaded = await client.post("/api/generate", json={"model": "tiny"})
+        assert loaded.json()["done_reason"] == "load"  # what needs no place is not refused
         ticket.release()
         assert (await client.post(CHAT, json=ask())).status_code == 200
     lines = [record.getMessage() for record in caplog.records if record.name == "localllm.access"]
-    assert len(lines) == 3 and all("queue_full" in line for line in lines[:2])
+    assert len(lines) == 4 and all("queue_full" in line for line in lines[:2])
     if form == "json":
-        assert ["more" in json.loads(line) for line in lines] == [False, True, False]
-        assert json.loads(lines[1])["more"] == 5
+        assert ["more" in json.loads(line) for line in lines] == [False, True, False, False]
+        assert json.loads(lines[1])["more"] == 3
     else:
-        assert "more" not in lines[0] and "queue_full (and 5 more)" in lines[1]
+        assert "more" not in lines[0] and "queue_full (and 3 more)" in lines[1]
 
 
 def test_sec_02_ipv6_only():
