@@ -41,7 +41,7 @@ class Route:
     """the media type of a streamed answer"""
     media: str = "application/json"
     needs_room: bool = False
-    """refused while the queue is full, before anything is read; not Ollama's, which also load and unload models"""
+    """refused while the queue is full, before anything is read; not Ollama's, which also unload models"""
 
 
 SSE = "text/event-stream"

@@ -378,8 +378,11 @@ async def test_a_full_queue_is_logged_once_a_second(make_service, make_client, c
             assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
         monkeypatch.setattr("localllm.server.exchange.REFUSALS_S", 0.0)
         assert (await client.post(CHAT, json=ask())).status_code == 429
-        loaded = await client.post("/api/generate", json={"model": "tiny"})
-        assert loaded.json()["done_reason"] == "load"  # what needs no place is not refused
+        kept = []
+        monkeypatch.setattr(service.residents, "keep", lambda name, seconds: kept.append((name, seconds)))
+        unloaded = await client.post("/api/generate", json={"model": "tiny", "keep_alive": 0})
+        assert unloaded.json()["done_reason"] == "unload"  # what needs no place is not refused
+        assert kept == [("tiny", 0.0)]
         ticket.release()
         assert (await client.post(CHAT, json=ask())).status_code == 200
     lines = [record.getMessage() for record in caplog.records if record.name == "localllm.access"]
