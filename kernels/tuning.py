@@ -9,7 +9,8 @@ a model expects of them (bytes, occupancy, shared memory).
     tile = tuner().pick(shape, candidates, trial)        # {"block_n": 64, "num_warps": 4, ...}
 
 `trial(tile)` returns a call that launches the kernel once, on data it made itself: what it holds lives until the shape
-is tuned, so it keeps no activations of the caller, and writes nothing that matters.
+is tuned, so it keeps no activations of the caller, and writes nothing that matters. The call returns what the kernel
+computed, where it can: a candidate that disagrees with the first one, which the self-test knows, is never used.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ WARM_RUNS = 3
 ROUNDS = 5
 ROUND_S = 0.002
 """on the CPU a candidate's time is the least of ROUNDS, each of as many calls as take about this long"""
+AGREEMENT = 2e-2
+"""by how much of their size the numbers of two candidates may differ: sums in another order, rounded to bfloat16"""
 WORTH = 0.97
 """a candidate replaces the one in use when it takes at most this share of its time: less is noise"""
 
@@ -92,7 +95,7 @@ class Tuned:
     first_us: float
     """those of the first candidate"""
     failed: tuple[str, ...] = ()
-    """candidates that did not run, with the reason"""
+    """candidates that did not run or were wrong, with the reason"""
 
 
 @dataclass(slots=True)
@@ -167,11 +170,19 @@ class Tuner:
     ) -> Tuned | None:
         times: list[tuple[float, Tile]] = []
         failed: list[str] = []
+        first_result: object = None
         for tile in job.candidates:
             if stop():
                 return None
             try:
-                times.append((measure(job.trial(tile)), tile))
+                call = job.trial(tile)
+                result = call()
+                if not times:
+                    first_result = _copied(result)
+                elif reason := _disagreement(result, first_result):
+                    failed.append(f"{dict(tile)}: {reason}")
+                    continue
+                times.append((measure(call), tile))
             except Exception as error:  # too much shared memory, a compiler's refusal: the others are still good
                 failed.append(f"{dict(tile)}: {type(error).__name__}: {str(error)[:120]}")
         del self._jobs[job.shape]
@@ -185,6 +196,23 @@ class Tuner:
         if self.records is not None:
             self.records.put(job.shape.name, {"tile": dict(best), "us": best_s * 1e6, "first_us": first_s * 1e6})
         return Tuned(job.shape, best, best_s * 1e6, first_s * 1e6, tuple(failed))
+
+
+def _copied(result: object) -> object:
+    """A result that the next launch does not overwrite."""
+    import torch
+
+    return result.clone() if isinstance(result, torch.Tensor) else result
+
+
+def _disagreement(found: object, wanted: object) -> str:
+    """How a tensor differs from that of the first candidate; nothing is said of anything else."""
+    import torch
+
+    from .trial import compare
+
+    both = isinstance(found, torch.Tensor) and isinstance(wanted, torch.Tensor)
+    return compare(found, wanted, AGREEMENT) if both else ""  # type: ignore[arg-type]
 
 
 @cache

@@ -243,6 +243,20 @@ def test_the_first_tile_runs_at_once_and_the_fastest_from_then_on(tmp_path: Path
     assert other.pick(SHAPE, TILES, trial) == TILES[0] and other.waiting
 
 
+def test_a_tile_that_computes_something_else_is_never_used() -> None:
+    """All write where the last one wrote; 8 is the fastest, and wrong."""
+    out = torch.empty(4)
+
+    def writing(tile: tuning.Tile) -> Callable[[], object]:
+        return lambda: out.copy_(torch.arange(4.0) + (tile["rows"] == 8))
+
+    tuner = tuning.Tuner()
+    tuner.pick(SHAPE, TILES, writing)
+    costs = iter([9e-6, 7e-6])
+    (tuned,) = tuner.tune(lambda call: next(costs))
+    assert dict(tuned.tile) == {"rows": 16} and "{'rows': 8}: off by" in tuned.failed[0]
+
+
 def test_noise_changes_no_tile_and_a_shape_is_tuned_whole_or_not_at_all() -> None:
     tuner = tuning.Tuner()
     tuner.pick(SHAPE, TILES[:2], trial)

@@ -250,18 +250,33 @@ def _trial(
         if not made:
             count = -(-length // page)
             empty = KVPages.empty(kv_format, count, kv_heads, page, dim)
-            pages = KVPages(*(None if part is None else torch.zeros_like(part, device=device) for part in empty))
+            pages = KVPages(*(None if part is None else _noise(part, device) for part in empty))
             q = torch.randn(new, heads, dim, device=device, dtype=dtype)
             table = torch.arange(count, dtype=torch.int32, device=device)[None]
             bounds = torch.tensor([0, new], dtype=torch.int32, device=device)
             lengths = torch.tensor([length], dtype=torch.int32, device=device)
             made.append(_Step(q, pages, table, bounds, lengths, dim**-0.5, None, None, None))
         tile = Tile(**choice)
-        if op == "attention_decode":
-            return lambda: made[0].decode(0, 1, False, tile)
-        return lambda: made[0].prefill(True, tile)
+        step = made[0]
+
+        def run() -> Tensor:
+            if op == "attention_decode":
+                step.decode(0, 1, False, tile)
+            else:
+                step.prefill(True, tile)
+            return step.out
+
+        return run
 
     return trial
+
+
+def _noise(part: Tensor, device: torch.device) -> Tensor:
+    """Made-up pages, or their scales, like `part`."""
+    if part.dtype.itemsize > 1:
+        largest = 0.02 if part.dim() == 3 else 1.0  # a scale, or a number
+        return (torch.rand(part.shape, device=device) * largest).to(part.dtype)
+    return torch.randint(0, 100, part.shape, device=device, dtype=torch.uint8).view(part.dtype)  # E4M3: all finite
 
 
 def constants(kv_format: str, dim: int, scales: str, window: bool, softcap: bool) -> dict[str, Any]:

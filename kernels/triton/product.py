@@ -10,22 +10,23 @@ On paper (nothing here ran on a card yet), products of one row of an 8B model's 
 `product_tiles` makes of instructions, residency and waves without launches, and their ratio; registers as compiled.
 
                     H100, 3.35 TB/s                                RTX 5090, 1.79 TB/s
-    bf16            130 us  142 us  0.92   57..117 registers       244 us  259 us  0.94   37..56
-    FP8 row          65 us   79 us  0.83   80..128                 122 us  136 us  0.89   42..74
-    int4, g 128      34 us   48 us  0.70   89..153                  63 us   72 us  0.87   60..74
-    Q4_K             38 us   48 us  0.79   95..153                  70 us   72 us  0.98   48..96
-    NVFP4            37 us   63 us  0.58   87..154                  69 us   74 us  0.93   52..117
+    bf16            130 us  145 us  0.90   57..117 registers       244 us  261 us  0.93   37..56
+    FP8 row          65 us   81 us  0.80   80..128                 122 us  139 us  0.88   42..74
+    int4, g 128      34 us   45 us  0.75   80..122 (51 us)          63 us   75 us  0.84   60..74
+    Q4_K             38 us   45 us  0.85   95..128 (51 us)          70 us   75 us  0.94   48..96
+    NVFP4            37 us   58 us  0.63   95..168 (66 us)          69 us   77 us  0.90   52..117
 
 Programs: 512 to 7168 of one to four warps, 8 to 36 warps resident on a multiprocessor, 4 to 16 KB asked for by each
 at a time. A copy reaches some nine tenths of the nominal bandwidth, so MBU is to be expected a tenth higher. With four
-bits a weight an H100 at full bandwidth can issue 4.4 instructions for each, and `vector` needs 3 to 5: that is why
-`tile` with its 2 to 3 is a candidate for one row as well. No other card is near that bound.
+bits a weight an H100 at full bandwidth can issue 4.4 instructions for each: in float32 `vector` needs 3 to 5 and the
+time in brackets, in whole numbers (`fixed.py`) 2.6 to 3.6, and `tile`, a candidate for one row as well, 2 to 3. No
+other card is near that bound.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ from . import dequantise, tile, vector
 from .launch import Launch, capability, interpreting, num_sms, pdl
 from .layout import Prepared
 from .layout_codes import CODES
-from .product_tiles import SMALL_TOKENS, Card, one_row_tiles, tile_tiles, token_class
+from .product_tiles import SMALL_TOKENS, Card, may_be_fixed, one_row_tiles, tile_tiles, token_class
 
 __all__ = ["NormArgs", "card_of", "dequantised", "product"]
 
@@ -205,7 +206,12 @@ def vector_launch(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: T
     }
     outputs = choice["rows"] // (2 if extras.gate else 1)
     grid = (-(-out.shape[1] // outputs), x.shape[0])
-    constants |= _constants(p) | {"ROWS": choice["rows"], "CHUNKS": choice["chunks"], "PDL": with_pdl}
+    constants |= _constants(p) | {
+        "ROWS": choice["rows"],
+        "CHUNKS": choice["chunks"],
+        "FIXED": "" if "fixed" not in choice else "plain" if interpreting() else "assembly",
+        "PDL": with_pdl,
+    }
     return Launch(vector.vector_kernel, grid, args, constants, choice["warps"], launch_pdl=with_pdl, subnormals=True)
 
 
@@ -314,7 +320,8 @@ def _picked(x: Tensor, p: Prepared, extras: Extras, card: Card) -> Tile:
     if x.shape[0] == 1 or card.capability < 80:
         shape = Shape("linear_vector", (n, k, p.code, p.group, extras.gate))
         either = card.capability >= 80 and x.dtype == torch.bfloat16
-        candidates = one_row_tiles(n, k, p.code, card, bool(extras.gate), either)
+        fixed = may_be_fixed(p.code, p.run, card)
+        candidates = one_row_tiles(n, k, p.code, card, bool(extras.gate), either, fixed)
     elif _is_plain(x, p) and extras[1:] == PLAIN[1:]:
         shape = Shape("linear_dense", (n, k, p.code, tokens))
         candidates = (*tile_tiles(n, k, p.code, tokens, card)[:-1], CUBLAS)
@@ -336,18 +343,36 @@ def _trial(x: Tensor, p: Prepared, extras: Extras) -> Callable[[Tile], Callable[
 
     def trial(choice: Tile) -> Callable[[], object]:
         if not made:
-            noise = {
-                name: torch.randint(0, 100, shape, device=device, dtype=kind)
-                if not kind.is_floating_point
-                else torch.ones(shape, device=device, dtype=kind)
-                for name, (shape, kind) in kinds.items()
-            }
+            noise = {name: _noise(name, empty, *kind, device) for name, kind in kinds.items()}
             sample = torch.randn(tokens, k, device=device, dtype=dtype)
             made.append((sample, empty._replace(**noise), torch.empty(tokens, n, device=device, dtype=dtype)))
         sample, weight, out = made[0]
+        start: Callable[[], None]
         if choice is CUBLAS:
-            return lambda: _slab_product(sample, weight, out, None)
-        build = vector_launch if "chunks" in choice else tile_launch
-        return build(sample, weight, out, Extras(gate=gate), choice, pdl(device)).start
+            start = partial(_slab_product, sample, weight, out, None)
+        else:
+            build = vector_launch if "chunks" in choice else tile_launch
+            start = build(sample, weight, out, Extras(gate=gate), choice, pdl(device)).start
+
+        def run() -> Tensor:
+            start()
+            return out
+
+        return run
 
     return trial
+
+
+def _noise(name: str, p: Prepared, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A made-up part of a weight like p: any codes, scales that keep the products of usual size."""
+    if name == "low" and p.code in ("bf16", "f16"):
+        kind = torch.bfloat16 if p.code == "bf16" else torch.float16
+        return torch.randn(shape, device=device, dtype=kind).view(dtype)
+    if dtype.is_floating_point:
+        return torch.ones(shape, device=device, dtype=dtype)
+    if name == "low":
+        codes = torch.randint(-(1 << 15), 1 << 15, shape, device=device, dtype=dtype)
+        return codes & -0x0809 if p.code == "e4m3" else codes  # without bit 3 of a byte: no NaN
+    if name == "scales" and p.scale_kind == "e8m0":
+        return torch.randint(120, 131, shape, device=device, dtype=dtype)
+    return torch.randint(0, 100, shape, device=device, dtype=dtype)

@@ -12,7 +12,7 @@ from .aot_spec import KernelSpec
 from .layout import SUPER, Prepared
 from .layout_codes import CODES, HALVES
 from .product import PLAIN, Extras, NormArgs, dequantise_launch, tile_launch, vector_launch
-from .product_tiles import Card, tile_tiles, vector_tiles
+from .product_tiles import Card, may_be_fixed, tile_tiles, vector_tiles
 
 NUM_SMS = {75: 40, 80: 108, 86: 82, 89: 128, 90: 132, 100: 148, 120: 170, 121: 48}
 """of a common card of each class, for the choice of tiles"""
@@ -111,17 +111,20 @@ def specs(capability: int) -> Iterator[KernelSpec]:
 def _decode_specs(form: Form, dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:
     pdl = card.capability >= 90
     p = described(form, HIDDEN, HIDDEN)
+    wide = described(form, 2 * INTERMEDIATE, HIDDEN)
     x, out = _meta(dtype, 1, HIDDEN), _meta(dtype, 1, HIDDEN)
-    first = vector_tiles(HIDDEN, HIDDEN, form.code, card)[0]
-    yield vector_launch(x, p, out, PLAIN, first, pdl).spec("linear", "triton", f"{form.name} M=1", decode=True)
-    if form.name in MAIN_FORMS:
-        fused = Extras(_meta(torch.float32, HIDDEN), NormArgs(_meta(torch.float32, HIDDEN), 1e-6), out)
-        launch = vector_launch(x, p, out, fused, first, pdl)
-        yield launch.spec("linear", "triton", f"{form.name} M=1 norm residual", decode=True)
-        p, out = described(form, 2 * INTERMEDIATE, HIDDEN), _meta(dtype, 1, INTERMEDIATE)
-        first = vector_tiles(2 * INTERMEDIATE, HIDDEN, form.code, card, gated=True)[0]
-        launch = vector_launch(x, p, out, fused._replace(bias=None, residual=None, gate="silu"), first, pdl)
-        yield launch.spec("linear", "triton", f"{form.name} M=1 norm gated", decode=True)
+    for fixed in (False, True) if may_be_fixed(form.code, p.run, card) else (False,):
+        label = f"{form.name} M=1" + " fixed" * fixed
+        first = vector_tiles(HIDDEN, HIDDEN, form.code, card, fixed=fixed)[0]
+        yield vector_launch(x, p, out, PLAIN, first, pdl).spec("linear", "triton", label, decode=True)
+        if form.name in MAIN_FORMS:
+            fused = Extras(_meta(torch.float32, HIDDEN), NormArgs(_meta(torch.float32, HIDDEN), 1e-6), out)
+            launch = vector_launch(x, p, out, fused, first, pdl)
+            yield launch.spec("linear", "triton", f"{label} norm residual", decode=True)
+            first = vector_tiles(2 * INTERMEDIATE, HIDDEN, form.code, card, True, fixed)[0]
+            fused = fused._replace(bias=None, residual=None, gate="silu")
+            launch = vector_launch(x, wide, _meta(dtype, 1, INTERMEDIATE), fused, first, pdl)
+            yield launch.spec("linear", "triton", f"{label} norm gated", decode=True)
 
 
 def _batch_specs(form: Form, dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:

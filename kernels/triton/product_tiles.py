@@ -31,6 +31,8 @@ DECODE = MappingProxyType(
     }
 )  # fmt: skip
 """instructions a weight, counted in the machine code for sm_90"""
+FIXED_DECODE = MappingProxyType({"int4": 1.5, "e2m1": 2.5})
+"""the same where `vector_kernel` multiplies in whole numbers, besides 9 for each element of x"""
 TILE_DECODE = MappingProxyType(
     {
         "bf16": 0.5, "f16": 2.5, "e4m3": 3.0, "int8": 2.5, "int4": 2.2, "e2m1": 3.2, "iq4": 15.0,
@@ -45,6 +47,8 @@ REGISTERS_A_ROW = MappingProxyType(
     }
 )  # fmt: skip
 """of `vector_kernel`, as compiled"""
+FIXED_REGISTERS_A_ROW = MappingProxyType({"int4": 10, "e2m1": 15})
+"""of the same in whole numbers, besides 40"""
 STEP_ELEMENTS = 64
 """most weights a thread of `tile_kernel` decodes in a step: with more the compiler runs out of registers"""
 TENSOR_MEMORY = 64 * 512
@@ -132,53 +136,67 @@ def _power(number: int) -> int:
 
 
 @cache
-def one_row_tiles(n: int, k: int, code: str, card: Card, gated: bool, either: bool) -> tuple[Tile, ...]:
+def one_row_tiles(
+    n: int, k: int, code: str, card: Card, gated: bool, either: bool, fixed: bool = False
+) -> tuple[Tile, ...]:
     """Candidates for one row of x, the best expected first: of `vector_tiles` six, and two of `tile_tiles`.
 
     n, k     rows of W (gate and up together) and columns
     either   `tile.tile_kernel` can do it as well
+    fixed    `vector.vector_kernel` can do it in whole numbers as well: half of its candidates do
     """
-    vectors = [(_vector_us(n, k, code, tile, card), tile) for tile in vector_tiles(n, k, code, card, gated)]
-    if not either:
-        return _ordered(vectors)
-    tiles = [
-        (expected_us(_tile_load(n, k, code, tile), card), tile) for tile in tile_tiles(n, k, code, LEAST_TOKENS, card)
-    ]
-    return _ordered([*vectors[: MOST - 2], *tiles[:2]])
+    most = MOST - 2 * either
+    tiles = [*vector_tiles(n, k, code, card, gated)[: most // 2 if fixed else most]]
+    if fixed:
+        tiles += vector_tiles(n, k, code, card, gated, fixed=True)[: most - most // 2]
+    options = [(_vector_us(n, k, code, tile, card), tile) for tile in tiles]
+    if either:
+        found = tile_tiles(n, k, code, LEAST_TOKENS, card)[:2]
+        options += [(expected_us(_tile_load(n, k, code, tile), card), tile) for tile in found]
+    return _ordered(options)
+
+
+def may_be_fixed(code: str, run: int, card: Card) -> bool:
+    """Whether `vector.vector_kernel` can multiply such codes, in runs of so many halves, in whole numbers there."""
+    return code in FIXED_DECODE and run >= HALVES // 2 and card.capability >= 80
 
 
 @cache
-def vector_tiles(n: int, k: int, code: str, card: Card, gated: bool = False) -> tuple[Tile, ...]:
+def vector_tiles(n: int, k: int, code: str, card: Card, gated: bool = False, fixed: bool = False) -> tuple[Tile, ...]:
     """Candidates of `vector.vector_kernel`: {"rows", "chunks", "warps"}, the best expected first.
 
-    n, k   rows of W (gate and up together) and columns
+    n, k    rows of W (gate and up together) and columns
+    fixed   those in whole numbers, which have "fixed": 1 as well; none for most codes
     """
+    if fixed and code not in FIXED_DECODE:
+        return ()
     chunks = -(-k // CODES[code].chunk)
     options = []
-    for rows in (2, 4, 8) if gated else (1, 2, 4, 8):
+    for rows in (4, 8) if fixed else (2, 4, 8) if gated else (1, 2, 4, 8):
         for warps, wide in ((1, 32), (2, 64), (4, 128), (8, 256)):
-            if wide > max(_power(chunks), 32) or _vector_registers(rows, code) > 200:
+            if wide > max(_power(chunks), 32) or _vector_registers(rows, code, fixed) > 200:
                 continue
-            tile = {"rows": rows, "chunks": wide, "warps": warps}
+            tile = {"rows": rows, "chunks": wide, "warps": warps} | ({"fixed": 1} if fixed else {})
             options.append((_vector_us(n, k, code, tile, card), tile))
     return _ordered(options)
 
 
-def _vector_registers(rows: int, code: str) -> int:
-    return 28 + rows * REGISTERS_A_ROW[code]
+def _vector_registers(rows: int, code: str, fixed: bool) -> int:
+    return 40 + rows * FIXED_REGISTERS_A_ROW[code] if fixed else 28 + rows * REGISTERS_A_ROW[code]
 
 
 def _vector_us(n: int, k: int, code: str, tile: Tile, card: Card) -> float:
-    kind, rows, threads = CODES[code], tile["rows"], 32 * tile["warps"]
+    kind, rows, threads, fixed = CODES[code], tile["rows"], 32 * tile["warps"], "fixed" in tile
     chunks = -(-k // kind.chunk)
+    of_row, of_x = (FIXED_DECODE[code], 9.0) if fixed else (DECODE[code], 2.5)
     load = Load(
         programs=-(-n // rows),
         program_bytes=rows * (chunks * 16 + k * kind.high // 8),
-        in_flight=rows * min(2 * tile["chunks"], chunks) * 16,
+        in_flight=rows * min((1 if fixed else 2) * tile["chunks"], chunks) * 16,  # the next ones meanwhile, or not
         threads=threads,
-        registers=_vector_registers(rows, code),
+        registers=_vector_registers(rows, code, fixed),
         shared_bytes=0,
-        instructions=rows * kind.chunk * chunks / threads * (DECODE[code] + 2.5 / rows) + 60 + 14 * rows,
+        instructions=rows * kind.chunk * chunks / threads * (of_row + of_x / rows) + 60 + 14 * rows,
     )
     return expected_us(load, card)
 

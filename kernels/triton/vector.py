@@ -4,7 +4,7 @@ A program holds ROWS rows of W and passes over all of K, CHUNKS 16-byte chunks o
 loaded before the present ones are used; sums are float32 in an order that the constants fix. RMSNorm costs nothing
 extra: each program sees all of x, so the sum of squares is a by-product and 1/rms a factor at the end. A gated product
 takes rows r and r + N of a stacked gate and up, and gives act(gate) * up. Weights are asked for before the kernel
-waits for the one before it (PDL).
+waits for the one before it (PDL). Codes of four bits may be multiplied in whole numbers instead (FIXED; `fixed.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from .codes import add_part, end_factor, group_min, group_scale
+from .fixed import fixed_part
 
 
 @triton.jit
@@ -71,6 +72,20 @@ def _load_plane(
 
 
 @triton.jit
+def _activations(
+    x_ptr, norm_ptr, norm_offset, chunk, PLANE: tl.constexpr, K: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr,
+    RUN: tl.constexpr, CHUNKS: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """`_load_plane` of x, times the norm's weight, and the sum of their squares before that, float32 [CHUNKS]."""
+    x = _load_plane(x_ptr, chunk, PLANE, K, C, CHUNK, RUN, CHUNKS)
+    squares = tl.zeros((CHUNKS,), tl.float32)
+    if NORM:
+        squares = tl.sum(x * x, 1)
+        x *= _load_plane(norm_ptr, chunk, PLANE, K, C, CHUNK, RUN, CHUNKS) + norm_offset
+    return x, squares
+
+
+@triton.jit
 def gated(gate, up, KIND: tl.constexpr):
     """act(gate) * up, float32; KIND silu or gelu_tanh: 0.5 g (1 + tanh(u)) = g sigmoid(2u)."""
     if KIND == "silu":
@@ -114,9 +129,13 @@ def vector_kernel(
     GATE: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
+    FIXED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: ROWS outputs (ROWS / 2 where gated) of row `program_id(1)` of x."""
+    """One program: ROWS outputs (ROWS / 2 where gated) of row `program_id(1)` of x.
+
+    FIXED   "" in float32; "assembly" or "plain" in whole numbers, which wants a code and groups as `fixed_part` does
+    """
     PLANES: tl.constexpr = 16 // LOW
     CHUNK: tl.constexpr = 8 * PLANES
     C: tl.constexpr = (K + CHUNK - 1) // CHUNK
@@ -147,21 +166,29 @@ def vector_kernel(
     for c0 in range(0, C, CHUNKS):
         w, high = w_next, high_next
         chunk = c0 + lane
-        if c0 + CHUNKS < C:
+        if c0 + CHUNKS < C and FIXED == "":
             w_next, high_next = _load_words(low_ptr, high_ptr, row_ok, rows, c0 + CHUNKS, C, HIGH, ROWS, CHUNKS)
-        p = tl.zeros((ROWS, CHUNKS, 4), tl.float32)
-        xs = tl.zeros((CHUNKS, RUNS), tl.float32)
-        for i in tl.static_range(PLANES):
-            x = _load_plane(x_row, chunk, i, K, C, CHUNK, RUN, CHUNKS)
-            if NORM:
-                squares += tl.sum(x * x, 1)
-                x *= _load_plane(norm_ptr, chunk, i, K, C, CHUNK, RUN, CHUNKS) + norm_offset
-            if MIN != "none" or ZERO != 0:
-                xs += tl.sum(tl.reshape(x, (CHUNKS, RUNS, RUN)), 2)
-            even, odd = tl.split(tl.reshape(x, (CHUNKS, 4, 2)))
-            p = add_part(p, w, high, even[None, :, :], i, 0, CODE, LOW, HIGH)
-            p = add_part(p, w, high, odd[None, :, :], i, 1, CODE, LOW, HIGH)
-        part = tl.sum(tl.reshape(p, (ROWS, CHUNKS, RUNS, 4 // RUNS)), 3) * end_factor(CODE)
+        if FIXED != "":
+            x0, squares0 = _activations(x_row, norm_ptr, norm_offset, chunk, 0, K, C, CHUNK, RUN, CHUNKS, NORM)
+            x1, squares1 = _activations(x_row, norm_ptr, norm_offset, chunk, 1, K, C, CHUNK, RUN, CHUNKS, NORM)
+            x2, squares2 = _activations(x_row, norm_ptr, norm_offset, chunk, 2, K, C, CHUNK, RUN, CHUNKS, NORM)
+            x3, squares3 = _activations(x_row, norm_ptr, norm_offset, chunk, 3, K, C, CHUNK, RUN, CHUNKS, NORM)
+            squares += squares0 + squares1 + squares2 + squares3
+            part, xs = fixed_part(w, x0, x1, x2, x3, ROWS, CHUNKS, RUNS, CODE, ZERO, FIXED == "assembly")
+            if c0 + CHUNKS < C:  # after the sums: twice as many rows fit, and x of the next chunks takes a while
+                w_next, high_next = _load_words(low_ptr, high_ptr, row_ok, rows, c0 + CHUNKS, C, HIGH, ROWS, CHUNKS)
+        else:
+            p = tl.zeros((ROWS, CHUNKS, 4), tl.float32)
+            xs = tl.zeros((CHUNKS, RUNS), tl.float32)
+            for i in tl.static_range(PLANES):
+                x, plane_squares = _activations(x_row, norm_ptr, norm_offset, chunk, i, K, C, CHUNK, RUN, CHUNKS, NORM)
+                squares += plane_squares
+                if MIN != "none" or ZERO != 0:
+                    xs += tl.sum(tl.reshape(x, (CHUNKS, RUNS, RUN)), 2)
+                even, odd = tl.split(tl.reshape(x, (CHUNKS, 4, 2)))
+                p = add_part(p, w, high, even[None, :, :], i, 0, CODE, LOW, HIGH)
+                p = add_part(p, w, high, odd[None, :, :], i, 1, CODE, LOW, HIGH)
+            part = tl.sum(tl.reshape(p, (ROWS, CHUNKS, RUNS, 4 // RUNS)), 3) * end_factor(CODE)
         if SCALE != "none":
             ok = row_ok[:, None, None] & (chunk < C)[None, :, None]
             if RUNS == 1:
@@ -174,9 +201,9 @@ def vector_kernel(
             part = scale * part
             if MIN != "none":
                 part += group_min(min_ptr, scale_ptr, super_min_ptr, index, above, ok, scale, MIN) * xs[None]
-            elif ZERO != 0:
+            elif ZERO != 0 and FIXED == "":
                 part -= scale * (ZERO * xs)[None]
-        elif ZERO != 0:
+        elif ZERO != 0 and FIXED == "":
             part -= (ZERO * xs)[None]
         acc += part
 

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from localllm.kernels import reference
 from localllm.kernels.kv_pages import KVPages
+from localllm.kernels.trial import compare
 from localllm.kernels.triton import attention, attention_tiles
+from localllm.kernels.tuning import AGREEMENT
 from localllm.plan_terms import DECODE_SPLITS, SPLIT_PART_BYTES
 
 CPU_TOLERANCE = {"f32": 2e-5, "bf16": 2e-5, "fp16": 2e-5, "int8": 4e-5, "fp8": 4e-5}
@@ -268,3 +270,20 @@ def test_the_plan_counts_every_split() -> None:
     )
     assert most <= DECODE_SPLITS
     assert attention.PART_BYTES <= SPLIT_PART_BYTES
+
+
+@pytest.mark.parametrize("op", ["attention_decode", "attention_prefill"])
+@pytest.mark.parametrize("kv_format", ["bf16", "fp8", "int8"])
+def test_candidates_agree_on_made_up_pages(
+    op: str, kv_format: str, device: torch.device, small_splits: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the tuner compares is finite, not zero, and the same by every tile."""
+    monkeypatch.setattr(attention, "TRIAL_KEYS", 80)
+    monkeypatch.setattr(attention, "TRIAL_QUERIES", 40)
+    trial = attention._trial(op, torch.bfloat16, device, kv_format, 4, 2, 16, 64)
+    tiles = attention_tiles.decode_tiles(90, kv_format, 64, 2)
+    if op == "attention_prefill":
+        tiles = attention_tiles.prefill_tiles(90, kv_format, 64)
+    found = [trial(tile._asdict())().clone() for tile in tiles[:3]]  # type: ignore[attr-defined]
+    assert found[0].isfinite().all() and found[0].abs().float().mean() > 1e-3
+    assert all(compare(other, found[0], AGREEMENT) == "" for other in found[1:])

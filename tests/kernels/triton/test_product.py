@@ -10,11 +10,13 @@ import torch
 import torch.nn.functional as F
 
 from localllm.kernels.dequant import dequantize
+from localllm.kernels.trial import compare
 from localllm.kernels.triton import product as products
 from localllm.kernels.triton import product_tiles
 from localllm.kernels.triton.layout import prepare
 from localllm.kernels.triton.product import Extras, NormArgs, dequantised, fusable, product, tile_launch
 from localllm.kernels.triton.unpack import unpack
+from localllm.kernels.tuning import AGREEMENT
 
 from .weights import FORMS, SMALLEST_K, error, exact_product, make, on
 
@@ -29,14 +31,17 @@ def smallest_k(form: str) -> int:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_one_row(form: str, device: torch.device) -> None:
-    """Also into float32, where nothing but the order of the sum is left: 1e-6."""
+    """Also into float32, where nothing but the order of the sum is left, or what 16-bit fixed point cuts off of x."""
     weight = make(form, 5, smallest_k(form))
     prepared = prepare(on(device, weight))
     x = torch.randn(1, weight.shape[1]).half().to(device)
     exact = exact_product(x, weight)
     assert error(product(x, prepared), exact) < ROUNDING[torch.float16]
     wide = product(x, prepared, out=torch.empty(1, 5, device=device))
-    assert wide.dtype is torch.float32 and error(wide, exact) < 1e-6
+    assert wide.dtype is torch.float32 and error(wide, exact) < 5e-5
+    choice = {"rows": 2, "chunks": 32, "warps": 1}
+    products.vector_launch(x, prepared, wide, products.PLAIN, choice, False).start()
+    assert error(wide, exact) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -206,6 +211,22 @@ def test_one_row_may_go_through_tensor_cores(device: torch.device, monkeypatch: 
     assert error(product(x, prepared), exact_product(x, weight)) < ROUNDING[torch.bfloat16]
     with pytest.raises(pytest.fail.Exception):
         product(x.half(), prepared)
+
+
+@pytest.mark.parametrize("form", ["dense-bf16", "fp8-row", "int4g-32", "gguf-Q4_K", "fp4g16", "fp4g32", "int8-row"])
+def test_candidates_agree_on_made_up_weights(form: str, device: torch.device) -> None:
+    """What the tuner compares is finite, not zero, and the same by every way to compute it."""
+    prepared = prepare(on(device, make(form, 16, smallest_k(form))))
+    x = torch.zeros(1, prepared.shape[1], dtype=torch.bfloat16, device=device)
+    trial = products._trial(x, prepared, products.PLAIN)
+    card = product_tiles.Card(90, 8)
+    fixed = product_tiles.may_be_fixed(prepared.code, prepared.run, card)
+    candidates = product_tiles.one_row_tiles(*prepared.shape, prepared.code, card, False, True, fixed)
+    kinds = {("fixed" in c, "tokens" in c): c for c in candidates}
+    assert len(kinds) == (3 if fixed else 2)
+    found = [trial(choice)().clone() for choice in (*kinds.values(), products.CUBLAS)]  # type: ignore[attr-defined]
+    assert found[0].isfinite().all() and found[0].abs().max() > 0.1
+    assert all(compare(other, found[0], AGREEMENT) == "" for other in found[1:])
 
 
 def test_wrong_columns_are_refused(device: torch.device) -> None:
