@@ -47,8 +47,8 @@ def written(path: Path, rows: list[dict[str, Any]]) -> Path:
 @pytest.mark.parametrize("cut", [True, False])
 def test_answers_resume_and_failures_are_asked_again(home: Path, cut: bool) -> None:
     source, output = home / "in.jsonl", home / "out.jsonl"
-    rows = [request("a"), request("bad", messages=[]),
-            request("c") | {"url": "/v1/completions", "body": {"prompt": "one", "max_tokens": 2}}]  # fmt: skip
+    text = {"url": "/v1/completions", "body": {"prompt": "one", "max_tokens": 2, "ignore_eos": True}}
+    rows = [request("a"), request("bad", messages=[]), request("c") | text]
 
     def run(*words: str) -> tuple[int, dict[str, Any]]:
         result = batch(str(source), "-o", str(output), "--ctx", "128", "--json", *words)
