@@ -270,7 +270,7 @@ def measure(model: str, repeat: int, quick: bool, row: Callable[..., None]) -> N
         with Server(home / "m", model, *options) as server:
             for count, line in ((1, 5.0), (32, 10.0)):
                 bare, http, added = [], [], []
-                for _ in range(repeat):
+                for _ in range(repeat * (3 if count == 1 else 1)):  # a second each
                     first = engine.measure(count)
                     second = asyncio.run(streams(server.port, count, model))
                     bare.append(first[0])
@@ -329,13 +329,15 @@ def small(home: Path, repeat: int, quick: bool, row: Callable[..., None]) -> Non
         asyncio.run(many_small(server.port, 2))
         rates = [asyncio.run(many_small(server.port, 3 if quick else 10)) for _ in range(repeat)]
         row("T: requests of 16 tokens, 32 connections", rates, ">= 300", statistics.median(rates) >= 300, "req/s")
-        idle = asyncio.run(stress.first_token_ms(server.port))
-        settled = asyncio.run(disconnects(server.port, 200 if quick else 2000))
-        row("T: at rest after random disconnects", [settled], "<= 2", settled <= 2, "s")
-        later = asyncio.run(stress.first_token_ms(server.port)) / idle
-        row("T: first token after them, of an idle server's", [later], "<= 1.2", later <= 1.2, "x")
         (home / "u").mkdir()
+        # what was disturbed is compared in turns with an equal server that was not: this machine changes by the second
         with Server(home / "u", str(path), "--threads", "1", "--parallel", "32") as quiet:
+            asyncio.run(many_small(quiet.port, 2))
+            settled = asyncio.run(disconnects(server.port, 200 if quick else 2000))
+            row("T: at rest after random disconnects", [settled], "<= 2", settled <= 2, "s")
+            firsts = [asyncio.run(stress.first_token_ratio(server.port, quiet.port)) for _ in range(9)]
+            later = statistics.median(firsts)
+            row("T: first token after them, of an idle server's", firsts, "<= 1.2", later <= 1.2, "x")
             times, kept = asyncio.run(slow_clients(server.port, quiet.port, 3 if quick else 12))
         p99 = 1000 * percentile(times, 0.99)
         row("T: health beside 1,000 slow clients: p99", [p99], "< 50", p99 < 50, "ms")

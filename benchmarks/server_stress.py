@@ -17,8 +17,8 @@ TOKENS = 240
 GIVES_UP_S = 0.5
 WARM_S = 1.0
 """until as many requests are under way as always"""
-ROUNDS = 10
-"""of too much and of just enough, in turns"""
+ROUNDS = 30
+"""of too much and of just enough, in turns; one may be off by a quarter, the machine being faster or slower meanwhile"""
 LONG = {"prompt": [5, 6, 7], "max_tokens": 240, "ignore_eos": True, "temperature": 1}
 """as long an answer as T's context holds"""
 FOREVER = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -77,12 +77,16 @@ async def overloaded(port: int, rate: float, seconds: float) -> tuple[float, lis
     return steady(ends, seconds), firsts, refused
 
 
-async def first_token_ms(port: int, count: int = 9) -> float:
-    """The median of requests one after the other."""
-    connection = await Connection(port).open()
-    found = [(await connection.stream("/v1/completions", LONG | {"max_tokens": 4}))[0] for _ in range(count)]
-    connection.close()
-    return 1000 * statistics.median(found)
+async def first_token_ratio(port: int, other: int, count: int = 21) -> float:
+    """The median first token of one server in that of another, requests one after the other, in turns."""
+    connections = [await Connection(port).open(), await Connection(other).open()]
+    found: list[list[float]] = [[], []]
+    for _ in range(count):
+        for connection, times in zip(connections, found, strict=True):
+            times.append((await connection.stream("/v1/completions", LONG | {"max_tokens": 4}))[0])
+    for connection in connections:
+        connection.close()
+    return statistics.median(found[0]) / statistics.median(found[1])
 
 
 async def given_up(port: int, count: int) -> float:
