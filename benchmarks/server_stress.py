@@ -18,7 +18,10 @@ GIVES_UP_S = 0.5
 WARM_S = 1.0
 """until as many requests are under way as always"""
 ROUNDS = 30
-"""of too much and of just enough, in turns; one may be off by a quarter, the machine being faster or slower meanwhile"""
+"""of too much and of just enough, in turns: one may be off by a quarter, as the machine gets faster or slower"""
+APART_S = 0.013
+"""between the first requests of clients, as when too much is asked for: answers of one length that begin together end
+together, and eight prompts in one step take 5 % less of all time than one prompt in each of eight"""
 LONG = {"prompt": [5, 6, 7], "max_tokens": 240, "ignore_eos": True, "temperature": 1}
 """as long an answer as T's context holds"""
 FOREVER = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -29,7 +32,8 @@ async def saturated(port: int, seconds: float) -> float:
     """Answers per second when half as many clients wait as may, each asking again after its answer."""
     ends: list[float] = []
 
-    async def loop() -> None:
+    async def loop(number: int) -> None:
+        await asyncio.sleep(number * APART_S)
         connection = await Connection(port).open()
         while time.perf_counter() < begun + seconds:
             await connection.stream("/v1/completions", LONG | {"max_tokens": TOKENS})
@@ -37,7 +41,7 @@ async def saturated(port: int, seconds: float) -> float:
         connection.close()
 
     begun = time.perf_counter()
-    await asyncio.gather(*[loop() for _ in range(PLACES + QUEUE // 2)])
+    await asyncio.gather(*[loop(number) for number in range(PLACES + QUEUE // 2)])
     return steady(ends, seconds)
 
 
