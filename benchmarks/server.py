@@ -1,6 +1,6 @@
 """What HTTP costs: streaming and first token against the bare engine, small requests, health under load, endings.
 
-    python benchmarks/server.py [MODEL] [--json FILE] [--repeat 5] [--quick]
+    python benchmarks/server.py [MODEL] [--json FILE] [--repeat 5] [--quick] [--only overload]
 
 Server and client are processes of their own; the server computes with one thread, so that on two cores the client has
 the other. Engine and server are measured in turns. Rows are medians with the line they should meet; run it on an
@@ -344,6 +344,14 @@ def small(home: Path, repeat: int, quick: bool, row: Callable[..., None]) -> Non
         row("T: throughput beside 1,000 slow clients", [kept], ">= 90", kept >= 90, "%")
         ended = server.stop()
         row("T: idle server ends", [ended], "<= 2", ended <= 2, "s")
+    too_much(path, home, quick, row)
+    (home / "b").mkdir()
+    with Server(home / "b", str(stress.bomb_model(home)), "--threads", "1") as server:
+        show_health("three template bombs", *asyncio.run(stress.health_beside_bombs(server.port)), row)
+
+
+def too_much(path: Path, home: Path, quick: bool, row: Callable[..., None]) -> None:
+    """More than the tiny model at `path` can answer."""
     (home / "q").mkdir()
     with Server(home / "q", str(path), "--threads", "1", "--parallel", "8", "--max-queue", "16") as server:
         late = [x for _ in range(1 if quick else 5) for x in asyncio.run(refusals(server.port))]
@@ -360,9 +368,6 @@ def small(home: Path, repeat: int, quick: bool, row: Callable[..., None]) -> Non
         row("T: an answer after 200 clients gave up", [answered], "<= 0.5", answered <= 0.5, "s")
         ended = stress.second_signal(server)
         row("T: busy server ends at the second signal", [ended], "<= 1", ended <= 1, "s")
-    (home / "b").mkdir()
-    with Server(home / "b", str(stress.bomb_model(home)), "--threads", "1") as server:
-        show_health("three template bombs", *asyncio.run(stress.health_beside_bombs(server.port)), row)
 
 
 def main() -> None:
@@ -372,6 +377,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="shorter runs, for a look")
+    parser.add_argument("--only", choices=["overload"], help="measure these rows anew, and keep the others of --json")
     parser.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine:
@@ -386,8 +392,12 @@ def main() -> None:
         rows.append({"name": name, "median": value, "unit": unit, "runs": values, "line": line, "holds": holds})
         print(f"{name:58} {value:9.2f} {unit:6} line {line:7} {'ok' if holds else 'MISSED'}", flush=True)
 
-    measure(options.model, options.repeat, options.quick, row)
-    document = {
+    if options.only:
+        with tempfile.TemporaryDirectory() as folder:
+            too_much(tiny_model(Path(folder)), Path(folder), options.quick, row)
+    else:
+        measure(options.model, options.repeat, options.quick, row)
+    document: dict[str, Any] = {
         "schema": "localllm.server-benchmark/1",
         "date": datetime.date.today().isoformat(),
         "command": "python benchmarks/server.py " + " ".join(sys.argv[1:]),
@@ -396,6 +406,11 @@ def main() -> None:
         | {"python": platform.python_version()},
         "rows": rows,
     }
+    if options.only and options.json and options.json.exists():
+        before = json.loads(options.json.read_text())
+        anew = {one["name"]: one for one in rows}
+        kept = [anew.get(one["name"], one) for one in before["rows"]]
+        document = before | {"rows": kept, "anew": document | {"rows": sorted(anew)}}
     if options.json:
         options.json.write_text(json.dumps(document, indent=1) + "\n")
     print(json.dumps(document))
