@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["dot_text", "e2m1_bytes_text", "fixed_part", "gather_text"]
+__all__ = ["E2M1_TABLES", "dot_text", "e2m1_bytes_text", "fixed_part", "gather_text", "table_text"]
 
 MAGIC = tl.constexpr(12582912.0)
 """1.5 * 2^23: a float32 near it has whole numbers in its last bits, negative ones in two's complement"""
@@ -97,7 +97,7 @@ def _dot(codes, x, c, SIGNED: tl.constexpr, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def _table(like, INDEX: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """One of `E2M1_TABLES`, int32 [1, CHUNKS, 1]; nothing where there is no assembly."""
+    """One of `E2M1_TABLES`, int32 [1, CHUNKS, 1]; where there is no assembly, what nobody reads."""
     table = like
     if ASSEMBLY:
         table = tl.inline_asm_elementwise(_e2m1_table(INDEX), "=r,r", [like], tl.int32, True, 1)
@@ -198,9 +198,8 @@ def fixed_part(
     x_high = _dot(ones, high_b, _dot(ones, high_a, none, True, ASSEMBLY), True, ASSEMBLY)
 
     even, odd = tl.split(tl.reshape(w, (ROWS, CHUNKS, 2, 2)))
-    none = power & 0
     tables = (
-        _table(none, 0, ASSEMBLY), _table(none, 1, ASSEMBLY), _table(none, 2, ASSEMBLY), _table(none, 3, ASSEMBLY),
+        _table(power, 0, ASSEMBLY), _table(power, 1, ASSEMBLY), _table(power, 2, ASSEMBLY), _table(power, 3, ASSEMBLY),
     )  # fmt: skip
     low = _sums(even, odd, tables, low_a, low_b, x_low * offset, CODE, CHUNKS, False, ASSEMBLY)
     high = _sums(even, odd, tables, high_a, high_b, x_high * offset, CODE, CHUNKS, True, ASSEMBLY)
