@@ -173,6 +173,19 @@ class Considered(NamedTuple):
     tps: float
     note: str
     """why not, or "" """
+    over_limit: bool = False
+    """it would fit, but a family's name takes no download of that size"""
+
+
+@dataclass(frozen=True, slots=True)
+class DownloadLimit:
+    """The most a family's name takes by itself."""
+
+    num_bytes: float = math.inf
+    why: str = ""
+
+    def __str__(self) -> str:
+        return _gib(int(self.num_bytes)) + (f" ({self.why})" if self.why else "")
 
 
 class Choice(NamedTuple):
@@ -295,23 +308,24 @@ def choose(
     free_label: str,
     on_gpu: bool = False,
     quant: str | None = None,
-    max_bytes: float = math.inf,
+    limit: DownloadLimit | None = None,
     skip: frozenset[str] = frozenset(),
     prefer: Callable[[Candidate], int] | None = None,
 ) -> Choice:
     """Pick for an alias: of the newest generation with a fitting member, the largest model that is fast enough.
 
     Fast enough is 30 tokens per second on a GPU and 10 on a CPU, else 5, else anything. Of a model's files that fit the
-    one with the lowest `prefer` wins, then the first, which puts ready-made quantised ones before BF16. `skip` names
-    specs the hub did not have.
-    Raises UnsupportedModel when this version runs no member, DoesNotFit when none fits; both name the nearest one.
+    one with the lowest `prefer` wins, then the first, which puts ready-made quantised ones before BF16. `limit` holds
+    for a family's name, not for a model's own; `skip` names specs the hub did not have.
+    Raises UnsupportedModel when this version runs no member, DoesNotFit when none fits or all that do are over the
+    limit; both name the nearest one.
     """
-    considered = [
-        _weigh(c, fits, quant, max_bytes if c.family == alias.casefold() else math.inf, skip) for c in members(alias)
-    ]
+    free_choice = any(c.family == alias.casefold() for c in members(alias))
+    most = limit if limit and free_choice else DownloadLimit()
+    considered = [_weigh(c, fits, quant, most, skip) for c in members(alias)]
     usable = [c for c in considered if c.fits]
     if not usable:
-        raise _refusal(alias, considered, fits, free_label)
+        raise _over_limit(alias, considered, most) or _refusal(alias, considered, fits, free_label)
     for generation in _newest_first(usable):
         for least in (30.0, 10.0, 5.0, 0.0) if on_gpu else (10.0, 5.0, 0.0):
             fast = [c for c in usable if c.candidate.generation == generation and c.tps >= least]
@@ -321,7 +335,9 @@ def choose(
     raise AssertionError("a usable candidate has a generation and a rate of at least 0")
 
 
-def _weigh(candidate: Candidate, fits: Fits, quant: str | None, max_bytes: float, skip: frozenset[str]) -> Considered:
+def _weigh(
+    candidate: Candidate, fits: Fits, quant: str | None, limit: DownloadLimit, skip: frozenset[str]
+) -> Considered:
     if quant and quant.casefold() not in (candidate.quant.casefold(), candidate.format.casefold()):
         return Considered(candidate, False, 0.0, f"not {quant}")
     if candidate.needs:
@@ -329,8 +345,9 @@ def _weigh(candidate: Candidate, fits: Fits, quant: str | None, max_bytes: float
     if candidate.spec in skip:
         return Considered(candidate, False, 0.0, "not on the hub")
     runs, tps = fits(candidate)
-    if runs and candidate.download_bytes > max_bytes:
-        return Considered(candidate, False, tps, f"download of {_gib(candidate.download_bytes)} is over the limit")
+    if runs and candidate.download_bytes > limit.num_bytes:
+        note = f"download of {_gib(candidate.download_bytes)} is over the limit of {limit}"
+        return Considered(candidate, False, tps, note, over_limit=True)
     note = "" if runs else "needs a GPU" if candidate.device == "gpu" else f"needs {_gib(candidate.min_free_bytes)}"
     return Considered(candidate, runs, tps, note)
 
@@ -362,6 +379,22 @@ def _explain(
         names = ", ".join(dict.fromkeys(c.name for c in newer[-4:]))
         also.append(f"{names}: {'needs' if len(newer) == 1 else 'need'} {NEWER}")
     return reason, tuple(also)
+
+
+def _over_limit(alias: str, considered: Sequence[Considered], limit: DownloadLimit) -> Exception | None:
+    """Why nothing is downloaded although something would fit; None when nothing would."""
+    kept = [c for c in considered if c.over_limit]
+    if not kept:
+        return None
+    least = min(kept, key=lambda c: c.candidate.download_bytes)
+    name, num_bytes = least.candidate.name, least.candidate.download_bytes
+    others = ", ".join(dict.fromkeys(f"{c.candidate.spec}: {c.note}" for c in considered if c not in kept and c.note))
+    return DoesNotFit(
+        f"no {alias} is small enough to download: {name} is {_gib(num_bytes)}, the limit {limit}",
+        f"localllm pull {name} takes it all the same; localllm rm frees disk",
+        why=others,
+        context={"download_bytes": num_bytes, "limit_bytes": int(limit.num_bytes)},
+    )
 
 
 def _refusal(alias: str, considered: Sequence[Considered], fits: Fits, free_label: str) -> Exception:

@@ -168,10 +168,13 @@ def recommended(
     machine: MachineFacts,
     options: PlanOptions | None = None,
     calibration: Calibration | None = None,
-    max_bytes: float = float("inf"),
+    limit: catalog.DownloadLimit | None = None,
     made_before: Plans | None = None,
 ) -> catalog.Choice | None:
-    """What a family's or a model's name would become here, without asking the hub; None when nothing fits."""
+    """What a family's or a model's name would become here, without asking the hub; None when nothing fits.
+
+    `limit` as `hub.download_limit` gives it: the most a family's name downloads.
+    """
     memory = catalog.memory_of(machine)
     kind = device_kind(machine, options)
     plans = {} if made_before is None else made_before
@@ -182,7 +185,7 @@ def recommended(
                 judge(machine, floor, options, calibration, plans),
                 free_label=memory.label,
                 on_gpu=kind == "cuda",
-                max_bytes=max_bytes,
+                limit=limit,
                 prefer=preference(machine),
             )
         except LocalLLMError:

@@ -80,6 +80,13 @@ _HOME = pytest.StashKey[Path]()
 
 
 @pytest.fixture(autouse=True)
+def ample_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terabyte is free, whatever is: what a family's name may download is a share of it."""
+    real = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=10**12))
+
+
+@pytest.fixture(autouse=True)
 def _seeded() -> Iterator[None]:
     """The same random numbers in every test, whatever ran before. Loads nothing that is not loaded yet."""
     random.seed(0)

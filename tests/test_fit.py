@@ -30,7 +30,7 @@ def test_shapes_explain_parameters(candidate: catalog.Candidate) -> None:
 @pytest.mark.parametrize("family", ["qwen", "gemma", "llama", "smollm"])
 def test_a_pick_fits_with_room_and_pace(name: str, family: str) -> None:
     machine = MACHINES[name]
-    choice = fit.recommended(family, machine, max_bytes=32 * GIB)
+    choice = fit.recommended(family, machine, limit=catalog.DownloadLimit(32 * GIB))
     assert choice is not None
     made = fit.plan_of(choice.best, machine)
     assert made is not None and made.fits
@@ -59,7 +59,7 @@ def test_a_pick_fits_with_room_and_pace(name: str, family: str) -> None:
     ],
 )
 def test_picks(machine: str, family: str, spec: str) -> None:
-    choice = fit.recommended(family, MACHINES[machine], max_bytes=32 * GIB)
+    choice = fit.recommended(family, MACHINES[machine], limit=catalog.DownloadLimit(32 * GIB))
     assert choice is not None
     assert choice.best.spec == spec
 

@@ -135,7 +135,7 @@ def _model_checks(env: Env, name: str, survey: Survey) -> Iterator[Check]:
     engine = env.config.engine
     options = PlanOptions(device=engine.device, dtype=engine.dtype, kv=engine.kv, gpu_mem=engine.gpu_mem)
     target = env.config.aliases.get(name, name)
-    return model_checks(resolve_quietly(target, survey), survey, options)
+    return model_checks(resolve_quietly(target, survey, env.config), survey, options)
 
 
 def _deep(env: Env, survey: Survey, only: list[str]) -> Iterator[Check]:

@@ -21,6 +21,7 @@ from .names import opened, resolve
 
 if TYPE_CHECKING:
     from localllm.calibrate import Benches
+    from localllm.catalog import DownloadLimit
     from localllm.checkpoint import ModelFacts
     from localllm.device import MachineFacts
     from localllm.plan import Plan, PlanOptions
@@ -136,7 +137,7 @@ def plan(
     ≈ is an estimate: bandwidth times an efficiency, divided by the bytes read per token. ✓ was measured on this machine
     by `localllm bench`, which also corrects the estimates of other models. -v prints the formulas with their numbers.
     """
-    from localllm import calibrate
+    from localllm import calibrate, hub
     from localllm.device import machine
     from localllm.device.imagined import imagined
     from localllm.plan import PlanOptions
@@ -160,12 +161,13 @@ def plan(
         device=device, dtype=engine.dtype, kv=engine.kv, max_parallel=engine.max_parallel, gpu_mem=engine.gpu_mem
     )
     benches = calibrate.load(facts)
+    limit = hub.download_limit(config, disk=facts is real)
     with ExitStack() as stack:
-        subjects = [s for s in _subjects(env, config, models, facts, stack) if not quant or _same(s, quant)]
+        subjects = [s for s in _subjects(env, config, models, facts, limit, stack) if not quant or _same(s, quant)]
         if quant and not subjects:
             raise ConfigError(f"nothing here is stored as {quant}", "leave --quant out to see what there is")
         rows = tuple(_row(s, window, facts, options, benches) for s in subjects for window in windows)
-        best = _star(rows, facts, config, options, target_tps)
+        best = _star(rows, facts, limit, options, target_tps)
         star = best and (best if ctx else _row(best.subject, "auto", facts, options, benches))
     sheet = Sheet(facts, options, rows, windows, benches, star, facts is not real, target_tps)
     if env.console.as_json:
@@ -204,7 +206,7 @@ def _size(text: str | None, option: str) -> int | None:
 
 
 def _subjects(
-    env: Env, config: UserConfig, names: list[str] | None, machine: MachineFacts, stack: ExitStack
+    env: Env, config: UserConfig, names: list[str] | None, machine: MachineFacts, limit: DownloadLimit, stack: ExitStack
 ) -> Iterator[Subject]:
     """What the names stand for; without one, what is on this machine, then the best of each family that is not."""
     from localllm import catalog, fit, hub
@@ -216,7 +218,7 @@ def _subjects(
             yield Subject(model.name, model.name, model.format, model.facts, True, base=not model.chat, path=model.path)
         held = {model.name.casefold() for model in here}
         for family in catalog.families():
-            choice = fit.recommended(family, machine, max_bytes=config.pull.max_auto_bytes)
+            choice = fit.recommended(family, machine, limit=limit)
             if choice and choice.best.spec.casefold() not in held:
                 yield from _candidates([choice.best], "")
         return
@@ -286,7 +288,7 @@ def _row(subject: Subject, window: int | str, machine: MachineFacts, options: Pl
 
 
 def _star(
-    rows: tuple[Row, ...], machine: MachineFacts, config: UserConfig, options: PlanOptions, target_tps: float
+    rows: tuple[Row, ...], machine: MachineFacts, limit: DownloadLimit, options: PlanOptions, target_tps: float
 ) -> Row | None:
     """The row to take: the rule that `chat` and `pull` follow, among the rows shown."""
     from localllm import fit
@@ -298,8 +300,7 @@ def _star(
     fast = [row for row in usable if row.plan and row.plan.decode_tps >= pace]
     if not fast and not target_tps:
         fast = [row for row in usable if row.plan and row.plan.decode_tps >= pace / 2]
-    limit = config.pull.max_auto_bytes
-    fetchable = [row for row in fast if row.subject.download_bytes <= limit] or fast
+    fetchable = [row for row in fast if row.subject.local or row.subject.download_bytes <= limit.num_bytes] or fast
 
     def worth(row: Row) -> tuple[int, int, int, int]:
         assert row.plan is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from localllm import calibrate, fit
+from localllm import calibrate, fit, hub
 from localllm.config import UserConfig
 from localllm.device.gpu_table import table_row
 from localllm.plan import Plan
@@ -43,7 +43,7 @@ def _model(survey: Survey, config: UserConfig) -> Advice | None:
     """The pick of `localllm chat qwen`, by the planner, without asking the hub."""
     machine = survey.machine
     benches = calibrate.load(machine)
-    choice = fit.recommended("qwen", machine, calibration=benches, max_bytes=config.pull.max_auto_bytes)
+    choice = fit.recommended("qwen", machine, calibration=benches, limit=hub.download_limit(config))
     if choice is None:
         return Advice("model", "smollm2, which runs everywhere", "localllm chat smollm2")
     made = fit.plan_of(choice.best, machine, calibration=benches)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from localllm import calibrate, catalog, fit
+from localllm import calibrate, catalog, fit, hub
 from localllm.checkpoint import Checkpoint, ModelFacts, open_checkpoint
 from localllm.checkpoint.mapped_file import label
+from localllm.config import UserConfig
 from localllm.errors import LocalLLMError, UnsupportedModel
 from localllm.hub import Resolved
 from localllm.plan import Plan, PlanOptions, plan
@@ -150,7 +151,7 @@ def _repair(resolved: Resolved, error: LocalLLMError) -> str:
     return f"localllm pull {known} --repair" if known else error.hint or "localllm ls --all"
 
 
-def resolve_quietly(name: str, survey: Survey) -> Resolved:
+def resolve_quietly(name: str, survey: Survey, config: UserConfig | None = None) -> Resolved:
     """What a name stands for: on this machine, else by the catalogue alone; nothing is asked of the hub.
 
     Raises what `fit.resolve` does offline for a name that is neither.
@@ -158,7 +159,8 @@ def resolve_quietly(name: str, survey: Survey) -> Resolved:
     try:
         return fit.resolve(name, survey.machine, offline=True)
     except LocalLLMError:
-        choice = fit.recommended(name, survey.machine) if catalog.members(name) else None
+        limit = hub.download_limit(config)
+        choice = fit.recommended(name, survey.machine, limit=limit) if catalog.members(name) else None
         if choice is None:
             raise
         best = choice.best

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .local import LocalModel, default_model, list_local, remember_model
     from .meter import size_text
     from .removal import Removal, remove, remove_partials
-    from .resolution import Resolved, resolve
+    from .resolution import Resolved, download_limit, resolve
 
 __all__ = [
     "LocalModel",
@@ -28,6 +28,7 @@ __all__ = [
     "cache",
     "default_model",
     "download",
+    "download_limit",
     "endpoint",
     "is_offline",
     "list_local",
@@ -47,7 +48,7 @@ _HOMES = {
     "local": ("LocalModel", "default_model", "list_local", "remember_model"),
     "meter": ("size_text",),
     "removal": ("Removal", "remove", "remove_partials"),
-    "resolution": ("Resolved", "resolve"),
+    "resolution": ("Resolved", "download_limit", "resolve"),
 }
 """module -> the public names it holds"""
 

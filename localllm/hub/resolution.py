@@ -278,7 +278,7 @@ def _family(parsed: ModelName, ask: _Ask) -> Resolved:
     """The best local member, else the best the hub has."""
     alias = parsed.base.casefold()
     on_gpu = ask.memory.kind == "gpu"
-    limit = _download_limit(ask)
+    limit = download_limit(ask.config)
     here = _best_local(alias, parsed.quant, ask)
     skip: frozenset[str] = frozenset()
     refused: LocalLLMError | None = None
@@ -292,13 +292,15 @@ def _family(parsed: ModelName, ask: _Ask) -> Resolved:
                     free_label=ask.memory.label,
                     on_gpu=on_gpu,
                     quant=parsed.quant,
-                    max_bytes=limit,
+                    limit=limit,
                     skip=skip,
                     prefer=ask.prefer,
                 )
             except LocalLLMError as error:
                 if here:
                     return _local(here, ask, f"on this machine; nothing else of {alias} fits")
+                if "limit_bytes" in error.context:
+                    raise
                 raise refused or error from error
             if here and (ask.offline or not ask.refresh):
                 bigger = choice.best.spec != here.name and choice.best.download_bytes > here.size_bytes
@@ -320,13 +322,21 @@ def _family(parsed: ModelName, ask: _Ask) -> Resolved:
             client.__exit__()
 
 
-def _download_limit(ask: _Ask) -> float:
-    most = ask.config.pull.max_auto_bytes if ask.config else 32 * catalog.GIB
+def download_limit(config: UserConfig | None = None, *, disk: bool = True) -> catalog.DownloadLimit:
+    """The most a family's name downloads by itself: what the settings say, and with `disk` a share of what is free."""
+    limit = catalog.DownloadLimit(config.pull.max_auto_bytes if config else 32 * catalog.GIB, "pull.max_auto_bytes")
+    if not disk:
+        return limit
     try:
         folder = next(p for p in [cache.hub_dir(), *cache.hub_dir().parents] if p.exists())
-        return min(most, _FREE_SHARE * shutil.disk_usage(folder).free)
+        free = shutil.disk_usage(folder).free
     except (ConfigError, OSError, StopIteration):
-        return most
+        return limit
+    if _FREE_SHARE * free >= limit.num_bytes:
+        return limit
+    return catalog.DownloadLimit(
+        int(_FREE_SHARE * free), f"{_FREE_SHARE:.0%} of the {size_text(free)} free on the disk"
+    )
 
 
 def _best_local(alias: str, quant: str | None, ask: _Ask) -> local.Found | None:

@@ -44,12 +44,12 @@ def test_every_term_is_in_bytes_and_adds_up(invoke: Invoke, empty_home: Path) ->
 
 @pytest.mark.parametrize("hw", ["rtx3060", "rtx4090", "rtx5090", "h100", "gb10", "cpu"])
 def test_c13_the_recommended_row_is_what_pull_would_take(invoke: Invoke, empty_home: Path, hw: str) -> None:
-    from localllm import fit
+    from localllm import catalog, fit
     from localllm.device.fake import MACHINES
 
     for family in ("qwen", "gemma", "llama"):
         stars = {row["model"] for row in rows(invoke, family, hw=hw) if row["recommended"]}
-        choice = fit.recommended(family, MACHINES[hw], max_bytes=32 * GIB)
+        choice = fit.recommended(family, MACHINES[hw], limit=catalog.DownloadLimit(32 * GIB))
         assert choice is not None
         assert stars == {choice.best.spec}
 

@@ -104,8 +104,10 @@ def test_a_choice_says_what_else_there_is() -> None:
 def test_limits_quants_and_missing_repositories() -> None:
     big = catalog.Memory("gpu", 96 * GIB, 3e12)
     assert pick("llama", big).best.name == "llama3.3-70b"
-    assert pick("llama", big, max_bytes=32 * GIB).best.name == "llama3.1-8b"
-    assert pick("llama3.3-70b", big, max_bytes=32 * GIB).best.name == "llama3.3-70b", "a model's own name is no family"
+    assert pick("llama", big, limit=catalog.DownloadLimit(32 * GIB)).best.name == "llama3.1-8b"
+    assert pick("llama3.3-70b", big, limit=catalog.DownloadLimit(32 * GIB)).best.name == "llama3.3-70b", (
+        "a model's own name is no family"
+    )
     assert pick("qwen3-8b", big, quant="Q4_K_M").best.format == "Q4_K_M"
     skip = frozenset({"Qwen/Qwen3-8B-FP8"})
     assert pick("qwen3-8b", big, skip=skip).best.format == "awq"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -242,4 +243,31 @@ def test_a_family_never_takes_more_than_it_may(fake_hub: FakeHub) -> None:
     fake_hub.add("Qwen/Qwen3-0.6B-GGUF", {"m-Q8_0.gguf": noise(100)})
     resolved = hub.resolve("qwen", fits=fits, device=Gpus(), config=limited, patience=QUICK)
     assert resolved.repo == "Qwen/Qwen3-0.6B-GGUF"
-    assert any("over the limit" in c.note for c in resolved.candidates)
+    assert any("over the limit of 0.7 GiB (pull.max_auto_bytes)" in c.note for c in resolved.candidates)
+
+
+def test_a_family_takes_a_share_of_the_free_disk(
+    fake_hub: FakeHub, empty_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory is not what is short then, and the refusal does not say so."""
+    fits = catalog.default_fits(GPU)
+    usage = shutil.disk_usage(empty_home)
+
+    def with_free(num_bytes: int) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=num_bytes))
+
+    least = min(c.download_bytes for c in catalog.members("qwen") if fits(c)[0])
+    with_free(int(least / 0.4) + 10)
+    small = next(c for c in catalog.members("qwen") if c.download_bytes == least)
+    fake_hub.add(small.repo, repository(small.spec))
+    resolved = hub.resolve("qwen", fits=fits, device=Gpus(), patience=QUICK)
+    assert resolved.repo == small.repo
+    assert "free on the disk)" in " ".join(resolved.also)
+    with_free(1 << 30)
+    with pytest.raises(DoesNotFit, match=r"no qwen is small enough .* \(40% of the 1\.0 GiB free on the disk\)") as no:
+        hub.resolve("qwen", fits=fits, device=Gpus(), patience=QUICK)
+    assert f"localllm pull {small.name}" in no.value.hint
+    assert no.value.context == {"download_bytes": least, "limit_bytes": int(0.4 * (1 << 30))}
+    assert hub.resolve(small.name, fits=fits, device=Gpus(), patience=QUICK).repo == small.repo, "the user's choice"
+    pull(small.spec)
+    assert hub.resolve("qwen", fits=fits, device=Gpus()).path, "what is here needs no room"
