@@ -33,6 +33,10 @@ OFFERS_S = 5.0
 """how long a list of local models is believed"""
 REVIVE_S = 60.0
 """an engine that dies again within this time is not restarted"""
+FOR_EVER_S = 10 * 365 * 86_400
+"""a model that may stay as long as this stays; no wait is longer, which the system's would refuse"""
+RECOVERY_S = 0.1
+"""before the next step of the thread that loads, after one that failed"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,24 +352,29 @@ class Residents:
         """When it is unloaded, on the monotonic clock, if nobody asks."""
         if resident.pinned or resident.ttl_s is None or resident.users or resident.llm is None:
             return None
-        return resident.last_used + resident.ttl_s
+        return resident.last_used + resident.ttl_s if resident.ttl_s < FOR_EVER_S else None
 
     # --- the thread that loads ---------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                job = None if self._closing else self._next_job()
-                if self._closing:
-                    break
-                if job is None:
-                    self._changed.wait(self._pause())
-                    continue
+        while not self._closing:
             try:
-                job()
-            except Exception:
+                self._step()
+            except Exception:  # whatever it is, models are loaded and freed by this thread or not at all
                 log.exception("a job of the model thread failed")
+                with self._changed:
+                    self._changed.wait(RECOVERY_S)
         self._end()
+
+    def _step(self) -> None:
+        """Do what is due, or wait until something is."""
+        with self._changed:
+            job = None if self._closing else self._next_job()
+            if job is None:
+                if not self._closing:
+                    self._changed.wait(self._pause())
+                return
+        job()
 
     def _pause(self) -> float | None:
         """Seconds until something is due by itself."""

@@ -203,6 +203,36 @@ def test_times_to_live_can_be_set_per_model(make):
     assert residents.loaded()[0].expires_in_s is None
 
 
+@pytest.mark.parametrize("ttl_s", [1e10, 1e300, float("inf")])
+def test_a_time_beyond_all_clocks_is_for_ever(make, ttl_s):
+    """The thread that loads waits for what is due next, and no clock takes such a time."""
+    residents = make(World(room=2), ttl_s=ttl_s)
+    lease(residents, "a").release()
+    time.sleep(0.05)  # it waits now
+    lease(residents, "b").release()
+    residents.keep("a", 0)
+    eventually(lambda: [row.name for row in residents.loaded()] == ["b"])
+    residents.keep("b", ttl_s)
+    assert residents.loaded()[0].expires_in_s is None
+    assert residents.unload("b").result(5) is True
+
+
+def test_the_thread_that_loads_outlives_its_errors(make, monkeypatch):
+    residents = make(World())
+    pause, failed = residents._pause, []
+
+    def failing():
+        if not failed:
+            failed.append(True)
+            raise OverflowError("timeout value is too large")
+        return pause()
+
+    monkeypatch.setattr(residents, "_pause", failing)
+    for name in ("a", "b"):
+        lease(residents, name).release()
+    assert failed and residents._thread.is_alive()
+
+
 def test_unload_waits_for_the_running_and_park_is_undone_by_a_request(make):
     residents = make(World())
     held = lease(residents, "a")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -17,7 +18,11 @@ INLINE_BYTES = 64 << 10
 """larger bodies are parsed in a thread"""
 MAX_DEPTH = 128
 MAX_KEYS = 400_000
-"""of all objects together"""
+"""of all objects together, and as many lists and objects"""
+MAX_VALUES = 1_000_000
+"""in all lists and objects together, and as many strings: token ids of seven windows of 131,072"""
+SLICE_BYTES = 256 << 10
+"""what is looked at before other threads may go on"""
 
 CODES = {
     "missing": "missing_required_parameter",
@@ -62,22 +67,11 @@ def parse_json(data: bytes) -> dict[str, Any]:
 
     Raises ApiError 400.
     """
-    keys = 0
-    if data.count(b'":') - data.count(b'\\":') > MAX_KEYS:  # before the parser holds the interpreter for a second
-        raise ApiError(400, f"The body has more than {MAX_KEYS} keys.", code="invalid_json")
-
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        nonlocal keys
-        keys += len(items)
-        if keys > MAX_KEYS:
-            raise ValueError(f"more than {MAX_KEYS} keys")
-        made = dict(items)
-        if len(made) < len(items):
-            raise ValueError("a key stands twice in one object")
-        return made
-
+    _check_counts(data)
     try:
-        value = json.loads(data.decode(), parse_constant=_no_constant, object_pairs_hook=pairs)
+        value = json.loads(
+            data.decode(), parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_without_doubles
+        )
     except (ValueError, RecursionError) as error:
         detail = "nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
         raise ApiError(400, f"The body is not valid JSON: {detail}.", code="invalid_json") from None
@@ -87,6 +81,49 @@ def parse_json(data: bytes) -> dict[str, Any]:
         raise ApiError(400, f"The body is nested more than {MAX_DEPTH} deep.", code="invalid_json")
     if b"\\u" in data and has_lone_surrogate(value):
         raise ApiError(400, "The body holds a lone surrogate, which is no text.", code="invalid_value")
+    return value
+
+
+def _check_counts(data: bytes) -> None:
+    """Refuse what would hold the interpreter, or fill the memory, while it is parsed: before it is. Raises ApiError."""
+    if data.count(b",") + data.count(b"[") + data.count(b"{") <= MAX_KEYS:  # strings included: most bodies end here
+        return
+    counts = structure_counts(data)
+    for kind, most in (("strings", MAX_VALUES), ("values", MAX_VALUES), ("keys", MAX_KEYS), ("lists", MAX_KEYS)):
+        if counts[kind] > most:
+            name = "lists and objects" if kind == "lists" else kind
+            raise ApiError(400, f"The body has more than {most} {name}.", code="invalid_json")
+
+
+def structure_counts(data: bytes) -> dict[str, int]:
+    """How many strings JSON text has, and outside of them commas ("values"), colons ("keys"), brackets and braces."""
+    plain = data.replace(rb"\\", b"").replace(rb"\"", b"")  # what is left of quotes ends or begins a string
+    counts = {"strings": plain.count(b'"') // 2, "values": 0, "keys": 0, "lists": 0}
+    if counts["strings"] > MAX_VALUES:
+        return counts
+    inside = 0
+    for start in range(0, len(plain), SLICE_BYTES):
+        parts = plain[start : start + SLICE_BYTES].split(b'"')
+        outside = b"".join(parts[inside::2])
+        inside ^= (len(parts) - 1) & 1
+        counts["values"] += outside.count(b",")
+        counts["keys"] += outside.count(b":")
+        counts["lists"] += outside.count(b"[") + outside.count(b"{")
+    return counts
+
+
+def _without_doubles(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(items)
+    if len(made) < len(items):
+        raise ValueError("a key stands twice in one object")
+    return made
+
+
+def _finite(text: str) -> float:
+    """The number, unless it is too large for one, which Python makes infinite."""
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text[:20]} is too large for a number")
     return value
 
 

@@ -29,6 +29,10 @@ MAX_HEADER_BYTES = 32 << 10
 """all header lines together"""
 MAX_TARGET_BYTES = 8 << 10
 """path and query"""
+SMALL_BODY_BYTES = 64 << 10
+"""up to here a body is read whatever else is held"""
+MAX_BODIES = 16
+"""of the largest size: together no more bytes are held, until their requests have ended"""
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -77,6 +81,8 @@ class Gate:
     ) -> None:
         self.app, self.loopback, self.origins, self.max_body = app, loopback, origins, max_body
         self.api_keys = tuple(api_keys)
+        self.held_bytes = 0
+        """of bodies whose requests have not ended"""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -100,12 +106,22 @@ class Gate:
         async def limited() -> Message:
             nonlocal seen
             message = await receive()
-            seen += len(message.get("body", b""))
+            got = len(message.get("body", b""))
+            seen += got
+            self.held_bytes += got
             if seen > self.max_body:
                 raise self._too_large()
+            if seen > SMALL_BODY_BYTES and self.held_bytes > MAX_BODIES * self.max_body:
+                raise ApiError(
+                    503, f"More than {MAX_BODIES * self.max_body} bytes of requests are held; ask again later.",
+                    "unavailable_error", "overloaded",
+                )  # fmt: skip
             return message
 
-        await self.app(scope, limited, send)
+        try:
+            await self.app(scope, limited, send)
+        finally:
+            self.held_bytes -= seen
 
     def _malformed(self, scope: Scope, headers: Headers) -> ApiError | None:
         """What HTTP itself forbids, and sizes that no client needs."""

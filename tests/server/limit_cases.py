@@ -122,6 +122,8 @@ BODIES = [
     b'{"messages": ' + b"[" * 10_000 + b"]" * 10_000 + b"}",
     b'{"n": ' + b"9" * 5000 + b"}", b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
     b'{"n": 1, "n": 2}', b"{" + b",".join(b'"k%d":1' % i for i in range(1_000_000)) + b"}",
+    b'{"metadata": {"x": 1e400}}', b'{"tools": [{"x": -1e400}]}', b'{"temperature": ' + b"9" * 400 + b".0}",
+    *[b'{"x": [' + one * (15_000_000 // len(one)) + b"1]}" for one in (b"[],", b"{},", b"1,", b'"ab",', b'{"a":{}},')],
 ]  # fmt: skip
 """LIM-10"""
 

@@ -2,17 +2,21 @@
 
 import ast
 import asyncio
+import json
 import os
+import random
 import time
 from pathlib import Path
+from unittest import mock
 
 import httpx
 import psutil
 import pytest
 
 import localllm.server
+from localllm.server.body import structure_counts
 
-from .conftest import CHAT, RESPONSES, Served, ask, events, stopped_after
+from .conftest import CHAT, RESPONSES, TEXT, Served, ask, events, stopped_after
 from .limit_cases import BODIES, CASES, name_of
 
 SLOW_S = 2.0
@@ -42,6 +46,71 @@ async def test_lim_10_bodies_that_are_no_request(client, body):
     assert response.json()["error"]["type"] == "invalid_request_error"
     assert time.monotonic() - started < 2 * SLOW_S
     assert (await client.get("/health")).status_code == 200
+
+
+def test_lim_10_values_are_counted_as_the_parser_would():
+    """Whatever strings hold, and wherever the slices are cut."""
+    draw = random.Random(10)
+    texts = ["", ",", '"', "\\", '\\"', '\\\\"', "[{:,}]", "x" * 50, "é", "\n", '"[],"']
+
+    def value(depth):
+        kind = draw.randrange(5 if depth else 3)
+        if kind == 3:
+            return [value(depth - 1) for _ in range(draw.randrange(5))]
+        if kind == 4:
+            return {draw.choice(texts) + str(i): value(depth - 1) for i in range(draw.randrange(5))}
+        return draw.choice([1, None, 1.5, draw.choice(texts), draw.choice(texts)])
+
+    def counted(one):
+        found = {"strings": 0, "values": 0, "keys": 0, "lists": 0}
+        stack = [one]
+        while stack:
+            item = stack.pop()
+            found["strings"] += isinstance(item, str)
+            if isinstance(item, dict | list):
+                found["lists"] += 1
+                found["values"] += max(0, len(item) - 1)
+                stack += item.values() if isinstance(item, dict) else item
+            if isinstance(item, dict):
+                found["keys"] += len(item)
+                found["strings"] += len(item)
+        return found
+
+    for number in range(300):
+        made = {"x": value(4)}
+        data = json.dumps(made, ensure_ascii=bool(number % 2)).encode()
+        with mock.patch("localllm.server.body.SLICE_BYTES", draw.choice([1, 2, 7, 64, 1 << 20])):
+            assert structure_counts(data) == counted(made), data
+
+
+async def test_lim_10_token_ids_of_seven_windows_are_read(client):
+    ids = [[5] * 131_072] * 7
+    refused = await client.post(TEXT, json={"model": "tiny", "prompt": ids, "max_tokens": 1})
+    assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_lim_09_bodies_held_together_are_bounded(make_client, service):
+    """A slow sender holds what it has sent; sixteen of the largest are the most, and small ones pass all the same."""
+    limit = 1 << 20
+    async with make_client(service, max_body_bytes=limit) as client:
+        over = asyncio.Event()
+
+        async def slowly():
+            yield b'{"model": "tiny", "x": "' + b"x" * (limit - 100)
+            await over.wait()
+            yield b'"}'
+
+        head = {"content-type": "application/json"}
+        held = [asyncio.create_task(client.post(CHAT, content=slowly(), headers=head)) for _ in range(16)]
+        await asyncio.sleep(0.2)
+        refused = await client.post(CHAT, content=b" " * (limit - 10), headers=head)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"], error["type"]) == (503, "overloaded", "unavailable_error")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert (await client.post(CHAT, json=ask())).status_code == 200
+        over.set()
+        assert {one.status_code for one in await asyncio.gather(*held)} == {400}  # there are no messages
+        assert (await client.post(CHAT, content=b" " * (limit - 10), headers=head)).status_code == 400
 
 
 def test_lim_15_no_check_is_an_assert():
