@@ -460,11 +460,13 @@ class LLM:
         template_kwargs: Mapping[str, Any] | None = None,
         *,
         continue_final: bool = False,
+        opens_answer: bool = True,
     ) -> list[int]:
         """Messages -> ids through the model's chat template. Text of users never becomes control tokens.
 
         tools            explained in the system message where the template knows nothing of tools
         continue_final   the last message, the assistant's, is left open: the model goes on with it
+        opens_answer     the text ends with what begins an answer
         """
         if self._template is None:
             raise InvalidRequest(
@@ -476,7 +478,7 @@ class LLM:
 
         shaped, tools = self.shaper.conversation(messages, tools)
         with self._naming():
-            begins = not continue_final
+            begins = opens_answer and not continue_final
             rendered = self._template.render(
                 shaped, tools=tools, add_generation_prompt=begins, **(template_kwargs or {})
             )

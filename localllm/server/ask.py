@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from starlette.requests import Request
+
+from localllm.llm import LLM
 
 from .sampling import check_fields, deadline_of, messages_of, sampling_params, template_kwargs
 from .schemas import ChatRequest
@@ -24,20 +27,24 @@ class Chat:
     place: Place
 
 
+def prompt_of(body: ChatRequest) -> Callable[[LLM], list[int]]:
+    """Check a conversation; what makes its token ids, for a thread. Raises ApiError."""
+    check_fields(body)
+    messages, kwargs, tools = messages_of(body), template_kwargs(body), wanted(body).template_tools
+    goes_on, opens = bool(body.continue_final_message), body.add_generation_prompt is not False
+    return lambda llm: llm.encode_chat(messages, tools, kwargs, continue_final=goes_on, opens_answer=opens)
+
+
 async def open_chat(service: Service, request: Request, body: ChatRequest) -> Chat:
     """Check, wait, tokenise, submit. Raises ApiError, LocalLLMError."""
-    check_fields(body)
-    messages, kwargs, bound = messages_of(body), template_kwargs(body), wanted(body)
+    encode, bound = prompt_of(body), wanted(body)
     user = body.user or body.safety_identifier or body.prompt_cache_key or ""
     async with service.place(
         request, body.model, user=user, priority=body.priority, cost=body.n or 1, deadline=deadline_of(body)
     ) as place:
         llm = place.llm
         params = sampling_params(body, llm.default_params())
-        goes_on = bool(body.continue_final_message)
-        prompt = await service.in_thread(
-            lambda: llm.encode_chat(messages, bound.template_tools, kwargs, continue_final=goes_on)
-        )
+        prompt = await service.in_thread(lambda: encode(llm))
         wish = Wish(bool(body.stream), splits_reasoning=True, cache_salt=body.cache_salt or "")
         if bound:
             # not in the threads that make token ids: compiling may take two seconds

@@ -12,15 +12,13 @@ from starlette.responses import JSONResponse, Response
 from localllm.answer import Completion, Piece
 from localllm.request import FinishReason, Usage
 
-from .ask import Chat, open_chat
+from .ask import Chat, open_chat, prompt_of
 from .body import read_body
 from .errors import renaming
 from .messages_schemas import CountRequest, MessagesRequest, renamed, to_chat
-from .sampling import check_fields, messages_of, template_kwargs
 from .service import Service
 from .shapes import new_id
 from .sse import Opened, first_or_stream, named, named_event_stream
-from .structured import wanted
 from .turns import unless_left
 
 
@@ -62,13 +60,10 @@ async def count_tokens(request: Request) -> Response:
     """How many tokens a conversation has."""
     service: Service = request.app.state.service
     body = to_chat(await read_body(request, CountRequest))
-    check_fields(body)
-    shaped, kwargs, tools = messages_of(body), template_kwargs(body), wanted(body).template_tools
+    encode = prompt_of(body)
     async with unless_left(request), service.place(request, body.model) as place:
         llm = place.llm
-        ids = await service.in_thread(
-            lambda: llm.encode_chat(shaped, tools, kwargs, continue_final=bool(body.continue_final_message))
-        )
+        ids = await service.in_thread(lambda: encode(llm))
     return JSONResponse({"input_tokens": len(ids)})
 
 

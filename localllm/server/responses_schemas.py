@@ -8,6 +8,7 @@ from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from .body import checked
 from .errors import ApiError, renaming, unsupported
+from .sampling import further
 from .schemas import MAX_MESSAGES, Body, ChatRequest, Metadata, Name, Number, StreamOptions
 
 ROLES = ("system", "developer", "user", "assistant")
@@ -75,15 +76,6 @@ class ResponsesRequest(Body):
         return self.tool_choice.get("type") != "function" and self.tool_choice.get("mode") != "required"
 
 
-PASSED = (
-    "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "stop",
-    "logit_bias", "stop_token_ids", "min_tokens", "ignore_eos", "chat_template_kwargs", "chat_template", "cache_salt",
-    "priority", "deadline_ms", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-    "allowed_token_ids", "bad_words", "truncate_prompt_tokens",
-)  # fmt: skip
-"""further fields with the same meaning as in a chat request, and the same checks"""
-
-
 def refuse(body: ResponsesRequest) -> None:
     """Raise ApiError for what only a hosted service has."""
     if body.background:
@@ -119,10 +111,11 @@ def to_chat(body: ResponsesRequest, items: list[dict[str, Any]]) -> ChatRequest:
         fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)]
     if body.tool_choice is not None:
         fields["tool_choice"] = _choice(body.tool_choice)
-    extra = body.model_extra or {}
-    fields |= {name: extra[name] for name in PASSED if extra.get(name) is not None}
+    extra = further(body)
+    if "response_format" in extra and fields.get("response_format") is not None:
+        raise ApiError(400, "text.format and response_format exclude each other.", param="response_format")
     with renaming(renamed):
-        return checked({k: v for k, v in fields.items() if v is not None}, ChatRequest)
+        return checked(extra | {k: v for k, v in fields.items() if v is not None}, ChatRequest)
 
 
 def renamed(param: str | None) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any
 from localllm.request import Message, SamplingParams
 
 from .errors import ApiError, unsupported
-from .schemas import ChatMessage, ChatRequest, CompletionRequest, Sampled
+from .schemas import Body, ChatMessage, ChatRequest, CompletionRequest, Sampled
 from .structured import wanted
 
 RESERVED_KWARGS = {
@@ -37,6 +37,21 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
 }
 """fields that would change what comes out and that this version does not have -> values that ask for nothing"""
+OF_CHAT_ALONE = {
+    "model", "messages", "stream", "stream_options", "n", "logprobs", "top_logprobs", "max_tokens",
+    "max_completion_tokens", "return_token_ids", "return_tokens_as_token_ids", "timings_per_token",
+    "include_reasoning", "request_id", "metadata", "store", "service_tier", "verbosity",
+}  # fmt: skip
+"""fields of a chat request that say how its answer is shaped, or nothing at all"""
+
+
+def further(body: Body) -> dict[str, Any]:
+    """What a body of another API brings of the fields that bind a chat request's answer, or change it.
+
+    They mean the same everywhere, and are checked in one place: a constraint is never ignored.
+    """
+    known = (ChatRequest.model_fields.keys() | NEUTRAL.keys() | {"chat_template"}) - OF_CHAT_ALONE
+    return {name: value for name, value in (body.model_extra or {}).items() if name in known and value is not None}
 
 
 def sampling_params(body: ChatRequest | CompletionRequest, defaults: SamplingParams) -> SamplingParams:
@@ -84,10 +99,6 @@ def check_fields(body: Sampled) -> None:
             )  # fmt: skip
         if body.continue_final_message and body.messages[-1].role != "assistant":
             raise ApiError(400, "continue_final_message needs an assistant's message at the end.", param="messages")
-        if body.add_generation_prompt is False and not body.continue_final_message:
-            raise unsupported(
-                "add_generation_prompt: false needs continue_final_message: true.", "add_generation_prompt"
-            )
         template_kwargs(body)
     elif isinstance(body, CompletionRequest):
         _completion_fields(body)

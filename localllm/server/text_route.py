@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from starlette.requests import Request
@@ -9,13 +10,13 @@ from starlette.responses import JSONResponse, Response
 
 from localllm.llm import LLM
 
-from .body import read_body
+from .ask import prompt_of
+from .body import checked, read_body
 from .errors import ApiError
-from .sampling import check_fields, messages_of, template_kwargs
+from .sampling import further
 from .schemas import ChatRequest
 from .service import Service
 from .shapes import TokenNames
-from .structured import wanted
 from .text_schemas import DetokenizeRequest, TokenizeRequest
 from .turns import unless_left
 
@@ -28,24 +29,21 @@ async def tokenize(request: Request) -> Response:
     if len(given) != 1:
         what = "one of prompt, messages and content is needed"
         raise ApiError(400, f"{what}.", code="missing_required_parameter", param="prompt")
-    chat = (
-        ChatRequest.model_validate(body.model_dump(include={"messages", "chat_template_kwargs"}))
-        if body.messages
-        else None
-    )
-    if chat is not None:
-        template_kwargs(chat)
+    encode = None
+    if body.messages is not None:
+        named = body.model_dump(include={"messages", "chat_template_kwargs", "add_generation_prompt"})
+        encode = prompt_of(checked(further(body) | named, ChatRequest))
     async with unless_left(request), service.place(request, body.model) as place:
         llm = place.llm
         result = await service.text_work(
-            len(body.prompt or body.content or "") if chat is None else 1 << 30, lambda: _tokens(llm, body, chat)
+            len(body.prompt or body.content or "") if encode is None else 1 << 30, lambda: _tokens(llm, body, encode)
         )
     return JSONResponse(result)
 
 
-def _tokens(llm: LLM, body: TokenizeRequest, chat: ChatRequest | None) -> dict[str, Any]:
-    if chat is not None:
-        ids = llm.encode_chat(messages_of(chat), wanted(chat).template_tools, template_kwargs(chat))
+def _tokens(llm: LLM, body: TokenizeRequest, encode: Callable[[LLM], list[int]] | None) -> dict[str, Any]:
+    if encode is not None:
+        ids = encode(llm)
     elif body.prompt is not None:
         adds = body.add_special_tokens is not False
         ids = llm.encode_prompt(body.prompt) if adds else llm.tokenizer.encode(body.prompt, special=True)
@@ -80,12 +78,9 @@ async def apply_template(request: Request) -> Response:
     """A conversation as the text the model reads: {"prompt": ...}."""
     service: Service = request.app.state.service
     body = await read_body(request, ChatRequest)
-    check_fields(body)
-    messages, kwargs, tools = messages_of(body), template_kwargs(body), wanted(body).template_tools
+    encode = prompt_of(body)
     async with unless_left(request), service.place(request, body.model) as place:
         llm = place.llm
-        ids = await service.in_thread(
-            lambda: llm.encode_chat(messages, tools, kwargs, continue_final=bool(body.continue_final_message))
-        )
+        ids = await service.in_thread(lambda: encode(llm))
         text = llm.tokenizer.decode(ids, skip_special=False)
     return JSONResponse({"prompt": text})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .conftest import CHAT, RESPONSES, TEXT, ask
+from .conftest import CHAT, MESSAGES, RESPONSES, TEXT, ask
 
 HUGE = 10**9
 MEGABYTE = "x" * (1 << 20)
@@ -28,6 +28,23 @@ def image(url: str) -> dict[str, Any]:
 def _each(id_: str, param: str, *values: Any) -> list[tuple[str, str, Any, int, str | None]]:
     return [(id_, CHAT, ask(**{param: value}), 400, param) for value in values]
 
+
+ELSEWHERE: dict[str, dict[str, Any]] = {
+    RESPONSES: {"input": "x"},
+    MESSAGES: {"max_tokens": 4, **said("x")},
+    "/v1/messages/count_tokens": said("x"),
+    "/tokenize": said("x"),
+    "/api/chat": said("x"),
+    "/api/generate": {"model": "tiny", "prompt": "x"},
+}
+"""whose fields for what binds an answer are those of a chat request, whatever else they have"""
+BINDING: dict[str, Any] = {
+    "chat_template": "x", "chat_template_kwargs": {"tokenize": True}, "allowed_token_ids": [5], "bad_words": ["x"],
+    "grammar": 5, "json_schema": 5, "guided_json": 5, "guided_json_object": 5, "functions": 5,
+    "thinking_token_budget": 1, "structured_outputs": {"structural_tag": "x"},
+    "response_format": {"type": "xml"}, "documents": [{"text": "x"}],
+}  # fmt: skip
+"""fields that cannot be had, or not so"""
 
 CASES: list[tuple[str, str, Any, int, str | None]] = [
     *_each("LIM-01", "n", HUGE, 0, -1, 1.5, "2", True),

@@ -16,8 +16,8 @@ import pytest
 import localllm.server
 from localllm.server.body import structure_counts
 
-from .conftest import CHAT, RESPONSES, TEXT, Served, ask, events, stopped_after
-from .limit_cases import BODIES, CASES, name_of
+from .conftest import CHAT, MESSAGES, RESPONSES, TEXT, Served, ask, events, stopped_after
+from .limit_cases import BINDING, BODIES, CASES, ELSEWHERE, name_of, said
 
 SLOW_S = 2.0
 """ten times the line"""
@@ -36,6 +36,53 @@ async def test_refusals(client, tiny_llm, case):
     stats = tiny_llm.stats()
     assert stats.num_running == stats.num_waiting == 0
     assert took < SLOW_S
+
+
+@pytest.mark.parametrize("route", ELSEWHERE)
+@pytest.mark.parametrize("name", BINDING)
+async def test_lim_14_what_binds_an_answer_is_never_ignored(client, route, name):
+    """Elsewhere than in a chat request too."""
+    assert (await client.post(route, json=ELSEWHERE[route])).status_code == 200
+    response = await client.post(route, json=ELSEWHERE[route] | {name: BINDING[name]})
+    assert response.status_code == 400, response.text
+    if "messages" not in route:  # Anthropic's errors have no place for it
+        ours = {"/v1/responses": "text.format", "/api/chat": "format", "/api/generate": "format"}
+        assert response.json()["error"]["param"] == (ours.get(route, name) if name == "response_format" else name)
+
+
+async def test_what_binds_an_answer_binds_it_everywhere(client):
+    for route, name, read in (
+        (RESPONSES, "grammar", lambda made: made["output"][0]["content"][0]["text"]),
+        (RESPONSES, "json_schema", lambda made: made["output"][0]["content"][0]["text"]),
+        (MESSAGES, "guided_choice", lambda made: made["content"][0]["text"]),
+        (MESSAGES, "response_format", lambda made: made["content"][0]["text"]),
+        ("/api/chat", "guided_choice", lambda made: made["message"]["content"]),
+        ("/api/generate", "guided_regex", lambda made: made["response"]),
+    ):
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": "yes"}}}
+        given = {
+            "grammar": 'start: "yes"', "json_schema": {"const": "yes"}, "guided_choice": ["yes"],
+            "response_format": form, "guided_regex": "yes",
+        }[name]  # fmt: skip
+        body = ELSEWHERE[route] | {name: given, "stream": False}
+        if route == MESSAGES:
+            body["max_tokens"] = 32
+        made = await client.post(route, json=body)
+        assert made.status_code == 200 and read(made.json()).strip('"') == "yes", (route, made.text)
+
+
+async def test_tokenize_counts_what_the_model_would_read(client):
+    async def count(**more):
+        return (await client.post("/tokenize", json=ELSEWHERE["/tokenize"] | more)).json()["count"]
+
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
+    plain = await count()
+    assert await count(tools=[tool]) > plain + 10
+    assert await count(tools=[tool], tool_choice="none") == plain
+    assert await count(add_generation_prompt=False) < plain
+    theirs = {"name": "look_up", "input_schema": {"type": "object"}}
+    counted = await client.post("/v1/messages/count_tokens", json=said("x") | {"tools": [theirs]})
+    assert counted.json()["input_tokens"] == await count(tools=[tool])
 
 
 @pytest.mark.parametrize("body", BODIES, ids=range(len(BODIES)))

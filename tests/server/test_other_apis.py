@@ -346,6 +346,7 @@ def test_times_to_keep_a_model():
     from localllm.server.ollama_schemas import keep_alive_s
 
     values = {None: "default", 0: 0.0, "0": 0.0, -1: None, "-1m": None, "5m": 300.0, "1h30m": 5400.0, 60: 60.0}
+    values |= {"99999999h": 359_999_996_400.0, 1e10: 1e10}
     assert {value: keep_alive_s(value) for value in values} == values
 
 
