@@ -91,8 +91,9 @@ class Shape:
         head = {**self.head, "object": "chat.completion.chunk"} | ({"usage": None} if wants_usage else {})
         begin = b"data: " + dumps(head)[:-1] + b',"choices":['  # what all chunks share, written once
         usage, running = Usage(), Usage(len(self._turn.prompt_token_ids))
+        first = {"prompt_token_ids": list(self._turn.prompt_token_ids)} if self._body.return_token_ids else {}
         yield b"".join(
-            data(head | {"choices": [_delta(index, {"role": "assistant", "content": ""})]})
+            data(head | ({} if index else first) | {"choices": [_delta(index, {"role": "assistant", "content": ""})]})
             for index in range(self._turn.num_answers)
         )
         async for pieces in self._turn.batches():

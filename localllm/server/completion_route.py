@@ -168,9 +168,11 @@ class Shape:
     async def chunks(self) -> AsyncIterator[bytes]:
         """The whole stream but its end."""
         options = self._body.stream_options
-        wants_usage = bool(options and (options.include_usage or options.continuous_usage_stats))
+        continuous = bool(options and options.continuous_usage_stats)
+        wants_usage = continuous or bool(options and options.include_usage)
         head = self.head | ({"usage": None} if wants_usage else {})
         usages = [Usage() for _ in self._turns]
+        running = [Usage(len(turn.prompt_token_ids)) for turn in self._turns]
         lengths = [0] * (len(self._turns) * self._turns[0].num_answers)
         seen: set[int] = set()
         async for number, pieces in merged(self._turns):
@@ -178,11 +180,18 @@ class Shape:
             for piece in pieces:
                 if piece.error is not None:
                     raise piece.error
+                running[number] = add_usage(
+                    running[number], Usage(running[number].prompt_tokens, 0, len(piece.token_ids))
+                )
                 choice = self._of_piece(number, piece, seen, lengths)
                 if choice is not None:
-                    chunks.append(data(head | {"choices": [choice]}))
+                    stats = {"usage": usage_json(self._sum(running))} if continuous else {}
+                    chunks.append(data(head | stats | {"choices": [choice]}))
                 if piece.usage is not None:
                     usages[number] = add_usage(usages[number], piece.usage)
+                if piece.finish_reason is not None and self._body.timings_per_token and piece.timing is not None:
+                    timings = timings_json(self._sum([usages[number]]), piece.timing)
+                    chunks.append(data(head | {"choices": [], "timings": timings}))
             if chunks:
                 yield b"".join(chunks)
         if wants_usage:
@@ -192,9 +201,15 @@ class Shape:
         turn = self._turns[number]
         index = number * turn.num_answers + piece.index
         text = piece.text if self._generates else ""
-        if self._echo and index not in seen and (piece.token_ids or piece.finish_reason is not None):
+        more: dict[str, Any] = {}
+        if self._body.return_token_ids and self._generates and piece.token_ids:
+            more["token_ids"] = piece.token_ids
+        if index not in seen and (piece.token_ids or piece.finish_reason is not None):
             seen.add(index)
-            text = self._prompt_text(turn.prompt_token_ids) + text
+            if self._echo:
+                text = self._prompt_text(turn.prompt_token_ids) + text
+            if self._body.return_token_ids:
+                more["prompt_token_ids"] = list(turn.prompt_token_ids)
         logprobs = None
         entries: list[TokenLogprob | None] = list(piece.logprobs) if self._generates else []
         ids = [e.token_id for e in piece.logprobs] if self._generates else []
@@ -203,14 +218,14 @@ class Shape:
         if self._logprobs and entries:
             logprobs = self._names.completion(entries, ids, lengths[index])
             lengths[index] += sum(map(len, logprobs["tokens"]))
-        if not (text or logprobs or piece.finish_reason is not None):
+        if not (text or logprobs or more or piece.finish_reason is not None):
             return None
         finish = finish_name(piece.finish_reason)
         if piece.finish_reason is not None and not self._generates:
             finish = "length"
         return {
             "text": text, "index": index, "logprobs": logprobs, "finish_reason": finish,
-            "stop_reason": piece.stop_reason,
+            "stop_reason": piece.stop_reason, **more,
         }  # fmt: skip
 
 

@@ -110,11 +110,17 @@ def _list(value: str | list[str] | None, param: str) -> list[str]:
 
 
 async def pooled_texts(
-    service: Service, place: Place, texts: Sequence[str | list[int]], pooling: Pooling, param: str
-) -> tuple[Vectors, int]:
-    """(a float32 vector per text, tokens read). A few texts at a time are with the engine."""
+    service: Service, place: Place, texts: Sequence[str | list[int]], pooling: Pooling, param: str, *,
+    truncate: bool = False,
+) -> tuple[Vectors, int]:  # fmt: skip
+    """(a float32 vector per text, tokens read). A few texts at a time are with the engine.
+
+    truncate   read as much of a text as the window holds, instead of refusing a longer one
+    """
     llm = place.llm
     prompts = await encode_all(service, llm, list(texts))
+    if truncate:
+        prompts = [ids[: llm.plan.ctx - 1] for ids in prompts]
     try:
         for prompt in prompts:
             llm.check_prompt(prompt, SamplingParams(max_tokens=1))

@@ -190,7 +190,8 @@ async def embed(request: Request) -> Response:
     texts = split_prompts(body.input, "input", MAX_TEXTS)
     started = time.monotonic()
     async with unless_left(request), service.place(request, body.model) as place:
-        vectors, count = await pooled_texts(service, place, texts, "mean", "input")
+        truncate = body.truncate is not False  # Ollama's default
+        vectors, count = await pooled_texts(service, place, texts, "mean", "input", truncate=truncate)
     took = _ns(time.monotonic() - started)
     return JSONResponse(
         {

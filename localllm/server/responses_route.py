@@ -8,12 +8,15 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from localllm.errors import ContextTooLong
+
 from .ask import Chat, open_chat
 from .body import read_body
 from .errors import ApiError, renaming
 from .responses_events import Growing
-from .responses_schemas import ResponsesRequest, input_items, refuse, renamed, to_chat
+from .responses_schemas import ResponsesRequest, input_items, refuse, renamed, to_chat, without_oldest
 from .responses_store import Stored
+from .schemas import ChatRequest
 from .service import Service
 from .shapes import TokenNames
 from .sse import Opened, first_or_stream, named_event_stream
@@ -25,13 +28,13 @@ async def create_response(request: Request) -> Response:
     service: Service = request.app.state.service
     body = await read_body(request, ResponsesRequest)
     refuse(body)
-    items = [*_earlier(service, body), *input_items(body)]
+    items = [*_earlier(service, body), *_named(service, input_items(body))]
     chat_body = to_chat(body, items)
     growing: list[Growing] = []
 
     async def open_one() -> tuple[Chat, Growing]:
         with renaming(renamed):
-            chat = await open_chat(service, request, chat_body)
+            chat = await _open(service, request, chat_body, shortens=body.truncation == "auto")
         names = TokenNames(chat.place.llm.tokenizer)
         growing.append(Growing(body, chat_body, chat.model, names))
         return chat, growing[0]
@@ -61,6 +64,19 @@ async def create_response(request: Request) -> Response:
     return JSONResponse(one.json())
 
 
+async def _open(service: Service, request: Request, body: ChatRequest, *, shortens: bool) -> Chat:
+    """`open_chat`; with `shortens`, of a conversation longer than the window what its end leaves room for."""
+    while True:
+        try:
+            return await open_chat(service, request, body)
+        except ContextTooLong as error:
+            share = 1 - error.context["max_context"] / error.context["prompt_tokens"]
+            shorter = without_oldest(body.messages, share) if shortens else None
+            if shorter is None:
+                raise
+            body = body.model_copy(update={"messages": shorter})
+
+
 async def _events(chat: Chat, one: Growing, keep: Any) -> AsyncIterator[bytes]:
     yield b"".join(one.begin())
     async for pieces in chat.turn.batches():
@@ -82,6 +98,22 @@ def _earlier(service: Service, body: ResponsesRequest) -> list[dict[str, Any]]:
             code="previous_response_not_found", param="previous_response_id",
         )  # fmt: skip
     return [*stored.input_items, *stored.response["output"]]
+
+
+def _named(service: Service, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The items, references replaced by what they name."""
+    found = list(items)
+    for number, item in enumerate(items):
+        if item.get("type") != "item_reference":
+            continue
+        named = service.responses.item(str(item.get("id")))
+        if named is None:
+            raise ApiError(
+                404, f"There is no item {str(item.get('id'))[:80]!r} (any more).", code="item_not_found",
+                param=f"input[{number}].id",
+            )  # fmt: skip
+        found[number] = named
+    return found
 
 
 def _stored(request: Request) -> Stored:

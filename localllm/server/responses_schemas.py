@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr
@@ -9,7 +10,7 @@ from pydantic import Field, StrictBool, StrictInt, StrictStr
 from .body import checked
 from .errors import ApiError, renaming, unsupported
 from .sampling import further
-from .schemas import MAX_MESSAGES, Body, ChatRequest, Metadata, Name, Number, StreamOptions
+from .schemas import MAX_MESSAGES, Body, ChatMessage, ChatRequest, Metadata, Name, Number, StreamOptions
 
 ROLES = ("system", "developer", "user", "assistant")
 TEXT_PARTS = {"input_text", "output_text", "text"}
@@ -170,6 +171,21 @@ def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 400, f"Items of type {str(kind)[:40]!r} are not supported.", code="unsupported_value", param=where
             )
     return messages
+
+
+def without_oldest(messages: Sequence[ChatMessage], share: float) -> list[ChatMessage] | None:
+    """The messages without the oldest turns, at least this share of the text; None when only the last turn is left.
+
+    What the system says at the beginning stays, and a turn goes as a whole: from a user's message to before the next.
+    """
+    begin = next((i for i, m in enumerate(messages) if m.role not in ("system", "developer")), len(messages))
+    turns = [i for i in range(begin + 1, len(messages)) if messages[i].role == "user"]
+    if not turns:
+        return None
+    sizes = [len(m.model_dump_json(exclude_none=True)) for m in messages]
+    wanted = share * sum(sizes)
+    cut = next((i for i in turns if sum(sizes[begin:i]) >= wanted), turns[-1])
+    return [*messages[:begin], *messages[cut:]]
 
 
 def _content(content: Any, where: str) -> Any:

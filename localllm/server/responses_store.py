@@ -47,6 +47,14 @@ class ResponseStore:
             self._items.move_to_end(response_id)
         return found
 
+    def item(self, item_id: str) -> dict[str, Any] | None:
+        """An output item of a response that is kept, the newest response first."""
+        for stored in reversed(self._items.values()):
+            for item in stored.response["output"]:
+                if item.get("id") == item_id:
+                    return dict(item)
+        return None
+
     def remove(self, response_id: str) -> bool:
         """Forget a response; False when it is not there."""
         found = self._items.pop(response_id, None)

@@ -122,7 +122,7 @@ async def test_extras_of_other_servers(client):
     assert body["timings"]["predicted_n"] == 8
     streamed = events((await client.post(CHAT, json=ask(**fields, stream=True))).text)
     ids = [i for c in streamed for x in c["choices"] for i in x.get("token_ids", [])]
-    assert ids == choice["token_ids"]
+    assert ids == choice["token_ids"] and streamed[0]["prompt_token_ids"] == body["prompt_token_ids"]
 
 
 async def test_stop_strings_and_how_they_show(client):

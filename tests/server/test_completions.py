@@ -37,6 +37,22 @@ async def test_several_prompts_stream_side_by_side(client):
     assert chunks[-1]["usage"] == whole["usage"]
 
 
+async def test_extras_of_other_servers_in_streams(client):
+    fields = complete(prompt=["a", "b"], n=2, seed=1, temperature=1.0, return_token_ids=True, timings_per_token=True)
+    whole = (await client.post(TEXT, json=fields)).json()
+    options = {"continuous_usage_stats": True}
+    chunks = events((await client.post(TEXT, json=fields | {"stream": True, "stream_options": options})).text)
+    for choice in whole["choices"]:
+        mine = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
+        assert [i for c in mine for i in c.get("token_ids", [])] == choice["token_ids"]
+        assert [c["prompt_token_ids"] for c in mine if "prompt_token_ids" in c] == [choice["prompt_token_ids"]]
+    running = [chunk["usage"] for chunk in chunks if chunk["choices"]]
+    counts = [usage["completion_tokens"] for usage in running]
+    assert counts == sorted(counts) and running[-1]["total_tokens"] == whole["usage"]["total_tokens"]
+    assert chunks[-1]["usage"] == whole["usage"]
+    assert max(chunk["timings"]["predicted_n"] for chunk in chunks if "timings" in chunk) == 10
+
+
 async def test_token_ids_as_prompts(client, tiny_llm):
     ids = tiny_llm.encode_prompt("hello")
     by_ids = (await client.post(TEXT, json=complete(prompt=ids, return_token_ids=True))).json()

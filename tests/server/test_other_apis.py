@@ -10,6 +10,8 @@ import openai
 import pytest
 
 from localllm.server import AppOptions, create_app
+from localllm.server.responses_schemas import without_oldest
+from localllm.server.schemas import ChatMessage
 
 from .conftest import MESSAGES, RESPONSES, named_events
 
@@ -55,6 +57,50 @@ async def test_responses_streamed_stored_and_continued(sdk):
     with pytest.raises(openai.NotFoundError) as caught:
         await sdk.responses.create(**respond(previous_response_id=whole.id))
     assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
+
+
+async def test_a_long_conversation_is_cut_where_that_is_wished(client):
+    """Whole turns go, the oldest first; the system's words stay."""
+    turns = [{"role": role, "content": f"{i} " + "x" * 60} for i in range(6) for role in ("user", "assistant")]
+    sent = {"model": "tiny", "instructions": "be kind", "input": [*turns, {"role": "user", "content": "last"}],
+            "max_output_tokens": 16}  # fmt: skip
+    refused = await client.post(RESPONSES, json=sent)
+    assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
+    for stream in (False, True):
+        made = await client.post(RESPONSES, json=sent | {"truncation": "auto", "stream": stream})
+        assert made.status_code == 200, made.text
+        whole = named_events(made.text)[-1][1]["response"] if stream else made.json()
+        assert whole["truncation"] == "auto" and 0 < whole["usage"]["input_tokens"] < 256
+    one = await client.post(RESPONSES, json=sent | {"truncation": "auto", "input": "x" * 3000})
+    assert one.status_code == 400, "the last turn alone is too long"
+
+
+def test_turns_go_as_a_whole():
+    def messages(*roles):
+        return [ChatMessage(role=role, content="x" * 10) for role in roles]
+
+    def kept(roles, share):
+        left = without_oldest(messages(*roles), share)
+        return left and [m.role[0] for m in left]
+
+    calls = ["system", "user", "assistant", "tool", "assistant", "user", "assistant", "user"]
+    assert kept(calls, 0.01) == ["s", "u", "a", "u"], "a call without its result would be odd"
+    assert kept(calls, 0.6) == kept(calls, 0.99) == ["s", "u"]
+    assert kept(["user", "assistant", "user"], 0.1) == ["u"]
+    assert kept(["system", "user"], 0.1) is None and kept(["system"], 0.1) is None
+
+
+async def test_items_can_be_named(client):
+    first = (await client.post(RESPONSES, json={"model": "tiny", "input": "a", "max_output_tokens": 16})).json()
+    item = first["output"][0]
+    answers = []
+    for one in (item, {"type": "item_reference", "id": item["id"]}):
+        asked = [{"role": "user", "content": "a"}, one, {"role": "user", "content": "b"}]
+        sent = {"model": "tiny", "input": asked, "max_output_tokens": 16}
+        answers.append((await client.post(RESPONSES, json=sent)).json())
+    assert answers[0]["usage"]["input_tokens"] == answers[1]["usage"]["input_tokens"]
+    lost = await client.post(RESPONSES, json={"model": "tiny", "input": [{"type": "item_reference", "id": "msg_x"}]})
+    assert (lost.status_code, lost.json()["error"]["param"]) == (404, "input[0].id")
 
 
 async def test_response_events_are_numbered_and_end_with_the_whole(client):
@@ -376,6 +422,14 @@ async def test_embeddings_are_the_pooled_states_whatever_the_chunks(client, tiny
         alone = (await client.post("/v1/embeddings", json=sent | {"input": text})).json()["data"][0]["embedding"]
         assert np.allclose(alone, vector, atol=1e-5)
     assert tiny_llm.stats().pages_free + tiny_llm.stats().pages_cached == tiny_llm.stats().pages_total
+
+
+async def test_ollama_cuts_long_texts_unless_told_not_to(client, tiny_llm):
+    long = {"model": "tiny", "input": "x" * 3000}
+    made = (await client.post("/api/embed", json=long)).json()
+    assert made["prompt_eval_count"] == tiny_llm.plan.ctx - 1 and len(made["embeddings"]) == 1
+    refused = await client.post("/api/embed", json=long | {"truncate": False})
+    assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
 
 
 async def test_scores_and_ranks_say_how(client):
