@@ -148,6 +148,8 @@ class Timing:
     total_s: float = 0.0
     prefill_tps: float = 0.0
     decode_tps: float = 0.0
+    num_preemptions: int = 0
+    """how often it was put back to make room"""
 
 
 class StopCheck(Protocol):

@@ -20,11 +20,14 @@ MAX_CLIENTS = 4096
 class Ticket:
     """One request's place: reserved, then granted, then released. Releasing twice does nothing."""
 
-    __slots__ = ("_granted", "client", "cost", "deadline", "desk", "is_granted", "is_released", "number", "priority")
+    __slots__ = (
+        "_granted", "client", "cost", "deadline", "desk", "is_granted", "is_part", "is_released", "number", "priority",
+    )  # fmt: skip
 
     def __init__(
-        self, desk: Admission, client: str, priority: int, cost: int, deadline: float | None, number: int
-    ) -> None:
+        self, desk: Admission, client: str, priority: int, cost: int, deadline: float | None, number: int,
+        is_part: bool = False,
+    ) -> None:  # fmt: skip
         self.desk = desk
         self.client = client
         self.priority = priority
@@ -33,6 +36,8 @@ class Ticket:
         self.deadline = deadline
         """on the monotonic clock"""
         self.number = number
+        self.is_part = is_part
+        """stands for one sequence of a request that holds the place"""
         self.is_granted = False
         self.is_released = False
         self._granted: asyncio.Future[None] | None = None
@@ -48,6 +53,10 @@ class Ticket:
             await asyncio.wait_for(self._granted, left)
         except TimeoutError:
             raise late() from None
+
+    def part(self) -> Ticket:
+        """For one of many sequences, each of which waits for its own turn: granted and released like a ticket."""
+        return Ticket(self.desk, self.client, self.priority, 1, self.deadline, self.number, is_part=True)
 
     def release(self) -> None:
         """Give the place back."""
@@ -135,7 +144,7 @@ class Admission:
             del self._served[next(iter(self._served))]
 
     def _release(self, ticket: Ticket) -> None:
-        self.num_reserved -= 1
+        self.num_reserved -= not ticket.is_part
         if ticket.is_granted:
             self._running -= ticket.cost
             self._per_client[ticket.client] -= ticket.cost

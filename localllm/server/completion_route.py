@@ -82,7 +82,8 @@ async def open_completion(
     ) as place:  # fmt: skip
         params = sampling_params(body, place.llm.default_params())
         ids = await encode_all(service, place.llm, prompts)
-        wish, llm, bound = Wish(bool(body.stream), cache_salt=body.cache_salt or ""), place.llm, wanted(body)
+        wish = Wish(bool(body.stream), cache_salt=body.cache_salt or "", generates=body.max_tokens != 0)
+        llm, bound = place.llm, wanted(body)
         if bound.constraint is not None:
             wish.more["shape"] = await asyncio.to_thread(llm.shape, (), chat=False, constraint=bound.constraint)
         try:

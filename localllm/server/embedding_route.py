@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from localllm.answer import Piece
 from localllm.errors import InvalidRequest, LocalLLMError
 from localllm.request import FinishReason, SamplingParams, TokenEvent
 
@@ -28,8 +29,6 @@ from .turns import unless_left
 Pooling = Literal["mean", "last"]
 Vectors = list[np.ndarray]
 METHOD = "cosine of pooled hidden states"
-AHEAD = 2
-"""texts handed to the engine beyond those it runs, so that it never waits for us"""
 
 
 async def embeddings(request: Request) -> Response:
@@ -113,7 +112,7 @@ async def pooled_texts(
     service: Service, place: Place, texts: Sequence[str | list[int]], pooling: Pooling, param: str, *,
     truncate: bool = False,
 ) -> tuple[Vectors, int]:  # fmt: skip
-    """(a float32 vector per text, tokens read). A few texts at a time are with the engine.
+    """(a float32 vector per text, tokens read). Every text waits for its own turn: many do not hold up other clients.
 
     truncate   read as much of a text as the window holds, instead of refusing a longer one
     """
@@ -127,9 +126,8 @@ async def pooled_texts(
     except (InvalidRequest, LocalLLMError) as error:
         error.param = param
         raise
-    await place.ticket.granted()
-    room = asyncio.Semaphore(llm.plan.max_parallel + AHEAD)
-    tasks = [asyncio.ensure_future(_pooled(llm.pool, prompt, pooling, room)) for prompt in prompts]
+    asking = asyncio.Lock()
+    tasks = [asyncio.ensure_future(_pooled(service, place, prompt, pooling, asking)) for prompt in prompts]
     try:
         vectors = await asyncio.gather(*tasks)
     finally:
@@ -138,28 +136,40 @@ async def pooled_texts(
     return vectors, sum(map(len, prompts))
 
 
-async def _pooled(pool: Callable[..., Callable[[], None]], ids: list[int], pooling: Pooling, room: Any) -> np.ndarray:
-    async with room:
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[np.ndarray] = loop.create_future()
+async def _pooled(service: Service, place: Place, ids: list[int], pooling: Pooling, asking: asyncio.Lock) -> np.ndarray:
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[np.ndarray] = loop.create_future()
+    meter = service.metrics.turn(place.offer.name, SamplingParams(), place.asked)
 
-        def take(event: TokenEvent) -> None:
-            """In the event loop."""
-            if result.done() or event.finish_reason is None:
-                return
-            if event.error is not None:
-                result.set_exception(event.error)
-            elif event.finish_reason is not FinishReason.STOP or event.pooled is None:
-                result.set_exception(ApiError(503, "The request was ended.", "unavailable_error", "shutting_down"))
-            else:
-                result.set_result(event.pooled)
+    def on_event(event: TokenEvent) -> None:
+        """In the engine's thread."""
+        if event.finish_reason is not None:
+            meter.take(Piece(0, finish_reason=event.finish_reason, usage=event.usage, timing=event.timing))
+            loop.call_soon_threadsafe(take, event)
 
-        abort = pool(ids, pooling, lambda event: loop.call_soon_threadsafe(take, event))
+    def take(event: TokenEvent) -> None:
+        """In the event loop."""
+        if result.done():
+            return
+        if event.error is not None:
+            result.set_exception(event.error)
+        elif event.finish_reason is not FinishReason.STOP or event.pooled is None:
+            result.set_exception(ApiError(503, "The request was ended.", "unavailable_error", "shutting_down"))
+        else:
+            result.set_result(event.pooled)
+
+    turn = place.ticket.part()
+    try:
+        async with asking:  # the queue holds one of them
+            await turn.granted()
+        abort = place.llm.pool(ids, pooling, on_event)
         try:
             return await result
         except asyncio.CancelledError:
             abort()
             raise
+    finally:
+        turn.release()
 
 
 def unit(vector: np.ndarray) -> np.ndarray:

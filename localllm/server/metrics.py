@@ -33,6 +33,7 @@ TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 SMALL = (1, 2, 5, 10, 20, 50, 100, 128)
+TIMES = (0, 1, 2, 5, 10, 20, 50, 100)
 
 
 class Metrics:
@@ -65,6 +66,7 @@ class Metrics:
         self.inference = histogram("request_inference_time_seconds", "From the first step to the last token.", SECONDS)
         self.prefill = histogram("request_prefill_time_seconds", "From the first step to the first token.", SECONDS)
         self.decode = histogram("request_decode_time_seconds", "From the first to the last token.", SECONDS)
+        self.preempted = histogram("request_num_preemptions", "How often a request was put back to make room.", TIMES)
         self._speeds: dict[str, float] = {}
         self.http = Counter("localllm:http_requests", "HTTP requests by status class.", ("status",), registry=registry)
         registry.register(_Engines(service))
@@ -81,9 +83,9 @@ class Metrics:
         """An answer had this speed."""
         self._speeds[model] = tps
 
-    def turn(self, model: str, params: SamplingParams, exchange: Exchange) -> TurnMeter:
-        """What counts one request."""
-        return TurnMeter(self, model, params, exchange)
+    def turn(self, model: str, params: SamplingParams, exchange: Exchange, *, generates: bool = True) -> TurnMeter:
+        """What counts one request. `generates`: False where its tokens are dropped: a prompt is only scored."""
+        return TurnMeter(self, model, params, exchange, generates)
 
     def ended(self, exchange: Exchange) -> None:
         """An HTTP request is over."""
@@ -114,10 +116,14 @@ class Gaps:
 class TurnMeter:
     """Counts the pieces of one request, whether or not somebody still reads them."""
 
-    def __init__(self, metrics: Metrics, model: str, params: SamplingParams, exchange: Exchange) -> None:
+    def __init__(
+        self, metrics: Metrics, model: str, params: SamplingParams, exchange: Exchange, generates: bool
+    ) -> None:
         self._metrics, self._model, self._params, self._exchange = metrics, model, params, exchange
+        self._generates = generates
         self._last: dict[int, float] = {}
         self._num_tokens = 0
+        self._num_preemptions = 0
         self._open = params.n
         self._num_prompt_tokens: int | None = None
         self._gaps = metrics.gaps.setdefault(model, Gaps())
@@ -134,8 +140,9 @@ class TurnMeter:
             else:
                 self._gaps.observe((now - last) / count, count)
             self._last[piece.index] = now
-            self._num_tokens += count
-            self._metrics.generated[self._model] += count
+            if self._generates:
+                self._num_tokens += count
+                self._metrics.generated[self._model] += count
         if piece.finish_reason is not None:
             self._open -= 1
             self._of_answer(piece)
@@ -153,8 +160,9 @@ class TurnMeter:
                 self._num_prompt_tokens = piece.usage.prompt_tokens
                 exchange.prompt_tokens += piece.usage.prompt_tokens
                 exchange.cached_tokens += piece.usage.cached_tokens
-            exchange.completion_tokens += piece.usage.completion_tokens
+            exchange.completion_tokens += piece.usage.completion_tokens if self._generates else 0
         if piece.timing is not None:
+            self._num_preemptions += piece.timing.num_preemptions
             exchange.decode_tps = piece.timing.decode_tps
             if piece.timing.decode_tps:
                 self._metrics.note_speed(self._model, piece.timing.decode_tps)
@@ -171,7 +179,8 @@ class TurnMeter:
         metrics.request_generation_tokens.labels(model).observe(self._num_tokens)
         metrics.params_n.labels(model).observe(self._params.n)
         if self._params.max_tokens is not None:
-            metrics.params_max_tokens.labels(model).observe(self._params.max_tokens)
+            metrics.params_max_tokens.labels(model).observe(self._params.max_tokens if self._generates else 0)
+        metrics.preempted.labels(model).observe(self._num_preemptions)
         metrics.e2e.labels(model).observe(now - self._exchange.started)
         timing = piece.timing
         if timing is None or not timing.total_s:
@@ -203,6 +212,10 @@ class _Engines(Collector):
 
         running = gauge("vllm:num_requests_running", "Sequences being computed.")
         waiting = gauge("vllm:num_requests_waiting", "Requests that wait for their turn.")
+        reasons = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason", "What they wait for: here it is always room.",
+            labels=(*MODEL, "reason"),
+        )  # fmt: skip
         usage = gauge("vllm:kv_cache_usage_perc", "Share of the pages in use, 1 is all; cached pages count as free.")
         total = gauge("localllm:kv_pages_total", "Pages of keys and values.")
         free = gauge("localllm:kv_pages_free", "Pages nobody holds, or only the prefix cache.")
@@ -229,7 +242,10 @@ class _Engines(Collector):
             stats, queue = llm.stats(), queues.get(name)
             used = stats.pages_total - stats.pages_free - stats.pages_cached
             running.add_metric([name], stats.num_running)
-            waiting.add_metric([name], stats.num_waiting + (queue.num_waiting if queue else 0))
+            num_waiting = stats.num_waiting + (queue.num_waiting if queue else 0)
+            waiting.add_metric([name], num_waiting)
+            reasons.add_metric([name, "capacity"], num_waiting)
+            reasons.add_metric([name, "deferred"], 0)
             usage.add_metric([name], used / max(1, stats.pages_total))
             total.add_metric([name], stats.pages_total)
             free.add_metric([name], stats.pages_free + stats.pages_cached)
@@ -244,7 +260,8 @@ class _Engines(Collector):
             steps.add_metric([name], list(stats.step_tokens.buckets()), stats.step_tokens.total)
         loaded = GaugeMetricFamily("localllm:models_loaded", "Models in memory.")
         loaded.add_metric([], sum(1 for _ in self._engines()))
-        yield from (running, waiting, usage, total, free, cached, queries, hits, preempted, steps, info, loaded)
+        yield from (running, waiting, reasons, usage, total, free, cached, queries, hits, preempted, steps, info)
+        yield loaded
 
     def _engines(self) -> Iterator[tuple[str, LLM]]:
         for row in self._service.residents.loaded():

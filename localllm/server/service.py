@@ -83,6 +83,8 @@ class Wish:
     """pieces are wanted as they come"""
     splits_reasoning: bool = False
     cache_salt: str = ""
+    generates: bool = True
+    """False: only the prompt is scored, the token that the engine makes for it is dropped"""
     more: dict[str, Any] = field(default_factory=dict)
     """further arguments of `LLM.submit`"""
 
@@ -243,7 +245,7 @@ class Service:
                 place.release()
 
         for number, prompt in enumerate(prompts):
-            meter = self.metrics.turn(place.offer.name, params, place.asked)
+            meter = self.metrics.turn(place.offer.name, params, place.asked, generates=wish.generates)
             turn = AsyncTurn(params.n, on_end)
             try:
                 started = place.llm.submit(

@@ -117,6 +117,67 @@ async def test_costs_count_and_a_large_one_is_not_starved():
     await wait
 
 
+async def test_the_parts_of_a_request_wait_one_by_one():
+    """They hold one place together; another client goes between them."""
+    desk = Admission(1, 0, 0)
+    request = desk.reserve("many")
+    with pytest.raises(ApiError):
+        desk.reserve("b")
+    first, second = request.part(), request.part()
+    await first.granted()
+    wait = asyncio.ensure_future(second.granted())
+    await asyncio.sleep(0)
+    assert (desk.num_reserved, desk.num_running, desk.num_waiting) == (1, 1, 1)
+    desk.max_queue = 1
+    other = desk.reserve("b")
+    other_wait = asyncio.ensure_future(other.granted())
+    await asyncio.sleep(0)
+    first.release()
+    await other_wait
+    assert not wait.done()
+    other.release()
+    await wait
+    second.release()
+    request.release()
+    assert desk.num_reserved == desk.num_running == desk.num_waiting == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "sent"),
+    [("/v1/embeddings", {"input": ["some text"] * 60}), ("/rerank", {"query": "a", "documents": ["some text"] * 60})],
+)
+async def test_requests_of_many_texts_leave_room_for_others(
+    make_service, make_client, tiny_llm, monkeypatch, path, sent
+):
+    """What they run counts, a text each; a chat of somebody else is answered while they go on."""
+    service = make_service(parallel=4)
+    open_texts, most = 0, 0
+    pool = tiny_llm.pool
+
+    def counted(ids, pooling, listener):
+        nonlocal open_texts, most
+        open_texts += 1
+        most = max(most, open_texts)
+
+        def told(event):
+            nonlocal open_texts
+            open_texts -= event.finish_reason is not None
+            listener(event)
+
+        return pool(ids, pooling, told)
+
+    monkeypatch.setattr(tiny_llm, "pool", counted)
+    async with make_client(service) as client:
+        many = [asyncio.ensure_future(client.post(path, json=sent | {"user": "many"})) for _ in range(5)]
+        while not open_texts:
+            await asyncio.sleep(0.001)
+        chat = await client.post(CHAT, json=ask(user="one", max_tokens=2))
+        assert chat.status_code == 200 and not all(task.done() for task in many)
+        assert {response.status_code for response in await asyncio.gather(*many)} == {200}
+    assert most <= 5  # parallel, and a quarter more
+    await settled(tiny_llm, service)
+
+
 def burst(live, llm, count, refused):
     """`count` chat requests at once, while the engine stands still until `refused` of them have their answer.
 

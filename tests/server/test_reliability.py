@@ -405,12 +405,13 @@ async def test_rel_24_a_clock_that_jumps(client, service, monkeypatch):
 # --- metrics ---------------------------------------------------------------------------------------------------------
 
 EXPECTED = [
-    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries", "prefix_cache_hits",
-    "num_preemptions", "prompt_tokens", "generation_tokens", "request_success", "cache_config_info",
-    "iteration_tokens_total", "request_prompt_tokens", "request_generation_tokens", "request_params_n",
-    "request_params_max_tokens", "time_to_first_token_seconds", "inter_token_latency_seconds",
-    "e2e_request_latency_seconds", "request_queue_time_seconds", "request_inference_time_seconds",
-    "request_prefill_time_seconds", "request_decode_time_seconds",
+    "num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc",
+    "prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "prompt_tokens", "generation_tokens",
+    "request_success", "cache_config_info", "iteration_tokens_total", "request_prompt_tokens",
+    "request_generation_tokens", "request_params_n", "request_params_max_tokens", "time_to_first_token_seconds",
+    "inter_token_latency_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
+    "request_inference_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
+    "request_num_preemptions",
 ]  # fmt: skip
 
 
@@ -444,13 +445,65 @@ async def test_metrics_add_up(make_service, make_client, tiny_llm):
     assert value("prompt_tokens", "_total") == used["prompt_tokens"]
     assert value("generation_tokens", "_total") == used["completion_tokens"]
     assert value("request_success", "_total") == 6
-    for name in ("e2e_request_latency_seconds", "time_to_first_token_seconds", "request_params_n"):
-        assert value(name, "_count") == 6
+    histograms = [
+        name for name, family in families.items()
+        if family.type == "histogram" and name not in ("iteration_tokens_total", "inter_token_latency_seconds")
+    ]  # fmt: skip
+    assert len(histograms) == 11 and {value(name, "_count") for name in histograms} == {6}
     assert value("request_params_n", "_sum") == 9
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert value(name) == 0
+    assert {s.labels["reason"]: s.value for s in families["num_requests_waiting_by_reason"].samples} == {
+        "capacity": 0, "deferred": 0,
+    }  # fmt: skip
     pages = [families[f"localllm:kv_pages_{name}"].samples[0].value for name in ("total", "free", "cached")]
     assert pages[0] == pages[1] >= pages[2]
+
+
+WITHOUT_ANSWERS = [
+    ("/v1/embeddings", {"input": ["a", "hello there", "c"]}),
+    ("/v1/embeddings", {"input": [1, 2, 3]}),
+    ("/v1/score", {"text_1": "a", "text_2": ["a", "bc"]}),
+    ("/rerank", {"query": "hello", "documents": ["bye", "hello"]}),
+    ("/api/embed", {"model": "tiny", "input": ["a", "b"]}),
+    (TEXT, {"prompt": "hello", "echo": True, "max_tokens": 0, "logprobs": 1}),
+    (TEXT, {"prompt": ["a", "bc"], "echo": True, "max_tokens": 0, "n": 2}),
+    (
+        TEXT,
+        {"prompt": "hello", "echo": True, "max_tokens": 0, "stream": True, "stream_options": {"include_usage": True}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "sent"), WITHOUT_ANSWERS, ids=range(len(WITHOUT_ANSWERS)))
+async def test_what_is_only_read_is_counted_too(make_service, make_client, tiny_llm, caplog, path, sent):
+    """In the counters and in the line of the log, both as `usage` has it."""
+    caplog.set_level("INFO", "localllm.access")
+    service = make_service()
+    async with make_client(service, log_format="json") as client:
+        response = await client.post(path, json=sent)
+        body = events(response.text)[-1] if sent.get("stream") else response.json()
+        used = body["prompt_eval_count"] if path == "/api/embed" else body["usage"]["prompt_tokens"]
+        await settled(tiny_llm, service)
+        page = (await client.get("/metrics")).text
+    assert used > 1 and f'vllm:prompt_tokens_total{{model_name="tiny"}} {float(used)}' in page
+    assert f'vllm:request_prompt_tokens_sum{{model_name="tiny"}} {float(used)}' in page
+    assert "vllm:generation_tokens_total{" not in page
+    assert 'vllm:request_generation_tokens_sum{model_name="tiny"} 0.0' in page
+    line = next(json.loads(r.getMessage()) for r in caplog.records if r.name == "localllm.access" and path in r.message)
+    assert (line["prompt_tokens"], line["completion_tokens"]) == (used, 0)
+
+
+def test_how_often_a_request_was_put_back_is_counted(service):
+    """Of all its answers together."""
+    from localllm.answer import Piece
+    from localllm.request import FinishReason, SamplingParams, Timing
+    from localllm.server.exchange import Exchange
+
+    meter = service.metrics.turn("tiny", SamplingParams(n=2), Exchange("r", "POST", CHAT, "unix"))
+    for index, times in enumerate((2, 1)):
+        meter.take(Piece(index, finish_reason=FinishReason.STOP, timing=Timing(num_preemptions=times)))
+    assert 'vllm:request_num_preemptions_sum{model_name="tiny"} 3.0' in service.metrics.text().decode()
 
 
 async def test_an_aborted_request_is_counted_as_such(service, make_client, tiny_llm):
