@@ -46,6 +46,24 @@ def residents(tiny_llm):
     residents.close()
 
 
+@pytest.fixture(scope="session")
+def roomy_llm(tmp_path_factory):
+    """The tiny model with room for the words that explain tools."""
+    import tiny_models
+
+    path = tiny_models.tiny_gguf(tmp_path_factory.mktemp("models") / "roomy.gguf", "Q8_0", context=8192)
+    with LLM(path, max_parallel=8, ctx=4096, debug_invariants=True) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
+def roomy_residents(roomy_llm):
+    residents = Residents.holding(roomy_llm, ("tiny",))
+    residents.offers()
+    yield residents
+    residents.close()
+
+
 @pytest.fixture
 def make_service(residents):
     made = []

@@ -8,9 +8,7 @@ import openai
 import pydantic
 import pytest
 
-from localllm import LLM
 from localllm.request import Constraint, ToolUse
-from localllm.residents import Residents
 from localllm.server import AppOptions, Service, ServiceOptions, create_app
 from localllm.server.errors import ApiError
 from localllm.server.schemas import ChatRequest
@@ -31,19 +29,6 @@ TOOLS = [
 
 def form(schema=SCHEMA, **more):
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, **more}}
-
-
-@pytest.fixture(scope="module")
-def roomy_residents(tmp_path_factory):
-    """The tiny model with room for the words that explain tools."""
-    import tiny_models
-
-    path = tiny_models.tiny_gguf(tmp_path_factory.mktemp("models") / "roomy.gguf", "Q8_0", context=8192)
-    with LLM(path, max_parallel=8, ctx=4096, debug_invariants=True) as llm:
-        residents = Residents.holding(llm, ("tiny",))
-        residents.offers()
-        yield residents
-        residents.close()
 
 
 @pytest.fixture
