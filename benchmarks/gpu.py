@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -99,11 +99,13 @@ class Report:
         return time.time() + seconds < self.deadline
 
 
-def child(words: Iterable[str], limit_s: float) -> subprocess.CompletedProcess[str]:
-    """This script again, in a process of its own: what crashes a CUDA context ends there."""
+def child(
+    words: Iterable[str], limit_s: float, more: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """This script again, in a process of its own, with `more` environment: what crashes a CUDA context ends there."""
     command = [sys.executable, str(Path(__file__).resolve()), *words]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
+        return subprocess.run(command, capture_output=True, text=True, timeout=limit_s, env=os.environ | (more or {}))
     except subprocess.TimeoutExpired as error:
         said = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
         return subprocess.CompletedProcess(command, 124, said, f"stopped after {limit_s:.0f} s")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import gpu_models
 import torch
@@ -127,6 +128,10 @@ def _gguf(n: int, k: int, block: str, device: torch.device) -> tuple[str, Weight
     return f"gguf {block}", Weight("gguf", (n, k), data.flatten(1), block_type=block)
 
 
+WISHES = ((False, ""), (True, ""), (False, "fp8"), (False, "nvfp4"))
+"""(deterministic, what activations are rounded to): each implementation is tried with the first it takes"""
+
+
 def products(device: str, dtype: str, part: int, parts: int) -> Found:
     """Every implementation that fits, of every form; `part` of `parts`."""
     makers = list(weights(torch.device(device)))[part::parts]
@@ -141,8 +146,8 @@ def products(device: str, dtype: str, part: int, parts: int) -> Found:
                 capability(device), dtype,
             )  # fmt: skip
             for impl in kernels.linear_impls():
-                for deterministic in (False, True):
-                    wanted = LinearFacts(*(getattr(facts, f) for f in facts.__slots__[:-1]), deterministic)
+                for deterministic, activations in WISHES:
+                    wanted = replace(facts, deterministic=deterministic, activations=activations)
                     if impl.run is not TWIN.run and impl.fits(wanted) is None:
                         yield f"linear {impl.name} {name} {n}x{k} {dtype}", _product_error(impl, wanted, weight)
                         break
@@ -170,17 +175,21 @@ def whole(device: str, form: str, kv: str) -> Found:
     """A small model: every kernel it chooses, its fused segments, then graphs and steps ahead against eager steps."""
     from gpu_rows import generate
 
-    test = SelfTest()
     size = "0.6B" if device != "cpu" else "tiny"
     dtype = "bfloat16" if device != "cpu" else "float32"
     facts = gpu_models.facts_of(size, form, num_layers=4 if device != "cpu" else 2)
-    model = gpu_models.load(facts, form, kv, device, dtype=dtype, selftest=test)
-    yield f"self-test of {facts.name}, KV {kv}", "; ".join(str(failure) for failure in test.failures)
-    eager = generate(model, device, kv, graphs=False, ahead=False)
-    again = generate(model, device, kv, graphs=device != "cpu", ahead=True)
-    same = sum(a == b for a, b in zip(eager, again, strict=True))
-    yield f"graphs and steps ahead of {facts.name}", "" if eager == again else f"{same} of {len(eager)} answers agree"
-    yield f"kernels of {facts.name}", "" if model.kernels else "none"
+    graphs = device != "cpu"
+    # what depends on the rows beside it: the same steps with the same rows, so one request after the other
+    # what does not: whatever the steps are
+    for deterministic in (False, True):
+        test, what = SelfTest(), "rows by themselves" if deterministic else "the fastest kernels"
+        model = gpu_models.load(facts, form, kv, device, dtype=dtype, deterministic=deterministic, selftest=test)
+        yield f"self-test of {facts.name}, KV {kv}, {what}", "; ".join(str(failure) for failure in test.failures)
+        eager = generate(model, device, kv, graphs=False, ahead=False, together=deterministic)
+        again = generate(model, device, kv, graphs=graphs, ahead=deterministic, together=deterministic)
+        same = sum(a == b for a, b in zip(eager, again, strict=True))
+        yield f"graphs of {facts.name}, {what}", "" if eager == again else f"{same} of {len(eager)} answers agree"
+        yield f"kernels of {facts.name}, {what}", "" if model.kernels else "none"
 
 
 def groups(device: str) -> dict[str, Callable[[], Found]]:

@@ -170,8 +170,10 @@ class Bench:
             torch.cuda.empty_cache()
 
 
-def generate(model: Model, device: str, kv: str, *, graphs: bool, ahead: bool) -> list[list[int]]:
-    """Greedy and seeded answers of a few requests that come one after the other."""
+def generate(
+    model: Model, device: str, kv: str, *, graphs: bool, ahead: bool, together: bool = True
+) -> list[list[int]]:
+    """Greedy and seeded answers of a few requests that come one after the other, or each when the last has ended."""
     from localllm.device import machine
 
     options = PlanOptions(device=device, kv=kv, ctx=600, max_parallel=4, quant="", prefill_budget=256)
@@ -185,6 +187,8 @@ def generate(model: Model, device: str, kv: str, *, graphs: bool, ahead: bool) -
         ids = [(11 * i + index) % 900 + 1 for i in range(length)]
         streams.append(engine.submit(Request(ids, params)))
         engine.run_once()
+        while not together and (engine._has_work or engine._inbox):
+            engine.run_once()
     while engine._has_work or engine._inbox:
         engine.run_once()
     events = [list(stream) for stream in streams]

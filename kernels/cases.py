@@ -112,8 +112,16 @@ def _gated(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
         yield Case(f"{count} x {shapes.intermediate}", (x,))
 
 
-def empty_pages(facts: OpFacts, num_pages: int) -> KVPages:
+LAYER_SCALES = (0.03, 0.05)
+"""of keys and values, where a checkpoint of FP8 keys and values brings one number a layer"""
+
+
+def empty_pages(facts: OpFacts, num_pages: int, *, layer_scales: bool = False) -> KVPages:
     """Pages of a model's format on its device."""
+    if layer_scales:
+        pages = empty_pages(facts, num_pages)
+        k, v = (torch.tensor([scale], device=facts.device) for scale in LAYER_SCALES)
+        return pages._replace(k_scales=k, v_scales=v)
     pages = KVPages.empty(facts.kv_format, num_pages, facts.num_kv_heads, facts.page_size, facts.head_dim)
     return KVPages(*(None if part is None else part.to(facts.device) for part in pages))
 
@@ -133,16 +141,19 @@ def numbers(pages: KVPages) -> tuple[Tensor, Tensor]:
 def _kv_write(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
     f = shapes.facts
     empty = empty_pages(f, 4)
+    scaled = [empty_pages(f, 4, layer_scales=True)] if f.kv_format == "fp8" else []
     for count in TOKENS:
         kv = source.normal(count, f.num_heads + 2 * f.num_kv_heads, f.head_dim)
         slots = source.ints([(7 * i + 3) % (4 * f.page_size) for i in range(count)], torch.int64)
         k, v = kv[:, f.num_heads : f.num_heads + f.num_kv_heads], kv[:, f.num_heads + f.num_kv_heads :]
         yield Case(f"{count} tokens", (k, v, empty, slots))
+        for pages in scaled:
+            yield Case(f"{count} tokens, scales of the checkpoint", (k, v, pages, slots))
 
 
-def filled_pages(facts: OpFacts, num_pages: int, source: _Source) -> KVPages:
+def filled_pages(facts: OpFacts, num_pages: int, source: _Source, *, layer_scales: bool = False) -> KVPages:
     """Pages with random keys and values, written by the twin."""
-    pages = empty_pages(facts, num_pages)
+    pages = empty_pages(facts, num_pages, layer_scales=layer_scales)
     count = num_pages * facts.page_size
     k, v = (source.normal(count, facts.num_kv_heads, facts.head_dim, dtype=torch.float32) for _ in range(2))
     slots = torch.arange(count, device=facts.device)
@@ -180,6 +191,9 @@ def _paged_attention(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
         for window in (None, WINDOW) if shapes.has_windows else (None,):
             seen = "" if window is None else f", window {window}"
             yield Case(f"{name}{seen}", (q, pages, *given, scale, window, shapes.softcap))
+        if f.kv_format == "fp8":
+            scaled = filled_pages(f, total, source, layer_scales=True)
+            yield Case(f"{name}, scales of the checkpoint", (q, scaled, *given, scale, None, shapes.softcap))
 
 
 def _embedding(shapes: ModelShapes, source: _Source) -> Iterator[Case]:

@@ -49,6 +49,7 @@ def identity(device: str | torch.device, driver: str = "") -> dict[str, str]:
         "driver": driver,
         "cuda": torch.version.cuda or "",
         "triton": triton.__version__,
+        "ptxas": os.environ.get("TRITON_PTXAS_PATH", ""),
     }
 
 

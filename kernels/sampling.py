@@ -123,7 +123,7 @@ def sample(logits: Tensor, inputs: SamplingInputs, cuts: bool = True) -> Sampled
     keep &= scaled.isfinite()
     bits = philox(integers[:, SEED, None], ids, integers[:, POSITION, None])
     score = torch.where(greedy, scaled, scaled - exponential(bits).log())
-    tokens = torch.where(keep | greedy, score, -torch.inf).argmax(-1)
+    tokens = torch.where((keep | greedy) & ~score.isnan(), score, -torch.inf).argmax(-1)
     log_sum = logits.logsumexp(-1)
     broken = ~log_sum.isfinite() & ~(logits == -torch.inf).all(-1) | scaled.isnan().any(-1)
     empty = ~scaled.isfinite().any(-1)

@@ -81,10 +81,23 @@ def sampler_error(run: SampleOp, vocab: int, device: str) -> str:
         equal = found.token_ids == wanted.token_ids
         return compare(found.logprobs[equal], wanted.logprobs[equal], TOLERANCE)
 
+    def damaged() -> str:
+        """Whatever a model of damaged weights computes, a token of the vocabulary comes out, and is said to be none."""
+        (logits, ours), (_, theirs) = _inputs(vocab, device), _inputs(vocab, device)
+        logits[0], logits[GREEDY_ROWS] = torch.nan, torch.nan
+        logits[1, 1:], logits[GREEDY_ROWS + 1, vocab // 2 :] = torch.nan, torch.nan
+        with torch.inference_mode():
+            found, wanted = run(logits, ours, True), sample(logits, theirs, True)
+        if bool((found.status != wanted.status).any()):
+            return f"rows of NaN have the status {found.status.tolist()} instead of {wanted.status.tolist()}"
+        inside = (found.token_ids >= 0) & (found.token_ids < vocab)
+        return "" if bool(inside.all()) else f"rows of NaN gave {found.token_ids.tolist()}"
+
     rows = GREEDY_ROWS + len(RANDOM)
     for name, call in (
         ("rows that cut", partial(differs, True, rows)),
         ("rows that do not", partial(differs, False, GREEDY_ROWS)),
+        ("rows of NaN", damaged),
     ):
         if said := tried(name, call):
             return said

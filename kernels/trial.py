@@ -5,6 +5,7 @@ Each trial says nothing where both agree, else what is wrong. `selftest` decides
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -52,21 +53,46 @@ def compare(found: Tensor, wanted: Tensor, tolerance: float) -> str:
     return ""
 
 
+REFUSED = (
+    "out of memory", "out of resource", "too many resources", "invalid argument", "invalid configuration",
+    "invalid device function", "no kernel image",
+)  # fmt: skip
+"""what a launch that never ran says; the next one may run"""
+LOST = ("Triton Error [CUDA]: an illegal", "Triton Error [CUDA]: unspecified launch", "Triton Error [CUDA]: misaligned")
+"""what Triton's launcher says when a context is lost; it reports refusals of one kernel in the same way"""
+
+
 def is_device_lost(error: BaseException) -> bool:
     """Whether a GPU's context is unusable after this failure: every later call would fail, too."""
     text = str(error)
-    return ("CUDA error" in text or "device-side" in text) and "out of memory" not in text.lower()
+    if any(word in text.lower() for word in REFUSED):
+        return False
+    return any(word in text for word in ("CUDA error", "device-side", *LOST))
+
+
+class NotBuilt(Exception):
+    """A kernel could not be compiled here and now: no compiler, no headers, a folder that is full or read-only."""
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "out of memory" in str(error).lower()
 
 
 def tried(name: str, call: Callable[[], str]) -> str:
-    """What a case found, with its name; an exception is a finding, too, unless it leaves the device unusable."""
+    """What a case found, with its name; an exception is a finding, too.
+
+    Unless it leaves the device unusable or is no fault of the kernel: raises what memory that ran out raises, and
+    NotBuilt where no compiler could be run.
+    """
     try:
         found = call()
     except Exception as error:
-        if is_device_lost(error):
+        if is_device_lost(error) or _is_out_of_memory(error):
             raise
         said = (str(error).splitlines() or [""])[0][:160]
         found = f"{type(error).__name__}: {said}"
+        if isinstance(error, (OSError, subprocess.SubprocessError)) or "C compiler" in said:
+            raise NotBuilt(f"{name}: {found}") from error
     return f"{name}: {found}" if found else ""
 
 

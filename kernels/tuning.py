@@ -237,15 +237,43 @@ def seconds(call: Callable[[], object], clock: Callable[[], float] = time.perf_c
     return best
 
 
+def _replay(call: Callable[[], object]) -> Callable[[], None] | None:
+    """The call's kernels as a CUDA graph; None where it cannot be captured."""
+    import torch
+
+    from .trial import is_device_lost
+
+    graph, stream, current = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.current_stream()
+    stream.wait_stream(current)
+    try:
+        with torch.cuda.stream(stream):  # not `torch.cuda.graph`: it collects garbage and empties the cache first
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                call()
+            finally:
+                graph.capture_end()
+        current.wait_stream(stream)
+        graph.replay()
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        if is_device_lost(error):
+            raise
+        return None
+    return graph.replay
+
+
 def gpu_seconds(call: Callable[[], object], runs: int = 9) -> float:
     """Median seconds of one call on the current CUDA stream, by events, each after other data went through the L2.
 
     Decoding reads every weight once a step: what the cache still holds of the last launch would flatter small shapes.
+    The call is captured once and replayed, as it is in a decode step: between two events the host would need longer
+    for its launches (tens of microseconds from Python) than a small kernel runs.
     """
     import torch
 
     for _ in range(WARM_RUNS):
         call()
+    call = _replay(call) or call
     size = max(8 << 20, 2 * torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
     other = torch.empty(size, dtype=torch.int8, device="cuda")
     events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(runs)]

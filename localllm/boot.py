@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+ROUNDING = {"fp8": "triton_fp8_w8a8", "nvfp4": "triton_nvfp4_w4a4"}
+"""the products that round what they multiply, too"""
+
 
 def first_use(plan: Plan, machine: MachineFacts) -> SelfTest:
     """The self-test for a load on the plan's device, with the verdicts that are known; tuned tiles are taken."""
@@ -62,6 +65,7 @@ class Boot:
         base_bytes: int = 0,
         program_bytes: int = 0,
         weights_taken: int = 0,
+        activations: str = "",
     ) -> None:
         self.plan = plan
         """as it is kept: smaller than asked for where a proof has shown that it must be"""
@@ -75,9 +79,12 @@ class Boot:
         self._weights_taken = weights_taken or model.weight_bytes
         self._proofs = Proofs()
         self._shrunk = ""
+        taken = " ".join(model.kernels.values())
+        self._unrounded = activations if activations and ROUNDING[activations] not in taken else ""
         self.proof_note = ""
         """what is known of the plan: proved, pending, or not held"""
         self.tuned: list[Tuned] = []
+        self._tunes_when_idle: TuningJob | None = None
         self._held: Assembled | None = None
         self._hold()
         known = self._proofs.known(facts, machine, self.plan)
@@ -89,7 +96,8 @@ class Boot:
         else:
             self._prove_on_gpu()
         if plan.device != "cpu":
-            self.engine.when_idle(TuningJob(tuner(), self._on_tuned))
+            self._tunes_when_idle = TuningJob(tuner(), self._on_tuned)
+            self.engine.when_idle(self._tunes_when_idle)
 
     @property
     def _assembled(self) -> Assembled:
@@ -186,6 +194,11 @@ class Boot:
         self._proofs.keep(self._facts, self._machine, self.plan, shown)
         self.proof_note = words(shown)  # whoever reads it finds the proof
 
+    def leave_tuning_to_us(self) -> None:
+        """No tuning in idle moments from now on: `tune` follows, which says what it finds."""
+        if self._tunes_when_idle is not None:
+            self._tunes_when_idle.cancel()
+
     def tune(self, budget_s: float, told: Callable[[Tuned], None], stop: Callable[[], bool]) -> list[Tuned]:
         """Time the tiles of the shapes that were used, now; in the engine's thread, this one waits."""
         if self.plan.device == "cpu":
@@ -241,6 +254,11 @@ class Boot:
         graphs = self._held.runner.graphs if self._held is not None else None
         if graphs is not None and graphs.failure:
             found.append(f"CUDA graphs: {graphs.failure}; decoding launches every kernel, slower")
+        if self._unrounded:
+            found.append(
+                f"activations are not rounded to {self._unrounded}: that takes {self._unrounded} weights, a card that"
+                " multiplies them and engine.deterministic off; localllm doctor --kernels says which"
+            )
         if self._shrunk:
             found.append(f"{self.proof_note}: {self._shrunk}")
         note = self._held.engine.pressure.note if self._held is not None else ""

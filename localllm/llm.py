@@ -67,6 +67,7 @@ class LLM:
     name_or_path   a path, `org/repo[:quant][@revision]`, an alias, part of a local name; downloaded if needed
     device         auto | cpu | cuda:N
     dtype          activations: auto | float32 | bfloat16 | float16; naming float32 also asks for exact float32 products
+    activations    what those of long prompts are rounded to, on cards that multiply it: auto (nothing) | fp8 | nvfp4
     kv             key/value cache: auto | bf16 | fp16 | f32
     quant          what linear layers become while loading: int4 | int8 | fp8 | nvfp4 | mxfp4; auto is as stored
     ctx            context window in tokens, "auto" (what fits), or "max" (the model's own)
@@ -88,6 +89,7 @@ class LLM:
         *,
         device: str = "auto",
         dtype: str = "auto",
+        activations: str = "auto",
         kv: str = "auto",
         quant: str = "auto",
         ctx: int | str = "auto",
@@ -128,6 +130,7 @@ class LLM:
             raise self.plan.error(self.name)
         self.weight_format = self.plan.quant or self.facts.stored_format
         """as stored, or what the linear layers became while loading"""
+        self._activations = "" if activations == "auto" else activations
         self._template: ChatTemplate | None = None
         self._engine: Engine | None = None
         self._parked: Parked | None = None
@@ -239,6 +242,7 @@ class LLM:
             page_size=self.plan.page_size,
             exact=exact,
             deterministic=self.deterministic,
+            activations=self._activations,
             weights=self.plan.quant,
             selftest=first_use(self.plan, self.machine),
             progress=self._on_weights,
@@ -273,6 +277,7 @@ class LLM:
             check_invariants=self._debug_invariants,
             base_bytes=self._base_bytes,
             program_bytes=self._base_bytes - self._start_bytes,
+            activations=self._activations,
         )
         self.plan = self._boot.plan
         self._kv_bytes = self._boot.kv_bytes
@@ -651,6 +656,7 @@ class LLM:
 
         told   called with each shape's result; KeyboardInterrupt stops, and what was timed stays
         """
+        self._boot.leave_tuning_to_us()
         self.engine.clear_prefix_cache()
         length = min(self.plan.prefill_budget + 16, self.plan.ctx - 8)
         quiet = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

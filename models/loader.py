@@ -82,6 +82,8 @@ class LoadOptions:
     """the dtype was asked for by name: nothing may be rounded below it"""
     deterministic: bool = True
     """a token's result does not depend on the rest of its batch"""
+    activations: str = ""
+    """fp8 | nvfp4: where many rows are multiplied they may be rounded to it, on cards that multiply such numbers"""
     weights: str = ""
     """a target of `quant.encode`: what linear layers become while loading, however they are stored; "" keeps them"""
     quarantined: frozenset[str] = frozenset()
@@ -275,6 +277,7 @@ class Loading:
             dtype=self.options.dtype,
             exact=self.options.exact,
             deterministic=self.options.deterministic,
+            activations=self.options.activations,
         )
         while True:
             impl = kernels.choose(self.impls, facts, self.options.quarantined | self.wrong).impl

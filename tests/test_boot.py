@@ -19,6 +19,7 @@ from localllm import LLM, SamplingParams, evaluate
 from localllm.boot import Boot
 from localllm.device.fake import MACHINES
 from localllm.engine.proof import Proof, Term
+from localllm.engine.tuning_job import TuningJob
 from localllm.evaluate import Quality
 from localllm.kernels import reference, tuning
 from localllm.kernels.cpu import ops as cpu_ops
@@ -108,7 +109,7 @@ def test_on_a_card_a_plan_that_does_not_hold_is_made_again_once(
     made: list[int] = []
     boot = Boot.__new__(Boot)
     boot.plan, boot._facts, boot._machine, boot._proofs = plans[0], facts, machine, Proofs()  # type: ignore[assignment]
-    boot._shrunk, boot._selftest = "", SelfTest()
+    boot._shrunk, boot._unrounded, boot._selftest = "", "", SelfTest()
     engine = SimpleNamespace(pressure=SimpleNamespace(note=""))
     boot._held = SimpleNamespace(engine=engine, runner=SimpleNamespace(graphs=None), graphs_note="")  # type: ignore[assignment]
     assembled = boot._assembled
@@ -255,6 +256,27 @@ def test_a_tile_that_computes_something_else_is_never_used() -> None:
     costs = iter([9e-6, 7e-6])
     (tuned,) = tuner.tune(lambda call: next(costs))
     assert dict(tuned.tile) == {"rows": 16} and "{'rows': 8}: off by" in tuned.failed[0]
+
+
+def test_who_tunes_on_purpose_is_told_of_every_shape() -> None:
+    """The job of idle moments stands first in the queue of the engine's thread, and tells nobody."""
+    tuner = tuning.Tuner()
+    tuner.pick(SHAPE, TILES, trial)
+    silent: list[list[tuning.Tuned]] = []
+    idle = TuningJob(tuner, silent.append, timed({4: 9e-6, 8: 5e-6}))
+    idle.cancel()
+    assert idle(lambda: False) is True and silent == [] and tuner.waiting == (SHAPE,)
+    told: list[tuning.Tuned] = []
+    tuner.tune(timed({4: 9e-6, 8: 5e-6}), told=told.append)
+    assert [one.shape for one in told] == [SHAPE]
+
+
+def test_activations_that_cannot_be_rounded_are_named(tiny_path: Path) -> None:
+    with LLM(tiny_path, ctx=256, activations="fp8") as llm:
+        (warning,) = llm.state().warnings
+        assert warning.startswith("activations are not rounded to fp8: that takes fp8 weights")
+    with LLM(tiny_path, ctx=256) as llm:
+        assert llm.state().warnings == ()
 
 
 def test_noise_changes_no_tile_and_a_shape_is_tuned_whole_or_not_at_all() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from localllm.kernels import LinearFacts
 
 SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks/gpu.py"
 MISSING = (
@@ -37,12 +40,23 @@ def test_a_group_of_checks_runs_on_a_bare_machine() -> None:
     done = bare("--group", "model int4")
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [what.split(",")[0] for what, _ in found] == [
-        "self-test of Qwen3-tiny-int4",
-        "graphs and steps ahead of Qwen3-tiny-int4",
-        "kernels of Qwen3-tiny-int4",
-    ]
+    whats = ["self-test of", "graphs of", "kernels of"]
+    assert [what.split(",")[0] for what, _ in found] == 2 * [f"{what} Qwen3-tiny-int4" for what in whats]
+    assert [what.split(", ")[-1] for what, _ in found] == 3 * ["the fastest kernels"] + 3 * ["rows by themselves"]
     assert all(not said for _, said in found)
+
+
+def test_every_product_is_tried_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those whose rows depend on each other, and those that round activations, fit only where that is allowed."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    checks = importlib.import_module("gpu_checks")
+    names = []
+    for card in (90, 120):
+        monkeypatch.setattr(checks, "capability", lambda device, card=card: card)
+        monkeypatch.setattr(checks, "LinearFacts", lambda *given: LinearFacts(*given[:4], "cuda", *given[5:]))
+        monkeypatch.setattr(checks, "_product_error", lambda impl, facts, weight: names.append(impl.name) or "")
+        assert all(not said for _, said in checks.products("cpu", "bfloat16", 0, 1))
+    assert {"triton", "triton_invariant", "triton_fp8_w8a8", "triton_nvfp4_w4a4"} <= set(names)
 
 
 @pytest.mark.slow

@@ -182,6 +182,30 @@ def _compiler() -> tuple[str, ...]:
     return ()
 
 
+def name_compiler(folder: Path | None = None) -> None:
+    """Set $CC to a program that runs the compiler of the ziglang wheel, where there is no other one.
+
+    Triton builds its launchers with $CC, cc, gcc or clang, and takes $CC for the name of one program. Where the folder
+    of the cache cannot be written, nothing is set, and what Triton says then is told by the self-test.
+    """
+    command = _compiler()
+    if os.environ.get("CC") or "ziglang" not in command:
+        return
+    program = (folder or cache_folder()) / "zig-cc"
+    text = f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n'
+    try:
+        if not program.exists() or program.read_text() != text:
+            program.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            handle, part = tempfile.mkstemp(dir=program.parent, prefix=program.name)
+            with os.fdopen(handle, "w") as file:
+                file.write(text)
+            os.chmod(part, 0o700)
+            os.replace(part, program)
+    except OSError:
+        return
+    os.environ["CC"] = str(program)
+
+
 @cache
 def _source_hash() -> str:
     digest = hashlib.sha256()

@@ -238,8 +238,10 @@ def _choose(
         series = u * (1.0 + u * (0.5 + u * (0.3333333333333333 + u * 0.25)))
         e = tl.where(u < 0.015625, series, -tl.log(tl.maximum(1.0 - u, 2.9802322387695312e-08)))
         score = tl.where(keep, x - tl.log(e), float("-inf"))
+    # a comparison with NaN is false both ways: which lane wins then differs from card to interpreter, and may be none
+    score = tl.where(score == score, score, float("-inf"))
     tl.store(best_score + row * num_pieces + piece, tl.max(score, 0))
-    tl.store(best_token + row * num_pieces + piece, piece * PIECE + tl.argmax(score, 0))
+    tl.store(best_token + row * num_pieces + piece, tl.minimum(piece * PIECE + tl.argmax(score, 0), vocab - 1))
 
 
 @triton.jit
@@ -254,7 +256,8 @@ def _finish(
         tl.extra.cuda.gdc_wait()
     piece = tl.arange(0, PIECES)
     scores = tl.load(best_score + row * num_pieces + piece, mask=piece < num_pieces, other=float("-inf"))
-    token = tl.load(best_token + row * num_pieces + tl.argmax(scores, 0)).to(tl.int64)
+    winner = tl.minimum(tl.argmax(scores, 0), num_pieces - 1)
+    token = tl.load(best_token + row * num_pieces + winner).to(tl.int64)
     raw_top, raw_total = _row_stats(stats + 2, row, num_pieces, PIECES)
     top, total = _row_stats(stats, row, num_pieces, PIECES)
     log_sum = raw_top + tl.log(tl.where(raw_total > 0, raw_total, 1.0))

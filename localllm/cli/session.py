@@ -62,6 +62,7 @@ def llm_options(env: Env, config: UserConfig, ctx: str | None = None) -> dict[st
     return {
         "device": engine.device,
         "dtype": engine.dtype,
+        "activations": engine.activations,
         "kv": engine.kv,
         "ctx": "max" if ctx == "max" else engine.ctx,
         "threads": None if engine.threads == "auto" else engine.threads,

@@ -47,6 +47,9 @@ class EngineConfig:
 
     device: str = _key(DEVICE, "auto", "what computes; auto takes a GPU that can run the model, else the CPU")
     dtype: str = _key(choice("auto", "float32", "bfloat16", "float16"), "auto", "type of activations")
+    activations: str = _key(
+        choice("auto", "fp8", "nvfp4"), "auto", "what long prompts' activations are rounded to on a GPU; auto: nothing"
+    )
     ctx: int | Auto = _key(TOKENS, "auto", "context window; auto is what fits, up to the model's own")
     kv: str = _key(choice("auto", "bf16", "fp16", "f32", "int8", "fp8"), "auto", "how keys and values are stored")
     gpu_mem: float = _key(number(0.05, 1), 0.92, "largest share of a GPU's memory to use")

@@ -9,6 +9,7 @@ import torch
 
 from localllm.device import GpuFacts
 from localllm.errors import DeviceError
+from localllm.kernels.cpu.build import name_compiler
 
 LOADING_THREADS = 8
 """threads that turn stored formats into ours on the host while a model goes to a card"""
@@ -63,8 +64,9 @@ def runs_code_of(built: Iterable[str], capability: int) -> bool:
 
 
 def use_card(device: str) -> None:
-    """Let streams and kernels of this thread go to the card."""
+    """Let streams and kernels of this thread go to the card, and Triton find a compiler for its launchers."""
     torch.cuda.set_device(device)
+    name_compiler()
 
 
 def load_with_threads(cores: int) -> None:

@@ -110,12 +110,19 @@ class DeviceSampler:
         if bucket and len(set(rows)) == len(rows) and (bucket, True) in self._graphs:
             return self._piece(logits, rows, sequences, bucket)
         pieces = [
-            self._piece(logits[rows[at : at + self._most]], None, sequences[at : at + self._most], 0)
+            self._piece(self._chosen(logits, rows[at : at + self._most]), None, sequences[at : at + self._most], 0)
             for at in range(0, len(sequences), self._most)
         ]
         if len(pieces) == 1:
             return pieces[0]
         return Draw(sequences, lambda: [result for piece in pieces for result in piece.results()])
+
+    def _chosen(self, logits: Tensor, rows: list[int]) -> Tensor:
+        """These rows. A list as an index would be sent to the card by a copy that waits for it."""
+        first = rows[0]
+        if rows == list(range(first, first + len(rows))):
+            return logits[first : first + len(rows)]
+        return logits.index_select(0, from_host(rows, torch.int64, self._device))
 
     def _piece(self, logits: Tensor, rows: list[int] | None, sequences: list[Sequence], bucket: int) -> Draw:
         places = list(range(len(sequences))) if rows is None else rows

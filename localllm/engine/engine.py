@@ -617,9 +617,10 @@ class Engine:
 
 def is_device_lost(error: BaseException) -> bool:
     """Whether a GPU's context is unusable after this failure: every later call would fail, too."""
+    from localllm.kernels.trial import is_device_lost as context_is_lost
+
     lost = getattr(torch, "AcceleratorError", ())
-    text = str(error)
-    return not is_out_of_memory(error) and (isinstance(error, lost) or "CUDA error" in text or "device-side" in text)
+    return not is_out_of_memory(error) and (isinstance(error, lost) or context_is_lost(error))
 
 
 def _explain(error: Exception) -> LocalLLMError:

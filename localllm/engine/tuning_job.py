@@ -22,11 +22,17 @@ class TuningJob:
         self._measure = measure
         self._left_s = BUDGET_S
 
+    def cancel(self) -> None:
+        """Somebody tunes on purpose: leave it to them."""
+        self._left_s = 0.0
+
     def __call__(self, must_stop: Callable[[], bool]) -> bool:
         """True when nothing waits any more, or the time is spent."""
+        if self._left_s <= 0:
+            return True
         started = time.monotonic()
-        tuned = self._tuner.tune(self._measure, self._left_s, must_stop)
-        self._left_s -= time.monotonic() - started
+        tuned = self._tuner.tune(self._measure, self._left_s, lambda: self._left_s <= 0 or must_stop())
+        self._left_s = max(0.0, self._left_s - (time.monotonic() - started))
         if tuned:
             self._done(tuned)
         return not self._tuner.waiting or self._left_s <= 0

@@ -282,6 +282,26 @@ def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert build.cache_folder() == tmp_path / "xdg" / "localllm" / "kernels"
 
 
+def test_triton_gets_the_compiler_of_the_ziglang_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes $CC for the name of one program."""
+    (tmp_path / "ziglang").mkdir()
+    (tmp_path / "ziglang/__init__.py").write_text("")
+    (tmp_path / "ziglang/__main__.py").write_text("import sys; print(sys.argv[1:])")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    build.name_compiler(tmp_path / "made")
+    assert "CC" not in os.environ, "there is a system's compiler"
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    monkeypatch.setenv("CC", "")  # what is set below goes at the end of the test
+    build.name_compiler(tmp_path / "made")
+    said = subprocess.run([os.environ["CC"], "-c", "a b.c"], capture_output=True, text=True, timeout=60)
+    assert said.stdout.strip() == "['cc', '-c', 'a b.c']", said.stderr
+    chosen = os.environ["CC"]
+    build.name_compiler(tmp_path / "other")
+    assert os.environ["CC"] == chosen and not (tmp_path / "other").exists()
+
+
 def test_two_processes_build_at_once(quick: Path) -> None:
     program = (
         "from localllm.kernels.cpu import build; r = build.library(); assert r.lib is not None, r.reason; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from localllm.kernels.cpu import ops as cpu_ops
 from localllm.kernels.ops import OPS, OpFacts, OpImpl
 from localllm.kernels.records import Records
 from localllm.kernels.selftest import KernelCrash, SelfTest
-from localllm.kernels.trial import compare, linear_error
+from localllm.kernels.trial import compare, is_device_lost, linear_error
 
 FACTS = OpFacts(num_heads=6, num_kv_heads=2, head_dim=20, kv_format="bf16")
 SHAPES = ModelShapes(hidden=44, intermediate=70, facts=FACTS, has_windows=True)
@@ -133,6 +134,61 @@ def test_a_kernel_that_crashes_the_card_is_passed_over_from_the_next_start_on(
     test = SelfTest(Records("selftest", {}, tmp_path))
     assert dict(test.table(SHAPES).ops)["rope"] == "c"
     assert "left the device unusable" in test.failures[0].reason
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Failed to find C compiler. Please specify via CC environment variable"),
+        subprocess.CalledProcessError(1, ["gcc", "main.c"]),
+        OSError(28, "No space left on device"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_could_not_be_compiled_today_is_tried_again_tomorrow(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: Any) -> Tensor:
+        raise error
+
+    monkeypatch.setattr(cpu_ops, "IMPLS", planted("rope", fails))
+    test = SelfTest(Records("selftest", {}, tmp_path))
+    assert dict(test.table(SHAPES).ops)["rope"] == "c"
+    assert type(error).__name__ in test.failures[0].reason
+    test.save()
+    monkeypatch.setattr(cpu_ops, "IMPLS", planted("rope", reference.rope))
+    again = SelfTest(Records("selftest", {}, tmp_path))
+    assert dict(again.table(SHAPES).ops)["rope"] == "planted" and again.failures == []
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()], ids=["gpu", "cpu"])
+def test_memory_that_runs_out_is_no_fault_of_a_kernel(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: Any) -> Tensor:
+        raise error
+
+    monkeypatch.setattr(cpu_ops, "IMPLS", planted("rope", fails))
+    test = SelfTest(Records("selftest", {}, tmp_path))
+    with pytest.raises(type(error)):
+        test.table(SHAPES)
+    assert test.failures == [] and not [key for key, _ in test.records.items() if "planted" in key]
+
+
+@pytest.mark.parametrize(
+    ("said", "lost"),
+    [
+        ("CUDA error: an illegal memory access was encountered", True),
+        ("Triton Error [CUDA]: an illegal memory access was encountered", True),
+        ("device-side assert triggered", True),
+        ("CUDA error: invalid configuration argument", False),
+        ("CUDA error: no kernel image is available for execution on the device", False),
+        ("Triton Error [CUDA]: out of resources: shared memory", False),
+        ("CUDA out of memory. Tried to allocate 2 GiB", False),
+    ],
+)
+def test_a_card_that_is_lost_is_told_from_a_launch_that_was_refused(said: str, lost: bool) -> None:
+    assert is_device_lost(RuntimeError(said)) is lost
 
 
 def test_a_wrong_sampler_is_caught() -> None:

@@ -32,6 +32,15 @@ from localllm.request import Request, SamplingParams
 CONTEXT, PAGE, PAGES = 120, 16, 40
 
 
+def _op(where: str) -> Any:
+    """The twin asks the device for numbers, which ends a capture."""
+    if where == "cpu":
+        return twin
+    from localllm.kernels.triton.sampling import sample
+
+    return sample
+
+
 def engine_of(
     model: Model,
     sizes: tuple[int, ...] = (),
@@ -50,7 +59,7 @@ def engine_of(
         inputs = DecodeInputs(sizes[-1], CONTEXT, PAGE, count, where)
         graphs = DecodeGraphs(model, cache, inputs, sizes, capture)
         graphs.capture()
-    sampler = DeviceSampler(twin, parallel, model.facts.vocab_size, torch.device(where)) if device else None
+    sampler = DeviceSampler(_op(where), parallel, model.facts.vocab_size, torch.device(where)) if device else None
     if sampler is not None and graphs is not None:
         sampler.capture(graphs.buckets, capture)
     groups = tuple(GroupPages(PAGES, group.window) for group in model.groups)
@@ -144,13 +153,26 @@ def test_a_capture_that_fails_is_named_and_its_sizes_run_eagerly(loaded: Callabl
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["llama-packable", "qwen3", "gemma3"])
-def test_captured_graph_equals_eager_on_the_card(name: str, tiny: Callable[[str], Any], tmp_path: Path) -> None:
-    """Forward and sampling captured, one step ahead, against the same kernels launched one by one."""
-    options = LoadOptions(device="cuda", dtype="bfloat16", kv_format="bf16", selftest=SelfTest())
+@pytest.mark.parametrize("deterministic", [True, False], ids=["rows by themselves", "fastest"])
+def test_captured_graph_equals_eager_on_the_card(
+    name: str, deterministic: bool, tiny: Callable[[str], Any], tmp_path: Path
+) -> None:
+    """Forward and sampling captured, one step ahead, against the same kernels launched one by one.
+
+    The fastest kernels' results depend on how many rows a step has: there one request follows the other.
+    """
+    options = LoadOptions(
+        device="cuda", dtype="bfloat16", kv_format="bf16", selftest=SelfTest(), deterministic=deterministic
+    )
     with open_checkpoint(tiny(name).save(tmp_path)) as checkpoint:
         model = load_model(checkpoint, options)
-    eager = answers(engine_of(model, device=True, where="cuda", kv="bf16"), requests(1))
-    graphs = engine_of(model, (1, 2, 4), True, CudaCapture(), device=True, where="cuda", kv="bf16")
+    eager = engine_of(model, device=True, where="cuda", kv="bf16")
+    graphs = engine_of(model, (1, 2, 4), deterministic, CudaCapture(), device=True, where="cuda", kv="bf16")
     assert graphs._runner.graphs is not None and graphs._runner.graphs.failure == ""
-    assert answers(graphs, requests(1)) == eager
-    assert graphs.stats().num_ahead > 10
+    if deterministic:
+        assert answers(graphs, requests(1)) == answers(eager, requests(1))
+        assert graphs.stats().num_ahead > 10
+        return
+    for request in requests(1):
+        if request.params.n == 1:
+            assert answers(graphs, [request]) == answers(eager, [request])

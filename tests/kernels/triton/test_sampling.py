@@ -129,6 +129,21 @@ def test_damaged_rows_are_marked(device: torch.device) -> None:
     assert status[2] == twin.NOTHING_LEFT and status[3] == 0
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("vocab", [300, 38 * 4096 - 7])
+def test_rows_of_nothing_but_nan_give_a_token_all_the_same(device: torch.device, vocab: int) -> None:
+    """The next step looks it up before anybody reads that it is none: it must be one of the vocabulary."""
+    logits = torch.full((4, vocab), torch.nan).to(device)
+    logits[2, 5], logits[3, vocab - 1] = 1.0, 1.0
+    rows = [{}, {"temperature": 1.0, "top_k": 5}, {}, {}]
+    inputs = inputs_of(rows, device, vocab)
+    found = sampling.sample(logits, inputs)
+    assert all(status & twin.NOT_A_NUMBER for status in found.status.tolist())
+    assert found.token_ids.tolist()[0] == 0 and found.token_ids.tolist()[2:] == [5, vocab - 1]
+    assert 0 <= int(found.token_ids[1]) < vocab
+    assert twin.sample(logits, inputs).token_ids.tolist()[2:] == [5, vocab - 1]
+
+
 def test_strided_rows_and_refusals(device: torch.device) -> None:
     logits = torch.randn(2, 600).to(device)
     rows = [{"temperature": 1.0, "seed": 1}, {"temperature": 1.0, "top_k": 7}]
