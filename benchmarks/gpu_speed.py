@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from gpu_rows import BATCHES, CONTEXTS, PREFILLS, Bench
 
 from localllm.device import machine
 from localllm.errors import LocalLLMError
+from localllm.kernels.trial import is_device_lost
 from localllm.kernels.tuning import gpu_seconds, tuner
 
 
@@ -33,6 +35,8 @@ class Speed:
     ) -> None:
         self.device, self.report, self.only, self.tune_s = device, report, only, tune_s
         self.child = child
+        self.prefills: dict[tuple[str, str], float] = {}
+        """seconds of a prompt, by size and form"""
         self.machine = machine()
         self.bandwidth = gpu_rows.copy_bandwidth(device)
         self.peak = gpu_rows.matmul_peak(device)
@@ -113,6 +117,12 @@ class Speed:
         flops += 4 * ctx * ctx / 2 * facts.num_heads * facts.head_dim * facts.num_layers
         share = flops / prefill / self.peak
         report.row(f"{name}: prefill {ctx}", share, "of peak", ">= 0.65", share >= 0.65, tokens_s=ctx / prefill)
+        size, form = name.partition(",")[0].split()
+        self.prefills[size, form] = prefill
+        both = [self.prefills.get((size, kind)) for kind in ("bf16", "int4")]
+        if both[0] and both[1] and form in ("bf16", "int4"):
+            ratio = both[0] / both[1]
+            report.row(f"{size} int4: prefill over that of bf16", ratio, "x", ">= 0.8", ratio >= 0.8)
         if bench.fits(64, 1024):
             many, one = bench.decode_seconds(64, 1024), bench.decode_seconds(1, 1024)
             report.row(f"{name}: batch 64 over batch 1", 64 * one / many, "x", ">= 10", 64 * one / many >= 10)
@@ -121,24 +131,36 @@ class Speed:
         """The same step without graphs."""
         if self.device == "cpu" or self.only not in f"{size} {form}" or not self.report.has_time(30):
             return
-        model = load(facts_of(size, form), form, kv, self.device)
-        bench = Bench(model, self.machine, kv, 4160, 4, self.device, graphs=False)
-        self.report.row(f"{size} {form}: step without graphs", bench.decode_seconds(1, 4096) * 1e3, "ms")
-        bench.close()
+        with self._left_out(f"{size} {form} without graphs"):
+            model = load(facts_of(size, form), form, kv, self.device)
+            bench = Bench(model, self.machine, kv, 4160, 4, self.device, graphs=False)
+            self.report.row(f"{size} {form}: step without graphs", bench.decode_seconds(1, 4096) * 1e3, "ms")
+            bench.close()
+
+    @contextmanager
+    def _left_out(self, name: str) -> Iterator[None]:
+        """What fails for reasons of its own ends nothing else; a card that is lost does."""
+        try:
+            yield
+        except (LocalLLMError, ImportError, RuntimeError, ValueError, OSError) as error:
+            if is_device_lost(error):
+                raise
+            print(f"{name}: left out: {type(error).__name__}: {str(error)[:300]}", flush=True)
+        finally:
+            if self.device != "cpu":
+                torch.cuda.empty_cache()
 
     def transformers(self, size: str) -> None:
         """Our decoding against theirs: >= 5 x at batch 1, >= 10 x at batch 32."""
         if self.only not in f"transformers {size}" or not self.report.has_time(90):
             return
-        try:
+        with self._left_out("transformers"):
             from gpu_transformers import decode_tps
 
-            theirs = {
-                batch: decode_tps(size, batch, 1024 if self.device != "cpu" else 64, self.device) for batch in (1, 32)
-            }
-        except ImportError as error:
-            print(f"transformers is left out: {error}", flush=True)
-            return
+            length = 1024 if self.device != "cpu" else 64
+            self._against({batch: decode_tps(size, batch, length, self.device) for batch in (1, 32)}, size)
+
+    def _against(self, theirs: dict[int, float], size: str) -> None:
         on_card = self.device != "cpu"
         model = load(facts_of(size, "bf16"), "bf16", "bf16", self.device, dtype="bfloat16" if on_card else "float32")
         bench = Bench(model, self.machine, "bf16", 1152 if on_card else 256, 32, self.device)
