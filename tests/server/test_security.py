@@ -150,13 +150,14 @@ RIGHT = [
     [("authorization", f"Bearer {KEY}".encode())], [("authorization", f"bearer {KEY}".encode())],
     [("x-api-key", KEY.encode())], [("authorization", b"Bearer second-key")],
 ]  # fmt: skip
+METHODS = ["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS"]
 TRICKS = ["/v1/models/", "//v1/models", "/v1/./models", "/V1/models", "/health/", "/health/../v1/models", "/%68ealth"]
 
 
 @pytest.mark.parametrize("headers", WRONG, ids=range(len(WRONG)))
 async def test_sec_04_wrong_keys_on_every_route_and_method(make_client, headers):
     async with make_client(api_keys=(KEY, "second-key"), loopback=False) as client:
-        for path, method in itertools.product([*PATHS, *TRICKS], ["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS"]):
+        for path, method in itertools.product([*PATHS, *TRICKS], METHODS):
             response = await client.request(method, path, headers=headers)
             if path in OPEN or path == "/%68ealth":
                 assert response.status_code in (200, 405)
@@ -167,9 +168,22 @@ async def test_sec_04_wrong_keys_on_every_route_and_method(make_client, headers)
 
 
 @pytest.mark.parametrize("headers", RIGHT, ids=range(len(RIGHT)))
-async def test_sec_04_right_keys(make_client, headers):
+async def test_sec_04_right_keys_on_every_route_and_method(make_client, headers):
+    """They open all but the owner's routes."""
     async with make_client(api_keys=(KEY, "second-key"), loopback=False) as client:
         assert (await client.get("/v1/models", headers=headers)).status_code == 200
+        for path, method in itertools.product([*PATHS, *TRICKS], METHODS):
+            status = (await client.request(method, path, headers=headers)).status_code
+            takes = any(route.path == path and route.method == method.replace("HEAD", "GET") for route in ROUTES)
+            assert (status == 401) is (takes and path.startswith("/localllm/")), (method, path, status)
+            assert status < 500
+
+
+async def test_sec_04_the_owner_may_ask_everything(make_client):
+    async with make_client(api_keys=(KEY,), token="owner-token", loopback=False) as client:
+        for path, method in itertools.product(PATHS, METHODS):
+            response = await client.request(method, path, headers={"authorization": "Bearer owner-token"})
+            assert response.status_code < 500 and response.status_code != 401, (method, path)
 
 
 def test_sec_04_a_key_too_large_for_any_header(live):
