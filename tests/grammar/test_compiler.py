@@ -228,6 +228,7 @@ HOSTILE: dict[str, tuple[str, Any]] = {
         {"anyOf": [{"properties": {f"p{i}": {"type": "string"}}, "required": [f"p{i}"]} for i in range(5000)]},
     ),
     "SO-04 enum": ("json_schema", {"enum": [f"value {i}" for i in range(30_000)]}),
+    "SO-04 enum of 100,000": ("json_schema", {"enum": [f"value {i}" for i in range(100_000)]}),
     "SO-06 left recursion": ("grammar", 'start: start "a" | "a"'),
     "SO-06 ambiguity": ("grammar", 'start: s\ns: s s s | s s | "a" |'),
     "SO-06 product of counts": ("grammar", 'start: ("a"{1,1000}){1,1000}'),
