@@ -20,6 +20,7 @@ from localllm.kernels.records import Records, default_folder, identity
 from localllm.kernels.selftest import SelfTest
 from localllm.kernels.tuning import Tuned, gpu_seconds, is_measured, tuner
 from localllm.proofs import Proofs, words
+from localllm.testing import step_fault
 
 if TYPE_CHECKING:
     from localllm.checkpoint.facts import ModelFacts
@@ -132,6 +133,7 @@ class Boot:
                 selftest=self._selftest,
                 prefix_cache=self._prefix_cache,
                 check_invariants=self._check_invariants,
+                fault=step_fault(),
             )
         except (MemoryError, RuntimeError) as error:
             if "out of memory" not in str(error).lower() and not isinstance(error, MemoryError):

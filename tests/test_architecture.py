@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"models", "quant", "kernels", "checkpoint", "request", "config", "device", "plan", "errors"},
     "measured": {"paths"},
     "proofs": {"paths", "plan", "device", "checkpoint", "_version"},
-    "boot": {"engine", "models", "kernels", "plan", "proofs", "device", "checkpoint", "request", "errors"},
+    "boot": {"engine", "models", "kernels", "plan", "proofs", "device", "checkpoint", "request", "errors", "testing"},
     "llm": {
         "measured",
         "boot",

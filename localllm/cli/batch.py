@@ -48,6 +48,10 @@ def batch(
     if fake_engine():
         raise ConfigError("the scripted engine has no server", "`unset LOCALLLM_ENGINE`")
     env.debug_invariants = debug_invariants
+    if debug_invariants:
+        from localllm.engine.invariant import exit_on_violation
+
+        exit_on_violation()
     values = {"ctx": ctx, "kv": kv, "dtype": dtype, "threads": threads}
     config = env.settings(params.engine_flags(values) | {"engine.max_parallel": parallel})
     from localllm.server import Service, ServiceOptions

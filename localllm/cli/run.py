@@ -90,6 +90,10 @@ def run(
     """
     # `values` carries the arguments that are settings for one command
     env.debug_invariants = debug_invariants
+    if debug_invariants:
+        from localllm.engine.invariant import exit_on_violation
+
+        exit_on_violation()
     values = {
         "temp": temp, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed, "max_tokens": max_tokens,
         "repetition_penalty": repetition_penalty, "ctx": ctx, "kv": kv, "dtype": dtype, "threads": threads,

@@ -83,6 +83,10 @@ def serve(
     if log_format not in ("text", "json"):
         raise ConfigError(f"--log-format is {log_format!r}, it can be text or json", "pass --log-format json")
     env.debug_invariants = debug_invariants
+    if debug_invariants:
+        from localllm.engine.invariant import exit_on_violation
+
+        exit_on_violation()
     values = {"ctx": ctx, "kv": kv, "dtype": dtype, "threads": threads}
     flags = {"server.host": host, "server.port": port, "engine.max_parallel": parallel, "engine.ttl": ttl}
     config = env.settings(params.engine_flags(values) | flags, strict=True)  # a server runs as it was told, or not

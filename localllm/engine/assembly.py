@@ -56,12 +56,14 @@ def assemble(
     check_invariants: bool = False,
     graphs: bool = True,
     capture: Callable[[Run], Captured] | None = None,
+    fault: Callable[[int], None] | None = None,
 ) -> Assembled:
     """Everything between the weights and `Engine.start`. Raises what the device raises when memory is short.
 
     selftest  tries the sampler
     graphs    False runs every step eagerly
     capture   what captures instead of `CudaCapture()`
+    fault     as of `Engine`
     """
     device = torch.device(plan.device)
     if device.type == "cuda":
@@ -94,7 +96,7 @@ def assemble(
         runs_ahead=device.type == "cuda",
     )
     runner = Runner(model, cache, model.facts.vocab_size, decode, sampler)
-    return Assembled(Engine(runner, groups, options, device), runner, cache, meter.found)
+    return Assembled(Engine(runner, groups, options, device, fault), runner, cache, meter.found)
 
 
 def _sampler(model: Model, plan: Plan, device: torch.device, selftest: SelfTest | None) -> DeviceSampler | None:

@@ -24,6 +24,7 @@ from localllm.request import FinishReason, Request, TokenEvent, Usage
 
 from .batch import BatchBuilder, row_range
 from .draw import Draw, Sampled
+from .invariant import InvariantViolated, violated
 from .limits import check_request
 from .masks import Filling, MaskFiller
 from .metrics import EngineStats, StepTokens, timing_of, usage_of
@@ -287,7 +288,11 @@ class Engine:
             self._longest_step_s = max(self._longest_step_s, time.monotonic() - self._step_started)
             self._step_started = 0.0
         if self.options.check_invariants:
-            self.scheduler.check_integrity()
+            try:
+                self.scheduler.check_integrity()
+            except InvariantViolated as error:
+                violated(error)
+                raise
 
     def _hold_back_readers(self) -> None:
         """Pause score requests whose reader is behind: a piece can be 64 MB."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 
+from .invariant import InvariantViolated
+
 
 class PagePool:
     """`num_pages` pages, ids 0 .. num_pages - 1."""
@@ -112,12 +114,16 @@ class PagePool:
         self.release(page)
 
     def check_integrity(self, held: dict[int, int]) -> None:
-        """Raise AssertionError unless counts match `held`: page -> references by sequences (the tree's come on top)."""
+        """Raise InvariantViolated unless counts match `held`: page -> references by sequences; the tree's are added."""
         free = set(self._free)
-        assert len(free) == len(self._free), "a page is free twice"
+        if len(free) != len(self._free):
+            raise InvariantViolated("a page is free twice")
         for page in range(self.num_pages):
             want = held.get(page, 0) + self._in_tree[page] + (page in self._withdrawn)
-            assert self._refs[page] == want, f"page {page}: {self._refs[page]} references, {want} holders"
-            assert (page in free) == (want == 0), f"page {page}: {want} holders, in free list: {page in free}"
+            if self._refs[page] != want:
+                raise InvariantViolated(f"page {page}: {self._refs[page]} references, {want} holders")
+            if (page in free) != (want == 0):
+                raise InvariantViolated(f"page {page}: {want} holders, in free list: {page in free}")
         alone = sum(1 for p in range(self.num_pages) if self._in_tree[p] and self._refs[p] == 1)
-        assert alone == self._num_reclaimable, f"{alone} pages held by the tree alone, counted {self._num_reclaimable}"
+        if alone != self._num_reclaimable:
+            raise InvariantViolated(f"{alone} pages held by the tree alone, counted {self._num_reclaimable}")

@@ -187,7 +187,7 @@ class Pages:
         sequence.node, sequence.num_tree_pages = None, 0
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Raise AssertionError unless every reference is accounted for by these sequences and the tree."""
+        """Raise InvariantViolated unless every reference is accounted for by these sequences and the tree."""
         held: list[Counter[int]] = [Counter() for _ in self.pools]
         for sequence in sequences:
             for group, table in enumerate(sequence.block_tables):

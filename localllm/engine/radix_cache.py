@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count
 
+from .invariant import InvariantViolated
 from .page_pool import PagePool
 
 EVICT_BATCH = 16
@@ -225,20 +226,26 @@ class RadixCache:
             stack.extend(node.children.values())
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every page in a node is marked so in its pool, once, and keys are full pages."""
+        """Raise InvariantViolated unless every page in a node is marked so in its pool, once; keys are full pages."""
         seen: list[set[int]] = [set() for _ in self.pools]
         num_nodes = 0
         for node in self._nodes():
             num_nodes += 1
-            assert len(node.key) == self.page_size, f"a node holds {len(node.key)} tokens"
-            assert node.parent is not None and node.parent.children[node.key] is node, "a node its parent does not know"
+            if len(node.key) != self.page_size:
+                raise InvariantViolated(f"a node holds {len(node.key)} tokens")
+            if node.parent is None or node.parent.children[node.key] is not node:
+                raise InvariantViolated("a node its parent does not know")
             for group, page in enumerate(node.pages):
                 if page is None:
                     continue
-                assert page not in seen[group], f"page {page} of group {group} is in two nodes"
-                assert self.pools[group].in_tree(page), f"page {page} of group {group} is not marked as cached"
+                if page in seen[group]:
+                    raise InvariantViolated(f"page {page} of group {group} is in two nodes")
+                if not self.pools[group].in_tree(page):
+                    raise InvariantViolated(f"page {page} of group {group} is not marked as cached")
                 seen[group].add(page)
-        assert num_nodes == self.num_nodes, f"{num_nodes} nodes, counted {self.num_nodes}"
+        if num_nodes != self.num_nodes:
+            raise InvariantViolated(f"{num_nodes} nodes, counted {self.num_nodes}")
         for group, pool in enumerate(self.pools):
             marked = {p for p in range(pool.num_pages) if pool.in_tree(p)}
-            assert marked == seen[group], f"group {group}: pages marked but in no node: {sorted(marked - seen[group])}"
+            if marked != seen[group]:
+                raise InvariantViolated(f"group {group}: pages marked but in no node: {sorted(marked - seen[group])}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from .invariant import InvariantViolated
 from .pages import PageCopy, Pages
 from .sequence import Sequence, SequenceState
 
@@ -283,17 +284,18 @@ class Scheduler:
         self.pages.release(sequence)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every page and every count is accounted for."""
+        """Raise InvariantViolated unless every page and every count is accounted for."""
         self.pages.check_integrity(self.sequences())
         for sequence in self.running:
-            assert sequence.state is SequenceState.RUNNING
+            if sequence.state is not SequenceState.RUNNING:
+                raise InvariantViolated(f"a sequence that runs is {sequence.state.name}")
             for group, table in enumerate(sequence.block_tables):
                 have = len(table) * self.pages.page_size
-                assert have >= sequence.num_computed_tokens, (
-                    f"group {group}: {have} slots, {sequence.num_computed_tokens} computed"
-                )
+                if have < sequence.num_computed_tokens:
+                    raise InvariantViolated(f"group {group}: {have} slots, {sequence.num_computed_tokens} computed")
         for sequence in self.waiting:
-            assert sequence.state is SequenceState.WAITING
+            if sequence.state is not SequenceState.WAITING:
+                raise InvariantViolated(f"a sequence that waits is {sequence.state.name}")
 
 
 def _is_decoding(sequence: Sequence) -> bool:
