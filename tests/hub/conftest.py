@@ -25,8 +25,8 @@ CANARY = "hf_CANARYcanary0123456789"
 class FakeHub:
     """The running hub: put repositories in, set a fault, read its log."""
 
-    def __init__(self, folder: Path, port: int) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, port: int, pid: int) -> None:
+        self.folder, self.pid = folder, pid
         self.url = f"http://127.0.0.1:{port}"
 
     def add(self, repo: str, files: dict[str, bytes], info: dict[str, Any] | None = None) -> str:
@@ -63,7 +63,7 @@ def hub_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHub]:
     server = Path(__file__).with_name("hub_server.py")
     child = subprocess.Popen([sys.executable, "-P", str(server), str(folder)], stdout=subprocess.PIPE, text=True)
     assert child.stdout
-    yield FakeHub(folder, int(child.stdout.readline()))
+    yield FakeHub(folder, int(child.stdout.readline()), child.pid)
     child.kill()
     child.wait()
     child.stdout.close()
