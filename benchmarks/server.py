@@ -251,12 +251,12 @@ def slow_connections(port: int) -> list[socket.socket]:
     return socks
 
 
-def tiny_model(folder: Path) -> Path:
+def tiny_model(folder: Path, context: int = 256) -> Path:
     """T: about a hundred thousand random weights."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests/checkpoint"))
     import tiny_models
 
-    path: Path = tiny_models.tiny_gguf(folder / "tiny.gguf", "Q8_0")
+    path: Path = tiny_models.tiny_gguf(folder / "tiny.gguf", "Q8_0", context=context)
     return path
 
 

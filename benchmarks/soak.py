@@ -3,10 +3,10 @@
     python benchmarks/soak.py [--minutes 120] [--clients 32] [--json FILE]
 
 Closed-loop clients send every kind of request to the tiny model: chats, streams, completions with scores, several
-answers, schemas, embeddings, stored responses; one in ten is greedy with an answer known from the start. The server's
-RssAnon is read every few seconds and fitted by a line over requests. Lines: no error and no wrong answer; growth of at
-most 0.5 MB per 1,000 requests and 64 MB in all, after the first sixth, which warms up; the median of the last sixth
-within 10 % of the second sixth's, the 99th percentile within 1.5 times; afterwards every page is free again.
+answers, schemas, tools, embeddings, stored responses; one in ten is greedy with an answer known from the start. The
+server's RssAnon is read every few seconds and fitted by a line over requests. Lines: no error and no wrong answer;
+growth of at most 0.5 MB per 1,000 requests and 64 MB in all, after the first sixth, which warms up; the median of the
+last sixth within 10 % of the second sixth's, the 99th percentile within 1.5 times; afterwards every page is free again.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ SAMPLE_S = 5.0
 PARTS = 6
 GROWTH_LINE_MB, SLOPE_LINE_MB = 64.0, 0.5
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"], "additionalProperties": False}
+TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": SCHEMA}}]
+CONTEXT = 2048
+"""the words that explain a tool are 500 tokens of the tiny model"""
 KNOWN = 8
 """greedy requests whose answers are asked for before the load begins"""
 
@@ -53,6 +56,8 @@ def any_request(draw: random.Random) -> tuple[str, dict[str, Any]]:
         ("/v1/chat/completions", chat),
         ("/v1/chat/completions", chat | {"n": 2, "seed": draw.randrange(100)}),
         ("/v1/chat/completions", chat | structured | {"max_tokens": 40}),
+        ("/v1/chat/completions", chat | {"tools": TOOLS}),
+        ("/v1/chat/completions", chat | {"tools": TOOLS, "tool_choice": "required", "max_tokens": 60}),
         ("/v1/completions", {"prompt": ["a", text], "max_tokens": 4, "echo": True, "logprobs": 1}),
         ("/v1/responses", {"input": text, "max_output_tokens": 16}),
         ("/v1/embeddings", {"input": [text, "a"]}),
@@ -171,9 +176,9 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
-        path = tiny_model(home)
+        path = tiny_model(home, CONTEXT)
         (home / "s").mkdir()
-        words = (str(path), "--threads", "1", "--parallel", "16", "--max-queue", "64")
+        words = (str(path), "--threads", "1", "--parallel", "16", "--max-queue", "64", "--ctx", str(CONTEXT))
         with Server(home / "s", *words) as server:
             known = asyncio.run(known_answers(server.port))
             soak, memory = asyncio.run(load(server, options.clients, 60 * options.minutes, known))

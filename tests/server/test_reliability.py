@@ -42,8 +42,19 @@ def own(own_llm):
     residents.close()
 
 
+SCHEMA = {
+    "type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["x", "y"]}},
+    "required": ["a", "b"], "additionalProperties": False,
+}  # fmt: skip
+STRUCTURED = {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}}
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "now"}},
+]
+
+
 def random_request(draw):
-    """A greedy or seeded request of any kind."""
+    """A greedy or seeded request of any kind but the next."""
     fields = {
         "temperature": draw.choice([0, 0, 1.0]), "seed": draw.randrange(1000), "max_tokens": draw.randrange(1, 24),
         "n": draw.choice([1, 1, 2]), "ignore_eos": draw.random() < 0.5,
@@ -56,13 +67,27 @@ def random_request(draw):
     return ask(messages=[{"role": "user", "content": text}], **fields)
 
 
+def bound_request(draw):
+    """One with tools, or a schema; a call that is not cut short is one of the tools'."""
+    fields = draw.choice([
+        STRUCTURED, {"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "required"},
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}, "parallel_tool_calls": True},
+    ])  # fmt: skip
+    return random_request(draw) | {"stop": None, "max_tokens": draw.choice([4, 60, 100])} | fields
+
+
 def joined(streamed):
     """What a stream adds up to, in the shape of a whole answer's choices."""
     choices = {}
     for chunk in streamed:
         for part in chunk["choices"]:
-            one = choices.setdefault(part["index"], {"content": "", "logprobs": [], "finish_reason": None})
+            empty = {"content": "", "calls": [], "logprobs": [], "finish_reason": None}
+            one = choices.setdefault(part["index"], empty)
             one["content"] += part["delta"].get("content") or ""
+            for call in part["delta"].get("tool_calls", []):
+                if "id" in call:
+                    one["calls"].append([call["function"]["name"], ""])
+                one["calls"][call["index"]][1] += call["function"]["arguments"]
             one["logprobs"] += part["logprobs"]["content"] if part["logprobs"] else []
             one["finish_reason"] = part["finish_reason"] or one["finish_reason"]
     return [choices[index] for index in sorted(choices)]
@@ -71,25 +96,38 @@ def joined(streamed):
 def plain(whole):
     return [
         {
-            "content": c["message"]["content"], "finish_reason": c["finish_reason"],
+            "content": c["message"]["content"] or "", "finish_reason": c["finish_reason"],
+            "calls": [[call["function"][key] for key in ("name", "arguments")]
+                      for call in c["message"].get("tool_calls") or []],
             "logprobs": c["logprobs"]["content"] if c["logprobs"] else [],
         }
         for c in whole["choices"]
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("count", [25, pytest.param(200, marks=pytest.mark.slow)])
-async def test_rel_16_streams_equal_whole_answers(client, count):
-    """Text, log-probabilities, finish reasons and usage."""
+@pytest.fixture
+def roomy(roomy_residents):
+    """With room for tools."""
+    service = Service(roomy_residents, ServiceOptions(parallel=8))
+    yield service
+    service.close()
+
+
+@pytest.mark.parametrize("count", [15, pytest.param(200, marks=pytest.mark.slow)])
+async def test_rel_16_streams_equal_whole_answers(roomy, roomy_llm, make_client, count):
+    """Text, calls, log-probabilities, finish reasons and all of usage."""
     draw = random.Random(16)
-    for _ in range(count):
-        sent = random_request(draw)
-        whole = (await client.post(CHAT, json=sent)).json()
-        options = {"stream": True, "stream_options": {"include_usage": True}}
-        chunks = events((await client.post(CHAT, json=sent | options)).text)
-        assert joined(chunks) == plain(whole), sent
-        for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
-            assert chunks[-1]["usage"][name] == whole["usage"][name]
+    reasons = set()
+    async with make_client(roomy) as client:
+        for number in range(count):
+            sent = (bound_request if number % 3 == 0 else random_request)(draw)
+            whole = (await client.post(CHAT, json=sent | {"cache_salt": f"{number}"})).json()
+            options = {"stream": True, "stream_options": {"include_usage": True}, "cache_salt": f"{number} streamed"}
+            chunks = events((await client.post(CHAT, json=sent | options)).text)
+            assert joined(chunks) == plain(whole), sent
+            assert chunks[-1]["usage"] == whole["usage"]
+            reasons |= {choice["finish_reason"] for choice in whole["choices"]}
+    assert reasons == {"stop", "length", "tool_calls"}
 
 
 @pytest.mark.parametrize("count", [5, pytest.param(50, marks=pytest.mark.slow)])
@@ -109,15 +147,27 @@ async def test_rel_17_a_seed_is_a_seed(client, count):
 
 @pytest.mark.parametrize("how", ["every third step", "a quarter of the pages"])
 def test_rel_08_preemption_changes_nothing(own, own_llm, how):
-    """Greedy and seeded, several answers, log-probabilities: streams without a repeated or missing piece."""
+    """Greedy and seeded, several answers, log-probabilities, a schema: streams without a repeated or missing piece.
+
+    None of them takes more than ten times the steps that it takes alone.
+    """
     draw = random.Random(8)
-    asked = [random_request(draw) | {"max_tokens": 40, "ignore_eos": True} for _ in range(8)]
+    asked = [random_request(draw) | {"max_tokens": 40, "ignore_eos": True} for _ in range(7)]
+    asked.append(ask(max_tokens=60, **STRUCTURED, logprobs=True))
+
+    async def post(client, one, stream):
+        before = own_llm.stats().num_steps
+        response = await client.post(CHAT, json=one | {"stream": stream})
+        return response, own_llm.stats().num_steps - before
 
     async def run(stream):
         async with httpx.AsyncClient(base_url=own.url, timeout=120) as client:
-            return await asyncio.gather(*[client.post(CHAT, json=one | {"stream": stream}) for one in asked])
+            posts = [post(client, one, stream) for one in asked]
+            return await asyncio.gather(*posts) if stream else [await one for one in posts]
 
-    calm = [plain(r.json()) for r in asyncio.run(run(False))]
+    alone = asyncio.run(run(False))
+    calm = [plain(r.json()) for r, _ in alone]
+    assert json.loads(calm[-1][0]["content"]).keys() == {"a", "b"}
     scheduler = own_llm.engine.scheduler
     limits, before = scheduler.limits, scheduler.num_preemptions
     held = []
@@ -131,14 +181,15 @@ def test_rel_08_preemption_changes_nothing(own, own_llm, how):
         held = [pool.take() for _ in range(pool.num_free - 12)]
     own_llm.engine.options = replace(own_llm.engine.options, check_invariants=not held)  # pages held here are nobody's
     try:
-        stressed = [joined(events(r.text)) for r in asyncio.run(run(True))]
+        crowd = asyncio.run(run(True))
     finally:
         scheduler.limits = limits
         for page in held:
             pool.release(page)
         own_llm.engine.options = replace(own_llm.engine.options, check_invariants=True)
     assert scheduler.num_preemptions > before
-    assert stressed == calm
+    assert [joined(events(r.text)) for r, _ in crowd] == calm
+    assert all(steps <= 10 * least for (_, steps), (_, least) in zip(crowd, alone, strict=True)), (crowd, alone)
     asyncio.run(settled(own_llm, own.service))
 
 
@@ -324,6 +375,16 @@ def anonymous_bytes():
     return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "VmSwap"))
 
 
+def fits(sent, choice):
+    """Whether an answer is what its schema or its tools demand, as far as it got."""
+    if choice["finish_reason"] == "length" or "response_format" not in sent and "tool_choice" not in sent:
+        return True
+    made = choice["message"]
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in made.get("tool_calls") or []]
+    objects = calls or [("f", made["content"])]
+    return all(json.loads(text).keys() == ({"a", "b"} if name == "f" else set()) for name, text in objects)
+
+
 async def soak(url, seconds, clients, known):
     """Closed-loop clients with every kind of request; (requests, errors, wrong answers)."""
     counts = {"requests": 0, "errors": 0, "wrong": 0}
@@ -346,6 +407,10 @@ async def soak(url, seconds, clients, known):
             response = await client.post("/v1/embeddings", json={"input": ["a", "hello"]})
         elif kind < 0.6:
             response = await client.post("/v1/responses", json={"input": "x", "max_output_tokens": 16})
+        elif kind < 0.8:
+            sent = bound_request(draw)
+            response = await client.post(CHAT, json=sent)
+            counts["wrong"] += not all(fits(sent, choice) for choice in response.json()["choices"])
         else:
             response = await client.post(CHAT, json=sent)
         counts["errors"] += response.status_code != 200
@@ -368,14 +433,14 @@ def soaked(*given):
 
 
 @pytest.mark.parametrize("seconds", [2, pytest.param(600, marks=pytest.mark.slow)])
-def test_rel_01_soak(residents, tiny_llm, seconds, monkeypatch):
+def test_rel_01_soak(roomy_residents, roomy_llm, seconds, monkeypatch):
     """Sixteen clients, everything mixed: no error, no wrong answer, nothing left behind."""
     draw = random.Random(1)
     # pytest keeps every line that is logged: 150 bytes of each of 100,000 requests
     monkeypatch.setattr(logging.getLogger("localllm.access"), "disabled", True)
     monkeypatch.syspath_prepend(Path(__file__).parents[2])  # where the clients' process finds `soaked`
     made = ThreadPoolExecutor(1) if seconds < 60 else ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-    with live_server(residents, parallel=8, max_queue=64) as live, made as clients:
+    with live_server(roomy_residents, parallel=8, max_queue=64) as live, made as clients:
         known = []
         for _ in range(5):
             sent = random_request(draw) | {"temperature": 0}
@@ -384,7 +449,7 @@ def test_rel_01_soak(residents, tiny_llm, seconds, monkeypatch):
         process = psutil.Process()
         before = (anonymous_bytes(), process.num_fds(), process.num_threads())
         counts = clients.submit(soaked, live.url, seconds, 16, known).result()
-        asyncio.run(settled(tiny_llm, live.service))
+        asyncio.run(settled(roomy_llm, live.service))
         time.sleep(0.2)
         after = (anonymous_bytes(), process.num_fds(), process.num_threads())
         assert counts["errors"] == counts["wrong"] == 0 and counts["requests"] > 5 * seconds
