@@ -128,6 +128,58 @@ def test_rel_12_a_reader_that_stops_is_dropped_and_its_request_ends(quick, tiny_
     sock.close()
 
 
+def read_slowly(live, count, pause, seconds):
+    """`count` clients that read a byte of a long stream in every `pause`, until the server has ended them all.
+
+    The system's buffers are made small: they would take the whole stream, and the server would not notice.
+
+    Returns (the largest output buffer of one, the most bytes that the process grew by, seconds of a request beside).
+    """
+    body = httpx.Request("POST", "http://x", json=ask(stream=True, max_tokens=200, ignore_eos=True, logprobs=True,
+                                                      top_logprobs=20)).content  # fmt: skip
+    connections = live.server.server_state.connections
+    live.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    before, grown, held = psutil.Process().memory_info().rss, 0, 0
+    with contextlib.ExitStack() as stack:
+        socks = []
+        for _ in range(count):
+            sock = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect(("127.0.0.1", live.port))
+            sock.sendall(HEAD + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            socks.append(sock)
+        for sock in socks:
+            assert sock.recv(1) == b"H"
+            sock.setblocking(False)
+        began = time.monotonic()
+        assert httpx.post(live.url + CHAT, json=ask(), timeout=30).status_code == 200
+        beside = time.monotonic() - began
+        while connections:
+            assert time.monotonic() - began < seconds, f"{len(connections)} are still open"
+            for sock in socks:
+                with contextlib.suppress(OSError):
+                    sock.recv(1)
+            held = max([held, *(c.transport.get_write_buffer_size() for c in list(connections))])
+            grown = max(grown, psutil.Process().memory_info().rss - before)
+            time.sleep(pause)
+    return held, grown, beside
+
+
+def test_rel_12_slow_readers_hold_little_and_are_ended(quick, tiny_llm):
+    """Their streams have half a megabyte each; what waits for them is bounded, and in the end they go."""
+    held, grown, beside = read_slowly(quick, 16, 0.05, 20)
+    assert 0 < held < 1 << 20 and grown < 16 << 20 and beside < 5
+    asyncio.run(settled(tiny_llm, quick.service))
+
+
+@pytest.mark.slow
+def test_rel_12_two_hundred_readers_of_a_byte_a_second(residents, tiny_llm):
+    with live_server(residents, parallel=8) as live:
+        held, grown, beside = read_slowly(live, 200, 1.0, 120)
+        assert 0 < held < 1 << 20 and grown < 200 << 20 and beside < 10
+        asyncio.run(settled(tiny_llm, live.service))
+
+
 def test_connections_are_limited(residents, monkeypatch):
     with live_server(residents) as live:
         monkeypatch.setattr(protocol.Connection, "max_connections", 20)
