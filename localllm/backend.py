@@ -6,6 +6,7 @@ ends in exactly one `Done` or `Failed`, also when loading fails or the backend c
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import threading
@@ -134,6 +135,13 @@ class InProcessBackend:
             self._stopped.add(turn)
         if running is not None:
             running.abort()
+
+    def rest(self) -> None:
+        """No kernels are timed any more while nobody asks."""
+        llm = self._llm
+        if llm is not None:
+            with contextlib.suppress(LocalLLMError, AttributeError):  # closed a moment ago
+                llm.stop_tuning()
 
     def events(self) -> deque[ChatEvent]:
         """The queue to drain."""

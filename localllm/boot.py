@@ -196,8 +196,13 @@ class Boot:
         self._proofs.keep(self._facts, self._machine, self.plan, shown)
         self.proof_note = words(shown)  # whoever reads it finds the proof
 
-    def leave_tuning_to_us(self) -> None:
-        """No tuning in idle moments from now on: `tune` follows, which says what it finds."""
+    @property
+    def is_tuning(self) -> bool:
+        """Whether tiles are being timed in an idle moment."""
+        return self._tunes_when_idle is not None and self._tunes_when_idle.is_running
+
+    def stop_tuning(self) -> None:
+        """No tuning in idle moments any more: `tune` follows, or somebody wants quiet."""
         if self._tunes_when_idle is not None:
             self._tunes_when_idle.cancel()
 

@@ -104,7 +104,8 @@ class FakeBackend:
         """what was asked, for tests"""
         self.templates: list[dict[str, Any]] = []
         self.started: list[tuple[str, dict[str, Any]]] = []
-        self.kv = "bf16"
+        self.kv, self.device = "bf16", "cpu"
+        self.times_kernels = False
         self.emitted: dict[int, str] = {}
         """text of every turn, as the engine sees it"""
         self.stopped_at: dict[int, float] = {}
@@ -151,6 +152,10 @@ class FakeBackend:
         self._stopped.add(turn)
         self.stopped_at[turn] = time.monotonic()
 
+    def rest(self) -> None:
+        """Leave off the timing of kernels that a test began."""
+        self.times_kernels = False
+
     def events(self) -> deque[ChatEvent]:
         """The queue to drain."""
         return self._events
@@ -162,7 +167,8 @@ class FakeBackend:
         return Facts(
             model=self.model,
             truth_line=f"{self.model} · cpu · Q4_1 · KV {self.kv} · fake kernels",
-            device="cpu",
+            device=self.device,
+            times_kernels=self.times_kernels,
             ctx=self.ctx,
             max_ctx=self.ctx * 4,
             used_tokens=self._used,

@@ -648,6 +648,7 @@ class LLM:
             prefix_hit_tokens=stats.prefix_hit_tokens,
             decode_tps=plan.decode_tps,
             has_chat_template=self.has_chat_template,
+            times_kernels=self._boot.is_tuning,
             warnings=(*self.plan.warnings, *self._boot.warnings),
         )
 
@@ -656,7 +657,7 @@ class LLM:
 
         told   called with each shape's result; KeyboardInterrupt stops, and what was timed stays
         """
-        self._boot.leave_tuning_to_us()
+        self._boot.stop_tuning()
         self.engine.clear_prefix_cache()
         length = min(self.plan.prefill_budget + 16, self.plan.ctx - 8)
         quiet = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -668,6 +669,10 @@ class LLM:
         except KeyboardInterrupt:
             stopped.set()
             return list(self._boot.tuned)
+
+    def stop_tuning(self) -> None:
+        """End the timing of tile sizes in idle moments; what was timed stays."""
+        self._boot.stop_tuning()
 
     @property
     def num_untuned(self) -> int:

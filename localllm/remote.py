@@ -106,6 +106,9 @@ class RemoteBackend:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
+    def rest(self) -> None:
+        """The server's affair."""
+
     def events(self) -> deque[ChatEvent]:
         """The queue to drain."""
         return self._events

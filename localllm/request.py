@@ -370,6 +370,8 @@ class Facts:
     pid: int = 0
     """that server's process, when it is one of ours on this machine"""
     has_chat_template: bool = True
+    times_kernels: bool = False
+    """tile sizes are being timed on the card, in an idle moment"""
     warnings: tuple[str, ...] = ()
 
 
@@ -448,6 +450,10 @@ class ChatBackend(Protocol):
 
     def stop(self, turn: int) -> None:
         """End a turn early; its `Done` has stop "abort"."""
+        ...
+
+    def rest(self) -> None:
+        """Leave off what is done in idle moments (`Facts.times_kernels`)."""
         ...
 
     def events(self) -> deque[ChatEvent]:

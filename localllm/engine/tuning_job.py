@@ -21,18 +21,23 @@ class TuningJob:
         self._done = done
         self._measure = measure
         self._left_s = BUDGET_S
+        self.is_running = False
+        """right now, in the engine's thread"""
 
     def cancel(self) -> None:
-        """Somebody tunes on purpose: leave it to them."""
+        """Nothing more is timed: somebody tunes on purpose, or wants quiet."""
         self._left_s = 0.0
 
     def __call__(self, must_stop: Callable[[], bool]) -> bool:
         """True when nothing waits any more, or the time is spent."""
         if self._left_s <= 0:
             return True
-        started = time.monotonic()
-        tuned = self._tuner.tune(self._measure, self._left_s, lambda: self._left_s <= 0 or must_stop())
-        self._left_s = max(0.0, self._left_s - (time.monotonic() - started))
+        started, self.is_running = time.monotonic(), True
+        try:
+            tuned = self._tuner.tune(self._measure, self._left_s, lambda: self._left_s <= 0 or must_stop())
+        finally:
+            self.is_running = False
+            self._left_s = max(0.0, self._left_s - (time.monotonic() - started))
         if tuned:
             self._done(tuned)
         return not self._tuner.waiting or self._left_s <= 0

@@ -81,6 +81,22 @@ async def test_t4_esc_stops_and_keeps_what_is_there() -> None:
         assert message.exchange.text == running.backend.emitted[0] == message.answer.source
 
 
+async def test_esc_ends_the_timing_of_kernels() -> None:
+    """It goes on in idle moments after the first answer, and is said in the line of keys."""
+    async with chat() as running:
+        running.backend.device = "cuda:0"
+        await running.ready()
+        await running.send("hi")
+        await running.until(lambda: running.answers and running.answers[0].exchange.stop)
+        assert "timing" not in running.text("#keys")
+        running.backend.times_kernels = True
+        await running.until(lambda: "timing kernels for this card · esc stop" in running.text("#keys"))
+        await running.pilot.press("escape")
+        assert not running.backend.times_kernels
+        await running.until(lambda: "the timing of kernels is stopped" in running.text("#state"))
+        await running.until(lambda: "timing" not in running.text("#keys"))
+
+
 async def test_t5_scrolled_up_stays_and_end_follows_again() -> None:
     async with chat(tps=1000) as running:
         await running.ready()

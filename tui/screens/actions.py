@@ -38,6 +38,8 @@ class Actions(Parts):
             return " · ".join(f"{label(f'browse.{n}')} {words.get(n, n)}" for n in shown)
         if self.current is not None:
             return f"{label('chat.stop')} stop · {label('app.help')} help"
+        if self.state.facts.times_kernels:
+            return f"timing kernels for this card · {label('chat.stop')} stop · {label('app.help')} help"
         if self.app.size.width < 100:
             return f"^P palette · {label('app.help')} help"
         return f"^P palette · {label('models.open')} models · {label('engine.open')} engine · {label('app.help')} help"
@@ -51,6 +53,9 @@ class Actions(Parts):
             self.chat_app.backend.stop(self.current[0])
             self.state.text = "stopping…"
             self.refresh_lines()
+        elif self.chat_app.backend.facts().times_kernels:
+            self.chat_app.backend.rest()
+            self.flash("the timing of kernels is stopped; localllm tune goes on with it")
         elif choices.display:
             choices.cancel()
         elif hints.display:

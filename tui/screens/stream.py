@@ -21,6 +21,8 @@ DRAW_SHARE = 0.035
 SAMPLE_S = 1.0
 SAMPLES = 10
 """Speeds shown as bars while an answer comes."""
+LOOK_S = 1.0
+"""Between two looks at what an idle engine does."""
 MAX_DRAW_S = 0.9
 """But not longer than this."""
 
@@ -36,6 +38,7 @@ class Stream(Parts):
     """when the engine began to read the prompt, and how much of it was cached"""
     _drawn = (0.0, 0.0)
     _saved_at = 0.0
+    _looked = 0.0
 
     # --- events of the backend ---------------------------------------------------------------------------------------
 
@@ -43,7 +46,7 @@ class Stream(Parts):
         """Everything that happened since the last time, then one redraw."""
         events = self.chat_app.backend.events()
         busy = bool(events) or self.current is not None or self.phase == "loading"
-        if not busy and not self.flashing:
+        if not busy and not self.flashing and not self._idle_news():
             return
         async with self.changing:
             while events:
@@ -58,6 +61,18 @@ class Stream(Parts):
             elif self.phase == "loading" and (card := self.transcript.card):
                 card.tick()
         self.refresh_lines()
+
+    def _idle_news(self) -> bool:
+        """Whether a card began, or ended, to time kernels while nobody asks; looked at once a second."""
+        facts, now = self.state.facts, time.monotonic()
+        if facts.device in ("", "cpu") or now - self._looked < LOOK_S:
+            return False
+        self._looked = now
+        found = self.chat_app.backend.facts()
+        if found.times_kernels == facts.times_kernels:
+            return False
+        self.state.facts = found
+        return True
 
     def _may_draw(self) -> bool:
         """Keep this thread's share of the CPU small while an answer comes: the model may need the same cores."""
