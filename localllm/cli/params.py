@@ -31,7 +31,11 @@ Kv = Annotated[
 ]
 Dtype = Annotated[str | None, typer.Option("--dtype", metavar="auto|float32|bfloat16|float16", help="Arithmetic.")]
 DebugInvariants = Annotated[
-    bool, typer.Option("--debug-invariants", help="Check every page and count after every step; exit 3 if one is off.")
+    bool,
+    typer.Option(
+        "--debug-invariants",
+        help="Check every page and count after every step; slow. run, serve and batch exit 3 if one is off.",
+    ),
 ]
 Threads = Annotated[str | None, typer.Option("--threads", metavar="N|auto", help="CPU threads.")]
 
