@@ -54,6 +54,18 @@ def _narrow_float(h, PLANE: tl.constexpr, CODE: tl.constexpr):
     return e2m1_pairs(h, PLANE) if CODE == "e2m1" else e4m3_pairs(h, PLANE)
 
 
+_LINE = tl.constexpr(64)
+"""halves in a line of the cache, 128 bytes"""
+
+
+@triton.jit
+def _fetch(places):
+    """Lines of memory on their way to the L2: int16 pointers [rows, lines], one each."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places.to(tl.int64)], tl.int32, False, 1
+    )
+
+
 @triton.jit
 def tile_kernel(
     x_ptr,
@@ -123,13 +135,17 @@ def tile_kernel(
     row64 = rows.to(tl.int64)
     low_rows = low_ptr + (row64 * H)[:, None]
     x_rows = x_ptr + (tokens.to(tl.int64) * K)[None, :]
+    first = tl.program_id(2) * PART
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+        # weights do not wait for the kernel before: what the first steps read of them is on its way meanwhile
+        LINES: tl.constexpr = tl.cdiv(STAGES * HALVES, _LINE)
+        line = first * HALVES + tl.arange(0, triton.next_power_of_2(LINES)) * _LINE
+        _fetch(low_rows + tl.minimum(line, H - 1)[None, :])
         tl.extra.cuda.gdc_wait()
 
     acc = tl.zeros((ROWS, TOKENS), tl.float32)
     squares = tl.zeros((TOKENS,), tl.float32)
-    first = tl.program_id(2) * PART
     for step in tl.range(first, tl.minimum(first + PART, STEPS), num_stages=STAGES):
         half = step * HALVES + lane
         if EVEN:
