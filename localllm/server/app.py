@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match
 
 from localllm._version import __version__
 from localllm.errors import LocalLLMError
@@ -81,9 +82,15 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     if error.status_code == 405:
         failed = ApiError(405, "This route does not take that method.", code="method_not_supported")
         response = await _on_api_error(request, failed)
-        response.headers.update(error.headers or {})
+        response.headers["Allow"] = ", ".join(sorted(_methods(request)))
         return response
     return await _on_api_error(request, ApiError(error.status_code, str(error.detail)))
+
+
+def _methods(request: Request) -> set[str]:
+    """Those that a path takes: each has a route of its own, and an error knows the first of them only."""
+    matching = (route for route in request.app.router.routes if route.matches(request.scope)[0] is not Match.NONE)
+    return {method for route in matching for method in route.methods or ()}
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:

@@ -69,7 +69,7 @@ def to_chat(body: CountRequest) -> ChatRequest:
         fields["continue_final_message"] = True  # Anthropic's prefill
     if body.thinking is not None:
         fields["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
-    if body.tools:
+    if body.tools is not None:
         fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)]
     if body.tool_choice is not None:
         fields |= _choice(body.tool_choice)

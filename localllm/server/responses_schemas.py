@@ -110,7 +110,7 @@ def to_chat(body: ResponsesRequest, items: list[dict[str, Any]]) -> ChatRequest:
         fields["response_format"] = _format(body.text.format)
     if body.tools is not None:
         fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)]
-    if body.tool_choice is not None:
+    if body.tool_choice is not None and (body.tools is not None or body.tool_choice not in ("none", "auto")):
         fields["tool_choice"] = _choice(body.tool_choice)
     extra = further(body)
     if "response_format" in extra and fields.get("response_format") is not None:

@@ -182,7 +182,8 @@ def _tool_use(body: Constraints) -> ToolUse | None:
     elif body.function_call not in (None, "none", "auto") and not tools:
         raise ApiError(400, "function_call needs functions.", param="function_call")
     if not tools:
-        if choice not in (None, "none", "auto"):
+        empty = (None, "none", "auto") if tools is not None else (None,)  # agents send both with an empty list
+        if choice not in empty:
             raise ApiError(400, "tool_choice needs tools.", code="invalid_value", param="tool_choice")
         return None
     if len(tools) > MAX_TOOLS:

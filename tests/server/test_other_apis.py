@@ -245,6 +245,16 @@ async def test_anthropic_whole_streamed_and_counted(claude):
     assert prefilled.usage.output_tokens == 8
 
 
+async def test_anthropic_thinking_is_on_or_off_and_its_budget_no_bound(client):
+    """As docs/server.md says: agents send one always."""
+    sent = {"model": "tiny", "max_tokens": 8, "messages": HELLO}
+    for thinking in ({"type": "enabled", "budget_tokens": 1}, {"type": "adaptive"}, {"type": "disabled"}):
+        answer = (await client.post(MESSAGES, json=sent | {"thinking": thinking})).json()
+        assert answer["usage"]["output_tokens"] == 8
+    refused = await client.post(MESSAGES, json=sent | {"thinking": {"type": "enabled", "budget_tokens": 0}})
+    assert refused.status_code == 400
+
+
 async def test_anthropic_errors_are_its_own(claude, client, make_client):
     with pytest.raises(anthropic.NotFoundError) as caught:
         await claude.messages.create(model="other", max_tokens=8, messages=HELLO)

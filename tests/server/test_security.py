@@ -264,6 +264,16 @@ def test_sec_10_nothing_parses_multipart_and_no_files_are_served():
     assert not re.search(r"StaticFiles|FileResponse|\.form\(", source)
 
 
+async def test_a_405_names_every_method_that_is_taken(client):
+    for path, methods in (
+        ("/v1/responses/resp_x", "DELETE, GET, HEAD"), ("/v1/responses", "POST"), ("/health", "GET, HEAD"),
+        ("/v1/models/org/tiny", "GET, HEAD"),
+    ):  # fmt: skip
+        response = await client.put(path, json={})
+        assert (response.status_code, response.headers["allow"]) == (405, methods)
+        assert response.json()["error"]["code"] == "method_not_supported"
+
+
 async def test_sec_06_reading_changes_nothing(client, tiny_llm):
     for path in PATHS:
         assert (await client.get(path)).status_code in (200, 401, 404, 405)

@@ -106,7 +106,8 @@ def test_constraints_are_read(fields, constraint):
          ToolUse((TOOLS[0],), "required", ("f",), False)),
         ({"functions": [TOOLS[0]["function"]], "function_call": "none"}, ToolUse((TOOLS[0],), "none")),
         ({"tools": [], "tool_choice": "auto"}, None),
-        ({"tool_choice": "none"}, None),
+        ({"tools": [], "tool_choice": "none"}, None),
+        ({"tool_choice": None}, None),
     ],
 )  # fmt: skip
 def test_tools_are_read(fields, use):
@@ -139,7 +140,8 @@ REFUSED = [
     ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
     ({"guided_regex": "a", "guided_decoding_backend": "outlines"}, "guided_decoding_backend"),
     ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
-    ({"tool_choice": "required"}, "tool_choice"),
+    *(({"tool_choice": choice}, "tool_choice") for choice in ("none", "auto", "required")),
+    ({"tools": [], "tool_choice": "required"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "custom", "custom": {"name": "f"}}}, "tool_choice"),
@@ -325,6 +327,24 @@ async def test_the_field_that_allows_one_call_only_is_true_or_false(client):
     refused = await post(client, MESSAGES, messages=[{"role": "user", "content": "go"}], tool_choice=choice,
                          tools=[{"name": "f", "input_schema": SCHEMA}])  # fmt: skip
     assert refused.status_code == 400 and "disable_parallel_tool_use" in refused.json()["error"]["message"]
+
+
+async def test_what_a_choice_without_tools_means_elsewhere(client):
+    """Agents send `auto` with an empty list; a response says `auto` by itself, and may be asked for with it."""
+    hello = {"messages": [{"role": "user", "content": "go"}]}
+    for path, fields in (
+        (CHAT, hello | {"tools": [], "tool_choice": "auto"}),
+        (RESPONSES, {"input": "go", "max_output_tokens": 16, "tool_choice": "auto"}),
+        (RESPONSES, {"input": "go", "max_output_tokens": 16, "tools": [], "tool_choice": "auto"}),
+        (MESSAGES, hello | {"tools": [], "tool_choice": {"type": "auto"}}),
+    ):
+        assert (await post(client, path, **fields | {"max_tokens": 4})).status_code == 200, path
+    for path, fields in (
+        (CHAT, hello | {"tool_choice": "auto"}),
+        (RESPONSES, {"input": "go", "tool_choice": "required"}),
+        (MESSAGES, hello | {"tool_choice": {"type": "auto"}}),
+    ):
+        assert (await post(client, path, **fields | {"max_tokens": 4})).status_code == 400, path
 
 
 async def test_calls_and_results_go_back_in(client):
