@@ -48,6 +48,10 @@ static void merge(float *to_max, float *to_sum, float *to, float max, float sum,
 static void write_row(const ll_attention_args *a, int64_t token, int64_t head, float max, float sum, const float *acc)
 {
     float *out = a->out + (token * a->num_heads + head) * a->pages.dim;
+    if (max == -INFINITY) { /* every score is minus infinity, and nothing was summed: the sink takes all, or 0 / 0 */
+        for (int64_t d = 0; d < a->pages.dim; d++) out[d] = a->sinks ? 0.0f : f32_bits(0x7fc00000);
+        return;
+    }
     float factor = 1.0f / sum;
     if (a->sinks) {
         const float sink = a->sinks[head], now = max > sink ? max : sink, keep = expf(max - now);

@@ -202,17 +202,25 @@ static __attribute__((noinline)) int soften(const ll_attention_args *a, const ti
     for (int r = 0; r < rows; r++) {
         const vi begin = vi_set1((int32_t)(s->low[row + r] - t->first)), end = vi_set1((int32_t)(s->high[row + r] - t->first));
         vf top = vf_set1(-INFINITY);
+        vi bad = vi_set1(0);
         for (int i = 0; i < end_key; i += VW) {
+            const vi key = lane + vi_set1(i), seen = (key >= begin) & (key <= end);
             vf score = vf_load(p[r] + i);
             if (scaled) score = score * vf_load(t->k_scale + i);
+            bad |= (vi)(score != score) & seen; /* what follows, the soft cap and the maximum, loses NaN */
             if (a->softcap != 0.0f) {
                 vf e = vf_exp(score * vf_set1(2.0f / a->softcap));
                 score = vf_set1(a->softcap) - vf_set1(2.0f * a->softcap) / (e + vf_set1(1.0f));
             }
-            const vi key = lane + vi_set1(i);
-            score = vf_select((key >= begin) & (key <= end), score, vf_set1(-INFINITY));
+            score = vf_select(seen, score, vf_set1(-INFINITY));
             vf_store(p[r] + i, score);
             top = vf_max(score, top);
+        }
+        if (vi_sum(bad)) { /* a softmax of NaN is NaN for all that the row sees */
+            memset(p[r], 0, sizeof p[r]);
+            if (s->max[row + r] == -INFINITY) s->max[row + r] = 0.0f;
+            s->sum[row + r] = f32_bits(0x7fc00000);
+            continue;
         }
         const float before = s->max[row + r], high = vf_hmax(top), now = before > high ? before : high;
         if (now == -INFINITY) {

@@ -138,9 +138,9 @@ def tile_kernel(
     first = tl.program_id(2) * PART
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        # weights do not wait for the kernel before: what the first steps read of them is on its way meanwhile
-        LINES: tl.constexpr = tl.cdiv(STAGES * HALVES, _LINE)
-        line = first * HALVES + tl.arange(0, triton.next_power_of_2(LINES)) * _LINE
+        # weights do not wait for the kernel before: what the first two steps read of them is on its way meanwhile
+        LINES: tl.constexpr = (2 * HALVES + _LINE - 1) // _LINE
+        line = first * HALVES + tl.arange(0, LINES) * _LINE
         _fetch(low_rows + tl.minimum(line, H - 1)[None, :])
         tl.extra.cuda.gdc_wait()
 

@@ -155,6 +155,46 @@ def test_attention(isa: str, name: str) -> None:
             assert torch.equal(case.alone(seq, index), y[int(case.starts[seq]) + index]), (seq, index)
 
 
+def spoil_keys(case: Case, count: int) -> None:
+    """The first keys of every sequence that some query still sees become NaN, in the way of the format."""
+    size = case.pages.k.shape[2]
+    for seq in range(case.lens.numel()):
+        for key in range(min(count, int(case.lens[seq]))):
+            page, offset = int(case.table[seq, key // size]), key % size
+            if page < 0:
+                continue
+            if case.pages.k_scales is None:
+                case.pages.k[page, :, offset] = torch.nan
+            elif case.pages.k_scales.dim() > 1:
+                case.pages.k_scales[page, :, offset] = torch.nan
+            else:
+                case.pages.k[page, :, offset] = 0x7F
+
+
+@pytest.mark.parametrize("spoilt", ["a query", "32 keys", "one key"])
+@pytest.mark.parametrize("name", CASES)
+def test_nan_is_never_lost(isa: str, name: str, spoilt: str) -> None:
+    """One NaN among the scores that a row sees makes all of the row NaN: sampling looks for it."""
+    case = CASES[name]()
+    if spoilt == "a query":
+        case.q[-1, 0, 3] = torch.nan
+    else:
+        spoil_keys(case, 32 if spoilt == "32 keys" else 1)
+    y, wanted = case.run().double(), expected(case)
+    assert torch.equal(y.isnan(), wanted.isnan()) and not y.isinf().any()
+    torch.testing.assert_close(y, wanted, rtol=0, atol=2e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_scores_of_minus_infinity_alone(isa: str, sinks: bool) -> None:
+    """Nothing was summed: 0 / 0, or all for the sink."""
+    case = make(lens=(70, 300), queries=(2, 1), heads=(2, 1), dim=16, sinks=sinks)
+    case.q.fill_(1e30)
+    case.pages.k.nan_to_num_().fill_(-1e30)
+    y = case.run()
+    assert bool((y == 0).all() if sinks else y.isnan().all()), y
+
+
 def test_threads_change_nothing(isa: str) -> None:
     case = make(lens=(900, 300), queries=(1, 200), heads=(9, 3), dim=64, kv="bf16")
     try:
