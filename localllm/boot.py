@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from localllm.engine.assembly import Assembled, assemble
 from localllm.engine.proof import CpuProof, Proof, prove_on_gpu
-from localllm.engine.threads import missing_kernels
+from localllm.engine.threads import kernel_note, missing_kernels
 from localllm.engine.tuning_job import TuningJob
 from localllm.errors import OutOfMemory
 from localllm.kernels.records import Records, default_folder, identity
@@ -258,6 +258,8 @@ class Boot:
         missing = missing_kernels() if self.plan.device == "cpu" else ""
         if missing and not any("compiler" in warning for warning in self.plan.warnings):
             found.insert(0, missing)
+        if self.plan.device == "cpu" and (note := kernel_note()):
+            found.append(note)
         graphs = self._held.runner.graphs if self._held is not None else None
         if graphs is not None and graphs.failure:
             found.append(f"CUDA graphs: {graphs.failure}; decoding launches every kernel, slower")

@@ -8,18 +8,20 @@ build those that nobody has loaded for two weeks are removed.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import importlib.util
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -29,6 +31,11 @@ __all__ = ["ISAS", "Library", "cache_folder", "detect_isa", "is_built", "lib", "
 
 FOLDER = Path(__file__).parent
 TIMEOUT_S = 600
+UNKNOWN_FLAG = (
+    r"(?:unrecognized command[ -]line option|unknown argument|unsupported (?:option|argument)|invalid feature modifier"
+    r"|unknown architecture)[^\n]*?['\u2018\"]([^'\u2019\"\n]+)"
+)
+"""gcc's and clang's words for a flag they do not know"""
 X86 = ("-mavx2", "-mfma", "-mf16c")
 X86_512 = (*X86, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 ISAS: dict[str, tuple[str, ...]] = {
@@ -75,6 +82,8 @@ class Library:
     path: Path | None = None
     build_s: float = 0.0
     """Seconds the compiler took; 0 when the library was there."""
+    note: str = ""
+    """What is less than it could be, and what helps."""
 
 
 def runnable_isas() -> tuple[str, ...]:
@@ -126,8 +135,10 @@ def cache_folder() -> Path:
 
 def is_built() -> bool:
     """Whether `library()` will find its file and need no compiler (for a progress message)."""
-    isa = detect_isa()
-    return isa in ISAS and _find(cache_folder(), isa, _compiler()) is not None
+    folder, compiler = cache_folder(), _compiler()
+    wanted = (isa for isa in _choices() if isa in ISAS and not _refused(folder, isa, compiler).exists())
+    isa = next(wanted, None)
+    return isa is not None and _find(folder, isa, compiler) is not None
 
 
 @cache
@@ -138,16 +149,47 @@ def library() -> Library:
         return Library(None, isa, f"LOCALLLM_CPU_ISA={isa} is not one of {', '.join(ISAS)}")
     if isa not in runnable_isas():
         return Library(None, isa, f"LOCALLLM_CPU_ISA={isa}: this machine has {', '.join(runnable_isas())}")
-    made = _library(isa)
-    if isa == "amx" and (made.lib is None or not made.lib.ll_amx()):
-        return _library("avx512vnni")  # the system keeps tiles from us, they are wrong, or the compiler has none
+    folder, compiler = cache_folder(), _compiler()
+    note = ""
+    for isa in _choices():
+        refused = _refused(folder, isa, compiler)
+        made = Library(None, isa, _first_line(refused)) if refused.exists() else _library(folder, isa, compiler)
+        if made.lib is not None and (isa != "amx" or made.lib.ll_amx()):
+            # what has no tiles is no worse off: the system keeps them from us, they are wrong, or the compiler has none
+            return replace(made, note=made.note or note)
+        if isa == "amx":
+            continue
+        if made.reason is None or FLAG_REFUSED not in made.reason:
+            return made
+        note = note or f"{made.reason}: instructions for {isa} are left out, slower; install a newer gcc or clang"
     return made
 
 
-def _library(isa: str) -> Library:
+FLAG_REFUSED = "does not know the flag"
+
+
+def _choices() -> tuple[str, ...]:
+    """Instruction sets to try in turns: the one that was asked for, or all that this machine has."""
+    named = os.environ.get("LOCALLLM_CPU_ISA")
+    if named:
+        return ("amx", "avx512vnni") if named == "amx" else (named,)
+    return runnable_isas()
+
+
+def _refused(folder: Path, isa: str, compiler: tuple[str, ...]) -> Path:
+    """Where it is noted that this compiler knows no such instructions, so that it is asked once."""
+    return folder / f"{_stem(isa)}-{_compiler_hash(compiler) if compiler else 'none'}.refused"
+
+
+def _first_line(path: Path) -> str:
+    try:
+        return path.read_text().partition("\n")[0]
+    except OSError:
+        return f"the C compiler {FLAG_REFUSED}"
+
+
+def _library(folder: Path, isa: str, compiler: tuple[str, ...]) -> Library:
     """What is in the cache for an instruction set, else built."""
-    compiler = _compiler()
-    folder = cache_folder()
     found = _find(folder, isa, compiler)
     if found is not None:
         loaded = _load(found, isa)
@@ -227,10 +269,18 @@ def _stem(isa: str) -> str:
 
 
 def _find(folder: Path, isa: str, compiler: tuple[str, ...]) -> Path | None:
-    if compiler:
-        exact = folder / f"{_stem(isa)}-{_compiler_hash(compiler)}.so"
-        return exact if exact.is_file() else None
-    return next(iter(sorted(folder.glob(f"{_stem(isa)}-*.so"))), None)
+    """A library whose bytes are those its name tells of: the loader takes a damaged one, and the process dies of it."""
+    made_by = _compiler_hash(compiler) if compiler else "*"
+    whole = (path for path in sorted(folder.glob(f"{_stem(isa)}-{made_by}-*.so")) if path.stem.endswith(_digest(path)))
+    return next(whole, None)
+
+
+def _digest(path: Path) -> str:
+    """Of a file's bytes, 16 hex digits; 350 KB take a millisecond."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError:
+        return "gone"
 
 
 def _flags(isa: str) -> tuple[str, ...]:
@@ -263,16 +313,28 @@ def _build(folder: Path, isa: str, compiler: tuple[str, ...]) -> Library:
         output = Path(temporary) / "cpu.so"
         failure = _compile(compiler, isa, output)
         if failure:
+            if keep and FLAG_REFUSED in failure:
+                with contextlib.suppress(OSError):
+                    _refused(folder, isa, compiler).write_text(failure + "\n")
             return Library(None, isa, failure)
-        final = output
+        final, why = output, f"{folder} cannot be written"
         if keep:
-            final = folder / f"{_stem(isa)}-{_compiler_hash(compiler)}.so"
+            final = folder / f"{_stem(isa)}-{_compiler_hash(compiler)}-{_digest(output)}.so"
             try:
+                _sync(output)
                 os.replace(output, final)
                 _prune(folder, final)
-            except OSError:
-                final = output
-        return _load(final, isa, time.monotonic() - started)
+            except OSError as error:
+                final, why = output, f"{folder} cannot be written ({error.strerror})"
+        note = f"the kernels are compiled at every start: {why}; set LOCALLLM_CACHE to a folder that can be"
+        note = note if final == output else ""
+        return replace(_load(final, isa, time.monotonic() - started), note=note)
+
+
+def _sync(path: Path) -> None:
+    """The bytes before the name: after a power cut there may be a name of nothing."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def _touch(path: Path) -> None:
@@ -287,7 +349,7 @@ def _touch(path: Path) -> None:
 def _prune(folder: Path, newest: Path) -> None:
     """Remove libraries nobody loads any more, and what builds that were killed left behind."""
     before = time.time() - KEPT_S
-    for path in [*folder.glob("cpu-*.so"), *folder.glob("build-*")]:
+    for path in [*folder.glob("cpu-*.so"), *folder.glob("cpu-*.refused"), *folder.glob("build-*")]:
         try:
             if path == newest or path.stat().st_mtime > before:
                 continue
@@ -312,6 +374,9 @@ def _compile(compiler: tuple[str, ...], isa: str, output: Path) -> str | None:
         lines = (
             [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["no message"]
         )
+        unknown = re.search(UNKNOWN_FLAG, done.stderr)
+        if unknown:
+            return f"the C compiler {compiler[0]} {FLAG_REFUSED} {unknown[1]}"
         return f"the C compiler {compiler[0]} failed (exit {done.returncode}): {lines[0][:200]}"
     return None
 

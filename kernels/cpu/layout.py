@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 import weakref
 from functools import cache
 from typing import Any
@@ -72,18 +73,21 @@ class Arena:
     def __init__(self) -> None:
         self._piece: weakref.ref[torch.UntypedStorage] | None = None
         self._used = 0
+        self._lock = threading.Lock()
+        """two models may be loaded at once, in two threads: their weights would share bytes"""
 
     def take(self, count: int) -> Tensor:
         """uint8 [count], aligned to 64 bytes; the piece is freed with the last tensor cut from it."""
-        storage = self._piece() if self._piece is not None else None
-        if storage is None or self._used + count > storage.nbytes():
-            piece = torch.empty(max(self.SIZE, count + self.ALIGN), dtype=torch.uint8)
-            storage = piece.untyped_storage()
-            lib().ll_advise(piece.data_ptr(), piece.numel())
-            self._piece, self._used = weakref.ref(storage), -piece.data_ptr() % self.ALIGN
-        data = torch.empty(0, dtype=torch.uint8).set_(storage, self._used, (count,), (1,))
-        self._used += -(-count // self.ALIGN) * self.ALIGN
-        return data
+        with self._lock:
+            storage = self._piece() if self._piece is not None else None
+            if storage is None or self._used + count > storage.nbytes():
+                piece = torch.empty(max(self.SIZE, count + self.ALIGN), dtype=torch.uint8)
+                storage = piece.untyped_storage()
+                lib().ll_advise(piece.data_ptr(), piece.numel())
+                self._piece, self._used = weakref.ref(storage), -piece.data_ptr() % self.ALIGN
+            data = torch.empty(0, dtype=torch.uint8).set_(storage, self._used, (count,), (1,))
+            self._used += -(-count // self.ALIGN) * self.ALIGN
+            return data
 
 
 @cache

@@ -37,6 +37,11 @@ def missing_kernels() -> str:
     return f"{reason}; PyTorch's own products are used, slower" if reason else ""
 
 
+def kernel_note() -> str:
+    """What is less than it could be about the CPU kernels, with what helps; "" where nothing is."""
+    return library().note
+
+
 def kernels_are_built() -> bool:
     """False when the CPU kernels will be compiled at first use, which takes seconds."""
     return is_built()

@@ -101,12 +101,48 @@ def test_the_name_changes_with_source_and_instruction_set(
         build._source_hash.cache_clear()
 
 
-def test_a_damaged_file_is_built_anew(quick: Path) -> None:
-    path = build.cache_folder() / f"{build._stem(build.detect_isa())}-{build._compiler_hash(build._compiler())}.so"
-    path.parent.mkdir(parents=True)
-    path.write_bytes(b"\x7fELF, but no more")
-    assert build.is_built()
-    assert build.library().reason is None and build.library().path == path and runs(quick) == 1
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.25, 0.5, 0.75, 0.98, -0.5])
+def test_a_damaged_file_is_built_anew(quick: Path, share: float) -> None:
+    """The loader maps a file that was cut, and the process dies of it at the first touch."""
+    path = build.library().path
+    assert path is not None and runs(quick) == 1
+    data = path.read_bytes()
+    kept = int(abs(share) * len(data))
+    path.unlink()
+    path.write_bytes(data[:kept] + bytes(len(data) - kept if share < 0 else 0))  # cut, or zeros after a power cut
+    build.library.cache_clear()
+    assert not build.is_built()
+    made = build.library()
+    assert made.reason is None and made.path == path and runs(quick) == 2 and path.read_bytes() == data
+
+
+def test_a_compiler_that_knows_less_gets_less_to_do(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each set of instructions; what is left out is said, with what helps."""
+    best = build.detect_isa()
+    lower = next(isa for isa in build.runnable_isas() if isa not in ("amx", best))
+    refuses = 'case "$*" in *-mbest*) echo \'cc1: error: unrecognized command-line option "-mbest"\' >&2;'
+    script = (quick / "cc").read_text().partition("\n")[2]
+    ready = compiler(quick / "cc3", f"echo asked >> {quick}/asked; {refuses} exit 1;; esac; {script}")
+    monkeypatch.setenv("CC", ready)
+    monkeypatch.setitem(build.ISAS, best, (*build.ISAS[best], "-mbest"))
+    monkeypatch.setattr(build, "runnable_isas", lambda: (best, lower))
+    for asked in (2, 2):  # the second start asks nothing
+        made = build.library()
+        assert (made.isa, made.reason) == (lower, None)
+        assert f"does not know the flag -mbest: instructions for {best} are left out" in made.note
+        assert "install a newer gcc" in made.note
+        assert len((quick / "asked").read_text().split()) == asked and build.is_built()
+        build.library.cache_clear()
+    monkeypatch.setenv("LOCALLLM_CPU_ISA", best)
+    assert "does not know the flag -mbest" in (build.library().reason or ""), "what was asked for, or nothing"
+
+
+def test_a_cache_that_cannot_be_written_is_said(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from localllm.engine.threads import kernel_note
+
+    (quick / "cache").write_text("a file, no folder")
+    made = build.library()
+    assert made.lib is not None and "compiled at every start" in made.note and "LOCALLLM_CACHE" in kernel_note()
 
 
 def reason() -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+
 import gguf
 import numpy as np
 import pytest
@@ -266,3 +269,30 @@ def test_bytes_are_counted() -> None:
     assert isinstance(prepared, Prepared)
     stored = 64 * 512 * 4.5 / 8
     assert stored <= C_INT16.nbytes(prepared) <= stored * 1.05
+
+
+def test_models_loaded_side_by_side_share_no_byte(isa: str) -> None:
+    """Weights are cut from common pieces; the threads of two loads change between any two lines."""
+    arena = Arena()
+    found: list[list[tuple[int, int]]] = [[], [], []]
+    kept = []
+
+    def load(mine: list[tuple[int, int]]) -> None:
+        for count in range(1, 400):
+            data = arena.take(64 * count % 5000 + 1)
+            kept.append(data)
+            mine.append((data.data_ptr(), data.data_ptr() + data.numel()))
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=load, args=(mine,)) for mine in found]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    places = sorted(place for mine in found for place in mine)
+    assert len(places) == 3 * 399
+    assert all(end <= start for (_, end), (start, _) in zip(places, places[1:], strict=False))
