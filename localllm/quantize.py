@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import threading
@@ -17,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localllm.errors import Aborted, ConfigError, DoesNotFit, UnsupportedFormat
+from localllm.errors import Aborted, ConfigError, DoesNotFit, InternalError, UnsupportedFormat
 from localllm.request import Phase
 
 if TYPE_CHECKING:
@@ -99,13 +100,14 @@ def quantize(
         lock = FileLock(work.folder.with_name(work.folder.name + ".lock"))
         try:
             with lock.acquire(timeout=0):
-                report = work.run()
-                report.seconds = time.monotonic() - began
-                work.finish(report)
+                try:
+                    report = work.run()
+                    report.seconds = time.monotonic() - began
+                    work.finish(report)
+                finally:  # by its holder alone: without the file a third process would take itself for the first
+                    Path(lock.lock_file).unlink(missing_ok=True)
         except Timeout:
             raise ConfigError(f"another process is writing {out}", "wait for it, or name another folder") from None
-        finally:
-            Path(lock.lock_file).unlink(missing_ok=True)
     return report
 
 
@@ -271,6 +273,10 @@ class _Work:
             except ValueError as error:
                 raise BadModelFile(f"{self.checkpoint.path.name}: {name}: {error}") from error
             errors[name] = _error(values, weight, hessian)
+            if not math.isfinite(errors[name]):
+                raise InternalError(
+                    f"{name} is not finite any more as {self.target.name}", "try --calib none, and tell us"
+                )
             tensors |= {f"{name}.{suffix}": t.cpu().contiguous() for suffix, t in stored_tensors(weight).items()}
             self._count(self.checkpoint.tensors[f"{name}.weight"].nbytes, f"layer {index + 1}/{len(self.modules)}")
         return tensors, None, errors
@@ -337,7 +343,11 @@ class _Work:
 
         partial = self.folder / f"{name}.part"
         with _disk(self.folder):
+            partial.unlink(missing_ok=True)
+            partial.touch()
+            mode = partial.stat().st_mode  # as this user's files are: safetensors lets nobody else read its own
             save_file({key: t.contiguous() for key, t in tensors.items()}, partial, metadata={"format": "pt"})
+            partial.chmod(mode)
             with partial.open("rb") as file:
                 os.fsync(file.fileno())
         partial.replace(self.folder / name)

@@ -151,9 +151,15 @@ def _alpha(wide: Tensor, amax: float | None) -> float:
     return max(largest / (E2M1_MAX * E4M3_MAX), 1e-30)
 
 
+def _held(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales as their dtype holds them, float32: never zero, which would make NaN of a group of zeros."""
+    least = 2.0**-24 if dtype is torch.float16 else 1e-10  # half precision has nothing between that and zero
+    return scale.clamp(least, torch.finfo(dtype).max).to(dtype).float()
+
+
 def _int8(wide: Tensor, target: Target) -> Weight:
     k = wide.shape[1]
-    scale = (wide.abs().amax(-1, keepdim=True).clamp(min=1e-8) / 127).to(target.scale_dtype)
+    scale = _held(wide.abs().amax(-1, keepdim=True) / 127, target.scale_dtype).to(target.scale_dtype)
     codes = torch.round(wide / scale.float()).clamp(-127, 127).to(torch.int8)
     return Weight("int8", tuple(wide.shape), codes, scale, group_size=k)
 
@@ -237,9 +243,9 @@ def _fit_int4(groups: Tensor, importance: Tensor | None, target: Target) -> Fit:
     size = groups.abs().amax(-1, keepdim=True)
     for shrink in SHRINKS:
         if target.name == "int4-sym":
-            fits.append(Fit((size * shrink / 7.5).clamp(min=1e-8).to(target.scale_dtype).float()))
+            fits.append(Fit(_held(size * shrink / 7.5, target.scale_dtype)))
             continue
-        scale = ((high - low) * shrink / 15).clamp(min=1e-8).to(target.scale_dtype).float()
+        scale = _held((high - low) * shrink / 15, target.scale_dtype)
         fits.append(Fit(scale, torch.round(-low * shrink / scale).clamp_(0, 15)))
     best = _best(groups, fits, target, importance)
     return best._replace(stored=best.scale.to(target.scale_dtype))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import threading
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -164,6 +166,43 @@ def test_refusals(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(DoesNotFit, match="GiB free"):
         quantize(source, out, Target("int4"))
     assert not out.exists()
+
+
+def test_others_may_read_what_was_written_and_one_writes_at_a_time(source: Path, tmp_path: Path) -> None:
+    from filelock import FileLock
+
+    out = tmp_path / "out"
+    with FileLock(tmp_path / ".out.partial.lock") as held:
+        for _ in range(2):  # the one that was refused takes no lock away
+            with pytest.raises(ConfigError, match="another process is writing"):
+                quantize(source, out, Target("int8"))
+            assert Path(held.lock_file).exists()
+    quantize(source, out, Target("int8"))
+    modes = {path.name: path.stat().st_mode & 0o777 for path in out.iterdir()}
+    assert len(set(modes.values())) == 1, modes
+    assert sorted(path.name for path in tmp_path.iterdir() if "out" in path.name) == ["out"]
+
+
+def test_what_is_measured_against_is_as_stored(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever would fit better: against something smaller it would look better than it is."""
+    from localllm.cli import quality
+
+    opened: list[dict[str, Any]] = []
+
+    def fake(path: str, **options: Any) -> Any:
+        opened.append(options)
+        return contextlib.nullcontext(SimpleNamespace(name=""))
+
+    monkeypatch.setattr("localllm.llm.LLM", fake)
+    monkeypatch.setattr("localllm.evaluate.evaluate", lambda *given, **more: None)
+    monkeypatch.setattr(quality, "watched", lambda progress, work: work(None, None))
+    monkeypatch.setattr(quality, "make_progress", lambda *given: None)
+    monkeypatch.setattr(quality, "llm_options", lambda *given: {"quant": "auto", "dtype": "auto", "kv": "auto"})
+    env = SimpleNamespace(config=None, console=None, options=SimpleNamespace(progress=""))
+    monkeypatch.setattr(quality, "_local", lambda env, name: source)
+    quality._compare(env, "m", None, None, 64, ["auto", "int4"], ["auto"])  # type: ignore[arg-type]
+    assert [one["quant"] for one in opened] == ["", "", "int4"]
+    assert (opened[0]["dtype"], opened[0]["kv"]) == ("float32", "f32")
 
 
 def test_a_weight_that_is_no_number_is_named(source: Path, tmp_path: Path) -> None:

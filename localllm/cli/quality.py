@@ -171,7 +171,8 @@ def _compare(
     base = str(_local(env, against)) if against is not None else path
     ctx = min(WINDOW + 1, *(_max_context(name) for name in (path, base)))
     options = llm_options(env, env.config) | {"ctx": ctx, "max_parallel": 1}
-    exact: dict[str, Any] = options | {"dtype": "float32", "kv": "f32"}
+    # as stored, whatever fits better: what is measured against something smaller would look better than it is
+    exact: dict[str, Any] = options | {"dtype": "float32", "kv": "f32", "quant": ""}
     progress = make_progress(env.console, env.options.progress or "auto", clean_line(model))
 
     def work(tell: Any, cancel: Any) -> list[Quality]:
@@ -179,7 +180,8 @@ def _compare(
         with LLM(base, **exact, on_phase=tell, cancel=cancel) as reference:
             for quant in quants:
                 for kv in kvs:
-                    with LLM(path, **(options | {"quant": quant, "kv": kv}), on_phase=tell, cancel=cancel) as other:
+                    stored = "" if quant == "auto" else quant
+                    with LLM(path, **(options | {"quant": stored, "kv": kv}), on_phase=tell, cancel=cancel) as other:
                         other.name = clean_line(model)
                         reference.name = clean_line(against or f"{model}, exact")
                         name = text.name if text is not None else "sample"

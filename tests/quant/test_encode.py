@@ -69,6 +69,20 @@ def test_extremes_stay_finite(name: str, weight: Tensor) -> None:
     assert bool((decoded >= 0).all())
 
 
+@pytest.mark.parametrize("carried", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["int4", "int4-sym", "int8"])
+def test_groups_of_zeros_and_of_next_to_nothing(name: str, dtype: torch.dtype, carried: bool) -> None:
+    """A checkpoint in half precision has its scales in half precision, where 1e-8 is zero."""
+    weight = gaussian()
+    weight[3, 64:128], weight[5], weight[7, :64] = 0.0, 0.0, 1e-7
+    inputs = torch.randn(600, K)
+    hessian = inputs.T @ inputs if carried and name != "int8" else None
+    decoded = dequantize(encode(weight, Target(name, scale_dtype=dtype), hessian=hessian))
+    assert bool(torch.isfinite(decoded).all())
+    assert float((decoded[5]).abs().max()) < 1e-5 and relative_error(weight, decoded) < 0.2
+
+
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="finite"):
         encode(torch.full((N, K), float("nan")), Target("int4"))
