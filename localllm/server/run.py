@@ -31,6 +31,7 @@ CUT_S = 3.0
 """for connections that are left then"""
 LOADING_S = 0.5
 """for a load that is under way when the server ends"""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 HEADER_BYTES = 32 << 10
 KEEP_ALIVE_S = 60
 BACKLOG = 512
@@ -164,7 +165,10 @@ def serve(residents: Residents, options: ServeOptions, hooks: Hooks) -> bool:
     except BaseException:
         residents.close(LOADING_S)
         raise
-    return residents.close(LOADING_S if residents.is_loading else None)
+    freed = residents.close(LOADING_S if residents.is_loading else None)
+    for number in SIGNALS:  # all is done: a late one would only end in a traceback
+        signal.signal(number, signal.SIG_IGN)
+    return freed
 
 
 def _more_files() -> None:
@@ -260,21 +264,24 @@ def _signals(service: Service, server: Any, drain_s: float, hooks: Hooks) -> Ite
     loop = asyncio.get_running_loop()
     draining: list[asyncio.Task[None]] = []
 
+    def drop(number: int) -> None:
+        hooks.draining(service.num_reserved, True)
+        os._exit(128 + number)  # a step in flight, a load or a download may take long: nothing is worth waiting for
+
     def stop(number: int) -> None:
         if draining:
-            hooks.draining(service.num_reserved, True)
-            os._exit(128 + number)  # a step in flight, a load or a download may take long: nothing is worth waiting for
+            drop(number)
         draining.append(asyncio.ensure_future(drain(service, server, drain_s)))
         hooks.draining(service.num_reserved, False)
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    for number in numbers:
+    for number in SIGNALS:
         loop.add_signal_handler(number, stop, number)
     try:
         yield
     finally:
-        for number in numbers:
+        for number in SIGNALS:
             loop.remove_signal_handler(number)
+            signal.signal(number, lambda number, _: drop(number))  # while connections, threads and models are closed
 
 
 async def drain(service: Service, server: Any, drain_s: float) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import resource
 import signal
 import socket
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import psutil
@@ -169,6 +171,95 @@ def test_rel_11_ended_while_it_loads(smollm2_path, tmp_path):
         code, seconds = served.stop()
         assert code == 0 and seconds < 20, served.log.read_text()
         gone(served, [])
+
+
+@contextlib.contextmanager
+def slow_hub(folder):
+    """A hub with one model, of which 64 KiB come every half second; what asks it."""
+    import tiny_models
+
+    repo = folder / "hub/org/tiny-GGUF"
+    repo.mkdir(parents=True)
+    tiny_models.tiny_gguf(repo / "tiny.Q8_0.gguf", "Q8_0", layers=20)  # 0.8 MB
+    words = [sys.executable, "-P", str(Path(__file__).parents[1] / "hub/hub_server.py"), str(folder / "hub")]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as child:
+        try:
+            url = f"http://127.0.0.1:{int(child.stdout.readline())}"
+
+            def asked(route, sent=None):
+                return (httpx.post(url + route, json=sent) if sent else httpx.get(url + route)).json()
+
+            asked("/__fault", {"mode": "slow", "delay": 0.5, "path": ".*gguf"})
+            yield url, asked
+        finally:
+            child.kill()
+
+
+@pytest.mark.slow
+def test_rel_11_ended_while_it_downloads(tmp_path):
+    """By each signal in turn; every download goes on where the one before was ended, and the last one serves."""
+    with slow_hub(tmp_path) as (url, asked):
+        home = {"LOCALLLM_HOME": str(tmp_path / "home"), "HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": url}
+        words = [*COMMAND, "--yes", "serve", "org/tiny-GGUF", "--port", "0", "--threads", "1"]
+
+        def begin():
+            return subprocess.Popen(words, env=dict(os.environ) | home, stdout=subprocess.PIPE,
+                                    stderr=subprocess.STDOUT, text=True)  # fmt: skip
+
+        def received():
+            return sum(path.stat().st_size for path in (tmp_path / "hf").rglob("*.localllm-partial"))
+
+        for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, -signal.SIGHUP)):
+            before = received()
+            process = begin()
+            deadline = time.monotonic() + 60
+            while received() <= before and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.02)
+            children = psutil.Process(process.pid).children(recursive=True)
+            started = time.monotonic()
+            process.send_signal(number)
+            said, _ = process.communicate(timeout=20)
+            assert process.returncode == code, said
+            assert time.monotonic() - started < 20  # ten times the line
+            assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+            assert "Traceback" not in said and not (tmp_path / "home/run").exists()
+            assert received() > before
+        kept = received()
+        asked("/__fault", {"mode": "", "forget": True})
+        process = begin()
+        run, deadline = tmp_path / "home/run", time.monotonic() + 60
+        while not list(run.glob("serve-*.json")) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate(timeout=40)
+        assert process.returncode == 0, said
+        size = (tmp_path / "hub/org/tiny-GGUF/tiny.Q8_0.gguf").stat().st_size
+        sent = sum(row[4] for row in asked("/__log") if "/resolve/" in row[1])
+        assert sent <= size - kept + 4096 and received() == 0
+
+
+@pytest.mark.slow
+def test_rel_11_fifty_ends(tiny_path, tmp_path):
+    """Idle or busy, by one signal or two: nothing is ever left behind."""
+    draw = random.Random(11)
+    for number in range(50):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        served = Served(tiny_path, folder).wait()
+        children = psutil.Process(served.process.pid).children(recursive=True)
+        streams = Streams(served) if draw.random() < 0.7 else None
+        served.process.send_signal(draw.choice([signal.SIGTERM, signal.SIGINT, signal.SIGHUP]))
+        if draw.random() < 0.3:
+            time.sleep(draw.random() * 0.2)
+            with contextlib.suppress(ProcessLookupError):
+                served.process.send_signal(signal.SIGINT)
+        assert served.process.wait(40) in (0, 130), served.log.read_text()
+        if streams is not None:
+            streams.join(60)
+            assert not streams.is_alive()
+        psutil.wait_procs(children, 5)  # those of a process that a signal ended see that by themselves
+        gone(served, children)
+        assert "Traceback" not in served.log.read_text()
 
 
 @pytest.mark.slow
