@@ -49,8 +49,22 @@ def identity(device: str | torch.device, driver: str = "") -> dict[str, str]:
         "driver": driver,
         "cuda": torch.version.cuda or "",
         "triton": triton.__version__,
-        "ptxas": os.environ.get("TRITON_PTXAS_PATH", ""),
+        "ptxas": assembler_key(),
     }
+
+
+def assembler_key() -> str:
+    """Changes with the assemblers that variables name instead of those that Triton brings, and with their files."""
+    named = [os.environ.get(name, "") for name in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")]
+    return " ".join(f"{path} {_stamp(Path(path))}" for path in named if path)
+
+
+def _stamp(path: Path) -> str:
+    try:
+        stat = path.stat()
+    except OSError:
+        return "gone"
+    return f"{stat.st_size} {stat.st_mtime_ns}"
 
 
 def _cpu_name() -> str:

@@ -78,6 +78,13 @@ def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "out of memory" in str(error).lower()
 
 
+def _words(error: Exception) -> str:
+    """The line that says most: the first, or the assembler's own below it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    own = next((line for line in lines[1:] if line.startswith("ptxas ") and ":" in line), "")
+    return f"{lines[0]} {own}".strip()[:240] if "PTXAS" in lines[0] else lines[0][:160]
+
+
 def tried(name: str, call: Callable[[], str]) -> str:
     """What a case found, with its name; an exception is a finding, too.
 
@@ -89,7 +96,7 @@ def tried(name: str, call: Callable[[], str]) -> str:
     except Exception as error:
         if is_device_lost(error) or _is_out_of_memory(error):
             raise
-        said = (str(error).splitlines() or [""])[0][:160]
+        said = _words(error)
         found = f"{type(error).__name__}: {said}"
         if isinstance(error, (OSError, subprocess.SubprocessError)) or "C compiler" in said:
             raise NotBuilt(f"{name}: {found}") from error

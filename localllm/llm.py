@@ -218,9 +218,10 @@ class LLM:
             self._notify(Phase("compile", detail="kernels for this CPU, once"))
         self.threads = set_threads(threads, self.machine)
         if device.type == "cuda":
-            from localllm.engine.card import check_card, load_with_threads, use_card
+            from localllm.engine.card import check_assembler, check_card, load_with_threads, use_card
 
             check_card(self.plan.device, self.machine.gpus[device.index or 0])
+            check_assembler(self.machine.gpus[device.index or 0].capability)
             use_card(self.plan.device)
             load_with_threads(self.machine.cpu.cores_usable)
         self.deterministic = device.type == "cpu" if deterministic is None else deterministic

@@ -14,7 +14,7 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-from ..records import Records, default_folder
+from ..records import Records, assembler_key, default_folder
 
 __all__ = ["FP4_CAPABILITY", "FP8_CAPABILITY", "NVFP4_INSTRUCTION", "NVFP4_LABEL", "nvfp4_reason"]
 
@@ -40,13 +40,15 @@ def nvfp4_reason(capability: int, folder: Path | None = None) -> str | None:
     except metadata.PackageNotFoundError:
         return "triton is not installed"
     sources = b"".join((Path(__file__).parent / name).read_bytes() for name in ("narrow.py", "narrow_product.py"))
-    known = Records(
-        "probe", {"triton": version, "sources": hashlib.sha256(sources).hexdigest()}, folder or default_folder()
-    )
+    depends = {"triton": version, "sources": hashlib.sha256(sources).hexdigest(), "ptxas": assembler_key()}
+    known = Records("probe", depends, folder or default_folder())
     key = f"{NVFP4_LABEL} sm_{capability}"
     verdict = known.get(key)
     if verdict is None:
-        verdict = {"reason": _probe(capability, NVFP4_LABEL, NVFP4_INSTRUCTION)}
+        try:
+            verdict = {"reason": _probe(capability, NVFP4_LABEL, NVFP4_INSTRUCTION)}
+        except subprocess.TimeoutExpired:  # a machine that is busy today: no verdict
+            return f"the compiler took more than {TIMEOUT_S:.0f} s"
         known.put(key, verdict)
         known.save()
     return verdict["reason"] or None
@@ -56,10 +58,7 @@ def _probe(capability: int, label: str, instruction: str) -> str:
     """Empty when all kernels of that label compile for the card and use the instruction."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-P", "-m", f"{__package__}.aot", str(capability), "--only", label]
-    try:
-        run = subprocess.run(command, capture_output=True, text=True, env=env, timeout=TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        return f"the compiler took more than {TIMEOUT_S:.0f} s"
+    run = subprocess.run(command, capture_output=True, text=True, env=env, timeout=TIMEOUT_S)
     if run.returncode:
         return f"the compiler failed: {run.stderr.strip().splitlines()[-1] if run.stderr.strip() else run.returncode}"
     rows = [json.loads(line) for line in run.stdout.splitlines()]

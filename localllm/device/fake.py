@@ -167,7 +167,11 @@ _HOSTS: dict[str, dict[str, Any]] = {
     },
     "gb10": {
         "ptxas": "12.8",
-        "variables": {"TRITON_PTXAS_PATH": "/usr/local/cuda-12.8/bin/ptxas"},
+        "ptxas_variable": "TRITON_PTXAS_BLACKWELL_PATH",
+        "variables": {
+            "TRITON_PTXAS_PATH": "/usr/local/cuda-12.8/bin/ptxas",
+            "TRITON_PTXAS_BLACKWELL_PATH": "/usr/local/cuda-12.8/bin/ptxas",
+        },
         "packages": _PACKAGES | {"vllm": "0.24.0"},
     },
     "h100": {

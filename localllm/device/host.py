@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 import sys
 import sysconfig
 import threading
@@ -22,6 +21,7 @@ from urllib.parse import urlsplit
 
 from localllm.testing import only_in_tests
 
+from .assembler import Assembler, assembler
 from .disk import DiskFacts, disk_facts
 
 PACKAGES = (
@@ -69,7 +69,9 @@ class HostFacts:
     toolkit: str = ""
     """version of the CUDA toolkit that nvcc belongs to, nothing without one"""
     ptxas: str = ""
-    """newest version of the assembler that Triton brings or TRITON_PTXAS_PATH names; nothing when not known"""
+    """version of the assembler that Triton runs for the newest card; nothing when not known"""
+    ptxas_variable: str = ""
+    """the variable that names it, instead of the one that Triton brings"""
     python: str = ""
     prefix: str = ""
     headers: str = ""
@@ -101,13 +103,15 @@ class HostFacts:
     """variables of CUDA, NCCL, Triton and other engines; secrets are left out"""
 
 
-def host(models: Path, hub_url: str = "", port: int = 8000, *, gpu: bool = False, root: Path = Path("/")) -> HostFacts:
+def host(
+    models: Path, hub_url: str = "", port: int = 8000, *, capability: int = 0, root: Path = Path("/")
+) -> HostFacts:
     """What surrounds this process.
 
     models   the folder that models are kept in; need not exist yet
     hub_url  to try a connection to, "" not to
     port     the server's port
-    gpu      whether the assembler of GPU kernels is asked for its version
+    capability  of the newest GPU, whose assembler of kernels is asked for its version; 0 without one
 
     Never raises for what cannot be read: it stays empty.
     """
@@ -120,12 +124,14 @@ def host(models: Path, hub_url: str = "", port: int = 8000, *, gpu: bool = False
     trying = threading.Thread(target=lambda: tried.append(connect(hub_url)), daemon=True) if hub_url else None
     if trying:
         trying.start()
+    ptxas = assembler(capability) if capability else Assembler()
     facts = {
         "packages": _packages(),
         "programs": {name: path for name in PROGRAMS if (path := shutil.which(name))},
         "conflicts": _conflicts(),
         "toolkit": _toolkit(),
-        "ptxas": _ptxas() if gpu else "",
+        "ptxas": ptxas.version,
+        "ptxas_variable": ptxas.variable,
         "python": sys.version.split()[0],
         "prefix": sys.prefix,
         "headers": _headers(),
@@ -206,29 +212,6 @@ def _toolkit() -> str:
         if named and folder.exists():
             return named[1]
     return ""
-
-
-def _ptxas() -> str:
-    """The newest of Triton's assemblers, or the one that TRITON_PTXAS_PATH names."""
-    import importlib.util
-
-    named = os.environ.get("TRITON_PTXAS_PATH")
-    if named:
-        return _ptxas_version(Path(named))
-    spec = importlib.util.find_spec("triton")
-    if spec is None or not spec.submodule_search_locations:
-        return ""
-    folder = Path(spec.submodule_search_locations[0]) / "backends/nvidia/bin"
-    return max((_ptxas_version(path) for path in folder.glob("ptxas*")), key=version_key, default="")
-
-
-def _ptxas_version(path: Path) -> str:
-    try:
-        run = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=2, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    found = re.search(r"release (\d+\.\d+)", run.stdout)
-    return found[1] if found else ""
 
 
 def version_key(text: str) -> tuple[int, ...]:

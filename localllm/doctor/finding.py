@@ -47,12 +47,12 @@ class Survey:
 
     def _read(self) -> None:
         try:
-            self._host = read_host(bool(self.machine.gpus))
+            self._host = read_host(max((gpu.capability for gpu in self.machine.gpus), default=0))
         except BaseException as error:  # it is raised where the facts are needed
             self._error = error
 
 
-def read_host(gpu: bool) -> HostFacts:
+def read_host(capability: int) -> HostFacts:
     """The surroundings of this process, its hub and its port."""
     from localllm import hub
     from localllm.config import load_config
@@ -69,7 +69,7 @@ def read_host(gpu: bool) -> HostFacts:
         address = "" if offline else proxy() or hub.endpoint()
     except ConfigError:  # `hf.endpoint` says so
         address = ""
-    return host(hub_dir(), address, port, gpu=gpu)
+    return host(hub_dir(), address, port, capability=capability)
 
 
 def proxy() -> str:

@@ -68,12 +68,13 @@ def triton_ptxas(survey: Survey) -> Check:
     if newest < 75 or not has:
         return found("triton.ptxas", SOFTWARE, "skip", "no GPU" if newest < 75 else "its version is not known")
     least = min_cuda(newest)
-    named = survey.host.variables.get("TRITON_PTXAS_PATH", "")
+    variable = survey.host.ptxas_variable
+    named = survey.host.variables.get(variable, "") if variable else ""
     data: dict[str, Any] = {"version": has, "least": least, "path": named or None}
-    where = " (TRITON_PTXAS_PATH)" if named else ""
+    where = f" ({variable})" if variable else ""
     if version_key(has) < version_key(least):
         title = f"{has}{where} does not know {sm(newest)}: {least} does"
-        fix = "unset TRITON_PTXAS_PATH" if named else "pip install --upgrade triton"
+        fix = f"unset {variable}" if variable else "pip install --upgrade triton"
         return found("triton.ptxas", SOFTWARE, "fail", title, "what Triton brings is used then", fix, **data)
     return found("triton.ptxas", SOFTWARE, "ok", f"{has}{where} knows {sm(newest)}", **data)
 

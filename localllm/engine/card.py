@@ -8,6 +8,9 @@ from collections.abc import Iterable
 import torch
 
 from localllm.device import GpuFacts
+from localllm.device.assembler import BLACKWELL, assembler
+from localllm.device.gpu_table import min_cuda
+from localllm.device.host import version_key
 from localllm.errors import DeviceError
 from localllm.kernels.cpu.build import name_compiler
 
@@ -42,6 +45,20 @@ def check_card(device: str, card: GpuFacts) -> None:
             f"only for {', '.join(built)}",
             f"install a torch built for it: pip install -U torch; or {fix}",
         )
+
+
+def check_assembler(capability: int) -> None:
+    """Raise DeviceError where Triton's assembler does not know the card: the process would end, past all handlers."""
+    if capability < BLACKWELL:
+        return
+    found, least = assembler(capability), min_cuda(capability)
+    if not found.version or version_key(found.version) >= version_key(least):
+        return
+    raise DeviceError(
+        f"Triton's assembler {found.path} is of CUDA {found.version}, "
+        f"which has no code for sm_{capability}: {least} has",
+        f"unset {found.variable}" if found.variable else "pip install --upgrade triton",
+    )
 
 
 def runs_code_of(built: Iterable[str], capability: int) -> bool:

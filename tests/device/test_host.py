@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from localllm.device import host as host_module
+from localllm.device.assembler import assembler
 from localllm.device.disk import disk_facts, existing
 from localllm.device.fake import MACHINES
 from localllm.device.host import connect, host, version_key
 from localllm.device.imagined import imagined
-from localllm.errors import ConfigError
+from localllm.errors import ConfigError, DeviceError
 
 GIB = 1 << 30
 
@@ -78,12 +79,36 @@ def test_the_assembler_that_a_variable_names(tmp_path: Path, monkeypatch: pytest
     script = tmp_path / "ptxas"
     script.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.4, V12.4.99'\n")
     script.chmod(0o755)
-    monkeypatch.setenv("TRITON_PTXAS_PATH", str(script))
-    assert host_module._ptxas() == "12.4"
-    monkeypatch.setenv("TRITON_PTXAS_PATH", str(tmp_path / "none"))
-    assert host_module._ptxas() == ""
-    monkeypatch.delenv("TRITON_PTXAS_PATH")
-    assert version_key(host_module._ptxas()) >= (12, 8), "what Triton brings"
+    for variable, capability, other in (
+        ("TRITON_PTXAS_PATH", 89, 121),
+        ("TRITON_PTXAS_BLACKWELL_PATH", 121, 89),
+    ):
+        monkeypatch.setenv(variable, str(script))
+        assert assembler(capability) == (script, variable, "12.4")
+        assert version_key(assembler(other).version) >= (12, 8), "the other one is still Triton's own"
+        monkeypatch.setenv(variable, str(tmp_path / "none"))
+        assert assembler(capability).version == ""
+        monkeypatch.delenv(variable)
+        found = assembler(capability)
+        assert version_key(found.version) >= (12, 8) and found.variable == "", "what Triton brings"
+
+
+def test_an_assembler_that_does_not_know_the_card_is_refused_at_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would end the process, with a line about PTX versions."""
+    from localllm.engine.card import check_assembler
+
+    script = tmp_path / "ptxas"
+    script.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.8, V12.8.99'\n")
+    script.chmod(0o755)
+    check_assembler(121)
+    monkeypatch.setenv("TRITON_PTXAS_BLACKWELL_PATH", str(script))
+    with pytest.raises(DeviceError, match=r"is of CUDA 12\.8, which has no code for sm_121: 12\.9 has") as refused:
+        check_assembler(121)
+    assert refused.value.hint == "unset TRITON_PTXAS_BLACKWELL_PATH"
+    check_assembler(120)
+    check_assembler(90)
 
 
 def test_conflicts_between_packages(monkeypatch: pytest.MonkeyPatch) -> None:

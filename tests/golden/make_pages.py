@@ -6,6 +6,7 @@ Look at the difference before you keep it: a page says what a person should agre
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,12 +19,14 @@ PLANS = ("rtx4090", "rtx5090", "cpu")
 
 @contextmanager
 def plain_home() -> Iterator[None]:
-    """A user with nothing of his own: no models, no settings, no tokens; a package manager, and no root."""
+    """A user with nothing of his own: no models, no settings, no tokens; a package manager, no root, a large disk."""
+    usage = shutil.disk_usage(FOLDER)._replace(free=10**12)
     kept = {n: v for n, v in os.environ.items() if not n.startswith(("LOCALLLM_", "HF_", "XDG_", "HUGGING_FACE_"))}
     kept = {n: v for n, v in kept.items() if n.lower() not in ("http_proxy", "https_proxy", "all_proxy", "no_proxy")}
     with (
         tempfile.TemporaryDirectory() as home,
         mock.patch.dict(os.environ, kept | {"HOME": home, "LOCALLLM_TESTING": "1", "COLUMNS": "100"}, clear=True),
+        mock.patch("shutil.disk_usage", lambda path: usage),
         mock.patch("localllm.doctor.software.install", lambda apt, *_: f"sudo apt-get install -y {apt}"),
     ):
         yield
