@@ -432,6 +432,12 @@ def soaked(*given):
     return asyncio.run(soak(*given))
 
 
+async def all_threads(service):
+    """Both pools of threads as large as they get."""
+    waits = [asyncio.to_thread(time.sleep, 0.05) for _ in range(40)]
+    await asyncio.gather(*waits, *[service.in_thread(lambda: time.sleep(0.05)) for _ in range(8)])
+
+
 @pytest.mark.parametrize("seconds", [2, pytest.param(600, marks=pytest.mark.slow)])
 def test_rel_01_soak(roomy_residents, roomy_llm, seconds, monkeypatch):
     """Sixteen clients, everything mixed: no error, no wrong answer, nothing left behind."""
@@ -446,6 +452,7 @@ def test_rel_01_soak(roomy_residents, roomy_llm, seconds, monkeypatch):
             sent = random_request(draw) | {"temperature": 0}
             known.append((sent, plain(httpx.post(live.url + CHAT, json=sent).json())))
         clients.submit(soaked, live.url, min(seconds / 3, 60), 16, known).result()  # warm
+        asyncio.run_coroutine_threadsafe(all_threads(live.service), live.loop).result()
         process = psutil.Process()
         before = (anonymous_bytes(), process.num_fds(), process.num_threads())
         counts = clients.submit(soaked, live.url, seconds, 16, known).result()
