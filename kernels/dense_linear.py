@@ -198,7 +198,14 @@ def _fits_bfloat16(facts: LinearFacts) -> str | None:
 
 
 def _fits_whole(facts: LinearFacts) -> str | None:
-    return "sums in an order that depends on the batch" if facts.deterministic else None
+    return "sums in an order that depends on the batch" if facts.deterministic else _fits_float32(facts)
+
+
+def _fits_float32(facts: LinearFacts) -> str | None:
+    """On a card the plan counts the stored bytes: what stands in for a kernel may not take eight times as many."""
+    if facts.device != "cpu" and (facts.dtype != "float32" or facts.form != "dense"):
+        return "a float32 copy of the weights is not in the plan of a card"
+    return None
 
 
 def _twin_run(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
@@ -221,6 +228,6 @@ def _twin_run(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
 
 
 DENSE_BF16 = Impl("torch_dense_bf16", _fits_bfloat16, _prepare_bfloat16, _run_tiled, _unpack, _nbytes)
-DENSE_TILED = Impl("torch_dense_tiled", lambda _facts: None, _prepare_float32, _run_tiled, _unpack, _nbytes)
+DENSE_TILED = Impl("torch_dense_tiled", _fits_float32, _prepare_float32, _run_tiled, _unpack, _nbytes)
 DENSE = Impl("torch_dense", _fits_whole, _prepare_float32, _run_whole, _unpack, _nbytes)
 TWIN = Impl("torch_dequant", lambda _facts: None, lambda w: w, _twin_run, dequantize, lambda w: w.nbytes)

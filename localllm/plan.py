@@ -394,7 +394,12 @@ def _warnings(facts: ModelFacts, machine: MachineFacts, made: Plan, gpu: GpuFact
         if held > gpu.total_bytes // 10:
             names = ", ".join(f"{p.name or 'a process'} ({p.pid})" for p in gpu.processes[:3])
             yield f"{gpu.name} is in use: {names} hold {held / GIB:.1f} GiB of it"
-    elif made.weight_bytes > 1.5 * facts.weight_bytes + facts.vocab_size * facts.hidden_size * 4:
+    if not made.quant and facts.decoded_bytes > facts.weight_bytes // 2:
+        more = f"{(facts.weight_bytes + facts.decoded_bytes) / GIB:.1f} GiB instead of {facts.weight_bytes / GIB:.1f}"
+        yield f"{facts.stored_format} is decoded to bfloat16 while loading: {more}; Q2_K and larger stay as they are"
+    if gpu is None and made.weight_bytes > 1.5 * (facts.weight_bytes + facts.decoded_bytes) + (
+        facts.vocab_size * facts.hidden_size * 4
+    ):
         yield "no C compiler: weights are kept as float32, slower and larger; install gcc (`localllm doctor`)"
     if made.device == "cpu" and machine.cpu.isa == "generic":
         yield f"{machine.cpu.name or 'this CPU'} has neither AVX2 nor NEON: expect a few tokens per second"

@@ -75,27 +75,27 @@ def weights_in_use(facts: ModelFacts, device: str, dtype: str, has_compiler: boo
 
     quant   what linear layers become while loading (a key of TARGET_BYTES); "" keeps them as they are stored
 
-    Our kernels, in C and in Triton, keep the stored bits, and look rows of a tied embedding up in the head. Without a
-    compiler for the C ones, quantised weights are multiplied as float32 beside the stored table; int4 goes through
-    torch's own product.
+    Our kernels, in C and in Triton, keep the stored bits, and look rows of a tied embedding up in the head; so does
+    what takes their place on a card. Without a compiler for the C ones, quantised weights are multiplied as float32
+    beside the stored table; int4 goes through torch's own product.
     """
     table = facts.vocab_size * facts.hidden_size
     per_value = facts.weight_bytes / max(1, facts.num_params)
     table_bytes = int(table * (max(per_value, QUANTISED_EMBEDDING) if per_value < 1.6 else per_value))
     tables = 1 if facts.tied_embeddings else 2
     inner = facts.num_params - table * tables
-    if quant:
+    if quant and (device != "cpu" or has_compiler):
         layers = facts.num_layers * sum(n * k for n, k in linear_shapes(facts).values())
         held = facts.weight_bytes - int(layers * per_value) + int(layers * TARGET_BYTES[quant])
         return held, held - (0 if facts.tied_embeddings else table_bytes)
     if device != "cpu" or has_compiler:
-        held = facts.weight_bytes
+        held = facts.weight_bytes + facts.decoded_bytes
         if device != "cpu" and DENSE_FORMATS.get(facts.stored_format) == 4 and dtype != "float32":
             held, table_bytes = held // 2, table_bytes // 2
         return held, held - (0 if facts.tied_embeddings else table_bytes)
-    if facts.stored_format == "bf16" and dtype == "bfloat16":
+    if not quant and facts.stored_format == "bf16" and dtype == "bfloat16":
         held = facts.weight_bytes + (table_bytes if facts.tied_embeddings else 0)
-    elif facts.stored_format.startswith(INT4_FORMATS):
+    elif (quant or facts.stored_format).startswith((*INT4_FORMATS, "int4")):
         held = int(inner * 0.75) + table * 4 + table_bytes
     else:
         held = (inner + table) * 4 + table_bytes

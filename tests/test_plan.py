@@ -270,6 +270,19 @@ def test_weights_without_a_compiler_are_larger() -> None:
     assert not plan(other, MACHINES["cpu"]).warnings
 
 
+def test_what_becomes_larger_while_loading_is_planned_for() -> None:
+    """Codebooks become bfloat16; without a compiler int8 made while loading is float32 as well."""
+    facts = replace(model(**SMALL), stored_format="IQ2_XXS", weight_bytes=40 * MIB, decoded_bytes=220 * MIB)
+    for device in ("cpu", "cuda"):
+        assert weights_in_use(facts, device, "float32", True)[0] == 260 * MIB
+    warning = " ".join(plan(facts, MACHINES["cpu"]).warnings)
+    assert "IQ2_XXS is decoded to bfloat16 while loading: 0.3 GiB instead of 0.0" in warning
+    dense = replace(model(**SMALL), stored_format="bf16", weight_bytes=270 * MIB)
+    bare = weights_in_use(dense, "cpu", "float32", False, "int8")[0]
+    assert bare > 500 * MIB and weights_in_use(dense, "cpu", "float32", True, "int8")[0] < 200 * MIB
+    assert weights_in_use(dense, "cpu", "float32", False, "int4")[0] < 300 * MIB  # torch's int4 product
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

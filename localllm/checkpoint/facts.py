@@ -94,6 +94,8 @@ class ModelFacts:
     num_params: int = 0
     weight_bytes: int = 0
     """Stored bytes of the text model's tensors."""
+    decoded_bytes: int = 0
+    """What those of them take on top that are decoded to bfloat16 while loading."""
 
 
 def linear_shapes(facts: ModelFacts) -> dict[str, tuple[int, int]]:

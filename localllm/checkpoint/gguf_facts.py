@@ -14,7 +14,7 @@ from localllm.errors import UnsupportedModel
 
 from .facts import RUNNABLE, ModelFacts, RopeFacts
 from .gguf_file import StringArray
-from .gguf_types import FILE_TYPES
+from .gguf_types import DECODED_TYPES, FILE_TYPES
 from .limits import MAX_CONTEXT, MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_LAYERS, MAX_VOCAB, Fields, check_heads
 from .mapped_file import bad, shown
 from .tensor_info import TensorInfo
@@ -103,6 +103,7 @@ def gguf_facts(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Te
         licence=general.text("general.license")[:200],
         stored_format=_stored_format(metadata, tensors),
         weight_bytes=sum(info.nbytes for info in tensors.values()),
+        decoded_bytes=sum(2 * math.prod(t.shape) - t.nbytes for t in tensors.values() if t.dtype in DECODED_TYPES),
     )
 
 

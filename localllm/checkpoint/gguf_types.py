@@ -86,6 +86,9 @@ VALUE_NAMES = {
     12: "f64",
 }
 
+DECODED_TYPES = frozenset(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"))
+"""blocks of codebooks, which no kernel multiplies: they become bfloat16 while loading"""
+
 FILE_TYPES = {
     # general.file_type -> the label people know
     0: "F32",

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from localllm.kernels import Impl, LinearFacts, Weight, choose
+from localllm.kernels import Impl, LinearFacts, Weight, choose, linear_impls
 from localllm.kernels.dense_linear import TWIN, _next_tile
 from localllm.kernels.dequant import dequantize, dequantize_rows
 from localllm.kernels.gguf_blocks import BLOCK_TYPES
@@ -251,3 +251,14 @@ def test_unknown_forms_and_blocks_are_refused() -> None:
         dequantize(Weight("int5", (2, 2), torch.zeros(2, 2)))
     with pytest.raises(ValueError, match="no decoder for GGUF block type Q9"):
         dequantize(Weight("gguf", (2, 2), torch.zeros(2, 2, dtype=torch.uint8), block_type="Q9"))
+
+
+@pytest.mark.parametrize("form", ["int4g", "int8", "fp8", "fp4g16", "gguf"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_on_a_card_what_stands_in_for_a_kernel_keeps_the_stored_bits(form: str, deterministic: bool) -> None:
+    """The plan counts them; a float32 copy would be eight times as large."""
+    facts = LinearFacts(form, (64, 64), 32, "Q4_K", "cuda", 90, "bfloat16", deterministic=deterministic)
+    chosen = choose(linear_impls(), facts, frozenset(impl.name for impl in linear_impls() if "triton" in impl.name))
+    assert chosen.impl.name == "torch_dequant"
+    dense = LinearFacts("dense", (64, 64), 0, "", "cuda", 90, "bfloat16", deterministic=deterministic)
+    assert choose(linear_impls(), dense, frozenset({"triton", "triton_invariant"})).impl.name == "torch_dense_bf16"
