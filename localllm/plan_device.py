@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from localllm.device.gpu_table import min_cuda, min_driver
+from localllm.device.gpu_table import min_driver, min_torch_cuda
 from localllm.errors import ConfigError, DeviceError
 from localllm.plan_terms import GIB
 
@@ -56,10 +56,10 @@ def unusable(machine: MachineFacts, gpu: GpuFacts) -> str:
         return f"{gpu.name} has compute capability {gpu.capability / 10:.1f}, 7.5 is needed"
     if not machine.torch_cuda:
         return f"torch {machine.torch_version} was built without CUDA, so {gpu.name} stays unused"
-    if _version(machine.torch_cuda) < _version(min_cuda(gpu.capability)):
+    if _version(machine.torch_cuda) < _version(min_torch_cuda(gpu.capability)):
         return (
             f"torch {machine.torch_version} is built with CUDA {machine.torch_cuda}, which has no code for {gpu.name}"
-            f" (sm_{gpu.capability}): CUDA {min_cuda(gpu.capability)} or later is needed"
+            f" (sm_{gpu.capability}): CUDA {min_torch_cuda(gpu.capability)} or later is needed"
         )
     if machine.driver and _version(machine.driver)[0] < min_driver(gpu.capability):
         return f"driver {machine.driver} is too old for {gpu.name}: {min_driver(gpu.capability)} or later is needed"

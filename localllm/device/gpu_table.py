@@ -163,6 +163,11 @@ def min_cuda(capability: int) -> str:
     return next((cuda for least, cuda in MIN_CUDA if capability >= least), "")
 
 
+def min_torch_cuda(capability: int) -> str:
+    """The oldest CUDA that a torch may be built with for such a card: code for sm_120 runs on sm_121, too."""
+    return min_cuda(120 if capability == 121 else capability)
+
+
 def shared_bytes(capability: int) -> int:
     """The most shared memory a block may have; 0 below 7.5."""
     return next((size for least, size in SHARED_BYTES if capability >= least), 0)

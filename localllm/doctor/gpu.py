@@ -10,7 +10,7 @@ from localllm.device import GpuFacts
 from localllm.device.gpu_table import min_driver, table_row
 from localllm.request import Check
 
-from .finding import HARDWARE, CheckFunction, Survey, found, size, sm
+from .finding import HARDWARE, CheckFunction, Status, Survey, found, size, sm
 
 NO_GPU = "no NVIDIA driver: the CPU computes"
 HOT_C = 85
@@ -81,19 +81,23 @@ def gpu_arch(survey: Survey) -> Check:
     gpus = survey.machine.gpus
     if not gpus:
         return found("gpu.arch", HARDWARE, "skip", NO_GPU)
-    worst = min(gpus, key=lambda gpu: gpu.capability)
-    if worst.capability < 75:
-        title = f"{worst.name} has compute capability {worst.capability / 10:.1f}, 7.5 is needed"
+    old = [gpu for gpu in gpus if gpu.capability < 75]
+    title = ", ".join(f"{gpu.name} has compute capability {gpu.capability / 10:.1f}" for gpu in old)
+    title += ", 7.5 is needed" if old else ""
+    if len(old) == len(gpus):
         return found("gpu.arch", HARDWARE, "fail", title, fix="localllm chat --device cpu")
+    worst = min((gpu for gpu in gpus if gpu not in old), key=lambda gpu: gpu.capability)
     formats = [
         "fp16",
         *(n for n, has in (("bf16", worst.has_bf16), ("fp8", worst.has_fp8), ("fp4", worst.has_fp4)) if has),
     ]
-    title = f"{sm(worst.capability)} computes in {', '.join(formats)}"
+    title = f"{sm(worst.capability)} computes in {', '.join(formats)}" + (f"; {title}" if old else "")
     lacks = [n for n in ("bf16", "fp8", "fp4") if n not in formats]
     wide = "bf16" if worst.has_bf16 else "fp16"
     detail = f"weights in {' and '.join(lacks)} run too, computed in {wide}" if lacks else ""
-    return found("gpu.arch", HARDWARE, "ok", title, detail, capability=worst.capability)
+    status: Status = "warn" if old else "ok"
+    fix = f"localllm chat --device cuda:{gpus.index(worst)}" if old else ""
+    return found("gpu.arch", HARDWARE, status, title, detail, fix, capability=worst.capability)
 
 
 def gpu_memory(survey: Survey) -> Check:
@@ -105,8 +109,11 @@ def gpu_memory(survey: Survey) -> Check:
     held = sum(gpu.total_bytes - gpu.free_bytes for gpu in gpus if not gpu.unified)
     total = sum(gpu.total_bytes for gpu in gpus)
     names = ", ".join(f"{p.name or 'process'} {p.pid} ({size(p.used_bytes)})" for p in others[:3] if p.used_bytes)
-    if held > total // 5:
-        title = f"{size(held)} of {size(total)} are taken"
+    full = [g for g in gpus if not g.unified and g.total_bytes - g.free_bytes > g.total_bytes // 5]
+    if full:  # card by card: a free one says nothing of the one beside it
+        of_full = sum(gpu.total_bytes - gpu.free_bytes for gpu in full), sum(gpu.total_bytes for gpu in full)
+        where = f" of {', '.join(gpu.name for gpu in full)}" if len(gpus) > 1 else ""
+        title = f"{size(of_full[0])} of {size(of_full[1])}{where} are taken"
         return found("gpu.mem", HARDWARE, "warn", title, names, "nvidia-smi", held_bytes=held)
     if all(gpu.unified for gpu in gpus):
         title = f"{size(total)} of the machine's memory are free; the operating system needs some of it"

@@ -13,6 +13,7 @@ from typing import Any
 
 from localllm.device import MachineFacts
 from localllm.errors import ConfigError
+from localllm.plan_device import chosen_device
 
 PARTS = 6
 """pieces a card's table is compiled in, so that there is something to tell meanwhile"""
@@ -20,14 +21,15 @@ FORMS = ("dense", "int4g", "int8", "fp4g16", "fp4g32", "fp8", "fp8mx", "gguf Q5_
 
 
 def wanted_capability(text: str | None, machine: MachineFacts) -> int:
-    """90 for "sm_90", "90" or "9.0"; nothing named: this machine's card, or 0 for the CPU.
+    """90 for "sm_90", "90" or "9.0"; nothing named: the card that would be taken here, or 0 for the CPU.
 
     Raises ConfigError for a card that no kernel is made for.
     """
     from localllm.kernels.triton.aot_spec import CAPABILITIES
 
     if text is None:
-        return machine.gpus[0].capability if machine.gpus else 0
+        card = chosen_device(machine, "auto")[1] or next(iter(machine.gpus), None)
+        return card.capability if card is not None else 0
     if text == "cpu":
         return 0
     found = re.fullmatch(r"(?:sm_?)?(\d{1,2})\.?(\d)", text)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from localllm.device.gpu_table import min_cuda
+from localllm.device.gpu_table import min_cuda, min_torch_cuda
 from localllm.device.host import version_key
 from localllm.request import Check
 
-from .finding import GIB, SOFTWARE, CheckFunction, Survey, found, install, size, sm
+from .finding import GIB, SOFTWARE, CheckFunction, Status, Survey, found, install, size, sm
 from .gpu import torch_for
 
 LEAST_TORCH = (2, 11)
@@ -43,11 +43,15 @@ def torch_cuda(survey: Survey) -> Check:
     if not machine.torch_cuda:
         title = f"torch {machine.torch_version} is a CPU build: the GPU stays unused"
         return found("torch.cuda", SOFTWARE, "warn", title, fix=torch_for(survey))
-    newest = max(gpu.capability for gpu in machine.gpus)
-    least = min_cuda(newest) if newest != 121 else min_cuda(120)  # sm_120 code runs on sm_121
+    runnable = [gpu.capability for gpu in machine.gpus if gpu.capability >= 75]
+    newest = max(runnable, default=max(gpu.capability for gpu in machine.gpus))
+    least = min_torch_cuda(newest)
     if version_key(machine.torch_cuda) < version_key(least):
         title = f"torch {machine.torch_version} holds no code for {sm(newest)}: builds for CUDA {least} and newer do"
-        return found("torch.cuda", SOFTWARE, "fail", title, "", torch_for(survey), cuda=machine.torch_cuda)
+        held = [n for n in runnable if version_key(machine.torch_cuda) >= version_key(min_torch_cuda(n))]
+        status: Status = "warn" if held else "fail"  # another card runs with it
+        detail = f"{sm(max(held))} runs" if held else ""
+        return found("torch.cuda", SOFTWARE, status, title, detail, torch_for(survey), cuda=machine.torch_cuda)
     return found("torch.cuda", SOFTWARE, "ok", f"CUDA {machine.torch_cuda}, {sm(newest)}", cuda=machine.torch_cuda)
 
 

@@ -18,7 +18,9 @@ from localllm.device.disk import DiskFacts
 from localllm.device.fake import GIB, MACHINES, fake_host
 from localllm.device.host import HostFacts
 from localllm.doctor import CHECKS, GROUP_OF, Survey, document, run_checks, summary, verdict, wanted
+from localllm.doctor.kernel_table import wanted_capability
 from localllm.errors import ConfigError
+from localllm.plan_device import unusable
 from localllm.request import Check
 
 CPU, RTX = MACHINES["cpu"], MACHINES["rtx4090"]
@@ -185,6 +187,39 @@ def test_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert one("term").status == "ok"
     monkeypatch.setenv("COLUMNS", "40")
     assert one("term.size").status == "warn"
+
+
+def cards(*names: str, **machine: object) -> Survey:
+    found = tuple(MACHINES[name].gpus[0] for name in names)
+    return Survey(replace(MACHINES["rtx4090"], gpus=found, **machine), fake_host("rtx4090"))  # type: ignore[arg-type]
+
+
+def test_two_cards_are_judged_one_by_one() -> None:
+    """What is wrong with one says nothing of the other, which is the one that runs."""
+    both = cards("rtx4090", "rtx5090")
+    old = replace(both.machine.gpus[1], name="GTX 1060", capability=61)
+    survey = Survey(replace(both.machine, gpus=(old, both.machine.gpus[0])), both.host)
+    check = one("gpu.arch", survey.machine)
+    assert (check.status, "sm_89" in check.title) == ("warn", True)
+    assert "GTX 1060 has compute capability 6.1, 7.5 is needed" in check.title
+    assert wanted_capability(None, survey.machine) == 89
+    alone = Survey(replace(both.machine, gpus=(old,)), both.host)
+    assert one("gpu.arch", alone.machine).status == "fail"
+    older = cards("rtx4090", "rtx5090", torch_cuda="12.6")
+    check = one("torch.cuda", older.machine)
+    assert check.status == "warn" and "sm_120" in check.title and check.detail == "sm_89 runs"
+    assert one("torch.cuda", cards("rtx5090", torch_cuda="12.6").machine).status == "fail"
+    full = replace(both.machine.gpus[0], name="T4", total_bytes=16 << 30, free_bytes=1 << 30)
+    large = replace(both.machine.gpus[1], total_bytes=96 << 30, free_bytes=95 << 30)
+    check = one("gpu.mem", replace(both.machine, gpus=(full, large)))
+    assert check.status == "warn" and "of T4 are taken" in check.title
+
+
+def test_code_for_sm_120_is_enough_for_sm_121() -> None:
+    """Doctor and the plan say the same of it."""
+    machine = replace(MACHINES["gb10"], torch_cuda="12.8", driver_cuda="13.0")
+    assert one("torch.cuda", machine).status == "ok"
+    assert unusable(machine, machine.gpus[0]) == ""
 
 
 @pytest.mark.parametrize(
