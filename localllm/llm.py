@@ -130,6 +130,7 @@ class LLM:
             raise self.plan.error(self.name)
         self.weight_format = self.plan.quant or self.facts.stored_format
         """as stored, or what the linear layers became while loading"""
+        self._doubt = self._checkpoint.doubt
         self._activations = "" if activations == "auto" else activations
         self._template: ChatTemplate | None = None
         self._engine: Engine | None = None
@@ -650,7 +651,7 @@ class LLM:
             decode_tps=plan.decode_tps,
             has_chat_template=self.has_chat_template,
             times_kernels=self._boot.is_tuning,
-            warnings=(*self.plan.warnings, *self._boot.warnings),
+            warnings=(*self.plan.warnings, *((self._doubt,) if self._doubt else ()), *self._boot.warnings),
         )
 
     def tune(self, seconds: float, told: Callable[[Any], None] = lambda one: None) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import sys
 import threading
 import warnings
@@ -262,3 +263,40 @@ def test_the_sample_text_is_two_texts() -> None:
     measured, calibrated = sample_text("evaluation"), sample_text("calibration")
     assert min(len(measured), len(calibrated)) > 6000
     assert not set(measured.split("\n\n")) & set(calibrated.split("\n\n"))
+
+
+def test_doctor_and_the_load_name_what_is_wrong_with_a_checkpoint(source: Path, tmp_path: Path) -> None:
+    """A scale that is no number, and a configuration that the tensors contradict."""
+    from safetensors.torch import load_file, save_file
+
+    from localllm.device.fake import MACHINES, fake_host
+    from localllm.doctor import Survey
+    from localllm.doctor.model import model_checks
+    from localllm.hub import Resolved
+
+    def checks(folder: Path) -> dict[str, Any]:
+        survey = Survey(MACHINES["cpu"], fake_host("cpu"))
+        return {check.id: check for check in model_checks(Resolved(str(folder), str(folder), "path", folder), survey)}
+
+    out = tmp_path / "nvfp4"
+    quantize(source, out, Target("nvfp4"))
+    assert checks(out)["model.scales"].status == "ok"
+    file = next(out.glob("*.safetensors"))
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("weight_scale"))
+    tensors[name].view(torch.uint8).view(-1)[3] = 0x7F
+    save_file(tensors, file, metadata={"format": "pt"})
+    found = checks(out)["model.scales"]
+    assert (found.status, found.title) == ("fail", f"{name} holds 1 values that are no numbers") and found.fix
+    with pytest.raises(BadModelFile, match="holds 1 NaN bytes"):
+        LLM(out, ctx=256)
+
+    odd = tmp_path / "odd"
+    shutil.copytree(source, odd)
+    config = json.loads((odd / "config.json").read_text())
+    (odd / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq", "bits": 4}}))
+    found = checks(odd)["model.format"]
+    assert found.status == "warn" and "the configuration says awq, the weights are stored as" in found.detail
+    with LLM(odd, ctx=256) as model:
+        assert any("the configuration says awq" in warning for warning in model.state().warnings)
+    assert checks(source)["model.format"].status == "ok" and "model.scales" not in checks(source)

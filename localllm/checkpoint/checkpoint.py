@@ -72,6 +72,15 @@ class Checkpoint:
         """The model's numbers, checked against limits and tensors. Raises BadModelFile or UnsupportedModel."""
         return checked_facts(self)
 
+    @property
+    def doubt(self) -> str:
+        """Where the configuration contradicts the tensors, which are believed; "" where it does not."""
+        said = self.quantization_config.get("quant_method") or self.quantization_config.get("quant_algo")
+        stored = self.facts.stored_format
+        if not said or stored not in ("bf16", "fp16", "f32"):
+            return ""
+        return f"the configuration says {str(said)[:40]}, the weights are stored as {stored}: they are read as stored"
+
     def close(self) -> None:
         """Unmap the files, as soon as the last view from `read` is gone."""
         for file in self._files.values():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+import numpy as np
 
 from localllm import calibrate, catalog, fit, hub
 from localllm.checkpoint import Checkpoint, ModelFacts, open_checkpoint
 from localllm.checkpoint.mapped_file import label
 from localllm.config import UserConfig
-from localllm.errors import LocalLLMError, UnsupportedModel
+from localllm.errors import REPAIR, LocalLLMError, UnsupportedModel
 from localllm.hub import Resolved
 from localllm.plan import Plan, PlanOptions, plan
 from localllm.request import Check
@@ -43,7 +45,10 @@ def _here(checkpoint: Checkpoint, name: str, survey: Survey, options: PlanOption
     params = f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.0f} M"
     title = f"{facts.architecture} ({source}), {params} parameters, {facts.num_layers} layers"
     yield found("model.arch", MODEL, "ok", title, architecture=facts.architecture)
-    yield found("model.format", MODEL, "ok", facts.stored_format, tensors=len(checkpoint.tensors))
+    doubt, count = checkpoint.doubt, len(checkpoint.tensors)
+    fix = "localllm pull NAME --repair, or correct quantization_config" if doubt else ""
+    yield found("model.format", MODEL, "warn" if doubt else "ok", facts.stored_format, doubt, fix, tensors=count)
+    yield from _scales(checkpoint)
     try:
         tokenizer = load_tokenizer(checkpoint)
     except LocalLLMError as error:
@@ -53,6 +58,34 @@ def _here(checkpoint: Checkpoint, name: str, survey: Survey, options: PlanOption
         yield from _template(tokenizer, name)
     yield _licence(facts.licence, name)
     yield _fit(_plan(facts, survey, options), name)
+
+
+def _scales(checkpoint: Checkpoint) -> Iterator[Check]:
+    """Whether every scale is a number; old exporters of NVFP4 wrote some that are none."""
+    wrong: dict[str, int] = {}
+    read = 0
+    for name, info in checkpoint.tensors.items():
+        if "scale" in name.rpartition(".")[2] and info.dtype in _NO_NUMBER:
+            read += 1
+            bad = int(np.count_nonzero(_NO_NUMBER[info.dtype](checkpoint.read(name))))
+            if bad:
+                wrong[name] = bad
+    if wrong:
+        name, bad = next(iter(wrong.items()))
+        more = f", so do {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        title = f"{name} holds {bad:,} values that are no numbers{more}"
+        yield found("model.scales", MODEL, "fail", title, "loading refuses it", REPAIR, wrong=len(wrong))
+    elif read:
+        yield found("model.scales", MODEL, "ok", f"{read:,} tensors of scales hold numbers only", tensors=read)
+
+
+_NO_NUMBER: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "F8_E4M3": lambda data: (data & 0x7F) == 0x7F,
+    "F16": lambda data: (data.view("<u2") & 0x7C00) == 0x7C00,
+    "BF16": lambda data: (data.view("<u2") & 0x7F80) == 0x7F80,
+    "F32": lambda data: ~np.isfinite(data.view("<f4")),
+}
+"""type of a tensor -> which of its bytes' values are infinite or no number"""
 
 
 def _tokenizer(tokenizer: Tokenizer, facts: ModelFacts) -> Check:
