@@ -11,6 +11,7 @@ The mean hides rare tokens that go wrong; the tail shows them.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -183,8 +184,10 @@ def folder() -> Path:
 
 
 def save(quality: Quality) -> Path:
-    """Keep a result; a newer one of the same model, formats and text replaces it."""
-    name = re.sub(r"[^\w.-]+", "-", f"{quality.model}_{quality.weights}_{quality.kv}_{quality.text}")[:180]
+    """Keep a result; a newer one of the same model, formats, text and reference replaces it."""
+    parts = (quality.model, quality.weights, quality.kv, quality.text, quality.reference)
+    against = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]
+    name = re.sub(r"[^\w.-]+", "-", "_".join(parts[:4]))[:170] + f"_{against}"
     path = folder() / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".part")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import time
 import weakref
@@ -196,6 +197,13 @@ def test_what_the_quality_meter_measured_reaches_the_plan(empty_home: Path) -> N
     (evaluate.folder() / "broken.json").write_text("{")
     assert kl_by_kv("/models/m") == {"fp8": 0.012, "int8": 0.0004}
     assert kl_by_kv("/models/none") == {}
+    for number, other in enumerate(({"weights": "int4"}, {"text": "notes"}, {"reference": "r2"})):
+        file = evaluate.save(replace(row, kv="int8", kl_mean=0.9, **other))  # type: ignore[arg-type]
+        os.utime(file, (1e9 + number, 1e9 + number))  # older, and not measured alike
+    assert kl_by_kv("/models/m") == {"fp8": 0.012, "int8": 0.0004}
+    newer = evaluate.save(replace(row, kv="int8", kl_mean=0.9, weights="int4"))
+    os.utime(newer, (4e9, 4e9))
+    assert kl_by_kv("/models/m") == {"int8": 0.9}, "what bf16 weights cost says nothing of int4's"
 
 
 def test_kernels_in_words() -> None:

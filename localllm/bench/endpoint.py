@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator
@@ -70,11 +71,14 @@ class Endpoint:
                 if error.response.status_code not in (400, 422) or unknown is None:
                     raise self._failed(f"status {error.response.status_code}") from error
                 self._left_out.add(unknown)
-            except (httpx.HTTPError, ValueError, KeyError) as error:
+            except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise self._failed(f"{type(error).__name__}: {error}") from error
 
     def peak_rss_bytes(self) -> int:
-        """The most memory its process ever had, where it runs on this machine and may be looked at; else 0."""
+        """The most memory its process and the processes it began ever had, each; 0 where they are not to be seen.
+
+        Some servers are a front, and what computes is a child.
+        """
         import psutil
 
         address = urlsplit(self.base)
@@ -85,8 +89,20 @@ class Endpoint:
             sockets = psutil.net_connections(kind="tcp")
         except psutil.Error:
             return 0
-        listening = (s.pid for s in sockets if s.status == psutil.CONN_LISTEN and s.laddr.port == port and s.pid)
-        return max((peak_rss_bytes(pid) for pid in listening), default=0)
+        listening = {s.pid for s in sockets if s.status == psutil.CONN_LISTEN and s.laddr.port == port and s.pid}
+        family = set(listening)
+        for pid in listening:
+            with contextlib.suppress(psutil.Error):
+                family |= {child.pid for child in psutil.Process(pid).children(recursive=True)}
+        return sum(peak_rss_bytes(pid) for pid in family)
+
+    def versions(self) -> dict[str, str]:
+        """What the server says of its version; {} where it says nothing."""
+        try:
+            said = self._client.get(f"{self.base}/version", timeout=2).json().get("version")
+        except (httpx.HTTPError, ValueError, AttributeError):
+            return {}
+        return {"version": str(said)[:80]} if said else {}
 
     def _failed(self, why: str) -> LocalLLMError:
         return LocalLLMError(f"{self.base}: a completion failed ({why})", "see the server's log")
@@ -113,8 +129,8 @@ class Endpoint:
         ended = time.monotonic()
         if not first:
             raise ValueError("no text came")
-        tokens = int(usage.get("completion_tokens", chunks))
-        return Sample(first - started, ended - started, int(usage.get("prompt_tokens", 0)), tokens)
+        tokens = int(usage.get("completion_tokens") or chunks)
+        return Sample(first - started, ended - started, int(usage.get("prompt_tokens") or 0), tokens)
 
 
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:

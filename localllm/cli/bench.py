@@ -96,7 +96,7 @@ def bench(
             write_trace(llm, trace, benches.prompt_words(llm, 16))
             env.console.say(f"one decode step is in {clean_line(str(trace))}: open it in ui.perfetto.dev")
     result.command = shlex.join(["localllm", *sys.argv[1:]])
-    if save and result.rows:
+    if save and (result.rows or result.load):
         env.console.say(f"saved to {benches.save(result)}")
     _print(env, result, "json" if env.console.as_json else output)
     slowest = min((row.tps for row in result.rows if row.test.startswith("tg")), default=0.0)
@@ -119,13 +119,12 @@ def _measure(
     if "://" in against:
         from localllm.bench.endpoint import Endpoint
         from localllm.bench.load import run_load
+        from localllm.bench.results import PeerResult
 
         endpoint = Endpoint(against, key=_key(key_file))
         try:
             result = run_load(llm, endpoint, concurrency=options.concurrency, repeat=options.repeat, on_test=tell)
-            peak = endpoint.peak_rss_bytes()
-            if peak:
-                env.console.say(f"peak memory: ours {gib(result.peak_rss_bytes)}, {endpoint.name} {gib(peak)}")
+            result.peer = PeerResult(endpoint.name, (), endpoint.peak_rss_bytes(), endpoint.versions())
         finally:
             endpoint.close()
         return result
@@ -253,5 +252,6 @@ def _notes(result: BenchResult) -> Sequence[str]:
     ]
     if result.peer is not None:
         theirs = " · ".join(f"{key} {value}" for key, value in result.peer.versions.items())
-        lines.insert(2, f"{result.peer.name}: peak {gib(result.peer.peak_rss_bytes)} · {theirs}")
+        peak = f"peak {gib(result.peer.peak_rss_bytes)}" if result.peer.peak_rss_bytes else "peak not to be seen"
+        lines.insert(2, " · ".join(part for part in (f"{result.peer.name}: {peak}", theirs) if part))
     return lines

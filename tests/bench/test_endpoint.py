@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,7 +24,7 @@ class Server(ThreadingHTTPServer):
     refused: frozenset[str] = frozenset()
     models: Any = {"data": [{"id": "first"}, {"id": "second"}]}
     texts: tuple[str, ...] = ("a", "b", "c")
-    usage: dict[str, int] | None = None
+    usage: dict[str, int | None] | None = None
     failure = ""
 
     def __init__(self) -> None:
@@ -92,7 +94,22 @@ def test_a_completion_is_timed_and_counted(server: Server, url: str) -> None:
     server.usage = {"prompt_tokens": 9, "completion_tokens": 7}
     sample = endpoint.ask("words", 7)
     assert (sample.output_tokens, sample.prompt_tokens) == (7, 9)
-    assert endpoint.peak_rss_bytes() > 1 << 20, os.getpid()
+    server.usage = {"prompt_tokens": None, "completion_tokens": None}
+    assert endpoint.ask("words", 7).output_tokens == 3, "what came is counted"
+    assert endpoint.versions() == {}
+    server.models = {"version": "0.31"}
+    assert endpoint.versions() == {"version": "0.31"}
+    alone = endpoint.peak_rss_bytes()
+    assert alone > 1 << 20, os.getpid()
+    program = "x = b'x' * (50 << 20); print(1, flush=True); input()"
+    child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()
+    try:
+        assert endpoint.peak_rss_bytes() > alone + (40 << 20), "what computes may be a child of what listens"
+    finally:
+        child.kill()
+        child.communicate()
     endpoint.close()
 
 
