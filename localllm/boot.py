@@ -177,12 +177,17 @@ class Boot:
         proof = self._run_gpu_proof()
         self._keep(proof)
         if not proof.held:
-            old = self.plan
-            self.plan = self._replan(proof.excess_bytes)
-            self._hold()
-            self._shrunk = f"context {self.plan.ctx:,} instead of {old.ctx:,} tokens"
-            proof = self._run_gpu_proof()
-            self._keep(proof)
+            old, new = self.plan, self._replan(proof.excess_bytes)
+            if new.fits:
+                self.plan = new
+                self._hold()
+                self._shrunk = f"context {new.ctx:,} instead of {old.ctx:,} tokens"
+                if new.ctx == old.ctx:
+                    self._shrunk = f"{sum(new.num_pages):,} pages of keys and values instead of {sum(old.num_pages):,}"
+                proof = self._run_gpu_proof()
+                self._keep(proof)
+            else:  # a context that was asked for, and no room to be careful: it runs, and may run out of memory
+                self._shrunk = f"{proof.excess_bytes / 2**30:.2f} GiB are missing for it; start with a smaller --ctx"
         log.info("proof in %.1f s: %s", time.monotonic() - started, proof)
 
     def _run_gpu_proof(self) -> Proof:

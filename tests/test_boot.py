@@ -105,7 +105,7 @@ def test_on_a_card_a_plan_that_does_not_hold_is_made_again_once(
     facts.weight_bytes, facts.stored_format = 1, "bf16"
     base = {"device": "cuda:0", "dtype": "bfloat16", "kv": "bf16", "quant": "", "num_pages": (9,), "page_size": 16}
     base |= {"max_parallel": 4, "prefill_budget": 2048}
-    plans = [SimpleNamespace(**base, ctx=ctx, need_bytes=ctx) for ctx in (8192, 4096)]
+    plans = [SimpleNamespace(**base, ctx=ctx, need_bytes=ctx, fits=True) for ctx in (8192, 4096)]
     proofs = [Proof((Term("work", 100, 160),), "cuda", 1.0), Proof((Term("work", 100, 99),), "cuda", 1.0)]
     made: list[int] = []
     boot = Boot.__new__(Boot)
@@ -123,6 +123,14 @@ def test_on_a_card_a_plan_that_does_not_hold_is_made_again_once(
     assert "context 4,096 instead of 8,192 tokens" in warning
     assert Proofs().learned_bytes(facts, machine, "cuda:0") == 60  # type: ignore[arg-type]
     assert Proofs().known(facts, machine, plans[1])["held"]  # type: ignore[arg-type,index]
+    same = SimpleNamespace(**base | {"num_pages": (7,)}, ctx=4096, need_bytes=9, fits=True)
+    never = SimpleNamespace(**base, ctx=4096, need_bytes=9, fits=False)
+    for other, said in ((same, "7 pages of keys and values instead of 9"), (never, "start with a smaller --ctx")):
+        boot.plan, before = plans[1], len(made)
+        proofs[:] = [Proof((Term("work", 100, 160),), "cuda", 1.0), Proof((Term("work", 100, 99),), "cuda", 1.0)]
+        boot._replan = lambda missing, other=other: other  # type: ignore[assignment,misc]
+        boot._prove_on_gpu()
+        assert said in boot.warnings[0] and (boot.plan is other) == other.fits == (len(made) > before)
 
 
 @pytest.mark.parametrize(
