@@ -77,6 +77,7 @@ def timing_of(sequence: Sequence) -> Timing:
         total_s=max(0.0, last - sequence.submit_time),
         prefill_tps=prefilled / prefill_s if prefill_s > 0 else 0.0,
         decode_tps=(outputs - 1) / decode_s if outputs > 1 and decode_s > 0 else 0.0,
+        num_preemptions=sequence.num_preemptions,
     )
 
 
