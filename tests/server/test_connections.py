@@ -5,6 +5,7 @@ import contextlib
 import random
 import socket
 import struct
+import threading
 import time
 
 import httpx
@@ -139,8 +140,21 @@ def read_slowly(live, count, pause, seconds):
                                                       top_logprobs=20)).content  # fmt: skip
     connections = live.server.server_state.connections
     live.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    before, grown, held = psutil.Process().memory_info().rss, 0, 0
+    before, grown, held, over = psutil.Process().memory_info().rss, 0, 0, threading.Event()
+
+    def look():
+        """All the time: the server may have ended them before anybody else looks."""
+        nonlocal grown, held
+        while not over.wait(0.005):
+            with contextlib.suppress(RuntimeError):  # the set of connections changes meanwhile
+                held = max([held, *(c.transport.get_write_buffer_size() for c in list(connections))])
+            grown = max(grown, psutil.Process().memory_info().rss - before)
+
     with contextlib.ExitStack() as stack:
+        watcher = threading.Thread(target=look)
+        watcher.start()
+        stack.callback(watcher.join)
+        stack.callback(over.set)
         socks = []
         for _ in range(count):
             sock = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
@@ -159,8 +173,6 @@ def read_slowly(live, count, pause, seconds):
             for sock in socks:
                 with contextlib.suppress(OSError):
                     sock.recv(1)
-            held = max([held, *(c.transport.get_write_buffer_size() for c in list(connections))])
-            grown = max(grown, psutil.Process().memory_info().rss - before)
             time.sleep(pause)
     return held, grown, beside
 
