@@ -62,7 +62,9 @@ def mutate(value, draw):
         elif kind < 0.25 and isinstance(holder, list):
             holder.append(copy.deepcopy(draw.choice(VALUES)))
         elif kind < 0.35 and isinstance(holder, dict):
-            holder[draw.choice(["tools", "n", "stream", "prompt", "zzz", "logprobs", "echo"])] = draw.choice(VALUES)
+            holder[draw.choice(["tools", "n", "stream", "prompt", "zzz", "logprobs", "echo"])] = copy.deepcopy(
+                draw.choice(VALUES)
+            )
         else:
             holder[key] = copy.deepcopy(draw.choice(VALUES))
     return value

@@ -271,7 +271,7 @@ async def test_anthropic_errors_are_its_own(claude, client, make_client):
 
 
 async def test_anthropic_events_in_order(client):
-    sent = {"model": "tiny", "max_tokens": 6, "messages": HELLO, "stream": True}
+    sent = {"model": "tiny", "max_tokens": 6, "messages": HELLO, "stream": True, "temperature": 0}
     kinds = [name for name, _ in named_events((await client.post(MESSAGES, json=sent)).text)]
     assert kinds[:3] == ["message_start", "ping", "content_block_start"]
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
