@@ -62,9 +62,8 @@ def mutate(value, draw):
         elif kind < 0.25 and isinstance(holder, list):
             holder.append(copy.deepcopy(draw.choice(VALUES)))
         elif kind < 0.35 and isinstance(holder, dict):
-            holder[draw.choice(["tools", "n", "stream", "prompt", "zzz", "logprobs", "echo"])] = copy.deepcopy(
-                draw.choice(VALUES)
-            )
+            name = draw.choice(["tools", "n", "stream", "prompt", "zzz", "logprobs", "echo"])
+            holder[name] = copy.deepcopy(draw.choice(VALUES))
         else:
             holder[key] = copy.deepcopy(draw.choice(VALUES))
     return value
