@@ -247,7 +247,7 @@ async def test_anthropic_whole_streamed_and_counted(claude):
 
 async def test_anthropic_thinking_is_on_or_off_and_its_budget_no_bound(client):
     """As docs/server.md says: agents send one always."""
-    sent = {"model": "tiny", "max_tokens": 8, "messages": HELLO}
+    sent = {"model": "tiny", "max_tokens": 8, "messages": HELLO, "temperature": 0}
     for thinking in ({"type": "enabled", "budget_tokens": 1}, {"type": "adaptive"}, {"type": "disabled"}):
         answer = (await client.post(MESSAGES, json=sent | {"thinking": thinking})).json()
         assert answer["usage"]["output_tokens"] == 8
