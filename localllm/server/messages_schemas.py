@@ -9,7 +9,7 @@ from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from .body import checked
 from .errors import ApiError, renaming, unsupported
-from .sampling import further
+from .sampling import with_further
 from .schemas import MAX_MESSAGES, Body, CacheSalt, ChatRequest, Name, Number
 
 Blocks = StrictStr | Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=1024)]
@@ -75,16 +75,9 @@ def to_chat(body: CountRequest) -> ChatRequest:
         fields |= _choice(body.tool_choice)
     if isinstance(body, MessagesRequest):
         fields |= _sampled(body)
-    extra = further(body)
-    given = extra.pop("chat_template_kwargs", None)
-    if isinstance(given, dict):
-        fields["chat_template_kwargs"] = fields.get("chat_template_kwargs", {}) | given
-    elif given is not None:
-        raise ApiError(400, "chat_template_kwargs is an object.", code="invalid_type", param="chat_template_kwargs")
-    if "response_format" in extra and fields.get("response_format") is not None:
-        raise ApiError(400, "output_config.format and response_format exclude each other.", param="response_format")
+    fields = with_further(body, fields, "output_config.format")
     with renaming(renamed):
-        return checked(extra | {k: v for k, v in fields.items() if v is not None}, ChatRequest)
+        return checked(fields, ChatRequest)
 
 
 def renamed(param: str | None) -> str | None:

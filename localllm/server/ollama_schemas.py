@@ -9,7 +9,7 @@ from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from .body import checked
 from .errors import ApiError, renaming, unsupported
-from .sampling import further
+from .sampling import with_further
 from .schemas import MAX_MESSAGES, TEXTS_OR_IDS, Body, ChatRequest, CompletionRequest
 
 DURATION = re.compile(r"(-?\d+(?:\.\d+)?)(ms|s|m|h)")
@@ -97,7 +97,7 @@ def chat_of(body: OllamaChatRequest) -> ChatRequest:
         if message.role == "tool":
             one |= {"tool_call_id": last_call, **({"name": message.tool_name} if message.tool_name else {})}
         messages.append(one)
-    fields = further(body) | _common(body) | {"messages": messages}
+    fields = with_further(body, _common(body), "format") | {"messages": messages}
     if body.tools:
         fields["tools"] = body.tools
     return _checked(fields, ChatRequest)
@@ -108,13 +108,13 @@ def generate_of(body: OllamaGenerateRequest) -> ChatRequest:
     if body.template is not None:
         raise ApiError(400, "A template may not come with a request.", param="template")
     messages = [{"role": "system", "content": body.system}] if body.system else []
-    fields = further(body) | _common(body)
+    fields = with_further(body, _common(body), "format")
     return _checked(fields | {"messages": [*messages, {"role": "user", "content": body.prompt}]}, ChatRequest)
 
 
 def raw_of(body: OllamaGenerateRequest) -> CompletionRequest:
     """The request of a prompt that is taken as it is. Raises ApiError."""
-    fields = further(body) | _common(body) | {"prompt": body.prompt}
+    fields = with_further(body, _common(body), "format") | {"prompt": body.prompt}
     limit = fields.pop("max_completion_tokens", None)
     return _checked(fields | {"max_tokens": limit}, CompletionRequest)
 

@@ -9,7 +9,7 @@ from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from .body import checked
 from .errors import ApiError, renaming, unsupported
-from .sampling import further
+from .sampling import with_further
 from .schemas import MAX_MESSAGES, Body, ChatMessage, ChatRequest, Metadata, Name, Number, StreamOptions
 
 ROLES = ("system", "developer", "user", "assistant")
@@ -112,11 +112,9 @@ def to_chat(body: ResponsesRequest, items: list[dict[str, Any]]) -> ChatRequest:
         fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)]
     if body.tool_choice is not None and (body.tools is not None or body.tool_choice not in ("none", "auto")):
         fields["tool_choice"] = _choice(body.tool_choice)
-    extra = further(body)
-    if "response_format" in extra and fields.get("response_format") is not None:
-        raise ApiError(400, "text.format and response_format exclude each other.", param="response_format")
+    fields = with_further(body, fields, "text.format")
     with renaming(renamed):
-        return checked(extra | {k: v for k, v in fields.items() if v is not None}, ChatRequest)
+        return checked(fields, ChatRequest)
 
 
 def renamed(param: str | None) -> str | None:

@@ -54,6 +54,22 @@ def further(body: Body) -> dict[str, Any]:
     return {name: value for name, value in (body.model_extra or {}).items() if name in known and value is not None}
 
 
+def with_further(body: Body, fields: dict[str, Any], own_format: str) -> dict[str, Any]:
+    """`fields`, made of an API's own, and what `further` finds beside them. Raises ApiError.
+
+    own_format   that API's own field for what a chat request calls response_format
+    """
+    extra = further(body)
+    given = extra.pop("chat_template_kwargs", None)
+    if given is not None and not isinstance(given, dict):
+        raise ApiError(400, "chat_template_kwargs is an object.", code="invalid_type", param="chat_template_kwargs")
+    if "response_format" in extra and fields.get("response_format") is not None:
+        raise ApiError(400, f"{own_format} and response_format exclude each other.", param="response_format")
+    known = {name: value for name, value in fields.items() if value is not None}
+    kwargs = known.get("chat_template_kwargs", {}) | (given or {})
+    return extra | known | ({"chat_template_kwargs": kwargs} if kwargs else {})
+
+
 def sampling_params(body: ChatRequest | CompletionRequest, defaults: SamplingParams) -> SamplingParams:
     """The model's defaults, overridden by what the body gives."""
     given: dict[str, Any] = {

@@ -47,6 +47,15 @@ def writes_one_slot_too_far(k: Tensor, v: Tensor, pages: Any, slots: Tensor) -> 
     reference.kv_write(k, v, pages, (slots + 1) % (pages.k.shape[0] * pages.k.shape[2]))
 
 
+def failing(error: Exception) -> Callable[..., Any]:
+    """A kernel that raises it."""
+
+    def fails(*arguments: Any) -> Tensor:
+        raise error
+
+    return fails
+
+
 def refuses(*arguments: Any) -> Tensor:
     raise ValueError("shared memory: 101,377 of 101,376 bytes")
 
@@ -148,10 +157,7 @@ def test_a_kernel_that_crashes_the_card_is_passed_over_from_the_next_start_on(
 def test_what_could_not_be_compiled_today_is_tried_again_tomorrow(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*arguments: Any) -> Tensor:
-        raise error
-
-    monkeypatch.setattr(cpu_ops, "IMPLS", planted("rope", fails))
+    monkeypatch.setattr(cpu_ops, "IMPLS", planted("rope", failing(error)))
     test = SelfTest(Records("selftest", {}, tmp_path))
     assert dict(test.table(SHAPES).ops)["rope"] == "c"
     assert type(error).__name__ in test.failures[0].reason
@@ -165,10 +171,7 @@ def test_what_could_not_be_compiled_today_is_tried_again_tomorrow(
 def test_memory_that_runs_out_is_no_fault_of_a_kernel(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*arguments: Any) -> Tensor:
-        raise error
-
-    monkeypatch.setattr(cpu_ops, "IMPLS", planted("rope", fails))
+    monkeypatch.setattr(cpu_ops, "IMPLS", planted("rope", failing(error)))
     test = SelfTest(Records("selftest", {}, tmp_path))
     with pytest.raises(type(error)):
         test.table(SHAPES)

@@ -60,6 +60,21 @@ async def test_lim_14_what_binds_an_answer_is_never_ignored(client, route, name)
         assert response.json()["error"]["param"] == (ours.get(route, name) if name == "response_format" else name)
 
 
+async def test_lim_14_an_apis_own_fields_hide_no_others(client):
+    form = {"type": "json_schema", "name": "x", "schema": {"const": "yes"}}
+    theirs = {"type": "json_object"}
+    for route, own in (
+        (RESPONSES, {"text": {"format": form}}),
+        (MESSAGES, {"output_config": {"format": form}}),
+        ("/api/chat", {"format": "json"}),
+    ):
+        response = await client.post(route, json=ELSEWHERE[route] | own | {"response_format": theirs})
+        assert response.status_code == 400 and "exclude each other" in response.text, (route, response.text)
+    for route, own in ((MESSAGES, {"thinking": {"type": "disabled"}}), ("/api/chat", {"think": False})):
+        more = {"chat_template_kwargs": {"tokenize": True}}
+        assert (await client.post(route, json=ELSEWHERE[route] | own | more)).status_code == 400, route
+
+
 async def test_what_binds_an_answer_binds_it_everywhere(client):
     for route, name, read in (
         (RESPONSES, "grammar", lambda made: made["output"][0]["content"][0]["text"]),
