@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import tomllib
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -172,8 +171,3 @@ def test_seeded_faults_are_caught(tmp_path: Path) -> None:
     )
     found = set(imported_layers(source, ("tui", "screen")))
     assert found == {"engine", "llm", "kernels", "models", "quant"}
-
-
-def test_every_package_ships() -> None:
-    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
-    assert {".".join(("localllm", *name[:-1])) for _, name in modules()} == listed

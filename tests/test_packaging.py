@@ -6,40 +6,63 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = {"localllm": "localllm", **{n: f"localllm/{n}" for n in ("kernels", "quant", "models", "tui")}}
+LINKED = ("kernels", "quant", "models", "tui")
+FOLDERS = {"localllm": "localllm", **{n: f"localllm/{n}" for n in LINKED}}
 
 
 def tracked(*under: str) -> list[str]:
-    """Files git knows below `under`, as they are in the checkout."""
+    """Files and links git knows below `under`, as they are in the checkout."""
     run = subprocess.run(["git", "ls-files", "-z", "--", *under], cwd=ROOT, capture_output=True, text=True, check=True)
     return [name for name in run.stdout.split("\0") if name and (ROOT / name).is_file()]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built once, from a copy of the tracked files: an old `build/` in the checkout would leak into it."""
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An sdist, and a wheel from it, of the tracked files: an old `build/` in the checkout would leak into them."""
     source = tmp_path_factory.mktemp("source")
     for name in tracked("pyproject.toml", "README.md", "LICENSE", *FOLDERS):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, source / name)
-    out = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-P", "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(source)]
+    for name in LINKED:
+        (source / "localllm" / name).symlink_to(f"../{name}")
+    out = tmp_path_factory.mktemp("built")
+    command = [sys.executable, "-P", "-m", "build", "--no-isolation", "--outdir", str(out), str(source)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stdout + run.stderr
-    (made,) = out.glob("*.whl")
+    return out
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    (made,) = built.glob("*.whl")
     return made
 
 
-def test_wheel_holds_exactly_the_tracked_files(wheel: Path) -> None:
-    names = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
-    expected = {FOLDERS[name.split("/")[0]] + "/" + name.split("/", 1)[1] for name in tracked(*FOLDERS)}
-    assert names == expected
+EXPECTED = sorted(FOLDERS[name.split("/")[0]] + "/" + name.split("/", 1)[1] for name in tracked(*FOLDERS))
+
+
+def test_wheel_holds_every_tracked_file_once(wheel: Path) -> None:
+    assert sorted(n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n) == EXPECTED
+
+
+def test_sdist_holds_every_tracked_file_once(built: Path) -> None:
+    (made,) = built.glob("*.tar.gz")
+    with tarfile.open(made) as archive:
+        names = [m.name.split("/", 1)[1] for m in archive.getmembers() if m.isfile()]
+    assert sorted(n for n in names if n.split("/")[0] in FOLDERS) == EXPECTED
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_links_are_relative(name: str) -> None:
+    """Editors, type checkers and `python -m localllm` in a plain checkout find the folders through them."""
+    assert os.readlink(ROOT / "localllm" / name) == f"../{name}"
 
 
 def test_wheel_claims_one_name(wheel: Path) -> None:
@@ -83,7 +106,7 @@ def test_wheel_alone_runs(wheel: Path, tmp_path: Path) -> None:
     assert (tmp_path / "bin/localllm").is_file()
 
 
-@pytest.mark.parametrize("name", ["kernels", "quant", "models", "tui"])
+@pytest.mark.parametrize("name", LINKED)
 def test_bare_names_are_not_ours(name: str) -> None:
     """`import kernels` means somebody else's package, also while the tests run in the checkout."""
     from importlib.util import find_spec
@@ -94,7 +117,7 @@ def test_bare_names_are_not_ours(name: str) -> None:
 
 
 def test_bare_names_are_not_ours_for_the_installed_command() -> None:
-    names = ["kernels", "quant", "models", "tui"]
+    names = LINKED
     code = f"from importlib.util import find_spec\nprint([n for n in {names} if find_spec(n)])"
     run = subprocess.run([sys.executable, "-P", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
