@@ -118,8 +118,7 @@ def test_a_damaged_file_is_built_anew(quick: Path, share: float) -> None:
 
 def test_a_compiler_that_knows_less_gets_less_to_do(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for each set of instructions; what is left out is said, with what helps."""
-    best = build.detect_isa()
-    lower = next(isa for isa in build.runnable_isas() if isa not in ("amx", best))
+    best, lower, *_ = (isa for isa in build.runnable_isas() if isa != "amx")  # without tiles nothing is said
     refuses = 'case "$*" in *-mbest*) echo \'cc1: error: unrecognized command-line option "-mbest"\' >&2;'
     script = (quick / "cc").read_text().partition("\n")[2]
     ready = compiler(quick / "cc3", f"echo asked >> {quick}/asked; {refuses} exit 1;; esac; {script}")
@@ -273,8 +272,16 @@ def test_a_cache_moved_to_an_older_cpu(quick: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_tiles_that_are_not_there_leave_the_rest(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = build._load
+
+    def load_without_tiles(path: Path, isa: str, build_s: float = 0.0) -> build.Library:
+        made = load(path, isa, build_s)
+        made.lib.ll_amx = lambda: 0  # as the system says that keeps them from us
+        return made
+
+    monkeypatch.setattr(build, "_load", load_without_tiles)
     monkeypatch.setattr(build, "runnable_isas", lambda: ("amx", "avx512vnni"))
-    library = build.library()  # of another instruction set, in which ll_amx says no
+    library = build.library()
     assert library.isa == "avx512vnni" and library.reason is None and runs(quick) == 2
 
 
