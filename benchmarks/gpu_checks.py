@@ -10,12 +10,12 @@ import torch
 
 from localllm import kernels
 from localllm.kernels import Impl, LinearFacts, Weight
-from localllm.kernels.cases import ModelShapes
 from localllm.kernels.dense_linear import TWIN
 from localllm.kernels.ops import OPS, OpFacts, op_impls
-from localllm.kernels.sampling_trial import sampler_error
-from localllm.kernels.selftest import SelfTest
-from localllm.kernels.trial import linear_error, op_error
+from localllm.kernels.verify.cases import ModelShapes
+from localllm.kernels.verify.sampling_trial import sampler_error
+from localllm.kernels.verify.selftest import SelfTest
+from localllm.kernels.verify.trial import linear_error, op_error
 
 Found = Iterator[tuple[str, str]]
 """(what was checked, nothing or what is wrong)"""

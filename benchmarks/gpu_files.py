@@ -75,8 +75,8 @@ def first_token(folder: Path, device: str, kv: str, started: float) -> dict[str,
 
     from localllm.checkpoint import open_checkpoint
     from localllm.device import machine
-    from localllm.kernels.records import Records, default_folder, identity
-    from localllm.kernels.selftest import SelfTest
+    from localllm.kernels.verify.records import Records, default_folder, identity
+    from localllm.kernels.verify.selftest import SelfTest
     from localllm.models.loader import LoadOptions, load_model
     from localllm.plan import PlanOptions, plan
 

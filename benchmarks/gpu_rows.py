@@ -13,7 +13,7 @@ from localllm.checkpoint.facts import ModelFacts
 from localllm.device import MachineFacts
 from localllm.engine.assembly import Assembled, assemble
 from localllm.engine.proof import WorstSteps
-from localllm.kernels.tuning import gpu_seconds
+from localllm.kernels.verify.tuning import gpu_seconds
 from localllm.models.model import Model
 from localllm.plan import Plan, PlanOptions, plan
 from localllm.request import Request, SamplingParams

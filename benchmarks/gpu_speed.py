@@ -18,8 +18,8 @@ from gpu_rows import BATCHES, CONTEXTS, PREFILLS, Bench
 
 from localllm.device import machine
 from localllm.errors import LocalLLMError
-from localllm.kernels.trial import is_device_lost
-from localllm.kernels.tuning import gpu_seconds, tuner
+from localllm.kernels.verify.trial import is_device_lost
+from localllm.kernels.verify.tuning import gpu_seconds, tuner
 
 
 class Speed:

@@ -16,9 +16,9 @@ from localllm.engine.proof import CpuProof, Proof, prove_on_gpu
 from localllm.engine.threads import kernel_note, missing_kernels
 from localllm.engine.tuning_job import TuningJob
 from localllm.errors import OutOfMemory
-from localllm.kernels.records import Records, default_folder, identity
-from localllm.kernels.selftest import SelfTest
-from localllm.kernels.tuning import Tuned, gpu_seconds, is_measured, tuner
+from localllm.kernels.verify.records import Records, default_folder, identity
+from localllm.kernels.verify.selftest import SelfTest
+from localllm.kernels.verify.tuning import Tuned, gpu_seconds, is_measured, tuner
 from localllm.proofs import Proofs, words
 from localllm.testing import step_fault
 

@@ -655,7 +655,7 @@ class LLM:
         )
 
     def tune(self, seconds: float, told: Callable[[Any], None] = lambda one: None) -> list[Any]:
-        """Time the kernels' tile sizes on this card, for the shapes of this model; a list of `kernels.tuning.Tuned`.
+        """Time the kernels' tile sizes on this card, for the shapes of this model; a list of `tuning.Tuned`.
 
         told   called with each shape's result; KeyboardInterrupt stops, and what was timed stays
         """

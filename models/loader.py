@@ -26,7 +26,7 @@ from localllm.kernels import LinearFacts, Weight, rope
 from localllm.kernels.embedding import is_plain_table, prepared_rows, weight_rows
 from localllm.kernels.ops import OpFacts, choose_op
 from localllm.kernels.segments import kernel_table
-from localllm.kernels.selftest import KernelCrash, SelfTest
+from localllm.kernels.verify.selftest import KernelCrash, SelfTest
 from localllm.quant import dequantize, fuse, load_weight, read_dense
 from localllm.quant.encode import Target, encode
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from localllm.checkpoint.facts import ModelFacts
-from localllm.kernels.cases import ModelShapes
 from localllm.kernels.ops import OpFacts
 from localllm.kernels.rope import RopeTable
 from localllm.kernels.segments import LayerCall
-from localllm.kernels.trial import layer_kind
+from localllm.kernels.verify.cases import ModelShapes
+from localllm.kernels.verify.trial import layer_kind
 
 from .kv_cache import CacheGroup
 from .layers import DecoderLayer

@@ -22,10 +22,11 @@ from localllm.device.fake import MACHINES
 from localllm.engine.proof import Proof, Term
 from localllm.engine.tuning_job import TuningJob
 from localllm.evaluate import Quality
-from localllm.kernels import reference, tuning
+from localllm.kernels import reference
 from localllm.kernels.cpu import ops as cpu_ops
 from localllm.kernels.ops import OpImpl
-from localllm.kernels.selftest import SelfTest
+from localllm.kernels.verify import tuning
+from localllm.kernels.verify.selftest import SelfTest
 from localllm.llm import kernel_words
 from localllm.measured import kl_by_kv
 from localllm.proofs import Proofs, words
@@ -244,7 +245,7 @@ def trial(tile: tuning.Tile) -> Callable[[], object]:
 
 
 def test_the_first_tile_runs_at_once_and_the_fastest_from_then_on(tmp_path: Path) -> None:
-    from localllm.kernels.records import Records
+    from localllm.kernels.verify.records import Records
 
     identity = {"device": "card", "driver": "580", "triton": "3.9"}
     tuner = tuning.Tuner(Records("tuning", identity, tmp_path))

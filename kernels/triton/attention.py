@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from ..kv_pages import SCALED_FORMATS, KVPages
-from ..tuning import Shape, tuner
+from ..verify.tuning import Shape, tuner
 from . import attention_decode, attention_prefill
 from .attention_tiles import (
     Tile,

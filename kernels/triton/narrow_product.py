@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from . import narrow, quantise
+from . import narrow, quantize
 from .aot_spec import KernelSpec
 from .launch import Launch, interpreting, pdl
 from .layout import Prepared
@@ -45,13 +45,13 @@ def _grid(m: int, n: int, tile: dict[str, int]) -> tuple[int, int]:
 
 
 def e4m3_launch(x: Tensor, codes: Tensor, scales: Tensor, with_pdl: bool) -> Launch:
-    """`quantise.quantise_e4m3_kernel`: x [m, K] -> codes [m, padded K], scales [m, 1 or K / 128]."""
+    """`quantize.quantise_e4m3_kernel`: x [m, K] -> codes [m, padded K], scales [m, 1 or K / 128]."""
     groups, padded = scales.shape[1], codes.shape[1]
     block = BLOCK if groups > 1 or padded <= BLOCK else _next_power(padded)
     args: dict[str, Tensor | int | float] = {"x_ptr": x, "code_ptr": codes, "scale_ptr": scales}
     constants = {"K": x.shape[1], "PADDED": padded, "GROUP": block, "BLOCK": block, "PDL": with_pdl}
     warps = max(1, min(8, block // 256))
-    return Launch(quantise.quantise_e4m3_kernel, (x.shape[0], groups), args, constants, warps, launch_pdl=with_pdl)
+    return Launch(quantize.quantise_e4m3_kernel, (x.shape[0], groups), args, constants, warps, launch_pdl=with_pdl)
 
 
 def w8a8_launch(
@@ -106,7 +106,7 @@ def fp8_product(x: Tensor, p: Prepared, bias: Tensor | None = None) -> Tensor:
 
 
 def nvfp4_launch(x: Tensor, codes: Tensor, scales: Tensor, row_scales: Tensor, with_pdl: bool) -> Launch:
-    """`quantise.quantise_nvfp4_kernel`: x [m, K] -> codes [m, padded K / 2], scales [m, padded K / 16], [m]."""
+    """`quantize.quantise_nvfp4_kernel`: x [m, K] -> codes [m, padded K / 2], scales [m, padded K / 16], [m]."""
     args: dict[str, Tensor | int | float] = {
         "x_ptr": x,
         "code_ptr": codes,
@@ -117,7 +117,7 @@ def nvfp4_launch(x: Tensor, codes: Tensor, scales: Tensor, row_scales: Tensor, w
     block = _next_power(padded)
     constants = {"K": x.shape[1], "PADDED": padded, "BLOCK": block, "PDL": with_pdl}
     warps = max(1, min(8, block // 512))
-    return Launch(quantise.quantise_nvfp4_kernel, (x.shape[0],), args, constants, warps, launch_pdl=with_pdl)
+    return Launch(quantize.quantise_nvfp4_kernel, (x.shape[0],), args, constants, warps, launch_pdl=with_pdl)
 
 
 def w4a4_launch(

@@ -14,7 +14,7 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-from ..records import Records, assembler_key, default_folder
+from ..verify.records import Records, assembler_key, default_folder
 
 __all__ = ["FP4_CAPABILITY", "FP8_CAPABILITY", "NVFP4_INSTRUCTION", "NVFP4_LABEL", "nvfp4_reason"]
 

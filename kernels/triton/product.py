@@ -32,8 +32,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..tuning import Shape, Tile, tuner
-from . import dequantise, tile, vector
+from ..verify.tuning import Shape, Tile, tuner
+from . import dequantize, gemm, gemv
 from .launch import Launch, capability, interpreting, num_sms, pdl
 from .layout import Prepared
 from .layout_codes import CODES
@@ -192,7 +192,7 @@ def _extra_arguments(extras: Extras, nothing: Tensor) -> tuple[dict[str, Any], d
 
 
 def vector_launch(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Tile, with_pdl: bool) -> Launch:
-    """`vector.vector_kernel` for x [num_tokens, K], a row at a time."""
+    """`gemv.vector_kernel` for x [num_tokens, K], a row at a time."""
     high = p.low if p.high is None else p.high
     args, constants = _extra_arguments(extras, p.low)
     args |= {
@@ -212,11 +212,11 @@ def vector_launch(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: T
         "FIXED": "" if "fixed" not in choice else "plain" if interpreting() else "assembly",
         "PDL": with_pdl,
     }
-    return Launch(vector.vector_kernel, grid, args, constants, choice["warps"], launch_pdl=with_pdl, subnormals=True)
+    return Launch(gemv.vector_kernel, grid, args, constants, choice["warps"], launch_pdl=with_pdl, subnormals=True)
 
 
 def tile_launch(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Tile, with_pdl: bool) -> Launch:
-    """`tile.tile_kernel` for x [num_tokens, K]."""
+    """`gemm.tile_kernel` for x [num_tokens, K]."""
     rows, tokens, split = choice["rows"], choice["tokens"], choice["split"]
     outputs = rows // (2 if extras.gate else 1)
     grid = (-(-x.shape[0] // tokens), -(-out.shape[1] // outputs), split)
@@ -248,7 +248,7 @@ def tile_launch(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Til
     }
     # said aloud, since the compiler's own limit of 64 registers made it keep two values in memory (sm_121, M = 16)
     limit = {"maxnreg": 168 if tokens <= SMALL_TOKENS else 248}
-    return Launch(tile.tile_kernel, grid, args, constants, choice["warps"], choice["stages"], with_pdl, limit, True)
+    return Launch(gemm.tile_kernel, grid, args, constants, choice["warps"], choice["stages"], with_pdl, limit, True)
 
 
 def _operand(dtype: torch.dtype) -> str:
@@ -272,7 +272,7 @@ def _counters(device: torch.device, count: int) -> Tensor:
 
 
 def dequantise_launch(p: Prepared, first_row: int, out: Tensor) -> Launch:
-    """`dequantise.dequantise_kernel`: rows first_row.. of the weight into out [rows, K]."""
+    """`dequantize.dequantise_kernel`: rows first_row.. of the weight into out [rows, K]."""
     kind = CODES[p.code]
     rows, halves = 4, 128 if kind.planes <= 4 else 64
     in_row = p.low.shape[1]
@@ -286,7 +286,7 @@ def dequantise_launch(p: Prepared, first_row: int, out: Tensor) -> Launch:
     }
     grid = (-(-out.shape[0] // rows), -(-in_row // halves))
     constants = _constants(p) | {"ROWS": rows, "HALVES": halves}
-    return Launch(dequantise.dequantise_kernel, grid, args, constants, subnormals=True)
+    return Launch(dequantize.dequantise_kernel, grid, args, constants, subnormals=True)
 
 
 def dequantised(p: Prepared, first_row: int, num_rows: int, dtype: torch.dtype) -> Tensor:

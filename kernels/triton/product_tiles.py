@@ -142,8 +142,8 @@ def one_row_tiles(
     """Candidates for one row of x, the best expected first: of `vector_tiles` six, and two of `tile_tiles`.
 
     n, k     rows of W (gate and up together) and columns
-    either   `tile.tile_kernel` can do it as well
-    fixed    `vector.vector_kernel` can do it in whole numbers as well: half of its candidates do
+    either   `gemm.tile_kernel` can do it as well
+    fixed    `gemv.vector_kernel` can do it in whole numbers as well: half of its candidates do
     """
     most = MOST - 2 * either
     tiles = [*vector_tiles(n, k, code, card, gated)[: most // 2 if fixed else most]]
@@ -157,13 +157,13 @@ def one_row_tiles(
 
 
 def may_be_fixed(code: str, run: int, card: Card) -> bool:
-    """Whether `vector.vector_kernel` can multiply such codes, in runs of so many halves, in whole numbers there."""
+    """Whether `gemv.vector_kernel` can multiply such codes, in runs of so many halves, in whole numbers there."""
     return code in FIXED_DECODE and run >= HALVES // 2 and card.capability >= 80
 
 
 @cache
 def vector_tiles(n: int, k: int, code: str, card: Card, gated: bool = False, fixed: bool = False) -> tuple[Tile, ...]:
-    """Candidates of `vector.vector_kernel`: {"rows", "chunks", "warps"}, the best expected first.
+    """Candidates of `gemv.vector_kernel`: {"rows", "chunks", "warps"}, the best expected first.
 
     n, k    rows of W (gate and up together) and columns
     fixed   those in whole numbers, which have "fixed": 1 as well; none for most codes
@@ -203,7 +203,7 @@ def _vector_us(n: int, k: int, code: str, tile: Tile, card: Card) -> float:
 
 @cache
 def tile_tiles(n: int, k: int, code: str, tokens: int, card: Card, whole: bool = False) -> tuple[Tile, ...]:
-    """Candidates of `tile.tile_kernel`: {"rows", "tokens", "halves", "split", "stages", "warps"}, the best first.
+    """Candidates of `gemm.tile_kernel`: {"rows", "tokens", "halves", "split", "stages", "warps"}, the best first.
 
     tokens   rows of x, rounded up to 8, 16, 32, 64 or 128; a tile may take fewer
     whole    K is not split

@@ -82,9 +82,9 @@ def peer_copy(first: str, second: str, size: int = HOST_BYTES) -> dict[str, Any]
 
 def selftest(device: str, capability: int, dtype: str) -> dict[str, Any]:
     """Every kernel that a model of usual proportions would use, against its plain twin: 8B on a GPU, 0.6B on a CPU."""
-    from localllm.kernels.cases import ModelShapes
     from localllm.kernels.ops import OpFacts
-    from localllm.kernels.selftest import SelfTest
+    from localllm.kernels.verify.cases import ModelShapes
+    from localllm.kernels.verify.selftest import SelfTest
 
     kv = {"float32": "bf16", "bfloat16": "bf16", "float16": "fp16"}[dtype]
     hidden, inner, heads = (1024, 3072, 16) if device == "cpu" else (4096, 12288, 32)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from localllm.kernels.selftest import SelfTest
+from localllm.kernels.verify.selftest import SelfTest
 from localllm.models.kv_cache import KVCache
 from localllm.models.model import Model
 from localllm.plan import Plan

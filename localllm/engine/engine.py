@@ -622,7 +622,7 @@ class Engine:
 
 def is_device_lost(error: BaseException) -> bool:
     """Whether a GPU's context is unusable after this failure: every later call would fail, too."""
-    from localllm.kernels.trial import is_device_lost as context_is_lost
+    from localllm.kernels.verify.trial import is_device_lost as context_is_lost
 
     lost = getattr(torch, "AcceleratorError", ())
     return not is_out_of_memory(error) and (isinstance(error, lost) or context_is_lost(error))

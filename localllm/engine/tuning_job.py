@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from localllm.kernels.tuning import BUDGET_S, Tuned, Tuner, gpu_seconds
+from localllm.kernels.verify.tuning import BUDGET_S, Tuned, Tuner, gpu_seconds
 
 
 class TuningJob:

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from localllm.kernels import LinearFacts, Weight, choose, linear_impls, reference, sampling
-from localllm.kernels.cases import ModelShapes, op_cases
 from localllm.kernels.cpu import ops as cpu_ops
 from localllm.kernels.ops import OPS, OpFacts, OpImpl
-from localllm.kernels.records import Records
-from localllm.kernels.selftest import KernelCrash, SelfTest
-from localllm.kernels.trial import compare, is_device_lost, linear_error
+from localllm.kernels.verify.cases import ModelShapes, op_cases
+from localllm.kernels.verify.records import Records
+from localllm.kernels.verify.selftest import KernelCrash, SelfTest
+from localllm.kernels.verify.trial import compare, is_device_lost, linear_error
 
 FACTS = OpFacts(num_heads=6, num_kv_heads=2, head_dim=20, kv_format="bf16")
 SHAPES = ModelShapes(hidden=44, intermediate=70, facts=FACTS, has_windows=True)

@@ -22,7 +22,7 @@ from localllm.engine.pages import GroupPages
 from localllm.engine.runner import Runner
 from localllm.engine.scheduler import SchedulerLimits
 from localllm.kernels.sampling import sample as twin
-from localllm.kernels.selftest import SelfTest
+from localllm.kernels.verify.selftest import SelfTest
 from localllm.models.kv_cache import KVCache
 from localllm.models.loader import LoadOptions, load_model
 from localllm.models.model import Model

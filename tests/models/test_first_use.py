@@ -15,7 +15,7 @@ from localllm.checkpoint import open_checkpoint
 from localllm.kernels.cpu import linear as cpu_linear
 from localllm.kernels.cpu import ops as cpu_ops
 from localllm.kernels.ops import OpImpl
-from localllm.kernels.selftest import SelfTest
+from localllm.kernels.verify.selftest import SelfTest
 from localllm.models.loader import LoadOptions, load_model
 
 

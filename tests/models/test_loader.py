@@ -11,7 +11,7 @@ import torch
 
 from localllm.checkpoint import kv_bytes_per_token, open_checkpoint
 from localllm.errors import BadModelFile, DeviceError, OutOfMemory, UnsupportedModel
-from localllm.kernels.selftest import KernelCrash
+from localllm.kernels.verify.selftest import KernelCrash
 from localllm.models.kv_cache import KVCache, kv_bytes_per_page
 from localllm.models.loader import Loading, LoadOptions, load_model
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from localllm.kernels.records import source_hash
 from localllm.kernels.triton import aot
 from localllm.kernels.triton.aot_spec import (
     CAPABILITIES,
@@ -22,6 +21,7 @@ from localllm.kernels.triton.aot_spec import (
     complaint,
     matrix_instructions,
 )
+from localllm.kernels.verify.records import source_hash
 
 import triton  # isort: skip
 

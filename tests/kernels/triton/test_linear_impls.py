@@ -17,7 +17,7 @@ from localllm.kernels import segments as composed
 from localllm.kernels.dequant import dequantize
 from localllm.kernels.ops import OpFacts, choose_segment
 from localllm.kernels.segments import AttentionWeights, HeadWeights, Linear, LinearPart, MlpWeights, Norm
-from localllm.kernels.triton import linear, narrow_product, probe, quantise, segments
+from localllm.kernels.triton import linear, narrow_product, probe, quantize, segments
 from localllm.kernels.triton.launch import launch
 from localllm.kernels.weight import Weight
 
@@ -111,8 +111,8 @@ def test_triton_is_loaded_by_a_card_alone() -> None:
 def _encode(x_ptr, e4m3_ptr, e2m1_ptr, COUNT: tl.constexpr):
     i = tl.arange(0, COUNT)
     x = tl.load(x_ptr + i)
-    tl.store(e4m3_ptr + i, quantise.e4m3_bits(x).to(tl.uint8))
-    tl.store(e2m1_ptr + i, quantise.e2m1_bits(x).to(tl.uint8))
+    tl.store(e4m3_ptr + i, quantize.e4m3_bits(x).to(tl.uint8))
+    tl.store(e2m1_ptr + i, quantize.e2m1_bits(x).to(tl.uint8))
 
 
 def test_encoders_round_as_torch_does(device: torch.device) -> None:

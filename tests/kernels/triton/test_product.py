@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 
 from localllm.kernels.dequant import dequantize
-from localllm.kernels.trial import compare
 from localllm.kernels.triton import product as products
 from localllm.kernels.triton import product_tiles
 from localllm.kernels.triton.layout import prepare
 from localllm.kernels.triton.product import Extras, NormArgs, dequantised, fusable, product, tile_launch
 from localllm.kernels.triton.unpack import unpack
-from localllm.kernels.tuning import AGREEMENT
+from localllm.kernels.verify.trial import compare
+from localllm.kernels.verify.tuning import AGREEMENT
 
 from .weights import FORMS, SMALLEST_K, error, exact_product, make, on
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import reference
-from .kv_codes import decode
-from .kv_pages import KVPages
-from .ops import OpFacts
+from .. import reference
+from ..kv_codes import decode
+from ..kv_pages import KVPages
+from ..ops import OpFacts
 
 TOKENS = (1, 3, 17)
 """rows of the row-wise ops: alone, a few, and neither a power of two nor a tile"""

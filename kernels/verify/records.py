@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from .cpu.build import cache_folder, library
+from ..cpu.build import cache_folder, library
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parents[1]
 SOURCES = (".py", ".c", ".h")
 
 

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from .codes import group_scale, group_terms, half_value, spread
+from .gemv import gated
 from .pairs import e2m1_pairs, e4m3_pairs, int4_pairs, int8_pairs
-from .vector import gated
 
 
 @triton.jit

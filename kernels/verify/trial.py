@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import Impl, LinearFacts, reference, segments
+from .. import Impl, LinearFacts, reference, segments
+from ..dequant import dequantize_rows
+from ..embedding import Embedding
+from ..kv_pages import KVPages
+from ..segments import AttentionWeights, HeadWeights, KernelTable, LayerCall, Linear, Stepped, View
+from ..weight import Weight
 from .cases import ModelShapes, copied, empty_pages, numbers, op_cases
-from .dequant import dequantize_rows
-from .embedding import Embedding
-from .kv_pages import KVPages
-from .segments import AttentionWeights, HeadWeights, KernelTable, LayerCall, Linear, Stepped, View
-from .weight import Weight
 
 TOLERANCE = {"float32": 5e-4, "bfloat16": 2e-2, "float16": 4e-3}
 """Relative RMS error allowed, by dtype of the activations: several roundings of their mantissa. A wrong kernel is off

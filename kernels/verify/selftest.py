@@ -15,16 +15,16 @@ from typing import Any
 
 from torch import Tensor
 
-from . import Impl, LinearFacts
+from .. import Impl, LinearFacts
+from ..dense_linear import TWIN
+from ..embedding import Embedding
+from ..ops import OPS, OUTER_OPS, choose_op, op_impls
+from ..segments import HeadWeights, KernelTable, LayerCall, kernel_table
+from ..weight import Weight
 from .cases import ModelShapes
-from .dense_linear import TWIN
-from .embedding import Embedding
-from .ops import OPS, OUTER_OPS, choose_op, op_impls
 from .records import Records
 from .sampling_trial import SampleOp, sampler_error
-from .segments import HeadWeights, KernelTable, LayerCall, kernel_table
 from .trial import NotBuilt, SegmentTrial, ends_kind, is_device_lost, layer_kind, linear_error, op_error
-from .weight import Weight
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .sampling import (
+from ..sampling import (
     FREQUENCY,
     MASK,
     MIN_P,
