@@ -27,7 +27,7 @@ from localllm import LLM
 from localllm.bench.peer import Peer
 from localllm.bench.results import versions
 from localllm.errors import ConfigError
-from localllm.evaluate import divergence
+from localllm.quality.evaluate import divergence
 
 MODELS = ("smollm2", "gemma3-270m")
 WINDOW = 1000

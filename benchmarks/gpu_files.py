@@ -78,7 +78,7 @@ def first_token(folder: Path, device: str, kv: str, started: float) -> dict[str,
     from localllm.kernels.verify.records import Records, default_folder, identity
     from localllm.kernels.verify.selftest import SelfTest
     from localllm.models.loader import LoadOptions, load_model
-    from localllm.plan import PlanOptions, plan
+    from localllm.plan.planner import PlanOptions, plan
 
     facts_of_machine = machine()
     with open_checkpoint(folder) as checkpoint:

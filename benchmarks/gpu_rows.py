@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import torch
 
+from localllm.boot.assembly import Assembled, assemble
+from localllm.boot.proof import WorstSteps
 from localllm.checkpoint.facts import ModelFacts
 from localllm.device import MachineFacts
-from localllm.engine.assembly import Assembled, assemble
-from localllm.engine.proof import WorstSteps
 from localllm.kernels.verify.tuning import gpu_seconds
 from localllm.models.model import Model
-from localllm.plan import Plan, PlanOptions, plan
+from localllm.plan.planner import Plan, PlanOptions, plan
 from localllm.request import Request, SamplingParams
 
 GIB = 1 << 30

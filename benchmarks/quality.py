@@ -45,7 +45,7 @@ def measure(name: str, tokens: int, rows: list[dict[str, Any]]) -> None:
     import torch
 
     from localllm import LLM, __version__
-    from localllm.evaluate import WINDOW, evaluate, sample_text
+    from localllm.quality.evaluate import WINDOW, evaluate, sample_text
 
     done = {(row["model"], row["asked"], row["kv"]) for row in rows if row["asked_tokens"] == tokens}
     missing = [(w, kv) for w in WEIGHTS for kv in KV if (name, w, kv) not in done]

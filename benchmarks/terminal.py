@@ -175,11 +175,11 @@ def rate_of(prompt: str, model: str, *flags: str, engine: str = "") -> tuple[flo
 
 async def opening(turns: int = 500) -> float:
     """Seconds until a saved chat of 1,000 messages is on the screen."""
-    from localllm.fake import FakeBackend
+    from localllm.backend.scripted import FakeBackend
+    from localllm.conversation.conversation import Conversation
+    from localllm.conversation.saver import Saver
     from localllm.history import History, SavedChat, SavedMessage
     from localllm.tui.app import ChatApp
-    from localllm.tui.conversation import Conversation
-    from localllm.tui.saver import Saver
 
     path, messages, parent = Path(HOME) / "long.db", [], None
     for n in range(turns):
@@ -214,9 +214,9 @@ async def panel_share(seconds: float) -> float:
 
 async def on_screen(prompt: str, tps: float, seconds: float, *keys: str) -> tuple[float, float, float]:
     """(share of a core the interface's thread takes, longest gap of its loop, engine's rate over the one asked for)."""
-    from localllm.fake import FakeBackend
+    from localllm.backend.scripted import FakeBackend
+    from localllm.conversation.conversation import Conversation
     from localllm.tui.app import ChatApp
-    from localllm.tui.conversation import Conversation
     from localllm.tui.widgets.prompt import PromptArea
 
     gc.collect()
@@ -249,7 +249,7 @@ async def on_screen(prompt: str, tps: float, seconds: float, *keys: str) -> tupl
 
 async def bare(prompt: str, tps: float, seconds: float = 3.0) -> float:
     """Characters per second of the scripted engine with nobody looking."""
-    from localllm.fake import FakeBackend
+    from localllm.backend.scripted import FakeBackend
     from localllm.request import Delta
 
     backend = FakeBackend(tps=tps, load_s=0)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from .llm import LLM
+    from localllm.llm.llm import LLM
+
     from .request import SamplingParams
 
 __all__ = ["LLM", "SamplingParams", "__version__"]
@@ -16,7 +17,7 @@ __all__ = ["LLM", "SamplingParams", "__version__"]
 
 def __getattr__(name: str) -> Any:
     if name == "LLM":
-        from .llm import LLM
+        from localllm.llm.llm import LLM
 
         return LLM
     if name == "SamplingParams":

@@ -14,7 +14,7 @@ HEAVY = ENGINE | {"huggingface_hub", "textual"}
 CASES = {
     "localllm": HEAVY | {"numpy"},
     "localllm.cli": HEAVY | {"numpy", "httpx", "tokenizers", "jinja2", "fastapi", "gguf"},
-    "localllm.plan": HEAVY,
+    "localllm.plan.planner": HEAVY,
     "localllm.doctor": HEAVY,
     "localllm.checkpoint": HEAVY,
     "localllm.tui": ENGINE | {"huggingface_hub"},

@@ -21,16 +21,16 @@ from textual.screen import Screen
 
 from localllm._version import __version__
 from localllm.config import Preset, UiConfig, load_config
+from localllm.conversation.attachments import Attachment
+from localllm.conversation.conversation import Conversation
+from localllm.conversation.saver import Saver
 from localllm.errors import LocalLLMError
 from localllm.request import ChatBackend, Check, Failed
 from localllm.terminal import clean_line, gib, no_color
 from localllm.tui import clipboard
-from localllm.tui.attachments import Attachment
 from localllm.tui.attention import Attention
-from localllm.tui.conversation import Conversation
 from localllm.tui.downloads import Downloads
 from localllm.tui.keys import KEYS, Keymap
-from localllm.tui.saver import Saver
 from localllm.tui.screens.chat import ChatScreen
 from localllm.tui.serving import OFF, Endpoint
 from localllm.tui.themes import DARK, LIGHT

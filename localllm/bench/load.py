@@ -22,7 +22,7 @@ from .ours import finish, new_result, words
 from .results import BenchResult
 
 if TYPE_CHECKING:
-    from localllm.llm import LLM
+    from localllm.llm.llm import LLM
 
 CONCURRENCY = (1, 8, 16, 32)
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from localllm.calibrate import subject
 from localllm.errors import ConfigError
+from localllm.plan.speeds import subject
 from localllm.request import SamplingParams, Timing
 
 from .results import (
@@ -30,7 +30,7 @@ from .results import (
 )
 
 if TYPE_CHECKING:
-    from localllm.llm import LLM
+    from localllm.llm.llm import LLM
 
 RETRIES = 20
 """of a run that other processes disturbed, where `most_other_cores` says so"""

@@ -23,7 +23,7 @@ from localllm.request import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from localllm.llm import LLM
+    from localllm.llm.llm import LLM
 
 SETTLE_STEPS = 4
 """decode steps before the one that is recorded"""

@@ -19,7 +19,7 @@ from jinja2.exceptions import SecurityError, TemplateError, TemplateRuntimeError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from localllm.child_loop import confine, serve
+from localllm.sandbox.child_loop import confine, serve
 
 MEMORY_BYTES = 192 << 20
 """address space beyond what the started child already has"""

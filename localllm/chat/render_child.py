@@ -8,8 +8,8 @@ import re
 from functools import cache
 from typing import Any
 
-from localllm.child import Child, ChildDied, ChildLate
 from localllm.errors import BadModelFile, InvalidRequest, LocalLLMError
+from localllm.sandbox.child import Child, ChildDied, ChildLate
 
 DEADLINE_S = 1.8
 """of one rendering, so that the error is out within two seconds"""

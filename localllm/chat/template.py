@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from localllm.errors import InvalidRequest
-from localllm.tokenizer import ControlText, Span, Tokenizer
+from localllm.tokenizer.tokenizer import ControlText, Span, Tokenizer
 
 from .render_child import RenderChild, shared_child
 

@@ -55,7 +55,7 @@ def batch(
     values = {"ctx": ctx, "kv": kv, "dtype": dtype, "threads": threads}
     config = env.settings(params.engine_flags(values) | {"engine.max_parallel": parallel})
     from localllm.server import Service, ServiceOptions
-    from localllm.server.batch import BatchCounts, Output, check, run_batch
+    from localllm.server.openai.batch import BatchCounts, Output, check, run_batch
 
     from .serve import here, offered, residents_of
 
@@ -102,7 +102,7 @@ async def _tick(tick: object) -> None:
 
 
 def _report(env: Env, counts: object, output: Path) -> None:
-    from localllm.server.batch import BatchCounts
+    from localllm.server.openai.batch import BatchCounts
 
     assert isinstance(counts, BatchCounts)
     seconds = counts.seconds

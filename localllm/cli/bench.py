@@ -25,7 +25,7 @@ from .session import fake_engine, llm_options
 
 if TYPE_CHECKING:
     from localllm.bench import BenchOptions, BenchResult
-    from localllm.llm import LLM
+    from localllm.llm.llm import LLM
 
 FAILED = 11
 FORMS = ("table", "md", "csv", "json", "jsonl")

@@ -25,12 +25,12 @@ from .names import Choice, choose
 from .session import Sampling, make_backend
 
 if TYPE_CHECKING:
+    from localllm.conversation.attachments import Attachment
+    from localllm.conversation.conversation import Conversation
+    from localllm.conversation.saver import Saver
     from localllm.history import History
     from localllm.processes import Record
     from localllm.request import ChatBackend
-    from localllm.tui.attachments import Attachment
-    from localllm.tui.conversation import Conversation
-    from localllm.tui.saver import Saver
 
 THINK = "auto|off|on|low|medium|high"
 
@@ -224,8 +224,8 @@ def _list_keys(env: Env, config: UserConfig) -> int:
 
 def _start(env: Env, config: UserConfig, sampling: Sampling, system: str, resumed: str | None) -> Start:
     """A new conversation, or a saved one. Raises ChatNotFound."""
-    from localllm.tui.conversation import Conversation
-    from localllm.tui.saver import Saver
+    from localllm.conversation.conversation import Conversation
+    from localllm.conversation.saver import Saver
 
     saver = Saver(_history if config.chat.save else None)
     think = {True: "on", False: "off"}.get(config.chat.think, "auto") if config.chat.think != "auto" else "auto"
@@ -233,8 +233,8 @@ def _start(env: Env, config: UserConfig, sampling: Sampling, system: str, resume
         talk = Conversation(system, sampling.given, think)
         talk.titles_itself = config.chat.title == "auto"
         return Start(talk, saver, sampling)
+    from localllm.conversation.kept import restored
     from localllm.history import History
-    from localllm.tui.kept import restored
 
     from .chats import find
 
@@ -255,7 +255,7 @@ def _history() -> History:
 
 
 def _prepare(start: Start, config: UserConfig, preset: str | None, think: str | None, attach: list[Path]) -> None:
-    from localllm.tui.attachments import read_attachment
+    from localllm.conversation.attachments import read_attachment
 
     if preset is not None:
         if preset not in config.presets:
@@ -350,7 +350,7 @@ def full_screen(env: Env, config: UserConfig, start: Start) -> int:
 def backend_of(env: Env, config: UserConfig, start: Start) -> ChatBackend:
     """The engine of this chat: a running server, or one in this process."""
     if start.attach_to:
-        from localllm.remote import RemoteBackend
+        from localllm.backend.over_http import RemoteBackend
 
         from .attach import process_at
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from localllm.console import Console
+from localllm.cli.console import Console
 from localllm.errors import Aborted, ConfigError, DoesNotFit, InternalError, LocalLLMError, OutOfMemory
 from localllm.testing import refuse_outside_tests
 

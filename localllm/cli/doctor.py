@@ -130,7 +130,7 @@ def _advice(env: Env, survey: Survey) -> list[Any]:
 
 def _model_checks(env: Env, name: str, survey: Survey) -> Iterator[Check]:
     from localllm.doctor.model import model_checks, resolve_quietly
-    from localllm.plan import PlanOptions
+    from localllm.plan.planner import PlanOptions
 
     engine = env.config.engine
     options = PlanOptions(device=engine.device, dtype=engine.dtype, kv=engine.kv, gpu_mem=engine.gpu_mem)

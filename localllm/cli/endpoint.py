@@ -38,7 +38,7 @@ class ChatEndpoint:
 
     def start(self, model: str, port: int | None) -> str:
         """Answer on the loopback address; one that runs is replaced. Raises ConfigError or ServerError."""
-        from localllm.backend import InProcessBackend
+        from localllm.backend.in_process import InProcessBackend
 
         if not isinstance(self._backend, InProcessBackend):
             url = self._backend.facts().url

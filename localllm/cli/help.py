@@ -13,7 +13,7 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-from localllm.console import Console
+from localllm.cli.console import Console
 from localllm.terminal import cell_width
 
 from .command import GLOBAL_PANEL

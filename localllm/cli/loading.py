@@ -10,13 +10,13 @@ from .progress import make_progress
 from .pull import watched
 
 if TYPE_CHECKING:
-    from localllm.llm import LLM
+    from localllm.llm.llm import LLM
 
 
 def load_llm(env: Env, choice: Choice, options: dict[str, Any]) -> LLM:
     """Load a model. Raises what loading failed with; Ctrl-C becomes Aborted."""
     from localllm import hub
-    from localllm.llm import LLM
+    from localllm.llm.llm import LLM
 
     progress = make_progress(env.console, env.options.progress or "auto", choice.shown)
     llm = watched(progress, lambda tell, cancel: LLM(choice.name, on_phase=tell, cancel=cancel, **options))

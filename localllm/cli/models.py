@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from localllm import evaluate
 from localllm.errors import ConfigError, LocalLLMError, ModelNotFound
+from localllm.quality import evaluate
 from localllm.terminal import clean, clean_line, gib, tokens_short
 
 from . import params
@@ -19,11 +19,11 @@ from .command import Env, command
 from .names import opened, resolve
 
 if TYPE_CHECKING:
-    from localllm.calibrate import Benches
     from localllm.checkpoint import Checkpoint, ModelFacts
     from localllm.device import MachineFacts
     from localllm.hub import LocalModel
-    from localllm.plan import Plan
+    from localllm.plan.planner import Plan
+    from localllm.plan.speeds import Benches
 
 SORTS = ("name", "size", "params", "used")
 _FROM = {"hub": "Hugging Face cache", "index": "from the package index", "folder": "models folder"}
@@ -38,8 +38,9 @@ def ls(
     sort: Annotated[str, typer.Option(metavar="name|size|params|used", help="Order.")] = "name",
 ) -> int:
     """List the models on this machine, whether they fit, and how fast they should be."""
-    from localllm import calibrate, hub
+    from localllm import hub
     from localllm.device import machine
+    from localllm.plan import speeds as calibrate
 
     if sort not in SORTS:
         raise ConfigError(f"--sort is {sort!r}, it can be {', '.join(SORTS)}", "localllm ls --sort size")
@@ -76,7 +77,7 @@ def ls(
 
 
 def _plan(model: LocalModel, machine: MachineFacts, benches: Benches) -> Plan | None:
-    from localllm.plan import plan
+    from localllm.plan.planner import plan
 
     if model.facts is None or not model.supported:
         return None
@@ -168,7 +169,7 @@ def show(
 
 
 def _template(checkpoint: Checkpoint) -> str:
-    from localllm.tokenizer import load_tokenizer
+    from localllm.tokenizer.tokenizer import load_tokenizer
 
     text = load_tokenizer(checkpoint).chat_template
     if not text:
@@ -179,10 +180,10 @@ def _template(checkpoint: Checkpoint) -> str:
 
 
 def _show_fields(checkpoint: Checkpoint, name: str, revision: str) -> dict[str, Any]:
-    from localllm import calibrate
     from localllm.checkpoint.facts import kv_bytes_per_token
     from localllm.device import machine
-    from localllm.plan import plan
+    from localllm.plan import speeds as calibrate
+    from localllm.plan.planner import plan
 
     facts = checkpoint.facts
     try:
@@ -235,7 +236,7 @@ def _capabilities(checkpoint: Checkpoint) -> dict[str, Any]:
     from localllm.chat.parser import reasoning_tags
     from localllm.chat.template import ChatTemplate
     from localllm.chat.tools.roundtrip import NO_TEMPLATE, check_tools
-    from localllm.tokenizer import load_tokenizer
+    from localllm.tokenizer.tokenizer import load_tokenizer
 
     tools, thinks = NO_TEMPLATE, False
     if checkpoint.facts.has_chat_template:

@@ -17,7 +17,7 @@ from .session import fake_engine
 if TYPE_CHECKING:
     from localllm.checkpoint import Checkpoint
     from localllm.hub import Resolved
-    from localllm.plan import Plan, PlanOptions
+    from localllm.plan.planner import Plan, PlanOptions
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def choose(env: Env, config: UserConfig, name: str | None) -> Choice:
 
 
 def _default() -> str:
-    from localllm.backend import default_model
+    from localllm.backend.in_process import default_model
 
     return default_model()
 
@@ -57,8 +57,9 @@ def resolve(env: Env, config: UserConfig, name: str, *, refresh: bool = False) -
 
     A family's name is decided by the plan: the largest member with 32k tokens of context, else with less.
     """
-    from localllm import calibrate, fit
     from localllm.device import machine
+    from localllm.plan import fit
+    from localllm.plan import speeds as calibrate
 
     here, how = machine(), {"offline": env.offline, "config": config, "refresh": refresh}
     return fit.resolve(name, here, _options(config), calibrate.load(here), **how)
@@ -66,8 +67,10 @@ def resolve(env: Env, config: UserConfig, name: str, *, refresh: bool = False) -
 
 def foreseen(env: Env, config: UserConfig, resolved: Resolved) -> Plan | None:
     """The plan for a model that is not here, as the catalogue knows it; None for one it does not know."""
-    from localllm import calibrate, catalog, fit
     from localllm.device import machine
+    from localllm.hub import catalog
+    from localllm.plan import fit
+    from localllm.plan import speeds as calibrate
 
     entry = next((c for c in catalog.candidates() if c.spec.casefold() == resolved.name.casefold()), None)
     if entry is None:
@@ -91,7 +94,7 @@ def _number(num_bytes: int) -> str:
 
 
 def _options(config: UserConfig) -> PlanOptions:
-    from localllm.plan import PlanOptions
+    from localllm.plan.planner import PlanOptions
 
     return PlanOptions(device=config.engine.device, kv=config.engine.kv, gpu_mem=config.engine.gpu_mem)
 

@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localllm.residents import Offer, container_of
+from localllm.server.pool import Offer, container_of
 
 from .names import Choice
 
 if TYPE_CHECKING:
     from localllm.device import MachineFacts
     from localllm.hub import LocalModel
-    from localllm.llm import LLM
-    from localllm.plan import Plan
+    from localllm.llm.llm import LLM
+    from localllm.plan.planner import Plan
     from localllm.request import Phase
 
 
@@ -81,7 +81,7 @@ class HubLoader:
         """What would run."""
         from localllm import hub
         from localllm.checkpoint import open_checkpoint
-        from localllm.plan import PlanOptions, plan
+        from localllm.plan.planner import PlanOptions, plan
 
         resolved = hub.resolve(offer.source, offline=True)
         assert resolved.path is not None, "offline, a name is a local model's or an error"
@@ -102,7 +102,7 @@ class HubLoader:
     ) -> LLM:
         """The loaded model, with the context of its plan."""
         from localllm import hub
-        from localllm.llm import LLM
+        from localllm.llm.llm import LLM
 
         ctx = self.plan(offer, machine).ctx if self._options["ctx"] != "auto" else "auto"
         llm = LLM(offer.source, machine=machine, on_phase=on_phase, cancel=cancel, **(self._options | {"ctx": ctx}))

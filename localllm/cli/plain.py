@@ -7,15 +7,15 @@ from contextlib import closing
 from pathlib import Path
 
 from localllm.config import UserConfig
+from localllm.conversation.attachments import read_attachments
+from localllm.conversation.conversation import Conversation, Exchange
+from localllm.conversation.kept import saved_chat, saved_messages
+from localllm.conversation.slash import SLASHES, Typed, understand
 from localllm.errors import ConfigError, LocalLLMError, OutOfMemory
 from localllm.request import ChatBackend
 from localllm.terminal import clean, clean_line
-from localllm.tui.attachments import read_attachments
 from localllm.tui.clipboard import copy
-from localllm.tui.conversation import Conversation, Exchange
-from localllm.tui.kept import saved_chat, saved_messages
 from localllm.tui.serving import OFF, says, wished_port
-from localllm.tui.slash import SLASHES, Typed, understand
 
 from .chat import Start, backend_of, farewell
 from .command import Env

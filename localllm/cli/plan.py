@@ -20,11 +20,11 @@ from .command import Env, command
 from .names import opened, resolve
 
 if TYPE_CHECKING:
-    from localllm.calibrate import Benches
-    from localllm.catalog import DownloadLimit
     from localllm.checkpoint import ModelFacts
     from localllm.device import MachineFacts
-    from localllm.plan import Plan, PlanOptions
+    from localllm.hub.catalog import DownloadLimit
+    from localllm.plan.planner import Plan, PlanOptions
+    from localllm.plan.speeds import Benches
 
 DEFAULT_WINDOWS = (8_192, 32_768)
 WINDOW_WORDS = ("auto", "max")
@@ -137,11 +137,12 @@ def plan(
     ≈ is an estimate: bandwidth times an efficiency, divided by the bytes read per token. ✓ was measured on this machine
     by `localllm bench`, which also corrects the estimates of other models. -v prints the formulas with their numbers.
     """
-    from localllm import calibrate, hub
+    from localllm import hub
     from localllm.device import machine
     from localllm.device.imagined import imagined
-    from localllm.plan import PlanOptions
-    from localllm.plan_device import chosen_device
+    from localllm.plan import speeds as calibrate
+    from localllm.plan.placement import chosen_device
+    from localllm.plan.planner import PlanOptions
 
     from . import plan_view
 
@@ -209,7 +210,9 @@ def _subjects(
     env: Env, config: UserConfig, names: list[str] | None, machine: MachineFacts, limit: DownloadLimit, stack: ExitStack
 ) -> Iterator[Subject]:
     """What the names stand for; without one, what is on this machine, then the best of each family that is not."""
-    from localllm import catalog, fit, hub
+    from localllm import hub
+    from localllm.hub import catalog
+    from localllm.plan import fit
 
     if not names:
         here = [model for model in hub.list_local() if model.supported and model.facts]
@@ -248,7 +251,7 @@ def _subjects(
 
 
 def _candidates(members: Any, asked: str, local: Mapping[str, Path] | None = None) -> Iterator[Subject]:
-    from localllm import fit
+    from localllm.plan import fit
 
     for candidate in members:
         facts = fit.facts_of(candidate)
@@ -270,8 +273,8 @@ def _same(subject: Subject, quant: str) -> bool:
 
 
 def _row(subject: Subject, window: int | str, machine: MachineFacts, options: PlanOptions, benches: Benches) -> Row:
-    from localllm.measured import kl_by_kv
-    from localllm.plan import plan as make_plan
+    from localllm.plan.planner import plan as make_plan
+    from localllm.plan.quality import kl_by_kv
 
     most = subject.facts.max_context
     ctx = most if window == "max" else window if isinstance(window, str) else min(window, most)
@@ -291,7 +294,7 @@ def _star(
     rows: tuple[Row, ...], machine: MachineFacts, limit: DownloadLimit, options: PlanOptions, target_tps: float
 ) -> Row | None:
     """The row to take: the rule that `chat` and `pull` follow, among the rows shown."""
-    from localllm import fit
+    from localllm.plan import fit
 
     kind = fit.device_kind(machine, options)
     pace = target_tps or fit.COMFORTABLE_TPS[kind]
@@ -312,7 +315,7 @@ def _star(
 
 def _as_candidate(subject: Subject) -> Any:
     """Enough of a catalogue entry to rank its kind of weights."""
-    from localllm import catalog
+    from localllm.hub import catalog
 
     made = catalog.candidate_of(subject.name, "", subject.facts.num_params, subject.facts.weight_bytes, 1)
     gguf = subject.quant.upper().startswith(("Q", "IQ", "BF16", "F16", "F32"))
@@ -320,7 +323,7 @@ def _as_candidate(subject: Subject) -> Any:
 
 
 def _json(row: Row, star: bool) -> dict[str, Any]:
-    from localllm.evaluate import measured
+    from localllm.quality.evaluate import measured
 
     subject, made = row.subject, row.plan
     base = {"model": subject.name, "quant": subject.quant, "local": subject.local, "recommended": star}

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from localllm.terminal import cell_width, clean, clean_line, gib, tokens_short
 
 if TYPE_CHECKING:
-    from localllm.console import Console
-    from localllm.plan import Plan
+    from localllm.cli.console import Console
+    from localllm.plan.planner import Plan
 
     from .command import Env
     from .plan import Row, Sheet, Subject
@@ -196,7 +196,7 @@ def _remarks(sheet: Sheet) -> list[str]:
 
 def qualities(sheet: Sheet) -> list[tuple[str, str]]:
     """(model, what `localllm eval` found) for the formats that would run, each once."""
-    from localllm.evaluate import note
+    from localllm.quality.evaluate import note
 
     found: dict[tuple[str, str], None] = {}
     for row in sheet.rows:

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from localllm._version import __version__
-from localllm.console import Console
+from localllm.cli.console import Console
 from localllm.errors import ConfigError
 
 from . import ALIASES, COMMANDS

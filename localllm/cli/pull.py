@@ -163,7 +163,7 @@ def _fits(path: Path) -> tuple[bool, bool]:
     """(whether it fits this machine, whether it has a chat template)."""
     from localllm.checkpoint import open_checkpoint
     from localllm.device import machine
-    from localllm.plan import plan
+    from localllm.plan.planner import plan
 
     with open_checkpoint(path) as checkpoint:
         return plan(checkpoint.facts, machine()).fits, checkpoint.facts.has_chat_template

@@ -19,7 +19,7 @@ from .pull import watched
 from .session import llm_options
 
 if TYPE_CHECKING:
-    from localllm.evaluate import Quality
+    from localllm.quality.evaluate import Quality
     from localllm.quant.encode import Target
 
 CALIBRATION_TOKENS = 4096
@@ -54,7 +54,7 @@ def quantize(
 
     from localllm import paths
     from localllm.checkpoint.mapped_file import label
-    from localllm.quantize import quantize as write
+    from localllm.quality.quantize import quantize as write
 
     console = env.console
     source = _local(env, model)
@@ -111,7 +111,7 @@ def eval(  # noqa: A001
 
     Without --against the reference is the same model in float32 with float32 keys and values.
     """
-    from localllm.evaluate import save as keep
+    from localllm.quality.evaluate import save as keep
 
     found = _compare(env, model, against, text, tokens, _list(quant), _list(kv))
     for quality in found if save else ():
@@ -145,9 +145,9 @@ def _local(env: Env, name: str) -> Path:
 
 def _sequences(source: Path, calib: str) -> list[list[int]]:
     from localllm.checkpoint import open_checkpoint
-    from localllm.evaluate import sample_text
-    from localllm.quantize import calibration_ids
-    from localllm.tokenizer import load_tokenizer
+    from localllm.quality.evaluate import sample_text
+    from localllm.quality.quantize import calibration_ids
+    from localllm.tokenizer.tokenizer import load_tokenizer
 
     if calib == "none":
         return []
@@ -163,8 +163,8 @@ def _compare(
     env: Env, model: str, against: str | None, text: Path | None, tokens: int, quants: list[str], kvs: list[str]
 ) -> list[Quality]:
     """One row per weight and KV format."""
-    from localllm.evaluate import WINDOW, evaluate, sample_text
-    from localllm.llm import LLM
+    from localllm.llm.llm import LLM
+    from localllm.quality.evaluate import WINDOW, evaluate, sample_text
 
     words = sample_text("evaluation") if text is None else params.read_text(text, "--text")
     path = str(_local(env, model))

@@ -15,8 +15,8 @@ from . import params
 from .session import Answered
 
 if TYPE_CHECKING:
+    from localllm.conversation.conversation import Conversation, Exchange
     from localllm.history import History, SavedMessage
-    from localllm.tui.conversation import Conversation, Exchange
 
 TRUNCATE = ("never", "head", "middle")
 ANSWER_TOKENS = 1024
@@ -98,7 +98,7 @@ def with_content(message: Message, text: str) -> Message:
 
 def code_block(text: str, language: str) -> str:
     """The first fenced block of a text; with `language` the first that is marked so. Raises ConstraintUnmet."""
-    from localllm.tui.texts import fenced_blocks
+    from localllm.conversation.texts import fenced_blocks
 
     for mark, block in fenced_blocks(text):
         if not language or mark.split(" ")[0].casefold() == language.casefold():
@@ -120,8 +120,8 @@ class KeptChat:
     @classmethod
     def open(cls, system: str, text: str, sampling: dict[str, Any], *, resumes: bool) -> KeptChat:
         """`sampling` gets what the resumed chat had set and it has not. Raises ChatNotFound, HistoryError."""
-        from localllm.tui.conversation import Conversation
-        from localllm.tui.kept import restored
+        from localllm.conversation.conversation import Conversation
+        from localllm.conversation.kept import restored
 
         if not resumes:
             return cls(Conversation(system, sampling), text)
@@ -142,7 +142,7 @@ class KeptChat:
 
     def save(self, answers: Sequence[Answered], model: str) -> str:
         """Write the question and its answers, each a branch. Returns the chat's id. Raises HistoryError."""
-        from localllm.tui.kept import saved_chat, saved_messages
+        from localllm.conversation.kept import saved_chat, saved_messages
 
         self.talk.model = model
         exchanges = [self._exchange]

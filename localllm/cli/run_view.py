@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from localllm.console import Console
+from localllm.cli.console import Console
 from localllm.request import ChatEvent, Delta, Done, Facts, Phase, Prefill
 from localllm.terminal import Cleaner, json_safe
 

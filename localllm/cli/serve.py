@@ -22,10 +22,10 @@ from .session import fake_engine, llm_options
 
 if TYPE_CHECKING:
     from localllm.config import UserConfig
-    from localllm.llm import LLM
+    from localllm.llm.llm import LLM
     from localllm.processes import Record
     from localllm.request import Phase
-    from localllm.residents import Offer, Residents
+    from localllm.server.pool import Offer, Residents
     from localllm.server.service import Service
 
 MIN_KEY = 8
@@ -173,7 +173,7 @@ def offered(
 
     every  offer all local models beside those that were named
     """
-    from localllm.backend import default_model
+    from localllm.backend.in_process import default_model
 
     from .offers import local_offers, named_offers
 
@@ -197,7 +197,7 @@ def residents_of(
 ) -> Residents:
     """What loads these models when they are asked for, with the options of the command."""
     from localllm.device import machine
-    from localllm.residents import ResidentOptions, Residents
+    from localllm.server.pool import ResidentOptions, Residents
 
     from .offers import HubLoader
 

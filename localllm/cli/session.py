@@ -127,10 +127,10 @@ def make_backend(
     constraint   what every answer must be
     """
     if fake_engine():
-        from localllm.fake import FakeBackend
+        from localllm.backend.scripted import FakeBackend
 
         return FakeBackend(default_params=lambda: sampling.params(SamplingParams()), constraint=constraint)
-    from localllm.backend import InProcessBackend
+    from localllm.backend.in_process import InProcessBackend
 
     return InProcessBackend(
         default_params=lambda llm: sampling.params(llm.default_params()),

@@ -20,9 +20,9 @@ def main() -> None:
     given = parser.parse_args()
 
     def run(env: Env) -> int:
+        from localllm.conversation.conversation import Conversation
+        from localllm.conversation.saver import Saver
         from localllm.history import History
-        from localllm.tui.conversation import Conversation
-        from localllm.tui.saver import Saver
 
         config = env.settings({})
         logs.no_stderr()

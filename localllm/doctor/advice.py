@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from localllm import calibrate, fit, hub
+from localllm import hub
 from localllm.config import UserConfig
 from localllm.device.gpu_table import table_row
-from localllm.plan import Plan
-from localllm.plan_device import chosen_device
+from localllm.plan import fit
+from localllm.plan import speeds as calibrate
+from localllm.plan.placement import chosen_device
+from localllm.plan.planner import Plan
 from localllm.terminal import tokens_short
 
 from .finding import Survey, size

@@ -13,7 +13,7 @@ from typing import Any
 
 from localllm.device import MachineFacts
 from localllm.errors import ConfigError
-from localllm.plan_device import chosen_device
+from localllm.plan.placement import chosen_device
 
 PARTS = 6
 """pieces a card's table is compiled in, so that there is something to tell meanwhile"""

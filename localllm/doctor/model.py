@@ -6,15 +6,17 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from localllm import calibrate, catalog, fit, hub
+from localllm import hub
 from localllm.checkpoint import Checkpoint, ModelFacts, open_checkpoint
 from localllm.checkpoint.mapped_file import label
 from localllm.config import UserConfig
 from localllm.errors import REPAIR, LocalLLMError, UnsupportedModel
-from localllm.hub import Resolved
-from localllm.plan import Plan, PlanOptions, plan
+from localllm.hub import Resolved, catalog
+from localllm.plan import fit
+from localllm.plan import speeds as calibrate
+from localllm.plan.planner import Plan, PlanOptions, plan
 from localllm.request import Check
-from localllm.tokenizer import Tokenizer, load_tokenizer
+from localllm.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 from .finding import MODEL, Survey, found, size
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from localllm import catalog, hub
+from localllm import hub
 from localllm.errors import LocalLLMError, ModelNotFound
+from localllm.hub import catalog
 from localllm.hub.names import parse_name, shown
 
 MAX_CONFIG_BYTES = 4 << 20

@@ -13,7 +13,7 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
-from localllm.child_loop import confine, serve
+from localllm.sandbox.child_loop import confine, serve
 
 from .limits import CHECK_CPU_S, CHECK_MEMORY_BYTES, CHECK_STACK_BYTES, parser_limits
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from localllm.child import Child, ChildDied, ChildLate
 from localllm.errors import InvalidConstraint
-from localllm.tokenizer import ControlText, Tokenizer
+from localllm.sandbox.child import Child, ChildDied, ChildLate
+from localllm.tokenizer.tokenizer import ControlText, Tokenizer
 
 from .limits import CHECK_CPU_S, CHECK_MEMORY_BYTES, CHECK_WALL_S, parser_limits
 from .mask import GrammarMask, Vocabulary

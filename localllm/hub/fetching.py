@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from localllm import catalog
 from localllm.errors import DownloadError, ModelNotFound
+from localllm.hub import catalog
 from localllm.request import Phase
 
 from . import cache, local

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from localllm import catalog, paths
+from localllm import paths
 from localllm.errors import BadModelFile, ConfigError, LocalLLMError, ModelNotFound, UnsupportedFormat, UnsupportedModel
+from localllm.hub import catalog
 
 from . import cache
 from .names import ModelName, shown

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from localllm import catalog
 from localllm.errors import (
     AuthRequired,
     ConfigError,
@@ -20,6 +19,7 @@ from localllm.errors import (
     ModelNotFound,
     UnsupportedModel,
 )
+from localllm.hub import catalog
 
 from . import cache, local
 from .client import (

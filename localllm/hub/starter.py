@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from localllm import catalog
 from localllm.errors import Aborted, ConfigError, DoesNotFit, DownloadError
+from localllm.hub import catalog
 from localllm.request import Phase
 
 from . import cache

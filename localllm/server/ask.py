@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from localllm.llm import LLM
+from localllm.llm.llm import LLM
+from localllm.server.openai.schemas import ChatRequest
 
 from .sampling import check_fields, deadline_of, messages_of, sampling_params, template_kwargs
-from .schemas import ChatRequest
 from .service import Place, Service, Wish
 from .structured import wanted
 from .turns import AsyncTurn

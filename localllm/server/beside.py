@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from localllm.llm import LLM
-from localllm.residents import Residents
+from localllm.llm.llm import LLM
+from localllm.server.pool import Residents
 
 from .app import AppOptions
 from .run import CUT_S, ServeOptions, bind, drain, make_server, url_of

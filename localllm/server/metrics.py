@@ -18,13 +18,13 @@ from prometheus_client.core import CounterMetricFamily as CounterFamily
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from localllm.answer import Piece
+from localllm.llm.answer import Piece
 from localllm.request import SamplingParams
 
 from .exchange import Exchange
 
 if TYPE_CHECKING:
-    from localllm.llm import LLM
+    from localllm.llm.llm import LLM
 
     from .service import Service
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from localllm.errors import LocalLLMError
-from localllm.llm import LLM
+from localllm.llm.llm import LLM
 from localllm.request import Message, SamplingParams
 
 log = logging.getLogger(__name__)

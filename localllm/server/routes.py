@@ -9,21 +9,32 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from . import control_route as control
-from . import embedding_route as vectors
-from . import messages_route as anthropic
-from . import ollama_route as ollama
-from . import responses_route as responses
-from . import status_route as status
-from . import text_route as texts
-from .chat_route import chat_completions
-from .completion_route import completions
-from .messages_schemas import CountRequest, MessagesRequest
-from .models_route import model, models
-from .ollama_schemas import OllamaChatRequest, OllamaEmbedRequest, OllamaGenerateRequest, ShowRequest
-from .responses_schemas import ResponsesRequest
-from .schemas import ChatRequest, CompletionRequest
-from .text_schemas import DetokenizeRequest, EmbeddingRequest, RerankRequest, ScoreRequest, TokenizeRequest
+from localllm.server.anthropic import messages_route as anthropic
+from localllm.server.anthropic.messages_schemas import CountRequest, MessagesRequest
+from localllm.server.ollama import ollama_route as ollama
+from localllm.server.ollama.ollama_schemas import (
+    OllamaChatRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    ShowRequest,
+)
+from localllm.server.openai import embedding_route as vectors
+from localllm.server.openai import responses_route as responses
+from localllm.server.openai.chat_route import chat_completions
+from localllm.server.openai.completion_route import completions
+from localllm.server.openai.models_route import model, models
+from localllm.server.openai.responses_schemas import ResponsesRequest
+from localllm.server.openai.schemas import ChatRequest, CompletionRequest
+from localllm.server.other import control_route as control
+from localllm.server.other import status_route as status
+from localllm.server.other import text_route as texts
+from localllm.server.other.text_schemas import (
+    DetokenizeRequest,
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+    TokenizeRequest,
+)
 
 
 @dataclass(frozen=True, slots=True)

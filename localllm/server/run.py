@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from localllm.errors import Aborted, ConfigError, DeviceError, ServerError
-from localllm.residents import Residents
+from localllm.server.pool import Residents
 
 from .app import AppOptions, create_app
 from .service import Service, ServiceOptions

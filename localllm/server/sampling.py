@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from localllm.request import Message, SamplingParams
+from localllm.server.openai.schemas import Body, ChatMessage, ChatRequest, CompletionRequest, Sampled
 
 from .errors import ApiError, unsupported
-from .schemas import Body, ChatMessage, ChatRequest, CompletionRequest, Sampled
 from .structured import wanted
 
 RESERVED_KWARGS = {

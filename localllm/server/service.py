@@ -18,14 +18,14 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from localllm.errors import LocalLLMError
-from localllm.llm import LLM
-from localllm.residents import Lease, Offer, Residents, State
+from localllm.llm.llm import LLM
+from localllm.server.openai.responses_store import ResponseStore
+from localllm.server.pool import Lease, Offer, Residents, State
 
 from .admission import Admission, Ticket
 from .errors import ApiError, from_error
 from .exchange import Exchange, exchange_of
 from .metrics import Metrics
-from .responses_store import ResponseStore
 from .turns import AsyncTurn, Mailbox, Post
 
 T = TypeVar("T")

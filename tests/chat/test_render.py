@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from localllm import child as child_process
 from localllm.chat.render_child import RenderChild, clean
 from localllm.errors import BadModelFile, InvalidRequest, LocalLLMError
+from localllm.sandbox import child as child_process
 
 MESSAGES = [{"role": "user", "content": "x" * 1000}]
 INJECTIONS = [

@@ -11,8 +11,8 @@ import pytest
 from localllm.chat.render_child import RenderChild
 from localllm.chat.template import ChatTemplate, RenderedPrompt, encode_chat
 from localllm.errors import InvalidRequest, LocalLLMError
-from localllm.tokenizer import ControlText, Tokenizer
-from localllm.tokenizer_files import TokenizerParts
+from localllm.tokenizer.files import TokenizerParts
+from localllm.tokenizer.tokenizer import ControlText, Tokenizer
 
 TEMPLATES = {path.stem: path.read_text() for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))}
 NAMED = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}

@@ -15,18 +15,18 @@ sys.path.append(str(Path(__file__).parents[1] / "grammar"))
 
 from grammar_walks import allowed, controlled_tokenizer, walk
 
-from localllm.answer import Answer as WholeAnswer
-from localllm.answer import AnswerText, Completion
 from localllm.chat.render_child import RenderChild
 from localllm.chat.template import ChatTemplate, encode_chat
 from localllm.chat.tools import FORMATS
 from localllm.chat.tools.messages import plain_messages, template_messages, template_tools
 from localllm.chat.tools.roundtrip import check_tools
 from localllm.errors import InvalidConstraint, InvalidRequest
+from localllm.llm.answer import Answer as WholeAnswer
+from localllm.llm.answer import AnswerText, Completion
+from localllm.llm.shaping import Shape, Shaper
 from localllm.request import Constraint, FinishReason, TokenEvent, ToolUse, Usage
-from localllm.shaping import Shape, Shaper
-from localllm.stream import TextEmitter
-from localllm.tokenizer import Tokenizer
+from localllm.tokenizer.detokenizer import TextEmitter
+from localllm.tokenizer.tokenizer import Tokenizer
 
 HERE = Path(__file__).parent
 FAMILIES = {

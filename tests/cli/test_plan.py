@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from localllm import evaluate
 from localllm.cli.plan_view import shares
-from localllm.evaluate import Quality
+from localllm.quality import evaluate
+from localllm.quality.evaluate import Quality
 
 from .conftest import Invoke, valid
 
@@ -44,8 +44,9 @@ def test_every_term_is_in_bytes_and_adds_up(invoke: Invoke, empty_home: Path) ->
 
 @pytest.mark.parametrize("hw", ["rtx3060", "rtx4090", "rtx5090", "h100", "gb10", "cpu"])
 def test_c13_the_recommended_row_is_what_pull_would_take(invoke: Invoke, empty_home: Path, hw: str) -> None:
-    from localllm import catalog, fit
     from localllm.device.fake import MACHINES
+    from localllm.hub import catalog
+    from localllm.plan import fit
 
     for family in ("qwen", "gemma", "llama"):
         stars = {row["model"] for row in rows(invoke, family, hw=hw) if row["recommended"]}
@@ -131,10 +132,10 @@ def test_verbose_prints_every_term_and_the_formulas(invoke: Invoke, home: Path) 
 
 def bench_file(home: Path, tps: float, **subject: Any) -> Path:
     """What `localllm bench` would have saved for the small model on the fake CPU."""
-    from localllm.calibrate import subject as subject_of
     from localllm.checkpoint import open_checkpoint
     from localllm.device.fake import MACHINES
-    from localllm.plan import plan
+    from localllm.plan.planner import plan
+    from localllm.plan.speeds import subject as subject_of
 
     with open_checkpoint(next((home / "data/models/smollm2").iterdir())) as checkpoint:
         what = subject_of(checkpoint.facts, plan(checkpoint.facts, MACHINES["cpu"]), MACHINES["cpu"])

@@ -11,8 +11,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from localllm.backend.script import HOSTILE, MARKDOWN
 from localllm.cli import COMMANDS
-from localllm.fake_script import HOSTILE, MARKDOWN
 
 from .conftest import LOCALLLM, Invoke, process, schema, valid
 

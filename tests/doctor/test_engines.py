@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from localllm import catalog, paths
+from localllm import paths
 from localllm.device.fake import PROFILES, fake_host, fake_machine
 from localllm.doctor import Survey, engines
 from localllm.doctor.conditions import KEYS
@@ -15,6 +15,7 @@ from localllm.doctor.engines import Launch, engine_names, launch
 from localllm.doctor.model_kind import ModelKind, model_kind, suggested
 from localllm.doctor.rules import rules
 from localllm.errors import ConfigError, DeviceError, ModelNotFound
+from localllm.hub import catalog
 
 GIB = 1 << 30
 DENSE = "nvidia/Qwen3.6-27B-NVFP4"

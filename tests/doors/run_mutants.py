@@ -19,7 +19,7 @@ def _late(signum: int, frame: FrameType | None) -> None:
 def outcome(path: Path) -> str:
     """ "ok", the class and message of the refusal, or "fault: ..." for anything else."""
     from localllm.errors import LocalLLMError
-    from localllm.llm import LLM
+    from localllm.llm.llm import LLM
     from localllm.request import SamplingParams
 
     signal.alarm(LIMIT_S)

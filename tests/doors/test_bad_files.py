@@ -113,7 +113,7 @@ def test_the_list_shows_each_as_broken_and_goes_on(crowd: Path, door: Door) -> N
 
 def test_the_picker_shows_them_too(crowd: Path) -> None:
     from localllm import hub
-    from localllm.backend import InProcessBackend
+    from localllm.backend.in_process import InProcessBackend
 
     choices = [choice for choice in InProcessBackend().choices() if choice.local]
     assert len(choices) == len(hub.list_local()) == len(GGUF) + len(SAFETENSORS) + 2

@@ -43,7 +43,7 @@ def tied(path: Path, quant: str) -> Path:
     ("quant", "dtype"), [*((quant, "auto") for quant in QUANTS), ("Q4_K", "float32"), ("F16", "bfloat16")]
 )
 def test_file_05_a_file_cut_while_it_is_used_changes_nothing(quant: str, dtype: str, tmp_path: Path) -> None:
-    from localllm.llm import LLM
+    from localllm.llm.llm import LLM
 
     params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
     for path in (tiny_gguf(tmp_path / "untied.gguf", quant, layers=1), tied(tmp_path / "tied.gguf", quant)):
@@ -85,7 +85,7 @@ def test_file_05_nothing_stays_mapped_whatever_computes(only: str, tmp_path: Pat
 
 @pytest.mark.parametrize("kind", ["gguf", "safetensors"])
 def test_file_05_a_file_cut_while_it_is_loaded_is_named(kind: str, tmp_path: Path) -> None:
-    from localllm.llm import LLM
+    from localllm.llm.llm import LLM
 
     model = tiny_gguf(tmp_path / "m.gguf") if kind == "gguf" else tiny_safetensors(tmp_path / "m")
     file = model if kind == "gguf" else model / "model.safetensors"

@@ -170,7 +170,7 @@ def _cut_by(pattern: str) -> Callable[[dict[str, Any]], object]:
 def test_file_03_a_catastrophic_pattern_on_100_kb(
     pattern: str, length: int, door: Door, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from localllm import tokenizer
+    from localllm.tokenizer import tokenizer
 
     monkeypatch.setattr(tokenizer, "LIMIT_S", 0.2)
     monkeypatch.setattr(tokenizer, "CHARS_PER_S", 1_000_000)

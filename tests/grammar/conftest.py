@@ -12,7 +12,7 @@ sys.path.append(str(Path(__file__).parent))
 
 from localllm.checkpoint.opening import open_checkpoint
 from localllm.grammar import Compiler
-from localllm.tokenizer import Tokenizer, load_tokenizer
+from localllm.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 
 def opened(path: Path) -> Tokenizer:

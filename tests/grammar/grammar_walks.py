@@ -12,7 +12,7 @@ import numpy as np
 from localllm.errors import LocalLLMError
 from localllm.grammar import Compiler, GrammarMask, source_of
 from localllm.request import Constraint, TokenMask
-from localllm.tokenizer import Tokenizer, load_tokenizer
+from localllm.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 ENDS = [b'"', b"}", b"]", b'"}', b'",', b"1", b"true"]
 

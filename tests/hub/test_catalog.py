@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from localllm import catalog
 from localllm.errors import DoesNotFit, UnsupportedModel
+from localllm.hub import catalog
 from localllm.hub.names import check_repo_id
 
 GIB = catalog.GIB

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from localllm import catalog, hub
+from localllm import hub
 from localllm.config import UserConfig
 from localllm.errors import (
     ConfigError,
@@ -18,6 +18,7 @@ from localllm.errors import (
     ModelNotFound,
     UnsupportedModel,
 )
+from localllm.hub import catalog
 
 from .conftest import QUICK, FakeHub, noise, pull
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from localllm import catalog, hub
+from localllm import hub
 from localllm.errors import Aborted, ConfigError, DoesNotFit, DownloadError
-from localllm.hub import resolution
+from localllm.hub import catalog, resolution
 from localllm.hub import starter as starting
 from localllm.request import Phase
 

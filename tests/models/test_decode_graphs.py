@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from localllm.boot.assembly import assemble
 from localllm.checkpoint import open_checkpoint
 from localllm.device.fake import MACHINES
-from localllm.engine.assembly import assemble
 from localllm.engine.cuda_graph import CudaCapture, DecodeGraphs, rerun
 from localllm.engine.decode_inputs import DecodeInputs
 from localllm.engine.device_sampler import DeviceSampler
@@ -26,7 +26,7 @@ from localllm.kernels.verify.selftest import SelfTest
 from localllm.models.kv_cache import KVCache
 from localllm.models.loader import LoadOptions, load_model
 from localllm.models.model import Model
-from localllm.plan import PlanOptions, plan
+from localllm.plan.planner import PlanOptions, plan
 from localllm.request import Request, SamplingParams
 
 CONTEXT, PAGE, PAGES = 120, 16, 40

@@ -18,8 +18,8 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
 
 from localllm import LLM
-from localllm.residents import Residents
 from localllm.server import AppOptions, Service, ServiceOptions, create_app
+from localllm.server.pool import Residents
 from localllm.server.run import ServeOptions, bind, make_server
 
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"

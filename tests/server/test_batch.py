@@ -111,7 +111,7 @@ def test_an_output_that_holds_something_else_is_not_written_over(home: Path) -> 
 
 def test_one_batch_writes_to_a_file(home: Path) -> None:
     from localllm.errors import ConfigError
-    from localllm.server.batch import Output
+    from localllm.server.openai.batch import Output
 
     path = home / "out.jsonl"
     first = Output(path, again=False)

@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from localllm.server import Service, ServiceOptions
 from localllm.server.ask import open_chat
-from localllm.server.schemas import ChatRequest
+from localllm.server.openai.schemas import ChatRequest
 
 from .conftest import CHAT, ask, settled
 

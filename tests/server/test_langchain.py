@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from localllm import LLM
-from localllm.residents import Residents
+from localllm.server.pool import Residents
 
 from .conftest import live_server
 

@@ -19,8 +19,8 @@ import psutil
 import pytest
 
 from localllm import LLM
-from localllm.residents import Residents
 from localllm.server import Service, ServiceOptions, sse
+from localllm.server.pool import Residents
 
 from .conftest import CHAT, TEXT, ask, events, live_server, settled
 
@@ -234,7 +234,7 @@ def test_rel_10_a_step_that_fails_fails_its_requests(own, own_llm, error):
 
 def test_rel_10_text_that_cannot_be_made_is_an_error_not_a_hang(own, own_llm, monkeypatch):
     """ISO-06: and a neighbour is not touched."""
-    from localllm.stream import TextStream
+    from localllm.tokenizer.detokenizer import TextStream
 
     push = TextStream.push
     alone = httpx.post(own.url + CHAT, json=ask()).json()["choices"]
@@ -577,7 +577,7 @@ async def test_what_is_only_read_is_counted_too(make_service, make_client, tiny_
 
 def test_how_often_a_request_was_put_back_is_counted(service):
     """Of all its answers together."""
-    from localllm.answer import Piece
+    from localllm.llm.answer import Piece
     from localllm.request import FinishReason, SamplingParams, Timing
     from localllm.server.exchange import Exchange
 
@@ -591,7 +591,7 @@ async def test_an_aborted_request_is_counted_as_such(service, make_client, tiny_
     from starlette.requests import Request
 
     from localllm.server.ask import open_chat
-    from localllm.server.schemas import ChatRequest
+    from localllm.server.openai.schemas import ChatRequest
 
     scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
     sent = ChatRequest.model_validate(ask(max_tokens=200, ignore_eos=True, stream=True))
@@ -612,7 +612,7 @@ async def test_pieces_nobody_reads_are_merged(service, tiny_llm):
     from starlette.requests import Request
 
     from localllm.server.ask import open_chat
-    from localllm.server.schemas import ChatRequest
+    from localllm.server.openai.schemas import ChatRequest
     from localllm.server.turns import MAX_PENDING
 
     scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}

@@ -11,7 +11,7 @@ import pytest
 from localllm.request import Constraint, ToolUse
 from localllm.server import AppOptions, Service, ServiceOptions, create_app
 from localllm.server.errors import ApiError
-from localllm.server.schemas import ChatRequest
+from localllm.server.openai.schemas import ChatRequest
 from localllm.server.structured import wanted
 
 from .conftest import CHAT, MESSAGES, RESPONSES, TEXT, ask, events
@@ -296,10 +296,10 @@ async def test_a_forced_call_is_one_call(client):
 
 
 def test_forced_calls_are_one_call_in_every_api_unless_more_are_asked_for():
-    from localllm.server.messages_schemas import MessagesRequest
-    from localllm.server.messages_schemas import to_chat as from_messages
-    from localllm.server.responses_schemas import ResponsesRequest
-    from localllm.server.responses_schemas import to_chat as from_responses
+    from localllm.server.anthropic.messages_schemas import MessagesRequest
+    from localllm.server.anthropic.messages_schemas import to_chat as from_messages
+    from localllm.server.openai.responses_schemas import ResponsesRequest
+    from localllm.server.openai.responses_schemas import to_chat as from_responses
 
     for choice, free in (({"type": "auto"}, True), ({"type": "any"}, False), ({"type": "tool", "name": "f"}, False)):
         for disable, expected in ((None, free), (True, False), (False, True)):

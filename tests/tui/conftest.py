@@ -10,12 +10,12 @@ from typing import Any
 
 from textual.pilot import Pilot
 
+from localllm.backend.scripted import FakeBackend
 from localllm.config import UiConfig
-from localllm.fake import FakeBackend
+from localllm.conversation.conversation import Conversation
+from localllm.conversation.saver import Saver
 from localllm.history import History
 from localllm.tui.app import ChatApp
-from localllm.tui.conversation import Conversation
-from localllm.tui.saver import Saver
 from localllm.tui.screens.chat import ChatScreen
 from localllm.tui.widgets.messages import AssistantMessage
 from localllm.tui.widgets.prompt import PromptArea

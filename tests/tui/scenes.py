@@ -11,13 +11,13 @@ from pathlib import Path
 
 from textual.pilot import Pilot
 
-from localllm.fake import FakeBackend
+from localllm.backend.scripted import FakeBackend
+from localllm.conversation.conversation import Conversation
+from localllm.conversation.kept import restored, saved_chat
+from localllm.conversation.saver import Saver
 from localllm.history import History, SavedChat, SavedMessage
 from localllm.request import Check, Facts, ModelChoice, Timing
 from localllm.tui.app import ChatApp
-from localllm.tui.conversation import Conversation
-from localllm.tui.kept import restored, saved_chat
-from localllm.tui.saver import Saver
 from localllm.tui.widgets.engine import EnginePanel
 
 SIZE = (118, 34)

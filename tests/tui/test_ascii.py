@@ -9,7 +9,7 @@ from rich.cells import cell_len
 from rich.segment import Segment
 from textual.color import Color
 
-from localllm.fake_script import MARKDOWN
+from localllm.backend.script import MARKDOWN
 from localllm.tui.ascii import Encodable, plain
 
 from .conftest import Chat, chat

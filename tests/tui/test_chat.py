@@ -10,8 +10,8 @@ import pytest
 from textual.containers import VerticalScroll
 from textual.widgets import OptionList
 
+from localllm.backend.script import MARKDOWN
 from localllm.config import UiConfig
-from localllm.fake_script import MARKDOWN
 from localllm.request import Facts, Prefill
 from localllm.tui.screens.help import HelpScreen
 from localllm.tui.widgets.loading import LoadCard

@@ -9,8 +9,8 @@ from textual.app import App, ComposeResult
 from textual.content import Content
 from textual.widgets import Label, Markdown
 
+from localllm.backend.script import HOSTILE, MARKDOWN
 from localllm.config import UiConfig
-from localllm.fake_script import HOSTILE, MARKDOWN
 from localllm.terminal import clean
 from localllm.tui.widgets.markdown import Answer, Fence, Settler, _FlatList
 

@@ -9,9 +9,9 @@ import pytest
 from textual.widgets import DataTable, Input, OptionList, Static
 
 from localllm.config import UiConfig
+from localllm.conversation.conversation import Conversation
 from localllm.history import History, SavedChat, SavedMessage
 from localllm.request import Facts
-from localllm.tui.conversation import Conversation
 from localllm.tui.screens.models import ModelsScreen
 from localllm.tui.screens.params import ParamsScreen
 from localllm.tui.screens.viewer import Viewer

@@ -14,16 +14,16 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
 
 from localllm import processes
-from localllm.backend import InProcessBackend
+from localllm.backend.in_process import InProcessBackend
 from localllm.cli.attach import find_server
 from localllm.cli.command import Env, Options
 from localllm.cli.endpoint import ChatEndpoint
 from localllm.cli.processes import stop
 from localllm.cli.serve import taken_by_us
+from localllm.conversation.conversation import Conversation
 from localllm.errors import ConfigError, ServerError
 from localllm.request import SamplingParams
 from localllm.tui.app import ChatApp
-from localllm.tui.conversation import Conversation
 from localllm.tui.serving import OFF, wished_port
 from localllm.tui.widgets.engine import EnginePanel
 

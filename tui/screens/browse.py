@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from localllm.conversation.texts import code_blocks
 from localllm.terminal import clean_line
-from localllm.tui.texts import code_blocks
 from localllm.tui.widgets.messages import AssistantMessage, UserMessage
 
 if TYPE_CHECKING:

@@ -19,14 +19,14 @@ from textual.binding import BindingType
 from textual.containers import Horizontal
 from textual.widgets import Static
 
+from localllm.conversation.attachments import Attachment, read_attachment
+from localllm.conversation.conversation import Conversation, Exchange
+from localllm.conversation.slash import understand
 from localllm.errors import ConfigError
 from localllm.history import PromptHistory
 from localllm.request import Message
 from localllm.terminal import clean_line
-from localllm.tui.attachments import Attachment, read_attachment
-from localllm.tui.conversation import Conversation, Exchange
 from localllm.tui.keys import bindings
-from localllm.tui.slash import understand
 from localllm.tui.widgets.choices import Choices
 from localllm.tui.widgets.copying import CopyCode
 from localllm.tui.widgets.engine import EnginePanel, Turns

@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from localllm.config import set_key
+from localllm.conversation.attachments import Attachment, read_attachments
+from localllm.conversation.conversation import Exchange
+from localllm.conversation.kept import saved_chat, saved_messages
+from localllm.conversation.slash import Typed
 from localllm.errors import ConfigError
 from localllm.terminal import clean_line, tokens_short
-from localllm.tui.attachments import Attachment, read_attachments
-from localllm.tui.conversation import Exchange
-from localllm.tui.kept import saved_chat, saved_messages
-from localllm.tui.slash import Typed
 
 if TYPE_CHECKING:
     from .chat import ChatScreen

@@ -10,8 +10,8 @@ from textual.containers import Horizontal, VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
+from localllm.conversation.slash import SLASHES
 from localllm.tui.keys import KEYS, Keymap
-from localllm.tui.slash import SLASHES
 
 FIXED = (
     ("^P", "palette: everything by name, themes too"),

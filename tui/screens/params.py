@@ -13,9 +13,9 @@ from textual.screen import ModalScreen
 from textual.widgets import Input, Select, Static, TextArea
 
 from localllm.config import KEYS, Preset
+from localllm.conversation.conversation import THINK, Conversation, parse_sampling, sampling_keys
+from localllm.conversation.texts import number
 from localllm.errors import ConfigError
-from localllm.tui.conversation import THINK, Conversation, parse_sampling, sampling_keys
-from localllm.tui.texts import number
 
 
 class ParamsScreen(ModalScreen[bool]):

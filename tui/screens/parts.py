@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from textual.screen import Screen
 
+from localllm.conversation.attachments import Attachment
+from localllm.conversation.conversation import Conversation, Exchange
 from localllm.history import PromptHistory
 from localllm.terminal import clean_line
-from localllm.tui.attachments import Attachment
-from localllm.tui.conversation import Conversation, Exchange
 from localllm.tui.widgets.engine import Turns
 from localllm.tui.widgets.messages import AssistantMessage, UserMessage
 from localllm.tui.widgets.prompt import PromptArea

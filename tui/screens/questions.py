@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from localllm.conversation.conversation import Exchange
 from localllm.request import Done, Failed
 from localllm.terminal import clean_line, fit, tokens_short
-from localllm.tui.conversation import Exchange
 from localllm.tui.widgets.choices import Choice, Choices
 
 from .crash import REPORT, CrashScreen

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from textual import on
 
+from localllm.conversation.kept import restored
 from localllm.errors import LocalLLMError
 from localllm.history import SavedChat, SavedMessage
 from localllm.terminal import clean_line
-from localllm.tui.kept import restored
 from localllm.tui.widgets.home import Home
 from localllm.tui.widgets.sidebar import Sidebar
 

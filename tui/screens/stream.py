@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections import deque
 
+from localllm.conversation.conversation import Exchange
+from localllm.conversation.saver import AUTOSAVE_S
 from localllm.request import ChatEvent, Delta, Done, Failed, Phase, Prefill, Usage
 from localllm.terminal import clean_line, tokens_short
-from localllm.tui.conversation import Exchange
 from localllm.tui.load_times import LoadTimes
-from localllm.tui.saver import AUTOSAVE_S
 from localllm.tui.widgets.engine import sparkline
 from localllm.tui.widgets.loading import LoadCard
 from localllm.tui.widgets.messages import AssistantMessage

@@ -12,10 +12,10 @@ from textual.geometry import Size
 from textual.reactive import Reactive
 from textual.widgets import Static
 
+from localllm.conversation.conversation import Exchange
+from localllm.conversation.texts import answer_stats, failure_lines
 from localllm.request import Failed
 from localllm.terminal import Cleaner, clean, seconds_short
-from localllm.tui.conversation import Exchange
-from localllm.tui.texts import answer_stats, failure_lines
 
 if TYPE_CHECKING:
     from .markdown import Answer

@@ -11,10 +11,10 @@ from textual.content import Content
 from textual.message import Message
 from textual.widgets import Static, TextArea
 
+from localllm.conversation.attachments import Attachment, matching_files
+from localllm.conversation.slash import matching
 from localllm.terminal import clean
-from localllm.tui.attachments import Attachment, matching_files
 from localllm.tui.keys import Keymap
-from localllm.tui.slash import matching
 
 MAX_HINTS = 8
 _AT = re.compile(r"(?:^|\s)@([^\s]*)$")

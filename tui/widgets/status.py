@@ -9,9 +9,9 @@ from textual.containers import Horizontal
 from textual.content import Content
 from textual.widgets import Static
 
+from localllm.conversation.texts import number
 from localllm.request import Facts
 from localllm.terminal import cell_width, clean_line, fit, tokens_short
-from localllm.tui.texts import number
 
 WARN_SHARE = 0.8
 """From here on the context meter is a warning."""

@@ -16,9 +16,9 @@ from textual.reactive import Reactive
 from textual.widget import Widget
 from textual.widgets import Static
 
+from localllm.conversation.conversation import Conversation, Exchange
 from localllm.request import Failed
 from localllm.terminal import clean
-from localllm.tui.conversation import Conversation, Exchange
 from localllm.tui.load_times import LoadTimes
 
 from .loading import LoadCard

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from localllm.errors import LocalLLMError
-from localllm.tokenizer import Tokenizer
+from localllm.tokenizer.tokenizer import Tokenizer
 
 from ..parser import reasoning_tags
 from ..template import ChatTemplate, encode_chat

@@ -13,7 +13,7 @@ from localllm.kernels.kv_pages import KVPages
 from localllm.kernels.triton import attention, attention_tiles
 from localllm.kernels.verify.trial import compare
 from localllm.kernels.verify.tuning import AGREEMENT
-from localllm.plan_terms import DECODE_SPLITS, SPLIT_PART_BYTES
+from localllm.plan.memory import DECODE_SPLITS, SPLIT_PART_BYTES
 
 CPU_TOLERANCE = {"f32": 2e-5, "bf16": 2e-5, "fp16": 2e-5, "int8": 4e-5, "fp8": 4e-5}
 """largest difference to the twin relative to the largest value: the interpreter computes in float32"""

@@ -1,0 +1,370 @@
+"""A scripted engine behind `ChatBackend`: for tests, screenshots and demonstrations, without a model or torch.
+
+Used when `LOCALLLM_ENGINE=fake` and only together with `LOCALLLM_TESTING=1`. The model's name chooses how loading goes
+(`fake-download`, `fake-slow`, `fake-gated`, `fake-huge`, `fake-missing`, `fake-crash`, `fake-base`, `fake-small`), the
+last message how the answer goes (`!md`, `!mixed`, `!list`, `!think`, `!fd2`, `!oom`, `!crash`, `!error`, `!full`,
+`!escape`, `long`); any other message is given back. `LOCALLLM_ENGINE=fake:tps=0:load=1.5` sets the speed (0 is as fast
+as it goes) and the seconds of every load phase.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from localllm.backend.script import pieces, script
+from localllm.errors import (
+    AuthRequired,
+    ContextTooLong,
+    DeviceError,
+    DoesNotFit,
+    InternalError,
+    LocalLLMError,
+    ModelNotFound,
+    OutOfMemory,
+)
+from localllm.request import (
+    ChatEvent,
+    Check,
+    Constraint,
+    Delta,
+    Done,
+    Facts,
+    Failed,
+    Message,
+    ModelChoice,
+    Phase,
+    Prefill,
+    SamplingParams,
+    Timing,
+    Usage,
+)
+
+PAGE = 16
+"""tokens of a page"""
+_GIB = 1 << 30
+_LOAD = ("import", "weights", "kv", "warmup")
+
+
+def fake_error(name: str) -> LocalLLMError | None:
+    """The error that loading the model called `name` ends in."""
+    if name == "fake-gated":
+        return AuthRequired(
+            "fake-gated asks you to accept its licence first",
+            "open https://hub.invalid/fake-gated, accept it, then `hf auth login`",
+            fixes=(("hf auth login", "after accepting the licence"),),
+        )
+    if name == "fake-huge":
+        return DoesNotFit(
+            "fake-huge needs 26.4 GiB at 32k context, 23.5 GiB are free",
+            "a smaller context fits",
+            why="weights 17.2 + KV 8.0 + work 1.2 GiB",
+            fixes=(("localllm chat fake-huge --ctx 16k", "fits (22.4 GiB)"),),
+        )
+    if name == "fake-missing":
+        return ModelNotFound("fake-missing is not on this machine", "localllm pull fake-missing")
+    if name == "fake-crash":
+        return InternalError("the engine stopped while loading", "see the log")
+    return None
+
+
+class FakeBackend:
+    """A `ChatBackend` whose answers are written down beforehand.
+
+    tps      tokens per second, 0 for no waiting
+    load_s   seconds spent in every load phase
+    ctx      context window in tokens; a longer conversation fails as a real one does
+    """
+
+    def __init__(
+        self,
+        *,
+        tps: float | None = None,
+        load_s: float | None = None,
+        ctx: int = 32_768,
+        default_params: Callable[[], SamplingParams] = SamplingParams,
+        constraint: Constraint | None = None,
+    ) -> None:
+        self.constraint = constraint
+        """what answers were to be, for tests: those written down beforehand are what they are"""
+        self.tps = _setting("tps", 200.0) if tps is None else tps
+        self.load_s = _setting("load", 0.02) if load_s is None else load_s
+        self._default_params = default_params
+        self.ctx = ctx
+        self.model = ""
+        self.answers: list[str] = []
+        """answers given next, before any rule applies: set by tests"""
+        self.sent: list[tuple[list[Message], SamplingParams | None]] = []
+        """what was asked, for tests"""
+        self.templates: list[dict[str, Any]] = []
+        self.started: list[tuple[str, dict[str, Any]]] = []
+        self.kv, self.device = "bf16", "cpu"
+        self.times_kernels = False
+        self.emitted: dict[int, str] = {}
+        """text of every turn, as the engine sees it"""
+        self.stopped_at: dict[int, float] = {}
+        self._events: deque[ChatEvent] = deque()
+        self._queue: deque[tuple[int, list[Message], SamplingParams | None]] = deque()
+        self._wake = threading.Condition()
+        self._stopped: set[int] = set()
+        self._closed = False
+        self._next_turn = 0
+        self._used = self._busy = self._steps = self._prompts = 0
+        self._thread: threading.Thread | None = None
+
+    # --- the protocol ------------------------------------------------------------------------------------------------
+
+    def start(self, model: str | None, changes: Mapping[str, Any] | None = None) -> None:
+        """Begin "loading" in a thread; what ran before ends."""
+        self._end_thread()
+        self._closed = False
+        self.model = model or "fake"
+        self.started.append((self.model, dict(changes or {})))
+        self.ctx = int((changes or {}).get("ctx") or (64 if self.model == "fake-small" else self.ctx))
+        self.kv = str((changes or {}).get("kv") or self.kv)
+        self._thread = threading.Thread(target=self._run, name="fake-engine", daemon=True)
+        self._thread.start()
+
+    def send(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        template: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Queue a turn."""
+        with self._wake:
+            turn = self._next_turn
+            self._next_turn += 1
+            self.sent.append((list(messages), params))
+            self.templates.append(dict(template or {}))
+            self._queue.append((turn, list(messages), params))
+            self._wake.notify()
+        return turn
+
+    def stop(self, turn: int) -> None:
+        """End a turn at the next token."""
+        self._stopped.add(turn)
+        self.stopped_at[turn] = time.monotonic()
+
+    def rest(self) -> None:
+        """Leave off the timing of kernels that a test began."""
+        self.times_kernels = False
+
+    def events(self) -> deque[ChatEvent]:
+        """The queue to drain."""
+        return self._events
+
+    def facts(self) -> Facts:
+        """Plain numbers that look like a small model on a CPU."""
+        pages, used, kept = self.ctx // PAGE, -(-self._busy // PAGE), -(-self._used // PAGE)
+        states = bytes([1] * min(kept, pages)) + bytes([2] * min(used, max(0, pages - kept)))
+        return Facts(
+            model=self.model,
+            truth_line=f"{self.model} · cpu · Q4_1 · KV {self.kv} · fake kernels",
+            device=self.device,
+            times_kernels=self.times_kernels,
+            ctx=self.ctx,
+            max_ctx=self.ctx * 4,
+            used_tokens=self._used,
+            pages_total=pages,
+            pages_free=max(0, pages - len(states)),
+            pages_cached=states.count(1),
+            page_size=PAGE,
+            page_map=states.ljust(pages, b"\0"),
+            weight_bytes=98 << 20,
+            kv_bytes=45 << 20,
+            kv=self.kv,
+            plan_parts=(("weights", 98 << 20), ("kv", 45 << 20), ("work", 310 << 20), ("margin", 0)),
+            have_bytes=8 * _GIB,
+            held_bytes=402 << 20,
+            num_running=int(self._busy > 0),
+            num_steps=self._steps,
+            num_prompt_tokens=self._prompts,
+            num_output_tokens=self._steps,
+            prefix_query_tokens=self._prompts + self._used,
+            prefix_hit_tokens=self._used,
+            decode_tps=self.tps or 1000.0,
+            has_chat_template=self.model != "fake-base",
+        )
+
+    def count_tokens(self, text: str) -> int:
+        """Words."""
+        return len(text.split())
+
+    def choices(self, ctx: int | None = None) -> list[ModelChoice]:
+        """One of every kind: here, here and broken, to be fetched, too large."""
+        window = ctx or 8192
+        parts = (("weights", 98 << 20), ("kv", window * 23040), ("work", 310 << 20), ("margin", 200 << 20))
+        have = 8 * _GIB
+        return [
+            ModelChoice(
+                "fake", "Q4_1", 98 << 20, local=True, supported=True, max_ctx=131_072, tps=200.0, basis="measured",
+                ctx=window, params=135_000_000, licence="apache-2.0", need_bytes=sum(size for _, size in parts),
+                have_bytes=have, parts=parts, last_used=2.0, quality="KL 0.03512, p99 0.4210 (KV bf16)",
+            ),
+            ModelChoice(
+                "fake-small", "Q8_0", 45 << 20, local=True, supported=True, max_ctx=64, tps=410.0, ctx=64,
+                params=60_000_000, licence="mit", need_bytes=600 << 20, have_bytes=have, last_used=1.0,
+            ),
+            ModelChoice(
+                "fake-broken", "", 12 << 20, local=True, supported=False, fits=False,
+                reason="model.gguf ends in the middle of a tensor",
+            ),
+            ModelChoice(
+                "fake-download", "Q4_K_M", 400 << 20, local=False, supported=True, max_ctx=40_960, tps=120.0,
+                ctx=window, params=596_000_000, licence="apache-2.0", need_bytes=_GIB, have_bytes=have,
+                quants=(
+                    ModelChoice(
+                        "fake-download:Q8_0", "Q8_0", 650 << 20, local=False, supported=True, max_ctx=40_960, tps=80.0,
+                        ctx=window, params=596_000_000, licence="apache-2.0", need_bytes=_GIB * 3 // 2, have_bytes=have,
+                    ),
+                ),
+            ),
+            ModelChoice(
+                "fake-huge", "Q4_K_M", 18 * _GIB, local=False, supported=True, fits=False, max_ctx=131_072,
+                params=32_800_000_000, licence="apache-2.0", need_bytes=26 * _GIB, have_bytes=have,
+            ),
+        ]  # fmt: skip
+
+    def checks(self) -> list[Check]:
+        """A machine without a GPU."""
+        return [
+            Check("gpu.present", "hardware", "skip", "CPU only: no NVIDIA driver found"),
+            Check("cpu", "hardware", "ok", "a scripted engine, 2 cores"),
+            Check("ram", "hardware", "warn", "8.0 GiB free"),
+        ]
+
+    def close(self) -> None:
+        """End the thread."""
+        self._end_thread()
+
+    def _end_thread(self) -> None:
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(5)
+
+    # --- the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        if not self._load():
+            return
+        while True:
+            with self._wake:
+                while not self._queue and not self._closed:
+                    self._wake.wait()
+                if self._closed:
+                    return
+                turn, messages, params = self._queue.popleft()
+            self._answer(turn, messages, params or self._default_params())
+
+    def _load(self) -> bool:
+        self._events.append(Phase("resolve", detail=self.model))
+        if self.model == "fake-download":
+            total = 400 << 20
+            for step in range(21):
+                if self._pause(self.load_s):
+                    return False
+                done = total * step // 20
+                self._events.append(
+                    Phase("download", done, total, rate=90 << 20, eta_s=(total - done) / (90 << 20), file="model.gguf")
+                )
+        if (error := fake_error(self.model)) is not None:
+            if self._pause(self.load_s):
+                return False
+            self._events.append(Failed(-1, error.code, error.message, error.hint, error.fixes))
+            return False
+        for name in _LOAD:
+            steps = 8 if name == "weights" else 1
+            wait = 3.0 if name == "import" and self.model == "fake-slow" else self.load_s
+            for step in range(steps):
+                self._events.append(Phase(name, step, steps))
+                if self._pause(wait / steps):
+                    return False
+        self._events.append(Phase("ready", detail="cpu"))
+        return True
+
+    def _pause(self, seconds: float) -> bool:
+        """Wait; True when closed meanwhile."""
+        end = time.monotonic() + seconds
+        with self._wake:
+            while not self._closed and (left := end - time.monotonic()) > 0:
+                self._wake.wait(left)
+            return self._closed
+
+    def _answer(self, turn: int, messages: list[Message], params: SamplingParams) -> None:
+        begin = time.monotonic()
+        prompt = messages[-1].get("content", "") if messages else ""
+        goes_on = bool(messages) and messages[-1].get("role") == "assistant"
+        prompt_tokens = sum(1 + len(m.get("content", "").split()) for m in messages)
+        limit = params.max_tokens or self.ctx
+        if prompt_tokens > self.ctx or prompt.startswith("!full"):
+            needed = max(prompt_tokens, self.ctx + 1332)
+            error: LocalLLMError = ContextTooLong(
+                f"prompt has {needed:,} tokens, the window holds {self.ctx:,}", "start with --ctx 40k, or shorten it"
+            )
+            self._events.append(
+                Failed(turn, error.code, error.message, error.hint, (("localllm chat fake --ctx 40k", "fits"),))
+            )
+            return
+        if prompt == "!error":
+            self._events.append(Failed(turn, "E101", "the engine lost this request", "send it again", ()))
+            return
+        if prompt == "!fd2":
+            with contextlib.suppress(OSError):
+                os.write(2, b"CORRUPT\n")
+        for done in range(0, prompt_tokens, 512):
+            self._events.append(Prefill(turn, done, prompt_tokens))
+        self._prompts += prompt_tokens
+        text, count, reasoning, stop = "", 0, 0, "stop"
+        first: float | None = None
+        said = pieces(self.answers.pop(0)) if self.answers else pieces(" and so on.") if goes_on else None
+        for kind, piece in (("content", p) for p in said) if said is not None else script(prompt):
+            if turn in self._stopped or self._closed:
+                stop = "abort"
+                break
+            if count >= limit:
+                stop = "length"
+                break
+            if prompt in ("!oom", "!crash") and count == 20:
+                oom = OutOfMemory("memory ran out at 29k tokens", "use a smaller --ctx")
+                failure = oom if prompt == "!oom" else DeviceError("the engine stopped: an illegal address", "restart")
+                self._events.append(Failed(turn, failure.code, failure.message, failure.hint, failure.fixes))
+                self._busy = 0
+                return
+            if self.tps:
+                self._pause(1 / self.tps)
+            first = first or time.monotonic()
+            self._events.append(Delta(turn, kind, piece))  # type: ignore[arg-type]
+            count += 1
+            self._steps += 1
+            self._busy = prompt_tokens + count
+            if kind == "content":
+                text += piece
+            else:
+                reasoning += 1
+        self.emitted[turn] = text
+        self._used, self._busy = min(self.ctx, prompt_tokens + count), 0
+        end = time.monotonic()
+        spent = end - (first or end)
+        timing = Timing(
+            ttft_s=(first or end) - begin,
+            total_s=end - begin,
+            prefill_tps=prompt_tokens / max((first or end) - begin, 1e-6),
+            decode_tps=(count - 1) / spent if count > 1 and spent > 0 else 0.0,
+        )
+        self._events.append(Done(turn, stop, Usage(prompt_tokens, 0, count, reasoning), timing))
+
+
+def _setting(name: str, default: float) -> float:
+    for part in os.environ.get("LOCALLLM_ENGINE", "").split(":"):
+        key, _, value = part.partition("=")
+        if key == name:
+            return float(value)
+    return default

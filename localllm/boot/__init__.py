@@ -1,0 +1,1 @@
+"""From loaded weights to an engine that keeps its plan."""

@@ -1,0 +1,113 @@
+"""From a plan and loaded weights to an engine: pages, captured decode steps, runner."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from localllm.boot.memory_meter import Meter
+from localllm.engine.cuda_graph import Captured, CudaCapture, DecodeGraphs, Run
+from localllm.engine.decode_inputs import DecodeInputs
+from localllm.engine.device_sampler import DeviceSampler
+from localllm.engine.engine import Engine, EngineOptions
+from localllm.engine.pages import GroupPages
+from localllm.engine.runner import Runner
+from localllm.engine.scheduler import SchedulerLimits
+from localllm.kernels.verify.selftest import SelfTest
+from localllm.models.kv_cache import KVCache
+from localllm.models.model import Model
+from localllm.plan.planner import Plan
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """An engine that was not started yet, and what it is made of."""
+
+    engine: Engine
+    runner: Runner
+    cache: KVCache
+    held: dict[str, int]
+    """on a GPU: what torch's allocator took for kv, tables and graphs"""
+
+    @property
+    def graphs_note(self) -> str:
+        """For the truth line: what is captured, or why not."""
+        graphs = self.runner.graphs
+        if graphs is None:
+            return ""
+        if graphs.failure:
+            rest = f", {', '.join(map(str, graphs.captured))} captured" if graphs.captured else ""
+            return f"CUDA graphs failed ({graphs.failure}){rest}"
+        return f"graphs {','.join(map(str, graphs.captured))}"
+
+
+def assemble(
+    model: Model,
+    plan: Plan,
+    *,
+    selftest: SelfTest | None = None,
+    prefix_cache: bool = True,
+    check_invariants: bool = False,
+    graphs: bool = True,
+    capture: Callable[[Run], Captured] | None = None,
+    fault: Callable[[int], None] | None = None,
+) -> Assembled:
+    """Everything between the weights and `Engine.start`. Raises what the device raises when memory is short.
+
+    selftest  tries the sampler
+    graphs    False runs every step eagerly
+    capture   what captures instead of `CudaCapture()`
+    fault     as of `Engine`
+    """
+    device = torch.device(plan.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # streams and kernels of this thread go there
+    captures = graphs and bool(plan.graph_buckets)
+    spare = 1 if captures else 0  # a page that belongs to nobody, for the idle rows of a bucket
+    meter = Meter(device)
+    counts = [count + spare for count in plan.num_pages]
+    cache = KVCache(model.groups, counts, plan.page_size, plan.kv, device=str(device))
+    meter.note("kv")
+    decode = None
+    if captures:
+        model.reserve_positions(plan.ctx)
+        inputs = DecodeInputs(plan.graph_buckets[-1], plan.ctx, plan.page_size, plan.num_pages, device)
+        meter.note("tables")
+        decode = DecodeGraphs(model, cache, inputs, plan.graph_buckets, capture or CudaCapture())
+        decode.capture()
+    sampler = _sampler(model, plan, device, selftest)
+    if sampler is not None and decode is not None:
+        decode.capture_sampler(sampler)
+    if captures:
+        meter.note("graphs", reserved=True)
+    groups = tuple(GroupPages(count, group.window) for count, group in zip(plan.num_pages, model.groups, strict=True))
+    options = EngineOptions(
+        max_context=plan.ctx,
+        page_size=plan.page_size,
+        prefix_cache=prefix_cache,
+        limits=SchedulerLimits(plan.max_parallel, plan.prefill_budget),
+        check_invariants=check_invariants,
+        runs_ahead=device.type == "cuda",
+    )
+    runner = Runner(model, cache, model.facts.vocab_size, decode, sampler)
+    return Assembled(Engine(runner, groups, options, device, fault), runner, cache, meter.found)
+
+
+def _sampler(model: Model, plan: Plan, device: torch.device, selftest: SelfTest | None) -> DeviceSampler | None:
+    """What samples on a GPU; None where its op does not run or is wrong: then the host samples."""
+    if device.type != "cuda":
+        return None
+    try:
+        from localllm.kernels.triton.sampling import sample
+    except ImportError as error:  # no Triton for this system
+        log.warning("sampling on the host: %s", error)
+        return None
+    vocab = model.facts.vocab_size
+    if selftest is not None and not selftest.sampler_passed("triton", sample, vocab, str(device)):
+        return None
+    return DeviceSampler(sample, plan.max_parallel, vocab, device)

@@ -1,0 +1,281 @@
+"""From loaded weights to an engine that keeps its plan: pages and graphs made, the plan proved, tiles tuned.
+
+What turned out other than planned is told in words (`warnings`), for the truth line and the status lines.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from localllm.boot.assembly import Assembled, assemble
+from localllm.boot.proof import CpuProof, Proof, prove_on_gpu
+from localllm.boot.threads import kernel_note, missing_kernels
+from localllm.boot.tuning_job import TuningJob
+from localllm.errors import OutOfMemory
+from localllm.kernels.verify.records import Records, default_folder, identity
+from localllm.kernels.verify.selftest import SelfTest
+from localllm.kernels.verify.tuning import Tuned, gpu_seconds, is_measured, tuner
+from localllm.plan.profiles import Proofs, words
+from localllm.testing import step_fault
+
+if TYPE_CHECKING:
+    from localllm.checkpoint.facts import ModelFacts
+    from localllm.device import MachineFacts
+    from localllm.engine.engine import Engine
+    from localllm.models.model import Model
+    from localllm.plan.planner import Plan
+
+log = logging.getLogger(__name__)
+
+ROUNDING = {"fp8": "triton_fp8_w8a8", "nvfp4": "triton_nvfp4_w4a4"}
+"""the products that round what they multiply, too"""
+
+
+def first_use(plan: Plan, machine: MachineFacts) -> SelfTest:
+    """The self-test for a load on the plan's device, with the verdicts that are known; tuned tiles are taken."""
+    known = identity(plan.device, machine.driver)
+    if plan.device != "cpu":
+        card = machine.gpus[int(plan.device.removeprefix("cuda:") or 0)]
+        tuner().use(Records("tuning", known, default_folder()), card.capability)
+    return SelfTest(Records("selftest", known, default_folder()))
+
+
+class Boot:
+    """One engine over loaded weights.
+
+    replan         (bytes a proof found missing) -> the plan made smaller by them
+    base_bytes     anonymous memory of the process before the weights were loaded
+    program_bytes  what of it our own imports and the tokenizer took
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        facts: ModelFacts,
+        machine: MachineFacts,
+        plan: Plan,
+        selftest: SelfTest,
+        replan: Callable[[int], Plan],
+        *,
+        prefix_cache: bool = True,
+        check_invariants: bool = False,
+        base_bytes: int = 0,
+        program_bytes: int = 0,
+        weights_taken: int = 0,
+        activations: str = "",
+    ) -> None:
+        self.plan = plan
+        """as it is kept: smaller than asked for where a proof has shown that it must be"""
+        self._model = model
+        self._facts = facts
+        self._machine = machine
+        self._selftest = selftest
+        self._replan = replan
+        self._prefix_cache, self._check_invariants = prefix_cache, check_invariants
+        self._base_bytes, self._program_bytes = base_bytes, program_bytes
+        self._weights_taken = weights_taken or model.weight_bytes
+        self._proofs = Proofs()
+        self._shrunk = ""
+        taken = " ".join(model.kernels.values())
+        self._unrounded = activations if activations and ROUNDING[activations] not in taken else ""
+        self.proof_note = ""
+        """what is known of the plan: proved, pending, or not held"""
+        self.tuned: list[Tuned] = []
+        self._tunes_when_idle: TuningJob | None = None
+        self._held: Assembled | None = None
+        self._hold()
+        known = self._proofs.known(facts, machine, self.plan)
+        if known is not None:
+            self.proof_note = words(known)
+        elif plan.device == "cpu":
+            self.proof_note = "proof pending"
+            self.engine.when_idle(self._cpu_proof())
+        else:
+            self._prove_on_gpu()
+        if plan.device != "cpu":
+            self._tunes_when_idle = TuningJob(tuner(), self._on_tuned)
+            self.engine.when_idle(self._tunes_when_idle)
+
+    @property
+    def _assembled(self) -> Assembled:
+        assert self._held is not None, "asleep"
+        return self._held
+
+    @property
+    def engine(self) -> Engine:
+        """Not started by this class."""
+        return self._assembled.engine
+
+    def release(self) -> None:
+        """Let the pages go, with all that runs over them; what is known stays."""
+        self._held = None
+        self._model.forget_pages()
+
+    def _hold(self) -> None:
+        self._held = None  # the pages of before go first
+        self._held = self._assemble()
+        self._graphs_note = self._held.graphs_note
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of all pages."""
+        return self._assembled.cache.nbytes
+
+    def _assemble(self) -> Assembled:
+        try:
+            return assemble(
+                self._model,
+                self.plan,
+                selftest=self._selftest,
+                prefix_cache=self._prefix_cache,
+                check_invariants=self._check_invariants,
+                fault=step_fault(),
+            )
+        except (MemoryError, RuntimeError) as error:
+            if "out of memory" not in str(error).lower() and not isinstance(error, MemoryError):
+                raise
+            raise OutOfMemory(
+                f"no room for {self.plan.kv_bytes / 2**30:.1f} GiB of key/value pages on {self.plan.place}",
+                "use a smaller --ctx, or close what else uses the memory",
+            ) from error
+
+    # --- proof -------------------------------------------------------------------------------------------------------
+
+    def _cpu_proof(self) -> CpuProof:
+        engine, runner = self._assembled.engine, self._assembled.runner
+        return CpuProof(
+            runner,
+            engine.builder,
+            engine.scheduler.pages,
+            self.plan,
+            self._base_bytes,
+            self._program_bytes,
+            self._model.weight_bytes,
+            self._model.num_kinds,
+            self._on_cpu_proof,
+        )
+
+    def _on_cpu_proof(self, proof: Proof) -> None:
+        """Called in the engine's thread: what is missing is taken from the pages that are free."""
+        self._keep(proof)
+        if not proof.held:
+            pages = self._assembled.engine.scheduler.pages
+            share = proof.excess_bytes / max(1, self.plan.kv_bytes)
+            longest = -(-self.plan.ctx // self.plan.page_size) + 1  # a full context must stay possible
+            taken = [
+                pool.withdraw(min(int(share * pool.num_pages), max(0, pool.num_pages - longest)))
+                for pool in pages.pools
+            ]
+            self._shrunk = f"the key/value cache has {sum(taken):,} pages fewer, and the next start plans for it"
+
+    def _prove_on_gpu(self) -> None:
+        started = time.monotonic()
+        proof = self._run_gpu_proof()
+        self._keep(proof)
+        if not proof.held:
+            old, new = self.plan, self._replan(proof.excess_bytes)
+            if new.fits:
+                self.plan = new
+                self._hold()
+                self._shrunk = f"context {new.ctx:,} instead of {old.ctx:,} tokens"
+                if new.ctx == old.ctx:
+                    self._shrunk = f"{sum(new.num_pages):,} pages of keys and values instead of {sum(old.num_pages):,}"
+                proof = self._run_gpu_proof()
+                self._keep(proof)
+            else:  # a context that was asked for, and no room to be careful: it runs, and may run out of memory
+                self._shrunk = f"{proof.excess_bytes / 2**30:.2f} GiB are missing for it; start with a smaller --ctx"
+        log.info("proof in %.1f s: %s", time.monotonic() - started, proof)
+
+    def _run_gpu_proof(self) -> Proof:
+        held = {"weights": self._weights_taken, **self._assembled.held}
+        return prove_on_gpu(self._assembled.runner, self._assembled.engine.builder, self.plan, held)
+
+    def _keep(self, proof: Proof) -> None:
+        terms = {term.name: [term.planned_bytes, term.measured_bytes] for term in proof.terms}
+        shown = {"held": proof.held, "text": str(proof), "excess_bytes": proof.excess_bytes, "error": proof.error}
+        shown |= {"terms": terms, "seconds": proof.seconds}
+        self._proofs.keep(self._facts, self._machine, self.plan, shown)
+        self.proof_note = words(shown)  # whoever reads it finds the proof
+
+    @property
+    def is_tuning(self) -> bool:
+        """Whether tiles are being timed in an idle moment."""
+        return self._tunes_when_idle is not None and self._tunes_when_idle.is_running
+
+    def stop_tuning(self) -> None:
+        """No tuning in idle moments any more: `tune` follows, or somebody wants quiet."""
+        if self._tunes_when_idle is not None:
+            self._tunes_when_idle.cancel()
+
+    def tune(self, budget_s: float, told: Callable[[Tuned], None], stop: Callable[[], bool]) -> list[Tuned]:
+        """Time the tiles of the shapes that were used, now; in the engine's thread, this one waits."""
+        if self.plan.device == "cpu":
+            return []
+        found: list[Tuned] = []
+        done = threading.Event()
+
+        def job(must_stop: Callable[[], bool]) -> bool:
+            try:
+                found.extend(tuner().tune(gpu_seconds, budget_s, lambda: stop() or must_stop(), told))
+                self._on_tuned(found)
+            finally:
+                done.set()
+            return True
+
+        self.engine.when_idle(job)
+        done.wait()
+        return found
+
+    @property
+    def num_untuned(self) -> int:
+        """Shapes of kernels in use whose tiles were not timed on this card."""
+        return len(tuner().waiting) if self.plan.device != "cpu" else 0
+
+    # --- words -------------------------------------------------------------------------------------------------------
+
+    def _on_tuned(self, tuned: list[Tuned]) -> None:
+        """Called in the engine's thread; graphs hold the old tiles until they are captured again."""
+        self.tuned += tuned
+        graphs = self._assembled.runner.graphs
+        if graphs is not None and any(one.us < one.first_us for one in tuned):
+            graphs.capture()
+            if self._assembled.runner.sampler is not None:
+                graphs.capture_sampler(self._assembled.runner.sampler)
+
+    @property
+    def facts_line(self) -> str:
+        """What belongs into the truth line after the kernels: graphs, tiles, proof."""
+        parts = [self._graphs_note]
+        if self.plan.device != "cpu":
+            measured = tuner().num_measured
+            guessed = "" if is_measured(tuner().capability) else "tiles not measured on this card"
+            parts.append(f"{measured} tiles tuned here" if measured else guessed)
+        return " · ".join(part for part in (*parts, self.proof_note) if part)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is less than planned, with what to do about it."""
+        found = [f"{failure}; the next kernel took its place" for failure in self._selftest.failures]
+        missing = missing_kernels() if self.plan.device == "cpu" else ""
+        if missing and not any("compiler" in warning for warning in self.plan.warnings):
+            found.insert(0, missing)
+        if self.plan.device == "cpu" and (note := kernel_note()):
+            found.append(note)
+        graphs = self._held.runner.graphs if self._held is not None else None
+        if graphs is not None and graphs.failure:
+            found.append(f"CUDA graphs: {graphs.failure}; decoding launches every kernel, slower")
+        if self._unrounded:
+            found.append(
+                f"activations are not rounded to {self._unrounded}: that takes {self._unrounded} weights, a card that"
+                " multiplies them and engine.deterministic off; localllm doctor --kernels says which"
+            )
+        if self._shrunk:
+            found.append(f"{self.proof_note}: {self._shrunk}")
+        note = self._held.engine.pressure.note if self._held is not None else ""
+        if note:
+            found.append(f"{note}; close what else uses the memory, or start with a smaller --ctx")
+        return tuple(found)

@@ -1,0 +1,304 @@
+"""Boots = fills: the worst steps of a plan, run once, and what they took against what the plan said.
+
+The worst steps are the last prefill chunk at full depth, one decode step of every bucket with all sequences at full
+depth, and the sampler at the largest batch. Earlier chunks need not be computed: what lies in the pages does not matter
+to memory. On a GPU all of it runs before the first request, and torch's allocator is compared term by term. On a CPU it
+runs when the first answer is out and nobody asks anything: every planned page is touched, a layer of each kind computes
+the steps (the others would use the same memory again), and the process's anonymous memory is compared.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from localllm.boot.memory_meter import Peak, gpu_peak
+from localllm.device.memory import memory_limits
+from localllm.engine.batch import BatchBuilder
+from localllm.engine.pages import Pages
+from localllm.engine.pressure import is_out_of_memory
+from localllm.engine.runner import Runner
+from localllm.engine.scheduler import Scheduled, Step
+from localllm.engine.sequence import Sequence
+from localllm.plan.memory import GRAPH_BYTES
+from localllm.plan.planner import Plan
+from localllm.request import Request, SamplingParams
+
+log = logging.getLogger(__name__)
+
+TOLERANCE = {"cpu": 0.10, "cuda": 0.03}
+"""a plan holds when what was taken is not above it by more than this share"""
+BUDGET_S = 10.0
+TOUCH_S = 6.0
+"""of it for touching pages on a CPU; the rest of very many pages is counted, since a page's bytes are known exactly"""
+PAGES_AT_ONCE = 256
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One number of the plan beside what was measured."""
+
+    name: str
+    planned_bytes: int
+    measured_bytes: int
+
+    @property
+    def error(self) -> float:
+        """Share by which the plan is off; positive where more was taken."""
+        return (self.measured_bytes - self.planned_bytes) / max(self.planned_bytes, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What running the worst steps has shown."""
+
+    terms: tuple[Term, ...]
+    kind: str
+    """cpu | cuda"""
+    seconds: float
+    failure: str = ""
+    """what ran out of memory, where something did"""
+
+    @property
+    def planned_bytes(self) -> int:
+        """All terms together."""
+        return sum(term.planned_bytes for term in self.terms)
+
+    @property
+    def measured_bytes(self) -> int:
+        """All terms together."""
+        return sum(term.measured_bytes for term in self.terms)
+
+    @property
+    def error(self) -> float:
+        """Share by which the plan is off in all; positive where more was taken."""
+        return (self.measured_bytes - self.planned_bytes) / max(self.planned_bytes, 1)
+
+    @property
+    def held(self) -> bool:
+        """Whether the plan was right or cautious."""
+        return not self.failure and self.error <= TOLERANCE[self.kind]
+
+    @property
+    def excess_bytes(self) -> int:
+        """What the next plan has to add."""
+        over = max(0, self.measured_bytes - self.planned_bytes)
+        return max(over, self.planned_bytes // 10) if self.failure else over
+
+    def __str__(self) -> str:
+        if self.failure:
+            return f"the plan did not hold: {self.failure}"
+        took, said = self.measured_bytes / GIB, self.planned_bytes / GIB
+        return f"{'proved' if self.held else 'the plan did not hold'}: {took:.2f} GiB of {said:.2f} planned"
+
+
+class WorstSteps:
+    """The steps that take most memory, over pages that the caller says may be written.
+
+    pages   per cache group: ids to read and write; fewer than the depth needs are read again and again
+    """
+
+    def __init__(
+        self, runner: Runner, builder: BatchBuilder, plan: Plan, pages: Many[Many[int]], num_layers: int | None = None
+    ) -> None:
+        self._runner = runner
+        self._builder = builder
+        self._plan = plan
+        self.pages = pages
+        self._num_layers = num_layers
+
+    def prefill(self) -> None:
+        """The last chunk of a prompt that fills the context, and its token."""
+        length = self._plan.ctx - 1
+        rows = min(self._plan.prefill_budget, length)
+        self.chunk(length - rows, rows)()
+
+    def decode(self, count: int) -> None:
+        """One token for each of `count` sequences that fill the context, sampled."""
+        self.decoding(count)()
+
+    def chunk(self, start: int, count: int) -> Callable[[], None]:
+        """A call that computes tokens [start, start + count) of a sequence, and a token behind them."""
+        return partial(self._run, [self._sequence(start + count, count, 0)], [count])
+
+    def decoding(self, count: int, waits: bool = True) -> Callable[[], None]:
+        """A call that computes one token for each of `count` sequences that fill the context.
+
+        waits   False leaves the tokens on the device, as an engine that is a step ahead does
+        """
+        sequences = [self._sequence(self._plan.ctx - 1, 1, index) for index in range(count)]
+        return partial(self._run, sequences, [1] * count, waits)
+
+    def _sequence(self, length: int, written: int, index: int) -> Sequence:
+        """One of `length` tokens, the last `written` of which go to pages of their own, other than its neighbours'."""
+        params = SamplingParams(temperature=1.0, top_p=0.95, seed=index, max_tokens=2)
+        sequence = Sequence(Request([1] * length, params), index, len(self.pages), index, 2)
+        size = self._plan.page_size
+        count = -(-length // size)
+        first_written = (length - written) // size
+        own = count - first_written
+        for group, pages in enumerate(self.pages):
+            table = [pages[(index * count + i) % len(pages)] for i in range(count)]
+            table[first_written:] = [pages[(index * own + i) % len(pages)] for i in range(own)]
+            sequence.block_tables[group] = table
+        sequence.table_version = 1
+        return sequence
+
+    @torch.inference_mode()
+    def _run(self, sequences: list[Sequence], news: list[int], waits: bool = True) -> None:
+        step = Step([Scheduled(s, s.num_tokens - new, new) for s, new in zip(sequences, news, strict=True)])
+        output = self._runner.forward(self._builder, step, num_layers=self._num_layers)
+        draw = self._runner.sample(output, list(range(len(sequences))), sequences)
+        if waits:
+            draw.results()
+
+
+def prove_on_gpu(
+    runner: Runner, builder: BatchBuilder, plan: Plan, held: Mapping[str, int], context_bytes: int | None = None
+) -> Proof:
+    """Run the worst steps now.
+
+    held            what torch's allocator took for "weights", "kv", "tables" and "graphs"
+    context_bytes   what the process takes of the card beside torch's allocator, where that is known
+    """
+    started = time.monotonic()
+    planned = dict(plan.work_terms)
+    device = torch.device(plan.device)
+    worst = WorstSteps(runner, builder, plan, [range(count) for count in plan.num_pages])
+    drivers = GRAPH_BYTES * len(plan.graph_buckets)
+    terms = [
+        Term("weights", plan.weight_bytes, held["weights"]),
+        Term("kv", plan.kv_bytes, held["kv"]),
+        Term("tables", planned["tables"], held.get("tables", 0)),
+        Term("graphs", planned["graphs"] - drivers, held.get("graphs", 0)),
+    ]
+    failure = ""
+    eager = WorstSteps(runner, builder, plan, worst.pages, num_layers=1 << 30)  # every layer, without graphs
+    steps: tuple[tuple[str, Callable[[], None]], ...] = (
+        ("activations", eager.prefill),
+        ("logits", partial(eager.decode, plan.max_parallel)),
+        *((f"graph of {size}", partial(worst.decode, size)) for size in plan.graph_buckets),
+    )
+    for name, step in steps:
+        try:
+            terms.append(Term(name, planned.get(name, 0), gpu_peak(device, step)))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            torch.cuda.empty_cache()
+            failure = f"memory ran out in the worst step of {name}"
+            break
+    if context_bytes is not None:
+        terms.append(Term("context", planned["context"] + drivers, context_bytes))
+    return Proof(tuple(terms), "cuda", time.monotonic() - started, failure)
+
+
+class CpuProof:
+    """An idle job (`Engine.when_idle`): proves a plan on the CPU, stops when somebody asks something, and begins anew.
+
+    base_bytes    anonymous memory with everything but this model in it
+    program       what of it our own imports and the tokenizer took
+    weight_bytes  what the loaded weights hold
+    num_layers    so many layers have one of each kind
+    done          called with the proof, in the engine's thread
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        builder: BatchBuilder,
+        pages: Pages,
+        plan: Plan,
+        base_bytes: int,
+        program: int,
+        weight_bytes: int,
+        num_layers: int,
+        done: Callable[[Proof], None],
+    ) -> None:
+        self._runner = runner
+        self._builder = builder
+        self._pages = pages
+        self._cache = runner.cache
+        self._plan = plan
+        self._base, self._program = base_bytes, program
+        self._weights = weight_bytes
+        self._num_layers = num_layers
+        self._done = done
+        self._failed: Proof | None = None
+
+    def __call__(self, must_stop: Callable[[], bool]) -> bool:
+        """True when it is finished, also where it cannot be done."""
+        started = time.monotonic()
+        free = [pool.free_pages() for pool in self._pages.pools]
+        if not self._has_room(free):
+            log.info("the plan is not proved: others took the memory that it counts on")
+            return True
+        try:
+            with Peak() as peak:
+                untouched = self._touch(free, must_stop)
+                if untouched is None or not self._steps(free, must_stop):
+                    return False
+        finally:
+            for group, pages in enumerate(free):
+                self._cache.forget(group, pages)
+        proof = self._proof(peak.highest + untouched, time.monotonic() - started)
+        if not proof.held and self._failed is None:
+            self._failed = proof  # something else in this process may have taken memory just then: once more
+            return False
+        self._done(min(proof, self._failed or proof, key=lambda one: one.measured_bytes))
+        return True
+
+    def _has_room(self, free: list[list[int]]) -> bool:
+        """Whether the machine still has what the pages need, and there are enough of them to write to."""
+        wanted = sum(len(pages) for pages in free) / max(1, sum(self._plan.num_pages)) * self._plan.kv_bytes
+        rows = max(self._plan.prefill_budget // self._plan.page_size + 2, self._plan.max_parallel)
+        return memory_limits().available_bytes > wanted + self._plan.margin_bytes // 2 and all(
+            len(pages) >= min(rows, count) for pages, count in zip(free, self._plan.num_pages, strict=True)
+        )
+
+    def _touch(self, free: list[list[int]], must_stop: Callable[[], bool]) -> int | None:
+        """Write to every free page; bytes that were left out to save time, None when it had to stop."""
+        ends = time.monotonic() + TOUCH_S
+        left = 0
+        for group, pages in zip(self._cache.groups, free, strict=True):
+            parts = [part for layer in group.layers for part in self._cache.layer(layer)]
+            for part in parts:
+                if part is None or part.dim() < 2:
+                    continue
+                for rows in torch.tensor(pages).split(PAGES_AT_ONCE):
+                    if must_stop():
+                        return None
+                    if time.monotonic() > ends:
+                        left += rows.numel() * part[0].nbytes
+                    else:
+                        part[rows] = 1
+        return left
+
+    def _steps(self, free: list[list[int]], must_stop: Callable[[], bool]) -> bool:
+        worst = WorstSteps(self._runner, self._builder, self._plan, free, self._num_layers)
+        # a decode step leaves its logits to the next one (`kernels.cpu.segments`), which may have a prompt in it
+        left = torch.ones(self._plan.max_parallel, self._runner.vocab_size)
+        for step in (worst.prefill, lambda: worst.decode(self._plan.max_parallel)):
+            if must_stop():
+                return False
+            step()
+        del left
+        return True
+
+    def _proof(self, peak_bytes: int, seconds: float) -> Proof:
+        plan, pages = self._plan, self._cache.nbytes
+        program = dict(plan.work_terms)["program"]
+        terms = (
+            Term("weights", plan.weight_bytes, self._weights),
+            Term("kv", plan.kv_bytes, pages),
+            Term("program", program, self._program),
+            Term("work", plan.work_bytes - program, peak_bytes - self._base - self._weights - pages),
+        )
+        return Proof(terms, "cpu", seconds)

@@ -1,0 +1,344 @@
+"""A conversation: a tree of questions and answers, the branch that is on the screen, instructions, sampling.
+
+Shared by the full-screen interface and the line mode. No Textual, no output. `Exchange` is a question with one of its
+answers: answering again makes a sibling with the same question, editing the question a sibling with another one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from localllm.config import KEYS, Preset
+from localllm.conversation import texts
+from localllm.conversation.attachments import Attachment, with_attachments
+from localllm.errors import ConfigError
+from localllm.history import new_chat_id, new_message_id
+from localllm.request import Failed, Message, Timing, Usage
+
+THINK = ("auto", "off", "on", "low", "medium", "high")
+TITLE_CHARS = 60
+
+
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """A question and what became of it."""
+
+    user: str
+    parent: Exchange | None = None
+    attachments: tuple[Attachment, ...] = ()
+    text: str = ""
+    reasoning: str = ""
+    stop: str = ""
+    """empty until it has ended: stop | length | abort | error | partial | edited | unanswered"""
+    usage: Usage = field(default_factory=Usage)
+    timing: Timing = field(default_factory=Timing)
+    failed: Failed | None = None
+    forgotten: bool = False
+    """the user agreed to leave it out, because the context window is full"""
+    model: str = ""
+    thought_s: float = 0.0
+    question_id: int = field(default_factory=new_message_id)
+    answer_id: int = field(default_factory=new_message_id)
+    asked_at: float = field(default_factory=time.time)
+    children: list[Exchange] = field(default_factory=list)
+    chosen: Exchange | None = None
+    """the child whose branch was on the screen last"""
+
+    @property
+    def counts(self) -> bool:
+        """Whether the model sees it in the next turn: a question that got no answer is left out."""
+        return bool(self.text) and not self.forgotten
+
+    @property
+    def content(self) -> str:
+        """The question as the model sees it."""
+        return with_attachments(self.user, self.attachments) if self.attachments else self.user
+
+
+class Conversation:
+    """Turns so far, instructions, and the sampling a user has set.
+
+    `sampling` is the very dictionary that the backend's default parameters read, so that /set holds from the next turn.
+    `exchanges` is the branch on the screen, `roots` the first turns of all branches.
+    """
+
+    def __init__(self, system: str = "", sampling: dict[str, Any] | None = None, think: str = "auto") -> None:
+        self.system = system
+        self.sampling = sampling if sampling is not None else {}
+        self.think = think
+        self.id = new_chat_id()
+        self.title = ""
+        self.titles_itself = True
+        """a chat that was given no title is called by its first question"""
+        self.model = ""
+        self.summary_text = ""
+        """what stands for the turns that were left out, made by the model when asked to"""
+        self.created = time.time()
+        self.roots: list[Exchange] = []
+        self.exchanges: list[Exchange] = []
+        self.removed: list[int] = []
+        """ids of messages to be taken from the disk"""
+
+    # --- turns -------------------------------------------------------------------------------------------------------
+
+    def ask(self, text: str, attachments: tuple[Attachment, ...] = ()) -> Exchange:
+        """Add a question at the end of the branch."""
+        return self._add(Exchange(text, self.exchanges[-1] if self.exchanges else None, attachments))
+
+    def again(self, exchange: Exchange) -> Exchange:
+        """The same question once more, as a branch beside its answer; what followed leaves the screen."""
+        other = Exchange(
+            exchange.user, exchange.parent, exchange.attachments, question_id=exchange.question_id,
+            asked_at=exchange.asked_at,
+        )  # fmt: skip
+        self._cut(exchange)
+        return self._add(other)
+
+    def edited(self, exchange: Exchange, text: str) -> Exchange:
+        """Another question in place of one, as a branch beside it."""
+        other = Exchange(text, exchange.parent, exchange.attachments)
+        self._cut(exchange)
+        return self._add(other)
+
+    def rewritten(self, exchange: Exchange, text: str) -> Exchange:
+        """An answer as the user would have it, as a branch beside the model's."""
+        other = self.again(exchange)
+        other.text, other.stop, other.model = text, "edited", exchange.model
+        return other
+
+    def cut_after(self, exchange: Exchange) -> None:
+        """The next question follows this exchange; what came after stays as a branch of its own."""
+        self.exchanges = [*self._above(exchange), exchange]
+
+    def _cut(self, exchange: Exchange) -> None:
+        self.exchanges = self._above(exchange)
+
+    def _add(self, exchange: Exchange) -> Exchange:
+        self._siblings(exchange).append(exchange)
+        if exchange.parent is not None:
+            exchange.parent.chosen = exchange
+        self.exchanges.append(exchange)
+        return exchange
+
+    def _siblings(self, exchange: Exchange) -> list[Exchange]:
+        return exchange.parent.children if exchange.parent is not None else self.roots
+
+    @staticmethod
+    def _above(exchange: Exchange) -> list[Exchange]:
+        path = []
+        at = exchange.parent
+        while at is not None:
+            path.append(at)
+            at = at.parent
+        return path[::-1]
+
+    # --- branches ----------------------------------------------------------------------------------------------------
+
+    def answers_of(self, exchange: Exchange) -> list[Exchange]:
+        """All answers to this question, in order."""
+        return [one for one in self._siblings(exchange) if one.question_id == exchange.question_id]
+
+    def questions_beside(self, exchange: Exchange) -> list[Exchange]:
+        """One exchange for each question asked at this place, in order: this one for its own."""
+        found: dict[int, Exchange] = {}
+        for one in self._siblings(exchange):
+            found.setdefault(one.question_id, one)
+        found[exchange.question_id] = exchange
+        return list(found.values())
+
+    def place(self, exchange: Exchange, of_question: bool) -> tuple[int, int]:
+        """(which one, of how many) among the branches at this place, counted from 1."""
+        branches = self.questions_beside(exchange) if of_question else self.answers_of(exchange)
+        return branches.index(exchange) + 1, len(branches)
+
+    def step(self, exchange: Exchange, step: int, of_question: bool) -> Exchange:
+        """Show the next (1) or previous (-1) branch at this place, with what followed it. Returns it."""
+        branches = self.questions_beside(exchange) if of_question else self.answers_of(exchange)
+        other = branches[(branches.index(exchange) + step) % len(branches)]
+        self.show(other)
+        return other
+
+    def show(self, exchange: Exchange) -> None:
+        """Put the branch through `exchange` on the screen, down to where it was left."""
+        path = [*self._above(exchange), exchange]
+        for above, below in zip(path, path[1:], strict=False):
+            above.chosen = below
+        at: Exchange | None = exchange
+        while at is not None:
+            at = at.chosen if at.chosen in at.children else (at.children[-1] if at.children else None)
+            if at is not None:
+                path.append(at)
+        self.exchanges = path
+
+    def remove(self, exchange: Exchange) -> None:
+        """Take back a question with all that followed it; a branch beside it takes its place."""
+        siblings = self._siblings(exchange)
+        if exchange not in siblings:
+            return
+        siblings.remove(exchange)
+        keeps_question = any(one.question_id == exchange.question_id for one in siblings)
+        self.removed += [i for one in _below(exchange) for i in (one.question_id, one.answer_id)]
+        if keeps_question:
+            self.removed.remove(exchange.question_id)
+        if exchange.parent is not None and exchange.parent.chosen is exchange:
+            exchange.parent.chosen = None
+        if exchange in self.exchanges:
+            self._cut(exchange)
+            if siblings:
+                self.show(siblings[-1])
+
+    def clear(self) -> None:
+        """Begin another chat; instructions and sampling stay."""
+        self.roots.clear()
+        self.exchanges.clear()
+        self.removed.clear()
+        self.id, self.title, self.summary_text, self.created = new_chat_id(), "", "", time.time()
+
+    # --- what the model sees -----------------------------------------------------------------------------------------
+
+    def messages(self, exchange: Exchange) -> list[Message]:
+        """What the model is sent for `exchange`: instructions, the turns before it, its question."""
+        system = self.instructions
+        messages = [Message(role="system", content=system)] if system else []
+        for earlier in self._above(exchange):
+            if earlier.counts:
+                if earlier.user or earlier.attachments:
+                    messages.append(Message(role="user", content=earlier.content))
+                messages.append(Message(role="assistant", content=earlier.text))
+        return [*messages, Message(role="user", content=exchange.content)]
+
+    @property
+    def instructions(self) -> str:
+        """The system message, with the summary of what was left out."""
+        summary = f"Summary of the conversation so far:\n{self.summary_text}" if self.summary_text else ""
+        return "\n\n".join(part for part in (self.system, summary) if part)
+
+    @property
+    def template_values(self) -> dict[str, Any]:
+        """What the chat template is told about reasoning."""
+        if self.think == "auto":
+            return {}
+        values: dict[str, Any] = {"enable_thinking": self.think != "off"}
+        return values | ({"reasoning_effort": self.think} if self.think in ("low", "medium", "high") else {})
+
+    def oldest_half(self, exchange: Exchange) -> list[Exchange]:
+        """The turns to offer for leaving out before `exchange`: half of those that count, at least one."""
+        counting = [e for e in self._above(exchange) if e.counts]
+        return counting[: (len(counting) + 1) // 2]
+
+    # --- settings by typing ------------------------------------------------------------------------------------------
+
+    def set_system(self, text: str) -> str:
+        """/system: returns what to say."""
+        if not text:
+            return f"system: {self.system}" if self.system else "no system message; /system TEXT sets one"
+        self.system = "" if text == "off" else text
+        return "system message set, it holds from the next message" if self.system else "system message removed"
+
+    def set_think(self, text: str) -> str:
+        """/think: returns what to say. Raises ConfigError for an unknown word."""
+        if not text:
+            return f"think is {self.think}; it can be {', '.join(THINK)}"
+        if text not in THINK:
+            raise ConfigError(f"/think {text}: it can be {', '.join(THINK)}", "/think off")
+        self.think = text
+        return f"think {text}, from the next message; models that cannot switch it ignore this"
+
+    def set_sampling(self, text: str) -> str:
+        """/set: returns what to say. Raises ConfigError for an unknown key or a value outside its range."""
+        words = text.replace("=", " ").split()
+        names = sampling_keys()
+        if not words:
+            shown = (
+                ", ".join(f"{key} {value}" for key, value in self.sampling.items()) or "nothing, the model's own hold"
+            )
+            return f"set: {shown}. Keys: {', '.join(names)}"
+        name = {"temp": "temperature"}.get(words[0], words[0])
+        if name not in names:
+            raise ConfigError(f"there is no setting {name!r}", f"one of {', '.join(names)}")
+        if len(words) == 1:
+            return f"{name} is {self.sampling.get(name, 'the model’s own')}"
+        if words[1] in ("off", "auto", "default"):
+            self.sampling.pop(name, None)
+            return f"{name} is the model's own again"
+        self.sampling[name] = parse_sampling(name, words[1])
+        return f"{name} = {texts.number(self.sampling[name])}, from the next message"
+
+    def use(self, preset: Preset) -> None:
+        """Take a preset's instructions and sampling over."""
+        if preset.system is not None:
+            self.system = preset.system
+        self.sampling.clear()
+        self.sampling.update(preset.sampling.given())
+
+    def pick(self, what: str) -> tuple[str, str]:
+        """/copy: (text, what it is). Raises ConfigError when there is no such thing."""
+        answers = [exchange for exchange in self.exchanges if exchange.text]
+        if not answers:
+            raise ConfigError("there is no answer to copy yet", "")
+        if what == "all":
+            parts = [f"**{e.user}**\n\n{e.text}" for e in answers]
+            return "\n\n".join(parts), "the chat"
+        if what.startswith("code"):
+            blocks = texts.code_blocks(answers[-1].text)
+            if not blocks:
+                raise ConfigError("the last answer has no code block", "")
+            which = what.removeprefix("code").strip()
+            if not which:
+                return blocks[-1], "the last code block"
+            if not which.isdigit() or not 1 <= int(which) <= len(blocks):
+                raise ConfigError(f"/copy {what}: there are code blocks 1 to {len(blocks)}", "/copy code 1")
+            return blocks[int(which) - 1], f"code block {which}"
+        if what and (not what.isdigit() or not 1 <= int(what) <= len(answers)):
+            raise ConfigError(
+                f"/copy {what}: there are answers 1 to {len(answers)}", "/copy, /copy 2, /copy code, /copy all"
+            )
+        number = int(what) if what else len(answers)
+        return answers[number - 1].text, "the last answer" if not what else f"answer {number}"
+
+    @property
+    def summary(self) -> str:
+        """'3 turns · 120 tokens · 90 tok/s avg'; empty before the first answer."""
+        return texts.summary((e.usage for e in self.exchanges), (e.timing for e in self.exchanges))
+
+    def attach(self, exchange: Exchange) -> None:
+        """Put a turn of before into the tree, beside its siblings; the branch on the screen stays."""
+        self._siblings(exchange).append(exchange)
+
+    @property
+    def shown_title(self) -> str:
+        """The title, else the first line of the first question."""
+        first = self.exchanges[0].user if self.exchanges and self.titles_itself else ""
+        if self.title:
+            return self.title
+        line = " ".join(first.strip().split("\n")[0].split())
+        if len(line) <= TITLE_CHARS:
+            return line
+        cut = line[: TITLE_CHARS - 1]
+        word = cut.rfind(" ")
+        return (cut[:word] if word > TITLE_CHARS // 2 else cut) + "…"  # some languages have no spaces
+
+
+def sampling_keys() -> list[str]:
+    """The names /set knows."""
+    return [path.removeprefix("sampling.") for path in KEYS if path.startswith("sampling.")]
+
+
+def parse_sampling(name: str, text: str) -> Any:
+    """The value of a sampling key. Raises ConfigError."""
+    kind = KEYS[f"sampling.{name}"].kind
+    try:
+        return kind.parse(text)
+    except (ValueError, TypeError, OverflowError):
+        raise ConfigError(f"{name} is {text!r}: expected {kind.expects}", "") from None
+
+
+def _below(exchange: Exchange) -> Iterator[Exchange]:
+    waiting = [exchange]
+    while waiting:
+        one = waiting.pop()
+        yield one
+        waiting += one.children

@@ -1,0 +1,138 @@
+"""A conversation to and from the disk: each question and each answer a message of the saved tree."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from localllm.conversation.attachments import Attachment
+from localllm.conversation.conversation import Conversation, Exchange, sampling_keys
+from localllm.history import SavedChat, SavedMessage
+from localllm.request import Failed, Timing, Usage
+
+
+def saved_chat(talk: Conversation) -> SavedChat:
+    """The chat as it is kept."""
+    params = {"sampling": dict(talk.sampling), "think": talk.think, "summary": talk.summary_text}
+    last = talk.exchanges[-1] if talk.exchanges else None
+    leaf = None if last is None else last.answer_id if _has_answer(last) else last.question_id
+    return SavedChat(talk.id, talk.shown_title, talk.model, talk.system, params, talk.created, time.time(), leaf)
+
+
+def saved_messages(exchange: Exchange) -> list[SavedMessage]:
+    """The messages of one exchange as they are kept."""
+    return list(_saved(exchange))
+
+
+def restored(chat: SavedChat, messages: list[SavedMessage], sampling: dict[str, Any] | None = None) -> Conversation:
+    """A chat as it was. `sampling` is the dictionary to fill."""
+    kept = chat.params.get("sampling")
+    made = Conversation(chat.system, sampling, str(chat.params.get("think") or "auto"))
+    if isinstance(kept, Mapping):
+        made.sampling.clear()
+        made.sampling.update({str(k): v for k, v in kept.items() if k in sampling_keys()})
+    made.id, made.title, made.model, made.created = chat.id, chat.title, chat.model, chat.created
+    made.summary_text = str(chat.params.get("summary") or "")
+    leaf = _restore(made, messages, chat.leaf_id)
+    if leaf is not None:
+        made.show(leaf)
+        made.cut_after(leaf)
+    elif made.roots:
+        made.show(made.roots[-1])
+    return made
+
+
+def _has_answer(exchange: Exchange) -> bool:
+    return bool(exchange.text or exchange.reasoning or exchange.stop not in ("", "unanswered"))
+
+
+def _saved(exchange: Exchange) -> Iterator[SavedMessage]:
+    above = exchange.parent
+    parent = None if above is None else above.answer_id if _has_answer(above) else above.question_id
+    files = [{"name": one.name, "text": one.text} for one in exchange.attachments]
+    params: dict[str, Any] = {"attachments": files} if files else {}
+    if exchange.user or files:
+        yield SavedMessage(
+            exchange.question_id, "", parent, "user", exchange.user, params=params, created=exchange.asked_at
+        )
+        parent = exchange.question_id
+    if not _has_answer(exchange):
+        return
+    usage, timing, failed = exchange.usage, exchange.timing, exchange.failed
+    stats: dict[str, Any] = {
+        "prompt": usage.prompt_tokens,
+        "cached": usage.cached_tokens,
+        "completion": usage.completion_tokens,
+        "reasoning": usage.reasoning_tokens,
+        "ttft_s": round(timing.ttft_s, 4),
+        "total_s": round(timing.total_s, 4),
+        "decode_tps": round(timing.decode_tps, 2),
+        "thought_s": round(exchange.thought_s, 2),
+    }
+    if exchange.forgotten:
+        stats["forgotten"] = True
+    if failed is not None:
+        stats["failed"] = {"code": failed.code, "message": failed.message, "hint": failed.hint}
+    yield SavedMessage(
+        exchange.answer_id, "", parent, "assistant", exchange.text, exchange.reasoning, exchange.model, {}, stats,
+        exchange.asked_at + 0.001, exchange.stop or "streaming",
+    )  # fmt: skip
+
+
+def _restore(made: Conversation, messages: list[SavedMessage], leaf_id: int | None) -> Exchange | None:
+    """Build the tree. Returns the exchange that holds `leaf_id`."""
+    children: dict[int | None, list[SavedMessage]] = {}
+    known = {message.id for message in messages}
+    for message in messages:
+        children.setdefault(message.parent_id if message.parent_id in known else None, []).append(message)
+    leaf: Exchange | None = None
+    waiting: list[tuple[Exchange | None, SavedMessage]] = [(None, m) for m in reversed(children.get(None, []))]
+    while waiting:
+        above, message = waiting.pop()
+        if message.role == "user":
+            answers = [m for m in children.get(message.id, []) if m.role == "assistant"]
+            others = [m for m in children.get(message.id, []) if m.role != "assistant"]
+            made_here = [_exchange(above, message, answer) for answer in answers]
+            if others or not answers:
+                made_here.append(_exchange(above, message, None))
+            pairs = list(zip(made_here, [*([a] for a in answers), others], strict=False))
+        else:
+            made_here = [_exchange(above, None, message)]
+            pairs = [(made_here[0], [message])]
+        for one, held in pairs:
+            made.attach(one)
+            below = [c for m in held for c in (children.get(m.id, []) if m.role == "assistant" else [m])]
+            waiting += [(one, child) for child in reversed(below)]
+            if leaf_id in (one.answer_id, one.question_id) and (leaf is None or leaf_id == one.answer_id):
+                leaf = one
+    return leaf
+
+
+def _exchange(above: Exchange | None, question: SavedMessage | None, answer: SavedMessage | None) -> Exchange:
+    one = Exchange(question.content if question else "", above)
+    if question is not None:
+        one.question_id, one.asked_at = question.id, question.created
+        files = question.params.get("attachments")
+        if isinstance(files, list):
+            one.attachments = tuple(
+                Attachment(str(f.get("name", "")), str(f.get("text", ""))) for f in files if isinstance(f, dict)
+            )
+    if answer is None:
+        one.stop = "unanswered"
+        return one
+    one.answer_id, one.text, one.reasoning, one.model = answer.id, answer.content, answer.reasoning, answer.model
+    one.stop = {"done": "stop", "streaming": "partial"}.get(answer.status, answer.status)
+    stats = answer.stats
+
+    def amount(name: str) -> float:
+        value = stats.get(name, 0)
+        return float(value) if isinstance(value, (int, float)) else 0.0
+
+    one.usage = Usage(*(int(amount(name)) for name in ("prompt", "cached", "completion", "reasoning")))
+    one.timing = Timing(ttft_s=amount("ttft_s"), total_s=amount("total_s"), decode_tps=amount("decode_tps"))
+    one.thought_s, one.forgotten = amount("thought_s"), bool(stats.get("forgotten"))
+    failed = stats.get("failed")
+    if isinstance(failed, dict):
+        one.failed = Failed(-1, str(failed.get("code")), str(failed.get("message")), str(failed.get("hint", "")))
+    return one

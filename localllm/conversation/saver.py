@@ -1,0 +1,116 @@
+"""Keeps chats on disk from a thread of its own, so that a slow or locked disk never stops the interface.
+
+What could not be written stays and is tried again with the next write; `problem` says what is wrong meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from localllm.conversation.conversation import Conversation, Exchange
+from localllm.conversation.kept import saved_chat, saved_messages
+from localllm.errors import ConfigError, LocalLLMError
+from localllm.history import SavedChat, SavedMessage
+
+if TYPE_CHECKING:
+    from localllm.history import History
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+AUTOSAVE_S = 1.0
+"""between two writes of an answer that is being written"""
+
+
+class Saver:
+    """Writes and reads of one `History`, in order. `opens` is called in the thread; None: nothing is kept."""
+
+    def __init__(self, opens: Callable[[], History] | None) -> None:
+        self.problem = ""
+        """why chats are not being saved at the moment, or what was found wrong when the file was opened"""
+        self.kept = opens is not None
+        self._opens = opens
+        self._history: History | None = None
+        self._jobs: queue.SimpleQueue[tuple[Callable[[History], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._chats: dict[str, SavedChat] = {}
+        self._messages: dict[int, SavedMessage] = {}
+        self._removed: list[int] = []
+        self._thread: threading.Thread | None = None
+
+    def save(self, conversation: Conversation, *exchanges: Exchange) -> Future[None] | None:
+        """Keep the chat and these turns of it, as they are now. None when nothing is kept."""
+        if not self.kept or not conversation.roots:
+            return None
+        chat = saved_chat(conversation)
+        messages = [replace(m, chat_id=chat.id) for one in exchanges for m in saved_messages(one)]
+        removed, conversation.removed = conversation.removed, []
+
+        def write(history: History) -> None:
+            self._chats[chat.id] = chat
+            self._messages |= {message.id: message for message in messages}
+            self._removed += removed
+            self._write(history)
+
+        return self.run(write)
+
+    def _write(self, history: History) -> None:
+        for chat in list(self._chats.values()):
+            history.save(chat, [m for m in self._messages.values() if m.chat_id == chat.id])
+            del self._chats[chat.id]
+            self._messages = {key: m for key, m in self._messages.items() if m.chat_id != chat.id}
+        if self._removed:
+            history.remove_messages(self._removed)
+            self._removed = []
+        self.problem = ""
+
+    def run(self, work: Callable[[History], T]) -> Future[T]:
+        """Call `work` in the thread. The future fails with a LocalLLMError when the database cannot be used."""
+        future: Future[T] = Future()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name="history", daemon=True)
+            self._thread.start()
+        self._jobs.put((work, future))
+        return future
+
+    def close(self, wait_s: float = 10.0) -> None:
+        """Write what is left, then end the thread."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(wait_s)
+            self._thread = None
+
+    def _loop(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            work, future = job
+            try:
+                future.set_result(work(self._opened()))
+            except Exception as error:
+                if not isinstance(error, LocalLLMError):
+                    log.exception("the history failed")
+                self.problem = getattr(error, "message", "") or str(error)
+                future.set_exception(error)
+        if self._history is not None:
+            try:
+                self._write(self._history)
+            except Exception:
+                log.exception("the last turns could not be saved")
+            self._history.close()
+            self._history = None
+
+    def _opened(self) -> History:
+        if self._history is None:
+            if self._opens is None:
+                raise ConfigError("chats are not saved", "leave out --no-save")
+            self._history = self._opens()
+            if self._history.notice:
+                log.warning("%s", self._history.notice)
+                self.notice = self._history.notice
+        return self._history
+
+    notice = ""
+    """what happened when the database was opened: shown once"""

@@ -1,0 +1,472 @@
+"""Which files stand behind a family's name, and which of them to take on a machine. Data in `catalog.toml`, no network.
+
+`choose` is pure: it gets a `fits` callable (from the planner, or `default_fits`) and returns every candidate it weighed
+with the reason for or against it. `hub.resolve` asks it and prints what it says.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from localllm.errors import DoesNotFit, UnsupportedModel
+
+RUNNABLE = frozenset({"llama", "qwen2", "qwen3", "gemma3"})
+"""architectures this version computes"""
+
+SOURCE_ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Gemma3ForCausalLM": "gemma3",
+    "Gemma3ForConditionalGeneration": "gemma3",
+    "Gemma3TextModel": "gemma3",
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma3": "gemma3",
+    "gemma3_text": "gemma3",
+}
+"""what config.json and GGUF headers call them"""
+
+GIB = 1 << 30
+DEFAULT_CONTEXT = 8192
+"""tokens of context the default memory rule leaves room for"""
+
+CPU_CLASSES = (4 * GIB, 8 * GIB, 16 * GIB, 32 * GIB)
+"""free RAM"""
+GPU_CLASSES = (6 * GIB, 8 * GIB, 12 * GIB, 16 * GIB, 24 * GIB, 32 * GIB, 48 * GIB, 96 * GIB)
+"""free GPU memory"""
+
+NEWER = "a newer localllm"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes of a model, as the planner wants them."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool = False
+    window: int = 0
+    """tokens that a windowed layer sees; 0: every layer sees all"""
+    full_every: int = 1
+    """one of so many layers sees all"""
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Per layer: how many tokens it sees, None for all."""
+        return tuple(
+            None if not self.window or layer % self.full_every == self.full_every - 1 else self.window
+            for layer in range(self.layers)
+        )
+
+    @property
+    def kv_per_token(self) -> int:
+        """Bytes in bf16 of the layers that keep the whole context."""
+        return 4 * self.kv_heads * self.head_dim * self.windows.count(None)
+
+    @property
+    def kv_fixed(self) -> int:
+        """Bytes in bf16 of the layers that keep a window only."""
+        return 4 * self.kv_heads * self.head_dim * self.window * (self.layers - self.windows.count(None))
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to have one model: a repository and the files in it."""
+
+    name: str
+    """the finer alias, as in `localllm pull qwen3-8b`"""
+    family: str
+    generation: str
+    title: str
+    repo: str
+    quant: str
+    """which GGUF of the repository, "" for safetensors"""
+    format: str
+    """how the weights are stored: "Q4_K_M", "awq", "fp8", "bf16", …"""
+    architecture: str
+    params: int
+    active_params: int
+    """weights read per token; fewer than params for mixtures of experts"""
+    download_bytes: int
+    """approximate until verified"""
+    kv_bytes_per_token: int
+    """bf16"""
+    kv_fixed_bytes: int
+    """bf16, of layers that keep a window only"""
+    context: int
+    licence: str
+    gated: bool
+    released: str
+    """year-month, "" when not known for certain"""
+    device: str
+    """ "gpu": there only; "any" """
+    verified: bool
+    """a pull has succeeded"""
+    shape: Shape | None = None
+    """None for models this version cannot run"""
+
+    @property
+    def needs(self) -> str:
+        """What is missing to run it: "" or "a newer localllm"."""
+        return "" if self.architecture in RUNNABLE else NEWER
+
+    @property
+    def spec(self) -> str:
+        """`org/repo[:quant]`, as one would type it."""
+        return f"{self.repo}:{self.quant}" if self.quant else self.repo
+
+    def need_bytes(self, context: int = DEFAULT_CONTEXT) -> int:
+        """Memory to run it with that context: weights, KV pages, and half a GiB to work in. An estimate."""
+        tokens = min(context, self.context)
+        return self.download_bytes + self.kv_fixed_bytes + tokens * self.kv_bytes_per_token + GIB // 2
+
+    @property
+    def min_free_bytes(self) -> int:
+        """Least free memory worth trying it with."""
+        return self.need_bytes()
+
+
+@dataclass(frozen=True, slots=True)
+class Starter:
+    """A small model that the package index holds too."""
+
+    name: str
+    title: str
+    file: str
+    size: int
+    sha256: str
+    packages: tuple[str, ...]
+    """exact requirements; their data files, in this order, make up the file"""
+    repos: tuple[str, ...]
+    """hub repositories that may hold the file with that SHA-256"""
+    architecture: str
+    format: str
+    licence: str
+    chat: bool
+    verified: bool
+
+
+Fits = Callable[[Candidate], tuple[bool, float]]
+"""whether a candidate runs here, and the decode rate expected (tokens per second)"""
+
+
+class Considered(NamedTuple):
+    """A candidate with the verdict on it."""
+
+    candidate: Candidate
+    fits: bool
+    tps: float
+    note: str
+    """why not, or "" """
+    over_limit: bool = False
+    """it would fit, but a family's name takes no download of that size"""
+
+
+@dataclass(frozen=True, slots=True)
+class DownloadLimit:
+    """The most a family's name takes by itself."""
+
+    num_bytes: float = math.inf
+    why: str = ""
+
+    def __str__(self) -> str:
+        return _gib(int(self.num_bytes)) + (f" ({self.why})" if self.why else "")
+
+
+class Choice(NamedTuple):
+    """What `choose` took, and all it looked at."""
+
+    best: Candidate
+    considered: tuple[Considered, ...]
+    reason: str
+    also: tuple[str, ...]
+    """what a bigger or newer choice would need"""
+
+
+class _Gpu(Protocol):
+    @property
+    def free_bytes(self) -> int: ...
+
+
+class Machine(Protocol):
+    """The part of `device.MachineFacts` needed here."""
+
+    @property
+    def ram_available_bytes(self) -> int:
+        """Free RAM."""
+        ...
+
+    @property
+    def gpus(self) -> Sequence[_Gpu]:
+        """Usable GPUs."""
+        ...
+
+
+class Memory(NamedTuple):
+    """Where a model would live: the rule of thumb for when no planner is asked."""
+
+    kind: str
+    """ "cpu" or "gpu" """
+    free_bytes: int
+    bandwidth: float
+    """bytes per second, a cautious guess per kind"""
+
+    @property
+    def label(self) -> str:
+        """The memory class, for people: "CPU with 16 GiB free"."""
+        classes = CPU_CLASSES if self.kind == "cpu" else GPU_CLASSES
+        size = max((c for c in classes if c <= self.free_bytes * 1.05), default=self.free_bytes)
+        return f"{self.kind.upper()} with {size / GIB:.0f} GiB free"
+
+
+def memory_of(machine: Machine | None) -> Memory:
+    """The largest GPU, else RAM; without facts a CPU with 8 GiB free."""
+    if machine is not None and machine.gpus:
+        return Memory("gpu", max(g.free_bytes for g in machine.gpus), 250e9)
+    return Memory("cpu", machine.ram_available_bytes if machine is not None else 8 * GIB, 20e9)
+
+
+def default_fits(memory: Memory) -> Fits:
+    """Fits when weights, 8k tokens of KV and half a GiB are free there; speed is bandwidth over bytes per token."""
+
+    def fits(candidate: Candidate) -> tuple[bool, float]:
+        read = candidate.download_bytes * candidate.active_params / candidate.params
+        runs = candidate.device != "gpu" or memory.kind == "gpu"
+        return runs and candidate.min_free_bytes <= memory.free_bytes, memory.bandwidth / read
+
+    return fits
+
+
+@functools.cache
+def candidates() -> tuple[Candidate, ...]:
+    """All candidates in the order of the file."""
+    return tuple(_candidate(model, file) for model in _data()["model"] for file in model["file"])
+
+
+@functools.cache
+def starters() -> dict[str, Starter]:
+    """Starter models by name."""
+    text = _text()
+    part = text[: text.find("\n[[model]]\n")]  # they stand first, and a shell that completes has no time for the rest
+    return {entry["name"]: _starter(entry) for entry in tomllib.loads(part)["starter"]}
+
+
+def families() -> dict[str, tuple[Candidate, ...]]:
+    """Candidates by family name, families in the order of the file."""
+    found: dict[str, list[Candidate]] = {}
+    for candidate in candidates():
+        found.setdefault(candidate.family, []).append(candidate)
+    return {name: tuple(members) for name, members in found.items()}
+
+
+def members(alias: str) -> tuple[Candidate, ...]:
+    """What a family's or a model's alias stands for; () when it is neither."""
+    wanted = alias.casefold()
+    return tuple(c for c in candidates() if wanted in (c.family, c.name))
+
+
+def aliases() -> list[str]:
+    """Every name the catalogue knows."""
+    names = [*families(), *(c.name for c in candidates()), *starters()]
+    return list(dict.fromkeys(names))
+
+
+def candidate_of(name: str, architecture: str, params: int, num_bytes: int, context: int) -> Candidate:
+    """A local model that is not in the catalogue, as something `Fits` can judge. KV is guessed from the size."""
+    kv = int(20 * max(params, 1) ** 0.4)  # 100 KiB a token for 2 B parameters, 200 KiB for 10 B: the usual GQA models
+    return Candidate(
+        name=name, family="", generation="", title=name, repo=name, quant="", format="", architecture=architecture,
+        params=max(params, 1), active_params=max(params, 1), download_bytes=num_bytes, kv_bytes_per_token=kv,
+        kv_fixed_bytes=0, context=context, licence="", gated=False, released="", device="any", verified=False,
+    )  # fmt: skip
+
+
+def canonical_architecture(source: str) -> str:
+    """What we call an architecture that a hub, config.json or GGUF header names; the name itself when unknown."""
+    return SOURCE_ARCHITECTURES.get(source, source)
+
+
+def choose(
+    alias: str,
+    fits: Fits,
+    *,
+    free_label: str,
+    on_gpu: bool = False,
+    quant: str | None = None,
+    limit: DownloadLimit | None = None,
+    skip: frozenset[str] = frozenset(),
+    prefer: Callable[[Candidate], int] | None = None,
+) -> Choice:
+    """Pick for an alias: of the newest generation with a fitting member, the largest model that is fast enough.
+
+    Fast enough is 30 tokens per second on a GPU and 10 on a CPU, else 5, else anything. Of a model's files that fit the
+    one with the lowest `prefer` wins, then the first, which puts ready-made quantised ones before BF16. `limit` holds
+    for a family's name, not for a model's own; `skip` names specs the hub did not have.
+    Raises UnsupportedModel when this version runs no member, DoesNotFit when none fits or all that do are over the
+    limit; both name the nearest one.
+    """
+    free_choice = any(c.family == alias.casefold() for c in members(alias))
+    most = limit if limit and free_choice else DownloadLimit()
+    considered = [_weigh(c, fits, quant, most, skip) for c in members(alias)]
+    usable = [c for c in considered if c.fits]
+    if not usable:
+        raise _over_limit(alias, considered, most) or _refusal(alias, considered, fits, free_label)
+    for generation in _newest_first(usable):
+        for least in (30.0, 10.0, 5.0, 0.0) if on_gpu else (10.0, 5.0, 0.0):
+            fast = [c for c in usable if c.candidate.generation == generation and c.tps >= least]
+            if fast:
+                best = max(fast, key=lambda c: (c.candidate.params, -prefer(c.candidate) if prefer else 0))
+                return Choice(best.candidate, tuple(considered), *_explain(alias, best, considered, free_label))
+    raise AssertionError("a usable candidate has a generation and a rate of at least 0")
+
+
+def _weigh(
+    candidate: Candidate, fits: Fits, quant: str | None, limit: DownloadLimit, skip: frozenset[str]
+) -> Considered:
+    if quant and quant.casefold() not in (candidate.quant.casefold(), candidate.format.casefold()):
+        return Considered(candidate, False, 0.0, f"not {quant}")
+    if candidate.needs:
+        return Considered(candidate, False, 0.0, f"needs {candidate.needs}")
+    if candidate.spec in skip:
+        return Considered(candidate, False, 0.0, "not on the hub")
+    runs, tps = fits(candidate)
+    if runs and candidate.download_bytes > limit.num_bytes:
+        note = f"download of {_gib(candidate.download_bytes)} is over the limit of {limit}"
+        return Considered(candidate, False, tps, note, over_limit=True)
+    note = "" if runs else "needs a GPU" if candidate.device == "gpu" else f"needs {_gib(candidate.min_free_bytes)}"
+    return Considered(candidate, runs, tps, note)
+
+
+def _newest_first(usable: Sequence[Considered]) -> list[str]:
+    dates: dict[str, str] = {}
+    for item in usable:
+        generation, released = item.candidate.generation, item.candidate.released or "9999"
+        dates[generation] = max(dates.get(generation, ""), released)
+    return sorted(dates, key=lambda g: dates[g], reverse=True)
+
+
+def _explain(
+    alias: str, best: Considered, considered: Sequence[Considered], free_label: str
+) -> tuple[str, tuple[str, ...]]:
+    """The sentence for the choice, and the lines about what else there is."""
+    models = {c.candidate.name for c in considered}
+    count, which = (len(models), "largest") if len(models) > 1 else (len(considered), "best file")
+    reason = f"{count} candidate{'s' if count > 1 else ''}; {which} that fits {free_label}, ≈ {best.tps:.0f} tok/s"
+    also = []
+    bigger = [
+        c for c in considered if not c.fits and not c.candidate.needs and c.candidate.params > best.candidate.params
+    ]
+    if bigger:
+        nearest = min(bigger, key=lambda c: (c.candidate.params, c.candidate.download_bytes))
+        also.append(f"{nearest.candidate.name} ({nearest.candidate.format}) would be larger: {nearest.note}")
+    newer = [c.candidate for c in considered if c.candidate.needs]
+    if newer:
+        names = ", ".join(dict.fromkeys(c.name for c in newer[-4:]))
+        also.append(f"{names}: {'needs' if len(newer) == 1 else 'need'} {NEWER}")
+    return reason, tuple(also)
+
+
+def _over_limit(alias: str, considered: Sequence[Considered], limit: DownloadLimit) -> Exception | None:
+    """Why nothing is downloaded although something would fit; None when nothing would."""
+    kept = [c for c in considered if c.over_limit]
+    if not kept:
+        return None
+    least = min(kept, key=lambda c: c.candidate.download_bytes)
+    name, num_bytes = least.candidate.name, least.candidate.download_bytes
+    others = ", ".join(dict.fromkeys(f"{c.candidate.spec}: {c.note}" for c in considered if c not in kept and c.note))
+    return DoesNotFit(
+        f"no {alias} is small enough to download: {name} is {_gib(num_bytes)}, the limit {limit}",
+        f"localllm pull {name} takes it all the same; localllm rm frees disk",
+        why=others,
+        context={"download_bytes": num_bytes, "limit_bytes": int(limit.num_bytes)},
+    )
+
+
+def _refusal(alias: str, considered: Sequence[Considered], fits: Fits, free_label: str) -> Exception:
+    """Why no member of a family can be taken, with the nearest model that can."""
+    runnable = [c for c in considered if not c.candidate.needs]
+    wanted = min(runnable or considered, key=lambda c: (c.candidate.params, c.candidate.download_bytes)).candidate
+    near = nearest(wanted.params, fits)
+    hint = f"localllm chat {near.name}" if near else "localllm chat smollm2"
+    why = f"the nearest that runs here is {near.name} ({near.title})" if near else "smollm2 runs everywhere"
+    if not runnable:
+        kinds = ", ".join(dict.fromkeys(c.candidate.architecture for c in considered))
+        return UnsupportedModel(
+            f"{alias} needs {NEWER}: this version cannot run the architecture {kinds}", hint, why=why
+        )
+    notes = ", ".join(dict.fromkeys(f"{c.candidate.spec}: {c.note}" for c in runnable if c.note)) or "none fits"
+    return DoesNotFit(f"no {alias} fits {free_label}: the smallest, {wanted.name}, needs {_gib(wanted.min_free_bytes)}",
+                      hint, why=f"{notes}; {why}")  # fmt: skip
+
+
+def nearest(params: int, fits: Fits) -> Candidate | None:
+    """The runnable, fitting model whose size is closest (as a ratio), newest of equals."""
+    runs = [c for c in candidates() if not c.needs and fits(c)[0]]
+    key = lambda c: (round(abs(math.log(c.params / params)), 2), [-ord(x) for x in c.released])  # noqa: E731
+    return min(runs, key=key, default=None)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f} GiB"
+
+
+def _data() -> dict[str, Any]:
+    return tomllib.loads(_text())
+
+
+def _text() -> str:
+    return Path(__file__).with_name("catalog.toml").read_text(encoding="utf-8")
+
+
+def _starter(entry: dict[str, Any]) -> Starter:
+    return Starter(**(entry | {"packages": tuple(entry["packages"]), "repos": tuple(entry["repos"])}))
+
+
+def _shape(model: dict[str, Any]) -> Shape | None:
+    if "shape" not in model:
+        return None
+    layers, hidden, intermediate, heads, kv_heads, head_dim, vocab = model["shape"]
+    window, full_every = model.get("window", (0, 1))
+    tied = model.get("tied", False)
+    return Shape(layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied, window, full_every)
+
+
+def _candidate(model: dict[str, Any], file: dict[str, Any]) -> Candidate:
+    shape = _shape(model)
+    return Candidate(
+        name=model["name"],
+        family=model["family"],
+        generation=model["generation"],
+        title=model["title"],
+        repo=file["repo"],
+        quant=file.get("quant", ""),
+        format=file["format"],
+        architecture=model["architecture"],
+        params=model["params"],
+        active_params=model.get("active_params", model["params"]),
+        download_bytes=file["bytes"],
+        kv_bytes_per_token=shape.kv_per_token if shape else model["kv"],
+        kv_fixed_bytes=shape.kv_fixed if shape else 0,
+        context=model["context"],
+        licence=model["licence"],
+        gated=model.get("gated", False),
+        released=model.get("released", ""),
+        device=file["device"],
+        verified=file["verified"],
+        shape=shape,
+    )

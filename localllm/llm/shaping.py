@@ -1,0 +1,208 @@
+"""What an answer has to be and how it is taken apart: `Shaper.shape` before a request, for the façade and the server.
+
+It puts together what the chat template says of reasoning and tools, what was asked for (`Constraint`, `ToolUse`), and
+what the vocabulary allows: a token mask for the engine, a splitter for the text. Compiling may take two seconds: never
+call `shape` with a constraint or tools in an event loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from localllm.chat.parser import ChainedParser, ReasoningParser, reasoning_tags
+from localllm.chat.tools.calls import called_tools
+from localllm.chat.tools.formats import GENERIC, HARMONY, ToolFormat, find_format
+from localllm.chat.tools.messages import plain_messages, template_messages, template_tools
+from localllm.chat.tools.roundtrip import NO_TEMPLATE, ToolSupport, check_tools
+from localllm.errors import InvalidRequest
+from localllm.llm.answer import Shown, Splitter
+from localllm.request import Constraint, TokenMask, ToolUse
+from localllm.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from localllm.chat.template import ChatTemplate
+    from localllm.grammar import Compiler, Reasoning
+
+log = logging.getLogger(__name__)
+
+_TAIL_TOKENS = 16
+"""of the prompt, in which an opening tag of reasoning is looked for"""
+_FINAL = "<|channel|>final<|message|>"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How one request is answered."""
+
+    shown: Shown = Shown()
+    mask: TokenMask | None = None
+    new_splitter: Callable[[], Splitter] | None = None
+
+
+class Shaper:
+    """One model's. Safe to share between threads."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, width: int) -> None:
+        """Builds nothing yet. `width` is that of the model's logits, in ids."""
+        self._tokenizer = tokenizer
+        self._template = template
+        self._width = width
+        self._lock = threading.Lock()
+        self._compiler: Compiler | None = None
+        self._support: ToolSupport | None = None
+
+    # --- what the model can ------------------------------------------------------------------------------------------
+
+    @property
+    def support(self) -> ToolSupport:
+        """What the chat template can do with tools; tried at the first look, some 50 ms."""
+        with self._lock:
+            if self._support is None:
+                self._support = NO_TEMPLATE if self._template is None else check_tools(self._template, self._tokenizer)
+            return self._support
+
+    @property
+    def tool_format(self) -> ToolFormat:
+        """How this model writes calls."""
+        if self._template is None or not self.support.native:
+            return GENERIC
+        return find_format(self._template.chosen([]))
+
+    @property
+    def compiler(self) -> Compiler:
+        """The grammars of this vocabulary."""
+        with self._lock:
+            if self._compiler is None:
+                from localllm.grammar import Compiler
+
+                template = "" if self._template is None else self._template.chosen([])
+                self._compiler = Compiler(self._tokenizer, self._width, template)
+            return self._compiler
+
+    def prepare(self) -> None:
+        """Build what the first constrained request would wait for: for servers, while they load."""
+        _ = self.support
+        self.compiler.prepare()
+
+    def conversation(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    ) -> tuple[Sequence[Mapping[str, Any]], list[dict[str, Any]] | None]:
+        """Messages and tools as the template takes them."""
+        has_calls = any("tool_calls" in message or message.get("role") in ("tool", "function") for message in messages)
+        if not tools and not has_calls:
+            return messages, None
+        if not self.support.native:
+            return plain_messages(messages, tools or ()), None
+        shaped = template_messages(messages, short_ids=self.tool_format.short_ids)
+        return shaped, template_tools(tools) if tools else None
+
+    # --- one request -------------------------------------------------------------------------------------------------
+
+    def shape(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        chat: bool,
+        constraint: Constraint | None = None,
+        tool_use: ToolUse | None = None,
+    ) -> Shape:
+        """`chat`: the prompt is a rendered conversation, whose answer has reasoning and calls.
+
+        Raises InvalidConstraint for what cannot be enforced, its `param` the request's field; InvalidRequest for tools
+        that this model cannot use.
+        """
+        if not chat or self._template is None:
+            if tool_use is not None:
+                raise InvalidRequest("tools need a chat template, this is a base model", "leave the tools out")
+            return Shape(Shown(continuing=not chat), self._plain_mask(constraint))
+        tools = self._usable(tool_use)
+        tool_format = self.tool_format if tools is not None else GENERIC
+        harmony = find_format(self._template.chosen([])) is HARMONY
+        tail = self._tokenizer.decode(list(prompt_token_ids)[-_TAIL_TOKENS:], skip_special=False)
+        tags = None if harmony else reasoning_tags(self._template.template, tail)
+        mask, is_kept = self._mask(constraint, tools, tool_format, self._reasoning(tags, tail, harmony))
+        seen = [*(tags or ()), *(tool_format.shown if tools else ()), *(HARMONY.shown if harmony else ())]
+        ids = frozenset(index for text in seen for _, _, index in self._tokenizer.control_text.find(text))
+        reads = HARMONY if harmony else tool_format
+        return Shape(Shown(False, ids), mask, self._splitter(tags, tail, tools, reads, is_kept))
+
+    def _usable(self, tool_use: ToolUse | None) -> ToolUse | None:
+        if tool_use is None or tool_use.choice == "none" or not tool_use.tools:
+            return None
+        if not self.support.works:
+            why = f"this model's chat template cannot use tools: {self.support.note}"
+            raise InvalidRequest(why, "leave the tools out", param="tools")
+        return tool_use
+
+    def _plain_mask(self, constraint: Constraint | None) -> TokenMask | None:
+        if constraint is None:
+            return None
+        from localllm.grammar import source_of
+
+        return self.compiler.mask(source_of(constraint))
+
+    def _reasoning(self, tags: tuple[str, str] | None, tail: str, harmony: bool) -> Reasoning | None:
+        """What comes before a constrained answer."""
+        from localllm.grammar import Reasoning
+
+        if harmony:
+            return Reasoning("", _FINAL, must=True)
+        if tags is None or tail.rstrip().endswith(tags[1]):  # the prompt has closed it: no thinking
+            return None
+        open_id = self._tokenizer.token_to_id(tags[0])
+        return Reasoning(*tags, opened=tail.rstrip().endswith(tags[0]), open_id=open_id)
+
+    def _splitter(
+        self, tags: tuple[str, str] | None, tail: str, tools: ToolUse | None, reads: ToolFormat, is_kept: bool
+    ) -> Callable[[], Splitter] | None:
+        called = [] if tools is None else [tool for _, tool in called_tools(tools)]
+        most = 1 if tools is not None and not tools.parallel else None
+
+        def content() -> Splitter:
+            return reads.parser(called, streams=is_kept, most_calls=most)
+
+        if reads is HARMONY:
+            return content
+        if tags is None:
+            return content if tools is not None else None
+        opened = tail.rstrip().endswith(tags[0])
+
+        def both() -> Splitter:
+            reasoning = ReasoningParser(*tags, opened=opened)
+            return reasoning if tools is None else ChainedParser(reasoning, content())
+
+        return both
+
+    # --- masks -------------------------------------------------------------------------------------------------------
+
+    def _mask(
+        self,
+        constraint: Constraint | None,
+        tools: ToolUse | None,
+        tool_format: ToolFormat,
+        reasoning: Reasoning | None,
+    ) -> tuple[TokenMask | None, bool]:
+        """The mask, and whether it keeps calls valid."""
+        if constraint is None and tools is None:
+            return None, False
+        from localllm.grammar import AfterReasoning, ToolTriggers
+        from localllm.llm.tool_grammars import begun_call, whole_answer
+
+        compiler = self.compiler
+        if tools is not None and constraint is None and tools.choice == "auto":
+            begun = begun_call(compiler, tool_format, tools)
+            if begun is None:
+                return None, False
+            call, trigger = begun
+            only_one = tool_format.one_call or not tools.parallel
+            before = None if tool_format is HARMONY else reasoning
+            bytes_of = self._tokenizer.token_bytes
+            return ToolTriggers(call, trigger, bytes_of, tags=before, only_one=only_one), True
+        inner = whole_answer(compiler, tool_format, tools, constraint)
+        if reasoning is None or (tools is not None and tool_format is HARMONY):
+            return inner, tools is not None
+        return AfterReasoning(inner, compiler.vocabulary, self._tokenizer.token_bytes, reasoning), tools is not None

@@ -1,0 +1,1 @@
+"""Model facts and machine facts -> what runs where, with every byte counted."""

@@ -1,0 +1,158 @@
+"""Rows of the model picker: what is on this machine, then what the catalogue could fetch, each with fit and speed.
+
+Reads file headers and asks the planner; no torch. Takes up to a second: call it off the event loop.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+from localllm import hub
+from localllm.device import MachineFacts, machine
+from localllm.errors import LocalLLMError
+from localllm.hub import catalog
+from localllm.plan import fit
+from localllm.plan import speeds as calibrate
+from localllm.plan.planner import Plan, PlanOptions, plan
+from localllm.quality import evaluate
+from localllm.request import ModelChoice
+
+_STORED = re.compile(r"(it|instruct|gguf|awq|fp8|nvfp4|mxfp4|bf16|f16|f32|int4|int8|i?q[0-9](k|[0-9])*(xxs|[xsml])*)*")
+"""Parts of a plain name that say how a model is stored."""
+
+
+def model_choices(
+    ctx: int | None = None, options: PlanOptions | None = None, facts: MachineFacts | None = None
+) -> list[ModelChoice]:
+    """All rows. `ctx` asks for a window, up to each model's own; None leaves it to the plan."""
+    here = facts or machine()
+    wished = options or PlanOptions()
+    benches = calibrate.load(here)
+    local = [_local(model, here, wished, benches, ctx) for model in hub.list_local()]
+    local.sort(key=lambda row: (not row.supported, -row.last_used, row.name.casefold()))
+    fetchable = list(_fetchable(local, here, wished, benches, ctx))
+    forms = _forms(here, wished, benches, ctx)
+    return [_with_quants(row, local, forms) for row in [*local, *fetchable]]
+
+
+def _local(
+    model: hub.LocalModel, here: MachineFacts, wished: PlanOptions, benches: calibrate.Benches, ctx: int | None
+) -> ModelChoice:
+    row = ModelChoice(
+        name=model.name,
+        format=model.format,
+        size_bytes=model.size_bytes,
+        local=True,
+        supported=model.supported and not model.broken,
+        reason=model.reason,
+        max_ctx=model.max_context,
+        fits=False,
+        params=model.params,
+        licence=model.licence,
+        chat=model.chat,
+        last_used=model.last_used or 0.0,
+        path=str(model.path),
+    )
+    if model.facts is None or not row.supported:
+        return row
+    try:
+        made = plan(model.facts, here, _with_window(wished, ctx, model.facts.max_context), benches)
+    except LocalLLMError as error:
+        return replace(row, reason=error.message)
+    note = "" if model.chat else "base model: completes text"
+    return replace(_planned(row, made), note=note, quality=evaluate.note(model.path, made.kv))
+
+
+def _fetchable(
+    local: list[ModelChoice], here: MachineFacts, wished: PlanOptions, benches: calibrate.Benches, ctx: int | None
+) -> Iterator[ModelChoice]:
+    """The catalogue's models that this version runs and that are not here; of each the file `pull` would take."""
+    free = catalog.memory_of(here).free_bytes
+    names = {_plain(row.name) for row in local}
+    for starter in catalog.starters().values():
+        if _plain(starter.name) not in names and starter.chat:
+            yield ModelChoice(
+                starter.name, starter.format, starter.size, local=False, supported=True, fits=True,
+                licence=starter.licence, have_bytes=free, note=starter.title,
+            )  # fmt: skip
+    by_name: dict[str, list[catalog.Candidate]] = {}
+    for candidate in catalog.candidates():
+        if not candidate.needs:
+            by_name.setdefault(candidate.name, []).append(candidate)
+    plans: fit.Plans = {}
+    for name, files in by_name.items():
+        if any(_plain(name) in one for one in names):
+            continue
+        choice = fit.recommended(name, here, wished, benches, made_before=plans)
+        best = choice.best if choice else min(files, key=lambda file: file.download_bytes)
+        row = ModelChoice(
+            name, best.format, best.download_bytes, local=False, supported=True, max_ctx=best.context, fits=False,
+            params=best.params, active_params=best.active_params, licence=best.licence, have_bytes=free,
+            note="asks for its licence first" if best.gated else best.title,
+        )  # fmt: skip
+        how = _with_window(wished, ctx, best.context)
+        if choice is None and fit.device_kind(here, wished) == "cuda":
+            how = replace(how, device="cuda")  # what it would need there: the CPU is not what the name would choose
+        made = fit.plan_of(best, here, how, benches)
+        yield row if made is None else _planned(row, made)
+
+
+def _forms(
+    here: MachineFacts, wished: PlanOptions, benches: calibrate.Benches, ctx: int | None
+) -> dict[str, list[ModelChoice]]:
+    """Every file of the catalogue that this version runs, by the plain name of its model."""
+    free = catalog.memory_of(here).free_bytes
+    forms: dict[str, list[ModelChoice]] = {}
+    for one in catalog.candidates():
+        if one.needs:
+            continue
+        made = fit.plan_of(one, here, _with_window(wished, ctx, one.context), benches)
+        row = ModelChoice(
+            one.spec, one.format, one.download_bytes, local=False, supported=True, max_ctx=one.context, fits=False,
+            params=one.params, active_params=one.active_params, licence=one.licence, have_bytes=free,
+            note="asks for its licence first" if one.gated else one.title,
+            reason="runs on a GPU only" if made is None and one.device == "gpu" else "",
+        )  # fmt: skip
+        forms.setdefault(_plain(one.name), []).append(row if made is None else _planned(row, made))
+    return forms
+
+
+def _with_quants(row: ModelChoice, local: list[ModelChoice], forms: dict[str, list[ModelChoice]]) -> ModelChoice:
+    """The row with the other formats of its model: those on this machine, and those that could be fetched."""
+    model = _model_of(row, forms)
+    if not model:
+        return row
+    here = [one for one in local if one.name != row.name and one.supported and _model_of(one, forms) == model]
+    there = {one.format.casefold() for one in (row, *here)}
+    others = [*here, *(one for one in forms[model] if one.format.casefold() not in there)]
+    return replace(row, quants=tuple(sorted(others, key=lambda one: one.size_bytes)))
+
+
+def _model_of(row: ModelChoice, forms: dict[str, list[ModelChoice]]) -> str:
+    """Which of these models a row is, "" for none: beyond the model's name, its own may only say how it is stored."""
+    plain = _plain(row.name)
+    return next((name for name in forms if plain.startswith(name) and _STORED.fullmatch(plain, len(name))), "")
+
+
+def _with_window(wished: PlanOptions, ctx: int | None, most: int) -> PlanOptions:
+    return replace(wished, ctx="auto" if ctx is None else min(ctx, most))
+
+
+def _planned(row: ModelChoice, made: Plan) -> ModelChoice:
+    return replace(
+        row,
+        fits=made.fits,
+        tps=made.decode_tps if made.fits else 0.0,
+        basis=made.basis,
+        ctx=made.ctx,
+        max_ctx=min(made.max_ctx or row.max_ctx, row.max_ctx),
+        need_bytes=made.need_bytes,
+        have_bytes=made.have_bytes,
+        parts=tuple(made.parts().items()),
+    )
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9.]", "", name.casefold().rsplit("/", 1)[-1])

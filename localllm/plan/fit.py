@@ -1,0 +1,217 @@
+"""Which of the catalogue's models run on a machine, judged by the plan: what `pull`, `chat` and `plan` choose from.
+
+A family's name becomes the largest member that fits with 32k tokens of context (or the model's own) at a pace worth
+reading; of its files the one that suits the card. Where none fits so, less context is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from localllm import hub
+from localllm.checkpoint.facts import ModelFacts, RopeFacts
+from localllm.device import MachineFacts
+from localllm.errors import DoesNotFit, LocalLLMError
+from localllm.hub import catalog
+from localllm.plan.placement import chosen_device
+from localllm.plan.planner import Calibration, Plan, PlanOptions, plan
+
+FLOORS = {"cuda": (32_768, 8_192, 2_048), "cpu": (8_192, 2_048)}
+"""tokens of context that must fit, tried in this order"""
+COMFORTABLE_TPS = {"cuda": 30.0, "cpu": 10.0}
+"""tokens per second that reading a chat wants"""
+ORDERS: tuple[tuple[int, tuple[str, ...]], ...] = (
+    (100, ("fp8", "nvfp4", "int4", "gguf", "bf16")),
+    (89, ("fp8", "int4", "nvfp4", "gguf", "bf16")),
+    (75, ("int4", "gguf", "nvfp4", "fp8", "bf16")),
+)
+"""compute capability and up -> kinds of weights of those that fit and are fast enough, the best first: eight bits cost
+no quality one would notice, sixteen only take room, and a card without FP8 arithmetic is quickest in four"""
+
+
+Plans = dict[catalog.Candidate, Plan | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """One file of one model with the plan for it."""
+
+    candidate: catalog.Candidate
+    plan: Plan
+
+
+def facts_of(candidate: catalog.Candidate) -> ModelFacts | None:
+    """What the planner needs to know of a model that is not here; None for one this version cannot run.
+
+    Sizes are the catalogue's: weights as large as the download, everything else from the model's shape.
+    """
+    shape = candidate.shape
+    if shape is None or candidate.needs:
+        return None
+    return ModelFacts(
+        architecture=candidate.architecture,
+        source_architecture=candidate.architecture,
+        name=candidate.title,
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocab,
+        max_context=candidate.context,
+        rms_norm_eps=1e-6,
+        rope=RopeFacts(1e6, shape.head_dim),
+        tied_embeddings=shape.tied,
+        windows=shape.windows,
+        has_chat_template=True,
+        licence=candidate.licence,
+        stored_format=candidate.format,
+        num_params=candidate.params,
+        weight_bytes=candidate.download_bytes,
+    )
+
+
+def device_kind(machine: MachineFacts, options: PlanOptions | None = None) -> str:
+    """cuda where a plan would take a GPU, else cpu."""
+    try:
+        return "cpu" if chosen_device(machine, (options or PlanOptions()).device)[0] == "cpu" else "cuda"
+    except LocalLLMError:  # a device that is not there: whoever plans for it says so
+        return "cpu"
+
+
+def judge(
+    machine: MachineFacts,
+    least_ctx: int,
+    options: PlanOptions | None = None,
+    calibration: Calibration | None = None,
+    made_before: Plans | None = None,
+) -> catalog.Fits:
+    """A verdict on candidates: whether one runs here with that context (or its own), and how fast.
+
+    Where there is a usable GPU, it must fit there: the CPU is no place that a family's name chooses by itself.
+    `made_before` keeps the plans for the next verdict.
+    """
+    kind = device_kind(machine, options)
+    plans = {} if made_before is None else made_before
+
+    def fits(candidate: catalog.Candidate) -> tuple[bool, float]:
+        if candidate not in plans:
+            plans[candidate] = plan_of(candidate, machine, options, calibration)
+        made = plans[candidate]
+        if made is None or (made.device == "cpu") is not (kind == "cpu"):
+            return False, 0.0
+        return made.fits and made.max_ctx >= min(least_ctx, candidate.context), made.decode_tps
+
+    return fits
+
+
+def plan_of(
+    candidate: catalog.Candidate,
+    machine: MachineFacts,
+    options: PlanOptions | None = None,
+    calibration: Calibration | None = None,
+) -> Plan | None:
+    """The plan for a model that is not here; None when it cannot run at all."""
+    facts = facts_of(candidate)
+    if facts is None:
+        return _guessed(candidate, machine, options)
+    if candidate.device == "gpu" and device_kind(machine, options) == "cpu":
+        return None
+    try:
+        return plan(facts, machine, options, calibration)
+    except LocalLLMError:
+        return None
+
+
+def _guessed(candidate: catalog.Candidate, machine: MachineFacts, options: PlanOptions | None) -> Plan | None:
+    """A local model that is in no catalogue was made a candidate without a shape: one of usual proportions."""
+    if candidate.needs or candidate.family:
+        return None
+    layers = 32
+    heads = max(1, round(candidate.kv_bytes_per_token / (4 * 128 * layers)))
+    hidden = max(256, round((candidate.params / (12 * layers)) ** 0.5 / 128) * 128)
+    shape = catalog.Shape(layers, hidden, 3 * hidden, max(heads, hidden // 128), heads, 128, 32_000)
+    made = replace(candidate, shape=shape, format=candidate.format or "Q4_K_M")
+    return plan_of(made, machine, options)
+
+
+def preference(machine: MachineFacts) -> Callable[[catalog.Candidate], int]:
+    """How well a kind of weights suits the card: 0 is best. On the CPU the catalogue's own order holds."""
+    _, gpu, _ = chosen_device(machine, "auto")
+    capability = gpu.capability if gpu else 0
+    order = next((kinds for least, kinds in ORDERS if capability >= least), ())
+    return lambda candidate: order.index(kind_of(candidate)) if kind_of(candidate) in order else 0
+
+
+def kind_of(candidate: catalog.Candidate) -> str:
+    """nvfp4, int4, fp8, gguf or bf16."""
+    name = candidate.format.lower()
+    if candidate.quant:
+        return "gguf"
+    return next((kind for kind in ("nvfp4", "mxfp4", "fp8", "bf16") if kind in name), "int4")
+
+
+def runnable(
+    candidates: Iterable[catalog.Candidate],
+    machine: MachineFacts,
+    options: PlanOptions | None = None,
+    calibration: Calibration | None = None,
+) -> list[Fitted]:
+    """The candidates this version runs, each with its plan, in the order given; those that cannot are left out."""
+    return [Fitted(c, made) for c in candidates if (made := plan_of(c, machine, options, calibration)) is not None]
+
+
+def recommended(
+    alias: str,
+    machine: MachineFacts,
+    options: PlanOptions | None = None,
+    calibration: Calibration | None = None,
+    limit: catalog.DownloadLimit | None = None,
+    made_before: Plans | None = None,
+) -> catalog.Choice | None:
+    """What a family's or a model's name would become here, without asking the hub; None when nothing fits.
+
+    `limit` as `hub.download_limit` gives it: the most a family's name downloads.
+    """
+    memory = catalog.memory_of(machine)
+    kind = device_kind(machine, options)
+    plans = {} if made_before is None else made_before
+    for floor in FLOORS[kind]:
+        try:
+            return catalog.choose(
+                alias,
+                judge(machine, floor, options, calibration, plans),
+                free_label=memory.label,
+                on_gpu=kind == "cuda",
+                limit=limit,
+                prefer=preference(machine),
+            )
+        except LocalLLMError:
+            continue
+    return None
+
+
+def resolve(
+    name: str,
+    machine: MachineFacts,
+    options: PlanOptions | None = None,
+    calibration: Calibration | None = None,
+    **how: Any,
+) -> hub.Resolved:
+    """What a name stands for, a family's name by `recommended`'s rule; `how` as of `hub.resolve`, which it asks.
+
+    Raises what that raises, DoesNotFit when no member fits with the least context either.
+    """
+    floors = FLOORS[device_kind(machine, options)]
+    plans: Plans = {}
+    for floor in floors:
+        try:
+            fits = judge(machine, floor, options, calibration, plans)
+            return hub.resolve(name, device=machine, fits=fits, prefer=preference(machine), **how)
+        except DoesNotFit:
+            if floor == floors[-1]:
+                raise
+    raise AssertionError("the last floor returns or raises")

@@ -1,0 +1,116 @@
+"""`Plan`: what runs where, in bytes that add up, a reason for every choice; and the refusal when it does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from localllm.errors import DoesNotFit
+from localllm.plan.memory import GIB
+
+LEAST_CTX = 512
+"""A smaller window is no help to anyone: the plan then says that the model does not fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What runs where. Bytes are whole and add up: need = weights + KV + work + margin."""
+
+    device: str
+    """cpu | cuda:N"""
+    dtype: str
+    kv: str
+    ctx: int
+    page_size: int
+    num_pages: tuple[int, ...]
+    """per cache group"""
+    max_parallel: int
+    prefill_budget: int
+    weight_bytes: int
+    kv_bytes: int
+    work_bytes: int
+    margin_bytes: int
+    have_bytes: int
+    max_ctx: int
+    """the largest context that would fit, 0 when not even the smallest does"""
+    decode_tps: float
+    """expected tokens per second of one sequence at the start of its context"""
+    decode_tps_full: float
+    """the same at its end"""
+    basis: str = "estimate"
+    """estimate | measured"""
+    eta: float = 0.0
+    """share of the memory bandwidth behind the estimate"""
+    bandwidth: float = 0.0
+    """bytes per second of the device's memory, 0 when not known"""
+    read_bytes: int = 0
+    """weights read for one token"""
+    sequence_bytes: int = 0
+    """pages one sequence takes at full context; `kv_bytes` holds those of all that may run or be kept for reuse"""
+    quant: str = ""
+    """what linear layers become while loading; "" keeps them as they are stored"""
+    graph_buckets: tuple[int, ...] = ()
+    """batch sizes whose decode step is captured as a CUDA graph"""
+    work_terms: tuple[tuple[str, int], ...] = ()
+    """what `work_bytes` consists of"""
+    idle: str = ""
+    """another usable card, and what it could do"""
+    reasons: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def need_bytes(self) -> int:
+        """Everything together."""
+        return self.weight_bytes + self.kv_bytes + self.work_bytes + self.margin_bytes
+
+    @property
+    def least_bytes(self) -> int:
+        """The same with pages for a single sequence: below this it does not start."""
+        return self.need_bytes - self.kv_bytes + self.sequence_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether it may be started."""
+        return self.need_bytes <= self.have_bytes
+
+    @property
+    def place(self) -> str:
+        """For people: where the memory is."""
+        return "this machine" if self.device == "cpu" else f"GPU {self.device.removeprefix('cuda:')}"
+
+    def parts(self) -> dict[str, int]:
+        """The terms of `need_bytes`."""
+        return {
+            "weights": self.weight_bytes,
+            "kv": self.kv_bytes,
+            "work": self.work_bytes,
+            "margin": self.margin_bytes,
+        }
+
+    def terms(self) -> dict[str, int]:
+        """The same with the work in its terms."""
+        return {"weights": self.weight_bytes, "kv": self.kv_bytes, **dict(self.work_terms), "margin": self.margin_bytes}
+
+    def error(self, name: str) -> DoesNotFit:
+        """The refusal, with both numbers and commands that would work."""
+        fixes: list[tuple[str, str]] = []
+        if LEAST_CTX <= self.max_ctx < self.ctx:
+            fixes.append((f"localllm chat {name} --ctx {self.max_ctx}", "fits"))
+        if self.kv == "f32":
+            fixes.append((f"localllm chat {name} --kv bf16", "halves the cache"))
+        if self.device != "cpu":
+            fixes.append((f"localllm chat {name} --device cpu", "uses RAM, slower"))
+        fixes.append(("localllm plan", "which models fit"))
+        sizes = " + ".join(f"{part} {size / GIB:.1f}" for part, size in self.parts().items())
+        return DoesNotFit(
+            f"{name} needs {self.need_bytes / GIB:.1f} GiB at {self.ctx:,} tokens of context,"
+            f" {self.place} has {self.have_bytes / GIB:.1f} GiB free",
+            fixes[0][0],
+            why=f"{sizes} GiB (plan)",
+            fixes=fixes,
+            context={
+                "need_bytes": self.need_bytes,
+                "have_bytes": self.have_bytes,
+                "ctx": self.ctx,
+                "parts": self.parts(),
+            },
+        )

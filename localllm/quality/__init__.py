@@ -1,0 +1,1 @@
+"""Making a model smaller, and measuring what that costs."""

@@ -1,0 +1,228 @@
+"""The quality meter: what a weight format and a KV format cost, measured on a text.
+
+Both models read the same tokens. Per token, with p the reference's distribution of the next one and q the model's:
+
+    perplexity   exp(mean of -log q(next token)), and the reference's own
+    KL           sum p (log p - log q): its mean and its tail, the 99th and 99.9th percentile
+    agreement    share of tokens where both have the same most likely next one
+
+The mean hides rare tokens that go wrong; the tail shows them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from localllm import paths
+from localllm.errors import Aborted, InvalidRequest
+from localllm.request import Phase
+
+if TYPE_CHECKING:
+    import threading
+
+    import numpy as np
+
+    from localllm.llm.llm import LLM
+
+WINDOW = 512
+"""tokens read at once; each window starts without context"""
+ROWS = 64
+"""rows of logits held at once: 64 of a 262k vocabulary are 67 MB, and as much again for the reference"""
+CONTEXT_FREE = 32
+"""tokens at the start of a window that are read but not counted: without context every model guesses"""
+MIN_TOKENS = CONTEXT_FREE + 2
+
+Tell = Callable[[Phase], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """The result. `kl_*` and `agreement` are None without a reference."""
+
+    model: str
+    reference: str
+    weights: str
+    """stored format"""
+    kv: str
+    tokens: int
+    """counted"""
+    perplexity: float
+    reference_perplexity: float | None = None
+    kl_mean: float | None = None
+    kl_p99: float | None = None
+    kl_p999: float | None = None
+    kl_max: float | None = None
+    agreement: float | None = None
+    text: str = "sample"
+    """name of the text"""
+    seconds: float = 0.0
+    path: str = ""
+    """of the model's files"""
+
+
+def sample_text(part: Literal["evaluation", "calibration"]) -> str:
+    """Half of the public-domain text in the package: what is calibrated on is not what is measured on."""
+    paragraphs = files(__package__).joinpath("sample.txt").read_text(encoding="utf-8").strip().split("\n\n")
+    return "\n\n".join(paragraphs[0::2] if part == "evaluation" else paragraphs[1::2])
+
+
+def evaluate(
+    model: LLM,
+    reference: LLM | None,
+    text: str,
+    *,
+    max_tokens: int = 4096,
+    text_name: str = "sample",
+    tell: Tell = lambda phase: None,
+    cancel: threading.Event | None = None,
+) -> Quality:
+    """Measure `model` against `reference` (None: perplexity only) on the first `max_tokens` of `text`.
+
+    Raises InvalidRequest when the text has fewer than MIN_TOKENS tokens or the two have different vocabularies,
+    Aborted when `cancel` is set.
+    """
+    import numpy as np
+
+    began = time.monotonic()
+    ids = model.tokenizer.encode(text)[:max_tokens]
+    if len(ids) < MIN_TOKENS:
+        raise InvalidRequest(
+            f"the text has {len(ids)} tokens, at least {MIN_TOKENS} are needed", "name a longer text with --text FILE"
+        )
+    if reference is not None and not _same_vocabulary(model, reference):
+        raise InvalidRequest(
+            f"{model.name} and {reference.name} have different vocabularies: their distributions cannot be compared",
+            "compare with another version of the same model",
+        )
+    loss, base_loss, kl, agreed, done = 0.0, 0.0, [], 0, 0
+    counted = 0
+    for window in windows(ids, model):
+        if reference is None:
+            pairs: Iterator[tuple[np.ndarray, np.ndarray | None]] = ((q, None) for q in model.score(window, chunk=ROWS))
+        else:
+            both = zip(model.score(window, chunk=ROWS), reference.score(window, chunk=ROWS), strict=True)
+            pairs = ((q, p) for q, p in both)
+        row = 0
+        for q, p in pairs:
+            if cancel is not None and cancel.is_set():
+                raise Aborted("stopped; nothing was saved")
+            first, last = max(row, CONTEXT_FREE), min(row + len(q), len(window) - 1)  # the last row has no next token
+            rows = slice(first - row, last - row)
+            row += len(q)
+            if last <= first:
+                continue
+            targets = np.asarray(window[first + 1 : last + 1])
+            kept = np.arange(len(targets))
+            loss -= float(q[rows][kept, targets].sum(dtype=np.float64))
+            counted += len(targets)
+            if p is not None:
+                base_loss -= float(p[rows][kept, targets].sum(dtype=np.float64))
+                kl.append(divergence(p[rows], q[rows]))
+                agreed += int((p[rows].argmax(-1) == q[rows].argmax(-1)).sum())
+            done += len(targets)
+            tell(Phase("evaluate", done, len(ids), f"perplexity {math.exp(loss / counted):.2f}"))
+    found = np.concatenate(kl) if kl else None
+    return Quality(
+        model=model.name,
+        reference=reference.name if reference is not None else "",
+        weights=model.weight_format,
+        kv=model.plan.kv,
+        tokens=counted,
+        perplexity=math.exp(loss / counted),
+        reference_perplexity=math.exp(base_loss / counted) if found is not None else None,
+        kl_mean=float(found.mean()) if found is not None else None,
+        kl_p99=float(np.quantile(found, 0.99)) if found is not None else None,
+        kl_p999=float(np.quantile(found, 0.999)) if found is not None else None,
+        kl_max=float(found.max()) if found is not None else None,
+        agreement=agreed / counted if found is not None else None,
+        text=text_name,
+        seconds=round(time.monotonic() - began, 2),
+        path=str(model.path),
+    )
+
+
+def windows(ids: Sequence[int], model: LLM) -> Iterator[list[int]]:
+    """The text in windows that begin as a text does for this model: with BOS where it wants one."""
+    bos = model.tokenizer.bos_token_id
+    lead = [bos] if model.tokenizer.add_bos and bos is not None else []
+    size = min(WINDOW, model.plan.ctx) - len(lead)
+    for at in range(0, len(ids), size):
+        part = [*lead, *ids[at : at + size]]
+        if len(part) >= MIN_TOKENS:
+            yield part
+
+
+def divergence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """KL(p || q) per row from log-probabilities float32 [rows, vocab], float64 [rows], never under 0."""
+    import numpy as np
+
+    return np.maximum((np.exp(p) * (p - q)).sum(-1, dtype=np.float64), 0.0)
+
+
+def _same_vocabulary(model: LLM, reference: LLM) -> bool:
+    if model.facts.vocab_size != reference.facts.vocab_size:
+        return False
+    probe = "The quick brown fox: 12,345 naïve λ-terms\n\tдоброе утро"
+    return model.tokenizer.encode(probe) == reference.tokenizer.encode(probe)
+
+
+# --- what was measured before ------------------------------------------------------------------------------------
+
+
+def folder() -> Path:
+    """Where results are kept."""
+    return paths.data_dir() / "quality"
+
+
+def save(quality: Quality) -> Path:
+    """Keep a result; a newer one of the same model, formats, text and reference replaces it."""
+    parts = (quality.model, quality.weights, quality.kv, quality.text, quality.reference)
+    against = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]
+    name = re.sub(r"[^\w.-]+", "-", "_".join(parts[:4]))[:170] + f"_{against}"
+    path = folder() / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".part")
+    partial.write_text(json.dumps({"schema": "localllm.quality/1", **asdict(quality)}, indent=2))
+    partial.replace(path)
+    return path
+
+
+def saved(path: Path | str = "") -> list[dict[str, Any]]:
+    """Results that were kept, newest first; of the model at `path` only. Files that cannot be read are left out."""
+    rows = []
+    for file in sorted(folder().glob("*.json"), key=lambda p: -p.stat().st_mtime) if folder().is_dir() else ():
+        try:
+            row = json.loads(file.read_text())
+        except (OSError, ValueError):
+            continue
+        known = isinstance(row, dict) and row.get("schema") == "localllm.quality/1"
+        if known and (not path or row.get("path") == str(path)) and _sound(row):
+            rows.append(row)
+    return rows
+
+
+def _sound(row: dict[str, Any]) -> bool:
+    numbers = [row.get("kl_mean"), row.get("kl_p99")]
+    whole = all(n is None for n in numbers) or all(isinstance(n, (int, float)) for n in numbers)
+    return isinstance(row.get("kv"), str) and whole
+
+
+def measured(path: Path | str, kv: str = "", weights: str = "") -> dict[str, Any] | None:
+    """The newest result of the model at `path` against a reference; with that KV format and those weights, if named."""
+    rows = (row for row in saved(path) if row["kl_mean"] is not None)
+    return next((r for r in rows if kv in ("", r["kv"]) and weights in ("", r.get("weights"))), None)
+
+
+def note(path: Path | str, kv: str = "", weights: str = "") -> str:
+    """'KL 0.0001, p99 0.001 (KV bf16)' from the result that `measured` finds; or ""."""
+    row = measured(path, kv, weights)
+    return f"KL {row['kl_mean']:.5f}, p99 {row['kl_p99']:.4f} (KV {row['kv']})" if row else ""

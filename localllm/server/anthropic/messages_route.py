@@ -1,0 +1,179 @@
+"""Anthropic's POST /v1/messages, whole or streamed, and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from localllm.llm.answer import Completion, Piece
+from localllm.request import FinishReason, Usage
+from localllm.server.anthropic.messages_schemas import CountRequest, MessagesRequest, renamed, to_chat
+from localllm.server.ask import Chat, open_chat, prompt_of
+from localllm.server.body import read_body
+from localllm.server.errors import renaming
+from localllm.server.openai.shapes import new_id
+from localllm.server.service import Service
+from localllm.server.sse import Opened, first_or_stream, named, named_event_stream
+from localllm.server.turns import unless_left
+
+
+async def messages(request: Request) -> Response:
+    """Answer a conversation."""
+    service: Service = request.app.state.service
+    body = await read_body(request, MessagesRequest)
+    chat_body = to_chat(body)
+
+    async def open_stream() -> Opened:
+        with renaming(renamed):
+            chat = await open_chat(service, request, chat_body)
+        try:
+            await chat.turn.ready()
+        except BaseException:
+            chat.turn.abort()
+            raise
+        return Opened(_Stream(chat).events(), chat.turn.abort)
+
+    if body.stream:
+        async with unless_left(request):
+            return await first_or_stream(
+                open_stream(), lambda opened: named_event_stream(opened, lambda e: named("error", e.anthropic_body))
+            )
+    async with unless_left(request):
+        with renaming(renamed):
+            chat = await open_chat(service, request, chat_body)
+        answer = await chat.turn.answer()
+    (one,) = answer.completions
+    reason, sequence = _stop(one.finish_reason, one.stop_reason, has_tool_calls=bool(one.tool_calls))
+    return JSONResponse(
+        _message(chat.model) | {
+            "content": _blocks(one), "stop_reason": reason, "stop_sequence": sequence, "usage": _usage(answer.usage),
+        }
+    )  # fmt: skip
+
+
+async def count_tokens(request: Request) -> Response:
+    """How many tokens a conversation has."""
+    service: Service = request.app.state.service
+    body = to_chat(await read_body(request, CountRequest))
+    encode = prompt_of(body)
+    async with unless_left(request), service.place(request, body.model) as place:
+        llm = place.llm
+        ids = await service.in_thread(lambda: encode(llm))
+    return JSONResponse({"input_tokens": len(ids)})
+
+
+def _message(model: str) -> dict[str, Any]:
+    return {
+        "id": new_id("msg_"), "type": "message", "role": "assistant", "model": model, "content": [],
+        "stop_reason": None, "stop_sequence": None,
+    }  # fmt: skip
+
+
+def _blocks(one: Completion) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    if one.reasoning:
+        blocks.append({"type": "thinking", "thinking": one.reasoning, "signature": ""})
+    if one.text or not one.tool_calls:
+        blocks.append({"type": "text", "text": one.text})
+    for call in one.tool_calls:
+        arguments = json.loads(call["arguments"] or "{}")
+        blocks.append({"type": "tool_use", "id": call["id"], "name": call["name"], "input": arguments})
+    return blocks
+
+
+def _stop(
+    reason: FinishReason | None, what: int | str | None, *, has_tool_calls: bool
+) -> tuple[str | None, str | None]:
+    """(stop_reason, stop_sequence)"""
+    if reason is FinishReason.LENGTH:
+        return "max_tokens", None
+    if has_tool_calls:
+        return "tool_use", None
+    return ("stop_sequence", what) if isinstance(what, str) else ("end_turn", None)
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens, "output_tokens": usage.completion_tokens,
+        "cache_read_input_tokens": usage.cached_tokens, "cache_creation_input_tokens": 0,
+    }  # fmt: skip
+
+
+class _Stream:
+    """The events of one message: blocks open and close as the kind of text changes."""
+
+    def __init__(self, chat: Chat) -> None:
+        self._chat = chat
+        self._index = -1
+        self._kind = ""
+        self._call = -1
+        self._called = False
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """All of them."""
+        turn = self._chat.turn
+        begin = _message(self._chat.model) | {"usage": _usage(Usage(len(turn.prompt_token_ids)))}
+        yield named("message_start", {"type": "message_start", "message": begin}) + named("ping", {"type": "ping"})
+        async for pieces in turn.batches():
+            events: list[bytes] = []
+            for piece in pieces:
+                if piece.error is not None:
+                    raise piece.error
+                for kind, text in piece.parts:
+                    events += self._take(kind, text)
+                if piece.finish_reason is not None:
+                    events += self._end(piece)
+            if events:
+                yield b"".join(events)
+
+    def _take(self, kind: str, text: str) -> list[bytes]:
+        if kind == "tool_call":
+            return self._take_call(json.loads(text))
+        wanted = "text" if kind == "content" else "thinking"
+        events: list[bytes] = []
+        if self._kind != wanted:
+            events = [*self._close(), self._open(wanted, {"type": wanted, wanted: ""})]
+        return [*events, self._delta({"type": f"{wanted}_delta", wanted: text})]
+
+    def _take_call(self, delta: dict[str, Any]) -> list[bytes]:
+        events: list[bytes] = []
+        if self._kind != "tool_use" or delta["index"] != self._call:
+            self._call, self._called = delta["index"], True
+            block: dict[str, Any] = {
+                "type": "tool_use",
+                "id": delta.get("id") or "",
+                "name": delta.get("name") or "",
+                "input": {},
+            }
+            events = [*self._close(), self._open("tool_use", block)]
+        if delta.get("arguments"):
+            events.append(self._delta({"type": "input_json_delta", "partial_json": delta["arguments"]}))
+        return events
+
+    def _open(self, kind: str, block: dict[str, Any]) -> bytes:
+        self._kind = kind
+        self._index += 1
+        return named(
+            "content_block_start", {"type": "content_block_start", "index": self._index, "content_block": block}
+        )
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return named("content_block_delta", {"type": "content_block_delta", "index": self._index, "delta": delta})
+
+    def _close(self) -> list[bytes]:
+        if not self._kind:
+            return []
+        self._kind = ""
+        return [named("content_block_stop", {"type": "content_block_stop", "index": self._index})]
+
+    def _end(self, piece: Piece) -> list[bytes]:
+        reason, sequence = _stop(piece.finish_reason, piece.stop_reason, has_tool_calls=self._called)
+        delta = {
+            "type": "message_delta", "delta": {"stop_reason": reason, "stop_sequence": sequence},
+            "usage": _usage(piece.usage or Usage()),
+        }  # fmt: skip
+        return [*self._close(), named("message_delta", delta), named("message_stop", {"type": "message_stop"})]

@@ -1,0 +1,194 @@
+"""What Anthropic's /v1/messages accepts, and its way into a chat request."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StrictBool, StrictInt, StrictStr
+
+from localllm.server.body import checked
+from localllm.server.errors import ApiError, renaming, unsupported
+from localllm.server.openai.schemas import MAX_MESSAGES, Body, CacheSalt, ChatRequest, Name, Number
+from localllm.server.sampling import with_further
+
+Blocks = StrictStr | Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=1024)]
+
+
+class MessageParam(Body):
+    """One message: text or blocks."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Blocks
+
+
+class Thinking(Body):
+    """Whether to think first."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
+
+
+class CountRequest(Body):
+    """POST /v1/messages/count_tokens"""
+
+    model: StrictStr | None = None
+    messages: Annotated[list[MessageParam], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    system: Blocks | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: Thinking | None = None
+
+
+class MessagesRequest(CountRequest):
+    """POST /v1/messages"""
+
+    max_tokens: Annotated[StrictInt, Field(ge=1, lt=2**31)]
+    stop_sequences: Annotated[list[StrictStr], Field(fail_fast=True, max_length=64)] | None = None
+    stream: StrictBool | None = None
+    temperature: Annotated[Number, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[StrictInt, Field(ge=0, lt=2**31)] | None = None
+    metadata: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None
+    service_tier: StrictStr | None = None
+    cache_salt: CacheSalt | None = None
+    user: Name | None = None
+
+
+def to_chat(body: CountRequest) -> ChatRequest:
+    """The chat request that answers the same. Raises ApiError."""
+    messages: list[dict[str, Any]] = []
+    if body.system is not None:
+        messages.append({"role": "system", "content": _text(body.system, "system")})
+    for number, message in enumerate(body.messages):
+        messages += _messages(message, f"messages[{number}]")
+    fields: dict[str, Any] = {"model": body.model, "messages": messages}
+    if messages and messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
+        fields["continue_final_message"] = True  # Anthropic's prefill
+    if body.thinking is not None:
+        fields["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
+    if body.tools is not None:
+        fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)]
+    if body.tool_choice is not None:
+        fields |= _choice(body.tool_choice)
+    if isinstance(body, MessagesRequest):
+        fields |= _sampled(body)
+    fields = with_further(body, fields, "output_config.format")
+    with renaming(renamed):
+        return checked(fields, ChatRequest)
+
+
+def renamed(param: str | None) -> str | None:
+    """A chat request's field under its name here."""
+    if param is not None and param.startswith("tools["):
+        return param.replace(".function.parameters", ".input_schema").replace(".function", "")
+    return _NAMES.get(param or "", param)
+
+
+_NAMES = {
+    "max_completion_tokens": "max_tokens", "response_format": "output_config.format", "stop": "stop_sequences",
+}  # fmt: skip
+
+
+def _sampled(body: MessagesRequest) -> dict[str, Any]:
+    form = body.output_format or (body.output_config or {}).get("format")
+    user = (body.metadata or {}).get("user_id")
+    return {
+        "max_completion_tokens": body.max_tokens,
+        "stop": body.stop_sequences,
+        "stream": body.stream,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "cache_salt": body.cache_salt,
+        "user": body.user or (user[:512] if isinstance(user, str) else None),
+        "response_format": None if form is None else _format(form),
+    }
+
+
+def _messages(message: MessageParam, where: str) -> list[dict[str, Any]]:
+    """One message of theirs as one or more of ours: results of tools are messages of their own."""
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    out: list[dict[str, Any]] = []
+    texts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    reasoning: list[str] = []
+    for number, block in enumerate(message.content):
+        at = f"{where}.content[{number}]"
+        kind = block.get("type")
+        if kind == "text":
+            texts.append(_string(block.get("text"), at))
+        elif kind == "thinking":
+            reasoning.append(_string(block.get("thinking"), at))
+        elif kind == "redacted_thinking":
+            continue
+        elif kind == "tool_use":
+            arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
+            function = {"name": _string(block.get("name"), at), "arguments": arguments}
+            calls.append({"id": _string(block.get("id"), at), "type": "function", "function": function})
+        elif kind == "tool_result":
+            content = _text(block.get("content") or "", at)
+            out.append({"role": "tool", "tool_call_id": _string(block.get("tool_use_id"), at), "content": content})
+        else:
+            raise ApiError(
+                400, f"Blocks of type {str(kind)[:40]!r} are not supported: this model reads text.",
+                code="unsupported_value", param=at,
+            )  # fmt: skip
+    if texts or calls or not out:
+        made: dict[str, Any] = {"role": message.role, "content": "".join(texts)}
+        if calls:
+            made["tool_calls"] = calls
+        if reasoning:
+            made["reasoning_content"] = "".join(reasoning)
+        out.append(made)
+    return out
+
+
+def _text(blocks: Any, where: str) -> str:
+    if isinstance(blocks, str):
+        return blocks
+    if not isinstance(blocks, list) or not all(isinstance(b, dict) and b.get("type") == "text" for b in blocks):
+        raise ApiError(400, "Only text blocks are supported here.", code="unsupported_value", param=where)
+    return "\n".join(_string(block.get("text"), where) for block in blocks)
+
+
+def _string(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise ApiError(400, "A block lacks its text, name or id.", code="invalid_type", param=where)
+    return value
+
+
+def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
+    if tool.get("type") not in (None, "custom"):
+        raise unsupported(f"{str(tool.get('type'))[:40]!r}: only tools of your own are supported", where)
+    function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
+    if tool.get("description") is not None:
+        function["description"] = tool["description"]
+    if tool.get("strict") is not None:
+        function["strict"] = tool["strict"]
+    return {"type": "function", "function": function}
+
+
+def _choice(choice: dict[str, Any]) -> dict[str, Any]:
+    kind = choice.get("type")
+    disabled = choice.get("disable_parallel_tool_use")
+    if disabled is not None and not isinstance(disabled, bool):
+        message = "tool_choice.disable_parallel_tool_use is true or false."
+        raise ApiError(400, message, code="invalid_type", param="tool_choice")
+    parallel = {} if disabled is None else {"parallel_tool_calls": not disabled}
+    if kind in ("auto", "none"):
+        return {"tool_choice": kind, **parallel}
+    if kind == "any":
+        return {"tool_choice": "required", **parallel}
+    if kind == "tool":
+        return {"tool_choice": {"type": "function", "function": {"name": choice.get("name")}}, **parallel}
+    raise ApiError(400, "tool_choice.type is one of auto, any, tool, none.", param="tool_choice")
+
+
+def _format(form: Any) -> dict[str, Any]:
+    if not isinstance(form, dict) or form.get("type") != "json_schema":
+        raise ApiError(400, "The output format is a json_schema.", param="output_config.format")
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.get("schema"), "strict": True}}

@@ -1,0 +1,273 @@
+"""Ollama's API: /api/chat, generate, embed, tags, show, ps and version; streams are lines of JSON."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from localllm._version import __version__
+from localllm.llm.answer import Answer, Piece, add_tool_call
+from localllm.request import FinishReason, Timing, Usage
+from localllm.server.ask import open_chat
+from localllm.server.body import read_body
+from localllm.server.errors import renaming
+from localllm.server.ollama.ollama_schemas import (
+    OllamaChatRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    ShowRequest,
+    chat_of,
+    check_generate,
+    generate_of,
+    keep_alive_s,
+    raw_of,
+    renamed,
+)
+from localllm.server.openai.completion_route import open_completion, split_prompts
+from localllm.server.openai.embedding_route import pooled_texts, unit
+from localllm.server.other.text_schemas import MAX_TEXTS
+from localllm.server.pool import Offer
+from localllm.server.sampling import check_fields
+from localllm.server.service import Service
+from localllm.server.sse import Opened, first_or_stream, line, line_stream
+from localllm.server.turns import AsyncTurn, unless_left
+
+
+async def chat(request: Request) -> Response:
+    """Answer a conversation; streamed unless told otherwise."""
+    body = await read_body(request, OllamaChatRequest)
+    if not body.messages:
+        return await _load_or_unload(request, body, {"message": {"role": "assistant", "content": ""}})
+    asked = chat_of(body)
+    return await _answer(request, body, lambda s: _chat_turn(s, request, asked), _chat_fields)
+
+
+async def generate(request: Request) -> Response:
+    """Answer a prompt, through the model's template or raw."""
+    body = await read_body(request, OllamaGenerateRequest)
+    check_generate(body)
+    if not body.prompt:
+        return await _load_or_unload(request, body, {"response": ""})
+    if body.raw:
+        text = raw_of(body)
+        check_fields(text)
+
+        async def opening(service: Service) -> tuple[AsyncTurn, str]:
+            with renaming(renamed):
+                place = await open_completion(service, request, text, [body.prompt])
+            return place.turns[0], place.offer.name
+
+        return await _answer(request, body, opening, _generate_fields)
+    asked = generate_of(body)
+    return await _answer(request, body, lambda s: _chat_turn(s, request, asked), _generate_fields)
+
+
+async def _chat_turn(service: Service, request: Request, asked: Any) -> tuple[AsyncTurn, str]:
+    with renaming(renamed):
+        opened = await open_chat(service, request, asked)
+    return opened.turn, opened.model
+
+
+Fields = Callable[[dict[str, str], list[dict[str, str]]], dict[str, Any]]
+
+
+def _chat_fields(texts: dict[str, str], calls: list[dict[str, str]]) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": texts.get("content", "")}
+    if texts.get("reasoning"):
+        message["thinking"] = texts["reasoning"]
+    if calls:
+        message["tool_calls"] = [
+            {"function": {"name": c["name"], "arguments": json.loads(c["arguments"] or "{}")}} for c in calls
+        ]
+    return {"message": message}
+
+
+def _generate_fields(texts: dict[str, str], calls: list[dict[str, str]]) -> dict[str, Any]:
+    fields: dict[str, Any] = {"response": texts.get("content", "")}
+    return fields | ({"thinking": texts["reasoning"]} if texts.get("reasoning") else {})
+
+
+async def _answer(request: Request, body: Any, opening: Callable[[Service], Any], fields: Fields) -> Response:
+    service: Service = request.app.state.service
+    keep = keep_alive_s(body.keep_alive)
+    started = time.monotonic()
+
+    async def opened() -> tuple[AsyncTurn, str]:
+        turn, model = await opening(service)
+        if keep != "default":
+            service.residents.keep(model, keep)
+        return turn, model
+
+    async def open_stream() -> Opened:
+        turn, _ = await opened()
+        try:
+            await turn.ready()
+        except BaseException:
+            turn.abort()
+            raise
+        return Opened(_lines(turn, body.model, fields, started), turn.abort)
+
+    if body.stream is not False:
+        async with unless_left(request):
+            return await first_or_stream(open_stream(), line_stream)
+    async with unless_left(request):
+        turn, _ = await opened()
+        answer: Answer = await turn.answer()
+    (one,) = answer.completions
+    texts = {"content": one.text, "reasoning": one.reasoning}
+    return JSONResponse(
+        _head(body.model) | fields(texts, one.tool_calls)
+        | _end(one.finish_reason, answer.usage, answer.timing, started)
+    )  # fmt: skip
+
+
+async def _lines(turn: AsyncTurn, model: str, fields: Fields, started: float) -> AsyncIterator[bytes]:
+    calls: list[dict[str, str]] = []
+    async for pieces in turn.batches():
+        lines = []
+        for piece in pieces:
+            if piece.error is not None:
+                raise piece.error
+            for kind, text in piece.parts:
+                if kind == "tool_call":  # a call is one line, when it is whole
+                    add_tool_call(calls, json.loads(text))
+                else:
+                    lines.append(line(_head(model) | fields({kind: text}, []) | {"done": False}))
+            if piece.finish_reason is not None:
+                if calls:
+                    lines.append(line(_head(model) | fields({}, calls) | {"done": False}))
+                lines.append(line(_last(model, fields, piece, started)))
+        if lines:
+            yield b"".join(lines)
+
+
+def _last(model: str, fields: Fields, piece: Piece, started: float) -> dict[str, Any]:
+    end = _end(piece.finish_reason, piece.usage or Usage(), piece.timing or Timing(), started)
+    return _head(model) | fields({}, []) | end
+
+
+def _head(model: str) -> dict[str, Any]:
+    return {"model": model, "created_at": _iso(time.time())}
+
+
+def _end(reason: FinishReason | None, usage: Usage, timing: Timing, started: float) -> dict[str, Any]:
+    prompt_s = max(0.0, timing.ttft_s - timing.queue_s)
+    total_s = time.monotonic() - started
+    return {
+        "done": True, "done_reason": "length" if reason is FinishReason.LENGTH else "stop",
+        "total_duration": _ns(total_s), "load_duration": _ns(max(0.0, total_s - timing.total_s)),
+        "prompt_eval_count": usage.prompt_tokens, "prompt_eval_duration": _ns(prompt_s),
+        "eval_count": usage.completion_tokens, "eval_duration": _ns(max(0.0, timing.total_s - timing.ttft_s)),
+    }  # fmt: skip
+
+
+async def _load_or_unload(request: Request, body: Any, empty: dict[str, Any]) -> Response:
+    """A request without anything to answer loads the model, or with keep_alive 0 unloads it."""
+    service: Service = request.app.state.service
+    keep = keep_alive_s(body.keep_alive)
+    offer = await service.find(body.model)
+    if keep == 0:
+        service.residents.keep(offer.name, 0.0)
+        return JSONResponse(_head(body.model) | empty | {"done": True, "done_reason": "unload"})
+    async with unless_left(request), service.place(request, body.model):
+        if keep != "default":
+            service.residents.keep(offer.name, keep)
+    return JSONResponse(_head(body.model) | empty | {"done": True, "done_reason": "load"})
+
+
+async def embed(request: Request) -> Response:
+    """One vector per text, of length 1."""
+    service: Service = request.app.state.service
+    body = await read_body(request, OllamaEmbedRequest)
+    texts = split_prompts(body.input, "input", MAX_TEXTS)
+    started = time.monotonic()
+    async with unless_left(request), service.place(request, body.model) as place:
+        truncate = body.truncate is not False  # Ollama's default
+        vectors, count = await pooled_texts(service, place, texts, "mean", "input", truncate=truncate)
+    took = _ns(time.monotonic() - started)
+    return JSONResponse(
+        {
+            "model": body.model, "embeddings": [unit(v).tolist() for v in vectors], "total_duration": took,
+            "load_duration": 0, "prompt_eval_count": count, "pooling": "mean",
+        }
+    )  # fmt: skip
+
+
+async def tags(request: Request) -> Response:
+    """The models on this machine."""
+    service: Service = request.app.state.service
+    return JSONResponse({"models": [_tag(offer) for offer in await service.offers()]})
+
+
+async def running(request: Request) -> Response:
+    """The models in memory."""
+    service: Service = request.app.state.service
+    rows = []
+    for row in service.residents.loaded():
+        offer = service.residents.known(row.name)
+        if offer is None or row.llm is None:
+            continue
+        expires = time.time() + row.expires_in_s if row.expires_in_s is not None else time.time() + 10 * 365 * 86400
+        size = row.llm.resident_bytes
+        on_gpu = size if row.llm.plan.device != "cpu" and row.llm.is_awake else 0
+        rows.append(
+            _tag(offer)
+            | {"size": size, "size_vram": on_gpu, "expires_at": _iso(expires), "context_length": row.llm.plan.ctx}
+        )
+    return JSONResponse({"models": rows})
+
+
+async def show(request: Request) -> Response:
+    """What a model is."""
+    service: Service = request.app.state.service
+    body = await read_body(request, ShowRequest)
+    offer = await service.find(body.model or body.name)
+    arch = offer.architecture
+    llm = next((r.llm for r in service.residents.loaded() if r.name == offer.name and r.llm is not None), None)
+    return JSONResponse(
+        {
+            "modelfile": "", "parameters": "", "template": (llm.tokenizer.chat_template or "") if llm else "",
+            "license": offer.licence, "details": _details(offer), "modified_at": _iso(offer.modified),
+            "model_info": {
+                "general.architecture": arch, "general.parameter_count": offer.params,
+                f"{arch}.context_length": offer.max_context,
+            },
+            "capabilities": ["completion", "embedding", *(["tools"] if offer.chat else [])],
+        }
+    )  # fmt: skip
+
+
+async def api_version(request: Request) -> Response:
+    """Our version; clients ask for it to see whether somebody is there."""
+    return JSONResponse({"version": __version__})
+
+
+def _tag(offer: Offer) -> dict[str, Any]:
+    return {
+        "name": offer.name, "model": offer.name, "modified_at": _iso(offer.modified), "size": offer.size_bytes,
+        "digest": hashlib.sha256(f"{offer.name}:{offer.size_bytes}".encode()).hexdigest(), "details": _details(offer),
+    }  # fmt: skip
+
+
+def _details(offer: Offer) -> dict[str, Any]:
+    unit, letter = next((u, c) for u, c in ((1e9, "B"), (1e6, "M"), (1e3, "K"), (1, "")) if offer.params >= u or u == 1)
+    return {
+        "parent_model": "", "format": offer.container, "family": offer.architecture, "families": [offer.architecture],
+        "parameter_size": f"{offer.params / unit:.{1 if letter == 'B' else 0}f}{letter}",
+        "quantization_level": offer.quant,
+    }  # fmt: skip
+
+
+def _iso(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat().replace("+00:00", "Z")
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)

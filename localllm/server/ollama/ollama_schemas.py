@@ -1,0 +1,185 @@
+"""What Ollama's routes accept, and their way into a chat or text request."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StrictBool, StrictInt, StrictStr
+
+from localllm.server.body import checked
+from localllm.server.errors import ApiError, renaming, unsupported
+from localllm.server.openai.schemas import MAX_MESSAGES, TEXTS_OR_IDS, Body, ChatRequest, CompletionRequest
+from localllm.server.sampling import with_further
+
+DURATION = re.compile(r"(-?\d+(?:\.\d+)?)(ms|s|m|h)")
+SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+OPTIONS = {
+    "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "typical_p": "typical_p",
+    "repeat_penalty": "repetition_penalty", "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty", "seed": "seed", "stop": "stop",
+}  # fmt: skip
+"""their sampling options -> ours; what concerns loading (num_ctx, num_gpu, ...) was decided when the server started"""
+
+
+class OllamaMessage(Body):
+    """One message."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: StrictStr = ""
+    thinking: StrictStr | None = None
+    images: list[Any] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
+    tool_name: StrictStr | None = None
+
+
+class _Asked(Body):
+    model: StrictStr
+    stream: StrictBool | None = None
+    format: Any = None
+    options: dict[str, Any] | None = None
+    keep_alive: StrictStr | StrictInt | float | None = None
+    think: StrictBool | Literal["low", "medium", "high"] | None = None
+
+
+class OllamaChatRequest(_Asked):
+    """POST /api/chat"""
+
+    messages: Annotated[list[OllamaMessage], Field(fail_fast=True, max_length=MAX_MESSAGES)] = []
+    tools: list[dict[str, Any]] | None = None
+
+
+class OllamaGenerateRequest(_Asked):
+    """POST /api/generate"""
+
+    prompt: StrictStr = ""
+    suffix: StrictStr | None = None
+    system: StrictStr | None = None
+    template: StrictStr | None = None
+    raw: StrictBool | None = None
+    images: list[Any] | None = None
+    context: list[Any] | None = None
+
+
+class OllamaEmbedRequest(Body):
+    """POST /api/embed"""
+
+    model: StrictStr
+    input: Annotated[Any, Field(json_schema_extra={"anyOf": TEXTS_OR_IDS})]
+    truncate: StrictBool | None = None
+    keep_alive: StrictStr | StrictInt | float | None = None
+    options: dict[str, Any] | None = None
+
+
+class ShowRequest(Body):
+    """POST /api/show"""
+
+    model: StrictStr | None = None
+    name: StrictStr | None = None
+    verbose: StrictBool | None = None
+
+
+def chat_of(body: OllamaChatRequest) -> ChatRequest:
+    """The chat request that answers the same. Raises ApiError."""
+    messages: list[dict[str, Any]] = []
+    last_call = "call_0"
+    for number, message in enumerate(body.messages):
+        if message.images:
+            raise unsupported("Images are not supported: this model reads text.", f"messages[{number}].images")
+        one: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.thinking is not None:
+            one["reasoning_content"] = message.thinking
+        if message.tool_calls:
+            one["tool_calls"] = [
+                {"id": f"call_{number}_{i}", "type": "function", **call} for i, call in enumerate(message.tool_calls)
+            ]
+            last_call = one["tool_calls"][-1]["id"]
+        if message.role == "tool":
+            one |= {"tool_call_id": last_call, **({"name": message.tool_name} if message.tool_name else {})}
+        messages.append(one)
+    fields = with_further(body, _common(body), "format") | {"messages": messages}
+    if body.tools:
+        fields["tools"] = body.tools
+    return _checked(fields, ChatRequest)
+
+
+def generate_of(body: OllamaGenerateRequest) -> ChatRequest:
+    """The chat request of a prompt, with the model's own template. Raises ApiError."""
+    if body.template is not None:
+        raise ApiError(400, "A template may not come with a request.", param="template")
+    messages = [{"role": "system", "content": body.system}] if body.system else []
+    fields = with_further(body, _common(body), "format")
+    return _checked(fields | {"messages": [*messages, {"role": "user", "content": body.prompt}]}, ChatRequest)
+
+
+def raw_of(body: OllamaGenerateRequest) -> CompletionRequest:
+    """The request of a prompt that is taken as it is. Raises ApiError."""
+    fields = with_further(body, _common(body), "format") | {"prompt": body.prompt}
+    limit = fields.pop("max_completion_tokens", None)
+    return _checked(fields | {"max_tokens": limit}, CompletionRequest)
+
+
+def check_generate(body: OllamaGenerateRequest) -> None:
+    """Raise ApiError for what no model here does."""
+    if body.suffix:
+        raise unsupported("suffix is not supported: no model here fills in the middle.", "suffix")
+    if body.images:
+        raise unsupported("Images are not supported: this model reads text.", "images")
+
+
+def keep_alive_s(value: str | float | None) -> float | None | Literal["default"]:
+    """Seconds a model stays; None for ever. Raises ApiError."""
+    if value is None:
+        return "default"
+    if isinstance(value, str):
+        if re.fullmatch(r"-?\d+(\.\d+)?", value):
+            seconds = float(value)
+        else:
+            sign = -1.0 if value.startswith("-") else 1.0
+            parts = DURATION.findall(value.lstrip("-"))
+            if not parts or "".join(n + u for n, u in parts) != value.lstrip("-"):
+                raise ApiError(400, "keep_alive is a time such as 5m, or seconds.", param="keep_alive")
+            seconds = sign * sum(float(number) * SECONDS[unit] for number, unit in parts)
+    else:
+        seconds = float(value)
+    return None if seconds < 0 else seconds
+
+
+def _common(body: _Asked) -> dict[str, Any]:
+    options = body.options or {}
+    fields: dict[str, Any] = {"model": body.model, "stream": body.stream is not False}
+    fields |= {ours: options[theirs] for theirs, ours in OPTIONS.items() if options.get(theirs) is not None}
+    limit = options.get("num_predict")
+    if limit is not None and limit != -1 and limit != -2:
+        fields["max_completion_tokens"] = limit
+    if fields.get("seed") == -1:
+        del fields["seed"]
+    if body.think is not None:
+        fields["chat_template_kwargs"] = {"enable_thinking": body.think is not False}
+        if isinstance(body.think, str):
+            fields["reasoning_effort"] = body.think
+    if body.format not in (None, ""):
+        if body.format == "json":
+            fields["response_format"] = {"type": "json_object"}
+        elif isinstance(body.format, dict):
+            fields["response_format"] = {
+                "type": "json_schema",
+                "json_schema": {"name": "answer", "schema": body.format},
+            }
+        else:
+            raise ApiError(400, "format is json or a JSON schema.", param="format")
+    return fields
+
+
+def _checked(fields: dict[str, Any], model: Any) -> Any:
+    with renaming(renamed):
+        return checked({k: v for k, v in fields.items() if v is not None}, model)
+
+
+def renamed(param: str | None) -> str | None:
+    """A chat request's field under its name here."""
+    return _NAMES.get(param or "", param)
+
+
+_NAMES = {ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()}
+_NAMES |= dict.fromkeys(("max_completion_tokens", "max_tokens"), "options.num_predict") | {"response_format": "format"}

@@ -1,0 +1,221 @@
+"""A file of requests, answered: OpenAI's batch format, by the same application that answers over HTTP.
+
+Each answer is appended to the output as soon as it is there, so that a batch that was stopped goes on where it was: ids
+that stand in the output are passed over, a line that was cut is taken away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import httpx
+
+from localllm.errors import ConfigError
+from localllm.server.app import AppOptions, create_app
+from localllm.server.service import Service
+
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+MAX_ID = 512
+TIMEOUT_S = 24 * 3600.0
+
+
+@dataclass(slots=True)
+class BatchCounts:
+    """How far a batch is."""
+
+    total: int = 0
+    """requests in the file"""
+    skipped: int = 0
+    """answered by an earlier run"""
+    done: int = 0
+    failed: int = 0
+    """of those done: answered with an error"""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.monotonic() - self.started
+
+
+def check(source: Path) -> list[str]:
+    """The ids of all requests, in order. Raises ConfigError for the first line that is no request."""
+    ids: dict[str, int] = {}
+    for number, request in _requests(source):
+        where = f"{source}, line {number}"
+        custom = request.get("custom_id")
+        if not isinstance(custom, str) or not 0 < len(custom) <= MAX_ID:
+            raise ConfigError(f"{where}: custom_id is text of 1 to {MAX_ID} characters", "give every request an id")
+        if custom in ids:
+            raise ConfigError(f"{where}: custom_id {custom!r:.80} stands in line {ids[custom]}, too", "make ids unique")
+        if request.get("method", "POST") != "POST" or request.get("url") not in URLS:
+            url = f"{request.get('method', 'POST')} {request.get('url')}"
+            raise ConfigError(f"{where}: {url[:80]!r} cannot be in a batch", f"POST to one of {', '.join(URLS)}")
+        body = request.get("body")
+        if not isinstance(body, dict) or body.get("stream"):
+            raise ConfigError(f"{where}: body is an object without stream: true", "take stream out")
+        ids[custom] = number
+    if not ids:
+        raise ConfigError(f"{source} holds no request", 'each line: {"custom_id": "1", "method": "POST", "url": ...}')
+    return list(ids)
+
+
+def _requests(source: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        with source.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                try:
+                    request = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise ConfigError(f"{source}, line {number}: not JSON: {error}", "one JSON object a line") from None
+                if not isinstance(request, dict):
+                    raise ConfigError(f"{source}, line {number}: not an object", "one JSON object a line")
+                yield number, request
+    except UnicodeDecodeError:
+        raise ConfigError(f"{source} is not UTF-8 text", "save it as UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"{source} cannot be read: {error.strerror}", "name a readable file") from None
+
+
+def _lock(file: IO[bytes], path: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise ConfigError(f"another batch writes to {path}", "wait for it, or choose another -o FILE") from None
+
+
+class Output:
+    """The file of answers: held by one process, without a line that was cut."""
+
+    def __init__(self, path: Path, *, again: bool) -> None:
+        """`again`: requests that ended in an error are asked again. Raises ConfigError."""
+        self.path = path
+        try:
+            self._file: IO[bytes] = path.open("a+b")
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error.strerror}", "choose another -o FILE") from None
+        try:
+            _lock(self._file, path)
+            self.answered = self._read(again)
+            """ids that need no answer any more"""
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _read(self, again: bool) -> set[str]:
+        self._file.seek(0)
+        kept: list[bytes] = []
+        answered: set[str] = set()
+        changed = False
+        for line in self._file:
+            try:
+                row = json.loads(line)
+                custom, ok = row["custom_id"], row["response"]["status_code"] == 200
+            except (ValueError, KeyError, TypeError, RecursionError):
+                custom, ok = None, False
+            whole = line.endswith(b"\n")
+            if whole and not isinstance(custom, str):
+                raise ConfigError(f"{self.path} holds something else than answers", "choose another -o")
+            if not whole or (again and not ok):  # cut by a kill, or asked again
+                changed = True
+                continue
+            kept.append(line)
+            answered.add(str(custom))
+        if changed:
+            self._replace(b"".join(kept))
+        return answered
+
+    def _replace(self, content: bytes) -> None:
+        """Put other content in the file's place, at once: a kill leaves either."""
+        partial = self.path.with_name(self.path.name + ".partial")
+        new: IO[bytes] = partial.open("w+b")
+        try:
+            _lock(new, self.path)
+            new.write(content)
+            new.flush()
+            os.fsync(new.fileno())
+            os.replace(partial, self.path)
+        except BaseException:
+            new.close()
+            raise
+        self._file.close()
+        self._file = new
+
+    def write(self, row: dict[str, Any]) -> None:
+        """One answer, in the file when this returns."""
+        self._file.write(json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Everything on the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+async def run_batch(
+    service: Service, source: Path, output: Output, counts: BatchCounts, on_change: Callable[[BatchCounts], None]
+) -> None:
+    """Answer every request that has no answer yet, several at a time.
+
+    default model  a request that names none gets the service's
+    """
+    transport = httpx.ASGITransport(app=create_app(service, AppOptions()), raise_app_exceptions=False)
+    places = asyncio.Semaphore(2 * service.options.parallel)
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def one(client: httpx.AsyncClient, request: dict[str, Any]) -> None:
+        try:
+            response = await client.post(request["url"], json=request["body"])
+            _take(request, response, output, counts)
+            on_change(counts)
+        finally:
+            places.release()
+
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=TIMEOUT_S) as client:
+        try:
+            for _, request in _requests(source):
+                if request["custom_id"] in output.answered:
+                    continue
+                await places.acquire()
+                task = asyncio.ensure_future(one(client, request))
+                tasks.add(task)
+                for finished in [t for t in tasks if t.done()]:
+                    tasks.discard(finished)
+                    finished.result()
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _take(request: dict[str, Any], response: httpx.Response, output: Output, counts: BatchCounts) -> None:
+    body = response.json()
+    ok = response.status_code == 200
+    usage = body.get("usage") or {} if ok else {}
+    counts.done += 1
+    counts.failed += not ok
+    counts.prompt_tokens += usage.get("prompt_tokens") or usage.get("input_tokens") or 0
+    counts.completion_tokens += usage.get("completion_tokens") or usage.get("output_tokens") or 0
+    answer = {"status_code": response.status_code, "request_id": response.headers.get("x-request-id"), "body": body}
+    error = None if ok else {"code": body["error"]["code"], "message": body["error"]["message"]}
+    output.write(
+        {
+            "id": f"batch_req_{uuid.uuid4().hex}", "custom_id": request["custom_id"], "response": answer,
+            "error": error,
+        }
+    )  # fmt: skip

@@ -1,0 +1,185 @@
+"""POST /v1/embeddings, /v1/score and /rerank: vectors pooled from any model's last hidden states, and their cosine.
+
+No model is trained for it here, so the reply says what was done: `pooling`, and for scores the `method`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from localllm.errors import InvalidRequest, LocalLLMError
+from localllm.llm.answer import Piece
+from localllm.request import FinishReason, SamplingParams, TokenEvent
+from localllm.server.body import read_body
+from localllm.server.errors import ApiError
+from localllm.server.openai.completion_route import encode_all, split_prompts
+from localllm.server.openai.shapes import new_id
+from localllm.server.other.text_schemas import MAX_TEXTS, Document, EmbeddingRequest, RerankRequest, ScoreRequest
+from localllm.server.service import Place, Service
+from localllm.server.turns import unless_left
+
+Pooling = Literal["mean", "last"]
+Vectors = list[np.ndarray]
+METHOD = "cosine of pooled hidden states"
+
+
+async def embeddings(request: Request) -> Response:
+    """One vector per text."""
+    service: Service = request.app.state.service
+    body = await read_body(request, EmbeddingRequest)
+    texts = split_prompts(body.input, "input", MAX_TEXTS)
+    pooling: Pooling = body.pooling or "mean"
+    async with unless_left(request), service.place(request, body.model, user=body.user or "") as place:
+        hidden = place.llm.facts.hidden_size
+        if body.dimensions is not None and body.dimensions > hidden:
+            raise ApiError(400, f"dimensions is {body.dimensions}, this model has {hidden}.", param="dimensions")
+        vectors, num_tokens = await pooled_texts(service, place, texts, pooling, "input")
+    data = []
+    for index, vector in enumerate(vectors):
+        short = vector[: body.dimensions] if body.dimensions else vector
+        short = unit(short) if body.normalize is not False else short
+        shown: Any = short.tolist()
+        if body.encoding_format == "base64":
+            shown = base64.b64encode(short.astype("<f4").tobytes()).decode()
+        data.append({"object": "embedding", "index": index, "embedding": shown})
+    return JSONResponse(
+        {"object": "list", "data": data, "model": place.offer.name, "pooling": pooling, "usage": _usage(num_tokens)}
+    )
+
+
+async def score(request: Request) -> Response:
+    """How near texts are to each other: pairs, or one against many."""
+    service: Service = request.app.state.service
+    body = await read_body(request, ScoreRequest)
+    first_name = "text_1" if body.queries is None else "queries"
+    second_name = "text_2" if body.documents is None else "documents"
+    first, second = _list(getattr(body, first_name), first_name), _list(getattr(body, second_name), second_name)
+    if len(first) != 1 and len(first) != len(second):
+        raise ApiError(400, f"{len(first)} texts cannot be paired with {len(second)}.", param=first_name)
+    async with unless_left(request), service.place(request, body.model, user=body.user or "") as place:
+        vectors, num_tokens = await pooled_texts(service, place, [*first, *second], body.pooling or "mean", second_name)
+    ones, others = vectors[: len(first)], vectors[len(first) :]
+    scores = [_cosine(ones[0 if len(ones) == 1 else i], other) for i, other in enumerate(others)]
+    data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)]
+    return JSONResponse(
+        {
+            "id": new_id("score"), "object": "list", "created": service.created, "model": place.offer.name,
+            "data": data, "method": METHOD, "pooling": body.pooling or "mean", "usage": _usage(num_tokens),
+        }
+    )  # fmt: skip
+
+
+async def rerank(request: Request) -> Response:
+    """Documents by how near they are to a query, the nearest first."""
+    service: Service = request.app.state.service
+    body = await read_body(request, RerankRequest)
+    texts = [d.text if isinstance(d, Document) else d for d in body.documents]
+    async with unless_left(request), service.place(request, body.model, user=body.user or "") as place:
+        vectors, num_tokens = await pooled_texts(
+            service, place, [body.query, *texts], body.pooling or "mean", "documents"
+        )
+    scores = [_cosine(vectors[0], other) for other in vectors[1:]]
+    order = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or None]
+    results = []
+    for i in order:
+        row: dict[str, Any] = {"index": i, "relevance_score": scores[i]}
+        if body.return_documents is not False:
+            row["document"] = {"text": texts[i]}
+        results.append(row)
+    return JSONResponse(
+        {
+            "id": new_id("rerank"), "model": place.offer.name, "results": results, "method": METHOD,
+            "pooling": body.pooling or "mean", "usage": _usage(num_tokens),
+        }
+    )  # fmt: skip
+
+
+def _list(value: str | list[str] | None, param: str) -> list[str]:
+    if value is None:
+        raise ApiError(400, f"{param} is missing.", code="missing_required_parameter", param=param)
+    return [value] if isinstance(value, str) else value
+
+
+async def pooled_texts(
+    service: Service, place: Place, texts: Sequence[str | list[int]], pooling: Pooling, param: str, *,
+    truncate: bool = False,
+) -> tuple[Vectors, int]:  # fmt: skip
+    """(a float32 vector per text, tokens read). Every text waits for its own turn: many do not hold up other clients.
+
+    truncate   read as much of a text as the window holds, instead of refusing a longer one
+    """
+    llm = place.llm
+    prompts = await encode_all(service, llm, list(texts))
+    if truncate:
+        prompts = [ids[: llm.plan.ctx - 1] for ids in prompts]
+    try:
+        for prompt in prompts:
+            llm.check_prompt(prompt, SamplingParams(max_tokens=1))
+    except (InvalidRequest, LocalLLMError) as error:
+        error.param = param
+        raise
+    asking = asyncio.Lock()
+    tasks = [asyncio.ensure_future(_pooled(service, place, prompt, pooling, asking)) for prompt in prompts]
+    try:
+        vectors = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+    return vectors, sum(map(len, prompts))
+
+
+async def _pooled(service: Service, place: Place, ids: list[int], pooling: Pooling, asking: asyncio.Lock) -> np.ndarray:
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[np.ndarray] = loop.create_future()
+    meter = service.metrics.turn(place.offer.name, SamplingParams(), place.asked)
+
+    def on_event(event: TokenEvent) -> None:
+        """In the engine's thread."""
+        if event.finish_reason is not None:
+            meter.take(Piece(0, finish_reason=event.finish_reason, usage=event.usage, timing=event.timing))
+            loop.call_soon_threadsafe(take, event)
+
+    def take(event: TokenEvent) -> None:
+        """In the event loop."""
+        if result.done():
+            return
+        if event.error is not None:
+            result.set_exception(event.error)
+        elif event.finish_reason is not FinishReason.STOP or event.pooled is None:
+            result.set_exception(ApiError(503, "The request was ended.", "unavailable_error", "shutting_down"))
+        else:
+            result.set_result(event.pooled)
+
+    turn = place.ticket.part()
+    try:
+        async with asking:  # the queue holds one of them
+            await turn.granted()
+        abort = place.llm.pool(ids, pooling, on_event)
+        try:
+            return await result
+        except asyncio.CancelledError:
+            abort()
+            raise
+    finally:
+        turn.release()
+
+
+def unit(vector: np.ndarray) -> np.ndarray:
+    """The vector at length 1."""
+    length = float(np.linalg.norm(vector))
+    return vector / length if length else vector
+
+
+def _cosine(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.dot(unit(a), unit(b)))
+
+
+def _usage(num_tokens: int) -> dict[str, int]:
+    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}

@@ -1,0 +1,215 @@
+"""A response of /v1/responses while it grows: pieces in, events out, and the object that the last event holds.
+
+The same object answers a request that does not stream: it is fed the whole answer at once.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from localllm.llm.answer import Piece
+from localllm.request import FinishReason, TokenLogprob, Usage
+from localllm.server.errors import ApiError
+from localllm.server.openai.responses_schemas import ResponsesRequest
+from localllm.server.openai.schemas import ChatRequest
+from localllm.server.openai.shapes import TokenNames, new_id
+from localllm.server.sse import named
+
+Event = dict[str, Any]
+
+
+class Growing:
+    """One response.
+
+    names  for log-probabilities
+    """
+
+    def __init__(self, body: ResponsesRequest, chat: ChatRequest, model: str, names: TokenNames) -> None:
+        self._body, self._chat, self._model, self._names = body, chat, model, names
+        self.id = new_id("resp_")
+        self._created = int(time.time())
+        self.output: list[dict[str, Any]] = []
+        self._open: dict[str, Any] | None = None
+        """the item that grows"""
+        self._call_index = -1
+        self._logprobs: list[dict[str, Any]] = []
+        self._status = "in_progress"
+        self._reason: str | None = None
+        self._error: dict[str, Any] | None = None
+        self._usage: Usage | None = None
+        self._completed_at: int | None = None
+        self._number = -1
+
+    # --- events ------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> list[bytes]:
+        """The first two."""
+        return [
+            self._event("response.created", response=self.json()),
+            self._event("response.in_progress", response=self.json()),
+        ]
+
+    def take(self, piece: Piece) -> list[bytes]:
+        """What a piece adds. Raises its error."""
+        if piece.error is not None:
+            raise piece.error
+        events: list[bytes] = []
+        logprobs = self._shown(piece.logprobs)
+        for kind, text in piece.parts:
+            if kind == "tool_call":
+                events += self._take_call(json.loads(text))
+            else:
+                events += self._take_text(kind, text, logprobs if kind == "content" else [])
+                logprobs = [] if kind == "content" else logprobs
+        if logprobs and self._open is not None and self._open["type"] == "message":
+            events += self._take_text("content", "", logprobs)
+        if piece.finish_reason is not None:
+            events += self._finish(piece)
+        return events
+
+    def fail(self, error: ApiError) -> bytes:
+        """The last event of a response that broke on the way."""
+        self._status = "failed"
+        self._error = {"code": error.code or "server_error", "message": error.body["error"]["message"]}
+        return self._event("response.failed", response=self.json())
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._number += 1
+        return named(kind, {"type": kind, "sequence_number": self._number, **fields})
+
+    def _at(self) -> dict[str, Any]:
+        assert self._open is not None
+        return {"item_id": self._open["id"], "output_index": len(self.output) - 1}
+
+    def _take_text(self, kind: str, text: str, logprobs: list[dict[str, Any]]) -> list[bytes]:
+        wanted = "message" if kind == "content" else "reasoning"
+        events: list[bytes] = []
+        if self._open is None or self._open["type"] != wanted:
+            events += [*self._close(), *self._open_item(wanted)]
+        assert self._open is not None
+        part = self._open["content"][0]
+        part["text"] += text
+        if wanted == "reasoning":
+            events.append(self._event("response.reasoning_text.delta", **self._at(), content_index=0, delta=text))
+        else:
+            self._logprobs += logprobs
+            events.append(
+                self._event("response.output_text.delta", **self._at(), content_index=0, delta=text, logprobs=logprobs)
+            )
+        return events
+
+    def _open_item(self, kind: str) -> list[bytes]:
+        if kind == "message":
+            item: dict[str, Any] = {
+                "type": "message",
+                "id": new_id("msg_"),
+                "status": "in_progress",
+                "role": "assistant",
+                "content": [],
+            }
+            part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        else:
+            item = {"type": "reasoning", "id": new_id("rs_"), "status": "in_progress", "summary": [], "content": []}
+            part = {"type": "reasoning_text", "text": ""}
+        self._logprobs = []
+        self._open = item
+        self.output.append(item)
+        added = self._event("response.output_item.added", output_index=len(self.output) - 1, item=item)
+        item["content"] = [part]
+        return [added, self._event("response.content_part.added", **self._at(), content_index=0, part=part)]
+
+    def _take_call(self, delta: dict[str, Any]) -> list[bytes]:
+        events: list[bytes] = []
+        if self._open is None or self._open["type"] != "function_call" or delta["index"] != self._call_index:
+            events += self._close()
+            self._call_index = delta["index"]
+            self._open = {
+                "type": "function_call", "id": new_id("fc_"), "call_id": delta.get("id") or new_id("call_"),
+                "name": delta.get("name") or "", "arguments": "", "status": "in_progress",
+            }  # fmt: skip
+            self.output.append(self._open)
+            events.append(self._event("response.output_item.added", output_index=len(self.output) - 1, item=self._open))
+        if text := delta.get("arguments"):
+            self._open["arguments"] += text
+            events.append(self._event("response.function_call_arguments.delta", **self._at(), delta=text))
+        return events
+
+    def _close(self, status: str = "completed") -> list[bytes]:
+        item, events = self._open, []
+        if item is None:
+            return []
+        at = self._at()
+        if item["type"] == "function_call":
+            events.append(
+                self._event(
+                    "response.function_call_arguments.done", **at, name=item["name"], arguments=item["arguments"]
+                )
+            )
+        else:
+            part = item["content"][0]
+            if item["type"] == "message":
+                part["logprobs"] = self._logprobs
+                done = self._event(
+                    "response.output_text.done", **at, content_index=0, text=part["text"], logprobs=self._logprobs
+                )
+            else:
+                done = self._event("response.reasoning_text.done", **at, content_index=0, text=part["text"])
+            events += [done, self._event("response.content_part.done", **at, content_index=0, part=part)]
+        item["status"] = status
+        events.append(self._event("response.output_item.done", output_index=at["output_index"], item=item))
+        self._open = None
+        return events
+
+    def _finish(self, piece: Piece) -> list[bytes]:
+        cut = piece.finish_reason is FinishReason.LENGTH
+        self._usage = piece.usage
+        opened = [] if self.output else self._open_item("message")  # an answer without a word is an empty message
+        events = [*opened, *self._close("incomplete" if cut else "completed")]
+        self._status = "incomplete" if cut else "completed"
+        self._reason = "max_output_tokens" if cut else None
+        self._completed_at = None if cut else int(time.time())
+        return [*events, self._event(f"response.{self._status}", response=self.json())]
+
+    def _shown(self, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+        return [self._names.entry(entry) for entry in logprobs] if self._body.wants_logprobs else []
+
+    # --- the object --------------------------------------------------------------------------------------------------
+
+    def json(self) -> dict[str, Any]:
+        """The response as it is now."""
+        body, usage = self._body, self._usage
+        text = {"format": {"type": "text"}, "verbosity": None}
+        if body.text is not None:
+            text |= body.text.model_dump(exclude_none=True)
+        reasoning = body.reasoning
+        return {
+            "id": self.id, "object": "response", "created_at": self._created, "status": self._status,
+            "background": False, "completed_at": self._completed_at, "error": self._error,
+            "incomplete_details": {"reason": self._reason} if self._reason else None,
+            "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": body.max_tool_calls, "metadata": body.metadata or {}, "model": self._model,
+            "output": json.loads(json.dumps(self.output)), "parallel_tool_calls": body.calls_in_parallel,
+            "previous_response_id": body.previous_response_id, "prompt_cache_key": body.prompt_cache_key,
+            "reasoning": {
+                "effort": reasoning.effort if reasoning else None, "summary": reasoning.summary if reasoning else None,
+            },
+            "safety_identifier": body.safety_identifier, "service_tier": "default", "store": body.store is not False,
+            "temperature": body.temperature if body.temperature is not None else 1.0, "text": text,
+            "tool_choice": body.tool_choice if body.tool_choice is not None else "auto", "tools": body.tools or [],
+            "top_logprobs": body.top_logprobs or 0, "top_p": body.top_p if body.top_p is not None else 1.0,
+            "truncation": body.truncation or "disabled", "usage": None if usage is None else _usage(usage),
+            "user": body.user,
+        }  # fmt: skip
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }

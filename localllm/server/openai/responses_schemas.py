@@ -1,0 +1,244 @@
+"""What /v1/responses accepts, and its way into a chat request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StrictBool, StrictInt, StrictStr
+
+from localllm.server.body import checked
+from localllm.server.errors import ApiError, renaming, unsupported
+from localllm.server.openai.schemas import (
+    MAX_MESSAGES,
+    Body,
+    ChatMessage,
+    ChatRequest,
+    Metadata,
+    Name,
+    Number,
+    StreamOptions,
+)
+from localllm.server.sampling import with_further
+
+ROLES = ("system", "developer", "user", "assistant")
+TEXT_PARTS = {"input_text", "output_text", "text"}
+HOSTED = "hosted tools do not exist on this machine: only functions can be called"
+
+
+class Reasoning(Body):
+    """How much to think."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: StrictStr | None = None
+
+
+class TextOptions(Body):
+    """What the text must be."""
+
+    format: dict[str, Any] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ResponsesRequest(Body):
+    """POST /v1/responses"""
+
+    model: StrictStr | None = None
+    input: StrictStr | Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    instructions: StrictStr | None = None
+    metadata: Metadata | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: StrictBool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    max_output_tokens: Annotated[StrictInt, Field(ge=16, lt=2**31)] | None = None
+    max_tool_calls: Annotated[StrictInt, Field(ge=1)] | None = None
+    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    previous_response_id: Name | None = None
+    conversation: Any = None
+    store: StrictBool | None = None
+    stream: StrictBool | None = None
+    stream_options: StreamOptions | None = None
+    include: Annotated[list[StrictStr], Field(max_length=16)] | None = None
+    background: StrictBool | None = None
+    prompt: Any = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
+    user: Name | None = None
+    safety_identifier: Annotated[StrictStr, Field(max_length=64)] | None = None
+    prompt_cache_key: Name | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the log-probabilities of the output are to be shown."""
+        return "message.output_text.logprobs" in (self.include or [])
+
+    @property
+    def calls_in_parallel(self) -> bool:
+        """Whether several calls may be made, as asked for, or as is done without a word: not when one is forced."""
+        if self.parallel_tool_calls is not None:
+            return self.parallel_tool_calls
+        if not isinstance(self.tool_choice, dict):
+            return bool(self.tool_choice != "required")
+        return self.tool_choice.get("type") != "function" and self.tool_choice.get("mode") != "required"
+
+
+def refuse(body: ResponsesRequest) -> None:
+    """Raise ApiError for what only a hosted service has."""
+    if body.background:
+        raise unsupported("background responses are not supported.", "background")
+    for name in ("conversation", "prompt"):
+        if getattr(body, name) is not None:
+            raise unsupported(f"{name} is not supported: nothing of it is stored here.", name)
+
+
+def to_chat(body: ResponsesRequest, items: list[dict[str, Any]]) -> ChatRequest:
+    """The chat request that answers these items. Raises ApiError."""
+    messages = messages_of(items)
+    if body.instructions is not None:
+        messages.insert(0, {"role": "system", "content": body.instructions})
+    fields: dict[str, Any] = {
+        "model": body.model,
+        "messages": messages,
+        "stream": body.stream,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "max_completion_tokens": body.max_output_tokens,
+        "logprobs": True if body.wants_logprobs else None,
+        "top_logprobs": body.top_logprobs if body.wants_logprobs else None,
+        "reasoning_effort": body.reasoning.effort if body.reasoning else None,
+        "user": body.user,
+        "safety_identifier": body.safety_identifier,
+        "prompt_cache_key": body.prompt_cache_key,
+        "parallel_tool_calls": body.parallel_tool_calls if body.tools else None,
+    }
+    if body.text is not None and body.text.format is not None:
+        fields["response_format"] = _format(body.text.format)
+    if body.tools is not None:
+        fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)]
+    if body.tool_choice is not None and (body.tools is not None or body.tool_choice not in ("none", "auto")):
+        fields["tool_choice"] = _choice(body.tool_choice)
+    fields = with_further(body, fields, "text.format")
+    with renaming(renamed):
+        return checked(fields, ChatRequest)
+
+
+def renamed(param: str | None) -> str | None:
+    """A chat request's field under its name here."""
+    if param is not None and param.startswith("messages"):
+        return "input" + param.removeprefix("messages")
+    return {"max_completion_tokens": "max_output_tokens", "response_format": "text.format"}.get(param or "", param)
+
+
+def input_items(body: ResponsesRequest) -> list[dict[str, Any]]:
+    """The input as items."""
+    if isinstance(body.input, str):
+        return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": body.input}]}]
+    return body.input
+
+
+def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Items as chat messages: calls join the assistant's message before them, reasoning the one after it."""
+    messages: list[dict[str, Any]] = []
+    reasoning = ""
+    for number, item in enumerate(items):
+        where = f"input[{number}]"
+        kind = item.get("type", "message")
+        if kind == "message":
+            if item.get("role") not in ROLES:
+                roles = ", ".join(ROLES[:-1])
+                raise ApiError(400, f"A message's role is one of {roles} or {ROLES[-1]}.", param=f"{where}.role")
+            message: dict[str, Any] = {"role": item.get("role"), "content": _content(item.get("content"), where)}
+            if reasoning and message["role"] == "assistant":
+                message["reasoning_content"], reasoning = reasoning, ""
+            messages.append(message)
+        elif kind == "function_call":
+            call = {
+                "id": item.get("call_id"), "type": "function",
+                "function": {"name": item.get("name"), "arguments": item.get("arguments")},
+            }  # fmt: skip
+            if not all(isinstance(v, str) for v in (item.get("call_id"), item.get("name"), item.get("arguments"))):
+                raise ApiError(400, "A function_call has call_id, name and arguments.", param=where)
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": None})
+                if reasoning:
+                    messages[-1]["reasoning_content"], reasoning = reasoning, ""
+            messages[-1].setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            output = item.get("output")
+            text = output if isinstance(output, str) else _text(_content(output, f"{where}.output"))
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
+        elif kind == "reasoning":
+            reasoning += _text(item.get("content"))
+        else:
+            raise ApiError(
+                400, f"Items of type {str(kind)[:40]!r} are not supported.", code="unsupported_value", param=where
+            )
+    return messages
+
+
+def without_oldest(messages: Sequence[ChatMessage], share: float) -> list[ChatMessage] | None:
+    """The messages without the oldest turns, at least this share of the text; None when only the last turn is left.
+
+    What the system says at the beginning stays, and a turn goes as a whole: from a user's message to before the next.
+    """
+    begin = next((i for i, m in enumerate(messages) if m.role not in ("system", "developer")), len(messages))
+    turns = [i for i in range(begin + 1, len(messages)) if messages[i].role == "user"]
+    if not turns:
+        return None
+    sizes = [len(m.model_dump_json(exclude_none=True)) for m in messages]
+    wanted = share * sum(sizes)
+    cut = next((i for i in turns if sum(sizes[begin:i]) >= wanted), turns[-1])
+    return [*messages[:begin], *messages[cut:]]
+
+
+def _content(content: Any, where: str) -> Any:
+    """Parts under the names a chat request has for them."""
+    if not isinstance(content, list):
+        return content
+    parts = []
+    for number, part in enumerate(content):
+        if not isinstance(part, dict):
+            raise ApiError(400, "A part of content is an object.", param=f"{where}.content[{number}]")
+        kind = part.get("type")
+        if not isinstance(kind, str) or (kind not in TEXT_PARTS and kind != "refusal"):
+            raise ApiError(
+                400, f"Content of type {str(kind)[:40]!r} is not supported: this model reads text.",
+                code="unsupported_value", param=f"{where}.content[{number}]",
+            )  # fmt: skip
+        parts.append({"type": "text", "text": part.get("refusal" if kind == "refusal" else "text")})
+    return parts
+
+
+def _text(parts: Any) -> str:
+    if not isinstance(parts, list):
+        return str(parts or "")
+    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
+
+
+def _format(given: dict[str, Any]) -> dict[str, Any]:
+    if given.get("type") != "json_schema":
+        return given
+    return {"type": "json_schema", "json_schema": {k: v for k, v in given.items() if k != "type"}}
+
+
+def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise unsupported(f"{str(tool.get('type'))[:40]!r}: {HOSTED}.", where)
+    if "function" in tool:
+        return tool
+    return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+
+
+def _choice(choice: Any) -> Any:
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") == "function" and "name" in choice:
+        return {"type": "function", "function": {"name": choice["name"]}}
+    if choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
+        tools = [_choice(tool) for tool in choice["tools"]]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode", "auto"), "tools": tools}}
+    return choice

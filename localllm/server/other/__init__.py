@@ -1,0 +1,1 @@
+"""Routes of vLLM and llama.cpp, and our own: text, control, status."""

@@ -1,0 +1,85 @@
+"""POST /tokenize and /detokenize, in the dialects of vLLM and llama.cpp, and /apply-template."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from localllm.llm.llm import LLM
+from localllm.server.ask import prompt_of
+from localllm.server.body import checked, read_body
+from localllm.server.errors import ApiError
+from localllm.server.openai.schemas import ChatRequest
+from localllm.server.openai.shapes import TokenNames
+from localllm.server.other.text_schemas import DetokenizeRequest, TokenizeRequest
+from localllm.server.sampling import further
+from localllm.server.service import Service
+from localllm.server.turns import unless_left
+
+
+async def tokenize(request: Request) -> Response:
+    """Text, or a conversation, as token ids."""
+    service: Service = request.app.state.service
+    body = await read_body(request, TokenizeRequest)
+    given = [name for name in ("prompt", "messages", "content") if getattr(body, name) is not None]
+    if len(given) != 1:
+        what = "one of prompt, messages and content is needed"
+        raise ApiError(400, f"{what}.", code="missing_required_parameter", param="prompt")
+    encode = None
+    if body.messages is not None:
+        named = body.model_dump(include={"messages", "chat_template_kwargs", "add_generation_prompt"})
+        encode = prompt_of(checked(further(body) | named, ChatRequest))
+    async with unless_left(request), service.place(request, body.model) as place:
+        llm = place.llm
+        result = await service.text_work(
+            len(body.prompt or body.content or "") if encode is None else 1 << 30, lambda: _tokens(llm, body, encode)
+        )
+    return JSONResponse(result)
+
+
+def _tokens(llm: LLM, body: TokenizeRequest, encode: Callable[[LLM], list[int]] | None) -> dict[str, Any]:
+    if encode is not None:
+        ids = encode(llm)
+    elif body.prompt is not None:
+        adds = body.add_special_tokens is not False
+        ids = llm.encode_prompt(body.prompt) if adds else llm.tokenizer.encode(body.prompt, special=True)
+    else:
+        text = body.content or ""
+        ids = llm.encode_prompt(text) if body.add_special else llm.tokenizer.encode(text, special=True)
+    names = TokenNames(llm.tokenizer)
+    if body.content is not None:  # llama.cpp
+        if body.with_pieces:
+            return {"tokens": [{"id": i, "piece": names.text(i)} for i in ids]}
+        return {"tokens": ids}
+    strings = [names.text(i) for i in ids] if body.return_token_strs else None
+    return {"count": len(ids), "max_model_len": llm.plan.ctx, "tokens": ids, "token_strs": strings}
+
+
+async def detokenize(request: Request) -> Response:
+    """Token ids as text, under both names that clients look for."""
+    service: Service = request.app.state.service
+    body = await read_body(request, DetokenizeRequest)
+    async with unless_left(request), service.place(request, body.model) as place:
+        llm = place.llm
+        for token in body.tokens:
+            if not 0 <= token < llm.facts.vocab_size:
+                known = f"ids from 0 to {llm.facts.vocab_size - 1}"
+                raise ApiError(400, f"tokens holds {str(token)[:40]}, there are {known}.", param="tokens")
+        decode = llm.tokenizer.decode
+        text = await service.text_work(len(body.tokens), lambda: decode(body.tokens, skip_special=False))
+    return JSONResponse({"prompt": text, "content": text})
+
+
+async def apply_template(request: Request) -> Response:
+    """A conversation as the text the model reads: {"prompt": ...}."""
+    service: Service = request.app.state.service
+    body = await read_body(request, ChatRequest)
+    encode = prompt_of(body)
+    async with unless_left(request), service.place(request, body.model) as place:
+        llm = place.llm
+        ids = await service.in_thread(lambda: encode(llm))
+        text = llm.tokenizer.decode(ids, skip_special=False)
+    return JSONResponse({"prompt": text})

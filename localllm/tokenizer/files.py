@@ -1,0 +1,288 @@
+"""What a checkpoint's files say about its tokenizer: `tokenizer_parts(ckpt)` -> `TokenizerParts`, for both containers.
+
+tokenizer.json with its companions, or the metadata of a GGUF file; chat templates are found here too, only inside the
+model's own folder and only under plain names. Called by `tokenizer.load_tokenizer`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from localllm.checkpoint.json_file import read_json_object
+from localllm.checkpoint.mapped_file import bad, read_small
+from localllm.errors import BadModelFile, UnsupportedFormat
+from localllm.tokenizer.gguf_vocabulary import CONTROL, Vocabulary, build_backend, read_vocabulary
+from localllm.tokenizer.tokenizer_json import read_backend
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+    from localllm.checkpoint.checkpoint import Checkpoint
+
+T = TypeVar("T")
+MAX_TOKENIZER_BYTES = 128 << 20
+MAX_TOKENIZER_STRINGS = 2_000_000
+"""quoted strings in tokenizer.json: Gemma 3 has 1.4 million, in 33 MB; a million merges cost 5 s and 0.9 GB"""
+MAX_CONFIG_BYTES, MAX_CONFIG_VALUES = 16 << 20, 1 << 20
+MAX_TEMPLATE_CHARS = 1 << 20
+
+# texts of tokens that end a turn or a text
+_ENDS = (
+    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|calls|> <|flush|> <end_of_turn> <turn|> <|endoftext|> "
+    "<|end_of_text|> <|eom_id|> <end_of_utterance> <|tool_response> <｜end▁of▁sentence｜> [e~["
+)
+# these are also ordinary markup: Gemma 3 has </s> as an HTML tag
+_ENDS_IF_CONTROL = "</s> <EOT> [EOT] [EOS] <eos>"
+END_TEXTS, END_TEXTS_IF_CONTROL = frozenset(_ENDS.split()), frozenset(_ENDS_IF_CONTROL.split())
+_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+
+
+@dataclass
+class TokenizerParts:
+    """A tokenizer's back end and the facts around it."""
+
+    backend: Backend
+    named_tokens: dict[str, str]
+    """bos_token, eos_token, unk_token, pad_token, ... -> text"""
+    add_bos: bool
+    eos_token_ids: frozenset[int]
+    vocab_size: int | None = None
+    """None: as the back end counts"""
+    chat_template: str | None = None
+    chat_templates: dict[str, str] = field(default_factory=dict)
+
+
+def tokenizer_parts(ckpt: Checkpoint) -> TokenizerParts:
+    """Read them. Raises UnsupportedFormat for kinds this version cannot read, BadModelFile for damaged files."""
+    return _from_gguf(ckpt.metadata) if ckpt.kind == "gguf" else _from_folder(ckpt)
+
+
+# --- GGUF ------------------------------------------------------------------------------------------------------------
+
+
+def _from_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
+    main, named = _gguf_templates(metadata)
+    vocabulary = read_vocabulary(metadata)
+    ends = _gguf_ends(vocabulary)
+    stored = metadata.get("tokenizer.huggingface.json")
+    if stored is None:
+        backend = _guarded(lambda: build_backend(vocabulary, ends), "the vocabulary")
+    else:
+        backend = parse_backend(_as_text(stored).encode(), "tokenizer.huggingface.json")
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    return TokenizerParts(
+        backend,
+        named_tokens={
+            name: vocabulary.tokens[vocabulary.ids[key]] for name, key in names.items() if key in vocabulary.ids
+        },
+        add_bos=vocabulary.add_bos,
+        eos_token_ids=frozenset(ends),
+        vocab_size=len(vocabulary.tokens),
+        chat_template=main,
+        chat_templates=named,
+    )
+
+
+def _gguf_ends(vocabulary: Vocabulary) -> list[int]:
+    names = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+    ends = {vocabulary.ids[name] for name in names if name in vocabulary.ids}
+    have = vocabulary.token_ids
+    ends |= {have[text] for text in END_TEXTS if text in have}
+    ends |= {have[text] for text in END_TEXTS_IF_CONTROL if text in have and vocabulary.types[have[text]] == CONTROL}
+    return [index for index in sorted(ends) if not _only_ends_a_message(vocabulary.tokens[index], have)]
+
+
+def _only_ends_a_message(text: str, have: Container[str]) -> bool:
+    """Harmony ends a message, not a turn, with `<|end|>`; Gemma 4 has `</s>` as markup."""
+    if text == "<|end|>":
+        return "<|return|>" in have and "<|call|>" in have
+    return text == "</s>" and "<|tool_response>" in have
+
+
+def _gguf_templates(metadata: Mapping[str, Any]) -> tuple[str | None, dict[str, str]]:
+    main = metadata.get("tokenizer.chat_template")
+    names = metadata.get("tokenizer.chat_templates")
+    if names is not None and (isinstance(names, str | bytes) or not isinstance(names, Iterable)):
+        raise BadModelFile("tokenizer.chat_templates is not a list")
+    named = {}
+    for name in [_as_text(name) for name in names or ()]:
+        text = metadata.get(f"tokenizer.chat_template.{name}")
+        if text is not None:
+            named[_plain_name(name)] = _template(_as_text(text))
+    return (None if main is None else _template(_as_text(main))) or named.get("default"), named
+
+
+# --- tokenizer.json --------------------------------------------------------------------------------------------------
+
+
+def _from_folder(ckpt: Checkpoint) -> TokenizerParts:
+    files = ckpt.tokenizer_files
+    if "tokenizer.json" not in files:
+        raise UnsupportedFormat(
+            f"the model has no tokenizer.json (found: {', '.join(sorted(files)) or 'no tokenizer'})",
+            "fetch what is missing (localllm pull NAME --repair), or use a GGUF version of the model",
+        )
+    backend = parse_backend(read_small(files["tokenizer.json"], MAX_TOKENIZER_BYTES), "tokenizer.json")
+    config = _read_json(files.get("tokenizer_config.json"))
+    special = _read_json(files.get("special_tokens_map.json"))
+    _guarded(lambda: _add_configured_tokens(backend, config.get("added_tokens_decoder")), "tokenizer_config.json")
+    texts = {}
+    for name in _TOKEN_NAMES:
+        text = _token_text(config.get(name)) or _token_text(special.get(name))
+        if text is not None:
+            texts[name] = text
+    bos = backend.token_to_id(texts.get("bos_token", ""))
+    flag = config.get("add_bos_token")
+    first = _guarded(lambda: backend.encode_batch([""], add_special_tokens=True)[0].ids, "tokenizer.json")
+    main, named = _folder_templates(ckpt, config)
+    return TokenizerParts(
+        backend,
+        named_tokens=texts,
+        add_bos=bos is not None and (flag if isinstance(flag, bool) else first[:1] == [bos]),
+        eos_token_ids=_folder_ends(ckpt, backend, backend.token_to_id(texts.get("eos_token", ""))),
+        chat_template=main,
+        chat_templates=named,
+    )
+
+
+def _folder_ends(ckpt: Checkpoint, backend: Backend, eos: int | None) -> frozenset[int]:
+    """The files' own ids, and the known names among the control tokens."""
+    ends = set() if eos is None else {eos}
+    value = ckpt.generation_config.get("eos_token_id", ckpt.config.get("eos_token_id"))
+    for index in value if isinstance(value, list) else [value]:
+        if isinstance(index, int) and not isinstance(index, bool) and index >= 0:
+            ends.add(index)
+    control = {token.content: index for index, token in backend.get_added_tokens_decoder().items() if token.special}
+    named = (END_TEXTS | END_TEXTS_IF_CONTROL) & control.keys()
+    return frozenset(ends | {control[text] for text in named if not _only_ends_a_message(text, control)})
+
+
+def _add_configured_tokens(backend: Backend, listed: Any) -> None:
+    """Tokens that only tokenizer_config.json names, where they continue the ids of tokenizer.json."""
+    from tokenizers import AddedToken
+
+    if not isinstance(listed, dict):
+        return
+    numbered = sorted((int(key), entry) for key, entry in listed.items() if str(key).isdecimal() and len(key) < 10)
+    for index, entry in numbered:
+        text = _token_text(entry)
+        if text and index == backend.get_vocab_size() and backend.token_to_id(text) is None:
+            flags = {name: bool(entry.get(name)) for name in ("lstrip", "rstrip", "normalized", "single_word")}
+            token = AddedToken(text, special=bool(entry.get("special")), **flags)
+            add = backend.add_special_tokens if token.special else backend.add_tokens
+            add([token])
+
+
+def _folder_templates(ckpt: Checkpoint, config: Mapping[str, Any]) -> tuple[str | None, dict[str, str]]:
+    """The main template and the named ones: .jinja files go before tokenizer_config.json."""
+    files = ckpt.tokenizer_files
+    main: str | None = None
+    named: dict[str, str] = {}
+    configured = config.get("chat_template")
+    if isinstance(configured, list | dict):
+        entries = configured.items() if isinstance(configured, dict) else map(_named_entry, configured)
+        named = {_plain_name(name): _template(text) for name, text in entries}
+        main = named.get("default")
+    elif configured is not None:
+        main = _template(configured)
+    stored = _read_json(files.get("chat_template.json")).get("chat_template")
+    if stored is not None:
+        main = _template(stored)
+    if "chat_template.jinja" in files:
+        main = _template_file(files["chat_template.jinja"])
+    folder = ckpt.path if ckpt.path.is_dir() else ckpt.path.parent
+    extra = folder / "additional_chat_templates"
+    if extra.is_dir():
+        try:
+            paths = [path for path in sorted(extra.iterdir()) if path.suffix == ".jinja"]
+        except OSError as error:
+            raise bad(extra, f"cannot be listed: {error.strerror}") from error
+        named |= {_plain_name(path.stem): _template_file(_inside(folder, path)) for path in paths}
+    return main or named.get("default"), named
+
+
+def _named_entry(entry: Any) -> tuple[Any, Any]:
+    if not isinstance(entry, dict):
+        raise BadModelFile("chat_template in tokenizer_config.json is not a list of objects")
+    return entry.get("name"), entry.get("template")
+
+
+def _plain_name(name: Any) -> str:
+    """A template's name is a plain word: it never leads to a file."""
+    if not isinstance(name, str) or not _PLAIN_NAME.fullmatch(name) or ".." in name:
+        raise BadModelFile(f"{ascii(name)[:60]} is no name for a chat template: only letters, digits, _ - .")
+    return name
+
+
+def _template(text: Any) -> str:
+    if not isinstance(text, str):
+        raise BadModelFile("a chat template is not text")
+    if len(text) > MAX_TEMPLATE_CHARS:
+        limit = f"{MAX_TEMPLATE_CHARS:,}"
+        raise BadModelFile(f"a chat template has {len(text):,} characters, the limit is {limit}")
+    return text
+
+
+def _template_file(path: Path) -> str:
+    text = _template(_as_text(read_small(path, 4 * MAX_TEMPLATE_CHARS)))
+    if not text:
+        raise bad(path, "the file is empty", offset=0)
+    return text
+
+
+def _inside(folder: Path, path: Path) -> Path:
+    """`path`, once it is known to lie in the folder, or in the blobs of the same repository of the hub's cache."""
+    try:
+        home, target = folder.resolve(), path.resolve()
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
+        raise bad(path, "is a link that leads nowhere") from error
+    roots = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    if not any(target.is_relative_to(root) for root in roots):
+        message = f"{ascii(path.name)[:60]} is a link that leaves the model's folder"
+        raise BadModelFile(message, "copy the file itself into the folder")
+    return path
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def parse_backend(data: bytes, name: str) -> Backend:
+    """A tokenizer.json as a back end that neither truncates nor pads; `name` is for the error."""
+    strings = data.count(b'"') // 2
+    if strings > MAX_TOKENIZER_STRINGS:
+        raise BadModelFile(f"{name} holds {strings:,} strings, the limit is {MAX_TOKENIZER_STRINGS:,}")
+    backend = _guarded(lambda: read_backend(data), name)
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _guarded(build: Callable[[], T], name: str) -> T:
+    """Run a constructor of `tokenizers`: for what it cannot accept it raises bare Exceptions, or panics."""
+    try:
+        return build()
+    except BadModelFile:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise BadModelFile(f"{name} is no usable tokenizer: {ascii(str(error))[1:-1][:120]}") from error
+
+
+def _read_json(path: Path | None) -> dict[str, Any]:
+    return {} if path is None else read_json_object(path, MAX_CONFIG_BYTES, MAX_CONFIG_VALUES)
+
+
+def _as_text(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+def _token_text(value: Any) -> str | None:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None

@@ -1,0 +1,368 @@
+"""Text to token ids and back: `load_tokenizer(ckpt)` -> `Tokenizer`.
+
+Text of users never becomes control tokens unless `special=True`. No BOS is added here; `encode_chat` and the façade
+add it once. Encoding runs through `encode_batch_fast`, which does not hold the interpreter lock while it works.
+Streaming text out of ids is `stream.py`'s business, reading files `tokenizer_files.py`'s.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
+
+from localllm.errors import BadModelFile, InvalidRequest, UnsupportedFormat
+from localllm.tokenizer.files import TokenizerParts, tokenizer_parts
+from localllm.tokenizer.regex import PRE_TOKENIZERS
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+    from localllm.checkpoint.checkpoint import Checkpoint
+
+Span = tuple[int, int]
+_SURROGATES = re.compile("[\ud800-\udfff]")
+UNWATCHED_CHARS = {True: 10_000, False: 16}
+"""Longer texts are encoded under a time limit; the key: whether every pattern of the tokenizer is a published one. Even
+of those two take 2 and 11 s for 50,000 digits; a hostile one takes for ever."""
+LIMIT_S, CHARS_PER_S = 2.0, 50_000
+"""The time limit: 2 s, and one more for each 50,000 characters."""
+_KNOWN_PATTERNS = frozenset(pattern for patterns in PRE_TOKENIZERS.values() for pattern in patterns)
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def load_tokenizer(ckpt: Checkpoint) -> Tokenizer:
+    """The tokenizer of an open checkpoint.
+
+    Raises UnsupportedFormat for vocabulary types this version cannot read, by name, and BadModelFile for damaged ones.
+    """
+    return Tokenizer(tokenizer_parts(ckpt))
+
+
+class ControlText:
+    """Finds the texts of certain tokens in a text: leftmost first, of several the longest."""
+
+    def __init__(self, ids: Mapping[str, int]) -> None:
+        """`ids` maps the text of a token to its id."""
+        self.ids = {text: index for text, index in ids.items() if text}
+        self._lengths = sorted({len(text) for text in self.ids}, reverse=True)
+        firsts = "".join(re.escape(char) for char in sorted({text[0] for text in self.ids}))
+        self._first = re.compile(f"[{firsts}]") if firsts else None
+        self._heads = {text[:size] for text in self.ids for size in range(1, len(text))}
+
+    def find(self, text: str) -> list[tuple[int, int, int]]:
+        """Every (begin, end, token id), in order, none overlapping."""
+        found: list[tuple[int, int, int]] = []
+        done = 0
+        for match in self._first.finditer(text) if self._first else ():
+            begin = match.start()
+            if begin < done:
+                continue
+            for length in self._lengths:
+                index = self.ids.get(text[begin : begin + length])
+                if index is not None:
+                    done = min(begin + length, len(text))
+                    found.append((begin, done, index))
+                    break
+        return found
+
+    def open_end(self, text: str) -> int:
+        """Length of the longest end of `text` with which one of the tokens begins."""
+        longest = min(self._lengths[0] - 1, len(text)) if self._lengths else 0
+        return next((size for size in range(longest, 0, -1) if text[-size:] in self._heads), 0)
+
+
+class Tokenizer:
+    """One model's vocabulary. Safe to share between threads."""
+
+    def __init__(self, parts: TokenizerParts) -> None:
+        """Made by `load_tokenizer`."""
+        self._backend = backend = parts.backend
+        self._lock = threading.Lock()  # encode_special_tokens is a switch on the shared back end
+        self._unwatched_chars = UNWATCHED_CHARS[_patterns(backend) <= _KNOWN_PATTERNS]
+        self._added = dict(backend.get_added_tokens_decoder())
+        self._byte_level, self.strips_first_space = _decoder_kind(backend)
+        """the second: the vocabulary puts a space before the first word of every text (Llama 2 and its kin)"""
+        self._prefix = _prefix_kind(backend)
+        self._bytes: dict[int, bytes] = {}
+        self.vocab_size: int = parts.vocab_size or max(backend.get_vocab_size(), max(self._added, default=-1) + 1)
+        """ids are below this; the model's logits may be wider (padding rows)"""
+        self.special_ids = frozenset(index for index, token in self._added.items() if token.special)
+        """control tokens: never made from users' text, left out of decoded text"""
+        self.eos_token_ids = parts.eos_token_ids
+        """every token that ends a turn or a text"""
+        self.named_tokens = dict(parts.named_tokens)
+        """bos_token, eos_token, ... -> text: what chat templates see"""
+        self.bos_token_id = self._named("bos_token")
+        self.unk_token_id = self._named("unk_token")
+        self.pad_token_id = self._named("pad_token")
+        self.add_bos = parts.add_bos and self.bos_token_id is not None
+        """the model expects the BOS token before every text"""
+        self.chat_template = parts.chat_template
+        self.chat_templates = dict(parts.chat_templates)
+        """named templates besides, such as "tool_use" """
+
+    def _named(self, name: str) -> int | None:
+        return self.token_to_id(self.named_tokens[name]) if name in self.named_tokens else None
+
+    # --- vocabulary --------------------------------------------------------------------------------------------------
+
+    def id_to_token(self, index: int) -> str | None:
+        """The vocabulary's own spelling (`Ġthe`, `▁the`), None for an id without a token."""
+        added = self._added.get(index)
+        if added is not None:
+            return str(added.content)
+        return self._backend.id_to_token(index) if 0 <= index < self.vocab_size else None
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token in the vocabulary's own spelling, None when there is none."""
+        return self._backend.token_to_id(token)
+
+    def token_bytes(self, index: int) -> bytes:
+        """The bytes a token stands for: possibly part of a character; b"" for an id without a token."""
+        known = self._bytes.get(index)
+        if known is None:
+            known = self._bytes[index] = self._make_bytes(index)
+        return known
+
+    def vocabulary_bytes(self) -> list[bytes]:
+        """`token_bytes` of every id in order, without keeping them: 262k take a second and 20 MB."""
+        return [self._make_bytes(index) for index in range(self.vocab_size)]
+
+    def _make_bytes(self, index: int) -> bytes:
+        token = self.id_to_token(index)
+        if token is None:
+            return b""
+        if index in self._added and (self._byte_level or token.strip("▁")):
+            return token.encode()
+        if not self._byte_level:
+            match = _BYTE_TOKEN.fullmatch(token)
+            return bytes([int(match[1], 16)]) if match else token.replace("▁", " ").encode()
+        table = _byte_level_table()
+        data = [table.get(char) for char in token]
+        # a token with other characters was never byte-encoded
+        return token.encode() if None in data else bytes([byte for byte in data if byte is not None])
+
+    @property
+    def bos_token(self) -> str | None:
+        """The text of the BOS token."""
+        return self.named_tokens.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        """The text of the end token that the files name first."""
+        return self.named_tokens.get("eos_token")
+
+    @cached_property
+    def control_text(self) -> ControlText:
+        """Finds the texts of control tokens."""
+        return ControlText({self._added[index].content: index for index in self.special_ids})
+
+    @cached_property
+    def added_text(self) -> ControlText:
+        """Finds the texts of added tokens that are neither control tokens nor white space: `<think>`, `<tool_call>`."""
+        plain = {token.content: index for index, token in self._added.items() if not token.special}
+        return ControlText({text: index for text, index in plain.items() if not text.isspace() and text.strip("▁")})
+
+    # --- text to ids -------------------------------------------------------------------------------------------------
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Token ids of a text; no BOS is added. `special`: the texts of control tokens become control tokens.
+
+        Raises InvalidRequest for text that cannot be kept from becoming a control token.
+        """
+        text = _well_formed(text)
+        ids = self._encode(text, special=special)
+        return ids if special or self.special_ids.isdisjoint(ids) else self.encode_mixed(text, [(0, len(text))])
+
+    def encode_inside(self, text: str) -> list[int]:
+        """As `encode`, for text that stands inside another: no space is put before it."""
+        return self._encode_pieces([_well_formed(text)], at_start=False)
+
+    def encode_mixed(self, text: str, as_text: Sequence[Span]) -> list[int]:
+        """As `encode(text, special=True)`, except that what overlaps the spans `as_text` never becomes a control token.
+
+        as_text  (begin, end) in characters, in order; added tokens such as `<tool_call>` do not form there either
+
+        Raises InvalidRequest for text that cannot be kept from becoming a control token.
+        """
+        text = _well_formed(text)
+        if not as_text:
+            return self._encode(text, special=True)
+        marked = _Spans(as_text)
+        control, cuts = [], set()
+        for begin, end, index in self.control_text.find(text):
+            if not marked.overlap(begin, end):
+                control.append((begin, end, index))
+            elif self._grows(index) and end - begin > 1:
+                cuts.add(begin + 1)
+        cuts |= {begin + 1 for begin, end, _ in self.added_text.find(text) if marked.overlap(begin, end)}
+        ids: list[int] = []
+        at = 0
+        for begin, end, index in [*control, (len(text), len(text), -1)]:
+            token = self._added.get(index)
+            stop = at + len(text[at:begin].rstrip()) if token is not None and token.lstrip else begin
+            edges = [at, *sorted(cut for cut in cuts if at < cut < stop), stop]
+            pieces = [text[left:right] for left, right in zip(edges, edges[1:], strict=False)]
+            plain = self._encode_pieces(pieces, at_start=at == 0 or self._prefix == "always")
+            if not self.special_ids.isdisjoint(plain):
+                raise InvalidRequest("the text holds a control token of this model", "take it out of the text")
+            ids += plain
+            if token is not None:
+                ids.append(index)
+                at = end + (len(text[end:]) - len(text[end:].lstrip()) if token.rstrip else 0)
+        return ids
+
+    def _grows(self, index: int) -> bool:
+        """Whether plain text can become this token: a vocabulary whose merges build it."""
+        return index in self._encode(self._added[index].content, special=False)
+
+    def _encode_pieces(self, pieces: Sequence[str], *, at_start: bool) -> list[int]:
+        """Pieces of one text, encoded apart as plain text. Only the first can be at a start."""
+        ids: list[int] = []
+        for number, piece in enumerate(pieces):
+            if not piece:
+                continue
+            if self._prefix == "never" or (at_start and number == 0):
+                ids += self._encode(piece, special=False)
+                continue
+            # a start would get a space put before it: begin with a newline and take its ids away again
+            lead, both = self._encode("\n", special=False), self._encode("\n" + piece, special=False)
+            ids += both[len(lead) :] if both[: len(lead)] == lead else self._encode(piece, special=False)
+        return ids
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        limit = LIMIT_S + len(text) / CHARS_PER_S
+        if len(text) <= self._unwatched_chars:
+            return self._encode_now(text, special, limit)
+        done: list[list[int] | BaseException] = []
+
+        def work() -> None:
+            try:
+                done.append(self._encode_now(text, special, limit))
+            except BaseException as error:
+                done.append(error)
+
+        # The back end cannot be interrupted: a thread that is late is left behind, and with it the lock until it ends.
+        thread = threading.Thread(target=work, name="encode", daemon=True)
+        thread.start()
+        thread.join(limit)
+        if not done:
+            raise _gave_up(text, f"over {limit:.0f} s")
+        if isinstance(done[0], BaseException):
+            raise done[0]
+        return done[0]
+
+    def _encode_now(self, text: str, special: bool, limit: float) -> list[int]:
+        if not self._lock.acquire(timeout=limit):
+            raise _gave_up(text, "it is still busy with an earlier one")
+        try:
+            self._backend.encode_special_tokens = not special
+            encoded = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise _gave_up(text, ascii(str(error))[1:-1][:120]) from error
+        finally:
+            self._lock.release()
+        ids: list[int] = encoded[0].ids
+        return ids
+
+    # --- ids to text -------------------------------------------------------------------------------------------------
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True, continuing: bool = False) -> str:
+        """Text of token ids; bytes that are no UTF-8 become U+FFFD.
+
+        `continuing`: the ids go on from earlier text, so the space before the first word stays.
+        """
+        skip = self.special_ids if skip_special else frozenset()
+        data = b"".join([self.token_bytes(index) for index in ids if index not in skip])
+        if self.strips_first_space and not continuing:
+            data = data.removeprefix(b" ")
+        return data.decode("utf-8", "replace")
+
+
+def _gave_up(text: str, why: str) -> BadModelFile:
+    return BadModelFile(
+        f"the tokenizer cannot cut a text of {len(text):,} characters ({why})",
+        "send a shorter text, or use another model",
+    )
+
+
+def _patterns(backend: Backend) -> set[str]:
+    """The regular expressions with which a back end changes and cuts text."""
+    found: set[str] = set()
+    waiting: list[Any] = [
+        json.loads(step.__getstate__()) for step in (backend.normalizer, backend.pre_tokenizer) if step is not None
+    ]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, dict):
+            if isinstance(item.get("Regex"), str):
+                found.add(item["Regex"])
+            waiting.extend(item.values())
+        elif isinstance(item, list):
+            waiting.extend(item)
+    return found
+
+
+class _Spans:
+    """Ordered spans, asked in order whether something overlaps them."""
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self._spans = sorted(spans)
+        self._starts = [begin for begin, _ in self._spans]
+
+    def overlap(self, begin: int, end: int) -> bool:
+        last = bisect_left(self._starts, end)
+        return any(begin < stop for _, stop in self._spans[max(last - 2, 0) : last])
+
+
+def _decoder_kind(backend: Backend) -> tuple[bool, bool]:
+    """(byte-level, a leading space is stripped). Raises UnsupportedFormat for decoders that are neither kind of BPE."""
+    decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
+    steps = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
+    kinds = {step.get("type") for step in steps}
+    if "ByteLevel" in kinds:
+        return True, False
+    if not kinds & {"Replace", "ByteFallback", "Metaspace"}:
+        shown = ", ".join(sorted(str(kind) for kind in kinds)) or "nothing"
+        raise UnsupportedFormat(
+            f"the tokenizer decodes with {shown}; this version reads byte-level and SentencePiece BPE",
+            "use a GGUF version of the model",
+        )
+    strips = any(step.get("type") == "Strip" and step.get("start") for step in steps)
+    meta = next((step for step in steps if step.get("type") == "Metaspace"), None)
+    return False, strips or (meta is not None and meta.get("prepend_scheme", "always") != "never")
+
+
+def _prefix_kind(backend: Backend) -> str:
+    """Where a space is put before text: "never", "first" (start of the text) or "always" (after control tokens too)."""
+    parts: list[dict[str, Any]] = []
+    for step in (backend.normalizer, backend.pre_tokenizer):
+        state = json.loads(step.__getstate__()) if step is not None else {}
+        parts += state.get("normalizers") or state.get("pretokenizers") or [state]
+    kind = "never"
+    for part in parts:
+        if part.get("type") == "Prepend" or (part.get("type") == "ByteLevel" and part.get("add_prefix_space")):
+            return "always"
+        if part.get("type") == "Metaspace" and part.get("prepend_scheme", "always") != "never":
+            kind = str(part.get("prepend_scheme", "always"))
+    return kind
+
+
+@lru_cache(maxsize=1)
+def _byte_level_table() -> dict[str, int]:
+    """GPT-2's printable stand-in for each byte: character -> byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = sorted(set(range(256)) - set(printable))
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+def _well_formed(text: str) -> str:
+    """Lone surrogates, which no UTF-8 can hold, become U+FFFD; lengths stay."""
+    return text if text.isascii() else _SURROGATES.sub("\ufffd", text)

@@ -1,0 +1,324 @@
+"""What turned out other than planned is told, remembered, and ends nothing: through the façade, on a real model."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from localllm import LLM, SamplingParams
+from localllm.boot.boot import Boot
+from localllm.boot.proof import Proof, Term
+from localllm.boot.tuning_job import TuningJob
+from localllm.device.fake import MACHINES
+from localllm.kernels import reference
+from localllm.kernels.cpu import ops as cpu_ops
+from localllm.kernels.ops import OpImpl
+from localllm.kernels.verify import tuning
+from localllm.kernels.verify.selftest import SelfTest
+from localllm.llm.llm import kernel_words
+from localllm.plan.profiles import Proofs, words
+from localllm.plan.quality import kl_by_kv
+from localllm.quality import evaluate
+from localllm.quality.evaluate import Quality
+
+sys.path.append(str(Path(__file__).parent / "checkpoint"))
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+PROMPT = "The capital of France is"
+
+
+@pytest.fixture(scope="module")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with a tokenizer, 32 kB."""
+    import tiny_models
+
+    return tiny_models.tiny_gguf(tmp_path_factory.mktemp("models") / "tiny.gguf", "Q8_0")  # type: ignore[no-any-return]
+
+
+def tokens(llm: LLM) -> list[int]:
+    return llm.generate(PROMPT, GREEDY).completions[0].token_ids
+
+
+def test_a_planted_wrong_kernel_is_not_used_and_the_user_is_told(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """design.md 1.3"""
+
+    def planted(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return reference.rms_norm(x, *rest) * 1.1
+
+    def planted_decoder(composed: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return composed(x, *rest).mul_(1.1)
+
+    def planted_step(composed: Callable[..., Any], *given: Any) -> Any:
+        hidden, logits, _ = composed(*given)
+        return hidden, logits, logits.argmin(-1)
+
+    right = dict(cpu_ops.IMPLS)
+    with LLM(tiny_path, ctx=256) as llm:
+        expected = tokens(llm)
+        assert llm.state().warnings == ()
+    for name, run in (("rms_norm", planted), ("decoder", planted_decoder), ("step", planted_step)):
+        wrong = (OpImpl("planted", lambda facts: None, run), *right[name])
+        monkeypatch.setattr(cpu_ops, "IMPLS", {**right, name: wrong})
+        with LLM(tiny_path, ctx=256) as llm:
+            assert tokens(llm) == expected
+            (warning,) = llm.state().warnings
+            assert warning.startswith(f"{name}:planted failed its self-test (")
+            assert warning.endswith("the next kernel took its place")
+            assert "planted" not in llm.truth_line
+            assert llm.state().truth_line == llm.truth_line
+
+
+def test_a_plan_that_did_not_hold_shrinks_once_says_so_and_is_remembered(tiny_path: Path, empty_home: Path) -> None:
+    with LLM(tiny_path, ctx=256, max_parallel=8) as llm:
+        before = llm.stats().pages_total
+        missing = llm.plan.kv_bytes // 4
+        llm._boot._on_cpu_proof(Proof((Term("work", 100, 100 + missing),), "cpu", 1.0))
+        assert before * 0.70 < llm.stats().pages_total < before * 0.80
+        (warning,) = llm.state().warnings
+        assert warning.startswith("the plan did not hold: ") and "pages fewer" in warning
+        assert "the plan did not hold" in llm.truth_line
+        assert len(tokens(llm)) == 8
+        assert Proofs().learned_bytes(llm.facts, llm.machine, "cpu") == missing
+    with LLM(tiny_path, ctx=256, max_parallel=8) as llm:
+        assert llm.plan.terms()["learned"] == missing
+        scheduler = llm.engine.scheduler  # and what ran out while running
+        scheduler.limits = replace(scheduler.limits, max_parallel=1)
+        assert any("1 of 8 sequences at once" in line and "--ctx" in line for line in llm.state().warnings)
+
+
+def test_on_a_card_a_plan_that_does_not_hold_is_made_again_once(
+    empty_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With proofs and engines that are only counted: plan, proof, smaller plan, proof."""
+    facts, machine = SimpleNamespace(**dict.fromkeys(("architecture", "name", "num_params"), "m")), MACHINES["rtx4090"]
+    facts.weight_bytes, facts.stored_format = 1, "bf16"
+    base = {"device": "cuda:0", "dtype": "bfloat16", "kv": "bf16", "quant": "", "num_pages": (9,), "page_size": 16}
+    base |= {"max_parallel": 4, "prefill_budget": 2048}
+    plans = [SimpleNamespace(**base, ctx=ctx, need_bytes=ctx, fits=True) for ctx in (8192, 4096)]
+    proofs = [Proof((Term("work", 100, 160),), "cuda", 1.0), Proof((Term("work", 100, 99),), "cuda", 1.0)]
+    made: list[int] = []
+    boot = Boot.__new__(Boot)
+    boot.plan, boot._facts, boot._machine, boot._proofs = plans[0], facts, machine, Proofs()  # type: ignore[assignment]
+    boot._shrunk, boot._unrounded, boot._selftest = "", "", SelfTest()
+    engine = SimpleNamespace(pressure=SimpleNamespace(note=""))
+    boot._held = SimpleNamespace(engine=engine, runner=SimpleNamespace(graphs=None), graphs_note="")  # type: ignore[assignment]
+    assembled = boot._assembled
+    monkeypatch.setattr(Boot, "_run_gpu_proof", lambda self: proofs.pop(0))
+    monkeypatch.setattr(Boot, "_assemble", lambda self: made.append(self.plan.ctx) or assembled)
+    boot._replan = lambda missing: plans[1] if missing == 60 else None  # type: ignore[assignment,return-value]
+    boot._prove_on_gpu()
+    assert made == [4096] and boot.plan is plans[1] and not proofs
+    (warning,) = boot.warnings
+    assert "context 4,096 instead of 8,192 tokens" in warning
+    assert Proofs().learned_bytes(facts, machine, "cuda:0") == 60  # type: ignore[arg-type]
+    assert Proofs().known(facts, machine, plans[1])["held"]  # type: ignore[arg-type,index]
+    same = SimpleNamespace(**base | {"num_pages": (7,)}, ctx=4096, need_bytes=9, fits=True)
+    never = SimpleNamespace(**base, ctx=4096, need_bytes=9, fits=False)
+    for other, said in ((same, "7 pages of keys and values instead of 9"), (never, "start with a smaller --ctx")):
+        boot.plan, before = plans[1], len(made)
+        proofs[:] = [Proof((Term("work", 100, 160),), "cuda", 1.0), Proof((Term("work", 100, 99),), "cuda", 1.0)]
+        boot._replan = lambda missing, other=other: other  # type: ignore[assignment,misc]
+        boot._prove_on_gpu()
+        assert said in boot.warnings[0] and (boot.plan is other) == other.fits == (len(made) > before)
+
+
+@pytest.mark.parametrize(
+    ("planned", "taken", "failure", "said"),
+    [
+        (1000, 950, "", "proved: 0.93 GiB of 0.98 planned"),
+        (1000, 1000, "", "proved: 0.98 GiB of 0.98 planned"),
+        (1000, 1001, "", "proved: 0.98 GiB of 0.98 planned"),
+        (1000, 1025, "", "proved: 1.00 GiB, 2.5 % above the 0.98 planned"),
+        (1000, 1250, "", "the plan did not hold: 1.22 GiB, 25.0 % above the 0.98 planned"),
+        (1000, 10, "memory ran out in the worst step of work", None),
+    ],
+)
+def test_the_words_of_a_proof_are_true_and_those_of_a_known_one_too(
+    planned: int, taken: int, failure: str, said: str | None, empty_home: Path
+) -> None:
+    facts, machine = SimpleNamespace(**dict.fromkeys(("architecture", "name", "num_params"), "m")), MACHINES["cpu"]
+    facts.weight_bytes, facts.stored_format = 1, "bf16"
+    plan = SimpleNamespace(
+        device="cpu", dtype="float32", kv="bf16", quant="", ctx=8, num_pages=(9,), page_size=16, max_parallel=4,
+        prefill_budget=2048, need_bytes=8,
+    )  # fmt: skip
+    boot = Boot.__new__(Boot)
+    boot.plan, boot._facts, boot._machine, boot._proofs = plan, facts, machine, Proofs()  # type: ignore[assignment]
+    boot._keep(Proof((Term("weights", 0, 0), Term("work", planned << 20, taken << 20)), "cpu", 1.0, failure))
+    known = Proofs().known(facts, machine, plan)  # type: ignore[arg-type]
+    assert known is not None
+    assert boot.proof_note == words(known) == (said or f"the plan did not hold: {failure}")
+
+
+def test_a_sleeping_model_that_wakes_is_proved_no_second_time(tiny_path: Path, empty_home: Path) -> None:
+    with LLM(tiny_path, ctx=256) as llm:
+        first = tokens(llm)
+        ends = time.monotonic() + 60
+        while llm._boot.proof_note == "proof pending" and time.monotonic() < ends:
+            time.sleep(0.01)
+        assert llm._boot.proof_note.startswith("proved: ")
+        llm.sleep()
+        llm.wake()
+        assert llm._boot.proof_note.startswith("proved: ")
+        assert tokens(llm) == first
+
+
+def test_a_sleeping_model_has_no_pages_and_a_closed_one_no_weights(tiny_path: Path, empty_home: Path) -> None:
+    gc.disable()  # a server freezes what it has loaded: no collector finds it again
+    try:
+        llm = LLM(tiny_path, ctx=256)
+        first = tokens(llm)
+        held = [weakref.ref(llm._boot._assembled.cache.layers[0].k)]
+        llm.sleep()
+        assert llm.truth_line and [one() for one in held] == [None]
+        llm.sleep()
+        llm.wake()
+        assert tokens(llm) == first
+        held.append(weakref.ref(llm._boot._assembled.cache.layers[0].k))
+        held.append(weakref.ref(llm._model.layers[0].attention.qkv.parts[0].prepared.data))
+        model = weakref.ref(llm._model)
+        llm.close()
+        assert [one() for one in held] == [None, None, None] and model() is None
+        llm.close()
+        llm.sleep()
+    finally:
+        gc.enable()
+
+
+def test_what_the_quality_meter_measured_reaches_the_plan(empty_home: Path) -> None:
+    row = Quality("m", "r", "bf16", "fp8", 100, 5.0, kl_mean=0.012, kl_p99=0.1, path="/models/m")
+    evaluate.save(row)
+    evaluate.save(replace(row, kv="int8", kl_mean=0.0004))
+    evaluate.save(replace(row, model="other", path="/models/other", kl_mean=0.5))
+    evaluate.save(replace(row, kv="bf16", kl_mean=None))
+    (evaluate.folder() / "broken.json").write_text("{")
+    assert kl_by_kv("/models/m") == {"fp8": 0.012, "int8": 0.0004}
+    assert kl_by_kv("/models/none") == {}
+    for number, other in enumerate(({"weights": "int4"}, {"text": "notes"}, {"reference": "r2"})):
+        file = evaluate.save(replace(row, kv="int8", kl_mean=0.9, **other))  # type: ignore[arg-type]
+        os.utime(file, (1e9 + number, 1e9 + number))  # older, and not measured alike
+    assert kl_by_kv("/models/m") == {"fp8": 0.012, "int8": 0.0004}
+    newer = evaluate.save(replace(row, kv="int8", kl_mean=0.9, weights="int4"))
+    os.utime(newer, (4e9, 4e9))
+    assert kl_by_kv("/models/m") == {"int8": 0.9}, "what bf16 weights cost says nothing of int4's"
+
+
+def test_kernels_in_words() -> None:
+    classes = ("qkv", "o", "gate_up", "down", "lm_head")
+    plain = dict.fromkeys(classes, "c_int16") | {"paged_attention": "c", "rms_norm": "c", "rope": "c", "kv_write": "c"}
+    assert kernel_words(plain) == "products c_int16, attention c"
+    assert kernel_words(plain | {"decoder": "c"}) == "products c_int16, attention c, fused decoder c"
+    assert kernel_words(plain | {"decoder": "c", "step": "c"}).endswith(", fused step c")
+    mixed = plain | {"lm_head": "c_float32", "rope": "torch"}
+    assert kernel_words(mixed) == "qkv+o+gate_up+down c_int16, lm_head c_float32, attention c, rope torch"
+
+
+# --- tiles -----------------------------------------------------------------------------------------------------------
+
+SHAPE = tuning.Shape("vector", (4096, 4096, 128))
+TILES = ({"rows": 4}, {"rows": 8}, {"rows": 16})
+
+
+def timed(cost: dict[int, float]) -> Callable[[Callable[[], object]], float]:
+    def measure(call: Callable[[], object]) -> float:
+        return cost[call()]  # type: ignore[index]
+
+    return measure
+
+
+def trial(tile: tuning.Tile) -> Callable[[], object]:
+    if tile["rows"] == 16:
+        raise ValueError("shared memory: 200,000 of 101,376 bytes")
+    return lambda: tile["rows"]
+
+
+def test_the_first_tile_runs_at_once_and_the_fastest_from_then_on(tmp_path: Path) -> None:
+    from localllm.kernels.verify.records import Records
+
+    identity = {"device": "card", "driver": "580", "triton": "3.9"}
+    tuner = tuning.Tuner(Records("tuning", identity, tmp_path))
+    assert tuner.pick(SHAPE, TILES, trial) == TILES[0]
+    assert tuner.waiting == (SHAPE,)
+    (tuned,) = tuner.tune(timed({4: 9e-6, 8: 5e-6}))
+    assert (dict(tuned.tile), tuned.us, tuned.first_us) == ({"rows": 8}, pytest.approx(5), pytest.approx(9))
+    assert "200,000" in tuned.failed[0]
+    assert tuner.pick(SHAPE, TILES, trial) == TILES[1] and not tuner.waiting
+    again = tuning.Tuner(Records("tuning", identity, tmp_path))
+    assert again.pick(SHAPE, TILES, trial) == TILES[1] and not again.waiting and again.num_measured == 1
+    other = tuning.Tuner(Records("tuning", identity | {"driver": "590"}, tmp_path))
+    assert other.pick(SHAPE, TILES, trial) == TILES[0] and other.waiting
+
+
+def test_a_tile_that_computes_something_else_is_never_used() -> None:
+    """All write where the last one wrote; 8 is the fastest, and wrong."""
+    out = torch.empty(4)
+
+    def writing(tile: tuning.Tile) -> Callable[[], object]:
+        return lambda: out.copy_(torch.arange(4.0) + (tile["rows"] == 8))
+
+    tuner = tuning.Tuner()
+    tuner.pick(SHAPE, TILES, writing)
+    costs = iter([9e-6, 7e-6])
+    (tuned,) = tuner.tune(lambda call: next(costs))
+    assert dict(tuned.tile) == {"rows": 16} and "{'rows': 8}: off by" in tuned.failed[0]
+
+
+def test_who_tunes_on_purpose_is_told_of_every_shape() -> None:
+    """The job of idle moments stands first in the queue of the engine's thread, and tells nobody."""
+    tuner = tuning.Tuner()
+    tuner.pick(SHAPE, TILES, trial)
+    silent: list[list[tuning.Tuned]] = []
+    idle = TuningJob(tuner, silent.append, timed({4: 9e-6, 8: 5e-6}))
+    idle.cancel()
+    assert idle(lambda: False) is True and silent == [] and tuner.waiting == (SHAPE,)
+    told: list[tuning.Tuned] = []
+    tuner.tune(timed({4: 9e-6, 8: 5e-6}), told=told.append)
+    assert [one.shape for one in told] == [SHAPE]
+
+
+def test_activations_that_cannot_be_rounded_are_named(tiny_path: Path) -> None:
+    with LLM(tiny_path, ctx=256, activations="fp8") as llm:
+        (warning,) = llm.state().warnings
+        assert warning.startswith("activations are not rounded to fp8: that takes fp8 weights")
+    with LLM(tiny_path, ctx=256) as llm:
+        assert llm.state().warnings == ()
+
+
+def test_noise_changes_no_tile_and_a_shape_is_tuned_whole_or_not_at_all() -> None:
+    tuner = tuning.Tuner()
+    tuner.pick(SHAPE, TILES[:2], trial)
+    (tuned,) = tuner.tune(timed({4: 1.00e-5, 8: 0.98e-5}))
+    assert tuned.tile == TILES[0]
+    tuner = tuning.Tuner()
+    for n in range(3):
+        tuner.pick(tuning.Shape("vector", (n,)), TILES[:2], trial)
+    assert not tuner.tune(timed({4: 1e-5, 8: 1e-6}), budget_s=0.0) and len(tuner.waiting) == 3
+    answers = iter([False, False, False, True])
+    assert len(tuner.tune(timed({4: 1e-5, 8: 1e-6}), stop=lambda: next(answers))) == 1
+    assert len(tuner.waiting) == 2
+
+
+def test_at_most_eight_candidates_and_one_from_a_measured_card_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = [{"rows": n} for n in range(1, 30)]
+    point = tuning.StartingPoint("vector", 90, SHAPE.key, {"rows": 5}, "H100")
+    monkeypatch.setattr(tuning, "STARTING_POINTS", (point,))
+    tuner = tuning.Tuner(capability=90)
+    assert tuner.pick(SHAPE, many, trial) == {"rows": 5}
+    assert len(tuner._jobs[SHAPE].candidates) == 8
+    assert tuning.Tuner(capability=120).pick(SHAPE, many, trial) == {"rows": 1}
+    assert tuning.is_measured(90) and not tuning.is_measured(120)
+    with pytest.raises(ValueError, match="no candidates"):
+        tuner.pick(tuning.Shape("x", ()), [])

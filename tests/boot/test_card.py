@@ -1,0 +1,67 @@
+"""Cards that torch cannot use are refused at load with the cause."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from localllm.boot.card import check_card, runs_code_of
+from localllm.device.fake import MACHINES
+from localllm.errors import DeviceError
+
+CARD = MACHINES["rtx5090"].gpus[0]
+CU128 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
+
+
+@pytest.mark.parametrize(
+    ("built", "capability", "runs"),
+    [
+        (CU128, 120, True),
+        (CU128, 121, True),  # machine code of its major version
+        (CU128, 89, True),
+        (CU128, 110, False),
+        (("sm_80", "sm_86", "sm_90"), 120, False),
+        (("sm_80", "compute_90"), 120, True),
+        (("sm_80", "compute_90a"), 120, False),
+        (("sm_120a",), 121, False),
+        (("sm_90",), 89, False),
+        ((), 90, False),
+    ],
+)
+def test_which_code_a_card_runs(built: tuple[str, ...], capability: int, runs: bool) -> None:
+    assert runs_code_of(built, capability) is runs
+
+
+def torch_sees(
+    monkeypatch: pytest.MonkeyPatch, count: int, capability: int = 120, built: tuple[str, ...] = CU128
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: divmod(capability, 10))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "some card")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: list(built))
+
+
+def test_a_card_that_fits_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_sees(monkeypatch, 1)
+    check_card("cuda:0", CARD)
+
+
+@pytest.mark.parametrize(
+    ("count", "capability", "built", "device", "words"),
+    [
+        (0, 120, CU128, "cuda:0", "sees no CUDA device"),
+        (1, 120, CU128, "cuda:1", "torch sees 1 cards only"),
+        (2, 86, CU128, "cuda:0", "number the cards differently"),
+        (1, 120, ("sm_80", "sm_90"), "cuda:0", "no code for NVIDIA GeForce RTX 5090 (sm_120), only for sm_80, sm_90"),
+    ],
+)
+def test_a_card_that_does_not_is_named_with_the_cause(
+    count: int, capability: int, built: tuple[str, ...], device: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch_sees(monkeypatch, count, capability, built)
+    with pytest.raises(DeviceError) as caught:
+        check_card(device, replace(CARD, index=1))
+    assert words in caught.value.message and caught.value.hint

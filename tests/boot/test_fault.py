@@ -1,0 +1,66 @@
+"""Steps that go wrong on purpose, and invariants that end the process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from localllm import LLM, SamplingParams, testing
+from localllm.errors import ConfigError, LocalLLMError, OutOfMemory
+
+sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import tiny_models
+
+    return tiny_models.tiny_gguf(tmp_path_factory.mktemp("models") / "tiny.gguf", "Q8_0")  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", ["raise", "oom", "hang"])
+def test_a_step_that_goes_wrong_harms_that_step_only(
+    tiny_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(tiny_path, ctx=256) as llm:
+        expected = llm.generate([1, 2, 3], GREEDY).completions[0].token_ids
+    monkeypatch.setenv("LOCALLLM_FAULT", f"step:3:{kind}")
+    monkeypatch.setattr(testing, "HANG_S", 0.01)
+    with LLM(tiny_path, ctx=256) as llm:
+        if kind != "hang":
+            with pytest.raises(OutOfMemory if kind == "oom" else LocalLLMError):
+                llm.generate([1, 2, 3], GREEDY)
+        else:
+            assert llm.generate([1, 2, 3], GREEDY).completions[0].token_ids == expected
+        assert llm.generate([1, 2, 3], GREEDY).completions[0].token_ids == expected
+
+
+@pytest.mark.parametrize("given", ["step:x:oom", "step:3:explode", "3"])
+def test_a_fault_that_cannot_be_is_refused(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCALLLM_FAULT", given)
+    with pytest.raises(ConfigError, match="step:N:oom"):
+        testing.step_fault()
+    monkeypatch.setenv("LOCALLLM_TESTING", "")
+    with pytest.raises(ConfigError, match="for tests only"):
+        testing.step_fault()
+
+
+def test_a_violated_invariant_ends_the_process(tiny_path: Path) -> None:
+    """With exit 3, also under `python -O`, which knows no assert."""
+    program = (
+        "import sys; from localllm import LLM; from localllm.engine import invariant\n"
+        "llm = LLM(sys.argv[1], ctx=256, debug_invariants=True); llm.generate([1, 2, 3])\n"
+        "invariant.exit_on_violation()\n"
+        "llm.engine.scheduler.pages.pools[0]._refs[0] += 1\n"
+        "llm.generate([4, 5, 6]); print('still here')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-O", "-c", program, str(tiny_path)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 3, done.stderr
+    assert "invariant violated: " in done.stderr and "still here" not in done.stdout

@@ -1,0 +1,166 @@
+"""What typing means, what the model is sent, what is copied; the clipboard and the guard of descriptor 2."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from localllm.conversation.conversation import Conversation
+from localllm.conversation.slash import matching, understand
+from localllm.conversation.texts import answer_stats, code_blocks, failure_lines
+from localllm.errors import ConfigError
+from localllm.request import Failed, Timing, Usage
+from localllm.tui import clipboard
+from localllm.tui.stderr_guard import stderr_to
+
+
+@pytest.mark.parametrize(
+    ("line", "command", "text"),
+    [
+        ("hello", "", "hello"),
+        ("/set temp 1", "set", "temp 1"),
+        ("/BYE", "quit", ""),
+        ("//etc/passwd", "", "/etc/passwd"),
+        ("quit", "quit", ""),
+        (" exit ", "quit", ""),
+        ("a\nb", "", "a\nb"),
+    ],
+)
+def test_what_a_line_means(line: str, command: str, text: str) -> None:
+    typed = understand(line)
+    assert (typed.command, typed.text) == (command, text)
+
+
+def test_an_unknown_command_is_an_error_with_a_way_out() -> None:
+    with pytest.raises(ConfigError) as caught:
+        understand("/sistem x")
+    assert "did you mean /system" in caught.value.message
+    assert "//sistem" in caught.value.hint
+
+
+def test_matching_is_fuzzy() -> None:
+    assert [slash.name for slash in matching("/s")][:4] == ["system", "set", "save", "stats"]
+    assert [slash.name for slash in matching("/cp")] == ["copy"]
+
+
+def test_what_the_model_is_sent() -> None:
+    talk = Conversation("be brief")
+    first = talk.ask("one")
+    first.text, first.stop = "eins", "stop"
+    lost = talk.ask("lost")
+    lost.stop = "error"
+    last = talk.ask("two")
+    assert [m["content"] for m in talk.messages(last)] == ["be brief", "one", "eins", "two"]
+    first.forgotten = True
+    assert [m["content"] for m in talk.messages(last)] == ["be brief", "two"]
+
+
+def test_what_is_offered_for_leaving_out() -> None:
+    talk = Conversation()
+    for number in range(5):
+        talk.ask(str(number)).text = "x"
+    new = talk.ask("new")
+    assert [e.user for e in talk.oldest_half(new)] == ["0", "1", "2"]
+
+
+def test_set_and_system() -> None:
+    talk = Conversation()
+    assert "nothing" in talk.set_sampling("")
+    assert talk.set_sampling("top_p=0.9") == "top_p = 0.9, from the next message"
+    assert talk.sampling == {"top_p": 0.9}
+    assert "own again" in talk.set_sampling("top_p off")
+    assert talk.sampling == {}
+    for bad in ("nope 1", "temp hot", "temp 500"):
+        with pytest.raises(ConfigError):
+            talk.set_sampling(bad)
+    talk.set_system("x y")
+    assert talk.system == "x y"
+    talk.set_system("off")
+    assert talk.system == ""
+
+
+def test_what_is_copied() -> None:
+    talk = Conversation()
+    with pytest.raises(ConfigError):
+        talk.pick("")
+    talk.ask("q1").text = "a1"
+    talk.ask("q2").text = "see\n```py\nx = 1\n```\nand\n```\ny\n"
+    assert talk.pick("1")[0] == "a1"
+    assert talk.pick("code")[0] == "y\n"
+    assert "**q1**" in talk.pick("all")[0]
+    for bad in ("3", "x"):
+        with pytest.raises(ConfigError):
+            talk.pick(bad)
+
+
+def test_code_blocks() -> None:
+    assert code_blocks("a\n~~~\n```\n~~~\n````\n```\n````\n") == ["```", "```"]
+    assert code_blocks("none") == []
+
+
+def test_lines_below_an_answer() -> None:
+    talk = Conversation()
+    exchange = talk.ask("q")
+    exchange.usage, exchange.timing = Usage(1204, 1024, 312), Timing(ttft_s=0.041, total_s=3.4, decode_tps=91.43)
+    line = answer_stats(exchange.usage, exchange.timing, "stop")
+    assert line == "↑ 1,204 (cached 1,024)  ↓ 312  ·  91.4 tok/s  ·  TTFT 41 ms"
+    assert "stopped by you · 312 tokens · /continue" in answer_stats(exchange.usage, exchange.timing, "abort")
+    assert talk.summary == "1 turn · 312 tokens · 91 tok/s avg"
+    lines = failure_lines(Failed(0, "E501", "too big", "smaller", (("localllm chat x --ctx 8k", "fits"),)))
+    assert lines[0] == "✗ too big   [E501]" and lines[-1].strip() == "localllm chat x --ctx 8k   fits"
+
+
+def test_copying_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clipboard, "_with_tool", lambda text: None)
+    monkeypatch.delenv("TMUX", raising=False)
+    written: list[str] = []
+    assert "OSC 52" in clipboard.copy("hi", written.append)
+    assert written == ["\x1b]52;c;aGk=\x07"]
+    monkeypatch.setenv("TMUX", "x")
+    assert clipboard.osc52("hi").startswith("\x1bPtmux;\x1b\x1b]52")
+    assert "too much" in clipboard.copy("x" * 200_000, written.append)
+    assert len(written) == 1
+
+
+def test_r7_what_libraries_write_to_descriptor_2_goes_to_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "log/localllm.log"
+    before = sys.__stderr__
+    with stderr_to(log):
+        os.write(2, b"CORRUPT\n")
+        assert sys.__stderr__ is not before
+    assert sys.__stderr__ is before
+    assert log.read_text() == "CORRUPT\n"
+
+
+def test_the_guard_does_without_a_log_it_cannot_write(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with stderr_to(tmp_path / "file/log"):
+        os.write(2, b"nowhere\n")
+
+
+@pytest.mark.parametrize(
+    ("said", "title"),
+    [
+        ("  short \n second line", "short"),
+        ("Write a python function that reverses a list, with a table of its cost", None),
+        ("x" * 200, "x" * 59 + "…"),
+        ("海" * 100, "海" * 59 + "…"),
+    ],
+)
+def test_a_chat_is_called_by_its_first_line_cut_between_words(said: str, title: str | None) -> None:
+    talk = Conversation("")
+    talk.ask(said)
+    assert talk.shown_title == (title or "Write a python function that reverses a list, with a table…")
+
+
+def test_a_chat_names_itself_after_its_first_question_unless_told_not_to() -> None:
+    talk = Conversation()
+    talk.ask("Fix the build\nplease")
+    assert talk.shown_title == "Fix the build"
+    talk.titles_itself = False
+    assert talk.shown_title == ""
+    talk.title = "Build"
+    assert talk.shown_title == "Build"

@@ -1,0 +1,335 @@
+"""The plan: arithmetic that adds up, choices with reasons, refusals with both numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localllm.checkpoint.facts import ModelFacts, RopeFacts
+from localllm.device.fake import MACHINES
+from localllm.errors import ConfigError, DeviceError, DoesNotFit
+from localllm.plan.memory import SPLIT_PART_BYTES, graph_buckets
+from localllm.plan.planner import GIB, MIB, PlanOptions, page_groups, plan, weights_in_use
+
+
+def model(**changes: object) -> ModelFacts:
+    """An 8B Llama in 4 bits: 4.6 GiB of weights, 128 KiB of KV a token in bf16."""
+    facts = ModelFacts(
+        architecture="llama",
+        source_architecture="LlamaForCausalLM",
+        name="Big",
+        num_layers=32,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        vocab_size=128256,
+        max_context=131072,
+        rms_norm_eps=1e-5,
+        rope=RopeFacts(5e5, 128),
+        windows=(None,) * 32,
+        stored_format="Q4_K_M",
+        num_params=8_030_261_248,
+        weight_bytes=int(4.6 * GIB),
+    )
+    return replace(facts, **changes)
+
+
+SMALL = {"num_layers": 30, "hidden_size": 576, "intermediate_size": 1536, "num_heads": 9, "num_kv_heads": 3}
+SMALL |= {
+    "head_dim": 64,
+    "vocab_size": 49152,
+    "max_context": 8192,
+    "num_params": 134_515_008,
+    "weight_bytes": 96_576_768,
+}
+SMALL |= {"windows": (None,) * 30, "stored_format": "Q4_1", "tied_embeddings": True, "name": "small"}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("shape", [{}, SMALL, {"stored_format": "bf16", "weight_bytes": 16 * 10**9}])
+def test_the_terms_add_up(machine: str, shape: dict) -> None:
+    made = plan(model(**shape), MACHINES[machine])
+    assert made.need_bytes == sum(made.parts().values())
+    assert made.fits == (made.need_bytes <= made.have_bytes)
+    assert made.fits == (made.max_ctx >= made.ctx)
+    assert made.ctx <= made.max_ctx or not made.fits
+    assert made.num_pages[0] * made.page_size >= made.ctx
+    assert len(made.reasons) >= 2
+    groups = page_groups(model(**shape), made.kv, made.ctx, made.page_size, made.prefill_budget)
+    assert made.kv_bytes == sum(g.page_bytes * n for g, n in zip(groups, made.num_pages, strict=True))
+
+
+def test_cpu_defaults() -> None:
+    made = plan(model(), MACHINES["cpu"])
+    assert (made.device, made.dtype, made.kv, made.ctx) == ("cpu", "float32", "bf16", 8192)
+    assert made.fits
+    assert any("8,192" in reason for reason in made.reasons)
+    assert made.max_ctx == 131072
+    assert plan(model(), MACHINES["cpu"], PlanOptions(ctx=65536)).ctx == 65536
+    assert plan(model(**SMALL), MACHINES["cpu-small"]).fits
+
+
+def test_gpu_is_taken_where_it_helps() -> None:
+    facts = model(stored_format="bf16", weight_bytes=16 * 10**9)
+    made = plan(facts, MACHINES["rtx4090"])
+    assert (made.device, made.dtype, made.kv) == ("cuda:0", "bfloat16", "bf16")
+    assert made.fits
+    assert 30_000 < made.ctx < 60_000  # what 24 GB leave beside 15 GiB of weights
+    assert made.decode_tps == pytest.approx(1008e9 * 0.75 / 15e9, rel=0.25)
+    assert made.decode_tps_full < made.decode_tps
+    turing = plan(model(**SMALL), MACHINES["rtx2070"])
+    assert (turing.dtype, turing.kv) == ("float16", "fp16")
+
+
+def test_auto_falls_back_to_the_cpu_and_says_so() -> None:
+    facts = model(stored_format="bf16", weight_bytes=16 * 10**9)
+    made = plan(facts, MACHINES["rtx4060"], PlanOptions(quant=""))
+    assert made.device == "cpu"
+    assert made.fits
+    assert "4060" in made.reasons[0]
+    cpu_torch = replace(MACHINES["rtx4090"], torch_cuda="", torch_version="2.13.0+cpu")
+    made = plan(facts, cpu_torch)
+    assert made.device == "cpu"
+    assert "built without CUDA" in made.reasons[0]
+
+
+BF16_8B = {"stored_format": "bf16", "weight_bytes": 16_060_522_496}
+
+
+def test_plain_weights_that_do_not_fit_are_quantised_while_loading() -> None:
+    """best quality first, by what the card computes well"""
+    small, large = plan(model(**BF16_8B), MACHINES["rtx4060"]), plan(model(**BF16_8B), MACHINES["rtx4090"])
+    assert (small.quant, large.quant) == ("int4", "")
+    assert small.fits and small.device == "cuda:0"
+    assert small.weight_bytes < 6.1 * GIB  # 7 billion values of 4.6 bits, 1 billion of 16
+    assert "int4: bf16 does not fit" in " ".join(small.reasons)
+    assert "off by 8 to 9 %" in " ".join(small.warnings)
+    card = MACHINES["rtx4060"].gpus[0]
+    for capability, expected in ((120, "fp8"), (89, "fp8"), (86, "int8"), (75, "int8")):
+        twelve = replace(card, capability=capability, total_bytes=12 * GIB, free_bytes=int(11.6 * GIB))
+        made = plan(model(**BF16_8B), replace(MACHINES["rtx4060"], gpus=(twelve,)))
+        assert (made.device, made.quant) == ("cuda:0", expected)
+    assert plan(model(**BF16_8B), MACHINES["rtx4060"], PlanOptions(quant="nvfp4")).quant == "nvfp4"
+    assert plan(model(), MACHINES["rtx4060"]).quant == ""  # quantised already
+    ram = replace(MACHINES["cpu"], ram_available_bytes=14 * GIB, ram_total_bytes=16 * GIB)
+    assert (plan(model(**BF16_8B), ram).quant, plan(model(**BF16_8B), ram).device) == ("int8", "cpu")
+
+
+def test_the_kv_format_follows_the_memory() -> None:
+    """16 bits while there is room for 32k tokens or all the model can hold; then 8 bits, on a GPU"""
+    facts = model(**BF16_8B)
+    assert plan(facts, MACHINES["rtx4090"]).kv == "bf16"
+    tight = replace(MACHINES["rtx4090"].gpus[0], free_bytes=int(19.5 * GIB))
+    machine = replace(MACHINES["rtx4090"], gpus=(tight,))
+    made = plan(facts, machine)
+    assert (made.kv, made.quant) == ("fp8", "")
+    assert made.ctx > plan(facts, machine, PlanOptions(kv="bf16")).ctx * 1.8
+    assert "16 bits would leave too little" in " ".join(made.reasons)
+    measured = PlanOptions(kv_measured={"int8": 0.0003, "fp8": 0.009})
+    assert plan(facts, machine, measured).kv == "int8"
+    assert "0.0003 measured" in " ".join(plan(facts, machine, measured).reasons)
+    assert plan(facts, machine, PlanOptions(kv_measured={"int8": 0.02, "fp8": 0.009})).kv == "fp8"
+    assert plan(facts, machine, PlanOptions(ctx=8192)).kv == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"driver": "565.57.01"}, "570 or later"),
+        ({"torch_cuda": "12.4"}, "no code for NVIDIA GeForce RTX 5090 (sm_120): CUDA 12.8"),
+        ({"driver_cuda": "12.9"}, "supports CUDA up to 12.9, torch is built with 13.0"),
+        ({"torch_cuda": "", "torch_version": "2.13.0+cpu"}, "built without CUDA"),
+    ],
+)
+def test_a_card_that_driver_or_torch_cannot_use_is_named_with_the_cause(change: dict, words: str) -> None:
+    machine = replace(MACHINES["rtx5090"], **change)
+    made = plan(model(), machine)
+    assert made.device == "cpu" and words in made.reasons[0]
+    with pytest.raises(DeviceError) as caught:
+        plan(model(), machine, PlanOptions(device="cuda:0"))
+    assert words in caught.value.message and caught.value.hint
+
+
+def test_of_two_cards_one_is_used_and_the_other_named() -> None:
+    cards = (MACHINES["rtx4060"].gpus[0], MACHINES["rtx4090"].gpus[0])
+    machine = replace(MACHINES["rtx4090"], gpus=cards)
+    made = plan(model(), machine)
+    assert made.device == "cuda:1"
+    assert "RTX 4060 (cuda:0, 7.6 GiB free) stays unused" in made.idle and "--device cuda:0" in made.idle
+    assert plan(model(), machine, PlanOptions(device="cuda:0")).idle.startswith("NVIDIA GeForce RTX 4090 (cuda:1")
+    assert plan(model(), MACHINES["rtx4090"]).idle == ""
+
+
+def test_a_busy_card_and_a_missing_compiler_are_warnings() -> None:
+    from localllm.device import GpuProcess
+
+    card = replace(MACHINES["rtx4090"].gpus[0], free_bytes=10 * GIB, processes=(GpuProcess(77, 13 * GIB, "blender"),))
+    warnings = plan(model(), replace(MACHINES["rtx4090"], gpus=(card,), compiler="")).warnings
+    assert any("blender (77) hold 13.0 GiB" in line for line in warnings)
+    assert any("install gcc" in line for line in warnings)
+
+
+def test_graph_buckets() -> None:
+    assert [graph_buckets(n) for n in (1, 2, 4, 6)] == [(1,), (1, 2), (1, 2, 4), (1, 2, 4, 6)]
+
+
+def test_unified_memory_counts_the_process_and_leaves_room_for_the_system() -> None:
+    card = replace(MACHINES["rtx5090"].gpus[0], name="NVIDIA GB10", capability=121, unified=True)
+    card = replace(card, total_bytes=110 * GIB, free_bytes=110 * GIB, bandwidth=273e9)
+    made = plan(model(**BF16_8B), replace(MACHINES["rtx5090"], gpus=(card,)))
+    assert made.device == "cuda:0"
+    assert made.have_bytes == int(110 * GIB * 0.85)
+    assert dict(made.work_terms)["program"] > 350 * MIB
+
+
+def test_every_term_of_a_card_is_there_and_the_learned_one_shrinks_the_plan() -> None:
+    made = plan(model(**BF16_8B), MACHINES["rtx4090"])
+    assert sum(made.terms().values()) == made.need_bytes
+    assert set(made.terms()) == {
+        "weights", "kv", "context", "activations", "logits", "graphs", "tables", "margin"
+    }  # fmt: skip
+    assert made.graph_buckets == (1, 2, 4)
+    assert plan(model(**BF16_8B), MACHINES["cpu"]).graph_buckets == ()
+    # 2,048 tokens through the feed-forward layer: gate and up, their product, and what is alive beside them
+    layer = 2048 * 2 * (3 * 14336 + 4 * 4096)
+    assert dict(made.work_terms)["activations"] == pytest.approx(layer + SPLIT_PART_BYTES, rel=0.05)
+    taught = plan(model(**BF16_8B), MACHINES["rtx4090"], PlanOptions(learned_bytes=GIB))
+    assert taught.terms()["learned"] == GIB
+    assert taught.max_ctx < made.max_ctx - 7000
+
+
+def test_a_model_that_does_not_fit_names_both_numbers_and_a_way() -> None:
+    made = plan(model(), MACHINES["cpu-small"])
+    assert not made.fits
+    assert made.max_ctx == 0
+    error = made.error("big")
+    assert isinstance(error, DoesNotFit)
+    assert (error.code, error.exit_code) == ("E501", 5)
+    assert f"{made.need_bytes / GIB:.1f} GiB" in error.message
+    assert "2.5 GiB" in error.message
+    assert error.context["need_bytes"] == made.need_bytes
+    long = plan(model(), replace(MACHINES["cpu"], ram_available_bytes=8 * GIB), PlanOptions(ctx=131072))
+    assert not long.fits
+    assert 512 <= long.max_ctx < 131072
+    command, _ = long.error("big").fixes[0]
+    assert command == f"localllm chat big --ctx {long.max_ctx}"
+    again = plan(model(), replace(MACHINES["cpu"], ram_available_bytes=8 * GIB), PlanOptions(ctx=long.max_ctx))
+    assert again.fits
+
+
+def test_a_ulimit_counts_address_space() -> None:
+    facts = model(**SMALL)
+    for limit, fits in [("cgroup", True), ("ulimit", False)]:
+        machine = replace(MACHINES["cpu"], ram_total_bytes=GIB, ram_available_bytes=GIB, ram_limit=limit)
+        assert plan(facts, machine).fits is fits
+
+
+def test_auto_context_shrinks_to_what_fits() -> None:
+    tight = replace(MACHINES["cpu"], ram_available_bytes=int(6.2 * GIB), ram_total_bytes=8 * GIB)
+    made = plan(model(), tight)
+    assert made.fits
+    assert 512 <= made.ctx < 8192
+    assert "largest that fits" in " ".join(made.reasons)
+
+
+def test_windows_need_pages_for_the_window_only() -> None:
+    windows = tuple(None if layer % 6 == 5 else 512 for layer in range(18))
+    facts = model(num_layers=18, windows=windows, num_kv_heads=1, head_dim=256)
+    full, window = page_groups(facts, "bf16", 32768, 16, 512)
+    assert (full.window, full.needed, full.page_bytes) == (None, 2049, 16 * 2 * 3 * 256 * 2)
+    assert (window.window, window.needed, window.page_bytes) == (512, 65, 16 * 2 * 15 * 256 * 2)
+    short = page_groups(facts, "bf16", 256, 16, 512)
+    assert [g.needed for g in short] == [17, 17]
+
+
+def test_groups_are_in_the_order_of_the_cache() -> None:
+    from localllm.models.kv_cache import cache_groups
+
+    for windows in [(None,) * 4, (64, None, 32, 64), (512,) * 3, (None, 128)]:
+        facts = model(num_layers=len(windows), windows=windows)
+        ours = [g.window for g in page_groups(facts, "bf16", 1024, 16, 512)]
+        assert ours == [g.window for g in cache_groups(facts)]
+
+
+def test_weights_without_a_compiler_are_larger() -> None:
+    facts = model(**SMALL)
+    held, read = weights_in_use(facts, "cpu", "float32", True)
+    assert (held, read) == (facts.weight_bytes, facts.weight_bytes)
+    untied = replace(facts, tied_embeddings=False, num_params=facts.num_params + 49152 * 576)
+    assert weights_in_use(untied, "cpu", "float32", True)[1] < facts.weight_bytes * 0.8
+    assert held < weights_in_use(facts, "cpu", "float32", False)[0] < 300 * MIB  # torch's int4 product
+    other = replace(facts, stored_format="Q5_K_M")
+    assert weights_in_use(other, "cpu", "float32", False)[0] > 500 * MIB
+    bare = plan(other, replace(MACHINES["cpu"], compiler=""))
+    assert "compiler" in " ".join(bare.warnings)
+    assert not plan(other, MACHINES["cpu"]).warnings
+
+
+def test_what_becomes_larger_while_loading_is_planned_for() -> None:
+    """Codebooks become bfloat16; without a compiler int8 made while loading is float32 as well."""
+    facts = replace(model(**SMALL), stored_format="IQ2_XXS", weight_bytes=40 * MIB, decoded_bytes=220 * MIB)
+    for device in ("cpu", "cuda"):
+        assert weights_in_use(facts, device, "float32", True)[0] == 260 * MIB
+    warning = " ".join(plan(facts, MACHINES["cpu"]).warnings)
+    assert "IQ2_XXS is decoded to bfloat16 while loading: 0.3 GiB instead of 0.0" in warning
+    dense = replace(model(**SMALL), stored_format="bf16", weight_bytes=270 * MIB)
+    bare = weights_in_use(dense, "cpu", "float32", False, "int8")[0]
+    assert bare > 500 * MIB and weights_in_use(dense, "cpu", "float32", True, "int8")[0] < 200 * MIB
+    assert weights_in_use(dense, "cpu", "float32", False, "int4")[0] < 300 * MIB  # torch's int4 product
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kv": "nonsense"}, "none of auto"),
+        ({"dtype": "int3"}, "none of auto"),
+        ({"ctx": 0}, "neither auto nor"),
+        ({"ctx": "many"}, "neither auto nor"),
+        ({"ctx": 200_000}, "131,072"),
+        ({"device": "tpu"}, "tpu"),
+        ({"device": "cuda:x"}, "cuda:x"),
+        ({"max_parallel": 0}, "at least 1"),
+        ({"prefill_budget": 0}, "at least 1"),
+    ],
+)
+def test_wishes_that_cannot_be(options: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        plan(model(), MACHINES["cpu"], PlanOptions(**options))
+    assert caught.value.hint
+
+
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(DeviceError, match="no NVIDIA GPU"):
+        plan(model(), MACHINES["cpu"], PlanOptions(device="cuda"))
+    with pytest.raises(DeviceError, match="cuda:1"):
+        plan(model(), MACHINES["rtx4090"], PlanOptions(device="cuda:1"))
+    old = replace(MACHINES["rtx4090"], gpus=(replace(MACHINES["rtx4090"].gpus[0], capability=61),))
+    with pytest.raises(DeviceError, match=r"6\.1"):
+        plan(model(), old, PlanOptions(device="cuda"))
+
+
+@given(
+    ram=st.integers(1, 256),
+    parallel=st.integers(1, 32),
+    page=st.sampled_from([16, 32, 64]),
+    own=st.integers(600, 200_000),
+    window=st.sampled_from([None, 128, 4096]),
+    kv=st.sampled_from(["auto", "f32"]),
+)
+def test_any_machine_gives_a_plan_that_holds(
+    ram: int, parallel: int, page: int, own: int, window: int | None, kv: str
+) -> None:
+    machine = replace(MACHINES["cpu"], ram_available_bytes=ram * GIB // 2, ram_total_bytes=ram * GIB)
+    facts = model(max_context=own, windows=(None, window) * 16)
+    made = plan(facts, machine, PlanOptions(max_parallel=parallel, page_size=page, kv=kv))
+    assert made.fits == (made.max_ctx >= made.ctx)
+    groups = page_groups(facts, made.kv, made.ctx, page, made.prefill_budget)
+    assert all(count >= group.needed for group, count in zip(groups, made.num_pages, strict=True))
+    if made.fits and made.max_ctx + 256 <= own:
+        bigger = plan(facts, machine, PlanOptions(max_parallel=parallel, page_size=page, kv=kv, ctx=made.max_ctx + 256))
+        assert not bigger.fits

@@ -1,0 +1,322 @@
+"""Several models within one memory, with models that only count: who is loaded, unloaded, waited for."""
+
+import threading
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from localllm.device.fake import fake_machine
+from localllm.errors import DoesNotFit, InternalError, ModelNotFound
+from localllm.server import pool as module
+from localllm.server.pool import Offer, ResidentOptions, Residents, State
+
+GIB = 1 << 30
+NAMES = ("a", "b", "c")
+
+
+class Model:
+    """A model of one GiB that never computes."""
+
+    def __init__(self, name):
+        self.name = name
+        self.plan = SimpleNamespace(device="cpu", weight_bytes=GIB, kv_bytes=0)
+        self.engine = SimpleNamespace(is_dead=False)
+        self.is_awake = True
+        self.log = []
+
+    def stats(self):
+        return SimpleNamespace(pages_free=0, pages_total=1)
+
+    def sleep(self):
+        self.is_awake = False
+        self.log.append("sleep")
+
+    def wake(self):
+        self.is_awake, self.engine.is_dead = True, False
+        self.log.append("wake")
+
+    def close(self):
+        self.log.append("close")
+        World.loaded.remove(self.name)
+
+
+class World:
+    """A machine with room for `room` models."""
+
+    loaded: list[str] = []
+
+    def __init__(self, room=2):
+        World.loaded = []
+        self.room = room
+        self.loads = []
+        self.fail = ""
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def machine(self):
+        free = (self.room - len(World.loaded)) * GIB
+        return replace(fake_machine("cpu"), ram_available_bytes=free, ram_total_bytes=self.room * GIB)
+
+    def plan(self, offer, machine):
+        fits = machine.ram_available_bytes >= GIB
+        return SimpleNamespace(fits=fits, ctx=100, error=lambda name: DoesNotFit(f"{name} does not fit"))
+
+    def load(self, offer, machine, on_phase, cancel):
+        self.loads.append(offer.name)
+        assert self.gate.wait(5)
+        if offer.name == self.fail:
+            raise RuntimeError("the file is odd")
+        World.loaded.append(offer.name)
+        return Model(offer.name)
+
+
+@pytest.fixture
+def make():
+    made = []
+
+    def residents(world, **options):
+        offers = [Offer(name, name, (f"{name}-alias",)) for name in NAMES]
+        made.append(Residents(lambda: offers, world, world.machine, ResidentOptions(**options)))
+        return made[-1]
+
+    yield residents
+    for one in made:
+        one.close()
+
+
+def lease(residents, name, seconds=5):
+    return residents.acquire(residents.find(name)).result(seconds)
+
+
+def eventually(check, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while not check():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_names_and_aliases(make):
+    residents = make(World())
+    assert residents.find("a").name == residents.find("a-alias").name == residents.find("a:latest").name == "a"
+    with pytest.raises(ModelNotFound, match="not served here"):
+        residents.find("../../etc/passwd")
+
+
+def test_a_model_is_loaded_once_however_many_ask(make):
+    world = World()
+    world.gate.clear()
+    residents = make(world)
+    futures = [residents.acquire(residents.find("a")) for _ in range(10)]
+    eventually(lambda: residents.is_loading)
+    world.gate.set()
+    leases = [f.result(5) for f in futures]
+    assert world.loads == ["a"] and len({id(one.llm) for one in leases}) == 1
+    assert residents.loaded()[0].users == 10
+
+
+def test_the_least_recently_used_goes(make):
+    world = World(room=2)
+    residents = make(world)
+    for name in ("a", "b", "a", "c"):
+        lease(residents, name).release()
+    assert world.loads == ["a", "b", "c"] and sorted(World.loaded) == ["a", "c"]
+
+
+def test_a_pinned_model_stays(make):
+    world = World(room=2)
+    residents = make(world, pinned=("a",))
+    for name in ("a", "b", "c"):
+        lease(residents, name).release()
+    assert sorted(World.loaded) == ["a", "c"]
+
+
+def test_a_running_model_is_never_broken(make, monkeypatch):
+    """One that waits for room gets it when the running request has ended, not before."""
+    world = World(room=1)
+    residents = make(world)
+    running = lease(residents, "a")
+    waits = residents.acquire(residents.find("b"))
+    time.sleep(0.05)
+    assert not waits.done() and World.loaded == ["a"]
+    running.release()
+    waits.result(5)
+    assert World.loaded == ["b"]
+
+
+def test_a_busy_model_makes_room_in_the_end(make, monkeypatch):
+    """However many requests it has: after a while new ones wait behind the model that waits."""
+    monkeypatch.setattr(module, "PATIENCE_S", 0.05)
+    world = World(room=1)
+    residents = make(world)
+    running = lease(residents, "a")
+    waits = residents.acquire(residents.find("b"))
+    eventually(lambda: world.loads == ["a"])
+    time.sleep(0.1)
+    late = residents.acquire(residents.find("a"))
+    assert not late.done()
+    running.release()
+    other = waits.result(5)
+    assert not late.done()
+    other.release()
+    late.result(5).release()
+    assert world.loads == ["a", "b", "a"]
+
+
+def test_what_can_never_fit_is_refused(make):
+    world = World(room=1)
+    residents = make(world, pinned=("a",))
+    lease(residents, "a")
+    with pytest.raises(DoesNotFit):
+        lease(residents, "b")
+
+
+def test_a_load_that_fails_fails_its_requests_only(make):
+    world = World()
+    world.fail = "b"
+    residents = make(world)
+    good = lease(residents, "a")
+    with pytest.raises(InternalError, match="loading failed"):
+        lease(residents, "b")
+    world.fail = ""
+    lease(residents, "b").release()
+    assert good.llm.is_awake
+
+
+def test_an_idle_model_is_unloaded_after_its_time(make):
+    residents = make(World(), ttl_s=0.05)
+    held = lease(residents, "a")
+    time.sleep(0.1)
+    assert World.loaded == ["a"]
+    held.release()
+    eventually(lambda: World.loaded == [])
+    assert residents.loaded() == []
+
+
+def test_times_to_live_can_be_set_per_model(make):
+    residents = make(World(), ttl_s=None)
+    lease(residents, "a").release()
+    lease(residents, "b").release()
+    residents.keep("a", 0)
+    eventually(lambda: World.loaded == ["b"])
+    assert residents.loaded()[0].expires_in_s is None
+
+
+@pytest.mark.parametrize("ttl_s", [1e10, 1e300, float("inf")])
+def test_a_time_beyond_all_clocks_is_for_ever(make, ttl_s):
+    """The thread that loads waits for what is due next, and no clock takes such a time."""
+    residents = make(World(room=2), ttl_s=ttl_s)
+    lease(residents, "a").release()
+    time.sleep(0.05)  # it waits now
+    lease(residents, "b").release()
+    residents.keep("a", 0)
+    eventually(lambda: [row.name for row in residents.loaded()] == ["b"])
+    residents.keep("b", ttl_s)
+    assert residents.loaded()[0].expires_in_s is None
+    assert residents.unload("b").result(5) is True
+
+
+def test_the_thread_that_loads_outlives_its_errors(make, monkeypatch):
+    residents = make(World())
+    pause, failed = residents._pause, []
+
+    def failing():
+        if not failed:
+            failed.append(True)
+            raise OverflowError("timeout value is too large")
+        return pause()
+
+    monkeypatch.setattr(residents, "_pause", failing)
+    for name in ("a", "b"):
+        lease(residents, name).release()
+    assert failed and residents._thread.is_alive()
+
+
+def test_unload_waits_for_the_running_and_park_is_undone_by_a_request(make):
+    residents = make(World())
+    held = lease(residents, "a")
+    gone = residents.unload("a")
+    time.sleep(0.05)
+    assert not gone.done()
+    held.release()
+    assert gone.result(5) is True and World.loaded == []
+    assert residents.unload("a").result(5) is False
+    sleeper = lease(residents, "b")
+    sleeper.release()
+    assert residents.park("b").result(5) is True
+    assert residents.loaded()[0].state is State.PARKED and not sleeper.llm.is_awake
+    again = lease(residents, "b")
+    assert again.llm is sleeper.llm and again.llm.log == ["sleep", "wake"]
+
+
+def test_a_dead_engine_is_started_anew_once(make, monkeypatch):
+    """REL-10: the next request finds a living engine; one that dies again at once is given up."""
+    residents = make(World())
+    first = lease(residents, "a")
+    first.llm.engine.is_dead = True
+    first.release()
+    second = lease(residents, "a")
+    assert second.llm.log == ["sleep", "wake"] and not second.llm.engine.is_dead
+    second.llm.engine.is_dead = True
+    second.release()
+    eventually(lambda: lease(residents, "a") and residents.broken)
+    assert "a stopped" in residents.broken
+
+
+def test_an_abandoned_wait_holds_nothing(make):
+    world = World()
+    world.gate.clear()
+    residents = make(world)
+    future = residents.acquire(residents.find("a"))
+    eventually(lambda: residents.is_loading)
+    assert future.cancel()
+    world.gate.set()
+    eventually(lambda: World.loaded == ["a"])
+    assert residents.loaded()[0].users == 0
+    assert residents.unload("a").result(5) is True
+
+
+def test_closing_ends_what_waits_and_frees_what_is_loaded():
+    world = World()
+    offers = [Offer(name, name) for name in NAMES]
+    residents = Residents(lambda: offers, world, world.machine)
+    lease(residents, "a")
+    world.gate.clear()
+    waits = residents.acquire(residents.find("b"))
+    eventually(lambda: residents.is_loading)
+    threading.Timer(0.05, world.gate.set).start()
+    residents.close()
+    assert World.loaded == []
+    assert waits.done()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_requests_keep_the_rules(make, seed, monkeypatch):
+    """Many threads, three models, room for two: each request has its model, and never more than two are loaded."""
+    import random
+
+    monkeypatch.setattr(module, "PATIENCE_S", 0.02)
+    world = World(room=2)
+    residents = make(world, ttl_s=0.05)
+    draw = random.Random(seed)
+    plans = [[draw.choice(NAMES) for _ in range(15)] for _ in range(8)]
+    wrong = []
+
+    def work(names):
+        for name in names:
+            held = lease(residents, name, 20)
+            if held.llm.name != name or "close" in held.llm.log or len(World.loaded) > 2:
+                wrong.append(name)
+            time.sleep(0.001)
+            if "close" in held.llm.log:
+                wrong.append(f"{name} was closed while it ran")
+            held.release()
+
+    threads = [threading.Thread(target=work, args=(plan,)) for plan in plans]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert wrong == []
