@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "chat": {"tokenizer", "sandbox", "config"},
     "grammar": {"chat", "tokenizer", "sandbox"},
     "hub": {"tokenizer", "config", "checkpoint", "models", "sandbox"},
-    "plan": {"hub", "device", "config", "checkpoint", "models", "quality"},
+    "plan": {"hub", "device", "config", "checkpoint", "models"},
     "boot": {"engine", "plan", "models", "kernels", "device", "checkpoint"},
     "llm": _LLM,
     "doctor": {
@@ -56,7 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "processes",
     },
     "bench": _LLM | {"llm"},
-    "quality": _LLM - {"plan"} | {"llm"},
+    "quality": _LLM | {"llm"},
     "backend": {"llm", "doctor", "interface", "plan", "hub", "device"},
     "server": {"llm", "chat", "config", "device", "plan"},
     "conversation": {"interface", "history", "config"},

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from localllm.errors import ConfigError, LocalLLMError, ModelNotFound
-from localllm.quality import evaluate
+from localllm.plan.quality import note as quality_note
+from localllm.plan.quality import saved as saved_quality
 from localllm.terminal import clean, clean_line, gib, tokens_short
 
 from . import params
@@ -98,7 +99,7 @@ def _cells(model: LocalModel, made: Plan | None) -> tuple[str, ...]:
         note = "quantised here"
     if not model.chat:
         note = f"{note}, base model" if note else "base model"
-    quality = evaluate.note(model.path, made.kv)
+    quality = quality_note(model.path, made.kv)
     return (
         model.name,
         _params(model.params),
@@ -128,7 +129,7 @@ def _ls_row(model: LocalModel, made: Plan | None) -> dict[str, Any]:
         "reason": model.reason or None,
         "fits": {"ok": made.fits, "max_ctx": made.max_ctx} if made else {"ok": False, "max_ctx": 0},
         "speed": {"tps": round(made.decode_tps, 1), "basis": made.basis} if made else None,
-        "quality": next(iter(evaluate.saved(model.path)), None),
+        "quality": next(iter(saved_quality(model.path)), None),
         "last_used": _iso(model.last_used),
         "source": model.source,
         "path": str(model.path),
@@ -212,7 +213,7 @@ def _show_fields(checkpoint: Checkpoint, name: str, revision: str) -> dict[str, 
         "params": facts.num_params,
         "size_bytes": checkpoint.nbytes,
         "max_ctx": facts.max_context,
-        "quality": evaluate.saved(checkpoint.path),
+        "quality": saved_quality(checkpoint.path),
         "layers": facts.num_layers,
         "hidden": facts.hidden_size,
         "heads": facts.num_heads,
@@ -275,7 +276,7 @@ def _print_facts(env: Env, facts: ModelFacts, fields: dict[str, Any]) -> None:
         ("sampling", sampling),
         ("licence", facts.licence or "not stated"),
         ("here", fit),
-        ("quality", evaluate.note(fields["path"]) or "not measured (localllm eval)"),
+        ("quality", quality_note(fields["path"]) or "not measured (localllm eval)"),
         *(("file", _short(Path(name))) for name in fields["files"][:8]),
     ]
     width = max(cell_width(label) for label, _ in rows)

@@ -323,7 +323,7 @@ def _as_candidate(subject: Subject) -> Any:
 
 
 def _json(row: Row, star: bool) -> dict[str, Any]:
-    from localllm.quality.evaluate import measured
+    from localllm.plan.quality import measured
 
     subject, made = row.subject, row.plan
     base = {"model": subject.name, "quant": subject.quant, "local": subject.local, "recommended": star}

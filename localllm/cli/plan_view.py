@@ -196,7 +196,7 @@ def _remarks(sheet: Sheet) -> list[str]:
 
 def qualities(sheet: Sheet) -> list[tuple[str, str]]:
     """(model, what `localllm eval` found) for the formats that would run, each once."""
-    from localllm.quality.evaluate import note
+    from localllm.plan.quality import note
 
     found: dict[tuple[str, str], None] = {}
     for row in sheet.rows:

@@ -16,7 +16,7 @@ from localllm.hub import catalog
 from localllm.plan import fit
 from localllm.plan import speeds as calibrate
 from localllm.plan.planner import Plan, PlanOptions, plan
-from localllm.quality import evaluate
+from localllm.plan.quality import note as quality_note
 from localllm.request import ModelChoice
 
 _STORED = re.compile(r"(it|instruct|gguf|awq|fp8|nvfp4|mxfp4|bf16|f16|f32|int4|int8|i?q[0-9](k|[0-9])*(xxs|[xsml])*)*")
@@ -62,7 +62,7 @@ def _local(
     except LocalLLMError as error:
         return replace(row, reason=error.message)
     note = "" if model.chat else "base model: completes text"
-    return replace(_planned(row, made), note=note, quality=evaluate.note(model.path, made.kv))
+    return replace(_planned(row, made), note=note, quality=quality_note(model.path, made.kv))
 
 
 def _fetchable(

@@ -1,9 +1,10 @@
-"""What the quality meter (`evaluate`) found about KV formats, for the planner: read from its files, without torch."""
+"""What the quality meter (`localllm eval`) found on this machine, read from its files, without torch."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from localllm import paths
 
@@ -13,19 +14,50 @@ def kl_by_kv(path: Path | str) -> dict[str, float]:
 
     Measured alike: of one kind of weights, over one text and against one reference, those of the newest of all.
     """
-    folder = paths.data_dir() / "quality"
     found: dict[str, float] = {}
     alike: tuple[object, ...] | None = None
-    for file in sorted(folder.glob("*.json"), key=lambda p: -p.stat().st_mtime) if folder.is_dir() else ():
-        try:
-            row = json.loads(file.read_text())
-            kv, cost = row["kv"], row["kl_mean"]
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-        if row.get("path") != str(path) or not isinstance(kv, str) or not isinstance(cost, int | float):
+    for row in saved(path):
+        if row["kl_mean"] is None:
             continue
         how = tuple(row.get(name) for name in ("weights", "text", "reference"))
         alike = alike or how
         if how == alike:
-            found.setdefault(kv, float(cost))
+            found.setdefault(row["kv"], float(row["kl_mean"]))
     return found
+
+
+def folder() -> Path:
+    """Where results are kept."""
+    return paths.data_dir() / "quality"
+
+
+def saved(path: Path | str = "") -> list[dict[str, Any]]:
+    """Results that were kept, newest first; of the model at `path` only. Files that cannot be read are left out."""
+    rows = []
+    for file in sorted(folder().glob("*.json"), key=lambda p: -p.stat().st_mtime) if folder().is_dir() else ():
+        try:
+            row = json.loads(file.read_text())
+        except (OSError, ValueError):
+            continue
+        known = isinstance(row, dict) and row.get("schema") == "localllm.quality/1"
+        if known and (not path or row.get("path") == str(path)) and _sound(row):
+            rows.append(row)
+    return rows
+
+
+def _sound(row: dict[str, Any]) -> bool:
+    numbers = [row.get("kl_mean"), row.get("kl_p99")]
+    whole = all(n is None for n in numbers) or all(isinstance(n, (int, float)) for n in numbers)
+    return isinstance(row.get("kv"), str) and whole
+
+
+def measured(path: Path | str, kv: str = "", weights: str = "") -> dict[str, Any] | None:
+    """The newest result of the model at `path` against a reference; with that KV format and those weights, if named."""
+    rows = (row for row in saved(path) if row["kl_mean"] is not None)
+    return next((r for r in rows if kv in ("", r["kv"]) and weights in ("", r.get("weights"))), None)
+
+
+def note(path: Path | str, kv: str = "", weights: str = "") -> str:
+    """'KL 0.0001, p99 0.001 (KV bf16)' from the result that `measured` finds; or ""."""
+    row = measured(path, kv, weights)
+    return f"KL {row['kl_mean']:.5f}, p99 {row['kl_p99']:.4f} (KV {row['kv']})" if row else ""

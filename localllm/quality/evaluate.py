@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from localllm import paths
 from localllm.errors import Aborted, InvalidRequest
+from localllm.plan.quality import folder
 from localllm.request import Phase
 
 if TYPE_CHECKING:
@@ -178,11 +178,6 @@ def _same_vocabulary(model: LLM, reference: LLM) -> bool:
 # --- what was measured before ------------------------------------------------------------------------------------
 
 
-def folder() -> Path:
-    """Where results are kept."""
-    return paths.data_dir() / "quality"
-
-
 def save(quality: Quality) -> Path:
     """Keep a result; a newer one of the same model, formats, text and reference replaces it."""
     parts = (quality.model, quality.weights, quality.kv, quality.text, quality.reference)
@@ -194,35 +189,3 @@ def save(quality: Quality) -> Path:
     partial.write_text(json.dumps({"schema": "localllm.quality/1", **asdict(quality)}, indent=2))
     partial.replace(path)
     return path
-
-
-def saved(path: Path | str = "") -> list[dict[str, Any]]:
-    """Results that were kept, newest first; of the model at `path` only. Files that cannot be read are left out."""
-    rows = []
-    for file in sorted(folder().glob("*.json"), key=lambda p: -p.stat().st_mtime) if folder().is_dir() else ():
-        try:
-            row = json.loads(file.read_text())
-        except (OSError, ValueError):
-            continue
-        known = isinstance(row, dict) and row.get("schema") == "localllm.quality/1"
-        if known and (not path or row.get("path") == str(path)) and _sound(row):
-            rows.append(row)
-    return rows
-
-
-def _sound(row: dict[str, Any]) -> bool:
-    numbers = [row.get("kl_mean"), row.get("kl_p99")]
-    whole = all(n is None for n in numbers) or all(isinstance(n, (int, float)) for n in numbers)
-    return isinstance(row.get("kv"), str) and whole
-
-
-def measured(path: Path | str, kv: str = "", weights: str = "") -> dict[str, Any] | None:
-    """The newest result of the model at `path` against a reference; with that KV format and those weights, if named."""
-    rows = (row for row in saved(path) if row["kl_mean"] is not None)
-    return next((r for r in rows if kv in ("", r["kv"]) and weights in ("", r.get("weights"))), None)
-
-
-def note(path: Path | str, kv: str = "", weights: str = "") -> str:
-    """'KL 0.0001, p99 0.001 (KV bf16)' from the result that `measured` finds; or ""."""
-    row = measured(path, kv, weights)
-    return f"KL {row['kl_mean']:.5f}, p99 {row['kl_p99']:.4f} (KV {row['kv']})" if row else ""

@@ -28,7 +28,7 @@ from localllm.kernels.verify import tuning
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.llm.llm import kernel_words
 from localllm.plan.profiles import Proofs, words
-from localllm.plan.quality import kl_by_kv
+from localllm.plan.quality import folder, kl_by_kv
 from localllm.quality import evaluate
 from localllm.quality.evaluate import Quality
 
@@ -204,7 +204,7 @@ def test_what_the_quality_meter_measured_reaches_the_plan(empty_home: Path) -> N
     evaluate.save(replace(row, kv="int8", kl_mean=0.0004))
     evaluate.save(replace(row, model="other", path="/models/other", kl_mean=0.5))
     evaluate.save(replace(row, kv="bf16", kl_mean=None))
-    (evaluate.folder() / "broken.json").write_text("{")
+    (folder() / "broken.json").write_text("{")
     assert kl_by_kv("/models/m") == {"fp8": 0.012, "int8": 0.0004}
     assert kl_by_kv("/models/none") == {}
     for number, other in enumerate(({"weights": "int4"}, {"text": "notes"}, {"reference": "r2"})):

@@ -23,8 +23,9 @@ from localllm import LLM
 from localllm.checkpoint import open_checkpoint
 from localllm.errors import Aborted, BadModelFile, ConfigError, DoesNotFit, InvalidRequest, UnsupportedFormat
 from localllm.models.calibration import hessians
+from localllm.plan.quality import folder, note, saved
 from localllm.quality import quantize as quantize_module
-from localllm.quality.evaluate import divergence, evaluate, folder, note, sample_text, save, saved
+from localllm.quality.evaluate import divergence, evaluate, sample_text, save
 from localllm.quality.quantize import RECORD, quantize
 from localllm.quant.encode import GROUP_SIZES, Target
 
