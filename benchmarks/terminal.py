@@ -250,7 +250,7 @@ async def on_screen(prompt: str, tps: float, seconds: float, *keys: str) -> tupl
 async def bare(prompt: str, tps: float, seconds: float = 3.0) -> float:
     """Characters per second of the scripted engine with nobody looking."""
     from localllm.backend.scripted import FakeBackend
-    from localllm.request import Delta
+    from localllm.interface import Delta
 
     backend = FakeBackend(tps=tps, load_s=0)
     backend.start("fake")

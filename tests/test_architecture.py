@@ -39,10 +39,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "chat": {"tokenizer", "sandbox", "config"},
     "grammar": {"chat", "tokenizer", "sandbox"},
     "hub": {"tokenizer", "config", "checkpoint", "models", "sandbox"},
-    "plan": {"hub", "device", "config", "checkpoint", "models"},
+    "plan": {"interface", "hub", "device", "config", "checkpoint", "models"},
     "boot": {"engine", "plan", "models", "kernels", "device", "checkpoint"},
-    "llm": _LLM,
+    "llm": _LLM | {"interface"},
     "doctor": {
+        "interface",
         "plan",
         "hub",
         "device",

@@ -25,7 +25,7 @@ from localllm.conversation.attachments import Attachment
 from localllm.conversation.conversation import Conversation
 from localllm.conversation.saver import Saver
 from localllm.errors import LocalLLMError
-from localllm.request import ChatBackend, Check, Failed
+from localllm.interface import ChatBackend, Check, Failed
 from localllm.terminal import clean_line, gib, no_color
 from localllm.tui import clipboard
 from localllm.tui.attention import Attention

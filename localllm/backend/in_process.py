@@ -16,24 +16,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from localllm.errors import Aborted, InternalError, LocalLLMError
+from localllm.interface import ChatEvent, Check, Delta, Done, Facts, Failed, ModelChoice, Prefill
 from localllm.llm.answer import Piece, Turn
-from localllm.request import (
-    ChatEvent,
-    Check,
-    Constraint,
-    Delta,
-    Done,
-    Facts,
-    Failed,
-    FinishReason,
-    Message,
-    ModelChoice,
-    Phase,
-    Prefill,
-    SamplingParams,
-    Timing,
-    Usage,
-)
+from localllm.request import Constraint, FinishReason, Message, Phase, SamplingParams, Timing, Usage
 
 if TYPE_CHECKING:
     from localllm.llm.llm import LLM
@@ -51,7 +36,7 @@ class _Queued:
 
 
 class InProcessBackend:
-    """See `request.ChatBackend`.
+    """See `interface.ChatBackend`.
 
     llm_options      passed on to `LLM`
     default_params   how turns without parameters are sampled; None: what the model's files recommend

@@ -19,22 +19,8 @@ from dataclasses import replace
 from typing import Any
 
 from localllm.errors import LocalLLMError, ServerError
-from localllm.request import (
-    ChatEvent,
-    Check,
-    Delta,
-    Done,
-    Facts,
-    Failed,
-    FinishReason,
-    Message,
-    ModelChoice,
-    Phase,
-    Prefill,
-    SamplingParams,
-    Timing,
-    Usage,
-)
+from localllm.interface import ChatEvent, Check, Delta, Done, Facts, Failed, ModelChoice, Prefill
+from localllm.request import FinishReason, Message, Phase, SamplingParams, Timing, Usage
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +32,7 @@ _CODES = {"context_length_exceeded": "E901", "model_not_found": "E301", "invalid
 
 
 class RemoteBackend:
-    """See `request.ChatBackend`.
+    """See `interface.ChatBackend`.
 
     url     http://host:port, with or without /v1, or unix:/path
     key     sent as a bearer token where the server wants one

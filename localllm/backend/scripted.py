@@ -28,22 +28,8 @@ from localllm.errors import (
     ModelNotFound,
     OutOfMemory,
 )
-from localllm.request import (
-    ChatEvent,
-    Check,
-    Constraint,
-    Delta,
-    Done,
-    Facts,
-    Failed,
-    Message,
-    ModelChoice,
-    Phase,
-    Prefill,
-    SamplingParams,
-    Timing,
-    Usage,
-)
+from localllm.interface import ChatEvent, Check, Delta, Done, Facts, Failed, ModelChoice, Prefill
+from localllm.request import Constraint, Message, Phase, SamplingParams, Timing, Usage
 
 PAGE = 16
 """tokens of a page"""

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from localllm.conversation.conversation import Conversation
     from localllm.conversation.saver import Saver
     from localllm.history import History
+    from localllm.interface import ChatBackend
     from localllm.processes import Record
-    from localllm.request import ChatBackend
 
 THINK = "auto|off|on|low|medium|high"
 

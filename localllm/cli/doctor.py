@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from localllm.errors import ConfigError
-from localllm.request import Check
+from localllm.interface import Check
 
 from . import params
 from .command import Env, command

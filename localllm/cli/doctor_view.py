@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from localllm.cli.console import Console
 from localllm.doctor import MEASURED
-from localllm.request import Check
+from localllm.interface import Check
 from localllm.terminal import clean, clean_line
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from localllm.terminal import clean_line
 from .command import Env
 
 if TYPE_CHECKING:
+    from localllm.interface import ChatBackend
     from localllm.processes import Record
-    from localllm.request import ChatBackend
     from localllm.server.beside import Beside
 
 LOOPBACK = "127.0.0.1"

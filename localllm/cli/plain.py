@@ -12,7 +12,7 @@ from localllm.conversation.conversation import Conversation, Exchange
 from localllm.conversation.kept import saved_chat, saved_messages
 from localllm.conversation.slash import SLASHES, Typed, understand
 from localllm.errors import ConfigError, LocalLLMError, OutOfMemory
-from localllm.request import ChatBackend
+from localllm.interface import ChatBackend
 from localllm.terminal import clean, clean_line
 from localllm.tui.clipboard import copy
 from localllm.tui.serving import OFF, says, wished_port

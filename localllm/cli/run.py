@@ -12,7 +12,8 @@ import typer
 
 from localllm.config import UserConfig
 from localllm.errors import ConfigError, ConstraintUnmet, LocalLLMError
-from localllm.request import ChatBackend, Constraint, Facts, Message
+from localllm.interface import ChatBackend, Facts
+from localllm.request import Constraint, Message
 from localllm.terminal import clean_line, dumb
 
 from . import params

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from localllm.cli.console import Console
-from localllm.request import ChatEvent, Delta, Done, Facts, Phase, Prefill
+from localllm.interface import ChatEvent, Delta, Done, Facts, Prefill
+from localllm.request import Phase
 from localllm.terminal import Cleaner, json_safe
 
 from .progress import phase_event

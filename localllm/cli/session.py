@@ -9,19 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from localllm.errors import Aborted, LocalLLMError
-from localllm.request import (
-    ChatBackend,
-    ChatEvent,
-    Constraint,
-    Delta,
-    Done,
-    Facts,
-    Failed,
-    Phase,
-    SamplingParams,
-    Timing,
-    Usage,
-)
+from localllm.interface import ChatBackend, ChatEvent, Delta, Done, Facts, Failed
+from localllm.request import Constraint, Phase, SamplingParams, Timing, Usage
 from localllm.testing import only_in_tests
 
 from .command import Env

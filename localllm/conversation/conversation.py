@@ -16,7 +16,8 @@ from localllm.conversation import texts
 from localllm.conversation.attachments import Attachment, with_attachments
 from localllm.errors import ConfigError
 from localllm.history import new_chat_id, new_message_id
-from localllm.request import Failed, Message, Timing, Usage
+from localllm.interface import Failed
+from localllm.request import Message, Timing, Usage
 
 THINK = ("auto", "off", "on", "low", "medium", "high")
 TITLE_CHARS = 60

@@ -9,7 +9,8 @@ from typing import Any
 from localllm.conversation.attachments import Attachment
 from localllm.conversation.conversation import Conversation, Exchange, sampling_keys
 from localllm.history import SavedChat, SavedMessage
-from localllm.request import Failed, Timing, Usage
+from localllm.interface import Failed
+from localllm.request import Timing, Usage
 
 
 def saved_chat(talk: Conversation) -> SavedChat:

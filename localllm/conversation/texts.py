@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from localllm.request import Failed, Timing, Usage
+from localllm.interface import Failed
+from localllm.request import Timing, Usage
 
 
 def number(value: Any) -> str:

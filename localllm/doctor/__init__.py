@@ -1,6 +1,6 @@
 """Checks of this machine as data: the quick ones take under two seconds and load no torch; the command prints them.
 
-A check is a function from a `Survey` to one `request.Check`. Every warning and failure carries in `fix` a command or
+A check is a function from a `Survey` to one `interface.Check`. Every warning and failure carries in `fix` a command or
 the step to take. One module per group; ids are stable, because people put them into scripts.
 """
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from localllm._version import __version__
 from localllm.errors import ConfigError, LocalLLMError
-from localllm.request import Check
+from localllm.interface import Check
 
 from . import gpu, hardware, settings, software, storage, terminal
 from .finding import HARDWARE, SOFTWARE, STORAGE, TERMINAL, CheckFunction, Survey

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from localllm.device import MachineFacts, machine
 from localllm.device.host import HostFacts
-from localllm.request import Check
+from localllm.interface import Check
 
 Status = Literal["ok", "warn", "fail", "skip"]
 GIB = 1 << 30

@@ -8,7 +8,7 @@ from typing import Any
 
 from localllm.device import GpuFacts
 from localllm.device.gpu_table import min_driver, table_row
-from localllm.request import Check
+from localllm.interface import Check
 
 from .finding import HARDWARE, CheckFunction, Status, Survey, found, size, sm
 

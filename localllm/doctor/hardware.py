@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from localllm.request import Check
+from localllm.interface import Check
 
 from .finding import GIB, HARDWARE, CheckFunction, Survey, found, size
 

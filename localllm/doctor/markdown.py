@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from localllm._version import __version__
+from localllm.interface import Check
 from localllm.paths import log_dir
-from localllm.request import Check
 from localllm.terminal import clean
 
 from .finding import Survey

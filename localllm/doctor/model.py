@@ -12,10 +12,10 @@ from localllm.checkpoint.mapped_file import label
 from localllm.config import UserConfig
 from localllm.errors import REPAIR, LocalLLMError, UnsupportedModel
 from localllm.hub import Resolved, catalog
+from localllm.interface import Check
 from localllm.plan import fit
 from localllm.plan import speeds as calibrate
 from localllm.plan.planner import Plan, PlanOptions, plan
-from localllm.request import Check
 from localllm.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 from .finding import MODEL, Survey, found, size

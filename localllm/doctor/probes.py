@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from localllm.device import GpuFacts, read_bandwidth
 from localllm.device.facts import MachineFacts
 from localllm.hub.local import scan
-from localllm.request import Check
+from localllm.interface import Check
 
 from .finding import HARDWARE, SOFTWARE, STORAGE, Survey, found
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from localllm.config import settings_file
-from localllm.request import Check
+from localllm.interface import Check
 
 from .finding import Survey
 

@@ -11,7 +11,7 @@ from localllm import paths
 from localllm.config import load_config, settings_file
 from localllm.device.disk import existing
 from localllm.errors import ConfigError
-from localllm.request import Check
+from localllm.interface import Check
 
 from .finding import SOFTWARE, CheckFunction, Survey, found
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from localllm.device.gpu_table import min_cuda, min_torch_cuda
 from localllm.device.host import version_key
-from localllm.request import Check
+from localllm.interface import Check
 
 from .finding import GIB, SOFTWARE, CheckFunction, Status, Survey, found, install, size, sm
 from .gpu import torch_for

@@ -12,8 +12,8 @@ from localllm import hub
 from localllm.device.disk import existing
 from localllm.hub.cache import hf_home, hub_dir
 from localllm.hub.local import scan
+from localllm.interface import Check
 from localllm.processes import running
-from localllm.request import Check
 
 from .finding import GIB, STORAGE, CheckFunction, Survey, found, proxy, size
 from .settings import short

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
-from localllm.request import Check
+from localllm.interface import Check
 
 from .finding import TERMINAL, CheckFunction, Survey, found
 

@@ -20,10 +20,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from localllm.errors import BadModelFile, ConfigError, InternalError, InvalidRequest
+from localllm.interface import Facts
 from localllm.llm.answer import Answer, Piece, Shown, Turn, TurnText
 from localllm.request import (
     Constraint,
-    Facts,
     FinishReason,
     Message,
     Phase,

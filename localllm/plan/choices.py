@@ -13,11 +13,11 @@ from localllm import hub
 from localllm.device import MachineFacts, machine
 from localllm.errors import LocalLLMError
 from localllm.hub import catalog
+from localllm.interface import ModelChoice
 from localllm.plan import fit
 from localllm.plan import speeds as calibrate
 from localllm.plan.planner import Plan, PlanOptions, plan
 from localllm.plan.quality import note as quality_note
-from localllm.request import ModelChoice
 
 _STORED = re.compile(r"(it|instruct|gguf|awq|fp8|nvfp4|mxfp4|bf16|f16|f32|int4|int8|i?q[0-9](k|[0-9])*(xxs|[xsml])*)*")
 """Parts of a plain name that say how a model is stored."""

@@ -9,7 +9,8 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
 
 from localllm.backend.in_process import InProcessBackend
-from localllm.request import Delta, Done, Failed, Phase, Prefill, SamplingParams
+from localllm.interface import Delta, Done, Failed, Prefill
+from localllm.request import Phase, SamplingParams
 
 HELLO = [{"role": "user", "content": "hello"}]
 SHORT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from localllm.backend.over_http import RemoteBackend
-from localllm.request import ChatEvent, Delta, Done, Failed, Phase
+from localllm.interface import ChatEvent, Delta, Done, Failed
+from localllm.request import Phase
 
 METRICS = """\
 # HELP vllm:num_requests_running x

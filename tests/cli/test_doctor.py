@@ -146,7 +146,7 @@ def test_apply_shows_asks_and_runs(invoke: Invoke, empty_home: Path, monkeypatch
 
 def test_deep_says_what_it_measures(invoke: Invoke, empty_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from localllm.doctor import probes
-    from localllm.request import Check
+    from localllm.interface import Check
 
     def scripted(survey: Any, tell: Any, only: Any) -> Any:
         asked.append(list(only))

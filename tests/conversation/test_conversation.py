@@ -12,7 +12,8 @@ from localllm.conversation.conversation import Conversation
 from localllm.conversation.slash import matching, understand
 from localllm.conversation.texts import answer_stats, code_blocks, failure_lines
 from localllm.errors import ConfigError
-from localllm.request import Failed, Timing, Usage
+from localllm.interface import Failed
+from localllm.request import Timing, Usage
 from localllm.tui import clipboard
 from localllm.tui.stderr_guard import stderr_to
 

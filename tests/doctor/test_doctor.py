@@ -20,8 +20,8 @@ from localllm.device.host import HostFacts
 from localllm.doctor import CHECKS, GROUP_OF, Survey, document, run_checks, summary, verdict, wanted
 from localllm.doctor.kernel_table import wanted_capability
 from localllm.errors import ConfigError
+from localllm.interface import Check
 from localllm.plan.placement import unusable
-from localllm.request import Check
 
 CPU, RTX = MACHINES["cpu"], MACHINES["rtx4090"]
 

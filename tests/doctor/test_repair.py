@@ -17,7 +17,7 @@ from localllm.doctor.markdown import last_crash, redact, report_markdown
 from localllm.doctor.model import model_checks, resolve_quietly
 from localllm.doctor.probes import Child, ProbeError, deep_checks, disk_read, read_file
 from localllm.doctor.rules import match_machine
-from localllm.request import Check
+from localllm.interface import Check
 
 CPU = Survey(MACHINES["cpu"], fake_host("cpu"))
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from localllm.device.fake import MACHINES
+from localllm.interface import ModelChoice
 from localllm.plan import choices, fit
 from localllm.plan.choices import model_choices
-from localllm.request import ModelChoice
 
 
 @pytest.mark.parametrize("name", ["rtx3060", "rtx5090", "h100", "cpu"])

@@ -16,7 +16,8 @@ from localllm.conversation.conversation import Conversation
 from localllm.conversation.kept import restored, saved_chat
 from localllm.conversation.saver import Saver
 from localllm.history import History, SavedChat, SavedMessage
-from localllm.request import Check, Facts, ModelChoice, Timing
+from localllm.interface import Check, Facts, ModelChoice
+from localllm.request import Timing
 from localllm.tui.app import ChatApp
 from localllm.tui.widgets.engine import EnginePanel
 

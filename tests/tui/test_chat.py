@@ -12,7 +12,7 @@ from textual.widgets import OptionList
 
 from localllm.backend.script import MARKDOWN
 from localllm.config import UiConfig
-from localllm.request import Facts, Prefill
+from localllm.interface import Facts, Prefill
 from localllm.tui.screens.help import HelpScreen
 from localllm.tui.widgets.loading import LoadCard
 from localllm.tui.widgets.messages import AssistantMessage, Failure, Notice, UserMessage

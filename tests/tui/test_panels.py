@@ -11,7 +11,7 @@ from textual.widgets import DataTable, Input, OptionList, Static
 from localllm.config import UiConfig
 from localllm.conversation.conversation import Conversation
 from localllm.history import History, SavedChat, SavedMessage
-from localllm.request import Facts
+from localllm.interface import Facts
 from localllm.tui.screens.models import ModelsScreen
 from localllm.tui.screens.params import ParamsScreen
 from localllm.tui.screens.viewer import Viewer

@@ -16,7 +16,7 @@ from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import DataTable, Input, Static
 
-from localllm.request import ModelChoice
+from localllm.interface import ModelChoice
 from localllm.terminal import clean_line, fit, gib, tokens_short
 
 if TYPE_CHECKING:

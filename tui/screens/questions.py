@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from localllm.conversation.conversation import Exchange
-from localllm.request import Done, Failed
+from localllm.interface import Done, Failed
 from localllm.terminal import clean_line, fit, tokens_short
 from localllm.tui.widgets.choices import Choice, Choices
 
 from .crash import REPORT, CrashScreen
 
 if TYPE_CHECKING:
-    from localllm.request import ChatEvent
+    from localllm.interface import ChatEvent
 
     from .chat import ChatScreen
 

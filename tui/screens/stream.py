@@ -7,7 +7,8 @@ from collections import deque
 
 from localllm.conversation.conversation import Exchange
 from localllm.conversation.saver import AUTOSAVE_S
-from localllm.request import ChatEvent, Delta, Done, Failed, Phase, Prefill, Usage
+from localllm.interface import ChatEvent, Delta, Done, Failed, Prefill
+from localllm.request import Phase, Usage
 from localllm.terminal import clean_line, tokens_short
 from localllm.tui.load_times import LoadTimes
 from localllm.tui.widgets.engine import sparkline

@@ -15,7 +15,8 @@ from textual.content import Content
 from textual.timer import Timer
 from textual.widgets import Static
 
-from localllm.request import Facts, Timing
+from localllm.interface import Facts
+from localllm.request import Timing
 from localllm.terminal import clean, gib
 
 LOOK_S = 0.5

@@ -14,7 +14,7 @@ from textual.widgets import Static
 
 from localllm.conversation.conversation import Exchange
 from localllm.conversation.texts import answer_stats, failure_lines
-from localllm.request import Failed
+from localllm.interface import Failed
 from localllm.terminal import Cleaner, clean, seconds_short
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from textual.content import Content
 from textual.widgets import Static
 
 from localllm.conversation.texts import number
-from localllm.request import Facts
+from localllm.interface import Facts
 from localllm.terminal import cell_width, clean_line, fit, tokens_short
 
 WARN_SHARE = 0.8

@@ -17,7 +17,7 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from localllm.conversation.conversation import Conversation, Exchange
-from localllm.request import Failed
+from localllm.interface import Failed
 from localllm.terminal import clean
 from localllm.tui.load_times import LoadTimes
 

@@ -1,0 +1,217 @@
+"""What an interface sees of the program: a `ChatBackend` and the plain values that it gives. No torch, no output."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from localllm.request import Message, Phase, SamplingParams, Timing, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Prompt tokens read so far."""
+
+    turn: int
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A piece of the answer."""
+
+    turn: int
+    kind: Literal["content", "reasoning", "tool_call"]
+    text: str
+    """of a tool_call: JSON, first {"index", "id", "name", "arguments": ""}, then {"index", "arguments": a piece}"""
+    num_tokens: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The end of a turn."""
+
+    turn: int
+    stop: str
+    usage: Usage
+    timing: Timing
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The end of a turn, or of loading (turn -1), by an error."""
+
+    turn: int
+    code: str
+    message: str
+    hint: str = ""
+    fixes: tuple[tuple[str, str], ...] = ()
+    why: str = ""
+    context: Mapping[str, Any] = field(default_factory=dict)
+    """the values, for the JSON twin"""
+
+
+ChatEvent = Phase | Prefill | Delta | Done | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is true of the running model: plain data for status lines and the engine panel."""
+
+    model: str = ""
+    truth_line: str = ""
+    device: str = ""
+    ctx: int = 0
+    max_ctx: int = 0
+    """the largest window that would fit, up to the model's own; 0 when unknown"""
+    used_tokens: int = 0
+    pages_total: int = 0
+    pages_free: int = 0
+    pages_cached: int = 0
+    page_size: int = 0
+    """tokens"""
+    page_map: bytes = b""
+    """one byte a page, or every n-th page of a large pool: 0 free, 1 kept by the prefix tree alone, 2 in use"""
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+    kv: str = ""
+    """how keys and values are stored"""
+    plan_parts: tuple[tuple[str, int], ...] = ()
+    """(weights | kv | work | margin, bytes) as planned"""
+    have_bytes: int = 0
+    """what the plan could use"""
+    held_bytes: int = 0
+    """what the process (CPU) or its share of the device (GPU) holds now"""
+    num_running: int = 0
+    num_waiting: int = 0
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    """computed since the start, those of the prefix tree not among them"""
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    decode_tps: float = 0.0
+    """expected of one sequence at the start of its context"""
+    power_w: float = 0.0
+    """what the card draws now; 0 where it does not say"""
+    url: str = ""
+    """the server that computes, when it is not this process"""
+    pid: int = 0
+    """that server's process, when it is one of ours on this machine"""
+    has_chat_template: bool = True
+    times_kernels: bool = False
+    """tile sizes are being timed on the card, in an idle moment"""
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChoice:
+    """A row of the model picker."""
+
+    name: str
+    format: str
+    size_bytes: int
+    local: bool
+    supported: bool
+    reason: str = ""
+    max_ctx: int = 0
+    fits: bool = True
+    tps: float = 0.0
+    basis: str = "estimate"
+    note: str = ""
+    ctx: int = 0
+    """the context it would get here"""
+    params: int = 0
+    active_params: int = 0
+    """weights read per token, where fewer than `params`"""
+    licence: str = ""
+    chat: bool = True
+    """has a chat template"""
+    need_bytes: int = 0
+    have_bytes: int = 0
+    parts: tuple[tuple[str, int], ...] = ()
+    """the terms of `need_bytes`"""
+    last_used: float = 0.0
+    """seconds since the epoch"""
+    path: str = ""
+    quality: str = ""
+    """what its format costs, where that was measured"""
+    quants: tuple[ModelChoice, ...] = ()
+    """the same model in other formats, the smallest first"""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of doctor."""
+
+    id: str
+    group: str
+    status: Literal["ok", "warn", "fail", "skip"]
+    title: str
+    detail: str = ""
+    fix: str = ""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    ms: float = 0.0
+
+
+class ChatBackend(Protocol):
+    """All an interface knows of the engine. In process, or over HTTP; nothing here blocks."""
+
+    def start(self, model: str | None, changes: Mapping[str, Any] | None = None) -> None:
+        """Begin loading; returns at once, phases arrive as events, `Phase("ready")` ends them.
+
+        A second start replaces the first model. `changes` are settings that differ from now on: ctx, kv.
+        """
+        ...
+
+    def send(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        template: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Queue a turn, also before the model is ready; returns its id.
+
+        When the last message is the assistant's, it is continued. `template` goes to the chat template:
+        enable_thinking, reasoning_effort.
+        """
+        ...
+
+    def stop(self, turn: int) -> None:
+        """End a turn early; its `Done` has stop "abort"."""
+        ...
+
+    def rest(self) -> None:
+        """Leave off what is done in idle moments (`Facts.times_kernels`)."""
+        ...
+
+    def events(self) -> deque[ChatEvent]:
+        """The queue to drain."""
+        ...
+
+    def facts(self) -> Facts:
+        """What is running."""
+        ...
+
+    def count_tokens(self, text: str) -> int:
+        """Tokens of a text; an estimate (a quarter of its characters) while no model is there. May take a while."""
+        ...
+
+    def choices(self, ctx: int | None = None) -> list[ModelChoice]:
+        """Rows of the model picker: what is here, then what could be fetched. May take a second.
+
+        ctx   the window to judge them by; None leaves it to the plan
+        """
+        ...
+
+    def checks(self) -> list[Check]:
+        """Doctor's quick checks."""
+        ...
+
+    def close(self) -> None:
+        """Free everything."""
+        ...
