@@ -16,7 +16,7 @@ from .command import Env
 if TYPE_CHECKING:
     from localllm.interface import ChatBackend
     from localllm.processes import Record
-    from localllm.server.beside import Beside
+    from localllm.server.background import Beside
 
 LOOPBACK = "127.0.0.1"
 
@@ -49,7 +49,7 @@ class ChatEndpoint:
         if llm is None:
             raise ServerError("no model is loaded", "/model NAME")
         from localllm.server import ServeOptions, ServiceOptions
-        from localllm.server.beside import Beside
+        from localllm.server.background import Beside
 
         from .serve import api_keys, taken_by_us
 

@@ -9,26 +9,25 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localllm.server.anthropic import messages_route as anthropic
-from localllm.server.anthropic.messages_schemas import CountRequest, MessagesRequest
-from localllm.server.ollama import ollama_route as ollama
-from localllm.server.ollama.ollama_schemas import (
+from localllm.server.anthropic import messages as anthropic
+from localllm.server.anthropic.schemas import CountRequest, MessagesRequest
+from localllm.server.ollama import routes as ollama
+from localllm.server.ollama.schemas import (
     OllamaChatRequest,
     OllamaEmbedRequest,
     OllamaGenerateRequest,
     ShowRequest,
 )
-from localllm.server.openai import embedding_route as vectors
-from localllm.server.openai import responses_route as responses
-from localllm.server.openai.chat_route import chat_completions
-from localllm.server.openai.completion_route import completions
-from localllm.server.openai.models_route import model, models
+from localllm.server.openai import embeddings as vectors
+from localllm.server.openai import responses
+from localllm.server.openai.chat import chat_completions
+from localllm.server.openai.completions import completions
+from localllm.server.openai.models import model, models
 from localllm.server.openai.responses_schemas import ResponsesRequest
 from localllm.server.openai.schemas import ChatRequest, CompletionRequest
-from localllm.server.other import control_route as control
-from localllm.server.other import status_route as status
-from localllm.server.other import text_route as texts
-from localllm.server.other.text_schemas import (
+from localllm.server.other import control, status
+from localllm.server.other import text as texts
+from localllm.server.other.schemas import (
     DetokenizeRequest,
     EmbeddingRequest,
     RerankRequest,

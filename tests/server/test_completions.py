@@ -135,6 +135,6 @@ async def test_default_length_is_sixteen(client):
 
 def test_every_logprob_is_json():
     """Minus infinity is no JSON number."""
-    from localllm.server.openai.shapes import finite
+    from localllm.server.openai.output import finite
 
     assert json.dumps(finite(float("-inf")), allow_nan=False) == "-9999.0"

@@ -173,9 +173,9 @@ def test_items_become_messages():
 def test_calls_and_reasoning_become_items_and_events():
     from localllm.llm.answer import Piece
     from localllm.request import FinishReason, Usage
+    from localllm.server.openai.output import TokenNames
     from localllm.server.openai.responses_events import Growing
     from localllm.server.openai.responses_schemas import ResponsesRequest
-    from localllm.server.openai.shapes import TokenNames
 
     body = ResponsesRequest.model_validate(respond())
     one = Growing(body, None, "tiny", TokenNames(None))
@@ -279,7 +279,7 @@ async def test_anthropic_events_in_order(client):
 
 
 def test_anthropic_blocks_become_messages():
-    from localllm.server.anthropic.messages_schemas import MessagesRequest, to_chat
+    from localllm.server.anthropic.schemas import MessagesRequest, to_chat
 
     body = MessagesRequest.model_validate(
         {
@@ -304,7 +304,7 @@ def test_anthropic_blocks_become_messages():
 
 
 def test_anthropic_tool_use_streams_as_blocks():
-    from localllm.server.anthropic.messages_route import _Stream
+    from localllm.server.anthropic.messages import _Stream
 
     stream = _Stream(None)
     call = [{"index": 0, "id": "t1", "name": "f", "arguments": ""}, {"index": 0, "arguments": '{"x":1}'}]
@@ -365,7 +365,7 @@ def test_ollama_details_are_those_of_the_files(tmp_path, tiny_path, empty_home):
     from localllm import paths
     from localllm.cli.names import Choice
     from localllm.cli.offers import named_offers
-    from localllm.server.ollama.ollama_route import _details
+    from localllm.server.ollama.routes import _details
 
     folder = tiny_models.tiny_safetensors(tmp_path / "dense")
     installed = paths.models_dir() / "mine" / "mine.Q8_0.gguf"
@@ -399,7 +399,7 @@ async def test_ollama_refusals(client, sent, status, param):
 
 
 def test_times_to_keep_a_model():
-    from localllm.server.ollama.ollama_schemas import keep_alive_s
+    from localllm.server.ollama.schemas import keep_alive_s
 
     values = {None: "default", 0: 0.0, "0": 0.0, -1: None, "-1m": None, "5m": 300.0, "1h30m": 5400.0, 60: 60.0}
     values |= {"99999999h": 359_999_996_400.0, 1e10: 1e10}

@@ -296,8 +296,8 @@ async def test_a_forced_call_is_one_call(client):
 
 
 def test_forced_calls_are_one_call_in_every_api_unless_more_are_asked_for():
-    from localllm.server.anthropic.messages_schemas import MessagesRequest
-    from localllm.server.anthropic.messages_schemas import to_chat as from_messages
+    from localllm.server.anthropic.schemas import MessagesRequest
+    from localllm.server.anthropic.schemas import to_chat as from_messages
     from localllm.server.openai.responses_schemas import ResponsesRequest
     from localllm.server.openai.responses_schemas import to_chat as from_responses
 

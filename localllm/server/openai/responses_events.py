@@ -13,9 +13,9 @@ from typing import Any
 from localllm.llm.answer import Piece
 from localllm.request import FinishReason, TokenLogprob, Usage
 from localllm.server.errors import ApiError
+from localllm.server.openai.output import TokenNames, new_id
 from localllm.server.openai.responses_schemas import ResponsesRequest
 from localllm.server.openai.schemas import ChatRequest
-from localllm.server.openai.shapes import TokenNames, new_id
 from localllm.server.sse import named
 
 Event = dict[str, Any]

@@ -148,7 +148,7 @@ class CompletionRequest(Sampled):
     """POST /v1/completions"""
 
     prompt: Annotated[Any, Field(json_schema_extra={"anyOf": TEXTS_OR_IDS})]
-    """str | [str] | [int] | [[int]], checked by hand in `completion_route`"""
+    """str | [str] | [int] | [[int]], checked by hand in `completions`"""
     max_tokens: Annotated[StrictInt, Field(ge=0, lt=2**31)] | None = None
     logprobs: Annotated[StrictInt, Field(ge=0, le=5)] | None = None
     echo: StrictBool | None = None

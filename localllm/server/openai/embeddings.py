@@ -19,9 +19,9 @@ from localllm.llm.answer import Piece
 from localllm.request import FinishReason, SamplingParams, TokenEvent
 from localllm.server.body import read_body
 from localllm.server.errors import ApiError
-from localllm.server.openai.completion_route import encode_all, split_prompts
-from localllm.server.openai.shapes import new_id
-from localllm.server.other.text_schemas import MAX_TEXTS, Document, EmbeddingRequest, RerankRequest, ScoreRequest
+from localllm.server.openai.completions import encode_all, split_prompts
+from localllm.server.openai.output import new_id
+from localllm.server.other.schemas import MAX_TEXTS, Document, EmbeddingRequest, RerankRequest, ScoreRequest
 from localllm.server.service import Place, Service
 from localllm.server.turns import unless_left
 

@@ -12,9 +12,9 @@ from localllm.llm.llm import LLM
 from localllm.server.ask import prompt_of
 from localllm.server.body import checked, read_body
 from localllm.server.errors import ApiError
+from localllm.server.openai.output import TokenNames
 from localllm.server.openai.schemas import ChatRequest
-from localllm.server.openai.shapes import TokenNames
-from localllm.server.other.text_schemas import DetokenizeRequest, TokenizeRequest
+from localllm.server.other.schemas import DetokenizeRequest, TokenizeRequest
 from localllm.server.sampling import further
 from localllm.server.service import Service
 from localllm.server.turns import unless_left

@@ -11,11 +11,11 @@ from starlette.responses import JSONResponse, Response
 
 from localllm.llm.answer import Completion, Piece
 from localllm.request import FinishReason, Usage
-from localllm.server.anthropic.messages_schemas import CountRequest, MessagesRequest, renamed, to_chat
+from localllm.server.anthropic.schemas import CountRequest, MessagesRequest, renamed, to_chat
 from localllm.server.ask import Chat, open_chat, prompt_of
 from localllm.server.body import read_body
 from localllm.server.errors import renaming
-from localllm.server.openai.shapes import new_id
+from localllm.server.openai.output import new_id
 from localllm.server.service import Service
 from localllm.server.sse import Opened, first_or_stream, named, named_event_stream
 from localllm.server.turns import unless_left

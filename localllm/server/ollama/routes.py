@@ -18,7 +18,7 @@ from localllm.request import FinishReason, Timing, Usage
 from localllm.server.ask import open_chat
 from localllm.server.body import read_body
 from localllm.server.errors import renaming
-from localllm.server.ollama.ollama_schemas import (
+from localllm.server.ollama.schemas import (
     OllamaChatRequest,
     OllamaEmbedRequest,
     OllamaGenerateRequest,
@@ -30,9 +30,9 @@ from localllm.server.ollama.ollama_schemas import (
     raw_of,
     renamed,
 )
-from localllm.server.openai.completion_route import open_completion, split_prompts
-from localllm.server.openai.embedding_route import pooled_texts, unit
-from localllm.server.other.text_schemas import MAX_TEXTS
+from localllm.server.openai.completions import open_completion, split_prompts
+from localllm.server.openai.embeddings import pooled_texts, unit
+from localllm.server.other.schemas import MAX_TEXTS
 from localllm.server.pool import Offer
 from localllm.server.sampling import check_fields
 from localllm.server.service import Service

@@ -13,8 +13,7 @@ from localllm.llm.answer import Completion, Piece, add_usage
 from localllm.request import Usage
 from localllm.server.ask import Chat, open_chat
 from localllm.server.body import read_body
-from localllm.server.openai.schemas import ChatRequest
-from localllm.server.openai.shapes import (
+from localllm.server.openai.output import (
     TokenNames,
     finish_name,
     new_id,
@@ -23,6 +22,7 @@ from localllm.server.openai.shapes import (
     tool_delta,
     usage_json,
 )
+from localllm.server.openai.schemas import ChatRequest
 from localllm.server.service import Service
 from localllm.server.sse import Opened, data, dumps, event_stream, first_or_stream
 from localllm.server.turns import unless_left

@@ -16,8 +16,8 @@ from localllm.llm.llm import LLM
 from localllm.request import TokenLogprob, Usage
 from localllm.server.body import read_body
 from localllm.server.errors import ApiError
+from localllm.server.openai.output import TokenNames, finish_name, new_id, timings_json, usage_json
 from localllm.server.openai.schemas import MAX_PROMPTS, CompletionRequest
-from localllm.server.openai.shapes import TokenNames, finish_name, new_id, timings_json, usage_json
 from localllm.server.sampling import check_fields, deadline_of, sampling_params
 from localllm.server.service import Place, Service, Wish
 from localllm.server.sse import Opened, data, event_stream, first_or_stream
