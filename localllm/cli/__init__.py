@@ -10,8 +10,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .command import build
-    from .program import app
+    from localllm.cli.frame.command import build
+    from localllm.cli.frame.program import app
 
 __all__ = ["ALIASES", "COMMANDS", "app", "build", "main"]
 
@@ -19,23 +19,23 @@ __all__ = ["ALIASES", "COMMANDS", "app", "build", "main"]
 COMMANDS = (
     ("chat", "Talk", "chat", "Interactive chat (full-screen; --plain for line mode)"),
     ("run", "Talk", "run", "One prompt in, one answer out (pipes, --json)"),
-    ("logs", "Talk", "chats", "Search, show and export saved chats"),
+    ("logs", "Talk", "logs", "Search, show and export saved chats"),
     ("serve", "Serve", "serve", "OpenAI-compatible HTTP endpoint"),
-    ("ps", "Serve", "processes", "What is loaded, where, how busy"),
-    ("stop", "Serve", "processes", "Stop a server, or unload one of its models"),
+    ("ps", "Serve", "ps", "What is loaded, where, how busy"),
+    ("stop", "Serve", "ps", "Stop a server, or unload one of its models"),
     ("batch", "Serve", "batch", "Answer a file of requests, resumable"),
     ("connect", "Serve", "connect", "Settings for opencode, Zed, Open WebUI, llm, aider, ..."),
     ("pull", "Models", "pull", "Download a model, verified and resumable"),
-    ("ls", "Models", "models", "Models on this machine"),
-    ("show", "Models", "models", "What a model is: architecture, context, licence, files"),
-    ("rm", "Models", "models", "Remove a model or left-over parts of downloads"),
-    ("quantize", "Models", "quality", "Write a smaller version of a BF16 model"),
-    ("eval", "Models", "quality", "Measure what a weight or KV format costs: perplexity and KL"),
+    ("ls", "Models", "ls", "Models on this machine"),
+    ("show", "Models", "ls", "What a model is: architecture, context, licence, files"),
+    ("rm", "Models", "ls", "Remove a model or left-over parts of downloads"),
+    ("quantize", "Models", "quantize", "Write a smaller version of a BF16 model"),
+    ("eval", "Models", "quantize", "Measure what a weight or KV format costs: perplexity and KL"),
     ("doctor", "This machine", "doctor", "Check hardware, software and settings"),
     ("plan", "This machine", "plan", "What fits here: memory, context, expected speed"),
     ("bench", "This machine", "bench", "Measure prefill, decode and time to first token"),
     ("tune", "This machine", "tune", "Time kernel tile sizes on this card now"),
-    ("config", "This machine", "settings", "Show and change settings"),
+    ("config", "This machine", "config", "Show and change settings"),
 )
 ALIASES = {"list": "ls", "fit": "plan"}
 
@@ -43,22 +43,22 @@ ALIASES = {"list": "ls", "fit": "plan"}
 def main() -> None:
     """The console script."""
     if "_LOCALLLM_COMPLETE" in os.environ:
-        from .completion import answered
+        from localllm.cli.frame.completion import answered
 
         if answered():
             return
-    from .program import main as run
+    from localllm.cli.frame.program import main as run
 
     run()
 
 
 def __getattr__(name: str) -> Any:
     if name == "app":
-        from .program import app
+        from localllm.cli.frame.program import app
 
         return app
     if name == "build":
-        from .command import build
+        from localllm.cli.frame.command import build
 
         return build
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

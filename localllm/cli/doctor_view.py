@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from localllm.cli.console import Console
+from localllm.cli.frame.console import Console
 from localllm.doctor import MEASURED
 from localllm.interface import Check
 from localllm.terminal import clean, clean_line

@@ -7,11 +7,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from localllm.cli.frame.command import Env
 from localllm.config import UserConfig
 from localllm.errors import ConfigError, LocalLLMError, ServerError
 from localllm.terminal import clean_line
-
-from .command import Env
 
 if TYPE_CHECKING:
     from localllm.interface import ChatBackend
@@ -48,10 +47,9 @@ class ChatEndpoint:
         llm = self._backend.llm
         if llm is None:
             raise ServerError("no model is loaded", "/model NAME")
+        from localllm.cli.commands.serve import api_keys, taken_by_us
         from localllm.server import ServeOptions, ServiceOptions
         from localllm.server.background import Beside
-
-        from .serve import api_keys, taken_by_us
 
         self.stop()
         settings = self._config.server

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .command import Env
+from localllm.cli.commands.pull import watched
+from localllm.cli.frame.command import Env
+from localllm.cli.frame.progress import make_progress
+
 from .names import Choice
-from .progress import make_progress
-from .pull import watched
 
 if TYPE_CHECKING:
     from localllm.llm.llm import LLM

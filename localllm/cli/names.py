@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from localllm.cli.frame.command import Env
 from localllm.config import UserConfig
 from localllm.errors import BadModelFile, ModelNotFound
 from localllm.terminal import clean_line, gib
 
-from .command import Env
 from .session import fake_engine
 
 if TYPE_CHECKING:

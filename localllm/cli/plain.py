@@ -6,6 +6,10 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
+from localllm.cli.commands.chat import Start, backend_of, farewell
+from localllm.cli.commands.run import Job
+from localllm.cli.frame.command import Env
+from localllm.cli.frame.progress import make_progress
 from localllm.config import UserConfig
 from localllm.conversation.attachments import read_attachments
 from localllm.conversation.conversation import Conversation, Exchange
@@ -17,11 +21,7 @@ from localllm.terminal import clean, clean_line
 from localllm.tui.clipboard import copy
 from localllm.tui.serving import OFF, says, wished_port
 
-from .chat import Start, backend_of, farewell
-from .command import Env
 from .endpoint import ChatEndpoint
-from .progress import make_progress
-from .run import Job
 from .run_view import Text
 from .session import Answered, BackendError, Sampling, follow, open_backend, stats_line, wait_ready
 

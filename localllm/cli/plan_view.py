@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 from localllm.terminal import cell_width, clean, clean_line, gib, tokens_short
 
 if TYPE_CHECKING:
-    from localllm.cli.console import Console
+    from localllm.cli.commands.plan import Row, Sheet, Subject
+    from localllm.cli.frame.command import Env
+    from localllm.cli.frame.console import Console
     from localllm.plan.planner import Plan
-
-    from .command import Env
-    from .plan import Row, Sheet, Subject
 
 GIB = 1 << 30
 LEAST_BAR, MOST_BAR = 20, 64

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from localllm.cli.frame import options as params
 from localllm.errors import ConfigError, ConstraintUnmet, ContextTooLong
 from localllm.request import Constraint, Message
 
-from . import params
 from .session import Answered
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class KeptChat:
 
         if not resumes:
             return cls(Conversation(system, sampling), text)
-        from .chats import find
+        from localllm.cli.commands.logs import find
 
         given = dict(sampling)
         with _history() as history:

@@ -7,16 +7,16 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from localllm.cli.console import Console
+from localllm.cli.frame.console import Console
+from localllm.cli.frame.progress import phase_event
 from localllm.interface import ChatEvent, Delta, Done, Facts, Prefill
 from localllm.request import Phase
 from localllm.terminal import Cleaner, json_safe
 
-from .progress import phase_event
 from .session import Answered
 
 if TYPE_CHECKING:
-    from .run import Job
+    from localllm.cli.commands.run import Job
 
 
 class Silent:

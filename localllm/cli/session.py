@@ -8,13 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from localllm.cli.frame.command import Env
+from localllm.cli.frame.progress import Progress
 from localllm.errors import Aborted, LocalLLMError
 from localllm.interface import ChatBackend, ChatEvent, Delta, Done, Facts, Failed
 from localllm.request import Constraint, Phase, SamplingParams, Timing, Usage
 from localllm.testing import only_in_tests
-
-from .command import Env
-from .progress import Progress
 
 if TYPE_CHECKING:
     from localllm.config import UserConfig

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 
-from . import logs
-from .chat import Start, full_screen
-from .command import Env, Options, guarded
+from localllm.cli.commands.chat import Start, full_screen
+from localllm.cli.frame import logs
+from localllm.cli.frame.command import Env, Options, guarded
+
 from .names import Choice
 from .session import Sampling
 

@@ -17,12 +17,12 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from localllm.cli.commands.chat import Start
+from localllm.cli.frame.command import Env
 from localllm.config import UserConfig
 from localllm.errors import ConfigError, ServerError
 
 from .attach import Attached
-from .chat import Start
-from .command import Env
 from .session import fake_engine
 
 if TYPE_CHECKING:

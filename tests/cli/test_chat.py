@@ -208,7 +208,7 @@ def test_a_failing_turn_does_not_end_the_chat(line: Line) -> None:
 
 
 def test_typed_sampling_goes_before_what_a_resumed_chat_had(tmp_path: Path) -> None:
-    from localllm.cli.chat import _start
+    from localllm.cli.commands.chat import _start
     from localllm.cli.session import Sampling
     from localllm.config import load_config
     from localllm.history import History, SavedChat

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import typer
 
-from localllm.cli import ALIASES, COMMANDS, completion
-from localllm.cli.completion import MANY_MODELS, ONE_MODEL, candidates
+from localllm.cli import ALIASES, COMMANDS
+from localllm.cli.frame import completion
+from localllm.cli.frame.completion import MANY_MODELS, ONE_MODEL, candidates
 
 from .conftest import LOCALLLM, process
 
@@ -46,7 +47,7 @@ def test_candidates() -> None:
 
 def test_the_lists_name_the_commands_that_take_models() -> None:
     """Which commands those are stands in their own parameters; the quick list must not differ."""
-    from localllm.cli.program import Root
+    from localllm.cli.frame.program import Root
 
     root = Root(name="localllm")
     for name, *_ in COMMANDS:
@@ -73,7 +74,7 @@ FISH |= {"_TYPER_COMPLETE_FISH_ACTION": "get-args"}
 def test_c16_a_shell_gets_what_typer_would_give(env: dict[str, str]) -> None:
     quick = process(env=env)
     assert quick.returncode == 0, quick.stderr
-    command = [*LOCALLLM[:-1], "from localllm.cli.program import main; main()"]
+    command = [*LOCALLLM[:-1], "from localllm.cli.frame.program import main; main()"]
     asked = subprocess.run(
         command, capture_output=True, timeout=60, env=dict(os.environ) | env, stdin=subprocess.DEVNULL
     )

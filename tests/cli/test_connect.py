@@ -13,7 +13,7 @@ from threading import Thread
 import pytest
 import yaml
 
-from localllm.cli.connect import APPS, Server
+from localllm.cli.commands.connect import APPS, Server
 
 from .conftest import Invoke, valid
 

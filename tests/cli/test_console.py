@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localllm.cli.console import Console, error_json, error_text
+from localllm.cli.frame.console import Console, error_json, error_text
+from localllm.cli.frame.progress import BarProgress, JsonProgress, Monotonic, PlainProgress
 from localllm.cli.markdown import MarkdownStream
-from localllm.cli.progress import BarProgress, JsonProgress, Monotonic, PlainProgress
 from localllm.errors import DoesNotFit, ModelNotFound
 from localllm.request import Phase
 from localllm.terminal import Cleaner, cell_width, clean, clean_line, fit, gib, json_safe, seconds_short, tokens_short

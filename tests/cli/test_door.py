@@ -91,7 +91,7 @@ def test_c2_the_reference_is_what_the_program_says(invoke: Invoke) -> None:
 
 def test_every_exit_code_of_an_error_is_documented() -> None:
     from localllm import errors
-    from localllm.cli.help import EXIT_CODES
+    from localllm.cli.frame.help import EXIT_CODES
 
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
     assert {kind.exit_code for kind in kinds} <= {code for code, _ in EXIT_CODES}  # type: ignore[attr-defined]
@@ -136,7 +136,7 @@ def test_the_fake_engine_is_for_tests(invoke: Invoke) -> None:
 
 
 def test_an_unexpected_exception_is_one_sentence_and_a_log(invoke: Invoke, empty_home: Any, monkeypatch: Any) -> None:
-    import localllm.cli.run as module
+    import localllm.cli.commands.run as module
 
     def broken(*_: object) -> None:
         raise RuntimeError("the flux\x1b[2J is out\nsecond line")
@@ -169,7 +169,7 @@ def test_c16_completion_knows_commands_and_local_models(smollm2_path: Any) -> No
     assert "chat" in complete("localllm c").split()
     assert "smollm2" in complete("localllm run smol").split()
     loaded = subprocess.run(
-        [*LOCALLLM[:3], "import sys\nfrom localllm.cli.completion import local_names\nlocal_names()\n"
+        [*LOCALLLM[:3], "import sys\nfrom localllm.cli.frame.completion import local_names\nlocal_names()\n"
          "print('torch' in sys.modules, 'huggingface_hub' in sys.modules, 'gguf' in sys.modules)"],
         capture_output=True, text=True, timeout=60, env=dict(os.environ),
     )  # fmt: skip
@@ -198,7 +198,7 @@ def test_odd_environments_end_without_a_traceback(env: dict[str, str]) -> None:
 
 
 def test_error_codes_are_explained(invoke: Invoke) -> None:
-    from localllm.cli.error_help import STEPS, code_of, kinds
+    from localllm.cli.frame.errors import STEPS, code_of, kinds
 
     text = invoke("help", "e501").stdout
     assert text.startswith(" E501   exit 5") and "$ localllm plan NAME" in text
@@ -212,7 +212,7 @@ def test_error_codes_are_explained(invoke: Invoke) -> None:
 
 def test_every_error_of_the_program_is_on_the_page() -> None:
     """Found in the source: a class that stands outside `localllm.errors` must be named in `error_help.kinds`."""
-    from localllm.cli.error_help import kinds
+    from localllm.cli.frame.errors import kinds
 
     known = {kind.__name__ for kind in kinds()} | {"LocalLLMError"}
     root = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from localllm.cli import ALIASES, COMMANDS
-from localllm.cli.program import Root
+from localllm.cli.frame.program import Root
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("localllm", "kernels", "quant", "models", "tui")

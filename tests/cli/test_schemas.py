@@ -21,7 +21,7 @@ NOT_EMITTED = {"error-1", "events-1", "doctor-1", "bench-1"}
 def emitted() -> set[str]:
     """The kinds that commands hand to `Console.emit`."""
     found = set()
-    for path in (ROOT / "localllm/cli").glob("*.py"):
+    for path in (ROOT / "localllm/cli").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "emit":
                 kind = node.args[0]

@@ -61,7 +61,8 @@ def door(monkeypatch: pytest.MonkeyPatch, built_once: Callable[..., Any]) -> Ite
     monkeypatch.delenv("LOCALLLM_ENGINE", raising=False)
     monkeypatch.setenv("COLUMNS", "100")
     from localllm import cli
-    from localllm.cli import app, logs, session
+    from localllm.cli import app, session
+    from localllm.cli.frame import logs
 
     monkeypatch.setattr(session, "POLL_S", 0.002)
     monkeypatch.setattr(cli, "build", built_once)

@@ -187,7 +187,7 @@ def test_others_may_read_what_was_written_and_one_writes_at_a_time(source: Path,
 
 def test_what_is_measured_against_is_as_stored(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever would fit better: against something smaller it would look better than it is."""
-    from localllm.cli import quality
+    from localllm.cli.commands import quantize as quality
 
     opened: list[dict[str, Any]] = []
 

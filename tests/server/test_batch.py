@@ -22,7 +22,8 @@ def home(empty_home: Path, tiny_path: Path) -> Path:
 
 
 def batch(*words: str) -> Result:
-    from localllm.cli import app, logs
+    from localllm.cli import app
+    from localllm.cli.frame import logs
 
     try:
         return CliRunner().invoke(app, ["batch", *words])

@@ -430,8 +430,8 @@ def test_sec_02_ipv6_only():
 
 
 def test_a_key_file_has_a_key_a_line(tmp_path):
-    from localllm.cli.command import Env, Options
-    from localllm.cli.serve import api_keys
+    from localllm.cli.commands.serve import api_keys
+    from localllm.cli.frame.command import Env, Options
     from localllm.config import UserConfig
 
     file = tmp_path / "keys"

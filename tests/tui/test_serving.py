@@ -16,10 +16,10 @@ sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
 from localllm import processes
 from localllm.backend.in_process import InProcessBackend
 from localllm.cli.attach import find_server
-from localllm.cli.command import Env, Options
+from localllm.cli.commands.ps import stop
+from localllm.cli.commands.serve import taken_by_us
 from localllm.cli.endpoint import ChatEndpoint
-from localllm.cli.processes import stop
-from localllm.cli.serve import taken_by_us
+from localllm.cli.frame.command import Env, Options
 from localllm.conversation.conversation import Conversation
 from localllm.errors import ConfigError, ServerError
 from localllm.request import SamplingParams
@@ -174,8 +174,8 @@ def test_what_follows_serve(text: str, port: int | str | None) -> None:
     ],
 )
 def test_the_port_of_the_option_may_be_left_out(words: list[str], serve: str, rest: str | None) -> None:
-    from localllm.cli.chat import chat as command
-    from localllm.cli.command import build
+    from localllm.cli.commands.chat import chat as command
+    from localllm.cli.frame.command import build
 
     with build("chat", command).make_context("chat", list(words)) as context:
         assert context.params["serve"] == serve

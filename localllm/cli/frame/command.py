@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from localllm.cli.console import Console
+from localllm.cli.frame import logs
+from localllm.cli.frame.console import Console
 from localllm.errors import Aborted, ConfigError, DoesNotFit, InternalError, LocalLLMError, OutOfMemory
 from localllm.testing import refuse_outside_tests
-
-from . import logs
 
 if TYPE_CHECKING:
     from localllm.config import UserConfig
@@ -124,7 +123,7 @@ def command(*examples: str) -> Callable[[Callable[..., Any]], Spec]:
 
 def build(name: str, spec: Spec) -> Any:
     """The Typer command of a `Spec`: its own parameters, then the global ones."""
-    from .help import HelpCommand
+    from localllm.cli.frame.help import HelpCommand
 
     hints = typing.get_type_hints(spec.run, include_extras=True)
     own = [p.replace(annotation=hints[p.name]) for p in list(inspect.signature(spec.run).parameters.values())[1:]]

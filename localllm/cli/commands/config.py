@@ -10,12 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
+from localllm.cli.frame.command import Env, command
 from localllm.config import KEYS, Key, UserConfig, find_key, load_config, reference, set_key, settings_file, unset_key
 from localllm.config.keys import TABLES
 from localllm.errors import ConfigError
 from localllm.terminal import clean_line
-
-from .command import Env, command
 
 ACTIONS = ("list", "get", "set", "unset", "path", "edit", "schema")
 

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from localllm.cli.frame import options as params
+from localllm.cli.frame.command import Env, command
+from localllm.cli.names import opened, resolve
 from localllm.errors import ConfigError, LocalLLMError, ModelNotFound
 from localllm.plan.quality import note as quality_note
 from localllm.plan.quality import saved as saved_quality
 from localllm.terminal import clean, clean_line, gib, tokens_short
-
-from . import params
-from .command import Env, command
-from .names import opened, resolve
 
 if TYPE_CHECKING:
     from localllm.checkpoint import Checkpoint, ModelFacts

@@ -13,10 +13,9 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-from localllm.cli.console import Console
+from localllm.cli.frame.command import GLOBAL_PANEL
+from localllm.cli.frame.console import Console
 from localllm.terminal import cell_width
-
-from .command import GLOBAL_PANEL
 
 EXAMPLES = (
     ("localllm chat qwen", "talk to a model that fits this machine"),

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from localllm.cli.console import Console
+from localllm.cli.frame.console import Console
 from localllm.errors import ConfigError
 from localllm.request import Phase
 from localllm.terminal import cell_width, clean_line, dumb, fit, gib, json_safe, seconds_short

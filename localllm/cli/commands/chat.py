@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from localllm.cli.endpoint import ChatEndpoint
+from localllm.cli.frame import logs
+from localllm.cli.frame import options as params
+from localllm.cli.frame.command import Env, command
+from localllm.cli.frame.help import OPTIONAL_NUMBER
+from localllm.cli.names import Choice, choose
+from localllm.cli.session import Sampling, make_backend
 from localllm.config import UserConfig
 from localllm.errors import ConfigError, LocalLLMError, ModelNotFound
 from localllm.terminal import clean_line, dumb, is_tty, locale_encoding
 from localllm.tui.serving import OFF, wished_port
-
-from . import logs, params
-from .command import Env, command
-from .endpoint import ChatEndpoint
-from .help import OPTIONAL_NUMBER
-from .names import Choice, choose
-from .session import Sampling, make_backend
 
 if TYPE_CHECKING:
     from localllm.conversation.attachments import Attachment
@@ -118,7 +118,7 @@ def chat(
         attach_to = "off"  # how a model is loaded is said for a model of one's own
     _place(env, config, start, attach_to, model or _preset_model(config, preset))
     if web:
-        from .web import serve_web
+        from localllm.cli.web import serve_web
 
         return serve_web(env, config, start)
     return open_chat(env, config, start, plain=plain)
@@ -178,7 +178,7 @@ def noted(start: Start) -> Iterator[None]:
 
 def _open_chat(env: Env, config: UserConfig, start: Start, plain: bool) -> int:
     if plain or dumb() or not env.console.err_tty:
-        from .plain import talk
+        from localllm.cli.plain import talk
 
         return talk(env, config, start)
     return full_screen(env, config, start)
@@ -188,7 +188,7 @@ def once(
     env: Env, config: UserConfig, model: str | None, first: str, system: str, sampling: Sampling, ctx: str | None
 ) -> int:
     """Standard input is no terminal: answer it as `run` does."""
-    from .run import Job, answer, gather_prompt, messages_of
+    from localllm.cli.commands.run import Job, answer, gather_prompt, messages_of
 
     text = gather_prompt([first] if first else [], [])
     env.console.say("stdin is not a terminal: answering it once, as `localllm run` does")
@@ -233,10 +233,9 @@ def _start(env: Env, config: UserConfig, sampling: Sampling, system: str, resume
         talk = Conversation(system, sampling.given, think)
         talk.titles_itself = config.chat.title == "auto"
         return Start(talk, saver, sampling)
+    from localllm.cli.commands.logs import find
     from localllm.conversation.kept import restored
     from localllm.history import History
-
-    from .chats import find
 
     typed = {name: value for name, value in sampling.given.items() if config.origins.get(f"sampling.{name}") == "flag"}
     with History() as history:
@@ -273,7 +272,7 @@ def _prepare(start: Start, config: UserConfig, preset: str | None, think: str | 
 
 def _place(env: Env, config: UserConfig, start: Start, wish: str, name: str | None) -> None:
     """Where the model runs: in a server that has it already, else here."""
-    from .attach import find_server
+    from localllm.cli.attach import find_server
 
     if wish not in ("auto", "off"):
         attached = find_server(wish, (name,) if name else ())
@@ -351,8 +350,7 @@ def backend_of(env: Env, config: UserConfig, start: Start) -> ChatBackend:
     """The engine of this chat: a running server, or one in this process."""
     if start.attach_to:
         from localllm.backend.over_http import RemoteBackend
-
-        from .attach import process_at
+        from localllm.cli.attach import process_at
 
         key = start.key or os.environ.get("LOCALLLM_API_KEY", "")
         sampling, pid = start.sampling, process_at(start.attach_to)

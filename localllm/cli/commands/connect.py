@@ -13,11 +13,10 @@ from typing import Annotated, Any
 
 import typer
 
+from localllm.cli.frame.command import Env, command
 from localllm.errors import ConfigError
 from localllm.processes import running
 from localllm.terminal import clean, clean_line
-
-from .command import Env, command
 
 
 @dataclass(frozen=True, slots=True)

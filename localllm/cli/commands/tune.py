@@ -7,12 +7,11 @@ from typing import Annotated
 
 import typer
 
+from localllm.cli.frame import options as params
+from localllm.cli.frame.command import Env, command
+from localllm.cli.names import choose
+from localllm.cli.session import llm_options
 from localllm.terminal import clean_line
-
-from . import params
-from .command import Env, command
-from .names import choose
-from .session import llm_options
 
 
 @command("localllm tune qwen", "localllm tune qwen --seconds 60 --json")
@@ -27,7 +26,7 @@ def tune(
 
     Without this command the same happens in idle moments after the first answer. Ctrl-C stops; what was timed stays.
     """
-    from .loading import load_llm
+    from localllm.cli.loading import load_llm
 
     console = env.console
     config = env.settings(params.engine_flags({"ctx": ctx, "kv": kv}))

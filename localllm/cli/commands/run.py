@@ -10,18 +10,17 @@ from typing import Annotated, Any
 
 import typer
 
+from localllm.cli.frame import options as params
+from localllm.cli.frame.command import Env, command
+from localllm.cli.frame.progress import make_progress
+from localllm.cli.question import TRUNCATE, KeptChat, code_block, constraint_of, shortened
+from localllm.cli.run_view import EventLines, Silent, Text
+from localllm.cli.session import Answered, Sampling, follow, open_backend, stats_line, wait_ready
 from localllm.config import UserConfig
 from localllm.errors import ConfigError, ConstraintUnmet, LocalLLMError
 from localllm.interface import ChatBackend, Facts
 from localllm.request import Constraint, Message
 from localllm.terminal import clean_line, dumb
-
-from . import params
-from .command import Env, command
-from .progress import make_progress
-from .question import TRUNCATE, KeptChat, code_block, constraint_of, shortened
-from .run_view import EventLines, Silent, Text
-from .session import Answered, Sampling, follow, open_backend, stats_line, wait_ready
 
 MAX_SAMPLES = 64
 
@@ -178,7 +177,7 @@ def piped_text() -> str:
 
 def answer(env: Env, config: UserConfig, model: str | None, job: Job) -> int:
     """Load the model, answer, show. Returns the exit code."""
-    from .names import choose
+    from localllm.cli.names import choose
 
     console = env.console
     choice = choose(env, config, model)

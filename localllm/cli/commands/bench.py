@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from localllm.cli.frame import options as params
+from localllm.cli.frame.command import Env, command
+from localllm.cli.names import choose
+from localllm.cli.session import fake_engine, llm_options
 from localllm.config.kinds import parse_tokens
 from localllm.errors import ConfigError
 from localllm.terminal import clean_line, gib
-
-from . import params
-from .command import Env, command
-from .names import choose
-from .session import fake_engine, llm_options
 
 if TYPE_CHECKING:
     from localllm.bench import BenchOptions, BenchResult
@@ -86,7 +85,7 @@ def bench(
     values = {"ctx": ctx, "kv": kv, "dtype": dtype, "threads": threads}
     config = env.settings(params.engine_flags(values) | {"engine.max_parallel": max(streams)})
     choice = choose(env, config, model)
-    from .loading import load_llm
+    from localllm.cli.loading import load_llm
 
     with load_llm(env, choice, llm_options(env, config, ctx)) as llm:
         result = _measure(env, llm, options, against, peer_python, key_file)

@@ -15,7 +15,7 @@ from localllm.errors import ConfigError
 
 def complete_model(incomplete: str) -> list[str]:
     """Names of local models, for the shell."""
-    from .completion import local_names
+    from localllm.cli.frame.completion import local_names
 
     return [name for name in local_names() if name.startswith(incomplete)]
 

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from localllm._version import __version__
+from localllm.cli.frame import options as params
+from localllm.cli.frame.command import Env, command
+from localllm.cli.frame.progress import Progress, make_progress
+from localllm.cli.names import Choice, agree, choice_of, resolve
+from localllm.cli.session import fake_engine, llm_options
 from localllm.errors import ConfigError, ModelNotFound, ServerError
 from localllm.terminal import clean_line, seconds_short
-
-from . import params
-from .command import Env, command
-from .names import Choice, agree, choice_of, resolve
-from .progress import Progress, make_progress
-from .session import fake_engine, llm_options
 
 if TYPE_CHECKING:
     from localllm.config import UserConfig
@@ -129,7 +128,7 @@ def serve(
         life.end()
     console.say("stopped")
     if not freed:
-        from .program import leave_now
+        from localllm.cli.frame.program import leave_now
 
         leave_now(0)
     return 0
@@ -156,8 +155,7 @@ def here(env: Env, config: UserConfig, name: str) -> Choice:
     resolved = resolve(env, config, name)
     if resolved.path is None:
         from localllm import hub
-
-        from .pull import watched
+        from localllm.cli.commands.pull import watched
 
         agree(env, resolved, asked_for=True)
         progress = make_progress(env.console, env.options.progress or "auto", clean_line(resolved.name))
@@ -174,8 +172,7 @@ def offered(
     every  offer all local models beside those that were named
     """
     from localllm.backend.in_process import default_model
-
-    from .offers import local_offers, named_offers
+    from localllm.cli.offers import local_offers, named_offers
 
     if choices:
         fixed = named_offers(choices, aliases)
@@ -196,10 +193,9 @@ def residents_of(
     env: Env, config: UserConfig, ctx: str | None, offers: Any, pinned: tuple[str, ...], life: _Life | None
 ) -> Residents:
     """What loads these models when they are asked for, with the options of the command."""
+    from localllm.cli.offers import HubLoader
     from localllm.device import machine
     from localllm.server.pool import ResidentOptions, Residents
-
-    from .offers import HubLoader
 
     on_phase, on_loaded = (life.on_phase, life.on_loaded) if life is not None else (None, None)
     options = ResidentOptions(config.engine.ttl_s or None, pinned, on_phase, on_loaded)

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from localllm.cli.frame.command import Env, command
 from localllm.errors import ConfigError
 from localllm.terminal import clean, clean_line, fit
-
-from .command import Env, command
 
 if TYPE_CHECKING:
     from localllm.history import History, SavedChat

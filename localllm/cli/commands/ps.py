@@ -9,12 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
+from localllm.cli.frame import options as params
+from localllm.cli.frame.command import Env, command
 from localllm.errors import ConfigError, ServerError
 from localllm.processes import Running, running
 from localllm.terminal import clean_line, gib, seconds_short
-
-from . import params
-from .command import Env, command
 
 ASK_S = 2.0
 """how long a server may take to tell about itself"""

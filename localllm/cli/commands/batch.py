@@ -9,14 +9,13 @@ from typing import Annotated
 
 import typer
 
+from localllm.cli.frame import options as params
+from localllm.cli.frame.command import Env, command
+from localllm.cli.frame.progress import make_progress
+from localllm.cli.session import fake_engine
 from localllm.errors import Aborted, ConfigError, LocalLLMError
 from localllm.request import Phase
 from localllm.terminal import clean_line, seconds_short
-
-from . import params
-from .command import Env, command
-from .progress import make_progress
-from .session import fake_engine
 
 Source = Annotated[Path, typer.Argument(metavar="IN.jsonl", help="Requests in OpenAI's batch format, one a line.")]
 
@@ -54,10 +53,9 @@ def batch(
         exit_on_violation()
     values = {"ctx": ctx, "kv": kv, "dtype": dtype, "threads": threads}
     config = env.settings(params.engine_flags(values) | {"engine.max_parallel": parallel})
+    from localllm.cli.commands.serve import here, offered, residents_of
     from localllm.server import Service, ServiceOptions
     from localllm.server.openai.batch import BatchCounts, Output, check, run_batch
-
-    from .serve import here, offered, residents_of
 
     ids = check(source)
     choices = [here(env, config, model)] if model else []

@@ -14,13 +14,12 @@ import typer
 from typer.core import TyperGroup
 
 from localllm._version import __version__
-from localllm.cli.console import Console
+from localllm.cli import ALIASES, COMMANDS
+from localllm.cli.frame.command import Options, Spec, broken_pipe, build, quick
+from localllm.cli.frame.console import Console
+from localllm.cli.frame.errors import CODE, code_of, explained, kinds, page
+from localllm.cli.frame.help import program_help, reference
 from localllm.errors import ConfigError
-
-from . import ALIASES, COMMANDS
-from .command import Options, Spec, broken_pipe, build, quick
-from .error_help import CODE, code_of, explained, kinds, page
-from .help import program_help, reference
 
 
 class Root(TyperGroup):
@@ -37,7 +36,7 @@ class Root(TyperGroup):
         name = ALIASES.get(cmd_name, cmd_name)
         for known, _, module, _ in COMMANDS:
             if known == name:
-                spec = getattr(import_module(f".{module}", __package__), known)
+                spec = getattr(import_module(f"localllm.cli.commands.{module}"), known)
                 assert isinstance(spec, Spec)
                 return build(known, spec)
         return None
@@ -104,7 +103,7 @@ def _usage_error(error: Exception, as_json: bool) -> int:
     """A wrong command line (an exception of Typer's parser) in the form of all errors; anything else is our fault."""
     message = getattr(error, "format_message", None)
     if message is None:
-        from .command import explain
+        from localllm.cli.frame.command import explain
 
         return Console(as_json=as_json).fail(explain(error))
     context = getattr(error, "ctx", None)
@@ -158,8 +157,8 @@ def root(
     ctx.obj = Options(**options)
     if ctx.invoked_subcommand is None:
         if _in_a_terminal():
-            from .chat import home
-            from .command import guarded
+            from localllm.cli.commands.chat import home
+            from localllm.cli.frame.command import guarded
 
             raise typer.Exit(guarded(ctx.obj, home))
         print(ctx.get_help())
@@ -176,7 +175,7 @@ def _with_globals() -> None:
     """Give the program itself the global options, so that they may also stand before the command."""
     import inspect
 
-    from .command import OPTION_HINTS
+    from localllm.cli.frame.command import OPTION_HINTS
 
     own = [p for p in inspect.signature(root, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
     shared = [

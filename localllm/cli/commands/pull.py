@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import typer
 
+from localllm.cli.frame import options as params
+from localllm.cli.frame.command import Env, command
+from localllm.cli.frame.progress import Progress, make_progress
+from localllm.cli.names import announce, foreseen, resolve
 from localllm.errors import Aborted, ConfigError
 from localllm.request import Phase
 from localllm.terminal import clean_line, gib, seconds_short
-
-from . import params
-from .command import Env, command
-from .names import announce, foreseen, resolve
-from .progress import Progress, make_progress
 
 if TYPE_CHECKING:
     from localllm.hub import Resolved

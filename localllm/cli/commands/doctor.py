@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from localllm.cli.frame import options as params
+from localllm.cli.frame.command import Env, command
 from localllm.errors import ConfigError
 from localllm.interface import Check
-
-from . import params
-from .command import Env, command
 
 if TYPE_CHECKING:
     from localllm.doctor import Survey
@@ -58,8 +57,7 @@ def doctor(
     Exit 0 also with warnings, 11 with a failure. Takes under two seconds and loads no torch, but for --deep.
     """
     from localllm import doctor as checks
-
-    from . import doctor_view
+    from localllm.cli import doctor_view
 
     if kernels:
         return _kernels(env, model)
@@ -181,9 +179,8 @@ def _kernels(env: Env, card: str | None) -> int:
 
 def _log(env: Env, source: str, survey: Survey) -> int:
     """Match a text against the known troubles. 0 when something was found, 11 when nothing was."""
+    from localllm.cli import doctor_view
     from localllm.doctor import rules
-
-    from . import doctor_view
 
     text = read_log(source)
     found = rules.match_log(text, survey)
@@ -227,9 +224,8 @@ def read_log(source: str) -> str:
 
 
 def _for(env: Env, engine: str, model: str | None, survey: Survey) -> int:
+    from localllm.cli import doctor_view
     from localllm.doctor.engines import launch
-
-    from . import doctor_view
 
     found = launch(engine, env.config.aliases.get(model, model) if model else None, survey)
     if env.console.as_json:
@@ -243,9 +239,8 @@ def _for(env: Env, engine: str, model: str | None, survey: Survey) -> int:
 
 
 def _apply(env: Env, checks: Iterable[Check], survey: Survey, dry_run: bool) -> int:
+    from localllm.cli import doctor_view
     from localllm.doctor import repair
-
-    from . import doctor_view
 
     console = env.console
     found = repair.actions(checks, survey)

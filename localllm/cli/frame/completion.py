@@ -10,7 +10,7 @@ import shlex
 import sys
 from collections.abc import Iterable
 
-from . import ALIASES, COMMANDS
+from localllm.cli import ALIASES, COMMANDS
 
 ONE_MODEL = frozenset({"bench", "chat", "doctor", "eval", "quantize", "run", "show", "stop", "tune"})
 """commands whose first word is a model"""

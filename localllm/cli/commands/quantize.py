@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from localllm.cli.commands.pull import watched
+from localllm.cli.frame import options as params
+from localllm.cli.frame.command import Env, command
+from localllm.cli.frame.progress import make_progress
+from localllm.cli.names import resolve
+from localllm.cli.session import llm_options
 from localllm.errors import ConfigError
 from localllm.terminal import clean_line, gib, seconds_short
-
-from . import params
-from .command import Env, command
-from .names import resolve
-from .progress import make_progress
-from .pull import watched
-from .session import llm_options
 
 if TYPE_CHECKING:
     from localllm.quality.evaluate import Quality

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from localllm.cli.frame import options as params
+from localllm.cli.frame.command import Env, command
+from localllm.cli.names import opened, resolve
 from localllm.config import UserConfig
 from localllm.config.kinds import parse_bytes, parse_tokens
 from localllm.errors import ConfigError, LocalLLMError
 from localllm.terminal import clean_line
-
-from . import params
-from .command import Env, command
-from .names import opened, resolve
 
 if TYPE_CHECKING:
     from localllm.checkpoint import ModelFacts
@@ -138,13 +137,12 @@ def plan(
     by `localllm bench`, which also corrects the estimates of other models. -v prints the formulas with their numbers.
     """
     from localllm import hub
+    from localllm.cli import plan_view
     from localllm.device import machine
     from localllm.device.imagined import imagined
     from localllm.plan import speeds as calibrate
     from localllm.plan.placement import chosen_device
     from localllm.plan.planner import PlanOptions
-
-    from . import plan_view
 
     config = env.settings({"engine.kv": kv, "engine.max_parallel": batch})
     windows = _windows(ctx)
