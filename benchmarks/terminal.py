@@ -176,8 +176,8 @@ def rate_of(prompt: str, model: str, *flags: str, engine: str = "") -> tuple[flo
 async def opening(turns: int = 500) -> float:
     """Seconds until a saved chat of 1,000 messages is on the screen."""
     from localllm.backend.scripted import FakeBackend
-    from localllm.conversation.conversation import Conversation
     from localllm.conversation.saver import Saver
+    from localllm.conversation.tree import Conversation
     from localllm.history import History, SavedChat, SavedMessage
     from localllm.tui.app import ChatApp
 
@@ -215,7 +215,7 @@ async def panel_share(seconds: float) -> float:
 async def on_screen(prompt: str, tps: float, seconds: float, *keys: str) -> tuple[float, float, float]:
     """(share of a core the interface's thread takes, longest gap of its loop, engine's rate over the one asked for)."""
     from localllm.backend.scripted import FakeBackend
-    from localllm.conversation.conversation import Conversation
+    from localllm.conversation.tree import Conversation
     from localllm.tui.app import ChatApp
     from localllm.tui.widgets.prompt import PromptArea
 

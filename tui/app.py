@@ -21,18 +21,18 @@ from textual.screen import Screen
 
 from localllm._version import __version__
 from localllm.config import Preset, UiConfig, load_config
+from localllm.conversation import clipboard
 from localllm.conversation.attachments import Attachment
-from localllm.conversation.conversation import Conversation
+from localllm.conversation.attention import Attention
 from localllm.conversation.saver import Saver
+from localllm.conversation.serving import OFF, Endpoint
+from localllm.conversation.tree import Conversation
 from localllm.errors import LocalLLMError
 from localllm.interface import ChatBackend, Check, Failed
 from localllm.terminal import clean_line, gib, no_color
-from localllm.tui import clipboard
-from localllm.tui.attention import Attention
 from localllm.tui.downloads import Downloads
 from localllm.tui.keys import KEYS, Keymap
 from localllm.tui.screens.chat import ChatScreen
-from localllm.tui.serving import OFF, Endpoint
 from localllm.tui.themes import DARK, LIGHT
 from localllm.tui.widgets.home import Home
 

@@ -12,14 +12,14 @@ from localllm.cli.frame.command import Env
 from localllm.cli.frame.progress import make_progress
 from localllm.config import UserConfig
 from localllm.conversation.attachments import read_attachments
-from localllm.conversation.conversation import Conversation, Exchange
-from localllm.conversation.kept import saved_chat, saved_messages
+from localllm.conversation.clipboard import copy
+from localllm.conversation.serving import OFF, says, wished_port
 from localllm.conversation.slash import SLASHES, Typed, understand
+from localllm.conversation.storage import saved_chat, saved_messages
+from localllm.conversation.tree import Conversation, Exchange
 from localllm.errors import ConfigError, LocalLLMError, OutOfMemory
 from localllm.interface import ChatBackend
 from localllm.terminal import clean, clean_line
-from localllm.tui.clipboard import copy
-from localllm.tui.serving import OFF, says, wished_port
 
 from .endpoint import ChatEndpoint
 from .run_view import Text

@@ -15,7 +15,7 @@ from localllm.request import Constraint, Message
 from .session import Answered
 
 if TYPE_CHECKING:
-    from localllm.conversation.conversation import Conversation, Exchange
+    from localllm.conversation.tree import Conversation, Exchange
     from localllm.history import History, SavedMessage
 
 TRUNCATE = ("never", "head", "middle")
@@ -120,8 +120,8 @@ class KeptChat:
     @classmethod
     def open(cls, system: str, text: str, sampling: dict[str, Any], *, resumes: bool) -> KeptChat:
         """`sampling` gets what the resumed chat had set and it has not. Raises ChatNotFound, HistoryError."""
-        from localllm.conversation.conversation import Conversation
-        from localllm.conversation.kept import restored
+        from localllm.conversation.storage import restored
+        from localllm.conversation.tree import Conversation
 
         if not resumes:
             return cls(Conversation(system, sampling), text)
@@ -142,7 +142,7 @@ class KeptChat:
 
     def save(self, answers: Sequence[Answered], model: str) -> str:
         """Write the question and its answers, each a branch. Returns the chat's id. Raises HistoryError."""
-        from localllm.conversation.kept import saved_chat, saved_messages
+        from localllm.conversation.storage import saved_chat, saved_messages
 
         self.talk.model = model
         exchanges = [self._exchange]

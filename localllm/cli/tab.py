@@ -21,8 +21,8 @@ def main() -> None:
     given = parser.parse_args()
 
     def run(env: Env) -> int:
-        from localllm.conversation.conversation import Conversation
         from localllm.conversation.saver import Saver
+        from localllm.conversation.tree import Conversation
         from localllm.history import History
 
         config = env.settings({})

@@ -13,8 +13,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from localllm.conversation.conversation import Conversation, Exchange
-from localllm.conversation.kept import saved_chat, saved_messages
+from localllm.conversation.storage import saved_chat, saved_messages
+from localllm.conversation.tree import Conversation, Exchange
 from localllm.errors import ConfigError, LocalLLMError
 from localllm.history import SavedChat, SavedMessage
 

@@ -190,7 +190,7 @@ def test_a_wrong_key_a_wrong_model_and_no_server_fail_to_load(url: str) -> None:
 
 
 async def test_t19_the_interface_says_where_it_is_computed(url: str) -> None:
-    from localllm.conversation.conversation import Conversation
+    from localllm.conversation.tree import Conversation
     from localllm.tui.app import ChatApp
 
     backend = RemoteBackend(url, "right-key", pid=48121)

@@ -12,8 +12,8 @@ from textual.pilot import Pilot
 
 from localllm.backend.scripted import FakeBackend
 from localllm.config import UiConfig
-from localllm.conversation.conversation import Conversation
 from localllm.conversation.saver import Saver
+from localllm.conversation.tree import Conversation
 from localllm.history import History
 from localllm.tui.app import ChatApp
 from localllm.tui.screens.chat import ChatScreen

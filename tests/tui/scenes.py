@@ -12,9 +12,9 @@ from pathlib import Path
 from textual.pilot import Pilot
 
 from localllm.backend.scripted import FakeBackend
-from localllm.conversation.conversation import Conversation
-from localllm.conversation.kept import restored, saved_chat
 from localllm.conversation.saver import Saver
+from localllm.conversation.storage import restored, saved_chat
+from localllm.conversation.tree import Conversation
 from localllm.history import History, SavedChat, SavedMessage
 from localllm.interface import Check, Facts, ModelChoice
 from localllm.request import Timing

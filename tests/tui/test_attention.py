@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from localllm.backend.script import HOSTILE
-from localllm.tui.attention import BELL, RESTORE_TITLE, SAVE_TITLE, Attention
+from localllm.conversation.attention import BELL, RESTORE_TITLE, SAVE_TITLE, Attention
 
 from .test_terminal import Terminal, open_terminal  # noqa: F401
 

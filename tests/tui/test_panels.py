@@ -9,7 +9,7 @@ import pytest
 from textual.widgets import DataTable, Input, OptionList, Static
 
 from localllm.config import UiConfig
-from localllm.conversation.conversation import Conversation
+from localllm.conversation.tree import Conversation
 from localllm.history import History, SavedChat, SavedMessage
 from localllm.interface import Facts
 from localllm.tui.screens.models import ModelsScreen

@@ -20,11 +20,11 @@ from localllm.cli.commands.ps import stop
 from localllm.cli.commands.serve import taken_by_us
 from localllm.cli.endpoint import ChatEndpoint
 from localllm.cli.frame.command import Env, Options
-from localllm.conversation.conversation import Conversation
+from localllm.conversation.serving import OFF, wished_port
+from localllm.conversation.tree import Conversation
 from localllm.errors import ConfigError, ServerError
 from localllm.request import SamplingParams
 from localllm.tui.app import ChatApp
-from localllm.tui.serving import OFF, wished_port
 from localllm.tui.widgets.engine import EnginePanel
 
 from .conftest import Chat, chat

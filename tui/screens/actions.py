@@ -13,7 +13,7 @@ from pathlib import Path
 from textual import on, work
 from textual.widgets import TextArea
 
-from localllm.conversation.conversation import Exchange
+from localllm.conversation.tree import Exchange
 from localllm.terminal import clean, clean_line
 from localllm.tui.widgets.choices import Choices
 from localllm.tui.widgets.engine import EnginePanel

@@ -20,8 +20,8 @@ from textual.containers import Horizontal
 from textual.widgets import Static
 
 from localllm.conversation.attachments import Attachment, read_attachment
-from localllm.conversation.conversation import Conversation, Exchange
 from localllm.conversation.slash import understand
+from localllm.conversation.tree import Conversation, Exchange
 from localllm.errors import ConfigError
 from localllm.history import PromptHistory
 from localllm.request import Message

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from localllm.config import set_key
 from localllm.conversation.attachments import Attachment, read_attachments
-from localllm.conversation.conversation import Exchange
-from localllm.conversation.kept import saved_chat, saved_messages
 from localllm.conversation.slash import Typed
+from localllm.conversation.storage import saved_chat, saved_messages
+from localllm.conversation.tree import Exchange
 from localllm.errors import ConfigError
 from localllm.terminal import clean_line, tokens_short
 
@@ -185,7 +185,7 @@ class Commands:
         self._screen.flash("goes with the next message; esc on an empty prompt takes it back")
 
     async def _do_paste(self, text: str) -> None:
-        from localllm.tui.clipboard import paste
+        from localllm.conversation.clipboard import paste
 
         found = await asyncio.to_thread(paste)
         if not found:

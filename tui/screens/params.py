@@ -13,8 +13,8 @@ from textual.screen import ModalScreen
 from textual.widgets import Input, Select, Static, TextArea
 
 from localllm.config import KEYS, Preset
-from localllm.conversation.conversation import THINK, Conversation, parse_sampling, sampling_keys
 from localllm.conversation.texts import number
+from localllm.conversation.tree import THINK, Conversation, parse_sampling, sampling_keys
 from localllm.errors import ConfigError
 
 

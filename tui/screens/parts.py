@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from textual.screen import Screen
 
 from localllm.conversation.attachments import Attachment
-from localllm.conversation.conversation import Conversation, Exchange
+from localllm.conversation.tree import Conversation, Exchange
 from localllm.history import PromptHistory
 from localllm.terminal import clean_line
 from localllm.tui.widgets.engine import Turns

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from localllm.conversation.conversation import Exchange
+from localllm.conversation.tree import Exchange
 from localllm.interface import Done, Failed
 from localllm.terminal import clean_line, fit, tokens_short
 from localllm.tui.widgets.choices import Choice, Choices

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from textual import on
 
-from localllm.conversation.kept import restored
+from localllm.conversation.storage import restored
 from localllm.errors import LocalLLMError
 from localllm.history import SavedChat, SavedMessage
 from localllm.terminal import clean_line

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from localllm.conversation.serving import OFF, says, wished_port
 from localllm.errors import ConfigError, LocalLLMError
-from localllm.tui.serving import OFF, says, wished_port
 
 if TYPE_CHECKING:
-    from localllm.tui.serving import Endpoint
+    from localllm.conversation.serving import Endpoint
 
     from .chat import ChatScreen
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from localllm.conversation.conversation import Exchange
+from localllm.conversation.load_times import LoadTimes
 from localllm.conversation.saver import AUTOSAVE_S
+from localllm.conversation.tree import Exchange
 from localllm.interface import ChatEvent, Delta, Done, Failed, Prefill
 from localllm.request import Phase, Usage
 from localllm.terminal import clean_line, tokens_short
-from localllm.tui.load_times import LoadTimes
 from localllm.tui.widgets.engine import sparkline
 from localllm.tui.widgets.loading import LoadCard
 from localllm.tui.widgets.messages import AssistantMessage

@@ -12,8 +12,8 @@ from textual.geometry import Size
 from textual.reactive import Reactive
 from textual.widgets import Static
 
-from localllm.conversation.conversation import Exchange
 from localllm.conversation.texts import answer_stats, failure_lines
+from localllm.conversation.tree import Exchange
 from localllm.interface import Failed
 from localllm.terminal import Cleaner, clean, seconds_short
 

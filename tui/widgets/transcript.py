@@ -16,10 +16,10 @@ from textual.reactive import Reactive
 from textual.widget import Widget
 from textual.widgets import Static
 
-from localllm.conversation.conversation import Conversation, Exchange
+from localllm.conversation.load_times import LoadTimes
+from localllm.conversation.tree import Conversation, Exchange
 from localllm.interface import Failed
 from localllm.terminal import clean
-from localllm.tui.load_times import LoadTimes
 
 from .loading import LoadCard
 from .messages import AssistantMessage, Failure, Notice, UserMessage

@@ -20,14 +20,14 @@ from localllm.cli.frame.help import OPTIONAL_NUMBER
 from localllm.cli.names import Choice, choose
 from localllm.cli.session import Sampling, make_backend
 from localllm.config import UserConfig
+from localllm.conversation.serving import OFF, wished_port
 from localllm.errors import ConfigError, LocalLLMError, ModelNotFound
 from localllm.terminal import clean_line, dumb, is_tty, locale_encoding
-from localllm.tui.serving import OFF, wished_port
 
 if TYPE_CHECKING:
     from localllm.conversation.attachments import Attachment
-    from localllm.conversation.conversation import Conversation
     from localllm.conversation.saver import Saver
+    from localllm.conversation.tree import Conversation
     from localllm.history import History
     from localllm.interface import ChatBackend
     from localllm.processes import Record
@@ -224,8 +224,8 @@ def _list_keys(env: Env, config: UserConfig) -> int:
 
 def _start(env: Env, config: UserConfig, sampling: Sampling, system: str, resumed: str | None) -> Start:
     """A new conversation, or a saved one. Raises ChatNotFound."""
-    from localllm.conversation.conversation import Conversation
     from localllm.conversation.saver import Saver
+    from localllm.conversation.tree import Conversation
 
     saver = Saver(_history if config.chat.save else None)
     think = {True: "on", False: "off"}.get(config.chat.think, "auto") if config.chat.think != "auto" else "auto"
@@ -234,7 +234,7 @@ def _start(env: Env, config: UserConfig, sampling: Sampling, system: str, resume
         talk.titles_itself = config.chat.title == "auto"
         return Start(talk, saver, sampling)
     from localllm.cli.commands.logs import find
-    from localllm.conversation.kept import restored
+    from localllm.conversation.storage import restored
     from localllm.history import History
 
     typed = {name: value for name, value in sampling.given.items() if config.origins.get(f"sampling.{name}") == "flag"}

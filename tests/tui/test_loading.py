@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from localllm.tui.load_times import KEPT, LoadTimes
+from localllm.conversation.load_times import KEPT, LoadTimes
 from localllm.tui.widgets.loading import LoadCard
 
 from .conftest import chat

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from localllm.conversation.attachments import Attachment
-from localllm.conversation.conversation import Conversation, Exchange, sampling_keys
+from localllm.conversation.tree import Conversation, Exchange, sampling_keys
 from localllm.history import SavedChat, SavedMessage
 from localllm.interface import Failed
 from localllm.request import Timing, Usage

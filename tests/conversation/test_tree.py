@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from localllm.conversation.conversation import Conversation
+from localllm.conversation import clipboard
 from localllm.conversation.slash import matching, understand
 from localllm.conversation.texts import answer_stats, code_blocks, failure_lines
+from localllm.conversation.tree import Conversation
 from localllm.errors import ConfigError
 from localllm.interface import Failed
 from localllm.request import Timing, Usage
-from localllm.tui import clipboard
 from localllm.tui.stderr_guard import stderr_to
 
 
