@@ -1,6 +1,6 @@
 """One command for a card at hand: are all kernels right, and how fast are they against what the card can do?
 
-    python benchmarks/gpu.py --check               every op against its twin, in the shapes of many models
+    python benchmarks/gpu.py --check               every op against its reference, in the shapes of many models
     python benchmarks/gpu.py --minutes 9           the lines that decide, then as much of the grid as there is time for
     python benchmarks/gpu.py --only 8B --tune 20   rows whose name contains 8B, after timing tile sizes
 
@@ -212,7 +212,7 @@ def speed(options: argparse.Namespace, report: Report) -> None:
 def main() -> int:
     """Parse and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="compare every op with its twin and stop")
+    parser.add_argument("--check", action="store_true", help="compare every op with its reference and stop")
     parser.add_argument("--minutes", type=float, default=30.0, help="stop cleanly after so long")
     parser.add_argument("--only", default="", help="checks or models whose name contains this")
     parser.add_argument("--lines", action="store_true", help="only the lines that decide, not the grid")

@@ -1,4 +1,4 @@
-"""Every op against its twin on the card at hand, in the shapes of several models: `gpu.py --check`."""
+"""Every op against its reference on the card at hand, in the shapes of several models: `gpu.py --check`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from dataclasses import replace
 import gpu_models
 import torch
 
-from localllm import kernels
-from localllm.kernels import Impl, LinearFacts, Weight
-from localllm.kernels.dense_linear import TWIN
-from localllm.kernels.ops import OPS, OpFacts, op_impls
+from localllm.kernels import Impl, LinearFacts, OpFacts, Weight
+from localllm.kernels.registry import OPS
+from localllm.kernels.table import implementations
 from localllm.kernels.verify.cases import ModelShapes
 from localllm.kernels.verify.sampling_trial import sampler_error
 from localllm.kernels.verify.selftest import SelfTest
@@ -50,15 +49,15 @@ def ops(device: str, dtype: str, kv_format: str) -> Found:
         for page_size in (16, 32):
             for deterministic in (False, True):
                 facts = OpFacts(
-                    torch.device(device).type, capability(device), dtype, kv_format, heads, kv_heads, dim, page_size,
-                    deterministic,
+                    kv_format, heads, kv_heads, dim, page_size, device=torch.device(device).type,
+                    capability=capability(device), dtype=dtype, deterministic=deterministic,
                 )  # fmt: skip
                 gemma = dim == 256
                 shapes = ModelShapes(
                     heads * dim, 3 * heads * dim, facts, has_windows=gemma or dim == 64, softcap=50.0 if gemma else None
                 )
                 for op in OPS:
-                    for impl in op_impls(op)[:-1]:
+                    for impl in implementations(op)[:-1]:
                         if impl.fits(facts) is None:
                             yield f"{op} {impl.name} {shapes.key}", op_error(op, impl.run, shapes)
 
@@ -142,13 +141,13 @@ def products(device: str, dtype: str, part: int, parts: int) -> Found:
                 continue
             name, weight = made
             facts = LinearFacts(
-                weight.form, (n, k), weight.group_size, weight.block_type, torch.device(device).type,
-                capability(device), dtype,
+                weight.form, (n, k), weight.group_size, weight.block_type, device=torch.device(device).type,
+                capability=capability(device), dtype=dtype,
             )  # fmt: skip
-            for impl in kernels.linear_impls():
+            for impl in implementations("linear")[:-1]:
                 for deterministic, activations in WISHES:
                     wanted = replace(facts, deterministic=deterministic, activations=activations)
-                    if impl.run is not TWIN.run and impl.fits(wanted) is None:
+                    if impl.fits(wanted) is None:
                         yield f"linear {impl.name} {name} {n}x{k} {dtype}", _product_error(impl, wanted, weight)
                         break
 

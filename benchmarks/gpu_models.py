@@ -12,7 +12,7 @@ from torch import Tensor
 
 from localllm.checkpoint.facts import ModelFacts, RopeFacts, count_params, linear_shapes
 from localllm.kernels import Weight
-from localllm.kernels.segments import Norm
+from localllm.kernels.layer_weights import Norm
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.models.loader import Loading, LoadOptions
 from localllm.models.model import Model

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import Impl, LinearFacts
-from .dequant import dequantize, row_chunk, stored_rows
+from .dequant import row_chunk, stored_rows
+from .embedding import RowReader, weight_rows
+from .registry import Impl, LinearFacts, fits_always
 from .weight import Weight
 
 ANCHOR = 16
@@ -39,6 +40,12 @@ class DenseWeight(NamedTuple):
     """row counts that give the same bits, ascending; empty when never asked for"""
     perm: Tensor | None
     pre_scale: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        extra = sum(t.numel() * t.element_size() for t in (self.perm, self.pre_scale) if t is not None)
+        return self.shape[0] * self.shape[1] * self.matrix.element_size() + extra
 
 
 def _pack(matrix: Tensor) -> tuple[Tensor, bool]:
@@ -181,14 +188,9 @@ def _run_whole(x: Tensor, w: DenseWeight, bias: Tensor | None) -> Tensor:
     return _product(inputs, w, None if bias is None else bias.to(w.matrix.dtype)).to(x.dtype)
 
 
-def _unpack(w: DenseWeight) -> Tensor:
-    matrix = w.matrix.to_dense() if w.packed else w.matrix
-    return dequantize(Weight("dense", w.shape, matrix, perm=w.perm, pre_scale=w.pre_scale))
-
-
-def _nbytes(w: DenseWeight) -> int:
-    extra = sum(t.numel() * t.element_size() for t in (w.perm, w.pre_scale) if t is not None)
-    return w.shape[0] * w.shape[1] * w.matrix.element_size() + extra
+def _rows(w: DenseWeight) -> RowReader | None:
+    """oneDNN's layout does not say where a row lies."""
+    return None if w.packed else weight_rows(Weight("dense", w.shape, w.matrix, perm=w.perm, pre_scale=w.pre_scale))
 
 
 def _fits_bfloat16(facts: LinearFacts) -> str | None:
@@ -208,7 +210,7 @@ def _fits_float32(facts: LinearFacts) -> str | None:
     return None
 
 
-def _twin_run(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+def _run_stored(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """Row chunks of the weight are decoded on every call; x goes through in tiles of ANCHOR rows, so order is fixed."""
     n, k = weight.shape
     inputs = gathered(x.float(), weight.perm, weight.pre_scale)
@@ -227,7 +229,7 @@ def _twin_run(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     return out.to(x.dtype)
 
 
-DENSE_BF16 = Impl("torch_dense_bf16", _fits_bfloat16, _prepare_bfloat16, _run_tiled, _unpack, _nbytes)
-DENSE_TILED = Impl("torch_dense_tiled", _fits_float32, _prepare_float32, _run_tiled, _unpack, _nbytes)
-DENSE = Impl("torch_dense", _fits_whole, _prepare_float32, _run_whole, _unpack, _nbytes)
-TWIN = Impl("torch_dequant", lambda _facts: None, lambda w: w, _twin_run, dequantize, lambda w: w.nbytes)
+DENSE_BF16 = Impl("linear", "torch_dense_bf16", _fits_bfloat16, _run_tiled, _prepare_bfloat16, _rows)
+DENSE_TILED = Impl("linear", "torch_dense_tiled", _fits_float32, _run_tiled, _prepare_float32, _rows)
+DENSE = Impl("linear", "torch_dense", _fits_whole, _run_whole, _prepare_float32, _rows)
+REFERENCE = Impl("linear", "torch_dequant", fits_always, _run_stored, lambda weight: weight, weight_rows)

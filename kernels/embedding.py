@@ -1,4 +1,4 @@
-"""Rows of a table by index, whatever holds it: a canonical weight, or what a tied head's `prepare` made of it."""
+"""Rows of a table by index; `Impl.rows` reads those of a weight that an implementation of `linear` has prepared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .dense_linear import DenseWeight
 from .dequant import dequantize_rows
 from .weight import Weight
 
@@ -48,24 +47,6 @@ def weight_rows(weight: Weight) -> RowReader:
 def is_plain_table(weight: Weight) -> bool:
     """Whether its rows lie in `qweight` as they are."""
     return weight.form == "dense" and weight.perm is None and weight.pre_scale is None
-
-
-def prepared_rows(prepared: Any) -> RowReader | None:
-    """Reads rows of a prepared weight, exactly; None where its layout knows only whole tables."""
-    from .cpu import linear as cpu_linear
-    from .triton import layout as triton_layout
-    from .triton import unpack as triton_unpack
-
-    if isinstance(prepared, Weight):
-        return weight_rows(prepared)
-    if isinstance(prepared, cpu_linear.Prepared):
-        return partial(cpu_linear.rows, prepared)
-    if isinstance(prepared, triton_layout.Prepared):
-        return partial(triton_unpack.rows, prepared)
-    if isinstance(prepared, DenseWeight) and not prepared.packed:
-        plain = Weight("dense", prepared.shape, prepared.matrix, perm=prepared.perm, pre_scale=prepared.pre_scale)
-        return weight_rows(plain)
-    return None
 
 
 def _dense_rows(table: Tensor, ids: Tensor) -> Tensor:

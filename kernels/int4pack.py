@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import Impl, LinearFacts
 from .dense_linear import gathered
-from .dequant import dequantize, row_chunk, unpack_nibbles
+from .dequant import row_chunk, unpack_nibbles
+from .registry import Impl, LinearFacts
 from .weight import Weight
 
 GROUP_SIZES = (32, 64, 128, 256)
@@ -26,20 +26,26 @@ BLOCK_ROWS = 64
 
 
 class Int4Pack(NamedTuple):
-    """Codes in the operator's layout; the stored scales stay beside the rounded ones so that `unpack` is exact."""
+    """Codes u8 [N, K/2] and what makes numbers of them, bf16 [K/g, N, 2], in the operator's layout.
+
+    rest   what rounding took from `scales_and_zeros`
+    """
 
     packed: Tensor
-    """u8 [N, K/2]"""
     scales_and_zeros: Tensor
-    """bf16 [K/g, N, 2]"""
     rest: Tensor
-    """the same: what rounding took from them"""
-    weight: Weight
-    """the canonical weight, its qweight empty"""
+    group_size: int
+    perm: Tensor | None
+    pre_scale: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(t.nbytes for t in self if isinstance(t, Tensor))
 
 
 @lru_cache(maxsize=1)
-def _layout() -> tuple[int, Tensor] | None:
+def layout() -> tuple[int, Tensor] | None:
     """How this CPU interleaves the codes: (rows of a block, source row of each nibble), or None when not recognised.
 
     Row numbers are packed as codes, one hexadecimal digit at a time, and read back; random codes then confirm it.
@@ -56,7 +62,7 @@ def _layout() -> tuple[int, Tensor] | None:
         if sorted(source.tolist()) != list(range(rows)):
             continue
         q = codes.view(BLOCK_ROWS, columns)
-        if torch.equal(_unpack_codes(_convert(q), q.shape, rows, source), q.to(torch.uint8)):
+        if torch.equal(unpack_codes(_convert(q), q.shape, rows, source), q.to(torch.uint8)):
             return rows, source
     return None
 
@@ -65,7 +71,7 @@ def _convert(codes: Tensor) -> Tensor:
     return torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int().contiguous(), 1)
 
 
-def _unpack_codes(packed: Tensor, shape: tuple[int, ...], rows: int, source: Tensor) -> Tensor:
+def unpack_codes(packed: Tensor, shape: tuple[int, ...], rows: int, source: Tensor) -> Tensor:
     """u8 [N, K]: blocks of `rows` rows, column after column, each column's nibbles in the order `source`."""
     n, k = shape
     nibbles = unpack_nibbles(packed.view(n // rows, k, rows // 2))  # [blocks, K, rows]
@@ -84,7 +90,7 @@ def _fits(facts: LinearFacts) -> str | None:
         return f"group size {facts.group_size} is none of {', '.join(map(str, GROUP_SIZES))}"
     if n % BLOCK_ROWS or k % facts.group_size:
         return f"shape {n}x{k} is no multiple of {BLOCK_ROWS}x{facts.group_size}"
-    return None if _layout() else "this CPU packs the codes in an unknown order"
+    return None if layout() else "this CPU packs the codes in an unknown order"
 
 
 def _prepare(weight: Weight) -> Int4Pack:
@@ -102,19 +108,16 @@ def _prepare(weight: Weight) -> Int4Pack:
     exact = torch.stack([scales, zeros], -1).transpose(0, 1).contiguous()
     pairs = exact.bfloat16()
     rest = (exact - pairs.float()).bfloat16()
-    return Int4Pack(packed, pairs, rest, weight._replace(qweight=torch.empty(0, dtype=torch.uint8)))
+    return Int4Pack(packed, pairs, rest, weight.group_size, weight.perm, weight.pre_scale)
 
 
 def _product(x: Tensor, prepared: Int4Pack, scales_and_zeros: Tensor) -> Tensor:
     """float32 [rows, N] of bf16 x [rows, K]."""
-    return torch.ops.aten._weight_int4pack_mm_for_cpu(
-        x, prepared.packed, prepared.weight.group_size, scales_and_zeros
-    ).float()
+    return torch.ops.aten._weight_int4pack_mm_for_cpu(x, prepared.packed, prepared.group_size, scales_and_zeros).float()
 
 
 def _run(x: Tensor, prepared: Int4Pack, bias: Tensor | None) -> Tensor:
-    weight = prepared.weight
-    wide = gathered(x, weight.perm, weight.pre_scale).float().contiguous()
+    wide = gathered(x, prepared.perm, prepared.pre_scale).float().contiguous()
     high = wide.bfloat16()
     both = torch.cat([high, (wide - high.float()).bfloat16()])  # the weight is read once for both
     main = _product(both, prepared, prepared.scales_and_zeros)
@@ -123,15 +126,4 @@ def _run(x: Tensor, prepared: Int4Pack, bias: Tensor | None) -> Tensor:
     return out if bias is None else out + bias.to(x.dtype)
 
 
-def _unpack(prepared: Int4Pack) -> Tensor:
-    layout = _layout()
-    assert layout is not None
-    codes = _unpack_codes(prepared.packed, prepared.weight.shape, *layout)
-    return dequantize(prepared.weight._replace(qweight=codes[:, 0::2] | (codes[:, 1::2] << 4)))
-
-
-def _nbytes(prepared: Int4Pack) -> int:
-    return prepared.packed.nbytes + prepared.scales_and_zeros.nbytes + prepared.rest.nbytes + prepared.weight.nbytes
-
-
-INT4PACK = Impl("torch_int4pack", _fits, _prepare, _run, _unpack, _nbytes, rounds=1e-3)
+INT4PACK = Impl("linear", "torch_int4pack", _fits, _run, _prepare, lambda _prepared: None, rounds=1e-3)

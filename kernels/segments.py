@@ -4,15 +4,13 @@
     attn_out   output projection, residual               mlp         norm, gate/up, activation, down, residual
     head       norm, vocabulary projection, soft-cap  (and a norm before each residual where the model has one)
 
-and what is made of them: `decoder`, all layers; `step`, from token ids to logits.
-
-The composed segments are always there and are the twins of fused ones. Weights come as frozen values; a fused
-implementation may look at `Linear.parts` to see by which implementation they were prepared.
+and what is made of them: `decoder`, all layers; `step`, from token ids to logits. The composed segments are always
+there and are the references of fused ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,123 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import Impl
+from . import reference
 from .embedding import Embedding
 from .kv_pages import KVPages
-from .ops import OPS, OpFacts, choose_op, choose_segment
-
-
-@dataclass(frozen=True, slots=True)
-class LinearPart:
-    """One prepared weight with the implementation that reads it."""
-
-    impl: Impl
-    prepared: Any
-    bias: Tensor | None
-    """float32 [N]"""
-    shape: tuple[int, int]
-    """(N, K)"""
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """y = x Wᵀ + b. Several parts where weights could not be fused exactly; their outputs lie end to end."""
-
-    parts: tuple[LinearPart, ...]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [num_tokens, K] -> [num_tokens, sum of N], dtype of x."""
-        if len(self.parts) == 1:
-            part = self.parts[0]
-            return part.impl.run(x, part.prepared, part.bias)
-        return torch.cat([part.impl.run(x, part.prepared, part.bias) for part in self.parts], -1)
-
-    @property
-    def out_features(self) -> int:
-        """Rows of all parts together."""
-        return sum(part.shape[0] for part in self.parts)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the prepared weights and biases."""
-        biases = sum(part.bias.nbytes for part in self.parts if part.bias is not None)
-        return biases + sum(part.impl.nbytes(part.prepared) for part in self.parts)
-
-    @property
-    def impl_names(self) -> tuple[str, ...]:
-        """Names of the implementations, each once, in order."""
-        return tuple(dict.fromkeys(part.impl.name for part in self.parts))
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """An RMSNorm: weight [dim], and what is added to it."""
-
-    weight: Tensor
-    eps: float
-    offset: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionWeights:
-    """What attention in one layer needs, besides its caches."""
-
-    norm: Norm
-    qkv: Linear
-    """rows: all query heads, then key heads, then value heads"""
-    out: Linear
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    """of q·k"""
-    q_norm: Norm | None = None
-    k_norm: Norm | None = None
-    """over head_dim, before RoPE"""
-    post_norm: Norm | None = None
-    """on the output, before the residual"""
-    window: int | None = None
-    softcap: float | None = None
-    interleaved: bool = False
-    """RoPE pairs (2j, 2j + 1) instead of (j, j + half)"""
-    sinks: Tensor | None = None
-    """float32 [num_heads]: a score more for every query of a head, without a value"""
-
-
-@dataclass(frozen=True, slots=True)
-class MlpWeights:
-    """A gated feed-forward layer."""
-
-    norm: Norm
-    gate_up: Linear
-    """rows: gate, then up"""
-    down: Linear
-    activation: str
-    """silu | gelu_tanh"""
-    post_norm: Norm | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class HeadWeights:
-    """The last norm and the projection to the vocabulary."""
-
-    norm: Norm
-    linear: Linear
-    softcap: float | None = None
-
-
-LayerCall = tuple[AttentionWeights, MlpWeights, int]
-"""a layer's weights, and which of the step's views it sees"""
-View = tuple[Tensor, Tensor, Tensor, Tensor]
-"""cos, sin, block_table, slot_mapping: what the layers of one cache group share in a step"""
-Stepped = tuple[Tensor, Tensor, Tensor | None]
-"""hidden [num_tokens, hidden], logits float32 [num_tokens, vocab], and where somebody looked int64 [num_tokens], the
-first place of the largest logit, -1 where one is NaN; all are valid until the next step"""
+from .layer_weights import AttentionWeights, HeadWeights, LayerCall, MlpWeights, Norm, Stepped, View
+from .registry import OPS, OUTER_OPS, SEGMENTS
 
 
 @dataclass(frozen=True, slots=True)
 class KernelTable:
-    """The segments of one model, chosen once at load. A quarantine builds another table; nothing is changed in one."""
+    """The segments of one model, chosen once at load. Where a kernel fails, another table is built."""
 
     attn_in: Callable[..., Tensor]
     """(x [num_tokens, hidden], AttentionWeights, cos, sin, KVPages, slot_mapping) -> q; stores k, v"""
@@ -159,39 +50,12 @@ class KernelTable:
     """(op or fused segment, name of the implementation chosen)"""
 
 
-def forget(prepared: Any, *, pages_only: bool = False) -> None:
-    """Let go of what fused segments keep with a prepared weight: pages of the last call, and layers it is a part of."""
-    let_go = getattr(prepared, "forget", None)
-    if let_go is not None:
-        let_go(pages_only)
+def _normed(rms_norm: Callable[..., Tensor], x: Tensor, norm: Norm) -> Tensor:
+    return rms_norm(x, norm.weight, norm.eps, norm.offset)
 
 
-def kernel_table(facts: OpFacts, quarantined: frozenset[str] = frozenset()) -> KernelTable:
-    """Choose an implementation for every op, compose the segments of them, and take fused ones where they fit. Pure.
-
-    quarantined  "op:name" or "segment:name" of what failed its self-test
-    """
-    chosen = {op: choose_op(op, facts, quarantined) for op in OPS}
-    run = {op: impl.run for op, impl in chosen.items()}
-    norm = run["rms_norm"]
-    activations = {"silu": run["silu_mul"], "gelu_tanh": run["gelu_tanh_mul"]}
-    segments: dict[str, Callable[..., Any]] = {
-        "attn_in": partial(attn_in, norm, run["rope"], run["kv_write"]),
-        "attention": partial(attention, run["paged_attention"]),
-        "attn_out": partial(attn_out, norm),
-        "mlp": partial(mlp, norm, activations),
-        "head": partial(head, norm),
-    }
-    for name in (*segments, "decoder", "step"):
-        if name == "decoder":  # made of the other segments, fused or not
-            first, second, third, last = (segments[part] for part in ("attn_in", "attention", "attn_out", "mlp"))
-            segments[name] = partial(decoder, first, second, third, last)
-        elif name == "step":
-            segments[name] = partial(step, segments["decoder"], segments["head"])
-        fused = choose_segment(name, facts, quarantined)
-        if fused is not None:
-            chosen[name], segments[name] = fused, partial(fused.run, segments[name])
-    return KernelTable(**segments, ops=tuple((name, impl.name) for name, impl in chosen.items()))
+def _added(rms_norm: Callable[..., Tensor], x: Tensor, out: Tensor, post_norm: Norm | None) -> Tensor:
+    return x.add_(out if post_norm is None else _normed(rms_norm, out, post_norm))
 
 
 def attn_in(
@@ -207,16 +71,15 @@ def attn_in(
 ) -> Tensor:
     """Norm, QKV, QK-norm and RoPE; stores keys and values. Returns q [num_tokens, num_heads, head_dim]."""
     heads, kv_heads, dim = weights.num_heads, weights.num_kv_heads, weights.head_dim
-    normed = rms_norm(x, weights.norm.weight, weights.norm.eps, weights.norm.offset)
+    normed = _normed(rms_norm, x, weights.norm)  # lives on until the end: the plan counts it
     qkv = weights.qkv(normed).view(-1, heads + 2 * kv_heads, dim)
     v = qkv[:, heads + kv_heads :]
     if weights.q_norm is None or weights.k_norm is None:
         rotated = rope(qkv[:, : heads + kv_heads], cos, sin, weights.interleaved)
         q, k = rotated[:, :heads], rotated[:, heads:]
     else:
-        q_norm, k_norm = weights.q_norm, weights.k_norm
-        q = rms_norm(qkv[:, :heads], q_norm.weight, q_norm.eps, q_norm.offset)
-        k = rms_norm(qkv[:, heads : heads + kv_heads], k_norm.weight, k_norm.eps, k_norm.offset)
+        q = _normed(rms_norm, qkv[:, :heads], weights.q_norm)
+        k = _normed(rms_norm, qkv[:, heads : heads + kv_heads], weights.k_norm)
         q = rope(q, cos, sin, weights.interleaved)
         k = rope(k, cos, sin, weights.interleaved)
     kv_write(k, v, pages, slot_mapping)
@@ -240,21 +103,21 @@ def attention(
 
 def attn_out(rms_norm: Callable[..., Tensor], attended: Tensor, x: Tensor, weights: AttentionWeights) -> Tensor:
     """x + post_norm(attended Wᵀ): [num_tokens, hidden], in the place of x."""
-    out = weights.out(attended)
-    if weights.post_norm is not None:
-        out = rms_norm(out, weights.post_norm.weight, weights.post_norm.eps, weights.post_norm.offset)
-    return x.add_(out)
+    return _added(rms_norm, x, weights.out(attended), weights.post_norm)
 
 
 def mlp(
-    rms_norm: Callable[..., Tensor], activations: dict[str, Callable[..., Tensor]], x: Tensor, weights: MlpWeights
+    rms_norm: Callable[..., Tensor],
+    silu_mul: Callable[..., Tensor],
+    gelu_tanh_mul: Callable[..., Tensor],
+    x: Tensor,
+    weights: MlpWeights,
 ) -> Tensor:
     """x + post_norm(down(act(gate) · up)) of the normed x: [num_tokens, hidden], in the place of x."""
-    normed = rms_norm(x, weights.norm.weight, weights.norm.eps, weights.norm.offset)
-    out = weights.down(activations[weights.activation](weights.gate_up(normed)))
-    if weights.post_norm is not None:
-        out = rms_norm(out, weights.post_norm.weight, weights.post_norm.eps, weights.post_norm.offset)
-    return x.add_(out)
+    activated = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}[weights.activation]
+    normed = _normed(rms_norm, x, weights.norm)  # lives on until the end: the plan counts it
+    out = weights.down(activated(weights.gate_up(normed)))
+    return _added(rms_norm, x, out, weights.post_norm)
 
 
 def decoder(
@@ -290,8 +153,7 @@ def decoder(
 
 def head(rms_norm: Callable[..., Tensor], x: Tensor, weights: HeadWeights) -> Tensor:
     """Logits, float32 [rows, vocab]."""
-    normed = rms_norm(x, weights.norm.weight, weights.norm.eps, weights.norm.offset)
-    logits = weights.linear(normed).float()
+    logits = weights.linear(_normed(rms_norm, x, weights.norm)).float()
     if weights.softcap is None:
         return logits
     return torch.tanh(logits / weights.softcap).mul_(weights.softcap)
@@ -319,3 +181,32 @@ def step(
     turned = [(cos[positions], sin[positions], block_table, slots) for cos, sin, block_table, slots in views]
     x = decoder(embedding(token_ids), layers, pages, turned, cu_query_lens, seq_lens)
     return x, head(x, weights), None
+
+
+COMPOSED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "attn_in": (attn_in, ("rms_norm", "rope", "kv_write")),
+    "attention": (attention, ("paged_attention",)),
+    "attn_out": (attn_out, ("rms_norm",)),
+    "mlp": (mlp, ("rms_norm", "silu_mul", "gelu_tanh_mul")),
+    "head": (head, ("rms_norm",)),
+    "decoder": (decoder, ("attn_in", "attention", "attn_out", "mlp")),
+    "step": (step, ("decoder", "head")),
+}
+"""segment -> the function above, and the ops and segments it takes first"""
+
+
+def composed(segment: str, runs: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """A segment made of what `runs` has under the names of its parts."""
+    function, parts = COMPOSED[segment]
+    return partial(function, *(runs[part] for part in parts))
+
+
+def _references() -> dict[str, Callable[..., Any]]:
+    runs: dict[str, Callable[..., Any]] = {op: getattr(reference, op) for op in (*OPS, *OUTER_OPS)}
+    for segment in SEGMENTS:
+        runs[segment] = composed(segment, runs)
+    return runs
+
+
+REFERENCES = _references()
+"""every op and segment in plain PyTorch"""

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from localllm.checkpoint import Checkpoint
-from localllm.kernels import reference, segments
+from localllm.kernels.layer_weights import Linear
 from localllm.kernels.rope import RopeTable
+from localllm.kernels.segments import REFERENCES
 
 from .kv_cache import CacheGroup, KVCache
 from .layers import DecoderLayer
@@ -27,13 +28,12 @@ MODULES = {
     "down": ("mlp.down_proj",),
 }
 """what shares an input -> the modules that see it"""
-_ACTIVATIONS = {"silu": reference.silu_mul, "gelu_tanh": reference.gelu_tanh_mul}
 
 
 class Observed:
     """A linear layer that adds up what it is given: `total` float32 [K, K], the sum of x xᵀ over all rows."""
 
-    def __init__(self, linear: segments.Linear) -> None:
+    def __init__(self, linear: Linear) -> None:
         self.linear = linear
         self.total: Tensor | None = None
 
@@ -94,9 +94,8 @@ def _run(layer: DecoderLayer, x: Tensor, table: RopeTable, device: str) -> Tenso
     cos, sin = table.rows(positions, length)
     block_table = torch.arange(num_pages, dtype=torch.int32, device=device).unsqueeze(0)
     bounds = torch.tensor([0, length], dtype=torch.int32, device=device)
-    norm = reference.rms_norm
     pages = cache.layer(0)
-    q = segments.attn_in(norm, reference.rope, reference.kv_write, x, attention, cos, sin, pages, positions)
-    attended = segments.attention(reference.paged_attention, q, attention, pages, block_table, bounds, bounds[1:])
-    x = segments.attn_out(norm, attended, x, attention)
-    return segments.mlp(norm, _ACTIVATIONS, x, layer.mlp)
+    q = REFERENCES["attn_in"](x, attention, cos, sin, pages, positions)
+    attended = REFERENCES["attention"](q, attention, pages, block_table, bounds, bounds[1:])
+    x = REFERENCES["attn_out"](attended, x, attention)
+    return REFERENCES["mlp"](x, layer.mlp)

@@ -1,6 +1,6 @@
 """What every architecture is made of: `LayerSpec` says what a layer has, `DecoderLayer` holds it.
 
-Weights are the frozen values of `kernels.segments`; nothing here knows how they are stored or computed.
+Weights are the frozen values of `kernels.layer_weights`; nothing here knows how they are stored or computed.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from localllm.kernels.embedding import Embedding
-from localllm.kernels.segments import (
+from localllm.kernels.layer_weights import (
     AttentionWeights,
     HeadWeights,
     Linear,

@@ -16,16 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from localllm import kernels
 from localllm.checkpoint import Checkpoint
 from localllm.checkpoint.detect import stored_formats
 from localllm.checkpoint.facts import ModelFacts, RopeFacts, linear_shapes
 from localllm.checkpoint.names import SourceNames
 from localllm.errors import BadModelFile, DeviceError, OutOfMemory, UnsupportedModel
-from localllm.kernels import LinearFacts, Weight, rope
-from localllm.kernels.embedding import is_plain_table, prepared_rows, weight_rows
-from localllm.kernels.ops import OpFacts, choose_op
-from localllm.kernels.segments import kernel_table
+from localllm.kernels import LinearFacts, OpFacts, Weight, choose, rope
+from localllm.kernels.embedding import is_plain_table, weight_rows
+from localllm.kernels.table import implementations, kernel_table
 from localllm.kernels.verify.selftest import KernelCrash, SelfTest
 from localllm.quant import dequantize, fuse, load_weight, read_dense
 from localllm.quant.encode import Target, encode
@@ -86,8 +84,8 @@ class LoadOptions:
     """fp8 | nvfp4: where many rows are multiplied they may be rounded to it, on cards that multiply such numbers"""
     weights: str = ""
     """a target of `quant.encode`: what linear layers become while loading, however they are stored; "" keeps them"""
-    quarantined: frozenset[str] = frozenset()
-    """implementations that failed their self-test: a name for `linear`, "op:name" for the others"""
+    disabled: frozenset[str] = frozenset()
+    """keys ("op:name") of implementations that failed their self-test"""
     selftest: SelfTest | None = None
     """tries every kernel that is chosen, on the shapes of this model; None trusts them"""
     progress: Callable[[int, int], None] | None = None
@@ -146,7 +144,6 @@ class Loading:
         self.names = SourceNames(checkpoint, facts.architecture)
         self.stored = stored_formats(checkpoint)
         self.shapes = linear_shapes(facts)
-        self.impls = kernels.linear_impls()
         self.target = Target(options.weights) if options.weights else None
         self.chosen: dict[str, dict[str, None]] = {}
         self.done = 0
@@ -157,9 +154,9 @@ class Loading:
         self._refuse_unknown_parts()
         shapes = model_shapes(facts, self.op_facts())
         if self.selftest is None:
-            table = kernel_table(shapes.facts, options.quarantined)
+            table = kernel_table(shapes.facts, options.disabled)
         else:
-            table = self.selftest.table(shapes, options.quarantined)
+            table = self.selftest.table(shapes, options.disabled)
         vocabulary = (facts.vocab_size, facts.hidden_size)
         rows = self.weight("model.embed_tokens", vocabulary)
         if facts.tied_embeddings:
@@ -176,7 +173,7 @@ class Loading:
         groups = cache_groups(facts, read_kv_scales(self.checkpoint, self.names, facts.num_layers))
         if self.selftest is not None:
             samples, turned = layer_samples(layers, groups), rotations(groups, ropes)
-            table = self.selftest.segments(shapes, table, samples, embedding, head, turned, options.quarantined)
+            table = self.selftest.segments(shapes, table, samples, embedding, head, turned, options.disabled)
             self.selftest.save()
         names = {layer_class: "+".join(found) for layer_class, found in self.chosen.items()}
         return Model(facts, groups, embedding, layers, head, ropes, table, names | dict(table.ops))
@@ -199,16 +196,18 @@ class Loading:
     @property
     def wrong(self) -> frozenset[str]:
         """What the self-test of this load has found so far."""
-        return self.selftest.quarantined if self.selftest is not None else frozenset()
+        return self.selftest.disabled if self.selftest is not None else frozenset()
 
     def embedding(self, weight: Weight, head: Linear | None) -> Embedding:
         """The embedding; it reads rows of the tied head's prepared weight where that is possible."""
         dtype = getattr(torch, self.options.dtype)
-        shared = prepared_rows(head.parts[0].prepared) if head is not None else None
-        if head is not None and shared is not None:
-            return Embedding(shared, self.facts.embedding_scale, dtype, nbytes=0, prepared=head.parts[0].prepared)
+        if head is not None:
+            part = head.parts[0]
+            shared = part.impl.rows(part.prepared)
+            if shared is not None:
+                return Embedding(shared, self.facts.embedding_scale, dtype, nbytes=0, prepared=part.prepared)
         weight = self.owned(weight)
-        impl = choose_op("embedding", self.op_facts(), self.options.quarantined | self.wrong)
+        impl = choose(implementations("embedding"), self.op_facts(), self.options.disabled | self.wrong).impl
         if impl.name != "torch" and is_plain_table(weight):  # scaled and cast by the lookup itself
             rows = partial(impl.run, table=weight.qweight, scale=self.facts.embedding_scale, dtype=dtype)
             return Embedding(rows, 1.0, dtype, nbytes=weight.nbytes)
@@ -280,7 +279,7 @@ class Loading:
             activations=self.options.activations,
         )
         while True:
-            impl = kernels.choose(self.impls, facts, self.options.quarantined | self.wrong).impl
+            impl = choose(implementations("linear"), facts, self.options.disabled | self.wrong).impl
             # the codes, nearly all of the bytes, are repacked almost always: they are copied only where they were kept
             prepared = self.owned(impl.prepare(self.owned(weight, but="qweight")))
             if self.selftest is None or self.selftest.linear_passed(impl, facts, weight, prepared):

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from localllm.checkpoint.facts import ModelFacts
 from localllm.kernels.embedding import Embedding
+from localllm.kernels.layer_weights import HeadWeights, Stepped, View, forget
 from localllm.kernels.reference import rms_norm
 from localllm.kernels.rope import RopeTable
-from localllm.kernels.segments import HeadWeights, KernelTable, Stepped, View, forget
+from localllm.kernels.segments import KernelTable
 
 from .inputs import ForwardBatch
 from .kv_cache import CacheGroup, KVCache
@@ -39,7 +40,7 @@ class Model:
         self.head = head
         self.table = table
         self.kernels = dict(kernels)
-        """what runs what, for the truth line: layer class or op -> names of implementations"""
+        """what runs what, for the run summary: layer class or op -> names of implementations"""
         self._ropes = tuple(ropes)
         group_of = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
         self._calls = tuple((layer.attention, layer.mlp, group_of[i]) for i, layer in enumerate(self.layers))

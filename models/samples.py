@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from localllm.checkpoint.facts import ModelFacts
-from localllm.kernels.ops import OpFacts
+from localllm.kernels import OpFacts
+from localllm.kernels.layer_weights import LayerCall
 from localllm.kernels.rope import RopeTable
-from localllm.kernels.segments import LayerCall
 from localllm.kernels.verify.cases import ModelShapes
 from localllm.kernels.verify.trial import layer_kind
 

@@ -53,7 +53,9 @@ def test_every_product_is_tried_where_it_is_wanted(monkeypatch: pytest.MonkeyPat
     names = []
     for card in (90, 120):
         monkeypatch.setattr(checks, "capability", lambda device, card=card: card)
-        monkeypatch.setattr(checks, "LinearFacts", lambda *given: LinearFacts(*given[:4], "cuda", *given[5:]))
+        monkeypatch.setattr(
+            checks, "LinearFacts", lambda *given, **more: LinearFacts(*given, **more | {"device": "cuda"})
+        )
         monkeypatch.setattr(checks, "_product_error", lambda impl, facts, weight: names.append(impl.name) or "")
         assert all(not said for _, said in checks.products("cpu", "bfloat16", 0, 1))
     assert {"triton", "triton_invariant", "triton_fp8_w8a8", "triton_nvfp4_w4a4"} <= set(names)

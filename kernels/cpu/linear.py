@@ -8,16 +8,14 @@ result does not depend on the other rows, nor on the number of threads.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import Impl, LinearFacts
+from ..embedding import RowReader
+from ..registry import Impl, LinearFacts
 from .build import lib, library
 from .layout import FLOAT_FORMS, GGUF, INTEGER_FORMS, Prepared, prepare
-
-__all__ = ["IMPLS", "Prepared", "prepare", "rows", "run", "unpack"]
 
 
 def run(x: Tensor, prepared: Prepared, bias: Tensor | None = None, *, exact: bool = False) -> Tensor:
@@ -42,13 +40,6 @@ def run(x: Tensor, prepared: Prepared, bias: Tensor | None = None, *, exact: boo
         prepared.address, x.data_ptr(), x.shape[0], None if bias is None else bias.data_ptr(), out.data_ptr(), exact
     ):
         raise MemoryError(f"no memory for a product of {x.shape[0]} rows")
-    return out
-
-
-def unpack(prepared: Prepared) -> Tensor:
-    """The values, float32 [N, K], exact; columns in natural order, pre_scale folded in."""
-    out = torch.empty((prepared.n, prepared.k))
-    lib().ll_unpack(prepared.address, None, prepared.n, out.data_ptr())
     return out
 
 
@@ -79,11 +70,11 @@ def _fits(facts: LinearFacts, *, exact: bool) -> str | None:
     return library().reason
 
 
-def _nbytes(prepared: Any) -> int:
-    return prepared.nbytes
+def _rows(prepared: Prepared) -> RowReader:
+    return partial(rows, prepared)
 
 
-IMPLS: tuple[Impl, ...] = (
-    Impl("c_int16", partial(_fits, exact=False), prepare, run, unpack, _nbytes),
-    Impl("c_float32", partial(_fits, exact=True), prepare, partial(run, exact=True), unpack, _nbytes),
+IMPLS = (
+    Impl("linear", "c_int16", partial(_fits, exact=False), run, prepare, _rows),
+    Impl("linear", "c_float32", partial(_fits, exact=True), partial(run, exact=True), prepare, _rows),
 )

@@ -1,23 +1,20 @@
-"""Ops other than `linear` in C for the CPU, looked up by `kernels.ops.op_impls`; signatures as in `reference.py`.
+"""Ops other than `linear` in C for the CPU, and the list of what this back end has; signatures as in `reference.py`.
 
 Activations are float32, pages have any KV format. A token's result does not depend on the tokens beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from ..kv_pages import KVPages
-from ..ops import OpFacts, OpImpl
-from . import segments
+from ..registry import Impl, OpFacts
+from . import linear, segments
 from .build import lib, library
 from .interface import FORMATS, KV_TARGET, pack_pages
-
-__all__ = ["IMPLS", "attention_fits", "gelu_tanh_mul", "kv_write", "paged_attention", "rms_norm", "rope", "silu_mul"]
 
 LARGEST_HEAD = 512
 
@@ -174,22 +171,12 @@ def paged_attention(
     return out
 
 
-def _impl(run: Callable[..., Any], fits: Callable[[OpFacts], str | None] = _fits) -> tuple[OpImpl, ...]:
-    return (OpImpl("c", fits, run),)
-
-
-IMPLS: Mapping[str, tuple[OpImpl, ...]] = {
-    "rms_norm": _impl(rms_norm),
-    "silu_mul": _impl(silu_mul),
-    "gelu_tanh_mul": _impl(gelu_tanh_mul),
-    "rope": _impl(rope),
-    "kv_write": _impl(kv_write, attention_fits),
-    "paged_attention": _impl(paged_attention, attention_fits),
-    "attn_in": _impl(segments.attn_in, attention_fits),
-    "attention": _impl(segments.attention, attention_fits),
-    "attn_out": _impl(segments.attn_out, attention_fits),
-    "mlp": _impl(segments.mlp),
-    "head": _impl(segments.head),
-    "decoder": _impl(segments.decoder, attention_fits),
-    "step": _impl(segments.step, attention_fits),
+_ROW_WISE = (rms_norm, silu_mul, gelu_tanh_mul, rope, segments.mlp, segments.head)
+_WITH_PAGES = (
+    kv_write, paged_attention, segments.attn_in, segments.attention, segments.attn_out, segments.decoder, segments.step,
+)  # fmt: skip
+IMPLS: Mapping[str, tuple[Impl, ...]] = {
+    "linear": linear.IMPLS,
+    **{run.__name__: (Impl(run.__name__, "c", _fits, run),) for run in _ROW_WISE},
+    **{run.__name__: (Impl(run.__name__, "c", attention_fits, run),) for run in _WITH_PAGES},
 }

@@ -1,4 +1,4 @@
-"""A decoder layer's segments as single C calls, registered in `ops.IMPLS`.
+"""A decoder layer's segments as single C calls, listed in `ops.IMPLS`.
 
 Each takes the composed segment first and calls it for layers whose weights something else prepared. What C needs to
 know of a layer is packed once and kept with the first of its prepared weights, so it lives as long as they do.
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..embedding import Embedding
 from ..kv_pages import KVPages
-from ..segments import AttentionWeights, HeadWeights, Linear, MlpWeights, Norm, Stepped
+from ..layer_weights import AttentionWeights, HeadWeights, LayerCall, Linear, MlpWeights, Norm, Stepped, View
 from .build import lib
 from .interface import (
     ATTENTION,
@@ -39,18 +39,12 @@ from .interface import (
 )
 from .layout import Prepared
 
-__all__ = ["attention", "attn_in", "attn_out", "decoder", "head", "mlp", "step"]
-
 _NO_SUCH_ROW = -3
 """what `ll_decoder` returns for it"""
 _LAYERS_ONLY = (0, 0, 0, 1.0, 0, 0, 0)
 """of a pass: nothing before and after the layers, and a row of cosines for every token"""
 _NO_ROWS = 1
 """in place of the address that an empty tensor does not have; it is not read"""
-LayerCall = tuple[AttentionWeights, MlpWeights, int]
-"""a layer's weights, and which of the step's views it sees"""
-View = tuple[Tensor, Tensor, Tensor, Tensor]
-"""cos, sin, block_table, slot_mapping: what layers of one cache group share in a step"""
 
 
 def attn_in(

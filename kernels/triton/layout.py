@@ -209,6 +209,9 @@ _MAKERS = {
 }
 
 
+FORMS = frozenset(_MAKERS)
+
+
 def _rows(t: Tensor) -> Tensor:
     """Contiguous, and never a view that keeps a larger tensor alive."""
     return t.contiguous() if t.is_contiguous() and t.untyped_storage().nbytes() == t.nbytes else t.clone()

@@ -1,25 +1,34 @@
-"""Ops other than `linear` in Triton for NVIDIA cards, looked up by `kernels.ops.op_impls`, as in `reference.py`.
+"""What Triton has for NVIDIA cards: a list of implementations, and what each of them fits.
 
-Importing this module loads neither Triton nor a kernel. Names: `triton`, and `triton_invariant` where no chunk of a
-prompt may change a bit, which costs attention its tiles of queries.
+Importing this module loads neither Triton nor a kernel: on a machine without a card Triton may be missing.
+
+`triton` takes the fastest kernel for the number of rows; in `triton_invariant` no other row and no chunk of a prompt
+changes a bit, which costs attention its tiles of queries. By permission of the user (`LinearFacts.activations`)
+`triton_fp8_w8a8` and `triton_nvfp4_w4a4` round x for products of many rows; no other product rounds it, and weights of
+every form stay as small as they are stored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from typing import Any
 
-from ..ops import OpFacts, OpImpl
-
-__all__ = ["IMPLS", "attention_fits", "fits"]
+from ..embedding import RowReader
+from ..registry import Facts, Impl, LinearFacts, OpFacts
+from .gguf_codes import GGUF_CODES
+from .layout import FORMS, Prepared, prepare
+from .layout_codes import CODES
+from .probe import FP8_CAPABILITY, nvfp4_reason
+from .unpack import rows
 
 LARGEST_HEAD = 256
 PAGE_SIZES = (16, 32, 64)
+GROUPED = {"int4g": "int4", "int8": "int8"}
 
 
-def fits(facts: OpFacts) -> str | None:
-    """None, or why no kernel of this package runs there."""
+def _fits(facts: Facts) -> str | None:
     if facts.device != "cuda":
         return f"runs on NVIDIA cards, not on {facts.device}"
     if facts.capability < 75:
@@ -29,21 +38,49 @@ def fits(facts: OpFacts) -> str | None:
     return None
 
 
-def attention_fits(facts: OpFacts) -> str | None:
+def _attention_fits(facts: OpFacts, *, whole_chunks: bool = False) -> str | None:
     """None, or why pages and heads like these are not for the kernels that read or write them."""
+    if whole_chunks and facts.deterministic:
+        return "a chunk of one token is summed in another order than one of several"
     if facts.kv_format == "bf16" and facts.capability < 80:
         return "no bfloat16 below compute capability 8.0"
     if facts.head_dim > LARGEST_HEAD or facts.head_dim % 8:
         return f"heads of {facts.head_dim}: at most {LARGEST_HEAD}, a multiple of 8"
     if facts.page_size not in PAGE_SIZES:
         return f"pages of {facts.page_size}, not one of {PAGE_SIZES}"
-    return fits(facts)
+    return _fits(facts)
 
 
-def _chunks_fit(facts: OpFacts) -> str | None:
-    if facts.deterministic:
-        return "a chunk of one token is summed in another order than one of several"
-    return attention_fits(facts)
+def _linear_fits(facts: LinearFacts, *, fixed_order: bool = False) -> str | None:
+    reason = _fits(facts)
+    if reason is not None:
+        return reason
+    if facts.dtype == "float32":
+        return f"activations are {facts.dtype}"
+    if facts.form not in FORMS:
+        return f"no layout for weights of form {facts.form}"
+    if facts.form == "gguf" and facts.block_type not in GGUF_CODES:
+        return f"no layout for {facts.block_type} blocks"
+    if facts.form in GROUPED and 0 < facts.group_size < facts.shape[1]:
+        chunk = CODES[GROUPED[facts.form]].chunk
+        if facts.group_size % chunk:
+            return f"groups of {facts.group_size} are not a multiple of {chunk}"
+    if fixed_order:
+        return "Triton has no tensor cores below compute capability 8.0" if facts.capability < 80 else None
+    return "sums one row in another order than several" if facts.deterministic else None
+
+
+def _rounding_fits(facts: LinearFacts, *, activations: str, form: str) -> str | None:
+    if facts.activations != activations:
+        return f"rounds activations to {activations}, which was not asked for"
+    if facts.form != form:
+        return f"multiplies {form} weights, not {facts.form}"
+    reason = _linear_fits(facts)
+    if reason is not None:
+        return reason
+    if activations == "nvfp4":
+        return nvfp4_reason(facts.capability)
+    return None if facts.capability >= FP8_CAPABILITY else "no FP8 instructions below compute capability 8.9"
 
 
 def _lazily(module: str, function: str) -> Callable[..., Any]:
@@ -58,23 +95,40 @@ def _lazily(module: str, function: str) -> Callable[..., Any]:
     return run
 
 
-def _impl(module: str, op: str, fitting: Callable[[OpFacts], str | None] = fits) -> tuple[OpImpl, ...]:
-    return (OpImpl("triton", fitting, _lazily(module, op)),)
+def _rows(prepared: Prepared) -> RowReader:
+    return partial(rows, prepared)
 
 
-IMPLS: Mapping[str, tuple[OpImpl, ...]] = {
+def _impl(op: str, module: str, fits: Callable[[OpFacts], str | None] = _fits) -> tuple[Impl, ...]:
+    return (Impl(op, "triton", fits, _lazily(module, op)),)
+
+
+def _linear(name: str, fits: Callable[[LinearFacts], str | None], run: Callable[..., Any]) -> Impl:
+    return Impl("linear", name, fits, run, prepare, _rows)
+
+
+_fp8 = partial(_rounding_fits, activations="fp8", form="fp8")
+_nvfp4 = partial(_rounding_fits, activations="nvfp4", form="fp4g16")
+_attention = partial(_attention_fits, whole_chunks=True)
+IMPLS: Mapping[str, tuple[Impl, ...]] = {
+    "linear": (
+        _linear("triton_fp8_w8a8", _fp8, _lazily("narrow_product", "fp8_product")),
+        _linear("triton_nvfp4_w4a4", _nvfp4, _lazily("narrow_product", "nvfp4_product")),
+        _linear("triton", _linear_fits, _lazily("product", "linear")),
+        _linear("triton_invariant", partial(_linear_fits, fixed_order=True), _lazily("product", "invariant_linear")),
+    ),
     "rms_norm": _impl("rms_norm", "rms_norm"),
     "rope": _impl("rope", "rope"),
-    "silu_mul": _impl("activation", "silu_mul"),
-    "gelu_tanh_mul": _impl("activation", "gelu_tanh_mul"),
+    "silu_mul": _impl("silu_mul", "activation"),
+    "gelu_tanh_mul": _impl("gelu_tanh_mul", "activation"),
     "embedding": _impl("embedding", "embedding"),
-    "kv_write": _impl("kv_write", "kv_write", attention_fits),
+    "kv_write": _impl("kv_write", "kv_write", _attention_fits),
     "paged_attention": (
-        OpImpl("triton", _chunks_fit, _lazily("attention", "paged_attention")),
-        OpImpl("triton_invariant", attention_fits, _lazily("attention", "paged_attention_by_token")),
+        Impl("paged_attention", "triton", _attention, _lazily("attention", "paged_attention")),
+        Impl("paged_attention", "triton_invariant", _attention_fits, _lazily("attention", "paged_attention_by_token")),
     ),
-    "attn_in": _impl("attn_in", "attn_in", attention_fits),
-    "attn_out": _impl("segments", "attn_out"),
-    "mlp": _impl("segments", "mlp"),
-    "head": _impl("segments", "head"),
+    "attn_in": _impl("attn_in", "segments", _attention_fits),
+    "attn_out": _impl("attn_out", "segments"),
+    "mlp": _impl("mlp", "segments"),
+    "head": _impl("head", "segments"),
 }

@@ -32,14 +32,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..layer_weights import Norm
 from ..verify.tuning import Shape, Tile, tuner
 from . import dequantize, gemm, gemv
 from .launch import Launch, capability, interpreting, num_sms, pdl
 from .layout import Prepared
 from .layout_codes import CODES
 from .product_tiles import SMALL_TOKENS, Card, may_be_fixed, one_row_tiles, tile_tiles, token_class
-
-__all__ = ["NormArgs", "card_of", "dequantised", "product"]
 
 SLAB_BYTES = 32 << 20
 """dense rows decoded at a time: what the plan reserves for long prompts"""
@@ -54,19 +53,11 @@ FIXED_TOKENS = 16
 """rows of x in a tile when every row must be summed the same way"""
 
 
-class NormArgs(NamedTuple):
-    """The RMSNorm in front of a product."""
-
-    weight: Tensor
-    eps: float
-    offset: float = 0.0
-
-
 class Extras(NamedTuple):
     """What a product does besides: y = act(...)(norm(x) Wᵀ + bias) + residual."""
 
     bias: Tensor | None = None
-    norm: NormArgs | None = None
+    norm: Norm | None = None
     residual: Tensor | None = None
     gate: str = ""
     """silu or gelu_tanh: W is gate over up, y = act(gate) * up"""
@@ -118,6 +109,16 @@ def product(
         else:
             tile_launch(x, p, out, extras, choice, pdl(x.device)).start()
     return out
+
+
+def linear(x: Tensor, p: Prepared, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ + bias."""
+    return product(x, p, Extras(bias))
+
+
+def invariant_linear(x: Tensor, p: Prepared, bias: Tensor | None = None) -> Tensor:
+    """The same, every row summed in one order."""
+    return product(x, p, Extras(bias), fixed_order=True)
 
 
 def fusable(x: Tensor, p: Any) -> bool:

@@ -8,10 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..layer_weights import Norm
 from .aot_spec import KernelSpec
 from .layout import SUPER, Prepared
 from .layout_codes import CODES, HALVES
-from .product import PLAIN, Extras, NormArgs, dequantise_launch, tile_launch, vector_launch
+from .product import PLAIN, Extras, dequantise_launch, tile_launch, vector_launch
 from .product_tiles import Card, may_be_fixed, tile_tiles, vector_tiles
 
 NUM_SMS = {75: 40, 80: 108, 86: 82, 89: 128, 90: 132, 100: 148, 120: 170, 121: 48}
@@ -118,7 +119,7 @@ def _decode_specs(form: Form, dtype: torch.dtype, card: Card) -> Iterator[Kernel
         first = vector_tiles(HIDDEN, HIDDEN, form.code, card, fixed=fixed)[0]
         yield vector_launch(x, p, out, PLAIN, first, pdl).spec("linear", "triton", label, decode=True)
         if form.name in MAIN_FORMS:
-            fused = Extras(_meta(torch.float32, HIDDEN), NormArgs(_meta(torch.float32, HIDDEN), 1e-6), out)
+            fused = Extras(_meta(torch.float32, HIDDEN), Norm(_meta(torch.float32, HIDDEN), 1e-6), out)
             launch = vector_launch(x, p, out, fused, first, pdl)
             yield launch.spec("linear", "triton", f"{label} norm residual", decode=True)
             first = vector_tiles(2 * INTERMEDIATE, HIDDEN, form.code, card, True, fixed)[0]
@@ -144,6 +145,6 @@ def _batch_specs(form: Form, dtype: torch.dtype, card: Card) -> Iterator[KernelS
     if form.name in MAIN_FORMS:
         p, out = described(form, 2 * INTERMEDIATE, HIDDEN), _meta(dtype, 16, INTERMEDIATE)
         first = tile_tiles(2 * INTERMEDIATE, HIDDEN, form.code, 16, card)[0]
-        fused = Extras(None, NormArgs(_meta(torch.float32, HIDDEN), 1e-6), None, "silu")
+        fused = Extras(None, Norm(_meta(torch.float32, HIDDEN), 1e-6), None, "silu")
         launch = tile_launch(_meta(dtype, 16, HIDDEN), p, out, fused, first, pdl)
         yield launch.spec("linear", "triton", f"{form.name} M=16 norm gated", decode=True)

@@ -12,7 +12,6 @@ launches (two norms, RoPE on q and k, the write) become one.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 import triton
@@ -20,30 +19,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kv_pages import SCALED_FORMATS, KVPages
+from ..layer_weights import Norm
 from .aot_spec import KernelSpec
 from .hadamard import rotate_rows, run_length
 from .kv_write import TILE, page_constants, page_tensors, store_vectors
 from .launch import PDL_CAPABILITY, launch, pdl
 from .rope import angle, partner, rotate
-
-
-class NormWeight(Protocol):
-    """An RMSNorm over head_dim, as `segments.Norm`."""
-
-    @property
-    def weight(self) -> Tensor:
-        """[head_dim]"""
-        ...
-
-    @property
-    def eps(self) -> float:
-        """Added to the mean square."""
-        ...
-
-    @property
-    def offset(self) -> float:
-        """Added to the weight."""
-        ...
 
 
 @triton.jit
@@ -109,8 +90,8 @@ def qk_norm_rope_kv(
     pages: KVPages,
     slot_mapping: Tensor,
     num_heads: int,
-    q_norm: NormWeight | None = None,
-    k_norm: NormWeight | None = None,
+    q_norm: Norm | None = None,
+    k_norm: Norm | None = None,
     interleaved: bool = False,
 ) -> Tensor:
     """Queries ready for attention; keys and values in their slots.
@@ -121,7 +102,7 @@ def qk_norm_rope_kv(
     q_norm        with k_norm: over head_dim, before RoPE; None for models without
     returns       q [num_tokens, num_heads, head_dim], dtype of qkv
 
-    Twin: `segments.attn_in` without its first norm and product.
+    Reference: `segments.attn_in` without its first norm and product.
     """
     num_tokens, _, dim = qkv.shape
     if qkv.stride(2) != 1 or qkv.stride(1) != dim:

@@ -12,12 +12,41 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..segments import AttentionWeights, HeadWeights, Linear, LinearPart, MlpWeights, Norm
-from .linear import FUSED
-from .product import Extras, NormArgs, fusable, product
+from ..kv_pages import KVPages
+from ..layer_weights import AttentionWeights, HeadWeights, Linear, LinearPart, MlpWeights, Norm
+from .product import Extras, fusable, product
+from .qk_norm_rope_kv import qk_norm_rope_kv
 from .rms_norm import rms_norm
 
-__all__ = ["attn_out", "head", "mlp"]
+FUSED = frozenset({"triton", "triton_fp8_w8a8", "triton_nvfp4_w4a4"})
+"""implementations whose products of few rows take norm, gate and residual with them"""
+
+
+def attn_in(
+    composed: Callable[..., Tensor],
+    x: Tensor,
+    weights: AttentionWeights,
+    cos: Tensor,
+    sin: Tensor,
+    pages: KVPages,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """Norm and QKV product in one launch; QK-norm, RoPE and page write in another.
+
+    With many rows, or where a row's result must not depend on their number, the norm is a launch of its own.
+    """
+    parts = weights.qkv.parts
+    if (weights.q_norm is None) != (weights.k_norm is None):
+        return composed(x, weights, cos, sin, pages, slot_mapping)
+    if all(part.impl.name == "triton" and fusable(x, part.prepared) for part in parts):
+        outputs = [product(x, part.prepared, Extras(part.bias, weights.norm)) for part in parts]
+        qkv = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+    else:
+        qkv = weights.qkv(_normed(x, weights.norm))
+    heads = qkv.view(x.shape[0], -1, weights.head_dim)
+    return qk_norm_rope_kv(
+        heads, cos, sin, pages, slot_mapping, weights.num_heads, weights.q_norm, weights.k_norm, weights.interleaved
+    )
 
 
 def attn_out(composed: Callable[..., Tensor], attended: Tensor, x: Tensor, weights: AttentionWeights) -> Tensor:
@@ -33,15 +62,12 @@ def mlp(composed: Callable[..., Tensor], x: Tensor, weights: MlpWeights) -> Tens
     gate_up = _only_part(weights.gate_up, x)
     if gate_up is None or not x.is_contiguous():
         return composed(x, weights)
-    hidden = product(x, gate_up.prepared, Extras(gate_up.bias, _norm(weights.norm), gate=weights.activation))
+    hidden = product(x, gate_up.prepared, Extras(gate_up.bias, weights.norm, gate=weights.activation))
     down = _only_part(weights.down, hidden)
     if down is not None and weights.post_norm is None:
         return product(hidden, down.prepared, Extras(down.bias, residual=x), out=x)
     out = weights.down(hidden)
-    if weights.post_norm is not None:
-        norm = weights.post_norm
-        out = rms_norm(out, norm.weight, norm.eps, norm.offset)
-    return x.add_(out)
+    return x.add_(out if weights.post_norm is None else _normed(out, weights.post_norm))
 
 
 def head(composed: Callable[..., Tensor], x: Tensor, weights: HeadWeights) -> Tensor:
@@ -50,12 +76,12 @@ def head(composed: Callable[..., Tensor], x: Tensor, weights: HeadWeights) -> Te
     if part is None:
         return composed(x, weights)
     logits = torch.empty(x.shape[0], part.shape[0], dtype=torch.float32, device=x.device)
-    product(x, part.prepared, Extras(part.bias, _norm(weights.norm)), out=logits)
+    product(x, part.prepared, Extras(part.bias, weights.norm), out=logits)
     return logits if weights.softcap is None else logits.div_(weights.softcap).tanh_().mul_(weights.softcap)
 
 
-def _norm(norm: Norm) -> NormArgs:
-    return NormArgs(norm.weight, norm.eps, norm.offset)
+def _normed(x: Tensor, norm: Norm) -> Tensor:
+    return rms_norm(x, norm.weight, norm.eps, norm.offset)
 
 
 def _only_part(linear: Linear, x: Tensor) -> LinearPart | None:

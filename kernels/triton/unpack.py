@@ -1,4 +1,4 @@
-"""`layout.Prepared` -> the values it stands for, in plain torch: for the twin, for embeddings, for the quality meter.
+"""`layout.Prepared` -> the values it stands for, in plain torch: for embeddings, and for tests of `layout`.
 
 Exact, but for rows of E4M3 codes that hold a NaN: they are NaN throughout, as any product with them is.
 """
@@ -8,12 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..dequant import row_chunk
 from ..gguf_blocks import E2M1, IQ4, constant, exp2_e8m0
 from .layout import SUPER, Prepared
 from .layout_codes import CODES, HALVES
-
-__all__ = ["rows", "unpack"]
 
 
 def _unpack_codes(p: Prepared, index: slice | Tensor) -> Tensor:
@@ -86,19 +83,8 @@ def scale_values(kind: str, stored: Tensor) -> Tensor:
     return stored.float()
 
 
-def unpack(p: Prepared) -> Tensor:
-    """The values, float32 [N, K], exact; columns in natural order, pre_scale folded in."""
-    n, k = p.shape
-    out = torch.empty(n, k, dtype=torch.float32, device=p.low.device)
-    step = row_chunk(k)
-    for first in range(0, n, step):
-        part = slice(first, min(first + step, n))
-        out[part] = rows(p, part)
-    return out
-
-
 def rows(p: Prepared, index: slice | Tensor) -> Tensor:
-    """Rows of the values, float32 [len(index), K]: an embedding's look-up."""
+    """Rows of the values, float32 [len(index), K]: columns in natural order, pre_scale folded in."""
     out = _scaled(p, index)
     if p.perm is not None:
         out = out[:, torch.argsort(p.perm)]

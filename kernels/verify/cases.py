@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import reference
 from ..kv_codes import decode
 from ..kv_pages import KVPages
-from ..ops import OpFacts
+from ..registry import OpFacts
 
 TOKENS = (1, 3, 17)
 """rows of the row-wise ops: alone, a few, and neither a power of two nor a tile"""
@@ -81,7 +81,7 @@ class _Source:
 
 
 def op_cases(op: str, shapes: ModelShapes) -> Iterator[Case]:
-    """The calls of one op of `kernels.ops.OPS` or `OUTER_OPS` that a model of these shapes will make."""
+    """The calls of one op of `registry.OPS` or `OUTER_OPS` that a model of these shapes will make."""
     yield from _CASES[op](shapes, _Source(shapes.facts.device, shapes.facts.dtype))
 
 
@@ -152,7 +152,7 @@ def _kv_write(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
 
 
 def filled_pages(facts: OpFacts, num_pages: int, source: _Source, *, layer_scales: bool = False) -> KVPages:
-    """Pages with random keys and values, written by the twin."""
+    """Pages with random keys and values, written by the reference."""
     pages = empty_pages(facts, num_pages, layer_scales=layer_scales)
     count = num_pages * facts.page_size
     k, v = (source.normal(count, facts.num_kv_heads, facts.head_dim, dtype=torch.float32) for _ in range(2))

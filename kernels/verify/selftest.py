@@ -1,8 +1,8 @@
 """Kernels prove themselves: at first use on a device, each one against its plain twin, on the shapes of the model.
 
 A verdict is kept per kernel sources, device, driver, versions and shapes (`records.py`), so a start costs it once. A
-kernel that is wrong, or fails, is quarantined: the next one in the order of preference takes its place, and `failures`
-says so for the truth line. What the twin itself runs is not tested.
+kernel that is wrong, or fails, is disabled: the next one in the order of preference takes its place, and `failures`
+says so for the run summary. The references are not tested.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import Impl, LinearFacts
-from ..dense_linear import TWIN
 from ..embedding import Embedding
-from ..ops import OPS, OUTER_OPS, choose_op, op_impls
-from ..segments import HeadWeights, KernelTable, LayerCall, kernel_table
+from ..layer_weights import HeadWeights, LayerCall
+from ..registry import OPS, OUTER_OPS, Impl, LinearFacts, choose
+from ..segments import KernelTable
+from ..table import PLAIN, implementations, kernel_table
 from ..weight import Weight
 from .cases import ModelShapes
 from .records import Records
@@ -29,7 +29,7 @@ from .trial import NotBuilt, SegmentTrial, ends_kind, is_device_lost, layer_kind
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A kernel that is in quarantine."""
+    """A kernel that is disabled."""
 
     name: str
     """"op:implementation\""""
@@ -56,35 +56,33 @@ class SelfTest:
     seconds: float = 0.0
 
     @property
-    def quarantined(self) -> frozenset[str]:
-        """As `kernels.choose`, `choose_op` and `kernel_table` take them: "op:name", a name alone for products."""
-        return frozenset(failure.name.removeprefix("linear:") for failure in self.failures)
+    def disabled(self) -> frozenset[str]:
+        """As `choose` and `kernel_table` take them."""
+        return frozenset(failure.name for failure in self.failures)
 
     # --- ops -------------------------------------------------------------------------------------------------------
 
-    def table(self, shapes: ModelShapes, quarantined: frozenset[str] = frozenset()) -> KernelTable:
+    def table(self, shapes: ModelShapes, disabled: frozenset[str] = frozenset()) -> KernelTable:
         """The kernel table of a model whose ops all passed."""
         for op in (*OPS, *OUTER_OPS):
             while True:
-                impl = choose_op(op, shapes.facts, quarantined | self.quarantined)
-                if impl.run is op_impls(op)[-1].run:  # the twin
+                impl = choose(implementations(op), shapes.facts, disabled | self.disabled).impl
+                if impl in PLAIN[op] or self._passed(impl.key, shapes.key, partial(op_error, op, impl.run, shapes)):
                     break
-                if self._passed(f"{op}:{impl.name}", shapes.key, partial(op_error, op, impl.run, shapes)):
-                    break
-        return kernel_table(shapes.facts, quarantined | self.quarantined)
+        return kernel_table(shapes.facts, disabled | self.disabled)
 
     # --- products --------------------------------------------------------------------------------------------------
 
     def linear_passed(self, impl: Impl, facts: LinearFacts, weight: Weight, prepared: Any) -> bool:
         """Whether `impl` multiplies with what it prepared as the canonical `weight` says."""
-        if impl.run is TWIN.run:
+        if impl is PLAIN["linear"][-1]:
             return True
         n, k = facts.shape
         key = f"{facts.form}{facts.block_type} {n}x{k} g{facts.group_size} {facts.dtype}{' exact' * facts.exact}"
         key += "".join(
             f" +{name}" for name in ("zeros", "mins", "perm", "pre_scale") if getattr(weight, name) is not None
         )
-        return self._passed(f"linear:{impl.name}", key, partial(linear_error, impl, facts, weight, prepared))
+        return self._passed(impl.key, key, partial(linear_error, impl, facts, weight, prepared))
 
     # --- segments --------------------------------------------------------------------------------------------------
 
@@ -96,7 +94,7 @@ class SelfTest:
         embedding: Embedding,
         head: HeadWeights,
         rotations: Callable[[int, Tensor], tuple[Tensor, Tensor]],
-        quarantined: frozenset[str] = frozenset(),
+        disabled: frozenset[str] = frozenset(),
     ) -> KernelTable:
         """`table`, or one without the fused segments that disagree with the composed ones on these layers.
 
@@ -116,7 +114,7 @@ class SelfTest:
             ]
             if all(good):
                 return table
-            table = kernel_table(shapes.facts, quarantined | self.quarantined)
+            table = kernel_table(shapes.facts, disabled | self.disabled)
 
     def sampler_passed(self, name: str, run: SampleOp, vocab: int, device: str) -> bool:
         """Whether `run` samples as `sampling.sample` does."""

@@ -1,4 +1,4 @@
-"""One kernel against its twin: an op, a product with a real weight, a fused segment on real layers.
+"""One kernel against its reference: an op, a product with a real weight, a fused segment on real layers.
 
 Each trial says nothing where both agree, else what is wrong. `selftest` decides what follows from it.
 """
@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import Impl, LinearFacts, reference, segments
 from ..dequant import dequantize_rows
 from ..embedding import Embedding
 from ..kv_pages import KVPages
-from ..segments import AttentionWeights, HeadWeights, KernelTable, LayerCall, Linear, Stepped, View
+from ..layer_weights import AttentionWeights, HeadWeights, LayerCall, Linear, Stepped, View
+from ..registry import Impl, LinearFacts
+from ..segments import REFERENCES, KernelTable
 from ..weight import Weight
 from .cases import ModelShapes, copied, empty_pages, numbers, op_cases
 
@@ -112,7 +113,7 @@ def op_error(op: str, run: Callable[..., Any], shapes: ModelShapes) -> str:
     def differs(make: Callable[[], tuple[Any, ...]]) -> str:
         with torch.inference_mode():
             ours, theirs = make(), make()
-            found, wanted = run(*ours), getattr(reference, op)(*theirs)
+            found, wanted = run(*ours), REFERENCES[op](*theirs)
             if found is None:
                 pairs = zip(_written(ours), _written(theirs), strict=True)
                 return next((said for a, b in pairs if (said := compare(a, b, tolerance))), "")
@@ -173,7 +174,7 @@ def ends_kind(embedding: Embedding, head: HeadWeights) -> str:
 
 @dataclass(slots=True)
 class SegmentTrial:
-    """Fused segments against the ones composed of twins, on real layers with invented activations."""
+    """Fused segments against those composed of references, on real layers with invented activations."""
 
     shapes: ModelShapes
     layers: Sequence[LayerCall]
@@ -209,7 +210,7 @@ class SegmentTrial:
             cache = empty_pages(facts, next_page)
             count = next_page * size
             kv = torch.randn((2, count, facts.num_kv_heads, facts.head_dim), generator=generator).to(device)
-            reference.kv_write(kv[0], kv[1], cache, torch.arange(count, device=device))
+            REFERENCES["kv_write"](kv[0], kv[1], cache, torch.arange(count, device=device))
             at = torch.tensor(positions, device=device)
             table = torch.tensor(rows, dtype=torch.int32, device=device)
             where = torch.tensor(slots, device=device)
@@ -229,15 +230,14 @@ class SegmentTrial:
     @torch.inference_mode()
     def _head(self, run: Callable[..., Tensor]) -> str:
         x, *_ = self._inputs()
-        return compare(run(x, self.head), segments.head(reference.rms_norm, x, self.head), self._tolerance)
+        return compare(run(x, self.head), REFERENCES["head"](x, self.head), self._tolerance)
 
     @torch.inference_mode()
     def _decoder(self, run: Callable[..., Tensor]) -> str:
-        twin = _all_layers()
         allowed = self._tolerance * len(self.layers)  # what one layer rounds goes through the next
         for every in (True, False):  # rows, or the last ones of all sequences but the first
             outputs = []
-            for call in (run, twin):
+            for call in (run, REFERENCES["decoder"]):
                 x, cache, views, cu, lens, _ = self._inputs()
                 kept = [cache, *(copied(cache) for _ in self.layers[1:])]
                 wanted = None if every else cu[2:].long() - 1
@@ -250,12 +250,11 @@ class SegmentTrial:
 
     @torch.inference_mode()
     def _step(self, run: Callable[..., Stepped]) -> str:
-        twin = partial(segments.step, _all_layers(), partial(segments.head, reference.rms_norm))
         *_, lens, at = self._inputs()
         ids = torch.randint(self.head.linear.out_features, at.shape, generator=torch.Generator().manual_seed(23)).to(at)
         whole = torch.arange(int(lens.max()), device=at.device)
         outputs = []
-        for call in (run, twin):
+        for call in (run, REFERENCES["step"]):
             _, cache, views, cu, lens, _ = self._inputs()
             kept = [cache, *(copied(cache) for _ in self.layers[1:])]
             turned = [(*self.rotations(number, whole), *rest) for number, (_, _, *rest) in enumerate(views)]
@@ -281,26 +280,10 @@ class SegmentTrial:
                 "mlp": [(x.clone(), mlp) for _ in caches],
             }
             ours, theirs = arguments[name]
-            found, wanted = run(*ours), _composed()[name](*theirs)
+            found, wanted = run(*ours), REFERENCES[name](*theirs)
             said = compare(found, wanted, self._tolerance)
             pairs = zip(numbers(caches[0]), numbers(caches[1]), strict=True)
             said = said or next((more for a, b in pairs if (more := compare(a, b, self._tolerance))), "")
             if said:
                 return said
         return ""
-
-
-def _composed() -> dict[str, Callable[..., Tensor]]:
-    """The segments of a decoder layer, made of twins."""
-    gated = {"silu": reference.silu_mul, "gelu_tanh": reference.gelu_tanh_mul}
-    return {
-        "attn_in": partial(segments.attn_in, reference.rms_norm, reference.rope, reference.kv_write),
-        "attention": partial(segments.attention, reference.paged_attention),
-        "attn_out": partial(segments.attn_out, reference.rms_norm),
-        "mlp": partial(segments.mlp, reference.rms_norm, gated),
-    }
-
-
-def _all_layers() -> Callable[..., Tensor]:
-    twins = _composed()
-    return partial(segments.decoder, twins["attn_in"], twins["attention"], twins["attn_out"], twins["mlp"])

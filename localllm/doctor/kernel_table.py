@@ -58,24 +58,21 @@ def rows_of(capability: int, tell: Callable[[int, int], None]) -> list[dict[str,
 
 def cpu_rows() -> Iterator[dict[str, Any]]:
     """What runs on this CPU."""
-    from localllm.kernels import LinearFacts, choose, linear_impls
-    from localllm.kernels.ops import OPS, OpFacts, choose_op, choose_segment, op_impls
+    from localllm.kernels import LinearFacts, OpFacts, choose
+    from localllm.kernels.registry import OPS, SEGMENTS, Choice
+    from localllm.kernels.table import implementations
+
+    def row(op: str, choice: Choice, reasons: bool = True) -> dict[str, Any]:
+        why = "; ".join(f"{name}: {reason}" for name, reason in choice.passed_over) if reasons else ""
+        empty = {"shared_bytes": 0, "registers": 0, "spill_bytes": 0, "mma": ""}
+        return {"op": op, "capability": 0, "impl": choice.impl.name, "reason": why, **empty}
 
     facts = OpFacts(kv_format="bf16", num_heads=32, num_kv_heads=8, head_dim=128)
     for op in OPS:
-        taken = choose_op(op, facts)
-        before = [impl for impl in op_impls(op)[: op_impls(op).index(taken)] if impl.fits(facts)]
-        yield _row(op, taken.name, "; ".join(f"{impl.name}: {impl.fits(facts)}" for impl in before))
-    for segment in ("attn_in", "attention", "attn_out", "mlp", "head", "decoder", "step"):
-        fused = choose_segment(segment, facts)
-        yield _row(segment, fused.name if fused else "composed", "")
+        yield row(op, choose(implementations(op), facts))
+    for segment in SEGMENTS:
+        yield row(segment, choose(implementations(segment), facts), reasons=False)
     for form in FORMS:
         name, _, block = form.partition(" ")
         group = {"int4g": 128, "fp4g16": 16}.get(name, 32)
-        choice = choose(linear_impls(), LinearFacts(name, (4096, 4096), group, block))
-        yield _row(f"linear {form}", choice.impl.name, "; ".join(f"{n}: {why}" for n, why in choice.passed_over))
-
-
-def _row(op: str, impl: str, reason: str) -> dict[str, Any]:
-    empty = {"shared_bytes": 0, "registers": 0, "spill_bytes": 0, "mma": ""}
-    return {"op": op, "capability": 0, "impl": impl, "reason": reason, **empty}
+        yield row(f"linear {form}", choose(implementations("linear"), LinearFacts(name, (4096, 4096), group, block)))

@@ -81,14 +81,14 @@ def peer_copy(first: str, second: str, size: int = HOST_BYTES) -> dict[str, Any]
 
 
 def selftest(device: str, capability: int, dtype: str) -> dict[str, Any]:
-    """Every kernel that a model of usual proportions would use, against its plain twin: 8B on a GPU, 0.6B on a CPU."""
-    from localllm.kernels.ops import OpFacts
+    """Every kernel that a model of usual proportions would use, against its reference: 8B on a GPU, 0.6B on a CPU."""
+    from localllm.kernels import OpFacts
     from localllm.kernels.verify.cases import ModelShapes
     from localllm.kernels.verify.selftest import SelfTest
 
     kv = {"float32": "bf16", "bfloat16": "bf16", "float16": "fp16"}[dtype]
     hidden, inner, heads = (1024, 3072, 16) if device == "cpu" else (4096, 12288, 32)
-    facts = OpFacts(device.split(":")[0], capability, dtype, kv, heads, 8, 128)
+    facts = OpFacts(kv, heads, 8, 128, device=device.split(":")[0], capability=capability, dtype=dtype)
     test = SelfTest()
     test.table(ModelShapes(hidden, inner, facts))
     return {"run": test.num_run, "failures": [str(failure) for failure in test.failures], "seconds": test.seconds}

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from localllm.kernels.segments import Stepped
+from localllm.kernels.layer_weights import Stepped
 from localllm.models.inputs import ForwardBatch
 from localllm.models.kv_cache import KVCache
 

@@ -21,9 +21,8 @@ from localllm.boot.boot import Boot
 from localllm.boot.proof import Proof, Term
 from localllm.boot.tuning_job import TuningJob
 from localllm.device.fake import MACHINES
-from localllm.kernels import reference
-from localllm.kernels.cpu import ops as cpu_ops
-from localllm.kernels.ops import OpImpl
+from localllm.kernels import Impl, reference, table
+from localllm.kernels.registry import fits_always
 from localllm.kernels.verify import tuning
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.llm.llm import kernel_words
@@ -65,13 +64,12 @@ def test_a_planted_wrong_kernel_is_not_used_and_the_user_is_told(
         hidden, logits, _ = composed(*given)
         return hidden, logits, logits.argmin(-1)
 
-    right = dict(cpu_ops.IMPLS)
+    right = table.BACK_ENDS
     with LLM(tiny_path, ctx=256) as llm:
         expected = tokens(llm)
         assert llm.state().warnings == ()
     for name, run in (("rms_norm", planted), ("decoder", planted_decoder), ("step", planted_step)):
-        wrong = (OpImpl("planted", lambda facts: None, run), *right[name])
-        monkeypatch.setattr(cpu_ops, "IMPLS", {**right, name: wrong})
+        monkeypatch.setattr(table, "BACK_ENDS", ({name: (Impl(name, "planted", fits_always, run),)}, *right))
         with LLM(tiny_path, ctx=256) as llm:
             assert tokens(llm) == expected
             (warning,) = llm.state().warnings

@@ -26,8 +26,8 @@ from localllm.engine.batch import BatchBuilder
 from localllm.engine.pages import GroupPages, Pages
 from localllm.engine.runner import Runner
 from localllm.kernels import segments
+from localllm.kernels.layer_weights import AttentionWeights, HeadWeights, Linear, LinearPart, MlpWeights, Norm
 from localllm.kernels.rope import RopeTable
-from localllm.kernels.segments import AttentionWeights, HeadWeights, Linear, LinearPart, MlpWeights, Norm
 from localllm.models.kv_cache import KVCache, cache_groups
 from localllm.models.layers import DecoderLayer, Embedding
 from localllm.models.model import Model
@@ -300,7 +300,7 @@ def allocating_model(facts: ModelFacts) -> Model:
         "attn_in": partial(segments.attn_in, norm, lambda x, *rest: norm(x), lambda *rest: None),
         "attention": partial(segments.attention, lambda q, *rest: norm(q)),
         "attn_out": partial(segments.attn_out, norm),
-        "mlp": partial(segments.mlp, norm, {"silu": gated}),
+        "mlp": partial(segments.mlp, norm, gated, gated),
     }
     head, decoder = partial(segments.head, norm), partial(segments.decoder, *parts.values())
     table = segments.KernelTable(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from localllm.kernels.ops import OPS
+from localllm.kernels.registry import OPS
 
 from .conftest import Invoke, valid
 

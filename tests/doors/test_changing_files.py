@@ -69,16 +69,15 @@ def _fp8(folder: Path) -> Path:
 
 @pytest.mark.parametrize("only", ["", "torch_", "torch_dequant"])
 def test_file_05_nothing_stays_mapped_whatever_computes(only: str, tmp_path: Path) -> None:
-    from localllm import kernels
+    from localllm.kernels.table import implementations
     from localllm.models.loader import LoadOptions, load_model
 
-    names = {impl.name for impl in kernels.linear_impls()}
-    shut = {name for name in names if not name.startswith(only)}
+    shut = frozenset(impl.key for impl in implementations("linear") if not impl.name.startswith(only))
     paths = [tiny_gguf(tmp_path / f"{quant}.gguf", quant, layers=1) for quant in ("F32", "Q8_0", "Q4_K")]
     paths.append(_fp8(tmp_path / "fp8"))
     for path in paths:
         with open_checkpoint(path) as checkpoint:
-            model = load_model(checkpoint, LoadOptions(quarantined=frozenset(shut)))
+            model = load_model(checkpoint, LoadOptions(disabled=shut))
         assert model.weight_bytes
         assert not mapped(tmp_path), f"{path.name}: {model.kernels}"
 

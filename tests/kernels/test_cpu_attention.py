@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from localllm.kernels import OpFacts
 from localllm.kernels.cpu import build, ops
 from localllm.kernels.kv_codes import decode, hadamard
 from localllm.kernels.kv_pages import KV_DTYPES, SCALED_FORMATS, KVPages
@@ -220,7 +221,7 @@ def test_what_it_refuses() -> None:
         ops.paged_attention(
             torch.randn(4, 2, 16), nan_pages("f32", (2, 2, 16, 8)), case.table, case.starts, case.lens, 1.0
         )
-    assert "mxfp4" in (ops.attention_fits(ops.OpFacts(kv_format="mxfp4")) or "")
-    assert "512" in (ops.attention_fits(ops.OpFacts(head_dim=576)) or "")
-    assert "bfloat16" in (ops.attention_fits(ops.OpFacts(dtype="bfloat16")) or "")
-    assert "cuda" in (ops.attention_fits(ops.OpFacts(device="cuda")) or "")
+    assert "mxfp4" in (ops.attention_fits(OpFacts(kv_format="mxfp4")) or "")
+    assert "512" in (ops.attention_fits(OpFacts(head_dim=576)) or "")
+    assert "bfloat16" in (ops.attention_fits(OpFacts(dtype="bfloat16")) or "")
+    assert "cuda" in (ops.attention_fits(OpFacts(device="cuda")) or "")

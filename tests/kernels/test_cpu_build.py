@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from localllm.kernels import LinearFacts, Weight
+from localllm.kernels import LinearFacts, OpFacts, Weight
 from localllm.kernels.cpu import build, ops
 from localllm.kernels.cpu.linear import IMPLS
 from localllm.kernels.cpu.threads import usable_cores
@@ -148,7 +148,7 @@ def reason() -> str:
     """Why the kernels are not there; nothing may take them then, and nothing fails."""
     said = build.library().reason or ""
     assert said and all(impl.fits(FACTS) == said for impl in IMPLS)
-    assert ops.attention_fits(ops.OpFacts()) == said
+    assert ops.attention_fits(OpFacts()) == said
     with pytest.raises(RuntimeError, match=r"\w"):
         build.lib()
     return said

@@ -14,9 +14,16 @@ from torch import Tensor
 from localllm.kernels import LinearFacts, Weight, choose
 from localllm.kernels.cpu import build
 from localllm.kernels.cpu.layout import Arena, Prepared, prepare
-from localllm.kernels.cpu.linear import IMPLS, rows, run, unpack
+from localllm.kernels.cpu.linear import IMPLS, rows, run
 
 C_INT16, C_FLOAT32 = IMPLS
+
+
+def unpack(prepared: Prepared) -> torch.Tensor:
+    """All values, float32 [N, K]."""
+    return rows(prepared, torch.arange(prepared.n))
+
+
 TOLERANCE = {"c_int16": 4e-5, "c_float32": 5e-7}
 """Of `error`. Activations of 16 bits per 32 leave 2e-5."""
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -268,7 +275,7 @@ def test_bytes_are_counted() -> None:
     prepared = prepare(make("gguf-Q4_K", 64, 512)[0])
     assert isinstance(prepared, Prepared)
     stored = 64 * 512 * 4.5 / 8
-    assert stored <= C_INT16.nbytes(prepared) <= stored * 1.05
+    assert stored <= prepared.nbytes <= stored * 1.05
 
 
 def test_models_loaded_side_by_side_share_no_byte(isa: str) -> None:

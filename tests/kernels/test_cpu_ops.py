@@ -1,4 +1,4 @@
-"""Norms, RoPE, activations, KV writes and fused segments in C, against their twins."""
+"""Norms, RoPE, activations, KV writes and fused segments in C, against plain PyTorch."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from localllm.kernels import Impl, Weight, reference
+from localllm.kernels import Impl, OpFacts, Weight, reference
 from localllm.kernels.cpu import ops
 from localllm.kernels.cpu import segments as fused
 from localllm.kernels.cpu.linear import IMPLS
-from localllm.kernels.embedding import Embedding, prepared_rows
+from localllm.kernels.embedding import Embedding
 from localllm.kernels.kv_pages import KVPages
-from localllm.kernels.ops import OpFacts
-from localllm.kernels.segments import AttentionWeights, HeadWeights, Linear, LinearPart, MlpWeights, Norm, kernel_table
+from localllm.kernels.layer_weights import AttentionWeights, HeadWeights, Linear, LinearPart, MlpWeights, Norm
+from localllm.kernels.table import kernel_table
 
 C_INT16, C_FLOAT32 = IMPLS
-TWINS = frozenset(f"{op}:c" for op in ops.IMPLS)
-"""as quarantined: leaves plain PyTorch"""
+C_OPS = frozenset(f"{op}:c" for op in ops.IMPLS)
+"""without these plain PyTorch is left"""
 COS_SIN = (torch.tensor([[0.6, 0.8, 1.0, 0.0]]), torch.tensor([[0.8, 0.6, 0.0, 1.0]]))
 
 
@@ -122,8 +122,8 @@ def zeros(count: int, kv: str = "f32") -> KVPages:
 def test_fused_segments_are_the_composed_ones(isa: str, kind: str, kv: str) -> None:
     torch.manual_seed(1)
     facts = OpFacts(num_heads=4, num_kv_heads=2, head_dim=8)
-    table, twins = kernel_table(facts), kernel_table(facts, TWINS)
-    assert dict(table.ops)["mlp"] == "c" and "mlp" not in dict(twins.ops)
+    table, plain = kernel_table(facts), kernel_table(facts, C_OPS)
+    assert dict(table.ops)["mlp"] == "c" and "mlp" not in dict(plain.ops)
     weights = attention_weights(kind)
     impl = C_FLOAT32 if kind == "exact" else C_INT16
     mlp = MlpWeights(
@@ -139,7 +139,7 @@ def test_fused_segments_are_the_composed_ones(isa: str, kind: str, kv: str) -> N
         table_rows = torch.tensor([[1, 0]], dtype=torch.int32)
         where = torch.tensor([0, tokens], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
         results = []
-        for segments in (table, twins):
+        for segments in (table, plain):
             pages = zeros(2, kv)
             slots = (torch.arange(tokens) + 16) % 32
             q = segments.attn_in(x.clone(), weights, cos, sin, pages, slots)
@@ -159,13 +159,13 @@ def test_fused_segments_are_the_composed_ones(isa: str, kind: str, kv: str) -> N
 
 @pytest.mark.parametrize("softcap", [None, 8.0])
 def test_head(isa: str, softcap: float | None) -> None:
-    table, twins = kernel_table(OpFacts()), kernel_table(OpFacts(), TWINS)
+    table, plain = kernel_table(OpFacts()), kernel_table(OpFacts(), C_OPS)
     assert dict(table.ops)["head"] == "c"
     for rows, vocab in ((1, 50), (3, 1100), (20, 4096)):
         weights = HeadWeights(norm(64), Linear((linear(vocab, 64, C_INT16),)), softcap)
         x = torch.randn(rows, 64)
         logits = table.head(x, weights)
-        close(logits, twins.head(x, weights), 2e-4)
+        close(logits, plain.head(x, weights), 2e-4)
         assert torch.equal(table.head(x[1:2], weights), logits[1:2])
         close(table.head(x.t().contiguous().t(), weights), logits, 2e-4)  # composed
 
@@ -258,7 +258,7 @@ def test_a_step_in_one_call(isa: str, softcap: float | None) -> None:
     mlp = MlpWeights(norm(64), Linear((linear(192, 64, C_INT16),)), Linear((linear(64, 96, C_INT16),)), "silu")
     layers = tuple((attention_weights(kind), mlp, view) for kind, view in (("plain", 0), ("post norms", 1)))
     vocabulary = linear(5000, 64, C_INT16)
-    rows = prepared_rows(vocabulary.prepared)
+    rows = vocabulary.impl.rows(vocabulary.prepared)
     assert rows is not None
     read = Embedding(rows, 3.5, torch.float32, 0, vocabulary.prepared)
     given = Embedding(rows, 3.5, torch.float32, 0)

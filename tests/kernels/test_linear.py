@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from localllm.kernels import Impl, LinearFacts, Weight, choose, linear_impls
-from localllm.kernels.dense_linear import TWIN, _next_tile
+from localllm.kernels import Impl, LinearFacts, Weight, choose
+from localllm.kernels.dense_linear import REFERENCE, DenseWeight, _next_tile
 from localllm.kernels.dequant import dequantize, dequantize_rows
 from localllm.kernels.gguf_blocks import BLOCK_TYPES
-from localllm.kernels.linear import IMPLS
+from localllm.kernels.int4pack import Int4Pack, layout, unpack_codes
+from localllm.kernels.table import PLAIN, implementations
+
+IMPLS = PLAIN["linear"]
 
 FORMS = [
     *("dense-f32", "dense-bf16", "dense-f16"),
@@ -86,6 +90,19 @@ def fitting(weight: Weight) -> list[Impl]:
     return [impl for impl in IMPLS if any(impl.fits(f) is None for f in settings)]
 
 
+def unpacked(prepared: Weight | DenseWeight | Int4Pack, weight: Weight) -> Tensor:
+    """float32 [N, K]: the stored numbers that a prepared weight still holds."""
+    if isinstance(prepared, Int4Pack):
+        recognised = layout()
+        assert recognised is not None
+        codes = unpack_codes(prepared.packed, weight.shape, *recognised)
+        return dequantize(weight._replace(qweight=codes[:, 0::2] | (codes[:, 1::2] << 4)))
+    if isinstance(prepared, DenseWeight):
+        matrix = prepared.matrix.to_dense() if prepared.packed else prepared.matrix
+        return dequantize(Weight("dense", weight.shape, matrix, perm=prepared.perm, pre_scale=prepared.pre_scale))
+    return dequantize(prepared)
+
+
 def error(y: Tensor, x: Tensor, weight: Weight, bias: Tensor | None = None) -> float:
     """How far y is from the float64 product, relative to the size of what was summed."""
     w = dequantize(weight).double()
@@ -98,11 +115,11 @@ def error(y: Tensor, x: Tensor, weight: Weight, bias: Tensor | None = None) -> f
 def test_every_form_through_every_implementation(form: str, n: int, k: int) -> None:
     weight, bias = make(form, n, k), torch.randn(n)
     impls = fitting(weight)
-    assert TWIN in impls
+    assert REFERENCE in impls
     for impl in impls:
         prepared = impl.prepare(weight)
-        assert torch.equal(impl.unpack(prepared), dequantize(weight)), impl.name
-        assert impl.nbytes(prepared) > 0
+        assert torch.equal(unpacked(prepared, weight), dequantize(weight)), impl.name
+        assert prepared.nbytes > 0
         for rows in (1, 3, 17):
             x = torch.randn(rows, k)
             tolerance = TOLERANCE.get(impl.name, 1e-6)
@@ -129,7 +146,7 @@ def test_columns_are_scaled_then_gathered() -> None:
         for impl in fitting(weight):
             prepared = impl.prepare(weight)
             assert error(impl.run(x, prepared, None), gathered, plain) < TOLERANCE.get(impl.name, 1e-6)
-            assert torch.equal(impl.unpack(prepared), dequantize(weight))
+            assert torch.equal(unpacked(prepared, weight), dequantize(weight))
         assert error(x @ dequantize(weight).t(), gathered, plain) < 1e-6
 
 
@@ -181,8 +198,8 @@ def test_a_row_does_not_depend_on_its_company_with_two_threads(name: str) -> Non
 @pytest.mark.parametrize(("n", "k"), [*SHAPES, (8192, 576), (4096, 4096), (2048, 6144)])
 def test_a_row_does_not_depend_on_any_company(name: str, n: int, k: int, threads: int) -> None:
     torch.set_num_threads(threads)
-    # The twin decodes the weight on every call: fewer batches say as much.
-    invariant(name, n, k, (1, 2, 15, 17, 64) if name == TWIN.name else tuple(range(1, 65)))
+    # The reference decodes the weight on every call: fewer batches say as much.
+    invariant(name, n, k, (1, 2, 15, 17, 64) if name == REFERENCE.name else tuple(range(1, 65)))
 
 
 def test_no_rows() -> None:
@@ -209,9 +226,9 @@ def test_preference(form: str, more: dict[str, object], name: str) -> None:
 
 def test_the_last_one_fits_everything_and_reasons_are_given() -> None:
     weight = make("int4g", 30, 64)
-    every = frozenset(impl.name for impl in IMPLS[:-1])
+    every = frozenset(impl.key for impl in IMPLS[:-1])
     choice = choose(IMPLS, facts(weight), every)
-    assert choice.impl is TWIN
+    assert choice.impl is REFERENCE
     assert all(reason == "failed its self-test" for _, reason in choice.passed_over)
     passed = dict(choose(IMPLS, facts(weight)).passed_over)
     assert passed["torch_int4pack"] == "shape 30x64 is no multiple of 64x32"
@@ -257,8 +274,10 @@ def test_unknown_forms_and_blocks_are_refused() -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_on_a_card_what_stands_in_for_a_kernel_keeps_the_stored_bits(form: str, deterministic: bool) -> None:
     """The plan counts them; a float32 copy would be eight times as large."""
-    facts = LinearFacts(form, (64, 64), 32, "Q4_K", "cuda", 90, "bfloat16", deterministic=deterministic)
-    chosen = choose(linear_impls(), facts, frozenset(impl.name for impl in linear_impls() if "triton" in impl.name))
+    card: Any = {"device": "cuda", "capability": 90, "dtype": "bfloat16", "deterministic": deterministic}
+    facts = LinearFacts(form, (64, 64), 32, "Q4_K", **card)
+    impls = implementations("linear")
+    chosen = choose(impls, facts, frozenset(impl.key for impl in impls if "triton" in impl.name))
     assert chosen.impl.name == "torch_dequant"
-    dense = LinearFacts("dense", (64, 64), 0, "", "cuda", 90, "bfloat16", deterministic=deterministic)
-    assert choose(linear_impls(), dense, frozenset({"triton", "triton_invariant"})).impl.name == "torch_dense_bf16"
+    dense = LinearFacts("dense", (64, 64), **card)
+    assert choose(impls, dense, frozenset({"linear:triton", "linear:triton_invariant"})).impl.name == "torch_dense_bf16"

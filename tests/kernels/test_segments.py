@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from localllm.kernels import reference
-from localllm.kernels.cpu import ops as cpu_ops
-from localllm.kernels.ops import OPS, OpFacts, OpImpl, choose_op
-from localllm.kernels.segments import HeadWeights, Linear, LinearPart, Norm, kernel_table
+from localllm.kernels import Impl, OpFacts, choose, reference, table
+from localllm.kernels.layer_weights import HeadWeights, Linear, LinearPart, Norm
+from localllm.kernels.registry import OPS, fits_always
+from localllm.kernels.table import implementations, kernel_table
 
 
 class Doubling:
@@ -39,22 +39,21 @@ def test_parts_lie_end_to_end() -> None:
 
 def test_head_norms_multiplies_and_caps() -> None:
     x, weight = torch.randn(3, 4) * 50, torch.randn(4)
-    table = kernel_table(OpFacts())
+    made = kernel_table(OpFacts())
     plain = HeadWeights(Norm(weight, 1e-6), Linear((part(7.0),)))
     capped = HeadWeights(Norm(weight, 1e-6), Linear((part(7.0),)), softcap=5.0)
     logits = reference.rms_norm(x, weight, 1e-6) * 7
-    torch.testing.assert_close(table.head(x, plain), logits)
-    torch.testing.assert_close(table.head(x, capped), 5 * torch.tanh(logits / 5))
+    torch.testing.assert_close(made.head(x, plain), logits)
+    torch.testing.assert_close(made.head(x, capped), 5 * torch.tanh(logits / 5))
 
 
-def test_the_table_names_every_op_and_the_twin_always_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_ops, "IMPLS", {})
+def test_the_table_names_every_op_and_the_reference_always_fits() -> None:
     facts = OpFacts(device="cuda", capability=70, dtype="float16", head_dim=96)
     assert dict(kernel_table(facts).ops) == dict.fromkeys(OPS, "torch")
 
 
 def test_a_card_gets_its_own_ops() -> None:
-    facts = OpFacts("cuda", 90, "bfloat16", "bf16", num_heads=32, num_kv_heads=8, head_dim=128, deterministic=False)
+    facts = OpFacts("bf16", 32, 8, 128, device="cuda", capability=90, dtype="bfloat16", deterministic=False)
     expected = dict.fromkeys((*OPS, "attn_in"), "triton")
     chosen = dict(kernel_table(facts).ops)
     assert {name: chosen[name] for name in expected} == expected
@@ -66,12 +65,14 @@ def test_a_card_gets_its_own_ops() -> None:
 
 
 def test_registered_ops_are_preferred_until_they_do_not_fit_or_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    fast = OpImpl("fast", lambda facts: None if facts.head_dim == 64 else "head_dim", reference.rms_norm)
-    monkeypatch.setattr(cpu_ops, "IMPLS", {"rms_norm": (fast,)})
-    assert choose_op("rms_norm", OpFacts()).name == "fast"
-    assert choose_op("rms_norm", OpFacts(head_dim=80)).name == "torch"
-    assert choose_op("rms_norm", OpFacts(), frozenset({"rms_norm:fast"})).name == "torch"
-    assert choose_op("rms_norm", OpFacts(), frozenset({"rope:fast"})).name == "fast"
+    fast = Impl("rms_norm", "fast", lambda facts: None if facts.head_dim == 64 else "head_dim", reference.rms_norm)
+    monkeypatch.setattr(table, "BACK_ENDS", ({"rms_norm": (fast,)}, table.PLAIN))
+    impls = implementations("rms_norm")
+    assert choose(impls, OpFacts()).impl.name == "fast"
+    choice = choose(impls, OpFacts(head_dim=80))
+    assert choice.impl.name == "torch" and choice.passed_over == (("fast", "head_dim"),)
+    assert choose(impls, OpFacts(), frozenset({"rms_norm:fast"})).impl.name == "torch"
+    assert choose(impls, OpFacts(), frozenset({"rope:fast"})).impl.name == "fast"
     assert dict(kernel_table(OpFacts()).ops)["rms_norm"] == "fast"
 
 
@@ -82,10 +83,11 @@ def test_a_fused_segment_gets_the_composed_one(monkeypatch: pytest.MonkeyPatch) 
         calls.append(x.shape[0])
         return composed(x, weights)
 
-    monkeypatch.setattr(cpu_ops, "IMPLS", {"head": (OpImpl("fused", lambda facts: None, fused),)})
+    impl = Impl("head", "fused", fits_always, fused)
+    monkeypatch.setattr(table, "BACK_ENDS", ({"head": (impl,)}, table.PLAIN))
     weights = HeadWeights(Norm(torch.ones(4), 1e-6), Linear((part(1.0),)))
-    table = kernel_table(OpFacts())
+    made = kernel_table(OpFacts())
     x = torch.randn(2, 4)
-    assert torch.equal(table.head(x, weights), reference.rms_norm(x, torch.ones(4), 1e-6))
-    assert calls == [2] and dict(table.ops)["head"] == "fused"
+    assert torch.equal(made.head(x, weights), reference.rms_norm(x, torch.ones(4), 1e-6))
+    assert calls == [2] and dict(made.ops)["head"] == "fused"
     assert "head" not in dict(kernel_table(OpFacts(), frozenset({"head:fused"})).ops)

@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from localllm.kernels import LinearFacts, Weight, choose, linear_impls, reference, sampling
-from localllm.kernels.cpu import ops as cpu_ops
-from localllm.kernels.ops import OPS, OpFacts, OpImpl
+from localllm.kernels import Impl, LinearFacts, OpFacts, Weight, choose, reference, sampling, table
+from localllm.kernels.registry import OPS, fits_always
 from localllm.kernels.verify.cases import ModelShapes, op_cases
 from localllm.kernels.verify.records import Records
 from localllm.kernels.verify.selftest import KernelCrash, SelfTest
@@ -25,9 +24,12 @@ FACTS = OpFacts(num_heads=6, num_kv_heads=2, head_dim=20, kv_format="bf16")
 SHAPES = ModelShapes(hidden=44, intermediate=70, facts=FACTS, has_windows=True)
 
 
-def planted(op: str, run: Callable[..., Any]) -> dict[str, tuple[OpImpl, ...]]:
-    """The registry with a kernel of ours in front."""
-    return {**cpu_ops.IMPLS, op: (OpImpl("planted", lambda facts: None, run), *cpu_ops.IMPLS.get(op, ()))}
+BACK_ENDS = table.BACK_ENDS
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, op: str, run: Callable[..., Any]) -> None:
+    """Put a kernel of ours in front of all others."""
+    monkeypatch.setattr(table, "BACK_ENDS", ({op: (Impl(op, "planted", fits_always, run),)}, *BACK_ENDS))
 
 
 def off_at_the_end(x: Tensor, *rest: Any) -> Tensor:
@@ -80,20 +82,20 @@ def nan_for_one_token(gate_up: Tensor) -> Tensor:
 def test_a_wrong_op_is_caught_and_named(
     op: str, run: Callable[..., Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_ops, "IMPLS", planted(op, run))
+    plant(monkeypatch, op, run)
     test = SelfTest()
-    table = dict(test.table(SHAPES).ops)
-    assert table[op] != "planted"
+    taken = dict(test.table(SHAPES).ops)
+    assert taken[op] != "planted"
     (failure,) = test.failures
     assert failure.name == f"{op}:planted"
     assert words in failure.reason
     assert str(failure).startswith(f"{op}:planted failed its self-test (")
-    assert all(impl != "torch" for name, impl in table.items() if name in OPS)  # what is right stays
+    assert all(impl != "torch" for name, impl in taken.items() if name in OPS)  # what is right stays
 
 
 @pytest.mark.parametrize("kv_format", ["f32", "bf16", "fp16", "int8", "fp8"])
 def test_our_kernels_pass(kv_format: str) -> None:
-    """Without a reason to suspect them nothing is quarantined: a false alarm costs speed for ever."""
+    """Without a reason to suspect them nothing is disabled: a false alarm costs speed until the next release."""
     for heads, kv_heads, dim in ((6, 2, 20), (9, 3, 64), (4, 1, 256)):
         facts = replace(FACTS, kv_format=kv_format, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim)
         test = SelfTest()
@@ -112,10 +114,10 @@ def weight_of(n: int, k: int) -> Weight:
 
 
 def test_a_product_is_tried_with_the_weight_itself() -> None:
-    """One that forgets the scales of its last group; the twin is not asked."""
+    """One that forgets the scales of its last group; the reference is not asked."""
     weight = weight_of(50, 96)
     facts = LinearFacts("int4g", (50, 96), group_size=32)
-    right = choose(linear_impls(), facts).impl
+    right = choose(table.implementations("linear"), facts).impl
     prepared = right.prepare(weight)
     assert SelfTest().linear_passed(right, facts, weight, prepared)
     assert weight.scales is not None
@@ -124,7 +126,7 @@ def test_a_product_is_tried_with_the_weight_itself() -> None:
     wrong = replace(right, name="wrong")
     test = SelfTest()
     assert not test.linear_passed(wrong, facts, weight, right.prepare(weight._replace(scales=scales)))
-    assert test.quarantined == {"wrong"} and test.failures[0].name == "linear:wrong"
+    assert test.disabled == {"linear:wrong"} and test.failures[0].name == "linear:wrong"
     assert "int4g 50 x 96, 1 tokens: off by" in test.failures[0].reason
     assert not test.linear_passed(wrong, facts, weight, prepared)  # once is enough
     cut = replace(right, run=lambda x, prepared, bias: right.run(x, prepared, bias)[:, :-1])
@@ -137,7 +139,7 @@ def test_a_kernel_that_crashes_the_card_is_passed_over_from_the_next_start_on(
     def crashes(*arguments: Any) -> Tensor:
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nSearch for it")
 
-    monkeypatch.setattr(cpu_ops, "IMPLS", planted("rope", crashes))
+    plant(monkeypatch, "rope", crashes)
     with pytest.raises(KernelCrash, match="rope:planted crashed the GPU in its self-test: CUDA error"):
         SelfTest(Records("selftest", {}, tmp_path)).table(SHAPES)
     test = SelfTest(Records("selftest", {}, tmp_path))
@@ -157,12 +159,12 @@ def test_a_kernel_that_crashes_the_card_is_passed_over_from_the_next_start_on(
 def test_what_could_not_be_compiled_today_is_tried_again_tomorrow(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_ops, "IMPLS", planted("rope", failing(error)))
+    plant(monkeypatch, "rope", failing(error))
     test = SelfTest(Records("selftest", {}, tmp_path))
     assert dict(test.table(SHAPES).ops)["rope"] == "c"
     assert type(error).__name__ in test.failures[0].reason
     test.save()
-    monkeypatch.setattr(cpu_ops, "IMPLS", planted("rope", reference.rope))
+    plant(monkeypatch, "rope", reference.rope)
     again = SelfTest(Records("selftest", {}, tmp_path))
     assert dict(again.table(SHAPES).ops)["rope"] == "planted" and again.failures == []
 
@@ -171,7 +173,7 @@ def test_what_could_not_be_compiled_today_is_tried_again_tomorrow(
 def test_memory_that_runs_out_is_no_fault_of_a_kernel(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_ops, "IMPLS", planted("rope", failing(error)))
+    plant(monkeypatch, "rope", failing(error))
     test = SelfTest(Records("selftest", {}, tmp_path))
     with pytest.raises(type(error)):
         test.table(SHAPES)
@@ -205,7 +207,7 @@ def test_a_wrong_sampler_is_caught() -> None:
     def counts_nothing(logits: Tensor, inputs: Any, cuts: bool) -> Any:
         return sampling.sample(logits, inputs._replace(history=inputs.history.clone()), cuts)
 
-    assert SelfTest().sampler_passed("twin", sampling.sample, 4001, "cpu")
+    assert SelfTest().sampler_passed("reference", sampling.sample, 4001, "cpu")
     for run, words in ((off_by_one, "greedy"), (forgets_cuts, "random rows"), (counts_nothing, "counted")):
         test = SelfTest()
         assert not test.sampler_passed("planted", run, 4001, "cpu")
@@ -213,7 +215,7 @@ def test_a_wrong_sampler_is_caught() -> None:
 
 
 def test_verdicts_are_kept_until_something_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_ops, "IMPLS", planted("rms_norm", off_at_the_end))
+    plant(monkeypatch, "rms_norm", off_at_the_end)
     runs = []
     for identity in ({"driver": "1"}, {"driver": "1"}, {"driver": "2"}):
         test = SelfTest(Records("selftest", identity, tmp_path))

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from localllm import kernels
 from localllm.checkpoint import open_checkpoint
+from localllm.kernels import Impl, table
 from localllm.kernels.cpu import linear as cpu_linear
 from localllm.kernels.cpu import ops as cpu_ops
-from localllm.kernels.ops import OpImpl
+from localllm.kernels.registry import fits_always
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.models.loader import LoadOptions, load_model
 
@@ -43,10 +43,10 @@ def test_a_wrong_fused_segment_is_caught(
         changed[-1] += 1.0
         return out
 
-    impls = {**cpu_ops.IMPLS, segment: (OpImpl("planted", lambda facts: None, wrong), *cpu_ops.IMPLS[segment])}
-    for larger in {"step", "decoder"} - {segment}:  # what is made of it, and has it in C
-        del impls[larger]
-    monkeypatch.setattr(cpu_ops, "IMPLS", impls)
+    planted = {segment: (Impl(segment, "planted", fits_always, wrong),)}
+    larger = {"step", "decoder"} - {segment}  # what is made of it, and has it in C
+    in_c = {name: impls for name, impls in cpu_ops.IMPLS.items() if name not in larger}
+    monkeypatch.setattr(table, "BACK_ENDS", (planted, in_c, table.PLAIN))
     model, test = load(tiny, tmp_path)
     assert [failure.name for failure in test.failures] == [f"{segment}:planted"]
     assert model.kernels[segment] == "c"
@@ -63,7 +63,7 @@ def test_a_wrong_product_is_replaced_while_loading(
         return out if x.shape[0] == 1 else out.roll(1, 0)
 
     planted = replace(right, name="planted", run=run)
-    monkeypatch.setattr(kernels, "linear_impls", lambda: (planted, *cpu_linear.IMPLS))
+    monkeypatch.setattr(table, "BACK_ENDS", ({"linear": (planted, *cpu_linear.IMPLS)}, *table.BACK_ENDS))
     model, test = load(tiny, tmp_path, "qwen3")
     assert [failure.name for failure in test.failures] == ["linear:planted"]
     assert "3 tokens" in test.failures[0].reason

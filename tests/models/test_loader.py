@@ -103,10 +103,12 @@ def test_a_loaded_model_outlives_its_files(tiny: Callable, tmp_path: Path, paged
     assert paged(model).all_logits([1, 2, 3], [3]).isfinite().all()
 
 
-def test_quarantine_passes_an_implementation_over(tiny: Callable, tmp_path: Path) -> None:
+def test_a_disabled_kernel_passes_an_implementation_over(tiny: Callable, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tiny("llama").save(tmp_path))
     first = load_model(checkpoint, LoadOptions(exact=True)).kernels["qkv"]
-    assert load_model(checkpoint, LoadOptions(exact=True, quarantined=frozenset({first}))).kernels["qkv"] != first
+    assert (
+        load_model(checkpoint, LoadOptions(exact=True, disabled=frozenset({f"linear:{first}"}))).kernels["qkv"] != first
+    )
 
 
 def test_bfloat16_activations(tiny: Callable, tmp_path: Path, paged: Callable) -> None:
@@ -154,13 +156,15 @@ def test_a_checkpoints_scales_take_the_place_of_each_tokens_own(loaded: Callable
     cache.copy_page(0, 0, 1)
 
 
-@pytest.mark.parametrize("quarantined", [frozenset(), frozenset({"c_int16", "c_float32"})], ids=["C", "torch"])
+@pytest.mark.parametrize(
+    "disabled", [frozenset(), frozenset({"linear:c_int16", "linear:c_float32"})], ids=["C", "torch"]
+)
 @pytest.mark.parametrize("name", ["llama-bias", "qwen2", "llama"])
 def test_embedding_rows_are_those_of_the_file(
-    name: str, quarantined: frozenset[str], tiny: Callable, tmp_path: Path
+    name: str, disabled: frozenset[str], tiny: Callable, tmp_path: Path
 ) -> None:
     with open_checkpoint(tiny(name).save(tmp_path)) as checkpoint:
-        model = load_model(checkpoint, LoadOptions(exact=True, quarantined=quarantined))
+        model = load_model(checkpoint, LoadOptions(exact=True, disabled=disabled))
     ids = torch.tensor([5, 98, 0, 5])
     assert torch.equal(model.embedding(ids), tiny(name).tensors["model.embed_tokens.weight"][ids])
 

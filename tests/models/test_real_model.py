@@ -14,11 +14,11 @@ from localllm.models.loader import LoadOptions, load_model
 PROMPT = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407, 19712, 8182, 2]
 PROMPT += [198, 1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198]
 PARIS = [504, 3575, 282, 4649, 314, 7042, 30]
-C_KERNELS = frozenset({"c_int16", "c_int8", "c_float32"})
+C_KERNELS = frozenset({"linear:c_int16", "linear:c_float32"})
 
 
 @pytest.mark.parametrize(
-    ("exact", "quarantined"),
+    ("exact", "disabled"),
     [
         pytest.param(False, frozenset(), id="default"),
         pytest.param(True, frozenset(), id="float32", marks=pytest.mark.slow),
@@ -27,11 +27,11 @@ C_KERNELS = frozenset({"c_int16", "c_int8", "c_float32"})
     ],
 )
 def test_smollm2_says_paris_in_any_company(
-    exact: bool, quarantined: frozenset[str], smollm2_path: Path, paged: Any
+    exact: bool, disabled: frozenset[str], smollm2_path: Path, paged: Any
 ) -> None:
     kv = "f32" if exact else "bf16"
     with open_checkpoint(smollm2_path) as checkpoint:
-        model = load_model(checkpoint, LoadOptions(exact=exact, quarantined=quarantined))
+        model = load_model(checkpoint, LoadOptions(exact=exact, disabled=disabled))
     ids = PROMPT + PARIS
     whole = paged(model, kv=kv).all_logits(ids, [len(ids)])
     assert whole[len(PROMPT) - 1 : -1].argmax(-1).tolist() == PARIS

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from localllm.kernels import Weight, reference, segments
+from localllm.kernels import Weight
 from localllm.kernels.kv_pages import KVPages
-from localllm.kernels.segments import AttentionWeights, Linear, LinearPart, Norm
-from localllm.kernels.triton.attn_in import attn_in
-from localllm.kernels.triton.linear import IMPLS
+from localllm.kernels.layer_weights import AttentionWeights, Linear, LinearPart, Norm
+from localllm.kernels.segments import REFERENCES
+from localllm.kernels.table import implementations
+from localllm.kernels.triton.segments import attn_in
 
 HEADS, KV_HEADS, DIM, HIDDEN = 3, 1, 64, 96
 
@@ -17,7 +18,7 @@ HEADS, KV_HEADS, DIM, HIDDEN = 3, 1, 64, 96
 def weights_of(norm: bool, bias: bool, parts: int, device: torch.device) -> AttentionWeights:
     """A layer whose QKV weight lies in one part or in three."""
     rows = [(HEADS + 2 * KV_HEADS) * DIM] if parts == 1 else [HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM]
-    impl = next(impl for impl in IMPLS if impl.name == "triton")
+    impl = next(impl for impl in implementations("linear") if impl.name == "triton")
     made = []
     for n in rows:
         dense = (torch.randn(n, HIDDEN) / 8).half().to(device)
@@ -46,13 +47,12 @@ def test_attn_in(num_tokens: int, norm: bool, bias: bool, parts: int, device: to
     slots = torch.arange(5, 5 + num_tokens).to(device)
     found, expected = (KVPages.empty("fp16", 2, KV_HEADS, 16, DIM) for _ in range(2))
     found, expected = (KVPages(p.k.to(device), p.v.to(device)) for p in (found, expected))
-    ops = (reference.rms_norm, reference.rope, reference.kv_write)
 
     def composed(*args: object) -> torch.Tensor:
         raise AssertionError("the composed segment was called")
 
     q = attn_in(composed, x, weights, cos, sin, found, slots)
-    wanted = segments.attn_in(*ops, x, weights, cos, sin, expected, slots)  # type: ignore[arg-type]
+    wanted = REFERENCES["attn_in"](x, weights, cos, sin, expected, slots)
     assert q.dtype is torch.float16 and q.shape == (num_tokens, HEADS, DIM)
     for ours, theirs in ((q, wanted), (found.k, expected.k), (found.v, expected.v)):
         torch.testing.assert_close(ours.float(), theirs.float(), rtol=1e-2, atol=1e-2)

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from localllm.kernels.gguf_blocks import E2M1
+from localllm.kernels.layer_weights import Norm
 from localllm.kernels.triton import fixed
 from localllm.kernels.triton import product as products
 from localllm.kernels.triton.layout import prepare
-from localllm.kernels.triton.product import Extras, NormArgs
+from localllm.kernels.triton.product import Extras
 from localllm.kernels.triton.product_tiles import Card, one_row_tiles, vector_tiles
 
 from .ptx import execute
@@ -93,7 +94,7 @@ def test_norm_gate_and_bias(device: torch.device) -> None:
     wide = x.double().cpu()
     normed = wide / (wide.square().mean(1, keepdim=True) + 1e-5).sqrt() * (1 + gain)
     exact = exact_product(normed, weight) + bias
-    extras = Extras(bias.to(device), NormArgs(gain.to(device), 1e-5, 1.0))
+    extras = Extras(bias.to(device), Norm(gain.to(device), 1e-5, 1.0))
     prepared = prepare(on(device, weight))
     assert error(launched(x, prepared, extras), exact) < 5e-5
     gate, up = (exact - bias).chunk(2, 1)

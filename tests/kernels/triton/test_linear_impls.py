@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from localllm.kernels import Impl, LinearFacts, choose, linear_impls, reference
-from localllm.kernels import segments as composed
+from localllm.kernels import Impl, LinearFacts, OpFacts, choose
 from localllm.kernels.dequant import dequantize
-from localllm.kernels.ops import OpFacts, choose_segment
-from localllm.kernels.segments import AttentionWeights, HeadWeights, Linear, LinearPart, MlpWeights, Norm
-from localllm.kernels.triton import linear, narrow_product, probe, quantize, segments
+from localllm.kernels.layer_weights import AttentionWeights, HeadWeights, Linear, LinearPart, MlpWeights, Norm
+from localllm.kernels.segments import REFERENCES as COMPOSED
+from localllm.kernels.table import implementations
+from localllm.kernels.triton import narrow_product, ops, probe, quantize, segments
 from localllm.kernels.triton.launch import launch
 from localllm.kernels.weight import Weight
 
@@ -26,7 +26,7 @@ import triton.language as tl  # isort: skip
 
 from .weights import FORMS, error, exact_product, make, on
 
-IMPLS = {impl.name: impl for impl in linear.IMPLS}
+IMPLS = {impl.name: impl for impl in ops.IMPLS["linear"]}
 CLOSE = 1e-2
 """of `error`: some roundings to bfloat16, which the interpreter cuts off"""
 
@@ -53,7 +53,7 @@ def facts(**more: Any) -> LinearFacts:
     ],
 )
 def test_choice(more: dict[str, Any], name: str) -> None:
-    assert choose(linear_impls(), facts(**more)).impl.name == name
+    assert choose(implementations("linear"), facts(**more)).impl.name == name
 
 
 @pytest.mark.parametrize(
@@ -79,13 +79,13 @@ def test_one_order_of_sums_needs_tensor_cores() -> None:
 
 
 @pytest.mark.parametrize("form", [name for name in FORMS if not name.startswith("gguf-Q3")][::3])
-def test_implementations_agree_with_the_twin(form: str, device: torch.device) -> None:
+def test_implementations_agree_with_the_reference(form: str, device: torch.device) -> None:
     weight, bias = make(form, 17, 256), torch.randn(17)
     x = torch.randn(3, 256).bfloat16().to(device)
     for name in ("triton", "triton_invariant"):
         prepared = IMPLS[name].prepare(on(device, weight))
-        assert torch.equal(IMPLS[name].unpack(prepared).cpu(), dequantize(weight))
-        assert IMPLS[name].nbytes(prepared) >= 17 * 256 // 4
+        assert torch.equal(IMPLS[name].rows(prepared)(torch.arange(17).to(device)).cpu(), dequantize(weight))
+        assert prepared.nbytes >= 17 * 256 // 4
         y = IMPLS[name].run(x, prepared, bias.to(device))
         assert y.dtype is torch.bfloat16 and error(y, exact_product(x, weight) + bias) < CLOSE
 
@@ -93,11 +93,12 @@ def test_implementations_agree_with_the_twin(form: str, device: torch.device) ->
 def test_triton_is_loaded_by_a_card_alone() -> None:
     code = """if True:
         import sys
-        from localllm.kernels import LinearFacts, choose, linear_impls
-        from localllm.kernels.ops import OpFacts, choose_segment
+        from localllm.kernels import LinearFacts, OpFacts, choose
+        from localllm.kernels.table import implementations
         facts = LinearFacts("int4g", (64, 256), 128, device="cuda", capability=90, dtype="bfloat16")
-        assert choose(linear_impls(), facts).impl.name == "triton_invariant"
-        assert choose_segment("mlp", OpFacts(device="cuda", capability=90, dtype="bfloat16")).name == "triton"
+        assert choose(implementations("linear"), facts).impl.name == "triton_invariant"
+        facts = OpFacts(device="cuda", capability=90, dtype="bfloat16")
+        assert choose(implementations("mlp"), facts).impl.name == "triton"
         assert "triton" not in sys.modules
     """
     run = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
@@ -197,15 +198,6 @@ def attention_weights(device: torch.device, impl: Impl, **more: Any) -> Attentio
     return AttentionWeights(Norm(torch.rand(32).to(device), 1e-5), out, out, 2, 1, 32, 1.0, **more)
 
 
-COMPOSED = {
-    "attn_out": partial(composed.attn_out, reference.rms_norm),
-    "mlp": partial(
-        composed.mlp, reference.rms_norm, {"silu": reference.silu_mul, "gelu_tanh": reference.gelu_tanh_mul}
-    ),
-    "head": partial(composed.head, reference.rms_norm),
-}
-
-
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_fused_segments(tokens: int, device: torch.device) -> None:
     impl, post = IMPLS["triton"], Norm(torch.rand(32).to(device), 1e-5, 1.0)
@@ -249,8 +241,8 @@ def test_what_does_not_fit_is_composed(device: torch.device) -> None:
 
 def test_segments_are_registered() -> None:
     for name in ("attn_in", "attn_out", "mlp", "head"):
-        chosen = choose_segment(name, OpFacts(device="cuda", capability=90, dtype="bfloat16", head_dim=128))
-        assert chosen is not None and chosen.name == "triton"
+        facts = OpFacts(device="cuda", capability=90, dtype="bfloat16", head_dim=128)
+        assert choose(implementations(name), facts).impl.name == "triton"
 
 
 def test_narrow_kernels_are_described_for_cards_that_have_the_instructions() -> None:

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from localllm.kernels.dequant import dequantize
+from localllm.kernels.layer_weights import Norm
 from localllm.kernels.triton import product as products
 from localllm.kernels.triton import product_tiles
 from localllm.kernels.triton.layout import prepare
-from localllm.kernels.triton.product import Extras, NormArgs, dequantised, fusable, product, tile_launch
-from localllm.kernels.triton.unpack import unpack
+from localllm.kernels.triton.product import Extras, dequantised, fusable, product, tile_launch
+from localllm.kernels.triton.unpack import rows
 from localllm.kernels.verify.trial import compare
 from localllm.kernels.verify.tuning import AGREEMENT
 
@@ -108,7 +109,7 @@ def test_dense_rows(form: str, device: torch.device) -> None:
     weight = make(form, 10, smallest_k(form))
     prepared = prepare(on(device, weight))
     slab = dequantised(prepared, 3, 6, torch.float32)
-    torch.testing.assert_close(slab, unpack(prepared)[3:9], rtol=3e-7, atol=1e-9)
+    torch.testing.assert_close(slab, rows(prepared, slice(None))[3:9], rtol=3e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
@@ -119,7 +120,7 @@ def test_norm_gate_and_residual(form: str, tokens: int, device: torch.device) ->
     prepared = prepare(on(device, weight))
     x = (torch.randn(tokens, k) * 3).bfloat16().to(device)
     assert fusable(x, prepared)
-    norm = NormArgs(gain.to(device), EPS, 1.0)
+    norm = Norm(gain.to(device), EPS, 1.0)
     wide = x.double().cpu()
     normed = wide / (wide.square().mean(1, keepdim=True) + EPS).sqrt() * (1 + gain)
     exact = normed @ dequantize(weight).double().t()
@@ -172,7 +173,7 @@ def test_parts_of_k_are_added_by_the_last(device: torch.device) -> None:
     for split in (2, 4):
         out = torch.empty(3, 33, dtype=torch.float16, device=device)
         choice = {"rows": 16, "tokens": 8, "halves": 32, "split": split, "stages": 2, "warps": 1}
-        launch = tile_launch(x, prepared, out, Extras(norm=NormArgs(gain, EPS)), choice, False)
+        launch = tile_launch(x, prepared, out, Extras(norm=Norm(gain, EPS)), choice, False)
         assert launch.grid == (1, 3, split)
         launch.start()
         assert error(out, normed @ dequantize(weight).double().t()) < ROUNDING[torch.float16]

@@ -11,7 +11,7 @@ from torch import Tensor
 from localllm.kernels import reference, segments
 from localllm.kernels.kv_codes import decode_e4m3, encode_e4m3
 from localllm.kernels.kv_pages import KVPages
-from localllm.kernels.segments import Norm
+from localllm.kernels.layer_weights import AttentionWeights, Norm
 from localllm.kernels.triton import activation, e4m3, embedding, kv_write, qk_norm_rope_kv, rms_norm, rope
 from localllm.kernels.triton.launch import interpreting, launch
 
@@ -211,7 +211,7 @@ class Plain:
 def attention_weights(heads: int, kv_heads: int, dim: int, norm: bool, interleaved: bool, device: torch.device) -> Any:
     """Of a layer whose first norm does nothing and whose product is the identity."""
     q_norm, k_norm = (Norm(torch.randn(dim).to(device), eps, 1.0) for eps in (1e-6, 1e-3))
-    return segments.AttentionWeights(
+    return AttentionWeights(
         Norm(torch.ones(1), 0.0),
         Plain(heads + 2 * kv_heads),  # type: ignore[arg-type]
         Plain(1),  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A whole decoder from the kernel table of a card against the one of twins: a prompt, then single tokens."""
+"""A whole decoder from the kernel table of a card against the reference: a prompt, then single tokens."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from localllm.kernels import Impl, Weight
-from localllm.kernels.dense_linear import TWIN
+from localllm.kernels import Impl, OpFacts, Weight
+from localllm.kernels.dense_linear import REFERENCE
 from localllm.kernels.kv_pages import KVPages
-from localllm.kernels.ops import OPS, OpFacts
-from localllm.kernels.segments import AttentionWeights, KernelTable, Linear, LinearPart, MlpWeights, Norm, kernel_table
-from localllm.kernels.triton.linear import IMPLS
+from localllm.kernels.layer_weights import AttentionWeights, Linear, LinearPart, MlpWeights, Norm
+from localllm.kernels.registry import OPS
+from localllm.kernels.segments import KernelTable
+from localllm.kernels.table import implementations, kernel_table
 
 pytestmark = pytest.mark.slow
 HEADS, KV_HEADS, DIM, HIDDEN, WIDE = 4, 2, 32, 64, 96
-FACTS = OpFacts("cuda", 90, "float16", "int8", HEADS, KV_HEADS, DIM, 16, False)
+FACTS = OpFacts("int8", HEADS, KV_HEADS, DIM, device="cuda", capability=90, dtype="float16", deterministic=False)
 
 
 def linear(impl: Impl, n: int, k: int, device: torch.device) -> Linear:
@@ -75,12 +76,12 @@ def run(table: KernelTable, impl: Impl, device: torch.device) -> Tensor:
     return torch.cat(found)
 
 
-def test_the_table_of_a_card_computes_what_twins_do(device: torch.device) -> None:
+def test_the_table_of_a_card_computes_what_the_reference_does(device: torch.device) -> None:
     ours = kernel_table(FACTS)
     assert {dict(ours.ops)[op] for op in OPS} == {"triton"}
     wrong = frozenset(f"{name}:triton" for name, _ in ours.ops)
-    twins = kernel_table(FACTS, wrong | {"paged_attention:triton_invariant"})
-    assert set(dict(twins.ops).values()) == {"torch"}
-    plain = next(impl for impl in IMPLS if impl.name == "triton")
-    found, expected = run(ours, plain, device).float(), run(twins, TWIN, device).float()
+    plain_table = kernel_table(FACTS, wrong | {"paged_attention:triton_invariant"})
+    assert set(dict(plain_table.ops).values()) == {"torch"}
+    plain = next(impl for impl in implementations("linear") if impl.name == "triton")
+    found, expected = run(ours, plain, device).float(), run(plain_table, REFERENCE, device).float()
     assert found.isfinite().all() and float((found - expected).square().mean().sqrt()) < 0.02 * float(expected.std())

@@ -1,0 +1,129 @@
+"""The frozen values that segments take: a layer's weights, and what the layers of one step share.
+
+A fused implementation may look at `Linear.parts` to see by which implementation they were prepared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .registry import Impl
+
+
+@dataclass(frozen=True, slots=True)
+class LinearPart:
+    """One prepared weight with the implementation that reads it."""
+
+    impl: Impl
+    prepared: Any
+    bias: Tensor | None
+    """float32 [N]"""
+    shape: tuple[int, int]
+    """(N, K)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """y = x Wᵀ + b. Several parts where weights could not be fused exactly; their outputs lie end to end."""
+
+    parts: tuple[LinearPart, ...]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [num_tokens, K] -> [num_tokens, sum of N], dtype of x."""
+        if len(self.parts) == 1:
+            part = self.parts[0]
+            return part.impl.run(x, part.prepared, part.bias)
+        return torch.cat([part.impl.run(x, part.prepared, part.bias) for part in self.parts], -1)
+
+    @property
+    def out_features(self) -> int:
+        """Rows of all parts together."""
+        return sum(part.shape[0] for part in self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the prepared weights and biases."""
+        biases = sum(part.bias.nbytes for part in self.parts if part.bias is not None)
+        return biases + sum(part.prepared.nbytes for part in self.parts)
+
+    @property
+    def impl_names(self) -> tuple[str, ...]:
+        """Names of the implementations, each once, in order."""
+        return tuple(dict.fromkeys(part.impl.name for part in self.parts))
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """An RMSNorm: weight [dim], and what is added to it."""
+
+    weight: Tensor
+    eps: float
+    offset: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWeights:
+    """What attention in one layer needs, besides its caches."""
+
+    norm: Norm
+    qkv: Linear
+    """rows: all query heads, then key heads, then value heads"""
+    out: Linear
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    """of q·k"""
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    """over head_dim, before RoPE"""
+    post_norm: Norm | None = None
+    """on the output, before the residual"""
+    window: int | None = None
+    softcap: float | None = None
+    interleaved: bool = False
+    """RoPE pairs (2j, 2j + 1) instead of (j, j + half)"""
+    sinks: Tensor | None = None
+    """float32 [num_heads]: a score more for every query of a head, without a value"""
+
+
+@dataclass(frozen=True, slots=True)
+class MlpWeights:
+    """A gated feed-forward layer."""
+
+    norm: Norm
+    gate_up: Linear
+    """rows: gate, then up"""
+    down: Linear
+    activation: str
+    """silu | gelu_tanh"""
+    post_norm: Norm | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeadWeights:
+    """The last norm and the projection to the vocabulary."""
+
+    norm: Norm
+    linear: Linear
+    softcap: float | None = None
+
+
+LayerCall = tuple[AttentionWeights, MlpWeights, int]
+"""a layer's weights, and which of the step's views it sees"""
+View = tuple[Tensor, Tensor, Tensor, Tensor]
+"""cos, sin, block_table, slot_mapping: what the layers of one cache group share in a step"""
+Stepped = tuple[Tensor, Tensor, Tensor | None]
+"""hidden [num_tokens, hidden], logits float32 [num_tokens, vocab], and where somebody looked int64 [num_tokens], the
+first place of the largest logit, -1 where one is NaN; all are valid until the next step"""
+
+
+def forget(prepared: Any, *, pages_only: bool = False) -> None:
+    """Let go of what fused segments keep with a prepared weight: pages of the last call, and layers it is a part of."""
+    let_go = getattr(prepared, "forget", None)
+    if let_go is not None:
+        let_go(pages_only)

@@ -1,0 +1,41 @@
+"""Every implementation there is, and the `KernelTable` of a model: the only file that knows both back ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from .cpu import ops as cpu
+from .dense_linear import DENSE, DENSE_BF16, DENSE_TILED, REFERENCE
+from .int4pack import INT4PACK
+from .registry import OPS, OUTER_OPS, SEGMENTS, Impl, OpFacts, choose, fits_always
+from .segments import REFERENCES, KernelTable, composed
+from .triton import ops as triton
+
+PLAIN: Mapping[str, tuple[Impl, ...]] = {
+    "linear": (INT4PACK, DENSE_BF16, DENSE, DENSE_TILED, REFERENCE),
+    **{op: (Impl(op, "torch", fits_always, REFERENCES[op]),) for op in (*OPS, *OUTER_OPS)},
+    **{name: (Impl(name, "composed", fits_always, REFERENCES[name]),) for name in SEGMENTS},
+}
+"""in PyTorch alone; the last of each fits everything: the reference, or the composed segment"""
+BACK_ENDS = (cpu.IMPLS, triton.IMPLS, PLAIN)
+
+
+def implementations(op: str) -> tuple[Impl, ...]:
+    """All implementations of an op, a segment or "linear", preferred first."""
+    return tuple(impl for impls in BACK_ENDS for impl in impls.get(op, ()))
+
+
+def kernel_table(facts: OpFacts, disabled: frozenset[str] = frozenset()) -> KernelTable:
+    """Choose an implementation for every op, compose the segments of them, and take fused ones where they fit. Pure.
+
+    disabled   keys of what failed its self-test
+    """
+    chosen = {name: choose(implementations(name), facts, disabled).impl for name in (*OPS, *SEGMENTS)}
+    runs = {op: chosen[op].run for op in OPS}
+    for name in SEGMENTS:
+        whole = composed(name, runs)
+        fuses = chosen[name] not in PLAIN[name]
+        runs[name] = partial(chosen[name].run, whole) if fuses else whole
+    names = tuple((name, impl.name) for name, impl in chosen.items() if name in OPS or impl not in PLAIN[name])
+    return KernelTable(**{name: runs[name] for name in SEGMENTS}, ops=names)
