@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from localllm.errors import Aborted, InternalError, LocalLLMError
 from localllm.interface import ChatEvent, Check, Delta, Done, Facts, Failed, ModelChoice, Prefill
-from localllm.llm.answer import Piece, Turn
+from localllm.llm.outputs import Piece, Turn
 from localllm.request import Constraint, FinishReason, Message, Phase, SamplingParams, Timing, Usage
 
 if TYPE_CHECKING:

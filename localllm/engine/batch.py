@@ -11,7 +11,7 @@ import torch
 
 from localllm.models.inputs import AttentionInputs, ForwardBatch
 
-from .draw import from_host
+from .sampled_tokens import from_host
 from .scheduler import Scheduled, Step
 
 DTYPES = {np.int64: torch.int64, np.int32: torch.int32}

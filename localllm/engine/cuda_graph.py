@@ -18,7 +18,7 @@ from localllm.models.inputs import ForwardBatch
 from localllm.models.kv_cache import KVCache
 
 from .decode_inputs import DecodeInputs
-from .draw import Draw
+from .sampled_tokens import Draw
 from .scheduler import Step
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from localllm.models.inputs import AttentionInputs, ForwardBatch
 
-from .draw import Draw
+from .sampled_tokens import Draw
 from .scheduler import Scheduled
 
 TOKEN, POSITION, LENGTH, SLOTS = 0, 1, 2, 3

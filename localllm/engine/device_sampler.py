@@ -34,8 +34,8 @@ from localllm.kernels.sampling import (
 from localllm.request import TokenLogprob
 
 from .cuda_graph import Bucket, Captured
-from .draw import Draw, ToHost, from_host
-from .draw import Sampled as Result
+from .sampled_tokens import Draw, ToHost, from_host
+from .sampled_tokens import Sampled as Result
 from .sampler import banned_stops, sample_row, token_logprob
 from .sequence import Sequence
 

@@ -23,7 +23,6 @@ from localllm.errors import DeviceError, InternalError, LocalLLMError, OutOfMemo
 from localllm.request import FinishReason, Request, TokenEvent, Usage
 
 from .batch import BatchBuilder, row_range
-from .draw import Draw, Sampled
 from .invariant import InvariantViolated, violated
 from .limits import check_request
 from .masks import Filling, MaskFiller
@@ -32,6 +31,7 @@ from .pages import GroupPages, Pages
 from .pressure import Pressure, is_out_of_memory
 from .request_stream import Listener, RequestStream
 from .runner import ForwardOutput, Runner
+from .sampled_tokens import Draw, Sampled
 from .sampler import token_logprob
 from .scheduler import MAX_DECODE_TOKENS, Scheduled, Scheduler, SchedulerLimits, Step
 from .sequence import Sequence, SequenceState

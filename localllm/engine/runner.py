@@ -14,8 +14,8 @@ from localllm.models.kv_cache import KVCache
 from .batch import BatchBuilder
 from .cuda_graph import DecodeGraphs
 from .device_sampler import DeviceSampler
-from .draw import Draw
 from .pages import PageCopy
+from .sampled_tokens import Draw
 from .sampler import draw, is_plain_greedy
 from .scheduler import Step
 from .sequence import Sequence

@@ -17,7 +17,7 @@ from localllm.errors import BadModelFile
 from localllm.kernels import select
 from localllm.request import SamplingParams, TokenLogprob
 
-from .draw import Draw, Sampled, ToHost
+from .sampled_tokens import Draw, Sampled, ToHost
 from .sequence import Sequence
 
 FIRST_CUT = 1024

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from localllm.errors import BadModelFile, ConfigError, InternalError, InvalidRequest
 from localllm.interface import Facts
-from localllm.llm.answer import Answer, Piece, Shown, Turn, TurnText
+from localllm.llm.outputs import Answer, Piece, Shown, Turn, TurnText
 from localllm.request import (
     Constraint,
     FinishReason,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from localllm.device import MachineFacts
     from localllm.engine.engine import Engine
     from localllm.engine.metrics import EngineStats
-    from localllm.llm.shaping import Shape
+    from localllm.llm.output_rules import Shape
     from localllm.models.loader import Model
     from localllm.models.parking import Parked
     from localllm.plan.planner import Plan
@@ -234,7 +234,7 @@ class LLM:
 
             self._template = ChatTemplate.for_tokenizer(self.tokenizer)
             self._template.warm_up()
-        from localllm.llm.shaping import Shaper
+        from localllm.llm.output_rules import Shaper
 
         self.shaper = Shaper(self.tokenizer, self._template, self.facts.vocab_size)
         self.import_s = time.monotonic() - started

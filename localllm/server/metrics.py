@@ -18,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily as CounterFamily
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from localllm.llm.answer import Piece
+from localllm.llm.outputs import Piece
 from localllm.request import SamplingParams
 
 from .exchange import Exchange

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from starlette.requests import Request
 
-from localllm.llm.answer import Answer, Completion, Piece, Turn
+from localllm.llm.outputs import Answer, Completion, Piece, Turn
 from localllm.request import FinishReason
 
 from .errors import ClientLeft

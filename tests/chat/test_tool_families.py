@@ -21,9 +21,9 @@ from localllm.chat.tools import FORMATS
 from localllm.chat.tools.messages import plain_messages, template_messages, template_tools
 from localllm.chat.tools.roundtrip import check_tools
 from localllm.errors import InvalidConstraint, InvalidRequest
-from localllm.llm.answer import Answer as WholeAnswer
-from localllm.llm.answer import AnswerText, Completion
-from localllm.llm.shaping import Shape, Shaper
+from localllm.llm.output_rules import Shape, Shaper
+from localllm.llm.outputs import Answer as WholeAnswer
+from localllm.llm.outputs import AnswerText, Completion
 from localllm.request import Constraint, FinishReason, TokenEvent, ToolUse, Usage
 from localllm.tokenizer.detokenizer import TextEmitter
 from localllm.tokenizer.tokenizer import Tokenizer

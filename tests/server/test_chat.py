@@ -242,7 +242,7 @@ async def test_an_error_on_the_way_is_an_event(client, tiny_llm, monkeypatch):
 
 def test_tool_calls_in_their_shapes():
     """Rule 4 of streams: the first delta names the call, the others hold pieces of its arguments."""
-    from localllm.llm.answer import Completion, add_tool_call
+    from localllm.llm.outputs import Completion, add_tool_call
     from localllm.server.openai.output import tool_calls_json, tool_delta
 
     deltas = [

@@ -171,7 +171,7 @@ def test_items_become_messages():
 
 
 def test_calls_and_reasoning_become_items_and_events():
-    from localllm.llm.answer import Piece
+    from localllm.llm.outputs import Piece
     from localllm.request import FinishReason, Usage
     from localllm.server.openai.output import TokenNames
     from localllm.server.openai.responses_events import Growing

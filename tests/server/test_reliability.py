@@ -577,7 +577,7 @@ async def test_what_is_only_read_is_counted_too(make_service, make_client, tiny_
 
 def test_how_often_a_request_was_put_back_is_counted(service):
     """Of all its answers together."""
-    from localllm.llm.answer import Piece
+    from localllm.llm.outputs import Piece
     from localllm.request import FinishReason, SamplingParams, Timing
     from localllm.server.exchange import Exchange
 

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from localllm.llm.answer import Completion, Piece
+from localllm.llm.outputs import Completion, Piece
 from localllm.request import FinishReason, Usage
 from localllm.server.anthropic.schemas import CountRequest, MessagesRequest, renamed, to_chat
 from localllm.server.ask import Chat, open_chat, prompt_of

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from localllm._version import __version__
-from localllm.llm.answer import Answer, Piece, add_tool_call
+from localllm.llm.outputs import Answer, Piece, add_tool_call
 from localllm.request import FinishReason, Timing, Usage
 from localllm.server.ask import open_chat
 from localllm.server.body import read_body

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from localllm.llm.answer import Completion, Piece, add_usage
+from localllm.llm.outputs import Completion, Piece, add_usage
 from localllm.request import Usage
 from localllm.server.ask import Chat, open_chat
 from localllm.server.body import read_body

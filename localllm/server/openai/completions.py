@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from localllm.errors import ContextTooLong
-from localllm.llm.answer import Answer, Completion, Piece, add_usage
 from localllm.llm.llm import LLM
+from localllm.llm.outputs import Answer, Completion, Piece, add_usage
 from localllm.request import TokenLogprob, Usage
 from localllm.server.body import read_body
 from localllm.server.errors import ApiError

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from localllm.errors import InvalidRequest, LocalLLMError
-from localllm.llm.answer import Piece
+from localllm.llm.outputs import Piece
 from localllm.request import FinishReason, SamplingParams, TokenEvent
 from localllm.server.body import read_body
 from localllm.server.errors import ApiError

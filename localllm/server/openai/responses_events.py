@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from localllm.llm.answer import Piece
+from localllm.llm.outputs import Piece
 from localllm.request import FinishReason, TokenLogprob, Usage
 from localllm.server.errors import ApiError
 from localllm.server.openai.output import TokenNames, new_id

@@ -19,7 +19,7 @@ from localllm.chat.tools.formats import GENERIC, HARMONY, ToolFormat, find_forma
 from localllm.chat.tools.messages import plain_messages, template_messages, template_tools
 from localllm.chat.tools.roundtrip import NO_TEMPLATE, ToolSupport, check_tools
 from localllm.errors import InvalidRequest
-from localllm.llm.answer import Shown, Splitter
+from localllm.llm.outputs import Shown, Splitter
 from localllm.request import Constraint, TokenMask, ToolUse
 from localllm.tokenizer.tokenizer import Tokenizer
 
