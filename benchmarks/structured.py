@@ -82,7 +82,8 @@ def speed(llm: LLM, constraint: Constraint | None, temperature: float, streams: 
     prompt = llm.encode_chat(QUESTION)
     began = time.process_time()
     turns = [
-        llm.submit(prompt, params, shape=llm.shape(prompt, chat=True, constraint=constraint)) for _ in range(streams)
+        llm.submit(prompt, params, spec=llm.output_spec(prompt, chat=True, constraint=constraint))
+        for _ in range(streams)
     ]
     answers = [turn.answer() for turn in turns]
     spent = time.process_time() - began
@@ -126,13 +127,13 @@ def costs(llm: LLM, rows: Rows, repeat: int) -> None:
     for number in range(repeat):
         fresh = {"type": "object", "properties": {f"f{number}": {"type": "string", "maxLength": 4}}}
         began = time.perf_counter()
-        llm.shape([1], chat=False, constraint=Constraint("json_schema", fresh))
+        llm.output_spec([1], chat=False, constraint=Constraint("json_schema", fresh))
         firsts.append(1000 * (time.perf_counter() - began))
     rows.add("a new small schema", firsts, "ms")
     kept = []
     for _ in range(repeat):
         began = time.perf_counter()
-        llm.shape([1], chat=False, constraint=RECORD)
+        llm.output_spec([1], chat=False, constraint=RECORD)
         kept.append(1000 * (time.perf_counter() - began))
     rows.add("a schema seen before", kept, "ms")
     llm.chat(QUESTION, params, constraint=RECORD)
@@ -151,7 +152,7 @@ def preparing(llm: LLM, rows: Rows, repeat: int) -> None:
 
 def schemas(llm: LLM, rows: Rows, folder: Path) -> None:
     """Every schema of a folder, once."""
-    compiler = llm.shaper.compiler
+    compiler = llm.output_rules.compiler
     times, compiled = [], 0
     for path in sorted(folder.rglob("*.json")):
         try:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from localllm.errors import Aborted, InternalError, LocalLLMError
 from localllm.interface import ChatEvent, Check, Delta, Done, Facts, Failed, ModelChoice, Prefill
-from localllm.llm.outputs import Piece, Turn
+from localllm.llm.outputs import OutputDelta, ResponseStream
 from localllm.request import Constraint, FinishReason, Message, Phase, SamplingParams, Timing, Usage
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class InProcessBackend:
         self._llm: LLM | None = None
         self._lock = threading.Condition()
         self._queue: deque[_Queued] = deque()
-        self._running: dict[int, Turn | None] = {}
+        self._running: dict[int, ResponseStream | None] = {}
         self._stopped: set[int] = set()
         self._next_turn = 0
         self._takes_turns = False
@@ -254,7 +254,7 @@ class InProcessBackend:
                 prompt,
                 params,
                 splits_reasoning=True,
-                shape=None if bound is None else llm.shape(prompt, chat=True, constraint=bound),
+                spec=None if bound is None else llm.output_spec(prompt, chat=True, constraint=bound),
                 listener=lambda piece: self._publish(turn, piece),
             )
         except LocalLLMError as error:
@@ -278,7 +278,7 @@ class InProcessBackend:
         goes_on = messages[-1].get("role") == "assistant"
         return llm.encode_chat(messages, None, queued.template, continue_final=goes_on)
 
-    def _publish(self, turn: int, piece: Piece) -> None:
+    def _publish(self, turn: int, piece: OutputDelta) -> None:
         """Called in the engine's thread."""
         if piece.prefill is not None:
             self._events.append(Prefill(turn, *piece.prefill))

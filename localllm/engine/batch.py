@@ -64,7 +64,7 @@ class BatchBuilder:
         token_ids: list[int] = []
         for part in parts:
             known = part.sequence.token_ids[part.start : part.start + part.num_tokens]
-            token_ids += known or [0]  # one that is sampled now: `Draw.fill` puts it here
+            token_ids += known or [0]  # one that is sampled now: `SampledTokens.fill` puts it here
         positions = np.concatenate([np.arange(p.start, p.start + p.num_tokens, dtype=np.int64) for p in parts])
         query_lens = tuple(p.num_tokens for p in parts)
         seq_lens = tuple(p.start + p.num_tokens for p in parts)
@@ -92,7 +92,7 @@ class BatchBuilder:
         for part in parts:
             sequence, at = part.sequence, part.start
             page, offset = divmod(at, self.page_size)
-            ids.append(sequence.token_ids[at] if at < len(sequence.token_ids) else 0)  # else sampled now: `Draw.fill`
+            ids.append(sequence.token_ids[at] if at < len(sequence.token_ids) else 0)  # else sampled now
             positions.append(at)
             for table, found in zip(sequence.block_tables, slots, strict=True):
                 assert table[page] >= 0, "a token without a page"

@@ -18,7 +18,7 @@ from localllm.models.inputs import ForwardBatch
 from localllm.models.kv_cache import KVCache
 
 from .decode_inputs import DecodeInputs
-from .sampled_tokens import Draw
+from .sampled_tokens import SampledTokens
 from .scheduler import Step
 
 log = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ class DecodeGraphs:
             and all(part.num_tokens == 1 for part in step.scheduled)
         )
 
-    def forward(self, step: Step, before: Draw | None = None) -> Bucket:
+    def forward(self, step: Step, before: SampledTokens | None = None) -> Bucket:
         """The bucket whose first rows are the step's, valid until the next forward.
 
         before   gives tokens that are not known yet

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from localllm.models.inputs import AttentionInputs, ForwardBatch
 
-from .sampled_tokens import Draw
+from .sampled_tokens import SampledTokens
 from .scheduler import Scheduled
 
 TOKEN, POSITION, LENGTH, SLOTS = 0, 1, 2, 3
@@ -54,7 +54,7 @@ class DecodeInputs:
         """Bytes on the device."""
         return sum(t.nbytes for t in (self._small, self._starts, self._rows, *self._tables))
 
-    def load(self, parts: Many[Scheduled], before: Draw | None = None) -> None:
+    def load(self, parts: Many[Scheduled], before: SampledTokens | None = None) -> None:
         """Take the parts of a step, one token each, into the first rows; the others become idle."""
         small = self._idle.copy()
         lengths = small.view(np.int32)[LENGTH]

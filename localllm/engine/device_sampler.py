@@ -34,8 +34,7 @@ from localllm.kernels.sampling import (
 from localllm.request import TokenLogprob
 
 from .cuda_graph import Bucket, Captured
-from .sampled_tokens import Draw, ToHost, from_host
-from .sampled_tokens import Sampled as Result
+from .sampled_tokens import RowResult, SampledTokens, ToHost, from_host
 from .sampler import banned_stops, sample_row, token_logprob
 from .sequence import Sequence
 
@@ -100,7 +99,7 @@ class DeviceSampler:
                 found[bucket.size, cuts] = _Captured(Sampled(*outputs), replay)
         self._graphs = found
 
-    def draw(self, logits: Tensor, rows: list[int], sequences: list[Sequence], bucket: int = 0) -> Draw:
+    def sample(self, logits: Tensor, rows: list[int], sequences: list[Sequence], bucket: int = 0) -> SampledTokens:
         """One token for each of `sequences`.
 
         logits   float32 [n, vocab]
@@ -115,7 +114,7 @@ class DeviceSampler:
         ]
         if len(pieces) == 1:
             return pieces[0]
-        return Draw(sequences, lambda: [result for piece in pieces for result in piece.results()])
+        return SampledTokens(sequences, lambda: [result for piece in pieces for result in piece.results()])
 
     def _chosen(self, logits: Tensor, rows: list[int]) -> Tensor:
         """These rows. A list as an index would be sent to the card by a copy that waits for it."""
@@ -124,7 +123,7 @@ class DeviceSampler:
             return logits[first : first + len(rows)]
         return logits.index_select(0, from_host(rows, torch.int64, self._device))
 
-    def _piece(self, logits: Tensor, rows: list[int] | None, sequences: list[Sequence], bucket: int) -> Draw:
+    def _piece(self, logits: Tensor, rows: list[int] | None, sequences: list[Sequence], bucket: int) -> SampledTokens:
         places = list(range(len(sequences))) if rows is None else rows
         here = [has_device_form(s) and not isinstance(s.mask_row, Exception) for s in sequences]
         cuts = self._load([p if ok else -1 for p, ok in zip(places, here, strict=True)], sequences)
@@ -145,9 +144,9 @@ class DeviceSampler:
             if isinstance(result, tuple):
                 out.token_ids[place] = result[0]
 
-        def wait() -> list[Result]:
+        def wait() -> list[RowResult]:
             ids, logprobs, status, *top = (part.tolist() for part in sent.wait())
-            found: list[Result] = []
+            found: list[RowResult] = []
             for place, sequence, result in zip(places, sequences, known, strict=True):
                 if result is not None:
                     found.append(result)
@@ -161,9 +160,9 @@ class DeviceSampler:
                 found.append(wrong or (ids[place], entry))
             return found
 
-        return Draw(sequences, wait, out.token_ids, rows)
+        return SampledTokens(sequences, wait, out.token_ids, rows)
 
-    def _on_host(self, logits: Tensor, place: int, sequence: Sequence) -> Result:
+    def _on_host(self, logits: Tensor, place: int, sequence: Sequence) -> RowResult:
         """A row of the eager sampler, or what its mask raised."""
         try:
             if isinstance(sequence.mask_row, Exception):

@@ -31,7 +31,7 @@ from .pages import GroupPages, Pages
 from .pressure import Pressure, is_out_of_memory
 from .request_stream import Listener, RequestStream
 from .runner import ForwardOutput, Runner
-from .sampled_tokens import Draw, Sampled
+from .sampled_tokens import RowResult, SampledTokens
 from .sampler import token_logprob
 from .scheduler import MAX_DECODE_TOKENS, Scheduled, Scheduler, SchedulerLimits, Step
 from .sequence import Sequence, SequenceState
@@ -66,12 +66,12 @@ class EngineOptions:
 
 
 @dataclass(slots=True)
-class Flight:
+class PendingStep:
     """A step that was launched; its tokens are being sampled, or will be when those of the step before are known."""
 
     step: Step
     output: ForwardOutput | None = None
-    draw: Draw | None = None
+    sampled: SampledTokens | None = None
     masks: Filling | None = None
     error: Exception | None = None
     """why it came to nothing"""
@@ -108,7 +108,7 @@ class Engine:
         self._dead: Exception | None = None
         self._thread: threading.Thread | None = None
         self._idle_jobs: deque[IdleJob] = deque()
-        self._flight: Flight | None = None
+        self._pending: PendingStep | None = None
         """the step that was launched ahead"""
         self._num_steps = 0
         self._num_ahead = 0
@@ -303,7 +303,7 @@ class Engine:
 
     @property
     def _has_work(self) -> bool:
-        return self._flight is not None or self.scheduler.has_work
+        return self._pending is not None or self.scheduler.has_work
 
     def step(self) -> bool:
         """schedule, build, forward, sample, commit, publish. False when there was nothing to compute.
@@ -311,21 +311,21 @@ class Engine:
         Running ahead, the forward pass of the next step is launched before this one's tokens are on the host, and
         sampled after they were committed: what samples it (masks, penalties) knows every token before.
         """
-        flight, self._flight = self._flight, None
-        if flight is None:
+        pending, self._pending = self._pending, None
+        if pending is None:
             step = self.scheduler.schedule()
-            for sequence in step.starved:
-                self._end_starved(sequence)
+            for sequence in step.out_of_pages:
+                self._end_out_of_pages(sequence)
             if not step.scheduled:
-                return bool(step.starved)
-            flight = self._launch(step, None)
-            if flight.error is None:
-                self._sample(flight)
-        ahead = self._launch_ahead(flight) if self.options.runs_ahead and flight.error is None else None
+                return bool(step.out_of_pages)
+            pending = self._launch(step, None)
+            if pending.error is None:
+                self._sample(pending)
+        ahead = self._launch_ahead(pending) if self.options.runs_ahead and pending.error is None else None
         fed = [part.sequence for part in ahead.step.scheduled] if ahead is not None else []
         for sequence in fed:
             sequence.is_fed = True
-        self._commit(flight)
+        self._commit(pending)
         for sequence in fed:
             sequence.is_fed = False
         if ahead is not None and ahead.error is None:
@@ -333,49 +333,49 @@ class Engine:
         if ahead is not None and ahead.error is not None:
             self._give_up(ahead)
         else:
-            self._flight = ahead
+            self._pending = ahead
         return True
 
-    def _launch(self, step: Step, before: Flight | None) -> Flight:
-        """Build and forward. `before` is the flight that samples the tokens of a step that is ahead."""
+    def _launch(self, step: Step, before: PendingStep | None) -> PendingStep:
+        """Build and forward. `before` is the step that samples the tokens of a step that is ahead."""
         started = time.monotonic()
         for part in step.scheduled:
             part.sequence.start_time = part.sequence.start_time or started
         self._num_steps += 1
-        flight = Flight(step)
+        pending = PendingStep(step)
         try:
             if self._fault is not None:
                 self._fault(self._num_steps)
-            draw = before.draw if before is not None else None
+            sampled = before.sampled if before is not None else None
             if before is None:  # else their last tokens are not known yet
-                flight.masks = self._masks.begin(part.sequence for part in step.scheduled if part.is_last_chunk)
-            flight.output = self._runner.forward(self.builder, step, draw)
+                pending.masks = self._masks.begin(part.sequence for part in step.scheduled if part.is_last_chunk)
+            pending.output = self._runner.forward(self.builder, step, sampled)
         except Exception as error:
-            flight.error = error
-            if flight.masks is not None:
-                flight.masks.wait()
-        return flight
+            pending.error = error
+            if pending.masks is not None:
+                pending.masks.wait()
+        return pending
 
-    def _launch_ahead(self, flight: Flight) -> Flight | None:
-        step = self.scheduler.schedule_ahead(flight.step)
+    def _launch_ahead(self, pending: PendingStep) -> PendingStep | None:
+        step = self.scheduler.schedule_ahead(pending.step)
         if step is None:
             return None
         self._num_ahead += 1
-        return self._launch(step, flight)
+        return self._launch(step, pending)
 
-    def _give_up(self, flight: Flight) -> None:
+    def _give_up(self, pending: PendingStep) -> None:
         """A step failed: try it again smaller where memory ran out, else end its requests. The loop goes on.
 
         Raises DeviceError for what leaves the device unusable.
         """
-        error = flight.error
+        error = pending.error
         assert error is not None
         if is_device_lost(error):
             raise DeviceError(f"the GPU failed: {str(error).splitlines()[0]}", "restart localllm") from error
-        if is_out_of_memory(error) and self.pressure.relieve(flight.step):
+        if is_out_of_memory(error) and self.pressure.relieve(pending.step):
             return
         log.error("a step failed", exc_info=error)
-        for part in flight.step.scheduled:
+        for part in pending.step.scheduled:
             if part.sequence.state is not SequenceState.FINISHED:
                 self._fail(part.sequence, _explain(error))
 
@@ -394,19 +394,19 @@ class Engine:
         for sequence in [s for s in self.scheduler.sequences() if s.request.request_id == request_id]:
             self._finish(sequence, FinishReason.ABORT)
 
-    def _sample(self, flight: Flight) -> None:
+    def _sample(self, pending: PendingStep) -> None:
         """Split off the children of finished prompts and sample one token for every sequence at its end."""
         sequences: list[Sequence] = []
         rows: list[int] = []
         start = row = 0
-        assert flight.output is not None
-        if flight.masks is not None:
-            flight.masks.wait()
+        assert pending.output is not None
+        if pending.masks is not None:
+            pending.masks.wait()
         try:
-            for part in flight.step.scheduled:
+            for part in pending.step.scheduled:
                 count = len(row_range(part, start))
                 if part.sequence.wants_all_rows and part.start < part.sequence.num_prompt_tokens:
-                    self._take_rows(part, flight.output, row)
+                    self._take_rows(part, pending.output, row)
                 ended = part.sequence.state is SequenceState.FINISHED  # while its part was under way
                 jumped = part.start + part.num_tokens < part.sequence.num_tokens  # or what follows became known
                 if part.is_last_chunk and not part.sequence.request.only_reads and not ended and not jumped:
@@ -415,11 +415,11 @@ class Engine:
                     rows += [row + count - 1] * len(family)
                 start += part.num_tokens
                 row += count
-            if flight.masks is None:
+            if pending.masks is None:
                 self._masks.fill(sequences)
-            flight.draw = self._runner.sample(flight.output, rows, sequences)
+            pending.sampled = self._runner.sample(pending.output, rows, sequences)
         except Exception as error:
-            flight.error = error
+            pending.error = error
         for sequence in sequences:
             sequence.mask_row = None
 
@@ -478,22 +478,22 @@ class Engine:
             event.pooled = (sequence.pooled / count).cpu().numpy()
         return event
 
-    def _commit(self, flight: Flight) -> None:
+    def _commit(self, pending: PendingStep) -> None:
         """Wait for the tokens of a step, count it, and publish."""
         try:
-            results = flight.draw.results() if flight.draw is not None else []
+            results = pending.sampled.results() if pending.sampled is not None else []
         except Exception as error:  # what a GPU computes fails when it is waited for
-            flight.error = error
-        if flight.error is not None:
-            self._give_up(flight)
+            pending.error = error
+        if pending.error is not None:
+            self._give_up(pending)
             return
-        assert flight.draw is not None
-        sequences = flight.draw.sequences
-        self.scheduler.commit(flight.step)
+        assert pending.sampled is not None
+        sequences = pending.sampled.sequences
+        self.scheduler.commit(pending.step)
         self.pressure.count_good()
-        self._step_tokens.observe(sum(part.num_tokens for part in flight.step.scheduled))
+        self._step_tokens.observe(sum(part.num_tokens for part in pending.step.scheduled))
         now = time.monotonic()
-        for part in flight.step.scheduled:
+        for part in pending.step.scheduled:
             sequence = part.sequence
             if sequence.state is SequenceState.FINISHED:
                 continue
@@ -518,7 +518,7 @@ class Engine:
                 sequence.pending_forks = 0
                 self._advance(sequence, result, now)
 
-    def _advance(self, sequence: Sequence, result: Sampled, now: float) -> None:
+    def _advance(self, sequence: Sequence, result: RowResult, now: float) -> None:
         if isinstance(result, Exception):
             self._fail(sequence, _explain(result))
             return
@@ -585,7 +585,7 @@ class Engine:
         sequence.finish_reason = FinishReason.ERROR
         self._finish(sequence, FinishReason.ERROR, TokenEvent(sequence.request.request_id, sequence.index, error=error))
 
-    def _end_starved(self, sequence: Sequence) -> None:
+    def _end_out_of_pages(self, sequence: Sequence) -> None:
         """Not a page left for it though it is alone: what it has is its answer, if it has any."""
         if sequence.num_output_tokens:
             self._finish(sequence, FinishReason.LENGTH)

@@ -1,4 +1,4 @@
-"""Weights, caches, one forward and one draw: `Step` -> logits of the rows that are wanted -> tokens."""
+"""Weights, caches, one forward and one sampling: `Step` -> logits of the rows that are wanted -> tokens."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .batch import BatchBuilder
 from .cuda_graph import DecodeGraphs
 from .device_sampler import DeviceSampler
 from .pages import PageCopy
-from .sampled_tokens import Draw
-from .sampler import draw, is_plain_greedy
+from .sampled_tokens import SampledTokens
+from .sampler import is_plain_greedy, sample_batch
 from .scheduler import Step
 from .sequence import Sequence
 
@@ -120,7 +120,7 @@ class Runner:
         self.sampler = sampler
 
     def forward(
-        self, builder: BatchBuilder, step: Step, before: Draw | None = None, num_layers: int | None = None
+        self, builder: BatchBuilder, step: Step, before: SampledTokens | None = None, num_layers: int | None = None
     ) -> ForwardOutput:
         """Copy shared pages that are about to be written, then run the model.
 
@@ -142,15 +142,15 @@ class Runner:
         given = {} if num_layers is None else {"num_layers": num_layers}
         return ForwardOutput(self.model, self.model.forward(batch, self.cache, **given))
 
-    def sample(self, output: ForwardOutput, rows: list[int], sequences: list[Sequence]) -> Draw:
+    def sample(self, output: ForwardOutput, rows: list[int], sequences: list[Sequence]) -> SampledTokens:
         """One token for each of `sequences`, from the rows of `output` that are theirs."""
         if not sequences:
-            return Draw([], list)
+            return SampledTokens([], list)
         if self.sampler is None:
-            return draw(output.logits(rows), sequences, output.best(rows))
+            return sample_batch(output.logits(rows), sequences, output.best(rows))
         if output.bucket:
-            return self.sampler.draw(output.all_logits, rows, sequences, output.bucket)
-        return self.sampler.draw(output.logits(rows), list(range(len(rows))), sequences)
+            return self.sampler.sample(output.all_logits, rows, sequences, output.bucket)
+        return self.sampler.sample(output.logits(rows), list(range(len(rows))), sequences)
 
     def _copy_pages(self, copies: list[PageCopy]) -> None:
         for copy in copies:

@@ -1,4 +1,4 @@
-"""`Draw`: the tokens of one step: on the device at once, for the next step; on the host when waited for."""
+"""`SampledTokens`: the tokens of one step: on the device at once, for the next step; on the host when waited for."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from localllm.request import TokenLogprob
 from .scheduler import Scheduled
 from .sequence import Sequence
 
-Sampled = tuple[int, TokenLogprob | None] | Exception
+RowResult = tuple[int, TokenLogprob | None] | Exception
 """a row's token with its log-probabilities, or what that row alone raised"""
 
 
-class Draw:
+class SampledTokens:
     """One token for each of `sequences`.
 
     wait  blocks until the tokens are on the host
@@ -29,7 +29,7 @@ class Draw:
     def __init__(
         self,
         sequences: Many[Sequence],
-        wait: Callable[[], list[Sampled]],
+        wait: Callable[[], list[RowResult]],
         ids: Tensor | None = None,
         rows: Many[int] | None = None,
     ) -> None:
@@ -37,9 +37,9 @@ class Draw:
         self._wait = wait
         self._ids = ids
         self._rows = range(len(self.sequences)) if rows is None else rows
-        self._results: list[Sampled] | None = None
+        self._results: list[RowResult] | None = None
 
-    def results(self) -> list[Sampled]:
+    def results(self) -> list[RowResult]:
         """The tokens, in the order of `sequences`."""
         if self._results is None:
             self._results = self._wait()

@@ -17,7 +17,7 @@ from localllm.errors import BadModelFile
 from localllm.kernels import select
 from localllm.request import SamplingParams, TokenLogprob
 
-from .sampled_tokens import Draw, Sampled, ToHost
+from .sampled_tokens import RowResult, SampledTokens, ToHost
 from .sequence import Sequence
 
 FIRST_CUT = 1024
@@ -54,7 +54,7 @@ def is_plain_greedy(params: SamplingParams) -> bool:
     )
 
 
-def draw(logits: Tensor, sequences: list[Sequence], best: list[int] | None = None) -> Draw:
+def sample_batch(logits: Tensor, sequences: list[Sequence], best: list[int] | None = None) -> SampledTokens:
     """One token per row of logits [num_rows, vocab] float32, on any device; `best` as in `sample`."""
     if (
         best is None
@@ -63,9 +63,9 @@ def draw(logits: Tensor, sequences: list[Sequence], best: list[int] | None = Non
     ):
         ids = logits.argmax(-1)
         copy = ToHost(ids)
-        return Draw(sequences, lambda: [(token, None) for token in copy.wait()[0].tolist()], ids)
+        return SampledTokens(sequences, lambda: [(token, None) for token in copy.wait()[0].tolist()], ids)
     results = sample(logits, sequences, best)
-    return Draw(sequences, lambda: results)
+    return SampledTokens(sequences, lambda: results)
 
 
 def is_argmax(sequence: Sequence) -> bool:
@@ -73,7 +73,7 @@ def is_argmax(sequence: Sequence) -> bool:
     return is_plain_greedy(sequence.params) and sequence.mask_row is None and not _bans_stop(sequence)
 
 
-def sample(logits: Tensor, sequences: list[Sequence], best: list[int] | None = None) -> list[Sampled]:
+def sample(logits: Tensor, sequences: list[Sequence], best: list[int] | None = None) -> list[RowResult]:
     """One token per row.
 
     logits     [num_rows, vocab] float32, left unchanged
@@ -83,7 +83,7 @@ def sample(logits: Tensor, sequences: list[Sequence], best: list[int] | None = N
     """
     if best is None and logits.device.type != "cpu" and any(is_plain_greedy(s.params) for s in sequences):
         best = logits.argmax(-1).tolist()
-    results: list[Sampled] = []
+    results: list[RowResult] = []
     for row, sequence in enumerate(sequences):
         try:
             largest = -1

@@ -54,7 +54,7 @@ class Step:
 
     scheduled: list[Scheduled] = field(default_factory=list)
     copies: list[PageCopy] = field(default_factory=list)
-    starved: list[Sequence] = field(default_factory=list)
+    out_of_pages: list[Sequence] = field(default_factory=list)
     """alone and still without a page: the engine ends them with "length" """
 
 
@@ -78,7 +78,7 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def sequences(self) -> list[Sequence]:
-        """All that are in flight."""
+        """All that are under way."""
         return [*self.running, *self.waiting]
 
     def add(self, sequence: Sequence) -> None:
@@ -120,16 +120,16 @@ class Scheduler:
         self._admit(step, budget)
         return step
 
-    def schedule_ahead(self, flight: Step) -> Step | None:
-        """The step after `flight`, whose tokens are not known yet; None where that is not certain.
+    def schedule_ahead(self, launched: Step) -> Step | None:
+        """The step after `launched`, whose tokens are not known yet; None where that is not certain.
 
-        Certain is: all that runs is in `flight` and gets a token there, nothing waits that could come in, and there
+        Certain is: all that runs is in `launched` and gets a token there, nothing waits that could come in, and there
         are pages without taking any from a sequence. A sequence whose token can only be its last is left out; one
         that turns out to have ended has its part of the step dropped.
         """
         if self.limits.preempt_every or (self.waiting and len(self.running) < self.limits.max_parallel):
             return None
-        parts = {id(part.sequence): part for part in flight.scheduled}
+        parts = {id(part.sequence): part for part in launched.scheduled}
         going: list[Scheduled] = []
         for sequence in self.running:
             part = parts.get(id(sequence))
@@ -263,7 +263,7 @@ class Scheduler:
         step.scheduled = [s for s in step.scheduled if s.sequence is not sequence]
 
     def _starve(self, step: Step, sequence: Sequence) -> None:
-        step.starved.append(sequence)
+        step.out_of_pages.append(sequence)
         self.remove(sequence)
 
     def commit(self, step: Step) -> None:

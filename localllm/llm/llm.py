@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from localllm.errors import BadModelFile, ConfigError, InternalError, InvalidRequest
 from localllm.interface import Facts
-from localllm.llm.outputs import Answer, Piece, Shown, Turn, TurnText
+from localllm.llm.outputs import OutputDelta, RequestOutput, ResponseStream, Shown, TurnText
 from localllm.request import (
     Constraint,
     FinishReason,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from localllm.device import MachineFacts
     from localllm.engine.engine import Engine
     from localllm.engine.metrics import EngineStats
-    from localllm.llm.output_rules import Shape
+    from localllm.llm.output_rules import OutputSpec
     from localllm.models.loader import Model
     from localllm.models.parking import Parked
     from localllm.plan.planner import Plan
@@ -234,9 +234,9 @@ class LLM:
 
             self._template = ChatTemplate.for_tokenizer(self.tokenizer)
             self._template.warm_up()
-        from localllm.llm.output_rules import Shaper
+        from localllm.llm.output_rules import OutputRules
 
-        self.shaper = Shaper(self.tokenizer, self._template, self.facts.vocab_size)
+        self.output_rules = OutputRules(self.tokenizer, self._template, self.facts.vocab_size)
         self.import_s = time.monotonic() - started
         loading = time.monotonic()
         options = LoadOptions(
@@ -305,7 +305,7 @@ class LLM:
         *,
         stream: Literal[False] = False,
         constraint: Constraint | None = None,
-    ) -> Answer: ...
+    ) -> RequestOutput: ...
     @overload
     def generate(
         self,
@@ -314,7 +314,7 @@ class LLM:
         *,
         stream: Literal[False] = False,
         constraint: Constraint | None = None,
-    ) -> list[Answer]: ...
+    ) -> list[RequestOutput]: ...
     @overload
     def generate(
         self,
@@ -323,7 +323,7 @@ class LLM:
         *,
         stream: Literal[True],
         constraint: Constraint | None = None,
-    ) -> Iterator[Piece]: ...
+    ) -> Iterator[OutputDelta]: ...
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -331,18 +331,18 @@ class LLM:
         *,
         stream: bool = False,
         constraint: Constraint | None = None,
-    ) -> Answer | list[Answer] | Iterator[Piece]:
+    ) -> RequestOutput | list[RequestOutput] | Iterator[OutputDelta]:
         """Complete text. A prompt is a string (special tokens in it count, BOS is added) or token ids.
 
-        One prompt gives an `Answer`, a list of prompts a list of them, computed together; `stream=True` takes one
-        prompt and gives its `Piece`s. `constraint` is what the text must be.
+        One prompt gives a `RequestOutput`, a list of prompts a list of them, computed together; `stream=True` takes
+        one prompt and gives its `OutputDelta`s. `constraint` is what the text must be.
         """
         if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
             turn = self._complete(prompts, params, constraint)  # type: ignore[arg-type]
             return iter(turn) if stream else turn.answer()
         if stream:
             raise InvalidRequest(f"stream=True takes one prompt, not {len(prompts)}", "call generate once per prompt")
-        turns: list[Turn] = []
+        turns: list[ResponseStream] = []
         try:
             for prompt in prompts:
                 turns.append(self._complete(prompt, params, constraint))  # type: ignore[arg-type]  # noqa: PERF401
@@ -352,9 +352,9 @@ class LLM:
                 turn.abort()
             raise
 
-    def _complete(self, prompt: Prompt, params: SamplingParams | None, constraint: Constraint | None) -> Turn:
+    def _complete(self, prompt: Prompt, params: SamplingParams | None, constraint: Constraint | None) -> ResponseStream:
         ids = self.encode_prompt(prompt)
-        return self.submit(ids, params, shape=self.shape(ids, chat=False, constraint=constraint))
+        return self.submit(ids, params, spec=self.output_spec(ids, chat=False, constraint=constraint))
 
     @overload
     def chat(
@@ -366,7 +366,7 @@ class LLM:
         tools: ToolUse | Sequence[Mapping[str, Any]] | None = None,
         constraint: Constraint | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
-    ) -> Answer: ...
+    ) -> RequestOutput: ...
     @overload
     def chat(
         self,
@@ -377,7 +377,7 @@ class LLM:
         tools: ToolUse | Sequence[Mapping[str, Any]] | None = None,
         constraint: Constraint | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
-    ) -> Iterator[Piece]: ...
+    ) -> Iterator[OutputDelta]: ...
     def chat(
         self,
         messages: Sequence[Message],
@@ -387,7 +387,7 @@ class LLM:
         tools: ToolUse | Sequence[Mapping[str, Any]] | None = None,
         constraint: Constraint | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
-    ) -> Answer | Iterator[Piece]:
+    ) -> RequestOutput | Iterator[OutputDelta]:
         """Answer a conversation. Raises InvalidRequest for a base model, which has no chat template.
 
         tools       what the model may call, in the OpenAI shape; a `ToolUse` says more
@@ -396,8 +396,8 @@ class LLM:
         use = tools if tools is None or isinstance(tools, ToolUse) else ToolUse(tuple(tools))
         offered = None if use is None or use.choice == "none" else list(use.tools)
         prompt = self.encode_chat(messages, offered, template_kwargs)
-        shape = self.shape(prompt, chat=True, constraint=constraint, tool_use=use)
-        turn = self.submit(prompt, params, splits_reasoning=True, shape=shape)
+        spec = self.output_spec(prompt, chat=True, constraint=constraint, tool_use=use)
+        turn = self.submit(prompt, params, splits_reasoning=True, spec=spec)
         return iter(turn) if stream else turn.answer()
 
     def score(self, token_ids: Sequence[int], *, chunk: int | None = None) -> np.ndarray | Iterator[np.ndarray]:
@@ -485,7 +485,7 @@ class LLM:
             )
         from localllm.chat.template import encode_chat
 
-        shaped, tools = self.shaper.conversation(messages, tools)
+        shaped, tools = self.output_rules.conversation(messages, tools)
         with self._naming():
             begins = opens_answer and not continue_final
             rendered = self._template.render(
@@ -495,30 +495,30 @@ class LLM:
                 rendered = rendered.upto(messages[-1].get("content") or "")
             return encode_chat(self.tokenizer, rendered, shaped)
 
-    def shape(
+    def output_spec(
         self,
         prompt_token_ids: Sequence[int],
         *,
         chat: bool,
         constraint: Constraint | None = None,
         tool_use: ToolUse | None = None,
-    ) -> Shape:
+    ) -> OutputSpec:
         """What the answer to this prompt must be, and how it is taken apart; compiles for up to two seconds.
 
         chat  the prompt is a conversation from `encode_chat`
 
         Raises InvalidConstraint for what cannot be enforced, InvalidRequest for tools that this model cannot use.
         """
-        return self.shaper.shape(prompt_token_ids, chat=chat, constraint=constraint, tool_use=tool_use)
+        return self.output_rules.spec(prompt_token_ids, chat=chat, constraint=constraint, tool_use=tool_use)
 
     def prepare_grammars(self) -> None:
         """Build what the first constrained request would wait for: for servers, while they load. 0.2 to 3 s."""
-        self.shaper.prepare()
+        self.output_rules.prepare()
 
     @property
     def tool_support(self) -> ToolSupport:
         """What the chat template can do with tools."""
-        return self.shaper.support
+        return self.output_rules.support
 
     def submit(
         self,
@@ -526,35 +526,35 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         splits_reasoning: bool = False,
-        shape: Shape | None = None,
+        spec: OutputSpec | None = None,
         request_id: str = "",
         cache_salt: str = "",
         priority: int = 0,
-        listener: Callable[[Piece], None] | None = None,
-    ) -> Turn:
-        """Queue token ids. With a `listener`, pieces go to it, in the engine's thread, instead of to the `Turn`.
+        listener: Callable[[OutputDelta], None] | None = None,
+    ) -> ResponseStream:
+        """Queue token ids. With a `listener`, pieces go to it, in the engine's thread, not to the stream.
 
-        shape  from `shape()`: what the answer must be
+        spec  from `output_spec()`: what the answer must be
         """
         from localllm.engine.limits import check_params
 
         params = params or self.default_params()
         check_params(params, self.facts.vocab_size)  # before anything is built from it
         params = self._with_control_stops(params)
-        shape = shape or self.shape(prompt_token_ids, chat=splits_reasoning)
+        spec = spec or self.output_spec(prompt_token_ids, chat=splits_reasoning)
         request = Request(
             prompt_token_ids=list(prompt_token_ids),
             params=params,
             eos_token_ids=self.tokenizer.eos_token_ids,
             request_id=request_id,
-            stop_check=self._stop_check(params, shape.shown),
-            token_mask=None if shape.mask is None else shape.mask.fork(),
+            stop_check=self._stop_check(params, spec.shown),
+            token_mask=None if spec.mask is None else spec.mask.fork(),
             cache_salt=cache_salt,
             priority=priority,
         )
-        text = TurnText(self.tokenizer, params, shape.new_splitter, shape.shown)
+        text = TurnText(self.tokenizer, params, spec.new_splitter, spec.shown)
         if listener is None:
-            return Turn(self.engine.submit(request), text)
+            return ResponseStream(self.engine.submit(request), text)
         tell = listener
         failed: set[int] = set()
 
@@ -567,11 +567,11 @@ class LLM:
                 log.exception("an answer could not be turned into text")
                 failed.add(event.index)
                 error = InternalError("the answer could not be turned into text", "see the log")
-                piece = Piece(event.index, finish_reason=FinishReason.ERROR, error=error)
+                piece = OutputDelta(event.index, finish_reason=FinishReason.ERROR, error=error)
                 self.engine.abort(request.request_id)
             tell(piece)
 
-        return Turn(self.engine.submit(request, on_event), text)
+        return ResponseStream(self.engine.submit(request, on_event), text)
 
     def _with_control_stops(self, params: SamplingParams) -> SamplingParams:
         """A stop string that is a control token's text never shows in the text: stop at the token."""

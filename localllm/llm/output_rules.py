@@ -1,8 +1,8 @@
-"""What an answer has to be and how it is taken apart: `Shaper.shape` before a request, for the façade and the server.
+"""What an answer must be and how it is taken apart: `OutputRules.spec` before a request, for the facade and the server.
 
 It puts together what the chat template says of reasoning and tools, what was asked for (`Constraint`, `ToolUse`), and
 what the vocabulary allows: a token mask for the engine, a splitter for the text. Compiling may take two seconds: never
-call `shape` with a constraint or tools in an event loop.
+call `spec` with a constraint or tools in an event loop.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FINAL = "<|channel|>final<|message|>"
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class OutputSpec:
     """How one request is answered."""
 
     shown: Shown = Shown()
@@ -43,7 +43,7 @@ class Shape:
     new_splitter: Callable[[], Splitter] | None = None
 
 
-class Shaper:
+class OutputRules:
     """One model's. Safe to share between threads."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, width: int) -> None:
@@ -102,14 +102,14 @@ class Shaper:
 
     # --- one request -------------------------------------------------------------------------------------------------
 
-    def shape(
+    def spec(
         self,
         prompt_token_ids: Sequence[int],
         *,
         chat: bool,
         constraint: Constraint | None = None,
         tool_use: ToolUse | None = None,
-    ) -> Shape:
+    ) -> OutputSpec:
         """`chat`: the prompt is a rendered conversation, whose answer has reasoning and calls.
 
         Raises InvalidConstraint for what cannot be enforced, its `param` the request's field; InvalidRequest for tools
@@ -118,7 +118,7 @@ class Shaper:
         if not chat or self._template is None:
             if tool_use is not None:
                 raise InvalidRequest("tools need a chat template, this is a base model", "leave the tools out")
-            return Shape(Shown(continuing=not chat), self._plain_mask(constraint))
+            return OutputSpec(Shown(continuing=not chat), self._plain_mask(constraint))
         tools = self._usable(tool_use)
         tool_format = self.tool_format if tools is not None else GENERIC
         harmony = find_format(self._template.chosen([])) is HARMONY
@@ -128,7 +128,7 @@ class Shaper:
         seen = [*(tags or ()), *(tool_format.shown if tools else ()), *(HARMONY.shown if harmony else ())]
         ids = frozenset(index for text in seen for _, _, index in self._tokenizer.control_text.find(text))
         reads = HARMONY if harmony else tool_format
-        return Shape(Shown(False, ids), mask, self._splitter(tags, tail, tools, reads, is_kept))
+        return OutputSpec(Shown(False, ids), mask, self._splitter(tags, tail, tools, reads, is_kept))
 
     def _usable(self, tool_use: ToolUse | None) -> ToolUse | None:
         if tool_use is None or tool_use.choice == "none" or not tool_use.tools:

@@ -1,4 +1,4 @@
-"""The events of one request -> text: pieces while it runs, an `Answer` at the end.
+"""The events of one request -> text: pieces while it runs, a `RequestOutput` at the end.
 
 Nothing here decides where an answer ends: the engine does (through `StopCheck`); this only turns ids into the text up
 to there, and splits reasoning from content.
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from localllm.errors import LocalLLMError
 from localllm.request import FinishReason, SamplingParams, Timing, TokenEvent, TokenLogprob, Usage
-from localllm.tokenizer.detokenizer import TextEmitter
+from localllm.tokenizer.detokenizer import IncrementalDetokenizer
 from localllm.tokenizer.tokenizer import Tokenizer
 
 
@@ -30,7 +30,7 @@ class Splitter(Protocol):
 
 
 @dataclass(slots=True)
-class Piece:
+class OutputDelta:
     """A step of one answer. `parts` is new text by kind; the last piece of an answer has a `finish_reason`."""
 
     index: int
@@ -54,7 +54,7 @@ class Piece:
 
 
 @dataclass(slots=True)
-class Completion:
+class CompletionOutput:
     """One finished answer."""
 
     index: int
@@ -70,11 +70,11 @@ class Completion:
 
 
 @dataclass(slots=True)
-class Answer:
+class RequestOutput:
     """All answers to one prompt."""
 
     prompt_token_ids: list[int]
-    completions: list[Completion]
+    completions: list[CompletionOutput]
     usage: Usage = field(default_factory=Usage)
     timing: Timing = field(default_factory=Timing)
     """of the first answer"""
@@ -85,7 +85,7 @@ class Answer:
         """The first answer's content."""
         return self.completions[0].text
 
-    def take(self, piece: Piece) -> None:
+    def take(self, piece: OutputDelta) -> None:
         """Add a piece. Raises the error that ended an answer."""
         if piece.error is not None:
             raise piece.error
@@ -134,12 +134,12 @@ def add_usage(total: Usage, one: Usage) -> Usage:
 class AnswerText:
     """One answer's ids -> text."""
 
-    def __init__(self, emitter: TextEmitter, splitter: Splitter | None) -> None:
+    def __init__(self, emitter: IncrementalDetokenizer, splitter: Splitter | None) -> None:
         self._emitter = emitter
         self._splitter = splitter
         self._num_reasoning_tokens = 0
 
-    def take(self, event: TokenEvent) -> Piece:
+    def take(self, event: TokenEvent) -> OutputDelta:
         """Turn one event into a piece."""
         text = self._emitter.push(event.token_ids) if event.token_ids else ""
         if event.finish_reason is not None:
@@ -151,7 +151,7 @@ class AnswerText:
         usage = event.usage
         if usage is not None:
             usage = Usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, self._num_reasoning_tokens)
-        return Piece(
+        return OutputDelta(
             event.index, parts, event.token_ids, event.logprobs, event.finish_reason, event.stop_reason, event.prefill,
             event.prompt_logprobs, usage, event.timing, error,
         )  # fmt: skip
@@ -186,7 +186,7 @@ class TurnText:
         shown = shown or Shown()
         self._answers = [
             AnswerText(
-                TextEmitter(
+                IncrementalDetokenizer(
                     tokenizer,
                     params.stop,
                     params.min_tokens,
@@ -199,13 +199,13 @@ class TurnText:
             for _ in range(params.n)
         ]
 
-    def take(self, event: TokenEvent) -> Piece:
+    def take(self, event: TokenEvent) -> OutputDelta:
         """Turn one event into a piece."""
         return self._answers[event.index].take(event)
 
 
-class Turn:
-    """A request in flight, as its caller sees it: iterate its pieces, or wait for the `Answer`."""
+class ResponseStream:
+    """A request in flight, as its caller sees it: iterate its pieces, or wait for the `RequestOutput`."""
 
     def __init__(self, stream: Any, text: TurnText) -> None:
         self._stream = stream
@@ -226,7 +226,7 @@ class Turn:
         """What was asked."""
         return list(self._stream.request.prompt_token_ids)
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[OutputDelta]:
         try:
             for event in self._stream:
                 yield self._text.take(event)
@@ -238,9 +238,9 @@ class Turn:
         """End it now; the last pieces say "abort"."""
         self._stream.abort()
 
-    def answer(self) -> Answer:
+    def answer(self) -> RequestOutput:
         """Wait for the end. Raises the error if it failed; ends the request if the wait is interrupted."""
-        answer = Answer(self.prompt_token_ids, [Completion(i) for i in range(self.num_answers)])
+        answer = RequestOutput(self.prompt_token_ids, [CompletionOutput(i) for i in range(self.num_answers)])
         try:
             for event in self._stream.gathered():
                 answer.take(self._text.take(event))

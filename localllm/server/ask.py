@@ -48,8 +48,8 @@ async def open_chat(service: Service, request: Request, body: ChatRequest) -> Ch
         wish = Wish(bool(body.stream), splits_reasoning=True, cache_salt=body.cache_salt or "")
         if bound:
             # not in the threads that make token ids: compiling may take two seconds
-            wish.more["shape"] = await asyncio.to_thread(
-                llm.shape, prompt, chat=True, constraint=bound.constraint, tool_use=bound.tool_use
+            wish.more["spec"] = await asyncio.to_thread(
+                llm.output_spec, prompt, chat=True, constraint=bound.constraint, tool_use=bound.tool_use
             )
         (turn,) = await service.start(place, [prompt], params, wish)
     return Chat(turn, place.offer.name, place)

@@ -18,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily as CounterFamily
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from localllm.llm.outputs import Piece
+from localllm.llm.outputs import OutputDelta
 from localllm.request import SamplingParams
 
 from .exchange import Exchange
@@ -128,7 +128,7 @@ class TurnMeter:
         self._num_prompt_tokens: int | None = None
         self._gaps = metrics.gaps.setdefault(model, Gaps())
 
-    def take(self, piece: Piece) -> None:
+    def take(self, piece: OutputDelta) -> None:
         """One piece."""
         now = time.monotonic()
         count = len(piece.token_ids)
@@ -153,7 +153,7 @@ class TurnMeter:
         self._exchange.ttft_s = now - self._exchange.started
         self._metrics.ttft.labels(self._model).observe(self._exchange.ttft_s)
 
-    def _of_answer(self, piece: Piece) -> None:
+    def _of_answer(self, piece: OutputDelta) -> None:
         exchange = self._exchange
         if piece.usage is not None:
             if self._num_prompt_tokens is None and piece.usage.prompt_tokens:
@@ -168,7 +168,7 @@ class TurnMeter:
                 self._metrics.note_speed(self._model, piece.timing.decode_tps)
             exchange.queue_s = piece.timing.queue_s
 
-    def _end(self, piece: Piece, now: float) -> None:
+    def _end(self, piece: OutputDelta, now: float) -> None:
         metrics, model = self._metrics, self._model
         reason = str(piece.finish_reason)
         self._exchange.finish = reason

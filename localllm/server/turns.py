@@ -12,7 +12,7 @@ from typing import Protocol
 
 from starlette.requests import Request
 
-from localllm.llm.outputs import Answer, Completion, Piece, Turn
+from localllm.llm.outputs import CompletionOutput, OutputDelta, RequestOutput, ResponseStream
 from localllm.request import FinishReason
 
 from .errors import ClientLeft
@@ -26,7 +26,7 @@ MAX_PENDING = 64
 class Meter(Protocol):
     """What counts pieces (`metrics.TurnMeter`)."""
 
-    def take(self, piece: Piece) -> None:
+    def take(self, piece: OutputDelta) -> None:
         """Called in the engine's thread for every piece, read or not"""
         ...
 
@@ -39,9 +39,9 @@ class Post:
 
     def __init__(self, mailbox: Mailbox, turn: AsyncTurn, meter: Meter | None, *, streams: bool) -> None:
         self._mailbox, self._turn, self._meter, self._streams = mailbox, turn, meter, streams
-        self._held: list[Piece] = []
+        self._held: list[OutputDelta] = []
 
-    def __call__(self, piece: Piece) -> None:
+    def __call__(self, piece: OutputDelta) -> None:
         """One piece."""
         if self._meter is not None:
             self._meter.take(piece)
@@ -59,10 +59,10 @@ class Mailbox:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._items: deque[tuple[AsyncTurn, list[Piece]]] = deque()
+        self._items: deque[tuple[AsyncTurn, list[OutputDelta]]] = deque()
         self._is_due = False
 
-    def put(self, turn: AsyncTurn, pieces: list[Piece]) -> None:
+    def put(self, turn: AsyncTurn, pieces: list[OutputDelta]) -> None:
         """Called in an engine's thread."""
         self._items.append((turn, pieces))
         if not self._is_due and not self._loop.is_closed():
@@ -93,15 +93,15 @@ class AsyncTurn:
         self.is_late = False
         """ended by its deadline"""
         self._on_end = on_end
-        self._turn: Turn | None = None
+        self._turn: ResponseStream | None = None
         self._open = num_answers
         self._unread = num_answers
-        self._pending: list[Piece] = []
+        self._pending: list[OutputDelta] = []
         self._waiter: asyncio.Future[None] | None = None
         self._abandoned = False
         self._timer: asyncio.TimerHandle | None = None
 
-    def started(self, turn: Turn, deadline: float | None = None) -> None:
+    def started(self, turn: ResponseStream, deadline: float | None = None) -> None:
         """The engine has taken it. `deadline` on the monotonic clock: then it ends with what it has."""
         self._turn = turn
         self.prompt_token_ids = turn.prompt_token_ids
@@ -111,7 +111,7 @@ class AsyncTurn:
             left = max(0.0, deadline - time.monotonic())
             self._timer = asyncio.get_running_loop().call_later(left, self._on_deadline)
 
-    def take(self, piece: Piece) -> None:
+    def take(self, piece: OutputDelta) -> None:
         """A piece, in the event loop."""
         if piece.finish_reason is not None:
             self._open -= 1
@@ -137,7 +137,7 @@ class AsyncTurn:
             self.abort()
             raise first.error
 
-    async def batches(self) -> AsyncIterator[list[Piece]]:
+    async def batches(self) -> AsyncIterator[list[OutputDelta]]:
         """All pieces, as many at a time as there are; leaving early ends the request."""
         try:
             while self._unread > 0:
@@ -150,9 +150,9 @@ class AsyncTurn:
         finally:
             self.abort()
 
-    async def answer(self) -> Answer:
+    async def answer(self) -> RequestOutput:
         """Everything at once. Raises the error that ended it."""
-        answer = Answer(list(self.prompt_token_ids), [Completion(i) for i in range(self.num_answers)])
+        answer = RequestOutput(list(self.prompt_token_ids), [CompletionOutput(i) for i in range(self.num_answers)])
         async for pieces in self.batches():
             for piece in pieces:
                 answer.take(piece)
@@ -176,7 +176,7 @@ class AsyncTurn:
         self.cut("its deadline passed")
 
 
-def keep(pending: list[Piece], piece: Piece) -> None:
+def keep(pending: list[OutputDelta], piece: OutputDelta) -> None:
     """Add a piece to those that wait; when there are many, to the last of the same answer."""
     if len(pending) >= MAX_PENDING:
         for other in reversed(pending):
@@ -186,7 +186,7 @@ def keep(pending: list[Piece], piece: Piece) -> None:
     pending.append(piece)
 
 
-def merge(first: Piece, later: Piece) -> None:
+def merge(first: OutputDelta, later: OutputDelta) -> None:
     """Add what came later to a piece of the same answer."""
     for kind, text in later.parts:
         if first.parts and first.parts[-1][0] == kind and kind != "tool_call":

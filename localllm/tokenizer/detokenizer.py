@@ -1,8 +1,8 @@
 """Token ids to text as they come: whole characters only, stop strings across token borders, nothing taken back.
 
-`TextStream` is the incremental decoder, `StopStrings` the `request.StopCheck` that the engine asks, `TextEmitter` what
-the façade sends through: it holds back what might become a stop string. All cost O(1) amortised per character and stop
-string, and the text does not depend on how the ids were cut into pieces.
+`TextStream` is the incremental decoder, `StopStrings` the `request.StopCheck` that the engine asks,
+`IncrementalDetokenizer` what the facade sends through: it holds back what might become a stop string. All cost O(1)
+amortised per character and stop string, and the text does not depend on how the ids were cut into pieces.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class StopStrings:
         continuing: bool = False,
         keep_ids: Iterable[int] = (),
     ) -> None:
-        """The stream options must be those of the `TextEmitter` that shows the text."""
+        """The stream options must be those of the `IncrementalDetokenizer` that shows the text."""
         self._make = (tokenizer, tuple(stop), min_tokens, include_stop)
         self._options = (skip_special, continuing, frozenset(keep_ids))
         self._stream = TextStream(tokenizer, skip_special, continuing=continuing, keep_ids=keep_ids)
@@ -166,7 +166,7 @@ class StopStrings:
         return StopStrings(*self._make, skip_special=skip_special, continuing=continuing, keep_ids=keep_ids)
 
 
-class TextEmitter:
+class IncrementalDetokenizer:
     """Ids in, text out that is safe to show: no part of a stop string, no part of a character.
 
     At most max(len(stop)) - 1 characters wait.

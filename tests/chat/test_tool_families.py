@@ -21,11 +21,10 @@ from localllm.chat.tools import FORMATS
 from localllm.chat.tools.messages import plain_messages, template_messages, template_tools
 from localllm.chat.tools.roundtrip import check_tools
 from localllm.errors import InvalidConstraint, InvalidRequest
-from localllm.llm.output_rules import Shape, Shaper
-from localllm.llm.outputs import Answer as WholeAnswer
-from localllm.llm.outputs import AnswerText, Completion
+from localllm.llm.output_rules import OutputRules, OutputSpec
+from localllm.llm.outputs import AnswerText, CompletionOutput, RequestOutput
 from localllm.request import Constraint, FinishReason, TokenEvent, ToolUse, Usage
-from localllm.tokenizer.detokenizer import TextEmitter
+from localllm.tokenizer.detokenizer import IncrementalDetokenizer
 from localllm.tokenizer.tokenizer import Tokenizer
 
 HERE = Path(__file__).parent
@@ -52,7 +51,7 @@ MARKS = (
     "<|start_header_id|> <|end_header_id|> <|eot_id|> <start_of_turn> <end_of_turn> <|turn> <turn|> <｜User｜> "
     "<｜Assistant｜>"
 )
-Family = tuple[str, ChatTemplate, Shaper]
+Family = tuple[str, ChatTemplate, OutputRules]
 TOOLS = [
     {
         "type": "function",
@@ -83,19 +82,19 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(params=FAMILIES)
 def family(request: pytest.FixtureRequest, tokenizer: Tokenizer, child: RenderChild) -> Family:
     template = ChatTemplate.for_tokenizer(tokenizer, (HERE / f"{request.param}.jinja").read_text(), child=child)
-    return request.param, template, Shaper(tokenizer, template, tokenizer.vocab_size)
+    return request.param, template, OutputRules(tokenizer, template, tokenizer.vocab_size)
 
 
-def prompt_of(template: ChatTemplate, shaper: Shaper, tokenizer: Tokenizer, messages: list[Any]) -> list[int]:
-    shaped, tools = shaper.conversation(messages, TOOLS)
+def prompt_of(template: ChatTemplate, rules: OutputRules, tokenizer: Tokenizer, messages: list[Any]) -> list[int]:
+    shaped, tools = rules.conversation(messages, TOOLS)
     return encode_chat(tokenizer, template.render(shaped, tools=tools), shaped)
 
 
-def told(tokenizer: Tokenizer, shape: Shape, ids: list[int]) -> Completion:
+def told(tokenizer: Tokenizer, spec: OutputSpec, ids: list[int]) -> CompletionOutput:
     """The answer that these ids make."""
-    emitter = TextEmitter(tokenizer, continuing=shape.shown.continuing, keep_ids=shape.shown.keep_ids)
-    text = AnswerText(emitter, shape.new_splitter() if shape.new_splitter else None)
-    answer = WholeAnswer([], [Completion(0)])
+    emitter = IncrementalDetokenizer(tokenizer, continuing=spec.shown.continuing, keep_ids=spec.shown.keep_ids)
+    text = AnswerText(emitter, spec.new_splitter() if spec.new_splitter else None)
+    answer = RequestOutput([], [CompletionOutput(0)])
     for index in ids:
         answer.take(text.take(TokenEvent("r", 0, [index])))
     answer.take(text.take(TokenEvent("r", 0, [], finish_reason=FinishReason.STOP, usage=Usage())))
@@ -103,12 +102,12 @@ def told(tokenizer: Tokenizer, shape: Shape, ids: list[int]) -> Completion:
 
 
 def test_the_verdict(family: Family, tokenizer: Tokenizer) -> None:
-    name, template, shaper = family
+    name, template, rules = family
     verdict = check_tools(template, tokenizer)
-    assert verdict == shaper.support
+    assert verdict == rules.support
     assert verdict.works, verdict.note
     assert (verdict.format, verdict.native) == (FAMILIES[name], FAMILIES[name] != "generic")
-    assert shaper.tool_format.name == FAMILIES[name]
+    assert rules.tool_format.name == FAMILIES[name]
     if name in LOSES_PREFIX:
         assert verdict.line == "mistral format, cached prefix lost: the template writes a call otherwise than models do"
         return
@@ -121,19 +120,19 @@ def test_the_verdict(family: Family, tokenizer: Tokenizer) -> None:
 
 
 def test_required_calls_are_valid_and_read(family: Family, tokenizer: Tokenizer) -> None:
-    _, template, shaper = family
-    prompt = prompt_of(template, shaper, tokenizer, [QUESTION])
+    _, template, rules = family
+    prompt = prompt_of(template, rules, tokenizer, [QUESTION])
     finished = 0
     for seed in range(6):
         only = ("now",) if seed == 5 else ()
         use = ToolUse(tuple(TOOLS), "required", only, parallel=seed % 2 == 0)
-        shape = shaper.shape(prompt, chat=True, tool_use=use)
-        assert shape.mask is not None
-        ids, ended = walk(shaper.compiler, shape.mask.fork(), seed, most=1500)
+        spec = rules.spec(prompt, chat=True, tool_use=use)
+        assert spec.mask is not None
+        ids, ended = walk(rules.compiler, spec.mask.fork(), seed, most=1500)
         if not ended:
             continue
         finished += 1
-        made = told(tokenizer, shape, [i for i in ids if i not in tokenizer.eos_token_ids])
+        made = told(tokenizer, spec, [i for i in ids if i not in tokenizer.eos_token_ids])
         assert made.tool_calls and not made.text
         assert use.parallel or len(made.tool_calls) == 1
         for call in made.tool_calls:
@@ -148,12 +147,12 @@ def test_required_calls_are_valid_and_read(family: Family, tokenizer: Tokenizer)
 
 def test_what_the_template_writes_is_what_the_mask_allows(family: Family, tokenizer: Tokenizer) -> None:
     """A model that writes calls as its template does is not led elsewhere, and its tokens are found in the cache."""
-    name, template, shaper = family
-    before = prompt_of(template, shaper, tokenizer, [QUESTION])
-    after = prompt_of(template, shaper, tokenizer, [QUESTION, *TURNS])
+    name, template, rules = family
+    before = prompt_of(template, rules, tokenizer, [QUESTION])
+    after = prompt_of(template, rules, tokenizer, [QUESTION, *TURNS])
     assert after[: len(before)] == before
-    shape = shaper.shape(before, chat=True, tool_use=ToolUse(tuple(TOOLS)))
-    mask, taken = shape.mask, []
+    spec = rules.spec(before, chat=True, tool_use=ToolUse(tuple(TOOLS)))
+    mask, taken = spec.mask, []
     row = np.zeros(-(-tokenizer.vocab_size // 32), dtype=np.int32)
     for index in after[len(before) :]:
         if index in tokenizer.eos_token_ids:
@@ -165,20 +164,20 @@ def test_what_the_template_writes_is_what_the_mask_allows(family: Family, tokeni
         if mask is not None:
             mask.accept(index)
         taken.append(index)
-        if told(tokenizer, shape, taken).tool_calls and "}" in told(tokenizer, shape, taken).tool_calls[0]["arguments"]:
+        if told(tokenizer, spec, taken).tool_calls and "}" in told(tokenizer, spec, taken).tool_calls[0]["arguments"]:
             break
-    made = told(tokenizer, shape, taken)
+    made = told(tokenizer, spec, taken)
     assert [(c["name"], json.loads(c["arguments"])) for c in made.tool_calls] == [
         ("search", {"city": "oslo", "days": 2})
     ]
 
 
 def test_constraints_come_after_the_reasoning(family: Family, tokenizer: Tokenizer) -> None:
-    name, template, shaper = family
+    name, template, rules = family
     prompt = encode_chat(tokenizer, template.render([QUESTION]), [QUESTION])
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
-    shape = shaper.shape(prompt, chat=True, constraint=Constraint("json_schema", schema))
-    assert shape.mask is not None
+    spec = rules.spec(prompt, chat=True, constraint=Constraint("json_schema", schema))
+    assert spec.mask is not None
     thoughts = {
         "templates/qwen3": "<think>\nhm\n</think>\n\n",
         "tool_templates/glm": "<think>hm</think>\n",
@@ -186,74 +185,74 @@ def test_constraints_come_after_the_reasoning(family: Family, tokenizer: Tokeniz
         "<|channel|>final<|message|>",
     }
     for thought in {thoughts.get(name, ""), "" if name != "tool_templates/harmony" else thoughts[name]}:
-        mask = shape.mask.fork()
+        mask = spec.mask.fork()
         ids = tokenizer.encode(thought + '{"a": true}', special=True)
         for index in ids:
-            assert index in allowed(shaper.compiler, mask)
+            assert index in allowed(rules.compiler, mask)
             mask.accept(index)
         assert mask.is_done
-        made = told(tokenizer, shape, ids)
+        made = told(tokenizer, spec, ids)
         jsonschema.validate(json.loads(made.text), schema)
         assert made.reasoning == ("hm" if thought else "")
 
 
 def test_tools_or_a_schema(tokenizer: Tokenizer, child: RenderChild) -> None:
     template = ChatTemplate.for_tokenizer(tokenizer, (HERE / "templates/qwen3.jinja").read_text(), child=child)
-    shaper = Shaper(tokenizer, template, tokenizer.vocab_size)
+    rules = OutputRules(tokenizer, template, tokenizer.vocab_size)
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
-    prompt = prompt_of(template, shaper, tokenizer, [QUESTION])
+    prompt = prompt_of(template, rules, tokenizer, [QUESTION])
     use = ToolUse(tuple(TOOLS))
     kinds = set()
     for seed in range(12):
-        shape = shaper.shape(prompt, chat=True, tool_use=use, constraint=Constraint("json_schema", schema))
-        assert shape.mask is not None
-        mask = shape.mask.fork()
-        ids, ended = walk(shaper.compiler, mask, seed, most=1500)
+        spec = rules.spec(prompt, chat=True, tool_use=use, constraint=Constraint("json_schema", schema))
+        assert spec.mask is not None
+        mask = spec.mask.fork()
+        ids, ended = walk(rules.compiler, mask, seed, most=1500)
         if not ended or tokenizer.token_to_id("<think>") in ids:
             continue
-        made = told(tokenizer, shape, ids)
+        made = told(tokenizer, spec, ids)
         kinds.add(bool(made.tool_calls))
         assert made.tool_calls or json.loads(made.text)["a"] in (1, 2)
     assert kinds == {True, False}
     with pytest.raises(InvalidConstraint, match="cannot be combined"):
-        shaper.shape(prompt, chat=True, tool_use=use, constraint=Constraint("regex", "a", param="guided_regex"))
+        rules.spec(prompt, chat=True, tool_use=use, constraint=Constraint("regex", "a", param="guided_regex"))
 
 
 def test_what_cannot_be_asked(tokenizer: Tokenizer, child: RenderChild) -> None:
-    base = Shaper(tokenizer, None, tokenizer.vocab_size)
+    base = OutputRules(tokenizer, None, tokenizer.vocab_size)
     assert not base.support.works and base.support.line.startswith("no: a base model")
     with pytest.raises(InvalidRequest, match="base model"):
-        base.shape([1], chat=False, tool_use=ToolUse(tuple(TOOLS)))
-    assert base.shape([1], chat=False, constraint=Constraint("choice", ["a"])).mask is not None
+        base.spec([1], chat=False, tool_use=ToolUse(tuple(TOOLS)))
+    assert base.spec([1], chat=False, constraint=Constraint("choice", ["a"])).mask is not None
     strict = (
         "{% for m in messages %}{% if m.role == 'system' or m.tool_calls %}{{ raise_exception('no') }}{% endif %}"
         "{{ m.content }}{% endfor %}"
     )
-    refusing = Shaper(tokenizer, ChatTemplate.for_tokenizer(tokenizer, strict, child=child), tokenizer.vocab_size)
+    refusing = OutputRules(tokenizer, ChatTemplate.for_tokenizer(tokenizer, strict, child=child), tokenizer.vocab_size)
     assert not refusing.support.works
     with pytest.raises(InvalidRequest, match="cannot use tools") as caught:
-        refusing.shape([1], chat=True, tool_use=ToolUse(tuple(TOOLS)))
+        refusing.spec([1], chat=True, tool_use=ToolUse(tuple(TOOLS)))
     assert caught.value.param == "tools"
-    assert refusing.shape([1], chat=True, tool_use=ToolUse(tuple(TOOLS), "none")).mask is None
+    assert refusing.spec([1], chat=True, tool_use=ToolUse(tuple(TOOLS), "none")).mask is None
     chatml = ChatTemplate.for_tokenizer(tokenizer, (HERE / "templates/chatml.jinja").read_text(), child=child)
-    shaper = Shaper(tokenizer, chatml, tokenizer.vocab_size)
+    rules = OutputRules(tokenizer, chatml, tokenizer.vocab_size)
     bad = {"type": "function", "function": {"name": "x", "parameters": {"properties": {"a": {"type": 5}}}}}
     for choice in ("auto", "required"):
         with pytest.raises(InvalidConstraint) as wrong:
-            shaper.shape([1], chat=True, tool_use=ToolUse((TOOLS[0], bad), choice))
+            rules.spec([1], chat=True, tool_use=ToolUse((TOOLS[0], bad), choice))
         assert wrong.value.param == "tools[1].function.parameters"
 
 
 def test_tools_that_cannot_be_enforced_wholly(tokenizer: Tokenizer, child: RenderChild) -> None:
     """Unless a tool is strict, what its schema has beyond our means is left out."""
     chatml = ChatTemplate.for_tokenizer(tokenizer, (HERE / "templates/chatml.jinja").read_text(), child=child)
-    shaper = Shaper(tokenizer, chatml, tokenizer.vocab_size)
+    rules = OutputRules(tokenizer, chatml, tokenizer.vocab_size)
     parameters = {"properties": {"a": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}}}
     tool: dict[str, Any] = {"type": "function", "function": {"name": "x", "parameters": parameters}}
-    assert shaper.shape([1], chat=True, tool_use=ToolUse((tool,), "required")).mask is not None
+    assert rules.spec([1], chat=True, tool_use=ToolUse((tool,), "required")).mask is not None
     tool["function"]["strict"] = True
     with pytest.raises(InvalidConstraint, match="uniqueItems"):
-        shaper.shape([1], chat=True, tool_use=ToolUse((tool,), "required"))
+        rules.spec([1], chat=True, tool_use=ToolUse((tool,), "required"))
 
 
 def test_messages_for_templates() -> None:

@@ -54,7 +54,7 @@ def test_greedy_wishes_give_the_tokens_of_the_eager_sampler(seed: int) -> None:
     logits = torch.randn(len(sequences), VOCAB) * 2
     expected = sample(logits, sequences)
     device = sampler(most=4)  # more rows than at once
-    found = device.draw(logits, list(range(len(sequences))), sequences).results()
+    found = device.sample(logits, list(range(len(sequences))), sequences).results()
     assert [token for token, _ in found] == [token for token, _ in expected]
     for (_, ours), (_, theirs) in zip(found, expected, strict=True):
         assert (ours is None) == (theirs is None)
@@ -72,7 +72,7 @@ def test_penalties_follow_a_sequence_through_steps_jumps_and_other_rows() -> Non
         picked = [many[step % 4], many[(step + 1) % 4]]
         logits = torch.randn(2, VOCAB)
         expected = [token for token, _ in sample(logits, picked)]
-        assert [token for token, _ in device.draw(logits, [0, 1], picked).results()] == expected
+        assert [token for token, _ in device.sample(logits, [0, 1], picked).results()] == expected
         for sequence, token in zip(picked, expected, strict=True):
             sequence.append(token)
         if step % 3 == 0:
@@ -83,17 +83,17 @@ def test_random_rows_depend_on_seed_and_position_alone() -> None:
     logits = torch.randn(1, VOCAB).repeat(3, 1)
     one = sequence_of(temperature=1.2, top_p=0.9, top_k=20, seed=5)
     others = [sequence_of(temperature=0.7, seed=9), sequence_of(repetition_penalty=2.0)]
-    alone = sampler().draw(logits[:1], [0], [one]).results()[0][0]
-    assert sampler().draw(logits, [0, 1, 2], [*others, one]).results()[2][0] == alone
+    alone = sampler().sample(logits[:1], [0], [one]).results()[0][0]
+    assert sampler().sample(logits, [0, 1, 2], [*others, one]).results()[2][0] == alone
     tokens = {
-        sampler().draw(logits[:1], [0], [sequence_of(temperature=1.5, seed=s)]).results()[0][0] for s in range(40)
+        sampler().sample(logits[:1], [0], [sequence_of(temperature=1.5, seed=s)]).results()[0][0] for s in range(40)
     }
     assert len(tokens) > 10
     best = int(logits[0].argmax())
-    assert sampler().draw(logits[:1], [0], [sequence_of(temperature=5.0, top_k=1, seed=-3)]).results()[0][0] == best
+    assert sampler().sample(logits[:1], [0], [sequence_of(temperature=5.0, top_k=1, seed=-3)]).results()[0][0] == best
     extreme = sequence_of(temperature=1.0, seed=2**63 - 1)
     extreme.seed += 5  # the sixth answer of a request
-    assert 0 <= sampler().draw(logits[:1], [0], [extreme]).results()[0][0] < VOCAB
+    assert 0 <= sampler().sample(logits[:1], [0], [extreme]).results()[0][0] < VOCAB
 
 
 def test_what_only_the_host_can_do_is_done_there_and_disturbs_nobody() -> None:
@@ -103,17 +103,17 @@ def test_what_only_the_host_can_do_is_done_there_and_disturbs_nobody() -> None:
     dry = sequence_of(dry_multiplier=2.0, output=(1, 2), logprobs=1)
     sequences = [sequence_of(), dry, broken, sequence_of(typical_p=0.5, temperature=1.0, seed=1)]
     assert [has_device_form(s) for s in sequences] == [True, False, True, False]
-    draw = sampler().draw(logits, [0, 1, 2, 3], sequences)
-    found, expected = draw.results(), sample(logits, sequences)
+    sampled = sampler().sample(logits, [0, 1, 2, 3], sequences)
+    found, expected = sampled.results(), sample(logits, sequences)
     assert isinstance(found[2], ValueError)
     assert [f for i, f in enumerate(found) if i != 2] == [e for i, e in enumerate(expected) if i != 2]
-    assert draw._ids is not None and draw._ids[1] == found[1][0]  # the next step reads it there
+    assert sampled._ids is not None and sampled._ids[1] == found[1][0]  # the next step reads it there
 
 
 def test_damaged_weights_are_named() -> None:
     logits = torch.randn(2, VOCAB)
     logits[0, 7] = torch.nan
-    first, second = sampler().draw(logits, [0, 1], [sequence_of(temperature=1.0, seed=1), sequence_of()]).results()
+    first, second = sampler().sample(logits, [0, 1], [sequence_of(temperature=1.0, seed=1), sequence_of()]).results()
     assert isinstance(first, BadModelFile) and "not a number" in str(first)
     assert second[0] == int(logits[1].argmax())
 
@@ -132,13 +132,13 @@ def test_captured_buckets_sample_the_rows_that_are_left() -> None:
     for rows in ([0, 1, 2], [0, 2], [1], [0, 1, 2]):
         logits.copy_(torch.randn(4, VOCAB))
         live = [sequences[row] for row in rows]
-        expected = direct.draw(logits[rows], list(range(len(rows))), live).results()
-        draw = device.draw(logits[:3], rows, live, bucket=4)
-        assert draw.results() == expected
+        expected = direct.sample(logits[rows], list(range(len(rows))), live).results()
+        sampled = device.sample(logits[:3], rows, live, bucket=4)
+        assert sampled.results() == expected
         ids = torch.zeros(4, dtype=torch.int64)
         from localllm.engine.scheduler import Scheduled
 
-        draw.fill(ids, [Scheduled(s, 0, 1) for s in live])
+        sampled.fill(ids, [Scheduled(s, 0, 1) for s in live])
         assert ids[: len(rows)].tolist() == [token for token, _ in expected]
         for sequence, (token, _) in zip(live, expected, strict=True):
             sequence.append(token)

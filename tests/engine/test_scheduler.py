@@ -147,14 +147,14 @@ def test_forks_share_until_they_write():
     assert len({s.block_tables[0][0] for s in (parent, *children)}) == 1
 
 
-def test_a_lone_sequence_without_room_is_starved_not_stuck():
+def test_a_lone_sequence_without_room_is_reported_not_stuck():
     scheduler, memory = build(num_pages=2, max_parallel=2, prefill_budget=64)
     one = sequence(scheduler, range(7))
     scheduler.add(one)
     advance(scheduler, memory)
     advance(scheduler, memory)
     step = scheduler.schedule()
-    assert step.starved == [one]
+    assert step.out_of_pages == [one]
     assert not scheduler.has_work
     scheduler.check_integrity()
 

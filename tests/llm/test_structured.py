@@ -99,4 +99,4 @@ def test_refusals(llm: LLM) -> None:
     assert caught.value.param == "tools[1].function.parameters"
     assert llm.chat(ASK, SamplingParams(max_tokens=2), tools=ToolUse(TOOLS, "none")).text
     with pytest.raises(InvalidRequest):
-        llm.shape([1], chat=False, tool_use=ToolUse(TOOLS))
+        llm.output_spec([1], chat=False, tool_use=ToolUse(TOOLS))

@@ -242,7 +242,7 @@ async def test_an_error_on_the_way_is_an_event(client, tiny_llm, monkeypatch):
 
 def test_tool_calls_in_their_shapes():
     """Rule 4 of streams: the first delta names the call, the others hold pieces of its arguments."""
-    from localllm.llm.outputs import Completion, add_tool_call
+    from localllm.llm.outputs import CompletionOutput, add_tool_call
     from localllm.server.openai.output import tool_calls_json, tool_delta
 
     deltas = [
@@ -253,7 +253,7 @@ def test_tool_calls_in_their_shapes():
     shown = [tool_delta(json.dumps(d)) for d in deltas]
     first = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "f", "arguments": ""}}
     assert shown[0] == first and shown[1] == {"index": 0, "function": {"arguments": '{"a":'}}
-    one = Completion(0)
+    one = CompletionOutput(0)
     for delta in deltas:
         add_tool_call(one.tool_calls, delta)
     assert json.loads(tool_calls_json(one.tool_calls)[0]["function"]["arguments"]) == {"a": 1}

@@ -109,14 +109,14 @@ async def compiled(service, number):
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     compiling = threading.Event()
     (row,) = service.residents.loaded()
-    shape = row.llm.shape
+    compiles = row.llm.output_spec
 
     def noticed(*given, **more):
         if more.get("constraint"):
             compiling.set()
-        return shape(*given, **more)
+        return compiles(*given, **more)
 
-    with mock.patch.object(row.llm, "shape", noticed):
+    with mock.patch.object(row.llm, "output_spec", noticed):
         await cancelled_when(service, compiling.is_set, response_format=form)
 
 

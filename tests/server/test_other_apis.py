@@ -171,7 +171,7 @@ def test_items_become_messages():
 
 
 def test_calls_and_reasoning_become_items_and_events():
-    from localllm.llm.outputs import Piece
+    from localllm.llm.outputs import OutputDelta
     from localllm.request import FinishReason, Usage
     from localllm.server.openai.output import TokenNames
     from localllm.server.openai.responses_events import Growing
@@ -181,8 +181,8 @@ def test_calls_and_reasoning_become_items_and_events():
     one = Growing(body, None, "tiny", TokenNames(None))
     call = [{"index": 0, "id": "call_1", "name": "f", "arguments": ""}, {"index": 0, "arguments": '{"a":1}'}]
     parts = [("reasoning", "so"), ("content", "well "), *(("tool_call", json.dumps(d)) for d in call)]
-    raw = one.begin() + one.take(Piece(0, parts))
-    raw += one.take(Piece(0, finish_reason=FinishReason.STOP, usage=Usage(3, 0, 4, 1)))
+    raw = one.begin() + one.take(OutputDelta(0, parts))
+    raw += one.take(OutputDelta(0, finish_reason=FinishReason.STOP, usage=Usage(3, 0, 4, 1)))
     kinds = [name.removeprefix("response.") for name, _ in named_events(b"".join(raw).decode())]
     assert kinds == [
         "created", "in_progress", "output_item.added", "content_part.added", "reasoning_text.delta",

@@ -577,13 +577,13 @@ async def test_what_is_only_read_is_counted_too(make_service, make_client, tiny_
 
 def test_how_often_a_request_was_put_back_is_counted(service):
     """Of all its answers together."""
-    from localllm.llm.outputs import Piece
+    from localllm.llm.outputs import OutputDelta
     from localllm.request import FinishReason, SamplingParams, Timing
     from localllm.server.exchange import Exchange
 
     meter = service.metrics.turn("tiny", SamplingParams(n=2), Exchange("r", "POST", CHAT, "unix"))
     for index, times in enumerate((2, 1)):
-        meter.take(Piece(index, finish_reason=FinishReason.STOP, timing=Timing(num_preemptions=times)))
+        meter.take(OutputDelta(index, finish_reason=FinishReason.STOP, timing=Timing(num_preemptions=times)))
     assert 'vllm:request_num_preemptions_sum{model_name="tiny"} 3.0' in service.metrics.text().decode()
 
 

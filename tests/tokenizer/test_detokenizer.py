@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from localllm.tokenizer.detokenizer import StopStrings, TextEmitter, TextStream
+from localllm.tokenizer.detokenizer import IncrementalDetokenizer, StopStrings, TextStream
 
 SPECIAL = b"<|special|>"
 
@@ -97,7 +97,7 @@ def check(toy: Toy, stop: list[str], min_tokens: int, include_stop: bool, sizes:
     assert (answers[-1] if answers else None) == kept
     assert all(answer is None for answer in answers[:-1])
 
-    emitter = TextEmitter(toy, stop, min_tokens, include_stop)
+    emitter = IncrementalDetokenizer(toy, stop, min_tokens, include_stop)
     shown, at, holdback = "", 0, max(map(len, stop)) - 1
     for size in [*sizes, len(toy.tokens)]:
         shown += emitter.push(range(at, min(at + size, len(answers))))
@@ -171,13 +171,13 @@ def test_a_stop_string_names_itself_and_min_tokens_only_delays() -> None:
 
 def test_finish_keeps_what_the_engine_kept() -> None:
     toy = Toy([b"foo ST", b"OP bar"])
-    emitter = TextEmitter(toy, ("STOP",))
+    emitter = IncrementalDetokenizer(toy, ("STOP",))
     assert emitter.push([0]) == "foo "
     assert emitter.push([1]) == ""
     assert emitter.finish(4) == ""
-    emitter = TextEmitter(toy, ("STOP",), include_stop=True)
+    emitter = IncrementalDetokenizer(toy, ("STOP",), include_stop=True)
     assert emitter.push([0, 1]) + emitter.finish(8) == "foo STOP"
-    emitter = TextEmitter(toy)
+    emitter = IncrementalDetokenizer(toy)
     assert emitter.push([0, 1]) + emitter.finish() == "foo STOP bar"
 
 
@@ -186,7 +186,7 @@ def test_finish_keeps_what_the_engine_kept() -> None:
 def test_rel_15_64k_tokens_in_a_second(stop: list[str]) -> None:
     toy = Toy([b" the", b"a", "🙂".encode()[:2], "🙂".encode()[2:], b"aaaa", b"\n"])
     ids = [0, 1, 4, 2, 3, 5, 4, 4] * 8192
-    checker, emitter = StopStrings(toy, stop), TextEmitter(toy, stop)
+    checker, emitter = StopStrings(toy, stop), IncrementalDetokenizer(toy, stop)
     began = time.process_time()
     for index in ids:
         assert checker.accept(index) is None

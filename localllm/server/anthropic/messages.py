@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from localllm.llm.outputs import Completion, Piece
+from localllm.llm.outputs import CompletionOutput, OutputDelta
 from localllm.request import FinishReason, Usage
 from localllm.server.anthropic.schemas import CountRequest, MessagesRequest, renamed, to_chat
 from localllm.server.ask import Chat, open_chat, prompt_of
@@ -73,7 +73,7 @@ def _message(model: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _blocks(one: Completion) -> list[dict[str, Any]]:
+def _blocks(one: CompletionOutput) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     if one.reasoning:
         blocks.append({"type": "thinking", "thinking": one.reasoning, "signature": ""})
@@ -170,7 +170,7 @@ class _Stream:
         self._kind = ""
         return [named("content_block_stop", {"type": "content_block_stop", "index": self._index})]
 
-    def _end(self, piece: Piece) -> list[bytes]:
+    def _end(self, piece: OutputDelta) -> list[bytes]:
         reason, sequence = _stop(piece.finish_reason, piece.stop_reason, has_tool_calls=self._called)
         delta = {
             "type": "message_delta", "delta": {"stop_reason": reason, "stop_sequence": sequence},

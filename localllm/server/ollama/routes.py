@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from localllm._version import __version__
-from localllm.llm.outputs import Answer, Piece, add_tool_call
+from localllm.llm.outputs import OutputDelta, RequestOutput, add_tool_call
 from localllm.request import FinishReason, Timing, Usage
 from localllm.server.ask import open_chat
 from localllm.server.body import read_body
@@ -119,7 +119,7 @@ async def _answer(request: Request, body: Any, opening: Callable[[Service], Any]
             return await first_or_stream(open_stream(), line_stream)
     async with unless_left(request):
         turn, _ = await opened()
-        answer: Answer = await turn.answer()
+        answer: RequestOutput = await turn.answer()
     (one,) = answer.completions
     texts = {"content": one.text, "reasoning": one.reasoning}
     return JSONResponse(
@@ -148,7 +148,7 @@ async def _lines(turn: AsyncTurn, model: str, fields: Fields, started: float) ->
             yield b"".join(lines)
 
 
-def _last(model: str, fields: Fields, piece: Piece, started: float) -> dict[str, Any]:
+def _last(model: str, fields: Fields, piece: OutputDelta, started: float) -> dict[str, Any]:
     end = _end(piece.finish_reason, piece.usage or Usage(), piece.timing or Timing(), started)
     return _head(model) | fields({}, []) | end
 

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from localllm.llm.outputs import Completion, Piece, add_usage
+from localllm.llm.outputs import CompletionOutput, OutputDelta, add_usage
 from localllm.request import Usage
 from localllm.server.ask import Chat, open_chat
 from localllm.server.body import read_body
@@ -73,7 +73,7 @@ class Shape:
         self._called: set[int] = set()
         """answers that called a tool"""
 
-    def choice(self, one: Completion) -> dict[str, Any]:
+    def choice(self, one: CompletionOutput) -> dict[str, Any]:
         """A finished answer."""
         calls = tool_calls_json(one.tool_calls)
         message: dict[str, Any] = {"role": "assistant", "content": one.text, "refusal": None}
@@ -123,7 +123,7 @@ class Shape:
         if wants_usage or continuous:
             yield data(head | {"choices": [], "usage": usage_json(usage)})
 
-    def _of_piece(self, piece: Piece) -> list[dict[str, Any]]:
+    def _of_piece(self, piece: OutputDelta) -> list[dict[str, Any]]:
         choices = []
         logprobs = self._names.chat(piece.logprobs) if self._body.logprobs and piece.logprobs else None
         more = {"token_ids": piece.token_ids} if self._body.return_token_ids and piece.token_ids else {}
@@ -137,7 +137,7 @@ class Shape:
             choices.append(_delta(piece.index, {}, None, finish) | {"stop_reason": piece.stop_reason})
         return choices
 
-    def _deltas(self, piece: Piece) -> list[dict[str, Any]]:
+    def _deltas(self, piece: OutputDelta) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = []
         for kind, text in piece.parts:
             if kind == "tool_call":

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from localllm.errors import ContextTooLong
 from localllm.llm.llm import LLM
-from localllm.llm.outputs import Answer, Completion, Piece, add_usage
+from localllm.llm.outputs import CompletionOutput, OutputDelta, RequestOutput, add_usage
 from localllm.request import TokenLogprob, Usage
 from localllm.server.body import read_body
 from localllm.server.errors import ApiError
@@ -84,7 +84,7 @@ async def open_completion(
         wish = Wish(bool(body.stream), cache_salt=body.cache_salt or "", generates=body.max_tokens != 0)
         llm, bound = place.llm, wanted(body)
         if bound.constraint is not None:
-            wish.more["shape"] = await asyncio.to_thread(llm.shape, (), chat=False, constraint=bound.constraint)
+            wish.more["spec"] = await asyncio.to_thread(llm.output_spec, (), chat=False, constraint=bound.constraint)
         try:
             await service.start(place, ids, params, wish)
         except ContextTooLong as error:
@@ -124,7 +124,7 @@ class Shape:
             "id": new_id("cmpl"), "object": "text_completion", "created": int(time.time()), "model": place.offer.name,
         }  # fmt: skip
 
-    def whole(self, answers: list[Answer]) -> dict[str, Any]:
+    def whole(self, answers: list[RequestOutput]) -> dict[str, Any]:
         """The answer of a request that does not stream."""
         per = self._turns[0].num_answers
         choices = [
@@ -136,7 +136,7 @@ class Shape:
         whole = {**self.head, "choices": choices, "usage": usage_json(used)}
         return whole | ({"timings": timings_json(used, answers[0].timing)} if self._body.timings_per_token else {})
 
-    def _choice(self, answer: Answer, one: Completion, index: int) -> dict[str, Any]:
+    def _choice(self, answer: RequestOutput, one: CompletionOutput, index: int) -> dict[str, Any]:
         text = one.text if self._generates else ""
         entries: list[TokenLogprob | None] = list(one.logprobs) if self._generates else []
         ids = list(one.token_ids) if self._generates else []
@@ -197,7 +197,7 @@ class Shape:
         if wants_usage:
             yield data(head | {"choices": [], "usage": usage_json(self._sum(usages))})
 
-    def _of_piece(self, number: int, piece: Piece, seen: set[int], lengths: list[int]) -> dict[str, Any] | None:
+    def _of_piece(self, number: int, piece: OutputDelta, seen: set[int], lengths: list[int]) -> dict[str, Any] | None:
         turn = self._turns[number]
         index = number * turn.num_answers + piece.index
         text = piece.text if self._generates else ""
@@ -229,13 +229,13 @@ class Shape:
         }  # fmt: skip
 
 
-async def merged(turns: list[AsyncTurn]) -> AsyncIterator[tuple[int, list[Piece]]]:
+async def merged(turns: list[AsyncTurn]) -> AsyncIterator[tuple[int, list[OutputDelta]]]:
     """The pieces of several turns as they come, with the number of the turn."""
     if len(turns) == 1:
         async for some in turns[0].batches():
             yield 0, some
         return
-    queue: asyncio.Queue[tuple[int, list[Piece] | None]] = asyncio.Queue(maxsize=2 * len(turns))
+    queue: asyncio.Queue[tuple[int, list[OutputDelta] | None]] = asyncio.Queue(maxsize=2 * len(turns))
 
     async def forward(number: int, turn: AsyncTurn) -> None:
         async for pieces in turn.batches():

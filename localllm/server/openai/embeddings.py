@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from localllm.errors import InvalidRequest, LocalLLMError
-from localllm.llm.outputs import Piece
+from localllm.llm.outputs import OutputDelta
 from localllm.request import FinishReason, SamplingParams, TokenEvent
 from localllm.server.body import read_body
 from localllm.server.errors import ApiError
@@ -143,7 +143,7 @@ async def _pooled(service: Service, place: Place, ids: list[int], pooling: Pooli
     def on_event(event: TokenEvent) -> None:
         """In the engine's thread."""
         if event.finish_reason is not None:
-            meter.take(Piece(0, finish_reason=event.finish_reason, usage=event.usage, timing=event.timing))
+            meter.take(OutputDelta(0, finish_reason=event.finish_reason, usage=event.usage, timing=event.timing))
             loop.call_soon_threadsafe(take, event)
 
     def take(event: TokenEvent) -> None:

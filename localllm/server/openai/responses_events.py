@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from localllm.llm.outputs import Piece
+from localllm.llm.outputs import OutputDelta
 from localllm.request import FinishReason, TokenLogprob, Usage
 from localllm.server.errors import ApiError
 from localllm.server.openai.output import TokenNames, new_id
@@ -52,7 +52,7 @@ class Growing:
             self._event("response.in_progress", response=self.json()),
         ]
 
-    def take(self, piece: Piece) -> list[bytes]:
+    def take(self, piece: OutputDelta) -> list[bytes]:
         """What a piece adds. Raises its error."""
         if piece.error is not None:
             raise piece.error
@@ -163,7 +163,7 @@ class Growing:
         self._open = None
         return events
 
-    def _finish(self, piece: Piece) -> list[bytes]:
+    def _finish(self, piece: OutputDelta) -> list[bytes]:
         cut = piece.finish_reason is FinishReason.LENGTH
         self._usage = piece.usage
         opened = [] if self.output else self._open_item("message")  # an answer without a word is an empty message
