@@ -134,7 +134,7 @@ def rows(model: str, repeat: int) -> list[dict[str, Any]]:
         row("8 requests together", eights, "> 1 alone", more, "tok/s")
         ratios = [shared_prefix_ratio(llm) for _ in range(repeat)]
         row("TTFT with a shared prefix of 1,000", ratios, "<= 0.15", statistics.median(ratios) <= 0.15, "x")
-        print(llm.truth_line)
+        print(llm.run_summary)
     return found
 
 

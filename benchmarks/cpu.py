@@ -132,7 +132,7 @@ def engines(bench: Bench, model: str, streams: int, ctx: int = CTX) -> Iterator[
     ):
         bench.kept["peer"] = peer.versions
         bench.kept["cpu"] = llm.machine.cpu.name
-        bench.kept["truth_line"] = llm.truth_line
+        bench.kept["truth_line"] = llm.run_summary
         named: list[tuple[str, Engine]] = [("localllm", Ours(llm)), ("llama.cpp", peer)]
         for _, engine in named:
             engine.prefill([], words(llm, random.Random(0), 64))

@@ -206,7 +206,7 @@ def main() -> None:
         costs(llm, rows, options.repeat)
         if options.schemas:
             schemas(llm, rows, options.schemas)
-        print(llm.truth_line)
+        print(llm.run_summary)
     reading(rows, options.repeat)
     names = ("localllm", "llguidance", "torch")
     document = {

@@ -23,7 +23,7 @@ TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY = range(6)
 """columns of `SamplingInputs.numbers`"""
 TOP_K, SEED, POSITION, SLOT, NUM_BIAS, MASK = range(6)
 """columns of `SamplingInputs.integers`"""
-MOST_BIAS = 320
+MAX_BIAS = 320
 """entries of a row's bias: 300 that an API allows, and stops that are banned for now"""
 COLDEST = 1e-5
 """temperatures below are greedy"""
@@ -46,8 +46,8 @@ class SamplingInputs(NamedTuple):
                                         presence penalty, frequency penalty
     integers     int64 [rows, 6]        top_k (0: off), seed, position of the new token, row of `history` or -1,
                                         entries of bias, row of `masks` or -1
-    bias_ids     int32 [rows, MOST_BIAS]
-    bias_values  float32 [rows, MOST_BIAS]   added to logits; -inf bans
+    bias_ids     int32 [rows, MAX_BIAS]
+    bias_values  float32 [rows, MAX_BIAS]   added to logits; -inf bans
     masks        int32 [rows, ceil(vocab / 32)]   bit i of word w: token 32 w + i may come
     history      int32 [slots, vocab]   IN_PROMPT, and how often each token was generated; the op counts its token
     """
@@ -68,8 +68,8 @@ class SamplingInputs(NamedTuple):
         return cls(
             numbers.to(device),
             integers.to(device),
-            torch.zeros((rows, MOST_BIAS), dtype=torch.int32, device=device),
-            torch.zeros((rows, MOST_BIAS), dtype=torch.float32, device=device),
+            torch.zeros((rows, MAX_BIAS), dtype=torch.int32, device=device),
+            torch.zeros((rows, MAX_BIAS), dtype=torch.float32, device=device),
             torch.zeros((rows, words), dtype=torch.int32, device=device),
             torch.zeros((slots, vocab), dtype=torch.int32, device=device),
         )

@@ -62,7 +62,7 @@ class Facts:
     """What is true of the running model: plain data for status lines and the engine panel."""
 
     model: str = ""
-    truth_line: str = ""
+    run_summary: str = ""
     device: str = ""
     ctx: int = 0
     max_ctx: int = 0

@@ -16,7 +16,7 @@ from localllm.kernels.verify.trial import layer_kind
 from .kv_cache import CacheGroup
 from .layers import DecoderLayer
 
-MOST_KINDS = 4
+MAX_KINDS = 4
 """kinds of layers tried: a mixed quantisation can have a dozen, which differ in what products were tried for"""
 POSITIONS = 64
 """the trials' sequences are shorter than this"""
@@ -44,7 +44,7 @@ def layer_samples(layers: Sequence[DecoderLayer], groups: Sequence[CacheGroup]) 
     for index, layer in enumerate(layers):
         call = (layer.attention, layer.mlp, group_of[index])
         found.setdefault(layer_kind(*call), call)
-    return list(found.values())[:MOST_KINDS]
+    return list(found.values())[:MAX_KINDS]
 
 
 def rotations(

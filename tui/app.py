@@ -288,7 +288,7 @@ class ChatApp(App[None]):
         """What to paste into a bug report: no text of the conversation."""
         facts = self.backend.facts()
         return (
-            f"localllm {__version__}\n{failed.message} [{failed.code}]\n{failed.why}\n{facts.truth_line}\n"
+            f"localllm {__version__}\n{failed.message} [{failed.code}]\n{failed.why}\n{facts.run_summary}\n"
             f"log: {self.log_file}\nlocalllm doctor --report tells about the machine\n"
         )
 
@@ -310,7 +310,7 @@ class ChatApp(App[None]):
     def stats_text(self, conversation: Conversation) -> str:
         """/stats."""
         facts = self.backend.facts()
-        lines = [facts.truth_line or "no model is loaded yet"]
+        lines = [facts.run_summary or "no model is loaded yet"]
         if facts.weight_bytes:
             cached = f", {facts.pages_cached:,} cached" if facts.pages_cached else ""
             lines.append(

@@ -40,7 +40,7 @@ class KernelSpec:
     op: str
     """the op it implements: linear, rms_norm, paged_attention_decode, ..."""
     impl: str
-    """name of the implementation, as in the truth line"""
+    """name of the implementation, as in the run summary"""
     shape_class: str
     """what distinguishes this launch: form, rows, head_dim, KV format, ..."""
     kernel: Any

@@ -55,7 +55,7 @@ TENSOR_MEMORY = 64 * 512
 """sums that fit into it on sm_100; Triton 3.6 keeps those of each plane apart, 3.9 does not"""
 MOST = 8
 """candidates handed to the tuner"""
-LEAST_TOKENS = 8
+MIN_TOKENS = 8
 """rows of x in the smallest tile"""
 SMALL_TOKENS = 16
 """up to so many rows of x a product is a decoding step: fused segments run"""
@@ -151,7 +151,7 @@ def one_row_tiles(
         tiles += vector_tiles(n, k, code, card, gated, fixed=True)[: most - most // 2]
     options = [(_vector_us(n, k, code, tile, card), tile) for tile in tiles]
     if either:
-        found = tile_tiles(n, k, code, LEAST_TOKENS, card)[:2]
+        found = tile_tiles(n, k, code, MIN_TOKENS, card)[:2]
         options += [(expected_us(_tile_load(n, k, code, tile), card), tile) for tile in found]
     return _ordered(options)
 

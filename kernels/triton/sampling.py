@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..sampling import COLDEST, IN_PROMPT, LEVEL, MASS, MOST_BIAS, STEPS, Sampled, SamplingInputs
+from ..sampling import COLDEST, IN_PROMPT, LEVEL, MASS, MAX_BIAS, STEPS, Sampled, SamplingInputs
 from .aot_spec import KernelSpec
 from .launch import PDL_CAPABILITY, launch, pdl
 
@@ -66,7 +66,7 @@ def _row_stats(stats, row, num_pieces, PIECES: tl.constexpr):
 def _prepare(
     logits, numbers, integers, bias_ids, bias_values, masks, history, scaled, stats, tables,
     vocab, logits_stride, num_words,
-    PIECE: tl.constexpr, MOST_BIAS: tl.constexpr, TABLES: tl.constexpr, PDL: tl.constexpr,
+    PIECE: tl.constexpr, MAX_BIAS: tl.constexpr, TABLES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     piece, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     num_pieces = tl.num_programs(0)
@@ -95,8 +95,8 @@ def _prepare(
         times = seen & (_IN_PROMPT - 1)
         x = tl.where(times > 0, x - (presence + frequency * times.to(tl.float32)), x)
     for entry in range(tl.load(integers + row * 6 + 4).to(tl.int32)):
-        biased = tl.load(bias_ids + row * MOST_BIAS + entry)
-        value = tl.load(bias_values + row * MOST_BIAS + entry)
+        biased = tl.load(bias_ids + row * MAX_BIAS + entry)
+        value = tl.load(bias_values + row * MAX_BIAS + entry)
         x = tl.where(token == biased, x + value, x)
     temperature = tl.load(numbers + row * 6)
     x = x / tl.where(temperature < _COLDEST, 1.0, temperature)
@@ -299,7 +299,7 @@ def sample(logits: Tensor, inputs: SamplingInputs, cuts: bool = True) -> Sampled
     given = (logits, numbers, integers, bias_ids, bias_values, masks, history)
     sizes = (vocab, logits.stride(0), masks.shape[1])
     kept: dict[str, Any] = {"PIECE": PIECE, "TABLES": TABLES if cuts else 0}
-    launch(_prepare, grid, *given, scaled, stats, tables, *sizes, MOST_BIAS=MOST_BIAS, num_warps=8, **kept, **options)
+    launch(_prepare, grid, *given, scaled, stats, tables, *sizes, MAX_BIAS=MAX_BIAS, num_warps=8, **kept, **options)
     shared = (scaled, stats, numbers, integers, tables)
     for part in range(TABLES if cuts else 0):
         launch(_narrow, grid, *shared, vocab, PIECES=padded, PASS=part, num_warps=8, **kept, **options)
@@ -323,7 +323,7 @@ def specs(cap: int) -> Iterator[KernelSpec]:
     types |= dict.fromkeys(("bias_ids", "masks", "history", "best_token", "status"), "*i32:16")
     types |= dict.fromkeys(("integers", "tables", "token_ids"), "*i64:16")
     types |= dict.fromkeys(("vocab", "logits_stride", "num_words", "num_pieces"), "i32")
-    constants = {"PIECE": PIECE, "MOST_BIAS": MOST_BIAS, "TABLES": TABLES, "PIECES": 64, "CUTS": True}
+    constants = {"PIECE": PIECE, "MAX_BIAS": MAX_BIAS, "TABLES": TABLES, "PIECES": 64, "CUTS": True}
     constants["PDL"] = bool(options)
     launches: list[tuple[str, Any, dict[str, Any]]] = [
         ("prepare", _prepare, {}),

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from .records import Records
 
-MOST_CANDIDATES = 8
+MAX_CANDIDATES = 8
 BUDGET_S = 20.0
 """most seconds of one `tune`"""
 WARM_RUNS = 3
@@ -122,7 +122,7 @@ class Tuner:
             raise ValueError(f"{shape.name} has no candidates")
         here = (p for p in STARTING_POINTS if p[:3] == (shape.op, self.capability, shape.key))
         start = next((dict(point.tile) for point in here), None)
-        kept = tuple(sorted(candidates[:MOST_CANDIDATES], key=lambda tile: dict(tile) != start))
+        kept = tuple(sorted(candidates[:MAX_CANDIDATES], key=lambda tile: dict(tile) != start))
         known = self.records.get(shape.name) if self.records is not None else None
         winner = next((tile for tile in kept if known is not None and dict(tile) == known.get("tile")), None)
         if winner is None and trial is not None and len(kept) > 1:

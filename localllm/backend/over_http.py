@@ -179,7 +179,7 @@ class RemoteBackend:
         ctx = next(row.max_ctx for row in self._models if row.name == self._model)
         via = f"via {self.url}" + (f" (pid {self._pid})" if self._pid else "")
         self._facts = Facts(
-            model=self._model, truth_line=f"{self._model} · {via}", ctx=ctx, url=self.url, pid=self._pid, max_ctx=ctx
+            model=self._model, run_summary=f"{self._model} · {via}", ctx=ctx, url=self.url, pid=self._pid, max_ctx=ctx
         )
         self._events.append(Phase("ready", detail=self.url))
 

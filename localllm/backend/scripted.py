@@ -151,7 +151,7 @@ class FakeBackend:
         states = bytes([1] * min(kept, pages)) + bytes([2] * min(used, max(0, pages - kept)))
         return Facts(
             model=self.model,
-            truth_line=f"{self.model} · cpu · Q4_1 · KV {self.kv} · fake kernels",
+            run_summary=f"{self.model} · cpu · Q4_1 · KV {self.kv} · fake kernels",
             device=self.device,
             times_kernels=self.times_kernels,
             ctx=self.ctx,

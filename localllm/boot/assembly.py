@@ -36,7 +36,7 @@ class Assembled:
 
     @property
     def graphs_note(self) -> str:
-        """For the truth line: what is captured, or why not."""
+        """For the run summary: what is captured, or why not."""
         graphs = self.runner.graphs
         if graphs is None:
             return ""

@@ -1,6 +1,6 @@
 """From loaded weights to an engine that keeps its plan: pages and graphs made, the plan proved, tiles tuned.
 
-What turned out other than planned is told in words (`warnings`), for the truth line and the status lines.
+What turned out other than planned is told in words (`warnings`), for the run summary and the status lines.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ class Boot:
 
     @property
     def facts_line(self) -> str:
-        """What belongs into the truth line after the kernels: graphs, tiles, proof."""
+        """What belongs into the run summary after the kernels: graphs, tiles, proof."""
         parts = [self._graphs_note]
         if self.plan.device != "cpu":
             measured = tuner().num_measured

@@ -25,7 +25,7 @@ TAGS = (
 )
 """(opens, closes)"""
 _LINE_ENDS = "\r\n"
-_MOST_HELD = 64
+_MAX_HELD = 64
 """line ends before a closing tag, or white space before an opening one, beyond which they count as text"""
 
 
@@ -126,10 +126,10 @@ class ReasoningParser:
     def _start(self, text: str) -> str:
         """Before anything was said: an opening tag, perhaps after white space, or content."""
         said = text.lstrip()
-        if said.startswith(self.opens) and len(text) - len(said) <= _MOST_HELD:
+        if said.startswith(self.opens) and len(text) - len(said) <= _MAX_HELD:
             self._state = "opened"
             return said[len(self.opens) :]
-        if self.opens.startswith(said) and len(text) - len(said) <= _MOST_HELD:
+        if self.opens.startswith(said) and len(text) - len(said) <= _MAX_HELD:
             self._held = text
             return ""
         self._state = "content"
@@ -165,8 +165,8 @@ class ReasoningParser:
 
     @staticmethod
     def _before_line_ends(text: str, end: int) -> int:
-        """Where the line ends before `end` begin, going back at most `_MOST_HELD`."""
-        begin = max(end - _MOST_HELD, 0)
+        """Where the line ends before `end` begin, going back at most `_MAX_HELD`."""
+        begin = max(end - _MAX_HELD, 0)
         return begin + len(text[begin:end].rstrip(_LINE_ENDS))
 
     @staticmethod

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MARKS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red"), "skip": ("–", "dim")}
 ALWAYS_SHOWN = ("gpu.present",)
 """skipped checks that are shown without -v: that there is no GPU is worth a line"""
-LEAST_WIDTH, MOST_WIDTH = 30, 118
+MIN_WIDTH, MAX_WIDTH = 30, 118
 FIX_LINES = 4
 
 
@@ -55,7 +55,7 @@ class Findings:
 def block(console: Console, head: str, indent: int, text: str, wrap: bool = True) -> None:
     """Text behind a head of `indent` cells, wrapped to the terminal; commands are never broken."""
     columns = room(console)
-    below = columns - indent < LEAST_WIDTH  # too narrow for two columns: the text stands under its head
+    below = columns - indent < MIN_WIDTH  # too narrow for two columns: the text stands under its head
     if below and wrap:
         indent = min(indent, 4)
     lines = textwrap.wrap(text, max(20, columns - indent), break_on_hyphens=False, break_long_words=False)
@@ -74,7 +74,7 @@ def room(console: Console) -> int:
     """Columns to fill; off a terminal a finding stays on its line, so that grep finds the whole of it."""
     if not console.out_tty and "COLUMNS" not in os.environ:
         return 10_000
-    return min(MOST_WIDTH, shutil.get_terminal_size().columns - 1)
+    return min(MAX_WIDTH, shutil.get_terminal_size().columns - 1)
 
 
 def ending(console: Console, found: Sequence[Check], known: Sequence[Match], advised: Sequence[Advice]) -> None:

@@ -265,7 +265,7 @@ def _command(env: Env, typed: Typed, conversation: Conversation, backend: ChatBa
         say("renamed")
     elif typed.command in ("stats", "ctx"):
         facts = backend.facts()
-        say(clean(facts.truth_line))
+        say(clean(facts.run_summary))
         if typed.command == "ctx":
             used = sum(
                 backend.count_tokens(one.content) + backend.count_tokens(one.text) for one in conversation.exchanges

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from localllm.plan.planner import Plan
 
 GIB = 1 << 30
-LEAST_BAR, MOST_BAR = 20, 64
-LEAST_SHOWN = 16 << 20
+MIN_BAR, MAX_BAR = 20, 64
+MIN_SHOWN = 16 << 20
 """a smaller rest is not worth a word"""
 EIGHT_BITS = ("int8", "fp8")
 PARTS = {
@@ -214,7 +214,7 @@ def bar(env: Env, made: Plan, subject: Subject) -> list[str]:
     columns = shutil.get_terminal_size().columns if console.out_tty else 100
     place = "RAM" if made.device == "cpu" else "VRAM"
     head = f"★ {clean_line(subject.shown)} {_short_format(subject.quant)}, {made.ctx:,} tokens of context"
-    width = max(LEAST_BAR, min(MOST_BAR, columns - 16))
+    width = max(MIN_BAR, min(MAX_BAR, columns - 16))
     lengths = shares(list(sizes.values()), width)
     ascii_only = console.glyphs("✓") != "✓"
     blocks = ""
@@ -241,7 +241,7 @@ def pieces(made: Plan) -> dict[str, int]:
     known["work"] = sum(made.parts().values()) - sum(known.values())
     order = {name: known[name] for name in ("weights", "kv", "reuse", "work", "margin")}
     free = made.have_bytes - made.need_bytes
-    order["free"] = free if free >= LEAST_SHOWN else 0
+    order["free"] = free if free >= MIN_SHOWN else 0
     return {name: size for name, size in order.items() if size > 0}
 
 

@@ -44,7 +44,7 @@ class EventLines:
     def ready(self, facts: Facts) -> None:
         """The model can answer."""
         line = {"t": round(self._elapsed(), 3), "event": "ready", "device": facts.device, "ctx": facts.ctx}
-        self._write(line | {"detail": facts.truth_line})
+        self._write(line | {"detail": facts.run_summary})
 
     def event(self, event: ChatEvent) -> None:
         """An event of a turn."""

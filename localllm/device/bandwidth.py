@@ -11,8 +11,8 @@ CORE_BYTES_S = 10e9
 """What one core reads on its own, cautiously: 10 to 15 GB/s on current machines."""
 SOCKET_BYTES_S = 40e9
 """Two channels of DDR4-3200 give 51 GB/s at best."""
-LEAST_BYTES = 64 << 20
-MOST_BYTES = 512 << 20
+MIN_BYTES = 64 << 20
+MAX_BYTES = 512 << 20
 
 
 def guessed_bandwidth(cpu: CpuFacts) -> float:
@@ -31,7 +31,7 @@ def read_bandwidth(cores: int, cache_bytes: int) -> float:
     import numpy as np
 
     threads = max(1, min(cores, 16))
-    size = min(max(2 * cache_bytes, LEAST_BYTES), MOST_BYTES) // threads
+    size = min(max(2 * cache_bytes, MIN_BYTES), MAX_BYTES) // threads
     slices = [np.ones(size // 8, dtype=np.int64) for _ in range(threads)]
     best = 0.0
     with ThreadPoolExecutor(threads) as pool:

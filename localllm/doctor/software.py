@@ -12,7 +12,7 @@ from localllm.interface import Check
 from .finding import GIB, SOFTWARE, CheckFunction, Status, Survey, found, install, size, sm
 from .gpu import torch_for
 
-LEAST_TORCH = (2, 11)
+MIN_TORCH = (2, 11)
 
 
 def python_version(survey: Survey) -> Check:
@@ -28,8 +28,8 @@ def torch_version(survey: Survey) -> Check:
     version = machine.torch_version
     if not version:
         return found("torch.version", SOFTWARE, "fail", "torch is not installed", fix="pip install torch")
-    if version_key(version)[:2] < LEAST_TORCH:
-        title = f"{version}: {'.'.join(map(str, LEAST_TORCH))} is needed"
+    if version_key(version)[:2] < MIN_TORCH:
+        title = f"{version}: {'.'.join(map(str, MIN_TORCH))} is needed"
         return found("torch.version", SOFTWARE, "fail", title, fix="pip install --upgrade torch", version=version)
     build = f"built for CUDA {machine.torch_cuda}" if machine.torch_cuda else "CPU build"
     return found("torch.version", SOFTWARE, "ok", f"{version}, {build}", version=version, cuda=machine.torch_cuda)

@@ -13,7 +13,7 @@ from localllm.interface import Check
 
 from .finding import TERMINAL, CheckFunction, Survey, found
 
-LEAST_COLUMNS, LEAST_ROWS = 60, 16
+MIN_COLUMNS, MIN_ROWS = 60, 16
 KITTY_KEYS = ("KITTY_WINDOW_ID", "GHOSTTY_RESOURCES_DIR", "WEZTERM_EXECUTABLE", "ALACRITTY_SOCKET")
 """variables of terminals that tell Shift+Enter from Enter"""
 
@@ -36,8 +36,8 @@ def term_size(survey: Survey) -> Check:
         return found("term.size", TERMINAL, "skip", "no terminal")
     columns, rows = shutil.get_terminal_size()
     title = f"{columns}×{rows}"
-    if columns < LEAST_COLUMNS or rows < LEAST_ROWS:
-        title += f": {LEAST_COLUMNS}×{LEAST_ROWS} is the smallest that reads well"
+    if columns < MIN_COLUMNS or rows < MIN_ROWS:
+        title += f": {MIN_COLUMNS}×{MIN_ROWS} is the smallest that reads well"
         return found("term.size", TERMINAL, "warn", title, fix="localllm chat --plain", columns=columns, rows=rows)
     return found("term.size", TERMINAL, "ok", title, columns=columns, rows=rows)
 

@@ -17,7 +17,7 @@ from localllm.errors import BadModelFile
 from localllm.kernels.sampling import (
     IN_PROMPT,
     MASK,
-    MOST_BIAS,
+    MAX_BIAS,
     NOT_A_NUMBER,
     NOTHING_LEFT,
     NUM_BIAS,
@@ -51,7 +51,7 @@ def has_device_form(sequence: Sequence) -> bool:
         params.typical_p == 1
         and params.dry_multiplier == 0
         and params.xtc_probability == 0
-        and len(params.logit_bias) + len(params.stop_token_ids) + len(sequence.request.eos_token_ids) <= MOST_BIAS
+        and len(params.logit_bias) + len(params.stop_token_ids) + len(sequence.request.eos_token_ids) <= MAX_BIAS
     )
 
 

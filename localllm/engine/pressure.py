@@ -16,7 +16,7 @@ from .scheduler import Scheduler, Step
 
 log = logging.getLogger(__name__)
 
-LEAST_CHUNK = 16
+MIN_CHUNK = 16
 """prompt tokens per step below which nothing is won any more"""
 GOOD_STEPS = 512
 """steps without trouble before the limits are doubled again"""
@@ -45,7 +45,7 @@ class Pressure:
 
     @property
     def note(self) -> str:
-        """What is smaller than planned now, for the truth line; nothing when all is as planned."""
+        """What is smaller than planned now, for the run summary; nothing when all is as planned."""
         now = self._scheduler.limits
         if now == self._full:
             return ""
@@ -63,8 +63,8 @@ class Pressure:
             torch.cuda.empty_cache()  # what the allocator holds in pieces of the wrong size
         limits = self._scheduler.limits
         largest = max((part.num_tokens for part in step.scheduled), default=0)
-        if largest > LEAST_CHUNK:
-            half = max(LEAST_CHUNK, min(limits.prefill_budget, largest) // 2)
+        if largest > MIN_CHUNK:
+            half = max(MIN_CHUNK, min(limits.prefill_budget, largest) // 2)
             smaller = replace(limits, prefill_budget=half, score_rows=min(limits.score_rows, half))
         elif len(self._scheduler.running) > 1:
             self._scheduler.preempt_latest()

@@ -263,7 +263,7 @@ class LLM:
         self._start_engine()
         self.load_s = time.monotonic() - loading
         """seconds from the end of the imports to ready"""
-        self._notify(Phase("ready", detail=self.truth_line))
+        self._notify(Phase("ready", detail=self.run_summary))
 
     def _start_engine(self) -> None:
         """An engine with empty pages over the loaded weights."""
@@ -607,7 +607,7 @@ class LLM:
         return self._template is not None
 
     @property
-    def truth_line(self) -> str:
+    def run_summary(self) -> str:
         """What is running, in one line."""
         kernels, noted = kernel_words(self._model.kernels), self._boot.facts_line
         plan = self.plan
@@ -627,7 +627,7 @@ class LLM:
         stats, plan = self.stats(), self.plan
         return Facts(
             model=self.name,
-            truth_line=self.truth_line,
+            run_summary=self.run_summary,
             device=plan.device,
             ctx=plan.ctx,
             max_ctx=min(plan.max_ctx, self.facts.max_context),

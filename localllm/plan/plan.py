@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from localllm.errors import DoesNotFit
 from localllm.plan.memory import GIB
 
-LEAST_CTX = 512
+MIN_CTX = 512
 """A smaller window is no help to anyone: the plan then says that the model does not fit."""
 
 
@@ -93,7 +93,7 @@ class Plan:
     def error(self, name: str) -> DoesNotFit:
         """The refusal, with both numbers and commands that would work."""
         fixes: list[tuple[str, str]] = []
-        if LEAST_CTX <= self.max_ctx < self.ctx:
+        if MIN_CTX <= self.max_ctx < self.ctx:
             fixes.append((f"localllm chat {name} --ctx {self.max_ctx}", "fits"))
         if self.kv == "f32":
             fixes.append((f"localllm chat {name} --kv bf16", "halves the cache"))

@@ -22,7 +22,7 @@ from localllm.plan.memory import (
     work_terms,
 )
 from localllm.plan.placement import chosen_device, idle_card, room_of
-from localllm.plan.plan import LEAST_CTX, Plan
+from localllm.plan.plan import MIN_CTX, Plan
 
 if TYPE_CHECKING:
     from localllm.checkpoint.facts import ModelFacts
@@ -349,8 +349,8 @@ def _context(facts: ModelFacts, options: PlanOptions, kind: str, most: int) -> t
         return options.ctx, f"context {options.ctx:,}: as asked for"
     own = facts.max_context
     wanted = min(own, CPU_CTX) if kind == "cpu" else own
-    if most < min(LEAST_CTX, own):
-        return min(LEAST_CTX, own), f"context {min(LEAST_CTX, own):,}: the smallest that is of use"
+    if most < min(MIN_CTX, own):
+        return min(MIN_CTX, own), f"context {min(MIN_CTX, own):,}: the smallest that is of use"
     if most < wanted:
         return most, f"context {most:,}: the largest that fits; the model's own is {own:,}"
     if wanted < own:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MAX_FILES = 200
 MAX_FILE_BYTES = 1 << 20
-MOST_TPS = 1e6
+MAX_TPS = 1e6
 _DECODE = re.compile(r"tg\d+")
 
 
@@ -117,7 +117,7 @@ def _measurement(
     if not (here if device == "cpu" else device in {gpu.name for gpu in machine.gpus}):
         return None
     tps = next((float(row["tps"]) for row in rows if _DECODE.fullmatch(str(row["test"]))), 0.0)
-    if not 0 < tps < MOST_TPS:
+    if not 0 < tps < MAX_TPS:
         return None
     model = (str(what["architecture"]), int(what["params"]), str(what["format"]), int(what["stored_bytes"]))
     reached = bytes_s_of(tps, int(what["read_bytes"]), int(what["layers"]), device)

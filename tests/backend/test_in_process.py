@@ -67,7 +67,7 @@ def test_a_turn_sent_before_ready_is_answered(backend, tiny_path):
 def test_facts_are_known_when_ready_is_told(backend, tiny_path):
     backend.start(tiny_path)
     wait(backend, is_ready, [])
-    assert backend.facts().ctx > 0 and backend.facts().truth_line
+    assert backend.facts().ctx > 0 and backend.facts().run_summary
 
 
 def test_stopping_queued_and_running_turns_ends_each_once(backend, tiny_path):

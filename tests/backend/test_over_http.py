@@ -204,7 +204,7 @@ async def test_t19_the_interface_says_where_it_is_computed(url: str) -> None:
             await pilot.pause(0.05)
         assert app.conversation.exchanges[0].text == "Hello é日"
         assert f"via {url} (pid 48121)" in str(app.chat.query_one("#model").render())  # type: ignore[attr-defined]
-        assert f"via {url} (pid 48121)" in backend.facts().truth_line
+        assert f"via {url} (pid 48121)" in backend.facts().run_summary
     backend.close()
 
 

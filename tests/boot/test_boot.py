@@ -75,8 +75,8 @@ def test_a_planted_wrong_kernel_is_not_used_and_the_user_is_told(
             (warning,) = llm.state().warnings
             assert warning.startswith(f"{name}:planted failed its self-test (")
             assert warning.endswith("the next kernel took its place")
-            assert "planted" not in llm.truth_line
-            assert llm.state().truth_line == llm.truth_line
+            assert "planted" not in llm.run_summary
+            assert llm.state().run_summary == llm.run_summary
 
 
 def test_a_plan_that_did_not_hold_shrinks_once_says_so_and_is_remembered(tiny_path: Path, empty_home: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_plan_that_did_not_hold_shrinks_once_says_so_and_is_remembered(tiny_pa
         assert before * 0.70 < llm.stats().pages_total < before * 0.80
         (warning,) = llm.state().warnings
         assert warning.startswith("the plan did not hold: ") and "pages fewer" in warning
-        assert "the plan did not hold" in llm.truth_line
+        assert "the plan did not hold" in llm.run_summary
         assert len(tokens(llm)) == 8
         assert Proofs().learned_bytes(llm.facts, llm.machine, "cpu") == missing
     with LLM(tiny_path, ctx=256, max_parallel=8) as llm:
@@ -181,7 +181,7 @@ def test_a_sleeping_model_has_no_pages_and_a_closed_one_no_weights(tiny_path: Pa
         first = tokens(llm)
         held = [weakref.ref(llm._boot._assembled.cache.layers[0].k)]
         llm.sleep()
-        assert llm.truth_line and [one() for one in held] == [None]
+        assert llm.run_summary and [one() for one in held] == [None]
         llm.sleep()
         llm.wake()
         assert tokens(llm) == first

@@ -338,7 +338,7 @@ with LLM(sys.argv[1], ctx=int(sys.argv[2])) as llm:
     ends = time.monotonic() + 60
     while llm._boot.proof_note == "proof pending" and time.monotonic() < ends:
         time.sleep(0.02)
-    print(json.dumps([Proofs().known(llm.facts, llm.machine, llm.plan), llm.truth_line, llm.state().warnings]))
+    print(json.dumps([Proofs().known(llm.facts, llm.machine, llm.plan), llm.run_summary, llm.state().warnings]))
 """
 
 

@@ -15,7 +15,7 @@ async def test_details_say_what_runs_how_where_no_key_is_needed(client, tiny_llm
     assert (await client.get("/health")).json() == {"status": "ok"}
     (row,) = (await client.get("/health?details")).json()["models"]
     assert (row["model"], row["warnings"]) == ("tiny", [])
-    assert row["truth_line"] == tiny_llm.truth_line
+    assert row["truth_line"] == tiny_llm.run_summary
     assert "products c_int16" in row["truth_line"] and "KV bf16" in row["truth_line"]
 
 

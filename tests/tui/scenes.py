@@ -48,7 +48,7 @@ def scale(x_ptr, n, BLOCK: tl.constexpr):
 """
 FACTS = Facts(
     model="qwen3-4b",
-    truth_line="qwen3-4b · Q4_K_M · cuda:0 · bfloat16 activations · KV bf16 · ctx 32,768 · graphs on",
+    run_summary="qwen3-4b · Q4_K_M · cuda:0 · bfloat16 activations · KV bf16 · ctx 32,768 · graphs on",
     device="cuda:0",
     ctx=32_768,
     max_ctx=40_960,

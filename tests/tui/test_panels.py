@@ -255,7 +255,7 @@ def test_the_map_of_pages_draws_every_state() -> None:
     large = "".join(line.plain for line in page_map(bytes([0] * 9000 + [2]), 40, 6))
     assert len(large) <= 240 and large.endswith("█") and large.count("█") == 1
     panel = EnginePanel(Facts, Turns())
-    full = Facts(model="m", truth_line="t\x1b[2J", pages_total=1, power_w=200.0, num_preemptions=3)
+    full = Facts(model="m", run_summary="t\x1b[2J", pages_total=1, power_w=200.0, num_preemptions=3)
     text = "\n".join(line.plain for line in panel.lines(full, 40))
     assert "\x1b" not in text and "200 W" in text and "preempted" in text
     assert [line.plain for line in panel.lines(Facts(), 40)] == ["no model is loaded"]

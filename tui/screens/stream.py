@@ -140,7 +140,7 @@ class Stream(Parts):
         self.phase = "ready"
         speed = f" · est. {facts.decode_tps:.0f} tok/s" if facts.decode_tps else ""
         self.state.text = f"ready{speed}"
-        await transcript.say(facts.truth_line, after=card)
+        await transcript.say(facts.run_summary, after=card)
         for warning in facts.warnings:
             await transcript.say(f"! {warning}", "warning", after=card)
         if card:

@@ -1,4 +1,4 @@
-"""F4: the engine made visible: truth line, KV pages, batches, speeds, prefix hits, memory against plan, power.
+"""F4: the engine made visible: run summary, KV pages, batches, speeds, prefix hits, memory against plan, power.
 
 One look at `facts()` and one Static, twice a second while something runs: under a hundredth of a core.
 """
@@ -107,7 +107,7 @@ class EnginePanel(VerticalScroll):
         if not facts.model:
             yield Content("no model is loaded")
             return
-        yield from Content(clean(facts.truth_line)).wrap(width)
+        yield from Content(clean(facts.run_summary)).wrap(width)
         if facts.url:
             yield Content(f"computed by {clean(facts.url)}")
         if url := self._api():

@@ -203,7 +203,7 @@ def answer(env: Env, config: UserConfig, model: str | None, job: Job) -> int:
         elif job.stats and not console.as_json:
             for one in answers:
                 console.say(console.style(f"[{stats_line(one, backend.facts())}]", "dim", err=True))
-            console.say(console.style(f"[{clean_line(backend.facts().truth_line)}]", "dim", err=True))
+            console.say(console.style(f"[{clean_line(backend.facts().run_summary)}]", "dim", err=True))
         cut = any(one.stop == "length" for one in answers)
         if cut and (job.strict or job.constraint is not None):
             limit = job.sampling.used.max_tokens

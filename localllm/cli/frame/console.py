@@ -33,7 +33,7 @@ from localllm.terminal import (
 MAX_FIXES = 5
 """An error has at most eight lines: what, why, hint, and these."""
 
-LEAST_NOTE = 14
+MIN_NOTE = 14
 """cells of a table's note below which a column is left out for it"""
 
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36", "accent": "1;36"}
@@ -223,7 +223,7 @@ def _narrowed(
         widths = _widths(names, cells)
         note = bool(names) and not names[-1]
         used = sum(widths[:-1] if note else widths) + 2 * (len(names) - 1)
-        if used + (min(widths[-1], LEAST_NOTE) if note else 0) <= room or not spares:
+        if used + (min(widths[-1], MIN_NOTE) if note else 0) <= room or not spares:
             break
         if (name := spares.pop(0)) in names:
             at = names.index(name)

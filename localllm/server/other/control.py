@@ -42,7 +42,7 @@ async def processes(request: Request) -> Response:
             }  # fmt: skip
             if llm.is_awake:
                 facts["running"] = llm.stats().num_running
-                facts |= {"truth_line": llm.truth_line, "warnings": llm.state().warnings}
+                facts |= {"truth_line": llm.run_summary, "warnings": llm.state().warnings}
         rows.append(facts)
     return JSONResponse({"models": rows, "draining": service.is_draining, "decode_tps": service.metrics.decode_tps()})
 

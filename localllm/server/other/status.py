@@ -29,7 +29,7 @@ async def health(request: Request) -> Response:
     answer: dict[str, Any] = {"status": "ok"}
     if "details" in request.query_params and request.app.state.tells_details:
         answer["models"] = [
-            {"model": row.name, "truth_line": row.llm.truth_line, "warnings": row.llm.state().warnings}
+            {"model": row.name, "truth_line": row.llm.run_summary, "warnings": row.llm.state().warnings}
             for row in service.residents.loaded()
             if row.llm is not None and row.llm.is_awake
         ]
