@@ -59,7 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench": _LLM | {"llm"},
     "quality": _LLM | {"llm"},
     "backend": {"llm", "doctor", "interface", "plan", "hub", "device"},
-    "server": {"llm", "chat", "config", "device", "plan"},
+    "server": {"llm", "chat", "config", "device"},
     "conversation": {"interface", "history", "config"},
     "tui": {"interface", "conversation", "history", "config"},
 }

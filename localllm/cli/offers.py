@@ -1,4 +1,4 @@
-"""The models a server offers, and how it loads them: what is on this machine, as `residents.Offer`s."""
+"""The models a server offers, and how it loads them: what is on this machine, as `ServedModel`s."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localllm.server.pool import Offer, container_of
+from localllm.server.served_model import ServedModel, container_of
 
 from .names import Choice
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from localllm.request import Phase
 
 
-def local_offers() -> list[Offer]:
+def local_offers() -> list[ServedModel]:
     """Every model on this machine that this version can run."""
     from localllm import hub
 
     return [_offer(model) for model in hub.list_local() if model.supported and not model.broken]
 
 
-def named_offers(choices: Sequence[Choice], aliases: Sequence[str]) -> list[Offer]:
+def named_offers(choices: Sequence[Choice], aliases: Sequence[str]) -> list[ServedModel]:
     """The models that were named; the aliases are the first one's."""
     from localllm import hub
 
@@ -36,7 +36,7 @@ def named_offers(choices: Sequence[Choice], aliases: Sequence[str]) -> list[Offe
         extra = tuple(alias for alias in aliases if alias != choice.shown) if number == 0 else ()
         model = known.get(choice.name) or _described(choice.name)
         offers.append(
-            Offer(choice.shown, choice.name, extra)
+            ServedModel(choice.shown, choice.name, extra)
             if model is None
             else _offer(model, choice.shown, choice.name, extra)
         )
@@ -56,12 +56,12 @@ def _described(name: str) -> LocalModel | None:
     return hub.local.describe(hub.local.Found(name, path, "folder", size_bytes=size))
 
 
-def _offer(model: LocalModel, name: str = "", source: str = "", aliases: tuple[str, ...] = ()) -> Offer:
+def _offer(model: LocalModel, name: str = "", source: str = "", aliases: tuple[str, ...] = ()) -> ServedModel:
     try:
         modified = model.path.stat().st_mtime
     except OSError:
         modified = 0.0
-    return Offer(
+    return ServedModel(
         name or model.name, source or model.name, aliases, model.size_bytes, model.params, model.format,
         model.architecture, model.max_context, model.chat, model.licence, modified,
         container_of(model.path),
@@ -77,13 +77,13 @@ class HubLoader:
     def __init__(self, options: dict[str, Any]) -> None:
         self._options = options | {"offline": True}
 
-    def plan(self, offer: Offer, machine: MachineFacts) -> Plan:
+    def plan(self, model: ServedModel, machine: MachineFacts) -> Plan:
         """What would run."""
         from localllm import hub
         from localllm.checkpoint import open_checkpoint
         from localllm.plan.planner import PlanOptions, plan
 
-        resolved = hub.resolve(offer.source, offline=True)
+        resolved = hub.resolve(model.source, offline=True)
         assert resolved.path is not None, "offline, a name is a local model's or an error"
         with open_checkpoint(resolved.path) as checkpoint:
             facts = checkpoint.facts
@@ -98,13 +98,13 @@ class HubLoader:
         )
 
     def load(
-        self, offer: Offer, machine: MachineFacts, on_phase: Callable[[Phase], None], cancel: threading.Event
+        self, model: ServedModel, machine: MachineFacts, on_phase: Callable[[Phase], None], cancel: threading.Event
     ) -> LLM:
         """The loaded model, with the context of its plan."""
         from localllm import hub
         from localllm.llm.llm import LLM
 
-        ctx = self.plan(offer, machine).ctx if self._options["ctx"] != "auto" else "auto"
-        llm = LLM(offer.source, machine=machine, on_phase=on_phase, cancel=cancel, **(self._options | {"ctx": ctx}))
-        hub.remember_model(offer.source)
+        ctx = self.plan(model, machine).ctx if self._options["ctx"] != "auto" else "auto"
+        llm = LLM(model.source, machine=machine, on_phase=on_phase, cancel=cancel, **(self._options | {"ctx": ctx}))
+        hub.remember_model(model.source)
         return llm

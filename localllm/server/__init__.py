@@ -1,4 +1,4 @@
-"""The HTTP endpoint: OpenAI's API, Anthropic's, Ollama's, over the models of `residents`."""
+"""The HTTP endpoint: OpenAI's API, Anthropic's, Ollama's, over the models of a `ModelPool`."""
 
 from .app import AppOptions, create_app
 from .run import ServeOptions, serve

@@ -21,14 +21,14 @@ class Ticket:
     """One request's place: reserved, then granted, then released. Releasing twice does nothing."""
 
     __slots__ = (
-        "_granted", "client", "cost", "deadline", "desk", "is_granted", "is_part", "is_released", "number", "priority",
+        "_granted", "client", "cost", "deadline", "queue", "is_granted", "is_part", "is_released", "number", "priority",
     )  # fmt: skip
 
     def __init__(
-        self, desk: Admission, client: str, priority: int, cost: int, deadline: float | None, number: int,
+        self, queue: Admission, client: str, priority: int, cost: int, deadline: float | None, number: int,
         is_part: bool = False,
     ) -> None:  # fmt: skip
-        self.desk = desk
+        self.queue = queue
         self.client = client
         self.priority = priority
         self.cost = cost
@@ -44,7 +44,7 @@ class Ticket:
 
     async def granted(self) -> None:
         """Wait for its turn. Raises ApiError 503 when the deadline comes first; the place is then given back."""
-        self.desk._enqueue(self)
+        self.queue._enqueue(self)
         if self.is_granted:
             return
         self._granted = asyncio.get_running_loop().create_future()
@@ -56,13 +56,13 @@ class Ticket:
 
     def part(self) -> Ticket:
         """For one of many sequences, each of which waits for its own turn: granted and released like a ticket."""
-        return Ticket(self.desk, self.client, self.priority, 1, self.deadline, self.number, is_part=True)
+        return Ticket(self.queue, self.client, self.priority, 1, self.deadline, self.number, is_part=True)
 
     def release(self) -> None:
         """Give the place back."""
         if not self.is_released:
             self.is_released = True
-            self.desk._release(self)
+            self.queue._release(self)
 
     def _grant(self) -> None:
         self.is_granted = True

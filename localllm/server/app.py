@@ -17,7 +17,7 @@ from localllm.errors import LocalLLMError
 
 from .errors import ApiError, ClientLeft, bug, from_error, gone, respond
 from .exchange import Exchanges, note_error
-from .middleware import Desk, Gate
+from .middleware import Gate, QueueLimit
 from .openapi import document
 from .routes import ROUTES
 from .service import Service
@@ -59,8 +59,8 @@ def create_app(service: Service, options: AppOptions | None = None) -> Any:
     if keys and options.token:
         keys.append(options.token.encode())
     crowded = frozenset(route.path for route in ROUTES if route.needs_room)
-    desk = Desk(app, service.check_room, crowded)  # type: ignore[arg-type]
-    gate = Gate(desk, options.loopback, keys, options.origins, options.max_body_bytes)
+    limit = QueueLimit(app, service.check_room, crowded)  # type: ignore[arg-type]
+    gate = Gate(limit, options.loopback, keys, options.origins, options.max_body_bytes)
     return Exchanges(gate, service.metrics.ended, options.log_format)
 
 

@@ -52,4 +52,4 @@ async def open_chat(service: Service, request: Request, body: ChatRequest) -> Ch
                 llm.output_spec, prompt, chat=True, constraint=bound.constraint, tool_use=bound.tool_use
             )
         (turn,) = await service.start(place, [prompt], params, wish)
-    return Chat(turn, place.offer.name, place)
+    return Chat(turn, place.model.name, place)

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from localllm.llm.llm import LLM
-from localllm.server.pool import Residents
 
 from .app import AppOptions
+from .pool import ModelPool
 from .run import CUT_S, ServeOptions, bind, drain, make_server, url_of
 from .service import Service
 
@@ -37,8 +37,8 @@ class Beside:
         """
         sock = bind(options)
         self.url = url_of(sock)
-        self._residents = Residents.holding(llm, names)
-        self._residents.offers()
+        self._pool = ModelPool.holding(llm, names)
+        self._pool.models()
         self._loop = asyncio.new_event_loop()
         self._server: Any = None
         self._service: Service | None = None
@@ -70,11 +70,11 @@ class Beside:
             log.exception("the endpoint ended")
         finally:
             sock.close()
-            self._residents.close(0)
+            self._pool.close(0)
             self._ended(self)
 
     async def _serve(self, sock: socket.socket, options: ServeOptions) -> None:
-        service = self._service = Service(self._residents, options.service)
+        service = self._service = Service(self._pool, options.service)
         how = AppOptions(options.is_local, options.api_keys, options.origins, log_format=options.log_format)
         self._server = make_server(service, how)
         try:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter as Counts
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily as CounterFamily
@@ -21,12 +20,9 @@ from prometheus_client.registry import Collector
 from localllm.llm.outputs import OutputDelta
 from localllm.request import SamplingParams
 
+from .admission import Admission
 from .exchange import Exchange
-
-if TYPE_CHECKING:
-    from localllm.llm.llm import LLM
-
-    from .service import Service
+from .pool import ModelPool
 
 MODEL = ("model_name",)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
@@ -39,7 +35,7 @@ TIMES = (0, 1, 2, 5, 10, 20, 50, 100)
 class Metrics:
     """Everything `/metrics` shows."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, pool: ModelPool, queues: Mapping[str, Admission]) -> None:
         self.registry = registry = CollectorRegistry()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -69,7 +65,7 @@ class Metrics:
         self.preempted = histogram("request_num_preemptions", "How often a request was put back to make room.", TIMES)
         self._speeds: dict[str, float] = {}
         self.http = Counter("localllm:http_requests", "HTTP requests by status class.", ("status",), registry=registry)
-        registry.register(_Engines(service))
+        registry.register(_Engines(self, pool, queues))
 
     def text(self) -> bytes:
         """The page."""
@@ -194,8 +190,8 @@ class TurnMeter:
 class _Engines(Collector):
     """Gauges and counters that the engines and queues keep themselves."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, metrics: Metrics, pool: ModelPool, queues: Mapping[str, Admission]) -> None:
+        self._metrics, self._pool, self._queues = metrics, pool, queues
 
     def describe(self) -> Iterable[Metric]:
         """Nothing known beforehand: names come with the first look."""
@@ -229,17 +225,16 @@ class _Engines(Collector):
             labels=(*MODEL, "block_size", "cache_dtype", "num_gpu_blocks", "enable_prefix_caching"),
         )  # fmt: skip
         generated = count("vllm:generation_tokens", "Tokens generated.")
-        for name, number in self._service.metrics.generated.items():
+        for name, number in self._metrics.generated.items():
             generated.add_metric([name], number)
         itl = HistogramMetricFamily(
             "vllm:inter_token_latency_seconds", "Between two tokens of an answer.", labels=MODEL
         )
-        for name, gaps in self._service.metrics.gaps.items():
+        for name, gaps in self._metrics.gaps.items():
             gaps.add_to(itl, name)
         yield from (generated, itl)
-        queues = self._service.admissions()
-        for name, llm in self._engines():
-            stats, queue = llm.stats(), queues.get(name)
+        for name, llm in self._pool.awake():
+            stats, queue = llm.stats(), self._queues.get(name)
             used = stats.pages_total - stats.pages_free - stats.pages_cached
             running.add_metric([name], stats.num_running)
             num_waiting = stats.num_waiting + (queue.num_waiting if queue else 0)
@@ -259,11 +254,6 @@ class _Engines(Collector):
             )
             steps.add_metric([name], list(stats.step_tokens.buckets()), stats.step_tokens.total)
         loaded = GaugeMetricFamily("localllm:models_loaded", "Models in memory.")
-        loaded.add_metric([], sum(1 for _ in self._engines()))
+        loaded.add_metric([], len(self._pool.awake()))
         yield from (running, waiting, reasons, usage, total, free, cached, queries, hits, preempted, steps, info)
         yield loaded
-
-    def _engines(self) -> Iterator[tuple[str, LLM]]:
-        for row in self._service.residents.loaded():
-            if row.llm is not None and row.llm.is_awake:
-                yield row.name, row.llm

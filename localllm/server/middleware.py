@@ -184,7 +184,7 @@ def _both_kinds(headers: Headers) -> bool:
     return sorted(names) == [b"authorization", b"x-api-key"]
 
 
-class Desk:
+class QueueLimit:
     """Refuses what there is no room for before any route is looked for: thrice the capacity may be asked for, and each
     refusal takes time from an answer.
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from localllm.errors import Aborted, ConfigError, DeviceError, ServerError
-from localllm.server.pool import Residents
 
 from .app import AppOptions, create_app
+from .pool import ModelPool
 from .service import Service, ServiceOptions
 
 log = logging.getLogger(__name__)
@@ -146,8 +146,8 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def serve(residents: Residents, options: ServeOptions, hooks: Hooks) -> bool:
-    """Listen until SIGINT, SIGTERM or SIGHUP. Closes `residents`; False when a model is still being loaded.
+def serve(pool: ModelPool, options: ServeOptions, hooks: Hooks) -> bool:
+    """Listen until SIGINT, SIGTERM or SIGHUP. Closes `pool`; False when a model is still being loaded.
 
     Raises ConfigError, ServerError, what loading a preloaded model failed with, or DeviceError when an engine died for
     good.
@@ -156,16 +156,16 @@ def serve(residents: Residents, options: ServeOptions, hooks: Hooks) -> bool:
         sock = bind(options)
         try:
             _more_files()
-            asyncio.run(_run(sock, residents, options, hooks))
+            asyncio.run(_run(sock, pool, options, hooks))
         finally:
             sock.close()
             if options.unix is not None:
                 with contextlib.suppress(OSError):
                     options.unix.unlink()
     except BaseException:
-        residents.close(LOADING_S)
+        pool.close(LOADING_S)
         raise
-    freed = residents.close(LOADING_S if residents.is_loading else None)
+    freed = pool.close(LOADING_S if pool.is_loading else None)
     for number in SIGNALS:  # all is done: a late one would only end in a traceback
         signal.signal(number, signal.SIG_IGN)
     return freed
@@ -180,8 +180,8 @@ def _more_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-async def _run(sock: socket.socket, residents: Residents, options: ServeOptions, hooks: Hooks) -> None:
-    service = Service(residents, options.service)
+async def _run(sock: socket.socket, pool: ModelPool, options: ServeOptions, hooks: Hooks) -> None:
+    service = Service(pool, options.service)
     service.is_loading = bool(options.preload)
     app_options = AppOptions(
         options.is_local, options.api_keys, options.origins, log_format=options.log_format, token=options.token
@@ -203,7 +203,7 @@ async def _run(sock: socket.socket, residents: Residents, options: ServeOptions,
         error = loading.exception() if loading.done() and not loading.cancelled() else None
         if error is not None and not (service.is_draining and isinstance(error, Aborted | DeviceError)):
             raise error
-        if broken := residents.broken:
+        if broken := pool.broken:
             raise DeviceError(f"{broken} while serving", "restart the server; its log holds the cause")
     finally:
         service.close()
@@ -244,8 +244,8 @@ def url_of(sock: socket.socket) -> str:
 
 async def _preload(service: Service, names: tuple[str, ...]) -> None:
     for name in names:
-        offer = await service.find(name)
-        (await service.lease(offer)).release()
+        model = await service.find(name)
+        (await service.lease(model)).release()
     gc.freeze()  # what stays for as long as the server runs: nobody waits while it is looked through
     service.is_loading = False
 
@@ -303,7 +303,7 @@ async def _watch(service: Service, server: Any, hooks: Hooks) -> None:
     """Tell the command that time passes; end the server, once its answers are out, when an engine is dead for good."""
     while True:
         hooks.tick()
-        if service.residents.broken and not server.should_exit:
-            log.error("%s: the server ends", service.residents.broken)
+        if service.pool.broken and not server.should_exit:
+            log.error("%s: the server ends", service.pool.broken)
             server.should_exit = True
         await asyncio.sleep(0.1)

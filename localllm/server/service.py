@@ -20,12 +20,13 @@ from starlette.requests import Request
 from localllm.errors import LocalLLMError
 from localllm.llm.llm import LLM
 from localllm.server.openai.responses_store import ResponseStore
-from localllm.server.pool import Lease, Offer, Residents, State
 
 from .admission import Admission, Ticket
 from .errors import ApiError, from_error
 from .exchange import Exchange, exchange_of
 from .metrics import Metrics
+from .pool import Lease, ModelPool
+from .served_model import ServedModel, State
 from .turns import AsyncTurn, Mailbox, Post
 
 T = TypeVar("T")
@@ -55,7 +56,7 @@ class ServiceOptions:
 class Place:
     """A request's place with a model: reserved, and later loaded."""
 
-    offer: Offer
+    model: ServedModel
     ticket: Ticket
     asked: Exchange
     lease: Lease | None = None
@@ -92,16 +93,16 @@ class Wish:
 class Service:
     """The models and the order of their requests. Used from one event loop."""
 
-    def __init__(self, residents: Residents, options: ServiceOptions | None = None) -> None:
-        self.residents = residents
+    def __init__(self, pool: ModelPool, options: ServiceOptions | None = None) -> None:
+        self.pool = pool
         self.options = options or ServiceOptions()
         self.created = int(time.time())
-        self.metrics = Metrics(self)
+        self.queues: dict[str, Admission] = {}
+        self.metrics = Metrics(pool, self.queues)
         self.responses = ResponseStore()
         self.is_draining = False
         self.is_loading = False
         """the models that were named at the start are not there yet"""
-        self._admissions: dict[str, Admission] = {}
         self._turns: set[AsyncTurn] = set()
         self._mailbox: Mailbox | None = None
         self._text = ThreadPoolExecutor(TEXT_THREADS, "text")
@@ -112,23 +113,23 @@ class Service:
 
     # --- models ------------------------------------------------------------------------------------------------------
 
-    async def offers(self) -> tuple[Offer, ...]:
+    async def models(self) -> tuple[ServedModel, ...]:
         """Every model that may be asked for."""
-        return await asyncio.get_running_loop().run_in_executor(self._text, self.residents.offers)
+        return await asyncio.get_running_loop().run_in_executor(self._text, self.pool.models)
 
-    async def find(self, asked: str | None) -> Offer:
+    async def find(self, asked: str | None) -> ServedModel:
         """The model a request means. Raises ApiError 404."""
         name = asked if asked is not None else self.options.default_model
-        known = self.residents.known(name) if name else None
+        known = self.pool.known(name) if name else None
         if known is not None:
             return known
         if not name:
-            offers = await self.offers()
-            if not offers:
+            models = await self.models()
+            if not models:
                 raise ApiError(404, "No model is on this machine.", code="model_not_found", param="model")
-            return offers[0]
+            return models[0]
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._text, self.residents.find, name)
+            return await asyncio.get_running_loop().run_in_executor(self._text, self.pool.find, name)
         except LocalLLMError as error:
             raise from_error(error) from None
 
@@ -140,9 +141,9 @@ class Service:
             raise ApiError(503, "The server is shutting down.", "unavailable_error", "shutting_down", retry_after=5)
         if self.is_loading:
             raise ApiError(503, "The model is being loaded.", "unavailable_error", "model_loading")
-        if broken := self.residents.broken:
+        if broken := self.pool.broken:
             raise ApiError(503, f"{broken}; restart the server.", "server_error", "engine_dead")
-        for row in self.residents.loaded():
+        for row in self.pool.loaded():
             if row.llm is None or row.state is not State.READY:
                 continue
             if row.llm.is_stalled(STALL_S):
@@ -156,28 +157,24 @@ class Service:
 
     def admission(self, name: str) -> Admission:
         """The queue of one model."""
-        desk = self._admissions.get(name)
-        if desk is None:
-            desk = self._admissions[name] = Admission(self.options.parallel, self.options.max_queue)
-        return desk
+        queue = self.queues.get(name)
+        if queue is None:
+            queue = self.queues[name] = Admission(self.options.parallel, self.options.max_queue)
+        return queue
 
     def check_room(self) -> None:
         """Raise ApiError 503 or 429 where that is certain before a request is read: most refusals are made here."""
         if self.is_draining:
             self.check_ready()
-        only = self.residents.only
+        only = self.pool.only
         if only is not None:
             self.admission(only.name).check()
-
-    def admissions(self) -> dict[str, Admission]:
-        """All queues, by model."""
-        return dict(self._admissions)
 
     @asynccontextmanager
     async def place(
         self,
         request: Request,
-        model: str | None,
+        name: str | None,
         *,
         user: str = "",
         priority: int | None = None,
@@ -188,16 +185,16 @@ class Service:
 
         deadline  on the monotonic clock
         """
-        offer = await self.find(model)
+        model = await self.find(name)
         self.check_ready()
         asked = exchange_of(request)
-        asked.model = offer.name
+        asked.model = model.name
         client = asked.client_of(user)
-        ticket = self.admission(offer.name).reserve(client, priority=priority or 0, cost=cost, deadline=deadline)
-        place = Place(offer, ticket, asked)
+        ticket = self.admission(model.name).reserve(client, priority=priority or 0, cost=cost, deadline=deadline)
+        place = Place(model, ticket, asked)
         try:
             await asyncio.sleep(0)  # whoever came at the same time is refused before anybody's text is read
-            place.lease = await self.lease(offer)
+            place.lease = await self.lease(model)
             yield place
         except BaseException:
             for turn in place.turns:
@@ -207,9 +204,9 @@ class Service:
             if not place.turns:  # else the last of them gives it back
                 place.release()
 
-    async def lease(self, offer: Offer) -> Lease:
+    async def lease(self, model: ServedModel) -> Lease:
         """A loaded model; waits for it. Raises what loading failed with."""
-        future = self.residents.acquire(offer)
+        future = self.pool.acquire(model)
         if future.done():
             return future.result()
         try:
@@ -245,7 +242,7 @@ class Service:
                 place.release()
 
         for number, prompt in enumerate(prompts):
-            meter = self.metrics.turn(place.offer.name, params, place.asked, generates=wish.generates)
+            meter = self.metrics.turn(place.model.name, params, place.asked, generates=wish.generates)
             turn = AsyncTurn(params.n, on_end)
             try:
                 started = place.llm.submit(
@@ -275,7 +272,7 @@ class Service:
     @property
     def num_reserved(self) -> int:
         """Requests that hold a place, with an engine or not."""
-        return sum(desk.num_reserved for desk in self._admissions.values())
+        return sum(queue.num_reserved for queue in self.queues.values())
 
     def cut_all(self) -> None:
         """End every turn with what it has: the time to drain is over."""

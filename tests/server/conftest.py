@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
 
 from localllm import LLM
 from localllm.server import AppOptions, Service, ServiceOptions, create_app
-from localllm.server.pool import Residents
+from localllm.server.pool import ModelPool
 from localllm.server.run import ServeOptions, bind, make_server
 
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
@@ -39,11 +39,11 @@ def tiny_llm(tiny_path):
 
 
 @pytest.fixture(scope="session")
-def residents(tiny_llm):
-    residents = Residents.holding(tiny_llm, ("tiny", "org/tiny"))
-    residents.offers()
-    yield residents
-    residents.close()
+def pool(tiny_llm):
+    pool = ModelPool.holding(tiny_llm, ("tiny", "org/tiny"))
+    pool.models()
+    yield pool
+    pool.close()
 
 
 @pytest.fixture(scope="session")
@@ -57,19 +57,19 @@ def roomy_llm(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def roomy_residents(roomy_llm):
-    residents = Residents.holding(roomy_llm, ("tiny",))
-    residents.offers()
-    yield residents
-    residents.close()
+def roomy_pool(roomy_llm):
+    pool = ModelPool.holding(roomy_llm, ("tiny",))
+    pool.models()
+    yield pool
+    pool.close()
 
 
 @pytest.fixture
-def make_service(residents):
+def make_service(pool):
     made = []
 
     def make(**options):
-        made.append(Service(residents, ServiceOptions(**({"parallel": 8} | options))))
+        made.append(Service(pool, ServiceOptions(**({"parallel": 8} | options))))
         return made[-1]
 
     yield make
@@ -197,9 +197,9 @@ def read_all(sock):
 
 
 @contextmanager
-def live_server(residents, app=None, **options):
+def live_server(pool, app=None, **options):
     """A server of its own."""
-    live = Live(Service(residents, ServiceOptions(**({"parallel": 8} | options))), app or AppOptions())
+    live = Live(Service(pool, ServiceOptions(**({"parallel": 8} | options))), app or AppOptions())
     try:
         yield live
     finally:
@@ -207,9 +207,9 @@ def live_server(residents, app=None, **options):
 
 
 @pytest.fixture(scope="session")
-def live(residents):
+def live(pool):
     """The server that tests share who only talk to it."""
-    with live_server(residents) as live:
+    with live_server(pool) as live:
         yield live
 
 

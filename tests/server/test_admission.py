@@ -214,10 +214,10 @@ BURSTS = [
 
 
 @pytest.mark.parametrize(("rounds", "count", "queue"), BURSTS)
-def test_rel_06_a_burst_beyond_the_queue(residents, tiny_llm, rounds, count, queue):
+def test_rel_06_a_burst_beyond_the_queue(pool, tiny_llm, rounds, count, queue):
     """Exactly as many as fit are answered, all others are refused quickly and told when to come again."""
     taken = 8 + queue
-    with live_server(residents, parallel=8, max_queue=queue) as live:
+    with live_server(pool, parallel=8, max_queue=queue) as live:
         late = []
         for _ in range(rounds):
             results = burst(live, tiny_llm, count, count - taken)
@@ -232,9 +232,9 @@ def test_rel_06_a_burst_beyond_the_queue(residents, tiny_llm, rounds, count, que
 
 
 @pytest.mark.slow
-def test_rel_06_the_sdk_comes_through_in_the_end(residents):
+def test_rel_06_the_sdk_comes_through_in_the_end(pool):
     """With its default of two retries at least 95 % succeed."""
-    with live_server(residents, parallel=8, max_queue=16) as live:
+    with live_server(pool, parallel=8, max_queue=16) as live:
 
         async def one(sdk):
             try:
@@ -251,7 +251,7 @@ def test_rel_06_the_sdk_comes_through_in_the_end(residents):
 
 
 @pytest.mark.slow
-def test_rel_07_overload_costs_no_throughput(residents, tiny_llm):
+def test_rel_07_overload_costs_no_throughput(pool, tiny_llm):
     """Three times the capacity for a while: goodput stays, and so does the time of those that are taken."""
 
     async def rate(live, clients, seconds):
@@ -271,7 +271,7 @@ def test_rel_07_overload_costs_no_throughput(residents, tiny_llm):
             await asyncio.gather(*[loop(client) for _ in range(clients)])
         return len(done) / seconds, sorted(done)[int(len(done) * 0.99)]
 
-    with live_server(residents, parallel=8, max_queue=8) as live:
+    with live_server(pool, parallel=8, max_queue=8) as live:
         asyncio.run(rate(live, 16, 2))
         saturated, _ = asyncio.run(rate(live, 16, 20))
         overloaded, p99_ms = asyncio.run(rate(live, 48, 60))

@@ -21,11 +21,11 @@ QUICK = {"HEADER_S": 0.3, "BODY_S": 0.3, "READER_S": 0.3, "DISCARD_S": 0.2}
 
 
 @pytest.fixture
-def quick(residents, monkeypatch):
+def quick(pool, monkeypatch):
     """A server whose deadlines are a fraction of a second."""
     for name, value in QUICK.items():
         monkeypatch.setattr(protocol, name, value)
-    with live_server(residents) as live:
+    with live_server(pool) as live:
         yield live
 
 
@@ -185,15 +185,15 @@ def test_rel_12_slow_readers_hold_little_and_are_ended(quick, tiny_llm):
 
 
 @pytest.mark.slow
-def test_rel_12_two_hundred_readers_of_a_byte_a_second(residents, tiny_llm):
-    with live_server(residents, parallel=8) as live:
+def test_rel_12_two_hundred_readers_of_a_byte_a_second(pool, tiny_llm):
+    with live_server(pool, parallel=8) as live:
         held, grown, beside = read_slowly(live, 200, 1.0, 120)
         assert 0 < held < 1 << 20 and grown < 200 << 20 and beside < 10
         asyncio.run(settled(tiny_llm, live.service))
 
 
-def test_connections_are_limited(residents, monkeypatch):
-    with live_server(residents) as live:
+def test_connections_are_limited(pool, monkeypatch):
+    with live_server(pool) as live:
         monkeypatch.setattr(protocol.Connection, "max_connections", 20)
         socks = [live.connect() for _ in range(40)]
         time.sleep(0.2)
@@ -205,10 +205,10 @@ def test_connections_are_limited(residents, monkeypatch):
 
 
 @pytest.mark.slow
-def test_rel_12_two_hundred_of_each_kind(residents):
+def test_rel_12_two_hundred_of_each_kind(pool):
     """For a minute, with the real deadlines: all ended in time, descriptors back, health and work undisturbed."""
     process = psutil.Process()
-    with live_server(residents, parallel=8) as live:
+    with live_server(pool, parallel=8) as live:
 
         async def slow(kind, ended):
             start, drip, _ = SLOW[kind]
@@ -278,10 +278,10 @@ async def leave(live, draw, number):
 
 
 @pytest.mark.parametrize("count", [150, pytest.param(2000, marks=pytest.mark.slow)])
-def test_rel_04_random_disconnects_leak_nothing(residents, tiny_llm, count):
+def test_rel_04_random_disconnects_leak_nothing(pool, tiny_llm, count):
     """All gauges 0 and all pages free within 2 s of the last one, then the next request is quick."""
     draw = random.Random(4)
-    with live_server(residents, parallel=8, max_queue=64) as live:
+    with live_server(pool, parallel=8, max_queue=64) as live:
 
         async def run():
             places = asyncio.Semaphore(32)
@@ -302,9 +302,9 @@ def test_rel_04_random_disconnects_leak_nothing(residents, tiny_llm, count):
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
-def test_rel_05_many_that_time_out_then_one(residents, tiny_llm, count):
+def test_rel_05_many_that_time_out_then_one(pool, tiny_llm, count):
     """vLLM's cancel test: long requests given up after half a second, then one must be answered."""
-    with live_server(residents, parallel=8) as live:
+    with live_server(pool, parallel=8) as live:
 
         async def run():
             limits = httpx.Limits(max_connections=count)

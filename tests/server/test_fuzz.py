@@ -128,7 +128,7 @@ def test_what_is_answered_is_what_the_document_says(live):
 
 
 @pytest.mark.slow
-def test_rel_25_schemathesis(residents):
+def test_rel_25_schemathesis(pool):
     """Some five thousand requests made from our own document: every answer is one it allows."""
     import hypothesis
     import schemathesis
@@ -140,7 +140,7 @@ def test_rel_25_schemathesis(residents):
     names = {"not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance"}
     wanted = [check for check in CHECKS.get_all() if check.__name__ in names]
     assert len(wanted) == len(names)
-    with live_server(residents, max_queue=64) as live:
+    with live_server(pool, max_queue=64) as live:
         schema = schemathesis.openapi.from_url(f"{live.url}/openapi.json")
         total = 0
         for result in schema.get_all_operations():

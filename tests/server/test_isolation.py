@@ -22,8 +22,8 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type
 
 
 @pytest.fixture
-def roomy(roomy_residents):
-    service = Service(roomy_residents, ServiceOptions(parallel=8))
+def roomy(roomy_pool):
+    service = Service(roomy_pool, ServiceOptions(parallel=8))
     yield service
     service.close()
 
@@ -108,7 +108,7 @@ async def compiled(service, number):
     schema = {"type": "object", "properties": {f"p{number}_{i}": {"type": "string"} for i in range(300)}}
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     compiling = threading.Event()
-    (row,) = service.residents.loaded()
+    (row,) = service.pool.loaded()
     compiles = row.llm.output_spec
 
     def noticed(*given, **more):

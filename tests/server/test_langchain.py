@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from localllm import LLM
-from localllm.server.pool import Residents
+from localllm.server.pool import ModelPool
 
 from .conftest import live_server
 
@@ -60,9 +60,9 @@ def installed():
 def test_langchain_tools_and_structured_output(smollm2_path, tmp_path):
     packages = installed()
     with LLM(smollm2_path, ctx=4096) as llm:
-        residents = Residents.holding(llm, ("smollm2",))
-        residents.offers()
-        with live_server(residents, parallel=4) as live:
+        pool = ModelPool.holding(llm, ("smollm2",))
+        pool.models()
+        with live_server(pool, parallel=4) as live:
             (tmp_path / "test_local.py").write_text(TEST.replace("URL", live.url))
             (tmp_path / "pytest.ini").write_text(
                 "[pytest]\nasyncio_mode = auto\nasyncio_default_test_loop_scope = session\n"
@@ -75,7 +75,7 @@ def test_langchain_tools_and_structured_output(smollm2_path, tmp_path):
                 [*command, "-k", wanted, "-rA", "test_local.py"],
                 cwd=tmp_path, env=env, capture_output=True, text=True, timeout=900,
             )  # fmt: skip
-        residents.close()
+        pool.close()
     results = [
         line.split(" - ")[0].split() for line in run.stdout.splitlines() if line.startswith(("PASSED", "FAILED"))
     ]

@@ -27,7 +27,7 @@ GROWTH = 96 << 20
 """bytes that a refused request may leave behind: the line is 64 MB, but the client is in this process, too"""
 
 
-def resident():
+def entry():
     """Bytes of this process."""
     return psutil.Process(os.getpid()).memory_info().rss
 
@@ -35,10 +35,10 @@ def resident():
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 async def test_refusals(client, tiny_llm, case):
     _, route, sent, status, param = case
-    started, before = time.monotonic(), resident()
+    started, before = time.monotonic(), entry()
     response = await client.post(route, json=sent)
     took = time.monotonic() - started
-    assert resident() - before < GROWTH
+    assert entry() - before < GROWTH
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (status, param), error
     assert set(error) == {"message", "type", "param", "code"} and len(response.content) < 2000
@@ -112,9 +112,9 @@ async def test_tokenize_counts_what_the_model_would_read(client):
 
 @pytest.mark.parametrize("body", BODIES, ids=range(len(BODIES)))
 async def test_lim_10_bodies_that_are_no_request(client, body):
-    started, before = time.monotonic(), resident()
+    started, before = time.monotonic(), entry()
     response = await client.post(CHAT, content=body, headers={"content-type": "application/json"})
-    assert resident() - before < GROWTH
+    assert entry() - before < GROWTH
     assert response.status_code == 400
     assert response.json()["error"]["type"] == "invalid_request_error"
     assert time.monotonic() - started < 2 * SLOW_S
@@ -230,9 +230,9 @@ def test_neighbours_and_memory_are_left_alone(live):
     with httpx.Client(base_url=live.url, timeout=60) as client:
         alone = stream(client)
         asyncio.run(both())
-        before = resident()
+        before = entry()
         beside = asyncio.run(both())
-        assert resident() - before < GROWTH
+        assert entry() - before < GROWTH
         assert "".join(x or "" for x in beside) == "".join(x or "" for x in alone)
 
 
@@ -241,7 +241,7 @@ def test_lim_09_bodies_larger_than_allowed(live):
     host, kind = f"Host: localhost:{live.port}", "Content-Type: application/json"
     status, _ = live.raw("POST", CHAT, host, kind, "Content-Length: 1000000000000")
     assert status == 413
-    before = resident()
+    before = entry()
     with live.connect() as sock:
         head = f"POST {CHAT} HTTP/1.1\r\n{host}\r\n{kind}\r\nTransfer-Encoding: chunked\r\n\r\n"
         sock.sendall(head.encode())
@@ -258,7 +258,7 @@ def test_lim_09_bodies_larger_than_allowed(live):
                 sock.sendall(chunk)
                 sent += 1 << 20
         assert sent < 1 << 30
-    assert resident() - before < GROWTH
+    assert entry() - before < GROWTH
     with httpx.Client(base_url=live.url) as client:
         large = client.post(CHAT, content=b" " * (17 << 20), headers={"content-type": "application/json"})
         assert (large.status_code, large.json()["error"]["code"]) == (413, "content_too_large")

@@ -363,8 +363,8 @@ def test_ollama_details_are_those_of_the_files(tmp_path, tiny_path, empty_home):
     import tiny_models
 
     from localllm import paths
+    from localllm.cli.models import named_offers
     from localllm.cli.names import Choice
-    from localllm.cli.offers import named_offers
     from localllm.server.ollama.routes import _details
 
     folder = tiny_models.tiny_safetensors(tmp_path / "dense")
@@ -372,14 +372,14 @@ def test_ollama_details_are_those_of_the_files(tmp_path, tiny_path, empty_home):
     installed.parent.mkdir(parents=True)
     installed.write_bytes(tiny_path.read_bytes())
     choices = [Choice(str(tiny_path), "tiny.gguf"), Choice(str(folder), "dense"), Choice("mine", "mine")]
-    offers = {offer.name: offer for offer in named_offers(choices, ["other"])}
-    found = {name: _details(offer) for name, offer in offers.items()}
+    models = {model.name: model for model in named_offers(choices, ["other"])}
+    found = {name: _details(model) for name, model in models.items()}
     assert {name: (d["format"], d["quantization_level"]) for name, d in found.items()} == {
         "tiny.gguf": ("gguf", "Q8_0"), "dense": ("safetensors", "f32"), "mine": ("gguf", "Q8_0"),
     }  # fmt: skip
     assert {(d["family"], d["parameter_size"]) for d in found.values()} == {("llama", "109K")}
-    assert offers["tiny.gguf"].aliases == ("other",) and offers["tiny.gguf"].size_bytes == tiny_path.stat().st_size
-    assert offers["dense"].size_bytes > 100_000 and offers["dense"].max_context > 0
+    assert models["tiny.gguf"].aliases == ("other",) and models["tiny.gguf"].size_bytes == tiny_path.stat().st_size
+    assert models["dense"].size_bytes > 100_000 and models["dense"].max_context > 0
 
 
 BAD_OLLAMA = [

@@ -10,7 +10,8 @@ import pytest
 from localllm.device.fake import fake_machine
 from localllm.errors import DoesNotFit, InternalError, ModelNotFound
 from localllm.server import pool as module
-from localllm.server.pool import Offer, ResidentOptions, Residents, State
+from localllm.server.pool import ModelPool
+from localllm.server.served_model import PoolOptions, ServedModel, State
 
 GIB = 1 << 30
 NAMES = ("a", "b", "c")
@@ -59,35 +60,35 @@ class World:
         free = (self.room - len(World.loaded)) * GIB
         return replace(fake_machine("cpu"), ram_available_bytes=free, ram_total_bytes=self.room * GIB)
 
-    def plan(self, offer, machine):
+    def plan(self, model, machine):
         fits = machine.ram_available_bytes >= GIB
         return SimpleNamespace(fits=fits, ctx=100, error=lambda name: DoesNotFit(f"{name} does not fit"))
 
-    def load(self, offer, machine, on_phase, cancel):
-        self.loads.append(offer.name)
+    def load(self, model, machine, on_phase, cancel):
+        self.loads.append(model.name)
         assert self.gate.wait(5)
-        if offer.name == self.fail:
+        if model.name == self.fail:
             raise RuntimeError("the file is odd")
-        World.loaded.append(offer.name)
-        return Model(offer.name)
+        World.loaded.append(model.name)
+        return Model(model.name)
 
 
 @pytest.fixture
 def make():
     made = []
 
-    def residents(world, **options):
-        offers = [Offer(name, name, (f"{name}-alias",)) for name in NAMES]
-        made.append(Residents(lambda: offers, world, world.machine, ResidentOptions(**options)))
+    def pool(world, **options):
+        models = [ServedModel(name, name, (f"{name}-alias",)) for name in NAMES]
+        made.append(ModelPool(lambda: models, world, world.machine, PoolOptions(**options)))
         return made[-1]
 
-    yield residents
+    yield pool
     for one in made:
         one.close()
 
 
-def lease(residents, name, seconds=5):
-    return residents.acquire(residents.find(name)).result(seconds)
+def lease(pool, name, seconds=5):
+    return pool.acquire(pool.find(name)).result(seconds)
 
 
 def eventually(check, seconds=5.0):
@@ -98,46 +99,46 @@ def eventually(check, seconds=5.0):
 
 
 def test_names_and_aliases(make):
-    residents = make(World())
-    assert residents.find("a").name == residents.find("a-alias").name == residents.find("a:latest").name == "a"
+    pool = make(World())
+    assert pool.find("a").name == pool.find("a-alias").name == pool.find("a:latest").name == "a"
     with pytest.raises(ModelNotFound, match="not served here"):
-        residents.find("../../etc/passwd")
+        pool.find("../../etc/passwd")
 
 
 def test_a_model_is_loaded_once_however_many_ask(make):
     world = World()
     world.gate.clear()
-    residents = make(world)
-    futures = [residents.acquire(residents.find("a")) for _ in range(10)]
-    eventually(lambda: residents.is_loading)
+    pool = make(world)
+    futures = [pool.acquire(pool.find("a")) for _ in range(10)]
+    eventually(lambda: pool.is_loading)
     world.gate.set()
     leases = [f.result(5) for f in futures]
     assert world.loads == ["a"] and len({id(one.llm) for one in leases}) == 1
-    assert residents.loaded()[0].users == 10
+    assert pool.loaded()[0].users == 10
 
 
 def test_the_least_recently_used_goes(make):
     world = World(room=2)
-    residents = make(world)
+    pool = make(world)
     for name in ("a", "b", "a", "c"):
-        lease(residents, name).release()
+        lease(pool, name).release()
     assert world.loads == ["a", "b", "c"] and sorted(World.loaded) == ["a", "c"]
 
 
 def test_a_pinned_model_stays(make):
     world = World(room=2)
-    residents = make(world, pinned=("a",))
+    pool = make(world, pinned=("a",))
     for name in ("a", "b", "c"):
-        lease(residents, name).release()
+        lease(pool, name).release()
     assert sorted(World.loaded) == ["a", "c"]
 
 
 def test_a_running_model_is_never_broken(make, monkeypatch):
     """One that waits for room gets it when the running request has ended, not before."""
     world = World(room=1)
-    residents = make(world)
-    running = lease(residents, "a")
-    waits = residents.acquire(residents.find("b"))
+    pool = make(world)
+    running = lease(pool, "a")
+    waits = pool.acquire(pool.find("b"))
     time.sleep(0.05)
     assert not waits.done() and World.loaded == ["a"]
     running.release()
@@ -149,12 +150,12 @@ def test_a_busy_model_makes_room_in_the_end(make, monkeypatch):
     """However many requests it has: after a while new ones wait behind the model that waits."""
     monkeypatch.setattr(module, "PATIENCE_S", 0.05)
     world = World(room=1)
-    residents = make(world)
-    running = lease(residents, "a")
-    waits = residents.acquire(residents.find("b"))
+    pool = make(world)
+    running = lease(pool, "a")
+    waits = pool.acquire(pool.find("b"))
     eventually(lambda: world.loads == ["a"])
     time.sleep(0.1)
-    late = residents.acquire(residents.find("a"))
+    late = pool.acquire(pool.find("a"))
     assert not late.done()
     running.release()
     other = waits.result(5)
@@ -166,60 +167,60 @@ def test_a_busy_model_makes_room_in_the_end(make, monkeypatch):
 
 def test_what_can_never_fit_is_refused(make):
     world = World(room=1)
-    residents = make(world, pinned=("a",))
-    lease(residents, "a")
+    pool = make(world, pinned=("a",))
+    lease(pool, "a")
     with pytest.raises(DoesNotFit):
-        lease(residents, "b")
+        lease(pool, "b")
 
 
 def test_a_load_that_fails_fails_its_requests_only(make):
     world = World()
     world.fail = "b"
-    residents = make(world)
-    good = lease(residents, "a")
+    pool = make(world)
+    good = lease(pool, "a")
     with pytest.raises(InternalError, match="loading failed"):
-        lease(residents, "b")
+        lease(pool, "b")
     world.fail = ""
-    lease(residents, "b").release()
+    lease(pool, "b").release()
     assert good.llm.is_awake
 
 
 def test_an_idle_model_is_unloaded_after_its_time(make):
-    residents = make(World(), ttl_s=0.05)
-    held = lease(residents, "a")
+    pool = make(World(), ttl_s=0.05)
+    held = lease(pool, "a")
     time.sleep(0.1)
     assert World.loaded == ["a"]
     held.release()
     eventually(lambda: World.loaded == [])
-    assert residents.loaded() == []
+    assert pool.loaded() == []
 
 
 def test_times_to_live_can_be_set_per_model(make):
-    residents = make(World(), ttl_s=None)
-    lease(residents, "a").release()
-    lease(residents, "b").release()
-    residents.keep("a", 0)
+    pool = make(World(), ttl_s=None)
+    lease(pool, "a").release()
+    lease(pool, "b").release()
+    pool.keep("a", 0)
     eventually(lambda: World.loaded == ["b"])
-    assert residents.loaded()[0].expires_in_s is None
+    assert pool.loaded()[0].expires_in_s is None
 
 
 @pytest.mark.parametrize("ttl_s", [1e10, 1e300, float("inf")])
 def test_a_time_beyond_all_clocks_is_for_ever(make, ttl_s):
     """The thread that loads waits for what is due next, and no clock takes such a time."""
-    residents = make(World(room=2), ttl_s=ttl_s)
-    lease(residents, "a").release()
+    pool = make(World(room=2), ttl_s=ttl_s)
+    lease(pool, "a").release()
     time.sleep(0.05)  # it waits now
-    lease(residents, "b").release()
-    residents.keep("a", 0)
-    eventually(lambda: [row.name for row in residents.loaded()] == ["b"])
-    residents.keep("b", ttl_s)
-    assert residents.loaded()[0].expires_in_s is None
-    assert residents.unload("b").result(5) is True
+    lease(pool, "b").release()
+    pool.keep("a", 0)
+    eventually(lambda: [row.name for row in pool.loaded()] == ["b"])
+    pool.keep("b", ttl_s)
+    assert pool.loaded()[0].expires_in_s is None
+    assert pool.unload("b").result(5) is True
 
 
 def test_the_thread_that_loads_outlives_its_errors(make, monkeypatch):
-    residents = make(World())
-    pause, failed = residents._pause, []
+    pool = make(World())
+    pause, failed = pool._pause, []
 
     def failing():
         if not failed:
@@ -227,66 +228,66 @@ def test_the_thread_that_loads_outlives_its_errors(make, monkeypatch):
             raise OverflowError("timeout value is too large")
         return pause()
 
-    monkeypatch.setattr(residents, "_pause", failing)
+    monkeypatch.setattr(pool, "_pause", failing)
     for name in ("a", "b"):
-        lease(residents, name).release()
-    assert failed and residents._thread.is_alive()
+        lease(pool, name).release()
+    assert failed and pool._thread.is_alive()
 
 
 def test_unload_waits_for_the_running_and_park_is_undone_by_a_request(make):
-    residents = make(World())
-    held = lease(residents, "a")
-    gone = residents.unload("a")
+    pool = make(World())
+    held = lease(pool, "a")
+    gone = pool.unload("a")
     time.sleep(0.05)
     assert not gone.done()
     held.release()
     assert gone.result(5) is True and World.loaded == []
-    assert residents.unload("a").result(5) is False
-    sleeper = lease(residents, "b")
+    assert pool.unload("a").result(5) is False
+    sleeper = lease(pool, "b")
     sleeper.release()
-    assert residents.park("b").result(5) is True
-    assert residents.loaded()[0].state is State.PARKED and not sleeper.llm.is_awake
-    again = lease(residents, "b")
+    assert pool.sleep("b").result(5) is True
+    assert pool.loaded()[0].state is State.ASLEEP and not sleeper.llm.is_awake
+    again = lease(pool, "b")
     assert again.llm is sleeper.llm and again.llm.log == ["sleep", "wake"]
 
 
 def test_a_dead_engine_is_started_anew_once(make, monkeypatch):
     """REL-10: the next request finds a living engine; one that dies again at once is given up."""
-    residents = make(World())
-    first = lease(residents, "a")
+    pool = make(World())
+    first = lease(pool, "a")
     first.llm.engine.is_dead = True
     first.release()
-    second = lease(residents, "a")
+    second = lease(pool, "a")
     assert second.llm.log == ["sleep", "wake"] and not second.llm.engine.is_dead
     second.llm.engine.is_dead = True
     second.release()
-    eventually(lambda: lease(residents, "a") and residents.broken)
-    assert "a stopped" in residents.broken
+    eventually(lambda: lease(pool, "a") and pool.broken)
+    assert "a stopped" in pool.broken
 
 
 def test_an_abandoned_wait_holds_nothing(make):
     world = World()
     world.gate.clear()
-    residents = make(world)
-    future = residents.acquire(residents.find("a"))
-    eventually(lambda: residents.is_loading)
+    pool = make(world)
+    future = pool.acquire(pool.find("a"))
+    eventually(lambda: pool.is_loading)
     assert future.cancel()
     world.gate.set()
     eventually(lambda: World.loaded == ["a"])
-    assert residents.loaded()[0].users == 0
-    assert residents.unload("a").result(5) is True
+    assert pool.loaded()[0].users == 0
+    assert pool.unload("a").result(5) is True
 
 
 def test_closing_ends_what_waits_and_frees_what_is_loaded():
     world = World()
-    offers = [Offer(name, name) for name in NAMES]
-    residents = Residents(lambda: offers, world, world.machine)
-    lease(residents, "a")
+    models = [ServedModel(name, name) for name in NAMES]
+    pool = ModelPool(lambda: models, world, world.machine)
+    lease(pool, "a")
     world.gate.clear()
-    waits = residents.acquire(residents.find("b"))
-    eventually(lambda: residents.is_loading)
+    waits = pool.acquire(pool.find("b"))
+    eventually(lambda: pool.is_loading)
     threading.Timer(0.05, world.gate.set).start()
-    residents.close()
+    pool.close()
     assert World.loaded == []
     assert waits.done()
 
@@ -298,14 +299,14 @@ def test_random_requests_keep_the_rules(make, seed, monkeypatch):
 
     monkeypatch.setattr(module, "PATIENCE_S", 0.02)
     world = World(room=2)
-    residents = make(world, ttl_s=0.05)
+    pool = make(world, ttl_s=0.05)
     draw = random.Random(seed)
     plans = [[draw.choice(NAMES) for _ in range(15)] for _ in range(8)]
     wrong = []
 
     def work(names):
         for name in names:
-            held = lease(residents, name, 20)
+            held = lease(pool, name, 20)
             if held.llm.name != name or "close" in held.llm.log or len(World.loaded) > 2:
                 wrong.append(name)
             time.sleep(0.001)

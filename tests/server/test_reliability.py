@@ -20,7 +20,7 @@ import pytest
 
 from localllm import LLM
 from localllm.server import Service, ServiceOptions, sse
-from localllm.server.pool import Residents
+from localllm.server.pool import ModelPool
 
 from .conftest import CHAT, TEXT, ask, events, live_server, settled
 
@@ -35,11 +35,11 @@ def own_llm(tiny_path):
 @pytest.fixture
 def own(own_llm):
     """A server over it."""
-    residents = Residents.holding(own_llm, ("tiny",))
-    residents.offers()
-    with live_server(residents) as live:
+    pool = ModelPool.holding(own_llm, ("tiny",))
+    pool.models()
+    with live_server(pool) as live:
         yield live
-    residents.close()
+    pool.close()
 
 
 SCHEMA = {
@@ -106,9 +106,9 @@ def plain(whole):
 
 
 @pytest.fixture
-def roomy(roomy_residents):
+def roomy(roomy_pool):
     """With room for tools."""
-    service = Service(roomy_residents, ServiceOptions(parallel=8))
+    service = Service(roomy_pool, ServiceOptions(parallel=8))
     yield service
     service.close()
 
@@ -448,14 +448,14 @@ async def all_threads(service):
 
 
 @pytest.mark.parametrize("seconds", [2, pytest.param(600, marks=pytest.mark.slow)])
-def test_rel_01_soak(roomy_residents, roomy_llm, seconds, monkeypatch):
+def test_rel_01_soak(roomy_pool, roomy_llm, seconds, monkeypatch):
     """Sixteen clients, everything mixed: no error, no wrong answer, nothing left behind."""
     draw = random.Random(1)
     # pytest keeps every line that is logged: 150 bytes of each of 100,000 requests
     monkeypatch.setattr(logging.getLogger("localllm.access"), "disabled", True)
     monkeypatch.syspath_prepend(Path(__file__).parents[2])  # where the clients' process finds `soaked`
     made = ThreadPoolExecutor(1) if seconds < 60 else ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-    with live_server(roomy_residents, parallel=8, max_queue=64) as live, made as clients:
+    with live_server(roomy_pool, parallel=8, max_queue=64) as live, made as clients:
         known = []
         for _ in range(5):
             sent = random_request(draw) | {"temperature": 0}
@@ -628,9 +628,9 @@ async def test_pieces_nobody_reads_are_merged(service, tiny_llm):
     assert late.completions[0].logprobs == whole.completions[0].logprobs
 
 
-def test_a_service_of_its_own_leaves_no_threads(residents):
+def test_a_service_of_its_own_leaves_no_threads(pool):
     before = {t.name for t in threading.enumerate()}
-    service = Service(residents, ServiceOptions())
+    service = Service(pool, ServiceOptions())
     asyncio.run(service.in_thread(lambda: None))
     service.close()
     deadline = time.monotonic() + 5

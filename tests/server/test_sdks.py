@@ -32,8 +32,8 @@ ITS_TOOL = {"name": "Point", "input_schema": Point.model_json_schema()}
 
 
 @pytest.fixture(scope="module")
-def url(roomy_residents):
-    with live_server(roomy_residents) as live:
+def url(roomy_pool):
+    with live_server(roomy_pool) as live:
         yield live.url
 
 

@@ -191,7 +191,7 @@ def test_sec_04_a_key_too_large_for_any_header(live):
     assert status in (0, 400, 431)
 
 
-async def test_sec_06_management_needs_the_owner(make_client, residents):
+async def test_sec_06_management_needs_the_owner(make_client, pool):
     async with make_client(api_keys=("secret-key",), token="owner-token") as client:
         for method, path in (("GET", "/localllm/ps"), ("POST", "/localllm/unload"), ("POST", "/localllm/park")):
             key = await client.request(
@@ -403,7 +403,7 @@ async def test_a_full_queue_is_logged_once_a_second(make_service, make_client, c
         monkeypatch.setattr("localllm.server.exchange.REFUSALS_S", 0.0)
         assert (await client.post(CHAT, json=ask())).status_code == 429
         kept = []
-        monkeypatch.setattr(service.residents, "keep", lambda name, seconds: kept.append((name, seconds)))
+        monkeypatch.setattr(service.pool, "keep", lambda name, seconds: kept.append((name, seconds)))
         unloaded = await client.post("/api/generate", json={"model": "tiny", "keep_alive": 0})
         assert unloaded.json()["done_reason"] == "unload"  # what needs no place is not refused
         assert kept == [("tiny", 0.0)]

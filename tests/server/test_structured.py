@@ -32,8 +32,8 @@ def form(schema=SCHEMA, **more):
 
 
 @pytest.fixture
-def roomy(roomy_residents):
-    service = Service(roomy_residents, ServiceOptions(parallel=8))
+def roomy(roomy_pool):
+    service = Service(roomy_pool, ServiceOptions(parallel=8))
     yield service
     service.close()
 

@@ -53,7 +53,7 @@ def batch(
         exit_on_violation()
     values = {"ctx": ctx, "kv": kv, "dtype": dtype, "threads": threads}
     config = env.settings(params.engine_flags(values) | {"engine.max_parallel": parallel})
-    from localllm.cli.commands.serve import here, offered, residents_of
+    from localllm.cli.commands.serve import here, new_pool, offered
     from localllm.server import Service, ServiceOptions
     from localllm.server.openai.batch import BatchCounts, Output, check, run_batch
 
@@ -63,14 +63,14 @@ def batch(
     answers = Output(output, again=retry_failed)
     counts = BatchCounts(total=len(ids), skipped=sum(one in answers.answered for one in ids))
     progress = make_progress(env.console, env.options.progress or "auto", clean_line(source.name))
-    residents = residents_of(env, config, ctx, offers, (), None)
+    pool = new_pool(env, config, ctx, offers, (), None)
     options = ServiceOptions(config.engine.max_parallel, 4 * config.engine.max_parallel, default)
 
     def show(now: BatchCounts) -> None:
         progress.update(Phase("batch", now.skipped + now.done, now.total))
 
     async def run() -> None:
-        service = Service(residents, options)
+        service = Service(pool, options)
         ticking = asyncio.ensure_future(_tick(progress.tick))
         try:
             await run_batch(service, source, answers, counts, show)
@@ -87,7 +87,7 @@ def batch(
     finally:
         progress.close()
         answers.close()
-        residents.close()
+        pool.close()
     _report(env, counts, output)
     return LocalLLMError.exit_code if counts.failed else 0
 

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from localllm.llm.llm import LLM
     from localllm.processes import Record
     from localllm.request import Phase
-    from localllm.server.pool import Offer, Residents
+    from localllm.server.pool import ModelPool
+    from localllm.server.served_model import ServedModel
     from localllm.server.service import Service
 
 MIN_KEY = 8
@@ -115,10 +116,10 @@ def serve(
     stays = bool(models) and ttl is None  # a model that was named stays unless a time was given
     pinned = named if stays else tuple(choice.shown for choice in choices[len(models or ()) :])
     life = _Life(env, options, token, prefixes)
-    residents = residents_of(env, config, ctx, offers, pinned, life)
+    pool = new_pool(env, config, ctx, offers, pinned, life)
     access = _log_requests(env)
     try:
-        freed = server.serve(residents, options, life)
+        freed = server.serve(pool, options, life)
     except ServerError as error:
         if unix:
             raise
@@ -189,17 +190,18 @@ def offered(
     return default, lambda: sorted(local_offers(), key=lambda offer: offer.name != default)
 
 
-def residents_of(
+def new_pool(
     env: Env, config: UserConfig, ctx: str | None, offers: Any, pinned: tuple[str, ...], life: _Life | None
-) -> Residents:
+) -> ModelPool:
     """What loads these models when they are asked for, with the options of the command."""
     from localllm.cli.offers import HubLoader
     from localllm.device import machine
-    from localllm.server.pool import ResidentOptions, Residents
+    from localllm.server.pool import ModelPool
+    from localllm.server.served_model import PoolOptions
 
     on_phase, on_loaded = (life.on_phase, life.on_loaded) if life is not None else (None, None)
-    options = ResidentOptions(config.engine.ttl_s or None, pinned, on_phase, on_loaded)
-    return Residents(offers, HubLoader(llm_options(env, config, ctx)), machine, options)
+    options = PoolOptions(config.engine.ttl_s or None, pinned, on_phase, on_loaded)
+    return ModelPool(offers, HubLoader(llm_options(env, config, ctx)), machine, options)
 
 
 def _log_requests(env: Env) -> logging.Handler:
@@ -248,7 +250,7 @@ class _Life:
         """In the loading thread."""
         self._phases.append((model, phase))
 
-    def on_loaded(self, offer: Offer, llm: LLM) -> None:
+    def on_loaded(self, offer: ServedModel, llm: LLM) -> None:
         """In the loading thread: pin the pages of system prompts; what grammars need, before anybody waits for it."""
         from localllm.server.prefixes import pin_system_prompts
 
@@ -277,11 +279,11 @@ class _Life:
         self._service = service
         console = self._console
         if not self._options.preload:
-            names = [clean_line(offer.name) for offer in service.residents.offers()]
+            names = [clean_line(offer.name) for offer in service.pool.models()]
             console.say(f"  {len(names)} models, loaded on demand: {', '.join(names[:6])}{' …' if names[6:] else ''}")
             return
         console.say(f"localllm {__version__}")
-        for row in service.residents.loaded():
+        for row in service.pool.loaded():
             if row.llm is not None:
                 plan = row.llm.plan
                 console.say(
@@ -291,7 +293,7 @@ class _Life:
                 console.say(f"  {clean_line(row.llm.run_summary)}")
                 for warning in row.llm.state().warnings:
                     console.warn(warning)
-        offer = service.residents.offers()[0]
+        offer = service.pool.models()[0]
         ids = ", ".join(clean_line(name) for name in (offer.name, *offer.aliases))
         if not url.startswith("http"):
             console.say(f"  OpenAI  curl --unix-socket {url.removeprefix('unix:')} http://localhost/v1/models")
@@ -316,7 +318,7 @@ class _Life:
         if self._progress is not None:
             self._progress.tick()
         if self._record is not None and self._service is not None:
-            self._record.update(tuple(row.name for row in self._service.residents.loaded()))
+            self._record.update(tuple(row.name for row in self._service.pool.loaded()))
 
     def draining(self, running: int, again: bool) -> None:
         """A signal came."""

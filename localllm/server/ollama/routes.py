@@ -33,8 +33,8 @@ from localllm.server.ollama.schemas import (
 from localllm.server.openai.completions import open_completion, split_prompts
 from localllm.server.openai.embeddings import pooled_texts, unit
 from localllm.server.other.schemas import MAX_TEXTS
-from localllm.server.pool import Offer
 from localllm.server.sampling import check_fields
+from localllm.server.served_model import ServedModel
 from localllm.server.service import Service
 from localllm.server.sse import Opened, first_or_stream, line, line_stream
 from localllm.server.turns import AsyncTurn, unless_left
@@ -62,7 +62,7 @@ async def generate(request: Request) -> Response:
         async def opening(service: Service) -> tuple[AsyncTurn, str]:
             with renaming(renamed):
                 place = await open_completion(service, request, text, [body.prompt])
-            return place.turns[0], place.offer.name
+            return place.turns[0], place.model.name
 
         return await _answer(request, body, opening, _generate_fields)
     asked = generate_of(body)
@@ -102,7 +102,7 @@ async def _answer(request: Request, body: Any, opening: Callable[[Service], Any]
     async def opened() -> tuple[AsyncTurn, str]:
         turn, model = await opening(service)
         if keep != "default":
-            service.residents.keep(model, keep)
+            service.pool.keep(model, keep)
         return turn, model
 
     async def open_stream() -> Opened:
@@ -172,13 +172,13 @@ async def _load_or_unload(request: Request, body: Any, empty: dict[str, Any]) ->
     """A request without anything to answer loads the model, or with keep_alive 0 unloads it."""
     service: Service = request.app.state.service
     keep = keep_alive_s(body.keep_alive)
-    offer = await service.find(body.model)
+    model = await service.find(body.model)
     if keep == 0:
-        service.residents.keep(offer.name, 0.0)
+        service.pool.keep(model.name, 0.0)
         return JSONResponse(_head(body.model) | empty | {"done": True, "done_reason": "unload"})
     async with unless_left(request), service.place(request, body.model):
         if keep != "default":
-            service.residents.keep(offer.name, keep)
+            service.pool.keep(model.name, keep)
     return JSONResponse(_head(body.model) | empty | {"done": True, "done_reason": "load"})
 
 
@@ -203,22 +203,22 @@ async def embed(request: Request) -> Response:
 async def tags(request: Request) -> Response:
     """The models on this machine."""
     service: Service = request.app.state.service
-    return JSONResponse({"models": [_tag(offer) for offer in await service.offers()]})
+    return JSONResponse({"models": [_tag(model) for model in await service.models()]})
 
 
 async def running(request: Request) -> Response:
     """The models in memory."""
     service: Service = request.app.state.service
     rows = []
-    for row in service.residents.loaded():
-        offer = service.residents.known(row.name)
-        if offer is None or row.llm is None:
+    for row in service.pool.loaded():
+        model = service.pool.known(row.name)
+        if model is None or row.llm is None:
             continue
         expires = time.time() + row.expires_in_s if row.expires_in_s is not None else time.time() + 10 * 365 * 86400
         size = row.llm.resident_bytes
         on_gpu = size if row.llm.plan.device != "cpu" and row.llm.is_awake else 0
         rows.append(
-            _tag(offer)
+            _tag(model)
             | {"size": size, "size_vram": on_gpu, "expires_at": _iso(expires), "context_length": row.llm.plan.ctx}
         )
     return JSONResponse({"models": rows})
@@ -228,18 +228,18 @@ async def show(request: Request) -> Response:
     """What a model is."""
     service: Service = request.app.state.service
     body = await read_body(request, ShowRequest)
-    offer = await service.find(body.model or body.name)
-    arch = offer.architecture
-    llm = next((r.llm for r in service.residents.loaded() if r.name == offer.name and r.llm is not None), None)
+    model = await service.find(body.model or body.name)
+    arch = model.architecture
+    llm = service.pool.llm_of(model.name)
     return JSONResponse(
         {
             "modelfile": "", "parameters": "", "template": (llm.tokenizer.chat_template or "") if llm else "",
-            "license": offer.licence, "details": _details(offer), "modified_at": _iso(offer.modified),
+            "license": model.licence, "details": _details(model), "modified_at": _iso(model.modified),
             "model_info": {
-                "general.architecture": arch, "general.parameter_count": offer.params,
-                f"{arch}.context_length": offer.max_context,
+                "general.architecture": arch, "general.parameter_count": model.params,
+                f"{arch}.context_length": model.max_context,
             },
-            "capabilities": ["completion", "embedding", *(["tools"] if offer.chat else [])],
+            "capabilities": ["completion", "embedding", *(["tools"] if model.chat else [])],
         }
     )  # fmt: skip
 
@@ -249,19 +249,19 @@ async def api_version(request: Request) -> Response:
     return JSONResponse({"version": __version__})
 
 
-def _tag(offer: Offer) -> dict[str, Any]:
+def _tag(model: ServedModel) -> dict[str, Any]:
     return {
-        "name": offer.name, "model": offer.name, "modified_at": _iso(offer.modified), "size": offer.size_bytes,
-        "digest": hashlib.sha256(f"{offer.name}:{offer.size_bytes}".encode()).hexdigest(), "details": _details(offer),
+        "name": model.name, "model": model.name, "modified_at": _iso(model.modified), "size": model.size_bytes,
+        "digest": hashlib.sha256(f"{model.name}:{model.size_bytes}".encode()).hexdigest(), "details": _details(model),
     }  # fmt: skip
 
 
-def _details(offer: Offer) -> dict[str, Any]:
-    unit, letter = next((u, c) for u, c in ((1e9, "B"), (1e6, "M"), (1e3, "K"), (1, "")) if offer.params >= u or u == 1)
+def _details(model: ServedModel) -> dict[str, Any]:
+    unit, letter = next((u, c) for u, c in ((1e9, "B"), (1e6, "M"), (1e3, "K"), (1, "")) if model.params >= u or u == 1)
     return {
-        "parent_model": "", "format": offer.container, "family": offer.architecture, "families": [offer.architecture],
-        "parameter_size": f"{offer.params / unit:.{1 if letter == 'B' else 0}f}{letter}",
-        "quantization_level": offer.quant,
+        "parent_model": "", "format": model.container, "family": model.architecture, "families": [model.architecture],
+        "parameter_size": f"{model.params / unit:.{1 if letter == 'B' else 0}f}{letter}",
+        "quantization_level": model.quant,
     }  # fmt: skip
 
 

@@ -121,7 +121,7 @@ class Shape:
         self._logprobs = body.logprobs is not None
         self._generates = body.max_tokens != 0
         self.head = {
-            "id": new_id("cmpl"), "object": "text_completion", "created": int(time.time()), "model": place.offer.name,
+            "id": new_id("cmpl"), "object": "text_completion", "created": int(time.time()), "model": place.model.name,
         }  # fmt: skip
 
     def whole(self, answers: list[RequestOutput]) -> dict[str, Any]:

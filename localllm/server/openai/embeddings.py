@@ -50,7 +50,7 @@ async def embeddings(request: Request) -> Response:
             shown = base64.b64encode(short.astype("<f4").tobytes()).decode()
         data.append({"object": "embedding", "index": index, "embedding": shown})
     return JSONResponse(
-        {"object": "list", "data": data, "model": place.offer.name, "pooling": pooling, "usage": _usage(num_tokens)}
+        {"object": "list", "data": data, "model": place.model.name, "pooling": pooling, "usage": _usage(num_tokens)}
     )
 
 
@@ -70,7 +70,7 @@ async def score(request: Request) -> Response:
     data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)]
     return JSONResponse(
         {
-            "id": new_id("score"), "object": "list", "created": service.created, "model": place.offer.name,
+            "id": new_id("score"), "object": "list", "created": service.created, "model": place.model.name,
             "data": data, "method": METHOD, "pooling": body.pooling or "mean", "usage": _usage(num_tokens),
         }
     )  # fmt: skip
@@ -95,7 +95,7 @@ async def rerank(request: Request) -> Response:
         results.append(row)
     return JSONResponse(
         {
-            "id": new_id("rerank"), "model": place.offer.name, "results": results, "method": METHOD,
+            "id": new_id("rerank"), "model": place.model.name, "results": results, "method": METHOD,
             "pooling": body.pooling or "mean", "usage": _usage(num_tokens),
         }
     )  # fmt: skip
@@ -138,7 +138,7 @@ async def pooled_texts(
 async def _pooled(service: Service, place: Place, ids: list[int], pooling: Pooling, asking: asyncio.Lock) -> np.ndarray:
     loop = asyncio.get_running_loop()
     result: asyncio.Future[np.ndarray] = loop.create_future()
-    meter = service.metrics.turn(place.offer.name, SamplingParams(), place.asked)
+    meter = service.metrics.turn(place.model.name, SamplingParams(), place.asked)
 
     def on_event(event: TokenEvent) -> None:
         """In the engine's thread."""

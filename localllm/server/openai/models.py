@@ -7,15 +7,15 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from localllm.server.pool import Offer
+from localllm.server.served_model import ServedModel
 from localllm.server.service import Service
 
 
 async def models(request: Request) -> Response:
     """Every model, and its aliases."""
     service: Service = request.app.state.service
-    offers = await service.offers()
-    return JSONResponse({"object": "list", "data": [_json(service, o, name) for o in offers for name in ids(o)]})
+    data = [_json(service, model, name) for model in await service.models() for name in model.ids]
+    return JSONResponse({"object": "list", "data": data})
 
 
 async def model(request: Request) -> Response:
@@ -25,20 +25,15 @@ async def model(request: Request) -> Response:
     return JSONResponse(_json(service, await service.find(name), name))
 
 
-def ids(offer: Offer) -> tuple[str, ...]:
-    """What a client may call it."""
-    return offer.name, *offer.aliases
-
-
-def _json(service: Service, offer: Offer, name: str) -> dict[str, Any]:
-    loaded = next((r.llm for r in service.residents.loaded() if r.name == offer.name and r.llm is not None), None)
+def _json(service: Service, model: ServedModel, name: str) -> dict[str, Any]:
+    llm = service.pool.llm_of(model.name)
     return {
         "id": name,
         "object": "model",
-        "created": int(offer.modified) or service.created,
+        "created": int(model.modified) or service.created,
         "owned_by": "localllm",
-        "root": offer.name,
+        "root": model.name,
         "parent": None,
-        "max_model_len": loaded.plan.ctx if loaded is not None else offer.max_context or None,
-        "meta": {"n_params": offer.params, "size": offer.size_bytes, "n_ctx_train": offer.max_context},
+        "max_model_len": llm.plan.ctx if llm is not None else model.max_context or None,
+        "meta": {"n_params": model.params, "size": model.size_bytes, "n_ctx_train": model.max_context},
     }

@@ -28,14 +28,14 @@ async def processes(request: Request) -> Response:
     service: Service = request.app.state.service
     _check_owner(request)
     rows = []
-    for row in service.residents.loaded():
+    for row in service.pool.loaded():
         facts: dict[str, Any] = {
             "model": row.name, "state": str(row.state), "pinned": row.pinned, "users": row.users,
             "up_s": max(0.0, time.time() - row.loaded_at) if row.loaded_at else 0.0, "expires_in_s": row.expires_in_s,
         }  # fmt: skip
         llm = row.llm
         if llm is not None:
-            plan, queue = llm.plan, service.admissions().get(row.name)
+            plan, queue = llm.plan, service.queues.get(row.name)
             facts |= {
                 "device": plan.device, "ctx": plan.ctx, "parallel": plan.max_parallel, "bytes": llm.resident_bytes,
                 "waiting": queue.num_waiting if queue else 0,
@@ -61,9 +61,9 @@ async def _wish(request: Request, what: str) -> Response:
     service: Service = request.app.state.service
     _check_owner(request)
     body = await read_body(request, ModelRequest)
-    offer = await service.find(body.model)
-    future = service.residents.unload(offer.name) if what == "unload" else service.residents.park(offer.name)
-    return JSONResponse({"model": offer.name, "done": await asyncio.wrap_future(future)})
+    model = await service.find(body.model)
+    future = service.pool.unload(model.name) if what == "unload" else service.pool.sleep(model.name)
+    return JSONResponse({"model": model.name, "done": await asyncio.wrap_future(future)})
 
 
 def _check_owner(request: Request) -> None:

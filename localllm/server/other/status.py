@@ -29,9 +29,8 @@ async def health(request: Request) -> Response:
     answer: dict[str, Any] = {"status": "ok"}
     if "details" in request.query_params and request.app.state.tells_details:
         answer["models"] = [
-            {"model": row.name, "truth_line": row.llm.run_summary, "warnings": row.llm.state().warnings}
-            for row in service.residents.loaded()
-            if row.llm is not None and row.llm.is_awake
+            {"model": name, "truth_line": llm.run_summary, "warnings": llm.state().warnings}
+            for name, llm in service.pool.awake()
         ]
     return JSONResponse(answer)
 

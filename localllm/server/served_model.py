@@ -1,0 +1,197 @@
+"""What the pool keeps: the models that may be asked for, how they are loaded, and where each of them stands."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from localllm.errors import LocalLLMError
+from localllm.request import Phase
+
+if TYPE_CHECKING:
+    from localllm.device import MachineFacts
+    from localllm.llm.llm import LLM
+
+MAX_TTL_S = 10 * 365 * 86_400
+"""a model that may stay as long as this stays; no wait is longer, which the system's would refuse"""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model that may be asked for.
+
+    name       the id clients use
+    source     what the loader is given
+    modified   seconds since the epoch
+    container  what the files are: gguf | safetensors
+    """
+
+    name: str
+    source: str
+    aliases: tuple[str, ...] = ()
+    size_bytes: int = 0
+    params: int = 0
+    quant: str = ""
+    architecture: str = ""
+    max_context: int = 0
+    chat: bool = True
+    licence: str = ""
+    modified: float = 0.0
+    container: str = "safetensors"
+
+    @classmethod
+    def of(cls, llm: LLM, names: Sequence[str]) -> ServedModel:
+        """What a loaded model is; `names[0]` is its id, the others are aliases."""
+        facts = llm.facts
+        return cls(
+            names[0], str(llm.path), tuple(names[1:]), facts.weight_bytes, facts.num_params, facts.stored_format,
+            facts.architecture, facts.max_context, llm.has_chat_template, facts.licence, llm.path.stat().st_mtime,
+            container_of(llm.path),
+        )  # fmt: skip
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """What a client may call it."""
+        return self.name, *self.aliases
+
+
+def container_of(path: Path) -> str:
+    """What a model's files are: gguf or safetensors."""
+    if path.is_dir():
+        return "safetensors" if any(path.glob("*.safetensors")) or not any(path.glob("*.gguf")) else "gguf"
+    return "gguf" if path.suffix == ".gguf" else "safetensors"
+
+
+class State(StrEnum):
+    """Where a model stands."""
+
+    ABSENT = "absent"
+    LOADING = "loading"
+    READY = "ready"
+    ASLEEP = "parked"  # weights in host memory, no pages
+    ENDING = "ending"
+
+
+class Fit(Protocol):
+    """What the pool needs of a plan (`plan.planner.Plan`)."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the model can run so"""
+        ...
+
+    @property
+    def ctx(self) -> int:
+        """Tokens of its window"""
+        ...
+
+    def error(self, name: str) -> LocalLLMError:
+        """Why it does not fit"""
+        ...
+
+
+class Loader(Protocol):
+    """How models are planned and loaded; handed in by who knows the options."""
+
+    def plan(self, model: ServedModel, machine: MachineFacts) -> Fit:
+        """What would run, given these facts"""
+        ...
+
+    def load(
+        self, model: ServedModel, machine: MachineFacts, on_phase: Callable[[Phase], None], cancel: threading.Event
+    ) -> LLM:
+        """The loaded model"""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PoolOptions:
+    """How long models stay.
+
+    ttl_s      an unused model is unloaded after this time; None never
+    pinned     models that stay, by name
+    on_phase   told of every phase of a load, in the loading thread
+    on_loaded  called in the loading thread before the first request is let in
+    """
+
+    ttl_s: float | None = 1800.0
+    pinned: tuple[str, ...] = ()
+    on_phase: Callable[[str, Phase], None] | None = None
+    on_loaded: Callable[[ServedModel, LLM], None] | None = None
+
+
+@dataclass(slots=True)
+class PoolEntry:
+    """A model somebody asked for, as the pool keeps it: changed under the pool's lock only.
+
+    users         leases that are held
+    loaded_at     on the wall clock
+    last_used     on the monotonic clock, like `restarted_at`
+    broken        why its engine is not started again; "" while it is well
+    commands      what a person asked for, done when nobody uses the model
+    """
+
+    model: ServedModel
+    pinned: bool
+    state: State = State.ABSENT
+    llm: LLM | None = None
+    users: int = 0
+    ttl_s: float | None = None
+    loaded_at: float = 0.0
+    last_used: float = 0.0
+    restarted_at: float | None = None
+    broken: str = ""
+    commands: list[tuple[Callable[[PoolEntry], None], Future[bool]]] = field(default_factory=list)
+
+    @property
+    def expiry(self) -> float | None:
+        """When it is unloaded, on the monotonic clock, if nobody asks; None: it stays."""
+        if self.pinned or self.ttl_s is None or self.users or self.llm is None:
+            return None
+        return self.last_used + self.ttl_s if self.ttl_s < MAX_TTL_S else None
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRow:
+    """A row of `localllm ps`.
+
+    expires_in_s  seconds until it is unloaded if nobody asks; None: it stays
+    """
+
+    name: str
+    state: State
+    pinned: bool
+    users: int
+    loaded_at: float
+    expires_in_s: float | None
+    llm: LLM | None
+
+
+def without_promised(machine: MachineFacts, loaded: Iterable[PoolEntry]) -> MachineFacts:
+    """The facts without what loaded models on the CPU have promised to themselves and not touched yet."""
+    promised = 0
+    for entry in loaded:
+        if entry.llm is not None and entry.state is State.READY and entry.llm.plan.device == "cpu":
+            stats = entry.llm.stats()
+            promised += entry.llm.plan.kv_bytes * stats.pages_free // max(1, stats.pages_total)
+    return replace(machine, ram_available_bytes=max(0, machine.ram_available_bytes - promised))
+
+
+def with_freed(machine: MachineFacts, freed: Iterable[PoolEntry]) -> MachineFacts:
+    """The facts if these models were unloaded."""
+    ram, gpus = machine.ram_available_bytes, list(machine.gpus)
+    for entry in freed:
+        assert entry.llm is not None
+        plan = entry.llm.plan
+        if plan.device == "cpu" or entry.state is State.ASLEEP:
+            ram += plan.weight_bytes + (plan.kv_bytes if entry.state is State.READY else 0)
+        else:
+            index = int(plan.device.partition(":")[2] or 0)
+            free = gpus[index].free_bytes + plan.weight_bytes + plan.kv_bytes
+            gpus[index] = replace(gpus[index], free_bytes=free)
+    return replace(machine, ram_available_bytes=min(ram, machine.ram_total_bytes), gpus=tuple(gpus))
