@@ -14,7 +14,7 @@ from localllm.server.errors import ApiError
 from .conftest import CHAT, ask, live_server, settled
 
 
-async def grant_order(desk, tickets):
+async def grant_order(queue, tickets):
     """The order in which waiting tickets get their turn, one place at a time."""
     order = []
 
@@ -25,24 +25,24 @@ async def grant_order(desk, tickets):
         ticket.release()
 
     await asyncio.gather(*[wait(name, ticket) for name, ticket in tickets])
-    assert desk.num_reserved == desk.num_running == desk.num_waiting == 0
+    assert queue.num_reserved == queue.num_running == queue.num_waiting == 0
     return order
 
 
-async def blocked(desk):
-    """A desk whose one place is taken until the returned ticket is released."""
-    first = desk.reserve("somebody")
+async def blocked(queue):
+    """A queue whose one place is taken until the returned ticket is released."""
+    first = queue.reserve("somebody")
     await first.granted()
     return first
 
 
-async def waiting(desk, *asked):
+async def waiting(queue, *asked):
     """Tickets for (client, options), waiting behind a running one; their order once that is over."""
-    first = await blocked(desk)
-    tickets = [(f"{client}{i}", desk.reserve(client, **options)) for i, (client, options) in enumerate(asked)]
-    task = asyncio.ensure_future(grant_order(desk, tickets))
+    first = await blocked(queue)
+    tickets = [(f"{client}{i}", queue.reserve(client, **options)) for i, (client, options) in enumerate(asked)]
+    task = asyncio.ensure_future(grant_order(queue, tickets))
     await asyncio.sleep(0.01)
-    assert desk.num_waiting == len(asked)
+    assert queue.num_waiting == len(asked)
     first.release()
     return await task
 
@@ -68,34 +68,34 @@ async def test_of_one_client_the_nearest_deadline_goes_first():
 
 
 async def test_a_deadline_that_passes_while_waiting_is_refused():
-    desk = Admission(1, 9, 0)
-    first = await blocked(desk)
-    late = desk.reserve("a", deadline=time.monotonic() + 0.02)
+    queue = Admission(1, 9, 0)
+    first = await blocked(queue)
+    late = queue.reserve("a", deadline=time.monotonic() + 0.02)
     with pytest.raises(ApiError) as caught:
         await late.granted()
     late.release()
     assert (caught.value.status, caught.value.code) == (503, "deadline_exceeded")
     first.release()
-    assert desk.num_reserved == desk.num_waiting == 0
+    assert queue.num_reserved == queue.num_waiting == 0
 
 
 async def test_a_full_house_is_refused_at_once():
-    desk = Admission(2, 3)
-    tickets = [desk.reserve("a") for _ in range(5)]
+    queue = Admission(2, 3)
+    tickets = [queue.reserve("a") for _ in range(5)]
     with pytest.raises(ApiError) as caught:
-        desk.reserve("b")
+        queue.reserve("b")
     assert (caught.value.status, caught.value.code) == (429, "queue_full") and 1 <= caught.value.retry_after <= 5
     tickets[0].release()
     tickets[0].release()
-    desk.reserve("b")
+    queue.reserve("b")
     with pytest.raises(ApiError):
-        desk.reserve("b")
+        queue.reserve("b")
 
 
 async def test_a_cancelled_wait_gives_its_place_to_the_next():
-    desk = Admission(1, 9, 0)
-    first = await blocked(desk)
-    tickets = [desk.reserve("a") for _ in range(2)]
+    queue = Admission(1, 9, 0)
+    first = await blocked(queue)
+    tickets = [queue.reserve("a") for _ in range(2)]
     waits = [asyncio.ensure_future(t.granted()) for t in tickets]
     await asyncio.sleep(0)
     waits[0].cancel()
@@ -106,10 +106,10 @@ async def test_a_cancelled_wait_gives_its_place_to_the_next():
 
 
 async def test_costs_count_and_a_large_one_is_not_starved():
-    desk = Admission(4, 9, 0)
-    many = desk.reserve("a", cost=16)
+    queue = Admission(4, 9, 0)
+    many = queue.reserve("a", cost=16)
     await many.granted()
-    small = desk.reserve("b")
+    small = queue.reserve("b")
     wait = asyncio.ensure_future(small.granted())
     await asyncio.sleep(0)
     assert not wait.done()
@@ -119,17 +119,17 @@ async def test_costs_count_and_a_large_one_is_not_starved():
 
 async def test_the_parts_of_a_request_wait_one_by_one():
     """They hold one place together; another client goes between them."""
-    desk = Admission(1, 0, 0)
-    request = desk.reserve("many")
+    queue = Admission(1, 0, 0)
+    request = queue.reserve("many")
     with pytest.raises(ApiError):
-        desk.reserve("b")
+        queue.reserve("b")
     first, second = request.part(), request.part()
     await first.granted()
     wait = asyncio.ensure_future(second.granted())
     await asyncio.sleep(0)
-    assert (desk.num_reserved, desk.num_running, desk.num_waiting) == (1, 1, 1)
-    desk.max_queue = 1
-    other = desk.reserve("b")
+    assert (queue.num_reserved, queue.num_running, queue.num_waiting) == (1, 1, 1)
+    queue.max_queue = 1
+    other = queue.reserve("b")
     other_wait = asyncio.ensure_future(other.granted())
     await asyncio.sleep(0)
     first.release()
@@ -139,7 +139,7 @@ async def test_the_parts_of_a_request_wait_one_by_one():
     await wait
     second.release()
     request.release()
-    assert desk.num_reserved == desk.num_running == desk.num_waiting == 0
+    assert queue.num_reserved == queue.num_running == queue.num_waiting == 0
 
 
 @pytest.mark.parametrize(

@@ -96,10 +96,10 @@ async def aborted_at(service, wanted, **fields):
 
 
 async def queued(service, number):
-    desk = service.admission("tiny")
-    blocks = desk.reserve("others", cost=desk.parallel + desk.ahead)
+    queue = service.admission("tiny")
+    blocks = queue.reserve("others", cost=queue.parallel + queue.ahead)
     await blocks.granted()
-    await cancelled_when(service, lambda: desk.num_waiting)
+    await cancelled_when(service, lambda: queue.num_waiting)
     blocks.release()
 
 
