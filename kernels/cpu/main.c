@@ -6,6 +6,7 @@
 #include "pack.h"
 #include "activations.h"
 #include "matmul.h"
+#include "amx_check.h"
 #include "attention.h"
 #include "ops.h"
 #include "select.h"

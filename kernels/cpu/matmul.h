@@ -92,20 +92,6 @@ static int linear_into(const ll_weight *w, const float *x, int64_t m, const floa
     return linear_parts(&op, x, m, NULL, out);
 }
 
-#include "matmul_amx.h"
-
-/* Lets products of many rows use AMX tiles, after checking that they may and that they agree. Returns whether they do. */
-int64_t ll_amx(void)
-{
-    int64_t on = 0;
-#if LL_AMX
-    pthread_mutex_lock(&pool.lock);
-    amx_on = on = amx_allowed() && amx_agrees(CODE_8, 32) && amx_agrees(CODE_4, 32) && amx_agrees(CODE_6, 16);
-    pthread_mutex_unlock(&pool.lock);
-#endif
-    return on;
-}
-
 int64_t ll_linear(const ll_weight *w, const float *x, int64_t m, const float *bias, float *out, int64_t exact)
 {
     pthread_mutex_lock(&pool.lock);

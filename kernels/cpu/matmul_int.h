@@ -2,6 +2,7 @@
 #ifndef LL_MATMUL_INT_H
 #define LL_MATMUL_INT_H
 
+#include "matmul_amx.h"
 #include "product.h"
 
 /* ---- integer codes, integer activations, few rows of x ---- */
@@ -65,18 +66,6 @@ INLINE void tile_few(const product *p, int64_t tile, int64_t row, const int rows
 /* ---- the same for many rows: codes unpacked once, shared by ROWS rows ---- */
 
 #define ROWS (VW == 8 ? 4 : 6)
-#define QUADS (MANY_PAIRS ? 2 : 1)    /* vectors that an unpacked quad takes: 16-bit pairs without the offset, or bytes */
-#define WIDE_BLOCK (QUADS * 8 * PLANE) /* bytes of an unpacked block: [quads][32 lanes] */
-
-typedef struct {
-    const uint8_t *codes;        /* unpacked */
-    const float *scale, *min;
-    int64_t count;               /* blocks in the chunk */
-    const uint8_t *x;            /* the first row's first block of the chunk */
-    const xblock *meta;
-    int64_t blocks;              /* between rows of x */
-    float *part;                 /* [rows][32] sums so far */
-} chunk;
 
 INLINE void chunk_int(const chunk *k, int64_t row, const int rows, const int halves, const int has_min)
 {
@@ -177,16 +166,6 @@ static void widen_chunk(const ll_weight *w, const uint8_t *codes, int64_t count,
     default: widen_as(codes, count, CODE_8, table, zero, to); break;
     }
 }
-
-/* Rows computed with AMX tiles, from the first on; 0 where there are none. */
-static int64_t chunk_amx_rows(const chunk *k, int64_t rows, int halves, int has_min);
-#if !LL_AMX
-static int64_t chunk_amx_rows(const chunk *k, int64_t rows, int halves, int has_min)
-{
-    (void)k, (void)rows, (void)halves, (void)has_min;
-    return 0;
-}
-#endif
 
 /* part [rows][32] = sums of rows row.. of x against a tile */
 static void tile_sums(const product *p, int64_t tile, int64_t row, int64_t rows, float *part)

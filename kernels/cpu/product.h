@@ -35,6 +35,20 @@ typedef struct {
     int gelu;       /* of a gated product */
 } product;
 
+/* Some blocks of a tile, unpacked once for many rows of x. */
+#define QUADS (MANY_PAIRS ? 2 : 1)    /* vectors that an unpacked quad takes: 16-bit pairs without the offset, or bytes */
+#define WIDE_BLOCK (QUADS * 8 * PLANE) /* bytes of an unpacked block: [quads][32 lanes] */
+
+typedef struct {
+    const uint8_t *codes;        /* unpacked */
+    const float *scale, *min;
+    int64_t count;               /* blocks in the chunk */
+    const uint8_t *x;            /* the first row's first block of the chunk */
+    const xblock *meta;
+    int64_t blocks;              /* between rows of x */
+    float *part;                 /* [rows][32] sums so far */
+} chunk;
+
 /* A row's sums of a tile times row_scale, plus bias and residual. */
 INLINE void finish_tile(const product *p, int64_t tile, int64_t row, const float *sums, float *out)
 {
