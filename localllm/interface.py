@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from localllm.request import Message, Phase, SamplingParams, Timing, Usage
+from localllm.request import LoadProgress, Message, SamplingParams, Timing, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Failed:
     """the values, for the JSON twin"""
 
 
-ChatEvent = Phase | Prefill | Delta | Done | Failed
+ChatEvent = LoadProgress | Prefill | Delta | Done | Failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class ChatBackend(Protocol):
     """All an interface knows of the engine. In process, or over HTTP; nothing here blocks."""
 
     def start(self, model: str | None, changes: Mapping[str, Any] | None = None) -> None:
-        """Begin loading; returns at once, phases arrive as events, `Phase("ready")` ends them.
+        """Begin loading; returns at once, phases arrive as events, `LoadProgress("ready")` ends them.
 
         A second start replaces the first model. `changes` are settings that differ from now on: ctx, kv.
         """

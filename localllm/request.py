@@ -5,7 +5,7 @@ The engine takes a `Request` and publishes `TokenEvent`s.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, Protocol, TypedDict
@@ -181,7 +181,7 @@ class TokenMask(Protocol):
         """Advance past one id. Raises ConstraintUnmet for one that was not allowed."""
         ...
 
-    def forced(self, last: int | None = None) -> list[int]:
+    def jump_forward(self, last: int | None = None) -> list[int]:
         """Ids that must come next, in the spelling that the tokenizer would choose; none where there is a choice.
 
         last  the id accepted just now: the ids begin with it, or with others of the same text that take its place,
@@ -258,7 +258,7 @@ class TokenEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class LoadProgress:
     """Something slow before the model is ready: resolve, download, import, weights, kv, compile, warmup; then ready."""
 
     name: str
@@ -270,3 +270,6 @@ class Phase:
     """per second, in the unit of done"""
     eta_s: float | None = None
     file: str = ""
+
+
+OnProgress = Callable[[LoadProgress], None]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from localllm.errors import Aborted, InternalError, LocalLLMError
 from localllm.interface import ChatEvent, Check, Delta, Done, Facts, Failed, ModelChoice, Prefill
 from localllm.llm.outputs import OutputDelta, ResponseStream
-from localllm.request import Constraint, FinishReason, Message, Phase, SamplingParams, Timing, Usage
+from localllm.request import Constraint, FinishReason, LoadProgress, Message, SamplingParams, Timing, Usage
 
 if TYPE_CHECKING:
     from localllm.llm.llm import LLM
@@ -229,12 +229,12 @@ class InProcessBackend:
         from localllm.llm.llm import LLM
 
         name = model or default_model()
-        held: list[Phase] = []  # "ready" is told when facts() knows the model, not before
+        held: list[LoadProgress] = []  # "ready" is told when facts() knows the model, not before
 
-        def on_phase(phase: Phase) -> None:
+        def on_progress(phase: LoadProgress) -> None:
             (held if phase.name == "ready" else self._events).append(phase)
 
-        self._llm = LLM(name, on_phase=on_phase, cancel=stop, **self._options)
+        self._llm = LLM(name, on_progress=on_progress, cancel=stop, **self._options)
         gc.freeze()  # torch and the model's facts stay: looking through them stops every thread for 75 ms at a time
         hub.remember_model(name)
         self._events.extend(held)

@@ -20,7 +20,7 @@ from typing import Any
 
 from localllm.errors import LocalLLMError, ServerError
 from localllm.interface import ChatEvent, Check, Delta, Done, Facts, Failed, ModelChoice, Prefill
-from localllm.request import FinishReason, Message, Phase, SamplingParams, Timing, Usage
+from localllm.request import FinishReason, LoadProgress, Message, SamplingParams, Timing, Usage
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ class RemoteBackend:
     def _start(self, model: str) -> None:
         import httpx
 
-        self._events.append(Phase("resolve", detail=self.url))
+        self._events.append(LoadProgress("resolve", detail=self.url))
         try:
             with self._client() as client:
                 found = client.get("/v1/models", timeout=CONNECT_S)
@@ -181,7 +181,7 @@ class RemoteBackend:
         self._facts = Facts(
             model=self._model, run_summary=f"{self._model} · {via}", ctx=ctx, url=self.url, pid=self._pid, max_ctx=ctx
         )
-        self._events.append(Phase("ready", detail=self.url))
+        self._events.append(LoadProgress("ready", detail=self.url))
 
     def _body(self, messages: list[Message], template: Mapping[str, Any]) -> dict[str, Any]:
         body: dict[str, Any] = {

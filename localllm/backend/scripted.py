@@ -29,7 +29,7 @@ from localllm.errors import (
     OutOfMemory,
 )
 from localllm.interface import ChatEvent, Check, Delta, Done, Facts, Failed, ModelChoice, Prefill
-from localllm.request import Constraint, Message, Phase, SamplingParams, Timing, Usage
+from localllm.request import Constraint, LoadProgress, Message, SamplingParams, Timing, Usage
 
 PAGE = 16
 """tokens of a page"""
@@ -251,7 +251,7 @@ class FakeBackend:
             self._answer(turn, messages, params or self._default_params())
 
     def _load(self) -> bool:
-        self._events.append(Phase("resolve", detail=self.model))
+        self._events.append(LoadProgress("resolve", detail=self.model))
         if self.model == "fake-download":
             total = 400 << 20
             for step in range(21):
@@ -259,7 +259,9 @@ class FakeBackend:
                     return False
                 done = total * step // 20
                 self._events.append(
-                    Phase("download", done, total, rate=90 << 20, eta_s=(total - done) / (90 << 20), file="model.gguf")
+                    LoadProgress(
+                        "download", done, total, rate=90 << 20, eta_s=(total - done) / (90 << 20), file="model.gguf"
+                    )
                 )
         if (error := fake_error(self.model)) is not None:
             if self._pause(self.load_s):
@@ -270,10 +272,10 @@ class FakeBackend:
             steps = 8 if name == "weights" else 1
             wait = 3.0 if name == "import" and self.model == "fake-slow" else self.load_s
             for step in range(steps):
-                self._events.append(Phase(name, step, steps))
+                self._events.append(LoadProgress(name, step, steps))
                 if self._pause(wait / steps):
                     return False
-        self._events.append(Phase("ready", detail="cpu"))
+        self._events.append(LoadProgress("ready", detail="cpu"))
         return True
 
     def _pause(self, seconds: float) -> bool:

@@ -20,6 +20,6 @@ def load_llm(env: Env, choice: Choice, options: dict[str, Any]) -> LLM:
     from localllm.llm.llm import LLM
 
     progress = make_progress(env.console, env.options.progress or "auto", choice.shown)
-    llm = watched(progress, lambda tell, cancel: LLM(choice.name, on_phase=tell, cancel=cancel, **options))
+    llm = watched(progress, lambda tell, cancel: LLM(choice.name, on_progress=tell, cancel=cancel, **options))
     hub.remember_model(choice.name)
     return llm

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from localllm.hub import LocalModel
     from localllm.llm.llm import LLM
     from localllm.plan.planner import Plan
-    from localllm.request import Phase
+    from localllm.request import OnProgress
 
 
 def local_offers() -> list[ServedModel]:
@@ -98,13 +98,19 @@ class HubLoader:
         )
 
     def load(
-        self, model: ServedModel, machine: MachineFacts, on_phase: Callable[[Phase], None], cancel: threading.Event
+        self,
+        model: ServedModel,
+        machine: MachineFacts,
+        on_progress: OnProgress,
+        cancel: threading.Event,
     ) -> LLM:
         """The loaded model, with the context of its plan."""
         from localllm import hub
         from localllm.llm.llm import LLM
 
         ctx = self.plan(model, machine).ctx if self._options["ctx"] != "auto" else "auto"
-        llm = LLM(model.source, machine=machine, on_phase=on_phase, cancel=cancel, **(self._options | {"ctx": ctx}))
+        llm = LLM(
+            model.source, machine=machine, on_progress=on_progress, cancel=cancel, **(self._options | {"ctx": ctx})
+        )
         hub.remember_model(model.source)
         return llm

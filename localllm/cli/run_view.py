@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from localllm.cli.frame.console import Console
 from localllm.cli.frame.progress import phase_event
 from localllm.interface import ChatEvent, Delta, Done, Facts, Prefill
-from localllm.request import Phase
+from localllm.request import LoadProgress
 from localllm.terminal import Cleaner, json_safe
 
 from .session import Answered
@@ -36,7 +36,7 @@ class EventLines:
         self._console = console
         self._start = time.monotonic()
 
-    def phase(self, phase: Phase) -> None:
+    def phase(self, phase: LoadProgress) -> None:
         """A phase of loading."""
         if phase.name != "ready":
             self._write(phase_event(phase, self._elapsed()))

@@ -12,7 +12,7 @@ from localllm.cli.frame.command import Env
 from localllm.cli.frame.progress import Progress
 from localllm.errors import Aborted, LocalLLMError
 from localllm.interface import ChatBackend, ChatEvent, Delta, Done, Facts, Failed
-from localllm.request import Constraint, Phase, SamplingParams, Timing, Usage
+from localllm.request import Constraint, LoadProgress, OnProgress, SamplingParams, Timing, Usage
 from localllm.testing import only_in_tests
 
 if TYPE_CHECKING:
@@ -128,9 +128,7 @@ def make_backend(
     )
 
 
-def wait_ready(
-    backend: ChatBackend, progress: Progress, on_phase: Callable[[Phase], None] | None = None
-) -> tuple[Facts, float]:
+def wait_ready(backend: ChatBackend, progress: Progress, on_progress: OnProgress | None = None) -> tuple[Facts, float]:
     """Show phases until the model is ready. Returns its facts and the seconds that took; raises why loading failed."""
     start = time.monotonic()
     ready = False
@@ -139,10 +137,10 @@ def wait_ready(
             for event in drain(backend):
                 if isinstance(event, Failed):
                     raise BackendError(event)
-                if isinstance(event, Phase):
+                if isinstance(event, LoadProgress):
                     progress.update(event)
-                    if on_phase is not None:
-                        on_phase(event)
+                    if on_progress is not None:
+                        on_progress(event)
                     if event.name == "ready":
                         ready = True
                         break  # what follows belongs to a turn

@@ -554,7 +554,7 @@ class Engine:
         if mask is not None:
             mask.accept(token)
             if sequence.params.logprobs is None:  # what is not sampled has no log-probability
-                ids = [token, *mask.forced()] if sequence.is_fed else mask.forced(token)
+                ids = [token, *mask.jump_forward()] if sequence.is_fed else mask.jump_forward(token)
             if ids[0] != token:
                 mask.rollback(1)
                 mask.accept(ids[0])

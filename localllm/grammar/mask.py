@@ -98,7 +98,7 @@ class GrammarMask:
         self._matcher.consume_tokens(ids)
         return len(ids)
 
-    def forced(self, last: int | None = None) -> list[int]:
+    def jump_forward(self, last: int | None = None) -> list[int]:
         """See `request.TokenMask`."""
         following = [] if self.is_done else self._matcher.compute_ff_tokens()
         if last is None:

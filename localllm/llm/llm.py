@@ -25,8 +25,9 @@ from localllm.llm.outputs import OutputDelta, RequestOutput, ResponseStream, Sho
 from localllm.request import (
     Constraint,
     FinishReason,
+    LoadProgress,
     Message,
-    Phase,
+    OnProgress,
     Request,
     SamplingParams,
     StopCheck,
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-OnPhase = Callable[[Phase], None]
 Prompt = str | Sequence[int]
 
 DEFAULT_TEMPERATURE = 0.7
@@ -77,7 +77,7 @@ class LLM:
     prefix_cache   reuse the keys and values of shared prefixes
     offline        never touch the network
     machine        the facts to plan with; None looks at this machine
-    on_phase       called with a `Phase` for everything that takes time
+    on_progress       called with a `LoadProgress` for everything that takes time
     cancel         an event that stops a download
 
     Raises the errors of `localllm.errors`. A context manager; `close()` frees everything.
@@ -101,10 +101,10 @@ class LLM:
         prefill_budget: int | None = None,
         debug_invariants: bool = False,
         machine: MachineFacts | None = None,
-        on_phase: OnPhase | None = None,
+        on_progress: OnProgress | None = None,
         cancel: threading.Event | None = None,
     ) -> None:
-        self._notify = on_phase or (lambda phase: None)
+        self._notify = on_progress or (lambda phase: None)
         self._percent = -1
         self.name = os.fspath(name_or_path)
         from localllm.device import machine as look
@@ -158,7 +158,7 @@ class LLM:
         return plan(self.facts, self.machine, replace(options, quant=made.quant) if missing_bytes else options)
 
     def _find(self, name: str, device: str, kv: str, offline: bool, cancel: threading.Event | None) -> Path:
-        self._notify(Phase("resolve", detail=name))
+        self._notify(LoadProgress("resolve", detail=name))
         self._pulled_as = ""
         if os.sep in name or name.endswith(".gguf") or name.startswith((".", "~")):
             path = Path(name).expanduser()
@@ -203,7 +203,7 @@ class LLM:
 
         started = time.monotonic()
         text = _Background(lambda: load_tokenizer(self._checkpoint))  # beside the imports, which mostly read files
-        self._notify(Phase("import"))
+        self._notify(LoadProgress("import"))
         if self.plan.device != "cpu":
             os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as the plan numbers cards
         # in a thread of its own: torch keeps an error of its import, with it the frames of who called, and this model
@@ -218,7 +218,7 @@ class LLM:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         device = torch.device(self.plan.device)
         if device.type == "cpu" and not kernels_are_built():
-            self._notify(Phase("compile", detail="kernels for this CPU, once"))
+            self._notify(LoadProgress("compile", detail="kernels for this CPU, once"))
         self.threads = set_threads(threads, self.machine)
         if device.type == "cuda":
             from localllm.boot.card import check_assembler, check_card, load_with_threads, use_card
@@ -253,17 +253,17 @@ class LLM:
         )
         self._selftest, self._base_bytes = options.selftest, rss_anon_bytes()
         if device.type == "cuda" and self._selftest is not None and not self._selftest.records.items():
-            self._notify(Phase("compile", detail="kernels for this card, once; up to a minute"))
+            self._notify(LoadProgress("compile", detail="kernels for this card, once; up to a minute"))
         self._model: Model = load_model(self._checkpoint, options)
         serve_torch(self._model.kernels, self.threads)
         self._checkpoint.close()  # nothing reads the files from here on
         self.prefix_cache = prefix_cache
         self._debug_invariants = debug_invariants
-        self._notify(Phase("kv", detail=f"{self.plan.ctx:,} tokens"))
+        self._notify(LoadProgress("kv", detail=f"{self.plan.ctx:,} tokens"))
         self._start_engine()
         self.load_s = time.monotonic() - loading
         """seconds from the end of the imports to ready"""
-        self._notify(Phase("ready", detail=self.run_summary))
+        self._notify(LoadProgress("ready", detail=self.run_summary))
 
     def _start_engine(self) -> None:
         """An engine with empty pages over the loaded weights."""
@@ -293,7 +293,7 @@ class LLM:
         percent = 100 * done // max(total, 1)
         if percent > self._percent or done == total:
             self._percent = percent
-            self._notify(Phase("weights", done, total))
+            self._notify(LoadProgress("weights", done, total))
 
     # --- asking ------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Literal
 
 from localllm.errors import Aborted, InvalidRequest
 from localllm.plan.quality import folder
-from localllm.request import Phase
+from localllm.request import LoadProgress, OnProgress
 
 if TYPE_CHECKING:
     import threading
@@ -41,7 +41,7 @@ CONTEXT_FREE = 32
 """tokens at the start of a window that are read but not counted: without context every model guesses"""
 MIN_TOKENS = CONTEXT_FREE + 2
 
-Tell = Callable[[Phase], None]
+Tell = OnProgress
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ def evaluate(
                 kl.append(divergence(p[rows], q[rows]))
                 agreed += int((p[rows].argmax(-1) == q[rows].argmax(-1)).sum())
             done += len(targets)
-            tell(Phase("evaluate", done, len(ids), f"perplexity {math.exp(loss / counted):.2f}"))
+            tell(LoadProgress("evaluate", done, len(ids), f"perplexity {math.exp(loss / counted):.2f}"))
     found = np.concatenate(kl) if kl else None
     return Quality(
         model=model.name,

@@ -13,13 +13,13 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localllm.errors import Aborted, ConfigError, DoesNotFit, InternalError, UnsupportedFormat
-from localllm.request import Phase
+from localllm.request import LoadProgress, OnProgress
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +34,7 @@ RECORD = "localllm-quantize.json"
 FUSED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
 """modules that engines run as one product: NVFP4 gives them one number per tensor in common"""
 
-Tell = Callable[[Phase], None]
+Tell = OnProgress
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ def quantize(
 
     source       folder with safetensors whose linear layers are BF16, F16 or F32
     calibration  sequences of token ids; the error of a weight is then carried on as their activations ask for
-    tell         gets `Phase("quantize", bytes done, of how many, detail=layer)`
+    tell         gets `LoadProgress("quantize", bytes done, of how many, detail=layer)`
 
     Raises UnsupportedFormat for GGUF and for weights that are quantised already, ConfigError when `out` exists,
     DoesNotFit when the disk is too small, Aborted when `cancel` is set; and what opening the source raises.
@@ -241,7 +241,7 @@ class _Work:
             yield kept, None, {}
         seen: Iterator[dict[str, Tensor]] | None = None
         if self.calibration and last < len(self.modules):
-            self.tell(Phase("calibrate", detail=f"{self.report.calibration_tokens:,} tokens"))
+            self.tell(LoadProgress("calibrate", detail=f"{self.report.calibration_tokens:,} tokens"))
             seen = hessians(self.checkpoint, self.calibration, self.device)
         for index, layer in enumerate(self.modules):
             self._stop_if_asked()
@@ -402,7 +402,7 @@ class _Work:
 
     def _count(self, num_bytes: int, detail: str) -> None:
         self.done += num_bytes
-        self.tell(Phase("quantize", self.done, self.checkpoint.nbytes, detail))
+        self.tell(LoadProgress("quantize", self.done, self.checkpoint.nbytes, detail))
 
     def _stop_if_asked(self) -> None:
         if self.cancel.is_set():

@@ -348,7 +348,7 @@ class ModelPool:
         assert self._loader is not None
         self._set(entry, State.LOADING)
         started, name = time.monotonic(), entry.model.name
-        tell = self._options.on_phase
+        tell = self._options.on_progress
         llm = self._loader.load(entry.model, machine, lambda phase: tell(name, phase) if tell else None, self._cancel)
         if self._options.on_loaded is not None:
             try:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from localllm.errors import LocalLLMError
-from localllm.request import Phase
+from localllm.request import LoadProgress, OnProgress
 
 if TYPE_CHECKING:
     from localllm.device import MachineFacts
@@ -103,7 +103,11 @@ class Loader(Protocol):
         ...
 
     def load(
-        self, model: ServedModel, machine: MachineFacts, on_phase: Callable[[Phase], None], cancel: threading.Event
+        self,
+        model: ServedModel,
+        machine: MachineFacts,
+        on_progress: OnProgress,
+        cancel: threading.Event,
     ) -> LLM:
         """The loaded model"""
         ...
@@ -115,13 +119,13 @@ class PoolOptions:
 
     ttl_s      an unused model is unloaded after this time; None never
     pinned     models that stay, by name
-    on_phase   told of every phase of a load, in the loading thread
+    on_progress   told of every phase of a load, in the loading thread
     on_loaded  called in the loading thread before the first request is let in
     """
 
     ttl_s: float | None = 1800.0
     pinned: tuple[str, ...] = ()
-    on_phase: Callable[[str, Phase], None] | None = None
+    on_progress: Callable[[str, LoadProgress], None] | None = None
     on_loaded: Callable[[ServedModel, LLM], None] | None = None
 
 

@@ -10,7 +10,7 @@ sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
 
 from localllm.backend.in_process import InProcessBackend
 from localllm.interface import Delta, Done, Failed, Prefill
-from localllm.request import Phase, SamplingParams
+from localllm.request import LoadProgress, SamplingParams
 
 HELLO = [{"role": "user", "content": "hello"}]
 SHORT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -49,7 +49,7 @@ def ends(seen, turn):
 
 
 def is_ready(event):
-    return isinstance(event, Phase) and event.name == "ready"
+    return isinstance(event, LoadProgress) and event.name == "ready"
 
 
 def test_a_turn_sent_before_ready_is_answered(backend, tiny_path):
@@ -60,7 +60,7 @@ def test_a_turn_sent_before_ready_is_answered(backend, tiny_path):
     assert (done.turn, done.stop, done.usage.completion_tokens) == (turn, "length", 6)
     assert sum(e.num_tokens for e in seen if isinstance(e, Delta)) <= 6
     assert any(isinstance(e, Prefill) for e in seen)
-    names = [e.name for e in seen if isinstance(e, Phase)]
+    names = [e.name for e in seen if isinstance(e, LoadProgress)]
     assert names[0] == "resolve" and names[-1] == "ready"
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from localllm.backend.over_http import RemoteBackend
 from localllm.interface import ChatEvent, Delta, Done, Failed
-from localllm.request import Phase
+from localllm.request import LoadProgress
 
 METRICS = """\
 # HELP vllm:num_requests_running x
@@ -122,7 +122,7 @@ def opened(url: str, model: str | None = None, **given: Any) -> RemoteBackend:
     """A backend that is ready."""
     backend = RemoteBackend(url + "/v1/", "right-key", given=given)
     backend.start(model)
-    wait(backend, lambda e: isinstance(e, Phase) and e.name == "ready", [])
+    wait(backend, lambda e: isinstance(e, LoadProgress) and e.name == "ready", [])
     return backend
 
 

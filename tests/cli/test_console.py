@@ -13,7 +13,7 @@ from localllm.cli.frame.console import Console, error_json, error_text
 from localllm.cli.frame.progress import BarProgress, JsonProgress, Monotonic, PlainProgress
 from localllm.cli.markdown import MarkdownStream
 from localllm.errors import DoesNotFit, ModelNotFound
-from localllm.request import Phase
+from localllm.request import LoadProgress as Told
 from localllm.terminal import Cleaner, cell_width, clean, clean_line, fit, gib, json_safe, seconds_short, tokens_short
 
 
@@ -102,8 +102,8 @@ def test_a_table_lines_up_wide_text_and_cleans_cells() -> None:
 # --- progress --------------------------------------------------------------------------------------------------------
 
 
-def _download(done: int, total: int = 1000, rate: float = 100.0) -> Phase:
-    return Phase("download", done, total, rate=rate, eta_s=5.0, file="model.gguf")
+def _download(done: int, total: int = 1000, rate: float = 100.0) -> Told:
+    return Told("download", done, total, rate=rate, eta_s=5.0, file="model.gguf")
 
 
 def test_a_bar_has_no_escapes_never_runs_back_and_is_wiped() -> None:
@@ -132,7 +132,13 @@ def test_a_bar_says_that_nothing_moves() -> None:
 def test_a_bar_shows_load_phases() -> None:
     err, now = Terminal(), [0.0]
     bar = BarProgress(Console(stderr=err), "m", clock=lambda: now[0])
-    for phase in (Phase("import"), Phase("weights", 1, 8), Phase("weights", 5, 8), Phase("kv"), Phase("ready")):
+    for phase in (
+        Told("import"),
+        Told("weights", 1, 8),
+        Told("weights", 5, 8),
+        Told("kv"),
+        Told("ready"),
+    ):
         bar.update(phase)
         now[0] += 1
     assert "starting up ✓ 1.0 s · weights ✓ 2.0 s · KV cache" in err.getvalue()
@@ -141,7 +147,13 @@ def test_a_bar_shows_load_phases() -> None:
 def test_plain_lines_tell_what_building_the_kernels_took() -> None:
     err = io.StringIO()
     plain = PlainProgress(Console(stderr=err), "m")
-    for phase in (Phase("import"), Phase("compile"), Phase("weights", 1, 8), Phase("weights", 5, 8), Phase("ready")):
+    for phase in (
+        Told("import"),
+        Told("compile"),
+        Told("weights", 1, 8),
+        Told("weights", 5, 8),
+        Told("ready"),
+    ):
         plain.update(phase)
     lines = err.getvalue().splitlines()
     assert lines[:2] == ["loading m", "building the kernels for this CPU, once"]
@@ -174,7 +186,7 @@ def test_json_lines_never_decrease() -> None:
 
 def test_a_sentence_of_the_hub_stays_on_the_screen() -> None:
     err = Terminal()
-    BarProgress(Console(stderr=err), "m").update(Phase("resolve", detail="the hub does not answer; taking the index"))
+    BarProgress(Console(stderr=err), "m").update(Told("resolve", detail="the hub does not answer; taking the index"))
     assert err.getvalue() == "the hub does not answer; taking the index\n"
 
 

@@ -21,7 +21,7 @@ from tiny_models import (
 
 from localllm.checkpoint import open_checkpoint
 from localllm.errors import BadModelFile
-from localllm.request import Phase, SamplingParams
+from localllm.request import LoadProgress, SamplingParams
 
 QUANTS = ("F32", "F16", "Q8_0", "Q4_0", "Q4_1", "Q4_K")
 
@@ -90,12 +90,12 @@ def test_file_05_a_file_cut_while_it_is_loaded_is_named(kind: str, tmp_path: Pat
     file = model if kind == "gguf" else model / "model.safetensors"
     size = file.stat().st_size
 
-    def cut(phase: Phase) -> None:
+    def cut(phase: LoadProgress) -> None:
         if phase.name == "import":
             os.truncate(file, size // 2)
 
     with pytest.raises(BadModelFile) as caught:
-        LLM(model, on_phase=cut)
+        LLM(model, on_progress=cut)
     assert f"{file.name}: at byte {size // 2:,}: was cut from {size:,} to {size // 2:,} bytes" in caught.value.message
     assert "localllm pull NAME --repair" in caught.value.hint
 

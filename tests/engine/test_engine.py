@@ -345,7 +345,7 @@ def test_masks_are_obeyed():
         def accept(self, token_id):
             self.seen.append(token_id)
 
-        def forced(self, last=None):
+        def jump_forward(self, last=None):
             return [] if last is None else [last]
 
     one = request([1, 2, 3])

@@ -48,7 +48,7 @@ class Script:
         self.accepted.append(token)
         self.at += 1
 
-    def forced(self, last=None):
+    def jump_forward(self, last=None):
         out = [] if last is None else [self.spelled.get(last, last)]
         for choices in self.steps[self.at :] if self.jumps else ():
             if choices is None or len(choices) != 1:

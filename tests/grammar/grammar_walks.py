@@ -70,7 +70,7 @@ def walk(
     rng, ids = random.Random(seed), []
     short, ends = leaning_ids(compiler._tokenizer), compiler.vocabulary.end_ids
     while not mask.is_done and len(ids) < most:
-        forced = mask.forced() if jumps else []
+        forced = mask.jump_forward() if jumps else []
         if not forced:
             may = flags(compiler, mask)
             over = any(may[index] for index in ends)

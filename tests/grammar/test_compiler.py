@@ -79,7 +79,7 @@ def test_answers_are_spelled_as_templates_spell_json(smollm2: Compiler) -> None:
 
 def test_forced_tokens_are_those_that_single_steps_allow(smollm2: Compiler) -> None:
     mask = mask_of(smollm2, "json_schema", PERSON)
-    forced = mask.forced()
+    forced = mask.jump_forward()
     assert smollm2._tokenizer.decode(forced).startswith('{"name":')
     for index in forced:
         assert index in allowed(smollm2, mask)
@@ -151,7 +151,7 @@ def test_what_was_sampled_is_spelled_as_the_tokenizer_would(smollm2: Compiler) -
     (letter,) = tokenizer.encode("st")
     mask.accept(letter)
     before = allowed(smollm2, mask)
-    ids = mask.forced(letter)
+    ids = mask.jump_forward(letter)
     assert ids[0] != letter and tokenizer.decode(ids).startswith("store_weath")
     assert ids == tokenizer.encode("store_weather!")[: len(ids)]
     assert allowed(smollm2, mask) == before  # nothing was taken back yet
@@ -162,7 +162,7 @@ def test_what_was_sampled_is_spelled_as_the_tokenizer_would(smollm2: Compiler) -
     (whole,) = tokenizer.encode("now")
     mask = mask_of(smollm2, "choice", ["now we", "sun"])
     mask.accept(whole)
-    assert mask.forced(whole)[0] == whole
+    assert mask.jump_forward(whole)[0] == whole
 
 
 def test_forks_go_their_own_ways_and_ids_can_be_taken_back(smollm2: Compiler) -> None:

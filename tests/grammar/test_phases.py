@@ -42,7 +42,7 @@ def test_reasoning_is_free_but_must_end(vocabulary: str, request: pytest.Fixture
     compiler: Compiler = request.getfixturevalue(vocabulary)
     mask = after(compiler, OPENED)
     assert not compiler.vocabulary.end_ids & set(allowed(compiler, mask))
-    assert not mask.forced() and not mask.is_done
+    assert not mask.jump_forward() and not mask.is_done
     say(compiler, mask, "hm the {a} thing </thin </think>")
     assert not mask.is_done
     say(compiler, mask, "\n\n")
@@ -109,7 +109,7 @@ def test_calls_are_held_to_their_grammar_once_begun(smollm2: Compiler) -> None:
     mask = triggers(smollm2)
     for _ in range(2):
         say(smollm2, mask, "I might use <cal or <b> or")
-        assert not mask.forced() and len(allowed(smollm2, mask)) == smollm2.vocabulary.width
+        assert not mask.jump_forward() and len(allowed(smollm2, mask)) == smollm2.vocabulary.width
         say(smollm2, mask, "<call>")
         assert len(allowed(smollm2, mask)) < 200
         say(smollm2, mask, "42!")

@@ -121,6 +121,6 @@ def test_a_lone_tool_needs_few_choices(smollm2: Compiler) -> None:
     """Everything but the values is forced."""
     grammar = call_grammar(FORMATS[0], TOOLS[1:2], smollm2.words(), parallel=False)
     mask = smollm2.mask(Source("lark", grammar))
-    forced = smollm2._tokenizer.decode(mask.forced())
+    forced = smollm2._tokenizer.decode(mask.jump_forward())
     assert forced.startswith('<tool_call>\n{"name": "now", "arguments": {}')
-    assert set(allowed(smollm2, mask)) == {mask.forced()[0]}
+    assert set(allowed(smollm2, mask)) == {mask.jump_forward()[0]}

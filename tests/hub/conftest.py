@@ -16,7 +16,7 @@ import pytest
 
 from localllm import hub
 from localllm.hub import Patience
-from localllm.request import Phase
+from localllm.request import LoadProgress
 
 QUICK = Patience(connect_s=2, stall_s=0.5, answer_s=2, retries=5, backoff_s=0.01, max_wait_s=3)
 CANARY = "hf_CANARYcanary0123456789"
@@ -83,7 +83,7 @@ def noise(size: int, seed: int = 0) -> bytes:
     return random.Random(seed).randbytes(size)
 
 
-def pull(name: str, events: list[Phase] | None = None, **options: Any) -> Path:
+def pull(name: str, events: list[LoadProgress] | None = None, **options: Any) -> Path:
     """Resolve and download with little patience."""
     resolved = hub.resolve(name, patience=QUICK, **options)
     seen = events if events is not None else []

@@ -20,7 +20,7 @@ from localllm.errors import Aborted, AuthRequired, ConfigError, DoesNotFit, Down
 from localllm.hub import Patience, cache, client, meter
 from localllm.hub.growing import GrowingFile
 from localllm.hub.redirects import judge_redirect
-from localllm.request import Phase
+from localllm.request import LoadProgress
 
 from .conftest import CANARY, QUICK, FakeHub, noise, pull, tree
 
@@ -46,7 +46,7 @@ def partials(home: Path) -> list[Path]:
 
 def test_a_pull_is_right_and_looks_like_the_hubs_own(fake_hub: FakeHub, empty_home: Path) -> None:
     fake_hub.add("a/split", SPLITS)
-    events: list[Phase] = []
+    events: list[LoadProgress] = []
     folder = pull("a/split", events)
     assert all(row[1].startswith(("/api/models/a/split/revision/main", "/a/split/resolve/")) for row in fake_hub.log())
     assert {n: (folder / n).read_bytes() for n in SPLITS} == SPLITS
@@ -124,7 +124,7 @@ def test_rel_19_a_stall_is_seen_and_said(fake_hub: FakeHub, monkeypatch: pytest.
     fake_hub.add("a/stall", FILES)
     resolved = hub.resolve("a/stall", patience=QUICK)
     fake_hub.fault("stall", path="gguf", at=200_000, secs=2)
-    events: list[Phase] = []
+    events: list[LoadProgress] = []
     started = time.monotonic()
     hub.download(resolved, progress=events.append, patience=QUICK)
     assert time.monotonic() - started < 3
@@ -188,7 +188,7 @@ def test_paused_downloads_resume(fake_hub: FakeHub, empty_home: Path) -> None:
     fake_hub.fault("stall", path="gguf", at=196_608, secs=20)
     cancel = threading.Event()
 
-    def watch(event: Phase) -> None:
+    def watch(event: LoadProgress) -> None:
         if event.done >= 196_608:
             cancel.set()
 
@@ -198,7 +198,7 @@ def test_paused_downloads_resume(fake_hub: FakeHub, empty_home: Path) -> None:
     assert time.monotonic() - started < 3, "a read that blocks is ended"
     assert caught.value.exit_code == 130
     fake_hub.fault()
-    events: list[Phase] = []
+    events: list[LoadProgress] = []
     hub.download(resolved, progress=events.append, patience=QUICK)
     assert next(e for e in events if e.name == "download").done >= 196_608
     assert [r[2] for r in fake_hub.files_asked() if "gguf" in r[1]] == ["bytes=196608-"]
@@ -208,7 +208,7 @@ def test_ctrl_c_pauses(fake_hub: FakeHub) -> None:
     fake_hub.add("a/ctrl", FILES)
     resolved = hub.resolve("a/ctrl", patience=QUICK)
 
-    def press(event: Phase) -> None:
+    def press(event: LoadProgress) -> None:
         if event.name == "download":
             raise KeyboardInterrupt
 
@@ -358,7 +358,7 @@ def test_dl_05_no_downgrade_no_inside_and_at_most_ten_hops(fake_hub: FakeHub) ->
 
 def test_dl_06_an_unencrypted_hub_is_said(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_hub.add("a/http", FILES)
-    events: list[Phase] = []
+    events: list[LoadProgress] = []
     resolved = hub.resolve("a/http", patience=QUICK)
     assert "is not encrypted" in resolved.notes[0]
     hub.download(resolved, progress=events.append, patience=QUICK)
@@ -512,7 +512,7 @@ def test_file_06_every_file_comes_from_the_pinned_commit(fake_hub: FakeHub, empt
 def test_the_token_is_never_shown(fake_hub: FakeHub, empty_home: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(0)
     fake_hub.add("a/token", FILES)
-    events: list[Phase] = []
+    events: list[LoadProgress] = []
     pull("a/token", events)
     assert CANARY not in repr(events) + caplog.text
     for path in empty_home.rglob("*"):

@@ -13,7 +13,7 @@ import pytest
 from localllm import hub
 from localllm.errors import DownloadError, LocalLLMError, ModelNotFound
 from localllm.hub import cache, local
-from localllm.request import Phase
+from localllm.request import LoadProgress
 
 from .conftest import QUICK, FakeHub, noise, pull, tree
 
@@ -171,7 +171,7 @@ def test_repair_finds_a_flipped_bit(fake_hub: FakeHub, empty_home: Path) -> None
     data[7] ^= 1
     blob.write_bytes(data)
     fake_hub.fault()
-    phases: list[Phase] = []
+    phases: list[LoadProgress] = []
     found = hub.repair("whole", patience=QUICK, progress=phases.append)
     assert found.bad == ("model-00002-of-00002.safetensors",)
     assert found.checked == 6

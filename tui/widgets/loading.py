@@ -8,7 +8,7 @@ from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.widgets import ProgressBar, Static
 
-from localllm.request import Phase
+from localllm.request import LoadProgress
 from localllm.terminal import clean_line, gib, seconds_short
 
 STALL_S = 10.0
@@ -35,7 +35,7 @@ class LoadCard(Vertical):
         self._expected_s = expected_s
         self._loading_since: float | None = None
         self._finished: list[str] = []
-        self._phase: Phase | None = None
+        self._phase: LoadProgress | None = None
         self._since = time.monotonic()
         self._moved_at = time.monotonic()
         self._done = 0
@@ -53,7 +53,7 @@ class LoadCard(Vertical):
         """Whether bytes are being fetched, which can be paused."""
         return self._phase is not None and self._phase.name == "download"
 
-    def update(self, phase: Phase) -> None:
+    def update(self, phase: LoadProgress) -> None:
         """Take a phase in."""
         now = time.monotonic()
         if self._phase is None or phase.name != self._phase.name:
@@ -84,7 +84,7 @@ class LoadCard(Vertical):
             title.update(f"Loading {self._model}{self._times()}")
             line.update(self.phases())
 
-    def _bytes(self, phase: Phase) -> str:
+    def _bytes(self, phase: LoadProgress) -> str:
         still = time.monotonic() - self._moved_at
         if still >= STALL_S and self._done < phase.total:
             return f"stalled {seconds_short(still)}, retrying"

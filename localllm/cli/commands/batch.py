@@ -14,7 +14,7 @@ from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.progress import make_progress
 from localllm.cli.session import fake_engine
 from localllm.errors import Aborted, ConfigError, LocalLLMError
-from localllm.request import Phase
+from localllm.request import LoadProgress
 from localllm.terminal import clean_line, seconds_short
 
 Source = Annotated[Path, typer.Argument(metavar="IN.jsonl", help="Requests in OpenAI's batch format, one a line.")]
@@ -67,7 +67,7 @@ def batch(
     options = ServiceOptions(config.engine.max_parallel, 4 * config.engine.max_parallel, default)
 
     def show(now: BatchCounts) -> None:
-        progress.update(Phase("batch", now.skipped + now.done, now.total))
+        progress.update(LoadProgress("batch", now.skipped + now.done, now.total))
 
     async def run() -> None:
         service = Service(pool, options)

@@ -17,7 +17,7 @@ from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.progress import Progress, make_progress
 from localllm.cli.names import announce, foreseen, resolve
 from localllm.errors import Aborted, ConfigError
-from localllm.request import Phase
+from localllm.request import LoadProgress, OnProgress
 from localllm.terminal import clean_line, gib, seconds_short
 
 if TYPE_CHECKING:
@@ -186,11 +186,11 @@ def _repair(env: Env, name: str) -> dict[str, Any]:
     return {"name": done.name, "path": str(done.path), "checked": done.checked, "repaired": list(done.bad)}
 
 
-def watched(progress: Progress, work: Callable[[Callable[[Phase], None], threading.Event], T]) -> T:
+def watched(progress: Progress, work: Callable[[OnProgress, threading.Event], T]) -> T:
     """Run `work(tell, cancel)` in a thread and show its phases. Ctrl-C cancels it and becomes Aborted."""
     from collections import deque
 
-    phases: deque[Phase] = deque()
+    phases: deque[LoadProgress] = deque()
     cancel = threading.Event()
     results: list[T] = []
     errors: list[BaseException] = []

@@ -176,11 +176,11 @@ def _compare(
 
     def work(tell: Any, cancel: Any) -> list[Quality]:
         found = []
-        with LLM(base, **exact, on_phase=tell, cancel=cancel) as reference:
+        with LLM(base, **exact, on_progress=tell, cancel=cancel) as reference:
             for quant in quants:
                 for kv in kvs:
                     stored = "" if quant == "auto" else quant
-                    with LLM(path, **(options | {"quant": stored, "kv": kv}), on_phase=tell, cancel=cancel) as other:
+                    with LLM(path, **(options | {"quant": stored, "kv": kv}), on_progress=tell, cancel=cancel) as other:
                         other.name = clean_line(model)
                         reference.name = clean_line(against or f"{model}, exact")
                         name = text.name if text is not None else "sample"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from localllm.config import UserConfig
     from localllm.llm.llm import LLM
     from localllm.processes import Record
-    from localllm.request import Phase
+    from localllm.request import LoadProgress
     from localllm.server.pool import ModelPool
     from localllm.server.served_model import ServedModel
     from localllm.server.service import Service
@@ -199,8 +199,8 @@ def new_pool(
     from localllm.server.pool import ModelPool
     from localllm.server.served_model import PoolOptions
 
-    on_phase, on_loaded = (life.on_phase, life.on_loaded) if life is not None else (None, None)
-    options = PoolOptions(config.engine.ttl_s or None, pinned, on_phase, on_loaded)
+    on_progress, on_loaded = (life.on_progress, life.on_loaded) if life is not None else (None, None)
+    options = PoolOptions(config.engine.ttl_s or None, pinned, on_progress, on_loaded)
     return ModelPool(offers, HubLoader(llm_options(env, config, ctx)), machine, options)
 
 
@@ -242,11 +242,11 @@ class _Life:
         self._env, self._console, self._options = env, env.console, options
         self._token, self._prefixes = token, prefixes
         self._record: Record | None = None
-        self._phases: list[tuple[str, Phase]] = []
+        self._phases: list[tuple[str, LoadProgress]] = []
         self._progress: Progress | None = None
         self._service: Service | None = None
 
-    def on_phase(self, model: str, phase: Phase) -> None:
+    def on_progress(self, model: str, phase: LoadProgress) -> None:
         """In the loading thread."""
         self._phases.append((model, phase))
 

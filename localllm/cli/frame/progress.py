@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from localllm.cli.frame.console import Console
 from localllm.errors import ConfigError
-from localllm.request import Phase
+from localllm.request import LoadProgress
 from localllm.terminal import cell_width, clean_line, dumb, fit, gib, json_safe, seconds_short
 
 STALL_S = 10.0
@@ -42,7 +42,7 @@ _LABELS = {
 class Progress(Protocol):
     """A way to show phases."""
 
-    def update(self, phase: Phase) -> None:
+    def update(self, phase: LoadProgress) -> None:
         """A phase moved."""
         ...
 
@@ -78,7 +78,7 @@ def make_progress(console: Console, mode: str = "auto", title: str = "") -> Prog
     return kinds[mode]()
 
 
-def phase_event(phase: Phase, elapsed_s: float) -> dict[str, Any]:
+def phase_event(phase: LoadProgress, elapsed_s: float) -> dict[str, Any]:
     """A phase as a progress event (schema progress/1)."""
     event: dict[str, Any] = {"t": round(elapsed_s, 3)}
     if phase.name == "download":
@@ -133,7 +133,7 @@ class Monotonic:
 class NoProgress:
     """Nothing at all."""
 
-    def update(self, phase: Phase) -> None:
+    def update(self, phase: LoadProgress) -> None:
         """Nothing."""
 
     def tick(self) -> None:
@@ -155,11 +155,11 @@ class JsonProgress:
         self._start = time.monotonic()
         self._bytes = Monotonic()
 
-    def update(self, phase: Phase) -> None:
+    def update(self, phase: LoadProgress) -> None:
         """Write the event."""
         if phase.name == "download":
             self._bytes.push(phase.done, phase.total)
-            phase = Phase(
+            phase = LoadProgress(
                 "download", self._bytes.done, self._bytes.total, phase.detail, phase.rate, phase.eta_s, phase.file
             )
         self._write(phase_event(phase, time.monotonic() - self._start))
@@ -196,7 +196,7 @@ class PlainProgress:
         self._loading = ""
         self._stall_shown = False
 
-    def update(self, phase: Phase) -> None:
+    def update(self, phase: LoadProgress) -> None:
         """Print a line when there is something new to say."""
         if _is_note(phase):
             self._console.say(clean_line(phase.detail))
@@ -254,14 +254,14 @@ class BarProgress:
         self._title = clean_line(title)
         self._clock = clock
         self._bytes = Monotonic(clock)
-        self._last: Phase | None = None
+        self._last: LoadProgress | None = None
         self._finished: list[str] = []
         self._phase_start = clock()
         self._width = 0
         self._drawn_at = 0.0
         self._resumed = 0
 
-    def update(self, phase: Phase) -> None:
+    def update(self, phase: LoadProgress) -> None:
         """Take a phase in and redraw, at most 20 times a second."""
         if _is_note(phase):
             self.close()
@@ -312,7 +312,7 @@ class BarProgress:
         self._console.stderr.flush()
         self._width = max(width, self._width)
 
-    def _download_line(self, phase: Phase, columns: int) -> str:
+    def _download_line(self, phase: LoadProgress, columns: int) -> str:
         if stalled := self._bytes.stalled_s:
             tail = f"stalled {seconds_short(stalled)}, retrying"
         else:
@@ -326,7 +326,7 @@ class BarProgress:
         middle = f"  {_bar(self._bytes.done, self._bytes.total, min(30, room))}  " if room >= 8 else "  "
         return title + middle + numbers
 
-    def _load_line(self, phase: Phase) -> str:
+    def _load_line(self, phase: LoadProgress) -> str:
         if phase.name == "batch":
             return f"Answering  {self._title}  {_bar(phase.done, phase.total, 24)}  {phase.done:,}/{phase.total:,}"
         label = _LABELS.get(phase.name, clean_line(phase.name))
@@ -339,7 +339,7 @@ class BarProgress:
         return "Loading  " + " · ".join([*self._finished, now])
 
 
-def _is_note(phase: Phase) -> bool:
+def _is_note(phase: LoadProgress) -> bool:
     """A sentence of the hub's that should stay on the screen, not the name that is looked up."""
     return phase.name == "resolve" and " " in phase.detail
 
