@@ -26,8 +26,8 @@ from .errors import ApiError, from_error
 from .exchange import Exchange, exchange_of
 from .metrics import Metrics
 from .pool import Lease, ModelPool
+from .response_stream import AsyncTurn, Mailbox, Post
 from .served_model import ServedModel, State
-from .turns import AsyncTurn, Mailbox, Post
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

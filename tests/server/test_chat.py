@@ -220,7 +220,7 @@ async def test_a_stream_begins_before_its_answer_when_that_takes_long(make_servi
 async def test_an_error_on_the_way_is_an_event(client, tiny_llm, monkeypatch):
     """Rule 7 of streams; the SDK raises it"""
     from localllm.errors import OutOfMemory
-    from localllm.server.turns import AsyncTurn
+    from localllm.server.response_stream import AsyncTurn
 
     take = AsyncTurn.take
 

@@ -12,7 +12,7 @@ import pytest
 from starlette.requests import Request
 
 from localllm.server import Service, ServiceOptions
-from localllm.server.ask import open_chat
+from localllm.server.generation import open_chat
 from localllm.server.openai.schemas import ChatRequest
 
 from .conftest import CHAT, ask, settled

@@ -363,8 +363,8 @@ def test_ollama_details_are_those_of_the_files(tmp_path, tiny_path, empty_home):
     import tiny_models
 
     from localllm import paths
-    from localllm.cli.offers import named_offers
     from localllm.cli.names import Choice
+    from localllm.cli.offers import named_offers
     from localllm.server.ollama.routes import _details
 
     folder = tiny_models.tiny_safetensors(tmp_path / "dense")

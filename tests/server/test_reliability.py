@@ -590,7 +590,7 @@ def test_how_often_a_request_was_put_back_is_counted(service):
 async def test_an_aborted_request_is_counted_as_such(service, make_client, tiny_llm):
     from starlette.requests import Request
 
-    from localllm.server.ask import open_chat
+    from localllm.server.generation import open_chat
     from localllm.server.openai.schemas import ChatRequest
 
     scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
@@ -611,9 +611,9 @@ async def test_pieces_nobody_reads_are_merged(service, tiny_llm):
     """What waits for a reader is bounded in pieces, and nothing of it is lost."""
     from starlette.requests import Request
 
-    from localllm.server.ask import open_chat
+    from localllm.server.generation import open_chat
     from localllm.server.openai.schemas import ChatRequest
-    from localllm.server.turns import MAX_PENDING
+    from localllm.server.response_stream import MAX_PENDING
 
     scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
     sent = ask(max_tokens=180, ignore_eos=True, logprobs=True)

@@ -11,8 +11,8 @@ import pytest
 from localllm.request import Constraint, ToolUse
 from localllm.server import AppOptions, Service, ServiceOptions, create_app
 from localllm.server.errors import ApiError
+from localllm.server.openai.constraints import wanted
 from localllm.server.openai.schemas import ChatRequest
-from localllm.server.structured import wanted
 
 from .conftest import CHAT, MESSAGES, RESPONSES, TEXT, ask, events
 

@@ -12,13 +12,13 @@ from starlette.responses import JSONResponse, Response
 from localllm.llm.outputs import CompletionOutput, OutputDelta
 from localllm.request import FinishReason, Usage
 from localllm.server.anthropic.schemas import CountRequest, MessagesRequest, renamed, to_chat
-from localllm.server.ask import Chat, open_chat, prompt_of
 from localllm.server.body import read_body
 from localllm.server.errors import renaming
+from localllm.server.generation import Chat, open_chat, prompt_of
 from localllm.server.openai.output import new_id
+from localllm.server.response_stream import unless_left
 from localllm.server.service import Service
 from localllm.server.sse import Opened, first_or_stream, named, named_event_stream
-from localllm.server.turns import unless_left
 
 
 async def messages(request: Request) -> Response:

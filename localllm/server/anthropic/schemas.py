@@ -9,8 +9,8 @@ from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from localllm.server.body import checked
 from localllm.server.errors import ApiError, renaming, unsupported
+from localllm.server.openai.reading import with_further
 from localllm.server.openai.schemas import MAX_MESSAGES, Body, CacheSalt, ChatRequest, Name, Number
-from localllm.server.sampling import with_further
 
 Blocks = StrictStr | Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=1024)]
 

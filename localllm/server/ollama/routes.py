@@ -15,9 +15,9 @@ from starlette.responses import JSONResponse, Response
 from localllm._version import __version__
 from localllm.llm.outputs import OutputDelta, RequestOutput, add_tool_call
 from localllm.request import FinishReason, Timing, Usage
-from localllm.server.ask import open_chat
 from localllm.server.body import read_body
 from localllm.server.errors import renaming
+from localllm.server.generation import open_chat
 from localllm.server.ollama.schemas import (
     OllamaChatRequest,
     OllamaEmbedRequest,
@@ -32,12 +32,12 @@ from localllm.server.ollama.schemas import (
 )
 from localllm.server.openai.completions import open_completion, split_prompts
 from localllm.server.openai.embeddings import pooled_texts, unit
+from localllm.server.openai.reading import check_fields
 from localllm.server.other.schemas import MAX_TEXTS
-from localllm.server.sampling import check_fields
+from localllm.server.response_stream import AsyncTurn, unless_left
 from localllm.server.served_model import ServedModel
 from localllm.server.service import Service
 from localllm.server.sse import Opened, first_or_stream, line, line_stream
-from localllm.server.turns import AsyncTurn, unless_left
 
 
 async def chat(request: Request) -> Response:

@@ -9,8 +9,8 @@ from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from localllm.server.body import checked
 from localllm.server.errors import ApiError, renaming, unsupported
+from localllm.server.openai.reading import with_further
 from localllm.server.openai.schemas import MAX_MESSAGES, TEXTS_OR_IDS, Body, ChatRequest, CompletionRequest
-from localllm.server.sampling import with_further
 
 DURATION = re.compile(r"(-?\d+(?:\.\d+)?)(ms|s|m|h)")
 SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}

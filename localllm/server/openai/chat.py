@@ -11,8 +11,8 @@ from starlette.responses import JSONResponse, Response
 
 from localllm.llm.outputs import CompletionOutput, OutputDelta, add_usage
 from localllm.request import Usage
-from localllm.server.ask import Chat, open_chat
 from localllm.server.body import read_body
+from localllm.server.generation import Chat, open_chat
 from localllm.server.openai.output import (
     TokenNames,
     finish_name,
@@ -23,9 +23,9 @@ from localllm.server.openai.output import (
     usage_json,
 )
 from localllm.server.openai.schemas import ChatRequest
+from localllm.server.response_stream import unless_left
 from localllm.server.service import Service
 from localllm.server.sse import Opened, data, dumps, event_stream, first_or_stream
-from localllm.server.turns import unless_left
 
 
 async def chat_completions(request: Request) -> Response:

@@ -16,13 +16,13 @@ from localllm.llm.outputs import CompletionOutput, OutputDelta, RequestOutput, a
 from localllm.request import TokenLogprob, Usage
 from localllm.server.body import read_body
 from localllm.server.errors import ApiError
+from localllm.server.openai.constraints import wanted
 from localllm.server.openai.output import TokenNames, finish_name, new_id, timings_json, usage_json
+from localllm.server.openai.reading import check_fields, deadline_of, sampling_params
 from localllm.server.openai.schemas import MAX_PROMPTS, CompletionRequest
-from localllm.server.sampling import check_fields, deadline_of, sampling_params
+from localllm.server.response_stream import AsyncTurn, unless_left
 from localllm.server.service import Place, Service, Wish
 from localllm.server.sse import Opened, data, event_stream, first_or_stream
-from localllm.server.structured import wanted
-from localllm.server.turns import AsyncTurn, unless_left
 
 
 async def completions(request: Request) -> Response:

@@ -22,8 +22,8 @@ from localllm.server.errors import ApiError
 from localllm.server.openai.completions import encode_all, split_prompts
 from localllm.server.openai.output import new_id
 from localllm.server.other.schemas import MAX_TEXTS, Document, EmbeddingRequest, RerankRequest, ScoreRequest
+from localllm.server.response_stream import unless_left
 from localllm.server.service import Place, Service
-from localllm.server.turns import unless_left
 
 Pooling = Literal["mean", "last"]
 Vectors = list[np.ndarray]

@@ -9,9 +9,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from localllm.errors import ContextTooLong
-from localllm.server.ask import Chat, open_chat
 from localllm.server.body import read_body
 from localllm.server.errors import ApiError, renaming
+from localllm.server.generation import Chat, open_chat
 from localllm.server.openai.output import TokenNames
 from localllm.server.openai.responses_events import Growing
 from localllm.server.openai.responses_schemas import (
@@ -24,9 +24,9 @@ from localllm.server.openai.responses_schemas import (
 )
 from localllm.server.openai.responses_store import Stored
 from localllm.server.openai.schemas import ChatRequest
+from localllm.server.response_stream import unless_left
 from localllm.server.service import Service
 from localllm.server.sse import Opened, first_or_stream, named_event_stream
-from localllm.server.turns import unless_left
 
 
 async def create_response(request: Request) -> Response:

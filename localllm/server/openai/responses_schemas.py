@@ -9,6 +9,7 @@ from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from localllm.server.body import checked
 from localllm.server.errors import ApiError, renaming, unsupported
+from localllm.server.openai.reading import with_further
 from localllm.server.openai.schemas import (
     MAX_MESSAGES,
     Body,
@@ -19,7 +20,6 @@ from localllm.server.openai.schemas import (
     Number,
     StreamOptions,
 )
-from localllm.server.sampling import with_further
 
 ROLES = ("system", "developer", "user", "assistant")
 TEXT_PARTS = {"input_text", "output_text", "text"}

@@ -1,6 +1,6 @@
 """What the OpenAI routes accept, as pydantic models; unknown fields are accepted, wrong values are not.
 
-Numbers are strict (no "1", no true) and finite. What a field means to the engine is decided in `sampling.py`.
+Numbers are strict (no "1", no true) and finite. What a field means to the engine is decided in `reading.py`.
 """
 
 from __future__ import annotations

@@ -9,15 +9,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from localllm.llm.llm import LLM
-from localllm.server.ask import prompt_of
 from localllm.server.body import checked, read_body
 from localllm.server.errors import ApiError
+from localllm.server.generation import prompt_of
 from localllm.server.openai.output import TokenNames
+from localllm.server.openai.reading import further
 from localllm.server.openai.schemas import ChatRequest
 from localllm.server.other.schemas import DetokenizeRequest, TokenizeRequest
-from localllm.server.sampling import further
+from localllm.server.response_stream import unless_left
 from localllm.server.service import Service
-from localllm.server.turns import unless_left
 
 
 async def tokenize(request: Request) -> Response:

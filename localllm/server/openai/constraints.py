@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from localllm.request import Constraint, ToolUse
+from localllm.server.errors import ApiError, unsupported
 from localllm.server.openai.schemas import Constraints
-
-from .errors import ApiError, unsupported
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")

@@ -11,10 +11,10 @@ from starlette.requests import Request
 from localllm.llm.llm import LLM
 from localllm.server.openai.schemas import ChatRequest
 
-from .sampling import check_fields, deadline_of, messages_of, sampling_params, template_kwargs
+from .openai.constraints import wanted
+from .openai.reading import check_fields, deadline_of, messages_of, sampling_params, template_kwargs
+from .response_stream import AsyncTurn
 from .service import Place, Service, Wish
-from .structured import wanted
-from .turns import AsyncTurn
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """Request fields -> `SamplingParams` and messages; what this version cannot do is refused by name.
 
-What binds the output (tools, schemas, grammars) is read in `structured.py`.
+What binds the output (tools, schemas, grammars) is read in `constraints.py`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from localllm.request import Message, SamplingParams
+from localllm.server.errors import ApiError, unsupported
 from localllm.server.openai.schemas import Body, ChatMessage, ChatRequest, CompletionRequest, Sampled
 
-from .errors import ApiError, unsupported
-from .structured import wanted
+from .constraints import wanted
 
 RESERVED_KWARGS = {
     "messages", "tools", "chat_template", "tokenize", "add_generation_prompt", "bos_token", "eos_token", "documents",
