@@ -1,13 +1,16 @@
-"""Where things live on this machine (XDG), and nothing else.
+"""Where things live on this machine (XDG), and how a small file there is read and replaced.
 
 `LOCALLLM_HOME`, when set, puts data, cache, config and state below one folder: used by tests and portable installs.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import secrets
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 
@@ -50,3 +53,42 @@ def runtime_dir() -> Path:
 def log_dir() -> Path:
     """Log files."""
     return state_dir() / "log"
+
+
+def replace_file(
+    path: Path, content: str | bytes, *, mode: int | None = None, sync: bool = False, suffix: str = ".part"
+) -> None:
+    """Write a file and its folder in one step: readers see the old content or the new, and a kill leaves either.
+
+    mode     permissions; None: as the user's umask says
+    sync     wait until it is on the disk
+    suffix   ends the name of the file while it is being written
+
+    Raises OSError; nothing is left beside the old file then.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}{suffix}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    try:
+        with os.fdopen(os.open(partial, flags, 0o666 if mode is None else 0o600), "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def read_json(path: Path, max_bytes: int = 1 << 20) -> dict[str, Any]:
+    """A small JSON object; {} when it is missing, longer than `max_bytes`, unreadable or something else."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(max_bytes + 1)
+        value = json.loads(content) if len(content) <= max_bytes else None
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

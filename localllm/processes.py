@@ -12,7 +12,6 @@ import stat
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from localllm import paths
 from localllm.errors import ConfigError
@@ -68,11 +67,7 @@ class Record:
         self._path.unlink(missing_ok=True)
 
     def _write(self) -> None:
-        partial = self._path.with_suffix(f".{os.getpid()}.tmp")
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(asdict(self.running), file)
-        partial.replace(self._path)
+        paths.replace_file(self._path, json.dumps(asdict(self.running)), mode=0o600)
 
 
 def running() -> list[Running]:
@@ -93,9 +88,9 @@ def running() -> list[Running]:
 
 def _read(file: Path) -> Running | None:
     try:
-        value: Any = json.loads(file.read_text())
+        value = paths.read_json(file)
         return Running(**{**value, "models": tuple(value["models"])})
-    except (OSError, ValueError, TypeError, KeyError):
+    except (TypeError, KeyError):
         return None
 
 

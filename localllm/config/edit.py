@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from localllm import paths
 from localllm.errors import ConfigError
 
 from .keys import TABLES, Key, find_key
@@ -98,17 +96,7 @@ def _write(file: Path, text: str) -> None:
     """Replace the file in one step, through a link to the file it names; a reader sees the old text or the new one."""
     target = file.resolve()
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
         mode = target.stat().st_mode & 0o777 if target.exists() else 0o644
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as out:
-                out.write(text)
-            os.chmod(name, mode)
-            os.replace(name, target)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name)
-            raise
+        paths.replace_file(target, text, mode=mode)
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror}", f"make {target.parent} writable") from None

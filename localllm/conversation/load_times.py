@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,21 +32,13 @@ class LoadTimes:
         known = self._read()
         times = [*known.pop(model, []), round(seconds, 3)][-KEPT:]
         known[model] = times  # at the end: those not loaded for the longest time are dropped first
-        part = self._file.with_suffix(f".{os.getpid()}.part")
         try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(dict(list(known.items())[-MODELS:])))
-            part.replace(self._file)
+            paths.replace_file(self._file, json.dumps(dict(list(known.items())[-MODELS:])))
         except OSError:
             log.warning("load times are not kept", exc_info=True)
 
     def _read(self) -> dict[str, list[float]]:
-        try:
-            found: Any = json.loads(self._file.read_text())
-        except (OSError, ValueError):
-            return {}
-        rows = found.items() if isinstance(found, dict) else ()
-        return {model: times for model, times in rows if _sound(times)}
+        return {model: times for model, times in paths.read_json(self._file).items() if _sound(times)}
 
 
 def _sound(times: Any) -> bool:

@@ -16,6 +16,7 @@ from localllm import hub
 from localllm.errors import LocalLLMError, ModelNotFound
 from localllm.hub import catalog
 from localllm.hub.names import parse_name, shown
+from localllm.paths import read_json
 
 MAX_CONFIG_BYTES = 4 << 20
 HYBRID = re.compile(
@@ -181,13 +182,8 @@ def _config(name: str) -> tuple[Path, dict[str, Any]] | None:
         found = [f for f in _here(name) if f.path.is_dir()]
         folder = found[0].path if found else None
     file = folder / "config.json" if folder else None
-    try:
-        if file is None or file.stat().st_size > MAX_CONFIG_BYTES:
-            return None
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return (file.parent, values) if isinstance(values, dict) else None
+    values = read_json(file, MAX_CONFIG_BYTES) if file else {}
+    return (file.parent, values) if file and values else None
 
 
 def _from_config(name: str, folder: Path, config: dict[str, Any]) -> ModelKind:

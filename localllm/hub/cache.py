@@ -138,26 +138,8 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace a small file in one step, so that a kill leaves the old or the new one."""
-    fd, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=_SCRAP)
-    try:
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            json.dump(value, file)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A small JSON object of ours; {} when it is missing or damaged."""
-    try:
-        if path.stat().st_size > 1 << 20:
-            return {}
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+    """Replace a small file of ours in the cache; what a killed process leaves of it is a scrap."""
+    paths.replace_file(path, json.dumps(value), mode=0o600, suffix=_SCRAP)
 
 
 def file_digest(path: Path, hex_digits: int) -> str:
@@ -213,9 +195,7 @@ def link_snapshot(repo: str, revision: str, names: dict[str, str], ref: str | No
             clear(path)
         for scrap in path.parent.glob(f"*{_SCRAP}"):
             clear(scrap)
-        temporary = path.with_name(path.name + f".{os.getpid()}{_SCRAP}")
-        temporary.write_text(revision, encoding="utf-8")
-        os.replace(temporary, path)
+        paths.replace_file(path, revision, suffix=_SCRAP)
     return folder
 
 
@@ -366,7 +346,7 @@ def _drop_empty(folder: Path) -> None:
 
 def drop_scraps(partial: Partial) -> None:
     """Remove what a killed process left beside a partial file. The caller holds the blob's lock."""
-    for scrap in partial.facts.parent.glob(f"{partial.facts.name}*{_SCRAP}"):
+    for scrap in partial.facts.parent.glob(f".{partial.facts.name}*{_SCRAP}"):
         clear(scrap)
 
 

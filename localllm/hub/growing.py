@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from localllm.errors import DownloadError
+from localllm.paths import read_json
 
 from . import cache
 from .listing import RepoFile
@@ -19,7 +20,7 @@ class GrowingFile:
         self.paths = cache.partial_of(repo, file.digest)
         cache.drop_scraps(self.paths)
         facts = {"etag": file.digest, "size": file.size, "file": file.name, "repo": repo}
-        if cache.read_json(self.paths.facts) != facts:
+        if read_json(self.paths.facts) != facts:
             self.paths.data.unlink(missing_ok=True)
             cache.write_json(self.paths.facts, facts)
         self._data = open(self.paths.data, "ab", buffering=0)  # noqa: SIM115 - __exit__ closes it

@@ -230,11 +230,9 @@ def _missing_shards(folder: Path, names: list[str]) -> str:
     if index.name not in names:
         return ""
     try:
-        if index.stat().st_size > 32 << 20:
-            return ""
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        shards = set(paths.read_json(index, 32 << 20)["weight_map"].values())
         missing = sorted(str(s) for s in shards if s not in names)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (TypeError, KeyError, AttributeError):
         return ""
     return f"{len(missing)} of {len(shards)} weight files are missing, first {shown(missing[0])}" if missing else ""
 
@@ -270,9 +268,8 @@ def remember_model(name: str) -> None:
     state = _state()
     used = state.get("used")
     try:
-        _state_file().parent.mkdir(parents=True, exist_ok=True)
         times = (used if isinstance(used, dict) else {}) | {name: time.time()}
-        cache.write_json(_state_file(), {"last": name, "used": times})
+        paths.replace_file(_state_file(), json.dumps({"last": name, "used": times}), mode=0o600)
     except OSError:
         return
 
@@ -306,4 +303,4 @@ def _state_file() -> Path:
 
 
 def _state() -> dict[str, object]:
-    return cache.read_json(_state_file())
+    return paths.read_json(_state_file())

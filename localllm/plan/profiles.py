@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,11 +54,7 @@ class Proofs:
         self._put(_proof_key(facts, machine, plan), dict(shown))
         text = json.dumps({"entries": dict(list(self._entries.items())[-MOST:])}, indent=1)
         with contextlib.suppress(OSError):
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self._file.parent, prefix="proofs")
-            with os.fdopen(handle, "w") as file:
-                file.write(text)
-            os.replace(name, self._file)
+            paths.replace_file(self._file, text)
 
     def _put(self, key: str, value: dict[str, Any]) -> None:
         self._entries.pop(key, None)

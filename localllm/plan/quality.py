@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +34,8 @@ def saved(path: Path | str = "") -> list[dict[str, Any]]:
     """Results that were kept, newest first; of the model at `path` only. Files that cannot be read are left out."""
     rows = []
     for file in sorted(folder().glob("*.json"), key=lambda p: -p.stat().st_mtime) if folder().is_dir() else ():
-        try:
-            row = json.loads(file.read_text())
-        except (OSError, ValueError):
-            continue
-        known = isinstance(row, dict) and row.get("schema") == "localllm.quality/1"
-        if known and (not path or row.get("path") == str(path)) and _sound(row):
+        row = paths.read_json(file)
+        if row.get("schema") == "localllm.quality/1" and (not path or row.get("path") == str(path)) and _sound(row):
             rows.append(row)
     return rows
 

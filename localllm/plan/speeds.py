@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 from collections.abc import Iterable, Mapping
@@ -101,11 +100,9 @@ def _device(made: Plan, machine: MachineFacts) -> str:
 
 def _read(file: Path, machine: MachineFacts) -> Measurement | None:
     try:
-        if file.stat().st_size > MAX_FILE_BYTES:
-            return None
-        saved = json.loads(file.read_text(encoding="utf-8"))
+        saved = paths.read_json(file, MAX_FILE_BYTES)
         return _measurement(saved["subject"], saved["rows"], machine, file.name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

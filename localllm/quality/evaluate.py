@@ -22,6 +22,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from localllm import paths
 from localllm.errors import Aborted, InvalidRequest
 from localllm.plan.quality import folder
 from localllm.request import LoadProgress, OnProgress
@@ -184,8 +185,5 @@ def save(quality: Quality) -> Path:
     against = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]
     name = re.sub(r"[^\w.-]+", "-", "_".join(parts[:4]))[:170] + f"_{against}"
     path = folder() / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".part")
-    partial.write_text(json.dumps({"schema": "localllm.quality/1", **asdict(quality)}, indent=2))
-    partial.replace(path)
+    paths.replace_file(path, json.dumps({"schema": "localllm.quality/1", **asdict(quality)}, indent=2))
     return path

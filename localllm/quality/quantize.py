@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from localllm import paths
 from localllm.errors import Aborted, ConfigError, DoesNotFit, InternalError, UnsupportedFormat
 from localllm.request import LoadProgress, OnProgress
 
@@ -312,12 +313,8 @@ class _Work:
 
     def _state(self) -> dict[str, Any]:
         fresh: dict[str, Any] = {"identity": self._identity(), "shards": []}
-        try:
-            state = json.loads((self.folder / "state.json").read_text())
-        except (OSError, ValueError):
-            state = fresh
-        known = isinstance(state, dict) and state.get("identity") == fresh["identity"]
-        if not known or not all(self._has(row, state) for row in state["shards"]):
+        state = paths.read_json(self.folder / "state.json", 64 << 20)
+        if state.get("identity") != fresh["identity"] or not all(self._has(row, state) for row in state["shards"]):
             for old in self.folder.iterdir():
                 old.unlink()
             return fresh
@@ -331,12 +328,8 @@ class _Work:
         self._write("state.json", json.dumps(state))
 
     def _write(self, name: str, text: str) -> None:
-        partial = self.folder / f"{name}.part"
-        with _disk(self.folder), partial.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(self.folder / name)
+        with _disk(self.folder):
+            paths.replace_file(self.folder / name, text, sync=True)
 
     def _save(self, name: str, tensors: dict[str, Tensor]) -> None:
         from safetensors.torch import save_file

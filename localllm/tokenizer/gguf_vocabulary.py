@@ -10,8 +10,6 @@ import gc
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from localllm.errors import BadModelFile, UnsupportedFormat
-from localllm.paths import cache_dir
+from localllm.paths import cache_dir, replace_file
 from localllm.tokenizer.regex import ADD_BOS, IGNORE_MERGES, NFC, PRE_TOKENIZERS
 from localllm.tokenizer.tokenizer_json import PIECE, Patient
 
@@ -232,7 +230,7 @@ def _cached_merges(vocabulary: Vocabulary) -> list[int]:
     merges = _read_merges(path, len(vocabulary.tokens))
     if merges is None:
         merges = derive_merges(vocabulary.tokens, vocabulary.types, vocabulary.scores)
-        _write_atomically(path, json.dumps({"version": _CACHE_VERSION, "merges": merges}, separators=(",", ":")))
+        _write_cache(path, json.dumps({"version": _CACHE_VERSION, "merges": merges}, separators=(",", ":")))
     return merges
 
 
@@ -254,18 +252,10 @@ def _read_merges(path: Path, num_tokens: int) -> list[int] | None:
     return merges
 
 
-def _write_atomically(path: Path, text: str) -> None:
-    """Write beside the target, then rename. A cache that cannot be written is only slower next time."""
+def _write_cache(path: Path, text: str) -> None:
+    """A cache that cannot be written is only slower next time."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(name, path)
-        except OSError:
-            os.unlink(name)
-            raise
+        replace_file(path, text)
     except OSError as error:
         log.warning("tokenizer cache %s cannot be written (%s)", path, error)
 
