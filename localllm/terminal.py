@@ -17,6 +17,8 @@ from typing import IO
 MAX_COMBINING = 16
 """Combining marks kept on one base character; no script needs more, and 10^5 of them freeze a terminal."""
 
+GIB = 1 << 30
+
 _DROPPED = [*range(0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0)]
 _BIDI = [0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
 _TABLE = dict.fromkeys([*_DROPPED, *_BIDI])
@@ -123,8 +125,10 @@ def locale_encoding() -> str:
         return "utf-8"
 
 
-def gib(num_bytes: float) -> str:
-    """Bytes for people, in binary units: '512 B', '98.4 MiB', '7.8 GiB'."""
+def gib(num_bytes: float, digits: int | None = None) -> str:
+    """Bytes for people, in binary units: '512 B', '98.4 MiB', '7.8 GiB'; with `digits` always in GiB: '0.10 GiB'."""
+    if digits is not None:
+        return f"{num_bytes / GIB:.{digits}f} GiB"
     value = float(num_bytes)
     for unit in ("B", "KiB", "MiB"):
         if abs(value) < 1024:

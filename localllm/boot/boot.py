@@ -20,6 +20,7 @@ from localllm.kernels.verify.records import Records, default_folder, identity
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.kernels.verify.tuning import Tuned, gpu_seconds, is_measured, tuner
 from localllm.plan.profiles import Proofs, words
+from localllm.terminal import gib
 from localllm.testing import step_fault
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ class Boot:
             if "out of memory" not in str(error).lower() and not isinstance(error, MemoryError):
                 raise
             raise OutOfMemory(
-                f"no room for {self.plan.kv_bytes / 2**30:.1f} GiB of key/value pages on {self.plan.place}",
+                f"no room for {gib(self.plan.kv_bytes, 1)} of key/value pages on {self.plan.place}",
                 "use a smaller --ctx, or close what else uses the memory",
             ) from error
 
@@ -187,7 +188,7 @@ class Boot:
                 proof = self._run_gpu_proof()
                 self._keep(proof)
             else:  # a context that was asked for, and no room to be careful: it runs, and may run out of memory
-                self._shrunk = f"{proof.excess_bytes / 2**30:.2f} GiB are missing for it; start with a smaller --ctx"
+                self._shrunk = f"{gib(proof.excess_bytes, 2)} are missing for it; start with a smaller --ctx"
         log.info("proof in %.1f s: %s", time.monotonic() - started, proof)
 
     def _run_gpu_proof(self) -> Proof:

@@ -29,6 +29,7 @@ from localllm.engine.sequence import Sequence
 from localllm.plan.memory import GRAPH_BYTES
 from localllm.plan.planner import Plan
 from localllm.request import Request, SamplingParams
+from localllm.terminal import GIB
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,6 @@ BUDGET_S = 10.0
 TOUCH_S = 6.0
 """of it for touching pages on a CPU; the rest of very many pages is counted, since a page's bytes are known exactly"""
 PAGES_AT_ONCE = 256
-GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from localllm.terminal import cell_width, clean, clean_line, gib, tokens_short
+from localllm.terminal import GIB, cell_width, clean, clean_line, gib, tokens_short
 
 if TYPE_CHECKING:
     from localllm.cli.commands.plan import Row, Sheet, Subject
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from localllm.cli.frame.console import Console
     from localllm.plan.planner import Plan
 
-GIB = 1 << 30
 MIN_BAR, MAX_BAR = 20, 64
 MIN_SHOWN = 16 << 20
 """a smaller rest is not worth a word"""

@@ -10,12 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 from localllm.errors import ConfigError
+from localllm.terminal import GIB
 
 from .disk import DiskFacts
 from .facts import CpuFacts, GpuFacts, GpuLink, GpuProcess, MachineFacts
 from .host import HostFacts
 
-GIB = 1 << 30
 MIB = 1 << 20
 _AVX2 = ("avx", "f16c", "fma", "avx2")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16")

@@ -6,11 +6,11 @@ from dataclasses import replace
 from difflib import get_close_matches
 
 from localllm.errors import ConfigError
+from localllm.terminal import GIB, gib
 
 from .facts import GpuFacts, MachineFacts
 from .gpu_table import TABLE, named_gpu
 
-GIB = 1 << 30
 FREE_SHARE = 0.98
 """of a card's memory, what is free on one that no screen hangs on: a 5090 has 31.4 of 32 GiB to use"""
 DEFAULT_CAPABILITY = 89
@@ -58,7 +58,7 @@ def _card(gpu: str | None, vram_bytes: int | None, bandwidth: float | None, mach
     if gpu is None:
         assert vram_bytes is not None
         size = vram_bytes
-        name, capability = f"a GPU with {size / GIB:.0f} GiB", DEFAULT_CAPABILITY
+        name, capability = f"a GPU with {gib(size, 0)}", DEFAULT_CAPABILITY
         speed, basis = bandwidth or 0.0, "given" if bandwidth else "unknown"
         return GpuFacts(name, capability, size, int(size * FREE_SHARE), speed, basis)
     row = named_gpu(gpu)

@@ -11,9 +11,9 @@ from localllm.plan import fit
 from localllm.plan import speeds as calibrate
 from localllm.plan.placement import chosen_device
 from localllm.plan.planner import Plan
-from localllm.terminal import tokens_short
+from localllm.terminal import gib, tokens_short
 
-from .finding import Survey, size
+from .finding import Survey
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def _model(survey: Survey, config: UserConfig) -> Advice | None:
     assert made is not None
     best = choice.best
     text = (
-        f"{best.name} {best.format}: {size(made.weight_bytes)} of weights, {tokens_short(made.ctx)} tokens of context"
+        f"{best.name} {best.format}: {gib(made.weight_bytes)} of weights, {tokens_short(made.ctx)} tokens of context"
         f" with keys and values in {made.kv}, {_pace(made)}"
     )
     return Advice("model", text, f"localllm chat {best.name}")

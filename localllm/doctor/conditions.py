@@ -27,8 +27,9 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from localllm.device.host import version_key
+from localllm.terminal import GIB
 
-from .finding import GIB, Survey
+from .finding import Survey
 
 
 def unmet(table: Mapping[str, Any], survey: Survey) -> list[str]:

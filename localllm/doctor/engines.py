@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from localllm.errors import ConfigError, DeviceError
+from localllm.terminal import gib
 
 from .conditions import holds
-from .finding import GIB, Survey, sm
+from .finding import Survey, sm
 from .model_kind import ModelKind, asked_for, suggested
 from .rules import Rule, rules
 
@@ -214,7 +215,7 @@ def _device(survey: Survey) -> str:
         return f"{survey.machine.cpu.name}, {survey.machine.cpu.cores_usable} cores, no GPU"
     best = max(gpus, key=lambda gpu: gpu.total_bytes)
     count = f"{len(gpus)} × " if len(gpus) > 1 else ""
-    return f"{count}{best.name}, {sm(best.capability)}, {best.free_bytes / GIB:.1f} GiB free"
+    return f"{count}{best.name}, {sm(best.capability)}, {gib(best.free_bytes, 1)} free"
 
 
 @functools.cache

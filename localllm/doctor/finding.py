@@ -13,8 +13,6 @@ from localllm.device.host import HostFacts
 from localllm.interface import Check
 
 Status = Literal["ok", "warn", "fail", "skip"]
-GIB = 1 << 30
-MIB = 1 << 20
 
 HARDWARE, SOFTWARE, STORAGE, TERMINAL, MODEL = "hardware", "software", "storage", "terminal", "model"
 
@@ -97,11 +95,6 @@ CheckFunction = Callable[[Survey], Check]
 def found(check_id: str, group: str, status: Status, title: str, detail: str = "", fix: str = "", **data: Any) -> Check:
     """A finding; `fix` is a command that can be pasted, or the step to take."""
     return Check(check_id, group, status, title, detail, fix, data)
-
-
-def size(count: float) -> str:
-    """Bytes for people."""
-    return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / MIB:.0f} MiB"
 
 
 def sm(capability: int) -> str:

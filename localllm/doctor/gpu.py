@@ -9,8 +9,9 @@ from typing import Any
 from localllm.device import GpuFacts
 from localllm.device.gpu_table import min_driver, table_row
 from localllm.interface import Check
+from localllm.terminal import gib
 
-from .finding import HARDWARE, CheckFunction, Status, Survey, found, size, sm
+from .finding import HARDWARE, CheckFunction, Status, Survey, found, sm
 
 NO_GPU = "no NVIDIA driver: the CPU computes"
 HOT_C = 85
@@ -39,7 +40,7 @@ def gpu_present(survey: Survey) -> Check:
 
 def _describe(gpu: GpuFacts) -> str:
     speed = f", {gpu.bandwidth / 1e9:,.0f} GB/s" if gpu.bandwidth else ""
-    memory = f"{size(gpu.total_bytes)} ({size(gpu.free_bytes)} free){', shared with the CPU' if gpu.unified else ''}"
+    memory = f"{gib(gpu.total_bytes)} ({gib(gpu.free_bytes)} free){', shared with the CPU' if gpu.unified else ''}"
     return f"{gpu.name}, {sm(gpu.capability)}, {memory}{speed}"
 
 
@@ -108,17 +109,17 @@ def gpu_memory(survey: Survey) -> Check:
     others = [p for gpu in gpus for p in gpu.processes if p.pid != os.getpid()]
     held = sum(gpu.total_bytes - gpu.free_bytes for gpu in gpus if not gpu.unified)
     total = sum(gpu.total_bytes for gpu in gpus)
-    names = ", ".join(f"{p.name or 'process'} {p.pid} ({size(p.used_bytes)})" for p in others[:3] if p.used_bytes)
+    names = ", ".join(f"{p.name or 'process'} {p.pid} ({gib(p.used_bytes)})" for p in others[:3] if p.used_bytes)
     full = [g for g in gpus if not g.unified and g.total_bytes - g.free_bytes > g.total_bytes // 5]
     if full:  # card by card: a free one says nothing of the one beside it
         of_full = sum(gpu.total_bytes - gpu.free_bytes for gpu in full), sum(gpu.total_bytes for gpu in full)
         where = f" of {', '.join(gpu.name for gpu in full)}" if len(gpus) > 1 else ""
-        title = f"{size(of_full[0])} of {size(of_full[1])}{where} are taken"
+        title = f"{gib(of_full[0])} of {gib(of_full[1])}{where} are taken"
         return found("gpu.mem", HARDWARE, "warn", title, names, "nvidia-smi", held_bytes=held)
     if all(gpu.unified for gpu in gpus):
-        title = f"{size(total)} of the machine's memory are free; the operating system needs some of it"
+        title = f"{gib(total)} of the machine's memory are free; the operating system needs some of it"
         return found("gpu.mem", HARDWARE, "ok", title, names, held_bytes=0)
-    return found("gpu.mem", HARDWARE, "ok", f"{size(total - held)} of {size(total)} free", names, held_bytes=held)
+    return found("gpu.mem", HARDWARE, "ok", f"{gib(total - held)} of {gib(total)} free", names, held_bytes=held)
 
 
 def gpu_power(survey: Survey) -> Check:

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from localllm.interface import Check
+from localllm.terminal import GIB, gib
 
-from .finding import GIB, HARDWARE, CheckFunction, Survey, found, size
+from .finding import HARDWARE, CheckFunction, Survey, found
 
 LITTLE_RAM = 2 * GIB
 SELF_REGULATING = ("intel_pstate", "amd-pstate", "amd-pstate-epp", "cppc_cpufreq")
@@ -60,10 +61,10 @@ def power_source(survey: Survey) -> Check:
 def ram(survey: Survey) -> Check:
     """Memory that may still be taken."""
     machine = survey.machine
-    title = f"{size(machine.ram_available_bytes)} of {size(machine.ram_total_bytes)} free"
+    title = f"{gib(machine.ram_available_bytes)} of {gib(machine.ram_total_bytes)} free"
     data: dict[str, Any] = {"total_bytes": machine.ram_total_bytes, "available_bytes": machine.ram_available_bytes}
     if machine.ram_available_bytes < LITTLE_RAM:
-        title += f": below {size(LITTLE_RAM)} only the smallest models run"
+        title += f": below {gib(LITTLE_RAM)} only the smallest models run"
         return found("ram", HARDWARE, "warn", title, fix="localllm plan smollm2", **data)
     return found("ram", HARDWARE, "ok", title, **data)
 
@@ -74,7 +75,7 @@ def swap(survey: Survey) -> Check:
     used = machine.swap_total_bytes - machine.swap_free_bytes
     if not machine.swap_total_bytes:
         return found("swap", HARDWARE, "ok", "none")
-    title = f"{size(used)} of {size(machine.swap_total_bytes)} used"
+    title = f"{gib(used)} of {gib(machine.swap_total_bytes)} used"
     if used > machine.swap_total_bytes // 2 and machine.ram_available_bytes < 4 * GIB:
         return found("swap", HARDWARE, "warn", f"{title}: a model would swap", fix="free -h", used_bytes=used)
     return found("swap", HARDWARE, "ok", title, used_bytes=used)

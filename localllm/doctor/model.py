@@ -16,9 +16,10 @@ from localllm.interface import Check
 from localllm.plan import fit
 from localllm.plan import speeds as calibrate
 from localllm.plan.planner import Plan, PlanOptions, plan
+from localllm.terminal import gib
 from localllm.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
-from .finding import MODEL, Survey, found, size
+from .finding import MODEL, Survey, found
 
 OPEN_LICENCES = ("apache-2.0", "mit", "bsd", "cc-by-4.0", "openrail", "unlicense", "isc")
 
@@ -29,7 +30,7 @@ def model_checks(resolved: Resolved, survey: Survey, options: PlanOptions | None
     if resolved.path is None:
         yield from _not_here(resolved, survey, options)
         return
-    title = f"{label(resolved.path)}, {size(resolved.size_bytes)}"
+    title = f"{label(resolved.path)}, {gib(resolved.size_bytes)}"
     yield found("model.files", MODEL, "ok", title, str(resolved.path), path=str(resolved.path))
     try:
         with open_checkpoint(resolved.path) as checkpoint:
@@ -162,7 +163,7 @@ def _fit(made: Plan | LocalLLMError | None, name: str) -> Check:
         return found("model.fit", MODEL, "fail", error.message, error.why, error.hint)
     mark = "measured" if made.basis == "measured" else "≈"
     title = (
-        f"{size(made.need_bytes)} of {size(made.have_bytes)} on {made.device} with {made.ctx:,} tokens of context,"
+        f"{gib(made.need_bytes)} of {gib(made.have_bytes)} on {made.device} with {made.ctx:,} tokens of context,"
         f" {mark} {made.decode_tps:.0f} tok/s"
     )
     detail = "; ".join(made.warnings)
@@ -171,7 +172,7 @@ def _fit(made: Plan | LocalLLMError | None, name: str) -> Check:
 
 def _not_here(resolved: Resolved, survey: Survey, options: PlanOptions | None) -> Iterator[Check]:
     name = resolved.name
-    load = f"not on this machine; a download of {size(resolved.download_bytes)}"
+    load = f"not on this machine; a download of {gib(resolved.download_bytes)}"
     yield found("model.files", MODEL, "warn", load, fix=f"localllm pull {name}", bytes=resolved.download_bytes)
     runs = not resolved.architecture or resolved.architecture in catalog.RUNNABLE
     title = resolved.architecture or "not known before its files are here"

@@ -8,8 +8,9 @@ from typing import Any
 from localllm.device.gpu_table import min_cuda, min_torch_cuda
 from localllm.device.host import version_key
 from localllm.interface import Check
+from localllm.terminal import GIB, gib
 
-from .finding import GIB, SOFTWARE, CheckFunction, Status, Survey, found, install, size, sm
+from .finding import SOFTWARE, CheckFunction, Status, Survey, found, install, sm
 from .gpu import torch_for
 
 MIN_TORCH = (2, 11)
@@ -120,7 +121,7 @@ def wsl(survey: Survey) -> Check:
         return found("wsl", SOFTWARE, "skip", "not inside WSL")
     if machine.wsl == 1:
         return found("wsl", SOFTWARE, "fail", "WSL 1 has no GPU and slow files", fix="wsl.exe --set-version Debian 2")
-    title = f"WSL 2 with {size(machine.ram_total_bytes)} of memory (by default half of Windows' own)"
+    title = f"WSL 2 with {gib(machine.ram_total_bytes)} of memory (by default half of Windows' own)"
     detail = "[wsl2] memory=24GB in %UserProfile%\\.wslconfig gives it more; then: wsl --shutdown"
     if survey.host.wsl_mirrored:
         detail += "; mirrored networking may hide a server from Windows"
@@ -140,7 +141,7 @@ def cgroup_memory(survey: Survey) -> Check:
     machine = survey.machine
     if not machine.ram_limit:
         return found("cgroup.mem", SOFTWARE, "skip", "no limit below the installed RAM")
-    title = f"a {machine.ram_limit} limits memory to {size(machine.ram_total_bytes)}"
+    title = f"a {machine.ram_limit} limits memory to {gib(machine.ram_total_bytes)}"
     data: dict[str, Any] = {"limit": machine.ram_limit, "limit_bytes": machine.ram_total_bytes}
     if machine.ram_total_bytes < 2 * GIB:
         fix = "ulimit -v unlimited" if machine.ram_limit == "ulimit" else "docker update --memory 8g CONTAINER"

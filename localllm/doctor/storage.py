@@ -14,8 +14,9 @@ from localllm.hub.cache import hf_home, hub_dir
 from localllm.hub.local import scan
 from localllm.interface import Check
 from localllm.processes import running
+from localllm.terminal import GIB, gib
 
-from .finding import GIB, STORAGE, CheckFunction, Survey, found, proxy, size
+from .finding import STORAGE, CheckFunction, Survey, found, proxy
 from .settings import short
 
 LITTLE_DISK = 10 * GIB
@@ -36,7 +37,7 @@ KINDS = {
 def disk_free(survey: Survey) -> Check:
     """Room where models are downloaded to."""
     disk = survey.host.disk
-    title = f"{size(disk.free_bytes)} free for models in {_tilde(disk.path)}"
+    title = f"{gib(disk.free_bytes)} free for models in {_tilde(disk.path)}"
     data: dict[str, Any] = {"path": disk.path, "free_bytes": disk.free_bytes}
     if disk.free_bytes < NO_DISK:
         return found("disk.free", STORAGE, "fail", title, fix="export HF_HOME=/a/larger/disk/hf", **data)
@@ -161,7 +162,7 @@ def models(survey: Survey) -> Check:
     if not rows:
         return found("models", STORAGE, "warn", "no model on this machine yet", fix="localllm pull smollm2", **data)
     total = sum(m.size_bytes for m in rows)
-    return found("models", STORAGE, "ok", f"{_count(len(rows), 'model', 'models')}, {size(total)}", **data)
+    return found("models", STORAGE, "ok", f"{_count(len(rows), 'model', 'models')}, {gib(total)}", **data)
 
 
 def _tilde(path: str) -> str:

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from .fetching import Repaired, download, repair
     from .listing import RepoFile
     from .local import LocalModel, default_model, list_local, remember_model
-    from .meter import size_text
     from .removal import Removal, remove, remove_partials
     from .resolution import Resolved, download_limit, resolve
 
@@ -38,7 +37,6 @@ __all__ = [
     "remove_partials",
     "repair",
     "resolve",
-    "size_text",
 ]
 
 _HOMES = {
@@ -46,7 +44,6 @@ _HOMES = {
     "fetching": ("Repaired", "download", "repair"),
     "listing": ("RepoFile",),
     "local": ("LocalModel", "default_model", "list_local", "remember_model"),
-    "meter": ("size_text",),
     "removal": ("Removal", "remove", "remove_partials"),
     "resolution": ("Resolved", "download_limit", "resolve"),
 }

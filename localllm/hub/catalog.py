@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from localllm.errors import DoesNotFit, UnsupportedModel
+from localllm.terminal import GIB, gib
 
 RUNNABLE = frozenset({"llama", "qwen2", "qwen3", "gemma3"})
 """architectures this version computes"""
@@ -36,7 +37,6 @@ SOURCE_ARCHITECTURES = {
 }
 """what config.json and GGUF headers call them"""
 
-GIB = 1 << 30
 DEFAULT_CONTEXT = 8192
 """tokens of context the default memory rule leaves room for"""
 
@@ -185,7 +185,7 @@ class DownloadLimit:
     why: str = ""
 
     def __str__(self) -> str:
-        return _gib(int(self.num_bytes)) + (f" ({self.why})" if self.why else "")
+        return gib(int(self.num_bytes), 1) + (f" ({self.why})" if self.why else "")
 
 
 class Choice(NamedTuple):
@@ -231,7 +231,7 @@ class Memory(NamedTuple):
         """The memory class, for people: "CPU with 16 GiB free"."""
         classes = CPU_CLASSES if self.kind == "cpu" else GPU_CLASSES
         size = max((c for c in classes if c <= self.free_bytes * 1.05), default=self.free_bytes)
-        return f"{self.kind.upper()} with {size / GIB:.0f} GiB free"
+        return f"{self.kind.upper()} with {gib(size, 0)} free"
 
 
 def memory_of(machine: Machine | None) -> Memory:
@@ -346,9 +346,9 @@ def _weigh(
         return Considered(candidate, False, 0.0, "not on the hub")
     runs, tps = fits(candidate)
     if runs and candidate.download_bytes > limit.num_bytes:
-        note = f"download of {_gib(candidate.download_bytes)} is over the limit of {limit}"
+        note = f"download of {gib(candidate.download_bytes, 1)} is over the limit of {limit}"
         return Considered(candidate, False, tps, note, over_limit=True)
-    note = "" if runs else "needs a GPU" if candidate.device == "gpu" else f"needs {_gib(candidate.min_free_bytes)}"
+    note = "" if runs else "needs a GPU" if candidate.device == "gpu" else f"needs {gib(candidate.min_free_bytes, 1)}"
     return Considered(candidate, runs, tps, note)
 
 
@@ -390,7 +390,7 @@ def _over_limit(alias: str, considered: Sequence[Considered], limit: DownloadLim
     name, num_bytes = least.candidate.name, least.candidate.download_bytes
     others = ", ".join(dict.fromkeys(f"{c.candidate.spec}: {c.note}" for c in considered if c not in kept and c.note))
     return DoesNotFit(
-        f"no {alias} is small enough to download: {name} is {_gib(num_bytes)}, the limit {limit}",
+        f"no {alias} is small enough to download: {name} is {gib(num_bytes, 1)}, the limit {limit}",
         f"localllm pull {name} takes it all the same; localllm rm frees disk",
         why=others,
         context={"download_bytes": num_bytes, "limit_bytes": int(limit.num_bytes)},
@@ -410,8 +410,10 @@ def _refusal(alias: str, considered: Sequence[Considered], fits: Fits, free_labe
             f"{alias} needs {NEWER}: this version cannot run the architecture {kinds}", hint, why=why
         )
     notes = ", ".join(dict.fromkeys(f"{c.candidate.spec}: {c.note}" for c in runnable if c.note)) or "none fits"
-    return DoesNotFit(f"no {alias} fits {free_label}: the smallest, {wanted.name}, needs {_gib(wanted.min_free_bytes)}",
-                      hint, why=f"{notes}; {why}")  # fmt: skip
+    need = gib(wanted.min_free_bytes, 1)
+    return DoesNotFit(
+        f"no {alias} fits {free_label}: the smallest, {wanted.name}, needs {need}", hint, why=f"{notes}; {why}"
+    )
 
 
 def nearest(params: int, fits: Fits) -> Candidate | None:
@@ -419,10 +421,6 @@ def nearest(params: int, fits: Fits) -> Candidate | None:
     runs = [c for c in candidates() if not c.needs and fits(c)[0]]
     key = lambda c: (round(abs(math.log(c.params / params)), 2), [-ord(x) for x in c.released])  # noqa: E731
     return min(runs, key=key, default=None)
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.1f} GiB"
 
 
 def _data() -> dict[str, Any]:

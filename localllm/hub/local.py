@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from localllm import paths
 from localllm.errors import BadModelFile, ConfigError, LocalLLMError, ModelNotFound, UnsupportedFormat, UnsupportedModel
 from localllm.hub import catalog
+from localllm.terminal import GIB
 
 from . import cache
 from .names import ModelName, shown
@@ -295,7 +296,7 @@ def _fits_free_memory(model: LocalModel) -> tuple[bool, float]:
     import psutil
 
     free = psutil.virtual_memory().available
-    return model.size_bytes * 1.2 + catalog.GIB // 2 < free, 20e9 / max(1, model.size_bytes)
+    return model.size_bytes * 1.2 + GIB // 2 < free, 20e9 / max(1, model.size_bytes)
 
 
 def _state_file() -> Path:

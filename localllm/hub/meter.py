@@ -53,12 +53,3 @@ class Meter:
                 detail = f"stalled {quiet:.0f} s, retrying"
             eta = (self.total - self._shown) / rate if rate > 0 else None
             return LoadProgress("download", self._shown, self.total, detail, rate, eta, self._file)
-
-
-def size_text(num_bytes: float) -> str:
-    """Bytes for people: "27.6 GiB", "98.4 MiB"."""
-    for unit in ("B", "KiB", "MiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} GiB"

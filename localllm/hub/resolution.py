@@ -20,6 +20,7 @@ from localllm.errors import (
     UnsupportedModel,
 )
 from localllm.hub import catalog
+from localllm.terminal import GIB, gib
 
 from . import cache, local
 from .client import (
@@ -33,7 +34,6 @@ from .client import (
     token,
 )
 from .listing import RepoFile, RepoInfo
-from .meter import size_text
 from .names import ModelName, parse_name, shown
 from .selection import select_files
 from .starter import local_starter, starter_path
@@ -90,7 +90,7 @@ class Resolved:
     def lines(self) -> tuple[str, ...]:
         """The decision for people, one line each."""
         first = f"{self.asked} → {self.name}" + (f"   ({self.reason})" if self.reason else "")
-        load = f"  download {size_text(self.download_bytes)} · licence {self.licence or 'not stated'}"
+        load = f"  download {gib(self.download_bytes)} · licence {self.licence or 'not stated'}"
         return (
             first,
             *((load,) if self.path is None else ()),
@@ -324,7 +324,7 @@ def _family(parsed: ModelName, ask: _Ask) -> Resolved:
 
 def download_limit(config: UserConfig | None = None, *, disk: bool = True) -> catalog.DownloadLimit:
     """The most a family's name downloads by itself: what the settings say, and with `disk` a share of what is free."""
-    limit = catalog.DownloadLimit(config.pull.max_auto_bytes if config else 32 * catalog.GIB, "pull.max_auto_bytes")
+    limit = catalog.DownloadLimit(config.pull.max_auto_bytes if config else 32 * GIB, "pull.max_auto_bytes")
     if not disk:
         return limit
     try:
@@ -334,9 +334,7 @@ def download_limit(config: UserConfig | None = None, *, disk: bool = True) -> ca
         return limit
     if _FREE_SHARE * free >= limit.num_bytes:
         return limit
-    return catalog.DownloadLimit(
-        int(_FREE_SHARE * free), f"{_FREE_SHARE:.0%} of the {size_text(free)} free on the disk"
-    )
+    return catalog.DownloadLimit(int(_FREE_SHARE * free), f"{_FREE_SHARE:.0%} of the {gib(free)} free on the disk")
 
 
 def _best_local(alias: str, quant: str | None, ask: _Ask) -> local.Found | None:

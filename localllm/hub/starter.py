@@ -23,9 +23,9 @@ from typing import IO
 from localllm.errors import Aborted, ConfigError, DoesNotFit, DownloadError
 from localllm.hub import catalog
 from localllm.request import LoadProgress, OnProgress
+from localllm.terminal import gib
 
 from . import cache
-from .meter import size_text
 
 _DATA_FILE = re.compile(r".*(\.gguf|\.gguf\.part\d+|\.part\d+)$", re.IGNORECASE)
 INDEX_TIMEOUT_S = 900.0
@@ -141,7 +141,7 @@ def _check_disk(starter: catalog.Starter, folder: Path) -> None:
     need, free = int(starter.size * 2.1), shutil.disk_usage(folder).free
     if need > free:
         raise DoesNotFit(
-            f"{starter.name} needs {size_text(need)} of free disk, {folder} has {size_text(free)}",
+            f"{starter.name} needs {gib(need)} of free disk, {folder} has {gib(free)}",
             "free some space, or set LOCALLLM_HOME to another disk",
             context={"need_bytes": need, "free_bytes": free},
         )

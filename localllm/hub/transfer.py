@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 from localllm.errors import Aborted, DoesNotFit, DownloadError, LocalLLMError
 from localllm.request import LoadProgress, OnProgress
+from localllm.terminal import gib
 
 from . import cache
 from .client import HubClient, TransientError, pause, shut
 from .growing import GrowingFile
 from .listing import RepoFile
-from .meter import Meter, size_text
+from .meter import Meter
 from .names import shown
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def check_disk(job: Job) -> None:
     free = shutil.disk_usage(folder).free
     if need > free:
         raise DoesNotFit(
-            f"{job.repo} needs {size_text(need)} of free disk, {folder} has {size_text(free)}",
+            f"{job.repo} needs {gib(need)} of free disk, {folder} has {gib(free)}",
             "localllm rm frees space, or set HF_HOME to another disk",
             context={"need_bytes": need, "free_bytes": free},
         )
@@ -249,7 +250,7 @@ class _Transfer:
                 with self._guard:
                     self._open.discard(response)
         if growing.size < file.size:
-            raise TransientError(f"the connection ended at {size_text(growing.size)} of {size_text(file.size)}")
+            raise TransientError(f"the connection ended at {gib(growing.size)} of {gib(file.size)}")
 
     def _pour(self, response: httpx.Response, file: RepoFile, growing: GrowingFile) -> None:
         window, since = time.monotonic(), growing.size
@@ -272,7 +273,7 @@ class _Transfer:
         state, folder = self.meter.phase(), cache.hub_dir()
         what = "the file size limit is reached" if error.errno == errno.EFBIG else "no space left"
         return DoesNotFit(
-            f"{what} on {folder} after {size_text(state.done)} of {size_text(state.total)} of {self.job.repo}",
+            f"{what} on {folder} after {gib(state.done)} of {gib(state.total)} of {self.job.repo}",
             "free some space and run the same command to resume; localllm rm --partial drops what has arrived",
             context={"need_bytes": state.total, "done_bytes": state.done},
         )

@@ -13,7 +13,6 @@ from localllm.checkpoint.facts import kv_bytes_per_token, linear_shapes
 if TYPE_CHECKING:
     from localllm.checkpoint.facts import ModelFacts
 
-GIB = 1 << 30
 MIB = 1 << 20
 HOST_BYTES = 150 * MIB
 """Python, torch and the engine imported: 147 MiB with torch 2.13 for the CPU"""

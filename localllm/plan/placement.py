@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from localllm.device.gpu_table import min_driver, min_torch_cuda
 from localllm.errors import ConfigError, DeviceError
-from localllm.plan.memory import GIB
+from localllm.terminal import GIB, gib
 
 if TYPE_CHECKING:
     from localllm.device import GpuFacts, MachineFacts
@@ -84,7 +84,7 @@ def idle_card(machine: MachineFacts, device: str) -> str:
     other = max(others, key=lambda g: g.free_bytes)
     place = f"cuda:{machine.gpus.index(other)}"
     return (
-        f"{other.name} ({place}, {other.free_bytes / GIB:.1f} GiB free) stays unused: it could run a second model"
+        f"{other.name} ({place}, {gib(other.free_bytes, 1)} free) stays unused: it could run a second model"
         f" (--device {place}); one model is not split over cards"
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from localllm.errors import DoesNotFit
-from localllm.plan.memory import GIB
+from localllm.terminal import GIB, gib
 
 MIN_CTX = 512
 """A smaller window is no help to anyone: the plan then says that the model does not fit."""
@@ -102,8 +102,8 @@ class Plan:
         fixes.append(("localllm plan", "which models fit"))
         sizes = " + ".join(f"{part} {size / GIB:.1f}" for part, size in self.parts().items())
         return DoesNotFit(
-            f"{name} needs {self.need_bytes / GIB:.1f} GiB at {self.ctx:,} tokens of context,"
-            f" {self.place} has {self.have_bytes / GIB:.1f} GiB free",
+            f"{name} needs {gib(self.need_bytes, 1)} at {self.ctx:,} tokens of context,"
+            f" {self.place} has {gib(self.have_bytes, 1)} free",
             fixes[0][0],
             why=f"{sizes} GiB (plan)",
             fixes=fixes,

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from localllm.errors import ConfigError, LocalLLMError
 from localllm.plan.memory import (
     DENSE_FORMATS,
-    GIB,
     MIB,
     TARGET_BYTES,
     PageGroup,
@@ -23,6 +22,7 @@ from localllm.plan.memory import (
 )
 from localllm.plan.placement import chosen_device, idle_card, room_of
 from localllm.plan.plan import MIN_CTX, Plan
+from localllm.terminal import GIB, gib
 
 if TYPE_CHECKING:
     from localllm.checkpoint.facts import ModelFacts
@@ -120,7 +120,7 @@ def plan(
     device, gpu, reasons = chosen_device(machine, options.device)
     made = _on(facts, machine, options, device, gpu, reasons, calibration)
     if gpu is not None and not made.fits and options.device == "auto":
-        why = f"CPU: {made.need_bytes / GIB:.1f} GiB are needed, {gpu.name} has {made.have_bytes / GIB:.1f} GiB free"
+        why = f"CPU: {gib(made.need_bytes, 1)} are needed, {gpu.name} has {gib(made.have_bytes, 1)} free"
         on_cpu = _on(facts, machine, options, "cpu", None, (why,), calibration)
         if on_cpu.fits:
             return on_cpu
@@ -393,9 +393,9 @@ def _warnings(facts: ModelFacts, machine: MachineFacts, made: Plan, gpu: GpuFact
         held = sum(process.used_bytes for process in gpu.processes)
         if held > gpu.total_bytes // 10:
             names = ", ".join(f"{p.name or 'a process'} ({p.pid})" for p in gpu.processes[:3])
-            yield f"{gpu.name} is in use: {names} hold {held / GIB:.1f} GiB of it"
+            yield f"{gpu.name} is in use: {names} hold {gib(held, 1)} of it"
     if not made.quant and facts.decoded_bytes > facts.weight_bytes // 2:
-        more = f"{(facts.weight_bytes + facts.decoded_bytes) / GIB:.1f} GiB instead of {facts.weight_bytes / GIB:.1f}"
+        more = f"{gib(facts.weight_bytes + facts.decoded_bytes, 1)} instead of {facts.weight_bytes / GIB:.1f}"
         yield f"{facts.stored_format} is decoded to bfloat16 while loading: {more}; Q2_K and larger stay as they are"
     if gpu is None and made.weight_bytes > 1.5 * (facts.weight_bytes + facts.decoded_bytes) + (
         facts.vocab_size * facts.hidden_size * 4

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from localllm import paths
 from localllm._version import __version__
+from localllm.terminal import GIB, gib
 
 if TYPE_CHECKING:
     from localllm.checkpoint.facts import ModelFacts
     from localllm.device import MachineFacts
     from localllm.plan.planner import Plan
 
-GIB = 1 << 30
 MOST = 200
 """entries kept, the oldest go first"""
 
@@ -69,8 +69,8 @@ def words(shown: Mapping[str, Any]) -> str:
         return text
     verdict, said = ("proved" if shown["held"] else "the plan did not hold"), f"{planned / GIB:.2f}"
     if f"{taken / GIB:.2f}" == said or taken < planned:
-        return f"{verdict}: {taken / GIB:.2f} GiB of {said} planned"
-    return f"{verdict}: {taken / GIB:.2f} GiB, {100 * (taken / planned - 1):.1f} % above the {said} planned"
+        return f"{verdict}: {gib(taken, 2)} of {said} planned"
+    return f"{verdict}: {gib(taken, 2)}, {100 * (taken / planned - 1):.1f} % above the {said} planned"
 
 
 def _key(*parts: object) -> str:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from localllm import paths
 from localllm.errors import Aborted, ConfigError, DoesNotFit, InternalError, UnsupportedFormat
 from localllm.request import LoadProgress, OnProgress
+from localllm.terminal import gib
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -183,7 +184,7 @@ class _Work:
         free = shutil.disk_usage(folder).free
         if needed * 1.02 > free:
             raise DoesNotFit(
-                f"the result needs {needed / 2**30:.1f} GiB, {folder} has {free / 2**30:.1f} GiB free",
+                f"the result needs {gib(needed, 1)}, {folder} has {gib(free, 1)} free",
                 "name a folder on another disk with -o, or free space with localllm rm",
                 context={"need_bytes": needed, "free_bytes": free},
             )

@@ -9,8 +9,8 @@ import pytest
 from localllm.errors import DoesNotFit, UnsupportedModel
 from localllm.hub import catalog
 from localllm.hub.names import check_repo_id
+from localllm.terminal import GIB
 
-GIB = catalog.GIB
 MEMORIES = [catalog.Memory("cpu", c, 20e9) for c in catalog.CPU_CLASSES]
 MEMORIES += [catalog.Memory("gpu", c, 250e9) for c in catalog.GPU_CLASSES]
 ALIASES = [a for a in catalog.aliases() if catalog.members(a)]

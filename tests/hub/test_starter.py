@@ -195,7 +195,7 @@ def test_the_disk_is_checked_first(index: Path, empty_home: Path, monkeypatch: p
     usage = shutil.disk_usage(empty_home)
     resolved = hub.resolve("smollm2", patience=QUICK)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=60_000))
-    with pytest.raises(DoesNotFit, match=r"needs 102\.5 KiB of free disk, .* has 58\.6 KiB"):
+    with pytest.raises(DoesNotFit, match=r"needs 103 KiB of free disk, .* has 58\.6 KiB"):
         hub.download(resolved)
 
 
