@@ -28,8 +28,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+# the hint for a damaged file of a model whose name is not known where the damage is found
 REPAIR = "fetch it again (localllm pull NAME --repair), or use another copy of the model"
-"""the hint for a damaged file of a model whose name is not known where the damage is found"""
 
 
 class LocalLLMError(Exception):

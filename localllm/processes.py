@@ -22,17 +22,13 @@ class Running:
     """One process of ours."""
 
     pid: int
-    kind: str
-    """serve | chat"""
-    url: str = ""
-    """http://… or unix:/path; "" for one that cannot be reached"""
+    kind: str  # serve | chat
+    url: str = ""  # http://… or unix:/path; "" for one that cannot be reached
     models: tuple[str, ...] = ()
-    started: float = 0.0
-    """seconds since the epoch"""
-    token: str = ""
-    """lets its owner in without an API key; a server's owner may manage its models too"""
+    started: float = 0.0  # seconds since the epoch
+    token: str = ""  # lets its owner in without an API key; a server's owner may manage its models too
+    # when the process began, in clock ticks since the machine's start: a later process with its id has another
     birth: int = 0
-    """when the process began, in clock ticks since the machine's start: a later process with its id has another"""
 
     @property
     def name(self) -> str:

@@ -14,8 +14,8 @@ import sys
 import unicodedata
 from typing import IO
 
+# Combining marks kept on one base character; no script needs more, and 10^5 of them freeze a terminal.
 MAX_COMBINING = 16
-"""Combining marks kept on one base character; no script needs more, and 10^5 of them freeze a terminal."""
 
 GIB = 1 << 30
 

@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 from localllm.errors import ConfigError
 
+# Name -> what it does. The only list: settings, documentation and checks read it.
 TEST_ONLY: Mapping[str, str] = MappingProxyType(
     {
         "LOCALLLM_FAKE_HW": "an invented machine by name, for plan, doctor and the choice of models",
@@ -21,9 +22,7 @@ TEST_ONLY: Mapping[str, str] = MappingProxyType(
         "LOCALLLM_ENGINE": "fake: scripted answers without a model (fake:tps=100:load=0.5 sets its pace)",
     }
 )
-"""Name -> what it does. The only list: settings, documentation and checks read it."""
-HANG_S = 30.0
-"""how long a step hangs that is told to"""
+HANG_S = 30.0  # how long a step hangs that is told to
 
 
 def in_tests() -> bool:

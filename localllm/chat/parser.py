@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
-Part = tuple[str, str]
-"""("reasoning" | "content", text)"""
+Part = tuple[str, str]  # ("reasoning" | "content", text)
 State = Literal["start", "opened", "reasoning", "closed", "content"]
 
 _NAMES = ("think", "thinking", "thought", "thoughts", "reasoning", "reason", "reflection", "seed:think")
 _TAGS = tuple((f"<{name}>", f"</{name}>") for name in _NAMES)
+# (opens, closes)
 TAGS = (
     *_TAGS,
     ("[THINK]", "[/THINK]"),
@@ -23,10 +23,8 @@ TAGS = (
     ("<|begin_of_thought|>", "<|end_of_thought|>"),
     ("◁think▷", "◁/think▷"),
 )
-"""(opens, closes)"""
 _LINE_ENDS = "\r\n"
-_MAX_HELD = 64
-"""line ends before a closing tag, or white space before an opening one, beyond which they count as text"""
+_MAX_HELD = 64  # line ends before a closing tag, or white space before an opening one, beyond which they count as text
 
 
 def reasoning_tags(template: str, prompt_tail: str = "") -> tuple[str, str] | None:

@@ -21,10 +21,8 @@ from jinja2.utils import Namespace
 
 from localllm.sandbox.child_loop import confine, serve
 
-MEMORY_BYTES = 192 << 20
-"""address space beyond what the started child already has"""
-ALARM_S = 3
-"""the parent gives up sooner; this ends a wedged child whose parent is gone"""
+MEMORY_BYTES = 192 << 20  # address space beyond what the started child already has
+ALARM_S = 3  # the parent gives up sooner; this ends a wedged child whose parent is gone
 MAX_OUTPUT_BYTES = 4 << 20
 
 

@@ -11,8 +11,7 @@ from typing import Any
 from localllm.errors import BadModelFile, InvalidRequest, LocalLLMError
 from localllm.sandbox.child import Child, ChildDied, ChildLate
 
-DEADLINE_S = 1.8
-"""of one rendering, so that the error is out within two seconds"""
+DEADLINE_S = 1.8  # of one rendering, so that the error is out within two seconds
 MAX_REQUEST_BYTES = 64 << 20
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b.?")
 

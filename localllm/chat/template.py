@@ -27,8 +27,8 @@ _PRIVATE = range(0x10F800, 0x10FFF0, 2)
 class RenderedPrompt(str):
     """Prompt text that knows which of its characters are control-token look-alikes from users."""
 
+    # (begin, end), in order; an empty span parts two pieces that must not join into a control token
     as_text: tuple[Span, ...] = ()
-    """(begin, end), in order; an empty span parts two pieces that must not join into a control token"""
 
     @classmethod
     def of(cls, text: str, as_text: Iterable[Span] = ()) -> RenderedPrompt:

@@ -35,12 +35,12 @@ _GROUPS: Mapping[str, tuple[Mapping[str, CheckFunction], ...]] = {
     STORAGE: (storage.CHECKS,),
     TERMINAL: (terminal.CHECKS,),
 }
+# All quick checks by id, in the order they are shown.
 CHECKS: dict[str, CheckFunction] = {
     i: run for tables in _GROUPS.values() for table in tables for i, run in table.items()
 }
-"""All quick checks by id, in the order they are shown."""
+# id -> hardware, software, storage, terminal
 GROUP_OF: dict[str, str] = {i: group for group, tables in _GROUPS.items() for table in tables for i in table}
-"""id -> hardware, software, storage, terminal"""
 
 
 def run_checks(only: Collection[str] = (), survey: Survey | None = None) -> list[Check]:
@@ -56,8 +56,8 @@ def running(ids: Iterable[str], survey: Survey) -> Iterator[Check]:
     return (_run(check_id, survey) for check_id in ids)
 
 
+# what --deep adds, where there is something to measure
 MEASURED = ("bw.ram", "disk.read", "gemm.cpu", "bw.vram", "gemm.tflops", "bw.h2d", "p2p.copy", "kernel.selftest")
-"""what --deep adds, where there is something to measure"""
 
 
 def wanted(only: Collection[str] = ()) -> list[str]:

@@ -22,8 +22,7 @@ class Advice:
 
     id: str
     text: str
-    cmd: str = ""
-    """a command, nothing where the text is enough"""
+    cmd: str = ""  # a command, nothing where the text is enough
 
 
 def advice(survey: Survey, config: UserConfig) -> list[Advice]:

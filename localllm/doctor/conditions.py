@@ -93,5 +93,4 @@ _TESTS: dict[str, Callable[[Any, Survey], bool]] = {
     "variable": _variable,
     "variable_missing": lambda name, s: name not in s.host.variables,
 }
-KEYS = frozenset(_TESTS)
-"""all keys there are"""
+KEYS = frozenset(_TESTS)  # all keys there are

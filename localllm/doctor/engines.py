@@ -24,8 +24,8 @@ from .finding import Survey, sm
 from .model_kind import ModelKind, asked_for, suggested
 from .rules import Rule, rules
 
+# tokens per second that a model suggested for a CPU should reach: so many times its bytes are read in a second
 CPU_TPS = 8
-"""tokens per second that a model suggested for a CPU should reach: so many times its bytes are read in a second"""
 _CTX = re.compile(r"\{ctx:(\d+)\}")
 ALIASES = {
     "trt": "tensorrt-llm",
@@ -42,8 +42,7 @@ ALIASES = {
 class Piece:
     """One flag or variable, and why."""
 
-    text: str
-    """as typed: a flag with its value, or NAME=value pairs"""
+    text: str  # as typed: a flag with its value, or NAME=value pairs
     why: str
     confidence: str
     source: str = ""
@@ -67,18 +66,15 @@ class Launch:
     title: str
     version: str
     model: ModelKind
-    device: str
-    """what it is for, in words"""
+    device: str  # what it is for, in words
     command: str
     env: tuple[Piece, ...]
     flags: tuple[Piece, ...]
-    file: str
-    """contents of cfg.yml where a flag names it"""
+    file: str  # contents of cfg.yml where a flag names it
     build: tuple[Piece, ...]
     unconfirmed: tuple[Piece, ...]
     heard: tuple[Heard, ...]
-    rules: tuple[Rule, ...]
-    """what may go wrong here"""
+    rules: tuple[Rule, ...]  # what may go wrong here
 
     @property
     def lines(self) -> list[str]:

@@ -11,8 +11,8 @@ from localllm.terminal import GIB, gib
 from .finding import HARDWARE, CheckFunction, Survey, found
 
 LITTLE_RAM = 2 * GIB
+# drivers whose "powersave" still reaches the highest clock
 SELF_REGULATING = ("intel_pstate", "amd-pstate", "amd-pstate-epp", "cppc_cpufreq")
-"""drivers whose "powersave" still reaches the highest clock"""
 
 
 def cpu_isa(survey: Survey) -> Check:

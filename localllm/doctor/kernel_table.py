@@ -15,8 +15,7 @@ from localllm.device import MachineFacts
 from localllm.errors import ConfigError
 from localllm.plan.placement import chosen_device
 
-PARTS = 6
-"""pieces a card's table is compiled in, so that there is something to tell meanwhile"""
+PARTS = 6  # pieces a card's table is compiled in, so that there is something to tell meanwhile
 FORMS = ("dense", "int4g", "int8", "fp4g16", "fp4g32", "fp8", "fp8mx", "gguf Q5_0", "gguf Q4_K", "gguf Q6_K")
 
 

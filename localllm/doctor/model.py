@@ -82,13 +82,13 @@ def _scales(checkpoint: Checkpoint) -> Iterator[Check]:
         yield found("model.scales", MODEL, "ok", f"{read:,} tensors of scales hold numbers only", tensors=read)
 
 
+# type of a tensor -> which of its bytes' values are infinite or no number
 _NO_NUMBER: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "F8_E4M3": lambda data: (data & 0x7F) == 0x7F,
     "F16": lambda data: (data.view("<u2") & 0x7C00) == 0x7C00,
     "BF16": lambda data: (data.view("<u2") & 0x7F80) == 0x7F80,
     "F32": lambda data: ~np.isfinite(data.view("<f4")),
 }
-"""type of a tensor -> which of its bytes' values are infinite or no number"""
 
 
 def _tokenizer(tokenizer: Tokenizer, facts: ModelFacts) -> Check:

@@ -28,6 +28,7 @@ EXPERTS = re.compile(
     r"|Scout|Maverick|Kimi",
     re.I,
 )
+# a regular expression on the name -> format; the first counts
 FORMATS: tuple[tuple[str, str], ...] = (
     (r"GGUF|:I?Q\d|\.gguf", "gguf"),
     (r"NVFP4", "nvfp4"),
@@ -35,27 +36,19 @@ FORMATS: tuple[tuple[str, str], ...] = (
     (r"FP8", "fp8"),
     (r"AWQ|GPTQ|int4|w4a16|AutoRound|4-?bit", "int4"),
 )
-"""a regular expression on the name -> format; the first counts"""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelKind:
     """One model, as far as its flags depend on it."""
 
-    name: str
-    """as engines are given it"""
-    kind: str
-    """dense | moe"""
-    format: str
-    """bf16, fp8, nvfp4, mxfp4, int4 (AWQ, GPTQ, AutoRound, W4A16) or gguf"""
-    hybrid: bool = False
-    """has recurrent layers"""
-    mtp: bool = False
-    """brings a draft head"""
-    size_bytes: int = 0
-    """0 when not known"""
-    context: int = 0
-    """its own limit in tokens, 0 when not known"""
+    name: str  # as engines are given it
+    kind: str  # dense | moe
+    format: str  # bf16, fp8, nvfp4, mxfp4, int4 (AWQ, GPTQ, AutoRound, W4A16) or gguf
+    hybrid: bool = False  # has recurrent layers
+    mtp: bool = False  # brings a draft head
+    size_bytes: int = 0  # 0 when not known
+    context: int = 0  # its own limit in tokens, 0 when not known
     known_from: str = "its name"
 
     @property

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 COPY_BYTES = 512 << 20
 HOST_BYTES = 256 << 20
-MEASURE_S = 0.4
-"""how long each rate is measured, at least three times"""
+MEASURE_S = 0.4  # how long each rate is measured, at least three times
 
 
 def rate(work: Callable[[], None], amount: float, finish: Callable[[], None], seconds: float = MEASURE_S) -> float:

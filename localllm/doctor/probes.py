@@ -26,16 +26,13 @@ from localllm.interface import Check
 
 from .finding import HARDWARE, SOFTWARE, STORAGE, Survey, found
 
-START_S = 120.0
-"""importing torch on a cold disk, and the first CUDA call"""
+START_S = 120.0  # importing torch on a cold disk, and the first CUDA call
 ANSWER_S = 60.0
 READ_BYTES = 1 << 30
 READ_S = 3.0
 PIECE = 8 << 20
-PCIE_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
-"""bytes per second of one lane"""
-GOOD_SHARE = {"bw.vram": 0.75, "bw.h2d": 0.55}
-"""of what is on the box; a copy never reaches all of it"""
+PCIE_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}  # bytes per second of one lane
+GOOD_SHARE = {"bw.vram": 0.75, "bw.h2d": 0.55}  # of what is on the box; a copy never reaches all of it
 
 Tell = Callable[[str], None]
 
@@ -111,8 +108,7 @@ class Probe(NamedTuple):
     """One measurement."""
 
     id: str
-    what: str
-    """what is measured, in words"""
+    what: str  # what is measured, in words
     run: Callable[[Child], Check]
 
 

@@ -32,11 +32,10 @@ class Action:
     """One cure."""
 
     check_id: str
-    title: str
-    """what is wrong"""
+    title: str  # what is wrong
     command: str
+    # setting and command can be run; root asks sudo; shell is for the user's own shell; step is for the hands
     kind: Kind
-    """setting and command can be run; root asks sudo; shell is for the user's own shell; step is for the hands"""
 
 
 def actions(checks: Iterable[Check], survey: Survey) -> list[Action]:

@@ -19,8 +19,7 @@ from localllm.terminal import clean_line, fit
 from .conditions import holds, unmet
 from .finding import Survey
 
-MAX_LOG_BYTES = 4 << 20
-"""the end of a longer log is read: that is where it failed"""
+MAX_LOG_BYTES = 4 << 20  # the end of a longer log is read: that is where it failed
 EXCERPT_CELLS = 160
 CONFIDENCE = {
     "A": "a maintainer or a merged change says so",
@@ -33,14 +32,11 @@ CONFIDENCE = {
 class Fix:
     """One thing to do about it."""
 
-    do: str
-    """a command, a flag, or a step"""
+    do: str  # a command, a flag, or a step
     why: str
-    engine: str = ""
-    """whose flag it is; "" for everybody's"""
+    engine: str = ""  # whose flag it is; "" for everybody's
     root: bool = False
-    unconfirmed: bool = False
-    """nothing that could be found backs it"""
+    unconfirmed: bool = False  # nothing that could be found backs it
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +46,16 @@ class Rule:
     id: str
     title: str
     patterns: tuple[re.Pattern[str], ...]
+    # (one, other, characters): the other follows the one within so many
     near: tuple[tuple[re.Pattern[str], re.Pattern[str], int], ...]
-    """(one, other, characters): the other follows the one within so many"""
     cause: str
     versions: str
     confidence: str
     sources: tuple[str, ...]
     fixes: tuple[Fix, ...]
-    when: Mapping[str, Any]
-    """machines it can happen on"""
-    here: Mapping[str, Any] | None
-    """when it is worth saying without a log; None: never"""
-    unless: tuple[str, ...] = ()
-    """rules that say more about the same"""
+    when: Mapping[str, Any]  # machines it can happen on
+    here: Mapping[str, Any] | None  # when it is worth saying without a log; None: never
+    unless: tuple[str, ...] = ()  # rules that say more about the same
 
     @property
     def rank(self) -> tuple[bool, int]:
@@ -75,16 +68,11 @@ class Match:
     """A rule that was found."""
 
     rule: Rule
-    applies: bool
-    """whether it can happen on this machine; a log may come from another one"""
-    line: int = 0
-    """of the log, counted from 1; 0 without a log"""
-    excerpt: str = ""
-    """that line, harmless for a terminal"""
-    count: int = 0
-    """how many of its patterns were found"""
-    doubts: tuple[str, ...] = ()
-    """conditions that do not hold here"""
+    applies: bool  # whether it can happen on this machine; a log may come from another one
+    line: int = 0  # of the log, counted from 1; 0 without a log
+    excerpt: str = ""  # that line, harmless for a terminal
+    count: int = 0  # how many of its patterns were found
+    doubts: tuple[str, ...] = ()  # conditions that do not hold here
 
 
 @functools.cache

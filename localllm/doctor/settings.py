@@ -15,8 +15,8 @@ from localllm.interface import Check
 
 from .finding import SOFTWARE, CheckFunction, Survey, found
 
+# a larger database is opened, but not read through: that would take longer than a quick check may
 CHECKED_BYTES = 64 << 20
-"""a larger database is opened, but not read through: that would take longer than a quick check may"""
 
 
 def config_valid(survey: Survey) -> Check:

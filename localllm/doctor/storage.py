@@ -21,10 +21,9 @@ from .settings import short
 
 LITTLE_DISK = 10 * GIB
 NO_DISK = GIB // 2
-HDD_BYTES_S = 180e6
-"""what a hard disk reads in one go"""
+HDD_BYTES_S = 180e6  # what a hard disk reads in one go
+# file systems where the cache's symbolic links fail or need a mount option
 WITHOUT_LINKS = ("9p", "drvfs", "cifs", "smb3", "vfat", "exfat", "ntfs", "ntfs3", "fuseblk")
-"""file systems where the cache's symbolic links fail or need a mount option"""
 KINDS = {
     "nvme": "NVMe",
     "ssd": "SSD",

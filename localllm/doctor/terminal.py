@@ -14,8 +14,8 @@ from localllm.interface import Check
 from .finding import TERMINAL, CheckFunction, Survey, found
 
 MIN_COLUMNS, MIN_ROWS = 60, 16
+# variables of terminals that tell Shift+Enter from Enter
 KITTY_KEYS = ("KITTY_WINDOW_ID", "GHOSTTY_RESOURCES_DIR", "WEZTERM_EXECUTABLE", "ALACRITTY_SOCKET")
-"""variables of terminals that tell Shift+Enter from Enter"""
 
 
 def term(survey: Survey) -> Check:

@@ -18,8 +18,7 @@ from localllm.sandbox.child_loop import confine, serve
 from .limits import CHECK_CPU_S, CHECK_MEMORY_BYTES, CHECK_STACK_BYTES, parser_limits
 
 ALARM_S = 5
-STEPS = 8
-"""tokens accepted on trial: what overflows later mostly overflows here"""
+STEPS = 8  # tokens accepted on trial: what overflows later mostly overflows here
 
 
 def check(kind: str, text: str, options: dict[str, Any], tokenizer: LLTokenizer) -> dict[str, Any]:

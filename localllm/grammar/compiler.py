@@ -33,30 +33,26 @@ if TYPE_CHECKING:
 MAX_CACHE_BYTES = 64 << 20
 MAX_CACHE_ENTRIES = 256
 MAX_REFUSALS = 256
-BASE_BYTES = 64 << 10
-"""of a small compiled grammar with its first mask"""
+BASE_BYTES = 64 << 10  # of a small compiled grammar with its first mask
+# Kinds of text whose tokens a mask takes as one: the last three of llguidance's own four. Masks take as long with all
+# four; without the third of these a string's take a fifth longer, without the second those of one of 200 characters
+# five times as long (64 us instead of 13 of 49k tokens). Blanks, llguidance's first, cost 262k tokens 0.1 s at a load.
 SLICES = (r'[^"\\\x00-\x1F\x7F]{1,10}', r'[^"\\\x00-\x1F\x7F]{1,30}', r'[^"\\\x00-\x1F\x7F]+')
-"""Kinds of text whose tokens a mask takes as one: the last three of llguidance's own four. Masks take as long with all
-four; without the third of these a string's take a fifth longer, without the second those of one of 200 characters five
-times as long (64 us instead of 13 of 49k tokens). Blanks, llguidance's first, cost 262k tokens 0.1 s at a load."""
-BREATH_S = 0.02
-"""enough for a server's loop to answer what came in half a second"""
+BREATH_S = 0.02  # enough for a server's loop to answer what came in half a second
 _FILLERS = re.compile(
     rb"<unused\d+>|\[PAD\d+\]|<\|?reserved_(special_token_)?\d+\|?>|<\|?extra_id_\d+\|?>|\[control_\d+\]"
 )
+# how a child ends whose stack, memory or time a grammar used up
 _OWN_SIGNALS = frozenset((signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGPROF))
-"""how a child ends whose stack, memory or time a grammar used up"""
 _SPACES = re.compile(r"\s+")
 _QUOTED_CHARS = 200
 
 
 @dataclass(slots=True)
 class _Compiled:
-    matcher: LLMatcher
-    """in its first state, the first mask computed; copied for every answer"""
+    matcher: LLMatcher  # in its first state, the first mask computed; copied for every answer
     nbytes: int
-    strips: bool
-    """a user's own grammar could name control tokens"""
+    strips: bool  # a user's own grammar could name control tokens
 
 
 class Compiler:

@@ -25,14 +25,10 @@ class Vocabulary:
     """A model's tokens as llguidance knows them."""
 
     backend: LLTokenizer
-    width: int
-    """ids are below this: the width of the logits"""
-    special_ids: frozenset[int]
-    """never part of constrained text"""
-    end_ids: frozenset[int]
-    """they end an answer"""
-    line_end_ids: frozenset[int]
-    """nothing but line ends"""
+    width: int  # ids are below this: the width of the logits
+    special_ids: frozenset[int]  # never part of constrained text
+    end_ids: frozenset[int]  # they end an answer
+    line_end_ids: frozenset[int]  # nothing but line ends
 
     def bits(self, ids: Iterable[int]) -> np.ndarray:
         """int32 [ceil(width / 32)] with these bits set."""

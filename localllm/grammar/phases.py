@@ -15,8 +15,7 @@ import numpy as np
 from .mask import GrammarMask, Vocabulary
 
 MAX_ROLLBACK = 64
-MAX_LINE_ENDS = 4
-"""tokens of line ends after a closing tag"""
+MAX_LINE_ENDS = 4  # tokens of line ends after a closing tag
 
 TokenBytes = Callable[[int], bytes]
 
@@ -27,12 +26,9 @@ class Reasoning:
 
     opens: str
     closes: str
-    opened: bool = False
-    """the prompt has opened the tag already"""
-    open_id: int | None = None
-    """the token that is `opens`, where there is one: else only the prompt can open it"""
-    must: bool = False
-    """there is always a first part that ends with `closes`, though nothing opens it"""
+    opened: bool = False  # the prompt has opened the tag already
+    open_id: int | None = None  # the token that is `opens`, where there is one: else only the prompt can open it
+    must: bool = False  # there is always a first part that ends with `closes`, though nothing opens it
 
 
 class AfterReasoning:
@@ -118,8 +114,7 @@ class AfterReasoning:
 @dataclass(frozen=True, slots=True)
 class _Thinking:
     phase: Literal["start", "reasoning", "gap", "inner"]
-    tail: bytes = b""
-    """the end of the reasoning so far, shorter than the closing tag"""
+    tail: bytes = b""  # the end of the reasoning so far, shorter than the closing tag
     line_ends: int = 0
 
 

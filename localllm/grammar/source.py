@@ -14,11 +14,11 @@ from localllm.request import Constraint
 from . import limits
 from .closing import closed
 
+# the spelling of Python's json.dumps and of the `tojson` of chat templates: an answer that comes back in a later prompt
+# has the same tokens; and most of it is forced, so it costs no forward pass
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""the spelling of Python's json.dumps and of the `tojson` of chat templates: an answer that comes back in a later
-prompt has the same tokens; and most of it is forced, so it costs no forward pass"""
+# one line end with its indentation, or one space: pretty-printed JSON, but no endless white space
 _FREE = {"whitespace_pattern": r"(\n {0,16}| )"}
-"""one line end with its indentation, or one space: pretty-printed JSON, but no endless white space"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +27,9 @@ class Source:
 
     kind: str
     text: str
-    options: tuple[tuple[str, Any], ...] = ()
-    """of llguidance's JSON compiler, for json_schema"""
+    options: tuple[tuple[str, Any], ...] = ()  # of llguidance's JSON compiler, for json_schema
+    # of kind lark: the text with control tokens by id, which only the model's own vocabulary has
     run_text: str | None = None
-    """of kind lark: the text with control tokens by id, which only the model's own vocabulary has"""
     param: str = "response_format"
 
     @property

@@ -17,12 +17,9 @@ from pathlib import Path
 from localllm.errors import LocalLLMError
 
 VERSION = 1
-APPLICATION = 0x6C6C6D31
-"""in the file's header, so that another program's database is told apart"""
-BUSY_S = 10.0
-"""how long a write waits for another process"""
-CHECK_BYTES = 64 << 20
-"""a larger file is not read as a whole when it is opened"""
+APPLICATION = 0x6C6C6D31  # in the file's header, so that another program's database is told apart
+BUSY_S = 10.0  # how long a write waits for another process
+CHECK_BYTES = 64 << 20  # a larger file is not read as a whole when it is opened
 
 _SCHEMA = """
 CREATE TABLE chats (

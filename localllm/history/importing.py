@@ -19,18 +19,15 @@ from localllm.errors import ConfigError
 
 from .records import SavedChat, SavedMessage
 
-MAX_BYTES = 512 << 20
-"""of one JSON file, unpacked"""
-MAX_MESSAGES = 100_000
-"""of one chat"""
+MAX_BYTES = 512 << 20  # of one JSON file, unpacked
+MAX_MESSAGES = 100_000  # of one chat
 
 
 @dataclass(frozen=True, slots=True)
 class Imported:
     """What a file held."""
 
-    source: str
-    """ChatGPT | Open WebUI | localllm"""
+    source: str  # ChatGPT | Open WebUI | localllm
     chats: list[tuple[SavedChat, list[SavedMessage]]]
     num_skipped: int
 

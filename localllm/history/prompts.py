@@ -13,11 +13,9 @@ from localllm.paths import state_dir
 
 log = logging.getLogger(__name__)
 
-KEPT = 1000
-"""lines that are read, and kept when the file is cut"""
+KEPT = 1000  # lines that are read, and kept when the file is cut
 MAX_BYTES = 4 << 20
-MAX_PROMPT = 100_000
-"""characters; a longer one is an attachment that was pasted"""
+MAX_PROMPT = 100_000  # characters; a longer one is an attachment that was pasted
 
 
 class PromptHistory:

@@ -9,10 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-STREAMING = "streaming"
-"""a message that is being written"""
-PARTIAL = "partial"
-"""a message whose writer ended before it did"""
+STREAMING = "streaming"  # a message that is being written
+PARTIAL = "partial"  # a message whose writer ended before it did
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,19 +20,15 @@ class SavedMessage:
     id: int
     chat_id: str
     parent_id: int | None
-    role: str
-    """user | assistant | system"""
+    role: str  # user | assistant | system
     content: str
     reasoning: str = ""
     model: str = ""
+    # what belongs to a question: attachments, whether it was left out of the context
     params: Mapping[str, Any] = field(default_factory=dict)
-    """what belongs to a question: attachments, whether it was left out of the context"""
-    stats: Mapping[str, Any] = field(default_factory=dict)
-    """token counts and times of an answer"""
-    created: float = field(default_factory=time.time)
-    """seconds since the epoch"""
-    status: str = "done"
-    """done | streaming | partial | abort | length | error"""
+    stats: Mapping[str, Any] = field(default_factory=dict)  # token counts and times of an answer
+    created: float = field(default_factory=time.time)  # seconds since the epoch
+    status: str = "done"  # done | streaming | partial | abort | length | error
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +39,10 @@ class SavedChat:
     title: str = ""
     model: str = ""
     system: str = ""
-    params: Mapping[str, Any] = field(default_factory=dict)
-    """sampling, thinking, summary"""
+    params: Mapping[str, Any] = field(default_factory=dict)  # sampling, thinking, summary
     created: float = field(default_factory=time.time)
     updated: float = field(default_factory=time.time)
-    leaf_id: int | None = None
-    """the last message of the branch that was on the screen"""
+    leaf_id: int | None = None  # the last message of the branch that was on the screen
     num_messages: int = 0
 
 
@@ -62,8 +54,7 @@ class Hit:
     title: str
     message_id: int
     role: str
-    snippet: str
-    """text around the words, which stand between \\x02 and \\x03"""
+    snippet: str  # text around the words, which stand between \x02 and \x03
     created: float
 
 

@@ -39,6 +39,7 @@ __all__ = [
     "resolve",
 ]
 
+# module -> the public names it holds
 _HOMES = {
     "client": ("Patience", "endpoint", "is_offline"),
     "fetching": ("Repaired", "download", "repair"),
@@ -47,7 +48,6 @@ _HOMES = {
     "removal": ("Removal", "remove", "remove_partials"),
     "resolution": ("Resolved", "download_limit", "resolve"),
 }
-"""module -> the public names it holds"""
 
 
 def __getattr__(name: str) -> Any:

@@ -25,8 +25,7 @@ from localllm.errors import ConfigError, DoesNotFit, LocalLLMError
 from .names import check_digest
 
 PARTIAL = ".localllm-partial"
-_SCRAP = ".localllm-tmp"
-"""ends the names of files that are about to be renamed"""
+_SCRAP = ".localllm-tmp"  # ends the names of files that are about to be renamed
 _REPO_LOCK = "localllm-snapshot.lock"
 _REFUSED = (
     errno.EACCES,

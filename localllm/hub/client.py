@@ -42,16 +42,11 @@ class Patience:
     """How long to wait for a hub, and how often to ask again."""
 
     connect_s: float = 5.0
-    stall_s: float = 20.0
-    """no byte for this long: the connection is given up and resumed"""
-    answer_s: float = 20.0
-    """until the headers of a listing are there"""
-    retries: int = 6
-    """per file, counted anew after every MiB that arrived"""
-    backoff_s: float = 0.5
-    """first pause; doubles, with up to half of it added at random, up to 30 s"""
-    max_wait_s: float = 120.0
-    """a longer Retry-After ends the download"""
+    stall_s: float = 20.0  # no byte for this long: the connection is given up and resumed
+    answer_s: float = 20.0  # until the headers of a listing are there
+    retries: int = 6  # per file, counted anew after every MiB that arrived
+    backoff_s: float = 0.5  # first pause; doubles, with up to half of it added at random, up to 30 s
+    max_wait_s: float = 120.0  # a longer Retry-After ends the download
 
 
 class TransientError(Exception):

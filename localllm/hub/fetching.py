@@ -71,10 +71,8 @@ class Repaired:
 
     name: str
     path: Path
-    checked: int
-    """files hashed"""
-    bad: tuple[str, ...]
-    """files that were wrong or missing, and have been fetched again"""
+    checked: int  # files hashed
+    bad: tuple[str, ...]  # files that were wrong or missing, and have been fetched again
 
 
 def repair(

@@ -15,8 +15,8 @@ class RepoFile(NamedTuple):
 
     name: str
     size: int
+    # SHA-256 (64 hex digits) of a large file, git blob SHA-1 (40) of a small one: also its name in the cache
     digest: str
-    """SHA-256 (64 hex digits) of a large file, git blob SHA-1 (40) of a small one: also its name in the cache"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +24,11 @@ class RepoInfo:
     """A repository at one commit."""
 
     repo: str
-    revision: str
-    """the commit, 40 hex digits"""
+    revision: str  # the commit, 40 hex digits
     files: tuple[RepoFile, ...]
     gated: bool = False
     licence: str = ""
-    architecture: str = ""
-    """what the hub read from config.json or the GGUF header, "" where it does not say"""
+    architecture: str = ""  # what the hub read from config.json or the GGUF header, "" where it does not say
 
 
 def parse_info(repo: str, listing: Any) -> RepoInfo:

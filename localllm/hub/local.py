@@ -25,11 +25,9 @@ from .selection import GgufSet, gguf_sets, safetensors_names
 if TYPE_CHECKING:
     from localllm.checkpoint import ModelFacts
 
-STARTER = "smollm2"
-"""what a new user talks to first"""
+STARTER = "smollm2"  # what a new user talks to first
 
-QUANTIZED = "localllm-quantize.json"
-"""lies beside the weights that `localllm quantize` wrote"""
+QUANTIZED = "localllm-quantize.json"  # lies beside the weights that `localllm quantize` wrote
 
 Source = Literal["hub", "index", "folder"]
 
@@ -38,19 +36,16 @@ Source = Literal["hub", "index", "folder"]
 class Found:
     """A model on disk, known by its names only."""
 
-    name: str
-    """as one would type it: "Qwen/Qwen3-8B", "org/repo:Q4_K_M", "smollm2" """
-    path: Path
-    """what to open: a .gguf file (the first split) or a folder"""
+    name: str  # as one would type it: "Qwen/Qwen3-8B", "org/repo:Q4_K_M", "smollm2"
+    path: Path  # what to open: a .gguf file (the first split) or a folder
     source: Source
     repo: str = ""
     quant: str = ""
     revision: str = ""
+    # weight files, relative to the snapshot or model folder; all files of a folder of the models folder
     files: tuple[str, ...] = ()
-    """weight files, relative to the snapshot or model folder; all files of a folder of the models folder"""
     size_bytes: int = 0
-    problem: str = ""
-    """why it cannot be whole, "" when nothing speaks against it"""
+    problem: str = ""  # why it cannot be whole, "" when nothing speaks against it
 
     @property
     def base(self) -> str:
@@ -74,8 +69,8 @@ class LocalModel:
 
     name: str
     path: Path
+    # "hub": the Hugging Face cache; "index": from the package index; "folder": put into the models folder by hand
     source: Source
-    """ "hub": the Hugging Face cache; "index": from the package index; "folder": put into the models folder by hand"""
     repo: str
     quant: str
     revision: str
@@ -85,16 +80,11 @@ class LocalModel:
     params: int = 0
     max_context: int = 0
     licence: str = ""
-    chat: bool = False
-    """has a chat template"""
-    supported: bool = True
-    """this version can run it"""
-    broken: bool = False
-    """its files are damaged or incomplete"""
-    reason: str = ""
-    """why it is broken or not supported"""
-    last_used: float | None = None
-    """seconds since the epoch"""
+    chat: bool = False  # has a chat template
+    supported: bool = True  # this version can run it
+    broken: bool = False  # its files are damaged or incomplete
+    reason: str = ""  # why it is broken or not supported
+    last_used: float | None = None  # seconds since the epoch
     facts: ModelFacts | None = None
 
 

@@ -8,8 +8,7 @@ from collections import deque
 
 from localllm.request import LoadProgress
 
-STALL_NOTICE_S = 10.0
-"""without a byte: said in the progress events"""
+STALL_NOTICE_S = 10.0  # without a byte: said in the progress events
 
 
 class Meter:

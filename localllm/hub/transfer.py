@@ -35,10 +35,8 @@ if TYPE_CHECKING:
     import httpx
 
 WORKERS = 4
-SPARE = 1.1
-"""free disk asked for, as a multiple of what is still to come"""
-_MIN_RATE = 1024
-"""bytes per second below which a connection counts as stalled"""
+SPARE = 1.1  # free disk asked for, as a multiple of what is still to come
+_MIN_RATE = 1024  # bytes per second below which a connection counts as stalled
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +46,8 @@ class Job:
     repo: str
     revision: str
     files: tuple[RepoFile, ...]
-    ref: str | None = None
-    """the branch or tag that now stands for this commit"""
-    workers: int = WORKERS
-    """files under way at a time"""
+    ref: str | None = None  # the branch or tag that now stands for this commit
+    workers: int = WORKERS  # files under way at a time
 
 
 def fetch(job: Job, client: HubClient, progress: OnProgress, cancel: threading.Event) -> Path:

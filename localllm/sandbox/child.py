@@ -16,11 +16,9 @@ import time
 
 from localllm.errors import InternalError
 
-START_S = 30.0
-"""for Python to start on a busy machine; usually 0.1"""
+START_S = 30.0  # for Python to start on a busy machine; usually 0.1
 MAX_ANSWER_BYTES = 64 << 20
-DYING_S = 0.5
-"""for a child whose pipe closed to be gone, so that it is known how it ended"""
+DYING_S = 0.5  # for a child whose pipe closed to be gone, so that it is known how it ended
 HEADER = struct.Struct("<I")
 # what the child may know of its surroundings: no tokens, no keys
 _ENVIRONMENT = frozenset(

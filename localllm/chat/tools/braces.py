@@ -7,8 +7,7 @@ from typing import Any
 
 from .spelling import Spelling, text_before, text_pattern
 
-MAX_NESTING = 8
-"""of schemas; deeper values may be anything"""
+MAX_NESTING = 8  # of schemas; deeper values may be anything
 MAX_RULES = 500
 _SCALARS = ("integer", "number", "boolean", "null")
 

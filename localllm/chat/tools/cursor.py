@@ -12,12 +12,10 @@ from functools import lru_cache
 from typing import TypeVar
 
 T = TypeVar("T")
-Reading = Generator[None, None, T]
-"""yields when it needs more text"""
+Reading = Generator[None, None, T]  # yields when it needs more text
 Sink = Callable[[str], None]
 
-MAX_DEPTH = 256
-"""of nested JSON: Python's own reader ends at about a thousand"""
+MAX_DEPTH = 256  # of nested JSON: Python's own reader ends at about a thousand
 _STRUCTURE = re.compile(r'["{}\[\]]')
 _STRING_END = re.compile(r'["\\]')
 _SPACE = re.compile(r"\s*")

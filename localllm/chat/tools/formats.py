@@ -32,18 +32,13 @@ class ToolFormat:
     """How one family writes calls."""
 
     name: str
-    reader: Reader | None
-    """None: harmony, which has channels instead"""
+    reader: Reader | None  # None: harmony, which has channels instead
     triggers: tuple[str, ...] = ()
-    at_start: tuple[str, ...] = ()
-    """calls that begin an answer without a trigger"""
-    shown: tuple[str, ...] = ()
-    """texts of control tokens that the parser must see, where they are control tokens"""
-    writes: str = ""
-    """which of the grammars of `grammars.py` keeps calls valid"""
+    at_start: tuple[str, ...] = ()  # calls that begin an answer without a trigger
+    shown: tuple[str, ...] = ()  # texts of control tokens that the parser must see, where they are control tokens
+    writes: str = ""  # which of the grammars of `grammars.py` keeps calls valid
     short_ids: bool = False
-    one_call: bool = False
-    """one call an answer, however many are allowed"""
+    one_call: bool = False  # one call an answer, however many are allowed
 
     def parser(
         self,
@@ -71,6 +66,8 @@ class ToolFormat:
 HERMES = ToolFormat(
     "hermes", JsonCalls(end=("</tool_call>",)), ("<tool_call>",), shown=("<tool_call>", "</tool_call>"), writes="hermes"
 )
+# for templates that know nothing of tools: `messages.py` tells the model how. One call an answer: models that were
+# never taught to call repeat themselves
 GENERIC = ToolFormat(
     "generic",
     JsonCalls(end=("</tool_call>",)),
@@ -79,8 +76,6 @@ GENERIC = ToolFormat(
     writes="hermes",
     one_call=True,
 )
-"""for templates that know nothing of tools: `messages.py` tells the model how. One call an answer: models that were
-never taught to call repeat themselves"""
 QWEN_CODER = ToolFormat(
     "qwen-coder",
     TaggedCalls(

@@ -17,8 +17,7 @@ from .calls import is_text, quoted, tool_function
 from .formats import ToolFormat
 from .spelling import Spelling, text_before, text_pattern
 
-MAX_CALLS = 8
-"""in one answer: small models would go on for ever"""
+MAX_CALLS = 8  # in one answer: small models would go on for ever
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +28,7 @@ class _Way:
     close: str
     sep: str = ""
     shares: bool = False
-    spaced: str = ""
-    """after `open`, perhaps with a space before it"""
+    spaced: str = ""  # after `open`, perhaps with a space before it
 
 
 _WAYS: dict[str, _Way] = {
@@ -71,8 +69,7 @@ class _Tags:
 
     begin: str
     end: str
-    text: tuple[str, str]
-    """around an argument that is text"""
+    text: tuple[str, str]  # around an argument that is text
     json: tuple[str, str]
 
 

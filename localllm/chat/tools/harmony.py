@@ -19,8 +19,7 @@ from .space import HeldSpace
 
 CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>", START)
-CONTROL = (CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
-"""control tokens that the parser must see"""
+CONTROL = (CHANNEL, MESSAGE, CONSTRAIN, *ENDS)  # control tokens that the parser must see
 MAX_HEADER_CHARS = 512
 _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 

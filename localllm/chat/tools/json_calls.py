@@ -17,10 +17,8 @@ MAX_KEY_CHARS = 64
 class JsonCalls:
     """`{"name": "f", "arguments": {...}}`, alone or in a list, after the trigger and before `end`."""
 
-    end: tuple[str, ...] = ()
-    """the first of them that follows is read; a missing one is forgiven"""
-    many: str = ""
-    """what parts several calls without a list"""
+    end: tuple[str, ...] = ()  # the first of them that follows is read; a missing one is forgiven
+    many: str = ""  # what parts several calls without a list
 
     def read(self, cursor: Cursor, calls: Calls, trigger: str) -> Reading[None]:
         """The calls after a trigger. A trigger that is the beginning of JSON itself was not read yet."""
@@ -122,16 +120,13 @@ def _text_of(literal: str) -> str:
 class NamedCalls:
     """`NAME between {...} end`, repeated with `again`, in a section that ends with `close`."""
 
-    between: tuple[str, ...]
-    """what parts the name from its arguments"""
-    begin: str = ""
-    """before every name"""
+    between: tuple[str, ...]  # what parts the name from its arguments
+    begin: str = ""  # before every name
     end: str = ""
-    again: str = ""
-    """begins another call; "" for `begin`"""
+    again: str = ""  # begins another call; "" for `begin`
     close: str = ""
+    # DeepSeek before V3.1: `function<sep>NAME`, a line end, and the arguments in a Markdown block of JSON
     fenced: bool = False
-    """DeepSeek before V3.1: `function<sep>NAME`, a line end, and the arguments in a Markdown block of JSON"""
 
     def read(self, cursor: Cursor, calls: Calls, trigger: str) -> Reading[None]:
         """The calls after a trigger."""

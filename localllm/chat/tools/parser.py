@@ -14,8 +14,7 @@ from .calls import Calls, Part, new_call_id
 from .cursor import Cursor, Malformed, Reading
 from .space import HeldSpace
 
-MAX_FAILURES = 16
-"""texts that looked like calls in one answer, after which nothing does: each is read once more"""
+MAX_FAILURES = 16  # texts that looked like calls in one answer, after which nothing does: each is read once more
 
 
 class Reader(Protocol):

@@ -39,18 +39,12 @@ _QUESTION = {"role": "user", "content": "Is an umbrella needed?"}
 class ToolSupport:
     """What a template can do with tools. Plain data, for `show` and doctor."""
 
-    format: str
-    """the name of the `ToolFormat`"""
-    native: bool
-    """the template writes tools; else they are explained in the system message"""
-    reads_back: bool
-    """a call that the template wrote was read as the same call"""
-    answers: bool
-    """the result of a call is in the next prompt"""
-    keeps_prefix: bool
-    """the next prompt begins with the tokens of this one and of the call: nothing is computed twice"""
-    note: str = ""
-    """what failed, in a sentence"""
+    format: str  # the name of the `ToolFormat`
+    native: bool  # the template writes tools; else they are explained in the system message
+    reads_back: bool  # a call that the template wrote was read as the same call
+    answers: bool  # the result of a call is in the next prompt
+    keeps_prefix: bool  # the next prompt begins with the tokens of this one and of the call: nothing is computed twice
+    note: str = ""  # what failed, in a sentence
 
     @property
     def works(self) -> bool:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-MAX_HELD = 64
-"""characters of white space that wait for what follows"""
+MAX_HELD = 64  # characters of white space that wait for what follows
 
 
 class HeldSpace:

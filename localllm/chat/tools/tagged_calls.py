@@ -7,32 +7,25 @@ from dataclasses import dataclass
 from .calls import MAX_NAME_CHARS, Calls, quoted
 from .cursor import Cursor, Malformed, Reading
 
-MAX_BRACES = 64
-"""objects and lists inside each other"""
+MAX_BRACES = 64  # objects and lists inside each other
 
 
 @dataclass(frozen=True, slots=True)
 class TaggedCalls:
     """`begin NAME name_end (key KEY key_end VALUE value_end)* end close`, white space between the parts."""
 
-    begin: str
-    """before the name; "" where the trigger is"""
+    begin: str  # before the name; "" where the trigger is
     name_end: tuple[str, ...]
     key: str
+    # ends the key and begins the value; an attribute that says what the value is may stand in it
     key_end: tuple[str, ...]
-    """ends the key and begins the value; an attribute that says what the value is may stand in it"""
-    value_end: tuple[str, ...]
-    """the first form that is found"""
+    value_end: tuple[str, ...]  # the first form that is found
     end: str
     close: str = ""
-    on_lines: bool = False
-    """values stand on lines of their own"""
-    many: bool = False
-    """several calls stand in one section"""
-    bare_triggers: tuple[str, ...] = ()
-    """triggers that are the beginning of the call itself"""
-    text_mark: str = ""
-    """a key_end that says that the value is text whatever it looks like"""
+    on_lines: bool = False  # values stand on lines of their own
+    many: bool = False  # several calls stand in one section
+    bare_triggers: tuple[str, ...] = ()  # triggers that are the beginning of the call itself
+    text_mark: str = ""  # a key_end that says that the value is text whatever it looks like
     json_mark: str = ""
 
     def read(self, cursor: Cursor, calls: Calls, trigger: str) -> Reading[None]:
