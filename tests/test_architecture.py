@@ -64,6 +64,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tui": {"interface", "conversation", "history", "config"},
 }
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
+MAY_IMPORT["__main__"] = {"cli"}
 FREE = {"__version__"}
 
 

@@ -20,7 +20,7 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_every_command_exists_and_is_listed() -> None:
-    from localllm.cli import COMMANDS
+    from localllm.cli.commands import COMMANDS
 
     known = {name for name, *_ in COMMANDS}
     table = README.split("| command |")[1].split("\n\n")[0]

@@ -1,17 +1,27 @@
-"""Loads an `LLM` in a thread while its phases are shown: for commands that need more than a `ChatBackend`."""
+"""Slow work in a thread while its phases are shown: loading an `LLM`, downloading, measuring."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from localllm.cli.commands.pull import watched
 from localllm.cli.frame.command import Env
-from localllm.cli.frame.progress import make_progress
+from localllm.errors import Aborted
+from localllm.request import LoadProgress, OnProgress
 
 from .names import Choice
 
 if TYPE_CHECKING:
+    from localllm.cli.frame.progress import Progress
     from localllm.llm.llm import LLM
+
+
+T = TypeVar("T")
+TICK_S = 0.05
+CANCEL_S = 0.4
+"""How long Ctrl-C waits for the download to put its bytes away."""
 
 
 def load_llm(env: Env, choice: Choice, options: dict[str, Any]) -> LLM:
@@ -19,7 +29,39 @@ def load_llm(env: Env, choice: Choice, options: dict[str, Any]) -> LLM:
     from localllm import hub
     from localllm.llm.llm import LLM
 
-    progress = make_progress(env.console, env.options.progress or "auto", choice.shown)
+    progress = env.progress(choice.shown)
     llm = watched(progress, lambda tell, cancel: LLM(choice.name, on_progress=tell, cancel=cancel, **options))
     hub.remember_model(choice.name)
     return llm
+
+
+def watched(progress: Progress, work: Callable[[OnProgress, threading.Event], T]) -> T:
+    """Run `work(tell, cancel)` in a thread and show its phases. Ctrl-C cancels it and becomes Aborted."""
+    phases: deque[LoadProgress] = deque()
+    cancel = threading.Event()
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            results.append(work(phases.append, cancel))
+        except BaseException as error:  # it is raised again in the caller's thread
+            errors.append(error)
+
+    thread = threading.Thread(target=body, name="work", daemon=True)
+    thread.start()
+    try:
+        while thread.is_alive() or phases:
+            while phases:
+                progress.update(phases.popleft())
+            progress.tick()
+            thread.join(TICK_S)
+    except KeyboardInterrupt:
+        cancel.set()
+        thread.join(CANCEL_S)
+        raise Aborted(progress.interrupted() or "stopped") from None
+    finally:
+        progress.close()
+    if errors:
+        raise errors[0]
+    return results[0]

@@ -6,10 +6,9 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-from localllm.cli.commands.chat import Start, backend_of, farewell
-from localllm.cli.commands.run import Job
 from localllm.cli.frame.command import Env
-from localllm.cli.frame.progress import make_progress
+from localllm.cli.question import Job
+from localllm.cli.start import Start, backend_of, farewell
 from localllm.config import UserConfig
 from localllm.conversation.attachments import read_attachments
 from localllm.conversation.clipboard import copy
@@ -31,7 +30,7 @@ def talk(env: Env, config: UserConfig, start: Start) -> int:
     console, conversation = env.console, start.conversation
     if start.choice is None:
         raise ConfigError("the line mode needs a model", "localllm chat MODEL --plain")
-    progress = make_progress(console, env.options.progress or "auto", start.choice.shown)
+    progress = env.progress(start.choice.shown)
     here = open_backend(env, config, start.sampling, ctx=start.ctx)
     with closing(backend_of(env, config, start)) if start.attach_to else here as backend:
         backend.start(start.choice.name or None)

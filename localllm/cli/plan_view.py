@@ -5,15 +5,19 @@ from __future__ import annotations
 import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localllm.terminal import GIB, cell_width, clean, clean_line, gib, tokens_short
 
 if TYPE_CHECKING:
-    from localllm.cli.commands.plan import Row, Sheet, Subject
+    from localllm.checkpoint import ModelFacts
     from localllm.cli.frame.command import Env
     from localllm.cli.frame.console import Console
-    from localllm.plan.planner import Plan
+    from localllm.device import MachineFacts
+    from localllm.plan.planner import Plan, PlanOptions
+    from localllm.plan.speeds import Benches
 
 MIN_BAR, MAX_BAR = 20, 64
 MIN_SHOWN = 16 << 20
@@ -41,6 +45,71 @@ MEANING = {
     "learned": "what an earlier run took beyond its plan",
     "margin": "left to others",
 }
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """One file of one model to plan for."""
+
+    name: str
+    shown: str
+    quant: str
+    facts: ModelFacts
+    local: bool
+    download_bytes: int = 0
+    base: bool = False
+    """a base model: completes text"""
+    asked: str = ""
+    """the word on the command line that it stands for"""
+    path: Path | None = None
+    """its files, where it is on this machine"""
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One subject at one context window."""
+
+    subject: Subject
+    wished: int | str
+    """the window asked for: tokens, auto or max"""
+    plan: Plan | None
+    reason: str = ""
+    """why there is no plan"""
+    fixes: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether it may be started so."""
+        return self.plan is not None and self.plan.fits
+
+    @property
+    def weights(self) -> str:
+        """The format of the weights that would run."""
+        return (self.plan.quant if self.plan else "") or self.subject.facts.stored_format
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """Everything that is shown."""
+
+    machine: MachineFacts
+    options: PlanOptions
+    rows: tuple[Row, ...]
+    windows: tuple[int | str, ...]
+    benches: Benches
+    star: Row | None
+    """the row to take, at the window that `chat` would open it with"""
+    imagined: bool
+    target_tps: float
+
+    def of(self, subject: Subject) -> list[Row]:
+        """A subject's rows, in the order of the windows."""
+        return [row for row in self.rows if row.subject is subject]
+
+    @property
+    def subjects(self) -> list[Subject]:
+        """Subjects in order."""
+        return list(dict.fromkeys(row.subject for row in self.rows))
 
 
 def show(env: Env, sheet: Sheet, names: Sequence[str]) -> None:

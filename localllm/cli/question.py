@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localllm.cli.frame import options as params
+from localllm.cli.chats import load_chat
+from localllm.cli.frame.options import read_text
 from localllm.errors import ConfigError, ConstraintUnmet, ContextTooLong
 from localllm.request import Constraint, Message
 
-from .session import Answered
+from .session import Answered, Sampling
 
 if TYPE_CHECKING:
     from localllm.conversation.tree import Conversation, Exchange
-    from localllm.history import History, SavedMessage
+    from localllm.history import SavedMessage
 
 TRUNCATE = ("never", "head", "middle")
 ANSWER_TOKENS = 1024
@@ -30,18 +32,64 @@ def constraint_of(schema: str | None, grammar: Path | None) -> Constraint | None
     if schema is not None and grammar is not None:
         raise ConfigError("--schema and --grammar exclude each other", "leave one of them out")
     if grammar is not None:
-        return Constraint("grammar", params.read_text(grammar, "--grammar"), param="--grammar")
+        return Constraint("grammar", read_text(grammar, "--grammar"), param="--grammar")
     if schema is None:
         return None
     inline = schema.lstrip().startswith(("{", "["))
-    text = schema if inline else params.read_text(Path(schema), "--schema")
+    text = schema if inline else read_text(Path(schema), "--schema")
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"--schema is no JSON: {error}", "give a file, or JSON that begins with {") from None
+        raise ConfigError(f"--schema is not valid JSON: {error}", "give a file, or JSON that begins with {") from None
     if value is not True and not isinstance(value, dict):
         raise ConfigError(f"--schema is {type(value).__name__}, a JSON schema is an object", "give an object")
     return Constraint("json_schema", value, param="--schema")
+
+
+@dataclass
+class Job:
+    """One prompt and how its answer is shown."""
+
+    messages: list[Message]
+    sampling: Sampling
+    ctx: str | None = None
+    constraint: Constraint | None = None
+    truncate: str = "never"
+    extract: str | None = None
+    """the language of the code block that is the answer; "" for any"""
+    chat: KeptChat | None = None
+    """where question and answer are kept"""
+    stream: bool = False
+    show_thinking: bool = False
+    stats: bool = False
+    markdown: bool = False
+    strict: bool = False
+
+
+def messages_of(system: str, text: str) -> list[Message]:
+    """A conversation of one question."""
+    return [*([Message(role="system", content=system)] if system else []), Message(role="user", content=text)]
+
+
+def gather_prompt(words: Sequence[str], files: Sequence[Path]) -> str:
+    """Standard input, then files, then the words, with a blank line between. Raises ConfigError when all are empty."""
+    parts = [piped_text(), *(read_text(path, "-f") for path in files)]
+    if list(words) != ["-"]:
+        parts.append(" ".join(words))
+    text = "\n\n".join(part.rstrip("\n") for part in parts if part.strip())
+    if not text:
+        raise ConfigError(
+            "there is nothing to say: no prompt, and nothing on standard input", 'localllm run MODEL "Hello"'
+        )
+    return text
+
+
+def piped_text() -> str:
+    """What was piped in; nothing when standard input is a terminal or closed."""
+    if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
+        return ""
+    binary = getattr(sys.stdin, "buffer", None)
+    return binary.read().decode("utf-8", "replace") if binary is not None else sys.stdin.read()
 
 
 # --- a prompt that is too long ---------------------------------------------------------------------------------------
@@ -120,17 +168,12 @@ class KeptChat:
     @classmethod
     def open(cls, system: str, text: str, sampling: dict[str, Any], *, resumes: bool) -> KeptChat:
         """`sampling` gets what the resumed chat had set and it has not. Raises ChatNotFound, HistoryError."""
-        from localllm.conversation.storage import restored
-        from localllm.conversation.tree import Conversation
-
         if not resumes:
-            return cls(Conversation(system, sampling), text)
-        from localllm.cli.commands.logs import find
+            from localllm.conversation.tree import Conversation
 
+            return cls(Conversation(system, sampling), text)
         given = dict(sampling)
-        with _history() as history:
-            chat = find(history, "last")
-            talk = restored(chat, history.messages(chat.id), sampling)
+        talk = load_chat("last", sampling)
         sampling.update(given)
         talk.system = system or talk.system
         return cls(talk, text)
@@ -143,6 +186,7 @@ class KeptChat:
     def save(self, answers: Sequence[Answered], model: str) -> str:
         """Write the question and its answers, each a branch. Returns the chat's id. Raises HistoryError."""
         from localllm.conversation.storage import saved_chat, saved_messages
+        from localllm.history import History
 
         self.talk.model = model
         exchanges = [self._exchange]
@@ -153,12 +197,6 @@ class KeptChat:
             exchange.usage, exchange.timing, exchange.model = answer.usage, answer.timing, model
             messages |= {one.id: one for one in saved_messages(exchange)}
         chat = saved_chat(self.talk)
-        with _history() as history:
+        with History() as history:
             history.save(chat, [replace(one, chat_id=chat.id) for one in messages.values()])
         return chat.id
-
-
-def _history() -> History:
-    from localllm.history import History
-
-    return History()

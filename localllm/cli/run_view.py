@@ -10,23 +10,33 @@ from typing import TYPE_CHECKING, Any
 from localllm.cli.frame.console import Console
 from localllm.cli.frame.progress import phase_event
 from localllm.interface import ChatEvent, Delta, Done, Facts, Prefill
-from localllm.request import LoadProgress
+from localllm.request import LoadProgress, Timing, Usage
 from localllm.terminal import Cleaner, json_safe
 
 from .session import Answered
 
 if TYPE_CHECKING:
-    from localllm.cli.commands.run import Job
+    from localllm.cli.question import Job
 
 
-class Silent:
-    """Nothing until the envelope."""
+def usage_json(usage: Usage) -> dict[str, int]:
+    """Tokens, as run/1 and its events have them."""
+    return {
+        "prompt": usage.prompt_tokens,
+        "cached": usage.cached_tokens,
+        "completion": usage.completion_tokens,
+        "reasoning": usage.reasoning_tokens,
+    }
 
-    def event(self, event: ChatEvent) -> None:
-        """Nothing."""
 
-    def close(self, answers: Sequence[Answered]) -> None:
-        """Nothing."""
+def timing_json(timing: Timing) -> dict[str, float]:
+    """Times, as run/1 and its events have them."""
+    return {
+        "ttft_ms": round(timing.ttft_s * 1000, 1),
+        "prefill_tps": round(timing.prefill_tps, 1),
+        "decode_tps": round(timing.decode_tps, 1),
+        "total_s": round(timing.total_s, 3),
+    }
 
 
 class EventLines:
@@ -54,31 +64,13 @@ class EventLines:
         elif isinstance(event, Delta):
             line |= {"event": "token", "kind": event.kind, "text": event.text}
         elif isinstance(event, Done):
-            usage, timing = event.usage, event.timing
-            line |= {
-                "event": "done",
-                "stop": str(event.stop),
-                "usage": {
-                    "prompt": usage.prompt_tokens,
-                    "cached": usage.cached_tokens,
-                    "completion": usage.completion_tokens,
-                    "reasoning": usage.reasoning_tokens,
-                },
-                "timing": {
-                    "ttft_ms": round(timing.ttft_s * 1000, 1),
-                    "prefill_tps": round(timing.prefill_tps, 1),
-                    "decode_tps": round(timing.decode_tps, 1),
-                    "total_s": round(timing.total_s, 3),
-                },
-            }
+            line |= {"event": "done", "stop": str(event.stop)}
+            line |= {"usage": usage_json(event.usage), "timing": timing_json(event.timing)}
         else:
             return
         if hasattr(event, "turn"):
             line["index"] = event.turn
         self._write(line)
-
-    def close(self, answers: Sequence[Answered]) -> None:
-        """Nothing: `done` was the end."""
 
     def _elapsed(self) -> float:
         return time.monotonic() - self._start

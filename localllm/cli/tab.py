@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 
-from localllm.cli.commands.chat import Start, full_screen
 from localllm.cli.frame import logs
 from localllm.cli.frame.command import Env, Options, guarded
-
-from .names import Choice
-from .session import Sampling
+from localllm.cli.full_screen import full_screen
+from localllm.cli.names import Choice
+from localllm.cli.session import Sampling
+from localllm.cli.start import new_start
 
 
 def main() -> None:
@@ -21,15 +21,9 @@ def main() -> None:
     given = parser.parse_args()
 
     def run(env: Env) -> int:
-        from localllm.conversation.saver import Saver
-        from localllm.conversation.tree import Conversation
-        from localllm.history import History
-
         config = env.settings({})
         logs.no_stderr()
-        sampling = Sampling(config.sampling.given())
-        saver = Saver(History if config.chat.save else None)
-        start = Start(Conversation(config.chat.system, sampling.given), saver, sampling)
+        start = new_start(config, Sampling(config.sampling.given()), config.chat.system)
         start.attach_to = given.attach_to
         start.choice = Choice(given.model or ("" if given.attach_to else "fake"), given.model or "fake")
         return full_screen(env, config, start)

@@ -17,8 +17,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from localllm.cli.commands.chat import Start
 from localllm.cli.frame.command import Env
+from localllm.cli.start import Start
 from localllm.config import UserConfig
 from localllm.errors import ConfigError, ServerError
 

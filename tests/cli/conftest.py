@@ -25,8 +25,8 @@ def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Invoke:
     """Run a command line in this process with the scripted engine, as fast as it goes."""
     monkeypatch.setenv("LOCALLLM_ENGINE", "fake:tps=0:load=0")
     monkeypatch.setenv("COLUMNS", "100")
-    from localllm.cli import app
     from localllm.cli.frame import logs
+    from localllm.cli.frame.program import app
 
     def run(*words: str, stdin: str | bytes | None = None, env: Mapping[str, str | None] | None = None) -> Result:
         try:

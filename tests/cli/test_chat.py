@@ -208,8 +208,8 @@ def test_a_failing_turn_does_not_end_the_chat(line: Line) -> None:
 
 
 def test_typed_sampling_goes_before_what_a_resumed_chat_had(tmp_path: Path) -> None:
-    from localllm.cli.commands.chat import _start
     from localllm.cli.session import Sampling
+    from localllm.cli.start import new_start
     from localllm.config import load_config
     from localllm.history import History, SavedChat
 
@@ -219,7 +219,7 @@ def test_typed_sampling_goes_before_what_a_resumed_chat_had(tmp_path: Path) -> N
     with History() as history:
         history.save(SavedChat("chat-of-typed-sampling", "kept", "m", "", kept), [])
     config = load_config(path=settings, flags={"sampling.temperature": 0.0})
-    start = _start(None, config, Sampling(config.sampling.given()), "", "chat-of-typed-sampling")
+    start = new_start(config, Sampling(config.sampling.given()), "", "chat-of-typed-sampling")
     assert start.sampling.given == {"temperature": 0.0, "top_p": 0.8, "top_k": 7}
 
 

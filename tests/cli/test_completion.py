@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import typer
 
-from localllm.cli import ALIASES, COMMANDS
+from localllm.cli.commands import ALIASES, COMMANDS
 from localllm.cli.frame import completion
 from localllm.cli.frame.completion import MANY_MODELS, ONE_MODEL, candidates
 

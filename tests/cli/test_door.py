@@ -13,7 +13,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from localllm.cli import ALIASES, COMMANDS
+from localllm.cli.commands import ALIASES, COMMANDS
 
 from .conftest import LOCALLLM, Invoke, process, schema, valid
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from localllm.cli import ALIASES, COMMANDS
+from localllm.cli.commands import ALIASES, COMMANDS
 from localllm.cli.frame.program import Root
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 
 from localllm.backend.script import HOSTILE, MARKDOWN
-from localllm.cli import COMMANDS
+from localllm.cli.commands import COMMANDS
 
 from .conftest import LOCALLLM, Invoke, process, schema, valid
 

@@ -50,7 +50,7 @@ Door = Callable[..., Result]
 @pytest.fixture(scope="session")
 def built_once() -> Callable[..., Any]:
     """The maker of commands, which is most of the time of a command line that fails at once."""
-    from localllm.cli import build
+    from localllm.cli.frame.command import build
 
     return cache(build)
 
@@ -60,19 +60,18 @@ def door(monkeypatch: pytest.MonkeyPatch, built_once: Callable[..., Any]) -> Ite
     """Run a command line in this process, with the real engine."""
     monkeypatch.delenv("LOCALLLM_ENGINE", raising=False)
     monkeypatch.setenv("COLUMNS", "100")
-    from localllm import cli
-    from localllm.cli import app, session
-    from localllm.cli.frame import logs
+    from localllm.cli import session
+    from localllm.cli.frame import logs, program
 
     monkeypatch.setattr(session, "POLL_S", 0.002)
-    monkeypatch.setattr(cli, "build", built_once)
+    monkeypatch.setattr(program, "build", built_once)
 
     def enter(*words: str | Path) -> Result:
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")  # the peak of resident memory is now the present size
         before, begin, cpu = _peak_kib(), time.perf_counter(), time.process_time()
         try:
-            result = CliRunner().invoke(app, [str(word) for word in words])
+            result = CliRunner().invoke(program.app, [str(word) for word in words])
         finally:
             logs.stop()
         took = time.perf_counter() - begin, time.process_time() - cpu

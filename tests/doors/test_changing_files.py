@@ -107,7 +107,7 @@ def test_file_05_what_remains_ends_with_a_word(tmp_path: Path) -> None:
     code = f"""
 import mmap, os
 from unittest.mock import MagicMock
-from localllm.cli import program
+from localllm.cli.frame import program
 
 def crash(*args, **options):
     with open({str(path)!r}, "rb") as file:

@@ -36,8 +36,8 @@ def page(*words: str, hw: str) -> str:
     """What a command prints on stdout on an invented machine."""
     from typer.testing import CliRunner
 
-    from localllm.cli import app
     from localllm.cli.frame import logs
+    from localllm.cli.frame.program import app
 
     with mock.patch.dict(os.environ, {"LOCALLLM_FAKE_HW": hw}):
         try:

@@ -187,7 +187,7 @@ def test_others_may_read_what_was_written_and_one_writes_at_a_time(source: Path,
 
 def test_what_is_measured_against_is_as_stored(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever would fit better: against something smaller it would look better than it is."""
-    from localllm.cli.commands import quantize as quality
+    from localllm.cli.commands import eval as quality
 
     opened: list[dict[str, Any]] = []
 
@@ -198,11 +198,10 @@ def test_what_is_measured_against_is_as_stored(source: Path, monkeypatch: pytest
     monkeypatch.setattr("localllm.llm.llm.LLM", fake)
     monkeypatch.setattr("localllm.quality.evaluate.evaluate", lambda *given, **more: None)
     monkeypatch.setattr(quality, "watched", lambda progress, work: work(None, None))
-    monkeypatch.setattr(quality, "make_progress", lambda *given: None)
     monkeypatch.setattr(quality, "llm_options", lambda *given: {"quant": "auto", "dtype": "auto", "kv": "auto"})
-    env = SimpleNamespace(config=None, console=None, options=SimpleNamespace(progress=""))
-    monkeypatch.setattr(quality, "_local", lambda env, name: source)
-    quality._compare(env, "m", None, None, 64, ["auto", "int4"], ["auto"])  # type: ignore[arg-type]
+    env = SimpleNamespace(config=None, console=None, progress=lambda title: None)
+    monkeypatch.setattr(quality, "local_path", lambda env, name: source)
+    quality.compare(env, "m", None, None, 64, ["auto", "int4"], ["auto"])  # type: ignore[arg-type]
     assert [one["quant"] for one in opened] == ["", "", "int4"]
     assert (opened[0]["dtype"], opened[0]["kv"]) == ("float32", "f32")
 

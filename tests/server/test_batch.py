@@ -22,8 +22,8 @@ def home(empty_home: Path, tiny_path: Path) -> Path:
 
 
 def batch(*words: str) -> Result:
-    from localllm.cli import app
     from localllm.cli.frame import logs
+    from localllm.cli.frame.program import app
 
     try:
         return CliRunner().invoke(app, ["batch", *words])

@@ -25,8 +25,8 @@ COMMAND = [sys.executable, "-c", "from localllm.cli import main; main()"]
 
 def command(served, *words):
     """(exit status, stdout, stderr) of a command in the home of a server, in this process."""
-    from localllm.cli import app
     from localllm.cli.frame import logs
+    from localllm.cli.frame.program import app
 
     try:
         result = CliRunner().invoke(app, list(words), env={"LOCALLLM_HOME": str(served.home), "COLUMNS": "200"})

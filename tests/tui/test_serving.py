@@ -16,8 +16,8 @@ sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
 from localllm import processes
 from localllm.backend.in_process import InProcessBackend
 from localllm.cli.attach import find_server
-from localllm.cli.commands.ps import stop
 from localllm.cli.commands.serve import taken_by_us
+from localllm.cli.commands.stop import stop
 from localllm.cli.endpoint import ChatEndpoint
 from localllm.cli.frame.command import Env, Options
 from localllm.conversation.serving import OFF, wished_port

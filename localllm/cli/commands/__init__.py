@@ -1,1 +1,37 @@
-"""The commands, one module each."""
+"""The commands. `NAME.py` holds the command NAME; the first line of the file is its group and its line in `--help`.
+
+To add a command, add a file. `ORDER` only says in which order `--help` lists them; what it does not name comes last.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+ORDER = (
+    "chat", "run", "logs", "serve", "ps", "stop", "batch", "connect", "pull", "ls", "show", "rm", "quantize", "eval",
+    "doctor", "plan", "bench", "tune", "config",
+)  # fmt: skip
+ALIASES = {"list": "ls", "fit": "plan"}
+
+
+class Listed(NamedTuple):
+    """A command as `--help` lists it."""
+
+    name: str
+    group: str
+    summary: str
+
+
+def _listed() -> tuple[Listed, ...]:
+    """Every command, without importing any."""
+    found = []
+    for path in Path(__file__).parent.glob("[a-z]*.py"):
+        with path.open(encoding="utf-8") as file:
+            group, _, summary = file.readline().strip().strip('"').partition(": ")
+        found.append(Listed(path.stem, group, summary))
+    ranks = {name: rank for rank, name in enumerate(ORDER)}
+    return tuple(sorted(found, key=lambda one: (ranks.get(one.name, len(ranks)), one.name)))
+
+
+COMMANDS = _listed()

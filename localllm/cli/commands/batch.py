@@ -1,4 +1,4 @@
-"""`localllm batch`: a file of requests in, a file of answers out."""
+"""Serve: Answer a file of requests, resumable"""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from typing import Annotated
 
 import typer
 
-from localllm.cli.frame import options as params
 from localllm.cli.frame.command import Env, command
-from localllm.cli.frame.progress import make_progress
+from localllm.cli.frame.options import EngineFlags, Parallel
 from localllm.cli.session import fake_engine
 from localllm.errors import Aborted, ConfigError, LocalLLMError
 from localllm.request import LoadProgress
 from localllm.terminal import clean_line, seconds_short
-
-Source = Annotated[Path, typer.Argument(metavar="IN.jsonl", help="Requests in OpenAI's batch format, one a line.")]
 
 
 @command(
@@ -26,18 +23,14 @@ Source = Annotated[Path, typer.Argument(metavar="IN.jsonl", help="Requests in Op
 )
 def batch(
     env: Env,
-    source: Source,
+    source: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="Requests in OpenAI's batch format, one a line.")],
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Answers, appended as they come.")],
     model: Annotated[
         str | None, typer.Option("--model", metavar="NAME", help="For requests that name no model.")
     ] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Ask again what ended in an error.")] = False,
-    parallel: Annotated[int | None, typer.Option(metavar="N", min=1, max=1024, help="Requests side by side.")] = None,
-    ctx: params.Ctx = None,
-    kv: params.Kv = None,
-    dtype: params.Dtype = None,
-    threads: params.Threads = None,
-    debug_invariants: params.DebugInvariants = False,
+    parallel: Parallel = None,
+    engine: EngineFlags = EngineFlags(),
 ) -> int:
     """Answer a file of requests. Stopped at any moment, the same command goes on where it was.
 
@@ -46,13 +39,8 @@ def batch(
     """
     if fake_engine():
         raise ConfigError("the scripted engine has no server", "`unset LOCALLLM_ENGINE`")
-    env.debug_invariants = debug_invariants
-    if debug_invariants:
-        from localllm.engine.invariant import exit_on_violation
-
-        exit_on_violation()
-    values = {"ctx": ctx, "kv": kv, "dtype": dtype, "threads": threads}
-    config = env.settings(params.engine_flags(values) | {"engine.max_parallel": parallel})
+    engine.watch(env, exits=True)
+    config = env.settings(engine.settings() | {"engine.max_parallel": parallel})
     from localllm.cli.commands.serve import here, new_pool, offered
     from localllm.server import Service, ServiceOptions
     from localllm.server.openai.batch import BatchCounts, Output, check, run_batch
@@ -62,8 +50,8 @@ def batch(
     default, offers = offered(env, config, choices, (), every=True)
     answers = Output(output, again=retry_failed)
     counts = BatchCounts(total=len(ids), skipped=sum(one in answers.answered for one in ids))
-    progress = make_progress(env.console, env.options.progress or "auto", clean_line(source.name))
-    pool = new_pool(env, config, ctx, offers, (), None)
+    progress = env.progress(clean_line(source.name))
+    pool = new_pool(env, config, engine.ctx, offers, (), None)
     options = ServiceOptions(config.engine.max_parallel, 4 * config.engine.max_parallel, default)
 
     def show(now: BatchCounts) -> None:

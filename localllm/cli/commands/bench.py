@@ -1,4 +1,4 @@
-"""`localllm bench`: how fast a model is here, alone or beside another engine."""
+"""This machine: Measure prefill, decode and time to first token"""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from localllm.cli.frame import options as params
 from localllm.cli.frame.command import Env, command
+from localllm.cli.frame.options import LoadFlags, Model, one_of
 from localllm.cli.names import choose
 from localllm.cli.session import fake_engine, llm_options
 from localllm.config.kinds import parse_tokens
@@ -40,7 +40,7 @@ PEERS = ("llama.cpp", "transformers")
 )
 def bench(
     env: Env,
-    model: params.Model,
+    model: Model,
     prompt_tokens: Annotated[int, typer.Option("-p", metavar="N", min=1, help="Prompt length to read.")] = 512,
     output_tokens: Annotated[int, typer.Option("-n", metavar="N", min=2, help="Tokens to generate.")] = 128,
     depths: Annotated[str, typer.Option("-d", metavar="N,N", help="Context already there: 0,4k.")] = "0",
@@ -58,10 +58,7 @@ def bench(
     ] = None,
     key_file: Annotated[Path | None, typer.Option(metavar="PATH", help="File with the key of --against URL.")] = None,
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one step as a Chrome trace.")] = None,
-    ctx: params.Ctx = None,
-    kv: params.Kv = None,
-    dtype: params.Dtype = None,
-    threads: params.Threads = None,
+    load: LoadFlags = LoadFlags(),
     output: Annotated[str, typer.Option("-o", metavar="table|md|csv|json|jsonl", help="Form of the result.")] = "table",
     save: Annotated[bool, typer.Option("--save/--no-save", help="Keep the result for the planner.")] = True,
     check: Annotated[float | None, typer.Option(metavar="TPS", help="Exit 11 when decoding is slower.")] = None,
@@ -75,19 +72,17 @@ def bench(
 
     if fake_engine():
         raise ConfigError("the scripted engine cannot be measured", "`unset LOCALLLM_ENGINE`")
-    if output not in FORMS:
-        raise ConfigError(f"-o is {output!r}, it can be {', '.join(FORMS)}", "localllm bench MODEL -o md")
+    one_of("-o", output, FORMS, "localllm bench MODEL -o md")
     at_url = against is not None and "://" in against
     if against is not None and not at_url and against not in PEERS:
         raise ConfigError(f"--against is {against!r}, it can be {', '.join(PEERS)} or a URL", "--against llama.cpp")
     streams = _numbers(concurrency or ("1,8,16,32" if at_url else "1"), "--concurrency", 1)
     options = benches.BenchOptions(prompt_tokens, output_tokens, _numbers(depths, "-d"), repeat, warmup, streams)
-    values = {"ctx": ctx, "kv": kv, "dtype": dtype, "threads": threads}
-    config = env.settings(params.engine_flags(values) | {"engine.max_parallel": max(streams)})
+    config = env.settings(load.settings() | {"engine.max_parallel": max(streams)})
     choice = choose(env, config, model)
     from localllm.cli.loading import load_llm
 
-    with load_llm(env, choice, llm_options(env, config, ctx)) as llm:
+    with load_llm(env, choice, llm_options(env, config, load.ctx)) as llm:
         result = _measure(env, llm, options, against, peer_python, key_file)
         if trace is not None:
             from localllm.bench.trace import write_trace

@@ -1,4 +1,4 @@
-"""`localllm config`: show and change settings."""
+"""This machine: Show and change settings"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`localllm connect`: the settings with which other programs use a running server."""
+"""Serve: Settings for opencode, Zed, Open WebUI, llm, aider, ..."""
 
 from __future__ import annotations
 

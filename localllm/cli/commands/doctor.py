@@ -1,4 +1,4 @@
-"""`localllm doctor`: check this machine, measure it, explain an error, start other engines well, repair."""
+"""This machine: Check hardware, software and settings"""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from localllm.cli.frame import options as params
 from localllm.cli.frame.command import Env, command
+from localllm.cli.frame.options import MaybeModel
 from localllm.errors import ConfigError
 from localllm.interface import Check
 
@@ -34,7 +34,7 @@ FAILED = 11
 )
 def doctor(
     env: Env,
-    model: params.MaybeModel = None,
+    model: MaybeModel = None,
     deep: Annotated[bool, typer.Option("--deep", help="Measure too: bandwidth, kernels, disk; 20 s or more.")] = False,
     log: Annotated[
         str | None, typer.Option("--log", metavar="FILE|-", help="Explain an error text or log of any engine.")

@@ -1,4 +1,4 @@
-"""`localllm logs`: saved chats: list, search, show, export, import, remove."""
+"""Talk: Search, show and export saved chats"""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from localllm.cli.chats import find
 from localllm.cli.frame.command import Env, command
 from localllm.errors import ConfigError
 from localllm.terminal import clean, clean_line, fit
@@ -64,15 +65,6 @@ def logs(
         if action == "rm":
             return _remove(env, history, chats)
         return _export(env, history, chats, form, output, reasoning)
-
-
-def find(history: History, name: str) -> SavedChat:
-    """A chat by the beginning of its id, or `last`. Raises ChatNotFound."""
-    if name == "last":
-        latest = history.latest()
-        if latest is not None:
-            return latest
-    return history.find(name)
 
 
 def row(chat: SavedChat) -> dict[str, Any]:

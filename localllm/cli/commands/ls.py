@@ -1,4 +1,4 @@
-"""`localllm ls`, `show`, `rm`: the models on this machine."""
+"""Models: Models on this machine"""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from localllm.cli.frame import options as params
 from localllm.cli.frame.command import Env, command
-from localllm.cli.names import opened, resolve
-from localllm.errors import ConfigError, LocalLLMError, ModelNotFound
+from localllm.cli.frame.options import one_of
+from localllm.errors import LocalLLMError
 from localllm.plan.quality import note as quality_note
 from localllm.plan.quality import saved as saved_quality
-from localllm.terminal import clean, clean_line, gib, tokens_short
+from localllm.terminal import clean_line, gib, tokens_short
 
 if TYPE_CHECKING:
-    from localllm.checkpoint import Checkpoint, ModelFacts
     from localllm.device import MachineFacts
     from localllm.hub import LocalModel
     from localllm.plan.planner import Plan
     from localllm.plan.speeds import Benches
 
 SORTS = ("name", "size", "params", "used")
+
+
 _FROM = {"hub": "Hugging Face cache", "index": "from the package index", "folder": "models folder"}
 
 
@@ -42,8 +42,7 @@ def ls(
     from localllm.device import machine
     from localllm.plan import speeds as calibrate
 
-    if sort not in SORTS:
-        raise ConfigError(f"--sort is {sort!r}, it can be {', '.join(SORTS)}", "localllm ls --sort size")
+    one_of("--sort", sort, SORTS, "localllm ls --sort size")
     facts = machine()
     found = hub.list_local()
     orders: dict[str, Any] = {
@@ -63,7 +62,7 @@ def ls(
         return 0
     total = sum(m.size_bytes for m in shown)
     count = f"{len(shown)} model{'' if len(shown) == 1 else 's'}"
-    console.say(f"{count} · {gib(total)} · {gib(_free())} free in {clean_line(_short(hub.cache.hub_dir()))}")
+    console.say(f"{count} · {gib(total)} · {gib(_free())} free in {clean_line(home_short(hub.cache.hub_dir()))}")
     if shown:
         columns = ("NAME", "PARAMS", "FORMAT", "SIZE", "CTX", "FITS", "SPEED", "USED", "")
         cells = [_cells(model, made) for model, made in planned]
@@ -101,7 +100,7 @@ def _cells(model: LocalModel, made: Plan | None) -> tuple[str, ...]:
     quality = quality_note(model.path, made.kv)
     return (
         model.name,
-        _params(model.params),
+        params_short(model.params),
         model.format,
         gib(model.size_bytes),
         tokens_short(model.max_context),
@@ -135,214 +134,8 @@ def _ls_row(model: LocalModel, made: Plan | None) -> dict[str, Any]:
     }
 
 
-# --- show ------------------------------------------------------------------------------------------------------------
-
-
-@command("localllm show smollm2", "localllm show ./model.gguf --json", "localllm show qwen --template")
-def show(
-    env: Env,
-    model: params.Model,
-    template: Annotated[bool, typer.Option("--template", help="Print the chat template.")] = False,
-) -> int:
-    """Say what a model is: architecture, context, licence, files, memory, and what it would run as here.
-
-    Reads headers only, so a damaged file is found in milliseconds (exit 12).
-    """
-    resolved = resolve(env, env.config, model)
-    if resolved.path is None:
-        name = clean_line(resolved.name)
-        raise ModelNotFound(f"{name} is not on this machine", f"localllm pull {name}")
-    with opened(resolved) as checkpoint:
-        if template:
-            text = _template(checkpoint)
-            if env.console.as_json:
-                env.console.emit("template/1", {"id": resolved.name, "template": text})
-                return 0
-            env.console.answer(text if text.endswith("\n") else text + "\n")
-            return 0
-        fields = _show_fields(checkpoint, resolved.name, resolved.revision)
-        if env.console.as_json:
-            env.console.emit("show/1", fields)
-        else:
-            _print_facts(env, checkpoint.facts, fields)
-    return 0
-
-
-def _template(checkpoint: Checkpoint) -> str:
-    from localllm.tokenizer.tokenizer import load_tokenizer
-
-    text = load_tokenizer(checkpoint).chat_template
-    if not text:
-        raise ModelNotFound(
-            "this model has no chat template: it is a base model", 'localllm run MODEL "Once upon a time"'
-        )
-    return text
-
-
-def _show_fields(checkpoint: Checkpoint, name: str, revision: str) -> dict[str, Any]:
-    from localllm.checkpoint.facts import kv_bytes_per_token
-    from localllm.device import machine
-    from localllm.plan import speeds as calibrate
-    from localllm.plan.planner import plan
-
-    facts = checkpoint.facts
-    try:
-        here_now = machine()
-        made = plan(facts, here_now, calibration=calibrate.load(here_now))
-        here = {
-            "fits": made.fits,
-            "device": made.device,
-            "ctx": made.ctx,
-            "kv": made.kv,
-            "need_bytes": made.need_bytes,
-            "have_bytes": made.have_bytes,
-            "decode_tps": round(made.decode_tps, 1),
-            "basis": made.basis,
-        }
-    except LocalLLMError as error:
-        here = {"fits": False, "reason": error.message}
-    return {
-        "id": name,
-        "path": str(checkpoint.path),
-        "format": checkpoint.kind,
-        "stored_format": facts.stored_format,
-        "architecture": facts.architecture,
-        "source_architecture": facts.source_architecture,
-        "name": facts.name,
-        "params": facts.num_params,
-        "size_bytes": checkpoint.nbytes,
-        "max_ctx": facts.max_context,
-        "quality": saved_quality(checkpoint.path),
-        "layers": facts.num_layers,
-        "hidden": facts.hidden_size,
-        "heads": facts.num_heads,
-        "kv_heads": facts.num_kv_heads,
-        "head_dim": facts.head_dim,
-        "vocab": facts.vocab_size,
-        "kv_bytes_per_token": kv_bytes_per_token(facts, "bf16"),
-        "template": facts.has_chat_template,
-        "capabilities": _capabilities(checkpoint),
-        "licence": facts.licence or None,
-        "revision": revision or None,
-        "sampling_defaults": dict(facts.sampling_defaults),
-        "tensors": len(checkpoint.tensors),
-        "files": sorted({str(tensor.file) for tensor in checkpoint.tensors.values()}),
-        "plan": here,
-    }
-
-
-def _capabilities(checkpoint: Checkpoint) -> dict[str, Any]:
-    """chat, thinking, vision: whether; tools: how, or why not."""
-    from localllm.chat.parser import reasoning_tags
-    from localllm.chat.template import ChatTemplate
-    from localllm.chat.tools.roundtrip import NO_TEMPLATE, check_tools
-    from localllm.tokenizer.tokenizer import load_tokenizer
-
-    tools, thinks = NO_TEMPLATE, False
-    if checkpoint.facts.has_chat_template:
-        try:
-            tokenizer = load_tokenizer(checkpoint)
-            template = ChatTemplate.for_tokenizer(tokenizer)
-            tools, thinks = check_tools(template, tokenizer), reasoning_tags(template.template) is not None
-        except LocalLLMError as error:
-            return {"chat": False, "tools": f"no: {error.message}", "thinking": False, "vision": False}
-    return {"chat": checkpoint.facts.has_chat_template, "tools": tools.line, "thinking": thinks, "vision": False}
-
-
-def _print_facts(env: Env, facts: ModelFacts, fields: dict[str, Any]) -> None:
-    from localllm.terminal import cell_width
-
-    windows = sorted({w for w in facts.windows if w})
-    sliding = f", {sum(1 for w in facts.windows if w)} of them with a window of {windows[0]:,}" if windows else ""
-    here = fields["plan"]
-    sampling = ", ".join(f"{key} {value}" for key, value in facts.sampling_defaults.items()) or "not stated"
-    mark = "✓" if here.get("basis") == "measured" else "≈"
-    fit = here.get("reason") or (
-        f"{'fits' if here['fits'] else 'does not fit'} on {here['device']}: needs {gib(here['need_bytes'])} of"
-        f" {gib(here['have_bytes'])} at {here['ctx']:,} tokens, {mark} {here['decode_tps']:.0f} tok/s"
-    )
-    rows = [
-        ("name", fields["id"] if not facts.name else f"{fields['id']} ({facts.name})"),
-        ("architecture", f"{facts.architecture} ({facts.source_architecture})"),
-        ("parameters", f"{_params(facts.num_params)}, {facts.stored_format}, {gib(fields['size_bytes'])}"),
-        ("layers", f"{facts.num_layers}{sliding}"),
-        ("attention", f"{facts.num_heads} heads, {facts.num_kv_heads} for K and V, {facts.head_dim} wide"),
-        ("vocabulary", f"{facts.vocab_size:,} tokens"),
-        ("context", f"{facts.max_context:,} tokens, {gib(fields['kv_bytes_per_token'])} each (bf16)"),
-        ("chat template", "yes" if facts.has_chat_template else "no: a base model, for `localllm run`"),
-        ("thinking", "yes" if fields["capabilities"]["thinking"] else "no"),
-        ("tools", fields["capabilities"]["tools"]),
-        ("sampling", sampling),
-        ("licence", facts.licence or "not stated"),
-        ("here", fit),
-        ("quality", quality_note(fields["path"]) or "not measured (localllm eval)"),
-        *(("file", _short(Path(name))) for name in fields["files"][:8]),
-    ]
-    width = max(cell_width(label) for label, _ in rows)
-    for label, value in rows:
-        env.console.line(f"{env.console.style(label.ljust(width), 'dim')}  {clean_line(str(value))}")
-    if len(fields["files"]) > 8:
-        env.console.line(f"{' ' * width}  … {len(fields['files']) - 8} more files")
-
-
-# --- rm --------------------------------------------------------------------------------------------------------------
-
-
-@command("localllm rm smollm2", "localllm rm org/repo:Q4_K_M -y", "localllm rm --partial")
-def rm(
-    env: Env,
-    models: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="MODEL...", help="Names as `ls` shows them.", autocompletion=params.complete_model),
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("-n", "--dry-run", help="Only say what would be removed.")] = False,
-    partial: Annotated[bool, typer.Option("--partial", help="Remove what interrupted downloads left.")] = False,
-    quantized_only: Annotated[
-        bool, typer.Option("--quantized-only", help="Only what `quantize` made of these models, not they themselves.")
-    ] = False,
-) -> int:
-    """Remove models, or left-over parts of downloads. Says who else uses the files, and asks first."""
-    from localllm import hub
-
-    console = env.console
-    if partial == bool(models):
-        raise ConfigError("rm takes either names or --partial", "localllm rm NAME, or localllm rm --partial")
-
-    def remove(dry_run: bool) -> list[hub.Removal]:
-        if partial:
-            return [hub.remove_partials(dry_run=dry_run)]
-        return [hub.remove(name, dry_run=dry_run, derived_only=quantized_only) for name in models or ()]
-
-    planned = remove(dry_run=True)
-    total = sum(item.num_bytes for item in planned)
-    paths = [path for item in planned for path in item.paths]
-    names = [name for item in planned for name in item.names]
-    for name in names:
-        console.say(f"{clean_line(name)}")
-    for note in dict.fromkeys(item.note for item in planned if item.note):
-        console.say(f"note: {clean(note)}")
-    console.say(f"{len(paths)} file{'' if len(paths) == 1 else 's'}, {gib(total)}")
-    if paths and not dry_run and not console.confirm("Remove?", default=False):
-        raise ConfigError("nothing was removed", "answer y, or pass -y")
-    done = planned
-    if paths and not dry_run:
-        done = remove(dry_run=False)
-        console.say(f"removed {gib(sum(item.num_bytes for item in done))}")
-    if console.as_json:
-        fields = {
-            "removed": bool(paths) and not dry_run,
-            "models": names,
-            "bytes": sum(item.num_bytes for item in done),
-            "paths": [str(path) for item in done for path in item.paths],
-        }
-        console.emit("rm/1", fields)
-    return 0
-
-
-# --- words -----------------------------------------------------------------------------------------------------------
-
-
-def _params(count: int) -> str:
+def params_short(count: int) -> str:
+    """7.6 B"""
     return f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.0f} M"
 
 
@@ -358,7 +151,7 @@ def _free() -> int:
         return 0
 
 
-def _short(path: Path) -> str:
+def home_short(path: Path) -> str:
     """A path with the home folder as ~."""
     try:
         return f"~/{path.relative_to(Path.home())}"

@@ -1,97 +1,32 @@
-"""`localllm plan`: what fits here, or on a card that is not here: memory, context, expected speed."""
+"""This machine: What fits here: memory, context, expected speed"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from localllm.cli.frame import options as params
 from localllm.cli.frame.command import Env, command
+from localllm.cli.frame.options import Kv, model_argument
 from localllm.cli.names import opened, resolve
+from localllm.cli.plan_view import Row, Sheet, Subject, show
 from localllm.config import UserConfig
 from localllm.config.kinds import parse_bytes, parse_tokens
 from localllm.errors import ConfigError, LocalLLMError
 from localllm.terminal import clean_line
 
 if TYPE_CHECKING:
-    from localllm.checkpoint import ModelFacts
     from localllm.device import MachineFacts
     from localllm.hub.catalog import DownloadLimit
-    from localllm.plan.planner import Plan, PlanOptions
+    from localllm.plan.planner import PlanOptions
     from localllm.plan.speeds import Benches
 
 DEFAULT_WINDOWS = (8_192, 32_768)
 WINDOW_WORDS = ("auto", "max")
-
-
-@dataclass(frozen=True, eq=False)
-class Subject:
-    """One file of one model to plan for."""
-
-    name: str
-    shown: str
-    quant: str
-    facts: ModelFacts
-    local: bool
-    download_bytes: int = 0
-    base: bool = False
-    """a base model: completes text"""
-    asked: str = ""
-    """the word on the command line that it stands for"""
-    path: Path | None = None
-    """its files, where it is on this machine"""
-
-
-@dataclass(frozen=True, eq=False)
-class Row:
-    """One subject at one context window."""
-
-    subject: Subject
-    wished: int | str
-    """the window asked for: tokens, auto or max"""
-    plan: Plan | None
-    reason: str = ""
-    """why there is no plan"""
-    fixes: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def fits(self) -> bool:
-        """Whether it may be started so."""
-        return self.plan is not None and self.plan.fits
-
-    @property
-    def weights(self) -> str:
-        """The format of the weights that would run."""
-        return (self.plan.quant if self.plan else "") or self.subject.facts.stored_format
-
-
-@dataclass(frozen=True)
-class Sheet:
-    """Everything that is shown."""
-
-    machine: MachineFacts
-    options: PlanOptions
-    rows: tuple[Row, ...]
-    windows: tuple[int | str, ...]
-    benches: Benches
-    star: Row | None
-    """the row to take, at the window that `chat` would open it with"""
-    imagined: bool
-    target_tps: float
-
-    def of(self, subject: Subject) -> list[Row]:
-        """A subject's rows, in the order of the windows."""
-        return [row for row in self.rows if row.subject is subject]
-
-    @property
-    def subjects(self) -> list[Subject]:
-        """Subjects in order."""
-        return list(dict.fromkeys(row.subject for row in self.rows))
 
 
 @command(
@@ -105,11 +40,7 @@ def plan(
     env: Env,
     models: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[MODEL...]",
-            help="Models, or families such as qwen; what is here without a name.",
-            autocompletion=params.complete_model,
-        ),
+        model_argument("[MODEL...]", "Models, or families such as qwen; what is here without a name."),
     ] = None,
     ctx: Annotated[
         str | None, typer.Option("--ctx", metavar="N,N", help="Context windows to weigh: 8k,32k, max, auto.")
@@ -117,7 +48,7 @@ def plan(
     quant: Annotated[
         str | None, typer.Option("--quant", metavar="Q", help="Only files stored so: Q4_K_M, fp8.")
     ] = None,
-    kv: params.Kv = None,
+    kv: Kv = None,
     batch: Annotated[
         int | None, typer.Option("--batch", metavar="N", min=1, max=1024, help="Requests computed side by side.")
     ] = None,
@@ -137,7 +68,6 @@ def plan(
     by `localllm bench`, which also corrects the estimates of other models. -v prints the formulas with their numbers.
     """
     from localllm import hub
-    from localllm.cli import plan_view
     from localllm.device import machine
     from localllm.device.imagined import imagined
     from localllm.plan import speeds as calibrate
@@ -173,7 +103,7 @@ def plan(
         listed = [_json(row, star is not None and row.subject is star.subject) for row in rows]
         env.console.emit("plan/1", {"machine": asdict(facts), "rows": listed})
     else:
-        plan_view.show(env, sheet, models or [])
+        show(env, sheet, models or [])
     return 5 if any(not any(r.fits for r in rows if r.subject.asked == name) for name in models or ()) else 0
 
 

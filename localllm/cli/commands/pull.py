@@ -1,32 +1,24 @@
-"""`localllm pull`: bring models here, verified and resumable; or check the ones that are here."""
+"""Models: Download a model, verified and resumable"""
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from localllm.cli.frame import options as params
 from localllm.cli.frame.command import Env, command
-from localllm.cli.frame.progress import Progress, make_progress
+from localllm.cli.frame.options import Models
+from localllm.cli.loading import watched
 from localllm.cli.names import announce, foreseen, resolve
-from localllm.errors import Aborted, ConfigError
-from localllm.request import LoadProgress, OnProgress
+from localllm.errors import ConfigError
 from localllm.terminal import clean_line, gib, seconds_short
 
 if TYPE_CHECKING:
     from localllm.hub import Resolved
-
-T = TypeVar("T")
-TICK_S = 0.05
-CANCEL_S = 0.4
-"""How long Ctrl-C waits for the download to put its bytes away."""
 
 
 @command(
@@ -37,7 +29,7 @@ CANCEL_S = 0.4
 )
 def pull(
     env: Env,
-    models: params.Models,
+    models: Models,
     dry_run: Annotated[bool, typer.Option("-n", "--dry-run", help="Only say what would be downloaded.")] = False,
     repair: Annotated[bool, typer.Option("--repair", help="Hash local files again; fetch what is wrong.")] = False,
     revision: Annotated[str | None, typer.Option(metavar="REV", help="A branch, tag or commit.")] = None,
@@ -126,7 +118,7 @@ def _pull(env: Env, name: str, wish: Wish) -> dict[str, Any]:
     if not console.confirm("Download now?"):
         raise ConfigError("nothing was downloaded", f"localllm pull {clean_line(name)} -y")
     start = time.monotonic()
-    progress = make_progress(console, env.options.progress or "auto", shown)
+    progress = env.progress(shown)
     path = watched(
         progress, lambda tell, cancel: hub.download(resolved, progress=tell, cancel=cancel, workers=wish.workers)
     )
@@ -178,43 +170,9 @@ def _list_files(env: Env, resolved: Resolved) -> None:
 def _repair(env: Env, name: str) -> dict[str, Any]:
     from localllm import hub
 
-    progress = make_progress(env.console, env.options.progress or "auto", name)
+    progress = env.progress(name)
     offline = env.offline
     done = watched(progress, lambda tell, cancel: hub.repair(name, progress=tell, cancel=cancel, offline=offline))
     found = f"{len(done.bad)} fetched again: {', '.join(done.bad)}" if done.bad else "all of them right"
     env.console.say(f"{clean_line(done.name)}: {done.checked} files checked, {clean_line(found)}")
     return {"name": done.name, "path": str(done.path), "checked": done.checked, "repaired": list(done.bad)}
-
-
-def watched(progress: Progress, work: Callable[[OnProgress, threading.Event], T]) -> T:
-    """Run `work(tell, cancel)` in a thread and show its phases. Ctrl-C cancels it and becomes Aborted."""
-    from collections import deque
-
-    phases: deque[LoadProgress] = deque()
-    cancel = threading.Event()
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def body() -> None:
-        try:
-            results.append(work(phases.append, cancel))
-        except BaseException as error:  # it is raised again in the caller's thread
-            errors.append(error)
-
-    thread = threading.Thread(target=body, name="work", daemon=True)
-    thread.start()
-    try:
-        while thread.is_alive() or phases:
-            while phases:
-                progress.update(phases.popleft())
-            progress.tick()
-            thread.join(TICK_S)
-    except KeyboardInterrupt:
-        cancel.set()
-        thread.join(CANCEL_S)
-        raise Aborted(progress.interrupted() or "stopped") from None
-    finally:
-        progress.close()
-    if errors:
-        raise errors[0]
-    return results[0]

@@ -1,25 +1,33 @@
-"""`localllm run`: one prompt in, one answer out; made for pipes."""
+"""Talk: One prompt in, one answer out (pipes, --json)"""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from localllm.cli.frame import options as params
 from localllm.cli.frame.command import Env, command
-from localllm.cli.frame.progress import make_progress
-from localllm.cli.question import TRUNCATE, KeptChat, code_block, constraint_of, shortened
-from localllm.cli.run_view import EventLines, Silent, Text
+from localllm.cli.frame.options import EngineFlags, Model, SamplingFlags, System, one_of, text_or_file
+from localllm.cli.names import Choice, choose
+from localllm.cli.question import (
+    TRUNCATE,
+    Job,
+    KeptChat,
+    code_block,
+    constraint_of,
+    gather_prompt,
+    messages_of,
+    shortened,
+)
+from localllm.cli.run_view import EventLines, Text, timing_json, usage_json
 from localllm.cli.session import Answered, Sampling, follow, open_backend, stats_line, wait_ready
 from localllm.config import UserConfig
 from localllm.errors import ConfigError, ConstraintUnmet, LocalLLMError
 from localllm.interface import ChatBackend, Facts
-from localllm.request import Constraint, Message
+from localllm.request import Message, Usage
 from localllm.terminal import clean_line, dumb
 
 MAX_SAMPLES = 64
@@ -34,11 +42,11 @@ MAX_SAMPLES = 64
 )
 def run(
     env: Env,
-    model: params.Model,
+    model: Model,
     prompt: Annotated[
         list[str] | None, typer.Argument(metavar="[PROMPT...]", help="The question; - takes standard input only.")
     ] = None,
-    system: params.System = None,
+    system: System = None,
     file: Annotated[
         list[Path] | None,
         typer.Option("-f", "--file", "-a", "--attach", metavar="PATH", help="Text put before the prompt; repeatable."),
@@ -61,19 +69,8 @@ def run(
         str, typer.Option("--truncate", metavar="never|head|middle", help="What a prompt that is too long loses.")
     ] = "never",
     samples: Annotated[int, typer.Option("-n", metavar="N", min=1, max=MAX_SAMPLES, help="Answers to give.")] = 1,
-    temp: params.Temp = None,
-    top_p: params.TopP = None,
-    top_k: params.TopK = None,
-    min_p: params.MinP = None,
-    repetition_penalty: params.Repeat = None,
-    seed: params.Seed = None,
-    max_tokens: params.MaxTokens = None,
-    stop: params.Stop = None,
-    ctx: params.Ctx = None,
-    kv: params.Kv = None,
-    dtype: params.Dtype = None,
-    threads: params.Threads = None,
-    debug_invariants: params.DebugInvariants = False,
+    sampled: SamplingFlags = SamplingFlags(),
+    engine: EngineFlags = EngineFlags(),
     stream: Annotated[
         bool | None, typer.Option("--stream/--no-stream", help="Print as it is made; with --json one event a line.")
     ] = None,
@@ -88,34 +85,24 @@ def run(
 
     Standard input is put before the prompt. A base model, which has no chat template, continues the text instead.
     """
-    # `values` carries the arguments that are settings for one command
-    env.debug_invariants = debug_invariants
-    if debug_invariants:
-        from localllm.engine.invariant import exit_on_violation
-
-        exit_on_violation()
-    values = {
-        "temp": temp, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed, "max_tokens": max_tokens,
-        "repetition_penalty": repetition_penalty, "ctx": ctx, "kv": kv, "dtype": dtype, "threads": threads,
-    }  # fmt: skip
-    config = env.settings(params.sampling_flags(values) | params.engine_flags(values))
-    if truncate not in TRUNCATE:
-        raise ConfigError(f"--truncate is {truncate!r}, it can be {', '.join(TRUNCATE)}", "--truncate middle")
+    engine.watch(env, exits=True)
+    config = env.settings(sampled.settings() | engine.settings())
+    one_of("--truncate", truncate, TRUNCATE, "--truncate middle")
     language = extract_lang if extract_lang is not None else "" if extract else None
     if stream and language is not None:
         raise ConfigError("--extract waits for the whole answer, --stream does not", "leave one of them out")
     constraint = constraint_of(schema, grammar)
     text = gather_prompt(prompt or [], file or [])
     console = env.console
-    instructions = params.text_or_file(system, "--system")
-    sampling = Sampling(config.sampling.given(), tuple(stop or ()), samples)
+    instructions = text_or_file(system, "--system")
+    sampling = Sampling(config.sampling.given(), tuple(sampled.stop or ()), samples)
     chat = None
     if keep or resume_last:
         chat = KeptChat.open(instructions or config.chat.system, text, sampling.given, resumes=resume_last)
     job = Job(
         messages=chat.messages if chat else messages_of(instructions or config.chat.system, text),
         sampling=sampling,
-        ctx=ctx,
+        ctx=engine.ctx,
         constraint=constraint,
         truncate=truncate,
         extract=language,
@@ -129,60 +116,12 @@ def run(
     return answer(env, config, model, job)
 
 
-@dataclass
-class Job:
-    """One prompt and how its answer is shown."""
-
-    messages: list[Message]
-    sampling: Sampling
-    ctx: str | None = None
-    constraint: Constraint | None = None
-    truncate: str = "never"
-    extract: str | None = None
-    """the language of the code block that is the answer; "" for any"""
-    chat: KeptChat | None = None
-    """where question and answer are kept"""
-    stream: bool = False
-    show_thinking: bool = False
-    stats: bool = False
-    markdown: bool = False
-    strict: bool = False
-
-
-def messages_of(system: str, text: str) -> list[Message]:
-    """A conversation of one question."""
-    return [*([Message(role="system", content=system)] if system else []), Message(role="user", content=text)]
-
-
-def gather_prompt(words: Sequence[str], files: Sequence[Path]) -> str:
-    """Standard input, then files, then the words, with a blank line between. Raises ConfigError when all are empty."""
-    parts = [piped_text(), *(params.read_text(path, "-f") for path in files)]
-    if list(words) != ["-"]:
-        parts.append(" ".join(words))
-    text = "\n\n".join(part.rstrip("\n") for part in parts if part.strip())
-    if not text:
-        raise ConfigError(
-            "there is nothing to say: no prompt, and nothing on standard input", 'localllm run MODEL "Hello"'
-        )
-    return text
-
-
-def piped_text() -> str:
-    """What was piped in; nothing when standard input is a terminal or closed."""
-    if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
-        return ""
-    binary = getattr(sys.stdin, "buffer", None)
-    return binary.read().decode("utf-8", "replace") if binary is not None else sys.stdin.read()
-
-
 def answer(env: Env, config: UserConfig, model: str | None, job: Job) -> int:
     """Load the model, answer, show. Returns the exit code."""
-    from localllm.cli.names import choose
-
     console = env.console
     choice = choose(env, config, model)
     events = EventLines(console) if console.as_json and job.stream else None
-    progress = make_progress(console, env.options.progress or "auto", choice.shown)
+    progress = env.progress(choice.shown)
     with open_backend(env, config, job.sampling, ctx=job.ctx, completes=True, constraint=job.constraint) as backend:
         backend.start(choice.name)
         facts, load_s = wait_ready(backend, progress, events.phase if events else None)
@@ -191,13 +130,14 @@ def answer(env: Env, config: UserConfig, model: str | None, job: Job) -> int:
         for warning in facts.warnings:
             console.warn(warning)
         messages = _fitting(env, backend, facts, job)
-        view = events or (Text(console, job) if not console.as_json else Silent())
+        view = events or (Text(console, job) if not console.as_json else None)
         turns = [backend.send(messages) for _ in range(job.sampling.num_samples)]
-        answers = follow(backend, turns, view.event)
+        answers = follow(backend, turns, view.event if view else lambda event: None)
         if job.chat is not None:
             _keep(env, job.chat, answers, choice.name)
         shown = answers if job.extract is None else _extracted(answers, job.extract)
-        view.close(shown)
+        if isinstance(view, Text):
+            view.close(shown)
         if console.as_json and events is None:
             console.emit("run/1", envelope(choice, job, facts, shown, load_s))
         elif job.stats and not console.as_json:
@@ -237,12 +177,17 @@ def _extracted(answers: Sequence[Answered], language: str) -> list[Answered]:
     return [replace(one, text=code_block(one.text, language)) for one in answers]
 
 
-def envelope(choice: Any, job: Job, facts: Facts, answers: Sequence[Answered], load_s: float) -> dict[str, Any]:
+def envelope(choice: Choice, job: Job, facts: Facts, answers: Sequence[Answered], load_s: float) -> dict[str, Any]:
     """The fields of run/1."""
-    usage = [one.usage for one in answers]
-    first = answers[0].timing
     used = job.sampling.used
     shown = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "max_tokens", "stop")
+    usage = Usage(
+        answers[0].usage.prompt_tokens,
+        answers[0].usage.cached_tokens,
+        sum(one.usage.completion_tokens for one in answers),
+        sum(one.usage.reasoning_tokens for one in answers),
+    )
+    timing = replace(answers[0].timing, total_s=max(one.timing.total_s for one in answers))
     return {
         "model": choice.shown,
         "revision": choice.revision,
@@ -252,18 +197,7 @@ def envelope(choice: Any, job: Job, facts: Facts, answers: Sequence[Answered], l
             {"text": one.text, "reasoning": one.reasoning, "tool_calls": one.tool_calls, "stop": one.stop}
             for one in answers
         ],
-        "usage": {
-            "prompt": usage[0].prompt_tokens,
-            "cached": usage[0].cached_tokens,
-            "completion": sum(u.completion_tokens for u in usage),
-            "reasoning": sum(u.reasoning_tokens for u in usage),
-        },
-        "timing": {
-            "load_s": round(load_s, 3),
-            "ttft_ms": round(first.ttft_s * 1000, 1),
-            "prefill_tps": round(first.prefill_tps, 1),
-            "decode_tps": round(first.decode_tps, 1),
-            "total_s": round(max(one.timing.total_s for one in answers), 3),
-        },
+        "usage": usage_json(usage),
+        "timing": {"load_s": round(load_s, 3), **timing_json(timing)},
         "params": {key: value for key, value in asdict(used).items() if key in shown} | {"ctx": facts.ctx},
     }

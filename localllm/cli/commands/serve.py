@@ -1,4 +1,4 @@
-"""`localllm serve`: the HTTP endpoint over one model, several, or every local one."""
+"""Serve: OpenAI-compatible HTTP endpoint"""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from localllm._version import __version__
-from localllm.cli.frame import options as params
 from localllm.cli.frame.command import Env, command
-from localllm.cli.frame.progress import Progress, make_progress
+from localllm.cli.frame.exits import leave_now
+from localllm.cli.frame.options import EngineFlags, Parallel, model_argument, one_of, read_text
 from localllm.cli.names import Choice, agree, choice_of, resolve
 from localllm.cli.session import fake_engine, llm_options
 from localllm.errors import ConfigError, ModelNotFound, ServerError
 from localllm.terminal import clean_line, seconds_short
 
 if TYPE_CHECKING:
+    from localllm.cli.frame.progress import Progress
     from localllm.config import UserConfig
     from localllm.llm.llm import LLM
     from localllm.processes import Record
@@ -30,12 +31,6 @@ if TYPE_CHECKING:
 
 MIN_KEY = 8
 """Characters of an API key: a shorter one is a typing error."""
-MaybeModels = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[MODEL]...", help="None: every local model, on demand.", autocompletion=params.complete_model
-    ),
-]
 
 
 @command(
@@ -46,7 +41,7 @@ MaybeModels = Annotated[
 )
 def serve(
     env: Env,
-    models: MaybeModels = None,
+    models: Annotated[list[str] | None, model_argument("[MODEL]...", "None: every local model, on demand.")] = None,
     host: Annotated[str | None, typer.Option(metavar="ADDRESS", help="Where to listen; 127.0.0.1 by default.")] = None,
     port: Annotated[int | None, typer.Option(metavar="N", help="Port; 0 takes a free one.")] = None,
     unix: Annotated[Path | None, typer.Option(metavar="PATH", help="A socket file instead of a port.")] = None,
@@ -59,7 +54,7 @@ def serve(
     alias: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Another id of the first model.")] = None,
     cors: Annotated[list[str] | None, typer.Option(metavar="ORIGIN", help="Web origin that may call.")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Listen on the network without a key.")] = False,
-    parallel: Annotated[int | None, typer.Option(metavar="N", min=1, max=1024, help="Requests side by side.")] = None,
+    parallel: Parallel = None,
     max_queue: Annotated[int, typer.Option(metavar="N", min=0, max=100_000, help="Requests that may wait.")] = 256,
     ttl: Annotated[str | None, typer.Option(metavar="TIME", help="Unload an idle model after 30m; 0 never.")] = None,
     pin: Annotated[list[str] | None, typer.Option(metavar="MODEL", help="Load at the start and keep.")] = None,
@@ -68,11 +63,7 @@ def serve(
     ] = None,
     preload: Annotated[bool, typer.Option("--preload", help="Load the default model at the start.")] = False,
     log_format: Annotated[str, typer.Option(metavar="text|json", help="How requests are logged on stderr.")] = "text",
-    ctx: params.Ctx = None,
-    kv: params.Kv = None,
-    dtype: params.Dtype = None,
-    threads: params.Threads = None,
-    debug_invariants: params.DebugInvariants = False,
+    engine: EngineFlags = EngineFlags(),
 ) -> int:
     """Serve models over HTTP: the APIs of OpenAI, Anthropic and Ollama, metrics and health.
 
@@ -80,23 +71,17 @@ def serve(
     """
     if fake_engine():
         raise ConfigError("the scripted engine has no server", "`unset LOCALLLM_ENGINE`")
-    if log_format not in ("text", "json"):
-        raise ConfigError(f"--log-format is {log_format!r}, it can be text or json", "pass --log-format json")
-    env.debug_invariants = debug_invariants
-    if debug_invariants:
-        from localllm.engine.invariant import exit_on_violation
-
-        exit_on_violation()
-    values = {"ctx": ctx, "kv": kv, "dtype": dtype, "threads": threads}
+    one_of("--log-format", log_format, ("text", "json"), "--log-format json")
+    engine.watch(env, exits=True)
     flags = {"server.host": host, "server.port": port, "engine.max_parallel": parallel, "engine.ttl": ttl}
-    config = env.settings(params.engine_flags(values) | flags, strict=True)  # a server runs as it was told, or not
+    config = env.settings(engine.settings() | flags, strict=True)  # a server runs as it was told, or not
     from localllm import server
     from localllm.processes import new_token
 
     console = env.console
     keys = api_keys(env, config, api_key, api_key_file)
     token = new_token()
-    prefixes = [params.read_text(path, "--pin-prefix") for path in pin_prefix or ()]
+    prefixes = [read_text(path, "--pin-prefix") for path in pin_prefix or ()]
     prefixes += [preset.system for preset in config.presets.values() if preset.system]
     choices = [here(env, config, name) for name in (*(models or ()), *(pin or ()))]
     default, offers = offered(env, config, choices, alias or (), every=not models)
@@ -116,7 +101,7 @@ def serve(
     stays = bool(models) and ttl is None  # a model that was named stays unless a time was given
     pinned = named if stays else tuple(choice.shown for choice in choices[len(models or ()) :])
     life = _Life(env, options, token, prefixes)
-    pool = new_pool(env, config, ctx, offers, pinned, life)
+    pool = new_pool(env, config, engine.ctx, offers, pinned, life)
     access = _log_requests(env)
     try:
         freed = server.serve(pool, options, life)
@@ -129,8 +114,6 @@ def serve(
         life.end()
     console.say("stopped")
     if not freed:
-        from localllm.cli.frame.program import leave_now
-
         leave_now(0)
     return 0
 
@@ -156,10 +139,10 @@ def here(env: Env, config: UserConfig, name: str) -> Choice:
     resolved = resolve(env, config, name)
     if resolved.path is None:
         from localllm import hub
-        from localllm.cli.commands.pull import watched
+        from localllm.cli.loading import watched
 
         agree(env, resolved, asked_for=True)
-        progress = make_progress(env.console, env.options.progress or "auto", clean_line(resolved.name))
+        progress = env.progress(clean_line(resolved.name))
         watched(progress, lambda tell, cancel: hub.download(resolved, progress=tell, cancel=cancel))
         resolved = resolve(env, config, name)
     return choice_of(resolved)
@@ -221,7 +204,7 @@ def api_keys(env: Env, config: UserConfig, given: str | None = None, file: Path 
         env.console.warn("--api-key can be read by every user of this machine in `ps`; --api-key-file cannot")
         keys = [given]
     elif file is not None:
-        lines = [line.strip() for line in params.read_text(file, "--api-key-file").splitlines()]
+        lines = [line.strip() for line in read_text(file, "--api-key-file").splitlines()]
         keys = [line for line in lines if line and not line.startswith("#")]
         if not keys:
             raise ConfigError(f"--api-key-file: {file} holds no key", "write one key per line into it")
@@ -313,7 +296,7 @@ class _Life:
                 self._close_progress()
                 continue
             if self._progress is None:
-                self._progress = make_progress(self._console, self._env.options.progress or "auto", clean_line(model))
+                self._progress = self._env.progress(clean_line(model))
             self._progress.update(phase)
         if self._progress is not None:
             self._progress.tick()

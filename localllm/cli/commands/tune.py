@@ -1,4 +1,4 @@
-"""`localllm tune`: time the kernels' tile sizes on this card now, instead of in idle moments."""
+"""This machine: Time kernel tile sizes on this card now"""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from localllm.cli.frame import options as params
 from localllm.cli.frame.command import Env, command
+from localllm.cli.frame.options import Model, WindowFlags
 from localllm.cli.names import choose
 from localllm.cli.session import llm_options
 from localllm.terminal import clean_line
@@ -17,10 +17,9 @@ from localllm.terminal import clean_line
 @command("localllm tune qwen", "localllm tune qwen --seconds 60 --json")
 def tune(
     env: Env,
-    model: params.Model,
+    model: Model,
     seconds: Annotated[float, typer.Option("--seconds", metavar="S", min=1, help="Most time to spend.")] = 20.0,
-    ctx: params.Ctx = None,
-    kv: params.Kv = None,
+    window: WindowFlags = WindowFlags(),
 ) -> int:
     """Time up to eight tile sizes for every kernel and shape of a model on this card; the fastest is kept and used.
 
@@ -29,10 +28,10 @@ def tune(
     from localllm.cli.loading import load_llm
 
     console = env.console
-    config = env.settings(params.engine_flags({"ctx": ctx, "kv": kv}))
+    config = env.settings(window.settings())
     choice = choose(env, config, model)
     started = time.monotonic()
-    with load_llm(env, choice, llm_options(env, config, ctx)) as llm:
+    with load_llm(env, choice, llm_options(env, config, window.ctx)) as llm:
         device = llm.plan.device
         tuned = llm.tune(
             seconds,

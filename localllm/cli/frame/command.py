@@ -1,19 +1,16 @@
-"""What every command shares: the global options, the environment it runs in, and one way out for every failure.
+"""A command as it is written down, what it runs in, and the Typer command that is made of it.
 
 Global options are accepted before and after the command; the one nearer to the command wins.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
-import logging
-import os
-import signal
 import sys
 import typing
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,13 +19,18 @@ import typer
 
 from localllm.cli.frame import logs
 from localllm.cli.frame.console import Console
-from localllm.errors import Aborted, ConfigError, DoesNotFit, InternalError, LocalLLMError, OutOfMemory
+from localllm.cli.frame.exits import exit_code
+from localllm.cli.frame.help import GLOBAL_PANEL, HelpCommand
+from localllm.errors import ConfigError, LocalLLMError
 from localllm.testing import refuse_outside_tests
 
 if TYPE_CHECKING:
+    from localllm.cli.frame.progress import Progress
     from localllm.config import UserConfig
 
-GLOBAL_PANEL = "Global options"
+SETTINGS = {"rich_markup_mode": None, "pretty_exceptions_enable": False}
+"""of every Typer application: help and errors are ours"""
+HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,6 @@ class Options:
         """These options, with gaps filled from the ones given before the command."""
         given = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) not in (None, 0)}
         return replace(outer, **given)
-
-
-OPTION_HINTS = typing.get_type_hints(Options, include_extras=True)
-OPTION_NAMES = tuple(OPTION_HINTS)
 
 
 class Env:
@@ -107,6 +105,12 @@ class Env:
         """Whether a question can be asked."""
         return not self.options.no_input and self.console.err_tty and sys.stdin is not None and sys.stdin.isatty()
 
+    def progress(self, title: str) -> Progress:
+        """How slow phases are shown. Raises ConfigError."""
+        from localllm.cli.frame.progress import make_progress
+
+        return make_progress(self.console, self.options.progress or "auto", title)
+
 
 @dataclass(frozen=True)
 class Spec:
@@ -117,192 +121,80 @@ class Spec:
 
 
 def command(*examples: str) -> Callable[[Callable[..., Any]], Spec]:
-    """Mark `def name(env: Env, ...)` as a command; its docstring is the help, `examples` stand below the usage line."""
+    """Mark `def name(env: Env, ...)` as a command; its docstring is the help, `examples` stand below the usage line.
+
+    A parameter whose annotation is a dataclass is a group of options: its fields are the options.
+    """
     return lambda run: Spec(run, examples)
 
 
 def build(name: str, spec: Spec) -> Any:
     """The Typer command of a `Spec`: its own parameters, then the global ones."""
-    from localllm.cli.frame.help import HelpCommand
-
     hints = typing.get_type_hints(spec.run, include_extras=True)
-    own = [p.replace(annotation=hints[p.name]) for p in list(inspect.signature(spec.run).parameters.values())[1:]]
-    taken = {letter for p in own for letter in _letters(p.annotation)}
-    shared = [
-        inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=getattr(Options, key), annotation=hint)
-        for key in OPTION_NAMES
-        if key not in {p.name for p in own}
-        for hint in [_without(OPTION_HINTS[key], taken)]
-    ]
+    groups: dict[str, type[Any]] = {key: hint for key, hint in hints.items() if is_dataclass(hint)}  # type: ignore[misc]
+    own: list[inspect.Parameter] = []
+    for p in list(inspect.signature(spec.run).parameters.values())[1:]:
+        own += options_of(groups[p.name]) if p.name in groups else [
+            p.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[p.name])
+        ]  # fmt: skip
+    names = {p.name for p in own}
+    spelled = {word for p in own for info in getattr(p.annotation, "__metadata__", ()) for word in _words(info)}
+    shared = [p.replace(annotation=_without(p.annotation, spelled)) for p in options_of(Options) if p.name not in names]
     context = inspect.Parameter("typer_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-    own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
-    parameters = [context, *own, *shared]
 
-    def call(**values: Any) -> None:
-        context = values.pop("typer_context")
-        said = Options(**{key: values.pop(key) for key in OPTION_NAMES if key in values and key not in hints})
-        outer = context.obj if isinstance(context.obj, Options) else Options()
+    def call(typer_context: typer.Context, **values: Any) -> None:
+        said = Options(**{p.name: values.pop(p.name) for p in shared})
+        for key, group in groups.items():
+            values[key] = group(**{p.name: values.pop(p.name) for p in options_of(group)})
+        outer = typer_context.obj if isinstance(typer_context.obj, Options) else Options()
         code = guarded(said.over(outer), lambda env: spec.run(env, **values))
         if code:
             raise typer.Exit(code)
 
-    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    call.__annotations__ = {p.name: p.annotation for p in parameters}
     call.__doc__ = inspect.cleandoc(spec.run.__doc__ or "")
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command(
-        name,
-        cls=HelpCommand,
-        epilog="\n".join(spec.examples),
-        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    )(call)
-    return quick(typer.main.get_command(app))
+    app = typer.Typer(add_completion=False, **SETTINGS)  # type: ignore[arg-type]
+    settings = HELP_NAMES | {"max_content_width": 100}
+    app.command(name, cls=HelpCommand, epilog="\n".join(spec.examples), context_settings=settings)(
+        with_parameters(call, [context, *own, *shared])
+    )
+    return typer.main.get_command(app)
 
 
-def quick(built: Any) -> Any:
-    """`built`, without the checks of values that need none: their library loads for 50 ms, as long as all else."""
-    completes = "_LOCALLLM_COMPLETE" in os.environ
-    if completes:
-        built.add_help_option = False
-    for param in built.params:
-        param.process_value = (lambda ctx, value: value) if completes else _checked_when_needed(param)
-    get_help_option = built.get_help_option
-
-    def help_option(ctx: Any) -> Any:
-        option = get_help_option(ctx)
-        if option is not None:
-            option.process_value = _checked_when_needed(option)
-        return option
-
-    built.get_help_option = help_option
-    return built
+def options_of(group: type[Any]) -> list[inspect.Parameter]:
+    """The fields of a dataclass as parameters of a command."""
+    hints = typing.get_type_hints(group, include_extras=True)
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return [inspect.Parameter(f.name, kind, default=f.default, annotation=hints[f.name]) for f in fields(group)]
 
 
-def _checked_when_needed(param: Any) -> Callable[[Any, Any], Any]:
-    """The conversion of a parameter; what was not given, text as text and switches pass as they are."""
-    convert = param.process_value
-    annotation = getattr(getattr(param, "type_descriptor", None), "annotation", None)
-    plain: tuple[type, ...] = tuple(kind for kind in (str, bool) if annotation in (kind, kind | None))
-
-    def process(ctx: Any, value: Any) -> Any:
-        nothing = value is None or (param.default is None and isinstance(value, (tuple, list)) and not value)
-        same = isinstance(value, (int, float, str)) and value == param.default
-        if not (nothing or same or isinstance(value, plain)) or (param.required and nothing):
-            return convert(ctx, value)
-        value = None if nothing else value
-        return value if param.callback is None else param.callback(ctx, param, value)
-
-    return process
+def with_parameters(call: Any, parameters: Sequence[inspect.Parameter]) -> Any:
+    """The function, with a signature for Typer to read."""
+    call.__signature__ = inspect.Signature(list(parameters))
+    call.__annotations__ = {p.name: p.annotation for p in parameters}
+    return call
 
 
-def _letters(annotation: Any) -> list[str]:
-    return [d for info in getattr(annotation, "__metadata__", ()) for d in _declared(info)]
-
-
-def _declared(info: Any) -> list[str]:
+def _words(info: Any) -> list[str]:
+    """How an option is spelled: `-a`, `--attach`."""
     names = [info.default, *(info.param_decls or ())] if hasattr(info, "param_decls") else []
     return [n for n in names if isinstance(n, str) and n.startswith("-")]
 
 
 def _without(hint: Any, taken: set[str]) -> Any:
     """A global option's annotation in the global panel, less the spellings that a command uses for itself."""
-    import copy
-
     base, info = hint.__origin__, copy.copy(hint.__metadata__[0])
-    names = [n for n in _declared(info) if n not in taken]
-    if _declared(info):
-        info.default, info.param_decls = names[0], tuple(names[1:])
+    if words := _words(info):
+        info.default, *info.param_decls = [word for word in words if word not in taken]
     info.rich_help_panel = GLOBAL_PANEL
     return Annotated[base, info]
 
 
-# --- the one way out -------------------------------------------------------------------------------------------------
-
-
 def guarded(options: Options, body: Callable[[Env], Any]) -> int:
-    """Run a command's body; every failure becomes a message and an exit code. Returns the code."""
+    """Run the body of a command in its environment; every failure becomes a message and an exit code."""
     try:
         refuse_outside_tests()
         env = Env(options)
     except LocalLLMError as error:
         return Console(as_json=bool(options.json)).fail(error)
-    console = env.console
     logs.start(options.log_file, options.verbose)
-    try:
-        result = body(env)
-        console.stdout.flush()
-        return result if isinstance(result, int) else 0
-    except LocalLLMError as error:
-        logging.getLogger("localllm").debug("command failed", exc_info=True)
-        if isinstance(error, Aborted):
-            return interrupted(console, error)
-        return _fail(console, error)
-    except (KeyboardInterrupt, EOFError):
-        return interrupted(console)
-    except BrokenPipeError:
-        return broken_pipe()
-    except (typer.Exit, SystemExit):
-        raise
-    except Exception as error:
-        return _fail(console, explain(error))
-
-
-def interrupted(console: Console, error: Aborted | None = None) -> int:
-    """Ctrl-C: say so at once; a second one ends the process without waiting for anything."""
-    with _hard_interrupt():
-        if console.as_json:
-            return console.fail(error or Aborted("stopped by Ctrl-C"))
-        said = error.message if error else "stopped"
-        console.stderr.write(f"\n{said}\n" if console.err_tty else f"{said}\n")
-        console.stderr.flush()
-    return 130
-
-
-@contextmanager
-def _hard_interrupt() -> Iterator[None]:
-    try:
-        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-    except ValueError:  # not in the main thread: tests
-        yield
-        return
-    yield
-
-
-def broken_pipe() -> int:
-    """The reader of stdout went away: be quiet, also when the interpreter flushes at its end."""
-    try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, ValueError, AttributeError):
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    return 141
-
-
-def explain(error: Exception) -> LocalLLMError:
-    """What a user can do about an exception that nobody expected; the traceback goes to the log."""
-    import errno
-
-    log = logging.getLogger("localllm")
-    if isinstance(error, MemoryError):
-        return OutOfMemory("memory ran out", "close other programs, or use a smaller model or --ctx")
-    if isinstance(error, OSError) and error.strerror and error.errno:
-        where = f" ({error.filename})" if error.filename else ""
-        if error.errno == errno.ENOSPC:
-            return DoesNotFit(f"no space left on the disk{where}", "free some space, then run the same command again")
-        log.error("operating system error", exc_info=error)
-        return LocalLLMError(f"{error.strerror}{where}", "check the path, its permissions and the disk")
-    log.error("unexpected error", exc_info=error)
-    first = str(error).strip().splitlines()
-    what = f"{type(error).__name__}: {first[0][:200]}" if first else type(error).__name__
-    return InternalError(f"unexpected error: {what}", f"the details are in {logs.path()}; `localllm doctor` may help")
-
-
-def _fail(console: Console, error: LocalLLMError) -> int:
-    try:
-        code = console.fail(error)
-        if console.verbose >= 2:
-            import traceback
-
-            traceback.print_exception(error.__cause__ or error, file=console.stderr)
-        return code
-    except BrokenPipeError:
-        return broken_pipe()
+    return exit_code(env.console, lambda: body(env))

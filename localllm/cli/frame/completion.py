@@ -10,7 +10,7 @@ import shlex
 import sys
 from collections.abc import Iterable
 
-from localllm.cli import ALIASES, COMMANDS
+from localllm.cli.commands import ALIASES, COMMANDS
 
 ONE_MODEL = frozenset({"bench", "chat", "doctor", "eval", "quantize", "run", "show", "stop", "tune"})
 """commands whose first word is a model"""
@@ -37,7 +37,7 @@ def candidates(before: list[str], incomplete: str) -> list[tuple[str, str]] | No
     if incomplete.startswith("-") or any(word.startswith("-") for word in before):
         return None
     if not before:
-        return [(name, summary) for name, _, _, summary in COMMANDS if name.startswith(incomplete)]
+        return [(name, summary) for name, _, summary in COMMANDS if name.startswith(incomplete)]
     command = ALIASES.get(before[0], before[0])
     if command in MANY_MODELS or (command in ONE_MODEL and len(before) == 1):
         return [(name, "") for name in local_names() if name.startswith(incomplete)]

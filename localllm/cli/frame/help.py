@@ -5,15 +5,15 @@ Drawn without Rich, so that `--help` costs no import and means the same in a pip
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from typer.core import TyperCommand
 
-from localllm.cli.frame.command import GLOBAL_PANEL
 from localllm.cli.frame.console import Console
 from localllm.terminal import cell_width
 
@@ -29,7 +29,7 @@ EXIT_CODES = (
     (1, "failed, for a reason nobody foresaw; the log has the details"),
     (2, "wrong usage or settings, or a question that could not be asked"),
     (3, "no such model, or it is not on this machine"),
-    (4, "a token or an accepted licence is needed"),
+    (4, "a token or an accepted license is needed"),
     (5, "memory or disk is too small"),
     (6, "the device is missing or unusable"),
     (7, "the network or the hub failed; the same command resumes"),
@@ -42,6 +42,7 @@ EXIT_CODES = (
     (141, "the reader of stdout went away"),
     (143, "stopped by SIGTERM"),
 )
+GLOBAL_PANEL = "Global options"
 OPTIONAL_NUMBER = "[PORT]"
 """The metavar of an option that may stand without its number."""
 GLOBALS = "-q -v --json --progress --color --offline -y --no-input --config --device --log-file"
@@ -107,7 +108,44 @@ def _ascii_box(console: Console, row: str) -> str:
     return row.translate(str.maketrans("╭╮╰╯│─", "++++|-")) if plain else row
 
 
-class HelpCommand(TyperCommand):
+class QuickParams:
+    """Of a Typer command or group: its values without the checks that need none, whose library loads for 50 ms."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        """`--help`; none for a shell that completes."""
+        return None if _completes() else super().get_help_option(ctx)  # type: ignore[misc]
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Click asks for the parameters here before it reads a command line."""
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if "process_value" not in vars(param):
+                param.process_value = (lambda ctx, value: value) if _completes() else _checked_when_needed(param)
+        return params
+
+
+def _completes() -> bool:
+    return "_LOCALLLM_COMPLETE" in os.environ
+
+
+def _checked_when_needed(param: Any) -> Callable[[Any, Any], Any]:
+    """The conversion of a parameter; what was not given, text as text and switches pass as they are."""
+    convert = param.process_value
+    annotation = getattr(getattr(param, "type_descriptor", None), "annotation", None)
+    plain: tuple[type, ...] = tuple(kind for kind in (str, bool) if annotation in (kind, kind | None))
+
+    def process(ctx: Any, value: Any) -> Any:
+        nothing = value is None or (param.default is None and isinstance(value, (tuple, list)) and not value)
+        same = isinstance(value, (int, float, str)) and value == param.default
+        if not (nothing or same or isinstance(value, plain)) or (param.required and nothing):
+            return convert(ctx, value)
+        value = None if nothing else value
+        return value if param.callback is None else param.callback(ctx, param, value)
+
+    return process
+
+
+class HelpCommand(QuickParams, TyperCommand):
     """A command whose help shows its examples first and the global options last."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

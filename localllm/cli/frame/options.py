@@ -1,16 +1,28 @@
 """Options that several commands share, spelled once: which model, how it is loaded, how tokens are chosen.
 
-Ranges and defaults are those of the settings (`localllm.config`): a flag is a setting for one command.
+An option that is a setting for one command takes its words, its limits and, where nothing better is known, its meaning
+from the settings (`localllm.config`). A command takes a group of options as one parameter of the group's type.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from localllm.cli.frame.command import Env
+from localllm.config import KEYS
 from localllm.errors import ConfigError
+
+
+def setting(path: str, *spelled: str, metavar: str = "", meaning: str = "") -> Any:
+    """An option that is the setting `path` for one command."""
+    key = KEYS[path]
+    meaning = meaning or f"{key.meaning[:1].upper()}{key.meaning[1:]}."
+    return typer.Option(*spelled, metavar=metavar or "|".join(key.kind.names()) or "N", help=meaning)
 
 
 def complete_model(incomplete: str) -> list[str]:
@@ -20,52 +32,109 @@ def complete_model(incomplete: str) -> list[str]:
     return [name for name in local_names() if name.startswith(incomplete)]
 
 
-_MODEL_HELP = "A name, alias, org/repo[:quant][@revision], file or folder."
-Model = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL_HELP, autocompletion=complete_model)]
-MaybeModel = Annotated[str | None, typer.Argument(metavar="[MODEL]", help=_MODEL_HELP, autocompletion=complete_model)]
-Models = Annotated[list[str], typer.Argument(metavar="MODEL...", help=_MODEL_HELP, autocompletion=complete_model)]
+def model_argument(metavar: str, meaning: str = "A name, alias, org/repo[:quant][@revision], file or folder.") -> Any:
+    """An argument that names models."""
+    return typer.Argument(metavar=metavar, help=meaning, autocompletion=complete_model)
 
-Ctx = Annotated[str | None, typer.Option("--ctx", metavar="N|max|auto", help="Context window in tokens: 8192, 32k.")]
-Kv = Annotated[
-    str | None, typer.Option("--kv", metavar="auto|bf16|fp16|f32|int8|fp8", help="How keys and values are stored.")
-]
-Dtype = Annotated[str | None, typer.Option("--dtype", metavar="auto|float32|bfloat16|float16", help="Arithmetic.")]
-DebugInvariants = Annotated[
-    bool,
-    typer.Option(
-        "--debug-invariants",
-        help="Check every page and count after every step; slow. run, serve and batch exit 3 if one is off.",
-    ),
-]
-Threads = Annotated[str | None, typer.Option("--threads", metavar="N|auto", help="CPU threads.")]
 
+Model = Annotated[str, model_argument("MODEL")]
+MaybeModel = Annotated[str | None, model_argument("[MODEL]")]
+Models = Annotated[list[str], model_argument("MODEL...")]
 System = Annotated[str | None, typer.Option("-s", "--system", metavar="TEXT|@FILE", help="Instructions for the model.")]
-Temp = Annotated[
-    float | None, typer.Option("--temp", "--temperature", metavar="N", help="0 takes the likeliest token.")
-]
-TopP = Annotated[float | None, typer.Option("--top-p", metavar="P", help="Keep the likeliest tokens up to this share.")]
-TopK = Annotated[int | None, typer.Option("--top-k", metavar="N", help="Keep the N likeliest tokens; 0 keeps all.")]
-MinP = Annotated[float | None, typer.Option("--min-p", metavar="P", help="Drop tokens below this share of the best.")]
-Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Same seed, same text.")]
-MaxTokens = Annotated[int | None, typer.Option("--max-tokens", metavar="N", help="Length limit of an answer.")]
-Repeat = Annotated[float | None, typer.Option("--repetition-penalty", metavar="N", help="Above 1: repeat less.")]
-Stop = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="End before this text; repeatable.")]
+Kv = Annotated[str | None, setting("engine.kv", "--kv")]
+Parallel = Annotated[int | None, typer.Option(metavar="N", min=1, max=1024, help="Requests side by side.")]
 
 
-def sampling_flags(values: dict[str, Any]) -> dict[str, Any]:
-    """The sampling settings among a command's arguments, as paths of settings."""
-    names = {"temp": "temperature"} | {
-        name: name for name in ("top_p", "top_k", "min_p", "seed", "max_tokens", "repetition_penalty")
-    }
-    return {f"sampling.{setting}": values[name] for name, setting in names.items() if name in values}
+@dataclass(frozen=True)
+class WindowFlags:
+    """The context window and what it is stored in."""
+
+    ctx: Annotated[
+        str | None,
+        setting("engine.ctx", "--ctx", metavar="N|max|auto", meaning="Context window in tokens: 8192, 32k."),
+    ] = None
+    kv: Kv = None
+
+    def settings(self) -> dict[str, Any]:
+        """As paths of settings; `--ctx max` is none."""
+        given = {f"engine.{name}": value for name, value in asdict(self).items() if name != "debug_invariants"}
+        if self.ctx == "max":
+            del given["engine.ctx"]
+        return given
 
 
-def engine_flags(values: dict[str, Any]) -> dict[str, Any]:
-    """The engine settings among a command's arguments, as paths of settings. `--ctx max` is no setting."""
-    flags = {f"engine.{name}": values.get(name) for name in ("ctx", "kv", "dtype", "threads")}
-    if flags["engine.ctx"] == "max":
-        del flags["engine.ctx"]
-    return flags
+@dataclass(frozen=True)
+class LoadFlags(WindowFlags):
+    """How a model is loaded."""
+
+    dtype: Annotated[str | None, setting("engine.dtype", "--dtype")] = None
+    threads: Annotated[str | None, setting("engine.threads", "--threads", metavar="N|auto", meaning="CPU threads.")] = (
+        None
+    )
+
+
+@dataclass(frozen=True)
+class EngineFlags(LoadFlags):
+    """How a model is loaded, and whether its engine checks itself."""
+
+    debug_invariants: Annotated[
+        bool,
+        typer.Option(
+            "--debug-invariants",
+            help="Check every page and count after every step; slow. run, serve and batch exit 3 if one is off.",
+        ),
+    ] = False
+
+    def watch(self, env: Env, *, exits: bool) -> None:
+        """Obey --debug-invariants; `exits` ends the process when a check fails."""
+        env.debug_invariants = self.debug_invariants
+        if self.debug_invariants and exits:
+            from localllm.engine.invariant import exit_on_violation
+
+            exit_on_violation()
+
+
+@dataclass(frozen=True)
+class SamplingFlags:
+    """How the next token is chosen, and where an answer ends."""
+
+    temp: Annotated[
+        float | None, setting("sampling.temperature", "--temp", "--temperature", meaning="0 takes the likeliest token.")
+    ] = None
+    top_p: Annotated[
+        float | None,
+        setting("sampling.top_p", "--top-p", metavar="P", meaning="Keep the likeliest tokens up to this share."),
+    ] = None
+    top_k: Annotated[
+        int | None, setting("sampling.top_k", "--top-k", meaning="Keep the N likeliest tokens; 0 keeps all.")
+    ] = None
+    min_p: Annotated[
+        float | None,
+        setting("sampling.min_p", "--min-p", metavar="P", meaning="Drop tokens below this share of the best."),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        setting("sampling.repetition_penalty", "--repetition-penalty", meaning="Above 1: repeat less."),
+    ] = None
+    seed: Annotated[int | None, setting("sampling.seed", "--seed")] = None
+    max_tokens: Annotated[
+        int | None, setting("sampling.max_tokens", "--max-tokens", meaning="Length limit of an answer.")
+    ] = None
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", metavar="TEXT", help="End before this text; repeatable.")
+    ] = None
+
+    def settings(self) -> dict[str, Any]:
+        """As paths of settings; the stop strings are none."""
+        given = asdict(self)
+        del given["stop"]
+        return {"sampling.temperature": given.pop("temp")} | {f"sampling.{name}": v for name, v in given.items()}
+
+
+def one_of(option: str, value: str, known: Sequence[str], hint: str) -> None:
+    """Raise ConfigError for a word that the option does not take."""
+    if value not in known:
+        raise ConfigError(f"{option} is {value!r}, it can be {', '.join(known)}", hint)
 
 
 def text_or_file(value: str | None, option: str) -> str | None:

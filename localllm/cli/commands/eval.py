@@ -1,0 +1,140 @@
+"""Models: Measure what a weight or KV format costs: perplexity and KL"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from localllm.cli.frame.command import Env, command
+from localllm.cli.frame.options import Model, read_text
+from localllm.cli.loading import watched
+from localllm.cli.names import resolve
+from localllm.cli.session import llm_options
+from localllm.errors import ConfigError
+from localllm.terminal import clean_line
+
+if TYPE_CHECKING:
+    from localllm.quality.evaluate import Quality
+
+
+@command(
+    "localllm eval smollm2",
+    "localllm eval smollm2 --kv bf16,int8,fp8",
+    "localllm eval ./my-model-nvfp4 --against ./my-model --text notes.txt --json",
+)
+def eval(  # noqa: A001
+    env: Env,
+    model: Model,
+    against: Annotated[
+        str | None, typer.Option("--against", metavar="REF", help="The better version; else itself, computed exactly.")
+    ] = None,
+    text: Annotated[Path | None, typer.Option("--text", metavar="FILE", help="What both read.")] = None,
+    tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=64, help="How much of the text.")] = 4096,
+    quant: Annotated[str, typer.Option("--quant", metavar="Q,Q", help="Weight formats: auto is as stored.")] = "auto",
+    kv: Annotated[str, typer.Option("--kv", metavar="KV,KV", help="KV formats: auto,bf16,fp16,int8,fp8.")] = "auto",
+    save: Annotated[bool, typer.Option("--save/--no-save", help="Keep the result for ls, plan and chat.")] = True,
+) -> int:
+    """Measure quality: perplexity, and how far the answers' distribution is from the reference's (KL), tail included.
+
+    Without --against the reference is the same model in float32 with float32 keys and values.
+    """
+    from localllm.quality.evaluate import save as keep
+
+    found = compare(env, model, against, text, tokens, _list(quant), _list(kv))
+    for quality in found if save else ():
+        keep(quality)
+    if env.console.as_json:
+        env.console.emit("eval/1", {"rows": [asdict(quality) for quality in found]})
+    else:
+        print_table(env, found)
+    return 0
+
+
+def _list(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()] or ["auto"]
+
+
+def local_path(env: Env, name: str) -> Path:
+    """The files of a model. Raises ConfigError when it is not on this machine."""
+    resolved = resolve(env, env.config, name)
+    if resolved.path is None:
+        raise ConfigError(f"{clean_line(resolved.name)} is not on this machine", f"localllm pull {clean_line(name)}")
+    return Path(resolved.path)
+
+
+def compare(
+    env: Env, model: str, against: str | None, text: Path | None, tokens: int, quants: list[str], kvs: list[str]
+) -> list[Quality]:
+    """One row per weight and KV format."""
+    from localllm.llm.llm import LLM
+    from localllm.quality.evaluate import WINDOW, evaluate, sample_text
+
+    words = sample_text("evaluation") if text is None else read_text(text, "--text")
+    path = str(local_path(env, model))
+    base = str(local_path(env, against)) if against is not None else path
+    ctx = min(WINDOW + 1, *(_max_context(name) for name in (path, base)))
+    options = llm_options(env, env.config) | {"ctx": ctx, "max_parallel": 1}
+    # as stored, whatever fits better: what is measured against something smaller would look better than it is
+    exact: dict[str, Any] = options | {"dtype": "float32", "kv": "f32", "quant": ""}
+    progress = env.progress(clean_line(model))
+
+    def work(tell: Any, cancel: Any) -> list[Quality]:
+        found = []
+        with LLM(base, **exact, on_progress=tell, cancel=cancel) as reference:
+            for quant in quants:
+                for kv in kvs:
+                    stored = "" if quant == "auto" else quant
+                    with LLM(path, **(options | {"quant": stored, "kv": kv}), on_progress=tell, cancel=cancel) as other:
+                        other.name = clean_line(model)
+                        reference.name = clean_line(against or f"{model}, exact")
+                        name = text.name if text is not None else "sample"
+                        found.append(
+                            evaluate(
+                                other,
+                                reference,
+                                words,
+                                max_tokens=tokens,
+                                text_name=name,
+                                tell=tell,
+                                cancel=cancel,
+                            )
+                        )
+        return found
+
+    return watched(progress, work)
+
+
+def _max_context(path: str) -> int:
+    from localllm.checkpoint import open_checkpoint
+
+    with open_checkpoint(path) as checkpoint:
+        return checkpoint.facts.max_context
+
+
+def print_table(env: Env, found: list[Quality]) -> None:
+    """The rows, for people."""
+    columns = ("WEIGHTS", "KV", "PERPLEXITY", "REFERENCE", "KL MEAN", "P99", "P99.9", "SAME TOP TOKEN")
+    rows = [
+        (
+            q.weights,
+            q.kv,
+            f"{q.perplexity:.3f}",
+            _number(q.reference_perplexity, "{:.3f}"),
+            _number(q.kl_mean, "{:.5f}"),
+            _number(q.kl_p99, "{:.4f}"),
+            _number(q.kl_p999, "{:.4f}"),
+            _number(q.agreement, "{:.2%}"),
+        )
+        for q in found
+    ]
+    env.console.table(columns, rows, right=columns[2:])
+    if found:
+        q = found[0]
+        env.console.say(f"{clean_line(q.model)} against {q.reference}, {q.tokens:,} tokens of {clean_line(q.text)}")
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else form.format(value)

@@ -1,0 +1,63 @@
+"""Models: Remove a model or left-over parts of downloads"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from localllm.cli.frame.command import Env, command
+from localllm.cli.frame.options import model_argument
+from localllm.errors import ConfigError
+from localllm.terminal import clean, clean_line, gib
+
+if TYPE_CHECKING:
+    pass
+
+
+@command("localllm rm smollm2", "localllm rm org/repo:Q4_K_M -y", "localllm rm --partial")
+def rm(
+    env: Env,
+    models: Annotated[list[str] | None, model_argument("MODEL...", "Names as `ls` shows them.")] = None,
+    dry_run: Annotated[bool, typer.Option("-n", "--dry-run", help="Only say what would be removed.")] = False,
+    partial: Annotated[bool, typer.Option("--partial", help="Remove what interrupted downloads left.")] = False,
+    quantized_only: Annotated[
+        bool, typer.Option("--quantized-only", help="Only what `quantize` made of these models, not they themselves.")
+    ] = False,
+) -> int:
+    """Remove models, or left-over parts of downloads. Says who else uses the files, and asks first."""
+    from localllm import hub
+
+    console = env.console
+    if partial == bool(models):
+        raise ConfigError("rm takes either names or --partial", "localllm rm NAME, or localllm rm --partial")
+
+    def remove(dry_run: bool) -> list[hub.Removal]:
+        if partial:
+            return [hub.remove_partials(dry_run=dry_run)]
+        return [hub.remove(name, dry_run=dry_run, derived_only=quantized_only) for name in models or ()]
+
+    planned = remove(dry_run=True)
+    total = sum(item.num_bytes for item in planned)
+    paths = [path for item in planned for path in item.paths]
+    names = [name for item in planned for name in item.names]
+    for name in names:
+        console.say(f"{clean_line(name)}")
+    for note in dict.fromkeys(item.note for item in planned if item.note):
+        console.say(f"note: {clean(note)}")
+    console.say(f"{len(paths)} file{'' if len(paths) == 1 else 's'}, {gib(total)}")
+    if paths and not dry_run and not console.confirm("Remove?", default=False):
+        raise ConfigError("nothing was removed", "answer y, or pass -y")
+    done = planned
+    if paths and not dry_run:
+        done = remove(dry_run=False)
+        console.say(f"removed {gib(sum(item.num_bytes for item in done))}")
+    if console.as_json:
+        fields = {
+            "removed": bool(paths) and not dry_run,
+            "models": names,
+            "bytes": sum(item.num_bytes for item in done),
+            "paths": [str(path) for item in done for path in item.paths],
+        }
+        console.emit("rm/1", fields)
+    return 0

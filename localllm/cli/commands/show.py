@@ -1,0 +1,167 @@
+"""Models: What a model is: architecture, context, licence, files"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from localllm.cli.commands.ls import home_short, params_short
+from localllm.cli.frame.command import Env, command
+from localllm.cli.frame.options import Model
+from localllm.cli.names import opened, resolve
+from localllm.errors import LocalLLMError, ModelNotFound
+from localllm.plan.quality import note as quality_note
+from localllm.plan.quality import saved as saved_quality
+from localllm.terminal import clean_line, gib
+
+if TYPE_CHECKING:
+    from localllm.checkpoint import Checkpoint, ModelFacts
+
+
+@command("localllm show smollm2", "localllm show ./model.gguf --json", "localllm show qwen --template")
+def show(
+    env: Env,
+    model: Model,
+    template: Annotated[bool, typer.Option("--template", help="Print the chat template.")] = False,
+) -> int:
+    """Say what a model is: architecture, context, licence, files, memory, and what it would run as here.
+
+    Reads headers only, so a damaged file is found in milliseconds (exit 12).
+    """
+    resolved = resolve(env, env.config, model)
+    if resolved.path is None:
+        name = clean_line(resolved.name)
+        raise ModelNotFound(f"{name} is not on this machine", f"localllm pull {name}")
+    with opened(resolved) as checkpoint:
+        if template:
+            text = _template(checkpoint)
+            if env.console.as_json:
+                env.console.emit("template/1", {"id": resolved.name, "template": text})
+                return 0
+            env.console.answer(text if text.endswith("\n") else text + "\n")
+            return 0
+        fields = _show_fields(checkpoint, resolved.name, resolved.revision)
+        if env.console.as_json:
+            env.console.emit("show/1", fields)
+        else:
+            _print_facts(env, checkpoint.facts, fields)
+    return 0
+
+
+def _template(checkpoint: Checkpoint) -> str:
+    from localllm.tokenizer.tokenizer import load_tokenizer
+
+    text = load_tokenizer(checkpoint).chat_template
+    if not text:
+        raise ModelNotFound(
+            "this model has no chat template: it is a base model", 'localllm run MODEL "Once upon a time"'
+        )
+    return text
+
+
+def _show_fields(checkpoint: Checkpoint, name: str, revision: str) -> dict[str, Any]:
+    from localllm.checkpoint.facts import kv_bytes_per_token
+    from localllm.device import machine
+    from localllm.plan import speeds as calibrate
+    from localllm.plan.planner import plan
+
+    facts = checkpoint.facts
+    try:
+        here_now = machine()
+        made = plan(facts, here_now, calibration=calibrate.load(here_now))
+        here = {
+            "fits": made.fits,
+            "device": made.device,
+            "ctx": made.ctx,
+            "kv": made.kv,
+            "need_bytes": made.need_bytes,
+            "have_bytes": made.have_bytes,
+            "decode_tps": round(made.decode_tps, 1),
+            "basis": made.basis,
+        }
+    except LocalLLMError as error:
+        here = {"fits": False, "reason": error.message}
+    return {
+        "id": name,
+        "path": str(checkpoint.path),
+        "format": checkpoint.kind,
+        "stored_format": facts.stored_format,
+        "architecture": facts.architecture,
+        "source_architecture": facts.source_architecture,
+        "name": facts.name,
+        "params": facts.num_params,
+        "size_bytes": checkpoint.nbytes,
+        "max_ctx": facts.max_context,
+        "quality": saved_quality(checkpoint.path),
+        "layers": facts.num_layers,
+        "hidden": facts.hidden_size,
+        "heads": facts.num_heads,
+        "kv_heads": facts.num_kv_heads,
+        "head_dim": facts.head_dim,
+        "vocab": facts.vocab_size,
+        "kv_bytes_per_token": kv_bytes_per_token(facts, "bf16"),
+        "template": facts.has_chat_template,
+        "capabilities": _capabilities(checkpoint),
+        "licence": facts.licence or None,
+        "revision": revision or None,
+        "sampling_defaults": dict(facts.sampling_defaults),
+        "tensors": len(checkpoint.tensors),
+        "files": sorted({str(tensor.file) for tensor in checkpoint.tensors.values()}),
+        "plan": here,
+    }
+
+
+def _capabilities(checkpoint: Checkpoint) -> dict[str, Any]:
+    """chat, thinking, vision: whether; tools: how, or why not."""
+    from localllm.chat.parser import reasoning_tags
+    from localllm.chat.template import ChatTemplate
+    from localllm.chat.tools.roundtrip import NO_TEMPLATE, check_tools
+    from localllm.tokenizer.tokenizer import load_tokenizer
+
+    tools, thinks = NO_TEMPLATE, False
+    if checkpoint.facts.has_chat_template:
+        try:
+            tokenizer = load_tokenizer(checkpoint)
+            template = ChatTemplate.for_tokenizer(tokenizer)
+            tools, thinks = check_tools(template, tokenizer), reasoning_tags(template.template) is not None
+        except LocalLLMError as error:
+            return {"chat": False, "tools": f"no: {error.message}", "thinking": False, "vision": False}
+    return {"chat": checkpoint.facts.has_chat_template, "tools": tools.line, "thinking": thinks, "vision": False}
+
+
+def _print_facts(env: Env, facts: ModelFacts, fields: dict[str, Any]) -> None:
+    from localllm.terminal import cell_width
+
+    windows = sorted({w for w in facts.windows if w})
+    sliding = f", {sum(1 for w in facts.windows if w)} of them with a window of {windows[0]:,}" if windows else ""
+    here = fields["plan"]
+    sampling = ", ".join(f"{key} {value}" for key, value in facts.sampling_defaults.items()) or "not stated"
+    mark = "✓" if here.get("basis") == "measured" else "≈"
+    fit = here.get("reason") or (
+        f"{'fits' if here['fits'] else 'does not fit'} on {here['device']}: needs {gib(here['need_bytes'])} of"
+        f" {gib(here['have_bytes'])} at {here['ctx']:,} tokens, {mark} {here['decode_tps']:.0f} tok/s"
+    )
+    rows = [
+        ("name", fields["id"] if not facts.name else f"{fields['id']} ({facts.name})"),
+        ("architecture", f"{facts.architecture} ({facts.source_architecture})"),
+        ("parameters", f"{params_short(facts.num_params)}, {facts.stored_format}, {gib(fields['size_bytes'])}"),
+        ("layers", f"{facts.num_layers}{sliding}"),
+        ("attention", f"{facts.num_heads} heads, {facts.num_kv_heads} for K and V, {facts.head_dim} wide"),
+        ("vocabulary", f"{facts.vocab_size:,} tokens"),
+        ("context", f"{facts.max_context:,} tokens, {gib(fields['kv_bytes_per_token'])} each (bf16)"),
+        ("chat template", "yes" if facts.has_chat_template else "no: a base model, for `localllm run`"),
+        ("thinking", "yes" if fields["capabilities"]["thinking"] else "no"),
+        ("tools", fields["capabilities"]["tools"]),
+        ("sampling", sampling),
+        ("licence", facts.licence or "not stated"),
+        ("here", fit),
+        ("quality", quality_note(fields["path"]) or "not measured (localllm eval)"),
+        *(("file", home_short(Path(name))) for name in fields["files"][:8]),
+    ]
+    width = max(cell_width(label) for label, _ in rows)
+    for label, value in rows:
+        env.console.line(f"{env.console.style(label.ljust(width), 'dim')}  {clean_line(str(value))}")
+    if len(fields["files"]) > 8:
+        env.console.line(f"{' ' * width}  … {len(fields['files']) - 8} more files")

@@ -1,0 +1,77 @@
+"""The Textual interface of `chat`, in this terminal or in one browser tab."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from localllm.cli.endpoint import ChatEndpoint
+from localllm.cli.frame import logs
+from localllm.cli.frame.command import Env
+from localllm.cli.start import Start, backend_of, farewell
+from localllm.config import UserConfig
+from localllm.terminal import locale_encoding
+
+
+def full_screen(env: Env, config: UserConfig, start: Start) -> int:
+    """The Textual interface; afterwards one line on the normal screen."""
+    if not env.console.out_tty and "TEXTUAL_DRIVER" not in os.environ:  # a browser's tab has a pipe instead
+        env.console.warn("stdout is not a terminal; the chat is drawn on stderr and nothing is written to stdout")
+    from localllm.tui.stderr_guard import stderr_to
+
+    logs.no_stderr()
+    choice = start.choice
+    with stderr_to(logs.path()):
+        from localllm.tui.app import ChatApp
+
+        backend = backend_of(env, config, start)
+        endpoint = ChatEndpoint(env, config, backend, start.record)
+        os.environ.setdefault("ESCDELAY", "50")
+        if "TEXTUAL_DRIVER" not in os.environ:  # a shell that exports them would fix the size for ever
+            for name in ("LINES", "COLUMNS"):
+                os.environ.pop(name, None)
+        app = ChatApp(
+            backend,
+            start.conversation,
+            model=choice.name if choice else None,
+            shown=choice.shown if choice else "",
+            ui=config.ui,
+            keys=config.keys,
+            presets=config.presets,
+            saver=start.saver,
+            first_message=start.first,
+            files=start.files,
+            offline=env.offline,
+            home=choice is None,
+            log_file=logs.path(),
+            endpoint=endpoint,
+            serve=start.serve,
+            encoding=locale_encoding(),
+        )
+        app.run(mouse=config.ui.mouse, inline=start.inline, inline_no_clear=start.inline)
+        app.downloads.stop()
+        start.saver.close()
+        endpoint.stop()
+        close_soon(backend)
+    if app.failure is not None:
+        raise app.failure  # becomes one sentence and a line in the log
+    if app.wants_restart:
+        _restart(app.model, app.conversation.id)
+    farewell(env, app.conversation, start.saver, app.model)
+    return 0
+
+
+def _restart(model: str, chat_id: str) -> None:
+    words = [sys.executable, "-P", "-c", "from localllm.cli import main; main()", "chat", model, "--resume", chat_id]
+    sys.stdout.flush()
+    os.execv(sys.executable, words)
+
+
+def close_soon(backend: Any, wait_s: float = 3.0) -> None:
+    """Close the backend, but do not make somebody who has left wait for a model that is still loading."""
+    import threading
+
+    closing = threading.Thread(target=backend.close, name="close", daemon=True)
+    closing.start()
+    closing.join(wait_s)

@@ -1,0 +1,111 @@
+"""What a chat begins with, in lines, full-screen or in a browser: conversation, model, the engine that answers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from localllm.cli.attach import process_at
+from localllm.cli.frame.command import Env
+from localllm.cli.names import Choice
+from localllm.cli.session import Sampling, make_backend
+from localllm.config import UserConfig
+from localllm.conversation.serving import OFF
+from localllm.errors import LocalLLMError
+from localllm.terminal import clean_line
+
+if TYPE_CHECKING:
+    from localllm.conversation.attachments import Attachment
+    from localllm.conversation.saver import Saver
+    from localllm.conversation.tree import Conversation
+    from localllm.interface import ChatBackend
+    from localllm.processes import Record
+
+
+@dataclass
+class Start:
+    """What a chat begins with."""
+
+    conversation: Conversation
+    saver: Saver
+    sampling: Sampling
+    choice: Choice | None = None
+    """None: nothing is loaded before something is chosen"""
+    first: str = ""
+    files: tuple[Attachment, ...] = ()
+    ctx: str | None = None
+    inline: bool = False
+    attach_to: str = ""
+    """the server that computes; "" for this process"""
+    key: str = ""
+    serve: int | None = OFF
+    """the port at which the engine of this chat answers other programs; None: the usual one"""
+    record: Record | None = None
+
+
+def new_start(config: UserConfig, sampling: Sampling, system: str, resumed: str | None = None) -> Start:
+    """A new conversation, or a saved one. Raises ChatNotFound."""
+    from localllm.conversation.saver import Saver
+    from localllm.conversation.tree import Conversation
+    from localllm.history import History
+
+    if resumed is None:
+        think = {True: "on", False: "off"}.get(config.chat.think, "auto") if config.chat.think != "auto" else "auto"
+        talk = Conversation(system, sampling.given, think)
+    else:
+        from localllm.cli.chats import load_chat
+
+        typed = {name: v for name, v in sampling.given.items() if config.origins.get(f"sampling.{name}") == "flag"}
+        talk = load_chat(resumed, sampling.given)
+        # what the settings say gives way to what the chat had, what was typed now does not
+        talk.sampling.update(typed)
+        talk.system = system or talk.system
+    talk.titles_itself = config.chat.title == "auto"
+    return Start(talk, Saver(History if config.chat.save else None), sampling)
+
+
+@contextmanager
+def noted(start: Start) -> Iterator[None]:
+    """This process in `localllm ps`; a folder that cannot be written costs that line, not the chat."""
+    from localllm.processes import Record
+
+    record = None
+    with suppress(OSError, LocalLLMError):
+        record = Record("chat")
+        record.update((start.choice.shown,) if start.choice and not start.attach_to else ())
+        start.record = record
+    try:
+        yield
+    finally:
+        if record is not None:
+            record.remove()
+
+
+def backend_of(env: Env, config: UserConfig, start: Start) -> ChatBackend:
+    """The engine of this chat: a running server, or one in this process."""
+    if start.attach_to:
+        from localllm.backend.over_http import RemoteBackend
+
+        key = start.key or os.environ.get("LOCALLLM_API_KEY", "")
+        sampling, pid = start.sampling, process_at(start.attach_to)
+        return RemoteBackend(start.attach_to, key, given=sampling.given, stop=sampling.stop, pid=pid)
+    return make_backend(env, config, start.sampling, ctx=start.ctx)
+
+
+def farewell(env: Env, conversation: Conversation, saver: Saver, model: str) -> None:
+    """What was saved, and how to go on with it."""
+    if not conversation.summary and not conversation.exchanges:
+        return
+    summary = f" · {conversation.summary}" if conversation.summary else ""
+    if saver.kept and not saver.problem:
+        env.console.say(f"Saved “{clean_line(conversation.shown_title) or 'untitled'}”{summary}")
+        env.console.say(
+            f"Continue: localllm chat -c      Export: localllm logs export {conversation.id[:6]} -o chat.md"
+        )
+    else:
+        if saver.kept:
+            env.console.warn(f"the chat was not saved: {saver.problem}")
+        env.console.say(f"{conversation.summary or conversation.shown_title}\nAgain: localllm chat {clean_line(model)}")
