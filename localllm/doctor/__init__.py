@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from localllm.errors import ConfigError, LocalLLMError
 from localllm.interface import Check
 
 from . import gpu, hardware, settings, software, storage, terminal
-from .finding import HARDWARE, SOFTWARE, STORAGE, TERMINAL, CheckFunction, Survey
+from .finding import CheckFunction, Survey, fail
 from .repair import kind_of
 
 if TYPE_CHECKING:
@@ -29,18 +29,11 @@ __all__ = ["CHECKS", "GROUP_OF", "Survey", "document", "run_checks", "running", 
 
 log = logging.getLogger(__name__)
 
-_GROUPS: Mapping[str, tuple[Mapping[str, CheckFunction], ...]] = {
-    HARDWARE: (gpu.CHECKS, hardware.CHECKS),
-    SOFTWARE: (software.CHECKS, settings.CHECKS),
-    STORAGE: (storage.CHECKS,),
-    TERMINAL: (terminal.CHECKS,),
-}
+_TABLES = (gpu.CHECKS, hardware.CHECKS, software.CHECKS, settings.CHECKS, storage.CHECKS, terminal.CHECKS)
 # All quick checks by id, in the order they are shown.
-CHECKS: dict[str, CheckFunction] = {
-    i: run for tables in _GROUPS.values() for table in tables for i, run in table.items()
-}
+CHECKS: dict[str, CheckFunction] = {check_id: run for table in _TABLES for check_id, run in table.items()}
 # id -> hardware, software, storage, terminal
-GROUP_OF: dict[str, str] = {i: group for group, tables in _GROUPS.items() for table in tables for i in table}
+GROUP_OF: dict[str, str] = {check_id: table.group for table in _TABLES for check_id in table}
 
 
 def run_checks(only: Collection[str] = (), survey: Survey | None = None) -> list[Check]:
@@ -123,15 +116,14 @@ def _as_json(check: Check) -> dict[str, Any]:
 
 def _run(check_id: str, survey: Survey) -> Check:
     start = time.perf_counter()
-    group = GROUP_OF[check_id]
     try:
         found = CHECKS[check_id](survey)
     except LocalLLMError as error:
-        found = Check(check_id, group, "fail", error.message, fix=error.hint)
+        found = fail(error.message, fix=error.hint)
     except Exception as error:
         log.exception("check %s broke", check_id)
-        found = Check(check_id, group, "fail", f"this check broke: {type(error).__name__}", fix="localllm doctor -vv")
-    return replace(found, ms=(time.perf_counter() - start) * 1000)
+        found = fail(f"this check broke: {type(error).__name__}", fix="localllm doctor -vv")
+    return replace(found, id=check_id, group=GROUP_OF[check_id], ms=(time.perf_counter() - start) * 1000)
 
 
 def _count(number: int, word: str) -> str:

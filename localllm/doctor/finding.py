@@ -6,7 +6,8 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, get_args
 
 from localllm.device import MachineFacts, machine
 from localllm.device.host import HostFacts
@@ -92,9 +93,32 @@ def proxy() -> str:
 CheckFunction = Callable[[Survey], Check]
 
 
-def found(check_id: str, group: str, status: Status, title: str, detail: str = "", fix: str = "", **data: Any) -> Check:
-    """A finding; `fix` is a command that can be pasted, or the step to take."""
-    return Check(check_id, group, status, title, detail, fix, data)
+class Checks(dict[str, CheckFunction]):
+    """The checks of one group by id, in the order they are shown."""
+
+    def __init__(self, group: str) -> None:
+        super().__init__()
+        self.group = group
+
+    def add(self, check_id: str) -> Callable[[CheckFunction], CheckFunction]:
+        """Take up the function below."""
+
+        def take(check: CheckFunction) -> CheckFunction:
+            self[check_id] = check
+            return check
+
+        return take
+
+
+def found(status: Status, title: str, detail: str = "", fix: str = "", **data: Any) -> Check:
+    """A finding, without the id and the group: whoever runs the check knows them.
+
+    fix   a command that can be pasted, or the step to take
+    """
+    return Check("", "", status, title, detail, fix, data)
+
+
+ok, warn, fail, skip = (partial(found, status) for status in get_args(Status))
 
 
 def sm(capability: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any
 
 from localllm.device import GpuFacts
@@ -11,12 +10,15 @@ from localllm.device.gpu_table import min_driver, table_row
 from localllm.interface import Check
 from localllm.terminal import gib
 
-from .finding import HARDWARE, CheckFunction, Status, Survey, found, sm
+from .finding import HARDWARE, Checks, Status, Survey, fail, found, ok, skip, sm, warn
+
+CHECKS = Checks(HARDWARE)
 
 NO_GPU = "no NVIDIA driver: the CPU computes"
 HOT_C = 85
 
 
+@CHECKS.add("gpu.present")
 def gpu_present(survey: Survey) -> Check:
     """Whether a GPU can be seen."""
     machine = survey.machine
@@ -24,18 +26,18 @@ def gpu_present(survey: Survey) -> Check:
         title = f"an NVIDIA driver is installed but does not work: {machine.gpu_error}"
         detail = "after a suspend, this often helps; after a driver update, restart the machine"
         fix = "sudo rmmod nvidia_uvm && sudo modprobe nvidia_uvm"
-        return found("gpu.present", HARDWARE, "fail", title, detail, fix, error=machine.gpu_error)
+        return fail(title, detail, fix, error=machine.gpu_error)
     if not machine.gpus and machine.driver:
         setting = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         title = f"CUDA_VISIBLE_DEVICES={setting!r} hides every GPU"
-        return found("gpu.present", HARDWARE, "warn", title, fix="unset CUDA_VISIBLE_DEVICES")
+        return warn(title, fix="unset CUDA_VISIBLE_DEVICES")
     if not machine.gpus:
-        return found("gpu.present", HARDWARE, "skip", NO_GPU)
+        return skip(NO_GPU)
     title = "; ".join(_describe(gpu) for gpu in machine.gpus)
     detail = ""
     if len(machine.gpus) > 1:
         detail = "one model uses one of them, the one with most free memory; --device cuda:N takes another"
-    return found("gpu.present", HARDWARE, "ok", title, detail, gpus=[gpu.name for gpu in machine.gpus])
+    return ok(title, detail, gpus=[gpu.name for gpu in machine.gpus])
 
 
 def _describe(gpu: GpuFacts) -> str:
@@ -44,23 +46,34 @@ def _describe(gpu: GpuFacts) -> str:
     return f"{gpu.name}, {sm(gpu.capability)}, {memory}{speed}"
 
 
+@CHECKS.add("gpu.visible")
+def cuda_visible_devices(survey: Survey) -> Check:
+    """Whether a variable hides cards."""
+    setting = survey.host.variables.get("CUDA_VISIBLE_DEVICES")
+    if setting is None:
+        return skip("CUDA_VISIBLE_DEVICES is not set")
+    title = f"CUDA_VISIBLE_DEVICES={setting} leaves {len(survey.machine.gpus)}"
+    return ok(title, setting=setting)
+
+
+@CHECKS.add("gpu.driver")
 def gpu_driver(survey: Survey) -> Check:
     """Whether the driver knows the card and the CUDA that torch was built with."""
     machine = survey.machine
     if not machine.driver:
-        return found("gpu.driver", HARDWARE, "skip", NO_GPU)
+        return skip(NO_GPU)
     title = f"{machine.driver} (CUDA up to {machine.driver_cuda or '?'})"
     least = max((min_driver(gpu.capability) for gpu in machine.gpus), default=0)
     branch = int(machine.driver.split(".")[0]) if machine.driver.split(".")[0].isdigit() else 0
     data: dict[str, Any] = {"driver": machine.driver, "cuda": machine.driver_cuda, "least_branch": least}
     if branch and branch < least:
         newer = f"install driver {least} or newer, then restart"
-        return found("gpu.driver", HARDWARE, "fail", f"{title}: this card needs {least} or newer", fix=newer, **data)
+        return fail(f"{title}: this card needs {least} or newer", fix=newer, **data)
     if machine.torch_cuda and _newer(machine.torch_cuda, machine.driver_cuda):
         title += f": torch was built for CUDA {machine.torch_cuda}, which this driver does not know"
         detail = "driver 580 brings CUDA 13, 570 brings 12.8"
-        return found("gpu.driver", HARDWARE, "fail", title, detail, torch_for(survey), **data)
-    return found("gpu.driver", HARDWARE, "ok", title, **data)
+        return fail(title, detail, torch_for(survey), **data)
+    return ok(title, **data)
 
 
 def torch_for(survey: Survey) -> str:
@@ -77,16 +90,17 @@ def _newer(wanted: str, has: str) -> bool:
     return all(part.isdigit() for part in first) and int(first[0]) > int(first[1])
 
 
+@CHECKS.add("gpu.arch")
 def gpu_arch(survey: Survey) -> Check:
     """Whether the cards can run our kernels, and which number formats they compute in."""
     gpus = survey.machine.gpus
     if not gpus:
-        return found("gpu.arch", HARDWARE, "skip", NO_GPU)
+        return skip(NO_GPU)
     old = [gpu for gpu in gpus if gpu.capability < 75]
     title = ", ".join(f"{gpu.name} has compute capability {gpu.capability / 10:.1f}" for gpu in old)
     title += ", 7.5 is needed" if old else ""
     if len(old) == len(gpus):
-        return found("gpu.arch", HARDWARE, "fail", title, fix="localllm chat --device cpu")
+        return fail(title, fix="localllm chat --device cpu")
     worst = min((gpu for gpu in gpus if gpu not in old), key=lambda gpu: gpu.capability)
     formats = [
         "fp16",
@@ -98,14 +112,15 @@ def gpu_arch(survey: Survey) -> Check:
     detail = f"weights in {' and '.join(lacks)} run too, computed in {wide}" if lacks else ""
     status: Status = "warn" if old else "ok"
     fix = f"localllm chat --device cuda:{gpus.index(worst)}" if old else ""
-    return found("gpu.arch", HARDWARE, status, title, detail, fix, capability=worst.capability)
+    return found(status, title, detail, fix, capability=worst.capability)
 
 
+@CHECKS.add("gpu.mem")
 def gpu_memory(survey: Survey) -> Check:
     """Who else holds GPU memory."""
     gpus = survey.machine.gpus
     if not gpus:
-        return found("gpu.mem", HARDWARE, "skip", NO_GPU)
+        return skip(NO_GPU)
     others = [p for gpu in gpus for p in gpu.processes if p.pid != os.getpid()]
     held = sum(gpu.total_bytes - gpu.free_bytes for gpu in gpus if not gpu.unified)
     total = sum(gpu.total_bytes for gpu in gpus)
@@ -115,44 +130,46 @@ def gpu_memory(survey: Survey) -> Check:
         of_full = sum(gpu.total_bytes - gpu.free_bytes for gpu in full), sum(gpu.total_bytes for gpu in full)
         where = f" of {', '.join(gpu.name for gpu in full)}" if len(gpus) > 1 else ""
         title = f"{gib(of_full[0])} of {gib(of_full[1])}{where} are taken"
-        return found("gpu.mem", HARDWARE, "warn", title, names, "nvidia-smi", held_bytes=held)
+        return warn(title, names, "nvidia-smi", held_bytes=held)
     if all(gpu.unified for gpu in gpus):
         title = f"{gib(total)} of the machine's memory are free; the operating system needs some of it"
-        return found("gpu.mem", HARDWARE, "ok", title, names, held_bytes=0)
-    return found("gpu.mem", HARDWARE, "ok", f"{gib(total - held)} of {gib(total)} free", names, held_bytes=held)
+        return ok(title, names, held_bytes=0)
+    return ok(f"{gib(total - held)} of {gib(total)} free", names, held_bytes=held)
 
 
+@CHECKS.add("gpu.power")
 def gpu_power(survey: Survey) -> Check:
     """Whether a lowered power limit costs speed."""
     known = [(i, gpu) for i, gpu in enumerate(survey.machine.gpus) if gpu.power_limit_w and gpu.power_max_w]
     if not known:
-        return found("gpu.power", HARDWARE, "skip", "not told by the driver" if survey.machine.gpus else NO_GPU)
+        return skip("not told by the driver" if survey.machine.gpus else NO_GPU)
     number, gpu = min(known, key=lambda pair: pair[1].power_limit_w / pair[1].power_max_w)
     row = table_row(gpu.name)
     knee = row.knee_w if row else 0
     data: dict[str, Any] = {"limit_w": gpu.power_limit_w, "max_w": gpu.power_max_w, "knee_w": knee or None}
     title = f"limit {gpu.power_limit_w:.0f} W of {gpu.power_max_w:.0f} W"
     if gpu.power_limit_w >= 0.99 * gpu.power_max_w:
-        return found("gpu.power", HARDWARE, "ok", f"limit {gpu.power_limit_w:.0f} W, the card's own", **data)
+        return ok(f"limit {gpu.power_limit_w:.0f} W, the card's own", **data)
     if knee and gpu.power_limit_w >= knee:
         detail = f"decoding loses less than 5 % down to {knee} W, prefill more"
-        return found("gpu.power", HARDWARE, "ok", title, detail, **data)
+        return ok(title, detail, **data)
     if not knee and gpu.power_limit_w >= 0.7 * gpu.power_max_w:
-        return found("gpu.power", HARDWARE, "ok", title, "decoding waits for memory and hardly notices", **data)
+        return ok(title, "decoding waits for memory and hardly notices", **data)
     if "laptop" in gpu.name.lower():
         detail = "laptops set it themselves: on mains power, in the performance profile"
         fix = "powerprofilesctl set performance"
-        return found("gpu.power", HARDWARE, "warn", title, detail, fix, **data)
+        return warn(title, detail, fix, **data)
     why = f"below {knee} W decoding slows down too" if knee else "prefill and decoding are slower"
     fix = f"sudo nvidia-smi -i {number} -pl {knee or round(gpu.power_max_w)}"
-    return found("gpu.power", HARDWARE, "warn", f"{title}: {why}", "", fix, **data)
+    return warn(f"{title}: {why}", "", fix, **data)
 
 
+@CHECKS.add("gpu.clocks")
 def gpu_clocks(survey: Survey) -> Check:
     """Whether heat or the power supply hold the clocks down right now."""
     gpus = survey.machine.gpus
     if not gpus:
-        return found("gpu.clocks", HARDWARE, "skip", NO_GPU)
+        return skip(NO_GPU)
     hot = max(gpus, key=lambda gpu: gpu.temperature_c)
     reasons = [r for gpu in gpus for r in gpu.throttle if r != "power limit"]
     degrees = f"{hot.temperature_c} °C" if hot.temperature_c else ""
@@ -160,101 +177,81 @@ def gpu_clocks(survey: Survey) -> Check:
     fix = "nvidia-smi -q -d PERFORMANCE,TEMPERATURE"
     if reasons:
         title = f"held down by {' and '.join(dict.fromkeys(reasons))}" + (f" at {degrees}" if degrees else "")
-        return found("gpu.clocks", HARDWARE, "warn", title, "more air, or a lower power limit", fix, **data)
+        return warn(title, "more air, or a lower power limit", fix, **data)
     if hot.temperature_c >= HOT_C:
-        return found("gpu.clocks", HARDWARE, "warn", f"{degrees}: close to where clocks fall", "", fix, **data)
-    return found("gpu.clocks", HARDWARE, "ok", f"nothing holds them down{f', {degrees}' if degrees else ''}", **data)
+        return warn(f"{degrees}: close to where clocks fall", "", fix, **data)
+    return ok(f"nothing holds them down{f', {degrees}' if degrees else ''}", **data)
 
 
+@CHECKS.add("gpu.pcie")
 def gpu_pcie(survey: Survey) -> Check:
     """Whether the card has all its lanes; the generation in use falls at rest and says nothing."""
     known = [(i, gpu) for i, gpu in enumerate(survey.machine.gpus) if gpu.pcie_width]
     if not known:
-        return found("gpu.pcie", HARDWARE, "skip", "not told by the driver" if survey.machine.gpus else NO_GPU)
+        return skip("not told by the driver" if survey.machine.gpus else NO_GPU)
     number, gpu = min(known, key=lambda pair: pair[1].pcie_width / max(pair[1].pcie_width_max, 1))
     which = f"GPU {number}: " if len(survey.machine.gpus) > 1 else ""
     generation = f"PCIe {gpu.pcie_gen_max}.0 " if gpu.pcie_gen_max else ""
     data: dict[str, Any] = {"width": gpu.pcie_width, "width_max": gpu.pcie_width_max, "generation": gpu.pcie_gen_max}
     if gpu.pcie_width >= gpu.pcie_width_max:
-        return found("gpu.pcie", HARDWARE, "ok", f"{which}{generation}×{gpu.pcie_width}", **data)
+        return ok(f"{which}{generation}×{gpu.pcie_width}", **data)
     title = f"{which}{generation}×{gpu.pcie_width} of ×{gpu.pcie_width_max} lanes"
     if gpu.pcie_width * 2 >= gpu.pcie_width_max and gpu.pcie_width >= 8:
         detail = "usual where two slots share them; loading takes longer, decoding on one card does not"
-        return found("gpu.pcie", HARDWARE, "ok", title, detail, **data)
+        return ok(title, detail, **data)
     detail = "loading a model and anything kept in RAM are slow; check the slot, the riser and the BIOS"
-    return found("gpu.pcie", HARDWARE, "warn", title, detail, "nvidia-smi -q -d PCI", **data)
+    return warn(title, detail, "nvidia-smi -q -d PCI", **data)
 
 
+@CHECKS.add("gpu.p2p")
 def gpu_p2p(survey: Survey) -> Check:
     """How two cards reach each other. This version runs a model on one card; other engines' tensor parallelism asks."""
     links = survey.machine.gpu_links
     if not links:
-        return found("gpu.p2p", HARDWARE, "skip", "one GPU" if survey.machine.gpus else NO_GPU)
+        return skip("one GPU" if survey.machine.gpus else NO_GPU)
     granted = [link for link in links if link.p2p == "ok"]
     far = max(links, key=lambda link: ("same board", "PIX", "PXB", "PHB", "NODE", "SYS", "unknown").index(link.path))
     data: dict[str, Any] = {"links": [[k.first, k.second, k.path, k.p2p] for k in links]}
     if granted and survey.host.iommu and far.path in ("PHB", "NODE", "SYS"):
         title = f"granted over {far.path} while an IOMMU is on: it may be granted and still hang"
         detail = "for tensor parallelism of other engines; localllm doctor --deep times a copy"
-        return found("gpu.p2p", HARDWARE, "warn", title, detail, "export NCCL_P2P_DISABLE=1", **data)
+        return warn(title, detail, "export NCCL_P2P_DISABLE=1", **data)
     if granted:
-        return found("gpu.p2p", HARDWARE, "ok", f"granted over {far.path}; --deep times it", **data)
+        return ok(f"granted over {far.path}; --deep times it", **data)
     title = f"none over {far.path}: {links[0].p2p}"
     detail = "copies between cards go through RAM; one model on one card does not notice"
-    return found("gpu.p2p", HARDWARE, "ok", title, detail, **data)
+    return ok(title, detail, **data)
 
 
+@CHECKS.add("gpu.ecc")
 def gpu_ecc(survey: Survey) -> Check:
     """Error correction, on cards that have it."""
     states = [gpu.ecc for gpu in survey.machine.gpus if gpu.ecc is not None]
     if not states:
-        return found("gpu.ecc", HARDWARE, "skip", "these cards have none" if survey.machine.gpus else NO_GPU)
-    return found("gpu.ecc", HARDWARE, "ok", "on" if all(states) else "off", ecc=all(states))
+        return skip("these cards have none" if survey.machine.gpus else NO_GPU)
+    return ok("on" if all(states) else "off", ecc=all(states))
 
 
+@CHECKS.add("gpu.mig")
 def gpu_mig(survey: Survey) -> Check:
     """Cards cut into instances."""
     gpus = survey.machine.gpus
     if not any(gpu.mig for gpu in gpus):
-        return found("gpu.mig", HARDWARE, "skip", "not cut into instances" if gpus else NO_GPU)
+        return skip("not cut into instances" if gpus else NO_GPU)
     title = "cut into instances: the sizes shown here are those of the whole card"
     fix = "nvidia-smi -L; export CUDA_VISIBLE_DEVICES=MIG-..."
-    return found("gpu.mig", HARDWARE, "warn", title, "", fix, mig=True)
+    return warn(title, "", fix, mig=True)
 
 
+@CHECKS.add("gpu.display")
 def gpu_display(survey: Survey) -> Check:
     """Whether a screen takes some of the memory."""
     gpus = survey.machine.gpus
     told = [gpu for gpu in gpus if gpu.display is not None]
     if not told:
-        return found("gpu.display", HARDWARE, "skip", "not told by the driver" if gpus else NO_GPU)
+        return skip("not told by the driver" if gpus else NO_GPU)
     shown = [gpu for gpu in told if gpu.display]
     if not shown:
-        return found("gpu.display", HARDWARE, "ok", "no screen hangs on it", display=False)
+        return ok("no screen hangs on it", display=False)
     detail = "programs with windows take memory from it as they open: leave 1 GiB, or use the CPU's own graphics"
-    return found("gpu.display", HARDWARE, "ok", f"a screen hangs on {shown[0].name}", detail, display=True)
-
-
-def cuda_visible_devices(survey: Survey) -> Check:
-    """Whether a variable hides cards."""
-    setting = survey.host.variables.get("CUDA_VISIBLE_DEVICES")
-    if setting is None:
-        return found("gpu.visible", HARDWARE, "skip", "CUDA_VISIBLE_DEVICES is not set")
-    title = f"CUDA_VISIBLE_DEVICES={setting} leaves {len(survey.machine.gpus)}"
-    return found("gpu.visible", HARDWARE, "ok", title, setting=setting)
-
-
-CHECKS: Mapping[str, CheckFunction] = {
-    "gpu.present": gpu_present,
-    "gpu.visible": cuda_visible_devices,
-    "gpu.driver": gpu_driver,
-    "gpu.arch": gpu_arch,
-    "gpu.mem": gpu_memory,
-    "gpu.power": gpu_power,
-    "gpu.clocks": gpu_clocks,
-    "gpu.pcie": gpu_pcie,
-    "gpu.p2p": gpu_p2p,
-    "gpu.ecc": gpu_ecc,
-    "gpu.mig": gpu_mig,
-    "gpu.display": gpu_display,
-}
+    return ok(f"a screen hangs on {shown[0].name}", detail, display=True)

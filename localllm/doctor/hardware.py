@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from localllm.interface import Check
 from localllm.terminal import GIB, gib
 
-from .finding import HARDWARE, CheckFunction, Survey, found
+from .finding import HARDWARE, Checks, Survey, ok, skip, warn
+
+CHECKS = Checks(HARDWARE)
 
 LITTLE_RAM = 2 * GIB
 # drivers whose "powersave" still reaches the highest clock
 SELF_REGULATING = ("intel_pstate", "amd-pstate", "amd-pstate-epp", "cppc_cpufreq")
 
 
+@CHECKS.add("cpu.isa")
 def cpu_isa(survey: Survey) -> Check:
     """Which vector instructions the CPU kernels can use."""
     cpu = survey.machine.cpu
@@ -22,10 +24,11 @@ def cpu_isa(survey: Survey) -> Check:
     data: dict[str, Any] = {"name": cpu.name, "isa": cpu.isa, "flags": list(cpu.flags)}
     if cpu.isa == "generic":
         title += ": without AVX2 or NEON a few tokens per second are to be expected"
-        return found("cpu.isa", HARDWARE, "warn", title, fix="localllm bench smollm2", **data)
-    return found("cpu.isa", HARDWARE, "ok", title, **data)
+        return warn(title, fix="localllm bench smollm2", **data)
+    return ok(title, **data)
 
 
+@CHECKS.add("cpu.cores")
 def cpu_cores(survey: Survey) -> Check:
     """How many cores this process may keep busy."""
     cpu = survey.machine.cpu
@@ -33,31 +36,34 @@ def cpu_cores(survey: Survey) -> Check:
     data: dict[str, Any] = {"cores_usable": cpu.cores_usable, "cpus_total": cpu.cpus_total, "quota": cpu.quota}
     if cpu.quota and cpu.quota < 1:
         title = f"a control group allows {cpu.quota:g} of a CPU: expect long pauses"
-        return found("cpu.cores", HARDWARE, "warn", title, fix="docker update --cpus 4 CONTAINER", **data)
+        return warn(title, fix="docker update --cpus 4 CONTAINER", **data)
     title = f"{cpu.cores_usable} cores usable of {cpu.cpus_total} logical CPUs{limit}"
-    return found("cpu.cores", HARDWARE, "ok", title, **data)
+    return ok(title, **data)
 
 
+@CHECKS.add("cpu.governor")
 def cpu_governor(survey: Survey) -> Check:
     """Whether the operating system holds the clock down."""
     name, driver = survey.host.governor, survey.host.governor_driver
     if not name:
-        return found("cpu.governor", HARDWARE, "skip", "not told by the kernel")
+        return skip("not told by the kernel")
     if name in ("powersave", "conservative") and driver not in SELF_REGULATING:
         title = f"{name}: the clock stays low"
         fix = "sudo cpupower frequency-set -g schedutil"
-        return found("cpu.governor", HARDWARE, "warn", title, "", fix, governor=name, driver=driver)
-    return found("cpu.governor", HARDWARE, "ok", name + (f" ({driver})" if driver else ""), governor=name)
+        return warn(title, "", fix, governor=name, driver=driver)
+    return ok(name + (f" ({driver})" if driver else ""), governor=name)
 
 
+@CHECKS.add("power.mains")
 def power_source(survey: Survey) -> Check:
     """Whether a laptop runs from its battery."""
     if survey.host.on_battery:
         title = "on battery: GPU and CPU are held to a fraction of their power"
-        return found("power.mains", HARDWARE, "warn", title, fix="plug in the power supply", battery=True)
-    return found("power.mains", HARDWARE, "ok", "connected, or not a laptop", battery=False)
+        return warn(title, fix="plug in the power supply", battery=True)
+    return ok("connected, or not a laptop", battery=False)
 
 
+@CHECKS.add("ram")
 def ram(survey: Survey) -> Check:
     """Memory that may still be taken."""
     machine = survey.machine
@@ -65,37 +71,28 @@ def ram(survey: Survey) -> Check:
     data: dict[str, Any] = {"total_bytes": machine.ram_total_bytes, "available_bytes": machine.ram_available_bytes}
     if machine.ram_available_bytes < LITTLE_RAM:
         title += f": below {gib(LITTLE_RAM)} only the smallest models run"
-        return found("ram", HARDWARE, "warn", title, fix="localllm plan smollm2", **data)
-    return found("ram", HARDWARE, "ok", title, **data)
+        return warn(title, fix="localllm plan smollm2", **data)
+    return ok(title, **data)
 
 
+@CHECKS.add("swap")
 def swap(survey: Survey) -> Check:
     """Whether the machine already lives on swap."""
     machine = survey.machine
     used = machine.swap_total_bytes - machine.swap_free_bytes
     if not machine.swap_total_bytes:
-        return found("swap", HARDWARE, "ok", "none")
+        return ok("none")
     title = f"{gib(used)} of {gib(machine.swap_total_bytes)} used"
     if used > machine.swap_total_bytes // 2 and machine.ram_available_bytes < 4 * GIB:
-        return found("swap", HARDWARE, "warn", f"{title}: a model would swap", fix="free -h", used_bytes=used)
-    return found("swap", HARDWARE, "ok", title, used_bytes=used)
+        return warn(f"{title}: a model would swap", fix="free -h", used_bytes=used)
+    return ok(title, used_bytes=used)
 
 
+@CHECKS.add("numa")
 def numa(survey: Survey) -> Check:
     """Memory that is nearer to some cores than to others."""
     nodes = survey.host.numa_nodes
     if nodes < 2:
-        return found("numa", HARDWARE, "skip", "one memory node")
+        return skip("one memory node")
     detail = "numactl --cpunodebind=0 --membind=0 localllm ... keeps a model on the CPU beside its memory"
-    return found("numa", HARDWARE, "ok", f"{nodes} memory nodes", detail, nodes=nodes)
-
-
-CHECKS: Mapping[str, CheckFunction] = {
-    "cpu.isa": cpu_isa,
-    "cpu.cores": cpu_cores,
-    "cpu.governor": cpu_governor,
-    "power.mains": power_source,
-    "ram": ram,
-    "swap": swap,
-    "numa": numa,
-}
+    return ok(f"{nodes} memory nodes", detail, nodes=nodes)

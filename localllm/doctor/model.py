@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,51 +20,57 @@ from localllm.plan.planner import Plan, PlanOptions, plan
 from localllm.terminal import gib
 from localllm.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
-from .finding import MODEL, Survey, found
+from .finding import MODEL, Survey, fail, found, ok, skip, warn
 
+Named = tuple[str, Check]  # what follows "model." in the id, and the finding
 OPEN_LICENCES = ("apache-2.0", "mit", "bsd", "cc-by-4.0", "openrail", "unlicense", "isc")
 
 
 def model_checks(resolved: Resolved, survey: Survey, options: PlanOptions | None = None) -> Iterator[Check]:
     """One finding after the other. A model that is not here is judged by the catalogue."""
+    for name, check in _checks(resolved, survey, options):
+        yield replace(check, id=f"model.{name}", group=MODEL)
+
+
+def _checks(resolved: Resolved, survey: Survey, options: PlanOptions | None) -> Iterator[Named]:
     name = resolved.name
     if resolved.path is None:
         yield from _not_here(resolved, survey, options)
         return
     title = f"{label(resolved.path)}, {gib(resolved.size_bytes)}"
-    yield found("model.files", MODEL, "ok", title, str(resolved.path), path=str(resolved.path))
+    yield "files", ok(title, str(resolved.path), path=str(resolved.path))
     try:
         with open_checkpoint(resolved.path) as checkpoint:
             yield from _here(checkpoint, name, survey, options)
     except UnsupportedModel as error:
-        yield found("model.arch", MODEL, "fail", error.message, fix=error.hint)
+        yield "arch", fail(error.message, fix=error.hint)
     except LocalLLMError as error:
-        yield found("model.files", MODEL, "fail", error.message, fix=_repair(resolved, error))
+        yield "files", fail(error.message, fix=_repair(resolved, error))
 
 
-def _here(checkpoint: Checkpoint, name: str, survey: Survey, options: PlanOptions | None) -> Iterator[Check]:
+def _here(checkpoint: Checkpoint, name: str, survey: Survey, options: PlanOptions | None) -> Iterator[Named]:
     facts = checkpoint.facts
     source = facts.source_architecture
     count = facts.num_params
     params = f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.0f} M"
     title = f"{facts.architecture} ({source}), {params} parameters, {facts.num_layers} layers"
-    yield found("model.arch", MODEL, "ok", title, architecture=facts.architecture)
+    yield "arch", ok(title, architecture=facts.architecture)
     doubt, count = checkpoint.doubt, len(checkpoint.tensors)
     fix = "localllm pull NAME --repair, or correct quantization_config" if doubt else ""
-    yield found("model.format", MODEL, "warn" if doubt else "ok", facts.stored_format, doubt, fix, tensors=count)
+    yield "format", found("warn" if doubt else "ok", facts.stored_format, doubt, fix, tensors=count)
     yield from _scales(checkpoint)
     try:
         tokenizer = load_tokenizer(checkpoint)
     except LocalLLMError as error:
-        yield found("model.tokenizer", MODEL, "fail", error.message, fix=error.hint)
+        yield "tokenizer", fail(error.message, fix=error.hint)
     else:
-        yield _tokenizer(tokenizer, facts)
+        yield "tokenizer", _tokenizer(tokenizer, facts)
         yield from _template(tokenizer, name)
-    yield _licence(facts.licence, name)
-    yield _fit(_plan(facts, survey, options), name)
+    yield "licence", _licence(facts.licence, name)
+    yield "fit", _fit(_plan(facts, survey, options), name)
 
 
-def _scales(checkpoint: Checkpoint) -> Iterator[Check]:
+def _scales(checkpoint: Checkpoint) -> Iterator[Named]:
     """Whether every scale is a number; old exporters of NVFP4 wrote some that are none."""
     wrong: dict[str, int] = {}
     read = 0
@@ -77,9 +84,9 @@ def _scales(checkpoint: Checkpoint) -> Iterator[Check]:
         name, bad = next(iter(wrong.items()))
         more = f", so do {len(wrong) - 1} more" if len(wrong) > 1 else ""
         title = f"{name} holds {bad:,} values that are no numbers{more}"
-        yield found("model.scales", MODEL, "fail", title, "loading refuses it", REPAIR, wrong=len(wrong))
+        yield "scales", fail(title, "loading refuses it", REPAIR, wrong=len(wrong))
     elif read:
-        yield found("model.scales", MODEL, "ok", f"{read:,} tensors of scales hold numbers only", tensors=read)
+        yield "scales", ok(f"{read:,} tensors of scales hold numbers only", tensors=read)
 
 
 # type of a tensor -> which of its bytes' values are infinite or no number
@@ -97,53 +104,52 @@ def _tokenizer(tokenizer: Tokenizer, facts: ModelFacts) -> Check:
         ids = tokenizer.encode(text)
         back = tokenizer.decode(ids)
     except LocalLLMError as error:
-        return found("model.tokenizer", MODEL, "fail", error.message, fix=error.hint)
+        return fail(error.message, fix=error.hint)
     if text not in back:
         title = "a text does not come back as it was"
-        return found("model.tokenizer", MODEL, "warn", title, repr(back)[:80], "localllm pull NAME --repair")
+        return warn(title, repr(back)[:80], "localllm pull NAME --repair")
     if tokenizer.vocab_size > facts.vocab_size:
         title = f"{tokenizer.vocab_size:,} tokens, but the model has rows for {facts.vocab_size:,}"
-        return found("model.tokenizer", MODEL, "fail", title, fix="localllm pull NAME --repair")
+        return fail(title, fix="localllm pull NAME --repair")
     title = f"{tokenizer.vocab_size:,} tokens; a text in four scripts comes back as it was"
-    return found("model.tokenizer", MODEL, "ok", title, vocab=tokenizer.vocab_size)
+    return ok(title, vocab=tokenizer.vocab_size)
 
 
-def _template(tokenizer: Tokenizer, name: str) -> Iterator[Check]:
+def _template(tokenizer: Tokenizer, name: str) -> Iterator[Named]:
     from localllm.chat.parser import reasoning_tags
     from localllm.chat.template import ChatTemplate
     from localllm.chat.tools.roundtrip import check_tools
 
     if not tokenizer.chat_template:
         title = "none: a base model, which completes text"
-        yield found("model.template", MODEL, "ok", title, "", f'localllm run {name} "Once upon a time"', chat=False)
+        yield "template", ok(title, "", f'localllm run {name} "Once upon a time"', chat=False)
         return
     try:
         template = ChatTemplate.for_tokenizer(tokenizer)
         rendered = template.render([{"role": "user", "content": "canary"}])
     except LocalLLMError as error:
-        yield found("model.template", MODEL, "fail", error.message, fix=error.hint)
+        yield "template", fail(error.message, fix=error.hint)
         return
     if "canary" not in rendered:
         title = "the message does not appear in what the template makes of it"
-        yield found("model.template", MODEL, "fail", title, fix=f"localllm show {name} --template")
+        yield "template", fail(title, fix=f"localllm show {name} --template")
         return
     thinks = reasoning_tags(template.template) is not None
     title = f"{len(rendered)} characters around a message" + ("; the model can think first" if thinks else "")
-    yield found("model.template", MODEL, "ok", title, chat=True, thinking=thinks)
+    yield "template", ok(title, chat=True, thinking=thinks)
     tools = check_tools(template, tokenizer)
     note = "" if not tools.works or tools.keeps_prefix else "each further turn computes its whole prompt again"
-    yield found(
-        "model.tools", MODEL, "ok", tools.line, note,
+    yield "tools", ok(tools.line, note,
         works=tools.works, format=tools.format, native=tools.native, keeps_prefix=tools.keeps_prefix,
     )  # fmt: skip
 
 
 def _licence(licence: str, name: str) -> Check:
     if not licence:
-        return found("model.licence", MODEL, "ok", "not stated in the files; see the model's page", licence=None)
+        return ok("not stated in the files; see the model's page", licence=None)
     free = licence.lower().startswith(OPEN_LICENCES)
     detail = "" if free else "with terms of its own: read them before you build on it"
-    return found("model.licence", MODEL, "ok", licence, detail, licence=licence)
+    return ok(licence, detail, licence=licence)
 
 
 def _plan(facts: ModelFacts, survey: Survey, options: PlanOptions | None) -> Plan | LocalLLMError:
@@ -155,31 +161,31 @@ def _plan(facts: ModelFacts, survey: Survey, options: PlanOptions | None) -> Pla
 
 def _fit(made: Plan | LocalLLMError | None, name: str) -> Check:
     if made is None:
-        return found("model.fit", MODEL, "skip", "not known before its files are here")
+        return skip("not known before its files are here")
     if isinstance(made, LocalLLMError):
-        return found("model.fit", MODEL, "fail", made.message, fix=made.hint)
+        return fail(made.message, fix=made.hint)
     if not made.fits:
         error = made.error(name)
-        return found("model.fit", MODEL, "fail", error.message, error.why, error.hint)
+        return fail(error.message, error.why, error.hint)
     mark = "measured" if made.basis == "measured" else "≈"
     title = (
         f"{gib(made.need_bytes)} of {gib(made.have_bytes)} on {made.device} with {made.ctx:,} tokens of context,"
         f" {mark} {made.decode_tps:.0f} tok/s"
     )
     detail = "; ".join(made.warnings)
-    return found("model.fit", MODEL, "ok", title, detail, need_bytes=made.need_bytes, have_bytes=made.have_bytes)
+    return ok(title, detail, need_bytes=made.need_bytes, have_bytes=made.have_bytes)
 
 
-def _not_here(resolved: Resolved, survey: Survey, options: PlanOptions | None) -> Iterator[Check]:
+def _not_here(resolved: Resolved, survey: Survey, options: PlanOptions | None) -> Iterator[Named]:
     name = resolved.name
     load = f"not on this machine; a download of {gib(resolved.download_bytes)}"
-    yield found("model.files", MODEL, "warn", load, fix=f"localllm pull {name}", bytes=resolved.download_bytes)
+    yield "files", warn(load, fix=f"localllm pull {name}", bytes=resolved.download_bytes)
     runs = not resolved.architecture or resolved.architecture in catalog.RUNNABLE
     title = resolved.architecture or "not known before its files are here"
-    yield found("model.arch", MODEL, "ok" if runs else "fail", title, fix="" if runs else "localllm plan")
+    yield "arch", found("ok" if runs else "fail", title, fix="" if runs else "localllm plan")
     entry = next((c for c in catalog.candidates() if c.spec.casefold() == name.casefold()), None)
-    yield _licence(resolved.licence or (entry.licence if entry else ""), name)
-    yield _fit(fit.plan_of(entry, survey.machine, options) if entry else None, name)
+    yield "licence", _licence(resolved.licence or (entry.licence if entry else ""), name)
+    yield "fit", _fit(fit.plan_of(entry, survey.machine, options) if entry else None, name)
 
 
 def _repair(resolved: Resolved, error: LocalLLMError) -> str:

@@ -1,4 +1,4 @@
-"""What `doctor --deep` measures with torch, in a process of its own: started by `probes.py`, one JSON line a result.
+"""What `doctor --deep` measures with torch, in a process of its own: started by `probes.py`; messages are JSON.
 
 A card that hangs or a driver that aborts takes this process with it and nothing else. Sizes are bytes, times seconds,
 rates bytes or operations per second.
@@ -7,10 +7,11 @@ rates bytes or operations per second.
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from localllm.sandbox.child_loop import serve
 
 if TYPE_CHECKING:
     import torch
@@ -113,16 +114,15 @@ JOBS: dict[str, Callable[..., Any]] = {
 }
 
 
-def main() -> None:
-    """Run the jobs on stdin, `[name, argument, ...]` a line, and answer each with a line on stdout."""
-    for line in sys.stdin:
-        name, *arguments = json.loads(line)
-        try:
-            answer: dict[str, Any] = {"ok": JOBS[name](*arguments)}
-        except Exception as error:  # whatever the driver raises is the finding
-            answer = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}"}
-        print(json.dumps(answer), flush=True)
+def _answer(request: bytes) -> bytes:
+    """One job, `[name, argument, ...]`."""
+    name, *arguments = json.loads(request)
+    try:
+        answer: dict[str, Any] = {"ok": JOBS[name](*arguments)}
+    except Exception as error:  # whatever the driver raises is the finding
+        answer = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}"}
+    return json.dumps(answer).encode()
 
 
 if __name__ == "__main__":
-    main()
+    serve(_answer)

@@ -6,25 +6,24 @@ in time is ended: a copy between two cards may hang although the driver grants i
 
 from __future__ import annotations
 
-import functools
 import json
 import mmap
 import os
-import select
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from localllm.device import GpuFacts, read_bandwidth
 from localllm.device.facts import MachineFacts
 from localllm.hub.local import scan
 from localllm.interface import Check
+from localllm.sandbox.child import Child, ChildDied, ChildLate
 
-from .finding import HARDWARE, SOFTWARE, STORAGE, Survey, found
+from .finding import HARDWARE, SOFTWARE, STORAGE, Survey, fail, ok, skip, warn
 
 START_S = 120.0  # importing torch on a cold disk, and the first CUDA call
 ANSWER_S = 60.0
@@ -37,67 +36,26 @@ GOOD_SHARE = {"bw.vram": 0.75, "bw.h2d": 0.55}  # of what is on the box; a copy 
 Tell = Callable[[str], None]
 
 
-class Child:
-    """The process that measures with torch. Ended with its whole group at the end, also by Ctrl-C."""
+class Measurements(Child):
+    """The process that measures with torch."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._limit = START_S
-
-    def __enter__(self) -> Child:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.end()
-
-    def end(self) -> None:
-        """Kill it, if it runs."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            for pipe in (self._process.stdin, self._process.stdout):
-                if pipe:
-                    pipe.close()
-        self._process = None
-        self._limit = START_S
+        super().__init__("localllm.doctor.probe_child", "the process that measures", trusted=True)
+        self._warm: int | None = None  # its process id once it has answered
 
     def ask(self, name: str, *arguments: Any, limit_s: float = ANSWER_S) -> Any:
         """One job's result. Raises ProbeError when it fails, hangs or takes the process with it."""
-        process = self._process or self._start()
-        assert process.stdin and process.stdout
-        limit = max(limit_s, self._limit)
+        limit = limit_s if self._warm is not None and self._warm == self.pid else max(limit_s, START_S)
         try:
-            process.stdin.write(json.dumps([name, *arguments]).encode() + b"\n")
-            process.stdin.flush()
-        except OSError:
-            self.end()
-            raise ProbeError("the measuring process has ended") from None
-        deadline, line = time.monotonic() + limit, b""
-        while not line.endswith(b"\n"):
-            ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                self.end()
-                raise ProbeError(f"no answer within {limit:.0f} s: it hangs")
-            piece = os.read(process.stdout.fileno(), 65536)
-            if not piece:
-                code = process.wait()
-                self.end()
-                raise ProbeError(f"the measuring process ended with code {code}")
-            line += piece
-        self._limit = 0.0
-        answer = json.loads(line)
+            answer = json.loads(self.exchange(json.dumps([name, *arguments]).encode(), limit))
+        except ChildLate:
+            raise ProbeError(f"no answer within {limit:.0f} s: it hangs") from None
+        except ChildDied as died:
+            raise ProbeError(f"the measuring process ended with code {died.code}") from None
+        self._warm = self.pid
         if "error" in answer:
             raise ProbeError(str(answer["error"]))
         return answer["ok"]
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-P", "-m", "localllm.doctor.probe_child"]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
-        )
-        return self._process
 
 
 class ProbeError(Exception):
@@ -109,7 +67,9 @@ class Probe(NamedTuple):
 
     id: str
     what: str  # what is measured, in words
-    run: Callable[[Child], Check]
+    run: Callable[[Measurements], Check]
+    group: str = HARDWARE
+    fix: str = "nvidia-smi"  # when it fails
 
 
 def deep_checks(survey: Survey, tell: Tell, only: Collection[str] = ()) -> Iterator[Check]:
@@ -117,10 +77,14 @@ def deep_checks(survey: Survey, tell: Tell, only: Collection[str] = ()) -> Itera
 
     only   ids of probes; all without one
     """
-    with Child() as child:
+    with closing(Measurements()) as child:
         for probe in probes(survey, only):
             tell(probe.what)
-            yield probe.run(child)
+            try:
+                check = probe.run(child)
+            except ProbeError as error:
+                check = fail(f"could not be {'run' if probe.group == SOFTWARE else 'measured'}: {error}", fix=probe.fix)
+            yield replace(check, id=probe.id, group=probe.group)
 
 
 def probes(survey: Survey, only: Collection[str] = ()) -> list[Probe]:
@@ -130,77 +94,54 @@ def probes(survey: Survey, only: Collection[str] = ()) -> list[Probe]:
 
 def _probes(machine: MachineFacts) -> Iterator[Probe]:
     yield Probe("bw.ram", "memory bandwidth of the CPU", lambda child: _ram(machine))
-    yield Probe("disk.read", "disk", lambda child: disk_read())
+    yield Probe("disk.read", "disk", lambda child: disk_read(), STORAGE)
     if not machine.torch_version:
         return
-    yield Probe(
-        "gemm.cpu",
-        "matrix product on the CPU",
-        lambda child: _judged("gemm.cpu", HARDWARE, lambda: _gemm(child, "cpu", [("float32", 1024)])),
-    )
-    if machine.torch_cuda:
-        for number, gpu in enumerate(machine.gpus):
-            yield from _gpu_probes(number, gpu, len(machine.gpus))
-        for link in machine.gpu_links:
-            between = f"copy between GPU {link.first} and GPU {link.second}"
-            yield Probe("p2p.copy", between, functools.partial(_peer, first=link.first, second=link.second))
-    yield Probe("kernel.selftest", "kernels against their plain twins", lambda child: _selftest(child, machine))
-
-
-def _gpu_probes(number: int, gpu: GpuFacts, count: int) -> Iterator[Probe]:
-    where, device = (f"GPU {number}: " if count > 1 else ""), f"cuda:{number}"
-    kinds = [("bfloat16" if gpu.has_bf16 else "float16", 8192)]
-    measured: tuple[tuple[str, str, Callable[[Child], Check]], ...] = (
-        ("bw.vram", "copy inside the card's memory", lambda child: _vram(child, device, gpu, where)),
-        ("gemm.tflops", "matrix product", lambda child: _gemm(child, device, kinds, where)),
-        ("bw.h2d", "copies over PCIe", lambda child: _h2d(child, device, gpu, where)),
-    )
-    for check_id, what, measure in measured:
-        yield Probe(check_id, where + what, functools.partial(_measured, check_id, measure))
-
-
-def _measured(check_id: str, measure: Callable[[Child], Check], child: Child) -> Check:
-    return _judged(check_id, HARDWARE, lambda: measure(child))
+    product = partial(_gemm, device="cpu", dtype="float32", size=1024)
+    yield Probe("gemm.cpu", "matrix product on the CPU", product, fix="localllm doctor --only torch")
+    for number, gpu in enumerate(machine.gpus if machine.torch_cuda else ()):
+        where, device = (f"GPU {number}: " if len(machine.gpus) > 1 else ""), f"cuda:{number}"
+        dtype = "bfloat16" if gpu.has_bf16 else "float16"
+        copy = partial(_vram, device=device, gpu=gpu, where=where)
+        product = partial(_gemm, device=device, dtype=dtype, size=8192, where=where)
+        yield Probe("bw.vram", f"{where}copy inside the card's memory", copy)
+        yield Probe("gemm.tflops", f"{where}matrix product", product)
+        yield Probe("bw.h2d", f"{where}copies over PCIe", partial(_h2d, device=device, gpu=gpu, where=where))
+    for link in machine.gpu_links if machine.torch_cuda else ():
+        between = f"copy between GPU {link.first} and GPU {link.second}"
+        yield Probe("p2p.copy", between, partial(_peer, first=link.first, second=link.second))
+    against = partial(_selftest, machine=machine)
+    yield Probe("kernel.selftest", "kernels against their reference", against, SOFTWARE, "localllm doctor -vv")
 
 
 # --- with torch -------------------------------------------------------------------------------------------------------
 
 
-def _judged(check_id: str, group: str, measure: Callable[[], Check]) -> Check:
-    try:
-        return measure()
-    except ProbeError as error:
-        fix = "nvidia-smi" if check_id != "gemm.cpu" else "localllm doctor --only torch"
-        return found(check_id, group, "fail", f"could not be measured: {error}", fix=fix)
-
-
-def _vram(child: Child, device: str, gpu: GpuFacts, where: str) -> Check:
+def _vram(child: Measurements, device: str, gpu: GpuFacts, where: str) -> Check:
     speed = child.ask("copy", device)
     data = {"bytes_s": speed, "spec_bytes_s": gpu.bandwidth or None}
     title = f"{where}{speed / 1e9:,.0f} GB/s"
     if not gpu.bandwidth:
-        return found("bw.vram", HARDWARE, "ok", title, **data)
+        return ok(title, **data)
     share = speed / gpu.bandwidth
     title += f", {share:.0%} of {gpu.bandwidth / 1e9:,.0f} GB/s"
     if share < GOOD_SHARE["bw.vram"]:
         detail = "another program on the card, a low memory clock, or a power limit"
         fix = "nvidia-smi -q -d PERFORMANCE,CLOCK"
-        return found("bw.vram", HARDWARE, "warn", title, detail, fix, **data)
-    return found("bw.vram", HARDWARE, "ok", title, **data)
+        return warn(title, detail, fix, **data)
+    return ok(title, **data)
 
 
-def _gemm(child: Child, device: str, kinds: list[tuple[str, int]], where: str = "") -> Check:
-    check_id = "gemm.cpu" if device == "cpu" else "gemm.tflops"
-    speeds = {dtype: child.ask("matmul", device, dtype, size) for dtype, size in kinds}
-    text = ", ".join(f"{_operations(speed)} in {dtype}" for dtype, speed in speeds.items())
-    return found(check_id, HARDWARE, "ok", f"{where}{text}", **speeds)
+def _gemm(child: Measurements, device: str, dtype: str, size: int, where: str = "") -> Check:
+    speed = child.ask("matmul", device, dtype, size)
+    return ok(f"{where}{_operations(speed)} in {dtype}", **{dtype: speed})
 
 
 def _operations(speed: float) -> str:
     return f"{speed / 1e12:,.1f} TFLOPS" if speed >= 1e12 else f"{speed / 1e9:,.0f} GFLOPS"
 
 
-def _h2d(child: Child, device: str, gpu: GpuFacts, where: str) -> Check:
+def _h2d(child: Measurements, device: str, gpu: GpuFacts, where: str) -> Check:
     rates = child.ask("transfer", device)
     speed, back, plain = rates.get("h2d", 0.0), rates.get("d2h", 0.0), rates["h2d_pageable"]
     title = f"{where}{speed / 1e9:.1f} GB/s to the card, {back / 1e9:.1f} back, {plain / 1e9:.1f} from ordinary memory"
@@ -209,40 +150,37 @@ def _h2d(child: Child, device: str, gpu: GpuFacts, where: str) -> Check:
     if most and not gpu.unified and speed < GOOD_SHARE["bw.h2d"] * most:
         title += f": PCIe {gpu.pcie_gen_max}.0 ×{gpu.pcie_width_max} would carry {most / 1e9:.0f}"
         detail = "a riser, a slot with fewer lanes, or a BIOS that holds the link down"
-        return found("bw.h2d", HARDWARE, "warn", title, detail, "nvidia-smi -q -d PCI", **data)
-    return found("bw.h2d", HARDWARE, "ok", title, **data)
+        return warn(title, detail, "nvidia-smi -q -d PCI", **data)
+    return ok(title, **data)
 
 
-def _peer(child: Child, first: int, second: int) -> Check:
+def _peer(child: Measurements, first: int, second: int) -> Check:
     name = f"GPU {first} to GPU {second}"
     fix = "export NCCL_P2P_DISABLE=1"
     try:
         told = child.ask("peer", f"cuda:{first}", f"cuda:{second}", limit_s=20.0)
     except ProbeError as error:
-        return found("p2p.copy", HARDWARE, "fail", f"{name}: {error}", "see rule R5", fix)
+        return fail(f"{name}: {error}", "see rule R5", fix)
     if not told["whole"]:
         title = f"{name}: what arrived is not what was sent"
-        return found("p2p.copy", HARDWARE, "fail", title, "iommu=off on the kernel's command line", fix, **told)
-    return found("p2p.copy", HARDWARE, "ok", f"{name}: {told['bytes_s'] / 1e9:.1f} GB/s, arrived whole", **told)
+        return fail(title, "iommu=off on the kernel's command line", fix, **told)
+    return ok(f"{name}: {told['bytes_s'] / 1e9:.1f} GB/s, arrived whole", **told)
 
 
-def _selftest(child: Child, machine: MachineFacts) -> Check:
+def _selftest(child: Measurements, machine: MachineFacts) -> Check:
     usable = machine.gpus if machine.torch_cuda else ()
     card = max(usable, key=lambda gpu: gpu.free_bytes, default=None)
     arguments: tuple[Any, ...] = ("cpu", 0, "float32")
     if card is not None:
         dtype = "bfloat16" if card.has_bf16 else "float16"
         arguments = (f"cuda:{machine.gpus.index(card)}", card.capability, dtype)
-    try:
-        told = child.ask("selftest", *arguments, limit_s=300.0)
-    except ProbeError as error:
-        return found("kernel.selftest", SOFTWARE, "fail", f"could not be run: {error}", fix="localllm doctor -vv")
+    told = child.ask("selftest", *arguments, limit_s=300.0)
     if told["failures"]:
         title = f"{len(told['failures'])} of {told['run']} kernels are wrong here; the next ones take over"
         fix = "localllm doctor --report"
-        return found("kernel.selftest", SOFTWARE, "warn", title, told["failures"][0], fix, **told)
-    title = f"{told['run']} kernels agree with their plain twins"
-    return found("kernel.selftest", SOFTWARE, "ok", title, **told)
+        return warn(title, told["failures"][0], fix, **told)
+    title = f"{told['run']} kernels agree with their reference"
+    return ok(title, **told)
 
 
 # --- without ----------------------------------------------------------------------------------------------------------
@@ -251,7 +189,7 @@ def _selftest(child: Child, machine: MachineFacts) -> Check:
 def _ram(machine: MachineFacts) -> Check:
     speed = read_bandwidth(machine.cpu.cores_usable, machine.cpu.cache_bytes)
     title = f"{speed / 1e9:.1f} GB/s read by {machine.cpu.cores_usable} cores"
-    return found("bw.ram", HARDWARE, "ok", title, bytes_s=speed)
+    return ok(title, bytes_s=speed)
 
 
 def disk_read() -> Check:
@@ -260,17 +198,17 @@ def disk_read() -> Check:
     files = [p for m in models for p in ([m.path] if m.path.is_file() else sorted(m.path.glob("*.safetensors")))]
     largest = max(files, key=lambda p: p.stat().st_size, default=None)
     if largest is None:
-        return found("disk.read", STORAGE, "skip", "no model here to read")
+        return skip("no model here to read")
     try:
         count, seconds = read_file(largest)
     except OSError as error:
-        return found("disk.read", STORAGE, "fail", f"{largest.name}: {error.strerror}", fix="localllm ls --all")
+        return fail(f"{largest.name}: {error.strerror}", fix="localllm ls --all")
     speed = count / seconds
     data: dict[str, Any] = {"bytes_s": speed, "bytes": count, "file": largest.name}
     title = f"{speed / 1e6:,.0f} MB/s: 10 GB of weights take {10e9 / speed:.0f} s from the disk"
     if speed < 300e6:
-        return found("disk.read", STORAGE, "warn", title, "", "export HF_HOME=/an/nvme/disk/hf", **data)
-    return found("disk.read", STORAGE, "ok", title, **data)
+        return warn(title, "", "export HF_HOME=/an/nvme/disk/hf", **data)
+    return ok(title, **data)
 
 
 def read_file(path: Path, most: int = READ_BYTES, seconds: float = READ_S) -> tuple[int, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Mapping
 from pathlib import Path
 
 from localllm import paths
@@ -13,67 +12,73 @@ from localllm.device.disk import existing
 from localllm.errors import ConfigError
 from localllm.interface import Check
 
-from .finding import SOFTWARE, CheckFunction, Survey, found
+from .finding import SOFTWARE, Checks, Survey, fail, ok, skip, warn
+
+CHECKS = Checks(SOFTWARE)
 
 # a larger database is opened, but not read through: that would take longer than a quick check may
 CHECKED_BYTES = 64 << 20
 
 
+@CHECKS.add("config.valid")
 def config_valid(survey: Survey) -> Check:
     """Whether the file and the environment can be read."""
     try:
         config = load_config()
     except ConfigError as error:
-        return found("config.valid", SOFTWARE, "fail", error.message, fix="localllm config edit")
+        return fail(error.message, fix="localllm config edit")
     if config.broken:
         detail = "the defaults hold until it can be read"
-        return found("config.valid", SOFTWARE, "fail", config.broken, detail, "localllm config edit")
+        return fail(config.broken, detail, "localllm config edit")
     if not config.origins:
-        return found("config.valid", SOFTWARE, "ok", f"defaults; {short(settings_file())} may change them")
-    return found("config.valid", SOFTWARE, "ok", f"{len(config.origins)} settings", keys=sorted(config.origins))
+        return ok(f"defaults; {short(settings_file())} may change them")
+    return ok(f"{len(config.origins)} settings", keys=sorted(config.origins))
 
 
+@CHECKS.add("config.unknown_keys")
 def config_warnings(survey: Survey) -> Check:
     """Unknown keys, wrong values, unknown variables."""
     try:
         config = load_config()
     except ConfigError:
-        return found("config.unknown_keys", SOFTWARE, "skip", "the settings cannot be read")
+        return skip("the settings cannot be read")
     warnings = [w for w in config.warnings if not (config.broken and w.startswith(config.broken))]
     if config.broken and not warnings:
-        return found("config.unknown_keys", SOFTWARE, "skip", "the settings cannot be read")
+        return skip("the settings cannot be read")
     if warnings:
         more = f" (and {len(warnings) - 1} more)" if len(warnings) > 1 else ""
         title = warnings[0] + more
-        return found("config.unknown_keys", SOFTWARE, "warn", title, fix="localllm config edit", warnings=warnings)
-    return found("config.unknown_keys", SOFTWARE, "ok", "none")
+        return warn(title, fix="localllm config edit", warnings=warnings)
+    return ok("none")
 
 
+@CHECKS.add("db.ok")
 def database(survey: Survey) -> Check:
     """Whether saved chats can be read; nothing is written."""
     place = paths.data_dir() / "chats.db"
     if not place.exists():
-        return found("db.ok", SOFTWARE, "skip", "no chat was saved yet")
+        return skip("no chat was saved yet")
     try:
         with sqlite3.connect(f"{place.resolve().as_uri()}?mode=ro", uri=True, timeout=1) as opened:
             small = place.stat().st_size <= CHECKED_BYTES
             told = opened.execute("PRAGMA quick_check(1)" if small else "PRAGMA schema_version").fetchone()[0]
         opened.close()
     except (sqlite3.Error, OSError) as error:
-        return found("db.ok", SOFTWARE, "fail", f"{short(place)}: {error}", "", f"mv {place} {place}.broken")
+        return fail(f"{short(place)}: {error}", "", f"mv {place} {place}.broken")
     if small and told != "ok":
-        return found("db.ok", SOFTWARE, "fail", f"{short(place)} is damaged: {told}", "", f"mv {place} {place}.broken")
-    return found("db.ok", SOFTWARE, "ok", f"{short(place)}", bytes=place.stat().st_size)
+        return fail(f"{short(place)} is damaged: {told}", "", f"mv {place} {place}.broken")
+    return ok(f"{short(place)}", bytes=place.stat().st_size)
 
 
+@CHECKS.add("folders")
 def folders(survey: Survey) -> Check:
     """Whether our own folders (data, cache, state with the log) can be written."""
     for place in (paths.data_dir(), paths.cache_dir(), paths.state_dir()):
         parent = existing(place)
         if not os.access(parent, os.W_OK | os.X_OK):
             title = f"{short(parent)} cannot be written"
-            return found("folders", SOFTWARE, "fail", title, fix="export LOCALLLM_HOME=~/localllm", path=str(parent))
-    return found("folders", SOFTWARE, "ok", f"{short(paths.data_dir())} and its like can be written")
+            return fail(title, fix="export LOCALLLM_HOME=~/localllm", path=str(parent))
+    return ok(f"{short(paths.data_dir())} and its like can be written")
 
 
 def short(path: Path) -> str:
@@ -81,11 +86,3 @@ def short(path: Path) -> str:
     home = os.path.expanduser("~")
     text = str(path)
     return "~" + text[len(home) :] if home != "/" and text.startswith(home + "/") else text
-
-
-CHECKS: Mapping[str, CheckFunction] = {
-    "config.valid": config_valid,
-    "config.unknown_keys": config_warnings,
-    "db.ok": database,
-    "folders": folders,
-}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from localllm.device.gpu_table import min_cuda, min_torch_cuda
@@ -10,40 +9,43 @@ from localllm.device.host import version_key
 from localllm.interface import Check
 from localllm.terminal import GIB, gib
 
-from .finding import SOFTWARE, CheckFunction, Status, Survey, found, install, sm
+from .finding import SOFTWARE, Checks, Status, Survey, fail, found, install, ok, skip, sm, warn
 from .gpu import torch_for
+
+CHECKS = Checks(SOFTWARE)
 
 MIN_TORCH = (2, 11)
 
 
+@CHECKS.add("py.version")
 def python_version(survey: Survey) -> Check:
     """The interpreter."""
-    return found(
-        "py.version", SOFTWARE, "ok", f"{survey.host.python}, {survey.host.prefix}", version=survey.host.python
-    )
+    return ok(f"{survey.host.python}, {survey.host.prefix}", version=survey.host.python)
 
 
+@CHECKS.add("torch.version")
 def torch_version(survey: Survey) -> Check:
     """Which torch is installed; it is not imported."""
     machine = survey.machine
     version = machine.torch_version
     if not version:
-        return found("torch.version", SOFTWARE, "fail", "torch is not installed", fix="pip install torch")
+        return fail("torch is not installed", fix="pip install torch")
     if version_key(version)[:2] < MIN_TORCH:
         title = f"{version}: {'.'.join(map(str, MIN_TORCH))} is needed"
-        return found("torch.version", SOFTWARE, "fail", title, fix="pip install --upgrade torch", version=version)
+        return fail(title, fix="pip install --upgrade torch", version=version)
     build = f"built for CUDA {machine.torch_cuda}" if machine.torch_cuda else "CPU build"
-    return found("torch.version", SOFTWARE, "ok", f"{version}, {build}", version=version, cuda=machine.torch_cuda)
+    return ok(f"{version}, {build}", version=version, cuda=machine.torch_cuda)
 
 
+@CHECKS.add("torch.cuda")
 def torch_cuda(survey: Survey) -> Check:
     """Whether the installed torch can use the GPUs and holds code for them."""
     machine = survey.machine
     if not machine.gpus:
-        return found("torch.cuda", SOFTWARE, "skip", "no GPU")
+        return skip("no GPU")
     if not machine.torch_cuda:
         title = f"torch {machine.torch_version} is a CPU build: the GPU stays unused"
-        return found("torch.cuda", SOFTWARE, "warn", title, fix=torch_for(survey))
+        return warn(title, fix=torch_for(survey))
     runnable = [gpu.capability for gpu in machine.gpus if gpu.capability >= 75]
     newest = max(runnable, default=max(gpu.capability for gpu in machine.gpus))
     least = min_torch_cuda(newest)
@@ -52,26 +54,28 @@ def torch_cuda(survey: Survey) -> Check:
         held = [n for n in runnable if version_key(machine.torch_cuda) >= version_key(min_torch_cuda(n))]
         status: Status = "warn" if held else "fail"  # another card runs with it
         detail = f"{sm(max(held))} runs" if held else ""
-        return found("torch.cuda", SOFTWARE, status, title, detail, torch_for(survey), cuda=machine.torch_cuda)
-    return found("torch.cuda", SOFTWARE, "ok", f"CUDA {machine.torch_cuda}, {sm(newest)}", cuda=machine.torch_cuda)
+        return found(status, title, detail, torch_for(survey), cuda=machine.torch_cuda)
+    return ok(f"CUDA {machine.torch_cuda}, {sm(newest)}", cuda=machine.torch_cuda)
 
 
+@CHECKS.add("triton.version")
 def triton_version(survey: Survey) -> Check:
     """Which Triton is installed, for GPUs."""
     if not survey.machine.gpus:
-        return found("triton.version", SOFTWARE, "skip", "no GPU")
+        return skip("no GPU")
     version = survey.host.packages.get("triton", "")
     if not version:
-        return found("triton.version", SOFTWARE, "fail", "triton is not installed", fix="pip install triton")
-    return found("triton.version", SOFTWARE, "ok", version, version=version)
+        return fail("triton is not installed", fix="pip install triton")
+    return ok(version, version=version)
 
 
+@CHECKS.add("triton.ptxas")
 def triton_ptxas(survey: Survey) -> Check:
     """Whether Triton's assembler knows the cards."""
     newest = max((gpu.capability for gpu in survey.machine.gpus), default=0)
     has = survey.host.ptxas
     if newest < 75 or not has:
-        return found("triton.ptxas", SOFTWARE, "skip", "no GPU" if newest < 75 else "its version is not known")
+        return skip("no GPU" if newest < 75 else "its version is not known")
     least = min_cuda(newest)
     variable = survey.host.ptxas_variable
     named = survey.host.variables.get(variable, "") if variable else ""
@@ -80,10 +84,11 @@ def triton_ptxas(survey: Survey) -> Check:
     if version_key(has) < version_key(least):
         title = f"{has}{where} does not know {sm(newest)}: {least} does"
         fix = f"unset {variable}" if variable else "pip install --upgrade triton"
-        return found("triton.ptxas", SOFTWARE, "fail", title, "what Triton brings is used then", fix, **data)
-    return found("triton.ptxas", SOFTWARE, "ok", f"{has}{where} knows {sm(newest)}", **data)
+        return fail(title, "what Triton brings is used then", fix, **data)
+    return ok(f"{has}{where} knows {sm(newest)}", **data)
 
 
+@CHECKS.add("compiler")
 def compiler(survey: Survey) -> Check:
     """A C compiler, for the CPU kernels; on a GPU also Python's headers, for Triton's launcher."""
     machine, headers = survey.machine, survey.host.headers
@@ -91,18 +96,19 @@ def compiler(survey: Survey) -> Check:
     if not machine.compiler and machine.gpus:
         title = "no C compiler: GPU kernels cannot be started, CPU kernels cannot be built"
         detail = "the package ziglang brings one too: pip install ziglang"
-        return found("compiler", SOFTWARE, "fail", title, detail, install("gcc"), **data)
+        return fail(title, detail, install("gcc"), **data)
     if not machine.compiler:
         title = "no C compiler: the CPU kernels cannot be built, PyTorch's own products are used"
-        return found("compiler", SOFTWARE, "warn", title, "slower and larger in memory", install("gcc"), **data)
+        return warn(title, "slower and larger in memory", install("gcc"), **data)
     if not headers:
         title = f"{machine.compiler}; Python's headers (Python.h) are missing"
         fix = install("python3-dev", "python3-devel", "python") if machine.gpus else ""
         detail = "Triton's launcher needs them" if machine.gpus else "needed on a GPU only"
-        return found("compiler", SOFTWARE, "fail" if machine.gpus else "ok", title, detail, fix, **data)
-    return found("compiler", SOFTWARE, "ok", f"{machine.compiler}, Python headers", **data)
+        return found("fail" if machine.gpus else "ok", title, detail, fix, **data)
+    return ok(f"{machine.compiler}, Python headers", **data)
 
 
+@CHECKS.add("libs.conflict")
 def conflicts(survey: Survey) -> Check:
     """Whether packages ask of each other what is not installed."""
     wrong = list(survey.host.conflicts)
@@ -110,54 +116,43 @@ def conflicts(survey: Survey) -> Check:
     wrong += [f"{name} is installed for CUDA 12 and for CUDA 13" for name in both]
     if wrong:
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        return found("libs.conflict", SOFTWARE, "warn", wrong[0] + more, "", "pip check", conflicts=wrong)
-    return found("libs.conflict", SOFTWARE, "ok", "none among the packages that matter here")
+        return warn(wrong[0] + more, "", "pip check", conflicts=wrong)
+    return ok("none among the packages that matter here")
 
 
+@CHECKS.add("wsl")
 def wsl(survey: Survey) -> Check:
     """Which WSL, if any."""
     machine = survey.machine
     if not machine.wsl:
-        return found("wsl", SOFTWARE, "skip", "not inside WSL")
+        return skip("not inside WSL")
     if machine.wsl == 1:
-        return found("wsl", SOFTWARE, "fail", "WSL 1 has no GPU and slow files", fix="wsl.exe --set-version Debian 2")
+        return fail("WSL 1 has no GPU and slow files", fix="wsl.exe --set-version Debian 2")
     title = f"WSL 2 with {gib(machine.ram_total_bytes)} of memory (by default half of Windows' own)"
     detail = "[wsl2] memory=24GB in %UserProfile%\\.wslconfig gives it more; then: wsl --shutdown"
     if survey.host.wsl_mirrored:
         detail += "; mirrored networking may hide a server from Windows"
-    return found("wsl", SOFTWARE, "ok", title, detail, version=2, release=survey.host.wsl_release)
+    return ok(title, detail, version=2, release=survey.host.wsl_release)
 
 
+@CHECKS.add("container")
 def container(survey: Survey) -> Check:
     """Which container, if any."""
     kind = survey.machine.container
     if not kind:
-        return found("container", SOFTWARE, "skip", "not inside a container")
-    return found("container", SOFTWARE, "ok", kind, kind=kind)
+        return skip("not inside a container")
+    return ok(kind, kind=kind)
 
 
+@CHECKS.add("cgroup.mem")
 def cgroup_memory(survey: Survey) -> Check:
     """Whether a control group or `ulimit -v` makes memory smaller than it looks."""
     machine = survey.machine
     if not machine.ram_limit:
-        return found("cgroup.mem", SOFTWARE, "skip", "no limit below the installed RAM")
+        return skip("no limit below the installed RAM")
     title = f"a {machine.ram_limit} limits memory to {gib(machine.ram_total_bytes)}"
     data: dict[str, Any] = {"limit": machine.ram_limit, "limit_bytes": machine.ram_total_bytes}
     if machine.ram_total_bytes < 2 * GIB:
         fix = "ulimit -v unlimited" if machine.ram_limit == "ulimit" else "docker update --memory 8g CONTAINER"
-        return found("cgroup.mem", SOFTWARE, "warn", title, fix=fix, **data)
-    return found("cgroup.mem", SOFTWARE, "ok", title, **data)
-
-
-CHECKS: Mapping[str, CheckFunction] = {
-    "py.version": python_version,
-    "torch.version": torch_version,
-    "torch.cuda": torch_cuda,
-    "triton.version": triton_version,
-    "triton.ptxas": triton_ptxas,
-    "compiler": compiler,
-    "libs.conflict": conflicts,
-    "wsl": wsl,
-    "container": container,
-    "cgroup.mem": cgroup_memory,
-}
+        return warn(title, fix=fix, **data)
+    return ok(title, **data)

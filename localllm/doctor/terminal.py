@@ -7,41 +7,45 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 
 from localllm.interface import Check
 
-from .finding import TERMINAL, CheckFunction, Survey, found
+from .finding import TERMINAL, Checks, Survey, ok, skip, warn
+
+CHECKS = Checks(TERMINAL)
 
 MIN_COLUMNS, MIN_ROWS = 60, 16
 # variables of terminals that tell Shift+Enter from Enter
 KITTY_KEYS = ("KITTY_WINDOW_ID", "GHOSTTY_RESOURCES_DIR", "WEZTERM_EXECUTABLE", "ALACRITTY_SOCKET")
 
 
+@CHECKS.add("term")
 def term(survey: Survey) -> Check:
     """Whether full-screen chat can be shown."""
     name = os.environ.get("TERM", "")
     if not _terminal():
-        return found("term", TERMINAL, "skip", "no terminal", term=name)
+        return skip("no terminal", term=name)
     if name in ("", "dumb"):
         title = f"TERM={name or 'nothing'}: chat runs line by line"
-        return found("term", TERMINAL, "warn", title, fix="export TERM=xterm-256color")
+        return warn(title, fix="export TERM=xterm-256color")
     inside = next((n for n, v in (("tmux", "TMUX"), ("screen", "STY"), ("ssh", "SSH_TTY")) if os.environ.get(v)), "")
-    return found("term", TERMINAL, "ok", name + (f" inside {inside}" if inside else ""), term=name, inside=inside)
+    return ok(name + (f" inside {inside}" if inside else ""), term=name, inside=inside)
 
 
+@CHECKS.add("term.size")
 def term_size(survey: Survey) -> Check:
     """Whether there is room."""
     if not _terminal():
-        return found("term.size", TERMINAL, "skip", "no terminal")
+        return skip("no terminal")
     columns, rows = shutil.get_terminal_size()
     title = f"{columns}×{rows}"
     if columns < MIN_COLUMNS or rows < MIN_ROWS:
         title += f": {MIN_COLUMNS}×{MIN_ROWS} is the smallest that reads well"
-        return found("term.size", TERMINAL, "warn", title, fix="localllm chat --plain", columns=columns, rows=rows)
-    return found("term.size", TERMINAL, "ok", title, columns=columns, rows=rows)
+        return warn(title, fix="localllm chat --plain", columns=columns, rows=rows)
+    return ok(title, columns=columns, rows=rows)
 
 
+@CHECKS.add("term.utf8")
 def term_utf8(survey: Survey) -> Check:
     """Whether text in every script can be shown."""
     try:
@@ -50,48 +54,51 @@ def term_utf8(survey: Survey) -> Check:
         encoding = "ascii"
     if encoding != "utf-8":
         title = f"the encoding is {encoding}"
-        return found("term.utf8", TERMINAL, "warn", title, fix="export LC_ALL=C.UTF-8", encoding=encoding)
-    return found("term.utf8", TERMINAL, "ok", "UTF-8", encoding=encoding)
+        return warn(title, fix="export LC_ALL=C.UTF-8", encoding=encoding)
+    return ok("UTF-8", encoding=encoding)
 
 
+@CHECKS.add("term.color")
 def term_color(survey: Survey) -> Check:
     """How many colours, as the terminal says."""
     if not _terminal():
-        return found("term.color", TERMINAL, "skip", "no terminal")
+        return skip("no terminal")
     if os.environ.get("NO_COLOR"):
-        return found("term.color", TERMINAL, "ok", "none wanted (NO_COLOR)", colors=0)
+        return ok("none wanted (NO_COLOR)", colors=0)
     if os.environ.get("COLORTERM", "") in ("truecolor", "24bit"):
-        return found("term.color", TERMINAL, "ok", "16 million", colors=1 << 24)
+        return ok("16 million", colors=1 << 24)
     if "256" in os.environ.get("TERM", ""):
-        return found("term.color", TERMINAL, "ok", "256", colors=256)
-    return found("term.color", TERMINAL, "ok", "16 (COLORTERM=truecolor tells of more)", colors=16)
+        return ok("256", colors=256)
+    return ok("16 (COLORTERM=truecolor tells of more)", colors=16)
 
 
+@CHECKS.add("term.keys")
 def term_keys(survey: Survey) -> Check:
     """Whether Shift+Enter arrives."""
     if not _terminal():
-        return found("term.keys", TERMINAL, "skip", "no terminal")
+        return skip("no terminal")
     tells = any(os.environ.get(name) for name in KITTY_KEYS) and not os.environ.get("TMUX")
     title = "Shift+Enter makes a new line" if tells else "Ctrl+J or \\ Enter make a new line; Shift+Enter may not"
-    return found("term.keys", TERMINAL, "ok", title, kitty=tells)
+    return ok(title, kitty=tells)
 
 
+@CHECKS.add("term.clipboard")
 def term_clipboard(survey: Survey) -> Check:
     """Whether copying reaches the clipboard."""
     if not _terminal():
-        return found("term.clipboard", TERMINAL, "skip", "no terminal")
+        return skip("no terminal")
     if os.environ.get("TMUX"):
         setting = _tmux("set-clipboard")
         if setting != "on":
             title = f"tmux keeps what is copied to itself (set-clipboard {setting or 'unknown'})"
             fix = "echo 'set -g set-clipboard on' >> ~/.tmux.conf && tmux source ~/.tmux.conf"
-            return found("term.clipboard", TERMINAL, "warn", title, "", fix, tmux=setting)
-        return found("term.clipboard", TERMINAL, "ok", "through tmux", tmux=setting)
+            return warn(title, "", fix, tmux=setting)
+        return ok("through tmux", tmux=setting)
     if os.environ.get("STY"):
         title = "screen does not pass on what is copied"
-        return found("term.clipboard", TERMINAL, "warn", title, "", "tmux new -s chat")
+        return warn(title, "", "tmux new -s chat")
     tool = next((n for n in ("wl-copy", "xclip", "xsel", "pbcopy", "clip.exe") if shutil.which(n)), "")
-    return found("term.clipboard", TERMINAL, "ok", f"through the terminal{f' and {tool}' if tool else ''}", tool=tool)
+    return ok(f"through the terminal{f' and {tool}' if tool else ''}", tool=tool)
 
 
 def _terminal() -> bool:
@@ -107,13 +114,3 @@ def _tmux(option: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return run.stdout.strip()
-
-
-CHECKS: Mapping[str, CheckFunction] = {
-    "term": term,
-    "term.size": term_size,
-    "term.utf8": term_utf8,
-    "term.color": term_color,
-    "term.keys": term_keys,
-    "term.clipboard": term_clipboard,
-}

@@ -241,7 +241,7 @@ def _check(source: Source) -> tuple[str, int]:
         except ChildLate:
             raise _Refused(f"it is too complex: over {CHECK_WALL_S} s") from None
         except ChildDied as died:
-            if died.signal in _OWN_SIGNALS or attempt:  # else it was ended from outside: once more with a new one
+            if -died.code in _OWN_SIGNALS or attempt:  # else it was ended from outside: once more with a new one
                 raise _Refused(f"it is too complex: it needs more than it may have ({limits})") from None
             continue
         if "error" in answer:

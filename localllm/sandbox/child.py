@@ -1,6 +1,6 @@
 """A child process that answers requests over pipes: its start, its deadline, its restart after it dies.
 
-For work on strangers' input that cannot be interrupted in this process: rendering chat templates, compiling grammars.
+For work that cannot be interrupted in this process: rendering chat templates, compiling grammars, measuring a card.
 A message is a little-endian uint32 length and that many bytes; the child says it is ready with an empty one.
 """
 
@@ -28,11 +28,11 @@ _ENVIRONMENT = frozenset(
 
 
 class ChildDied(Exception):
-    """The child closed its pipe; a new one starts at the next request. `signal` is what ended it, 0 for an exit."""
+    """The child closed its pipe; a new one starts at the next request. `code` is its exit code, minus a signal's."""
 
-    def __init__(self, signal: int) -> None:
-        super().__init__(f"signal {signal}" if signal else "exit")
-        self.signal = signal
+    def __init__(self, code: int = 0) -> None:
+        super().__init__(f"code {code}")
+        self.code = code
 
 
 class ChildLate(Exception):
@@ -42,14 +42,16 @@ class ChildLate(Exception):
 class Child:
     """One child, started when first needed or by `start`. Safe to share between threads: they take turns."""
 
-    def __init__(self, module: str, what: str) -> None:
+    def __init__(self, module: str, what: str, *, trusted: bool = False) -> None:
         """Starts nothing.
 
-        module  run as `python -P -m module`
-        what    for errors: "the process that renders chat templates"
+        module   run as `python -P -m module`
+        what     for errors: "the process that renders chat templates"
+        trusted  it sees all of our environment
         """
         self._module = module
         self._what = what
+        self._trusted = trusted
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._ready = False
@@ -101,13 +103,13 @@ class Child:
         if self._process is not None and self._process.poll() is None:
             return
         self._end()
-        kept = {k: v for k, v in os.environ.items() if k in _ENVIRONMENT or k.startswith("LC_")}
+        environment = {k: v for k, v in os.environ.items() if self._trusted or k in _ENVIRONMENT or k.startswith("LC_")}
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", self._module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=kept,
+            env=environment,
             bufsize=0,
         )
         for pipe in (self._process.stdin, self._process.stdout):
@@ -115,20 +117,20 @@ class Child:
             os.set_blocking(pipe.fileno(), False)
 
     def _end(self, wait_s: float = 0.0) -> int:
-        """End it. The signal that had ended it already, 0 when it still ran after `wait_s` or had ended by itself."""
+        """End it. The exit code it had already, 0 when it still ran after `wait_s`."""
         process, self._process, self._ready = self._process, None, False
         if process is None:
             return 0
         try:
-            signal = max(-process.wait(wait_s), 0)
+            code = process.wait(wait_s)
         except subprocess.TimeoutExpired:
-            signal = 0
+            code = 0
             process.kill()
             process.wait()
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None
             pipe.close()
-        return signal
+        return code
 
     def _write(self, data: bytes, deadline: float) -> None:
         assert self._process is not None and self._process.stdin is not None
@@ -138,7 +140,7 @@ class Child:
             try:
                 rest = rest[os.write(descriptor, rest) :]
             except BrokenPipeError:
-                raise ChildDied(0) from None
+                raise ChildDied from None
             except BlockingIOError:
                 continue
 
@@ -152,7 +154,7 @@ class Child:
             except BlockingIOError:
                 continue
             if not piece:
-                raise ChildDied(0)
+                raise ChildDied
             data += piece
         return bytes(data)
 

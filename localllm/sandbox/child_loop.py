@@ -18,7 +18,6 @@ def confine(memory_bytes: int, stack_bytes: int | None = None) -> None:
     memory_bytes  address space beyond the present one
     stack_bytes   of the main thread; None leaves it
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
     with open("/proc/self/statm", "rb") as file:
         size = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + memory_bytes, size + memory_bytes))
@@ -31,16 +30,17 @@ def confine(memory_bytes: int, stack_bytes: int | None = None) -> None:
 def serve(
     answer: Callable[[bytes], bytes],
     *,
-    alarm_s: float,
+    alarm_s: float = 0.0,
     cpu_s: float | None = None,
     requests: BinaryIO | None = None,
     answers: BinaryIO | None = None,
 ) -> None:
     """Say that all is ready (an empty answer), then answer until the input ends.
 
-    alarm_s  ends a wedged child whose parent is gone; the parent gives up sooner
+    alarm_s  ends a wedged child whose parent is gone; the parent gives up sooner; 0: never
     cpu_s    processor time that one answer may take, by the default action of SIGPROF
     """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
     requests, answers = requests or sys.stdin.buffer, answers or sys.stdout.buffer
     answers.write(HEADER.pack(0))
     answers.flush()
