@@ -9,7 +9,7 @@ from pathlib import Path
 import gpu_models
 import torch
 
-from localllm.checkpoint.facts import linear_shapes
+from localllm.models.architectures.facts import linear_shapes
 from localllm.quant.encode import Target
 from localllm.quant.export import configuration, tensors
 
@@ -35,7 +35,7 @@ def write_checkpoint(folder: Path, size: str, device: str) -> int:
     pending: dict[str, torch.Tensor] = {}
     for index in range(facts.num_layers):
         base = f"model.layers.{index}."
-        for name, shape in linear_shapes(facts).items():
+        for name, shape in linear_shapes(facts.layers[index], hidden).items():
             weight = gpu_models.random_weight("int4", shape, place)
             pending |= {f"{base}{name}.{suffix}": part for suffix, part in tensors(weight).items()}
         for name, width in (("input_layernorm", hidden), ("post_attention_layernorm", hidden)):
@@ -57,7 +57,7 @@ def write_checkpoint(folder: Path, size: str, device: str) -> int:
         "vocab_size": facts.vocab_size,
         "max_position_embeddings": facts.max_context,
         "rms_norm_eps": facts.rms_norm_eps,
-        "rope_theta": facts.rope.theta,
+        "rope_theta": facts.ropes[0].theta,
         "hidden_act": "silu",
         "tie_word_embeddings": facts.tied_embeddings,
         "torch_dtype": "bfloat16",
@@ -73,15 +73,15 @@ def first_token(folder: Path, device: str, kv: str, started: float) -> dict[str,
     stages = {"imports": time.time() - started}
     from gpu_rows import Bench
 
-    from localllm.checkpoint import open_checkpoint
     from localllm.device import machine
     from localllm.kernels.verify.records import Records, default_folder, identity
     from localllm.kernels.verify.selftest import SelfTest
+    from localllm.models.architectures import open_model
     from localllm.models.loader import LoadOptions, load_model
     from localllm.plan.planner import PlanOptions, plan
 
     facts_of_machine = machine()
-    with open_checkpoint(folder) as checkpoint:
+    with open_model(folder) as checkpoint:
         options = PlanOptions(device=device, kv=kv, ctx=8192, quant="")
         made = plan(checkpoint.facts, facts_of_machine, options)
         test = SelfTest(Records("selftest", identity(device, facts_of_machine.driver), default_folder()))

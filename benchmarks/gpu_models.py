@@ -10,10 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from localllm.checkpoint.facts import ModelFacts, RopeFacts, count_params, linear_shapes
 from localllm.kernels import Weight
 from localllm.kernels.layer_weights import Norm
 from localllm.kernels.verify.selftest import SelfTest
+from localllm.models.architectures.facts import (
+    Attention,
+    Dense,
+    LayerFacts,
+    ModelFacts,
+    RopeFacts,
+    count_linear_params,
+    count_params,
+    kv_bytes_per_token,
+)
 from localllm.models.loader import Loading, LoadOptions
 from localllm.models.model import Model
 
@@ -37,28 +46,22 @@ INT4_GROUP = 128
 def facts_of(size: str, form: str, num_layers: int | None = None) -> ModelFacts:
     """Qwen3 of a size, as a checkpoint of that format would tell."""
     hidden, inner, layers, heads, kv_heads, tied = SIZES[size]
+    dim = 128 if size != "tiny" else 64
+    attention = Attention(heads, kv_heads, dim, RopeFacts(1e6, dim), dim**-0.5, qk_norm=True)
     facts = ModelFacts(
         architecture="qwen3",
         source_architecture="Qwen3ForCausalLM",
         name=f"Qwen3-{size}-{form}",
-        num_layers=num_layers or layers,
         hidden_size=hidden,
-        intermediate_size=inner,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=128 if size != "tiny" else 64,
         vocab_size=VOCAB if size != "tiny" else 1000,
         max_context=40_960,
         rms_norm_eps=1e-6,
-        rope=RopeFacts(1e6, 128 if size != "tiny" else 64),
-        attention_scale=128**-0.5 if size != "tiny" else 0.125,
-        qk_norm=True,
+        layers=(LayerFacts(attention, Dense(inner)),) * (num_layers or layers),
         tied_embeddings=tied,
-        windows=(None,) * (num_layers or layers),
         stored_format={"int4": "compressed-tensors"}.get(form, form),
     )
     params = count_params(facts)
-    inside = facts.num_layers * sum(n * k for n, k in linear_shapes(facts).values())
+    inside = count_linear_params(facts)
     return replace(facts, num_params=params, weight_bytes=int((params - inside) * 2 + inside * FORMATS[form]))
 
 
@@ -141,9 +144,7 @@ def read_bytes(model: Model) -> int:
 
 def kv_bytes(facts: ModelFacts, kv: str, tokens: int) -> int:
     """Bytes of keys and values that attention over so many tokens reads."""
-    from localllm.checkpoint.facts import kv_bytes_per_token
-
-    return kv_bytes_per_token(facts, kv) * tokens
+    return kv_bytes_per_token(facts.layers, kv) * tokens
 
 
 Told = Callable[[str], None]

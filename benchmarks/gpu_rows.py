@@ -11,9 +11,9 @@ import torch
 
 from localllm.boot.assembly import Assembled, assemble
 from localllm.boot.proof import WorstSteps
-from localllm.checkpoint.facts import ModelFacts
 from localllm.device import MachineFacts
 from localllm.kernels.verify.tuning import gpu_seconds
+from localllm.models.architectures.facts import ModelFacts
 from localllm.models.model import Model
 from localllm.plan.planner import Plan, PlanOptions, plan
 from localllm.request import Request, SamplingParams

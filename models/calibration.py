@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from localllm.checkpoint import Checkpoint
 from localllm.kernels.layer_weights import Linear
 from localllm.kernels.rope import RopeTable
 from localllm.kernels.segments import REFERENCES
 
+from .architectures import OpenModel
 from .kv_cache import CacheGroup, KVCache
 from .layers import DecoderLayer
 from .loader import Loading, LoadOptions
@@ -45,9 +45,7 @@ class Observed:
         return self.linear(x)
 
 
-def hessians(
-    checkpoint: Checkpoint, sequences: Sequence[Sequence[int]], device: str = "cpu"
-) -> Iterator[dict[str, Tensor]]:
+def hessians(source: OpenModel, sequences: Sequence[Sequence[int]], device: str = "cpu") -> Iterator[dict[str, Tensor]]:
     """For each layer in order: module name below `model.layers.{i}.` -> float32 [K, K]. Modules may share a tensor.
 
     sequences  token ids, each run for itself; what a layer hands on is computed with the stored weights in float32
@@ -56,19 +54,17 @@ def hessians(
     """
     if not any(len(ids) for ids in sequences):
         raise ValueError("calibration needs at least one token")
-    loading = Loading(checkpoint, checkpoint.facts, LoadOptions(device=device, exact=True))
-    facts = checkpoint.facts
+    facts = source.facts
+    loading = Loading(source, facts, LoadOptions(device=device, exact=True))
     with torch.inference_mode():
         rows = loading.weight("model.embed_tokens", (facts.vocab_size, facts.hidden_size))
         embedding = loading.embedding(rows, None)
         streams = [embedding(torch.tensor(ids, device=device)) for ids in sequences if len(ids)]
         del rows, embedding
-        rotations = [loading.rope(facts.rope)]
-        if facts.local_rope is not None:
-            rotations.append(loading.rope(facts.local_rope))
+        rotations = {rope: loading.rope(rope) for rope in facts.ropes}
         for index in range(facts.num_layers):
             layer = loading.layer(index)
-            table = rotations[0 if facts.windows[index] is None else -1]
+            table = rotations[facts.layers[index].mixer.rope]
             seen = {
                 "qkv": Observed(layer.attention.qkv),
                 "out": Observed(layer.attention.out),

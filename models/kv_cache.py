@@ -10,15 +10,13 @@ import math
 import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from localllm.kernels.kv_pages import KV_DTYPES, SCALED_FORMATS, KVPages
 
-if TYPE_CHECKING:
-    from localllm.checkpoint.facts import ModelFacts
+from .architectures.facts import ModelFacts, cache_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +32,8 @@ class CacheGroup:
     head_dim: int
     scales: Mapping[int, tuple[float, float]] = field(default_factory=dict, hash=False)
     """layer -> what the checkpoint says codes of its keys and values are multiplied with (fp8 only)"""
+    rope: int = 0
+    """which of the model's rotations (`ModelFacts.ropes`) its layers use"""
 
 
 def cache_groups(facts: ModelFacts, scales: Mapping[int, tuple[float, float]] | None = None) -> tuple[CacheGroup, ...]:
@@ -41,27 +41,14 @@ def cache_groups(facts: ModelFacts, scales: Mapping[int, tuple[float, float]] | 
 
     scales   of `kv_scales.read_kv_scales`
     """
-    found: dict[int | None, list[int]] = {}
-    for layer, window in enumerate(facts.windows):
-        found.setdefault(window, []).append(layer)
-    ordered = sorted(found, key=lambda window: (window is not None, -(window or 0)))
-    return tuple(
-        CacheGroup(
-            name="full" if window is None else f"window-{window}",
-            window=window,
-            layers=tuple(found[window]),
-            num_kv_heads=facts.num_kv_heads,
-            head_dim=facts.head_dim,
-            scales={layer: pair for layer, pair in (scales or {}).items() if layer in found[window]},
-        )
-        for window in ordered
-    )
-
-
-def kv_bytes_per_page(group: CacheGroup, kv_format: str, page_size: int) -> int:
-    """Bytes of one page of a group: keys and values of all its layers, with the scales of 8-bit formats."""
-    head = group.head_dim * KV_DTYPES[kv_format].itemsize + (4 if kv_format in SCALED_FORMATS else 0)
-    return 2 * len(group.layers) * group.num_kv_heads * page_size * head
+    groups = []
+    for layers in cache_layers(facts):
+        mixer = facts.layers[layers[0]].mixer
+        name = "full" if mixer.window is None else f"window-{mixer.window}"
+        fixed = {layer: pair for layer, pair in (scales or {}).items() if layer in layers}
+        rope = facts.ropes.index(mixer.rope)
+        groups.append(CacheGroup(name, mixer.window, layers, mixer.num_kv_heads, mixer.head_dim, fixed, rope))
+    return tuple(groups)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 from localllm.checkpoint import Checkpoint
-from localllm.checkpoint.names import SourceNames
 from localllm.errors import BadModelFile
 from localllm.quant.dense import read_dense
+
+from .architectures.names import NameMap
 
 ATTENTION = "self_attn"
 NAMES = {
@@ -33,14 +34,14 @@ NAMES = {
 """what the tools call them below `self_attn`"""
 
 
-def read_kv_scales(checkpoint: Checkpoint, names: SourceNames, num_layers: int) -> dict[int, tuple[float, float]]:
+def read_kv_scales(checkpoint: Checkpoint, names: NameMap, num_layers: int) -> dict[int, tuple[float, float]]:
     """layer -> (scale of keys, scale of values): what codes are multiplied with. Empty where there are none.
 
     Numbers that are 1.0 for every layer are placeholders and count as none; one of a pair serves for both. Layers with
     a scale per head have none here: they get one per token and head, which is finer. Raises BadModelFile for a scale
     that is not a positive number.
     """
-    if names.gguf:
+    if checkpoint.kind == "gguf":
         return {}
     found: dict[int, tuple[float, float]] = {}
     for layer in range(num_layers):

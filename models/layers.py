@@ -1,4 +1,4 @@
-"""What every architecture is made of: `LayerSpec` says what a layer has, `DecoderLayer` holds it.
+"""What every architecture is made of.
 
 Weights are the frozen values of `kernels.layer_weights`; nothing here knows how they are stored or computed.
 """
@@ -22,31 +22,11 @@ __all__ = [
     "DecoderLayer",
     "Embedding",
     "HeadWeights",
-    "LayerSpec",
     "Linear",
     "LinearPart",
     "MlpWeights",
     "Norm",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class LayerSpec:
-    """What a decoder layer consists of, by its names in the checkpoint below `model.layers.{i}.`.
-
-    A bias that is stored is used; one that the spec names must be there.
-    """
-
-    attn_norm: str = "input_layernorm"
-    mlp_norm: str = "post_attention_layernorm"
-    post_attn_norm: str | None = None
-    """on what attention adds to the residual"""
-    post_mlp_norm: str | None = None
-    """on what the feed-forward layer adds to the residual"""
-    qk_norm: bool = False
-    qkv_bias: bool = False
-    out_bias: bool = False
-    mlp_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)

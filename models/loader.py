@@ -16,10 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from localllm.checkpoint import Checkpoint
-from localllm.checkpoint.detect import stored_formats
-from localllm.checkpoint.facts import ModelFacts, RopeFacts, linear_shapes
-from localllm.checkpoint.names import SourceNames
 from localllm.errors import BadModelFile, DeviceError, OutOfMemory, UnsupportedModel
 from localllm.kernels import LinearFacts, OpFacts, Weight, choose, rope
 from localllm.kernels.embedding import is_plain_table, weight_rows
@@ -28,7 +24,8 @@ from localllm.kernels.verify.selftest import KernelCrash, SelfTest
 from localllm.quant import dequantize, fuse, load_weight, read_dense
 from localllm.quant.encode import Target, encode
 
-from . import gemma3, llama, qwen2, qwen3
+from .architectures import ModelFacts, OpenModel, RopeFacts
+from .architectures.facts import linear_shapes
 from .kv_cache import cache_groups
 from .kv_scales import read_kv_scales
 from .layers import (
@@ -36,7 +33,6 @@ from .layers import (
     DecoderLayer,
     Embedding,
     HeadWeights,
-    LayerSpec,
     Linear,
     LinearPart,
     MlpWeights,
@@ -44,13 +40,6 @@ from .layers import (
 )
 from .model import Model
 from .samples import layer_samples, model_shapes, rotations
-
-ARCHITECTURES: dict[str, Callable[[ModelFacts], LayerSpec]] = {
-    "llama": llama.layer_spec,
-    "qwen2": qwen2.layer_spec,
-    "qwen3": qwen3.layer_spec,
-    "gemma3": gemma3.layer_spec,
-}
 
 _CHANGES_RESULT = {
     "lora_": "a LoRA adapter",
@@ -92,20 +81,14 @@ class LoadOptions:
     """called with (stored bytes done, of how many)"""
 
 
-def load_model(checkpoint: Checkpoint, options: LoadOptions | None = None) -> Model:
+def load_model(checkpoint: OpenModel, options: LoadOptions | None = None) -> Model:
     """Load every weight of `checkpoint`, which may be closed afterwards.
 
     Raises BadModelFile, UnsupportedModel or UnsupportedFormat; OutOfMemory or DeviceError where the GPU gives up.
     """
     options = options or LoadOptions()
-    facts = checkpoint.facts
-    if facts.architecture not in ARCHITECTURES:
-        raise UnsupportedModel(
-            f"{checkpoint.path.name}: architecture {facts.architecture} cannot run",
-            f"these can: {', '.join(ARCHITECTURES)}",
-        )
     try:
-        return Loading(checkpoint, facts, options).model()
+        return Loading(checkpoint, checkpoint.facts, options).model()
     except torch.OutOfMemoryError as error:
         said = str(error).split(". ")[0]
         raise OutOfMemory(
@@ -132,7 +115,7 @@ def _shares_memory(device: torch.device) -> bool:
 class Loading:
     """One load in progress: what has been read, and which implementations were chosen."""
 
-    def __init__(self, checkpoint: Checkpoint, facts: ModelFacts, options: LoadOptions) -> None:
+    def __init__(self, checkpoint: OpenModel, facts: ModelFacts, options: LoadOptions) -> None:
         self.checkpoint = checkpoint
         self.facts = facts
         self.options = options
@@ -140,10 +123,6 @@ class Loading:
         self.capability = _capability(self.device)
         self.shares_memory = _shares_memory(self.device)
         self.selftest = options.selftest
-        self.spec = ARCHITECTURES[facts.architecture](facts)
-        self.names = SourceNames(checkpoint, facts.architecture)
-        self.stored = stored_formats(checkpoint)
-        self.shapes = linear_shapes(facts)
         self.target = Target(options.weights) if options.weights else None
         self.chosen: dict[str, dict[str, None]] = {}
         self.done = 0
@@ -167,10 +146,8 @@ class Loading:
         del rows  # where the head's layout serves both, the canonical table goes
         layers = [self.layer(index) for index in range(facts.num_layers)]
         head = HeadWeights(self.norm("model.norm", facts.hidden_size), linear, facts.logit_softcap)
-        ropes = [self.rope(facts.rope)]
-        if facts.local_rope is not None:
-            ropes.append(self.rope(facts.local_rope))
-        groups = cache_groups(facts, read_kv_scales(self.checkpoint, self.names, facts.num_layers))
+        ropes = [self.rope(rope) for rope in facts.ropes]
+        groups = cache_groups(facts, read_kv_scales(self.checkpoint, self.checkpoint.names, facts.num_layers))
         if self.selftest is not None:
             samples, turned = layer_samples(layers, groups), rotations(groups, ropes)
             table = self.selftest.segments(shapes, table, samples, embedding, head, turned, options.disabled)
@@ -215,36 +192,40 @@ class Loading:
 
     def layer(self, index: int) -> DecoderLayer:
         """Decoder layer `index`."""
-        facts, spec = self.facts, self.spec
-        base = f"model.layers.{index}."
-        hidden, dim = facts.hidden_size, facts.head_dim
+        hidden, facts = self.facts.hidden_size, self.facts.layers[index]
+        mixer, ffn, norms = facts.mixer, facts.ffn, facts.norms
+        shapes = linear_shapes(facts, hidden)
+
+        def norm(name: str | None, size: int = hidden) -> Norm | None:
+            return None if name is None else self.norm(f"model.layers.{index}.{name}", size)
+
+        def linear(layer_class: str, modules: Sequence[str], needs_bias: bool) -> Linear:
+            names = [f"model.layers.{index}.{module}" for module in modules]
+            return self.linear(layer_class, names, [shapes[module] for module in modules], needs_bias)
+
         attention = AttentionWeights(
-            norm=self.norm(base + spec.attn_norm, hidden),
-            qkv=self.fused("qkv", base, [f"self_attn.{name}_proj" for name in "qkv"], spec.qkv_bias),
-            out=self.fused("o", base, ["self_attn.o_proj"], spec.out_bias),
-            num_heads=facts.num_heads,
-            num_kv_heads=facts.num_kv_heads,
-            head_dim=dim,
-            scale=facts.attention_scale,
-            q_norm=self.norm(base + "self_attn.q_norm", dim) if spec.qk_norm else None,
-            k_norm=self.norm(base + "self_attn.k_norm", dim) if spec.qk_norm else None,
-            post_norm=self.norm(base + spec.post_attn_norm, hidden) if spec.post_attn_norm else None,
-            window=facts.windows[index],
-            softcap=facts.attn_softcap,
-            interleaved=facts.rope.interleaved,
+            norm=self.norm(f"model.layers.{index}.{norms.before_mixer}", hidden),
+            qkv=linear("qkv", [f"self_attn.{name}_proj" for name in "qkv"], mixer.qkv_bias),
+            out=linear("o", ["self_attn.o_proj"], mixer.o_bias),
+            num_heads=mixer.num_heads,
+            num_kv_heads=mixer.num_kv_heads,
+            head_dim=mixer.head_dim,
+            scale=mixer.scale,
+            q_norm=norm("self_attn.q_norm" if mixer.qk_norm else None, mixer.head_dim),
+            k_norm=norm("self_attn.k_norm" if mixer.qk_norm else None, mixer.head_dim),
+            post_norm=norm(norms.after_mixer),
+            window=mixer.window,
+            softcap=mixer.softcap,
+            interleaved=mixer.rope.interleaved,
         )
         mlp = MlpWeights(
-            norm=self.norm(base + spec.mlp_norm, hidden),
-            gate_up=self.fused("gate_up", base, ["mlp.gate_proj", "mlp.up_proj"], spec.mlp_bias),
-            down=self.fused("down", base, ["mlp.down_proj"], spec.mlp_bias),
-            activation=facts.hidden_act,
-            post_norm=self.norm(base + spec.post_mlp_norm, hidden) if spec.post_mlp_norm else None,
+            norm=self.norm(f"model.layers.{index}.{norms.before_ffn}", hidden),
+            gate_up=linear("gate_up", ["mlp.gate_proj", "mlp.up_proj"], ffn.bias),
+            down=linear("down", ["mlp.down_proj"], ffn.bias),
+            activation=ffn.act,
+            post_norm=norm(norms.after_ffn),
         )
         return DecoderLayer(attention, mlp)
-
-    def fused(self, layer_class: str, base: str, names: Sequence[str], needs_bias: bool) -> Linear:
-        """Linear modules of one layer that share their input, by their names below `base`."""
-        return self.linear(layer_class, [base + n for n in names], [self.shapes[n] for n in names], needs_bias)
 
     def linear(
         self, layer_class: str, names: Sequence[str], shapes: Sequence[tuple[int, int]], needs_bias: bool
@@ -302,7 +283,7 @@ class Loading:
     def weight(self, name: str, shape: tuple[int, int]) -> Weight:
         """A linear module's canonical weight."""
         stored_as = self.stored_as(name)
-        found = self.stored.get(stored_as)
+        found = self.checkpoint.formats.get(stored_as)
         if found is None:
             raise self.missing(f"{stored_as}.weight")
         weight = self.moved(load_weight(self.checkpoint, stored_as, found, shape))
@@ -394,7 +375,7 @@ class Loading:
 
     def stored_as(self, name: str) -> str:
         """The file's name of a module with canonical name `name`."""
-        return self.names.source(name)
+        return self.checkpoint.names.source(name)
 
     def missing(self, stored: str) -> BadModelFile:
         """The error for a tensor that is not there."""

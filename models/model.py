@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from localllm.checkpoint.facts import ModelFacts
 from localllm.kernels.embedding import Embedding
 from localllm.kernels.layer_weights import HeadWeights, Stepped, View, forget
 from localllm.kernels.reference import rms_norm
 from localllm.kernels.rope import RopeTable
 from localllm.kernels.segments import KernelTable
 
+from .architectures.facts import ModelFacts
 from .inputs import ForwardBatch
 from .kv_cache import CacheGroup, KVCache
 from .layers import DecoderLayer
@@ -32,7 +32,7 @@ class Model:
         table: KernelTable,
         kernels: Mapping[str, str],
     ) -> None:
-        """`ropes` has one table, or two: that of layers which see everything, and that of windowed ones."""
+        """`ropes` has a table for each of `facts.ropes`."""
         self.facts = facts
         self.groups = tuple(groups)
         self.embedding = embedding
@@ -71,7 +71,7 @@ class Model:
 
     def _views(self, batch: ForwardBatch, rotations: Sequence[tuple[Tensor, Tensor]]) -> list[View]:
         return [
-            (*rotations[0 if group.window is None else -1], inputs.block_table, inputs.slot_mapping)
+            (*rotations[group.rope], inputs.block_table, inputs.slot_mapping)
             for group, inputs in zip(self.groups, batch.groups, strict=True)
         ]
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from localllm.checkpoint.facts import ModelFacts
 from localllm.kernels import OpFacts
 from localllm.kernels.layer_weights import LayerCall
 from localllm.kernels.rope import RopeTable
 from localllm.kernels.verify.cases import ModelShapes
 from localllm.kernels.verify.trial import layer_kind
 
+from .architectures.facts import ModelFacts
 from .kv_cache import CacheGroup
 from .layers import DecoderLayer
 
@@ -24,16 +24,17 @@ POSITIONS = 64
 
 def model_shapes(facts: ModelFacts, ops: OpFacts) -> ModelShapes:
     """The sizes that kernels meet in a model."""
+    mixer = facts.layers[0].mixer
     return ModelShapes(
         hidden=facts.hidden_size,
         intermediate=facts.intermediate_size,
         facts=ops,
-        rotated=facts.rope.dim,
-        interleaved=facts.rope.interleaved,
+        rotated=mixer.rope.dim,
+        interleaved=mixer.rope.interleaved,
         eps=facts.rms_norm_eps,
         has_windows=any(window is not None for window in facts.windows),
-        softcap=facts.attn_softcap,
-        scale=facts.attention_scale,
+        softcap=mixer.softcap,
+        scale=mixer.scale,
     )
 
 
@@ -53,6 +54,6 @@ def rotations(
     """(view, positions int64 [n] below POSITIONS) -> cos and sin of the layers that see this view."""
 
     def rows(view: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return ropes[0 if groups[view].window is None else -1].rows(positions, POSITIONS)
+        return ropes[groups[view].rope].rows(positions, POSITIONS)
 
     return rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {"kernels": "kernels", "quant": "quant", "models": "models", "tui": "tui", "localllm": ""}
 
 OPEN = {"errors", "paths", "request", "terminal", "testing", "_version"}  # to every room but kernels
-_MODEL = {"models", "quant", "kernels", "checkpoint"}
+_MODEL = {"models", "models.architectures", "quant", "kernels", "checkpoint"}
 _LLM = _MODEL | {"boot", "engine", "plan", "grammar", "chat", "tokenizer", "hub", "device", "config"}
 MAY_IMPORT: dict[str, set[str]] = {
     "_version": set(),
@@ -28,7 +28,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "checkpoint": set(),
     "quant": {"kernels", "checkpoint"},
-    "models": {"quant", "kernels", "checkpoint"},
+    "models.architectures": {"checkpoint"},
+    "models": {"quant", "kernels", "checkpoint", "models.architectures"},
     "engine": {"models", "kernels"},
     "config": set(),
     "device": set(),
@@ -38,9 +39,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tokenizer": {"checkpoint", "sandbox"},
     "chat": {"tokenizer", "sandbox", "config"},
     "grammar": {"chat", "tokenizer", "sandbox"},
-    "hub": {"tokenizer", "config", "checkpoint", "models", "sandbox"},
-    "plan": {"interface", "hub", "device", "config", "checkpoint", "models"},
-    "boot": {"engine", "plan", "models", "kernels", "device", "checkpoint"},
+    "hub": {"tokenizer", "config", "checkpoint", "models.architectures", "sandbox"},
+    "plan": {"interface", "hub", "device", "config", "checkpoint", "models.architectures"},
+    "boot": {"engine", "plan", "models", "models.architectures", "kernels", "device", "checkpoint"},
     "llm": _LLM | {"interface"},
     "doctor": {
         "interface",
@@ -52,6 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "tokenizer",
         "history",
         "checkpoint",
+        "models.architectures",
         "kernels",
         "sandbox",
         "processes",
@@ -77,7 +79,7 @@ def modules() -> list[tuple[Path, tuple[str, ...]]]:
 
 
 def imported_layers(path: Path, name: tuple[str, ...]) -> Iterator[str]:
-    """First-level names under localllm that `path` imports, absolute or relative, at any depth, for types or not."""
+    """The layers under localllm that `path` imports, absolute or relative, at any depth, for types or not."""
     package = name[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
@@ -86,14 +88,20 @@ def imported_layers(path: Path, name: tuple[str, ...]) -> Iterator[str]:
             if not node.level:
                 target = target[1:] if target and target[0] == "localllm" else None
             if target is not None:
-                yield from [target[0]] if target else [a.name for a in node.names]
+                yield from {layer_of((*target, a.name)) for a in node.names}
         elif isinstance(node, ast.Import):
-            yield from (a.name.split(".")[1] for a in node.names if a.name.startswith("localllm."))
+            yield from (layer_of(a.name.split(".")[1:]) for a in node.names if a.name.startswith("localllm."))
+
+
+def layer_of(module: Sequence[str]) -> str:
+    """The row of MAY_IMPORT for a dotted name under localllm: of a folder inside of a layer where that has its own."""
+    inner = ".".join(module[:2])
+    return inner if inner in MAY_IMPORT else module[0]
 
 
 @pytest.mark.parametrize(("path", "name"), modules(), ids=lambda v: ".".join(v) if isinstance(v, tuple) else "")
 def test_imports_point_down(path: Path, name: tuple[str, ...]) -> None:
-    layer = name[0]
+    layer = layer_of(name)
     assert layer in MAY_IMPORT, f"{path.relative_to(ROOT)}: give {layer} a row in MAY_IMPORT and in the design"
     allowed = MAY_IMPORT[layer] | (set() if layer == "kernels" else OPEN) | FREE
     bad = set(imported_layers(path, name)) - {layer} - allowed
@@ -118,6 +126,22 @@ def test_side_folders_are_imported_under_our_name(path: Path, name: tuple[str, .
         assert not tops & bare, f"{path.relative_to(ROOT)}:{node.lineno}: write localllm.{(tops & bare).pop()}"
 
 
+@pytest.mark.parametrize(("path", "name"), modules(), ids=lambda v: ".".join(v) if isinstance(v, tuple) else "")
+def test_only_a_family_knows_its_name(path: Path, name: tuple[str, ...]) -> None:
+    """What differs between architectures stands in `facts.layers`: nobody compares `facts.architecture`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            asks = any(isinstance(side, ast.Attribute) and side.attr == "architecture" for side in sides)
+            assert not asks or layer_of(name) == "models.architectures" or not any(map(names_a_family, sides)), (
+                f"{path.relative_to(ROOT)}:{node.lineno} asks which architecture it is"
+            )
+
+
+def names_a_family(side: ast.expr) -> bool:
+    return any(isinstance(inner, ast.Constant) and isinstance(inner.value, str) for inner in ast.walk(side))
+
+
 def test_seeded_faults_are_caught(tmp_path: Path) -> None:
     """The reader of imports sees every spelling: a test that cannot fail proves nothing."""
     source = tmp_path / "screen.py"
@@ -126,7 +150,7 @@ def test_seeded_faults_are_caught(tmp_path: Path) -> None:
         "from localllm import llm\n"
         "from localllm.kernels import choose\n"
         "from ..models import loader\n"
-        "def late():\n    from ..quant.formats import x\n"
+        "def late():\n    from ..quant.formats import x\n    from ..models.architectures.facts import y\n"
     )
     found = set(imported_layers(source, ("tui", "screen")))
-    assert found == {"engine", "llm", "kernels", "models", "quant"}
+    assert found == {"engine", "llm", "kernels", "models", "models.architectures", "quant"}

@@ -24,9 +24,9 @@ from localllm.terminal import gib
 from localllm.testing import step_fault
 
 if TYPE_CHECKING:
-    from localllm.checkpoint.facts import ModelFacts
     from localllm.device import MachineFacts
     from localllm.engine.engine import Engine
+    from localllm.models.architectures.facts import ModelFacts
     from localllm.models.model import Model
     from localllm.plan.planner import Plan
 

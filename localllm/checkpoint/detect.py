@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 
+from .checkpoint import Checkpoint
 from .detect_int import awq_or_gptq, compressed_ints
 from .stored_format import Module, StoredFormat
-from .tensor_info import StoredModel, TensorInfo
+from .tensor_info import TensorInfo
 
 DENSE = ("BF16", "F16", "F32", "F64")
 _FLOATS = (*DENSE, "F8_E4M3")
@@ -46,7 +47,7 @@ _LABELS = {
 _DENSE_LABELS = {"BF16": "bf16", "F16": "fp16", "F32": "f32", "F64": "f64"}
 
 
-def stored_formats(model: StoredModel) -> dict[str, StoredFormat]:
+def stored_formats(model: Checkpoint) -> dict[str, StoredFormat]:
     """Module -> format, for everything stored as a matrix (embedding and head included).
 
     Raises BadModelFile for a packed weight whose scale is missing or misshapen, UnsupportedFormat for layouts not read.

@@ -111,13 +111,3 @@ class Fields:
                 error=UnsupportedModel,
             )
         return int(values[0])
-
-
-def check_heads(fields: Fields, num_heads: int, num_kv_heads: int, head_dim: int, rope_dim: int) -> None:
-    """Refuse head counts and sizes that cannot be."""
-    if num_heads % num_kv_heads:
-        raise bad(fields.path, f"{num_heads} attention heads cannot share {num_kv_heads} KV heads evenly", key="heads")
-    if head_dim % 2:
-        raise bad(fields.path, f"the head size {head_dim} is odd", key="head_dim")
-    if rope_dim > head_dim or rope_dim % 2 or rope_dim < 2:
-        raise bad(fields.path, f"{rope_dim} rotated elements do not fit a head of {head_dim}", key="rope")

@@ -15,10 +15,9 @@ from typing import Any
 from localllm.errors import REPAIR, BadModelFile, ModelNotFound, UnsupportedFormat
 
 from .checkpoint import Checkpoint
-from .gguf_facts import model_architecture
+from .fields import Fields
 from .gguf_file import GgufFile, read_gguf
 from .json_file import read_json_object
-from .limits import Fields
 from .mapped_file import MappedFile, bad, read_small, shown
 from .safetensors_file import read_safetensors
 from .tensor_info import TensorInfo
@@ -164,7 +163,6 @@ def _open_gguf(path: Path, folder: Path | None = None) -> Checkpoint:
     first = read_gguf(path)
     opened = [first]
     try:
-        model_architecture(path, first.metadata)
         opened += _other_parts(path, first)
         tensors: dict[str, TensorInfo] = {}
         for gguf in opened:
@@ -294,7 +292,7 @@ def _open_parts(folder: Path, paths: list[Path], names: set[str]) -> Checkpoint:
         generation_config=generation,
         quantization_config=quantization,
         tokenizer_files=_tokenizer_files(folder, names),
-        licence=_licence(folder, names),
+        license=_license(folder, names),
     )
 
 
@@ -319,7 +317,7 @@ def _tokenizer_files(folder: Path, names: set[str]) -> dict[str, Path]:
     return {name: _inside(folder, name) for name in TOKENIZER_FILES if name in names}
 
 
-def _licence(folder: Path, names: set[str]) -> str:
+def _license(folder: Path, names: set[str]) -> str:
     """The `license:` line of the model card's front matter; empty when there is none."""
     if "README.md" not in names:
         return ""

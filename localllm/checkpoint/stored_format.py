@@ -10,8 +10,9 @@ import numpy as np
 
 from localllm.errors import BadModelFile, UnsupportedFormat
 
+from .checkpoint import Checkpoint
 from .mapped_file import bad
-from .tensor_info import StoredModel, TensorInfo
+from .tensor_info import TensorInfo
 
 WOULD_WORK = "fetch a BF16, FP8, AWQ, GPTQ, NVFP4 or GGUF version of this model"
 
@@ -49,7 +50,7 @@ class StoredFormat:
 class Module:
     """One module prefix with the tensors below it, and the config that may resolve ambiguities."""
 
-    def __init__(self, model: StoredModel, name: str, tensors: Mapping[str, TensorInfo]) -> None:
+    def __init__(self, model: Checkpoint, name: str, tensors: Mapping[str, TensorInfo]) -> None:
         """`tensors` by their last name component."""
         self.model = model
         self.name = name

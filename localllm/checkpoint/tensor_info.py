@@ -1,12 +1,9 @@
-"""`TensorInfo`: where one stored tensor lies, and as what; `StoredModel`: the plain contents of a checkpoint."""
+"""`TensorInfo`: where one stored tensor lies, and as what."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
-
-import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,20 +19,3 @@ class TensorInfo:
     file: Path
     offset: int
     """Bytes from the start of `file`."""
-
-
-class StoredModel(Protocol):
-    """What detection and checks need of a checkpoint."""
-
-    path: Path
-    kind: str
-    tensors: dict[str, TensorInfo]
-    metadata: dict[str, Any]
-    config: dict[str, Any]
-    generation_config: dict[str, Any]
-    quantization_config: dict[str, Any]
-    tokenizer_files: dict[str, Path]
-    licence: str
-
-    def read(self, name: str) -> np.ndarray:
-        """A tensor's stored bytes, uint8."""

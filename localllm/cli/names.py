@@ -15,8 +15,8 @@ from localllm.terminal import clean_line, gib
 from .session import fake_engine
 
 if TYPE_CHECKING:
-    from localllm.checkpoint import Checkpoint
     from localllm.hub import Resolved
+    from localllm.models.architectures import OpenModel
     from localllm.plan.planner import Plan, PlanOptions
 
 
@@ -100,14 +100,14 @@ def _options(config: UserConfig) -> PlanOptions:
 
 
 @contextmanager
-def opened(resolved: Resolved) -> Iterator[Checkpoint]:
+def opened(resolved: Resolved) -> Iterator[OpenModel]:
     """The files of a local model; damage found in them names the command that repairs it."""
-    from localllm.checkpoint import open_checkpoint
     from localllm.checkpoint.mapped_file import label
+    from localllm.models.architectures import open_model
 
     assert resolved.path is not None
     try:
-        with open_checkpoint(resolved.path) as checkpoint:
+        with open_model(resolved.path) as checkpoint:
             yield checkpoint
     except BadModelFile as error:
         raise error.about(label(resolved.path), resolved.pulled_as) from error

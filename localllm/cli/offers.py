@@ -80,12 +80,12 @@ class HubLoader:
     def plan(self, model: ServedModel, machine: MachineFacts) -> Plan:
         """What would run."""
         from localllm import hub
-        from localllm.checkpoint import open_checkpoint
+        from localllm.models.architectures import open_model
         from localllm.plan.planner import PlanOptions, plan
 
         resolved = hub.resolve(model.source, offline=True)
         assert resolved.path is not None, "offline, a name is a local model's or an error"
-        with open_checkpoint(resolved.path) as checkpoint:
+        with open_model(resolved.path) as checkpoint:
             facts = checkpoint.facts
         asked = self._options
         ctx = asked["ctx"]

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from localllm.terminal import GIB, cell_width, clean, clean_line, gib, tokens_short
 
 if TYPE_CHECKING:
-    from localllm.checkpoint import ModelFacts
     from localllm.cli.frame.command import Env
     from localllm.cli.frame.console import Console
     from localllm.device import MachineFacts
+    from localllm.models.architectures import ModelFacts
     from localllm.plan.planner import Plan, PlanOptions
     from localllm.plan.speeds import Benches
 
@@ -355,13 +355,13 @@ def formulas(row: Row, sheet: Sheet) -> list[str]:
 
 def _model_lines(row: Row) -> list[str]:
     """The formulas of weights and KV with the model's own numbers."""
-    from localllm.checkpoint.facts import kv_bytes_per_token
+    from localllm.models.architectures import kv_bytes_per_token
 
     assert row.plan is not None
     facts, kv = row.subject.facts, row.plan.kv
     windowed = sum(window is not None for window in facts.windows)
     layers = f"{facts.num_layers} layers" + (f" ({windowed} keep a window only)" if windowed else "")
-    one = kv_bytes_per_token(facts, kv, 1)
+    one = kv_bytes_per_token(facts.layers[:1], kv)
     return [
         f"weights = {facts.num_params:,} values stored as {facts.stored_format}: {facts.weight_bytes:,} B in the file",
         f"KV = 2 × {layers} × {facts.num_kv_heads} heads × {facts.head_dim} values in {kv}:"

@@ -8,12 +8,13 @@ from dataclasses import replace
 import numpy as np
 
 from localllm import hub
-from localllm.checkpoint import Checkpoint, ModelFacts, open_checkpoint
+from localllm.checkpoint import Checkpoint
 from localllm.checkpoint.mapped_file import label
 from localllm.config import UserConfig
 from localllm.errors import REPAIR, LocalLLMError, UnsupportedModel
 from localllm.hub import Resolved, catalog
 from localllm.interface import Check
+from localllm.models.architectures import ModelFacts, OpenModel, open_model, registry
 from localllm.plan import fit
 from localllm.plan import speeds as calibrate
 from localllm.plan.planner import Plan, PlanOptions, plan
@@ -40,7 +41,7 @@ def _checks(resolved: Resolved, survey: Survey, options: PlanOptions | None) -> 
     title = f"{label(resolved.path)}, {gib(resolved.size_bytes)}"
     yield "files", ok(title, str(resolved.path), path=str(resolved.path))
     try:
-        with open_checkpoint(resolved.path) as checkpoint:
+        with open_model(resolved.path) as checkpoint:
             yield from _here(checkpoint, name, survey, options)
     except UnsupportedModel as error:
         yield "arch", fail(error.message, fix=error.hint)
@@ -48,7 +49,7 @@ def _checks(resolved: Resolved, survey: Survey, options: PlanOptions | None) -> 
         yield "files", fail(error.message, fix=_repair(resolved, error))
 
 
-def _here(checkpoint: Checkpoint, name: str, survey: Survey, options: PlanOptions | None) -> Iterator[Named]:
+def _here(checkpoint: OpenModel, name: str, survey: Survey, options: PlanOptions | None) -> Iterator[Named]:
     facts = checkpoint.facts
     source = facts.source_architecture
     count = facts.num_params
@@ -66,7 +67,7 @@ def _here(checkpoint: Checkpoint, name: str, survey: Survey, options: PlanOption
     else:
         yield "tokenizer", _tokenizer(tokenizer, facts)
         yield from _template(tokenizer, name)
-    yield "licence", _licence(facts.licence, name)
+    yield "licence", _licence(facts.license, name)
     yield "fit", _fit(_plan(facts, survey, options), name)
 
 
@@ -180,7 +181,7 @@ def _not_here(resolved: Resolved, survey: Survey, options: PlanOptions | None) -
     name = resolved.name
     load = f"not on this machine; a download of {gib(resolved.download_bytes)}"
     yield "files", warn(load, fix=f"localllm pull {name}", bytes=resolved.download_bytes)
-    runs = not resolved.architecture or resolved.architecture in catalog.RUNNABLE
+    runs = not resolved.architecture or resolved.architecture in registry.names()
     title = resolved.architecture or "not known before its files are here"
     yield "arch", found("ok" if runs else "fail", title, fix="" if runs else "localllm plan")
     entry = next((c for c in catalog.candidates() if c.spec.casefold() == name.casefold()), None)

@@ -15,26 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from localllm.errors import DoesNotFit, UnsupportedModel
+from localllm.models.architectures import registry
 from localllm.terminal import GIB, gib
-
-RUNNABLE = frozenset({"llama", "qwen2", "qwen3", "gemma3"})  # architectures this version computes
-
-# what config.json and GGUF headers call them
-SOURCE_ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Gemma3ForCausalLM": "gemma3",
-    "Gemma3ForConditionalGeneration": "gemma3",
-    "Gemma3TextModel": "gemma3",
-    "llama": "llama",
-    "mistral": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "gemma3": "gemma3",
-    "gemma3_text": "gemma3",
-}
 
 DEFAULT_CONTEXT = 8192  # tokens of context the default memory rule leaves room for
 
@@ -106,7 +88,7 @@ class Candidate:
     @property
     def needs(self) -> str:
         """What is missing to run it: "" or "a newer localllm"."""
-        return "" if self.architecture in RUNNABLE else NEWER
+        return "" if self.architecture in registry.names() else NEWER
 
     @property
     def spec(self) -> str:
@@ -270,11 +252,6 @@ def candidate_of(name: str, architecture: str, params: int, num_bytes: int, cont
         params=max(params, 1), active_params=max(params, 1), download_bytes=num_bytes, kv_bytes_per_token=kv,
         kv_fixed_bytes=0, context=context, licence="", gated=False, released="", device="any", verified=False,
     )  # fmt: skip
-
-
-def canonical_architecture(source: str) -> str:
-    """What we call an architecture that a hub, config.json or GGUF header names; the name itself when unknown."""
-    return SOURCE_ARCHITECTURES.get(source, source)
 
 
 def choose(

@@ -23,7 +23,7 @@ from .names import ModelName, shown
 from .selection import GgufSet, gguf_sets, safetensors_names
 
 if TYPE_CHECKING:
-    from localllm.checkpoint import ModelFacts
+    from localllm.models.architectures import ModelFacts
 
 STARTER = "smollm2"  # what a new user talks to first
 
@@ -114,9 +114,9 @@ def describe(found: Found, last_used: float | None = None) -> LocalModel:
     if found.problem:
         return LocalModel(**row, broken=True, supported=False, reason=found.problem)  # type: ignore[arg-type]
     try:
-        from localllm.checkpoint import open_checkpoint
+        from localllm.models.architectures import open_model
 
-        with open_checkpoint(found.path) as checkpoint:
+        with open_model(found.path) as checkpoint:
             facts = checkpoint.facts
     except (UnsupportedModel, UnsupportedFormat) as error:
         return LocalModel(**row, supported=False, reason=error.message)  # type: ignore[arg-type]
@@ -128,7 +128,7 @@ def describe(found: Found, last_used: float | None = None) -> LocalModel:
         architecture=facts.architecture,
         params=facts.num_params,
         max_context=facts.max_context,
-        licence=facts.licence,
+        licence=facts.license,
         chat=facts.has_chat_template,
         facts=facts,
     )

@@ -20,6 +20,7 @@ from localllm.errors import (
     UnsupportedModel,
 )
 from localllm.hub import catalog
+from localllm.models.architectures import registry
 from localllm.terminal import GIB, gib
 
 from . import cache, local
@@ -253,12 +254,12 @@ def _from_hub(client: HubClient, parsed: ModelName, ask: _Ask) -> Resolved:
 
 def _check_architecture(info: RepoInfo, ask: _Ask) -> str:
     """Refuse before the download what would be refused after it."""
-    architecture = catalog.canonical_architecture(info.architecture)
-    if architecture and architecture not in catalog.RUNNABLE:
+    architecture = registry.canonical(info.architecture)
+    if architecture and architecture not in registry.names():
         near = catalog.nearest(4_000_000_000, ask.fits)
         raise UnsupportedModel(
             f"{info.repo} has the architecture {architecture}, which this version cannot run; "
-            f"it runs {', '.join(sorted(catalog.RUNNABLE))}",
+            f"it runs {', '.join(sorted(registry.names()))}",
             f"localllm chat {near.name if near else 'smollm2'}",
         )
     return architecture

@@ -40,12 +40,11 @@ if TYPE_CHECKING:
 
     from localllm.chat.template import ChatTemplate
     from localllm.chat.tools.roundtrip import ToolSupport
-    from localllm.checkpoint import Checkpoint
-    from localllm.checkpoint.facts import ModelFacts
     from localllm.device import MachineFacts
     from localllm.engine.engine import Engine
     from localllm.engine.metrics import EngineStats
     from localllm.llm.output_rules import OutputSpec
+    from localllm.models.architectures import ModelFacts, OpenModel
     from localllm.models.loader import Model
     from localllm.models.parking import Parked
     from localllm.plan.planner import Plan
@@ -186,10 +185,10 @@ class LLM:
 
             raise error.about(label(self.path), self._pulled_as) from error
 
-    def _open(self) -> Checkpoint:
-        from localllm.checkpoint import open_checkpoint
+    def _open(self) -> OpenModel:
+        from localllm.models.architectures import open_model
 
-        return open_checkpoint(self.path)
+        return open_model(self.path)
 
     def _start(
         self,

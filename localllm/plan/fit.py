@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from localllm import hub
-from localllm.checkpoint.facts import ModelFacts, RopeFacts
 from localllm.device import MachineFacts
 from localllm.errors import DoesNotFit, LocalLLMError
 from localllm.hub import catalog
+from localllm.models.architectures.facts import Attention, Dense, LayerFacts, ModelFacts, RopeFacts, repeated
 from localllm.plan.placement import chosen_device
 from localllm.plan.planner import Calibration, Plan, PlanOptions, plan
 
@@ -50,24 +50,19 @@ def facts_of(candidate: catalog.Candidate) -> ModelFacts | None:
     shape = candidate.shape
     if shape is None or candidate.needs:
         return None
+    attention = Attention(shape.heads, shape.kv_heads, shape.head_dim, RopeFacts(1e6, shape.head_dim))
     return ModelFacts(
         architecture=candidate.architecture,
         source_architecture=candidate.architecture,
         name=candidate.title,
-        num_layers=shape.layers,
         hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_heads=shape.heads,
-        num_kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
         vocab_size=shape.vocab,
         max_context=candidate.context,
         rms_norm_eps=1e-6,
-        rope=RopeFacts(1e6, shape.head_dim),
+        layers=repeated(LayerFacts(attention, Dense(shape.intermediate)), shape.windows),
         tied_embeddings=shape.tied,
-        windows=shape.windows,
         has_chat_template=True,
-        licence=candidate.licence,
+        license=candidate.licence,
         stored_format=candidate.format,
         num_params=candidate.params,
         weight_bytes=candidate.download_bytes,

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from localllm.checkpoint.facts import kv_bytes_per_token, linear_shapes
+from localllm.models.architectures.facts import cache_layers, count_linear_params, kv_bytes_per_token
 
 if TYPE_CHECKING:
-    from localllm.checkpoint.facts import ModelFacts
+    from localllm.models.architectures.facts import ModelFacts
 
 MIB = 1 << 20
 HOST_BYTES = 150 * MIB
@@ -84,7 +84,7 @@ def weights_in_use(facts: ModelFacts, device: str, dtype: str, has_compiler: boo
     tables = 1 if facts.tied_embeddings else 2
     inner = facts.num_params - table * tables
     if quant and (device != "cpu" or has_compiler):
-        layers = facts.num_layers * sum(n * k for n, k in linear_shapes(facts).values())
+        layers = count_linear_params(facts)
         held = facts.weight_bytes - int(layers * per_value) + int(layers * TARGET_BYTES[quant])
         return held, held - (0 if facts.tied_embeddings else table_bytes)
     if device != "cpu" or has_compiler:
@@ -106,10 +106,10 @@ def page_groups(facts: ModelFacts, kv: str, ctx: int, page_size: int, prefill_bu
 
     A window group keeps the window, the chunk being computed, and a page for where both start.
     """
-    windows = facts.windows or (None,) * facts.num_layers
     groups = []
-    for window in sorted(set(windows), key=lambda w: (w is not None, -(w or 0))):
-        page_bytes = page_size * kv_bytes_per_token(facts, kv, windows.count(window))
+    for layers in cache_layers(facts):
+        window = facts.windows[layers[0]]
+        page_bytes = page_size * kv_bytes_per_token((facts.layers[layer] for layer in layers), kv)
         tokens = ctx if window is None else min(ctx, window + prefill_budget)
         groups.append(PageGroup(window, page_bytes, -(-tokens // page_size) + 1))
     return tuple(groups)
@@ -126,14 +126,13 @@ def activation_bytes(facts: ModelFacts, rows: int, width: int) -> int:
     attention = 2 * hidden + 2 * q + (q + 2 * kv) + 2 * q + kv
     mlp = 2 * hidden + 2 * q + 3 * inner
     embedding = hidden * (4 + width)  # rows come out as float32 first
-    turned = facts.rope.dim // 2 * 8 * (1 if facts.local_rope is None else 2)
+    turned = sum(rope.dim // 2 * 8 for rope in facts.ropes)
     return rows * (max(embedding, width * max(attention, mlp)) + turned)
 
 
 def rope_bytes(facts: ModelFacts, ctx: int) -> int:
     """Cosines and sines of every position, twice while a table grows."""
-    tables = 1 if facts.local_rope is None else 2
-    return tables * -(-ctx // ROPE_BLOCK) * ROPE_BLOCK * facts.rope.dim // 2 * 8 * 2
+    return sum(-(-ctx // ROPE_BLOCK) * ROPE_BLOCK * rope.dim // 2 * 8 * 2 for rope in facts.ropes)
 
 
 def work_terms(
@@ -153,7 +152,7 @@ def work_terms(
     rows      prompt tokens of a step
     unified   the GPU shares the machine's RAM, so what the process itself takes counts, too
     """
-    vocab, windows = facts.vocab_size, len(set(facts.windows or (None,)))
+    vocab, windows = facts.vocab_size, len(cache_layers(facts))
     host = (CUDA_HOST_BYTES if torch_cuda else HOST_BYTES) + TOKEN_BYTES * vocab
     if device == "cpu":
         terms = {

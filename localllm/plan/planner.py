@@ -25,8 +25,8 @@ from localllm.plan.plan import MIN_CTX, Plan
 from localllm.terminal import GIB, gib
 
 if TYPE_CHECKING:
-    from localllm.checkpoint.facts import ModelFacts
     from localllm.device import GpuFacts, MachineFacts
+    from localllm.models.architectures.facts import ModelFacts
 
 __all__ = [
     "GIB",

@@ -18,8 +18,8 @@ from localllm._version import __version__
 from localllm.terminal import GIB, gib
 
 if TYPE_CHECKING:
-    from localllm.checkpoint.facts import ModelFacts
     from localllm.device import MachineFacts
+    from localllm.models.architectures.facts import ModelFacts
     from localllm.plan.planner import Plan
 
 MOST = 200

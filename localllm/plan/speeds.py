@@ -16,8 +16,8 @@ from localllm import paths
 from localllm.plan.planner import Plan, bytes_s_of
 
 if TYPE_CHECKING:
-    from localllm.checkpoint.facts import ModelFacts
     from localllm.device import MachineFacts
+    from localllm.models.architectures.facts import ModelFacts
 
 MAX_FILES = 200
 MAX_FILE_BYTES = 1 << 20

@@ -26,7 +26,7 @@ from localllm.terminal import gib
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from localllm.checkpoint import Checkpoint
+    from localllm.models.architectures import OpenModel
     from localllm.quant.encode import Target
 
 SHARD_BYTES = 1 << 30
@@ -90,12 +90,12 @@ def quantize(
     """
     from filelock import FileLock, Timeout
 
-    from localllm.checkpoint import open_checkpoint
+    from localllm.models.architectures import open_model
 
     began = time.monotonic()
     if out.exists():
         raise ConfigError(f"{out} exists", "name another folder with -o, or remove it")
-    with open_checkpoint(source) as checkpoint:
+    with open_model(source) as checkpoint:
         work = _Work(checkpoint, out, target, calibration, device, tell, cancel or threading.Event())
         work.check_disk()
         work.folder.mkdir(parents=True, exist_ok=True)
@@ -118,7 +118,7 @@ class _Work:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: OpenModel,
         out: Path,
         target: Target,
         calibration: Sequence[Sequence[int]],
@@ -126,13 +126,10 @@ class _Work:
         tell: Tell,
         cancel: threading.Event,
     ) -> None:
-        from localllm.checkpoint.names import SourceNames
-
         self.checkpoint, self.out, self.target, self.device = checkpoint, out, target, device
         self.calibration, self.tell, self.cancel = calibration, tell, cancel
         self.folder = out.with_name(f".{out.name}.partial")
         self.facts = checkpoint.facts
-        self.names = SourceNames(checkpoint, self.facts.architecture)
         self.report = Report(out, target.name, target.group_size, checkpoint.nbytes)
         self.report.calibration_tokens = sum(map(len, calibration))
         self.modules = self._modules()
@@ -140,8 +137,7 @@ class _Work:
 
     def _modules(self) -> list[dict[str, str]]:
         """Per layer: module below `model.layers.{i}.` -> its name in the file; only those that will be quantised."""
-        from localllm.checkpoint.detect import stored_formats
-        from localllm.checkpoint.facts import linear_shapes
+        from localllm.models.architectures.facts import linear_shapes
 
         path = self.checkpoint.path.name
         if self.checkpoint.kind != "safetensors":
@@ -149,14 +145,12 @@ class _Work:
                 f"{path} is GGUF; only safetensors are quantised here",
                 "name the model's BF16 repository, or make another GGUF with llama-quantize",
             )
-        stored = stored_formats(self.checkpoint)
-        shapes = linear_shapes(self.facts)
         layers: list[dict[str, str]] = []
-        for index in range(self.facts.num_layers):
+        for index, facts in enumerate(self.facts.layers):
             layer = {}
-            for module, shape in shapes.items():
-                name = self.names.source(f"model.layers.{index}.{module}")
-                found = stored.get(name)
+            for module, shape in linear_shapes(facts, self.facts.hidden_size).items():
+                name = self.checkpoint.names.source(f"model.layers.{index}.{module}")
+                found = self.checkpoint.formats.get(name)
                 if found is not None and found.kind != "dense":
                     raise UnsupportedFormat(
                         f"{path} is quantised already: {name} is stored as {found.kind}",
@@ -371,8 +365,9 @@ class _Work:
             and "embed" not in name
             and name.removesuffix(".weight") not in quantised
         )
-        if self.facts.tied_embeddings and self.names.head not in ignored:
-            ignored.append(self.names.head)
+        head = self.checkpoint.names.source("lm_head")
+        if self.facts.tied_embeddings and head not in ignored:
+            ignored.append(head)
         config = dict(self.checkpoint.config) | {"quantization_config": configuration(self.target, ignored)}
         for name, path in self._companions():
             with _disk(self.folder):

@@ -50,7 +50,7 @@ class ServedModel:
         facts = llm.facts
         return cls(
             names[0], str(llm.path), tuple(names[1:]), facts.weight_bytes, facts.num_params, facts.stored_format,
-            facts.architecture, facts.max_context, llm.has_chat_template, facts.licence, llm.path.stat().st_mtime,
+            facts.architecture, facts.max_context, llm.has_chat_template, facts.license, llm.path.stat().st_mtime,
             container_of(llm.path),
         )  # fmt: skip
 

@@ -1,17 +1,13 @@
-"""What a model is, in numbers: `ModelFacts`, from config.json or GGUF metadata, checked against limits and tensors.
+"""What a model is, in numbers: `ModelFacts` with one `LayerFacts` a layer, and what follows from them by arithmetic.
 
-No torch, no weights: plan, listing and loader all decide on these values. `hf_facts.py` and `gguf_facts.py` fill
-them in.
+No torch, no weights: plan, listing and loader all decide on these values. The families make them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
-
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
-RUNNABLE = "Llama 2 and 3, SmolLM2, Mistral, Qwen2, Qwen2.5, Qwen3, Gemma 3 (text)"
-"""What this version runs, in the words people know the families by."""
 
 KV_BYTES = {"f32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "int8": 1, "fp8": 1}
 
@@ -21,87 +17,141 @@ class RopeFacts:
     """Rotary positions of one kind of layer: inv_freq = theta^(-2j/dim), changed by `scaling`."""
 
     theta: float
-    dim: int
-    """Rotated elements of a head, even; the rest passes through."""
-    scaling: str = "none"
-    """none | linear (positions / factor) | llama3 | yarn | factors (inv_freq / tensor)"""
+    dim: int  # rotated elements of a head, even; the rest passes through
+    scaling: str = "none"  # none | linear (positions / factor) | llama3 | yarn | factors (inv_freq / tensor)
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_context: int = 0
-    """Tokens the model was trained on before scaling (llama3, yarn), else 0."""
-    attention_factor: float = 1.0
-    """Multiplies cos and sin (yarn); already worked out from the factor."""
+    original_context: int = 0  # tokens the model was trained on before scaling (llama3, yarn), else 0
+    attention_factor: float = 1.0  # multiplies cos and sin (yarn); already worked out from the factor
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    # True: pairs (2j, 2j + 1), GGUF of the llama family, whose Q and K rows are permuted; else (j, j + dim/2)
     interleaved: bool = False
-    """True: pairs (2j, 2j + 1), GGUF of the llama family, whose Q and K rows are permuted; else (j, j + dim/2)."""
-    factors_tensor: str | None = None
-    """Name of the stored tensor [dim/2] that divides inv_freq; then no other scaling applies."""
-    truncate: bool = True
-    """yarn: whether the ramp's ends are rounded to whole dimensions."""
+    factors_tensor: str | None = None  # stored tensor [dim/2] that divides inv_freq; then no other scaling applies
+    truncate: bool = True  # yarn: whether the ramp's ends are rounded to whole dimensions
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A mixer of tokens that keeps keys and values."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeFacts
+    scale: float = 1.0
+    window: int | None = None  # a query sees this many positions, itself included; None = all
+    softcap: float | None = None
+    qk_norm: bool = False  # a norm over every query and key head before RoPE
+    qkv_bias: bool = False
+    o_bias: bool = False
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A gated feed-forward layer."""
+
+    inner: int
+    act: str = "silu"  # silu | gelu_tanh
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Norms:
+    """The RMSNorms of a layer, by canonical name below `model.layers.{i}.`; `after_*` norm what is added."""
+
+    before_mixer: str = "input_layernorm"
+    before_ffn: str = "post_attention_layernorm"
+    after_mixer: str | None = None
+    after_ffn: str | None = None
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """One decoder layer: what mixes tokens, what follows, and the norms around them."""
+
+    mixer: Attention
+    ffn: Dense
+    norms: Norms = Norms()
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """One model's hyper-parameters, within the limits of `limits.py`; and what its files say about using it."""
+    """One model's hyper-parameters, within the limits of `checkpoint.fields`; what its files say about using it."""
 
-    architecture: str
-    """Canonical: one of ARCHITECTURES."""
-    source_architecture: str
-    """As the file names it: LlamaForCausalLM, mistral, llama, ..."""
+    architecture: str  # the family's name: `Architecture.name`
+    source_architecture: str  # as the file names it: LlamaForCausalLM, mistral, llama, ...
     name: str
-    num_layers: int
     hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    """Rows of the embedding."""
-    max_context: int
-    """Tokens."""
+    vocab_size: int  # rows of the embedding
+    max_context: int  # tokens
     rms_norm_eps: float
-    rope: RopeFacts
-    hidden_act: str = "silu"
-    """silu | gelu_tanh"""
-    attention_bias: bool = False
-    """Biases on q, k and v."""
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    norm_offset: float = 0.0
-    """Added to every RMSNorm weight at load: 1.0 for Gemma's safetensors, 0.0 elsewhere (GGUF has it baked in)."""
+    layers: tuple[LayerFacts, ...]  # equal layers are the same object
+    norm_offset: float = 0.0  # added to every norm weight at load: 1.0 for Gemma's safetensors (GGUF has it baked in)
     embedding_scale: float = 1.0
-    attention_scale: float = 1.0
-    attn_softcap: float | None = None
     logit_softcap: float | None = None
     tied_embeddings: bool = False
-    windows: tuple[int | None, ...] = ()
-    """Per layer: a query sees this many positions, itself included; None = all."""
-    local_rope: RopeFacts | None = None
-    """Used by the windowed layers when present (Gemma 3)."""
-    post_norms: bool = False
-    """Gemma: a second norm behind attention and behind the MLP."""
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    # temperature, top_k, top_p, min_p, as far as the files recommend them
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
-    """temperature, top_k, top_p, min_p, as far as the files recommend them."""
     has_chat_template: bool = False
-    licence: str = ""
-    stored_format: str = ""
-    """Q4_1, Q4_K_M, bf16, awq, gptq, nvfp4, fp8, ..."""
+    license: str = ""
+    stored_format: str = ""  # Q4_1, Q4_K_M, bf16, awq, gptq, nvfp4, fp8, ...
     num_params: int = 0
-    weight_bytes: int = 0
-    """Stored bytes of the text model's tensors."""
-    decoded_bytes: int = 0
-    """What those of them take on top that are decoded to bfloat16 while loading."""
+    weight_bytes: int = 0  # stored bytes of the text model's tensors
+    decoded_bytes: int = 0  # what those of them take on top that are decoded to bfloat16 while loading
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.layers)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Per layer: the positions it sees, None for all."""
+        return tuple(layer.mixer.window for layer in self.layers)
+
+    @property
+    def ropes(self) -> tuple[RopeFacts, ...]:
+        """The different rotations of the layers, each once, in the order of the layers."""
+        return tuple(dict.fromkeys(layer.mixer.rope for layer in self.layers))
+
+    # Sizes of the largest layer: what is shown, and what work memory is planned for.
+
+    @property
+    def num_heads(self) -> int:
+        return max(layer.mixer.num_heads for layer in self.layers)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return max(layer.mixer.num_kv_heads for layer in self.layers)
+
+    @property
+    def head_dim(self) -> int:
+        return max(layer.mixer.head_dim for layer in self.layers)
+
+    @property
+    def intermediate_size(self) -> int:
+        return max(layer.ffn.inner for layer in self.layers)
 
 
-def linear_shapes(facts: ModelFacts) -> dict[str, tuple[int, int]]:
+def repeated(
+    layer: LayerFacts, windows: Sequence[int | None], local_rope: RopeFacts | None = None
+) -> tuple[LayerFacts, ...]:
+    """`layer` once for each window; windowed layers turn by `local_rope` where there is one."""
+    kinds = {}
+    for window in set(windows):
+        rope = layer.mixer.rope if window is None or local_rope is None else local_rope
+        kinds[window] = replace(layer, mixer=replace(layer.mixer, window=window, rope=rope))
+    return tuple(kinds[window] for window in windows)
+
+
+def linear_shapes(layer: LayerFacts, hidden: int) -> dict[str, tuple[int, int]]:
     """(N, K) of a layer's linear modules, by canonical name below `model.layers.{i}.`."""
-    hidden, inner = facts.hidden_size, facts.intermediate_size
-    q, kv = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
+    mixer, inner = layer.mixer, layer.ffn.inner
+    q, kv = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
     return {
         "self_attn.q_proj": (q, hidden),
         "self_attn.k_proj": (kv, hidden),
@@ -113,35 +163,47 @@ def linear_shapes(facts: ModelFacts) -> dict[str, tuple[int, int]]:
     }
 
 
-def norm_shapes(facts: ModelFacts) -> dict[str, tuple[int]]:
-    """Shapes of a layer's norm weights, by canonical name below `model.layers.{i}.`."""
-    shapes: dict[str, tuple[int]] = {
-        "input_layernorm": (facts.hidden_size,),
-        "post_attention_layernorm": (facts.hidden_size,),
-    }
-    if facts.post_norms:
-        shapes["pre_feedforward_layernorm"] = shapes["post_feedforward_layernorm"] = (facts.hidden_size,)
-    if facts.qk_norm:
-        shapes["self_attn.q_norm"] = shapes["self_attn.k_norm"] = (facts.head_dim,)
-    return shapes
+def vector_sizes(layer: LayerFacts, hidden: int) -> dict[str, int]:
+    """Sizes of a layer's norm weights and biases, by canonical tensor name below `model.layers.{i}.`."""
+    mixer, norms = layer.mixer, layer.norms
+    names = (norms.before_mixer, norms.before_ffn, norms.after_mixer, norms.after_ffn)
+    sizes = {f"{name}.weight": hidden for name in names if name is not None}
+    if mixer.qk_norm:
+        sizes |= {f"self_attn.{name}_norm.weight": mixer.head_dim for name in "qk"}
+    biased = {"qkv": mixer.qkv_bias, "o": mixer.o_bias}
+    modules = [f"self_attn.{name}_proj" for names, there in biased.items() if there for name in names]
+    modules += [f"mlp.{name}_proj" for name in ("gate", "up", "down") if layer.ffn.bias]
+    shapes = linear_shapes(layer, hidden)
+    return sizes | {f"{module}.bias": shapes[module][0] for module in modules}
+
+
+def count_linear_params(facts: ModelFacts) -> int:
+    """Elements of all layers' linear modules."""
+    return sum(n * k for layer in facts.layers for n, k in linear_shapes(layer, facts.hidden_size).values())
 
 
 def count_params(facts: ModelFacts) -> int:
     """Parameters of the text model, a tied head counted once."""
-    shapes = linear_shapes(facts)
-    layer = sum(n * k for n, k in shapes.values()) + sum(size for (size,) in norm_shapes(facts).values())
-    if facts.attention_bias:
-        layer += sum(shapes[f"self_attn.{name}_proj"][0] for name in "qkv")
-    layer += facts.hidden_size if facts.o_bias else 0
-    layer += 2 * facts.intermediate_size + facts.hidden_size if facts.mlp_bias else 0
-    embedding = facts.vocab_size * facts.hidden_size
-    return facts.num_layers * layer + embedding * (1 if facts.tied_embeddings else 2) + facts.hidden_size
+    vectors = sum(sum(vector_sizes(layer, facts.hidden_size).values()) for layer in facts.layers)
+    tables = facts.vocab_size * facts.hidden_size * (1 if facts.tied_embeddings else 2)
+    return count_linear_params(facts) + vectors + tables + facts.hidden_size
 
 
-def kv_bytes_per_token(facts: ModelFacts, dtype: str, layers: int | None = None) -> int:
-    """KV cache bytes one token takes over `layers` layers (all by default); 8-bit forms keep a float32 scale per head.
+def kv_bytes_per_token(layers: Iterable[LayerFacts], dtype: str) -> int:
+    """KV cache bytes one token takes in `layers`; 8-bit forms keep a float32 scale per head.
 
-    Windowed layers keep only a window's worth of tokens: multiply per group of layers (`facts.windows`).
+    Windowed layers keep only a window's worth of tokens: see `cache_layers`.
     """
-    head = facts.head_dim * KV_BYTES[dtype] + (4 if dtype in ("int8", "fp8") else 0)
-    return 2 * facts.num_kv_heads * head * (facts.num_layers if layers is None else layers)
+    scale = 4 if dtype in ("int8", "fp8") else 0
+    return sum(2 * layer.mixer.num_kv_heads * (layer.mixer.head_dim * KV_BYTES[dtype] + scale) for layer in layers)
+
+
+def cache_layers(facts: ModelFacts) -> tuple[tuple[int, ...], ...]:
+    """Layers that keep the same tokens in the same form, by number: full attention first, then the widest window."""
+    found: dict[tuple[object, ...], list[int]] = {}
+    for index, layer in enumerate(facts.layers):
+        mixer = layer.mixer
+        found.setdefault((mixer.window, mixer.num_kv_heads, mixer.head_dim, mixer.rope), []).append(index)
+    windows = facts.windows
+    groups = sorted(found.values(), key=lambda group: (windows[group[0]] is not None, -(windows[group[0]] or 0)))
+    return tuple(map(tuple, groups))

@@ -1,23 +1,95 @@
-"""Gemma 3 (text): four norms a layer, norms over heads, windowed layers with a RoPE of their own, GELU.
-
-Scaled embeddings, soft-caps and the +1 of norm weights come from the facts.
-"""
+"""Gemma 3 (text): four norms a layer, norms over heads, windowed layers with a RoPE of their own, GELU."""
 
 from __future__ import annotations
 
-from localllm.checkpoint.facts import ModelFacts
+import math
 
-from .layers import LayerSpec
+from localllm.checkpoint import Checkpoint
+from localllm.checkpoint.fields import MAX_LAYERS
+
+from .architecture import Architecture
+from .facts import LayerFacts, ModelFacts, Norms, RopeFacts, repeated
+from .gguf import GgufConfig
+from .hf import HfConfig
+from .hf_rope import object_of
+from .names import GGUF_LAYER, NameMap, gguf_names
+
+FULL_EVERY = 6  # five windowed layers, then one that sees all: files often leave the pattern out
+FULL_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
+# Published multi-modal configs leave out whatever equals these.
+DEFAULTS = {
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+NORMS = Norms(
+    before_ffn="pre_feedforward_layernorm",
+    after_mixer="post_attention_layernorm",
+    after_ffn="post_feedforward_layernorm",
+)
 
 
-def layer_spec(facts: ModelFacts) -> LayerSpec:
+class Gemma3(Architecture):
     """What attention and the feed-forward layer give is normed once more before it is added."""
-    return LayerSpec(
-        mlp_norm="pre_feedforward_layernorm",
-        post_attn_norm="post_attention_layernorm",
-        post_mlp_norm="post_feedforward_layernorm",
-        qk_norm=True,
-        qkv_bias=facts.attention_bias,
-        out_bias=facts.o_bias,
-        mlp_bias=facts.mlp_bias,
-    )
+
+    name = "gemma3"
+    label = "Gemma 3 (text)"
+    hf_types = {"gemma3_text": DEFAULTS}
+    hf_wrappers = {"gemma3": "gemma3_text"}
+    hf_classes = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "Gemma3TextModel")
+    gguf_types = ("gemma3",)
+
+    def from_hf(self, config: HfConfig) -> ModelFacts:
+        rope, local_rope, context = _ropes(config)
+        scalar = config.keys.number("query_pre_attn_scalar", 1e-3, 1e9)
+        attention = config.attention(rope, scale=scalar**-0.5, qk_norm=True)
+        # The first configs carry hidden_act "gelu" beside it, which nothing reads.
+        layer = LayerFacts(attention, config.dense(config.activation("hidden_activation")), NORMS)
+        every = config.keys.integer("sliding_window_pattern", 1, MAX_LAYERS, FULL_EVERY)
+        layers = repeated(layer, config.windows(lambda layer: (layer + 1) % every != 0), local_rope)
+        return config.facts(layers, context, norm_offset=1.0, embedding_scale=math.sqrt(config.hidden_size))
+
+    def from_gguf(self, config: GgufConfig) -> ModelFacts:
+        rope, context = config.rope()
+        local_rope = RopeFacts(config.keys.number("rope.freq_base_swa", 1.0, 1e15, LOCAL_THETA), config.head_dim)
+        # The 27B model scales by its hidden size instead.
+        scale = 1 / math.sqrt(config.hidden_size / config.num_heads) if config.num_layers == 62 else None
+        layer = LayerFacts(config.attention(rope, scale=scale, qk_norm=True), config.dense("gelu_tanh"), NORMS)
+        layers = repeated(layer, config.windows(FULL_EVERY), local_rope)
+        return config.facts(layers, context, embedding_scale=math.sqrt(config.hidden_size))
+
+    def names(self, checkpoint: Checkpoint) -> NameMap:
+        """In GGUF the same name means another norm where attention and MLP have one on each side."""
+        if checkpoint.kind != "gguf":
+            return super().names(checkpoint)
+        inner = GGUF_LAYER | {
+            "pre_feedforward_layernorm": "ffn_norm",
+            "post_attention_layernorm": "post_attention_norm",
+            "post_feedforward_layernorm": "post_ffw_norm",
+        }
+        return gguf_names(inner)
+
+
+def _ropes(config: HfConfig) -> tuple[RopeFacts, RopeFacts, int]:
+    """The rotation of layers that see all, that of windowed ones, and the context in tokens."""
+    given, keys = config.given, config.keys
+    parameters = object_of(given, "rope_parameters")
+    nested = {}
+    for kind in ("full_attention", "sliding_attention"):
+        nested[kind] = {} if parameters.get(kind) is None else parameters[kind]
+        if not isinstance(nested[kind], dict):
+            raise given.fail(f"rope_parameters.{kind}", "must be an object")
+    flat = {} if any(nested.values()) else parameters
+    full_theta = {"rope_theta": keys.number("rope_theta", 1.0, 1e15, FULL_THETA)}
+    local_theta = {"rope_theta": keys.number("rope_local_base_freq", 1.0, 1e15, LOCAL_THETA)}
+    rope, context = config.rope_from(full_theta | object_of(given, "rope_scaling") | flat | nested["full_attention"])
+    return rope, config.rope_from(local_theta | nested["sliding_attention"])[0], context

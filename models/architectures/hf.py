@@ -1,61 +1,24 @@
-"""config.json and generation_config.json -> `ModelFacts`, with each architecture's defaults and quirks.
+"""`HfConfig`: config.json, generation_config.json and what lies beside them.
 
 `auto_map` and every other way to name code are ignored: nothing of a repository is imported.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .facts import ModelFacts
-from .gguf_facts import unsupported
-from .hf_rope import full_and_local_rope
-from .json_file import MAX_CONFIG_BYTES
-from .limits import MAX_CONTEXT, MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_LAYERS, MAX_VOCAB, Fields, check_heads
-from .mapped_file import read_small
-from .names import SourceNames
-from .tensor_info import StoredModel
+from localllm.checkpoint import Checkpoint
+from localllm.checkpoint.fields import MAX_CONTEXT, MAX_VOCAB, Fields
+from localllm.checkpoint.json_file import MAX_CONFIG_BYTES
+from localllm.checkpoint.mapped_file import read_small
 
-
-@dataclass(frozen=True)
-class _Family:
-    """What config.json may leave out for one model type."""
-
-    architecture: str
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    act_key: str = "hidden_act"
-
-
-# Gemma's published multi-modal configs leave out whatever equals these.
-_GEMMA3 = {
-    "vocab_size": 262208,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "max_position_embeddings": 131072,
-    "sliding_window": 4096,
-    "query_pre_attn_scalar": 256,
-    "tie_word_embeddings": True,
-    "hidden_activation": "gelu_pytorch_tanh",
-}
-_QWEN = {"max_window_layers": 28, "sliding_window": 4096}
-_FAMILIES = {
-    "llama": _Family("llama"),
-    "mistral": _Family("llama", {"sliding_window": 4096, "num_key_value_heads": 8}),
-    "qwen2": _Family("qwen2", _QWEN),
-    "qwen3": _Family("qwen3", {**_QWEN, "head_dim": 128}),
-    "gemma3_text": _Family("gemma3", _GEMMA3, "hidden_activation"),
-}
-_WRAPPERS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
-"""Multi-modal model types -> the type of their text part, when their text_config does not say."""
+from .config import Config
+from .facts import RopeFacts
+from .hf_rope import object_of, rope_of
+from .names import NameMap
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _TEMPLATE = re.compile(rb'"chat_template"\s*+:\s*+(?!null)')
@@ -67,139 +30,117 @@ _SAMPLING = {
 }
 
 
-def hf_facts(model: StoredModel) -> ModelFacts:
-    """Facts of a safetensors model. Raises UnsupportedModel for other architectures, BadModelFile for bad values."""
-    path = model.path / "config.json" if model.path.suffix != ".json" else model.path
-    top = Fields(path, model.config)
-    source, family, config = _family(top)
-    keys = Fields(path, {**family.defaults, **{key: value for key, value in config.items() if value is not None}})
-    given = Fields(path, config)
-    num_layers = keys.integer("num_hidden_layers", 1, MAX_LAYERS)
-    hidden = keys.integer("hidden_size", 1, MAX_HIDDEN)
-    num_heads = keys.integer("num_attention_heads", 1, MAX_HEADS)
-    num_kv_heads = keys.integer("num_key_value_heads", 1, MAX_HEADS, num_heads)
-    if keys.raw("head_dim") is None and hidden % num_heads:
-        raise keys.fail("num_attention_heads", f"{num_heads} heads do not divide the hidden size {hidden:,}")
-    head_dim = keys.integer("head_dim", 2, MAX_HEAD_DIM, max(hidden // num_heads, 2))
-    vocab_size = keys.integer("vocab_size", 1, MAX_VOCAB)
-    rope, local_rope, max_context = full_and_local_rope(given, keys, family.architecture, head_dim)
-    check_heads(keys, num_heads, num_kv_heads, head_dim, rope.dim)
-    names = SourceNames(model, family.architecture)
-    windows = _windows(given, keys, family, source, num_layers)
-    gemma = family.architecture == "gemma3"
-    if keys.flag("use_bidirectional_attention"):
-        raise unsupported(path, f"{source} with bidirectional attention (an embedding model)")
-    generation = Fields(path.with_name("generation_config.json"), model.generation_config)
-    scalar = keys.number("query_pre_attn_scalar", 1e-3, 1e9, head_dim) if gemma else float(head_dim)
-    return ModelFacts(
-        architecture=family.architecture,
-        source_architecture=source,
-        name=_name(model.path),
-        num_layers=num_layers,
-        hidden_size=hidden,
-        intermediate_size=keys.integer("intermediate_size", 1, MAX_HIDDEN * 4),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        vocab_size=vocab_size,
-        max_context=max_context,
-        rms_norm_eps=keys.number("rms_norm_eps", 1e-12, 0.1, 1e-6),
-        hidden_act=_activation(keys, family.act_key),
-        attention_bias=_has(model, names, "self_attn.q_proj.bias"),
-        o_bias=_has(model, names, "self_attn.o_proj.bias"),
-        mlp_bias=_has(model, names, "mlp.down_proj.bias"),
-        qk_norm=family.architecture in ("qwen3", "gemma3"),
-        norm_offset=1.0 if gemma else 0.0,
-        embedding_scale=math.sqrt(hidden) if gemma else 1.0,
-        attention_scale=scalar**-0.5,
-        attn_softcap=keys.optional_number("attn_logit_softcapping", 1e-3, 1e6),
-        logit_softcap=keys.optional_number("final_logit_softcapping", 1e-3, 1e6),
-        tied_embeddings=_tied(model, names, top, keys),
-        windows=windows,
-        rope=rope,
-        local_rope=local_rope if any(windows) else None,
-        post_norms=gemma,
-        eos_token_ids=_ids("eos_token_id", vocab_size, generation, given, top),
-        bos_token_id=next(iter(_ids("bos_token_id", vocab_size, generation, given, top)), None),
-        sampling_defaults=_sampling(generation),
-        has_chat_template=_has_template(model),
-        licence=model.licence,
-        weight_bytes=_text_bytes(model, names),
-    )
+class HfConfig(Config):
+    """The text model's values over the defaults of its type; `given` has only what stands in the file."""
+
+    KEYS = {
+        "layers": "num_hidden_layers",
+        "hidden": "hidden_size",
+        "heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads",
+        "head_dim": "head_dim",
+        "inner": "intermediate_size",
+        "eps": "rms_norm_eps",
+    }
+    DEFAULT_EPS = 1e-6
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        text: Mapping[str, Any],
+        model_type: str,
+        defaults: Mapping[str, Any],
+        names: NameMap,
+        runs: str,
+    ) -> None:
+        """`text` is the part of config.json that describes the text model, `model_type` what it calls itself."""
+        self.model_type = model_type
+        path = checkpoint.path / "config.json"
+        self.top = Fields(path, checkpoint.config)
+        self.given = Fields(path, text)
+        keys = Fields(path, {**defaults, **{key: value for key, value in text.items() if value is not None}})
+        super().__init__(checkpoint, keys, names, source_of(self.top), runs)
+        self.generation = Fields(path.with_name("generation_config.json"), checkpoint.generation_config)
+        self.context = keys.integer("max_position_embeddings", 1, MAX_CONTEXT)
+        if keys.flag("use_bidirectional_attention"):
+            raise self.unsupported(f"{self.source} with bidirectional attention (an embedding model)")
+
+    def read_vocab_size(self) -> int:
+        return self.keys.integer("vocab_size", 1, MAX_VOCAB)
+
+    def rope(self) -> tuple[RopeFacts, int]:
+        """The rotation of all layers, and the context it reaches."""
+        theta = {"rope_theta": self.keys.number("rope_theta", 1.0, 1e15, 10_000.0)}
+        values = theta | object_of(self.given, "rope_scaling") | object_of(self.given, "rope_parameters")
+        return self.rope_from(values)
+
+    def rope_from(self, values: Mapping[str, Any]) -> tuple[RopeFacts, int]:
+        """A rotation from values that may lie in several places of the file, and the context it reaches."""
+        return rope_of(self.given, values, self.head_dim, self.context, self.unsupported)
+
+    def activation(self, key: str = "hidden_act") -> str:
+        """The feed-forward layer's activation, as `Dense` names it."""
+        name = self.keys.text(key, "silu")
+        if name not in _ACTIVATIONS:
+            raise self.keys.fail(key, f"is {name[:60]!r}; {', '.join(_ACTIVATIONS)} are supported")
+        return _ACTIVATIONS[name]
+
+    @property
+    def window(self) -> int | None:
+        """`sliding_window`; an explicit null switches a default off."""
+        off = "sliding_window" in self.given.values and self.given.raw("sliding_window") is None
+        absent = off or self.keys.raw("sliding_window") is None
+        return None if absent else self.keys.integer("sliding_window", 1, MAX_CONTEXT)
+
+    def windows(self, windowed: Callable[[int], bool], *, enabled: bool = True) -> tuple[int | None, ...]:
+        """The window of each layer: as `layer_types` says, else of those that `windowed` says. `enabled`: at all."""
+        window = self.window if enabled else None
+        types = self.keys.raw("layer_types")
+        if types is None:
+            return tuple(window if windowed(layer) else None for layer in range(self.num_layers))
+        if not isinstance(types, list) or len(types) != self.num_layers:
+            raise self.keys.fail("layer_types", f"must list {self.num_layers} layers")
+        unknown = [str(item) for item in types if item not in ("full_attention", "sliding_attention")]
+        if unknown:
+            raise self.unsupported(f"{self.source} with layers of type {unknown[0][:60]}")
+        if window is None and enabled and "sliding_attention" in types:
+            raise self.keys.fail("sliding_window", "is missing, layer_types names windowed layers")
+        return tuple(window if item == "sliding_attention" else None for item in types)
+
+    def usage(self) -> dict[str, Any]:
+        places = (self.generation, self.given, self.top)
+        return {
+            "name": _name(self.checkpoint.path),
+            "tied_embeddings": self._tied(),
+            "eos_token_ids": _ids("eos_token_id", self.vocab_size, *places),
+            "bos_token_id": next(iter(_ids("bos_token_id", self.vocab_size, *places)), None),
+            "sampling_defaults": _sampling(self.generation),
+            "has_chat_template": _has_template(self.checkpoint.tokenizer_files),
+            "license": self.checkpoint.license,
+        }
+
+    def _tied(self) -> bool:
+        """Whether the head is the embedding: by the config, but a missing head is tied, and a quantized one is not."""
+        start = f"{self.names.source('lm_head')}."
+        head = {name.rpartition(".")[2] for name in self.checkpoint.tensors if name.startswith(start)}
+        stated = self.keys.raw("tie_word_embeddings")
+        if stated is None:
+            stated = self.top.raw("tie_word_embeddings")
+        if stated is not None and not isinstance(stated, bool):
+            raise self.keys.fail("tie_word_embeddings", f"is {stated!r:.60}, it must be true or false")
+        if not self.checkpoint.tensors:
+            return bool(stated)
+        if not head:
+            return stated is not False
+        return bool(stated) and head <= {"weight"}
 
 
-def _family(top: Fields) -> tuple[str, _Family, Mapping[str, Any]]:
-    """What the file calls itself, its family, and the dict with the text model's values."""
+def source_of(top: Fields) -> str:
+    """What config.json calls its architecture; "" where it does not say."""
     listed = top.raw("architectures")
     if listed is not None and not (isinstance(listed, list) and all(isinstance(item, str) for item in listed)):
         raise top.fail("architectures", "must be a list of names")
-    model_type = top.text("model_type")
-    source = listed[0] if listed else model_type
-    if not source:
-        raise top.fail("model_type", "is missing: the file does not say what model this is")
-    if listed and not source.endswith(("ForCausalLM", "ForConditionalGeneration")):
-        raise unsupported(top.path, f"{source} (no language model head)")
-    config: Mapping[str, Any] = top.values
-    if model_type in _WRAPPERS:
-        inner = top.raw("text_config")
-        if not isinstance(inner, dict):
-            raise top.fail("text_config", "must be an object")
-        inner_type = Fields(top.path, inner).text("model_type", _WRAPPERS[model_type])
-        config, model_type = inner, inner_type
-    if model_type not in _FAMILIES:
-        raise unsupported(top.path, f"{source} (model_type {model_type})" if model_type else source)
-    return source, _FAMILIES[model_type], config
-
-
-def _activation(keys: Fields, key: str) -> str:
-    # Gemma's first configs carry hidden_act "gelu" beside it, which nothing reads.
-    name = keys.text(key, "silu")
-    if name not in _ACTIVATIONS:
-        raise keys.fail(key, f"is {name[:60]!r}; {', '.join(_ACTIVATIONS)} are supported")
-    return _ACTIVATIONS[name]
-
-
-def _windows(given: Fields, keys: Fields, family: _Family, source: str, num_layers: int) -> tuple[int | None, ...]:
-    """The window of each layer, as transformers derives it. An explicit null switches a default window off."""
-    key, architecture = "sliding_window", family.architecture
-    if key not in family.defaults:
-        return (None,) * num_layers  # Llama has none, whatever its config carries along
-    off = key in given.values and given.values[key] is None
-    window = None if off or keys.raw(key) is None else keys.integer(key, 1, MAX_CONTEXT)
-    if architecture.startswith("qwen") and not keys.flag("use_sliding_window"):
-        window = None
-    types = keys.raw("layer_types")
-    if types is not None:
-        if not isinstance(types, list) or len(types) != num_layers:
-            raise keys.fail("layer_types", f"must list {num_layers} layers")
-        unknown = [str(item) for item in types if item not in ("full_attention", "sliding_attention")]
-        if unknown:
-            raise unsupported(keys.path, f"{source} with layers of type {unknown[0][:60]}")
-        if window is None and "sliding_attention" in types and not architecture.startswith("qwen"):
-            raise keys.fail(key, "is missing, layer_types names windowed layers")
-        return tuple(window if item == "sliding_attention" else None for item in types)
-    if architecture == "qwen2" or architecture == "qwen3":
-        first = keys.integer("max_window_layers", 0, MAX_LAYERS)
-        return tuple(window if layer >= first else None for layer in range(num_layers))
-    if architecture == "gemma3":
-        every = keys.integer("sliding_window_pattern", 1, MAX_LAYERS, 6)
-        return tuple(None if (layer + 1) % every == 0 else window for layer in range(num_layers))
-    return (window,) * num_layers
-
-
-def _tied(model: StoredModel, names: SourceNames, top: Fields, keys: Fields) -> bool:
-    """Whether the head is the embedding: by the config, but a missing head is tied, and a quantised one is not."""
-    head = {name.rpartition(".")[2] for name in model.tensors if name.startswith(f"{names.head}.")}
-    stated = keys.raw("tie_word_embeddings")
-    if stated is None:
-        stated = top.raw("tie_word_embeddings")
-    if stated is not None and not isinstance(stated, bool):
-        raise keys.fail("tie_word_embeddings", f"is {stated!r:.60}, it must be true or false")
-    if not model.tensors:
-        return bool(stated)
-    if not head:
-        return stated is not False
-    return bool(stated) and head <= {"weight"}
+    return str(listed[0]) if listed else top.text("model_type")
 
 
 def _ids(key: str, vocab_size: int, *places: Fields) -> tuple[int, ...]:
@@ -221,20 +162,11 @@ def _sampling(generation: Fields) -> dict[str, Any]:
     return values
 
 
-def _has_template(model: StoredModel) -> bool:
-    if "chat_template.jinja" in model.tokenizer_files or "chat_template.json" in model.tokenizer_files:
+def _has_template(files: Mapping[str, Path]) -> bool:
+    if "chat_template.jinja" in files or "chat_template.json" in files:
         return True
-    config = model.tokenizer_files.get("tokenizer_config.json")
+    config = files.get("tokenizer_config.json")
     return config is not None and _TEMPLATE.search(read_small(config, 4 * MAX_CONFIG_BYTES)) is not None
-
-
-def _has(model: StoredModel, names: SourceNames, inner: str) -> bool:
-    return names.source(f"model.layers.0.{inner}") in model.tensors
-
-
-def _text_bytes(model: StoredModel, names: SourceNames) -> int:
-    """Bytes of the text model's tensors: vision towers and projectors are not loaded."""
-    return sum(info.nbytes for name, info in model.tensors.items() if names.canonical(name.rpartition(".")[0]))
 
 
 def _name(path: Path) -> str:

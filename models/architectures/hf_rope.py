@@ -3,46 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from localllm.checkpoint.fields import MAX_CONTEXT, MAX_HEAD_DIM, Fields
+from localllm.checkpoint.mapped_file import shown
+from localllm.errors import UnsupportedModel
+
 from .facts import RopeFacts
-from .gguf_facts import unsupported
-from .limits import MAX_CONTEXT, MAX_HEAD_DIM, Fields
-from .mapped_file import shown
-
-_GEMMA_THETA = {"full_attention": 1_000_000.0, "sliding_attention": 10_000.0}
 
 
-def full_and_local_rope(
-    given: Fields, keys: Fields, architecture: str, head_dim: int
-) -> tuple[RopeFacts, RopeFacts | None, int]:
-    """The rope of full layers, that of windowed ones (Gemma 3, else None), and the context in tokens.
-
-    given   the values that stand in the file      keys   the same over the family's defaults
-    """
-    context = keys.integer("max_position_embeddings", 1, MAX_CONTEXT)
-    parameters = _object(given, "rope_parameters")
-    scaling = _object(given, "rope_scaling")
-    theta = keys.number("rope_theta", 1.0, 1e15, 10_000.0)
-    if architecture != "gemma3":
-        merged = {"rope_theta": theta, **scaling, **parameters}
-        rope, reach = _rope(given, merged, head_dim, context)
-        return rope, None, reach
-    nested = {kind: parameters.get(kind) for kind in _GEMMA_THETA}
-    for kind, values in nested.items():
-        if values is not None and not isinstance(values, dict):
-            raise given.fail(f"rope_parameters.{kind}", "must be an object")
-    flat = {} if any(nested.values()) else parameters
-    full_theta = keys.number("rope_theta", 1.0, 1e15, _GEMMA_THETA["full_attention"])
-    local_theta = keys.number("rope_local_base_freq", 1.0, 1e15, _GEMMA_THETA["sliding_attention"])
-    full = {"rope_theta": full_theta, **scaling, **flat, **(nested["full_attention"] or {})}
-    local = {"rope_theta": local_theta, **(nested["sliding_attention"] or {})}
-    rope, reach = _rope(given, full, head_dim, context)
-    return rope, _rope(given, local, head_dim, context)[0], reach
-
-
-def _object(fields: Fields, key: str) -> dict[str, Any]:
+def object_of(fields: Fields, key: str) -> dict[str, Any]:
+    """The object under `key`; {} where there is none."""
     value = fields.raw(key)
     if value is None:
         return {}
@@ -51,8 +23,17 @@ def _object(fields: Fields, key: str) -> dict[str, Any]:
     return value
 
 
-def _rope(given: Fields, values: Mapping[str, Any], head_dim: int, context: int) -> tuple[RopeFacts, int]:
-    """One rope's facts and the context it reaches."""
+def rope_of(
+    given: Fields,
+    values: Mapping[str, Any],
+    head_dim: int,
+    context: int,
+    unsupported: Callable[[str], UnsupportedModel],
+) -> tuple[RopeFacts, int]:
+    """One rope's facts, and the context it reaches in tokens.
+
+    given   what stands in the file: some keys lie outside of the rope's own object      values   theta and scaling
+    """
     fields = Fields(given.path, values)
     partial = given.number("partial_rotary_factor", 1e-3, 1.0, 1.0)
     dim = int(head_dim * fields.number("partial_rotary_factor", 1e-3, 1.0, partial))
@@ -67,7 +48,7 @@ def _rope(given: Fields, values: Mapping[str, Any], head_dim: int, context: int)
     if kind == "linear":
         return RopeFacts(theta, dim, "linear", factor), context
     if kind not in ("llama3", "yarn"):
-        raise unsupported(given.path, f"rope scaling of type {shown(kind)}")
+        raise unsupported(f"rope scaling of type {shown(kind)}")
     stated = given.integer("original_max_position_embeddings", 1, MAX_CONTEXT, context)
     original = fields.integer("original_max_position_embeddings", 1, MAX_CONTEXT, stated)
     if kind == "llama3":

@@ -1,12 +1,31 @@
-"""Llama 2 and 3.x, SmolLM2, and Mistral, whose layers may see a window only (`facts.windows`)."""
+"""Llama 2 and 3.x, SmolLM2, and Mistral, whose layers may see a window only. Biases where the file has them."""
 
 from __future__ import annotations
 
-from localllm.checkpoint.facts import ModelFacts
+from .architecture import Architecture
+from .facts import LayerFacts, ModelFacts, repeated
+from .gguf import GgufConfig
+from .hf import HfConfig
 
-from .layers import LayerSpec
 
+class Llama(Architecture):
+    """Two norms, rotated heads, SiLU."""
 
-def layer_spec(facts: ModelFacts) -> LayerSpec:
-    """Two norms, no norm on heads; biases where the configuration asks for them."""
-    return LayerSpec(qkv_bias=facts.attention_bias, out_bias=facts.o_bias, mlp_bias=facts.mlp_bias)
+    name = "llama"
+    label = "Llama 2 and 3, SmolLM2, Mistral"
+    hf_types = {"llama": {}, "mistral": {"sliding_window": 4096, "num_key_value_heads": 8}}
+    hf_wrappers = {"mistral3": "mistral"}
+    hf_classes = ("LlamaForCausalLM", "MistralForCausalLM")
+    gguf_types = ("llama",)
+
+    def from_hf(self, config: HfConfig) -> ModelFacts:
+        rope, context = config.rope()
+        layer = LayerFacts(config.attention(rope), config.dense(config.activation()))
+        # Llama has no window, whatever its config carries along.
+        windows = config.windows(lambda layer: True) if config.model_type == "mistral" else (None,) * config.num_layers
+        return config.facts(repeated(layer, windows), context)
+
+    def from_gguf(self, config: GgufConfig) -> ModelFacts:
+        rope, context = config.rope(interleaved=True)
+        layer = LayerFacts(config.attention(rope), config.dense())
+        return config.facts(repeated(layer, config.windows()), context)

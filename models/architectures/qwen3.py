@@ -1,12 +1,16 @@
-"""Qwen3 (dense): no biases, but a norm over every query and key head before RoPE."""
+"""Qwen3 (dense): Qwen2 with a norm over every query and key head before RoPE; biases only where the file has them."""
 
 from __future__ import annotations
 
-from localllm.checkpoint.facts import ModelFacts
-
-from .layers import LayerSpec
+from .qwen2 import Qwen2
 
 
-def layer_spec(facts: ModelFacts) -> LayerSpec:
-    """Norms over heads are part of the architecture."""
-    return LayerSpec(qk_norm=True, qkv_bias=facts.attention_bias, out_bias=facts.o_bias, mlp_bias=facts.mlp_bias)
+class Qwen3(Qwen2):
+    """Its head size does not follow from the hidden size."""
+
+    name = "qwen3"
+    label = "Qwen3"
+    hf_types = {"qwen3": {**Qwen2.hf_types["qwen2"], "head_dim": 128}}
+    hf_classes = ("Qwen3ForCausalLM",)
+    gguf_types = ("qwen3",)
+    own = {"qk_norm": True}

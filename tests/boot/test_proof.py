@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from localllm.boot.memory_meter import Peak
 from localllm.boot.proof import CpuProof, Proof, Term, WorstSteps
-from localllm.checkpoint.facts import ModelFacts, RopeFacts
 from localllm.device import rss_anon_bytes
 from localllm.device.fake import MACHINES
 from localllm.engine.batch import BatchBuilder
@@ -28,6 +27,7 @@ from localllm.engine.runner import Runner
 from localllm.kernels import segments
 from localllm.kernels.layer_weights import AttentionWeights, HeadWeights, Linear, LinearPart, MlpWeights, Norm
 from localllm.kernels.rope import RopeTable
+from localllm.models.architectures import Attention, Dense, LayerFacts, ModelFacts, RopeFacts
 from localllm.models.kv_cache import KVCache, cache_groups
 from localllm.models.layers import DecoderLayer, Embedding
 from localllm.models.model import Model
@@ -38,23 +38,16 @@ from localllm.plan.profiles import Proofs
 MIB = 1 << 20
 
 
-def model_facts(**changes: Any) -> ModelFacts:
+def model_facts(inner: int = 768, **changes: Any) -> ModelFacts:
     facts = ModelFacts(
         architecture="qwen3",
         source_architecture="Qwen3ForCausalLM",
         name="tiny",
-        num_layers=4,
         hidden_size=256,
-        intermediate_size=768,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=64,
         vocab_size=1000,
         max_context=2048,
         rms_norm_eps=1e-6,
-        rope=RopeFacts(1e4, 64),
-        windows=(None,) * 4,
-        qk_norm=True,
+        layers=(LayerFacts(Attention(4, 2, 64, RopeFacts(1e4, 64), qk_norm=True), Dense(inner)),) * 4,
         stored_format="bf16",
         num_params=4_000_000,
         weight_bytes=8_000_000,
@@ -308,7 +301,7 @@ def allocating_model(facts: ModelFacts) -> Model:
     )
     layers = [DecoderLayer(attention, mlp)] * facts.num_layers
     embedding = Embedding(lambda ids: torch.empty(len(ids), hidden), 1.0, bf16, 0)
-    rope = RopeTable(torch.ones(facts.rope.dim // 2))
+    rope = RopeTable(torch.ones(facts.ropes[0].dim // 2))
     rope.reserve(2048)
     return Model(facts, cache_groups(facts), embedding, layers, HeadWeights(one, linear(1000)), [rope], table, {})
 
@@ -316,7 +309,7 @@ def allocating_model(facts: ModelFacts) -> Model:
 @pytest.mark.parametrize("inner", [768, 100])
 def test_the_plan_counts_what_is_alive_in_the_worst_moment(inner: int) -> None:
     """within 3 %: a wide feed-forward layer has its worst moment there, a narrow one in attention"""
-    facts, rows = model_facts(intermediate_size=inner), 512
+    facts, rows = model_facts(inner), 512
     model, live = allocating_model(facts), LiveBytes()
     cache = KVCache(cache_groups(facts), [200], 16, "bf16")
     runner = Runner(model, cache, 1000)

@@ -12,8 +12,8 @@ import pytest
 from bad_files import gguf_cases, safetensors_cases
 from tiny_models import tiny_gguf_bytes, tiny_safetensors
 
-from localllm.checkpoint import open_checkpoint
 from localllm.errors import BadModelFile
+from localllm.models.architectures import open_model
 
 GGUF, SAFETENSORS = gguf_cases(), safetensors_cases()
 MAX_S = 2.0
@@ -32,7 +32,7 @@ def refusal(path: Path, named: str) -> BadModelFile:
     tracemalloc.start()
     begin = time.perf_counter()
     try:
-        with pytest.raises(BadModelFile) as caught, open_checkpoint(path) as checkpoint:
+        with pytest.raises(BadModelFile) as caught, open_model(path) as checkpoint:
             _ = checkpoint.facts
         seconds, peak = time.perf_counter() - begin, tracemalloc.get_traced_memory()[1]
     finally:
@@ -101,5 +101,5 @@ def test_every_cut_of_a_good_file_is_refused(tmp_path: Path) -> None:
     good, path = tiny_gguf_bytes("Q8_0", layers=1), tmp_path / "cut.gguf"
     for length in [*range(0, 6000, 251), *range(6000, len(good) - 32, 9973), len(good) - 33]:
         path.write_bytes(good[:length])
-        with pytest.raises(BadModelFile), open_checkpoint(path) as checkpoint:
+        with pytest.raises(BadModelFile), open_model(path) as checkpoint:
             _ = checkpoint.facts

@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 import tiny_models as tiny
 
-from localllm.checkpoint import SourceNames, StoredFormat, TensorInfo, open_checkpoint, stored_formats
+from localllm.checkpoint import Checkpoint, StoredFormat, TensorInfo, open_checkpoint, stored_formats
 from localllm.checkpoint.detect import format_label
-from localllm.checkpoint.names import canonical, gguf_name
 from localllm.errors import BadModelFile, UnsupportedFormat
+from localllm.models.architectures import open_model
+from localllm.models.architectures.architecture import Architecture
+from localllm.models.architectures.names import hf_names
+from localllm.models.architectures.registry import ARCHITECTURES
 
 P = "model.layers.0.mlp.up_proj"
 N, K = 256, 512
@@ -31,7 +34,7 @@ class Stored:
     config: dict[str, Any] = field(default_factory=dict)
     generation_config: dict[str, Any] = field(default_factory=dict)
     tokenizer_files: dict[str, Path] = field(default_factory=dict)
-    licence: str = ""
+    license: str = ""
     shape: tuple[int, int] = (N, K)
 
     @property
@@ -278,7 +281,7 @@ def test_vectors_and_lone_scales_are_no_modules() -> None:
 
 
 def test_gguf_modules(tmp_path: Path) -> None:
-    with open_checkpoint(tiny.tiny_gguf(tmp_path / "a.gguf", "Q4_1")) as checkpoint:
+    with open_model(tiny.tiny_gguf(tmp_path / "a.gguf", "Q4_1")) as checkpoint:
         found = stored_formats(checkpoint)
         assert found["blk.1.ffn_down"].shape == (64, 128)
         assert {stored.params["type"] for stored in found.values()} == {"Q4_1"}
@@ -293,7 +296,7 @@ def test_quantisation_config_is_found_where_tools_put_it(tmp_path: Path) -> None
     folder = tiny.tiny_safetensors(tmp_path / "b")
     (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
     assert open_checkpoint(folder).quantization_config["quantization"] == {"quant_algo": "NVFP4"}
-    assert open_checkpoint(folder).facts.stored_format == "f32", "tensors first"
+    assert open_model(folder).facts.stored_format == "f32", "tensors first"
 
 
 NAMES = {
@@ -308,21 +311,16 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
-def test_names_there_and_back(architecture: str) -> None:
-    last = "pre_feedforward_layernorm" if architecture == "gemma3" else "post_attention_layernorm"
-    for ours, theirs in {**NAMES, "blk.1.ffn_norm": f"model.layers.1.{last}"}.items():
-        assert canonical(ours, architecture) == theirs
-        assert gguf_name(theirs, architecture) == ours
-
-
-def test_names_that_only_gemma_has() -> None:
-    assert canonical("blk.0.post_ffw_norm", "gemma3") == "model.layers.0.post_feedforward_layernorm"
-    assert canonical("blk.0.post_attention_norm", "gemma3") == "model.layers.0.post_attention_layernorm"
-    assert canonical("blk.0.post_ffw_norm", "llama") is None
-    assert gguf_name("model.layers.0.pre_feedforward_layernorm", "llama") is None
-    for name in ("blk.x.attn_q", "blk.0.unknown", "rope_freqs", "blk.007.attn_q"):
-        assert canonical(name, "llama") is None
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda one: one.name)
+def test_names_in_gguf(architecture: Architecture) -> None:
+    gemma = architecture.name == "gemma3"
+    last = "pre_feedforward_layernorm" if gemma else "post_attention_layernorm"
+    names = architecture.names(Checkpoint(Path("m.gguf"), "gguf", {}, {}))
+    for theirs, ours in {**NAMES, "blk.1.ffn_norm": f"model.layers.1.{last}"}.items():
+        assert names.source(ours) == theirs
+    if gemma:
+        assert names.source("model.layers.0.post_feedforward_layernorm") == "blk.0.post_ffw_norm"
+        assert names.source("model.layers.0.post_attention_layernorm") == "blk.0.post_attention_norm"
 
 
 @pytest.mark.parametrize(
@@ -334,16 +332,9 @@ def test_names_that_only_gemma_has() -> None:
     ],
 )
 def test_names_of_wrapped_models(prefix: str, head: str) -> None:
-    model = Stored({})
-    names = [f"{prefix}embed_tokens.weight", f"{head}.weight", "vision_tower.encoder.weight"]
-    infos = {name: TensorInfo(name, "F32", (1, 1), 4, Path("m"), 0) for name in names}
-
-    class Wrapped(Stored):
-        tensors = infos  # type: ignore[assignment]
-
-    source = SourceNames(Wrapped({}), "gemma3")
-    assert source.source("model.layers.2.mlp.up_proj") == f"{prefix}layers.2.mlp.up_proj"
-    assert (source.source("lm_head"), source.canonical(head)) == (head, "lm_head")
-    assert source.canonical(f"{prefix}norm") == "model.norm"
-    assert source.canonical("vision_tower.encoder") is None
-    assert SourceNames(model, "llama").source("lm_head") == "lm_head"
+    names = hf_names([f"{prefix}embed_tokens.weight", f"{head}.weight", "vision_tower.encoder.weight"])
+    assert names.source("model.layers.2.mlp.up_proj") == f"{prefix}layers.2.mlp.up_proj"
+    assert names.source("lm_head") == head and names.source("model.norm") == f"{prefix}norm"
+    assert f"{head}.weight".startswith(names.text) and f"{prefix}norm.weight".startswith(names.text)
+    assert not "vision_tower.encoder.weight".startswith(names.text)
+    assert hf_names([]).source("lm_head") == "lm_head"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,62 +11,60 @@ import numpy as np
 import pytest
 import tiny_models as tiny
 
-from localllm.checkpoint import ModelFacts, RopeFacts, kv_bytes_per_token, open_checkpoint
-from localllm.checkpoint.facts import count_params, linear_shapes, norm_shapes
-from localllm.checkpoint.hf_facts import hf_facts
-from localllm.checkpoint.tensor_info import TensorInfo
+from localllm.checkpoint import Checkpoint
 from localllm.errors import BadModelFile, UnsupportedModel
-
-
-@dataclass
-class ConfigOnly:
-    """A model of which only the config is there."""
-
-    config: dict[str, Any]
-    path: Path = Path("some/model")
-    kind: str = "safetensors"
-    tensors: dict[str, TensorInfo] = field(default_factory=dict)
-    metadata: dict[str, Any] = field(default_factory=dict)
-    generation_config: dict[str, Any] = field(default_factory=dict)
-    quantization_config: dict[str, Any] = field(default_factory=dict)
-    tokenizer_files: dict[str, Path] = field(default_factory=dict)
-    licence: str = ""
-
-    def read(self, name: str) -> np.ndarray:
-        raise KeyError(name)
+from localllm.models.architectures import Attention, ModelFacts, RopeFacts, kv_bytes_per_token, open_model
+from localllm.models.architectures.facts import count_params, linear_shapes, vector_sizes
+from localllm.models.architectures.registry import understand
 
 
 def facts_of(config: dict[str, Any], **more: Any) -> ModelFacts:
-    return hf_facts(ConfigOnly(config, **more))
+    """Of a model of which only the config is there."""
+    return understand(Checkpoint(Path("some/model"), "safetensors", {}, {}, config=config, **more))[0]
+
+
+def wide(facts: ModelFacts) -> Attention:
+    """Of the layers that see everything."""
+    return next(layer.mixer for layer in facts.layers if layer.mixer.window is None)
+
+
+def local(facts: ModelFacts) -> Attention:
+    """Of the windowed layers."""
+    return next(layer.mixer for layer in facts.layers if layer.mixer.window is not None)
 
 
 def test_smollm2(smollm2_path: Path) -> None:
-    with open_checkpoint(smollm2_path) as checkpoint:
+    with open_model(smollm2_path) as checkpoint:
         facts = checkpoint.facts
     assert (facts.architecture, facts.source_architecture, facts.num_layers) == ("llama", "llama", 30)
     assert (facts.hidden_size, facts.intermediate_size, facts.vocab_size) == (576, 1536, 49152)
     assert (facts.num_heads, facts.num_kv_heads, facts.head_dim) == (9, 3, 64)
-    assert facts.rope == RopeFacts(100_000.0, 64, interleaved=True)
-    assert facts.tied_embeddings and facts.has_chat_template and not facts.qk_norm
+    assert wide(facts).rope == RopeFacts(100_000.0, 64, interleaved=True)
+    assert facts.tied_embeddings and facts.has_chat_template and not facts.layers[0].mixer.qk_norm
     assert (facts.max_context, facts.eos_token_ids, facts.bos_token_id) == (8192, (2,), 1)
-    assert (facts.stored_format, facts.licence) == ("Q4_1", "apache-2.0")
+    assert (facts.stored_format, facts.license) == ("Q4_1", "apache-2.0")
     assert (facts.num_params, facts.weight_bytes) == (134_515_008, 96_576_768)
     assert facts.windows == (None,) * 30 and facts.norm_offset == 0 and facts.embedding_scale == 1
-    assert kv_bytes_per_token(facts, "bf16") == 30 * 2 * 3 * 64 * 2 == 23_040
-    assert kv_bytes_per_token(facts, "int8") == 30 * 2 * 3 * (64 + 4)
-    assert kv_bytes_per_token(facts, "f32", layers=1) == 2 * 3 * 64 * 4
+    assert kv_bytes_per_token(facts.layers, "bf16") == 30 * 2 * 3 * 64 * 2 == 23_040
+    assert kv_bytes_per_token(facts.layers, "int8") == 30 * 2 * 3 * (64 + 4)
+    assert kv_bytes_per_token(facts.layers[:1], "f32") == 2 * 3 * 64 * 4
 
 
 def test_gemma_270m(gemma_path: Path) -> None:
-    with open_checkpoint(gemma_path) as checkpoint:
+    with open_model(gemma_path) as checkpoint:
         facts = checkpoint.facts
     assert (facts.architecture, facts.num_layers, facts.hidden_size) == ("gemma3", 18, 640)
     assert (facts.num_heads, facts.num_kv_heads, facts.head_dim) == (4, 1, 256)
     assert facts.windows == (512, 512, 512, 512, 512, None) * 3
-    assert facts.rope == RopeFacts(1_000_000.0, 256) and facts.local_rope == RopeFacts(10_000.0, 256)
-    assert facts.attention_scale == 1 / 16 and facts.embedding_scale == math.sqrt(640)
-    assert facts.norm_offset == 0.0 and facts.post_norms and facts.qk_norm and facts.hidden_act == "gelu_tanh"
-    assert (facts.stored_format, facts.has_chat_template, facts.licence) == ("Q4_K_M", False, "gemma")
+    assert wide(facts).rope == RopeFacts(1_000_000.0, 256) and local(facts).rope == RopeFacts(10_000.0, 256)
+    assert facts.layers[0].mixer.scale == 1 / 16 and facts.embedding_scale == math.sqrt(640)
+    assert (
+        facts.norm_offset == 0.0
+        and facts.layers[0].norms.after_ffn
+        and facts.layers[0].mixer.qk_norm
+        and facts.layers[0].ffn.act == "gelu_tanh"
+    )
+    assert (facts.stored_format, facts.has_chat_template, facts.license) == ("Q4_K_M", False, "gemma")
     assert (facts.num_params, facts.bos_token_id, facts.eos_token_ids) == (268_098_176, 2, (1,))
 
 
@@ -100,18 +97,18 @@ LLAMA31 = {
 def test_llama_3_1_8b() -> None:
     generation = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [128001, 128009]}
     facts = facts_of(LLAMA31, generation_config=generation)
-    assert facts.rope == RopeFacts(500_000.0, 128, "llama3", 8.0, 1.0, 4.0, 8192)
+    assert wide(facts).rope == RopeFacts(500_000.0, 128, "llama3", 8.0, 1.0, 4.0, 8192)
     assert (facts.max_context, facts.eos_token_ids) == (131072, (128001, 128009))
     assert facts.sampling_defaults == {"temperature": 0.6, "top_p": 0.9}
     assert count_params(facts) == 8_030_261_248
-    assert linear_shapes(facts)["self_attn.k_proj"] == (1024, 4096)
-    assert facts.attention_scale == 128**-0.5 and facts.windows == (None,) * 32
+    assert linear_shapes(facts.layers[0], facts.hidden_size)["self_attn.k_proj"] == (1024, 4096)
+    assert facts.layers[0].mixer.scale == 128**-0.5 and facts.windows == (None,) * 32
 
 
 def test_llama_2_needs_no_kv_heads_or_theta() -> None:
     config = {key: value for key, value in LLAMA31.items() if key not in ("num_key_value_heads", "rope_theta")}
     facts = facts_of({**config, "rope_scaling": None, "eos_token_id": 2, "sliding_window": 4096})
-    assert (facts.num_kv_heads, facts.rope, facts.windows[0]) == (32, RopeFacts(10_000.0, 128), None)
+    assert (facts.num_kv_heads, wide(facts).rope, facts.windows[0]) == (32, RopeFacts(10_000.0, 128), None)
 
 
 @pytest.mark.parametrize(
@@ -130,8 +127,8 @@ def test_qwen2_windows_and_yarn() -> None:
     config["rope_scaling"] = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     facts = facts_of(config)
     assert facts.windows == (None,) * 32 and facts.max_context == 131072
-    assert facts.rope.scaling == "yarn" and facts.rope.original_context == 32768
-    assert facts.rope.attention_factor == pytest.approx(0.1 * math.log(4) + 1)
+    assert wide(facts).rope.scaling == "yarn" and wide(facts).rope.original_context == 32768
+    assert wide(facts).rope.attention_factor == pytest.approx(0.1 * math.log(4) + 1)
     assert facts_of({**config, "use_sliding_window": True}).windows == (None,) * 30 + (131072,) * 2
     types = ["sliding_attention", "full_attention"] * 16
     assert facts_of({**config, "use_sliding_window": True, "layer_types": types}).windows[:2] == (131072, None)
@@ -141,8 +138,12 @@ def test_qwen3_has_heads_of_its_own_size() -> None:
     config = {**LLAMA31, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024}
     config |= {"num_attention_heads": 16, "rope_scaling": None, "head_dim": 128}
     facts = facts_of(config)
-    assert facts.qk_norm and facts.head_dim == 128 and norm_shapes(facts)["self_attn.q_norm"] == (128,)
-    assert linear_shapes(facts)["self_attn.o_proj"] == (1024, 2048)
+    assert (
+        facts.layers[0].mixer.qk_norm
+        and facts.head_dim == 128
+        and vector_sizes(facts.layers[0], 1024)["self_attn.q_norm.weight"] == 128
+    )
+    assert linear_shapes(facts.layers[0], facts.hidden_size)["self_attn.o_proj"] == (1024, 2048)
 
 
 # The published 4B config leaves out most of what equals its class's defaults.
@@ -166,40 +167,41 @@ def test_gemma_3_4b() -> None:
     facts = facts_of(GEMMA_4B)
     assert (facts.num_heads, facts.num_kv_heads, facts.head_dim) == (8, 4, 256)
     assert (facts.vocab_size, facts.max_context, facts.eos_token_ids) == (262208, 131072, (1, 106))
-    assert facts.rope == RopeFacts(1_000_000.0, 256, "linear", 8.0) and facts.local_rope == RopeFacts(10_000.0, 256)
+    assert wide(facts).rope == RopeFacts(1_000_000.0, 256, "linear", 8.0)
+    assert local(facts).rope == RopeFacts(10_000.0, 256)
     assert facts.windows == ((1024,) * 5 + (None,)) * 5 + (1024,) * 4
     assert facts.norm_offset == 1.0 and facts.tied_embeddings and facts.embedding_scale == math.sqrt(2560)
-    assert facts.attention_scale == 256**-0.5
+    assert facts.layers[0].mixer.scale == 256**-0.5
     assert count_params(facts) == pytest.approx(3.88e9, rel=0.01)
 
 
 def test_gemma_3_27b_scales_by_hidden_size() -> None:
     text = {**GEMMA_4B["text_config"], "num_attention_heads": 32, "query_pre_attn_scalar": 168}
-    assert facts_of({**GEMMA_4B, "text_config": text}).attention_scale == 168**-0.5
+    assert wide(facts_of({**GEMMA_4B, "text_config": text})).scale == 168**-0.5
 
 
 def test_rope_parameters_of_transformers_5() -> None:
     config = {key: value for key, value in LLAMA31.items() if key not in ("rope_theta", "rope_scaling")}
     facts = facts_of({**config, "rope_parameters": {**LLAMA31["rope_scaling"], "rope_theta": 5e5}})
-    assert facts.rope == facts_of(LLAMA31).rope
+    assert wide(facts).rope == wide(facts_of(LLAMA31)).rope
     nested = {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     }
     text = {key: value for key, value in GEMMA_4B["text_config"].items() if key != "rope_scaling"}
     gemma = facts_of({**GEMMA_4B, "text_config": {**text, "rope_parameters": nested}})
-    assert (gemma.rope, gemma.local_rope) == (facts_of(GEMMA_4B).rope, facts_of(GEMMA_4B).local_rope)
+    assert (wide(gemma).rope, local(gemma).rope) == (wide(facts_of(GEMMA_4B)).rope, local(facts_of(GEMMA_4B)).rope)
 
 
 def test_rope_variants() -> None:
     partial = facts_of({**LLAMA31, "rope_scaling": None, "partial_rotary_factor": 0.5})
-    assert partial.rope.dim == 64
-    assert facts_of({**LLAMA31, "rope_scaling": {"type": "dynamic", "factor": 2.0}}).rope.scaling == "none"
-    assert facts_of({**LLAMA31, "rope_scaling": {"type": "linear", "factor": 2}}).rope.factor == 2.0
+    assert wide(partial).rope.dim == 64
+    assert wide(facts_of({**LLAMA31, "rope_scaling": {"type": "dynamic", "factor": 2.0}})).rope.scaling == "none"
+    assert wide(facts_of({**LLAMA31, "rope_scaling": {"type": "linear", "factor": 2}})).rope.factor == 2.0
     yarn = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 8192}
-    stated = facts_of({**LLAMA31, "rope_scaling": {**yarn, "attention_factor": 1.5, "truncate": False}}).rope
+    stated = wide(facts_of({**LLAMA31, "rope_scaling": {**yarn, "attention_factor": 1.5, "truncate": False}})).rope
     assert stated.attention_factor == 1.5 and not stated.truncate
-    equal = facts_of({**LLAMA31, "rope_scaling": {**yarn, "mscale": 1.0, "mscale_all_dim": 1.0}}).rope
+    equal = wide(facts_of({**LLAMA31, "rope_scaling": {**yarn, "mscale": 1.0, "mscale_all_dim": 1.0}})).rope
     assert equal.attention_factor == 1.0
 
 
@@ -220,7 +222,7 @@ def gguf_facts_of(path: Path, arch: str = "llama", tensors: dict[str, tuple] | N
         values[key.replace("a__", f"{arch}.", 1).replace("__", ".")] = value
     stored = {**tiny.tiny_tensors(len(tiny.vocabulary()), "F32"), **(tensors or {})}
     path.write_bytes(tiny.assemble({k: v for k, v in values.items() if v is not None}, stored))
-    with open_checkpoint(path) as checkpoint:
+    with open_model(path) as checkpoint:
         return checkpoint.facts
 
 
@@ -232,21 +234,21 @@ def floats(*shape: int) -> tuple[list[int], str, bytes]:
 def test_gguf_llama3_scaling_is_a_tensor(tmp_path: Path) -> None:
     scaling = {"a__rope__scaling__type": (tiny.STRING, "linear"), "a__rope__scaling__factor": (tiny.F32, 8.0)}
     facts = gguf_facts_of(tmp_path / "a.gguf", tensors={"rope_freqs.weight": floats(8)}, **scaling)
-    assert facts.rope == RopeFacts(10_000.0, 16, "factors", interleaved=True, factors_tensor="rope_freqs.weight")
+    assert wide(facts).rope == RopeFacts(10_000.0, 16, "factors", interleaved=True, factors_tensor="rope_freqs.weight")
     with pytest.raises(BadModelFile, match=r"rope_freqs.weight: has shape \[9\], \[8\] is expected"):
         gguf_facts_of(tmp_path / "b.gguf", tensors={"rope_freqs.weight": floats(9)})
 
 
 def test_gguf_linear_and_yarn(tmp_path: Path) -> None:
     linear = {"a__rope__scaling__type": (tiny.STRING, "linear"), "a__rope__scaling__factor": (tiny.F32, 4.0)}
-    assert gguf_facts_of(tmp_path / "a.gguf", **linear).rope.factor == 4.0
+    assert wide(gguf_facts_of(tmp_path / "a.gguf", **linear)).rope.factor == 4.0
     old = gguf_facts_of(tmp_path / "b.gguf", a__rope__scale_linear=(tiny.F32, 2.0))
-    assert (old.rope.scaling, old.rope.factor) == ("linear", 2.0)
+    assert (wide(old).rope.scaling, wide(old).rope.factor) == ("linear", 2.0)
     yarn = {**linear, "a__rope__scaling__type": (tiny.STRING, "yarn")}
     yarn["a__rope__scaling__original_context_length"] = (tiny.U32, 256)
     facts = gguf_facts_of(tmp_path / "c.gguf", **yarn)
-    assert (facts.rope.scaling, facts.rope.original_context, facts.max_context) == ("yarn", 256, 1024)
-    assert facts.rope.attention_factor == pytest.approx(0.1 * math.log(4) + 1)
+    assert (wide(facts).rope.scaling, wide(facts).rope.original_context, facts.max_context) == ("yarn", 256, 1024)
+    assert wide(facts).rope.attention_factor == pytest.approx(0.1 * math.log(4) + 1)
 
 
 def test_gguf_head_counts_per_layer_may_be_equal(tmp_path: Path) -> None:
@@ -268,7 +270,7 @@ def test_gguf_tied_head_ids_and_sampling(tmp_path: Path) -> None:
     del tensors["output.weight"]
     path = tmp_path / "a.gguf"
     path.write_bytes(tiny.assemble(values, tensors))
-    facts = open_checkpoint(path).facts
+    facts = open_model(path).facts
     assert facts.tied_embeddings and facts.eos_token_ids == (2, 0)
     assert facts.sampling_defaults == {"temperature": 0.5, "top_k": 20}
     assert facts.stored_format == "F32", "the label Q8_0 is not borne out by any tensor"
@@ -277,9 +279,9 @@ def test_gguf_tied_head_ids_and_sampling(tmp_path: Path) -> None:
 def test_gguf_qwen(tmp_path: Path) -> None:
     biases = {f"blk.{layer}.attn_{n}.bias": floats(64 if n == "q" else 32) for layer in (0, 1) for n in "qkv"}
     facts = gguf_facts_of(tmp_path / "a.gguf", "qwen2", biases)
-    assert facts.attention_bias and not facts.rope.interleaved and not facts.o_bias
+    assert facts.layers[0].mixer.qkv_bias and not wide(facts).rope.interleaved and not facts.layers[0].mixer.o_bias
     norms = {f"blk.{layer}.attn_{n}_norm.weight": floats(16) for layer in (0, 1) for n in "qk"}
-    assert gguf_facts_of(tmp_path / "b.gguf", "qwen3", norms).qk_norm
+    assert wide(gguf_facts_of(tmp_path / "b.gguf", "qwen3", norms)).qk_norm
     del biases["blk.1.attn_k.bias"]
     with pytest.raises(BadModelFile, match=r"blk.1.attn_k.bias: the tensor is missing"):
         gguf_facts_of(tmp_path / "c.gguf", "qwen2", biases)
@@ -294,10 +296,11 @@ def gemma_tensors() -> dict[str, tuple]:
 def test_gguf_gemma(tmp_path: Path) -> None:
     window = (tiny.U32, 32)
     facts = gguf_facts_of(tmp_path / "a.gguf", "gemma3", gemma_tensors(), a__attention__sliding_window=window)
-    assert facts.windows == (32, 32) and facts.local_rope == RopeFacts(10_000.0, 16) and facts.post_norms
-    assert facts.attention_scale == 0.25 and facts.embedding_scale == 8.0
+    assert facts.windows == (32, 32) and local(facts).rope == RopeFacts(10_000.0, 16)
+    assert facts.layers[0].norms.after_ffn
+    assert facts.layers[0].mixer.scale == 0.25 and facts.embedding_scale == 8.0
     plain = gguf_facts_of(tmp_path / "b.gguf", "gemma3", gemma_tensors())
-    assert plain.windows == (None, None) and plain.local_rope is None
+    assert plain.windows == (None, None) and len(plain.ropes) == 1
     pattern = (tiny.ARRAY, tiny.array(tiny.BOOL, [True, False]))
     mixed = gguf_facts_of(
         tmp_path / "c.gguf",
@@ -307,19 +310,19 @@ def test_gguf_gemma(tmp_path: Path) -> None:
         a__attention__sliding_window_pattern=pattern,
         a__rope__freq_base_swa=(tiny.F32, 5000.0),
     )
-    assert mixed.windows == (32, None) and mixed.local_rope == RopeFacts(5000.0, 16)
+    assert mixed.windows == (32, None) and local(mixed).rope == RopeFacts(5000.0, 16)
 
 
 def test_a_template_that_is_null_is_none(tmp_path: Path) -> None:
     folder = tiny.tiny_safetensors(tmp_path / "m")
     (folder / "tokenizer_config.json").write_text('{"chat_template": null}')
-    assert not open_checkpoint(folder).facts.has_chat_template
+    assert not open_model(folder).facts.has_chat_template
     (folder / "chat_template.jinja").write_text("x")
-    assert open_checkpoint(folder).facts.has_chat_template
+    assert open_model(folder).facts.has_chat_template
 
 
 def test_a_tied_head_stored_all_the_same_is_tied(tmp_path: Path) -> None:
-    assert open_checkpoint(tiny.tiny_safetensors(tmp_path / "m", tie_word_embeddings=True)).facts.tied_embeddings
+    assert open_model(tiny.tiny_safetensors(tmp_path / "m", tie_word_embeddings=True)).facts.tied_embeddings
 
 
 @pytest.mark.slow
@@ -343,7 +346,7 @@ def test_tiny_models_that_transformers_saved(tmp_path: Path) -> None:
     for number, model in enumerate(models):
         model.save_pretrained(tmp_path / str(number))
         config = model.config.get_text_config()
-        with open_checkpoint(tmp_path / str(number)) as checkpoint:
+        with open_model(tmp_path / str(number)) as checkpoint:
             facts = checkpoint.facts
         language = model.model.language_model if hasattr(model.model, "language_model") else model
         assert facts.num_params == sum(p.numel() for p in language.parameters())

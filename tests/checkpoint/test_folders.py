@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import tiny_models as tiny
 
-from localllm.checkpoint import open_checkpoint
 from localllm.checkpoint.safetensors_file import read_safetensors
 from localllm.errors import BadModelFile, LocalLLMError, ModelNotFound, UnsupportedFormat, UnsupportedModel
+from localllm.models.architectures import open_model
 
 INDEX = "model.safetensors.index.json"
 
@@ -42,7 +42,7 @@ def change_index(folder: Path, change: Callable[[dict[str, Any]], object]) -> No
 
 def refuse(path: Path, words: str, error: type[LocalLLMError] = BadModelFile) -> LocalLLMError:
     begin = time.perf_counter()
-    with pytest.raises(error) as caught, open_checkpoint(path) as checkpoint:
+    with pytest.raises(error) as caught, open_model(path) as checkpoint:
         _ = checkpoint.facts
     assert time.perf_counter() - begin < 2
     assert words in caught.value.message, caught.value.message
@@ -51,8 +51,8 @@ def refuse(path: Path, words: str, error: type[LocalLLMError] = BadModelFile) ->
 
 
 def test_single_and_sharded_hold_the_same(tmp_path: Path) -> None:
-    one = open_checkpoint(tiny.tiny_safetensors(tmp_path / "one"))
-    three = open_checkpoint(tiny.tiny_safetensors(tmp_path / "three", shards=3))
+    one = open_model(tiny.tiny_safetensors(tmp_path / "one"))
+    three = open_model(tiny.tiny_safetensors(tmp_path / "three", shards=3))
     assert set(one.tensors) == set(three.tensors) and one.kind == three.kind == "safetensors"
     assert one.nbytes == three.nbytes == one.facts.num_params * 4
     for name, info in one.tensors.items():
@@ -61,14 +61,14 @@ def test_single_and_sharded_hold_the_same(tmp_path: Path) -> None:
     assert set(one.tokenizer_files) == {"tokenizer.json", "tokenizer_config.json"}
     assert one.facts.has_chat_template and one.config["model_type"] == "llama"
     shard = tmp_path / "three/model-00002-of-00003.safetensors"
-    assert set(open_checkpoint(shard).tensors) == set(one.tensors)
+    assert set(open_model(shard).tensors) == set(one.tensors)
 
 
 def test_tensors_equal_the_safetensors_package(single: Path) -> None:
     from safetensors.numpy import load_file
 
     theirs = load_file(single / "model.safetensors")
-    with open_checkpoint(single) as ours:
+    with open_model(single) as ours:
         assert set(ours.tensors) == set(theirs)
         for name, values in theirs.items():
             assert ours.tensors[name].shape == values.shape
@@ -166,7 +166,7 @@ def test_snapshots_of_the_hubs_cache_link_to_their_blobs(tmp_path: Path, twice: 
     for number, file in enumerate(sorted(real.iterdir())):
         file.rename(blobs / str(number))
         (snapshot / file.name).symlink_to(f"../../blobs/{number}")
-    with open_checkpoint(snapshot) as checkpoint:
+    with open_model(snapshot) as checkpoint:
         assert checkpoint.facts.name == "org/tiny"
         assert checkpoint.tensors["lm_head.weight"].file == snapshot / "model.safetensors"
     # A link into another repository's blobs, or to what is no blob at all, is refused.
@@ -276,7 +276,7 @@ def test_file_03_code_of_the_repository_never_runs(tmp_path: Path) -> None:
     for name in ("modeling_x.py", "configuration_x.py", "__init__.py", "sitecustomize.py", "json.py"):
         (folder / name).write_text(code)
     before = set(sys.modules)
-    with open_checkpoint(folder) as checkpoint:
+    with open_model(folder) as checkpoint:
         assert checkpoint.facts.architecture == "llama"
     assert not canary.exists()
     assert not {name for name in set(sys.modules) - before if "modeling" in name}
@@ -313,12 +313,12 @@ def test_which_file_a_folder_means(tmp_path: Path) -> None:
     refuse(tmp_path, "holds no model", ModelNotFound)
     tiny.tiny_gguf(tmp_path / "a.gguf")
     tiny.tiny_gguf(tmp_path / "mmproj-a.gguf")
-    assert open_checkpoint(tmp_path).path == tmp_path / "a.gguf"
+    assert open_model(tmp_path).path == tmp_path / "a.gguf"
     tiny.tiny_gguf(tmp_path / "b.gguf")
     refuse(tmp_path, "holds 2 GGUF models: a.gguf, b.gguf", ModelNotFound)
-    assert open_checkpoint(str(tmp_path / "b.gguf")).kind == "gguf"
+    assert open_model(str(tmp_path / "b.gguf")).kind == "gguf"
     tiny.tiny_safetensors(tmp_path)
-    assert open_checkpoint(tmp_path).kind == "safetensors"
+    assert open_model(tmp_path).kind == "safetensors"
 
 
 def test_paths_that_are_no_model(tmp_path: Path) -> None:
@@ -341,7 +341,7 @@ def test_folders_of_other_layouts(tmp_path: Path) -> None:
     refuse(tmp_path, "holds a LoRA adapter", UnsupportedFormat)
     (tmp_path / "adapter_config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps(tiny.tiny_config()))
-    assert open_checkpoint(tmp_path).facts.num_layers == 2
+    assert open_model(tmp_path).facts.num_layers == 2
     (tmp_path / "second.safetensors").write_bytes(weights)
     refuse(tmp_path, f"{INDEX}: is missing beside 2 safetensors files")
 
@@ -376,4 +376,4 @@ def test_the_licence_stands_in_the_model_card(single: Path) -> None:
         ("---\nlicense: \x1b[2Jmit\n---\n", "\\x1b[2Jmit"),
     ):
         card.write_bytes(text.encode())
-        assert open_checkpoint(single).facts.licence == licence
+        assert open_model(single).facts.license == licence

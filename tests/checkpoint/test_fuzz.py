@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import tiny_models as tiny
 
-from localllm.checkpoint import open_checkpoint
 from localllm.checkpoint.gguf_file import read_gguf
 from localllm.checkpoint.safetensors_file import read_safetensors
 from localllm.errors import LocalLLMError
+from localllm.models.architectures import open_model
 
 LENGTHS = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1]
 MAX_S = 2.0
@@ -102,7 +102,7 @@ def _gguf_header(seed: bytes, path: Path) -> int:
 
 
 def read_model(path: Path) -> None:
-    with open_checkpoint(path) as checkpoint:
+    with open_model(path) as checkpoint:
         _ = checkpoint.facts
 
 

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import tiny_models as tiny
 
-from localllm.checkpoint import Checkpoint, StringArray, open_checkpoint
+from localllm.checkpoint import Checkpoint, StringArray
 from localllm.checkpoint.gguf_file import read_gguf
 from localllm.checkpoint.gguf_types import BLOCK_SIZES, TENSOR_TYPES
 from localllm.errors import BadModelFile, UnsupportedModel
+from localllm.models.architectures import open_model
 
 # First 16 digits of SHA-256 over the tensor's bytes as gguf 0.19's GGUFReader gives them.
 SMOLLM2 = {
@@ -39,7 +40,7 @@ def assert_views(checkpoint: Checkpoint, wanted: dict[str, tuple[str, tuple[int,
 
 
 def test_views_of_smollm2(smollm2_path: Path) -> None:
-    with open_checkpoint(smollm2_path) as checkpoint:
+    with open_model(smollm2_path) as checkpoint:
         assert_views(checkpoint, SMOLLM2)
         assert checkpoint.nbytes == 96_576_768
         assert len(checkpoint.tensors) == 272
@@ -49,7 +50,7 @@ def test_views_of_smollm2(smollm2_path: Path) -> None:
 
 
 def test_views_of_gemma(gemma_path: Path) -> None:
-    with open_checkpoint(gemma_path) as checkpoint:
+    with open_model(gemma_path) as checkpoint:
         assert_views(checkpoint, GEMMA)
         assert checkpoint.metadata["tokenizer.ggml.scores"].dtype == np.float32
 
@@ -60,7 +61,7 @@ def test_everything_equals_ggufs_own_reader(smollm2_path: Path, gemma_path: Path
 
     for path in (smollm2_path, gemma_path):
         theirs = GGUFReader(str(path))
-        with open_checkpoint(path) as ours:
+        with open_model(path) as ours:
             assert list(ours.tensors) == [tensor.name for tensor in theirs.tensors]
             for tensor in theirs.tensors:
                 assert ours.tensors[tensor.name].dtype == tensor.tensor_type.name
@@ -124,7 +125,7 @@ def test_string_arrays_are_sequences_of_bytes(tmp_path: Path) -> None:
 
 
 def test_a_view_outlives_close(tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(tiny.tiny_gguf(tmp_path / "a.gguf"))
+    checkpoint = open_model(tiny.tiny_gguf(tmp_path / "a.gguf"))
     view = checkpoint.read("output_norm.weight")
     checkpoint.close()
     assert view.view("<f4").tolist() == [1.0] * 64
@@ -153,7 +154,7 @@ def test_150k_tokens_and_merges_read_fast(tmp_path: Path, record_property: pytes
     times = []
     for _ in range(3):
         begin = time.perf_counter()
-        with open_checkpoint(path) as checkpoint:
+        with open_model(path) as checkpoint:
             assert checkpoint.facts.vocab_size == 150_000
         times.append(time.perf_counter() - begin)
     record_property("seconds", min(times))
@@ -180,14 +181,14 @@ def test_splits_are_one_model(tmp_path: Path) -> None:
     paths = write_splits(tmp_path)
     whole = read_gguf(tiny.tiny_gguf(tmp_path / "whole.gguf", "Q8_0"))
     for path in (paths[0], paths[2]):
-        with open_checkpoint(path) as checkpoint:
+        with open_model(path) as checkpoint:
             assert checkpoint.facts.num_layers == 2
             assert set(checkpoint.tensors) == set(whole.tensors)
             assert {info.file for info in checkpoint.tensors.values()} == set(paths)
             for name, info in whole.tensors.items():
                 assert bytes(checkpoint.read(name)) == bytes(whole.file.view(info.offset, info.nbytes))
     (tmp_path / "whole.gguf").unlink()
-    assert open_checkpoint(tmp_path).path == paths[0]
+    assert open_model(tmp_path).path == paths[0]
 
 
 @pytest.mark.parametrize(
@@ -204,7 +205,7 @@ def test_bad_splits(tmp_path: Path, damage: object, words: str) -> None:
     damage(paths)  # type: ignore[operator]
     first = paths[0] if paths[0].exists() else tmp_path / "other.gguf"
     with pytest.raises(BadModelFile, match=words):
-        open_checkpoint(first)
+        open_model(first)
 
 
 def test_a_split_that_repeats_a_tensor(tmp_path: Path) -> None:
@@ -213,9 +214,9 @@ def test_a_split_that_repeats_a_tensor(tmp_path: Path) -> None:
     same = {"token_embd.weight": ([32], "F32", b"\0" * 128)}
     paths[1].write_bytes(tiny.assemble(keys, same))
     with pytest.raises(BadModelFile, match=r"token_embd.weight: the tensor is in tiny-00001-of-00002.gguf too"):
-        open_checkpoint(paths[0])
+        open_model(paths[0])
 
 
 def test_a_projector_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="is a vision projector"):
-        open_checkpoint(tiny.tiny_gguf(tmp_path / "mmproj-F16.gguf"))
+        _ = open_model(tiny.tiny_gguf(tmp_path / "mmproj-F16.gguf")).facts

@@ -132,12 +132,12 @@ def test_verbose_prints_every_term_and_the_formulas(invoke: Invoke, home: Path) 
 
 def bench_file(home: Path, tps: float, **subject: Any) -> Path:
     """What `localllm bench` would have saved for the small model on the fake CPU."""
-    from localllm.checkpoint import open_checkpoint
     from localllm.device.fake import MACHINES
+    from localllm.models.architectures import open_model
     from localllm.plan.planner import plan
     from localllm.plan.speeds import subject as subject_of
 
-    with open_checkpoint(next((home / "data/models/smollm2").iterdir())) as checkpoint:
+    with open_model(next((home / "data/models/smollm2").iterdir())) as checkpoint:
         what = subject_of(checkpoint.facts, plan(checkpoint.facts, MACHINES["cpu"]), MACHINES["cpu"])
     made = home / "data/bench" / f"smollm2-{tps:.0f}.json"
     made.parent.mkdir(exist_ok=True)

@@ -19,8 +19,8 @@ from tiny_models import (
     vocabulary,
 )
 
-from localllm.checkpoint import open_checkpoint
 from localllm.errors import BadModelFile
+from localllm.models.architectures import open_model
 from localllm.request import LoadProgress, SamplingParams
 
 QUANTS = ("F32", "F16", "Q8_0", "Q4_0", "Q4_1", "Q4_K")
@@ -76,7 +76,7 @@ def test_file_05_nothing_stays_mapped_whatever_computes(only: str, tmp_path: Pat
     paths = [tiny_gguf(tmp_path / f"{quant}.gguf", quant, layers=1) for quant in ("F32", "Q8_0", "Q4_K")]
     paths.append(_fp8(tmp_path / "fp8"))
     for path in paths:
-        with open_checkpoint(path) as checkpoint:
+        with open_model(path) as checkpoint:
             model = load_model(checkpoint, LoadOptions(disabled=shut))
         assert model.weight_bytes
         assert not mapped(tmp_path), f"{path.name}: {model.kernels}"

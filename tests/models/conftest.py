@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from localllm.checkpoint import open_checkpoint
+from localllm.models.architectures import open_model
 from localllm.models.inputs import AttentionInputs, ForwardBatch
 from localllm.models.kv_cache import KVCache
 from localllm.models.loader import LoadOptions, load_model
@@ -219,7 +219,7 @@ def loaded(tiny: Callable[[str], Tiny], tmp_path_factory: pytest.TempPathFactory
 
     def load(name: str) -> Model:
         if name not in made:
-            with open_checkpoint(tiny(name).save(tmp_path_factory.mktemp(name))) as checkpoint:
+            with open_model(tiny(name).save(tmp_path_factory.mktemp(name))) as checkpoint:
                 made[name] = load_model(checkpoint, LoadOptions(exact=True))
         return made[name]
 

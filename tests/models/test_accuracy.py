@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from localllm.checkpoint import open_checkpoint
+from localllm.models.architectures import open_model
 from localllm.models.loader import LoadOptions, load_model
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks/synthetic.py"
@@ -29,7 +29,7 @@ def test_every_block_type_is_near_float32(block_type: str, paged: Any, tmp_path:
     ids = torch.randint(3, synthetic.VOCAB, (160,)).tolist()
     rows = []
     for exact, kv in ((True, "f32"), (False, "bf16")):
-        with open_checkpoint(path) as checkpoint:
+        with open_model(path) as checkpoint:
             model = load_model(checkpoint, LoadOptions(exact=exact))
         rows.append(paged(model, kv=kv).all_logits(ids, [len(ids)]).log_softmax(-1).double())
     exact_rows, ours = rows

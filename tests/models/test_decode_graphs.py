@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from localllm.boot.assembly import assemble
-from localllm.checkpoint import open_checkpoint
 from localllm.device.fake import MACHINES
 from localllm.engine.cuda_graph import CudaCapture, DecodeGraphs, rerun
 from localllm.engine.decode_inputs import DecodeInputs
@@ -23,6 +22,7 @@ from localllm.engine.runner import Runner
 from localllm.engine.scheduler import SchedulerLimits
 from localllm.kernels.sampling import sample as twin
 from localllm.kernels.verify.selftest import SelfTest
+from localllm.models.architectures import open_model
 from localllm.models.kv_cache import KVCache
 from localllm.models.loader import LoadOptions, load_model
 from localllm.models.model import Model
@@ -164,7 +164,7 @@ def test_captured_graph_equals_eager_on_the_card(
     options = LoadOptions(
         device="cuda", dtype="bfloat16", kv_format="bf16", selftest=SelfTest(), deterministic=deterministic
     )
-    with open_checkpoint(tiny(name).save(tmp_path)) as checkpoint:
+    with open_model(tiny(name).save(tmp_path)) as checkpoint:
         model = load_model(checkpoint, options)
     eager = engine_of(model, device=True, where="cuda", kv="bf16")
     graphs = engine_of(model, (1, 2, 4), deterministic, CudaCapture(), device=True, where="cuda", kv="bf16")

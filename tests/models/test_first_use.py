@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from localllm.checkpoint import open_checkpoint
 from localllm.kernels import Impl, table
 from localllm.kernels.cpu import linear as cpu_linear
 from localllm.kernels.cpu import ops as cpu_ops
 from localllm.kernels.registry import fits_always
 from localllm.kernels.verify.selftest import SelfTest
+from localllm.models.architectures import open_model
 from localllm.models.loader import LoadOptions, load_model
 
 
 def load(tiny: Callable, folder: Path, name: str = "gemma3") -> tuple[Any, SelfTest]:
     test = SelfTest()
-    with open_checkpoint(tiny(name).save(folder)) as checkpoint:
+    with open_model(tiny(name).save(folder)) as checkpoint:
         return load_model(checkpoint, LoadOptions(kv_format="bf16", selftest=test)), test
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from localllm.checkpoint import open_checkpoint
-from localllm.checkpoint.names import gguf_name
+from localllm.checkpoint import Checkpoint
 from localllm.kernels.rope import inverse_frequencies, scale_llama3
+from localllm.models.architectures import open_model, registry
 from localllm.models.loader import LoadOptions, load_model
 
 ARCHITECTURE = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3"}
@@ -30,6 +30,8 @@ def write_gguf(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], k
     """A GGUF file of a tiny model, its matrices stored as `kind`."""
     arch = ARCHITECTURE[config["model_type"]]
     writer = gguf.GGUFWriter(path, arch)
+    family = next(one for one in registry.ARCHITECTURES if arch in one.gguf_types)
+    names = family.names(Checkpoint(path, "gguf", {}, {}))
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -62,7 +64,7 @@ def write_gguf(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], k
             tensor = tensor + 1
         stored = gguf.GGMLQuantizationType.F32 if tensor.ndim == 1 else kind
         data = gguf.quants.quantize(tensor.numpy(), stored)
-        writer.add_tensor(f"{gguf_name(module, arch)}.{suffix}", data, raw_dtype=stored)
+        writer.add_tensor(f"{names.source(module)}.{suffix}", data, raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -87,7 +89,7 @@ def _rope(writer: gguf.GGUFWriter, config: dict[str, Any], dim: int) -> None:
 
 
 def gguf_logits(model: Any, paged: Any, path: Path, kind: gguf.GGMLQuantizationType, ids: list[int]) -> Tensor:
-    with open_checkpoint(write_gguf(path, model.config, model.tensors, kind)) as checkpoint:
+    with open_model(write_gguf(path, model.config, model.tensors, kind)) as checkpoint:
         ours = load_model(checkpoint, LoadOptions(exact=True))
     return paged(ours).all_logits(ids, [50])
 
@@ -110,7 +112,7 @@ def test_gguf_block_types(kind: str, tiny: Callable, paged: Any, tmp_path: Path)
         else value
         for key, value in model.tensors.items()
     }
-    with open_checkpoint(model.save(tmp_path / "rounded", rounded)) as checkpoint:
+    with open_model(model.save(tmp_path / "rounded", rounded)) as checkpoint:
         expected = paged(load_model(checkpoint, LoadOptions(exact=True))).all_logits(ids, [50])
     rows = gguf_logits(model, paged, tmp_path / "tiny.gguf", stored, ids)
     assert float((rows - expected).abs().max() / expected.abs().max()) < 2e-5

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from localllm.checkpoint import kv_bytes_per_token, open_checkpoint
 from localllm.errors import BadModelFile, DeviceError, OutOfMemory, UnsupportedModel
 from localllm.kernels.verify.selftest import KernelCrash
-from localllm.models.kv_cache import KVCache, kv_bytes_per_page
+from localllm.models.architectures import kv_bytes_per_token, open_model
+from localllm.models.kv_cache import KVCache
 from localllm.models.loader import Loading, LoadOptions, load_model
 
 LAYER = "model.layers.1."
@@ -26,7 +26,7 @@ def test_a_missing_tensor_is_named(name: str, tiny: Callable, tmp_path: Path) ->
     full = f"{name if name in ('model.norm', 'lm_head') else LAYER + name}.weight"
     folder = tiny("llama").save(tmp_path, {full: None})
     with pytest.raises(BadModelFile, match=full.removesuffix(".weight")) as caught:
-        load_model(open_checkpoint(folder))
+        load_model(open_model(folder))
     assert caught.value.hint
 
 
@@ -36,21 +36,21 @@ def test_a_wrong_shape_is_refused(name: str, tiny: Callable, tmp_path: Path) -> 
     tensor = tiny("llama").tensors[full]
     folder = tiny("llama").save(tmp_path, {full: tensor[:-1]})
     with pytest.raises(BadModelFile, match=full.removesuffix(".weight")):
-        load_model(open_checkpoint(folder))
+        load_model(open_model(folder))
 
 
 def test_a_bias_the_architecture_has_must_be_there(tiny: Callable, tmp_path: Path) -> None:
     folder = tiny("qwen2").save(tmp_path, {f"{LAYER}self_attn.v_proj.bias": None})
     with pytest.raises(BadModelFile, match=r"v_proj\.bias"):
-        load_model(open_checkpoint(folder))
+        load_model(open_model(folder))
 
 
 def test_extra_tensors_are_ignored_unless_they_change_the_result(tiny: Callable, tmp_path: Path) -> None:
     spare = {"model.rotary_emb.inv_freq": torch.ones(6), "vision.patch.weight": torch.ones(2, 2)}
-    load_model(open_checkpoint(tiny("llama").save(tmp_path / "a", spare)))
+    load_model(open_model(tiny("llama").save(tmp_path / "a", spare)))
     sinks = {f"{LAYER}self_attn.sinks": torch.ones(6)}
     with pytest.raises(UnsupportedModel, match="attention sinks"):
-        load_model(open_checkpoint(tiny("llama").save(tmp_path / "b", sinks)))
+        load_model(open_model(tiny("llama").save(tmp_path / "b", sinks)))
 
 
 def test_scales_of_keys_and_values_come_from_the_checkpoint(tiny: Callable, tmp_path: Path, paged: Callable) -> None:
@@ -58,7 +58,7 @@ def test_scales_of_keys_and_values_come_from_the_checkpoint(tiny: Callable, tmp_
 
     def scales_of(name: str, **more: float | list[float]) -> dict[int, tuple[float, float]]:
         added = {f"model.layers.{key.replace('__', '.')}": torch.tensor(value) for key, value in more.items()}
-        with open_checkpoint(model.save(tmp_path / name, added)) as checkpoint:
+        with open_model(model.save(tmp_path / name, added)) as checkpoint:
             (group,) = load_model(checkpoint).groups
         return dict(group.scales)
 
@@ -79,15 +79,13 @@ def test_scales_of_keys_and_values_come_from_the_checkpoint(tiny: Callable, tmp_
 
 
 def test_an_architecture_without_a_file_is_refused(tiny: Callable, tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(tiny("llama").save(tmp_path))
-    checkpoint.__dict__["facts"] = replace(checkpoint.facts, architecture="phi3")
     with pytest.raises(UnsupportedModel, match="phi3"):
-        load_model(checkpoint)
+        load_model(open_model(tiny("llama").save(tmp_path, model_type="phi3")))
 
 
 def test_progress_reaches_every_stored_byte(tiny: Callable, tmp_path: Path) -> None:
     calls: list[tuple[int, int]] = []
-    with open_checkpoint(tiny("llama-bias").save(tmp_path)) as checkpoint:
+    with open_model(tiny("llama-bias").save(tmp_path)) as checkpoint:
         model = load_model(checkpoint, LoadOptions(progress=lambda done, total: calls.append((done, total))))
         assert calls[-1] == (checkpoint.nbytes, checkpoint.nbytes)
     assert [done for done, _ in calls] == sorted(done for done, _ in calls)
@@ -96,7 +94,7 @@ def test_progress_reaches_every_stored_byte(tiny: Callable, tmp_path: Path) -> N
 
 
 def test_a_loaded_model_outlives_its_files(tiny: Callable, tmp_path: Path, paged: Callable) -> None:
-    with open_checkpoint(tiny("llama-bias").save(tmp_path)) as checkpoint:
+    with open_model(tiny("llama-bias").save(tmp_path)) as checkpoint:
         model = load_model(checkpoint)
     for file in tmp_path.iterdir():
         file.unlink()
@@ -104,7 +102,7 @@ def test_a_loaded_model_outlives_its_files(tiny: Callable, tmp_path: Path, paged
 
 
 def test_a_disabled_kernel_passes_an_implementation_over(tiny: Callable, tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(tiny("llama").save(tmp_path))
+    checkpoint = open_model(tiny("llama").save(tmp_path))
     first = load_model(checkpoint, LoadOptions(exact=True)).kernels["qkv"]
     assert (
         load_model(checkpoint, LoadOptions(exact=True, disabled=frozenset({f"linear:{first}"}))).kernels["qkv"] != first
@@ -113,7 +111,7 @@ def test_a_disabled_kernel_passes_an_implementation_over(tiny: Callable, tmp_pat
 
 def test_bfloat16_activations(tiny: Callable, tmp_path: Path, paged: Callable) -> None:
     model = tiny("qwen3")
-    ours = load_model(open_checkpoint(model.save(tmp_path)), LoadOptions(dtype="bfloat16"))
+    ours = load_model(open_model(model.save(tmp_path)), LoadOptions(dtype="bfloat16"))
     expected = model.logits(list(range(30)))
     rows = paged(ours, kv="bf16").all_logits(list(range(30)), [20])
     assert rows.dtype == torch.float32
@@ -125,9 +123,9 @@ def test_pages_cost_what_the_plan_counts(kv: str, loaded: Callable) -> None:
     model = loaded("gemma3")
     groups = model.groups
     cache = KVCache(groups, [5, 7], 32, kv)
-    counted = [kv_bytes_per_page(group, kv, 32) for group in groups]
+    kept = [[model.facts.layers[layer] for layer in group.layers] for group in groups]
+    counted = [32 * kv_bytes_per_token(layers, kv) for layers in kept]
     assert cache.nbytes == 5 * counted[0] + 7 * counted[1]
-    assert counted[0] == 32 * kv_bytes_per_token(model.facts, kv, len(groups[0].layers))
     assert all(part is None or not part.any() for layer in range(4) for part in cache.layer(layer))
 
 
@@ -163,14 +161,14 @@ def test_a_checkpoints_scales_take_the_place_of_each_tokens_own(loaded: Callable
 def test_embedding_rows_are_those_of_the_file(
     name: str, disabled: frozenset[str], tiny: Callable, tmp_path: Path
 ) -> None:
-    with open_checkpoint(tiny(name).save(tmp_path)) as checkpoint:
+    with open_model(tiny(name).save(tmp_path)) as checkpoint:
         model = load_model(checkpoint, LoadOptions(exact=True, disabled=disabled))
     ids = torch.tensor([5, 98, 0, 5])
     assert torch.equal(model.embedding(ids), tiny(name).tensors["model.embed_tokens.weight"][ids])
 
 
 def test_what_the_system_keeps_of_a_file_can_be_dropped(tiny: Callable, tmp_path: Path) -> None:
-    with open_checkpoint(tiny("llama-packable").save(tmp_path)) as checkpoint:
+    with open_model(tiny("llama-packable").save(tmp_path)) as checkpoint:
         before = {name: checkpoint.read(name).copy() for name in checkpoint.tensors}
         for name in checkpoint.tensors:
             checkpoint.forget(name)
@@ -180,7 +178,7 @@ def test_what_the_system_keeps_of_a_file_can_be_dropped(tiny: Callable, tmp_path
 def test_a_card_that_is_full_or_crashes_while_loading_is_an_error_with_a_way_out(
     tiny: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoint = open_checkpoint(tiny("llama").save(tmp_path))
+    checkpoint = open_model(tiny("llama").save(tmp_path))
     for raised, error, words in (
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"), OutOfMemory, "doctor"),
         (KernelCrash("rope:x crashed the GPU in its self-test: CUDA error"), DeviceError, "start again"),

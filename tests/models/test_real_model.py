@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from localllm.checkpoint import open_checkpoint
+from localllm.models.architectures import open_model
 from localllm.models.loader import LoadOptions, load_model
 
 PROMPT = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407, 19712, 8182, 2]
@@ -30,7 +30,7 @@ def test_smollm2_says_paris_in_any_company(
     exact: bool, disabled: frozenset[str], smollm2_path: Path, paged: Any
 ) -> None:
     kv = "f32" if exact else "bf16"
-    with open_checkpoint(smollm2_path) as checkpoint:
+    with open_model(smollm2_path) as checkpoint:
         model = load_model(checkpoint, LoadOptions(exact=exact, disabled=disabled))
     ids = PROMPT + PARIS
     whole = paged(model, kv=kv).all_logits(ids, [len(ids)])

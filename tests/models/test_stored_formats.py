@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from localllm.checkpoint import open_checkpoint, stored_formats
+from localllm.checkpoint import stored_formats
+from localllm.models.architectures import open_model
 from localllm.models.loader import LoadOptions, load_model
 from localllm.quant import dequantize, load_weight
 
@@ -88,7 +89,7 @@ def test_quantised_llama_matches_its_dense_twin(name: str, tiny: Callable, paged
             tensors |= {f"{module}.{suffix}": part for suffix, part in pack(*weight.shape).items()}
     folder = model.save(tmp_path, tensors, quantization_config=config)
     dense = dict(model.reference.state_dict())
-    with open_checkpoint(folder) as checkpoint:
+    with open_model(folder) as checkpoint:
         for module, stored in stored_formats(checkpoint).items():
             key = f"{module}.weight"
             dense[key] = dequantize(load_weight(checkpoint, module, stored, tuple(dense[key].shape)))

@@ -18,12 +18,15 @@ RUNNABLE = [c for c in catalog.candidates() if not c.needs]
 @pytest.mark.parametrize("candidate", RUNNABLE, ids=lambda c: f"{c.name}-{c.format}")
 def test_shapes_explain_parameters(candidate: catalog.Candidate) -> None:
     """Seven numbers of a model's shape give its parameters: a typing error in the catalogue would show."""
-    from localllm.checkpoint.facts import count_params
+    from localllm.models.architectures.facts import Norms, count_params
 
     facts = fit.facts_of(candidate)
     assert facts is not None
-    qk_norm = candidate.architecture in ("qwen3", "gemma3")
-    counted = count_params(replace(facts, qk_norm=qk_norm, post_norms=candidate.architecture == "gemma3"))
+    layer = facts.layers[0]
+    mixer = replace(layer.mixer, qk_norm=candidate.architecture in ("qwen3", "gemma3"))
+    norms = replace(Norms(), after_mixer="a", after_ffn="b") if candidate.architecture == "gemma3" else Norms()
+    layers = (replace(layer, mixer=mixer, norms=norms),) * facts.num_layers
+    counted = count_params(replace(facts, layers=layers))
     assert counted == pytest.approx(candidate.params, rel=0.01)
 
 

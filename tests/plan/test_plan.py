@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.checkpoint.facts import ModelFacts, RopeFacts
 from localllm.device.fake import MACHINES
 from localllm.errors import ConfigError, DeviceError, DoesNotFit
+from localllm.models.architectures.facts import Attention, Dense, LayerFacts, ModelFacts, RopeFacts, repeated
 from localllm.plan.memory import SPLIT_PART_BYTES, graph_buckets
 from localllm.plan.planner import GIB, MIB, PlanOptions, page_groups, plan, weights_in_use
 
 
-def model(**changes: object) -> ModelFacts:
-    """An 8B Llama in 4 bits: 4.6 GiB of weights, 128 KiB of KV a token in bf16."""
+def model(
+    *,
+    windows: Sequence[int | None] = (None,) * 32,
+    inner: int = 14336,
+    heads: Sequence[int] = (32, 8, 128),
+    **changes: Any,
+) -> ModelFacts:
+    """An 8B Llama in 4 bits: 4.6 GiB of weights, 128 KiB of KV a token in bf16. `heads`: num, num of KV, size."""
     facts = ModelFacts(
         architecture="llama",
         source_architecture="LlamaForCausalLM",
         name="Big",
-        num_layers=32,
         hidden_size=4096,
-        intermediate_size=14336,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
         vocab_size=128256,
         max_context=131072,
         rms_norm_eps=1e-5,
-        rope=RopeFacts(5e5, 128),
-        windows=(None,) * 32,
+        layers=repeated(LayerFacts(Attention(*heads, RopeFacts(5e5, 128)), Dense(inner)), windows),
         stored_format="Q4_K_M",
         num_params=8_030_261_248,
         weight_bytes=int(4.6 * GIB),
@@ -39,15 +41,14 @@ def model(**changes: object) -> ModelFacts:
     return replace(facts, **changes)
 
 
-SMALL = {"num_layers": 30, "hidden_size": 576, "intermediate_size": 1536, "num_heads": 9, "num_kv_heads": 3}
+SMALL: dict[str, Any] = {"windows": (None,) * 30, "hidden_size": 576, "inner": 1536, "heads": (9, 3, 64)}
 SMALL |= {
-    "head_dim": 64,
     "vocab_size": 49152,
     "max_context": 8192,
     "num_params": 134_515_008,
     "weight_bytes": 96_576_768,
 }
-SMALL |= {"windows": (None,) * 30, "stored_format": "Q4_1", "tied_embeddings": True, "name": "small"}
+SMALL |= {"stored_format": "Q4_1", "tied_embeddings": True, "name": "small"}
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -239,7 +240,7 @@ def test_auto_context_shrinks_to_what_fits() -> None:
 
 def test_windows_need_pages_for_the_window_only() -> None:
     windows = tuple(None if layer % 6 == 5 else 512 for layer in range(18))
-    facts = model(num_layers=18, windows=windows, num_kv_heads=1, head_dim=256)
+    facts = model(windows=windows, heads=(32, 1, 256))
     full, window = page_groups(facts, "bf16", 32768, 16, 512)
     assert (full.window, full.needed, full.page_bytes) == (None, 2049, 16 * 2 * 3 * 256 * 2)
     assert (window.window, window.needed, window.page_bytes) == (512, 65, 16 * 2 * 15 * 256 * 2)
@@ -251,7 +252,7 @@ def test_groups_are_in_the_order_of_the_cache() -> None:
     from localllm.models.kv_cache import cache_groups
 
     for windows in [(None,) * 4, (64, None, 32, 64), (512,) * 3, (None, 128)]:
-        facts = model(num_layers=len(windows), windows=windows)
+        facts = model(windows=windows)
         ours = [g.window for g in page_groups(facts, "bf16", 1024, 16, 512)]
         assert ours == [g.window for g in cache_groups(facts)]
 

@@ -20,8 +20,8 @@ sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
 from tiny_models import tiny_gguf, tiny_safetensors
 
 from localllm import LLM
-from localllm.checkpoint import open_checkpoint
 from localllm.errors import Aborted, BadModelFile, ConfigError, DoesNotFit, InvalidRequest, UnsupportedFormat
+from localllm.models.architectures import open_model
 from localllm.models.calibration import hessians
 from localllm.plan.quality import folder, note, saved
 from localllm.quality import quantize as quantize_module
@@ -92,13 +92,13 @@ def test_calibration_sees_what_the_layers_see(source: Path) -> None:
     with torch.no_grad():
         for ids in sequences:
             model(torch.tensor([ids]), use_cache=False)
-    with open_checkpoint(source) as checkpoint:
+    with open_model(source) as checkpoint:
         found = list(hessians(checkpoint, sequences))
     assert len(found) == 2
     for (layer, module), total in expected.items():
         assert torch.allclose(found[layer][module], total, rtol=1e-3, atol=1e-3 * float(total.abs().max()))
     assert found[0]["self_attn.q_proj"] is found[0]["self_attn.v_proj"]
-    with open_checkpoint(source) as checkpoint, pytest.raises(ValueError, match="at least one token"):
+    with open_model(source) as checkpoint, pytest.raises(ValueError, match="at least one token"):
         list(hessians(checkpoint, [[]]))
 
 
@@ -148,7 +148,7 @@ def test_shards_of_another_request_are_not_used(source: Path, tmp_path: Path, mo
     with pytest.raises(Aborted):
         quantize(source, tmp_path / "out", Target("int4"), tell=tell, cancel=cancel)
     quantize(source, tmp_path / "out", Target("fp8"))
-    with open_checkpoint(tmp_path / "out") as checkpoint:
+    with open_model(tmp_path / "out") as checkpoint:
         assert checkpoint.facts.stored_format == "fp8"
 
 

@@ -108,9 +108,9 @@ def compare(
 
 
 def _max_context(path: str) -> int:
-    from localllm.checkpoint import open_checkpoint
+    from localllm.models.architectures import open_model
 
-    with open_checkpoint(path) as checkpoint:
+    with open_model(path) as checkpoint:
         return checkpoint.facts.max_context
 
 

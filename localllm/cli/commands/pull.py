@@ -152,11 +152,11 @@ def _row(resolved: Resolved, path: Path | None, took_s: float) -> dict[str, Any]
 
 def _fits(path: Path) -> tuple[bool, bool]:
     """(whether it fits this machine, whether it has a chat template)."""
-    from localllm.checkpoint import open_checkpoint
     from localllm.device import machine
+    from localllm.models.architectures import open_model
     from localllm.plan.planner import plan
 
-    with open_checkpoint(path) as checkpoint:
+    with open_model(path) as checkpoint:
         return plan(checkpoint.facts, machine()).fits, checkpoint.facts.has_chat_template
 
 

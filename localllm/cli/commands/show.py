@@ -17,7 +17,7 @@ from localllm.plan.quality import saved as saved_quality
 from localllm.terminal import clean_line, gib
 
 if TYPE_CHECKING:
-    from localllm.checkpoint import Checkpoint, ModelFacts
+    from localllm.models.architectures import ModelFacts, OpenModel
 
 
 @command("localllm show smollm2", "localllm show ./model.gguf --json", "localllm show qwen --template")
@@ -50,7 +50,7 @@ def show(
     return 0
 
 
-def _template(checkpoint: Checkpoint) -> str:
+def _template(checkpoint: OpenModel) -> str:
     from localllm.tokenizer.tokenizer import load_tokenizer
 
     text = load_tokenizer(checkpoint).chat_template
@@ -61,9 +61,9 @@ def _template(checkpoint: Checkpoint) -> str:
     return text
 
 
-def _show_fields(checkpoint: Checkpoint, name: str, revision: str) -> dict[str, Any]:
-    from localllm.checkpoint.facts import kv_bytes_per_token
+def _show_fields(checkpoint: OpenModel, name: str, revision: str) -> dict[str, Any]:
     from localllm.device import machine
+    from localllm.models.architectures import kv_bytes_per_token
     from localllm.plan import speeds as calibrate
     from localllm.plan.planner import plan
 
@@ -101,10 +101,10 @@ def _show_fields(checkpoint: Checkpoint, name: str, revision: str) -> dict[str, 
         "kv_heads": facts.num_kv_heads,
         "head_dim": facts.head_dim,
         "vocab": facts.vocab_size,
-        "kv_bytes_per_token": kv_bytes_per_token(facts, "bf16"),
+        "kv_bytes_per_token": kv_bytes_per_token(facts.layers, "bf16"),
         "template": facts.has_chat_template,
         "capabilities": _capabilities(checkpoint),
-        "licence": facts.licence or None,
+        "licence": facts.license or None,
         "revision": revision or None,
         "sampling_defaults": dict(facts.sampling_defaults),
         "tensors": len(checkpoint.tensors),
@@ -113,7 +113,7 @@ def _show_fields(checkpoint: Checkpoint, name: str, revision: str) -> dict[str, 
     }
 
 
-def _capabilities(checkpoint: Checkpoint) -> dict[str, Any]:
+def _capabilities(checkpoint: OpenModel) -> dict[str, Any]:
     """chat, thinking, vision: whether; tools: how, or why not."""
     from localllm.chat.parser import reasoning_tags
     from localllm.chat.template import ChatTemplate
@@ -155,7 +155,7 @@ def _print_facts(env: Env, facts: ModelFacts, fields: dict[str, Any]) -> None:
         ("thinking", "yes" if fields["capabilities"]["thinking"] else "no"),
         ("tools", fields["capabilities"]["tools"]),
         ("sampling", sampling),
-        ("licence", facts.licence or "not stated"),
+        ("licence", facts.license or "not stated"),
         ("here", fit),
         ("quality", quality_note(fields["path"]) or "not measured (localllm eval)"),
         *(("file", home_short(Path(name))) for name in fields["files"][:8]),

@@ -1,0 +1,20 @@
+"""What a model's files mean, without torch: one file a family, `registry.py` lists them, `open_model` asks them.
+
+model = open_model("model.gguf")        a `Checkpoint` with facts, names and stored formats
+model.facts.layers[0].mixer.num_heads, model.names.source("model.layers.0.self_attn.q_proj")
+"""
+
+from .facts import Attention, Dense, LayerFacts, ModelFacts, Norms, RopeFacts, kv_bytes_per_token
+from .model import OpenModel, open_model
+
+__all__ = [
+    "Attention",
+    "Dense",
+    "LayerFacts",
+    "ModelFacts",
+    "Norms",
+    "OpenModel",
+    "RopeFacts",
+    "kv_bytes_per_token",
+    "open_model",
+]

@@ -1,0 +1,110 @@
+"""`Config`: a model's hyper-parameters as a family asks for them, whichever container they came in.
+
+`hf.py` and `gguf.py` say what the keys are called there, and read what only one container has.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, ClassVar
+
+from localllm.checkpoint import Checkpoint
+from localllm.checkpoint.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_LAYERS, Fields
+from localllm.checkpoint.mapped_file import bad, shown
+from localllm.errors import UnsupportedModel
+
+from .facts import Attention, Dense, LayerFacts, ModelFacts, RopeFacts
+from .names import NameMap
+
+
+class Config(ABC):
+    """What all decoders of a container have in common, read and range-checked once."""
+
+    KEYS: ClassVar[dict[str, str]]  # layers, hidden, heads, kv_heads, head_dim, inner, eps -> key
+    DEFAULT_EPS: ClassVar[float | None] = None
+
+    def __init__(self, checkpoint: Checkpoint, keys: Fields, names: NameMap, source: str, runs: str) -> None:
+        """`source` is what the file calls its architecture, `runs` what to offer instead of what is refused."""
+        self.checkpoint = checkpoint
+        self.keys = keys
+        self.names = names
+        self.source = source
+        self.runs = runs
+        self.num_layers = self.size("layers", 1, MAX_LAYERS)
+        self.hidden_size = self.size("hidden", 1, MAX_HIDDEN)
+        self.num_heads = self.size("heads", 1, MAX_HEADS)
+        self.num_kv_heads = self.size("kv_heads", 1, MAX_HEADS, self.num_heads)
+        if keys.raw(self.KEYS["head_dim"]) is None and self.hidden_size % self.num_heads:
+            what = f"{self.num_heads} heads do not divide the hidden size {self.hidden_size:,}"
+            raise keys.fail(self.KEYS["heads"], what)
+        self.head_dim = self.size("head_dim", 2, MAX_HEAD_DIM, max(self.hidden_size // self.num_heads, 2))
+        self.vocab_size = self.read_vocab_size()
+
+    def size(self, name: str, low: int, high: int, default: int | None = None) -> int:
+        """An integer by its name in KEYS."""
+        return self.keys.integer(self.KEYS[name], low, high, default)
+
+    def stores(self, tensor: str) -> bool:
+        """Whether layer 0 has this tensor; canonical, below the layer."""
+        module, _, suffix = tensor.rpartition(".")
+        return f"{self.names.source(f'model.layers.0.{module}')}.{suffix}" in self.checkpoint.tensors
+
+    def unsupported(self, what: str) -> UnsupportedModel:
+        """The refusal of something that this version does not compute."""
+        return unsupported(self.keys.path, what, self.runs)
+
+    def attention(self, rope: RopeFacts, **changes: Any) -> Attention:
+        """Attention over all positions, with the usual scale, and the biases that are stored."""
+        if self.num_heads % self.num_kv_heads:
+            what = f"{self.num_heads} attention heads cannot share {self.num_kv_heads} KV heads evenly"
+            raise bad(self.keys.path, what, key="heads")
+        if self.head_dim % 2:
+            raise bad(self.keys.path, f"the head size {self.head_dim} is odd", key="head_dim")
+        if rope.dim > self.head_dim or rope.dim % 2 or rope.dim < 2:
+            what = f"{rope.dim} rotated elements do not fit a head of {self.head_dim}"
+            raise bad(self.keys.path, what, key="rope")
+        values: dict[str, Any] = {
+            "scale": self.head_dim**-0.5,
+            "softcap": self.keys.optional_number("attn_logit_softcapping", 1e-3, 1e6),
+            "qkv_bias": self.stores("self_attn.q_proj.bias"),
+            "o_bias": self.stores("self_attn.o_proj.bias"),
+        }
+        return Attention(self.num_heads, self.num_kv_heads, self.head_dim, rope, **values | changes)
+
+    def dense(self, act: str = "silu") -> Dense:
+        """The feed-forward layer."""
+        return Dense(self.size("inner", 1, MAX_HIDDEN * 4), act, self.stores("mlp.down_proj.bias"))
+
+    def facts(self, layers: tuple[LayerFacts, ...], max_context: int, **changes: Any) -> ModelFacts:
+        """The whole model; `changes` is what the family knows better."""
+        tensors = self.checkpoint.tensors
+        values: dict[str, Any] = {
+            "architecture": "",
+            "source_architecture": self.source,
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+            "max_context": max_context,
+            "rms_norm_eps": self.keys.number(self.KEYS["eps"], 1e-12, 0.1, self.DEFAULT_EPS),
+            "layers": layers,
+            "logit_softcap": self.keys.optional_number("final_logit_softcapping", 1e-3, 1e6),
+            "weight_bytes": sum(info.nbytes for name, info in tensors.items() if name.startswith(self.names.text)),
+        }
+        return ModelFacts(**values | self.usage() | changes)
+
+    @abstractmethod
+    def read_vocab_size(self) -> int:
+        """Rows of the embedding."""
+
+    @abstractmethod
+    def usage(self) -> dict[str, Any]:
+        """Fields of ModelFacts that each container keeps in its own way: name, tokens, template, license, format."""
+
+
+def unsupported(path: Path, what: str, runs: str) -> UnsupportedModel:
+    """The refusal of an architecture, with what would work."""
+    message = f"the architecture {shown(what)} is not supported by this version"
+    error = bad(path, message, hint=f"it runs {runs}: try localllm chat qwen", error=UnsupportedModel)
+    error.context |= {"key": "architecture", "architecture": shown(what)}
+    assert isinstance(error, UnsupportedModel)
+    return error

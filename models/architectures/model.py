@@ -1,0 +1,102 @@
+"""`open_model`: a checkpoint with its meaning, once every tensor is there in the shape that its numbers imply."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+from localllm.checkpoint import Checkpoint, StoredFormat, open_checkpoint, stored_formats
+from localllm.checkpoint.detect import DENSE, format_label
+from localllm.checkpoint.mapped_file import bad
+
+from . import registry
+from .facts import ModelFacts, count_params, linear_shapes, vector_sizes
+from .names import NameMap
+
+
+def open_model(path: Path | str) -> OpenModel:
+    """Open the model at `path`: a .gguf file, or a folder with safetensors or one .gguf. Close it, or use `with`.
+
+    Raises what `open_checkpoint` raises; `facts` raises more, when it is asked for.
+    """
+    return OpenModel(**vars(open_checkpoint(path)))
+
+
+class OpenModel(Checkpoint):
+    """A checkpoint and what it means."""
+
+    @cached_property
+    def _understood(self) -> tuple[ModelFacts, NameMap]:
+        return registry.understand(self)
+
+    @property
+    def names(self) -> NameMap:
+        """What this file calls the modules. Raises as `facts`."""
+        return self._understood[1]
+
+    @cached_property
+    def formats(self) -> dict[str, StoredFormat]:
+        """How each linear module is stored, by its name in the file. Raises BadModelFile or UnsupportedFormat."""
+        return stored_formats(self)
+
+    @cached_property
+    def facts(self) -> ModelFacts:
+        """The model's numbers, checked against limits and tensors.
+
+        Raises BadModelFile, UnsupportedModel or UnsupportedFormat.
+        """
+        facts = self._understood[0]
+        facts = replace(facts, stored_format=facts.stored_format or format_label(self.formats))
+        self._check(facts)
+        return replace(facts, num_params=count_params(facts))
+
+    @property
+    def doubt(self) -> str:
+        """Where the configuration contradicts the tensors, which are believed; "" where it does not."""
+        said = self.quantization_config.get("quant_method") or self.quantization_config.get("quant_algo")
+        stored = self.facts.stored_format
+        if not said or stored not in ("bf16", "fp16", "f32"):
+            return ""
+        return f"the configuration says {str(said)[:40]}, the weights are stored as {stored}: they are read as stored"
+
+    def _check(self, facts: ModelFacts) -> None:
+        """Raise for the first tensor that is missing or of another shape."""
+        hidden = facts.hidden_size
+        self._linear("model.embed_tokens", (facts.vocab_size, hidden))
+        if not facts.tied_embeddings:
+            self._linear("lm_head", (facts.vocab_size, hidden))
+        self._vector("model.norm.weight", hidden)
+        for index, layer in enumerate(facts.layers):
+            start = f"model.layers.{index}."
+            for module, shape in linear_shapes(layer, hidden).items():
+                self._linear(start + module, shape)
+            for name, size in vector_sizes(layer, hidden).items():
+                self._vector(start + name, size)
+        for rope in facts.ropes:
+            if rope.factors_tensor:
+                self._stored(rope.factors_tensor, rope.dim // 2)
+
+    def _linear(self, module: str, shape: tuple[int, int]) -> None:
+        name = self.names.source(module)
+        stored = self.formats.get(name)
+        if stored is None:
+            below = sorted(key for key in self.tensors if key.startswith(f"{name}."))
+            what = f"is stored as {', '.join(below[:4])}, a layout that is not read" if below else "is missing"
+            raise bad(self.path, f"the weight {what}", key=f"{name}.weight")
+        if stored.shape is not None and stored.shape != shape:
+            what = f"holds a weight of {list(stored.shape)}, {list(shape)} is expected"
+            raise bad(self.path, what, key=f"{name}.weight")
+
+    def _vector(self, tensor: str, size: int) -> None:
+        module, _, last = tensor.rpartition(".")
+        self._stored(f"{self.names.source(module)}.{last}", size)
+
+    def _stored(self, name: str, size: int) -> None:
+        info = self.tensors.get(name)
+        if info is None:
+            raise bad(self.path, "the tensor is missing", key=name)
+        if info.shape != (size,):
+            raise bad(info.file, f"has shape {list(info.shape)}, [{size}] is expected", key=name)
+        if info.dtype not in DENSE:
+            raise bad(info.file, f"is stored as {info.dtype}, {', '.join(DENSE)} are expected", key=name)

@@ -1,0 +1,83 @@
+"""The architectures this version runs: one line each. Lists, refusals and lookups anywhere else read this table."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from localllm.checkpoint import Checkpoint
+from localllm.checkpoint.fields import Fields
+
+from . import gguf, hf
+from .architecture import Architecture
+from .config import unsupported
+from .facts import ModelFacts
+from .gemma3 import Gemma3
+from .llama import Llama
+from .names import NameMap
+from .qwen2 import Qwen2
+from .qwen3 import Qwen3
+
+ARCHITECTURES: tuple[Architecture, ...] = (
+    Llama(),
+    Qwen2(),
+    Qwen3(),
+    Gemma3(),
+)
+
+
+def runnable() -> str:
+    """What this version runs, in the words people know the families by."""
+    return ", ".join(architecture.label for architecture in ARCHITECTURES)
+
+
+def names() -> tuple[str, ...]:
+    """What we call the architectures that run."""
+    return tuple(architecture.name for architecture in ARCHITECTURES)
+
+
+def canonical(source: str) -> str:
+    """What we call an architecture that a hub, config.json or GGUF header names; the name itself when unknown."""
+    for one in ARCHITECTURES:
+        if source in (one.name, *one.hf_types, *one.hf_wrappers, *one.hf_classes, *one.gguf_types):
+            return one.name
+    return source
+
+
+def understand(checkpoint: Checkpoint) -> tuple[ModelFacts, NameMap]:
+    """What a checkpoint's numbers mean and what its modules are called, not yet held against its tensors.
+
+    Raises UnsupportedModel for architectures that are not here, BadModelFile for values out of range.
+    """
+    return _from_gguf(checkpoint) if checkpoint.kind == "gguf" else _from_hf(checkpoint)
+
+
+def _from_gguf(checkpoint: Checkpoint) -> tuple[ModelFacts, NameMap]:
+    source = gguf.source_of(checkpoint)
+    for one in ARCHITECTURES:
+        if source in one.gguf_types:
+            found = one.names(checkpoint)
+            facts = one.from_gguf(gguf.GgufConfig(checkpoint, found, runnable()))
+            return replace(facts, architecture=one.name), found
+    raise unsupported(checkpoint.path, source or "(empty)", runnable())
+
+
+def _from_hf(checkpoint: Checkpoint) -> tuple[ModelFacts, NameMap]:
+    top = Fields(checkpoint.path / "config.json", checkpoint.config)
+    source, model_type, text = hf.source_of(top), top.text("model_type"), checkpoint.config
+    if not source:
+        raise top.fail("model_type", "is missing: the file does not say what model this is")
+    if top.raw("architectures") and not source.endswith(("ForCausalLM", "ForConditionalGeneration")):
+        raise unsupported(top.path, f"{source} (no language model head)", runnable())
+    for one in ARCHITECTURES:
+        if model_type in one.hf_wrappers:
+            text = top.raw("text_config")
+            if not isinstance(text, dict):
+                raise top.fail("text_config", "must be an object")
+            model_type = Fields(top.path, text).text("model_type", one.hf_wrappers[model_type])
+            break
+    for one in ARCHITECTURES:
+        if model_type in one.hf_types:
+            found = one.names(checkpoint)
+            config = hf.HfConfig(checkpoint, text, model_type, one.hf_types[model_type], found, runnable())
+            return replace(one.from_hf(config), architecture=one.name), found
+    raise unsupported(top.path, f"{source} (model_type {model_type})" if model_type else source, runnable())
