@@ -1,4 +1,4 @@
-"""What the source may not contain: ways to run what a file or a stranger says (SEC-07), a second template sandbox."""
+"""What the source may not contain: ways to run what a file or a stranger says, a second template sandbox."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def breaches(tree: ast.AST) -> list[str]:
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_sec_07_nothing_runs_foreign_code(path: Path) -> None:
+def test_nothing_runs_foreign_code(path: Path) -> None:
     assert not breaches(ast.parse(path.read_text()))
 
 
@@ -75,16 +75,16 @@ def test_sec_07_nothing_runs_foreign_code(path: Path) -> None:
         "AutoModel.from_pretrained(x, trust_remote_code=True)",
     ],
 )
-def test_sec_07_the_gate_sees(line: str) -> None:
+def test_the_gate_sees(line: str) -> None:
     assert breaches(ast.parse(line))
 
 
 @pytest.mark.parametrize("line", ["model.eval()", "torch.load(path, weights_only=True)", "retrieval(x)", "'eval('"])
-def test_sec_07_the_gate_passes(line: str) -> None:
+def test_the_gate_passes(line: str) -> None:
     assert not breaches(ast.parse(line))
 
 
-def test_tpl_06_one_environment_and_it_is_the_sandbox() -> None:
+def test_one_environment_and_it_is_the_sandbox() -> None:
     made = []
     for path in sources():
         tree = ast.parse(path.read_text())

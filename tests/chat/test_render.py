@@ -1,4 +1,4 @@
-"""Hostile templates (TPL-01 to TPL-04) and the life of the child that renders them."""
+"""Hostile templates and the life of the child that renders them."""
 
 from __future__ import annotations
 
@@ -59,9 +59,7 @@ INJECTIONS = [
 
 
 @pytest.mark.parametrize("template", INJECTIONS)
-def test_tpl_01_the_sandbox_holds(
-    template: str, child: RenderChild, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_sandbox_holds(template: str, child: RenderChild, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A security error or harmless text; the canary is never made."""
     canary = tmp_path / "canary"
     shown = ""
@@ -101,7 +99,7 @@ def bomb(template: str, child: RenderChild) -> None:
 
 
 @pytest.mark.parametrize("template", QUICK_BOMBS)
-def test_tpl_02_memory_stays_bounded(template: str, child: RenderChild) -> None:
+def test_memory_stays_bounded(template: str, child: RenderChild) -> None:
     child.render("warm", {})
     pid = child.pid
     bomb(template, child)
@@ -111,7 +109,7 @@ def test_tpl_02_memory_stays_bounded(template: str, child: RenderChild) -> None:
     assert child.render("fine", {}) == "fine"
 
 
-def test_tpl_02_a_wedged_template_is_killed_and_others_go_on(child: RenderChild) -> None:
+def test_a_wedged_template_is_killed_and_others_go_on(child: RenderChild) -> None:
     """The error is out in time, other threads run on meanwhile, the process is gone, the next rendering works."""
     child.render("warm", {})
     pid, ticks, done = child.pid, 0, threading.Event()
@@ -135,7 +133,7 @@ def test_tpl_02_a_wedged_template_is_killed_and_others_go_on(child: RenderChild)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("template", SLOW_BOMBS)
-def test_tpl_02_slow_bombs(template: str, child: RenderChild) -> None:
+def test_slow_bombs_end_in_time(template: str, child: RenderChild) -> None:
     child.render("warm", {})
     bomb(template, child)
     assert child.render("fine", {}) == "fine"
@@ -156,7 +154,7 @@ def test_tpl_02_slow_bombs(template: str, child: RenderChild) -> None:
     ],
     ids=lambda text: text[3:9],
 )
-def test_tpl_03_deep_nesting_is_an_error(template: str, child: RenderChild) -> None:
+def test_deep_nesting_is_an_error(template: str, child: RenderChild) -> None:
     try:
         assert len(child.render(template, {"a": {}})) < 20_000
     except LocalLLMError as error:
@@ -164,7 +162,7 @@ def test_tpl_03_deep_nesting_is_an_error(template: str, child: RenderChild) -> N
     assert child.render("fine", {}) == "fine"
 
 
-def test_tpl_03_deep_data_is_an_error(child: RenderChild) -> None:
+def test_deep_data_is_an_error(child: RenderChild) -> None:
     deep: list[object] = []
     for _ in range(100_000):
         deep = [deep]
@@ -186,7 +184,7 @@ def test_tpl_03_deep_data_is_an_error(child: RenderChild) -> None:
         ("{{ ''.__class__.x }}", BadModelFile, "a template may not"),
     ],
 )
-def test_tpl_04_what_the_user_is_told(template: str, error: type[LocalLLMError], said: str, child: RenderChild) -> None:
+def test_what_the_user_is_told(template: str, error: type[LocalLLMError], said: str, child: RenderChild) -> None:
     with pytest.raises(LocalLLMError) as caught:
         child.render(template, {"messages": MESSAGES})
     assert type(caught.value) is error
@@ -197,7 +195,7 @@ def test_tpl_04_what_the_user_is_told(template: str, error: type[LocalLLMError],
         child.render(template, {"messages": MESSAGES}, of_model=False)
 
 
-def test_tpl_04_the_helpers_are_there(child: RenderChild) -> None:
+def test_the_helpers_are_there(child: RenderChild) -> None:
     def shown(template: str) -> str:
         return child.render(template, {"x": {"b": "é<&>'", "a": [1, None]}})
 

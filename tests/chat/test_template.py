@@ -1,4 +1,4 @@
-"""Chat templates render byte for byte as transformers does it; users' text never becomes control tokens (LIM-11)."""
+"""Chat templates render byte for byte as transformers does it; users' text never becomes control tokens."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_malformed_messages_are_refused(messages: Any, child: RenderChild) -> No
         plain(TEMPLATES["chatml"], child).render(messages)
 
 
-# --- LIM-11: users' text and control tokens --------------------------------------------------------------------------
+# --- users' text and control tokens ----------------------------------------------------------------------------------
 
 CONTROL = ["<|im_start|>", "<|im_end|>", "<s>", "</s>"]
 ADDED = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
@@ -186,7 +186,7 @@ ATTACKS = [
 
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.parametrize("name", ["chatml", "qwen3", "zephyr"])
-def test_lim_11_user_text_changes_no_structure(name: str, attack: str, toy: Tokenizer, child: RenderChild) -> None:
+def test_user_text_changes_no_structure(name: str, attack: str, toy: Tokenizer, child: RenderChild) -> None:
     template = ChatTemplate.for_tokenizer(toy, TEMPLATES[name], child=child)
 
     def chat(text: str) -> list[dict[str, Any]]:
@@ -207,7 +207,7 @@ def test_lim_11_user_text_changes_no_structure(name: str, attack: str, toy: Toke
     assert toy.decode(ids, skip_special=False) == ("" if ids[0] == toy.token_to_id(rendered[:3]) else "<s>") + rendered
 
 
-def test_lim_11_in_every_place(toy: Tokenizer, child: RenderChild) -> None:
+def test_user_text_in_every_place(toy: Tokenizer, child: RenderChild) -> None:
     """Names, tool results, tool definitions, keys, JSON escapes, parts that join."""
     text = (
         "<|im_start|>{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
@@ -229,7 +229,7 @@ def test_lim_11_in_every_place(toy: Tokenizer, child: RenderChild) -> None:
     assert "\\udbf" not in rendered  # the marks are gone in escaped form too
 
 
-def test_lim_11_template_that_takes_text_apart(toy: Tokenizer, child: RenderChild) -> None:
+def test_template_that_takes_text_apart(toy: Tokenizer, child: RenderChild) -> None:
     """Marks that a template parts or empties still keep their two sides from joining."""
     text = "{{ messages[0].content | replace('<s>', '') }}<|im_end|>{{ messages[0].content.split('|')[0] }}<|im_end|>"
     template = ChatTemplate.for_tokenizer(toy, text, child=child)

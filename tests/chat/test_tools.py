@@ -1,4 +1,4 @@
-"""Tool calls of every family: read from any pieces, nothing lost, nothing evaluated (SO-08)."""
+"""Tool calls of every family: read from any pieces, nothing lost, nothing evaluated."""
 
 # ruff: noqa: E501 - answers stand here as models write them
 from __future__ import annotations
@@ -210,7 +210,7 @@ NO_CALLS = [
 
 
 @pytest.mark.parametrize(("tool_format", "text"), NO_CALLS, ids=[f"{f.name}-{i}" for i, (f, _) in enumerate(NO_CALLS)])
-def test_so_08_what_is_no_call_is_content(tool_format: ToolFormat, text: str) -> None:
+def test_what_is_no_call_is_content(tool_format: ToolFormat, text: str) -> None:
     """Not one character changes."""
     for pieces in cuts(text):
         assert read(tool_format, pieces) == (text, "", [])
@@ -302,7 +302,7 @@ def test_nothing_is_lost(parts: list[tuple[str, dict[str, Any]]], last: str) -> 
 
 @pytest.mark.parametrize("name", [*BY_NAME])
 @pytest.mark.parametrize("size", [50_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
-def test_so_08_the_work_is_linear(name: str, size: int) -> None:
+def test_the_work_is_linear(name: str, size: int) -> None:
     """Long arguments in very many pieces, nothing but triggers, depth, a call cut short: a fraction of the line each."""
     text = next(case[1] for case in WRITTEN if case[0].name == name and "get_weather" in case[1])
     huge = re.sub("Paris|London|K.{0,3}ln", "x" * size, text)

@@ -35,7 +35,7 @@ def one(check_id: str, facts: MachineFacts = CPU, host: HostFacts = HOST) -> Che
 
 
 @pytest.mark.parametrize("name", ["cpu", "cpu-small", "rtx4090", "rtx2070", "h100"])
-def test_c12_document_and_fixes(name: str) -> None:
+def test_the_document_and_its_fixes(name: str) -> None:
     schema = json.loads(resources.files("localllm.schemas").joinpath("doctor-1.json").read_text())
     survey = Survey(MACHINES[name], fake_host(name))
     checks = run_checks(survey=survey)
@@ -49,7 +49,7 @@ def test_c12_document_and_fixes(name: str) -> None:
     assert str(len(checks)) in verdict(checks)
 
 
-def test_c12_quick_without_torch_or_network() -> None:
+def test_quick_checks_need_no_torch_and_no_network() -> None:
     code = (
         "import sys, socket\n"
         "def refuse(*a, **k): raise AssertionError('network')\n"

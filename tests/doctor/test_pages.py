@@ -55,7 +55,7 @@ def test_doctor(hw: str) -> None:
 
 
 @pytest.mark.parametrize("hw", make_pages.PLANS)
-def test_c13_plan(hw: str) -> None:
+def test_the_plan(hw: str) -> None:
     found = difference(make_pages.plan_page(hw), (GOLDEN / "plan" / f"{hw}.txt").read_text())
     assert not found, found
 

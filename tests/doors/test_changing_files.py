@@ -1,4 +1,4 @@
-"""FILE-05: a model's file is cut while it is loaded or used: an error or no effect, never a silent SIGBUS."""
+"""A model's file is cut while it is loaded or used: an error or no effect, never a silent SIGBUS."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tied(path: Path, quant: str) -> Path:
 @pytest.mark.parametrize(
     ("quant", "dtype"), [*((quant, "auto") for quant in QUANTS), ("Q4_K", "float32"), ("F16", "bfloat16")]
 )
-def test_file_05_a_file_cut_while_it_is_used_changes_nothing(quant: str, dtype: str, tmp_path: Path) -> None:
+def test_a_file_cut_while_it_is_used_changes_nothing(quant: str, dtype: str, tmp_path: Path) -> None:
     from localllm.llm.llm import LLM
 
     params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
@@ -68,7 +68,7 @@ def _fp8(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("only", ["", "torch_", "torch_dequant"])
-def test_file_05_nothing_stays_mapped_whatever_computes(only: str, tmp_path: Path) -> None:
+def test_nothing_stays_mapped_whatever_computes(only: str, tmp_path: Path) -> None:
     from localllm.kernels.table import implementations
     from localllm.models.loader import LoadOptions, load_model
 
@@ -83,7 +83,7 @@ def test_file_05_nothing_stays_mapped_whatever_computes(only: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ["gguf", "safetensors"])
-def test_file_05_a_file_cut_while_it_is_loaded_is_named(kind: str, tmp_path: Path) -> None:
+def test_a_file_cut_while_it_is_loaded_is_named(kind: str, tmp_path: Path) -> None:
     from localllm.llm.llm import LLM
 
     model = tiny_gguf(tmp_path / "m.gguf") if kind == "gguf" else tiny_safetensors(tmp_path / "m")
@@ -100,7 +100,7 @@ def test_file_05_a_file_cut_while_it_is_loaded_is_named(kind: str, tmp_path: Pat
     assert "localllm pull NAME --repair" in caught.value.hint
 
 
-def test_file_05_what_remains_ends_with_a_word(tmp_path: Path) -> None:
+def test_what_remains_ends_with_a_word(tmp_path: Path) -> None:
     """A file that is cut in the middle of a copy still raises SIGBUS: the process says so, and where."""
     path = tmp_path / "file"
     path.write_bytes(b"x" * 8192)

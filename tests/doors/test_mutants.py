@@ -1,4 +1,4 @@
-"""FILE-01: mutants that the reader accepts are loaded and generate a token, or are refused: no crash, no hang."""
+"""Mutants that the reader accepts are loaded and generate a token, or are refused: no crash, no hang."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def check(count: int, folder: Path) -> None:
     assert sum(result["outcome"] == "ok" for result in results) > len(results) // 3
 
 
-def test_file_01_accepted_mutants_generate(tmp_path: Path) -> None:
+def test_accepted_mutants_generate(tmp_path: Path) -> None:
     check(15, tmp_path)
 
 
 @pytest.mark.slow
-def test_file_01_five_hundred_accepted_mutants_generate(tmp_path: Path) -> None:
+def test_five_hundred_accepted_mutants_generate(tmp_path: Path) -> None:
     check(125, tmp_path)

@@ -1,4 +1,4 @@
-"""FILE-03: tokenizers that are too large, of wrong types, or whose patterns never end: refused when a model is run."""
+"""Tokenizers that are too large, of wrong types, or whose patterns never end: refused when a model is run."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def refuse(door: Door, model: Path, *named: str) -> str:
 
 
 @pytest.mark.parametrize(("merge", "count"), [(b'["t","h"],', 1_050_000), (b'"t h",', 10_000_000)])
-def test_file_03_millions_of_merges(merge: bytes, count: int, door: Door, folder: Path) -> None:
+def test_millions_of_merges(merge: bytes, count: int, door: Door, folder: Path) -> None:
     head, tail = json.dumps(tokenizer_json()).encode().split(b'"merges": [')
     (folder / "tokenizer.json").write_bytes(head + b'"merges": [' + merge * count + tail)
     what = refuse(door, folder, "tokenizer.json")
     assert "strings, the limit is 2,000,000" in what
 
 
-def test_file_03_millions_of_merges_in_a_gguf(door: Door, tmp_path: Path) -> None:
+def test_millions_of_merges_in_a_gguf(door: Door, tmp_path: Path) -> None:
     tokens, path = vocabulary(), tmp_path / "merges.gguf"
     keys = tiny_keys(tokens, layers=1)
     once = array(STRING, MERGES)
@@ -63,13 +63,13 @@ def test_file_03_millions_of_merges_in_a_gguf(door: Door, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("size", [1 << 40, (128 << 20) + 1])
-def test_file_03_a_huge_tokenizer_is_not_read(size: int, door: Door, folder: Path) -> None:
+def test_a_huge_tokenizer_is_not_read(size: int, door: Door, folder: Path) -> None:
     os.truncate(folder / "tokenizer.json", size)
     assert f"is {size:,} bytes long, the limit is 134,217,728" in refuse(door, folder, "tokenizer.json")
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
-def test_file_03_a_pipe_does_not_block(name: str, door: Door, folder: Path) -> None:
+def test_a_pipe_does_not_block(name: str, door: Door, folder: Path) -> None:
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
     assert "is no regular file" in refuse(door, folder, name)
@@ -114,7 +114,7 @@ BAD_TOKENIZERS: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 @pytest.mark.parametrize("name", BAD_TOKENIZERS)
-def test_file_03_tokenizers_of_wrong_types(name: str, door: Door, folder: Path) -> None:
+def test_tokenizers_of_wrong_types(name: str, door: Door, folder: Path) -> None:
     change(folder, BAD_TOKENIZERS[name])
     refuse(door, folder, "tokenizer.json", "model: the tokenizer")
 
@@ -131,7 +131,7 @@ def test_file_03_tokenizers_of_wrong_types(name: str, door: Door, folder: Path) 
     ],
     ids=str,
 )
-def test_file_03_settings_of_wrong_types(changes: dict[str, Any], door: Door, folder: Path) -> None:
+def test_settings_of_wrong_types(changes: dict[str, Any], door: Door, folder: Path) -> None:
     change(folder, _top(**changes), "tokenizer_config.json")
     refuse(door, folder, "model: ", "tokenizer_config.json")
 
@@ -147,12 +147,12 @@ def test_file_03_settings_of_wrong_types(changes: dict[str, Any], door: Door, fo
     ],
     ids=str,
 )
-def test_file_03_settings_that_mean_nothing_are_passed_over(changes: dict[str, Any], door: Door, folder: Path) -> None:
+def test_settings_that_mean_nothing_are_passed_over(changes: dict[str, Any], door: Door, folder: Path) -> None:
     change(folder, _top(**changes), "tokenizer_config.json")
     assert door("run", folder, "hi", "--max-tokens", "1").code == 0
 
 
-def test_file_03_tokens_beyond_the_embedding_are_refused(door: Door, folder: Path) -> None:
+def test_tokens_beyond_the_embedding_are_refused(door: Door, folder: Path) -> None:
     """An id without a row would be read from somewhere else in memory."""
     change(folder, lambda value: value["model"]["vocab"].update({"h": 2**20}))
     result = door("run", folder, "hi", "--max-tokens", "1")
@@ -167,7 +167,7 @@ def _cut_by(pattern: str) -> Callable[[dict[str, Any]], object]:
 
 # the last one only takes long: 2 s for 30,000 characters, which nothing can interrupt
 @pytest.mark.parametrize(("pattern", "length"), [("(a+)+b", 100_000), ("(a|aa)+$b", 100_000), ("a+b", 30_000)])
-def test_file_03_a_catastrophic_pattern_on_100_kb(
+def test_a_catastrophic_pattern_on_100_kb(
     pattern: str, length: int, door: Door, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from localllm.tokenizer import tokenizer

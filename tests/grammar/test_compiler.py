@@ -1,4 +1,4 @@
-"""Structured output: what is compiled, what is refused and at what cost (SO-01 to SO-06); what masks let through."""
+"""Structured output: what is compiled, what is refused and at what cost; what masks let through."""
 
 from __future__ import annotations
 
@@ -202,42 +202,42 @@ def chain(length: int) -> dict[str, Any]:
 
 
 HOSTILE: dict[str, tuple[str, Any]] = {
-    "SO-01 nested stars": ("regex", "(a+)+b"),
-    "SO-01 product of counts": ("regex", "(x{1,1000}){1,1000}"),
-    "SO-01 exponential automaton": ("regex", "(a|b)*a(a|b){30}c"),
-    "SO-01 in a schema": ("json_schema", {"type": "string", "pattern": "(a|b)*a(a|b){30}c"}),
-    "SO-01 large count": ("regex", "[a-z]{1,1000000}"),
-    "SO-01 intersected patterns": (
+    "nested stars": ("regex", "(a+)+b"),
+    "product of counts": ("regex", "(x{1,1000}){1,1000}"),
+    "exponential automaton": ("regex", "(a|b)*a(a|b){30}c"),
+    "in a schema": ("json_schema", {"type": "string", "pattern": "(a|b)*a(a|b){30}c"}),
+    "large count": ("regex", "[a-z]{1,1000000}"),
+    "intersected patterns": (
         "json_schema",
         {"allOf": [{"type": "string", "pattern": f"(a|b)*a(a|b){{{i}}}"} for i in range(5, 25)]},
     ),
-    "SO-03 chain": ("json_schema", chain(6000)),
-    "SO-03 many": ("json_schema", {"$defs": {f"d{i}": {"type": "string"} for i in range(10_000)}, "type": "integer"}),
-    "SO-03 recursion": ("json_schema", TREE),
-    "SO-03 depth": ("json_schema", nested(40)),
-    "SO-03 doubling": (
+    "chain": ("json_schema", chain(6000)),
+    "many": ("json_schema", {"$defs": {f"d{i}": {"type": "string"} for i in range(10_000)}, "type": "integer"}),
+    "recursion": ("json_schema", TREE),
+    "depth": ("json_schema", nested(40)),
+    "doubling": (
         "json_schema",
         {"$defs": {**{f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(30)}, "d30": {}},
          "$ref": "#/$defs/d0"},
     ),
-    "SO-04 minItems": ("json_schema", {"type": "array", "minItems": 10**9}),
-    "SO-04 maxLength": ("json_schema", {"type": "string", "maxLength": 10**9}),
-    "SO-04 many properties": ("json_schema", {"properties": {f"p{i}": {"type": "string"} for i in range(10_000)}}),
-    "SO-04 anyOf": (
+    "minItems": ("json_schema", {"type": "array", "minItems": 10**9}),
+    "maxLength": ("json_schema", {"type": "string", "maxLength": 10**9}),
+    "many properties": ("json_schema", {"properties": {f"p{i}": {"type": "string"} for i in range(10_000)}}),
+    "anyOf": (
         "json_schema",
         {"anyOf": [{"properties": {f"p{i}": {"type": "string"}}, "required": [f"p{i}"]} for i in range(5000)]},
     ),
-    "SO-04 enum": ("json_schema", {"enum": [f"value {i}" for i in range(30_000)]}),
-    "SO-04 enum of 100,000": ("json_schema", {"enum": [f"value {i}" for i in range(100_000)]}),
-    "SO-06 left recursion": ("grammar", 'start: start "a" | "a"'),
-    "SO-06 ambiguity": ("grammar", 'start: s\ns: s s s | s s | "a" |'),
-    "SO-06 product of counts": ("grammar", 'start: ("a"{1,1000}){1,1000}'),
-    "SO-06 complement": ("grammar", "start: X\nX: ~/(a|b)*a(a|b){25}/"),
+    "enum": ("json_schema", {"enum": [f"value {i}" for i in range(30_000)]}),
+    "enum of 100,000": ("json_schema", {"enum": [f"value {i}" for i in range(100_000)]}),
+    "left recursion": ("grammar", 'start: start "a" | "a"'),
+    "ambiguity": ("grammar", 'start: s\ns: s s s | s s | "a" |'),
+    "product of counts in a grammar": ("grammar", 'start: ("a"{1,1000}){1,1000}'),
+    "complement": ("grammar", "start: X\nX: ~/(a|b)*a(a|b){25}/"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_so_01_03_04_06_costs_are_bounded(name: str, smollm2: Compiler) -> None:
+def test_costs_are_bounded(name: str, smollm2: Compiler) -> None:
     """Compiled or refused, in bounded time and memory; other threads run on; the first tokens are cheap too."""
     kind, value = HOSTILE[name]
     smollm2.prepare()
@@ -314,7 +314,7 @@ def resident_mb() -> float:
         ("nonsense", 1, "not known"),
     ],
 )  # fmt: skip
-def test_so_02_what_is_wrong_is_said(kind: str, value: Any, said: str, smollm2: Compiler) -> None:
+def test_what_is_wrong_is_said(kind: str, value: Any, said: str, smollm2: Compiler) -> None:
     for _ in range(2):  # the second time from the list of refusals
         error = refusal(smollm2, kind, value)
         assert type(error) is InvalidConstraint
@@ -324,7 +324,7 @@ def test_so_02_what_is_wrong_is_said(kind: str, value: Any, said: str, smollm2: 
                                   "invalid_json_schema")  # fmt: skip
 
 
-def test_so_03_nothing_is_fetched(smollm2: Compiler) -> None:
+def test_nothing_is_fetched(smollm2: Compiler) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.2)
         error = refusal(smollm2, "json_schema", {"$ref": f"http://127.0.0.1:{server.getsockname()[1]}/x"})
@@ -353,7 +353,7 @@ def distinct(compiler: Compiler, count: int) -> list[float]:
     return sizes
 
 
-def test_so_05_the_cache_is_bounded(smollm2: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_bounded(smollm2: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler_module, "MAX_CACHE_ENTRIES", 20)
     distinct(smollm2, 60)
     assert smollm2.num_cached == 20
@@ -367,7 +367,7 @@ def test_so_05_the_cache_is_bounded(smollm2: Compiler, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_so_05_five_thousand_schemas(smollm2: Compiler) -> None:
+def test_five_thousand_schemas(smollm2: Compiler) -> None:
     sizes = distinct(smollm2, 5000)
     assert max(sizes[3:]) - sizes[2] < 32, sizes
     assert smollm2.num_cached <= compiler_module.MAX_CACHE_ENTRIES

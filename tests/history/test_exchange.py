@@ -31,7 +31,7 @@ def test_markdown_holds_the_branch_on_the_screen() -> None:
     assert "another branch" not in text
 
 
-def test_err_04_html_runs_nothing_and_fetches_nothing() -> None:
+def test_html_runs_nothing_and_fetches_nothing() -> None:
     text = as_html(CHAT, MESSAGES)
     assert "<script" not in text and "<img" not in text and 'href="javascript' not in text
     assert "&lt;script&gt;" in text and "<strong>A</strong>" in text and 'href="https://ok"' in text

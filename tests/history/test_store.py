@@ -1,4 +1,4 @@
-"""Saved chats: what was written is there, whatever happens to the process, the file or its neighbours. REL-22, T7."""
+"""Saved chats: what was written is there, whatever happens to the process, the file or its neighbours."""
 
 from __future__ import annotations
 
@@ -237,12 +237,12 @@ def kill_a_writer(path: Path, rounds: int) -> None:
             assert {m.status for m in found if m.role == "assistant"} == {"partial"}
 
 
-def test_rel_22_a_killed_writer_loses_nothing_acknowledged(path: Path) -> None:
+def test_a_killed_writer_loses_nothing_acknowledged(path: Path) -> None:
     kill_a_writer(path, 3)
 
 
 @pytest.mark.slow
-def test_rel_22_many_kills(path: Path) -> None:
+def test_many_kills(path: Path) -> None:
     kill_a_writer(path, 200)
 
 
@@ -256,7 +256,7 @@ History(Path(sys.argv[1])).close()
 
 
 @pytest.mark.slow
-def test_rel_22_a_kill_while_the_file_is_made(path: Path) -> None:
+def test_a_kill_while_the_file_is_made(path: Path) -> None:
     for number in range(30):
         subprocess.run([sys.executable, "-P", "-c", MAKER, str(path), str(number * 0.004)], check=False)
         with History(path) as history:
@@ -286,12 +286,12 @@ def write_beside(path: Path, each: int) -> None:
         assert sum(chat.num_messages for chat in history.chats()) == 4 * each
 
 
-def test_rel_22_four_writers_at_once_never_find_it_locked(path: Path) -> None:
+def test_four_writers_at_once_never_find_it_locked(path: Path) -> None:
     write_beside(path, 25)
 
 
 @pytest.mark.slow
-def test_rel_22_ten_thousand_writes_beside_each_other(path: Path) -> None:
+def test_ten_thousand_writes_beside_each_other(path: Path) -> None:
     write_beside(path, 2500)
 
 

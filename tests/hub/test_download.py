@@ -1,4 +1,4 @@
-"""REL-19, REL-20, DL-04 to DL-07 against a hub with faults: what arrives is right, or nothing is registered."""
+"""Against a hub with faults: what arrives is right, or nothing is registered."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_what_other_tools_have_fetched_is_not_fetched_again(fake_hub: FakeHub, e
         ("503", {"times": 2}),
     ],
 )
-def test_rel_19_passing_faults_heal(fake_hub: FakeHub, empty_home: Path, mode: str, more: dict[str, Any]) -> None:
+def test_passing_faults_heal(fake_hub: FakeHub, empty_home: Path, mode: str, more: dict[str, Any]) -> None:
     fake_hub.add("a/heals", FILES)
     resolved = hub.resolve("a/heals", patience=QUICK)
     fake_hub.fault(mode, path="gguf", **more)
@@ -109,7 +109,7 @@ def test_rel_19_passing_faults_heal(fake_hub: FakeHub, empty_home: Path, mode: s
     assert not partials(empty_home)
 
 
-def test_rel_19_a_drop_costs_no_bytes_twice(fake_hub: FakeHub) -> None:
+def test_a_drop_costs_no_bytes_twice(fake_hub: FakeHub) -> None:
     fake_hub.add("a/drop", FILES)
     resolved = hub.resolve("a/drop", patience=QUICK)
     fake_hub.fault("drop", path="gguf", at=100_000, times=3)
@@ -119,7 +119,7 @@ def test_rel_19_a_drop_costs_no_bytes_twice(fake_hub: FakeHub) -> None:
     assert sum(row[4] for row in rows) == SIZE
 
 
-def test_rel_19_a_stall_is_seen_and_said(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stall_is_seen_and_said(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meter, "STALL_NOTICE_S", 0.2)
     fake_hub.add("a/stall", FILES)
     resolved = hub.resolve("a/stall", patience=QUICK)
@@ -134,7 +134,7 @@ def test_rel_19_a_stall_is_seen_and_said(fake_hub: FakeHub, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("mode", ["flip", "long", "short", "lies", "etag"])
-def test_dl_04_lasting_faults_register_nothing(fake_hub: FakeHub, empty_home: Path, mode: str) -> None:
+def test_lasting_faults_register_nothing(fake_hub: FakeHub, empty_home: Path, mode: str) -> None:
     fake_hub.add("a/bad", FILES)
     resolved = hub.resolve("a/bad", patience=QUICK)
     fake_hub.fault(mode, path="gguf", times=1000)
@@ -152,7 +152,7 @@ def test_dl_04_lasting_faults_register_nothing(fake_hub: FakeHub, empty_home: Pa
     assert hub.download(resolved, patience=QUICK).read_bytes() == FILES["m-Q4_0.gguf"]
 
 
-def test_dl_04_bytes_that_went_bad_on_this_disk_are_fetched_again(fake_hub: FakeHub, empty_home: Path) -> None:
+def test_bytes_that_went_bad_on_this_disk_are_fetched_again(fake_hub: FakeHub, empty_home: Path) -> None:
     fake_hub.add("a/disk", FILES)
     resolved = hub.resolve("a/disk", patience=QUICK)
     fake_hub.fault("drop", path="gguf", at=300_000, times=1000)
@@ -276,7 +276,7 @@ def test_a_listing_that_is_none(fake_hub: FakeHub, mode: str, text: str) -> None
 @pytest.mark.parametrize(
     "digest", ["sha256-../../x", "a" * 63, "A" * 64, "", "../" * 21 + "a"], ids=lambda d: d[:8] or "empty"
 )
-def test_dl_03_digests_in_a_listing(fake_hub: FakeHub, empty_home: Path, digest: str) -> None:
+def test_digests_in_a_listing(fake_hub: FakeHub, empty_home: Path, digest: str) -> None:
     fake_hub.add("a/digest", FILES)
     fake_hub.fault("digest", to=digest)
     with pytest.raises(DownloadError, match="hex digits belongs"):
@@ -294,7 +294,7 @@ def test_files_without_digests_are_refused(fake_hub: FakeHub) -> None:
 @pytest.mark.parametrize(
     "name", ["../../pwn.gguf", "/abs.gguf", "..\\p.gguf", "C:\\x.gguf", "\x1b[2J.gguf", "n" * 300 + ".gguf"]
 )
-def test_dl_02_names_in_a_listing(fake_hub: FakeHub, empty_home: Path, name: str) -> None:
+def test_names_in_a_listing(fake_hub: FakeHub, empty_home: Path, name: str) -> None:
     fake_hub.add("a/names", FILES)
     before = tree(empty_home)
     fake_hub.fault("names", names=[name], keep=True)
@@ -303,9 +303,7 @@ def test_dl_02_names_in_a_listing(fake_hub: FakeHub, empty_home: Path, name: str
     assert tree(empty_home) == before
 
 
-def test_dl_05_the_token_stays_with_the_hub(
-    fake_hub: FakeHub, hub_process: FakeHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_token_stays_with_the_hub(fake_hub: FakeHub, hub_process: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same server under another name is another origin."""
     fake_hub.add("a/away", FILES)
     resolved = hub.resolve("a/away", patience=QUICK)
@@ -325,7 +323,7 @@ def test_dl_05_the_token_stays_with_the_hub(
         ("gopher://x/", "gopher: address"),
     ],
 )
-def test_dl_05_redirects_refused(fake_hub: FakeHub, target: str, text: str) -> None:
+def test_redirects_refused(fake_hub: FakeHub, target: str, text: str) -> None:
     fake_hub.add("a/to", FILES)
     resolved = hub.resolve("a/to", patience=QUICK)
     fake_hub.fault("redirect", path="gguf", to=target)
@@ -333,7 +331,7 @@ def test_dl_05_redirects_refused(fake_hub: FakeHub, target: str, text: str) -> N
         hub.download(resolved, patience=QUICK)
 
 
-def test_dl_05_no_downgrade_no_inside_and_at_most_ten_hops(fake_hub: FakeHub) -> None:
+def test_no_downgrade_no_inside_and_at_most_ten_hops(fake_hub: FakeHub) -> None:
     with pytest.raises(DownloadError, match="no address"):
         judge_redirect("https://h.co/x", "http://[::1", "https://h.co")
     with pytest.raises(DownloadError, match="from https to http"):
@@ -356,7 +354,7 @@ def test_dl_05_no_downgrade_no_inside_and_at_most_ten_hops(fake_hub: FakeHub) ->
     assert len([r for r in fake_hub.files_asked() if "gguf" in r[1]]) == 11
 
 
-def test_dl_06_an_unencrypted_hub_is_said(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unencrypted_hub_is_said(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_hub.add("a/http", FILES)
     events: list[LoadProgress] = []
     resolved = hub.resolve("a/http", patience=QUICK)
@@ -392,7 +390,7 @@ def test_tls_errors_are_not_retried(fake_hub: FakeHub, monkeypatch: pytest.Monke
         hub.resolve("a/b", patience=QUICK)
 
 
-def test_rel_20_disk_checked_first(fake_hub: FakeHub, empty_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk_is_checked_first(fake_hub: FakeHub, empty_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_hub.add("a/big", FILES)
     resolved = hub.resolve("a/big", patience=QUICK)
     fake_hub.fault()
@@ -405,7 +403,7 @@ def test_rel_20_disk_checked_first(fake_hub: FakeHub, empty_home: Path, monkeypa
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_rel_20_disk_full_midway(
+def test_the_disk_is_full_midway(
     fake_hub: FakeHub, empty_home: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     fake_hub.add("a/full", FILES)
@@ -429,7 +427,7 @@ def test_rel_20_disk_full_midway(
     assert [r[2] for r in fake_hub.files_asked() if "gguf" in r[1]] == [f"bytes={kept}-"]
 
 
-def test_rel_20_a_real_limit(fake_hub: FakeHub, empty_home: Path) -> None:
+def test_a_real_limit_of_file_size(fake_hub: FakeHub, empty_home: Path) -> None:
     """RLIMIT_FSIZE in a process of its own: the kernel refuses the write."""
     fake_hub.add("a/limit", FILES)
     code = (
@@ -444,9 +442,7 @@ def test_rel_20_a_real_limit(fake_hub: FakeHub, empty_home: Path) -> None:
     assert pull("a/limit").read_bytes() == FILES["m-Q4_0.gguf"]
 
 
-def test_dl_07_folders_that_cannot_be_used(
-    fake_hub: FakeHub, empty_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_that_cannot_be_used(fake_hub: FakeHub, empty_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_hub.add("a/ro", FILES)
     resolved = hub.resolve("a/ro", patience=QUICK)
     for place in ("/proc/hf", str(empty_home / "file")):
@@ -464,7 +460,7 @@ def refuse(*_: object, **__: object) -> None:
     raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
 
-def test_dl_07_no_home(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_is_no_home(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda text: text)  # what it does when HOME and the user are unknown
@@ -476,7 +472,7 @@ def test_dl_07_no_home(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> No
         hub.resolve("smollm2")
 
 
-def test_dl_07_a_new_cache_is_private_and_an_open_one_is_said(fake_hub: FakeHub, empty_home: Path) -> None:
+def test_a_new_cache_is_private_and_an_open_one_is_said(fake_hub: FakeHub, empty_home: Path) -> None:
     fake_hub.add("a/mode", FILES)
     pull("a/mode")
     assert (empty_home / "hf/hub").stat().st_mode & 0o777 == 0o700
@@ -484,7 +480,7 @@ def test_dl_07_a_new_cache_is_private_and_an_open_one_is_said(fake_hub: FakeHub,
     assert "every user" in cache.prepare("a/mode")[0]
 
 
-def test_dl_07_a_cache_behind_a_link(fake_hub: FakeHub, empty_home: Path) -> None:
+def test_a_cache_behind_a_link(fake_hub: FakeHub, empty_home: Path) -> None:
     fake_hub.add("a/link", FILES)
     (empty_home / "other").mkdir()
     (empty_home / "hf").symlink_to(empty_home / "other")
@@ -492,7 +488,7 @@ def test_dl_07_a_cache_behind_a_link(fake_hub: FakeHub, empty_home: Path) -> Non
     assert [m.name for m in hub.list_local()] == ["a/link:Q4_0"]
 
 
-def test_file_06_every_file_comes_from_the_pinned_commit(fake_hub: FakeHub, empty_home: Path) -> None:
+def test_every_file_comes_from_the_pinned_commit(fake_hub: FakeHub, empty_home: Path) -> None:
     fake_hub.add("a/pin", SPLITS)
     fake_hub.add("a/pin@v1", {n: d[:-1] + b"1" for n, d in SPLITS.items()})
     folder = pull("a/pin@v1")

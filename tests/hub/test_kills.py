@@ -1,4 +1,4 @@
-"""REL-18 and REL-21 with real processes: kill -9 during a download, many at once. The heavy counts are marked slow."""
+"""Real processes: kill -9 during a download, many at once. The heavy counts are marked slow."""
 
 from __future__ import annotations
 
@@ -136,12 +136,12 @@ def kill_many(fake_hub: FakeHub, home: Path, count: int, delay: float) -> list[f
     return shares
 
 
-def test_rel_18_kills(fake_hub: FakeHub, empty_home: Path) -> None:
+def test_kills_during_a_download(fake_hub: FakeHub, empty_home: Path) -> None:
     kill_many(fake_hub, empty_home, 3, 0.008)
 
 
 @pytest.mark.slow
-def test_rel_18_two_hundred_kills(fake_hub: FakeHub, empty_home: Path) -> None:
+def test_two_hundred_kills(fake_hub: FakeHub, empty_home: Path) -> None:
     shares = kill_many(fake_hub, empty_home, 200, 0.04)  # 5 MB/s in all
     assert max(shares) <= 0.10, f"up to {max(shares):.1%} fetched again"
     print(f"200 of 200 right; fetched again: at most {max(shares):.2%}, on average {sum(shares) / 200:.2%}")
@@ -170,19 +170,19 @@ def share_one(fake_hub: FakeHub, home: Path, name: str) -> None:
     assert all((folder / n).read_bytes() == data for n, data in FILES.items())
 
 
-def test_rel_21_many_processes(fake_hub: FakeHub, empty_home: Path) -> None:
+def test_many_processes_at_once(fake_hub: FakeHub, empty_home: Path) -> None:
     share_one(fake_hub, empty_home, fake_hub.add("a/many", FILES))
 
 
 @pytest.mark.slow
-def test_rel_21_fifty_times(fake_hub: FakeHub, empty_home: Path) -> None:
+def test_many_processes_at_once_fifty_times(fake_hub: FakeHub, empty_home: Path) -> None:
     name = fake_hub.add("a/many", FILES)
     for _ in range(50):
         share_one(fake_hub, empty_home, name)
         hub.remove(name)
 
 
-def test_rel_21_the_lock_of_a_dead_process_is_free(fake_hub: FakeHub, empty_home: Path) -> None:
+def test_the_lock_of_a_dead_process_is_free(fake_hub: FakeHub, empty_home: Path) -> None:
     name = fake_hub.add("a/dead", FILES)
     fake_hub.fault("slow", delay=0.05, times=10**9, path="resolve")
     child = start(name)

@@ -86,7 +86,7 @@ def test_folders_of_other_tools_are_not_models(fake_hub: FakeHub, empty_home: Pa
 
 
 def test_a_cached_model_is_found_at_once(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """REL-19: usable offline, with no request; the hub may be gone."""
+    """Usable offline, with no request; the hub may be gone."""
     fake_hub.add("a/whole", WHOLE)
     folder = pull("a/whole")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")

@@ -1,4 +1,4 @@
-"""DL-01, DL-02, DL-03: what may be a name, a file, a digest; which files make a model. Nothing is asked or opened."""
+"""What may be a name, a file, a digest; which files make a model. Nothing is asked or opened."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BAD_NAMES = [
 
 
 @pytest.mark.parametrize("name", BAD_NAMES, ids=lambda n: repr(n[:20]))
-def test_dl_01_is_no_name(name: str) -> None:
+def test_what_is_not_a_name(name: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         parse_name(name)
     assert len(caught.value.message) < 400
@@ -75,13 +75,13 @@ def test_repo_ids_and_revisions_alone() -> None:
     ],
     ids=lambda n: repr(n[:12]),
 )
-def test_dl_02_a_listing_with_such_a_file_is_refused(name: str) -> None:
+def test_a_listing_with_such_a_file_is_refused(name: str) -> None:
     with pytest.raises(BadModelFile) as caught:
         check_file_names(["config.json", name], "org/repo")
     assert "\x1b" not in caught.value.message
 
 
-def test_dl_02_listings_have_a_limit_and_names_differ_by_more_than_case() -> None:
+def test_listings_have_a_limit_and_names_differ_by_more_than_case() -> None:
     with pytest.raises(BadModelFile, match="100,000 files"):
         check_file_names([str(i) for i in range(100_000)], "org/repo")
     with pytest.raises(BadModelFile, match="case"):
@@ -94,7 +94,7 @@ def test_dl_02_listings_have_a_limit_and_names_differ_by_more_than_case() -> Non
     ["sha256-../../x", "a" * 63, "A" * 64, "", "a" * 1_000_000, None, 5, "a" * 64 + "\n", "٠" * 64, "../" + "a" * 61],
     ids=lambda d: repr(d)[:14],
 )
-def test_dl_03_is_no_digest(digest: object) -> None:
+def test_what_is_not_a_digest(digest: object) -> None:
     with pytest.raises(DownloadError) as caught:
         check_digest(digest)
     assert len(caught.value.message) < 200

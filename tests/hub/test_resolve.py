@@ -44,7 +44,7 @@ GPU = catalog.Memory("gpu", 24 << 30, 1e12)
     ],
     ids=lambda n: repr(n[:12]),
 )
-def test_dl_01_refused_before_any_request(fake_hub: FakeHub, name: str) -> None:
+def test_bad_names_are_refused_before_any_request(fake_hub: FakeHub, name: str) -> None:
     with pytest.raises((InvalidRequest, ModelNotFound)) as caught:
         hub.resolve(name, patience=QUICK)
     assert len(caught.value.message) < 400
