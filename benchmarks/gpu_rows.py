@@ -180,16 +180,16 @@ def generate(
     made = plan(model.facts, machine(), options)
     assembled = assemble(model, made, graphs=graphs)
     engine = assembled.engine
-    object.__setattr__(engine.options, "runs_ahead", ahead)
+    engine.stepper.runs_ahead = ahead
     streams = []
     for index, length in enumerate((3, 300, 17, 64, 130, 5)):
         params = SamplingParams(temperature=0.8 * (index % 2), top_p=0.9, seed=index, max_tokens=24, ignore_eos=True)
         ids = [(11 * i + index) % 900 + 1 for i in range(length)]
         streams.append(engine.submit(Request(ids, params)))
         engine.run_once()
-        while not together and (engine._has_work or engine._inbox):
+        while not together and not engine.is_idle:
             engine.run_once()
-    while engine._has_work or engine._inbox:
+    while not engine.is_idle:
         engine.run_once()
     events = [list(stream) for stream in streams]
     engine.close()

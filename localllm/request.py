@@ -5,10 +5,12 @@ The engine takes a `Request` and publishes `TokenEvent`s.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Literal, Protocol, TypedDict
+
+from localllm.errors import ContextTooLong, InvalidRequest
 
 
 class Message(TypedDict, total=False):
@@ -63,59 +65,123 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Range:
+    """The numbers a setting may have: from `low`, or above it where it is `open`, to `high`."""
+
+    low: float
+    high: float
+    about: str  # what the value does, for settings and schemas
+    whole: bool = False
+    open: bool = False
+
+    def __contains__(self, value: object) -> bool:
+        if isinstance(value, bool) or not isinstance(value, int if self.whole else int | float):
+            return False
+        return (self.low < value if self.open else self.low <= value) and value <= self.high
+
+    def __str__(self) -> str:
+        if self.whole:
+            return f"a whole number from {self.low} to {self.high}"
+        return f"a number {'above' if self.open else 'from'} {self.low:g} to {self.high:g}"
+
+
+MAX_INT32 = 2**31 - 1
+MAX_STOPS, MAX_STOP_CHARS, MAX_BIASES = 16, 256, 1024
+RANGES = {
+    "temperature": Range(0, 100, "0 is greedy"),
+    "top_k": Range(-1, MAX_INT32, "0 or -1 is off", whole=True),
+    "top_p": Range(0, 1, "1 is off", open=True),
+    "min_p": Range(0, 1, "0 is off"),
+    "typical_p": Range(0, 1, "1 is off", open=True),
+    "repetition_penalty": Range(0, 100, "1 is off; over prompt and output", open=True),
+    "presence_penalty": Range(-2, 2, "0 is off; over the output"),
+    "frequency_penalty": Range(-2, 2, "0 is off; over the output"),
+    "dry_multiplier": Range(0, 100, "0 is off; penalizes a token that would lengthen a repetition"),
+    "dry_base": Range(1, 100, "growth of that penalty with every token of the repetition"),
+    "dry_allowed_length": Range(1, MAX_INT32, "repetitions up to this length are free", whole=True),
+    "xtc_probability": Range(0, 1, "chance, per token, to drop all but the least likely of those above the threshold"),
+    "xtc_threshold": Range(0, 1, "probability from which XTC counts a token"),
+    "seed": Range(-(2**63), 2**63 - 1, "same seed, same text", whole=True),
+    "n": Range(1, 128, "answers to one prompt; child i uses seed + i", whole=True),
+    "max_tokens": Range(1, MAX_INT32, "unset: the rest of the context", whole=True),
+    "min_tokens": Range(0, MAX_INT32, "no stop of any kind before this many tokens", whole=True),
+    "logprobs": Range(0, 20, "the chosen token and the k most likely; raw, before penalties", whole=True),
+    "prompt_logprobs": Range(0, 20, "the same for every prompt token; the prefix cache is not read", whole=True),
+}
+"""What `SamplingParams` checks, and what settings, schemas and options take their limits and their words from."""
+_BIAS = Range(-100, 100, "added to the logit of a token")
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen and when to stop. `engine.limits.check_params` checks the ranges.
+    """How the next token is chosen and when to stop; ranges and meanings stand in `RANGES`.
 
     Order of application: penalties and bias (repetition, presence, frequency, logit_bias, DRY), temperature,
     then the cuts top-k, top-p, min-p, typical-p and XTC, then one draw from what is left.
     """
 
     temperature: float = 1.0
-    """0 is greedy; 0 to 100"""
     top_k: int = 0
-    """0 or -1 is off"""
     top_p: float = 1.0
-    """in (0, 1]"""
     min_p: float = 0.0
-    """in [0, 1]"""
     typical_p: float = 1.0
-    """in (0, 1]; 1 is off"""
     repetition_penalty: float = 1.0
-    """over 0; over prompt and output"""
     presence_penalty: float = 0.0
-    """-2 to 2, over the output"""
     frequency_penalty: float = 0.0
-    """-2 to 2, over the output"""
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """token id -> added to its logit, -100 to 100"""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> added to its logit
     dry_multiplier: float = 0.0
-    """0 is off: penalises a token that would lengthen a repetition"""
     dry_base: float = 1.75
     dry_allowed_length: int = 2
-    """repetitions up to this length are free"""
-    dry_breakers: tuple[int, ...] = ()
-    """token ids that end a repetition"""
+    dry_breakers: tuple[int, ...] = ()  # token ids that end a repetition
     xtc_probability: float = 0.0
-    """chance, per token, to drop all but the least likely of the tokens above the threshold"""
     xtc_threshold: float = 0.1
-    seed: int | None = None
-    """same seed, same text; None draws one per request"""
+    seed: int | None = None  # None draws one per request
     max_tokens: int | None = None
-    """None: the rest of the context"""
     min_tokens: int = 0
-    """no stop of any kind before this many tokens"""
-    stop: tuple[str, ...] = ()
-    """stop strings, not part of the text"""
+    stop: tuple[str, ...] = ()  # stop strings, not part of the text
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     n: int = 1
-    """answers to one prompt; child i uses seed + i"""
     logprobs: int | None = None
-    """None: none; k: the chosen token and the k most likely (raw, before penalties and temperature)"""
     prompt_logprobs: int | None = None
-    """the same for every prompt token; the prefix cache is then not read"""
-    include_stop: bool = False
-    """keep the stop string in the text"""
+    include_stop: bool = False  # keep the stop string in the text
+
+    def check(self, vocab_size: int) -> None:
+        """Raise InvalidRequest for the first value out of its range; its `param` names the field."""
+        for name, allowed in RANGES.items():
+            value = getattr(self, name)
+            if value not in allowed and not (value is None and name in _MAY_BE_UNSET):
+                raise _refused(name, value, str(allowed))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise _refused("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+        if len(self.stop) > MAX_STOPS:
+            raise _refused("stop", f"{len(self.stop)} strings", f"at most {MAX_STOPS} strings")
+        if not all(isinstance(s, str) and s for s in self.stop):
+            raise _refused("stop", "an empty string", "non-empty strings")
+        if (longest := max(map(len, self.stop), default=0)) > MAX_STOP_CHARS:
+            limit = f"strings of at most {MAX_STOP_CHARS} characters"
+            raise _refused("stop", f"a string of {longest} characters", limit)
+        check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
+        check_token_ids("logit_bias", self.logit_bias, vocab_size)
+        if len(self.logit_bias) > MAX_BIASES:
+            raise _refused("logit_bias", f"{len(self.logit_bias)} entries", f"at most {MAX_BIASES} entries")
+        for value in self.logit_bias.values():
+            if value not in _BIAS:
+                raise _refused("logit_bias", value, "numbers from -100 to 100")
+
+
+_MAY_BE_UNSET = {f.name for f in fields(SamplingParams) if f.default is None}
+
+
+def check_token_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
+    """Raise InvalidRequest for an id that the vocabulary does not have."""
+    for token in ids:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+            raise _refused(name, f"token id {token!r}", f"ids from 0 to {vocab_size - 1}")
+
+
+def _refused(name: str, value: object, limit: str) -> InvalidRequest:
+    return InvalidRequest(f"{name} is {str(value)[:80]}, it must be {limit}", f"give {name} {limit}", param=name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,15 +217,19 @@ class Timing:
 
 
 class StopCheck(Protocol):
-    """Made by `stream.py`, called by the engine in `commit`: decides whether text ends a sequence."""
-
-    def accept(self, token_id: int) -> int | None:
-        """Take one id. None: go on; else the number of characters of the whole text to keep."""
-        ...
+    """Made by `tokenizer`, called by the engine in `commit`: decodes an answer's ids and finds its stop strings."""
 
     @property
     def stop_text(self) -> str | None:
         """The stop string that ended the text."""
+        ...
+
+    def accept(self, token_id: int) -> bool:
+        """Take one id. Whether a stop string has ended the text."""
+        ...
+
+    def take(self, last: bool = False) -> str:
+        """The text since the last call that will not be taken back; with `last` all that is left."""
         ...
 
     def fork(self) -> StopCheck:
@@ -230,6 +300,22 @@ class Request:
         """Whether the prompt is read and nothing is generated."""
         return self.score or self.pooling != ""
 
+    def check(self, vocab_size: int, max_context: int) -> None:
+        """Raise InvalidRequest or ContextTooLong when it can never run."""
+        self.params.check(vocab_size)
+        count = len(self.prompt_token_ids)
+        if count == 0:
+            raise InvalidRequest("the prompt is empty", "give at least one token of text", param="prompt")
+        if count > max_context - (not self.only_reads):
+            spare = "" if count > max_context else ", one of them for the answer"
+            raise ContextTooLong(
+                f"the prompt has {count:,} tokens, the context window holds {max_context:,}{spare}",
+                f"start with --ctx {-(-(count + 256) // 1024) * 1024}, or shorten the prompt",
+                context={"prompt_tokens": count, "max_context": max_context},
+                param="messages",
+            )
+        check_token_ids("prompt", self.prompt_token_ids, vocab_size)
+
 
 @dataclass(slots=True)
 class TokenEvent:
@@ -243,8 +329,8 @@ class TokenEvent:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """the token id or string that stopped it"""
-    keep_chars: int | None = None
-    """on a stop string: how many characters of the whole text stay"""
+    text: str | None = None
+    """what the request's stop check made of the ids; None: nobody has decoded them"""
     prompt_logprobs: list[TokenLogprob | None] | None = None
     scores: Any = None
     """numpy float32 [rows, vocab], only for `score` requests"""

@@ -35,7 +35,7 @@ def write_trace(llm: LLM, path: Path, prompt: Sequence[int]) -> None:
     """Record one decode step behind `prompt`. Raises ConfigError when the file cannot be written."""
     engine: Any = llm.engine
     recorded = threading.Event()
-    plain = engine.step
+    plain = engine.stepper.step
     steps = 0
 
     def step() -> bool:
@@ -51,12 +51,12 @@ def write_trace(llm: LLM, path: Path, prompt: Sequence[int]) -> None:
         path.write_text("{}")
     except OSError as error:
         raise ConfigError(f"the trace cannot be written: {error}", "--trace FILE in a folder of yours") from error
-    engine.step = step
+    engine.stepper.step = step
     try:
         params = SamplingParams(temperature=0, max_tokens=SETTLE_STEPS + 8, ignore_eos=True)
         llm.submit(prompt, params).answer()
     finally:
-        del engine.step
+        del engine.stepper.step
 
 
 @contextmanager
@@ -99,7 +99,7 @@ def _named(label: Label, name: str, call: Callable[..., Any]) -> Callable[..., A
 def _labelled(llm: LLM, label: Label) -> Iterator[None]:
     """Names on what a step consists of, while the block runs."""
     engine: Any = llm.engine
-    model: Any = engine._runner.model
+    model: Any = engine.stepper.runner.model
     places = [(engine.scheduler, "schedule"), (engine.builder, "build"), (model, "forward"), (model, "logits")]
     places += [(model, "step"), *((engine, name) for name in ("_launch", "_sample", "_commit"))]
     table = model.table

@@ -12,7 +12,7 @@ from localllm.boot.memory_meter import Meter
 from localllm.engine.cuda_graph import Captured, CudaCapture, DecodeGraphs, Run
 from localllm.engine.decode_inputs import DecodeInputs
 from localllm.engine.device_sampler import DeviceSampler
-from localllm.engine.engine import Engine, EngineOptions
+from localllm.engine.engine import Engine, LoopOptions
 from localllm.engine.pages import GroupPages
 from localllm.engine.runner import Runner
 from localllm.engine.scheduler import SchedulerLimits
@@ -86,7 +86,7 @@ def assemble(
     if captures:
         meter.note("graphs", reserved=True)
     groups = tuple(GroupPages(count, group.window) for count, group in zip(plan.num_pages, model.groups, strict=True))
-    options = EngineOptions(
+    options = LoopOptions(
         max_context=plan.ctx,
         page_size=plan.page_size,
         prefix_cache=prefix_cache,

@@ -21,8 +21,8 @@ import torch
 from localllm.boot.memory_meter import Peak, gpu_peak
 from localllm.device.memory import memory_limits
 from localllm.engine.batch import BatchBuilder
+from localllm.engine.failures import is_out_of_memory
 from localllm.engine.pages import Pages
-from localllm.engine.pressure import is_out_of_memory
 from localllm.engine.runner import Runner
 from localllm.engine.scheduler import Scheduled, Step
 from localllm.engine.sequence import Sequence

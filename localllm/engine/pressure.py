@@ -22,17 +22,6 @@ GOOD_STEPS = 512
 """steps without trouble before the limits are doubled again"""
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this failure is about memory, on the host or on a device."""
-    text = str(error).lower()
-    return (
-        isinstance(error, MemoryError | torch.OutOfMemoryError)
-        or "out of memory" in text
-        or "can't allocate" in text
-        or "alloc_failed" in text  # cuBLAS
-    )
-
-
 class Pressure:
     """The limits of one scheduler, lowered and raised."""
 

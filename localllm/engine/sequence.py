@@ -54,13 +54,10 @@ class Sequence:
         """full pages known to the tree"""
         self.stop_check: StopCheck | None = request.stop_check
         self.token_mask: TokenMask | None = request.token_mask
-        self.is_fed = False
-        """the token that is sampled is already in the next forward pass"""
         self.mask_row: Any = None
         """for the token sampled next: int32 [ceil(vocab / 32)], None when all are allowed, or what the mask raised"""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
-        self.keep_chars: int | None = None
         self.output_counts: Counter[int] = Counter()
         self.prompt_logprobs: list[TokenLogprob | None] = []
         self.num_rows_done = 0
@@ -113,6 +110,18 @@ class Sequence:
         """Score and prompt logprobs need every row computed, so they do not read the tree."""
         return self.request.use_prefix_cache and not self.wants_all_rows
 
+    def children(self) -> list[Sequence]:
+        """The other answers to the same prompt that are still to be split off."""
+        made = []
+        for index in range(1, self.pending_forks + 1):
+            child = Sequence(self.request, index, len(self.block_tables), self.seed + index, self.max_tokens)
+            child.submit_time, child.start_time = self.submit_time, self.start_time
+            child.stop_check = self.request.stop_check.fork() if self.request.stop_check else None
+            child.token_mask = self.token_mask.fork() if self.token_mask else None
+            child.mask_row = self.mask_row
+            made.append(child)
+        return made
+
     def append(self, token_id: int) -> None:
         """Add one generated token."""
         self.token_ids.append(token_id)
@@ -132,10 +141,10 @@ class Sequence:
         """Set `finish_reason` when the token just appended ends the sequence."""
         params = self.params
         early = self.num_output_tokens < params.min_tokens
-        keep = self.stop_check.accept(token_id) if self.stop_check is not None else None
+        found = self.stop_check is not None and self.stop_check.accept(token_id)
         if not early:
-            if keep is not None:
-                self.finish_reason, self.keep_chars = FinishReason.STOP, keep
+            if found:
+                self.finish_reason = FinishReason.STOP
                 self.stop_reason = self.stop_check.stop_text if self.stop_check is not None else None
             elif token_id in params.stop_token_ids or not params.ignore_eos and token_id in self.request.eos_token_ids:
                 self.finish_reason, self.stop_reason = FinishReason.STOP, token_id

@@ -19,12 +19,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from localllm.errors import BadModelFile, ConfigError, InternalError, InvalidRequest
+from localllm.errors import BadModelFile, ConfigError, InvalidRequest
 from localllm.interface import Facts
-from localllm.llm.outputs import OutputDelta, RequestOutput, ResponseStream, Shown, TurnText
+from localllm.llm.outputs import OutputDelta, OutputProcessor, OutputSpec, RequestOutput, ResponseStream
 from localllm.request import (
     Constraint,
-    FinishReason,
     LoadProgress,
     Message,
     OnProgress,
@@ -34,6 +33,7 @@ from localllm.request import (
     TokenEvent,
     ToolUse,
 )
+from localllm.tokenizer.detokenizer import IncrementalDetokenizer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from localllm.device import MachineFacts
     from localllm.engine.engine import Engine
     from localllm.engine.metrics import EngineStats
-    from localllm.llm.output_rules import OutputSpec
     from localllm.models.architectures import ModelFacts, OpenModel
     from localllm.models.loader import Model
     from localllm.models.parking import Parked
@@ -535,10 +534,8 @@ class LLM:
 
         spec  from `output_spec()`: what the answer must be
         """
-        from localllm.engine.limits import check_params
-
         params = params or self.default_params()
-        check_params(params, self.facts.vocab_size)  # before anything is built from it
+        params.check(self.facts.vocab_size)  # before anything is built from it
         params = self._with_control_stops(params)
         spec = spec or self.output_spec(prompt_token_ids, chat=splits_reasoning)
         request = Request(
@@ -546,50 +543,27 @@ class LLM:
             params=params,
             eos_token_ids=self.tokenizer.eos_token_ids,
             request_id=request_id,
-            stop_check=self._stop_check(params, spec.shown),
+            stop_check=self._stop_check(params, spec),
             token_mask=None if spec.mask is None else spec.mask.fork(),
             cache_salt=cache_salt,
             priority=priority,
         )
-        text = TurnText(self.tokenizer, params, spec.new_splitter, spec.shown)
-        if listener is None:
-            return ResponseStream(self.engine.submit(request), text)
-        tell = listener
-        failed: set[int] = set()
-
-        def on_event(event: TokenEvent) -> None:
-            if event.index in failed:
-                return
-            try:
-                piece = text.take(event)
-            except Exception:  # text that cannot be made ends the answer, and says so
-                log.exception("an answer could not be turned into text")
-                failed.add(event.index)
-                error = InternalError("the answer could not be turned into text", "see the log")
-                piece = OutputDelta(event.index, finish_reason=FinishReason.ERROR, error=error)
-                self.engine.abort(request.request_id)
-            tell(piece)
-
-        return ResponseStream(self.engine.submit(request, on_event), text)
+        processor = OutputProcessor(self.tokenizer, spec, params.n)
+        tell = None
+        if listener is not None:
+            tell = processor.listener(listener, lambda: self.engine.abort(request.request_id))
+        return ResponseStream(self.engine.submit(request, tell), processor)
 
     def _with_control_stops(self, params: SamplingParams) -> SamplingParams:
         """A stop string that is a control token's text never shows in the text: stop at the token."""
         ids = [i for stop in params.stop if (i := self.tokenizer.control_text.ids.get(stop)) is not None]
         return replace(params, stop_token_ids=(*params.stop_token_ids, *ids)) if ids else params
 
-    def _stop_check(self, params: SamplingParams, shown: Shown) -> StopCheck | None:
+    def _stop_check(self, params: SamplingParams, spec: OutputSpec) -> StopCheck | None:
         if not params.stop:
             return None
-        from localllm.tokenizer.detokenizer import StopStrings
-
-        return StopStrings(
-            self.tokenizer,
-            params.stop,
-            params.min_tokens,
-            params.include_stop,
-            continuing=shown.continuing,
-            keep_ids=shown.keep_ids,
-        )
+        stops = params.stop, params.min_tokens, params.include_stop
+        return IncrementalDetokenizer(self.tokenizer, *stops, continuing=spec.continuing, keep_ids=spec.keep_ids)
 
     # --- facts and end -----------------------------------------------------------------------------------------------
 

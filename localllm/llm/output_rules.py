@@ -10,16 +10,15 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from localllm.chat.parser import ChainedParser, ReasoningParser, reasoning_tags
+from localllm.chat.parser import ChainedParser, ContentParser, ReasoningParser, reasoning_tags
 from localllm.chat.tools.calls import called_tools
 from localllm.chat.tools.formats import GENERIC, HARMONY, ToolFormat, find_format
 from localllm.chat.tools.messages import plain_messages, template_messages, template_tools
 from localllm.chat.tools.roundtrip import NO_TEMPLATE, ToolSupport, check_tools
 from localllm.errors import InvalidRequest
-from localllm.llm.outputs import Shown, Splitter
+from localllm.llm.outputs import OutputSpec
 from localllm.request import Constraint, TokenMask, ToolUse
 from localllm.tokenizer.tokenizer import Tokenizer
 
@@ -32,15 +31,6 @@ log = logging.getLogger(__name__)
 _TAIL_TOKENS = 16
 """of the prompt, in which an opening tag of reasoning is looked for"""
 _FINAL = "<|channel|>final<|message|>"
-
-
-@dataclass(frozen=True, slots=True)
-class OutputSpec:
-    """How one request is answered."""
-
-    shown: Shown = Shown()
-    mask: TokenMask | None = None
-    new_splitter: Callable[[], Splitter] | None = None
 
 
 class OutputRules:
@@ -118,7 +108,7 @@ class OutputRules:
         if not chat or self._template is None:
             if tool_use is not None:
                 raise InvalidRequest("tools need a chat template, this is a base model", "leave the tools out")
-            return OutputSpec(Shown(continuing=not chat), self._plain_mask(constraint))
+            return OutputSpec(self._plain_mask(constraint), continuing=not chat)
         tools = self._usable(tool_use)
         tool_format = self.tool_format if tools is not None else GENERIC
         harmony = find_format(self._template.chosen([])) is HARMONY
@@ -128,7 +118,7 @@ class OutputRules:
         seen = [*(tags or ()), *(tool_format.shown if tools else ()), *(HARMONY.shown if harmony else ())]
         ids = frozenset(index for text in seen for _, _, index in self._tokenizer.control_text.find(text))
         reads = HARMONY if harmony else tool_format
-        return OutputSpec(Shown(False, ids), mask, self._splitter(tags, tail, tools, reads, is_kept))
+        return OutputSpec(mask, self._splitter(tags, tail, tools, reads, is_kept), keep_ids=ids)
 
     def _usable(self, tool_use: ToolUse | None) -> ToolUse | None:
         if tool_use is None or tool_use.choice == "none" or not tool_use.tools:
@@ -158,11 +148,11 @@ class OutputRules:
 
     def _splitter(
         self, tags: tuple[str, str] | None, tail: str, tools: ToolUse | None, reads: ToolFormat, is_kept: bool
-    ) -> Callable[[], Splitter] | None:
+    ) -> Callable[[], ContentParser] | None:
         called = [] if tools is None else [tool for _, tool in called_tools(tools)]
         most = 1 if tools is not None and not tools.parallel else None
 
-        def content() -> Splitter:
+        def content() -> ContentParser:
             return reads.parser(called, streams=is_kept, most_calls=most)
 
         if reads is HARMONY:
@@ -171,7 +161,7 @@ class OutputRules:
             return content if tools is not None else None
         opened = tail.rstrip().endswith(tags[0])
 
-        def both() -> Splitter:
+        def both() -> ContentParser:
             reasoning = ReasoningParser(*tags, opened=opened)
             return reasoning if tools is None else ChainedParser(reasoning, content())
 

@@ -1,42 +1,52 @@
-"""The events of one request -> text: pieces while it runs, a `RequestOutput` at the end.
+"""The events of one request -> text: an `OutputDelta` a step while it runs, a `RequestOutput` at the end.
 
-Nothing here decides where an answer ends: the engine does (through `StopCheck`); this only turns ids into the text up
-to there, and splits reasoning from content.
+Nothing here decides where an answer ends: the engine does (through `StopCheck`, which has then decoded the ids, too);
+this turns the other ids into text, and splits reasoning and tool calls from content.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import InitVar, dataclass, field
+from typing import Any
 
-from localllm.errors import LocalLLMError
-from localllm.request import FinishReason, SamplingParams, Timing, TokenEvent, TokenLogprob, Usage
+from localllm.chat.parser import ContentParser
+from localllm.errors import InternalError, LocalLLMError
+from localllm.request import FinishReason, Timing, TokenEvent, TokenLogprob, TokenMask, Usage
 from localllm.tokenizer.detokenizer import IncrementalDetokenizer
 from localllm.tokenizer.tokenizer import Tokenizer
 
+log = logging.getLogger(__name__)
 
-class Splitter(Protocol):
-    """What separates reasoning from content in streamed text (`chat.parser.ReasoningParser`)."""
 
-    def push(self, text: str) -> list[tuple[str, str]]:
-        """Pieces as (kind, text), kind content or reasoning"""
-        ...
+@dataclass(frozen=True, slots=True)
+class OutputSpec:
+    """How one request is answered; made by `OutputRules.spec`.
 
-    def finish(self) -> list[tuple[str, str]]:
-        """What was held back"""
-        ...
+    mask          which tokens may come next; forked for every request
+    new_splitter  makes what takes the text of one answer apart
+    continuing    the text goes on from the prompt's, so a first word keeps its leading space
+    keep_ids      control tokens that are shown all the same
+    """
+
+    mask: TokenMask | None = None
+    new_splitter: Callable[[], ContentParser] | None = None
+    continuing: bool = False
+    keep_ids: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
 class OutputDelta:
-    """A step of one answer. `parts` is new text by kind; the last piece of an answer has a `finish_reason`."""
+    """A step of answer number `index`: new text by kind. The last one of an answer has a `finish_reason`.
+
+    parts  (kind, text), kind content | reasoning | tool_call; the text of a tool_call is the JSON of a delta: {"index",
+           "id", "name", "arguments"}, id and name in the first of an index, arguments a piece of JSON text
+    """
 
     index: int
     parts: list[tuple[str, str]] = field(default_factory=list)
-    """(kind, text), kind content | reasoning | tool_call; the text of a tool_call is the JSON of a delta: {"index",
-    "id", "name", "arguments"}, id and name in the first of an index, arguments a piece of JSON text"""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -55,13 +65,12 @@ class OutputDelta:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One finished answer."""
+    """One finished answer. `tool_calls` are {"id", "name", "arguments"} each, arguments as JSON text."""
 
     index: int
     text: str = ""
     reasoning: str = ""
     tool_calls: list[dict[str, str]] = field(default_factory=list)
-    """{"id", "name", "arguments"} each, arguments as JSON text"""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -69,46 +78,48 @@ class CompletionOutput:
     timing: Timing = field(default_factory=Timing)
 
 
-@dataclass(slots=True)
+@dataclass
 class RequestOutput:
-    """All answers to one prompt."""
+    """All `n` answers to one prompt."""
 
     prompt_token_ids: list[int]
-    completions: list[CompletionOutput]
+    n: InitVar[int] = 1
+    completions: list[CompletionOutput] = field(init=False)
     usage: Usage = field(default_factory=Usage)
-    timing: Timing = field(default_factory=Timing)
-    """of the first answer"""
     prompt_logprobs: list[TokenLogprob | None] | None = None
+
+    def __post_init__(self, n: int) -> None:
+        self.completions = [CompletionOutput(index) for index in range(n)]
 
     @property
     def text(self) -> str:
         """The first answer's content."""
         return self.completions[0].text
 
-    def take(self, piece: OutputDelta) -> None:
-        """Add a piece. Raises the error that ended an answer."""
-        if piece.error is not None:
-            raise piece.error
-        one = self.completions[piece.index]
-        for kind, text in piece.parts:
+    @property
+    def timing(self) -> Timing:
+        """The first answer's times."""
+        return self.completions[0].timing
+
+    def take(self, delta: OutputDelta) -> None:
+        """Add a delta. Raises the error that ended an answer."""
+        if delta.error is not None:
+            raise delta.error
+        one = self.completions[delta.index]
+        for kind, text in delta.parts:
             if kind == "reasoning":
                 one.reasoning += text
             elif kind == "tool_call":
                 add_tool_call(one.tool_calls, json.loads(text))
             else:
                 one.text += text
-        one.token_ids += piece.token_ids
-        one.logprobs += piece.logprobs
-        if piece.prompt_logprobs is not None:
-            self.prompt_logprobs = piece.prompt_logprobs
-        if piece.finish_reason is None:
-            return
-        one.finish_reason, one.stop_reason = piece.finish_reason, piece.stop_reason
-        if piece.timing is not None:
-            one.timing = piece.timing
-            self.timing = piece.timing if piece.index == 0 else self.timing
-        if piece.usage is not None:
-            self.usage = add_usage(self.usage, piece.usage)
+        one.token_ids += delta.token_ids
+        one.logprobs += delta.logprobs
+        self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
+        if delta.finish_reason is not None:
+            one.finish_reason, one.stop_reason = delta.finish_reason, delta.stop_reason
+            one.timing = delta.timing or one.timing
+            self.usage = add_usage(self.usage, delta.usage) if delta.usage is not None else self.usage
 
 
 def add_tool_call(calls: list[dict[str, str]], delta: Mapping[str, Any]) -> None:
@@ -131,120 +142,88 @@ def add_usage(total: Usage, one: Usage) -> Usage:
     )
 
 
-class AnswerText:
-    """One answer's ids -> text."""
+class OutputProcessor:
+    """The ids of one request's answers -> text by kind."""
 
-    def __init__(self, emitter: IncrementalDetokenizer, splitter: Splitter | None) -> None:
-        self._emitter = emitter
-        self._splitter = splitter
-        self._num_reasoning_tokens = 0
+    def __init__(self, tokenizer: Tokenizer, spec: OutputSpec, n: int = 1) -> None:
+        self._detokenizers = [
+            IncrementalDetokenizer(tokenizer, continuing=spec.continuing, keep_ids=spec.keep_ids) for _ in range(n)
+        ]
+        self._splitters = [spec.new_splitter() if spec.new_splitter else None for _ in range(n)]
+        self._num_reasoning_tokens = [0] * n
 
     def take(self, event: TokenEvent) -> OutputDelta:
-        """Turn one event into a piece."""
-        text = self._emitter.push(event.token_ids) if event.token_ids else ""
-        if event.finish_reason is not None:
-            text += self._emitter.finish(event.keep_chars)
-        parts = self._split(text, event.finish_reason is not None)
+        """What one event adds."""
+        index, last = event.index, event.finish_reason is not None
+        text = event.text
+        if text is None:
+            text = self._detokenizers[index].push(event.token_ids, last) if event.token_ids or last else ""
+        splitter = self._splitters[index]
+        if splitter is None:
+            parts = [("content", text)] if text else []
+        else:
+            parts = splitter.push(text) if text else []
+            parts = [*parts, *splitter.finish()] if last else parts
         if parts and all(kind == "reasoning" for kind, _ in parts):
-            self._num_reasoning_tokens += len(event.token_ids)
-        error = event.error if isinstance(event.error, LocalLLMError) else None
+            self._num_reasoning_tokens[index] += len(event.token_ids)
         usage = event.usage
         if usage is not None:
-            usage = Usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, self._num_reasoning_tokens)
+            reasoning = self._num_reasoning_tokens[index]
+            usage = Usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, reasoning)
+        error = event.error if isinstance(event.error, LocalLLMError) else None
         return OutputDelta(
-            event.index, parts, event.token_ids, event.logprobs, event.finish_reason, event.stop_reason, event.prefill,
+            index, parts, event.token_ids, event.logprobs, event.finish_reason, event.stop_reason, event.prefill,
             event.prompt_logprobs, usage, event.timing, error,
         )  # fmt: skip
 
-    def _split(self, text: str, last: bool) -> list[tuple[str, str]]:
-        if self._splitter is None:
-            return [("content", text)] if text else []
-        parts = self._splitter.push(text) if text else []
-        return [*parts, *self._splitter.finish()] if last else parts
+    def listener(self, tell: Callable[[OutputDelta], None], abort: Callable[[], None]) -> Callable[[TokenEvent], None]:
+        """What hands every event on as a delta; text that cannot be made ends its answer, and says so."""
+        failed: set[int] = set()
 
+        def on_event(event: TokenEvent) -> None:
+            if event.index in failed:
+                return
+            try:
+                delta = self.take(event)
+            except Exception:
+                log.exception("an answer could not be turned into text")
+                failed.add(event.index)
+                error = InternalError("the answer could not be turned into text", "see the log")
+                delta = OutputDelta(event.index, finish_reason=FinishReason.ERROR, error=error)
+                abort()
+            tell(delta)
 
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """How ids become text."""
-
-    continuing: bool = False
-    """the text goes on from the prompt's, so a first word keeps its leading space"""
-    keep_ids: frozenset[int] = frozenset()
-    """control tokens that are shown all the same"""
-
-
-class TurnText:
-    """All answers of one request."""
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        params: SamplingParams,
-        new_splitter: Callable[[], Splitter] | None = None,
-        shown: Shown | None = None,
-    ) -> None:
-        shown = shown or Shown()
-        self._answers = [
-            AnswerText(
-                IncrementalDetokenizer(
-                    tokenizer,
-                    params.stop,
-                    params.min_tokens,
-                    params.include_stop,
-                    continuing=shown.continuing,
-                    keep_ids=shown.keep_ids,
-                ),
-                new_splitter() if new_splitter else None,
-            )
-            for _ in range(params.n)
-        ]
-
-    def take(self, event: TokenEvent) -> OutputDelta:
-        """Turn one event into a piece."""
-        return self._answers[event.index].take(event)
+        return on_event
 
 
 class ResponseStream:
-    """A request in flight, as its caller sees it: iterate its pieces, or wait for the `RequestOutput`."""
+    """A request in flight, as its caller sees it: iterate its deltas, or wait for the `RequestOutput`."""
 
-    def __init__(self, stream: Any, text: TurnText) -> None:
+    def __init__(self, stream: Any, processor: OutputProcessor) -> None:
         self._stream = stream
-        self._text = text
-
-    @property
-    def request_id(self) -> str:
-        """The engine's name for it."""
-        return str(self._stream.request.request_id)
-
-    @property
-    def num_answers(self) -> int:
-        """How many answers it has."""
-        return int(self._stream.request.params.n)
-
-    @property
-    def prompt_token_ids(self) -> list[int]:
-        """What was asked."""
-        return list(self._stream.request.prompt_token_ids)
+        self._processor = processor
+        self.request_id: str = stream.request.request_id
+        self.prompt_token_ids: list[int] = stream.request.prompt_token_ids
 
     def __iter__(self) -> Iterator[OutputDelta]:
         try:
             for event in self._stream:
-                yield self._text.take(event)
+                yield self._processor.take(event)
         finally:
             if not self._stream.is_done:
                 self.abort()
 
     def abort(self) -> None:
-        """End it now; the last pieces say "abort"."""
+        """End it now; the last deltas say "abort"."""
         self._stream.abort()
 
     def answer(self) -> RequestOutput:
         """Wait for the end. Raises the error if it failed; ends the request if the wait is interrupted."""
-        answer = RequestOutput(self.prompt_token_ids, [CompletionOutput(i) for i in range(self.num_answers)])
+        output = RequestOutput(self.prompt_token_ids, self._stream.request.params.n)
         try:
             for event in self._stream.gathered():
-                answer.take(self._text.take(event))
+                output.take(self._processor.take(event))
         except BaseException:
             self.abort()
             raise
-        return answer
+        return output

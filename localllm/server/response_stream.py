@@ -12,7 +12,7 @@ from typing import Protocol
 
 from starlette.requests import Request
 
-from localllm.llm.outputs import CompletionOutput, OutputDelta, RequestOutput, ResponseStream
+from localllm.llm.outputs import OutputDelta, RequestOutput, ResponseStream
 from localllm.request import FinishReason
 
 from .errors import ClientLeft
@@ -152,7 +152,7 @@ class AsyncTurn:
 
     async def answer(self) -> RequestOutput:
         """Everything at once. Raises the error that ended it."""
-        answer = RequestOutput(list(self.prompt_token_ids), [CompletionOutput(i) for i in range(self.num_answers)])
+        answer = RequestOutput(list(self.prompt_token_ids), self.num_answers)
         async for pieces in self.batches():
             for piece in pieces:
                 answer.take(piece)

@@ -21,10 +21,9 @@ from localllm.chat.tools import FORMATS
 from localllm.chat.tools.messages import plain_messages, template_messages, template_tools
 from localllm.chat.tools.roundtrip import check_tools
 from localllm.errors import InvalidConstraint, InvalidRequest
-from localllm.llm.output_rules import OutputRules, OutputSpec
-from localllm.llm.outputs import AnswerText, CompletionOutput, RequestOutput
+from localllm.llm.output_rules import OutputRules
+from localllm.llm.outputs import CompletionOutput, OutputProcessor, OutputSpec, RequestOutput
 from localllm.request import Constraint, FinishReason, TokenEvent, ToolUse, Usage
-from localllm.tokenizer.detokenizer import IncrementalDetokenizer
 from localllm.tokenizer.tokenizer import Tokenizer
 
 HERE = Path(__file__).parent
@@ -92,9 +91,8 @@ def prompt_of(template: ChatTemplate, rules: OutputRules, tokenizer: Tokenizer, 
 
 def told(tokenizer: Tokenizer, spec: OutputSpec, ids: list[int]) -> CompletionOutput:
     """The answer that these ids make."""
-    emitter = IncrementalDetokenizer(tokenizer, continuing=spec.shown.continuing, keep_ids=spec.shown.keep_ids)
-    text = AnswerText(emitter, spec.new_splitter() if spec.new_splitter else None)
-    answer = RequestOutput([], [CompletionOutput(0)])
+    text = OutputProcessor(tokenizer, spec)
+    answer = RequestOutput([])
     for index in ids:
         answer.take(text.take(TokenEvent("r", 0, [index])))
     answer.take(text.take(TokenEvent("r", 0, [], finish_reason=FinishReason.STOP, usage=Usage())))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from localllm.engine import pressure
-from localllm.engine.engine import Engine, EngineOptions
+from localllm.engine.engine import Engine, LoopOptions
 from localllm.engine.pages import GroupPages
 from localllm.engine.runner import Runner
 from localllm.engine.scheduler import SchedulerLimits
@@ -82,7 +82,7 @@ def make(num_pages=64, window=None, broken=None, prefix_cache=True, max_context=
     groups = tuple([GroupPages(num_pages)] + ([GroupPages(num_pages, window)] if window else []))
     runner = Runner(FakeModel(groups, broken), FakeCache(groups), VOCAB)
     limits = SchedulerLimits(**({"max_parallel": 4, "prefill_budget": 16} | limits))
-    options = EngineOptions(max_context, PAGE, prefix_cache, limits, True, runs_ahead[0])
+    options = LoopOptions(max_context, PAGE, prefix_cache, limits, True, runs_ahead[0])
     return Engine(runner, groups, options, torch.device("cpu"), fault)
 
 
@@ -92,7 +92,7 @@ def drain(engine, *streams):
         for stream in streams:
             while (event := stream.get(timeout=0)) is not None:
                 stream.seen.append(event)
-        if not engine.scheduler.has_work and not engine._inbox:
+        if engine.is_idle:
             return
     raise AssertionError("the engine does not come to rest")
 
@@ -271,7 +271,7 @@ def test_a_listener_that_fails_ends_its_request_only():
 
 def test_a_window_smaller_than_a_page_without_full_attention_leaks_nothing():
     groups = (GroupPages(30, 3),)
-    options = EngineOptions(200, PAGE, True, SchedulerLimits(4, 7), True, runs_ahead[0])
+    options = LoopOptions(200, PAGE, True, SchedulerLimits(4, 7), True, runs_ahead[0])
     engine = Engine(Runner(FakeModel(groups), FakeCache(groups), VOCAB), groups, options, torch.device("cpu"))
     rng = random.Random(3)
     for _ in range(25):
@@ -282,7 +282,7 @@ def test_a_window_smaller_than_a_page_without_full_attention_leaks_nothing():
     engine.clear_prefix_cache()
     engine.run_once()
     assert engine.stats().pages_free == engine.stats().pages_total
-    assert not engine._pages.tree._roots
+    assert not engine.scheduler.pages.tree.num_nodes
 
 
 def test_a_failing_forward_ends_its_batch_and_nothing_else():
@@ -304,6 +304,10 @@ class BadCheck:
         self.after -= 1
         if self.after < 0:
             raise ValueError("boom")
+        return False
+
+    def take(self, last=False):
+        return ""
 
     def fork(self):
         return BadCheck(2)
@@ -426,7 +430,7 @@ def test_bad_requests_are_refused_before_anything_runs(tokens, params, error):
     with pytest.raises(error) as caught:
         engine.submit(request(tokens, **params))
     assert caught.value.hint
-    assert not engine._inbox and not engine._streams
+    assert engine.is_idle and engine.stats().num_waiting == 0
 
 
 def test_a_prompt_larger_than_the_pool_is_refused_at_once():
@@ -462,7 +466,7 @@ def test_ahead_is_ahead():
 def test_memory_that_runs_out_in_use_makes_steps_smaller_and_ends_nothing(monkeypatch):
     """preempt, shrink, tell: every request gets the tokens of a lone one"""
     engine = make(prefill_budget=64)
-    engine._runner.model.most_sequences, engine._runner.model.most_tokens = 2, 18
+    engine.stepper.runner.model.most_sequences, engine.stepper.runner.model.most_tokens = 2, 18
     assert engine.pressure.note == ""
     prompts = [*PROMPTS, list(range(50))]
     streams = run(engine, *[request(p) for p in prompts])
@@ -470,7 +474,7 @@ def test_memory_that_runs_out_in_use_makes_steps_smaller_and_ends_nothing(monkey
     assert engine.scheduler.limits.max_parallel == 2
     assert "2 of 4 sequences" in engine.pressure.note and "chunks of" in engine.pressure.note
     assert engine.stats().num_relieved >= 2
-    engine._runner.model.most_sequences = engine._runner.model.most_tokens = 10**9
+    engine.stepper.runner.model.most_sequences = engine.stepper.runner.model.most_tokens = 10**9
     monkeypatch.setattr(pressure, "GOOD_STEPS", 8)
     run(engine, *[request(p, max_tokens=30) for p in PROMPTS])
     assert engine.pressure.note == ""
@@ -478,10 +482,10 @@ def test_memory_that_runs_out_in_use_makes_steps_smaller_and_ends_nothing(monkey
 
 def test_memory_that_does_not_even_suffice_for_one_token_fails_the_request_only():
     engine = make()
-    engine._runner.model.most_tokens = 0
+    engine.stepper.runner.model.most_tokens = 0
     streams = run(engine, *[request(p) for p in PROMPTS[:3]])
     assert [type(collected(s)[-1].error) for s in streams] == [OutOfMemory] * 3
-    engine._runner.model.most_tokens = 10**9
+    engine.stepper.runner.model.most_tokens = 10**9
     assert ids_of(run(engine, request([1, 2, 3]))[0]) == alone([1, 2, 3])
 
 
@@ -497,7 +501,7 @@ def test_a_lost_device_ends_the_engine_and_says_so():
     engine.start()
     for stream in streams:
         assert isinstance(collected(stream)[-1].error, DeviceError)
-    engine._thread.join(5)
+    engine.join(5)
     assert engine.is_dead
     with pytest.raises(DeviceError):
         engine.submit(request([1]))
@@ -510,7 +514,7 @@ def test_a_fault_outside_requests_kills_the_engine_and_tells_everyone(monkeypatc
     stream = engine.submit(request([1, 2]))
     engine.start()
     assert collected(stream)[-1].finish_reason is FinishReason.ERROR
-    engine._thread.join(5)
+    engine.join(5)
     assert engine.is_dead
     with pytest.raises(DeviceError):
         engine.submit(request([1]))

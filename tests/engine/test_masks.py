@@ -204,7 +204,7 @@ def test_aborted_requests_leave_nothing():
         for _ in range(turns):
             engine.run_once()
         stream.abort()
-        while engine._has_work or engine._inbox:
+        while not engine.is_idle:
             engine.run_once()
         assert [e.finish_reason for e in stream if e.finish_reason] == [FinishReason.ABORT] * 2
     stats = engine.stats()

@@ -16,7 +16,7 @@ from localllm.device.fake import MACHINES
 from localllm.engine.cuda_graph import CudaCapture, DecodeGraphs, rerun
 from localllm.engine.decode_inputs import DecodeInputs
 from localllm.engine.device_sampler import DeviceSampler
-from localllm.engine.engine import Engine, EngineOptions
+from localllm.engine.engine import Engine, LoopOptions
 from localllm.engine.pages import GroupPages
 from localllm.engine.runner import Runner
 from localllm.engine.scheduler import SchedulerLimits
@@ -63,7 +63,7 @@ def engine_of(
     if sampler is not None and graphs is not None:
         sampler.capture(graphs.buckets, capture)
     groups = tuple(GroupPages(PAGES, group.window) for group in model.groups)
-    options = EngineOptions(CONTEXT, PAGE, True, SchedulerLimits(parallel, 24), True, ahead)
+    options = LoopOptions(CONTEXT, PAGE, True, SchedulerLimits(parallel, 24), True, ahead)
     runner = Runner(model, cache, model.facts.vocab_size, graphs, sampler)
     return Engine(runner, groups, options, torch.device(where))
 
@@ -75,7 +75,7 @@ def answers(engine: Engine, requests: list[Request]) -> list[list[int]]:
         if index % 3 == 2:
             engine.run_once()
     for _ in range(2000):
-        if not engine._has_work and not engine._inbox:
+        if engine.is_idle:
             break
         engine.run_once()
     events = [list(stream) for stream in streams]
@@ -145,7 +145,7 @@ def test_a_capture_that_fails_is_named_and_its_sizes_run_eagerly(loaded: Callabl
         return rerun(run)
 
     engine = engine_of(loaded("qwen3"), (1, 2, 4), True, capture)
-    graphs = engine._runner.graphs
+    graphs = engine.stepper.runner.graphs
     assert graphs.captured == (1, 2)
     assert graphs.failure == "batch 4: RuntimeError: operation not permitted when stream is capturing"
     assert answers(engine, requests(2)) == answers(engine_of(loaded("qwen3")), requests(2))

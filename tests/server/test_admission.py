@@ -200,12 +200,12 @@ def burst(live, llm, count, refused):
             gate.set()
             return await asyncio.gather(*tasks)
 
-    llm.engine._fault = lambda step: gate.wait(20)
+    llm.engine.stepper.fault = lambda step: gate.wait(20)
     try:
         return asyncio.run(all_of_them())
     finally:
         gate.set()
-        llm.engine._fault = None
+        llm.engine.stepper.fault = None
 
 
 BURSTS = [

@@ -171,14 +171,14 @@ async def test_the_prefix_cache_keeps_salts_apart(client, tiny_llm):
 
 async def test_a_deadline_ends_an_answer_with_what_it_has(client, make_service, make_client, tiny_llm, monkeypatch):
     engine = tiny_llm.engine
-    step = engine.step
+    step = engine.stepper.step
 
     def slow_step():
         time.sleep(0.005)
         return step()
 
     with monkeypatch.context() as patch:  # 200 tokens take a second on any machine
-        patch.setattr(engine, "step", slow_step)
+        patch.setattr(engine.stepper, "step", slow_step)
         body = (await client.post(CHAT, json=ask(max_tokens=200, ignore_eos=True, deadline_ms=300))).json()
     (choice,) = body["choices"]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "deadline")

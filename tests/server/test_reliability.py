@@ -219,11 +219,11 @@ def broken_once(error):
 @pytest.mark.parametrize("error", [RuntimeError("boom"), MemoryError("no more")], ids=["raises", "memory"])
 def test_rel_10_a_step_that_fails_fails_its_requests(own, own_llm, error):
     """With the reason; the next request is answered. (Steps of several are tried again smaller: tests/engine.)"""
-    own_llm.engine._fault = broken_once(error)
+    own_llm.engine.stepper.fault = broken_once(error)
     try:
         first = httpx.post(own.url + CHAT, json=ask())
     finally:
-        own_llm.engine._fault = None
+        own_llm.engine.stepper.fault = None
     code = "does_not_fit" if isinstance(error, MemoryError) else "internal_error"
     assert (first.status_code, first.json()["error"]["code"]) in [(500, code), (503, code)]
     assert "boom" not in first.text
@@ -234,18 +234,18 @@ def test_rel_10_a_step_that_fails_fails_its_requests(own, own_llm, error):
 
 def test_rel_10_text_that_cannot_be_made_is_an_error_not_a_hang(own, own_llm, monkeypatch):
     """ISO-06: and a neighbour is not touched."""
-    from localllm.tokenizer.detokenizer import TextStream
+    from localllm.tokenizer.detokenizer import IncrementalDetokenizer
 
-    push = TextStream.push
+    accept = IncrementalDetokenizer.accept
     alone = httpx.post(own.url + CHAT, json=ask()).json()["choices"]
     poison = own_llm.encode_prompt("x")[0]
 
     def failing(self, token):
         if token == poison:
             raise ZeroDivisionError
-        return push(self, token)
+        return accept(self, token)
 
-    monkeypatch.setattr(TextStream, "push", failing)
+    monkeypatch.setattr(IncrementalDetokenizer, "accept", failing)
     bad = {"prompt": "a", "max_tokens": 4, "logit_bias": {str(poison): 100}}
 
     async def both():
@@ -263,7 +263,7 @@ def test_rel_10_a_step_that_hangs_is_told_by_health(own, own_llm, monkeypatch):
     monkeypatch.setattr("localllm.server.service.STALL_S", 0.2)
     monkeypatch.setattr(own_llm.engine, "_longest_step_s", 0.0)
     gate = threading.Event()
-    own_llm.engine._fault = lambda step: gate.wait(20)
+    own_llm.engine.stepper.fault = lambda step: gate.wait(20)
     try:
         with httpx.Client(base_url=own.url, timeout=20) as client:
             thread = threading.Thread(target=lambda: client.post(CHAT, json=ask()))
@@ -276,11 +276,11 @@ def test_rel_10_a_step_that_hangs_is_told_by_health(own, own_llm, monkeypatch):
             assert httpx.post(own.url + CHAT, json=ask()).status_code == 503
             gate.set()
             thread.join(20)
-        own_llm.engine._fault = None
+        own_llm.engine.stepper.fault = None
         assert httpx.get(own.url + "/health").status_code == 200
     finally:
         gate.set()
-        own_llm.engine._fault = None
+        own_llm.engine.stepper.fault = None
 
 
 def test_rel_10_an_engine_that_dies_comes_back(own, own_llm, monkeypatch):

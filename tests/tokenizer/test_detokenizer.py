@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from localllm.tokenizer.detokenizer import IncrementalDetokenizer, StopStrings, TextStream
+from localllm.tokenizer.detokenizer import IncrementalDetokenizer
 
 SPECIAL = b"<|special|>"
 
@@ -78,8 +78,8 @@ def check(toy: Toy, stop: list[str], min_tokens: int, include_stop: bool, sizes:
     whole = b"".join(toy.data()).decode("utf-8", "replace")
     ids = range(len(toy.tokens))
 
-    stream = TextStream(toy)
-    deltas = [stream.push(i) for i in ids] + [stream.flush()]
+    stream = IncrementalDetokenizer(toy)
+    deltas = [stream.push([i]) for i in ids] + [stream.take(last=True)]
     assert "".join(deltas) == whole
     data = b""
     for delta, token in zip(deltas, toy.data(), strict=False):
@@ -88,25 +88,21 @@ def check(toy: Toy, stop: list[str], min_tokens: int, include_stop: bool, sizes:
         assert delta.count("\ufffd") <= complete(data).count("\ufffd")
 
     kept = naive(toy, stop, min_tokens, include_stop)
-    checker = StopStrings(toy, stop, min_tokens, include_stop).fork()
-    answers = []
-    for i in ids:
-        answers.append(checker.accept(i))
-        if answers[-1] is not None:
-            break
-    assert (answers[-1] if answers else None) == kept
-    assert all(answer is None for answer in answers[:-1])
+    checker = IncrementalDetokenizer(toy, stop, min_tokens, include_stop).fork()
+    num_read = next((i + 1 for i in ids if checker.accept(i)), len(toy.tokens))
+    assert (checker.stop_text is None) == (kept is None)
+    assert checker.take(last=True) == (whole if kept is None else whole[:kept])
 
-    emitter = IncrementalDetokenizer(toy, stop, min_tokens, include_stop)
+    detokenizer = IncrementalDetokenizer(toy, stop, min_tokens, include_stop)
     shown, at, holdback = "", 0, max(map(len, stop)) - 1
     for size in [*sizes, len(toy.tokens)]:
-        shown += emitter.push(range(at, min(at + size, len(answers))))
-        at = min(at + size, len(answers))
+        shown += detokenizer.push(range(at, min(at + size, num_read)))
+        at = min(at + size, num_read)
         text = complete(b"".join(toy.data()[:at]))
-        if kept is None or at < len(answers):
+        if kept is None or at < num_read:
             assert text.startswith(shown)
             assert len(text) - len(shown) <= holdback
-    shown += emitter.finish(kept)
+    shown += detokenizer.take(last=True)
     assert shown == (whole if kept is None else whole[:kept])
 
 
@@ -117,78 +113,76 @@ def check(toy: Toy, stop: list[str], min_tokens: int, include_stop: bool, sizes:
 @example(Toy(["🙂".encode()[:2], "🙂".encode()[2:]]), ["🙂"], 0, True, [1])
 @example(Toy([b"STOP", b"STOP"]), ["STOP"], 2, False, [1])
 @example(Toy(["🙂".encode()[:3]]), ["x"], 0, False, [1])
-def test_rel_15_chunk_invariance(toy: Toy, stop: list[str], least: int, include: bool, sizes: list[int]) -> None:
+def test_chunk_invariance(toy: Toy, stop: list[str], least: int, include: bool, sizes: list[int]) -> None:
     check(toy, stop, least, include, sizes)
 
 
 @pytest.mark.slow
 @given(*CASE)
 @settings(max_examples=20_000)
-def test_rel_15_chunk_invariance_in_full(
-    toy: Toy, stop: list[str], least: int, include: bool, sizes: list[int]
-) -> None:
+def test_chunk_invariance_in_full(toy: Toy, stop: list[str], least: int, include: bool, sizes: list[int]) -> None:
     check(toy, stop, least, include, sizes)
 
 
-def test_rel_15_a_character_waits_for_its_last_byte() -> None:
+def deltas_of(detokenizer: IncrementalDetokenizer, count: int) -> list[str]:
+    return [detokenizer.push([i]) for i in range(count)]
+
+
+def test_a_character_waits_for_its_last_byte() -> None:
     toy = Toy([bytes([byte]) for byte in "a👩‍👩‍👧é".encode()])
-    stream = TextStream(toy)
-    deltas = [stream.push(i) for i in range(len(toy.tokens))]
+    detokenizer = IncrementalDetokenizer(toy)
+    deltas = deltas_of(detokenizer, len(toy.tokens))
     assert "".join(deltas) == "a👩‍👩‍👧é"
     assert all(len(delta) <= 1 for delta in deltas)
-    assert stream.flush() == ""
+    assert detokenizer.take(last=True) == ""
 
 
-def test_rel_15_a_broken_end_becomes_one_replacement() -> None:
-    stream = TextStream(Toy([b"a", "🙂".encode()[:3]]))
-    assert [stream.push(0), stream.push(1), stream.flush()] == ["a", "", "\ufffd"]
+def test_a_broken_end_becomes_one_replacement() -> None:
+    detokenizer = IncrementalDetokenizer(Toy([b"a", "🙂".encode()[:3]]))
+    assert [*deltas_of(detokenizer, 2), detokenizer.take(last=True)] == ["a", "", "\ufffd"]
 
 
 def test_special_tokens_are_left_out_unless_wanted() -> None:
     toy = Toy([b"x", b"[THINK]", b"</s>"], frozenset({1, 2}))
-    assert "".join(map(TextStream(toy).push, range(3))) == "x"
-    assert "".join(map(TextStream(toy, skip_special=False).push, range(3))) == "x[THINK]</s>"
-    assert "".join(map(TextStream(toy, keep_ids=[1]).push, range(3))) == "x[THINK]"
+    assert IncrementalDetokenizer(toy).push(range(3)) == "x"
+    assert IncrementalDetokenizer(toy, skip_special=False).push(range(3)) == "x[THINK]</s>"
+    assert IncrementalDetokenizer(toy, keep_ids=[1]).push(range(3)) == "x[THINK]"
 
 
 def test_the_space_before_the_first_word_goes_once() -> None:
     toy = Toy([b"", b" Hello", b" world"], strips_first_space=True)
-    assert "".join(map(TextStream(toy).push, range(3))) == "Hello world"
-    assert "".join(map(TextStream(toy, continuing=True).push, range(3))) == " Hello world"
+    assert IncrementalDetokenizer(toy).push(range(3)) == "Hello world"
+    assert IncrementalDetokenizer(toy, continuing=True).push(range(3)) == " Hello world"
 
 
 def test_a_stop_string_names_itself_and_min_tokens_only_delays() -> None:
     toy = Toy([b"one ", b"STO", b"P two ", b"STOP"])
-    check_early = StopStrings(toy, ("STOP", "unused"))
-    assert [check_early.accept(i) for i in range(3)] == [None, None, 4]
-    assert check_early.stop_text == "STOP"
-    late = StopStrings(toy, ("STOP",), 4)
-    assert [late.accept(i) for i in range(4)] == [None, None, None, 13]
+    early = IncrementalDetokenizer(toy, ("STOP", "unused"))
+    assert [early.accept(i) for i in range(3)] == [False, False, True]
+    assert early.stop_text == "STOP" and early.take(last=True) == "one "
+    late = IncrementalDetokenizer(toy, ("STOP",), 4)
     fresh = late.fork()
     assert fresh is not late
-    assert [fresh.accept(i) for i in range(4)] == [None, None, None, 13]
+    for one in (late, fresh):
+        assert [one.accept(i) for i in range(4)] == [False, False, False, True]
+        assert one.take(last=True) == "one STOP two "
 
 
-def test_finish_keeps_what_the_engine_kept() -> None:
+def test_what_may_become_a_stop_string_waits() -> None:
     toy = Toy([b"foo ST", b"OP bar"])
-    emitter = IncrementalDetokenizer(toy, ("STOP",))
-    assert emitter.push([0]) == "foo "
-    assert emitter.push([1]) == ""
-    assert emitter.finish(4) == ""
-    emitter = IncrementalDetokenizer(toy, ("STOP",), include_stop=True)
-    assert emitter.push([0, 1]) + emitter.finish(8) == "foo STOP"
-    emitter = IncrementalDetokenizer(toy)
-    assert emitter.push([0, 1]) + emitter.finish() == "foo STOP bar"
+    assert deltas_of(IncrementalDetokenizer(toy, ("STOP",)), 2) == ["foo ", ""]
+    assert deltas_of(IncrementalDetokenizer(toy, ("STOP",), include_stop=True), 2) == ["foo ", "STOP"]
+    assert deltas_of(IncrementalDetokenizer(toy), 2) == ["foo ST", "OP bar"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stop", [["\n\nUser:", "aaaaab", "</s>", "STOP"], ["a" * 5000 + "b"]])
-def test_rel_15_64k_tokens_in_a_second(stop: list[str]) -> None:
+def test_64k_tokens_in_a_second(stop: list[str]) -> None:
     toy = Toy([b" the", b"a", "🙂".encode()[:2], "🙂".encode()[2:], b"aaaa", b"\n"])
     ids = [0, 1, 4, 2, 3, 5, 4, 4] * 8192
-    checker, emitter = StopStrings(toy, stop), IncrementalDetokenizer(toy, stop)
+    detokenizer = IncrementalDetokenizer(toy, stop)
     began = time.process_time()
     for index in ids:
-        assert checker.accept(index) is None
-        emitter.push([index])
+        assert not detokenizer.accept(index)
+        detokenizer.take()
     assert time.process_time() - began < 1.0

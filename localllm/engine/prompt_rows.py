@@ -1,0 +1,60 @@
+"""What is read off the rows of a prompt: scores, log-probabilities, pooled hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from localllm.request import TokenEvent
+
+from .runner import ForwardOutput
+from .sampler import token_logprob
+from .scheduler import Scheduled
+from .sequence import Sequence
+
+
+def take_rows(part: Scheduled, output: ForwardOutput, row: int, vocab_size: int) -> Iterator[TokenEvent]:
+    """Events with scores; pooled states and prompt log-probabilities are kept for the sequence's last or first event.
+
+    row  of `output` that is the first of `part`
+    """
+    sequence = part.sequence
+    skip = max(0, sequence.num_rows_done - part.start)  # done before a preemption
+    if skip >= part.num_tokens or sequence.num_rows_done >= sequence.num_prompt_tokens:
+        return
+    at, end = part.start + skip, row + part.num_tokens
+    if sequence.request.pooling:
+        _pool(sequence, output.normed(row + skip, end))
+        sequence.num_rows_done = part.start + part.num_tokens
+        return
+    for logits in output.pieces(row + skip, end, vocab_size):
+        if sequence.request.score:
+            scores = torch.log_softmax(logits, -1).cpu().numpy()
+            progress = (at + len(scores), sequence.num_prompt_tokens)
+            yield TokenEvent(sequence.request.request_id, scores=scores, prefill=progress)
+        else:
+            wanted = sequence.params.prompt_logprobs or 0
+            targets = sequence.token_ids[at + 1 : min(at + 1 + logits.shape[0], sequence.num_prompt_tokens)]
+            for one, target in zip(logits, targets, strict=False):
+                sequence.prompt_logprobs.append(token_logprob(one, target, wanted))
+        at += logits.shape[0]
+    sequence.num_rows_done = max(sequence.num_rows_done, at)
+
+
+def _pool(sequence: Sequence, rows: torch.Tensor) -> None:
+    """Add rows to the mean of a sequence, or keep the last of them."""
+    if sequence.request.pooling == "last":
+        sequence.pooled = rows[-1].clone()
+    else:
+        total = rows.sum(0)
+        sequence.pooled = total if sequence.pooled is None else sequence.pooled + total
+
+
+def pooled_event(sequence: Sequence) -> TokenEvent:
+    """The event of a prompt that was only read, with its embedding where one was asked for."""
+    event = TokenEvent(sequence.request.request_id, sequence.index)
+    if sequence.pooled is not None:
+        count = sequence.num_prompt_tokens if sequence.request.pooling == "mean" else 1
+        event.pooled = (sequence.pooled / count).cpu().numpy()
+    return event

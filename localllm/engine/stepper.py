@@ -1,0 +1,283 @@
+"""One step after the other: schedule, build, forward, sample, commit, publish.
+
+An exception of one request (sampling, mask, stop check) ends that request, an exception in a forward pass ends the
+requests of that batch; what escapes from here makes the engine dead.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from localllm.errors import DeviceError, LocalLLMError, OutOfMemory
+from localllm.request import FinishReason, TokenEvent
+
+from .batch import BatchBuilder, row_range
+from .failures import explained, is_device_lost, is_out_of_memory
+from .masks import Filling, MaskFiller
+from .metrics import StepTokens
+from .pressure import Pressure
+from .prompt_rows import pooled_event, take_rows
+from .publisher import Publisher
+from .runner import ForwardOutput, Runner
+from .sampled_tokens import RowResult, SampledTokens
+from .scheduler import MAX_DECODE_TOKENS, Scheduler, Step
+from .sequence import Sequence, SequenceState
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class PendingStep:
+    """A step that was launched; its tokens are being sampled, or will be when those of the step before are known."""
+
+    step: Step
+    output: ForwardOutput | None = None
+    sampled: SampledTokens | None = None
+    masks: Filling | None = None
+    error: Exception | None = None  # why it came to nothing
+
+
+class Stepper:
+    """Continuous batching over one model.
+
+    runs_ahead  launch a step before the tokens of the one before are on the host
+    fault       tests: called with the step number before each forward; may raise
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        builder: BatchBuilder,
+        publisher: Publisher,
+        runs_ahead: bool,
+        fault: Callable[[int], None] | None = None,
+    ) -> None:
+        self.runner = runner
+        self.runs_ahead = runs_ahead
+        self.fault = fault
+        self.pressure = Pressure(scheduler)
+        self.masks = MaskFiller(runner.vocab_size)
+        self._scheduler = scheduler
+        self._builder = builder
+        self._publisher = publisher
+        self._ahead: PendingStep | None = None  # the step that was launched ahead
+        self.num_steps = self.num_ahead = self.num_prompt_tokens = self.num_output_tokens = 0
+        self.step_tokens = StepTokens()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step is under way or could be made."""
+        return self._ahead is not None or self._scheduler.has_work
+
+    def step(self) -> bool:
+        """One step; False when there was nothing to compute.
+
+        Running ahead, the forward pass of the next step is launched before this one's tokens are on the host, and
+        sampled after they were committed: what samples it (masks, penalties) knows every token before.
+        """
+        pending, self._ahead = self._ahead, None
+        if pending is None:
+            step = self._scheduler.schedule()
+            self._end_out_of_pages(step)
+            if not step.scheduled:
+                self._publisher.publish()
+                return bool(step.out_of_pages)
+            pending = self._launch(step)
+            self._sample(pending)
+        ahead = self._launch_ahead(pending)
+        self._commit(pending, ahead)
+        self._publisher.publish()
+        if ahead is not None:
+            self._sample(ahead)
+            if ahead.error is None:
+                self._ahead = ahead
+            else:
+                self._give_up(ahead)
+                self._publisher.publish()
+        return True
+
+    def _launch(self, step: Step, before: PendingStep | None = None) -> PendingStep:
+        """Build and forward. `before` samples the tokens of a step that is ahead."""
+        started = time.monotonic()
+        for part in step.scheduled:
+            part.sequence.start_time = part.sequence.start_time or started
+        self.num_steps += 1
+        pending = PendingStep(step)
+        try:
+            if self.fault is not None:
+                self.fault(self.num_steps)
+            if before is None:  # else their last tokens are not known yet
+                pending.masks = self.masks.begin(part.sequence for part in step.scheduled if part.is_last_chunk)
+            pending.output = self.runner.forward(self._builder, step, before.sampled if before is not None else None)
+        except Exception as error:
+            pending.error = error
+            if pending.masks is not None:
+                pending.masks.wait()
+        return pending
+
+    def _launch_ahead(self, pending: PendingStep) -> PendingStep | None:
+        if not self.runs_ahead or pending.error is not None:
+            return None
+        step = self._scheduler.schedule_ahead(pending.step)
+        if step is None:
+            return None
+        self.num_ahead += 1
+        return self._launch(step, pending)
+
+    def _sample(self, pending: PendingStep) -> None:
+        """Split off the children of finished prompts and sample one token for every sequence at its end."""
+        if pending.error is not None:
+            return
+        sequences: list[Sequence] = []
+        rows: list[int] = []
+        start = row = 0
+        assert pending.output is not None
+        if pending.masks is not None:
+            pending.masks.wait()
+        try:
+            for part in pending.step.scheduled:
+                count = len(row_range(part, start))
+                if part.sequence.wants_all_rows and part.start < part.sequence.num_prompt_tokens:
+                    for event in take_rows(part, pending.output, row, self.runner.vocab_size):
+                        self._publisher.add(event)
+                ended = part.sequence.state is SequenceState.FINISHED  # while its part was under way
+                jumped = part.start + part.num_tokens < part.sequence.num_tokens  # or what follows became known
+                if part.is_last_chunk and not part.sequence.request.only_reads and not ended and not jumped:
+                    family = [part.sequence, *part.sequence.children()]
+                    sequences += family
+                    rows += [row + count - 1] * len(family)
+                start += part.num_tokens
+                row += count
+            if pending.masks is None:
+                self.masks.fill(sequences)
+            pending.sampled = self.runner.sample(pending.output, rows, sequences)
+        except Exception as error:
+            pending.error = error
+        for sequence in sequences:
+            sequence.mask_row = None
+
+    def _commit(self, pending: PendingStep, ahead: PendingStep | None) -> None:
+        """Wait for the tokens of a step and count it; what it means for every sequence waits to be published."""
+        try:
+            results = pending.sampled.results() if pending.sampled is not None else []
+        except Exception as error:  # what a GPU computes fails when it is waited for
+            pending.error = error
+        if pending.error is not None:
+            self._give_up(pending)
+            return
+        assert pending.sampled is not None
+        sequences = pending.sampled.sequences
+        self._scheduler.commit(pending.step)
+        self.pressure.count_good()
+        self.step_tokens.observe(sum(part.num_tokens for part in pending.step.scheduled))
+        now = time.monotonic()
+        self._commit_prompts(pending.step, now)
+        parents = {s.request.request_id: s for s in sequences if s.index == 0}
+        for sequence in sequences:
+            if sequence.index > 0 and sequence.num_computed_tokens == 0:
+                self._scheduler.add_fork(sequence, parents[sequence.request.request_id])
+                sequence.prefill_time = now
+        fed = [part.sequence.number for part in ahead.step.scheduled] if ahead is not None else []
+        for sequence, result in zip(sequences, results, strict=True):
+            if sequence.state is not SequenceState.FINISHED:  # it ended while its token was under way
+                sequence.pending_forks = 0
+                self._advance(sequence, result, now, sequence.number in fed)
+
+    def _commit_prompts(self, step: Step, now: float) -> None:
+        for part in step.scheduled:
+            sequence, left = part.sequence, part.sequence.num_uncomputed_tokens
+            if sequence.state is SequenceState.FINISHED:
+                continue
+            end = min(part.start + part.num_tokens, sequence.num_prompt_tokens)
+            self.num_prompt_tokens += max(0, end - part.start)
+            if part.is_last_chunk or left == 0:
+                sequence.prefill_time = sequence.prefill_time or now
+            if sequence.request.only_reads and left == 0:
+                sequence.last_token_time = now
+                self._publisher.finish(sequence, FinishReason.STOP, pooled_event(sequence))
+            elif left > 0 and sequence.num_output_tokens == 0:
+                progress = (sequence.num_computed_tokens, sequence.num_prompt_tokens)
+                self._publisher.add(TokenEvent(sequence.request.request_id, sequence.index, prefill=progress))
+
+    def _advance(self, sequence: Sequence, result: RowResult, now: float, is_fed: bool) -> None:
+        """Append a sequence's token, and make the event that tells of it. `is_fed` as in `_append`."""
+        if isinstance(result, Exception):
+            self._publisher.fail(sequence, explained(result))
+            return
+        token, logprob = result
+        event = TokenEvent(sequence.request.request_id, sequence.index)
+        had = sequence.num_output_tokens
+        try:
+            self._append(sequence, token, event, is_fed)
+            if sequence.stop_check is not None and sequence.finish_reason is None:
+                event.text = sequence.stop_check.take()
+        except Exception as error:  # a stop check or mask that fails ends its own request only
+            if not isinstance(error, LocalLLMError):
+                log.exception("a request failed")
+            sequence.stop_check = None
+            self._publisher.fail(sequence, explained(error))
+            return
+        self.num_output_tokens += len(event.token_ids)
+        sequence.first_token_time = sequence.first_token_time or now
+        sequence.last_token_time = now
+        if logprob is not None:
+            event.logprobs = [logprob]
+        if had == 0 and sequence.index == 0 and sequence.params.prompt_logprobs is not None:
+            event.prompt_logprobs = [None, *sequence.prompt_logprobs]
+        if sequence.finish_reason is None:
+            self._publisher.add(event)
+        else:
+            self._publisher.finish(sequence, sequence.finish_reason, event)
+
+    @staticmethod
+    def _append(sequence: Sequence, token: int, event: TokenEvent, is_fed: bool) -> None:
+        """Append the token that was sampled and what can only follow it: the next forward pass reads all of it at once.
+
+        A token that is not in a forward pass yet (`is_fed`) gives way to others of the same text, where with what
+        follows it the tokenizer would spell it so: text that comes back in a later prompt has the same tokens.
+        """
+        ids, mask = [token], sequence.token_mask
+        if mask is not None:
+            mask.accept(token)
+            if sequence.params.logprobs is None:  # what is not sampled has no log-probability
+                ids = [token, *mask.jump_forward()] if is_fed else mask.jump_forward(token)
+            if ids[0] != token:
+                mask.rollback(1)
+                mask.accept(ids[0])
+        for number, index in enumerate(ids[:MAX_DECODE_TOKENS]):
+            if number and mask is not None:
+                mask.accept(index)
+            sequence.append(index)
+            event.token_ids.append(index)
+            sequence.check_stop(index)
+            if sequence.finish_reason is not None:
+                return
+
+    def _give_up(self, pending: PendingStep) -> None:
+        """A step failed: try it again smaller where memory ran out, else end its requests. The loop goes on.
+
+        Raises DeviceError for what leaves the device unusable.
+        """
+        error = pending.error
+        assert error is not None
+        if is_device_lost(error):
+            raise DeviceError(f"the GPU failed: {str(error).splitlines()[0]}", "restart localllm") from error
+        if is_out_of_memory(error) and self.pressure.relieve(pending.step):
+            return
+        log.error("a step failed", exc_info=error)
+        for part in pending.step.scheduled:
+            if part.sequence.state is not SequenceState.FINISHED:
+                self._publisher.fail(part.sequence, explained(error))
+
+    def _end_out_of_pages(self, step: Step) -> None:
+        """Not a page left for a sequence though it is alone: what it has is its answer, if it has any."""
+        for sequence in step.out_of_pages:
+            if sequence.num_output_tokens:
+                self._publisher.finish(sequence, FinishReason.LENGTH)
+            else:
+                message = f"the key/value cache has no room for {sequence.num_tokens:,} tokens"
+                self._publisher.fail(sequence, OutOfMemory(message, "use a larger --ctx, or a smaller prompt"))
