@@ -177,6 +177,7 @@ async def opening(turns: int = 500) -> float:
     """Seconds until a saved chat of 1,000 messages is on the screen."""
     from localllm.backend.scripted import FakeBackend
     from localllm.conversation.saver import Saver
+    from localllm.conversation.session import Session
     from localllm.conversation.tree import Conversation
     from localllm.history import History, SavedChat, SavedMessage
     from localllm.tui.app import ChatApp
@@ -191,7 +192,7 @@ async def opening(turns: int = 500) -> float:
     with History(path) as history:
         history.save(SavedChat("aaaa", "long", "fake", leaf_id=parent), messages)
     backend, saver = FakeBackend(tps=0, load_s=0), Saver(lambda: History(path))
-    app = ChatApp(backend, Conversation(), model="fake", saver=saver)
+    app = ChatApp(Session(backend, Conversation(), saver, "fake"))
     async with app.run_test(size=SIZE) as pilot:
         await pilot.pause(1)
         started = time.monotonic()
@@ -215,6 +216,7 @@ async def panel_share(seconds: float) -> float:
 async def on_screen(prompt: str, tps: float, seconds: float, *keys: str) -> tuple[float, float, float]:
     """(share of a core the interface's thread takes, longest gap of its loop, engine's rate over the one asked for)."""
     from localllm.backend.scripted import FakeBackend
+    from localllm.conversation.session import Session
     from localllm.conversation.tree import Conversation
     from localllm.tui.app import ChatApp
     from localllm.tui.widgets.prompt import PromptArea
@@ -222,7 +224,7 @@ async def on_screen(prompt: str, tps: float, seconds: float, *keys: str) -> tupl
     gc.collect()
     gc.freeze()  # what an earlier application left is not looked through
     backend = FakeBackend(tps=tps, load_s=0)
-    app = ChatApp(backend, Conversation(), model="fake")
+    app = ChatApp(Session(backend, Conversation(), model="fake"))
     async with app.run_test(size=SIZE) as pilot:
         await pilot.pause(0.5)
         await pilot.press(*keys)
@@ -230,7 +232,7 @@ async def on_screen(prompt: str, tps: float, seconds: float, *keys: str) -> tupl
             app.screen.query_one(PromptArea).text = prompt
             await pilot.press("enter")
         await asyncio.sleep(2)
-        exchanges = app.conversation.exchanges
+        exchanges = app.session.conversation.exchanges
         had = len(exchanges[0].text) if exchanges else 0
         started, cpu = time.monotonic(), time.thread_time()
         await asyncio.sleep(seconds)

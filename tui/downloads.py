@@ -6,26 +6,27 @@ import asyncio
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Callable
 
 from localllm.terminal import clean_line, gib
 
-from .screens.viewer import OWN
+# how this program is called, whatever the PATH says
+OWN = [sys.executable, "-P", "-c", "from localllm.cli import main; main()"]
 
 
 class Downloads:
-    """`tell` gets a line whenever there is something to say."""
+    """At most one for each model. `tell` gets a line whenever there is something to say."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+    def __init__(self) -> None:
         self._running: dict[str, asyncio.Task[None]] = {}
 
-    def begin(self, name: str) -> None:
+    def begin(self, name: str, tell: Callable[[str], None]) -> None:
         """Fetch a model; once is enough."""
         if name not in self._running:
-            self._running[name] = asyncio.create_task(self._fetch(name))
+            self._running[name] = asyncio.create_task(self._fetch(name, tell))
 
-    async def _fetch(self, name: str) -> None:
+    async def _fetch(self, name: str, tell: Callable[[str], None]) -> None:
         pipe = asyncio.subprocess.PIPE
         words = ("pull", name, "-y", "--progress", "json")
         process = await asyncio.create_subprocess_exec(
@@ -40,10 +41,10 @@ class Downloads:
                 done, total = _progress(last)
                 if total and done * 20 // total != shown:
                     shown = done * 20 // total
-                    self._tell(f"fetching {clean_line(name)}: {gib(done)} of {gib(total)}")
+                    tell(f"fetching {clean_line(name)}: {gib(done)} of {gib(total)}")
             code = await process.wait()
             end = "is here: ^O uses it" if code == 0 else f"could not be fetched: {clean_line(last)[:200]}"
-            self._tell(f"{clean_line(name)} {end}")
+            tell(f"{clean_line(name)} {end}")
         finally:
             self._running.pop(name, None)
             with contextlib.suppress(ProcessLookupError):

@@ -3,57 +3,79 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import Any
 
 from textual.command import DiscoveryHit, Hit, Hits, Provider
 
 from localllm.errors import LocalLLMError
 from localllm.history import SavedChat
 from localllm.terminal import clean_line
-
-if TYPE_CHECKING:
-    from .app import ChatApp
-    from .screens.chat import ChatScreen
+from localllm.tui.keys import KEYS
+from localllm.tui.screens.chat import ChatScreen
 
 CHATS = 200
+ACTIONS = {
+    "Models": "models.open", "Chats": "chats.open", "New chat": "chat.new", "Parameters": "params.open",
+    "Engine": "engine.open", "Sidebar": "ui.sidebar", "Thinking": "ui.thinking", "Help": "app.help",
+    "Doctor": "app.doctor", "Log": "app.log", "Edit in $EDITOR": "prompt.editor", "Sent before": "prompt.search",
+}  # fmt: skip
+TYPED = {
+    "Copy the last answer": "/copy", "Copy the last code block": "/copy code", "Answer again": "/regen",
+    "Continue the answer": "/continue", "Take the last question back": "/undo", "Export as Markdown": "/export md",
+    "Export as HTML": "/export html", "Export as JSON": "/export json", "Serve this model to other programs": "/serve",
+    "Stop serving": "/serve off", "What fills the context": "/ctx", "Statistics": "/stats", "Plan": "/plan",
+    "What is loaded": "/ps",
+}  # fmt: skip
+Row = tuple[str, str, Callable[[], Any]]
 
 
 class Everything(Provider):
-    """The commands of the program, the chats, the models."""
+    """The commands of the program, the chats, the models. Rows are (name, meaning, what it does)."""
 
     @property
-    def _app(self) -> ChatApp:
-        return cast("ChatApp", self.app)
-
-    @property
-    def _screen(self) -> ChatScreen:
-        return self._app.chat
+    def _chat(self) -> ChatScreen:
+        return next(screen for screen in self.app.screen_stack if isinstance(screen, ChatScreen))
 
     async def startup(self) -> None:
         """Read the lists once, when the palette opens."""
+        chat, session = self._chat, self._chat.session
         self._chats: list[SavedChat] = []
-        if self._app.saver.kept:
+        if session.saver.kept:
             try:
-                self._chats = await asyncio.wrap_future(self._app.saver.run(lambda history: history.chats(CHATS)))
+                self._chats = await asyncio.wrap_future(session.saver.run(lambda history: history.chats(CHATS)))
             except LocalLLMError as error:
-                self._screen.flash(error.message)
-        self._models = [row.name for row in await asyncio.to_thread(self._app.backend.choices) if row.local]
+                chat.flash(error.message)
+        self._models = [row.name for row in await asyncio.to_thread(session.backend.choices) if row.local]
+
+    def _commands(self) -> Iterator[Row]:
+        chat, app = self._chat, self.app
+        for name, key in ACTIONS.items():
+            meaning = f"{KEYS[key].meaning}  ({chat.frame.keymap.label(key)})"
+            yield name, meaning, partial(chat.run_action, KEYS[key].action)
+        for name, command in TYPED.items():
+            yield name, command, partial(chat.submit, command)
+        yield "Theme", "colours", app.search_themes
+        yield "Screenshot", "write an SVG of this screen", app.deliver_screenshot
+        yield "Quit", "leave; the chat is saved", app.exit
+
+    def _lists(self) -> Iterator[Row]:
+        for chat in self._chats:
+            title = clean_line(chat.title) or "untitled"
+            yield title, "open this chat", partial(self._chat.open_chat, chat.id)
+        for name in self._models:
+            yield clean_line(name), "use this model", partial(self._chat.use_model, name)
 
     async def discover(self) -> Hits:
         """Before anything is typed: the commands."""
-        for name, meaning, action in self._app.everything():
+        for name, meaning, action in self._commands():
             yield DiscoveryHit(name, action, help=meaning)
 
     async def search(self, query: str) -> Hits:
         """Whatever matches."""
         matcher = self.matcher(query)
-        rows = [(name, meaning, action) for name, meaning, action in self._app.everything()]
-        for chat in self._chats:
-            title = clean_line(chat.title) or "untitled"
-            rows.append((title, "open this chat", partial(self._screen.open_chat, chat.id)))
-        rows += [(clean_line(n), "use this model", partial(self._screen.use_model, n)) for n in self._models]
-        for name, meaning, action in rows:
+        for name, meaning, action in (*self._commands(), *self._lists()):
             score = matcher.match(name)
             if score > 0:
                 yield Hit(score, matcher.highlight(name), action, text=name, help=meaning)

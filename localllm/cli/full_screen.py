@@ -6,10 +6,9 @@ import os
 import sys
 from typing import Any
 
-from localllm.cli.endpoint import ChatEndpoint
 from localllm.cli.frame import logs
 from localllm.cli.frame.command import Env
-from localllm.cli.start import Start, backend_of, farewell
+from localllm.cli.start import Start, backend_of, farewell, session_of
 from localllm.config import UserConfig
 from localllm.terminal import locale_encoding
 
@@ -24,41 +23,29 @@ def full_screen(env: Env, config: UserConfig, start: Start) -> int:
     choice = start.choice
     with stderr_to(logs.path()):
         from localllm.tui.app import ChatApp
+        from localllm.tui.frame import ScreenOptions
 
-        backend = backend_of(env, config, start)
-        endpoint = ChatEndpoint(env, config, backend, start.record)
+        session = session_of(env, config, start, backend_of(env, config, start))
         os.environ.setdefault("ESCDELAY", "50")
-        if "TEXTUAL_DRIVER" not in os.environ:  # a shell that exports them would fix the size for ever
+        if "TEXTUAL_DRIVER" not in os.environ:  # a shell that exports them would fix the size
             for name in ("LINES", "COLUMNS"):
                 os.environ.pop(name, None)
-        app = ChatApp(
-            backend,
-            start.conversation,
-            model=choice.name if choice else None,
-            shown=choice.shown if choice else "",
-            ui=config.ui,
-            keys=config.keys,
-            presets=config.presets,
-            saver=start.saver,
-            first_message=start.first,
-            files=start.files,
-            offline=env.offline,
-            home=choice is None,
-            log_file=logs.path(),
-            endpoint=endpoint,
-            serve=start.serve,
-            encoding=locale_encoding(),
-        )
+        options = ScreenOptions(
+            ui=config.ui, keys=config.keys, name=choice.name if choice else None, home=choice is None,
+            offline=env.offline, log_file=logs.path(), encoding=locale_encoding(),
+        )  # fmt: skip
+        app = ChatApp(session, options)
         app.run(mouse=config.ui.mouse, inline=start.inline, inline_no_clear=start.inline)
         app.downloads.stop()
         start.saver.close()
-        endpoint.stop()
-        close_soon(backend)
+        if session.endpoint is not None:
+            session.endpoint.stop()
+        close_soon(session.backend)
     if app.failure is not None:
         raise app.failure  # becomes one sentence and a line in the log
     if app.wants_restart:
-        _restart(app.model, app.conversation.id)
-    farewell(env, app.conversation, start.saver, app.model)
+        _restart(session.model, session.conversation.id)
+    farewell(env, session.conversation, start.saver, session.model)
     return 0
 
 

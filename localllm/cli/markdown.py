@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 
+from localllm.conversation.markdown import closes_fence, opened_fence
+
 BOLD, ITALIC, CODE, HEADING, DIM, RESET = "\x1b[1m", "\x1b[3m", "\x1b[36m", "\x1b[1;36m", "\x1b[2m", "\x1b[0m"
 MAX_HELD = 400
 """Characters a span may hold back; what is longer is shown as it is."""
 
 _LINE_START = re.compile(r" {0,3}(?:#{0,6}|`{0,3}|~{0,3}|[-*+])? ?$| *$")
-_FENCE = re.compile(r" {0,3}(```+(?=[^`\n]*(?:\n|$))|~~~+)")
 _SPANS = (
     (re.compile(r"`([^`\n]+)`"), CODE),
     (re.compile(r"\*\*(\S(?:[^\n]*?\S)?)\*\*"), BOLD),
@@ -72,7 +73,7 @@ class MarkdownStream:
         return text[:newline] + RESET + "\n"
 
     def _start_line(self) -> str | None:
-        if self._fence or _FENCE.match(self._held):
+        if self._fence or opened_fence(self._held.partition("\n")[0]):
             return self._start_fenced()
         if "\n" not in self._held and _LINE_START.fullmatch(self._held):
             return None
@@ -88,18 +89,18 @@ class MarkdownStream:
 
     def _start_fenced(self) -> str | None:
         """A line that opens or closes a fence, or one inside."""
-        newline = self._held.find("\n")
-        mark = _FENCE.match(self._held)
-        if newline < 0 and (mark or (len(self._held) < 6 and _FENCE.match(self._held.lstrip() + "```"))):
+        line, newline, rest = self._held.partition("\n")
+        found = opened_fence(line)
+        if not newline and (found or (len(line) < 6 and opened_fence(line.lstrip() + "```"))):
             return None  # a fence line is shown when it is whole
-        if mark and not self._fence:
-            self._fence = mark[1]
-        elif mark and mark[1].startswith(self._fence) and not self._held[mark.end() : newline].strip():
+        if found and not self._fence:
+            self._fence = found[0]
+        elif found and closes_fence(line, self._fence):
             self._fence = ""
         else:
             self._line_start = False
             return CODE
-        line, self._held = self._held[:newline], self._held[newline + 1 :]
+        self._held = rest
         return DIM + line + RESET + "\n"
 
 

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from localllm.cli.chats import load_chat
 from localllm.cli.frame.options import read_text
+from localllm.conversation.answer import Answer
 from localllm.errors import ConfigError, ConstraintUnmet, ContextTooLong
 from localllm.request import Constraint, Message
 
-from .session import Answered, Sampling
+from .session import Sampling
 
 if TYPE_CHECKING:
     from localllm.conversation.tree import Conversation, Exchange
@@ -146,7 +147,7 @@ def with_content(message: Message, text: str) -> Message:
 
 def code_block(text: str, language: str) -> str:
     """The first fenced block of a text; with `language` the first that is marked so. Raises ConstraintUnmet."""
-    from localllm.conversation.texts import fenced_blocks
+    from localllm.conversation.markdown import fenced_blocks
 
     for mark, block in fenced_blocks(text):
         if not language or mark.split(" ")[0].casefold() == language.casefold():
@@ -183,7 +184,7 @@ class KeptChat:
         """What the model is sent."""
         return self.talk.messages(self._exchange)
 
-    def save(self, answers: Sequence[Answered], model: str) -> str:
+    def save(self, answers: Sequence[Answer], model: str) -> str:
         """Write the question and its answers, each a branch. Returns the chat's id. Raises HistoryError."""
         from localllm.conversation.storage import saved_chat, saved_messages
         from localllm.history import History

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from localllm.cli.frame.console import Console
 from localllm.cli.frame.progress import phase_event
+from localllm.conversation.answer import Answer
 from localllm.interface import ChatEvent, Delta, Done, Facts, Prefill
 from localllm.request import LoadProgress, Timing, Usage
 from localllm.terminal import Cleaner, json_safe
-
-from .session import Answered
 
 if TYPE_CHECKING:
     from localllm.cli.question import Job
@@ -99,7 +98,7 @@ class Text:
         if self._job.stream and isinstance(event, Delta):
             self._piece(event.kind, event.text)
 
-    def close(self, answers: Sequence[Answered]) -> None:
+    def close(self, answers: Sequence[Answer]) -> None:
         """Print what streaming did not, and end the line."""
         if not self._job.stream:
             for number, one in enumerate(answers):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from localllm.cli.frame.command import Env
 from localllm.cli.frame.progress import Progress
+from localllm.conversation.answer import Answer
 from localllm.errors import Aborted, LocalLLMError
 from localllm.interface import ChatBackend, ChatEvent, Delta, Done, Facts, Failed
-from localllm.request import Constraint, LoadProgress, OnProgress, SamplingParams, Timing, Usage
+from localllm.request import Constraint, LoadProgress, OnProgress, SamplingParams
 from localllm.testing import only_in_tests
 
 if TYPE_CHECKING:
@@ -164,31 +165,17 @@ def drain(backend: ChatBackend) -> Iterator[ChatEvent]:
 # --- a turn ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Answered:
-    """One finished answer."""
-
-    text: str = ""
-    reasoning: str = ""
-    tool_calls: list[str] = field(default_factory=list)
-    stop: str = ""
-    usage: Usage = field(default_factory=Usage)
-    timing: Timing = field(default_factory=Timing)
-
-
 def follow(
     backend: ChatBackend,
     turns: list[int],
     on_event: Callable[[ChatEvent], None],
-    so_far: dict[int, Answered] | None = None,
-) -> list[Answered]:
+    so_far: Mapping[int, Answer] | None = None,
+) -> list[Answer]:
     """Drain until every turn has ended. Raises the first failure; stops the turns when interrupted.
 
     `so_far` holds what there is of each answer, also after an interruption; given again, it goes on from there.
     """
-    answers = {} if so_far is None else so_far
-    for turn in turns:
-        answers.setdefault(turn, Answered())
+    answers = {turn: Answer() for turn in turns} if so_far is None else so_far
     open_turns = set(turns)
     try:
         while open_turns:
@@ -196,12 +183,10 @@ def follow(
                 if isinstance(event, Failed) and event.turn in (-1, *open_turns):
                     raise BackendError(event)
                 on_event(event)
-                if isinstance(event, Delta) and event.turn in answers:
-                    _add(answers[event.turn], event)
-                elif isinstance(event, Done) and event.turn in open_turns:
-                    answer = answers[event.turn]
-                    answer.stop, answer.usage, answer.timing = str(event.stop), event.usage, event.timing
-                    open_turns.discard(event.turn)
+                if isinstance(event, Delta | Done) and event.turn in open_turns:
+                    answers[event.turn].add(event)
+                    if isinstance(event, Done):
+                        open_turns.discard(event.turn)
             if open_turns:
                 time.sleep(POLL_S)
     except BaseException:
@@ -211,16 +196,7 @@ def follow(
     return [answers[turn] for turn in turns]
 
 
-def _add(answer: Answered, delta: Delta) -> None:
-    if delta.kind == "content":
-        answer.text += delta.text
-    elif delta.kind == "reasoning":
-        answer.reasoning += delta.text
-    else:
-        answer.tool_calls.append(delta.text)
-
-
-def stats_line(answer: Answered, facts: Facts) -> str:
+def stats_line(answer: Answer, facts: Facts) -> str:
     """'41 tokens, 91.2 tok/s, TTFT 38 ms, prompt 12, ctx 1 %'."""
     usage, timing = answer.usage, answer.timing
     cached = f" (cached {usage.cached_tokens:,})" if usage.cached_tokens else ""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from localllm.cli.attach import process_at
+from localllm.cli.endpoint import ChatEndpoint
 from localllm.cli.frame.command import Env
 from localllm.cli.names import Choice
 from localllm.cli.session import Sampling, make_backend
@@ -20,6 +21,7 @@ from localllm.terminal import clean_line
 if TYPE_CHECKING:
     from localllm.conversation.attachments import Attachment
     from localllm.conversation.saver import Saver
+    from localllm.conversation.session import Session
     from localllm.conversation.tree import Conversation
     from localllm.interface import ChatBackend
     from localllm.processes import Record
@@ -93,6 +95,17 @@ def backend_of(env: Env, config: UserConfig, start: Start) -> ChatBackend:
         sampling, pid = start.sampling, process_at(start.attach_to)
         return RemoteBackend(start.attach_to, key, given=sampling.given, stop=sampling.stop, pid=pid)
     return make_backend(env, config, start.sampling, ctx=start.ctx)
+
+
+def session_of(env: Env, config: UserConfig, start: Start, backend: ChatBackend) -> Session:
+    """The chat as its interface runs it."""
+    from localllm.conversation.session import Session
+
+    model = (start.choice.shown or start.choice.name) if start.choice else ""
+    return Session(
+        backend, start.conversation, start.saver, model, presets=config.presets, files=list(start.files),
+        first=start.first, endpoint=ChatEndpoint(env, config, backend, start.record), serves=start.serve,
+    )  # fmt: skip
 
 
 def farewell(env: Env, conversation: Conversation, saver: Saver, model: str) -> None:

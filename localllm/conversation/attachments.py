@@ -78,6 +78,12 @@ def read_attachments(typed: str) -> list[Attachment]:
     return [read_attachment(name) for name in names]
 
 
+def mentioned(text: str) -> list[Attachment]:
+    """The files behind `@path` in a message. Raises ConfigError for one that is there and cannot be attached."""
+    words = [word[1:].rstrip(".,;:!?)\"'") for word in text.split() if word.startswith("@") and len(word) > 1]
+    return [read_attachment(word) for word in dict.fromkeys(words) if Path(word).expanduser().is_file()]
+
+
 def _expanded(word: str, found: list[str]) -> list[str]:
     return sorted(found) if found and any(mark in word for mark in "*?[") else [word]
 

@@ -1,4 +1,4 @@
-"""/serve: the engine of a chat as an endpoint for other programs of this machine. No Textual."""
+"""/serve: the engine of a chat as an endpoint for other programs of this machine."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Protocol
 from localllm.errors import ConfigError
 
 MAX_PORT = 65_535
-OFF = -1
-"""the word off, as `wished_port` understands it"""
+OFF = -1  # what `wished_port` makes of the word off
 
 
 class Endpoint(Protocol):
@@ -40,8 +39,3 @@ def wished_port(text: str) -> int | None:
     if not text.isascii() or not text.isdigit() or int(text) > MAX_PORT:
         raise ConfigError(f"/serve {text}: it can be a port up to {MAX_PORT}, or off", "/serve 8000")
     return int(text)
-
-
-def says(url: str) -> str:
-    """What is said when it answers."""
-    return f"this model answers at {url}/v1 while the chat is open; /serve off ends that"

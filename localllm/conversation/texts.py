@@ -1,10 +1,11 @@
-"""Sentences about a conversation: the line below an answer, a failure with its fixes, what a summary says."""
+"""Sentences about a conversation: the line below an answer, a failure with its fixes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from localllm.errors import LocalLLMError
 from localllm.interface import Failed
 from localllm.request import Timing, Usage
 
@@ -17,28 +18,6 @@ def number(value: Any) -> str:
 def counted(many: int, word: str) -> str:
     """'1 turn', '2,000 turns'."""
     return f"{many:,} {word}{'' if many == 1 else 's'}"
-
-
-def code_blocks(text: str) -> list[str]:
-    """The contents of the fenced blocks of a Markdown text; one that is left open counts."""
-    return [block for _, block in fenced_blocks(text)]
-
-
-def fenced_blocks(text: str) -> list[tuple[str, str]]:
-    """(what stands behind the fence, such as "python"; contents) of the fenced blocks of a Markdown text."""
-    blocks: list[tuple[str, list[str]]] = []
-    fence = ""
-    for line in text.split("\n"):
-        bare = line.strip()
-        if not fence and bare.startswith(("```", "~~~")):
-            mark = bare.lstrip(bare[0])
-            fence = bare[: len(bare) - len(mark)]
-            blocks.append((mark.strip(), []))
-        elif fence and bare.startswith(fence) and not bare.strip(fence[0]):
-            fence = ""
-        elif fence:
-            blocks[-1][1].append(line)
-    return [(mark, "\n".join(lines)) for mark, lines in blocks]
 
 
 def answer_stats(usage: Usage, timing: Timing, stop: str) -> str:
@@ -59,14 +38,9 @@ def answer_stats(usage: Usage, timing: Timing, stop: str) -> str:
     return "  ·  ".join([*parts, *([ends[stop]] if stop in ends else [])])
 
 
-def summary(usages: Iterable[Usage], timings: Iterable[Timing]) -> str:
-    """'3 turns · 120 tokens · 90 tok/s avg'; empty before the first answer."""
-    done = [usage.completion_tokens for usage in usages if usage.completion_tokens]
-    if not done:
-        return ""
-    rates = [timing.decode_tps for timing in timings if timing.decode_tps]
-    rate = f" · {sum(rates) / len(rates):.0f} tok/s avg" if rates else ""
-    return f"{counted(len(done), 'turn')} · {counted(sum(done), 'token')}{rate}"
+def complaint(error: LocalLLMError) -> str:
+    """An error of the user's, in one line."""
+    return f"! {error.message}" + (f" ({error.hint})" if error.hint else "")
 
 
 def failure_lines(failed: Failed) -> Sequence[str]:

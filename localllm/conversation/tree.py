@@ -1,44 +1,40 @@
 """A conversation: a tree of questions and answers, the branch that is on the screen, instructions, sampling.
 
-Shared by the full-screen interface and the line mode. No Textual, no output. `Exchange` is a question with one of its
+`Exchange` is a question with one of its
 answers: answering again makes a sibling with the same question, editing the question a sibling with another one.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from localllm.config import KEYS, Preset
-from localllm.conversation import texts
+from localllm.conversation.answer import Answer
 from localllm.conversation.attachments import Attachment, with_attachments
+from localllm.conversation.texts import counted
 from localllm.errors import ConfigError
 from localllm.history import new_chat_id, new_message_id
-from localllm.interface import Failed
-from localllm.request import Message, Timing, Usage
+from localllm.request import Message
 
 THINK = ("auto", "off", "on", "low", "medium", "high")
 TITLE_CHARS = 60
 
 
 @dataclass(slots=True, eq=False)
-class Exchange:
-    """A question and what became of it."""
+class Exchange(Answer):
+    """A question and what became of it.
 
-    user: str
+    forgotten   the user agreed to leave it out, because the context window is full
+    chosen      the child whose branch was on the screen last
+    """
+
+    user: str = ""
     parent: Exchange | None = None
     attachments: tuple[Attachment, ...] = ()
-    text: str = ""
-    reasoning: str = ""
-    stop: str = ""
-    """empty until it has ended: stop | length | abort | error | partial | edited | unanswered"""
-    usage: Usage = field(default_factory=Usage)
-    timing: Timing = field(default_factory=Timing)
-    failed: Failed | None = None
     forgotten: bool = False
-    """the user agreed to leave it out, because the context window is full"""
     model: str = ""
     thought_s: float = 0.0
     question_id: int = field(default_factory=new_message_id)
@@ -46,7 +42,6 @@ class Exchange:
     asked_at: float = field(default_factory=time.time)
     children: list[Exchange] = field(default_factory=list)
     chosen: Exchange | None = None
-    """the child whose branch was on the screen last"""
 
     @property
     def counts(self) -> bool:
@@ -62,8 +57,11 @@ class Exchange:
 class Conversation:
     """Turns so far, instructions, and the sampling a user has set.
 
-    `sampling` is the very dictionary that the backend's default parameters read, so that /set holds from the next turn.
-    `exchanges` is the branch on the screen, `roots` the first turns of all branches.
+    sampling       the very dictionary that the backend's default parameters read: /set holds from the next turn
+    exchanges      the branch on the screen; `roots` the first turns of all branches
+    titles_itself  a chat that was given no title is called by its first question
+    summary_text   what stands for the turns that were left out, made by the model when asked to
+    removed        ids of messages to be taken from the disk
     """
 
     def __init__(self, system: str = "", sampling: dict[str, Any] | None = None, think: str = "auto") -> None:
@@ -73,15 +71,12 @@ class Conversation:
         self.id = new_chat_id()
         self.title = ""
         self.titles_itself = True
-        """a chat that was given no title is called by its first question"""
         self.model = ""
         self.summary_text = ""
-        """what stands for the turns that were left out, made by the model when asked to"""
         self.created = time.time()
         self.roots: list[Exchange] = []
         self.exchanges: list[Exchange] = []
         self.removed: list[int] = []
-        """ids of messages to be taken from the disk"""
 
     # --- turns -------------------------------------------------------------------------------------------------------
 
@@ -109,6 +104,26 @@ class Conversation:
         other = self.again(exchange)
         other.text, other.stop, other.model = text, "edited", exchange.model
         return other
+
+    def numbered(self, text: str) -> Exchange:
+        """The exchange of answer n, or the last one. Raises ConfigError."""
+        if not self.exchanges:
+            raise ConfigError("there is nothing in this chat yet", "")
+        if text and (not text.isdigit() or not 1 <= int(text) <= len(self.exchanges)):
+            raise ConfigError(f"{text}: there are questions 1 to {len(self.exchanges)}", "")
+        return self.exchanges[int(text) - 1 if text else -1]
+
+    @property
+    def cut_short(self) -> Exchange:
+        """The last exchange, whose answer can be continued. Raises ConfigError."""
+        last = self.numbered("")
+        if not last.text or last.stop not in ("length", "abort", "partial", "edited", "error"):
+            raise ConfigError("the last answer was not cut short", "/regen answers again")
+        return last
+
+    def undo(self) -> None:
+        """Leave the last question and its answer, which stay as a branch. Raises ConfigError."""
+        self.exchanges = self._above(self.numbered(""))
 
     def cut_after(self, exchange: Exchange) -> None:
         """The next question follows this exchange; what came after stays as a branch of its own."""
@@ -181,7 +196,7 @@ class Conversation:
             return
         siblings.remove(exchange)
         keeps_question = any(one.question_id == exchange.question_id for one in siblings)
-        self.removed += [i for one in _below(exchange) for i in (one.question_id, one.answer_id)]
+        self.removed += [i for one in walked([exchange]) for i in (one.question_id, one.answer_id)]
         if keeps_question:
             self.removed.remove(exchange.question_id)
         if exchange.parent is not None and exchange.parent.chosen is exchange:
@@ -230,44 +245,6 @@ class Conversation:
         counting = [e for e in self._above(exchange) if e.counts]
         return counting[: (len(counting) + 1) // 2]
 
-    # --- settings by typing ------------------------------------------------------------------------------------------
-
-    def set_system(self, text: str) -> str:
-        """/system: returns what to say."""
-        if not text:
-            return f"system: {self.system}" if self.system else "no system message; /system TEXT sets one"
-        self.system = "" if text == "off" else text
-        return "system message set, it holds from the next message" if self.system else "system message removed"
-
-    def set_think(self, text: str) -> str:
-        """/think: returns what to say. Raises ConfigError for an unknown word."""
-        if not text:
-            return f"think is {self.think}; it can be {', '.join(THINK)}"
-        if text not in THINK:
-            raise ConfigError(f"/think {text}: it can be {', '.join(THINK)}", "/think off")
-        self.think = text
-        return f"think {text}, from the next message; models that cannot switch it ignore this"
-
-    def set_sampling(self, text: str) -> str:
-        """/set: returns what to say. Raises ConfigError for an unknown key or a value outside its range."""
-        words = text.replace("=", " ").split()
-        names = sampling_keys()
-        if not words:
-            shown = (
-                ", ".join(f"{key} {value}" for key, value in self.sampling.items()) or "nothing, the model's own hold"
-            )
-            return f"set: {shown}. Keys: {', '.join(names)}"
-        name = {"temp": "temperature"}.get(words[0], words[0])
-        if name not in names:
-            raise ConfigError(f"there is no setting {name!r}", f"one of {', '.join(names)}")
-        if len(words) == 1:
-            return f"{name} is {self.sampling.get(name, 'the model’s own')}"
-        if words[1] in ("off", "auto", "default"):
-            self.sampling.pop(name, None)
-            return f"{name} is the model's own again"
-        self.sampling[name] = parse_sampling(name, words[1])
-        return f"{name} = {texts.number(self.sampling[name])}, from the next message"
-
     def use(self, preset: Preset) -> None:
         """Take a preset's instructions and sampling over."""
         if preset.system is not None:
@@ -275,38 +252,24 @@ class Conversation:
         self.sampling.clear()
         self.sampling.update(preset.sampling.given())
 
-    def pick(self, what: str) -> tuple[str, str]:
-        """/copy: (text, what it is). Raises ConfigError when there is no such thing."""
-        answers = [exchange for exchange in self.exchanges if exchange.text]
-        if not answers:
-            raise ConfigError("there is no answer to copy yet", "")
-        if what == "all":
-            parts = [f"**{e.user}**\n\n{e.text}" for e in answers]
-            return "\n\n".join(parts), "the chat"
-        if what.startswith("code"):
-            blocks = texts.code_blocks(answers[-1].text)
-            if not blocks:
-                raise ConfigError("the last answer has no code block", "")
-            which = what.removeprefix("code").strip()
-            if not which:
-                return blocks[-1], "the last code block"
-            if not which.isdigit() or not 1 <= int(which) <= len(blocks):
-                raise ConfigError(f"/copy {what}: there are code blocks 1 to {len(blocks)}", "/copy code 1")
-            return blocks[int(which) - 1], f"code block {which}"
-        if what and (not what.isdigit() or not 1 <= int(what) <= len(answers)):
-            raise ConfigError(
-                f"/copy {what}: there are answers 1 to {len(answers)}", "/copy, /copy 2, /copy code, /copy all"
-            )
-        number = int(what) if what else len(answers)
-        return answers[number - 1].text, "the last answer" if not what else f"answer {number}"
+    @property
+    def used_tokens(self) -> int:
+        """Tokens of the context that the last answer took; 0 before it."""
+        last = self.exchanges[-1].usage if self.exchanges else None
+        return last.prompt_tokens + last.completion_tokens if last else 0
 
     @property
     def summary(self) -> str:
         """'3 turns · 120 tokens · 90 tok/s avg'; empty before the first answer."""
-        return texts.summary((e.usage for e in self.exchanges), (e.timing for e in self.exchanges))
+        done = [one.usage.completion_tokens for one in self.exchanges if one.usage.completion_tokens]
+        if not done:
+            return ""
+        rates = [one.timing.decode_tps for one in self.exchanges if one.timing.decode_tps]
+        rate = f" · {sum(rates) / len(rates):.0f} tok/s avg" if rates else ""
+        return f"{counted(len(done), 'turn')} · {counted(sum(done), 'token')}{rate}"
 
     def attach(self, exchange: Exchange) -> None:
-        """Put a turn of before into the tree, beside its siblings; the branch on the screen stays."""
+        """Put a saved turn into the tree, beside its siblings; the branch on the screen stays."""
         self._siblings(exchange).append(exchange)
 
     @property
@@ -337,9 +300,10 @@ def parse_sampling(name: str, text: str) -> Any:
         raise ConfigError(f"{name} is {text!r}: expected {kind.expects}", "") from None
 
 
-def _below(exchange: Exchange) -> Iterator[Exchange]:
-    waiting = [exchange]
+def walked(exchanges: Iterable[Exchange]) -> Iterator[Exchange]:
+    """These exchanges and all below them, each before its children."""
+    waiting = list(exchanges)[::-1]
     while waiting:
         one = waiting.pop()
         yield one
-        waiting += one.children
+        waiting += reversed(one.children)

@@ -190,19 +190,21 @@ def test_a_wrong_key_a_wrong_model_and_no_server_fail_to_load(url: str) -> None:
 
 
 async def test_t19_the_interface_says_where_it_is_computed(url: str) -> None:
+    from localllm.conversation.session import Session
     from localllm.conversation.tree import Conversation
     from localllm.tui.app import ChatApp
 
     backend = RemoteBackend(url, "right-key", pid=48121)
-    app = ChatApp(backend, Conversation(), model="tiny", home=False)
+    app = ChatApp(Session(backend, Conversation(), model="tiny"))
     async with app.run_test(size=(118, 34)) as pilot:
         end = time.monotonic() + 30
         while app.chat.phase != "ready" and time.monotonic() < end:
             await pilot.pause(0.05)
         await app.chat.submit("hi")
-        while (not app.conversation.exchanges or not app.conversation.exchanges[0].stop) and time.monotonic() < end:
+        talk = app.session.conversation
+        while (not talk.exchanges or not talk.exchanges[0].stop) and time.monotonic() < end:
             await pilot.pause(0.05)
-        assert app.conversation.exchanges[0].text == "Hello é日"
+        assert talk.exchanges[0].text == "Hello é日"
         assert f"via {url} (pid 48121)" in str(app.chat.query_one("#model").render())  # type: ignore[attr-defined]
         assert f"via {url} (pid 48121)" in backend.facts().run_summary
     backend.close()

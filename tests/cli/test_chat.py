@@ -182,7 +182,7 @@ def test_line_mode_saves_and_goes_on(tmp_path: Path) -> None:
     env = {"LOCALLLM_HOME": str(tmp_path / "home")}
     first = Line(tmp_path, env=env)
     first.wait_for("> ")
-    for said, seen in (("hello\n", "tok/s"), ("/rename My talk\n", "renamed"), ("/regen\n", "↓"), ("/ctx\n", "about")):
+    for said, seen in (("hello\n", "tok/s"), ("/rename My talk\n", "renamed"), ("/regen\n", "↓"), ("/ctx\n", "free")):
         first.send(said)
         if seen != "↓":
             first.wait_for(seen)

@@ -11,11 +11,13 @@ from typing import Any
 from textual.pilot import Pilot
 
 from localllm.backend.scripted import FakeBackend
-from localllm.config import UiConfig
+from localllm.config import Preset, UiConfig
 from localllm.conversation.saver import Saver
+from localllm.conversation.session import Session
 from localllm.conversation.tree import Conversation
 from localllm.history import History
 from localllm.tui.app import ChatApp
+from localllm.tui.frame import ScreenOptions
 from localllm.tui.screens.chat import ChatScreen
 from localllm.tui.widgets.messages import AssistantMessage
 from localllm.tui.widgets.prompt import PromptArea
@@ -81,13 +83,14 @@ class Chat:
 async def chat(
     *, model: str = "fake", tps: float = 0, load_s: float = 0, size: tuple[int, int] = (118, 34), first: str = "",
     ui: UiConfig | None = None, ctx: int = 32_768, sampling: dict[str, Any] | None = None, path: Path | None = None,
-    talk: Conversation | None = None, **options: Any,
+    talk: Conversation | None = None, presets: dict[str, Preset] | None = None, **options: Any,
 ) -> AsyncIterator[Chat]:  # fmt: skip
     """Open a chat; it is closed at the end. `path` is a database to keep it in."""
     backend = FakeBackend(tps=tps, load_s=load_s, ctx=ctx)
     saver = Saver(lambda: History(path)) if path is not None else Saver(None)
     conversation = talk or Conversation("", sampling)
-    app = ChatApp(backend, conversation, model=model, first_message=first, ui=ui, saver=saver, **options)
+    session = Session(backend, conversation, saver, model, presets or {}, first=first)
+    app = ChatApp(session, ScreenOptions(ui or UiConfig(), **options))
     try:
         async with app.run_test(size=size) as pilot:
             await pilot.pause()

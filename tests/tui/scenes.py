@@ -13,12 +13,14 @@ from textual.pilot import Pilot
 
 from localllm.backend.scripted import FakeBackend
 from localllm.conversation.saver import Saver
+from localllm.conversation.session import Session
 from localllm.conversation.storage import restored, saved_chat
 from localllm.conversation.tree import Conversation
 from localllm.history import History, SavedChat, SavedMessage
 from localllm.interface import Check, Facts, ModelChoice
 from localllm.request import Timing
 from localllm.tui.app import ChatApp
+from localllm.tui.frame import ScreenOptions
 from localllm.tui.widgets.engine import EnginePanel
 
 SIZE = (118, 34)
@@ -163,7 +165,7 @@ async def stage(
     """The application with its scripted backend."""
     backend = SceneBackend(tps=0, load_s=0)
     saver = Saver((lambda: History(path)) if path is not None else None)
-    app = ChatApp(backend, talk or Conversation(), model="" if home else "qwen3-4b", saver=saver, home=home)
+    app = ChatApp(Session(backend, talk or Conversation(), saver, "" if home else "qwen3-4b"), ScreenOptions(home=home))
     try:
         async with app.run_test(size=SIZE) as pilot:
             end = time.monotonic() + 60
@@ -214,7 +216,7 @@ async def engine(path: Path) -> str:
             panel._decode.append(150 + 13 * (number % 5) + (90 if number % 9 > 4 else 0))
         panel._step_ms = 6.1
         for number in range(40):
-            app.chat.turns.add(Timing(ttft_s=0.03 + 0.02 * (number % 4), decode_tps=150 + 4.0 * (number % 5)))
+            app.chat.times.add(Timing(ttft_s=0.03 + 0.02 * (number % 4), decode_tps=150 + 4.0 * (number % 5)))
         panel._before = None
         await pilot.pause(0.2)
         panel.look()

@@ -21,10 +21,12 @@ from localllm.cli.commands.stop import stop
 from localllm.cli.endpoint import ChatEndpoint
 from localllm.cli.frame.command import Env, Options
 from localllm.conversation.serving import OFF, wished_port
+from localllm.conversation.session import Session
 from localllm.conversation.tree import Conversation
 from localllm.errors import ConfigError, ServerError
 from localllm.request import SamplingParams
 from localllm.tui.app import ChatApp
+from localllm.tui.frame import ScreenOptions
 from localllm.tui.widgets.engine import EnginePanel
 
 from .conftest import Chat, chat
@@ -61,7 +63,8 @@ async def real_chat(model: str, serve: int | None = OFF) -> AsyncIterator[Chat]:
     record = processes.Record("chat")
     env = Env(Options(quiet=True))
     endpoint = ChatEndpoint(env, env.config, backend, record)
-    app = ChatApp(backend, Conversation(), model=model, shown="tiny", endpoint=endpoint, serve=serve)
+    session = Session(backend, Conversation(), model="tiny", endpoint=endpoint, serves=serve)
+    app = ChatApp(session, ScreenOptions(name=model))
     try:
         async with app.run_test(size=(118, 34)) as pilot:
             await pilot.pause()
@@ -83,7 +86,7 @@ async def test_serve_answers_beside_the_chat_and_off_closes_the_port(tiny_path: 
         await running.ready()
         await running.send("/serve 0")
         await running.until(lambda: "answers at http://127.0.0.1:" in notices(running))
-        url = running.app.endpoint.url  # type: ignore[union-attr]
+        url = running.app.session.endpoint.url  # type: ignore[union-attr]
         await running.until(lambda: f"api :{url.rsplit(':', 1)[1]}" in running.text("#state"))
         async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
             assert [row["id"] for row in (await client.get("/v1/models")).json()["data"]] == ["tiny"]
@@ -111,12 +114,12 @@ async def test_serve_answers_beside_the_chat_and_off_closes_the_port(tiny_path: 
 async def test_an_endpoint_that_ends_by_itself_is_not_to_be_found(tiny_path: str) -> None:
     async with real_chat(tiny_path, serve=0) as running:
         await running.ready()
-        await running.until(lambda: running.app.endpoint.url)  # type: ignore[union-attr]
+        await running.until(lambda: running.app.session.endpoint.url)  # type: ignore[union-attr]
         await running.until(lambda: find_server("auto", ("tiny",)))
-        beside = running.app.endpoint._beside  # type: ignore[union-attr]
+        beside = running.app.session.endpoint._beside  # type: ignore[union-attr]
         await running.until(lambda: beside._server is not None and beside._server.started)
         beside._server.should_exit = True
-        await running.until(lambda: not running.app.endpoint.url)  # type: ignore[union-attr]
+        await running.until(lambda: not running.app.session.endpoint.url)  # type: ignore[union-attr]
         await running.until(lambda: find_server("auto", ("tiny",)) is None)
         assert (await running.ask("again")).exchange.stop == "length"
 
@@ -124,11 +127,11 @@ async def test_an_endpoint_that_ends_by_itself_is_not_to_be_found(tiny_path: str
 async def test_serve_from_the_start_follows_the_next_model_and_ends_with_the_chat(tiny_path: str) -> None:
     async with real_chat(tiny_path, serve=0) as running:
         await running.ready()
-        await running.until(lambda: running.app.endpoint.url)  # type: ignore[union-attr]
-        url = running.app.endpoint.url  # type: ignore[union-attr]
+        await running.until(lambda: running.app.session.endpoint.url)  # type: ignore[union-attr]
+        url = running.app.session.endpoint.url  # type: ignore[union-attr]
         await running.send(f"/model {tiny_path}")
         await running.until(lambda: notices(running).count("answers at") == 2)
-        assert running.app.endpoint.url == url  # type: ignore[union-attr]
+        assert running.app.session.endpoint.url == url  # type: ignore[union-attr]
         assert httpx.get(f"{url}/v1/models", timeout=60, trust_env=False).status_code == 200
     assert not is_open(url)
 

@@ -316,7 +316,7 @@ async def test_files_presets_thinking_and_titles(tmp_path: Path, monkeypatch: py
         assert messages[1]["content"].count("some notes") == 2 and messages[1]["content"].endswith("@notes.txt?")
         assert running.backend.templates[-1] == {"enable_thinking": True, "reasoning_effort": "low"}
         assert running.screen.conversation.sampling == {"temperature": 0.1}
-        assert not running.screen.attached
+        assert not running.app.session.files
         await running.send("/ctx")
         await running.until(lambda: "attachments" in said(running) and "of 32k" in said(running))
         await running.send("/export md out.md")

@@ -13,7 +13,7 @@ from pathlib import Path
 from textual import on, work
 from textual.widgets import TextArea
 
-from localllm.conversation.tree import Exchange
+from localllm.conversation.session import Session
 from localllm.terminal import clean, clean_line
 from localllm.tui.widgets.choices import Choices
 from localllm.tui.widgets.engine import EnginePanel
@@ -22,15 +22,26 @@ from localllm.tui.widgets.messages import AssistantMessage
 from localllm.tui.widgets.prompt import Hints
 from localllm.tui.widgets.sidebar import Sidebar
 
-from .parts import AGAIN_S, Parts
+from .help import HelpScreen
+from .models import ModelsScreen
+from .params import ParamsScreen
+from .pick import PickScreen
+from .saved import SavedChats
+from .viewer import Viewer, log_text
+
+AGAIN_S = 2.0  # a second Ctrl+C within this time quits
 
 
-class Actions(Parts):
+class Actions(SavedChats):
     """The part of `ChatScreen` that answers to keys."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._interrupted_at = -AGAIN_S
 
     def live_keys(self) -> str:
         """The few keys that matter now."""
-        label = self.chat_app.keymap.label
+        label = self.frame.keymap.label
         if self.browse.active:
             names = ["copy", "code", "edit", "again", "branch", "previous", "leave"]
             words = {"again": "answer again", "branch": "from here", "previous": "branches", "leave": "back"}
@@ -50,11 +61,11 @@ class Actions(Parts):
         """Esc: stop the answer, else close what is open, else browse."""
         choices, hints = self.query_one(Choices), self.query_one(Hints)
         if self.current is not None:
-            self.chat_app.backend.stop(self.current[0])
+            self.session.backend.stop(self.current[0])
             self.state.text = "stopping…"
             self.refresh_lines()
-        elif self.chat_app.backend.facts().times_kernels:
-            self.chat_app.backend.rest()
+        elif self.session.backend.facts().times_kernels:
+            self.session.backend.rest()
             self.flash("the timing of kernels is stopped; localllm tune goes on with it")
         elif choices.display:
             choices.cancel()
@@ -66,8 +77,8 @@ class Actions(Parts):
             self.editing = None
             self.prompt.text = ""
             self.refresh_lines()
-        elif self.attached and not self.prompt.text:
-            self.attached.clear()
+        elif self.session.files and not self.prompt.text:
+            self.session.files.clear()
             self.refresh_lines()
         elif self.query_one(Sidebar).display and self.has_class("-narrow"):
             self.query_one(Sidebar).display = False
@@ -86,12 +97,12 @@ class Actions(Parts):
         prompt = self.prompt
         selected = prompt.selected_text or self.get_selected_text()
         if selected:
-            self.flash(self.chat_app.copy(selected))
+            self.flash(self.session.copy(selected))
             self.clear_selection()
             return
         now = time.monotonic()
         if now - self._interrupted_at < AGAIN_S:
-            self.chat_app.exit()
+            self.app.exit()
             return
         self._interrupted_at = now
         if self.current is not None:
@@ -110,7 +121,7 @@ class Actions(Parts):
 
     def action_quit_chat(self) -> None:
         """Leave."""
-        self.chat_app.exit()
+        self.app.exit()
 
     # --- panels ------------------------------------------------------------------------------------------------------
 
@@ -121,9 +132,7 @@ class Actions(Parts):
 
     def action_models(self) -> None:
         """Choose a model."""
-        from .models import ModelsScreen
-
-        self.app.push_screen(ModelsScreen(self.chat_app.model), self._model_chosen)
+        self.app.push_screen(ModelsScreen(self.session.model, self.flash), self._model_chosen)
 
     async def _model_chosen(self, chosen: tuple[str, int | None] | None) -> None:
         if chosen is None:
@@ -139,9 +148,7 @@ class Actions(Parts):
 
     def action_params(self) -> None:
         """Sampling, thinking, instructions."""
-        from .params import ParamsScreen
-
-        self.app.push_screen(ParamsScreen(self.conversation, self.chat_app.presets), self._params_set)
+        self.app.push_screen(ParamsScreen(self.conversation, self.session.presets), self._params_set)
 
     def _params_set(self, changed: bool | None) -> None:
         if changed:
@@ -150,19 +157,15 @@ class Actions(Parts):
 
     def action_help(self) -> None:
         """F1."""
-        from .help import HelpScreen
-
-        self.app.push_screen(HelpScreen(self.chat_app.keymap))
+        self.app.push_screen(HelpScreen(self.frame.keymap))
 
     def action_doctor(self) -> None:
         """What `localllm doctor` says."""
-        self.chat_app.show_command("doctor")
+        self.show_command("doctor")
 
     def action_logs(self) -> None:
         """The end of the log."""
-        from .viewer import Viewer, log_text
-
-        self.app.push_screen(Viewer("Log", log_text(self.chat_app.log_file), at_end=True))
+        self.app.push_screen(Viewer("Log", log_text(self.frame.options.log_file), at_end=True))
 
     def action_thinking(self) -> None:
         """Open or close the reasoning of the last answer that has any."""
@@ -207,8 +210,6 @@ class Actions(Parts):
 
     def action_search_prompts(self) -> None:
         """Search what was sent before."""
-        from .pick import PickScreen
-
         rows = list(dict.fromkeys(reversed(self.prompt.sent_before)))
         self.app.push_screen(PickScreen("Sent before", [(text, clean_line(text)) for text in rows]), self._put)
 
@@ -216,34 +217,6 @@ class Actions(Parts):
         if text is not None:
             self.prompt.put(text)
         self.prompt.focus()
-
-    def edit(self, exchange: Exchange, is_question: bool) -> None:
-        """Put a message into the prompt, to be sent as a branch."""
-        if self.may_change():
-            self.editing = exchange, is_question
-            self.prompt.put(exchange.user if is_question else exchange.text)
-            self.prompt.focus()
-            self.refresh_lines()
-
-    def edit_last(self) -> None:
-        """Edit the last question."""
-        if self.conversation.exchanges:
-            self.edit(self.conversation.exchanges[-1], True)
-
-    def write_file(self, path: str | None, text: str) -> None:
-        """Write a new file; one that is there is not overwritten."""
-        if not path or not path.strip():
-            return
-        target = Path(path.strip()).expanduser()
-        try:
-            with target.open("x", encoding="utf-8") as file:
-                file.write(text if text.endswith("\n") else text + "\n")
-        except FileExistsError:
-            self.flash(f"{clean_line(str(target))} is there already; choose another name")
-        except (OSError, ValueError) as error:
-            self.flash(f"{clean_line(str(target))}: {getattr(error, 'strerror', None) or error}")
-        else:
-            self.flash(f"written to {clean_line(str(target))}")
 
     @work(exclusive=True, group="editor", exit_on_error=False)
     async def action_editor(self) -> None:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from textual import on
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
 from textual.containers import Vertical
-from textual.screen import ModalScreen
 from textual.widgets import Input
 
+from .modal import Modal
 
-class AskScreen(ModalScreen[str | None]):
-    """Enter answers, Esc does not."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,ctrl+c", "leave", "Close")]
+class AskScreen(Modal[str | None]):
+    """Enter answers."""
 
     def __init__(self, title: str, placeholder: str = "", value: str = "") -> None:
         super().__init__()
@@ -32,7 +28,3 @@ class AskScreen(ModalScreen[str | None]):
     @on(Input.Submitted)
     def _entered(self, event: Input.Submitted) -> None:
         self.dismiss(event.value)
-
-    def action_leave(self) -> None:
-        """No answer."""
-        self.dismiss(None)

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from localllm.conversation.texts import code_blocks
+from localllm.conversation.markdown import code_blocks
+from localllm.conversation.session import write_new
+from localllm.errors import ConfigError
 from localllm.terminal import clean_line
 from localllm.tui.widgets.messages import AssistantMessage, UserMessage
 
-if TYPE_CHECKING:
-    from .chat import ChatScreen
+from .ask import AskScreen
+from .turns import Turns
+from .viewer import Viewer
 
-TWICE_S = 0.6
-"""Two presses of Esc within this time edit the last question."""
+TWICE_S = 0.6  # two presses of Esc within this time edit the last question
 
 
 class Browse:
     """The cursor. Inactive until `enter`."""
 
-    def __init__(self, screen: ChatScreen) -> None:
+    def __init__(self, screen: Turns) -> None:
         self._screen = screen
         self.at: UserMessage | AssistantMessage | None = None
-        self.wanted = ""
-        """what is searched for in this chat"""
+        self.wanted = ""  # what is searched for in this chat
         self._code = -1
         self._entered = 0.0
         self._armed: UserMessage | AssistantMessage | None = None
@@ -67,48 +65,39 @@ class Browse:
     async def key(self, key: str, character: str | None) -> None:
         """One key. A letter that means nothing goes to the prompt."""
         screen = self._screen
-        name = screen.chat_app.keymap.browse().get(key, "")
+        name = screen.frame.keymap.browse().get(key, "")
         if key == "ctrl+z":  # in the prompt it is undo
             screen.app.action_suspend_process()
         elif key == "escape" and time.monotonic() - self._entered < TWICE_S and not screen.prompt.text:
             self.leave()
-            screen.edit_last()
+            if screen.conversation.exchanges:
+                screen.edit(screen.conversation.exchanges[-1], True)
         elif name == "browse.leave" or self.at is None:
             self.leave()
         elif name:
-            await self._actions()[name]()
+            await getattr(self, f"_do_{name.removeprefix('browse.')}")()
         elif character and character.isprintable() and len(character) == 1:
             self.leave()
             screen.prompt.insert(character)
         elif key in ("pageup", "pagedown"):
             getattr(screen.transcript, f"scroll_page_{key.removeprefix('page')}")(animate=False)
 
-    def _actions(self) -> dict[str, Callable[[], Awaitable[None]]]:
-        return {
-            "browse.copy": self._copy, "browse.code": self._copy_code, "browse.save": self._save,
-            "browse.edit": self._edit, "browse.again": self._again, "browse.branch": self._branch,
-            "browse.previous": self._previous, "browse.next": self._next, "browse.fold": self._fold,
-            "browse.delete": self._delete, "browse.search": self._search, "browse.search_next": self._search_next,
-            "browse.search_back": self._search_back, "browse.raw": self._raw, "browse.move_up": self._move_up,
-            "browse.move_down": self._move_down, "browse.first": self._first, "browse.last": self._last,
-        }  # fmt: skip
-
     # --- moving ------------------------------------------------------------------------------------------------------
 
-    async def _move_up(self) -> None:
+    async def _do_move_up(self) -> None:
         messages = self._screen.transcript.messages
         if self.at is messages[0]:
             await self._screen.transcript.load_earlier()
         self.enter(-1)
 
-    async def _move_down(self) -> None:
+    async def _do_move_down(self) -> None:
         self.enter(1)
 
-    async def _first(self) -> None:
+    async def _do_first(self) -> None:
         await self._screen.transcript.load_earlier()
         self._put(self._screen.transcript.messages[0])
 
-    async def _last(self) -> None:
+    async def _do_last(self) -> None:
         self._put(self._screen.transcript.messages[-1])
         self._screen.transcript.anchor()
 
@@ -121,8 +110,8 @@ class Browse:
             return ""
         return self.at.exchange.user if isinstance(self.at, UserMessage) else self.at.exchange.text
 
-    async def _copy(self) -> None:
-        self._screen.flash(f"message: {self._screen.chat_app.copy(self.text)}")
+    async def _do_copy(self) -> None:
+        self._screen.flash(f"message: {self._screen.session.copy(self.text)}")
 
     def _next_code(self) -> str | None:
         blocks = code_blocks(self.text)
@@ -132,50 +121,52 @@ class Browse:
         self._code = (self._code + 1) % len(blocks)
         return blocks[self._code]
 
-    async def _copy_code(self) -> None:
+    async def _do_code(self) -> None:
         code = self._next_code()
         if code is not None:
             count = len(code_blocks(self.text))
-            self._screen.flash(f"code block {self._code + 1} of {count}: {self._screen.chat_app.copy(code)}")
+            self._screen.flash(f"code block {self._code + 1} of {count}: {self._screen.session.copy(code)}")
 
-    async def _save(self) -> None:
-        from .ask import AskScreen
-
+    async def _do_save(self) -> None:
         blocks = code_blocks(self.text)
         code = blocks[max(0, self._code)] if blocks else None
         if code is None:
             self._screen.flash("this message has no code block")
             return
-        self._screen.app.push_screen(
-            AskScreen("Write the code block to", "path"), lambda path: self._screen.write_file(path, code)
-        )
 
-    async def _edit(self) -> None:
+        def write(path: str | None) -> None:
+            if path and path.strip():
+                try:
+                    self._screen.flash(write_new(path.strip(), code))
+                except ConfigError as error:
+                    self._screen.flash(f"{error.message}; {error.hint}")
+
+        self._screen.app.push_screen(AskScreen("Write the code block to", "path"), write)
+
+    async def _do_edit(self) -> None:
         at = self.at
         if at is not None:
             self.leave()
             self._screen.edit(at.exchange, isinstance(at, UserMessage))
 
-    async def _again(self) -> None:
+    async def _do_again(self) -> None:
         if self.at is not None and self._screen.may_change():
             exchange = self.at.exchange
             self.leave()
             async with self._screen.changing:
                 await self._screen.ask_again(self._screen.conversation.again(exchange))
 
-    async def _branch(self) -> None:
+    async def _do_branch(self) -> None:
         if self.at is not None and self._screen.may_change():
             exchange = self.at.exchange
             self.leave()
             async with self._screen.changing:
-                self._screen.conversation.cut_after(exchange)
-                await self._screen.transcript.sync()
-            self._screen.flash("the next message goes on from here; what came after is kept as another branch")
+                await self._screen.branch(exchange)
 
-    async def _previous(self) -> None:
+    async def _do_previous(self) -> None:
         await self._step(-1)
 
-    async def _next(self) -> None:
+    async def _do_next(self) -> None:
         await self._step(1)
 
     async def _step(self, step: int) -> None:
@@ -196,16 +187,14 @@ class Browse:
         self._put(found[0 if of_question else -1] if found else None)
         self._screen.transcript.focus()
 
-    async def _fold(self) -> None:
+    async def _do_fold(self) -> None:
         if isinstance(self.at, AssistantMessage) and self.at.exchange.reasoning:
             self.at.thought.toggle()
 
-    async def _raw(self) -> None:
-        from .viewer import Viewer
-
+    async def _do_raw(self) -> None:
         self._screen.app.push_screen(Viewer("As the model wrote it", self.text))
 
-    async def _delete(self) -> None:
+    async def _do_delete(self) -> None:
         at = self.at
         if at is None or not self._screen.may_change():
             return
@@ -224,9 +213,7 @@ class Browse:
 
     # --- searching ---------------------------------------------------------------------------------------------------
 
-    async def _search(self) -> None:
-        from .ask import AskScreen
-
+    async def _do_search(self) -> None:
         def found(text: str | None) -> None:
             self.wanted = (text or "").casefold()
             if self.wanted:
@@ -234,10 +221,10 @@ class Browse:
 
         self._screen.app.push_screen(AskScreen("Search in this chat", "text", self.wanted), found)
 
-    async def _search_next(self) -> None:
+    async def _do_search_next(self) -> None:
         await self.find(1)
 
-    async def _search_back(self) -> None:
+    async def _do_search_back(self) -> None:
         await self.find(-1)
 
     async def find(self, step: int) -> None:
@@ -262,12 +249,3 @@ class Browse:
 
 def _part(exchange: object, part: int) -> str:
     return str(getattr(exchange, "text" if part else "user")).casefold()
-
-
-def default_path(name: str) -> Path:
-    """A file of this name in the working folder that does not exist yet."""
-    path, number = Path(name), 1
-    while path.exists():
-        number += 1
-        path = Path(f"{Path(name).stem}-{number}{Path(name).suffix}")
-    return path

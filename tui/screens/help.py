@@ -7,11 +7,12 @@ from typing import ClassVar
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, VerticalScroll
-from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from localllm.conversation.slash import SLASHES
 from localllm.tui.keys import KEYS, Keymap
+
+from .modal import Modal
 
 FIXED = (
     ("^P", "palette: everything by name, themes too"),
@@ -21,11 +22,11 @@ FIXED = (
 )
 
 
-class HelpScreen(ModalScreen[None]):
+class HelpScreen(Modal[None]):
     """Closes on any of the keys one would try."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q,enter,f1,ctrl+c", "dismiss_help", "Close"),
+        Binding("q,enter,f1", "leave", "Close"),
     ]
 
     def __init__(self, keymap: Keymap) -> None:
@@ -56,7 +57,3 @@ class HelpScreen(ModalScreen[None]):
             with Horizontal():
                 yield Static(key, classes="key", markup=False)
                 yield Static(meaning, classes="meaning", markup=False)
-
-    def action_dismiss_help(self) -> None:
-        """Go back to the chat."""
-        self.dismiss(None)

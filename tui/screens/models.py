@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import ClassVar
 
 from rich.text import Text
 from textual import events, on, work
@@ -13,25 +13,23 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.widgets import DataTable, Input, Static
 
 from localllm.interface import ModelChoice
 from localllm.terminal import clean_line, fit, gib, tokens_short
 
-if TYPE_CHECKING:
-    from localllm.tui.app import ChatApp
+from .modal import Modal
+from .viewer import show_command
 
-WINDOWS = (None, 4096, 8192, 16384, 32768, 65536, 131072)
-"""Contexts to weigh; None is what the plan would take."""
+WINDOWS = (None, 4096, 8192, 16384, 32768, 65536, 131072)  # contexts to weigh; None is what the plan would take
 SCOPES = ("all", "on disk", "fits")
 
 
-class ModelsScreen(ModalScreen[tuple[str, int | None] | None]):
+class ModelsScreen(Modal[tuple[str, int | None] | None]):
     """Answers with (name, context asked for), or None."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,ctrl+c,ctrl+o", "leave", "Close"),
+        Binding("ctrl+o", "leave", "Close"),
         Binding("slash", "filter", "Filter"),
         Binding("tab", "scope", "Scope", priority=True),
         Binding("left", "window(-1)", "Less context"),
@@ -42,21 +40,16 @@ class ModelsScreen(ModalScreen[tuple[str, int | None] | None]):
         Binding("x", "remove", "Remove"),
     ]
 
-    def __init__(self, now: str) -> None:
+    def __init__(self, now: str, tell: Callable[[str], None]) -> None:
+        """`now` is the model that runs; `tell` says how a download goes on, also when this screen is closed."""
         super().__init__()
-        self._now = now
+        self._now, self._tell = now, tell
         self._rows: list[ModelChoice] = []
         self._shown: list[ModelChoice] = []
         self._window = 0
         self._scope = 0
         self._armed = ""
-        self._quants: dict[str, str] = {}
-        """name of a row -> name of the format that stands in its place"""
-
-    @property
-    def chat_app(self) -> ChatApp:
-        """The application."""
-        return cast("ChatApp", self.app)
+        self._quants: dict[str, str] = {}  # name of a row -> name of the format that stands in its place
 
     def compose(self) -> ComposeResult:
         """Filter, table, what the row means."""
@@ -82,7 +75,7 @@ class ModelsScreen(ModalScreen[tuple[str, int | None] | None]):
 
     @work(exclusive=True, group="models", exit_on_error=False)
     async def _look(self) -> None:
-        choices = self.chat_app.backend.choices
+        choices = self.frame.session.backend.choices
         self._rows = await asyncio.to_thread(choices, WINDOWS[self._window])
         self._fill()
 
@@ -146,7 +139,7 @@ class ModelsScreen(ModalScreen[tuple[str, int | None] | None]):
             return
         if not row.supported:
             self.query_one("#model-detail", Static).update(f"✗ {clean_line(row.reason)}")
-        elif not row.local and self.chat_app.offline:
+        elif not row.local and self.frame.options.offline:
             self.query_one("#model-detail", Static).update("✗ offline: only models on this disk can be used")
         else:
             self.dismiss((row.name, WINDOWS[self._window]))
@@ -202,15 +195,15 @@ class ModelsScreen(ModalScreen[tuple[str, int | None] | None]):
     def action_download(self) -> None:
         """Fetch it in the background; the chat goes on."""
         row = self.row
-        if row is not None and not row.local and not self.chat_app.offline:
-            self.chat_app.downloads.begin(row.name)
+        if row is not None and not row.local and not self.frame.options.offline:
+            self.frame.downloads.begin(row.name, self._tell)
             self.query_one("#model-detail", Static).update(f"fetching {clean_line(row.name)} in the background")
 
     def action_info(self) -> None:
         """What `localllm show` says."""
         row = self.row
         if row is not None:
-            self.chat_app.show_command(*(("show", row.name) if row.local else ("plan", row.name)))
+            show_command(self.app, "show" if row.local else "plan", row.name)
 
     async def action_remove(self) -> None:
         """Remove it from the disk; pressed twice."""
@@ -225,7 +218,7 @@ class ModelsScreen(ModalScreen[tuple[str, int | None] | None]):
                 f"x again removes {clean_line(row.name)} ({gib(row.size_bytes)}) for every program that uses it"
             )
         else:
-            self.chat_app.show_command("rm", row.name, "-y", then=self._look)
+            show_command(self.app, "rm", row.name, "-y", then=self._look)
 
     def action_leave(self) -> None:
         """No answer."""

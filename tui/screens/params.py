@@ -9,7 +9,6 @@ from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, VerticalScroll
-from textual.screen import ModalScreen
 from textual.widgets import Input, Select, Static, TextArea
 
 from localllm.config import KEYS, Preset
@@ -17,12 +16,14 @@ from localllm.conversation.texts import number
 from localllm.conversation.tree import THINK, Conversation, parse_sampling, sampling_keys
 from localllm.errors import ConfigError
 
+from .modal import Modal
 
-class ParamsScreen(ModalScreen[bool]):
+
+class ParamsScreen(Modal[bool]):
     """Answers True when something was changed."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,f2,ctrl+c", "leave", "Close"),
+        Binding("f2", "leave", "Close"),
         Binding("ctrl+s", "apply", "Apply", priority=True),
     ]
 
@@ -90,7 +91,3 @@ class ParamsScreen(ModalScreen[bool]):
         talk.system = self.query_one("#p-system", TextArea).text
         talk.think = str(self.query_one("#think", Select).value)
         self.dismiss(True)
-
-    def action_leave(self) -> None:
-        """Change nothing."""
-        self.dismiss(False)

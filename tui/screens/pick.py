@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 from textual import events, on
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
 from textual.containers import Vertical
-from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList
 from textual.widgets.option_list import Option
 
 from localllm.terminal import fit
 
+from .modal import Modal
+
 SHOWN = 200
 
 
-class PickScreen(ModalScreen[str | None]):
+class PickScreen(Modal[str | None]):
     """`rows` are (value, what is shown)."""
-
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,ctrl+c", "leave", "Close")]
 
     def __init__(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
         super().__init__()
@@ -67,7 +64,3 @@ class PickScreen(ModalScreen[str | None]):
     @on(OptionList.OptionSelected)
     def _chosen(self, event: OptionList.OptionSelected) -> None:
         self.dismiss(self._found[event.option_index][0])
-
-    def action_leave(self) -> None:
-        """No answer."""
-        self.dismiss(None)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from localllm._version import __version__
 from localllm.conversation.tree import Exchange
-from localllm.interface import Done, Failed
+from localllm.interface import ChatEvent, Done, Failed
 from localllm.terminal import clean_line, fit, tokens_short
 from localllm.tui.widgets.choices import Choice, Choices
 
 from .crash import REPORT, CrashScreen
-
-if TYPE_CHECKING:
-    from localllm.interface import ChatEvent
-
-    from .chat import ChatScreen
+from .turns import Turns
 
 FULL, MEMORY, CRASH, LOADING, FETCHING = "full", "memory", "crash", "loading", "fetching"
 SUMMARISE = (
@@ -25,7 +20,7 @@ SUMMARISE = (
 class Questions:
     """Makes the choices and carries them out."""
 
-    def __init__(self, screen: ChatScreen) -> None:
+    def __init__(self, screen: Turns) -> None:
         self._screen = screen
         self._failed: Failed | None = None
 
@@ -38,7 +33,7 @@ class Questions:
 
     def about(self, exchange: Exchange, failed: Failed) -> bool:
         """Ask what to do about a turn that failed. False when there is nothing to choose."""
-        facts = self._screen.chat_app.backend.facts()
+        facts = self._screen.session.backend.facts()
         self._failed = failed
         if failed.code.startswith("E9"):
             self._screen.stuck = exchange
@@ -61,15 +56,23 @@ class Questions:
         return True
 
     def _stopped(self, failed: Failed) -> None:
-        app = self._screen.chat_app
+        frame, log = self._screen.frame, self._screen.frame.options.log_file
         choices = [
             Choice("r", "reload", "load the model again"),
             Choice("x", "restart", "start localllm again with this chat"),
             Choice("p", REPORT, "copy a report"),
             _LEAVE,
         ]
-        screen = CrashScreen(failed.message, str(app.log_file or ""), choices, lambda: app.copy(app.report(failed)))
-        app.push_screen(screen, self._after_crash)
+        screen = CrashScreen(failed.message, str(log or ""), choices, lambda: frame.copy(self._report(failed)))
+        frame.push_screen(screen, self._after_crash)
+
+    def _report(self, failed: Failed) -> str:
+        """What to paste into a bug report: no text of the conversation."""
+        return (
+            f"localllm {__version__}\n{failed.message} [{failed.code}]\n{failed.why}\n"
+            f"{self._screen.session.backend.facts().run_summary}\nlog: {self._screen.frame.options.log_file}\n"
+            "localllm doctor --report tells about the machine\n"
+        )
 
     async def _after_crash(self, name: str | None) -> None:
         async with self._screen.changing:
@@ -91,7 +94,7 @@ class Questions:
         self._offer(FETCHING, "The model is being downloaded", [pause, Choice("k", "nothing", "keep downloading")])
 
     def _full(self, exchange: Exchange) -> list[Choice]:
-        talk, facts = self._screen.conversation, self._screen.chat_app.backend.facts()
+        talk, facts = self._screen.conversation, self._screen.session.backend.facts()
         oldest = talk.oldest_half(exchange)
         choices = []
         if oldest:
@@ -115,15 +118,15 @@ class Questions:
         if topic == FULL:
             await self._make_room(name)
         elif name == "reload":
-            await screen.load(screen.chat_app.model)
+            await screen.load(screen.session.model)
         elif name == "pause":
             await screen.pause()
         elif name == "models":
-            screen.action_models()
+            await screen.run_action("models")
         elif name == "restart":
-            screen.chat_app.restart()
+            screen.frame.restart()
         elif name == "fix" and self._failed is not None:
-            screen.flash(screen.chat_app.copy(self._failed.fixes[0][0]))
+            screen.flash(screen.session.copy(self._failed.fixes[0][0]))
             self.not_loaded(self._failed)
         elif name.partition(":")[0] in ("ctx", "kv"):
             await self._reload(name)
@@ -133,7 +136,7 @@ class Questions:
     async def _reload(self, name: str) -> None:
         what, _, value = name.partition(":")
         screen, waiting = self._screen, list(self._screen.waiting)
-        await screen.load(screen.chat_app.model, {what: int(value) if what == "ctx" else value})
+        await screen.load(screen.session.model, {what: int(value) if what == "ctx" else value})
         screen.waiting.extend(waiting)
 
     async def _make_room(self, choice: str) -> None:
@@ -145,7 +148,7 @@ class Questions:
             oldest = talk.oldest_half(exchange)
             screen.stuck = exchange
             messages = [*talk.messages(oldest[-1]), {"role": "assistant", "content": oldest[-1].text}]
-            turn = screen.chat_app.backend.send([*messages, {"role": "user", "content": SUMMARISE}])  # type: ignore[list-item]
+            turn = screen.session.backend.send([*messages, {"role": "user", "content": SUMMARISE}])  # type: ignore[list-item]
             screen.side = turn, []
             screen.state.text = "summarising"
             return
@@ -158,7 +161,7 @@ class Questions:
         await screen.transcript.take_back(exchange)
         if choice == "edit":
             screen.prompt.put(text)
-            screen.attached[:] = files
+            screen.session.files[:] = files
             await screen.next_turn()
             return
         if choice == "new":

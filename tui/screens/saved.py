@@ -2,50 +2,33 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import TYPE_CHECKING, Any
-
 from textual import on
 
+from localllm.conversation.session import Session
 from localllm.conversation.storage import restored
-from localllm.errors import LocalLLMError
-from localllm.history import SavedChat, SavedMessage
+from localllm.history import History, SavedChat, SavedMessage
 from localllm.terminal import clean_line
 from localllm.tui.widgets.home import Home
 from localllm.tui.widgets.sidebar import Sidebar
 
-from .parts import Parts
+from .browse import Browse
+from .stream import Stream
 
-if TYPE_CHECKING:
-    from localllm.history import History
-
-
-WIDE = 120
-"""Columns from which on the list is shown by itself."""
+WIDE = 120  # columns from which on the list is shown by itself
 
 
-class SavedChats(Parts):
+class SavedChats(Stream):
     """The list of chats, and opening one."""
 
-    # --- chats -------------------------------------------------------------------------------------------------------
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self.browse = Browse(self)
 
     async def action_new_chat(self) -> None:
         """Begin another chat; this one is saved."""
         async with self.changing:
             await self.clear()
         self.flash("new chat")
-
-    async def clear(self) -> None:
-        """Forget the conversation on the screen."""
-        self.give_up()
-        self.editing = None
-        self.conversation.clear()
-        self.conversation.model = self.chat_app.model
-        self.state.used_tokens = 0
-        if self.phase == "ready":
-            self.state.text = "ready"
-        await self.transcript.clear()
-        self.prompt.focus()
 
     async def action_sidebar(self) -> None:
         """Show or hide the chats."""
@@ -58,9 +41,9 @@ class SavedChats(Parts):
 
     async def show_chats_if_wide(self) -> None:
         """At the start: the list, where there is room for it and something in it."""
-        wanted = self.chat_app.ui.sidebar
+        wanted = self.frame.options.ui.sidebar
         wide = wanted is True or (wanted == "auto" and self.app.size.width >= WIDE)
-        if not wide or not self.chat_app.saver.kept or self.query_one(Home).display:
+        if not wide or not self.session.saver.kept or self.query_one(Home).display:
             return
         chats = await self.read_history(lambda history: history.chats())
         if chats:
@@ -80,14 +63,6 @@ class SavedChats(Parts):
         chats = await self.read_history(lambda history: history.chats(query=query))
         if chats is not None:
             self.query_one(Sidebar).show(chats, self.conversation.id)
-
-    async def read_history(self, reads: Any) -> Any:
-        """What `reads` makes of the database, in its thread; None when it cannot be used, and that is said."""
-        try:
-            return await asyncio.wrap_future(self.chat_app.saver.run(reads))
-        except LocalLLMError as error:
-            self.flash(error.message)
-            return None
 
     @on(Sidebar.Wanted)
     async def _wanted(self, event: Sidebar.Wanted) -> None:
@@ -116,16 +91,14 @@ class SavedChats(Parts):
                 return
             chat, messages = found
             titles_itself = self.conversation.titles_itself
-            self.conversation = restored(chat, messages, self.conversation.sampling)
+            self.session.conversation = restored(chat, messages, self.conversation.sampling)
             self.conversation.titles_itself = titles_itself
-            self.chat_app.conversation = self.conversation
             self.browse.at = None
             self.show_home(False)
             await self.transcript.clear()
             await self.transcript.sync(self.conversation)
-            last = self.conversation.exchanges[-1].usage if self.conversation.exchanges else None
-            self.state.used_tokens = last.prompt_tokens + last.completion_tokens if last else 0
-            await self._model_of(found[0])
+            self.state.used_tokens = self.conversation.used_tokens
+            await self._model_of(chat)
         if self.query_one(Sidebar).display:
             if self.has_class("-narrow"):
                 self.query_one(Sidebar).display = False
@@ -137,9 +110,9 @@ class SavedChats(Parts):
     async def _model_of(self, chat: SavedChat) -> None:
         """A chat opened from the first screen brings its model; else the one that is loaded goes on."""
         if self.phase == "none":
-            name = chat.model if self.chat_app.has_model(chat.model) else self.query_one(Home).default_model
+            name = chat.model if self.query_one(Home).has(chat.model) else self.query_one(Home).default_model
             if name:
                 await self.load(name)
-        elif chat.model and self.chat_app.model and chat.model != self.chat_app.model:
+        elif chat.model and self.session.model and chat.model != self.session.model:
             name = clean_line(chat.model)
             await self.transcript.say(f"this chat was with {name}; /model {name} goes back to it")

@@ -7,15 +7,18 @@ from collections import deque
 
 from localllm.conversation.load_times import LoadTimes
 from localllm.conversation.saver import AUTOSAVE_S
+from localllm.conversation.serving import OFF
+from localllm.conversation.session import Session
 from localllm.conversation.tree import Exchange
 from localllm.interface import ChatEvent, Delta, Done, Failed, Prefill
-from localllm.request import LoadProgress, Usage
+from localllm.request import LoadProgress
 from localllm.terminal import clean_line, tokens_short
 from localllm.tui.widgets.engine import sparkline
 from localllm.tui.widgets.loading import LoadCard
 from localllm.tui.widgets.messages import AssistantMessage
 
-from .parts import Parts
+from .questions import Questions
+from .turns import Turns
 
 DRAW_SHARE = 0.035
 """Of one core, for everything this thread does while an answer comes; drawing waits until it is back below."""
@@ -28,24 +31,23 @@ MAX_DRAW_S = 0.9
 """But not longer than this."""
 
 
-class Stream(Parts):
+class Stream(Turns):
     """Takes events, one batch at a time, then draws once."""
 
-    _rates: deque[tuple[float, int]]
-    _history: deque[int]
-    _sampled_at = 0.0
-    _sent_at = 0.0
-    _reading: tuple[float, int] | None = None
-    """when the engine began to read the prompt, and how much of it was cached"""
-    _drawn = (0.0, 0.0)
-    _saved_at = 0.0
-    _looked = 0.0
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self.questions = Questions(self)
+        self._rates: deque[tuple[float, int]] = deque()
+        self._history: deque[int] = deque(maxlen=SAMPLES)
+        self._sampled_at = self._looked = 0.0
+        self._reading: tuple[float, int] | None = None  # since when the prompt is read, and how much of it was cached
+        self._drawn = (0.0, 0.0)
 
     # --- events of the backend ---------------------------------------------------------------------------------------
 
     async def drain(self) -> None:
         """Everything that happened since the last time, then one redraw."""
-        events = self.chat_app.backend.events()
+        events = self.session.backend.events()
         busy = bool(events) or self.current is not None or self.phase == "loading"
         if not busy and not self.flashing and not self._idle_news():
             return
@@ -69,7 +71,7 @@ class Stream(Parts):
         if facts.device in ("", "cpu") or now - self._looked < LOOK_S:
             return False
         self._looked = now
-        found = self.chat_app.backend.facts()
+        found = self.session.backend.facts()
         if found.times_kernels == facts.times_kernels:
             return False
         self.state.facts = found
@@ -90,11 +92,6 @@ class Stream(Parts):
             self._saved_at = now
             self.keep(exchange)
 
-    def keep(self, *exchanges: Exchange) -> None:
-        """Write these turns to the disk, in another thread."""
-        self.conversation.model = self.conversation.model or self.chat_app.model
-        self.chat_app.saver.save(self.conversation, *exchanges)
-
     async def _take(self, event: ChatEvent) -> None:
         if isinstance(event, LoadProgress):
             await self._phase(event)
@@ -109,7 +106,7 @@ class Stream(Parts):
         elif isinstance(event, Delta):
             self._rates.append((time.monotonic(), event.num_tokens))
             self.state.used_tokens += event.num_tokens
-            self.current[1].feed(event.kind, event.text)
+            self.current[1].feed(event)
         elif isinstance(event, Done):
             await self._done(self.current[1], event)
         elif isinstance(event, Failed):
@@ -130,7 +127,7 @@ class Stream(Parts):
             elif card:
                 card.update(phase)
             return
-        self.state.facts = facts = self.chat_app.backend.facts()
+        self.state.facts = facts = self.session.backend.facts()
         if not facts.has_chat_template:
             name = clean_line(facts.model)
             fixes = ((f'localllm run {name} "Once upon a time"', "completes text"),)
@@ -145,9 +142,10 @@ class Stream(Parts):
             await transcript.say(f"! {warning}", "warning", after=card)
         if card:
             if card.elapsed_s is not None and not facts.url:
-                LoadTimes().add(self.chat_app.model, card.elapsed_s)
+                LoadTimes().add(self.session.model, card.elapsed_s)
             await card.remove()
-        await self.serving.go_on()
+        if self.session.endpoint is not None and self.session.serves != OFF:
+            await self.serve(self.session.serves)
         await self.next_turn()
 
     async def _loading_failed(self, failed: Failed) -> None:
@@ -182,41 +180,36 @@ class Stream(Parts):
             self._sampled_at = now
             self._history.append(rate)
         most = max([*self._history, 1])
-        bars = f" {sparkline(self._history, SAMPLES, most)}" if self.chat_app.moving and len(self._history) > 1 else ""
-        message.footer(f"{rate} tok/s{bars} · {self.chat_app.keymap.label('chat.stop')} stop")
+        bars = f" {sparkline(self._history, SAMPLES, most)}" if self.frame.moving and len(self._history) > 1 else ""
+        message.footer(f"{rate} tok/s{bars} · {self.frame.keymap.label('chat.stop')} stop")
         since = int(now - self._sent_at)
         what = "thinking" if not exchange.text else "generating"
         self.state.text = f"{what} {since // 60}:{since % 60:02d}"
 
     async def _done(self, message: AssistantMessage, event: Done) -> None:
-        exchange, before = message.exchange, message.exchange.usage
-        usage = event.usage
-        exchange.stop, exchange.timing = str(event.stop), event.timing
-        exchange.usage = Usage(
-            usage.prompt_tokens, usage.cached_tokens, before.completion_tokens + usage.completion_tokens,
-            before.reasoning_tokens + usage.reasoning_tokens,
-        )  # fmt: skip
+        exchange, usage = message.exchange, event.usage
+        exchange.add(event)
         self.state.used_tokens = usage.prompt_tokens + usage.completion_tokens
-        self.turns.add(event.timing)
+        self.times.add(event.timing)
         self._end()
         await message.finish()
         self.keep(exchange)
         if exchange.stop != "abort":
-            self.chat_app.announce("the answer is there")
+            self.frame.announce("the answer is there")
         if self.can_go_on:
             enter = (
-                f" · {self.chat_app.keymap.label('prompt.send')} goes on" if self.chat_app.ui.enter == "send" else ""
+                f" · {self.frame.keymap.label('prompt.send')} goes on" if self.frame.options.ui.enter == "send" else ""
             )
             self.state.text = ("stopped" if exchange.stop == "abort" else "length limit") + enter
         await self.next_turn()
 
     async def _turn_failed(self, message: AssistantMessage, failed: Failed) -> None:
         exchange = message.exchange
-        exchange.failed, exchange.stop = failed, "error"
+        exchange.add(failed)
         self._end()
-        await message.fail(failed)
+        await message.finish()
         self.keep(exchange)
-        self.chat_app.announce("the answer failed")
+        self.frame.announce("the answer failed")
         if not self.questions.about(exchange, failed):
             await self.next_turn()
 
@@ -225,5 +218,5 @@ class Stream(Parts):
         self._rates.clear()
         self._history.clear()
         self._reading = None
-        self.state.facts = self.chat_app.backend.facts()
+        self.state.facts = self.session.backend.facts()
         self.state.text = "ready"

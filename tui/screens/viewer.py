@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from textual import work
-from textual.app import ComposeResult
+from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
-from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from localllm.terminal import clean
+from localllm.tui.downloads import OWN
+
+from .modal import Modal
 
 LOG_BYTES = 64 << 10
-OWN = [sys.executable, "-P", "-c", "from localllm.cli import main; main()"]
-"""How this program is called, whatever the PATH says."""
 
 
-class Viewer(ModalScreen[None]):
+class Viewer(Modal[None]):
     """Esc closes, `y` copies. With `command` the text is what that command of ours writes, line by line."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q,ctrl+c,f9,f12", "leave", "Close"),
+        Binding("q,f9,f12", "leave", "Close"),
         Binding("y,c", "copy", "Copy"),
     ]
 
@@ -81,13 +81,14 @@ class Viewer(ModalScreen[None]):
         if self._process is not None and self._process.returncode is None:
             self._process.terminate()
 
-    def action_leave(self) -> None:
-        """Close."""
-        self.dismiss(None)
-
     def action_copy(self) -> None:
         """Copy all of it."""
-        self.query_one(VerticalScroll).border_subtitle = self.app.copy(self._text)  # type: ignore[attr-defined]
+        self.query_one(VerticalScroll).border_subtitle = self.frame.copy(self._text)
+
+
+def show_command(app: App[Any], *words: str, then: Callable[[], Any] | None = None) -> None:
+    """Show what another command of this program says; `then` is called when that is closed."""
+    app.push_screen(Viewer(f"localllm {' '.join(words)}", command=words), lambda _: then() if then else None)
 
 
 def log_text(path: Path | None) -> str:

@@ -66,6 +66,10 @@ class Home(Vertical):
         usable = [row for row in self.models or () if row.local and row.supported and row.fits and row.chat]
         return usable[0].name if usable else ""
 
+    def has(self, name: str) -> bool:
+        """Whether a model of this name is among those found here."""
+        return any(row.name == name and row.local and row.supported for row in self.models or ())
+
     def show_chats(self, chats: Sequence[SavedChat]) -> None:
         """The chats changed last."""
         self.chats = chats[:CHATS]

@@ -8,12 +8,9 @@ long list settles item by item. `Answer.source` is always exactly what was fed.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from markdown_it import MarkdownIt
-from markdown_it.token import Token
 from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.content import Content
@@ -31,86 +28,15 @@ from textual.widgets._markdown import (
     MarkdownParagraph,
 )
 
+from localllm.conversation.markdown import Settler, new_parser, opened_fence
+
 from .code_colours import code_colours
 from .copying import CopyCode
 
-LIST_CHUNK = 24
-"""Items of an open list that wait; beyond this the finished ones are settled."""
 TAIL_CHUNK = 3000
 """Characters of the tail that are laid out again at every update; what is before is frozen."""
 LONG_CODE = 20
 """Lines; a longer block can be copied at its end too."""
-_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})[^`\n]*$")
-
-
-def new_parser() -> MarkdownIt:
-    """GitHub's Markdown without HTML and reference definitions, which would make text disappear from the screen."""
-    return MarkdownIt("gfm-like", {"html": False}).disable("reference")
-
-
-class Settler:
-    """Finds how much of a growing text can no longer change. Only whole lines are looked at."""
-
-    def __init__(self) -> None:
-        self._parser = new_parser()
-        self._checked = 0
-
-    def split(self, tail: str) -> tuple[int, bool]:
-        """(characters of `tail` that are settled, whether the cut is inside a list)."""
-        end = tail.rfind("\n") + 1
-        if end <= self._checked:
-            return 0, False
-        fresh, self._checked = tail[self._checked : end], end
-        if self._in_open_fence(tail, fresh):
-            return 0, False
-        cut, inside = self._cut(tail[:end])
-        if cut:
-            self._checked = 0
-        return cut, inside
-
-    def reset(self) -> None:
-        """The tail was taken away."""
-        self._checked = 0
-
-    def _in_open_fence(self, tail: str, fresh: str) -> bool:
-        """A long open code block is not parsed again at every line."""
-        first = tail[: tail.find("\n")]
-        mark = _FENCE.match(first)
-        if mark is None or fresh.startswith(first + "\n"):
-            return False
-        return not any(line.strip().startswith(mark[1]) for line in fresh.split("\n"))
-
-    def _cut(self, text: str) -> tuple[int, bool]:
-        tokens = self._parser.parse(text)
-        top = [token for token in tokens if token.level == 0 and token.map]
-        if not top:
-            return 0, False
-        last = top[-1]
-        assert last.map is not None
-        lines = text.split("\n")
-        line, inside = last.map[0], False
-        if _is_closed(last, lines):
-            line = last.map[1]
-        elif last.type in ("bullet_list_open", "ordered_list_open"):
-            items = [t for t in tokens[tokens.index(last) :] if t.level == 1 and t.type == "list_item_open"]
-            if len(items) > LIST_CHUNK and items[-1].map:
-                line, inside = items[-1].map[0], True
-        return sum(len(part) + 1 for part in lines[:line]), inside
-
-
-def _is_closed(token: Token, lines: list[str]) -> bool:
-    """Whether a block is complete although nothing follows it yet."""
-    assert token.map is not None
-    start, end = token.map
-    if token.type in ("heading_open", "hr"):
-        return True
-    if token.type == "paragraph_open":
-        return end < len(lines) - 1 and not lines[end].strip()
-    if token.type == "fence":
-        closing = lines[end - 1].strip()
-        return end - start > 1 and closing.startswith(token.markup) and not closing.strip(token.markup[0])
-    return False
-
 
 # --- settled blocks --------------------------------------------------------------------------------------------------
 
@@ -284,7 +210,7 @@ class Tail(Vertical):
         if not text:
             return
         head, newline, code = text.partition("\n")
-        is_code = bool(newline and _FENCE.match(head))
+        is_code = bool(newline and opened_fence(head))
         self.set_class(is_code, "-code")
         text = code if is_code else text
         if len(text) - self._frozen > TAIL_CHUNK:

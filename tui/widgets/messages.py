@@ -14,7 +14,7 @@ from textual.widgets import Static
 
 from localllm.conversation.texts import answer_stats, failure_lines
 from localllm.conversation.tree import Exchange
-from localllm.interface import Failed
+from localllm.interface import Delta, Failed
 from localllm.terminal import Cleaner, clean, seconds_short
 
 if TYPE_CHECKING:
@@ -142,17 +142,16 @@ class AssistantMessage(Vertical):
         yield self.answer
         yield self._footer
 
-    def feed(self, kind: str, text: str) -> None:
+    def feed(self, delta: Delta) -> None:
         """Take a piece: kept as it is for the model, cleaned for the screen."""
-        if kind == "reasoning":
-            self.exchange.reasoning += text
-            self.thought.feed(clean(text))
-            return
-        if not self.exchange.text:
-            self.thought.end()
-            self.exchange.thought_s = self.thought.took or 0.0
-        self.exchange.text += text
-        self.answer.feed(self._cleaner.push(text))
+        if delta.kind == "reasoning":
+            self.thought.feed(clean(delta.text))
+        elif delta.kind == "content":
+            if not self.exchange.text:
+                self.thought.end()
+                self.exchange.thought_s = self.thought.took or 0.0
+            self.answer.feed(self._cleaner.push(delta.text))
+        self.exchange.add(delta)
 
     def prefill(self, text: str) -> None:
         """An answer that is being continued: what there is of it."""
@@ -205,11 +204,6 @@ class AssistantMessage(Vertical):
         if self.exchange.reasoning:
             self.thought.feed(clean(self.exchange.reasoning))
         self.answer.feed(clean(self.exchange.text))
-        await self.finish()
-
-    async def fail(self, failed: Failed) -> None:
-        """The turn has ended in an error; what was there stays."""
-        self.exchange.failed = failed
         await self.finish()
 
 

@@ -23,8 +23,9 @@ from localllm.cli.question import (
     shortened,
 )
 from localllm.cli.run_view import EventLines, Text, timing_json, usage_json
-from localllm.cli.session import Answered, Sampling, follow, open_backend, stats_line, wait_ready
+from localllm.cli.session import Sampling, follow, open_backend, stats_line, wait_ready
 from localllm.config import UserConfig
+from localllm.conversation.answer import Answer
 from localllm.errors import ConfigError, ConstraintUnmet, LocalLLMError
 from localllm.interface import ChatBackend, Facts
 from localllm.request import Message, Usage
@@ -162,7 +163,7 @@ def _fitting(env: Env, backend: ChatBackend, facts: Facts, job: Job) -> list[Mes
     return messages
 
 
-def _keep(env: Env, chat: KeptChat, answers: Sequence[Answered], model: str) -> None:
+def _keep(env: Env, chat: KeptChat, answers: Sequence[Answer], model: str) -> None:
     """The answer is worth more than its copy: a disk that is full is a warning."""
     try:
         saved = chat.save(answers, model)
@@ -172,12 +173,12 @@ def _keep(env: Env, chat: KeptChat, answers: Sequence[Answered], model: str) -> 
         env.console.say(f"Saved: localllm logs show {saved[:6]}")
 
 
-def _extracted(answers: Sequence[Answered], language: str) -> list[Answered]:
+def _extracted(answers: Sequence[Answer], language: str) -> list[Answer]:
     """The answers with their code block as text. Raises ConstraintUnmet."""
     return [replace(one, text=code_block(one.text, language)) for one in answers]
 
 
-def envelope(choice: Choice, job: Job, facts: Facts, answers: Sequence[Answered], load_s: float) -> dict[str, Any]:
+def envelope(choice: Choice, job: Job, facts: Facts, answers: Sequence[Answer], load_s: float) -> dict[str, Any]:
     """The fields of run/1."""
     used = job.sampling.used
     shown = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "max_tokens", "stop")

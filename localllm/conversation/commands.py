@@ -1,0 +1,242 @@
+"""What slash commands do, without Textual: each takes the session and its argument, and returns what to say.
+
+What only the full screen has (panels, the prompt, branches on the screen) is in `tui.screens.commands`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from localllm.config import set_key
+from localllm.conversation import clipboard
+from localllm.conversation.attachments import Attachment, read_attachments
+from localllm.conversation.markdown import code_blocks
+from localllm.conversation.serving import wished_port
+from localllm.conversation.session import Session, write_new
+from localllm.conversation.slash import Typed
+from localllm.conversation.storage import saved_chat, saved_messages
+from localllm.conversation.texts import number
+from localllm.conversation.tree import THINK, parse_sampling, sampling_keys, walked
+from localllm.errors import ConfigError
+from localllm.terminal import clean_line, gib, tokens_short
+
+
+def run(session: Session, typed: Typed) -> str:
+    """Do one of `COMMANDS`; those of `SLOW` take a while. Raises LocalLLMError with what the user did wrong."""
+    return COMMANDS[typed.command](session, typed.text)
+
+
+# --- chats -----------------------------------------------------------------------------------------------------------
+
+
+def _new(session: Session, text: str) -> str:
+    session.conversation.clear()
+    return "new chat"
+
+
+def _rename(session: Session, text: str) -> str:
+    if not text:
+        raise ConfigError("/rename needs a title", "/rename Build notes")
+    session.conversation.title = clean_line(text)[:200]
+    return "renamed"
+
+
+def _undo(session: Session, text: str) -> str:
+    session.conversation.undo()
+    return "taken back; it stays as a branch"
+
+
+def _export(session: Session, text: str) -> str:
+    from localllm.history.export import FORMATS, render
+
+    word, _, rest = text.partition(" ")
+    kind, path = (word, rest.strip()) if word in FORMATS else ("md", text)
+    talk = session.conversation
+    if not talk.roots:
+        raise ConfigError("there is nothing to export yet", "")
+    messages = {message.id: message for one in walked(talk.roots) for message in saved_messages(one)}
+    page = render(saved_chat(talk), list(messages.values()), kind)
+    name = "".join(c if c.isalnum() else "-" for c in talk.shown_title.lower()).strip("-")[:40] or "chat"
+    return write_new(path or _free_path(f"{name}.{kind}"), page)
+
+
+def _free_path(name: str) -> str:
+    """A file of this name in the working folder that does not exist yet."""
+    path, count = Path(name), 1
+    while path.exists():
+        count += 1
+        path = Path(f"{Path(name).stem}-{count}{Path(name).suffix}")
+    return str(path)
+
+
+# --- what the model gets ---------------------------------------------------------------------------------------------
+
+
+def _system(session: Session, text: str) -> str:
+    talk = session.conversation
+    if not text:
+        return f"system: {talk.system}" if talk.system else "no system message; /system TEXT sets one"
+    talk.system = "" if text == "off" else text
+    return "system message set, it holds from the next message" if talk.system else "system message removed"
+
+
+def _think(session: Session, text: str) -> str:
+    talk = session.conversation
+    if not text:
+        return f"think is {talk.think}; it can be {', '.join(THINK)}"
+    if text not in THINK:
+        raise ConfigError(f"/think {text}: it can be {', '.join(THINK)}", "/think off")
+    talk.think = text
+    return f"think {text}, from the next message; models that cannot switch it ignore this"
+
+
+def _set(session: Session, text: str) -> str:
+    sampling, names = session.conversation.sampling, sampling_keys()
+    words = text.replace("=", " ").split()
+    if not words:
+        shown = ", ".join(f"{key} {value}" for key, value in sampling.items())
+        return f"set: {shown or 'nothing, the model’s own hold'}. Keys: {', '.join(names)}"
+    name = {"temp": "temperature"}.get(words[0], words[0])
+    if name not in names:
+        raise ConfigError(f"there is no setting {name!r}", f"one of {', '.join(names)}")
+    if len(words) == 1:
+        return f"{name} is {sampling.get(name, 'the model’s own')}"
+    if words[1] in ("off", "auto", "default"):
+        sampling.pop(name, None)
+        return f"{name} is the model's own again"
+    sampling[name] = parse_sampling(name, words[1])
+    return f"{name} = {number(sampling[name])}, from the next message"
+
+
+def _preset(session: Session, text: str) -> str:
+    presets, words = session.presets, text.split()
+    if words[:1] == ["save"] and len(words) == 2:
+        return _save_preset(session, words[1])
+    known = ", ".join(presets)
+    if not words:
+        return f"presets: {known or 'none yet; /preset save NAME keeps these instructions and sampling'}"
+    if words[0] not in presets:
+        raise ConfigError(f"there is no preset {words[0]}", f"one of {known or 'none yet'}")
+    session.conversation.use(presets[words[0]])
+    return f"preset {words[0]}, from the next message"
+
+
+def _save_preset(session: Session, name: str) -> str:
+    talk = session.conversation
+    if not name.replace("-", "").replace("_", "").isalnum():
+        raise ConfigError(f"{name} cannot be a preset's name", "use letters, digits, - and _")
+    values = ({"system": talk.system} if talk.system else {}) | {key: f"{v}" for key, v in talk.sampling.items()}
+    if not values:
+        raise ConfigError("there are neither instructions nor sampling to save", "/system TEXT, /set temp 0.2")
+    for key, value in values.items():
+        set_key(f"presets.{name}.{key}", value)
+    session.reload_presets()
+    return f"preset {name} saved; /preset {name} uses it"
+
+
+def _attach(session: Session, text: str) -> str:
+    session.files += read_attachments(text)
+    return f"{len(session.files)} files go with the next message"
+
+
+def _paste(session: Session, text: str) -> str:
+    found = clipboard.paste()
+    if not found:
+        missing = "the clipboard is empty, or wl-paste, xclip and pbpaste are not there"
+        raise ConfigError(missing, "paste with the terminal's own key")
+    session.files.append(Attachment("clipboard.txt", found))
+    return ""
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+def _picked(session: Session, what: str) -> tuple[str, str]:
+    """(text, what it is) of what /copy names. Raises ConfigError when there is no such thing."""
+    answers = [exchange for exchange in session.conversation.exchanges if exchange.text]
+    if not answers:
+        raise ConfigError("there is no answer to copy yet", "")
+    if what == "all":
+        return "\n\n".join(f"**{one.user}**\n\n{one.text}" for one in answers), "the chat"
+    if what.startswith("code"):
+        blocks = code_blocks(answers[-1].text)
+        if not blocks:
+            raise ConfigError("the last answer has no code block", "")
+        which = what.removeprefix("code").strip()
+        if not which:
+            return blocks[-1], "the last code block"
+        if not which.isdigit() or not 1 <= int(which) <= len(blocks):
+            raise ConfigError(f"/copy {what}: there are code blocks 1 to {len(blocks)}", "/copy code 1")
+        return blocks[int(which) - 1], f"code block {which}"
+    if not what:
+        return answers[-1].text, "the last answer"
+    if not what.isdigit() or not 1 <= int(what) <= len(answers):
+        raise ConfigError(
+            f"/copy {what}: there are answers 1 to {len(answers)}", "/copy, /copy 2, /copy code, /copy all"
+        )
+    return answers[int(what) - 1].text, f"answer {what}"
+
+
+def _copy(session: Session, text: str) -> str:
+    chosen, what = _picked(session, text)
+    return f"{what}: {session.copy(chosen)}"
+
+
+def _save(session: Session, text: str) -> str:
+    code, _ = _picked(session, "code")
+    if not text:
+        raise ConfigError("/save needs a path", "/save script.py")
+    return write_new(text, code)
+
+
+# --- what runs -------------------------------------------------------------------------------------------------------
+
+
+def _ctx(session: Session, text: str) -> str:
+    """What fills the window."""
+    talk, facts, count = session.conversation, session.backend.facts(), session.backend.count_tokens
+    turns = [one for one in talk.exchanges if one.counts]
+    parts = {
+        "instructions": count(talk.instructions) if talk.instructions else 0,
+        "attachments": sum(count(file.block) for one in turns for file in one.attachments),
+        "questions": sum(count(one.user) for one in turns),
+        "answers": sum(count(one.text) for one in turns),
+        "next message's files": sum(count(file.block) for file in session.files),
+    }
+    reply = int(talk.sampling.get("max_tokens") or 0)
+    lines = [f"{name:22}{tokens:>8,}" for name, tokens in parts.items() if tokens]
+    if reply:
+        lines.append(f"{'reserved for a reply':22}{reply:>8,}")
+    if facts.ctx:
+        free = max(0, facts.ctx - sum(parts.values()) - reply)
+        lines.append(f"{'free':22}{free:>8,}   of {tokens_short(facts.ctx)}")
+    left = sum(1 for one in talk.exchanges if one.forgotten)
+    if left:
+        lines.append(f"{left} questions are left out of the context")
+    return "\n".join(lines) or "the context is empty"
+
+
+def _stats(session: Session, text: str) -> str:
+    facts = session.backend.facts()
+    lines = [facts.run_summary or "no model is loaded yet"]
+    if facts.weight_bytes:
+        cached = f", {facts.pages_cached:,} cached" if facts.pages_cached else ""
+        lines.append(
+            f"weights {gib(facts.weight_bytes)} · KV {gib(facts.kv_bytes)} · pages {facts.pages_total:,}"
+            f" ({facts.pages_free:,} free{cached})"
+        )
+    return "\n".join([*lines, *filter(None, [session.conversation.summary])])
+
+
+def _serve(session: Session, text: str) -> str:
+    return session.serve(wished_port(text))
+
+
+COMMANDS: dict[str, Callable[[Session, str], str]] = {
+    "new": _new, "rename": _rename, "undo": _undo, "export": _export, "system": _system, "think": _think, "set": _set,
+    "preset": _preset, "attach": _attach, "paste": _paste, "copy": _copy, "save": _save, "ctx": _ctx, "stats": _stats,
+    "serve": _serve,
+}  # fmt: skip
+SLOW = {"export", "attach", "paste", "ctx", "serve"}
+SETTINGS = {"rename", "undo", "system", "think", "set", "preset"}  # what is kept with the chat

@@ -1,0 +1,115 @@
+"""Markdown that is still being written: fences, and how much of a text can no longer change."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the parser loads while the model does, not before the first frame
+    from markdown_it import MarkdownIt
+    from markdown_it.token import Token
+
+LIST_CHUNK = 24  # items of an open list that wait; beyond this the finished ones are settled
+_FENCE = re.compile(r" {0,3}(`{3,}(?=[^`\n]*$)|~{3,})(.*)$")
+
+
+def opened_fence(line: str) -> tuple[str, str] | None:
+    """(the fence, what stands behind it, such as "python") of a line that opens a code block."""
+    found = _FENCE.match(line)
+    return (found[1], found[2].strip()) if found else None
+
+
+def closes_fence(line: str, fence: str) -> bool:
+    """Whether a line ends the code block that `fence` has opened."""
+    bare = line.strip()
+    return bare.startswith(fence) and not bare.strip(fence[0])
+
+
+def fenced_blocks(text: str) -> list[tuple[str, str]]:
+    """(what stands behind the fence, contents) of the fenced blocks of a text; one that is left open counts."""
+    blocks: list[tuple[str, list[str]]] = []
+    fence = ""
+    for line in text.split("\n"):
+        if fence:
+            if closes_fence(line, fence):
+                fence = ""
+            else:
+                blocks[-1][1].append(line)
+        elif found := opened_fence(line.strip()):  # at any depth: a list may hold it
+            fence = found[0]
+            blocks.append((found[1], []))
+    return [(mark, "\n".join(lines)) for mark, lines in blocks]
+
+
+def code_blocks(text: str) -> list[str]:
+    """The contents of the fenced blocks of a text."""
+    return [block for _, block in fenced_blocks(text)]
+
+
+def new_parser() -> MarkdownIt:
+    """GitHub's Markdown without HTML and reference definitions, which would make text disappear from the screen."""
+    from markdown_it import MarkdownIt
+
+    return MarkdownIt("gfm-like", {"html": False}).disable("reference")
+
+
+class Settler:
+    """Finds how much of a growing text can no longer change. Only whole lines are looked at."""
+
+    def __init__(self) -> None:
+        self._parser = new_parser()
+        self._checked = 0
+
+    def split(self, tail: str) -> tuple[int, bool]:
+        """(characters of `tail` that are settled, whether the cut is inside a list)."""
+        end = tail.rfind("\n") + 1
+        if end <= self._checked:
+            return 0, False
+        fresh, self._checked = tail[self._checked : end], end
+        if _in_open_fence(tail, fresh):
+            return 0, False
+        cut, inside = self._cut(tail[:end])
+        if cut:
+            self._checked = 0
+        return cut, inside
+
+    def reset(self) -> None:
+        """The tail was taken away."""
+        self._checked = 0
+
+    def _cut(self, text: str) -> tuple[int, bool]:
+        tokens = self._parser.parse(text)
+        top = [token for token in tokens if token.level == 0 and token.map]
+        if not top:
+            return 0, False
+        last = top[-1]
+        assert last.map is not None
+        lines = text.split("\n")
+        line, inside = last.map[0], False
+        if _is_closed(last, lines):
+            line = last.map[1]
+        elif last.type in ("bullet_list_open", "ordered_list_open"):
+            items = [t for t in tokens[tokens.index(last) :] if t.level == 1 and t.type == "list_item_open"]
+            if len(items) > LIST_CHUNK and items[-1].map:
+                line, inside = items[-1].map[0], True
+        return sum(len(part) + 1 for part in lines[:line]), inside
+
+
+def _in_open_fence(tail: str, fresh: str) -> bool:
+    """A long open code block is not parsed again at every line."""
+    first = tail[: tail.find("\n")]
+    fence = opened_fence(first)
+    if fence is None or fresh.startswith(first + "\n"):
+        return False
+    return not any(closes_fence(line, fence[0]) for line in fresh.split("\n"))
+
+
+def _is_closed(token: Token, lines: list[str]) -> bool:
+    """Whether a block is complete although nothing follows it yet."""
+    assert token.map is not None
+    start, end = token.map
+    if token.type in ("heading_open", "hr"):
+        return True
+    if token.type == "paragraph_open":
+        return end < len(lines) - 1 and not lines[end].strip()
+    return token.type == "fence" and end - start > 1 and closes_fence(lines[end - 1], token.markup)

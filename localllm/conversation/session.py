@@ -1,0 +1,76 @@
+"""A running chat: what line mode and the full screen share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from localllm.config import Preset, load_config
+from localllm.conversation.attachments import Attachment
+from localllm.conversation.saver import Saver
+from localllm.conversation.serving import OFF, Endpoint
+from localllm.conversation.tree import Conversation
+from localllm.errors import ConfigError
+from localllm.interface import ChatBackend
+from localllm.terminal import clean_line
+
+
+@dataclass
+class Session:
+    """A backend, the conversation with it, and what a chat can be told to do.
+
+    model        the model as it is called here
+    files        go with the next message
+    first        the message to begin with
+    endpoint     what /serve turns on and off; None where there is no engine of this chat's own
+    serves       the port that is wished for, `OFF`, or None for the usual one
+    copy         puts a text into the clipboard and returns how
+    """
+
+    backend: ChatBackend
+    conversation: Conversation
+    saver: Saver = field(default_factory=lambda: Saver(None))
+    model: str = ""
+    presets: Mapping[str, Preset] = field(default_factory=dict)
+    files: list[Attachment] = field(default_factory=list)
+    first: str = ""
+    endpoint: Endpoint | None = None
+    serves: int | None = OFF
+    copy: Callable[[str], str] = str
+
+    def reload_presets(self) -> None:
+        """After one was saved."""
+        self.presets = load_config().presets
+
+    @property
+    def url(self) -> str:
+        """Where other programs reach the model now; "" while they cannot."""
+        return self.endpoint.url if self.endpoint is not None else ""
+
+    def serve(self, port: int | None) -> str:
+        """Open the endpoint, or close it (`OFF`). Returns what to say. Takes a moment; raises LocalLLMError."""
+        if self.endpoint is None:
+            raise ConfigError("this chat has no engine of its own to serve", "localllm serve")
+        if port == OFF:
+            was, self.serves = self.url or self.serves != OFF, OFF
+            self.endpoint.stop()
+            return "closed: no other program uses this model now" if was else "it is not being served"
+        if port is not None or not self.url:
+            self.serves = OFF
+            self.serves = int(self.endpoint.start(self.model, port).rsplit(":", 1)[-1])  # and after the next model
+        return f"this model answers at {self.url}/v1 while the chat is open; /serve off ends that"
+
+
+def write_new(path: str, text: str) -> str:
+    """Write a file that is not there yet. Returns what to say. Raises ConfigError."""
+    shown = clean_line(path)
+    try:
+        with Path(path).expanduser().open("x", encoding="utf-8") as file:
+            file.write(text if text.endswith("\n") else text + "\n")
+    except FileExistsError:
+        raise ConfigError(f"{shown} is there already", "choose another name") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{shown} cannot be written: {reason}", "choose another place") from None
+    return f"written to {shown}"

@@ -1,0 +1,176 @@
+"""The application without its screens: theme, keys, the terminal, what screens see of it.
+
+Built on `ChatBackend` alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from textual.app import App, SystemCommand
+from textual.screen import Screen
+
+from localllm.config import UiConfig
+from localllm.conversation import clipboard
+from localllm.conversation.attention import Attention
+from localllm.conversation.session import Session
+from localllm.terminal import clean_line, no_color
+from localllm.tui.downloads import Downloads
+from localllm.tui.keys import Keymap
+from localllm.tui.themes import DARK, LIGHT
+
+HANGUP_S = 1.0  # between two looks whether the terminal is still there
+GONE_S = 5.0
+HANGUP_EXIT = 129
+DRAIN_S = 0.1
+DRAIN_STILL_S = 0.25  # between two looks at the queue with animations off: nothing on the screen moves more often
+log = logging.getLogger("localllm.tui")
+
+
+@dataclass(frozen=True)
+class ScreenOptions:
+    """How the full screen begins.
+
+    name      what the backend is asked for at the start; None for the session's model
+    home      nothing is loaded before a chat or a model is chosen
+    log_file  what F12 shows
+    encoding  the characters that the terminal takes; others are drawn as ASCII
+    """
+
+    ui: UiConfig = field(default_factory=UiConfig)
+    keys: Mapping[str, str] = field(default_factory=dict)
+    name: str | None = None
+    home: bool = False
+    offline: bool = False
+    log_file: Path | None = None
+    encoding: str = "utf-8"
+
+
+class Frame(App[None]):
+    """What every screen finds under it.
+
+    failure        what the user is told at the end, when the interface failed
+    wants_restart  the command that opened the interface should start it again, with this chat
+    moving         whether anything on the screen may move by itself
+    problems       settings that cannot be followed
+    """
+
+    TITLE = "localllm"
+    HORIZONTAL_BREAKPOINTS = [(0, "-tiny"), (40, "-narrow"), (100, "-wide")]
+    VERTICAL_BREAKPOINTS = [(0, "-low"), (12, "-high")]
+    ENABLE_COMMAND_PALETTE = True
+
+    def __init__(self, session: Session, options: ScreenOptions | None = None) -> None:
+        self.session, self.options = session, options or ScreenOptions()
+        ui = self.options.ui
+        self._colorless = no_color()
+        # said here, because Textual chooses at this moment between no colour and grey
+        super().__init__(ansi_color=True if self._colorless else None)
+        if self.options.encoding != "utf-8":
+            from localllm.tui.ascii import Encodable
+
+            self._filters.append(Encodable(self.options.encoding))
+        session.copy = self.copy
+        self.code_theme = ui.code_theme
+        self.keymap = Keymap(ui.keys, self.options.keys)
+        self.attention = Attention(ui.notify, self._to_terminal)
+        self.downloads = Downloads()
+        self.failure: Exception | None = None
+        self.wants_restart = False
+        still = ui.animations is False or (ui.animations == "auto" and "SSH_CONNECTION" in os.environ)
+        self.moving = not still
+        self.drain_s = DRAIN_STILL_S if still else DRAIN_S
+        if still:
+            self.animation_level = "none"
+        self.problems = [*self._begin_with_theme(), *self.keymap.problems]
+
+    def _begin_with_theme(self) -> list[str]:
+        """Colours from the start: setting `theme` later would parse every style sheet a second time."""
+        self.register_theme(DARK)
+        self.register_theme(LIGHT)
+        wanted = "ansi-dark" if self._colorless else self.options.ui.theme
+        known = wanted in self.available_themes
+        self.set_reactive(App.theme, wanted if known else "localllm-dark")
+        theme = self.current_theme
+        self.add_class(f"-theme-{theme.name}", "-dark-mode" if theme.dark else "-light-mode", update=False)
+        self.remove_class("-light-mode" if theme.dark else "-dark-mode", update=False)
+        self._refresh_truecolor_filter(self.ansi_theme)
+        self.stylesheet.set_variables(self.get_css_variables())
+        if known:
+            return []
+        near = get_close_matches(wanted, list(self.available_themes), 1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        return [f"ui.theme: there is no theme {clean_line(wanted)}{meant}"]
+
+    def get_theme_variable_defaults(self) -> dict[str, str]:
+        """The width of the text column, for the style sheet."""
+        column = self.options.ui.column
+        return {"column": str(column + 4 if column else 1000)}
+
+    def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
+        """None of Textual's: ours are in the palette."""
+        return ()
+
+    # --- the terminal ------------------------------------------------------------------------------------------------
+
+    def watch_terminal(self) -> None:
+        """End with a terminal that went away without SIGHUP: reading from it would spin indefinitely."""
+        if not self.is_headless:
+            self.set_interval(HANGUP_S, self._look_at_terminal)
+
+    def _look_at_terminal(self) -> None:
+        poll = select.poll()
+        poll.register(0, 0)
+        if any(events & (select.POLLHUP | select.POLLERR) for _, events in poll.poll(0)):
+            log.warning("the terminal is gone")
+            last_resort = threading.Timer(GONE_S, os._exit, (HANGUP_EXIT,))  # if tidying up hangs on it
+            last_resort.daemon = True
+            last_resort.start()
+            self.exit(return_code=HANGUP_EXIT)
+
+    def _to_terminal(self, sequence: str) -> None:
+        if self._driver is not None and not self.is_headless:
+            self._driver.write(sequence)
+
+    def copy(self, text: str) -> str:
+        """Copy, and say how."""
+        self._clipboard = text
+        return clipboard.copy(text, self._to_terminal)
+
+    def announce(self, what: str) -> None:
+        """An answer has ended: call when nobody looks, as the settings say."""
+        self.attention.call(self.session.conversation.shown_title, what)
+
+    def on_app_blur(self) -> None:
+        self.attention.look(False)
+
+    def on_app_focus(self) -> None:
+        self.attention.look(True)
+
+    def on_unmount(self) -> None:
+        self.attention.end()
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def restart(self) -> None:
+        """Leave, to be started again with this chat: a device error can outlive everything else."""
+        self.wants_restart = True
+        self.exit()
+
+    def _handle_exception(self, error: Exception) -> None:
+        """Put the traceback into the log; `failure` is what the user is told."""
+        self.failure = error
+        log.error("the interface failed", exc_info=error)
+        super()._handle_exception(error)
+
+    def _print_error_renderables(self) -> None:
+        """The command that opened the interface says one sentence instead."""
+        self._exit_renderables.clear()

@@ -1,0 +1,268 @@
+"""The chat screen's state, and the turns: what is asked waits here, is sent when the model is free, and is given up.
+
+`ChatScreen` is a chain of classes, each knowing those before it: `turns`, `stream` (events of the backend), `saved`
+(chats on disk), `actions` (keys), `chat` (layout and messages of the widgets).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from textual.screen import Screen
+
+from localllm.conversation.session import OFF, Session
+from localllm.conversation.texts import complaint
+from localllm.conversation.tree import Conversation, Exchange
+from localllm.errors import LocalLLMError
+from localllm.request import Message
+from localllm.terminal import clean_line
+from localllm.tui.frame import Frame
+from localllm.tui.widgets.choices import Choices
+from localllm.tui.widgets.engine import Turns as Times
+from localllm.tui.widgets.home import Home
+from localllm.tui.widgets.loading import LoadCard
+from localllm.tui.widgets.messages import AssistantMessage, UserMessage
+from localllm.tui.widgets.prompt import PromptArea
+from localllm.tui.widgets.status import State
+from localllm.tui.widgets.transcript import Transcript
+
+from .viewer import show_command
+
+
+class Turns(Screen[None]):
+    """What the parts of the chat screen share.
+
+    phase    none (no model was chosen), loading, ready or failed
+    current  (the backend's turn, its message) of the answer that comes
+    stuck    the question that waits for an answer to a question of ours
+    side     a turn that is no part of the conversation, and what it has said
+    editing  (what is being edited, whether it is the question)
+    """
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self.session = session
+        self.phase = "none"
+        self.waiting: deque[tuple[Exchange, UserMessage]] = deque()
+        self.current: tuple[int, AssistantMessage] | None = None
+        self.stuck: Exchange | None = None
+        self.side: tuple[int, list[str]] | None = None
+        self.editing: tuple[Exchange, bool] | None = None
+        self.times = Times()
+        self.state = State(sampling=session.conversation.sampling)
+        self._message, self._message_until = "", 0.0
+        self._saved_at = self._sent_at = 0.0
+        # the timer that drains and the handlers of keys are different tasks: one at a time changes the conversation
+        self.changing = asyncio.Lock()
+
+    @property
+    def frame(self) -> Frame:
+        """The application, with its settings."""
+        return cast(Frame, self.app)
+
+    @property
+    def conversation(self) -> Conversation:
+        """The one on the screen."""
+        return self.session.conversation
+
+    @property
+    def transcript(self) -> Transcript:
+        """The turns."""
+        return self.query_one(Transcript)
+
+    @property
+    def prompt(self) -> PromptArea:
+        """Where one types."""
+        return self.query_one(PromptArea)
+
+    # --- saying something --------------------------------------------------------------------------------------------
+
+    def refresh_lines(self) -> None:
+        """Title, status and keys, as things stand."""
+        raise NotImplementedError
+
+    def flash(self, text: str, seconds: float = 4.0) -> None:
+        """Say something in the status line for a moment."""
+        self._message, self._message_until = clean_line(text), time.monotonic() + seconds
+        self.refresh_lines()
+
+    @property
+    def message(self) -> str:
+        """What is being said in the status line; empty when its time is over."""
+        if time.monotonic() >= self._message_until:
+            self._message = ""
+        return self._message
+
+    @property
+    def flashing(self) -> bool:
+        """Whether a message's time has just run out: the line must be drawn once more."""
+        return bool(self._message) and time.monotonic() >= self._message_until
+
+    async def complain(self, error: LocalLLMError) -> None:
+        """An error of the user's, in the transcript."""
+        await self.transcript.say(complaint(error), "warning")
+
+    def show_command(self, *words: str) -> None:
+        """Show what another command of this program says."""
+        show_command(self.app, *words)
+
+    def show_home(self, shown: bool) -> None:
+        """The list of chats and models in place of the transcript."""
+        self.query_one(Home).display = shown
+        self.transcript.display = not shown
+
+    # --- the model ---------------------------------------------------------------------------------------------------
+
+    async def load(self, name: str, changes: Mapping[str, Any] | None = None) -> None:
+        """Load another model, or the same with other settings; the conversation stays."""
+        self.give_up()
+        self.show_home(False)
+        self.session.model = self.conversation.model = name
+        self.phase = "loading"
+        self.state.facts = type(self.state.facts)()
+        await self.transcript.begin_loading(name)
+        await self._close_endpoint()
+        self.session.backend.start(name, changes)
+
+    async def pause(self) -> None:
+        """End a download; its parts stay."""
+        await self._close_endpoint()
+        await asyncio.to_thread(self.session.backend.close)
+        self.session.backend.events().clear()
+        await self.query(LoadCard).remove()
+        self.phase, self.state.text = "failed", "paused"
+        name = clean_line(self.session.model)
+        await self.transcript.say(f"the download of {name} is paused; /model {name} goes on with it")
+
+    async def _close_endpoint(self) -> None:
+        """The model is about to go: nobody may use it any more."""
+        if self.session.endpoint is not None and self.session.url:
+            await asyncio.to_thread(self.session.endpoint.stop)
+
+    async def serve(self, port: int | None) -> None:
+        """Answer other programs, or no longer, in a thread; an error is said."""
+        try:
+            said = await asyncio.to_thread(self.session.serve, port)
+        except LocalLLMError as error:
+            await self.complain(error)
+        else:
+            self.flash(said) if port == OFF else await self.transcript.say(said)
+
+    # --- turns -------------------------------------------------------------------------------------------------------
+
+    def keep(self, *exchanges: Exchange) -> None:
+        """Write the chat and these turns of it to the disk, in another thread."""
+        self.conversation.model = self.conversation.model or self.session.model
+        self.session.saver.save(self.conversation, *exchanges)
+
+    async def read_history(self, reads: Callable[[Any], Any]) -> Any:
+        """What `reads` makes of the database, in its thread; None when it cannot be used, and that is said."""
+        try:
+            return await asyncio.wrap_future(self.session.saver.run(reads))
+        except LocalLLMError as error:
+            self.flash(error.message)
+            return None
+
+    def may_change(self) -> bool:
+        """Whether the branch may be changed now; says why not."""
+        if self.current is None and not self.waiting and self.side is None:
+            return True
+        self.flash(f"{self.frame.keymap.label('chat.stop')} stops the answer first")
+        return False
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether the last answer was stopped, or reached its limit, and nothing else is under way."""
+        busy = self.current is not None or self.side is not None or self.waiting or self.editing is not None
+        last = self.conversation.exchanges[-1] if self.conversation.exchanges else None
+        cut = last is not None and last.text != "" and last.stop in ("abort", "length")
+        return cut and not busy and self.phase == "ready"
+
+    async def enqueue(self, exchange: Exchange) -> None:
+        """Show a question and send it when its turn comes."""
+        self.show_home(False)
+        self.waiting.append((exchange, await self.transcript.add_question(exchange)))
+        self.keep(exchange)
+        await self.next_turn()
+        await self.transcript.trim()
+
+    async def ask_again(self, exchange: Exchange) -> None:
+        """Show the branch of a question that was just made, and send it."""
+        self.conversation.exchanges.remove(exchange)
+        await self.transcript.sync()
+        self.conversation.exchanges.append(exchange)
+        await self.enqueue(exchange)
+
+    async def next_turn(self) -> None:
+        """Send the next message if the model is ready and free; mark the others as waiting."""
+        free = self.current is None and self.side is None and self.stuck is None
+        if self.phase == "ready" and free and self.waiting:
+            exchange, widget = self.waiting.popleft()
+            widget.set_queued(False)
+            message = await self.transcript.add_answer(exchange, widget)
+            self._send(message, self.conversation.messages(exchange))
+        for _, widget in self.waiting:
+            widget.set_queued(True)
+
+    def _send(self, message: AssistantMessage, messages: list[Message]) -> None:
+        message.exchange.model = self.session.model
+        self._saved_at = self._sent_at = time.monotonic()
+        turn = self.session.backend.send(messages, None, self.conversation.template_values)
+        self.current = turn, message
+        self.state.text = "reading"
+
+    async def go_on(self, exchange: Exchange) -> None:
+        """Let the model continue an answer that was cut short."""
+        widget = await self.transcript.drop_answer(exchange)
+        if widget is None:
+            return
+        exchange.text, exchange.stop, exchange.failed = exchange.text.rstrip(), "", None
+        message = await self.transcript.add_answer(exchange, widget)
+        message.prefill(exchange.text)
+        answer: Message = {"role": "assistant", "content": exchange.text}
+        self._send(message, [*self.conversation.messages(exchange), answer])
+
+    async def branch(self, exchange: Exchange) -> None:
+        """The next message follows this exchange."""
+        self.conversation.cut_after(exchange)
+        await self.transcript.sync()
+        self.flash("the next message goes on from here; what came after is kept as another branch")
+
+    def edit(self, exchange: Exchange, is_question: bool) -> None:
+        """Put a message into the prompt, to be sent as a branch."""
+        if self.may_change():
+            self.editing = exchange, is_question
+            self.prompt.put(exchange.user if is_question else exchange.text)
+            self.prompt.focus()
+            self.refresh_lines()
+
+    def give_up(self) -> None:
+        """Stop what runs and forget what waits; what there is of an answer is kept as it is."""
+        if self.current is not None:
+            self.session.backend.stop(self.current[0])
+            exchange = self.current[1].exchange
+            exchange.stop = exchange.stop or "abort"
+            self.keep(exchange)
+            self.current = None
+        if self.side is not None:
+            self.session.backend.stop(self.side[0])
+            self.side = None
+        self.waiting.clear()
+        self.stuck = None
+        self.query_one(Choices).close()
+
+    async def clear(self) -> None:
+        """Forget the conversation on the screen."""
+        self.give_up()
+        self.editing = None
+        self.conversation.clear()
+        self.conversation.model = self.session.model
+        self.state.used_tokens = 0
+        if self.phase == "ready":
+            self.state.text = "ready"
+        await self.transcript.clear()
+        self.prompt.focus()
