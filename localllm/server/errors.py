@@ -78,8 +78,11 @@ def unsupported(what: str, param: str) -> ApiError:
     return ApiError(400, what, "not_supported_error", "unsupported_feature", param)
 
 
+Rename = Callable[[str | None], str | None]
+
+
 @contextlib.contextmanager
-def renaming(rename: Callable[[str | None], str | None]) -> Iterator[None]:
+def renaming(rename: Rename) -> Iterator[None]:
     """Errors name the field as the API calls it that the request came through."""
     try:
         yield

@@ -1,55 +1,67 @@
-"""A chat request, from whichever API it came, to a turn: the one way all of them go."""
+"""A request for text on its way in: `Generation`, the one value that every API's request is read into.
+
+A request is six objects in all: its `Exchange` (who asks: id, client, log line), the checked body of its API, a
+`Generation`, a `Reservation` (its place in the model's queue, then the loaded model), `SamplingParams` (what the engine
+is told), and an `AsyncResponseStream` per prompt, which the answer is read from.
+"""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
-
-from starlette.requests import Request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from localllm.llm.llm import LLM
-from localllm.server.openai.schemas import ChatRequest
-
-from .openai.constraints import wanted
-from .openai.reading import check_fields, deadline_of, messages_of, sampling_params, template_kwargs
-from .response_stream import AsyncTurn
-from .service import Place, Service, Wish
+from localllm.request import Constraint, Message, ToolUse
 
 
-@dataclass(slots=True)
-class Chat:
-    """A conversation being answered."""
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages, and what the model's template is told beside them."""
 
-    turn: AsyncTurn
-    model: str
-    """the id to state in the answer"""
-    place: Place
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    continue_final: bool = False
+    opens_answer: bool = True
+
+    def encode(self, llm: LLM) -> list[int]:
+        """Its token ids; takes long enough for a thread."""
+        return llm.encode_chat(
+            self.messages, self.tools, self.template_kwargs,
+            continue_final=self.continue_final, opens_answer=self.opens_answer,
+        )  # fmt: skip
 
 
-def prompt_of(body: ChatRequest) -> Callable[[LLM], list[int]]:
-    """Check a conversation; what makes its token ids, for a thread. Raises ApiError."""
-    check_fields(body)
-    messages, kwargs, tools = messages_of(body), template_kwargs(body), wanted(body).template_tools
-    goes_on, opens = bool(body.continue_final_message), body.add_generation_prompt is not False
-    return lambda llm: llm.encode_chat(messages, tools, kwargs, continue_final=goes_on, opens_answer=opens)
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What is to be generated, checked as far as that goes without the model.
 
+    model       the id that was asked for; None for the default
+    prompts     a conversation, or texts and token ids, each of which is answered
+    sampling    fields of `SamplingParams` that replace the model's defaults
+    streams     deltas are wanted as they come
+    generates   False: only the prompt is scored, the token that the engine makes for it is dropped
+    user        tells the users of one client apart, for fairness
+    priority    lower is earlier
+    deadline    on the monotonic clock
+    cache_salt  requests with different ones share no cached pages
+    """
 
-async def open_chat(service: Service, request: Request, body: ChatRequest) -> Chat:
-    """Check, wait, tokenise, submit. Raises ApiError, LocalLLMError."""
-    encode, bound = prompt_of(body), wanted(body)
-    user = body.user or body.safety_identifier or body.prompt_cache_key or ""
-    async with service.place(
-        request, body.model, user=user, priority=body.priority, cost=body.n or 1, deadline=deadline_of(body)
-    ) as place:
-        llm = place.llm
-        params = sampling_params(body, llm.default_params())
-        prompt = await service.in_thread(lambda: encode(llm))
-        wish = Wish(bool(body.stream), splits_reasoning=True, cache_salt=body.cache_salt or "")
-        if bound:
-            # not in the threads that make token ids: compiling may take two seconds
-            wish.more["spec"] = await asyncio.to_thread(
-                llm.output_spec, prompt, chat=True, constraint=bound.constraint, tool_use=bound.tool_use
-            )
-        (turn,) = await service.start(place, [prompt], params, wish)
-    return Chat(turn, place.model.name, place)
+    model: str | None
+    prompts: Conversation | list[str | list[int]]
+    sampling: Mapping[str, Any]
+    constraint: Constraint | None = None
+    tool_use: ToolUse | None = None
+    streams: bool = False
+    generates: bool = True
+    user: str = ""
+    priority: int = 0
+    deadline: float | None = None
+    cache_salt: str = ""
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that the engine runs for it."""
+        prompts = 1 if isinstance(self.prompts, Conversation) else len(self.prompts)
+        return prompts * int(self.sampling.get("n", 1))

@@ -1,7 +1,7 @@
 """Counters and gauges in Prometheus' text form, under vLLM's names, with our own page counts beside them.
 
-Counters grow as the engine's thread makes pieces; gauges are read from the engines when somebody looks. Labels hold
-model names and finish reasons only: nothing a client can invent (SEC-08).
+Counters grow as the engine's thread makes deltas; gauges are read from the engines when somebody looks. Labels hold
+model names and finish reasons only: nothing a client can invent.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Metrics:
 
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of answered requests, cached ones included.")
         self.generated: Counts[str] = Counts()
-        """tokens per model; counted for every piece, so it is a plain number"""
+        """tokens per model; counted for every delta, so it is a plain number"""
         self.success = counter("request_success", "Requests that ended.", "finished_reason")
         self.request_prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
         self.request_generation_tokens = histogram(
@@ -79,9 +79,9 @@ class Metrics:
         """An answer had this speed."""
         self._speeds[model] = tps
 
-    def turn(self, model: str, params: SamplingParams, exchange: Exchange, *, generates: bool = True) -> TurnMeter:
+    def meter(self, model: str, params: SamplingParams, exchange: Exchange, *, generates: bool = True) -> RequestMeter:
         """What counts one request. `generates`: False where its tokens are dropped: a prompt is only scored."""
-        return TurnMeter(self, model, params, exchange, generates)
+        return RequestMeter(self, model, params, exchange, generates)
 
     def ended(self, exchange: Exchange) -> None:
         """An HTTP request is over."""
@@ -109,8 +109,8 @@ class Gaps:
         family.add_metric([model], buckets, self._sum)
 
 
-class TurnMeter:
-    """Counts the pieces of one request, whether or not somebody still reads them."""
+class RequestMeter:
+    """Counts the deltas of one request, whether or not somebody still reads them."""
 
     def __init__(
         self, metrics: Metrics, model: str, params: SamplingParams, exchange: Exchange, generates: bool
@@ -124,49 +124,49 @@ class TurnMeter:
         self._num_prompt_tokens: int | None = None
         self._gaps = metrics.gaps.setdefault(model, Gaps())
 
-    def take(self, piece: OutputDelta) -> None:
-        """One piece."""
+    def take(self, delta: OutputDelta) -> None:
+        """Count one."""
         now = time.monotonic()
-        count = len(piece.token_ids)
+        count = len(delta.token_ids)
         if count:
-            last = self._last.get(piece.index)
+            last = self._last.get(delta.index)
             if last is None:
                 if not self._last:
                     self._first(now)
             else:
                 self._gaps.observe((now - last) / count, count)
-            self._last[piece.index] = now
+            self._last[delta.index] = now
             if self._generates:
                 self._num_tokens += count
                 self._metrics.generated[self._model] += count
-        if piece.finish_reason is not None:
+        if delta.finish_reason is not None:
             self._open -= 1
-            self._of_answer(piece)
+            self._of_answer(delta)
             if self._open == 0:
-                self._end(piece, now)
+                self._end(delta, now)
 
     def _first(self, now: float) -> None:
         self._exchange.ttft_s = now - self._exchange.started
         self._metrics.ttft.labels(self._model).observe(self._exchange.ttft_s)
 
-    def _of_answer(self, piece: OutputDelta) -> None:
+    def _of_answer(self, delta: OutputDelta) -> None:
         exchange = self._exchange
-        if piece.usage is not None:
-            if self._num_prompt_tokens is None and piece.usage.prompt_tokens:
-                self._num_prompt_tokens = piece.usage.prompt_tokens
-                exchange.prompt_tokens += piece.usage.prompt_tokens
-                exchange.cached_tokens += piece.usage.cached_tokens
-            exchange.completion_tokens += piece.usage.completion_tokens if self._generates else 0
-        if piece.timing is not None:
-            self._num_preemptions += piece.timing.num_preemptions
-            exchange.decode_tps = piece.timing.decode_tps
-            if piece.timing.decode_tps:
-                self._metrics.note_speed(self._model, piece.timing.decode_tps)
-            exchange.queue_s = piece.timing.queue_s
+        if delta.usage is not None:
+            if self._num_prompt_tokens is None and delta.usage.prompt_tokens:
+                self._num_prompt_tokens = delta.usage.prompt_tokens
+                exchange.prompt_tokens += delta.usage.prompt_tokens
+                exchange.cached_tokens += delta.usage.cached_tokens
+            exchange.completion_tokens += delta.usage.completion_tokens if self._generates else 0
+        if delta.timing is not None:
+            self._num_preemptions += delta.timing.num_preemptions
+            exchange.decode_tps = delta.timing.decode_tps
+            if delta.timing.decode_tps:
+                self._metrics.note_speed(self._model, delta.timing.decode_tps)
+            exchange.queue_s = delta.timing.queue_s
 
-    def _end(self, piece: OutputDelta, now: float) -> None:
+    def _end(self, delta: OutputDelta, now: float) -> None:
         metrics, model = self._metrics, self._model
-        reason = str(piece.finish_reason)
+        reason = str(delta.finish_reason)
         self._exchange.finish = reason
         metrics.success.labels(model, reason).inc()
         prompt = self._num_prompt_tokens or 0
@@ -178,7 +178,7 @@ class TurnMeter:
             metrics.params_max_tokens.labels(model).observe(self._params.max_tokens if self._generates else 0)
         metrics.preempted.labels(model).observe(self._num_preemptions)
         metrics.e2e.labels(model).observe(now - self._exchange.started)
-        timing = piece.timing
+        timing = delta.timing
         if timing is None or not timing.total_s:
             return
         metrics.queue.labels(model).observe(timing.queue_s)

@@ -1,4 +1,4 @@
-"""Turns seen from the event loop: pieces arrive once per step, wait for a slow reader merged, and end exactly once."""
+"""Answers seen from the event loop: deltas come once per step, wait for a slow reader merged, and end exactly once."""
 
 from __future__ import annotations
 
@@ -7,118 +7,120 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
 from typing import Protocol
-
-from starlette.requests import Request
 
 from localllm.llm.outputs import OutputDelta, RequestOutput, ResponseStream
 from localllm.request import FinishReason
 
-from .errors import ClientLeft
-
 log = logging.getLogger(__name__)
 
 MAX_PENDING = 64
-"""pieces that wait for their reader before new ones are merged into them"""
+"""deltas that wait for their reader before new ones are merged into them"""
 
 
 class Meter(Protocol):
-    """What counts pieces (`metrics.TurnMeter`)."""
+    """What counts deltas (`metrics.RequestMeter`)."""
 
-    def take(self, piece: OutputDelta) -> None:
-        """Called in the engine's thread for every piece, read or not"""
+    def take(self, delta: OutputDelta) -> None:
+        """Called in the engine's thread for every delta, read or not"""
         ...
 
 
-class Post:
-    """What an engine's thread gives the pieces of one turn to: counts them, and sends them to the event loop.
+class Listener:
+    """What an engine's thread gives the deltas of one request to: counts them, and sends them to the event loop.
 
     streams  each at once; else all of an answer when it has ended
     """
 
-    def __init__(self, mailbox: Mailbox, turn: AsyncTurn, meter: Meter | None, *, streams: bool) -> None:
-        self._mailbox, self._turn, self._meter, self._streams = mailbox, turn, meter, streams
+    def __init__(self, mailbox: Mailbox, stream: AsyncResponseStream, meter: Meter, *, streams: bool) -> None:
+        self._mailbox, self._stream, self._meter, self._streams = mailbox, stream, meter, streams
         self._held: list[OutputDelta] = []
 
-    def __call__(self, piece: OutputDelta) -> None:
-        """One piece."""
-        if self._meter is not None:
-            self._meter.take(piece)
+    def __call__(self, delta: OutputDelta) -> None:
+        """Count one, and send it when it is time."""
+        self._meter.take(delta)
         if self._streams:
-            self._mailbox.put(self._turn, [piece])
+            self._mailbox.put(self._stream, [delta])
             return
-        keep(self._held, piece)
-        if piece.finish_reason is not None:
-            self._mailbox.put(self._turn, self._held)
+        keep(self._held, delta)
+        if delta.finish_reason is not None:
+            self._mailbox.put(self._stream, self._held)
             self._held = []
 
 
 class Mailbox:
-    """Pieces from engine threads to one event loop, which is woken once however many there are."""
+    """Deltas from engine threads to one event loop, which is woken once however many there are."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._items: deque[tuple[AsyncTurn, list[OutputDelta]]] = deque()
+        self._items: deque[tuple[AsyncResponseStream, list[OutputDelta]]] = deque()
         self._is_due = False
 
-    def put(self, turn: AsyncTurn, pieces: list[OutputDelta]) -> None:
+    def put(self, stream: AsyncResponseStream, deltas: list[OutputDelta]) -> None:
         """Called in an engine's thread."""
-        self._items.append((turn, pieces))
+        self._items.append((stream, deltas))
         if not self._is_due and not self._loop.is_closed():
             self._is_due = True
             self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        self._is_due = False  # before the queue is looked at: a piece that comes later wakes us again
+        self._is_due = False  # before the queue is looked at: a delta that comes later wakes us again
         for _ in range(len(self._items)):  # not until it is empty: a quick engine would never let it be
-            turn, pieces = self._items.popleft()
+            stream, deltas = self._items.popleft()
             try:
-                for piece in pieces:
-                    turn.take(piece)
+                for delta in deltas:
+                    stream.take(delta)
             except Exception:
-                log.exception("a piece could not be delivered")
+                log.exception("a delta could not be delivered")
 
 
-class AsyncTurn:
-    """One request in flight.
+class AsyncResponseStream:
+    """The answers to one prompt, being made.
 
-    num_answers  how many answers it has
-    on_end       called once, when its last answer has ended, read or not
+    num_answers  how many there are
+    on_end       called once, when the last of them has ended, read or not
     """
 
-    def __init__(self, num_answers: int, on_end: Callable[[AsyncTurn], None]) -> None:
+    def __init__(self, num_answers: int, on_end: Callable[[AsyncResponseStream], None]) -> None:
         self.num_answers = num_answers
         self.prompt_token_ids: Sequence[int] = ()
-        self.is_late = False
-        """ended by its deadline"""
+        self.is_late = False  # ended by its deadline
         self._on_end = on_end
-        self._turn: ResponseStream | None = None
-        self._open = num_answers
-        self._unread = num_answers
+        self._stream: ResponseStream | None = None
+        self._open = self._unread = num_answers
         self._pending: list[OutputDelta] = []
         self._waiter: asyncio.Future[None] | None = None
         self._abandoned = False
         self._timer: asyncio.TimerHandle | None = None
 
-    def started(self, turn: ResponseStream, deadline: float | None = None) -> None:
+    @property
+    def num_pending(self) -> int:
+        """Deltas that wait for their reader."""
+        return len(self._pending)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether every answer has ended, read or not."""
+        return self._open <= 0
+
+    def started(self, stream: ResponseStream, deadline: float | None = None) -> None:
         """The engine has taken it. `deadline` on the monotonic clock: then it ends with what it has."""
-        self._turn = turn
-        self.prompt_token_ids = turn.prompt_token_ids
+        self._stream = stream
+        self.prompt_token_ids = stream.prompt_token_ids
         if self._abandoned:
-            turn.abort()
+            stream.abort()
         if deadline is not None:
             left = max(0.0, deadline - time.monotonic())
-            self._timer = asyncio.get_running_loop().call_later(left, self._on_deadline)
+            self._timer = asyncio.get_running_loop().call_later(left, self.cut, "its deadline passed")
 
-    def take(self, piece: OutputDelta) -> None:
-        """A piece, in the event loop."""
-        if piece.finish_reason is not None:
+    def take(self, delta: OutputDelta) -> None:
+        """A delta, in the event loop."""
+        if delta.finish_reason is not None:
             self._open -= 1
-            if self.is_late and piece.finish_reason is FinishReason.ABORT:
-                piece.finish_reason, piece.stop_reason = FinishReason.LENGTH, "deadline"
+            if self.is_late and delta.finish_reason is FinishReason.ABORT:
+                delta.finish_reason, delta.stop_reason = FinishReason.LENGTH, "deadline"
         if not self._abandoned:
-            keep(self._pending, piece)
+            keep(self._pending, delta)
             if self._waiter is not None and not self._waiter.done():
                 self._waiter.set_result(None)
         if self._open == 0:
@@ -128,66 +130,104 @@ class AsyncTurn:
             self._on_end(self)
 
     async def ready(self) -> None:
-        """Wait until there is a piece. Raises the error of an answer that failed before it had any."""
-        while not self._pending:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        first = self._pending[0]
-        if first.error is not None:
-            self.abort()
-            raise first.error
+        """Wait until there is a delta. Raises the error of an answer that failed before it had any."""
+        await self._arrival()
+        if (error := self._pending[0].error) is not None:
+            raise error
 
     async def batches(self) -> AsyncIterator[list[OutputDelta]]:
-        """All pieces, as many at a time as there are; leaving early ends the request."""
+        """All deltas, as many at a time as there are; leaving early ends the request."""
         try:
             while self._unread > 0:
-                while not self._pending:
-                    self._waiter = asyncio.get_running_loop().create_future()
-                    await self._waiter
-                pieces, self._pending = self._pending, []
-                self._unread -= sum(piece.finish_reason is not None for piece in pieces)
-                yield pieces
+                await self._arrival()
+                deltas, self._pending = self._pending, []
+                self._unread -= sum(delta.finish_reason is not None for delta in deltas)
+                yield deltas
         finally:
             self.abort()
 
-    async def answer(self) -> RequestOutput:
+    async def _arrival(self) -> None:
+        while not self._pending:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+
+    async def output(self) -> RequestOutput:
         """Everything at once. Raises the error that ended it."""
-        answer = RequestOutput(list(self.prompt_token_ids), self.num_answers)
-        async for pieces in self.batches():
-            for piece in pieces:
-                answer.take(piece)
-        return answer
+        output = RequestOutput(list(self.prompt_token_ids), self.num_answers)
+        async for deltas in self.batches():
+            for delta in deltas:
+                output.take(delta)
+        return output
 
     def abort(self) -> None:
         """End it now if it has not ended; nobody reads it any more."""
         self._abandoned = True
         self._pending.clear()
-        if self._turn is not None and self._open > 0:
-            self._turn.abort()
+        if self._stream is not None and self._open > 0:
+            self._stream.abort()
 
     def cut(self, why: str) -> None:
         """End it now with what it has; its reader gets a regular end."""
         self.is_late = True
-        if self._turn is not None and self._open > 0:
+        if self._stream is not None and self._open > 0:
             log.info("an answer was cut: %s", why)
-            self._turn.abort()
-
-    def _on_deadline(self) -> None:
-        self.cut("its deadline passed")
+            self._stream.abort()
 
 
-def keep(pending: list[OutputDelta], piece: OutputDelta) -> None:
-    """Add a piece to those that wait; when there are many, to the last of the same answer."""
+async def merged(streams: Sequence[AsyncResponseStream]) -> AsyncIterator[tuple[int, list[OutputDelta]]]:
+    """The deltas of several streams as they come, with the number of the stream. Raises the error that ended one."""
+    if len(streams) == 1:
+        async for deltas in streams[0].batches():
+            yield 0, deltas
+        return
+    queue: asyncio.Queue[tuple[int, list[OutputDelta] | None]] = asyncio.Queue(maxsize=2 * len(streams))
+
+    async def forward(number: int, stream: AsyncResponseStream) -> None:
+        async for deltas in stream.batches():
+            await queue.put((number, deltas))
+        await queue.put((number, None))
+
+    tasks = [asyncio.create_task(forward(i, stream)) for i, stream in enumerate(streams)]
+    num_open = len(streams)
+    try:
+        while num_open:
+            number, some = await queue.get()
+            if some is None:
+                num_open -= 1
+            else:
+                yield number, some
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def rendered(
+    streams: Sequence[AsyncResponseStream], render: Callable[[int, OutputDelta], list[bytes]]
+) -> AsyncIterator[bytes]:
+    """What `render` makes of every delta and the number of its stream. Raises the error that ended an answer."""
+    async for number, deltas in merged(streams):
+        chunks: list[bytes] = []
+        for delta in deltas:
+            if delta.error is not None:
+                raise delta.error
+            chunks += render(number, delta)
+        if chunks:
+            yield b"".join(chunks)
+
+
+def keep(pending: list[OutputDelta], delta: OutputDelta) -> None:
+    """Add a delta to those that wait; when there are many, to the last of the same answer."""
     if len(pending) >= MAX_PENDING:
         for other in reversed(pending):
-            if other.index == piece.index:
-                merge(other, piece)
+            if other.index == delta.index:
+                merge(other, delta)
                 return
-    pending.append(piece)
+    pending.append(delta)
 
 
 def merge(first: OutputDelta, later: OutputDelta) -> None:
-    """Add what came later to a piece of the same answer."""
+    """Add what came later to a delta of the same answer."""
     for kind, text in later.parts:
         if first.parts and first.parts[-1][0] == kind and kind != "tool_call":
             first.parts[-1] = (kind, first.parts[-1][1] + text)
@@ -198,29 +238,3 @@ def merge(first: OutputDelta, later: OutputDelta) -> None:
     for name in ("finish_reason", "stop_reason", "prefill", "prompt_logprobs", "usage", "timing", "error"):
         if (value := getattr(later, name)) is not None:
             setattr(first, name, value)
-
-
-@asynccontextmanager
-async def unless_left(request: Request) -> AsyncIterator[None]:
-    """The block ends with ClientLeft when the client leaves first. Not to be used while the body is still read."""
-    task = asyncio.current_task()
-    assert task is not None
-    left = False
-
-    async def watch() -> None:
-        nonlocal left
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        left = True
-        task.cancel()
-
-    watcher = asyncio.ensure_future(watch())
-    try:
-        yield
-    except asyncio.CancelledError:
-        if not left:
-            raise
-        task.uncancel()
-        raise ClientLeft from None
-    finally:
-        watcher.cancel()

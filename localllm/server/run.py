@@ -294,7 +294,7 @@ async def drain(service: Service, server: Any, drain_s: float) -> None:
     if service.num_reserved:
         service.cut_all()
         deadline = loop.time() + CUT_S
-        while service.num_turns and loop.time() < deadline:
+        while service.num_streams and loop.time() < deadline:
             await asyncio.sleep(0.05)
     server.should_exit = True
 

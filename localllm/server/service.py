@@ -1,4 +1,4 @@
-"""What the routes share: the models behind them, who may be answered next, and the way from a request to a turn.
+"""What the routes share: the models behind them, who may be answered next, and a request's one way to the engine.
 
 The order is the same for every API: find the model (404), see that requests are taken (503), reserve a place (429),
 wait for the model to be loaded, make token ids off the event loop, wait for its turn, hand it to the engine.
@@ -12,21 +12,24 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from localllm.errors import LocalLLMError
+from localllm.errors import ContextTooLong, LocalLLMError
 from localllm.llm.llm import LLM
+from localllm.llm.outputs import RequestOutput
+from localllm.request import SamplingParams
 from localllm.server.openai.responses_store import ResponseStore
 
 from .admission import Admission, Ticket
 from .errors import ApiError, from_error
 from .exchange import Exchange, exchange_of
+from .generation import Conversation, Generation
 from .metrics import Metrics
 from .pool import Lease, ModelPool
-from .response_stream import AsyncTurn, Mailbox, Post
+from .response_stream import AsyncResponseStream, Listener, Mailbox
 from .served_model import ServedModel, State
 
 T = TypeVar("T")
@@ -42,26 +45,27 @@ INLINE_CHARS = 2000
 
 @dataclass(frozen=True, slots=True)
 class ServiceOptions:
-    """How many requests are taken."""
+    """How many requests are taken.
+
+    parallel       sequences a model answers side by side
+    max_queue      requests that may wait, per model
+    default_model  the id meant by a request that names none; "" for the first there is
+    """
 
     parallel: int = 4
-    """sequences a model answers side by side"""
     max_queue: int = 256
-    """requests that may wait, per model"""
     default_model: str = ""
-    """the id meant by a request that names none; "" for the first offered"""
 
 
 @dataclass(slots=True)
-class Place:
-    """A request's place with a model: reserved, and later loaded."""
+class Reservation:
+    """A request's place with a model: a ticket of its queue, then the loaded model, then a stream per prompt."""
 
     model: ServedModel
     ticket: Ticket
-    asked: Exchange
+    exchange: Exchange
     lease: Lease | None = None
-    turns: list[AsyncTurn] = field(default_factory=list)
-    """those it was reserved for, once they are with the engine"""
+    streams: list[AsyncResponseStream] = field(default_factory=list)
 
     @property
     def llm(self) -> LLM:
@@ -69,29 +73,30 @@ class Place:
         assert self.lease is not None
         return self.lease.llm
 
+    async def outputs(self) -> list[RequestOutput]:
+        """The whole answers, one per prompt. Raises the error that ended one."""
+        try:
+            return [await stream.output() for stream in self.streams]
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """End what has not ended."""
+        for stream in self.streams:
+            stream.abort()
+
     def release(self) -> None:
-        """Give both back; twice does nothing."""
+        """Give ticket and lease back; twice does nothing."""
         self.ticket.release()
         if self.lease is not None:
             self.lease.release()
 
 
-@dataclass(slots=True)
-class Wish:
-    """What a turn is started with, beside its prompt."""
-
-    streams: bool = False
-    """pieces are wanted as they come"""
-    splits_reasoning: bool = False
-    cache_salt: str = ""
-    generates: bool = True
-    """False: only the prompt is scored, the token that the engine makes for it is dropped"""
-    more: dict[str, Any] = field(default_factory=dict)
-    """further arguments of `LLM.submit`"""
-
-
 class Service:
-    """The models and the order of their requests. Used from one event loop."""
+    """The models and the order of their requests. Used from one event loop.
+
+    is_loading  the models that were named at the start are not there yet
+    """
 
     def __init__(self, pool: ModelPool, options: ServiceOptions | None = None) -> None:
         self.pool = pool
@@ -102,8 +107,7 @@ class Service:
         self.responses = ResponseStore()
         self.is_draining = False
         self.is_loading = False
-        """the models that were named at the start are not there yet"""
-        self._turns: set[AsyncTurn] = set()
+        self._streams: set[AsyncResponseStream] = set()
         self._mailbox: Mailbox | None = None
         self._text = ThreadPoolExecutor(TEXT_THREADS, "text")
 
@@ -115,7 +119,7 @@ class Service:
 
     async def models(self) -> tuple[ServedModel, ...]:
         """Every model that may be asked for."""
-        return await asyncio.get_running_loop().run_in_executor(self._text, self.pool.models)
+        return await self.in_thread(self.pool.models)
 
     async def find(self, asked: str | None) -> ServedModel:
         """The model a request means. Raises ApiError 404."""
@@ -129,7 +133,7 @@ class Service:
                 raise ApiError(404, "No model is on this machine.", code="model_not_found", param="model")
             return models[0]
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._text, self.pool.find, name)
+            return await self.in_thread(lambda: self.pool.find(name))
         except LocalLLMError as error:
             raise from_error(error) from None
 
@@ -153,14 +157,13 @@ class Service:
             if row.llm.is_dead:
                 raise ApiError(503, f"The engine of {row.name} is being restarted.", "server_error", "engine_dead")
 
-    # --- from a request to a turn ------------------------------------------------------------------------------------
+    # --- from a request to the engine --------------------------------------------------------------------------------
 
-    def admission(self, name: str) -> Admission:
+    def queue(self, name: str) -> Admission:
         """The queue of one model."""
-        queue = self.queues.get(name)
-        if queue is None:
-            queue = self.queues[name] = Admission(self.options.parallel, self.options.max_queue)
-        return queue
+        if name not in self.queues:
+            self.queues[name] = Admission(self.options.parallel, self.options.max_queue)
+        return self.queues[name]
 
     def check_room(self) -> None:
         """Raise ApiError 503 or 429 where that is certain before a request is read: most refusals are made here."""
@@ -168,41 +171,35 @@ class Service:
             self.check_ready()
         only = self.pool.only
         if only is not None:
-            self.admission(only.name).check()
+            self.queue(only.name).check()
 
     @asynccontextmanager
-    async def place(
-        self,
-        request: Request,
-        name: str | None,
-        *,
-        user: str = "",
-        priority: int | None = None,
-        cost: int = 1,
+    async def reserve(
+        self, request: Request, name: str | None, *, user: str = "", priority: int = 0, cost: int = 1,
         deadline: float | None = None,
-    ) -> AsyncIterator[Place]:
-        """A reserved place with a loaded model, given back at the end of the block unless a turn has taken it over.
+    ) -> AsyncIterator[Reservation]:  # fmt: skip
+        """A place with a loaded model, given back at the end of the block unless streams have taken it over.
 
+        cost      sequences that the engine will run
         deadline  on the monotonic clock
         """
         model = await self.find(name)
         self.check_ready()
-        asked = exchange_of(request)
-        asked.model = model.name
-        client = asked.client_of(user)
-        ticket = self.admission(model.name).reserve(client, priority=priority or 0, cost=cost, deadline=deadline)
-        place = Place(model, ticket, asked)
+        exchange = exchange_of(request)
+        exchange.model = model.name
+        client = exchange.client_of(user)
+        ticket = self.queue(model.name).reserve(client, priority=priority, cost=cost, deadline=deadline)
+        reservation = Reservation(model, ticket, exchange)
         try:
             await asyncio.sleep(0)  # whoever came at the same time is refused before anybody's text is read
-            place.lease = await self.lease(model)
-            yield place
+            reservation.lease = await self.lease(model)
+            yield reservation
         except BaseException:
-            for turn in place.turns:
-                turn.abort()
+            reservation.abort()
             raise
         finally:
-            if not place.turns:  # else the last of them gives it back
-                place.release()
+            if not reservation.streams:  # else the last of them gives it back
+                reservation.release()
 
     async def lease(self, model: ServedModel) -> Lease:
         """A loaded model; waits for it. Raises what loading failed with."""
@@ -226,48 +223,74 @@ class Service:
         """Whatever may take long, off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._text, work)
 
-    async def start(self, place: Place, prompts: Sequence[Sequence[int]], params: Any, wish: Wish) -> list[AsyncTurn]:
-        """Wait for its turn and hand every prompt to the engine. The place is given back when the last turn ends."""
-        for prompt in prompts:
-            place.llm.check_prompt(prompt, params)
-        await place.ticket.granted()
+    async def encode(self, llm: LLM, prompts: Conversation | Sequence[str | list[int]]) -> list[list[int]]:
+        """Token ids of every prompt; conversations and long texts off the event loop."""
+        if isinstance(prompts, Conversation):
+            return [await self.in_thread(lambda: prompts.encode(llm))]
+        size = sum(len(p) for p in prompts if isinstance(p, str))
+        return await self.text_work(size, lambda: [llm.encode_prompt(p) for p in prompts])
+
+    async def open(self, request: Request, asked: Generation) -> Reservation:
+        """Wait, tokenise, submit: a reservation with a stream per prompt. Raises ApiError, LocalLLMError."""
+        is_chat = isinstance(asked.prompts, Conversation)
+        async with self.reserve(
+            request, asked.model, user=asked.user, priority=asked.priority, cost=asked.num_sequences,
+            deadline=asked.deadline,
+        ) as reservation:  # fmt: skip
+            llm = reservation.llm
+            params = replace(llm.default_params(), **asked.sampling)
+            prompts = await self.encode(llm, asked.prompts)
+            more: dict[str, Any] = {"splits_reasoning": is_chat, "cache_salt": asked.cache_salt}
+            if asked.constraint is not None or asked.tool_use is not None:
+                # not in the threads that make token ids: compiling may take two seconds
+                more["spec"] = await asyncio.to_thread(
+                    llm.output_spec, prompts[0] if is_chat else (), chat=is_chat, constraint=asked.constraint,
+                    tool_use=asked.tool_use,
+                )  # fmt: skip
+            try:
+                for prompt in prompts:
+                    llm.check_prompt(prompt, params)
+            except ContextTooLong as error:
+                error.param = error.param if is_chat else "prompt"
+                raise
+            await reservation.ticket.granted()
+            self._submit(reservation, prompts, params, asked, more)
+        return reservation
+
+    def _submit(
+        self, reservation: Reservation, prompts: list[list[int]], params: SamplingParams, asked: Generation,
+        more: dict[str, Any],
+    ) -> None:  # fmt: skip
+        """Hand every prompt to the engine. The reservation is given back when the last stream ends."""
         self._mailbox = mailbox = self._mailbox or Mailbox(asyncio.get_running_loop())
         remaining = len(prompts)
 
-        def on_end(turn: AsyncTurn) -> None:
+        def on_end(stream: AsyncResponseStream) -> None:
             nonlocal remaining
-            self._turns.discard(turn)
+            self._streams.discard(stream)
             remaining -= 1
             if remaining == 0:
-                place.release()
+                reservation.release()
 
         for number, prompt in enumerate(prompts):
-            meter = self.metrics.turn(place.model.name, params, place.asked, generates=wish.generates)
-            turn = AsyncTurn(params.n, on_end)
+            meter = self.metrics.meter(reservation.model.name, params, reservation.exchange, generates=asked.generates)
+            stream = AsyncResponseStream(params.n, on_end)
+            listener = Listener(mailbox, stream, meter, streams=asked.streams)
             try:
-                started = place.llm.submit(
-                    prompt,
-                    params,
-                    splits_reasoning=wish.splits_reasoning,
-                    cache_salt=wish.cache_salt,
-                    priority=-place.ticket.priority,
-                    listener=Post(mailbox, turn, meter, streams=wish.streams),
-                    **wish.more,
-                )
+                started = reservation.llm.submit(prompt, params, priority=-asked.priority, listener=listener, **more)
             except BaseException:
-                remaining -= len(prompts) - number  # these never start; `place` aborts those that did
+                remaining -= len(prompts) - number  # these never start; `reserve` aborts those that did
                 raise
-            self._turns.add(turn)
-            place.turns.append(turn)
-            turn.started(started, place.ticket.deadline)
-        return place.turns
+            self._streams.add(stream)
+            reservation.streams.append(stream)
+            stream.started(started, asked.deadline)
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
     @property
-    def num_turns(self) -> int:
-        """Requests that are with an engine."""
-        return len(self._turns)
+    def num_streams(self) -> int:
+        """Prompts that are with an engine."""
+        return len(self._streams)
 
     @property
     def num_reserved(self) -> int:
@@ -275,6 +298,12 @@ class Service:
         return sum(queue.num_reserved for queue in self.queues.values())
 
     def cut_all(self) -> None:
-        """End every turn with what it has: the time to drain is over."""
-        for turn in list(self._turns):
-            turn.cut("the server is shutting down")
+        """End every stream with what it has: the time to drain is over."""
+        for stream in list(self._streams):
+            stream.cut("the server is shutting down")
+
+
+def service_of(request: Request) -> Service:
+    """The service that answers a request."""
+    service: Service = request.app.state.service
+    return service

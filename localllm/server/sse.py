@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,6 @@ KEEP_ALIVE_S = 15.0
 PATIENCE_S = 5.0
 """how long an error before the first piece still gets a status of its own"""
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-PING = b": ping\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +42,31 @@ class Opened:
     close: Callable[[], None]
 
 
-class Stream(Response):
-    """Bytes as they come.
+@dataclass(frozen=True, slots=True)
+class StreamFormat:
+    """How a stream is written.
 
-    ping  sent when nothing came for `KEEP_ALIVE_S`; b"" for formats without comments
+    on_error  the last chunk when something fails
+    done      the end
+    ping      sent when nothing came for `KEEP_ALIVE_S`; b"" for formats without comments
     """
 
-    def __init__(self, opened: Opened, media_type: str, ping: bytes = PING) -> None:
+    on_error: Callable[[ApiError], bytes]
+    done: bytes = b""
+    media_type: str = "text/event-stream; charset=utf-8"
+    ping: bytes = b": ping\n\n"
+
+
+class Stream(Response):
+    """Bytes as they come."""
+
+    def __init__(self, opened: Opened, stream_format: StreamFormat) -> None:
         self.status_code = 200
-        self.media_type = media_type
+        self.media_type = stream_format.media_type
         self.background: BackgroundTask | None = None
         self.init_headers(HEADERS)
-        self._opened, self._ping = opened, ping
+        self._chunks, self._close = _guarded(opened.chunks, stream_format), opened.close
+        self._ping = stream_format.ping
         self._sent_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,7 +78,7 @@ class Stream(Response):
         watcher = asyncio.ensure_future(self._watch(receive, send, task))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async with aclosing(self._opened.chunks) as chunks:  # type: ignore[type-var]
+            async with aclosing(self._chunks) as chunks:
                 async for chunk in chunks:
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
                     self._sent_at = loop.time()
@@ -78,7 +90,7 @@ class Stream(Response):
             raise ClientLeft from None
         finally:
             watcher.cancel()
-            self._opened.close()
+            self._close()
 
     async def _watch(self, receive: Receive, send: Send, task: asyncio.Task[Any]) -> bool:
         """Keep the connection open; end the stream when the client leaves (then True)."""
@@ -100,28 +112,7 @@ class Stream(Response):
             message.cancel()
 
 
-def event_stream(opened: Opened, done: bytes = b"data: [DONE]\n\n") -> Stream:
-    """Server-sent events in OpenAI's way: an error is an event, `[DONE]` is the end."""
-    return _stream(opened, lambda error: data(error.body), done, "text/event-stream; charset=utf-8", PING)
-
-
-def named_event_stream(opened: Opened, on_error: Callable[[ApiError], bytes]) -> Stream:
-    """Server-sent events with names; `on_error` writes the last one when something fails."""
-    return _stream(opened, on_error, b"", "text/event-stream; charset=utf-8", PING)
-
-
-def line_stream(opened: Opened) -> Stream:
-    """Ollama's way: one JSON object a line."""
-    return _stream(opened, lambda e: line({"error": e.body["error"]["message"]}), b"", "application/x-ndjson", b"")
-
-
-def _stream(opened: Opened, on_error: Callable[[ApiError], bytes], done: bytes, media_type: str, ping: bytes) -> Stream:
-    return Stream(Opened(_guarded(opened.chunks, on_error, done), opened.close), media_type, ping)
-
-
-async def _guarded(
-    chunks: AsyncIterator[bytes], on_error: Callable[[ApiError], bytes], done: bytes
-) -> AsyncIterator[bytes]:
+async def _guarded(chunks: AsyncIterator[bytes], stream_format: StreamFormat) -> AsyncGenerator[bytes]:
     error: ApiError | None = None
     async with aclosing(chunks) as inner:  # type: ignore[type-var]
         try:
@@ -134,10 +125,10 @@ async def _guarded(
         except Exception:
             log.exception("a stream failed")
             error = bug()
-    yield (on_error(error) if error is not None else b"") + done
+    yield (stream_format.on_error(error) if error is not None else b"") + stream_format.done
 
 
-async def first_or_stream(opening: Coroutine[Any, Any, Opened], wrap: Callable[[Opened], Stream]) -> Stream:
+async def first_or_stream(opening: Coroutine[Any, Any, Opened], stream_format: StreamFormat) -> Stream:
     """A stream over what `opening` gives, begun at the latest after `PATIENCE_S`.
 
     An error that `opening` raises before that is raised here, so that it gets a status of its own.
@@ -154,7 +145,7 @@ async def first_or_stream(opening: Coroutine[Any, Any, Opened], wrap: Callable[[
     except asyncio.CancelledError:
         close()
         raise
-    return wrap(task.result() if done else Opened(_later(task), close))
+    return Stream(task.result() if done else Opened(_later(task), close), stream_format)
 
 
 def _close(task: asyncio.Task[Opened]) -> None:
@@ -190,3 +181,7 @@ def named(name: str, item: dict[str, Any]) -> bytes:
 def line(item: dict[str, Any]) -> bytes:
     """One line of JSON."""
     return dumps(item) + b"\n"
+
+
+EVENTS = StreamFormat(lambda error: data(error.body), b"data: [DONE]\n\n")
+"""OpenAI's server-sent events: an error is an event, `[DONE]` is the end"""

@@ -14,11 +14,14 @@ from pathlib import Path
 
 import httpx
 import pytest
+from starlette.requests import Request
 
 sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
 
 from localllm import LLM
 from localllm.server import AppOptions, Service, ServiceOptions, create_app
+from localllm.server.openai.reading import read_chat
+from localllm.server.openai.schemas import ChatRequest
 from localllm.server.pool import ModelPool
 from localllm.server.run import ServeOptions, bind, make_server
 
@@ -104,6 +107,13 @@ def ask(**fields):
     return {"model": "tiny", "messages": hello, "max_tokens": 8, "temperature": 0, **fields}
 
 
+async def opened(service, **fields):
+    """The stream of a small chat request, opened as the route does it."""
+    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
+    asked = read_chat(ChatRequest.model_validate(ask(**fields)))
+    return (await service.open(Request(scope), asked)).streams[0]
+
+
 def events(body):
     """The objects of an OpenAI stream."""
     lines = [line for line in body.split("\n\n") if line and not line.startswith(":")]
@@ -127,11 +137,11 @@ async def settled(llm, service, seconds=5.0):
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         stats = llm.stats()
-        if stats.num_running == stats.num_waiting == service.num_reserved == service.num_turns == 0:
+        if stats.num_running == stats.num_waiting == service.num_reserved == service.num_streams == 0:
             assert stats.pages_free + stats.pages_cached == stats.pages_total
             return
         await asyncio.sleep(0.01)
-    raise AssertionError(f"still busy: {llm.stats()}, {service.num_reserved} places, {service.num_turns} turns")
+    raise AssertionError(f"still busy: {llm.stats()}, {service.num_reserved} reserved, {service.num_streams} streams")
 
 
 class Live:

@@ -220,16 +220,16 @@ async def test_a_stream_begins_before_its_answer_when_that_takes_long(make_servi
 async def test_an_error_on_the_way_is_an_event(client, tiny_llm, monkeypatch):
     """Rule 7 of streams; the SDK raises it"""
     from localllm.errors import OutOfMemory
-    from localllm.server.response_stream import AsyncTurn
+    from localllm.server.response_stream import AsyncResponseStream
 
-    take = AsyncTurn.take
+    take = AsyncResponseStream.take
 
-    def failing(self, piece):
-        if piece.usage is not None:
-            piece.error = OutOfMemory("memory ran out at 0x7f00deadbeef in /home/me/secret.py")
-        take(self, piece)
+    def failing(self, delta):
+        if delta.usage is not None:
+            delta.error = OutOfMemory("memory ran out at 0x7f00deadbeef in /home/me/secret.py")
+        take(self, delta)
 
-    monkeypatch.setattr(AsyncTurn, "take", failing)
+    monkeypatch.setattr(AsyncResponseStream, "take", failing)
     streamed = events((await client.post(CHAT, json=ask(stream=True))).text)
     error = streamed[-1]["error"]
     assert error["code"] == "does_not_fit" and "0x7f00" not in error["message"] and "/home" not in error["message"]

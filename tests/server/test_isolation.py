@@ -1,7 +1,4 @@
-"""One request never touches another: ISO-01, ISO-03, a victim's tokens and log-probabilities beside odd neighbours.
-
-(ISO-02, ISO-04 and ISO-05 are tests of the engine; ISO-06 is in test_reliability.)
-"""
+"""One request never touches another: a victim's tokens and log-probabilities beside odd neighbours."""
 
 import asyncio
 import random
@@ -9,13 +6,10 @@ import threading
 from unittest import mock
 
 import pytest
-from starlette.requests import Request
 
 from localllm.server import Service, ServiceOptions
-from localllm.server.generation import open_chat
-from localllm.server.openai.schemas import ChatRequest
 
-from .conftest import CHAT, ask, settled
+from .conftest import CHAT, ask, opened, settled
 
 VICTIM = ask(max_tokens=60, ignore_eos=True, logprobs=True, top_logprobs=3, return_token_ids=True)
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}, "required": ["a", "b"]}
@@ -70,11 +64,6 @@ async def test_iso_01_neighbours_that_bend_their_choices(client, rounds):
 # --- ISO-03 ----------------------------------------------------------------------------------------------------------
 
 
-async def opened(service, **fields):
-    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
-    return await open_chat(service, Request(scope), ChatRequest.model_validate(ask(**fields)))
-
-
 async def cancelled_when(service, condition, **fields):
     """A request whose client leaves as soon as `condition` holds, before it is with the engine."""
     task = asyncio.ensure_future(opened(service, **fields))
@@ -88,15 +77,15 @@ async def cancelled_when(service, condition, **fields):
 
 async def aborted_at(service, wanted, **fields):
     """A request that ends at the first piece that is `wanted`."""
-    chat = await opened(service, stream=True, **fields)
-    async for pieces in chat.turn.batches():
+    stream = await opened(service, stream=True, **fields)
+    async for pieces in stream.batches():
         if any(wanted(piece) for piece in pieces):
             return
     raise AssertionError("it ended before that")
 
 
 async def queued(service, number):
-    queue = service.admission("tiny")
+    queue = service.queue("tiny")
     blocks = queue.reserve("others", cost=queue.parallel + queue.ahead)
     await blocks.granted()
     await cancelled_when(service, lambda: queue.num_waiting)
@@ -136,10 +125,10 @@ async def streamed(service, number):
 
 async def ended(service, number):
     """Its last token is there, and was not sent."""
-    chat = await opened(service, max_tokens=3, ignore_eos=True, stream=True)
-    while not any(piece.finish_reason for piece in chat.turn._pending):
+    stream = await opened(service, max_tokens=3, ignore_eos=True, stream=True)
+    while not stream.has_ended:
         await asyncio.sleep(0)
-    chat.turn.abort()
+    stream.abort()
 
 
 @pytest.mark.parametrize("times", [3, pytest.param(200, marks=pytest.mark.slow)])
@@ -149,7 +138,7 @@ async def test_iso_03_who_leaves_in_any_phase(roomy, roomy_llm, phase, times):
     fields = VICTIM | {"model": "tiny"}
 
     async def victim():
-        (one,) = (await (await opened(roomy, **fields)).turn.answer()).completions
+        (one,) = (await (await opened(roomy, **fields)).output()).completions
         return one.token_ids, one.logprobs
 
     alone = await victim()

@@ -9,9 +9,9 @@ import numpy as np
 import openai
 import pytest
 
+from localllm.request import Message
 from localllm.server import AppOptions, create_app
 from localllm.server.openai.responses_schemas import without_oldest
-from localllm.server.openai.schemas import ChatMessage
 
 from .conftest import MESSAGES, RESPONSES, named_events
 
@@ -77,11 +77,11 @@ async def test_a_long_conversation_is_cut_where_that_is_wished(client):
 
 def test_turns_go_as_a_whole():
     def messages(*roles):
-        return [ChatMessage(role=role, content="x" * 10) for role in roles]
+        return [Message(role=role, content="x" * 10) for role in roles]
 
     def kept(roles, share):
         left = without_oldest(messages(*roles), share)
-        return left and [m.role[0] for m in left]
+        return left and [m["role"][0] for m in left]
 
     calls = ["system", "user", "assistant", "tool", "assistant", "user", "assistant", "user"]
     assert kept(calls, 0.01) == ["s", "u", "a", "u"], "a call without its result would be odd"
@@ -173,12 +173,11 @@ def test_items_become_messages():
 def test_calls_and_reasoning_become_items_and_events():
     from localllm.llm.outputs import OutputDelta
     from localllm.request import FinishReason, Usage
-    from localllm.server.openai.output import TokenNames
     from localllm.server.openai.responses_events import Growing
     from localllm.server.openai.responses_schemas import ResponsesRequest
 
     body = ResponsesRequest.model_validate(respond())
-    one = Growing(body, None, "tiny", TokenNames(None))
+    one = Growing(body)
     call = [{"index": 0, "id": "call_1", "name": "f", "arguments": ""}, {"index": 0, "arguments": '{"a":1}'}]
     parts = [("reasoning", "so"), ("content", "well "), *(("tool_call", json.dumps(d)) for d in call)]
     raw = one.begin() + one.take(OutputDelta(0, parts))
@@ -304,13 +303,14 @@ def test_anthropic_blocks_become_messages():
 
 
 def test_anthropic_tool_use_streams_as_blocks():
-    from localllm.server.anthropic.messages import _Stream
+    from localllm.llm.outputs import OutputDelta
+    from localllm.server.anthropic.messages import MessageRendering
 
-    stream = _Stream(None)
+    stream = MessageRendering(None)
     call = [{"index": 0, "id": "t1", "name": "f", "arguments": ""}, {"index": 0, "arguments": '{"x":1}'}]
-    raw = stream._take("reasoning", "hm") + stream._take("content", "so")
+    raw = stream.take(OutputDelta(0, [("reasoning", "hm"), ("content", "so")]))
     for delta in call:
-        raw += stream._take("tool_call", json.dumps(delta))
+        raw += stream.take(OutputDelta(0, [("tool_call", json.dumps(delta))]))
     events = [event for _, event in named_events(b"".join(raw).decode())]
     starts = [e["content_block"]["type"] for e in events if e["type"] == "content_block_start"]
     assert starts == ["thinking", "text", "tool_use"]

@@ -22,7 +22,7 @@ from localllm import LLM
 from localllm.server import Service, ServiceOptions, sse
 from localllm.server.pool import ModelPool
 
-from .conftest import CHAT, TEXT, ask, events, live_server, settled
+from .conftest import CHAT, TEXT, ask, events, live_server, opened, settled
 
 
 @pytest.fixture(scope="module")
@@ -581,22 +581,15 @@ def test_how_often_a_request_was_put_back_is_counted(service):
     from localllm.request import FinishReason, SamplingParams, Timing
     from localllm.server.exchange import Exchange
 
-    meter = service.metrics.turn("tiny", SamplingParams(n=2), Exchange("r", "POST", CHAT, "unix"))
+    meter = service.metrics.meter("tiny", SamplingParams(n=2), Exchange("r", "POST", CHAT, "unix"))
     for index, times in enumerate((2, 1)):
         meter.take(OutputDelta(index, finish_reason=FinishReason.STOP, timing=Timing(num_preemptions=times)))
     assert 'vllm:request_num_preemptions_sum{model_name="tiny"} 3.0' in service.metrics.text().decode()
 
 
 async def test_an_aborted_request_is_counted_as_such(service, make_client, tiny_llm):
-    from starlette.requests import Request
-
-    from localllm.server.generation import open_chat
-    from localllm.server.openai.schemas import ChatRequest
-
-    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
-    sent = ChatRequest.model_validate(ask(max_tokens=200, ignore_eos=True, stream=True))
-    chat = await open_chat(service, Request(scope), sent)
-    async for _ in chat.turn.batches():
+    stream = await opened(service, max_tokens=200, ignore_eos=True, stream=True)
+    async for _ in stream.batches():
         break
     await settled(tiny_llm, service)
     async with make_client() as client:
@@ -607,22 +600,17 @@ async def test_an_aborted_request_is_counted_as_such(service, make_client, tiny_
 # --- memory of a slow reader -----------------------------------------------------------------------------------------
 
 
-async def test_pieces_nobody_reads_are_merged(service, tiny_llm):
-    """What waits for a reader is bounded in pieces, and nothing of it is lost."""
-    from starlette.requests import Request
-
-    from localllm.server.generation import open_chat
-    from localllm.server.openai.schemas import ChatRequest
+async def test_deltas_nobody_reads_are_merged(service, tiny_llm):
+    """What waits for a reader is bounded in deltas, and nothing of it is lost."""
     from localllm.server.response_stream import MAX_PENDING
 
-    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
-    sent = ask(max_tokens=180, ignore_eos=True, logprobs=True)
-    whole = await (await open_chat(service, Request(scope), ChatRequest.model_validate(sent))).turn.answer()
-    chat = await open_chat(service, Request(scope), ChatRequest.model_validate(sent))
-    while tiny_llm.stats().num_running or service.num_turns:
+    sent = {"max_tokens": 180, "ignore_eos": True, "logprobs": True}
+    whole = await (await opened(service, **sent)).output()
+    stream = await opened(service, **sent)
+    while tiny_llm.stats().num_running or service.num_streams:
         await asyncio.sleep(0.01)
-    assert len(chat.turn._pending) <= MAX_PENDING + 1
-    late = await chat.turn.answer()
+    assert stream.num_pending <= MAX_PENDING + 1
+    late = await stream.output()
     assert late.completions[0].text == whole.completions[0].text
     assert late.completions[0].token_ids == whole.completions[0].token_ids
     assert late.completions[0].logprobs == whole.completions[0].logprobs

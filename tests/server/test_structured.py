@@ -11,7 +11,7 @@ import pytest
 from localllm.request import Constraint, ToolUse
 from localllm.server import AppOptions, Service, ServiceOptions, create_app
 from localllm.server.errors import ApiError
-from localllm.server.openai.constraints import wanted
+from localllm.server.openai.reading import read_chat
 from localllm.server.openai.schemas import ChatRequest
 
 from .conftest import CHAT, MESSAGES, RESPONSES, TEXT, ask, events
@@ -56,7 +56,7 @@ async def post(client, path=CHAT, **fields):
 
 
 def read(**fields):
-    return wanted(ChatRequest(**ask(**fields)))
+    return read_chat(ChatRequest(**ask(**fields)))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_constraints_are_read(fields, constraint):
 def test_tools_are_read(fields, use):
     found = read(**fields)
     assert found.tool_use == use
-    assert found.template_tools == (None if use is None or use.choice == "none" else list(use.tools))
+    assert found.prompts.tools == (None if use is None or use.choice == "none" else list(use.tools))
 
 
 REFUSED = [
@@ -308,7 +308,7 @@ def test_forced_calls_are_one_call_in_every_api_unless_more_are_asked_for():
                 {"max_tokens": 9, "messages": [{"role": "user", "content": "go"}], "tool_choice": choice | more,
                  "tools": [{"name": "f", "input_schema": SCHEMA}]}
             )  # fmt: skip
-            found = wanted(from_messages(body)).tool_use
+            found = read_chat(from_messages(body)).tool_use
             assert found is not None and found.parallel is expected, (choice, disable)
     mode = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]}
     for choice, free in (("auto", True), ("required", False), ({"type": "function", "name": "f"}, False),
@@ -318,7 +318,8 @@ def test_forced_calls_are_one_call_in_every_api_unless_more_are_asked_for():
                 {"input": "go", "tool_choice": choice, "parallel_tool_calls": given,
                  "tools": [{"type": "function", "name": "f", "parameters": SCHEMA}]}
             )  # fmt: skip
-            found = wanted(from_responses(body, [{"type": "message", "role": "user", "content": "go"}])).tool_use
+            items = [{"type": "message", "role": "user", "content": "go"}]
+            found = read_chat(from_responses(body, items)).tool_use
             assert found is not None and found.parallel is expected is body.calls_in_parallel, (choice, given)
 
 

@@ -9,60 +9,37 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from localllm.llm.outputs import CompletionOutput, OutputDelta
+from localllm.llm.outputs import CompletionOutput, OutputDelta, RequestOutput
 from localllm.request import FinishReason, Usage
 from localllm.server.anthropic.schemas import CountRequest, MessagesRequest, renamed, to_chat
 from localllm.server.body import read_body
 from localllm.server.errors import renaming
-from localllm.server.generation import Chat, open_chat, prompt_of
 from localllm.server.openai.output import new_id
-from localllm.server.response_stream import unless_left
-from localllm.server.service import Service
-from localllm.server.sse import Opened, first_or_stream, named, named_event_stream
+from localllm.server.openai.reading import read_chat, read_conversation
+from localllm.server.reply import reply, unless_left
+from localllm.server.response_stream import rendered
+from localllm.server.service import Reservation, service_of
+from localllm.server.sse import StreamFormat, named
+
+ANTHROPIC_EVENTS = StreamFormat(lambda error: named("error", error.anthropic_body))
 
 
 async def messages(request: Request) -> Response:
     """Answer a conversation."""
-    service: Service = request.app.state.service
     body = await read_body(request, MessagesRequest)
-    chat_body = to_chat(body)
-
-    async def open_stream() -> Opened:
-        with renaming(renamed):
-            chat = await open_chat(service, request, chat_body)
-        try:
-            await chat.turn.ready()
-        except BaseException:
-            chat.turn.abort()
-            raise
-        return Opened(_Stream(chat).events(), chat.turn.abort)
-
-    if body.stream:
-        async with unless_left(request):
-            return await first_or_stream(
-                open_stream(), lambda opened: named_event_stream(opened, lambda e: named("error", e.anthropic_body))
-            )
-    async with unless_left(request):
-        with renaming(renamed):
-            chat = await open_chat(service, request, chat_body)
-        answer = await chat.turn.answer()
-    (one,) = answer.completions
-    reason, sequence = _stop(one.finish_reason, one.stop_reason, has_tool_calls=bool(one.tool_calls))
-    return JSONResponse(
-        _message(chat.model) | {
-            "content": _blocks(one), "stop_reason": reason, "stop_sequence": sequence, "usage": _usage(answer.usage),
-        }
-    )  # fmt: skip
+    chat = to_chat(body)
+    with renaming(renamed):
+        asked = read_chat(chat)
+    return await reply(request, asked, MessageRendering, ANTHROPIC_EVENTS, renamed)
 
 
 async def count_tokens(request: Request) -> Response:
     """How many tokens a conversation has."""
-    service: Service = request.app.state.service
-    body = to_chat(await read_body(request, CountRequest))
-    encode = prompt_of(body)
-    async with unless_left(request), service.place(request, body.model) as place:
-        llm = place.llm
-        ids = await service.in_thread(lambda: encode(llm))
+    service = service_of(request)
+    body = await read_body(request, CountRequest)
+    conversation = read_conversation(to_chat(body))
+    async with unless_left(request), service.reserve(request, body.model) as reservation:
+        (ids,) = await service.encode(reservation.llm, conversation)
     return JSONResponse({"input_tokens": len(ids)})
 
 
@@ -103,32 +80,37 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class _Stream:
-    """The events of one message: blocks open and close as the kind of text changes."""
+class MessageRendering:
+    """One message: whole, or as events, where blocks open and close as the kind of text changes."""
 
-    def __init__(self, chat: Chat) -> None:
-        self._chat = chat
+    def __init__(self, reservation: Reservation) -> None:
+        self._reservation = reservation
         self._index = -1
         self._kind = ""
         self._call = -1
         self._called = False
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """All of them."""
-        turn = self._chat.turn
-        begin = _message(self._chat.model) | {"usage": _usage(Usage(len(turn.prompt_token_ids)))}
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        """The answer of a request that does not stream."""
+        (one,) = outputs[0].completions
+        reason, sequence = _stop(one.finish_reason, one.stop_reason, has_tool_calls=bool(one.tool_calls))
+        return _message(self._reservation.model.name) | {
+            "content": _blocks(one), "stop_reason": reason, "stop_sequence": sequence,
+            "usage": _usage(outputs[0].usage),
+        }  # fmt: skip
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """All events."""
+        streams = self._reservation.streams
+        begin = _message(self._reservation.model.name) | {"usage": _usage(Usage(len(streams[0].prompt_token_ids)))}
         yield named("message_start", {"type": "message_start", "message": begin}) + named("ping", {"type": "ping"})
-        async for pieces in turn.batches():
-            events: list[bytes] = []
-            for piece in pieces:
-                if piece.error is not None:
-                    raise piece.error
-                for kind, text in piece.parts:
-                    events += self._take(kind, text)
-                if piece.finish_reason is not None:
-                    events += self._end(piece)
-            if events:
-                yield b"".join(events)
+        async for chunk in rendered(streams, lambda _, delta: self.take(delta)):
+            yield chunk
+
+    def take(self, delta: OutputDelta) -> list[bytes]:
+        """The events of a delta."""
+        events = [event for kind, text in delta.parts for event in self._take(kind, text)]
+        return [*events, *self._end(delta)] if delta.finish_reason is not None else events
 
     def _take(self, kind: str, text: str) -> list[bytes]:
         if kind == "tool_call":
@@ -170,10 +152,10 @@ class _Stream:
         self._kind = ""
         return [named("content_block_stop", {"type": "content_block_stop", "index": self._index})]
 
-    def _end(self, piece: OutputDelta) -> list[bytes]:
-        reason, sequence = _stop(piece.finish_reason, piece.stop_reason, has_tool_calls=self._called)
+    def _end(self, last: OutputDelta) -> list[bytes]:
+        reason, sequence = _stop(last.finish_reason, last.stop_reason, has_tool_calls=self._called)
         delta = {
             "type": "message_delta", "delta": {"stop_reason": reason, "stop_sequence": sequence},
-            "usage": _usage(piece.usage or Usage()),
+            "usage": _usage(last.usage or Usage()),
         }  # fmt: skip
         return [*self._close(), named("message_delta", delta), named("message_stop", {"type": "message_stop"})]

@@ -7,6 +7,7 @@ import hashlib
 import json
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import Request
@@ -17,7 +18,6 @@ from localllm.llm.outputs import OutputDelta, RequestOutput, add_tool_call
 from localllm.request import FinishReason, Timing, Usage
 from localllm.server.body import read_body
 from localllm.server.errors import renaming
-from localllm.server.generation import open_chat
 from localllm.server.ollama.schemas import (
     OllamaChatRequest,
     OllamaEmbedRequest,
@@ -30,14 +30,21 @@ from localllm.server.ollama.schemas import (
     raw_of,
     renamed,
 )
-from localllm.server.openai.completions import open_completion, split_prompts
 from localllm.server.openai.embeddings import pooled_texts, unit
-from localllm.server.openai.reading import check_fields
+from localllm.server.openai.reading import read_chat, read_completion, split_prompts
+from localllm.server.openai.schemas import ChatRequest, CompletionRequest
 from localllm.server.other.schemas import MAX_TEXTS
-from localllm.server.response_stream import AsyncTurn, unless_left
+from localllm.server.reply import reply, unless_left
+from localllm.server.response_stream import AsyncResponseStream, rendered
 from localllm.server.served_model import ServedModel
-from localllm.server.service import Service
-from localllm.server.sse import Opened, first_or_stream, line, line_stream
+from localllm.server.service import Reservation, service_of
+from localllm.server.sse import StreamFormat, line
+
+OLLAMA_LINES = StreamFormat(
+    lambda error: line({"error": error.body["error"]["message"]}), media_type="application/x-ndjson", ping=b""
+)
+Fields = Callable[[dict[str, str], list[dict[str, str]]], dict[str, Any]]
+"""(texts by kind, tool calls) -> the fields of a line that show them"""
 
 
 async def chat(request: Request) -> Response:
@@ -45,8 +52,7 @@ async def chat(request: Request) -> Response:
     body = await read_body(request, OllamaChatRequest)
     if not body.messages:
         return await _load_or_unload(request, body, {"message": {"role": "assistant", "content": ""}})
-    asked = chat_of(body)
-    return await _answer(request, body, lambda s: _chat_turn(s, request, asked), _chat_fields)
+    return await _answer(request, body, chat_of(body), _chat_fields)
 
 
 async def generate(request: Request) -> Response:
@@ -55,27 +61,7 @@ async def generate(request: Request) -> Response:
     check_generate(body)
     if not body.prompt:
         return await _load_or_unload(request, body, {"response": ""})
-    if body.raw:
-        text = raw_of(body)
-        check_fields(text)
-
-        async def opening(service: Service) -> tuple[AsyncTurn, str]:
-            with renaming(renamed):
-                place = await open_completion(service, request, text, [body.prompt])
-            return place.turns[0], place.model.name
-
-        return await _answer(request, body, opening, _generate_fields)
-    asked = generate_of(body)
-    return await _answer(request, body, lambda s: _chat_turn(s, request, asked), _generate_fields)
-
-
-async def _chat_turn(service: Service, request: Request, asked: Any) -> tuple[AsyncTurn, str]:
-    with renaming(renamed):
-        opened = await open_chat(service, request, asked)
-    return opened.turn, opened.model
-
-
-Fields = Callable[[dict[str, str], list[dict[str, str]]], dict[str, Any]]
+    return await _answer(request, body, raw_of(body) if body.raw else generate_of(body), _generate_fields)
 
 
 def _chat_fields(texts: dict[str, str], calls: list[dict[str, str]]) -> dict[str, Any]:
@@ -94,63 +80,58 @@ def _generate_fields(texts: dict[str, str], calls: list[dict[str, str]]) -> dict
     return fields | ({"thinking": texts["reasoning"]} if texts.get("reasoning") else {})
 
 
-async def _answer(request: Request, body: Any, opening: Callable[[Service], Any], fields: Fields) -> Response:
-    service: Service = request.app.state.service
-    keep = keep_alive_s(body.keep_alive)
-    started = time.monotonic()
+async def _answer(
+    request: Request, body: OllamaChatRequest | OllamaGenerateRequest, asked: ChatRequest | CompletionRequest,
+    fields: Fields,
+) -> Response:  # fmt: skip
+    keep, started = keep_alive_s(body.keep_alive), time.monotonic()
+    with renaming(renamed):
+        generation = read_chat(asked) if isinstance(asked, ChatRequest) else read_completion(asked)
 
-    async def opened() -> tuple[AsyncTurn, str]:
-        turn, model = await opening(service)
+    def render(reservation: Reservation) -> LineRendering:
         if keep != "default":
-            service.pool.keep(model, keep)
-        return turn, model
+            service_of(request).pool.keep(reservation.model.name, keep)
+        return LineRendering(reservation.streams, body.model, fields, started)
 
-    async def open_stream() -> Opened:
-        turn, _ = await opened()
-        try:
-            await turn.ready()
-        except BaseException:
-            turn.abort()
-            raise
-        return Opened(_lines(turn, body.model, fields, started), turn.abort)
-
-    if body.stream is not False:
-        async with unless_left(request):
-            return await first_or_stream(open_stream(), line_stream)
-    async with unless_left(request):
-        turn, _ = await opened()
-        answer: RequestOutput = await turn.answer()
-    (one,) = answer.completions
-    texts = {"content": one.text, "reasoning": one.reasoning}
-    return JSONResponse(
-        _head(body.model) | fields(texts, one.tool_calls)
-        | _end(one.finish_reason, answer.usage, answer.timing, started)
-    )  # fmt: skip
+    return await reply(request, generation, render, OLLAMA_LINES, renamed)
 
 
-async def _lines(turn: AsyncTurn, model: str, fields: Fields, started: float) -> AsyncIterator[bytes]:
-    calls: list[dict[str, str]] = []
-    async for pieces in turn.batches():
+@dataclass(slots=True)
+class LineRendering:
+    """One answer, whole or as lines; `started` on the monotonic clock."""
+
+    streams: list[AsyncResponseStream]
+    model: str
+    fields: Fields
+    started: float
+    calls: list[dict[str, str]] = field(default_factory=list)
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        """The answer of a request that does not stream."""
+        (one,) = outputs[0].completions
+        end = _end(one.finish_reason, outputs[0].usage, outputs[0].timing, self.started)
+        return self._line({"content": one.text, "reasoning": one.reasoning}, one.tool_calls) | end
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        """All lines."""
+        return rendered(self.streams, self._lines)
+
+    def _line(self, texts: dict[str, str], calls: list[dict[str, str]]) -> dict[str, Any]:
+        return _head(self.model) | self.fields(texts, calls)
+
+    def _lines(self, number: int, delta: OutputDelta) -> list[bytes]:
         lines = []
-        for piece in pieces:
-            if piece.error is not None:
-                raise piece.error
-            for kind, text in piece.parts:
-                if kind == "tool_call":  # a call is one line, when it is whole
-                    add_tool_call(calls, json.loads(text))
-                else:
-                    lines.append(line(_head(model) | fields({kind: text}, []) | {"done": False}))
-            if piece.finish_reason is not None:
-                if calls:
-                    lines.append(line(_head(model) | fields({}, calls) | {"done": False}))
-                lines.append(line(_last(model, fields, piece, started)))
-        if lines:
-            yield b"".join(lines)
-
-
-def _last(model: str, fields: Fields, piece: OutputDelta, started: float) -> dict[str, Any]:
-    end = _end(piece.finish_reason, piece.usage or Usage(), piece.timing or Timing(), started)
-    return _head(model) | fields({}, []) | end
+        for kind, text in delta.parts:
+            if kind == "tool_call":  # a call is one line, when it is whole
+                add_tool_call(self.calls, json.loads(text))
+            else:
+                lines.append(line(self._line({kind: text}, []) | {"done": False}))
+        if delta.finish_reason is not None:
+            if self.calls:
+                lines.append(line(self._line({}, self.calls) | {"done": False}))
+            end = _end(delta.finish_reason, delta.usage or Usage(), delta.timing or Timing(), self.started)
+            lines.append(line(self._line({}, []) | end))
+        return lines
 
 
 def _head(model: str) -> dict[str, Any]:
@@ -170,13 +151,13 @@ def _end(reason: FinishReason | None, usage: Usage, timing: Timing, started: flo
 
 async def _load_or_unload(request: Request, body: Any, empty: dict[str, Any]) -> Response:
     """A request without anything to answer loads the model, or with keep_alive 0 unloads it."""
-    service: Service = request.app.state.service
+    service = service_of(request)
     keep = keep_alive_s(body.keep_alive)
     model = await service.find(body.model)
     if keep == 0:
         service.pool.keep(model.name, 0.0)
         return JSONResponse(_head(body.model) | empty | {"done": True, "done_reason": "unload"})
-    async with unless_left(request), service.place(request, body.model):
+    async with unless_left(request), service.reserve(request, body.model):
         if keep != "default":
             service.pool.keep(model.name, keep)
     return JSONResponse(_head(body.model) | empty | {"done": True, "done_reason": "load"})
@@ -184,13 +165,13 @@ async def _load_or_unload(request: Request, body: Any, empty: dict[str, Any]) ->
 
 async def embed(request: Request) -> Response:
     """One vector per text, of length 1."""
-    service: Service = request.app.state.service
+    service = service_of(request)
     body = await read_body(request, OllamaEmbedRequest)
     texts = split_prompts(body.input, "input", MAX_TEXTS)
     started = time.monotonic()
-    async with unless_left(request), service.place(request, body.model) as place:
+    async with unless_left(request), service.reserve(request, body.model) as reservation:
         truncate = body.truncate is not False  # Ollama's default
-        vectors, count = await pooled_texts(service, place, texts, "mean", "input", truncate=truncate)
+        vectors, count = await pooled_texts(service, reservation, texts, "mean", "input", truncate=truncate)
     took = _ns(time.monotonic() - started)
     return JSONResponse(
         {
@@ -202,13 +183,13 @@ async def embed(request: Request) -> Response:
 
 async def tags(request: Request) -> Response:
     """The models on this machine."""
-    service: Service = request.app.state.service
+    service = service_of(request)
     return JSONResponse({"models": [_tag(model) for model in await service.models()]})
 
 
 async def running(request: Request) -> Response:
     """The models in memory."""
-    service: Service = request.app.state.service
+    service = service_of(request)
     rows = []
     for row in service.pool.loaded():
         model = service.pool.known(row.name)
@@ -226,7 +207,7 @@ async def running(request: Request) -> Response:
 
 async def show(request: Request) -> Response:
     """What a model is."""
-    service: Service = request.app.state.service
+    service = service_of(request)
     body = await read_body(request, ShowRequest)
     model = await service.find(body.model or body.name)
     arch = model.architecture

@@ -174,7 +174,7 @@ async def run_batch(
     default model  a request that names none gets the service's
     """
     transport = httpx.ASGITransport(app=create_app(service, AppOptions()), raise_app_exceptions=False)
-    places = asyncio.Semaphore(2 * service.options.parallel)
+    slots = asyncio.Semaphore(2 * service.options.parallel)
     tasks: set[asyncio.Task[None]] = set()
 
     async def one(client: httpx.AsyncClient, request: dict[str, Any]) -> None:
@@ -183,14 +183,14 @@ async def run_batch(
             _take(request, response, output, counts)
             on_change(counts)
         finally:
-            places.release()
+            slots.release()
 
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=TIMEOUT_S) as client:
         try:
             for _, request in _requests(source):
                 if request["custom_id"] in output.answered:
                     continue
-                await places.acquire()
+                await slots.acquire()
                 task = asyncio.ensure_future(one(client, request))
                 tasks.add(task)
                 for finished in [t for t in tasks if t.done()]:

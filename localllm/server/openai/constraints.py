@@ -1,4 +1,4 @@
-"""What binds an answer, from the fields of any API: `wanted(body)` -> constraint and tools, checked in one place.
+"""What binds an answer, from the fields of any API: constraint and tools, checked in one place.
 
 A constraint is never ignored: what cannot be had is refused by name, with status 400. Whether a schema can be enforced
 is known only when it is compiled (`LLM.output_spec`, off the event loop).
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from localllm.request import Constraint, ToolUse
@@ -22,25 +21,9 @@ _BACKENDS = ("auto", "guidance", "llguidance")
 _SCHEMA_CODE = "invalid_json_schema"
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What binds one request's answer."""
-
-    constraint: Constraint | None = None
-    tool_use: ToolUse | None = None
-
-    @property
-    def template_tools(self) -> list[Mapping[str, Any]] | None:
-        """The tools that the prompt speaks of."""
-        return None if self.tool_use is None or self.tool_use.choice == "none" else list(self.tool_use.tools)
-
-    def __bool__(self) -> bool:
-        return self.constraint is not None or self.tool_use is not None
-
-
-def wanted(body: Constraints) -> Wanted:
-    """Check and read the fields that bind the output. Raises ApiError 400, its `param` the field."""
-    return Wanted(_constraint(body), _tool_use(body))
+def read_constraints(body: Constraints) -> tuple[Constraint | None, ToolUse | None]:
+    """What binds the answer to a request. Raises ApiError 400, its `param` the field."""
+    return _constraint(body), _tool_use(body)
 
 
 # --- constraints -----------------------------------------------------------------------------------------------------

@@ -19,11 +19,11 @@ from localllm.llm.outputs import OutputDelta
 from localllm.request import FinishReason, SamplingParams, TokenEvent
 from localllm.server.body import read_body
 from localllm.server.errors import ApiError
-from localllm.server.openai.completions import encode_all, split_prompts
 from localllm.server.openai.output import new_id
+from localllm.server.openai.reading import split_prompts
 from localllm.server.other.schemas import MAX_TEXTS, Document, EmbeddingRequest, RerankRequest, ScoreRequest
-from localllm.server.response_stream import unless_left
-from localllm.server.service import Place, Service
+from localllm.server.reply import unless_left
+from localllm.server.service import Reservation, Service, service_of
 
 Pooling = Literal["mean", "last"]
 Vectors = list[np.ndarray]
@@ -32,15 +32,9 @@ METHOD = "cosine of pooled hidden states"
 
 async def embeddings(request: Request) -> Response:
     """One vector per text."""
-    service: Service = request.app.state.service
     body = await read_body(request, EmbeddingRequest)
     texts = split_prompts(body.input, "input", MAX_TEXTS)
-    pooling: Pooling = body.pooling or "mean"
-    async with unless_left(request), service.place(request, body.model, user=body.user or "") as place:
-        hidden = place.llm.facts.hidden_size
-        if body.dimensions is not None and body.dimensions > hidden:
-            raise ApiError(400, f"dimensions is {body.dimensions}, this model has {hidden}.", param="dimensions")
-        vectors, num_tokens = await pooled_texts(service, place, texts, pooling, "input")
+    vectors, facts = await _vectors(request, body, texts, "input")
     data = []
     for index, vector in enumerate(vectors):
         short = vector[: body.dimensions] if body.dimensions else vector
@@ -49,42 +43,30 @@ async def embeddings(request: Request) -> Response:
         if body.encoding_format == "base64":
             shown = base64.b64encode(short.astype("<f4").tobytes()).decode()
         data.append({"object": "embedding", "index": index, "embedding": shown})
-    return JSONResponse(
-        {"object": "list", "data": data, "model": place.model.name, "pooling": pooling, "usage": _usage(num_tokens)}
-    )
+    return JSONResponse({"object": "list", "data": data, **facts})
 
 
 async def score(request: Request) -> Response:
     """How near texts are to each other: pairs, or one against many."""
-    service: Service = request.app.state.service
     body = await read_body(request, ScoreRequest)
     first_name = "text_1" if body.queries is None else "queries"
     second_name = "text_2" if body.documents is None else "documents"
     first, second = _list(getattr(body, first_name), first_name), _list(getattr(body, second_name), second_name)
     if len(first) != 1 and len(first) != len(second):
         raise ApiError(400, f"{len(first)} texts cannot be paired with {len(second)}.", param=first_name)
-    async with unless_left(request), service.place(request, body.model, user=body.user or "") as place:
-        vectors, num_tokens = await pooled_texts(service, place, [*first, *second], body.pooling or "mean", second_name)
+    vectors, facts = await _vectors(request, body, [*first, *second], second_name)
     ones, others = vectors[: len(first)], vectors[len(first) :]
     scores = [_cosine(ones[0 if len(ones) == 1 else i], other) for i, other in enumerate(others)]
     data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)]
-    return JSONResponse(
-        {
-            "id": new_id("score"), "object": "list", "created": service.created, "model": place.model.name,
-            "data": data, "method": METHOD, "pooling": body.pooling or "mean", "usage": _usage(num_tokens),
-        }
-    )  # fmt: skip
+    head = {"id": new_id("score"), "object": "list", "created": service_of(request).created}
+    return JSONResponse({**head, "data": data, "method": METHOD, **facts})
 
 
 async def rerank(request: Request) -> Response:
     """Documents by how near they are to a query, the nearest first."""
-    service: Service = request.app.state.service
     body = await read_body(request, RerankRequest)
     texts = [d.text if isinstance(d, Document) else d for d in body.documents]
-    async with unless_left(request), service.place(request, body.model, user=body.user or "") as place:
-        vectors, num_tokens = await pooled_texts(
-            service, place, [body.query, *texts], body.pooling or "mean", "documents"
-        )
+    vectors, facts = await _vectors(request, body, [body.query, *texts], "documents")
     scores = [_cosine(vectors[0], other) for other in vectors[1:]]
     order = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or None]
     results = []
@@ -93,12 +75,24 @@ async def rerank(request: Request) -> Response:
         if body.return_documents is not False:
             row["document"] = {"text": texts[i]}
         results.append(row)
-    return JSONResponse(
-        {
-            "id": new_id("rerank"), "model": place.model.name, "results": results, "method": METHOD,
-            "pooling": body.pooling or "mean", "usage": _usage(num_tokens),
-        }
-    )  # fmt: skip
+    return JSONResponse({"id": new_id("rerank"), "results": results, "method": METHOD, **facts})
+
+
+async def _vectors(
+    request: Request,
+    body: EmbeddingRequest | ScoreRequest | RerankRequest,
+    texts: Sequence[str | list[int]],
+    param: str,
+) -> tuple[Vectors, dict[str, Any]]:
+    """(a vector per text, the fields that every answer has). `param`: the field to name when a text is too long."""
+    service, pooling = service_of(request), body.pooling or "mean"
+    async with unless_left(request), service.reserve(request, body.model, user=body.user or "") as reservation:
+        hidden = reservation.llm.facts.hidden_size
+        if isinstance(body, EmbeddingRequest) and body.dimensions is not None and body.dimensions > hidden:
+            raise ApiError(400, f"dimensions is {body.dimensions}, this model has {hidden}.", param="dimensions")
+        vectors, num_tokens = await pooled_texts(service, reservation, texts, pooling, param)
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    return vectors, {"model": reservation.model.name, "pooling": pooling, "usage": usage}
 
 
 def _list(value: str | list[str] | None, param: str) -> list[str]:
@@ -108,15 +102,15 @@ def _list(value: str | list[str] | None, param: str) -> list[str]:
 
 
 async def pooled_texts(
-    service: Service, place: Place, texts: Sequence[str | list[int]], pooling: Pooling, param: str, *,
+    service: Service, reservation: Reservation, texts: Sequence[str | list[int]], pooling: Pooling, param: str, *,
     truncate: bool = False,
 ) -> tuple[Vectors, int]:  # fmt: skip
     """(a float32 vector per text, tokens read). Every text waits for its own turn: many do not hold up other clients.
 
     truncate   read as much of a text as the window holds, instead of refusing a longer one
     """
-    llm = place.llm
-    prompts = await encode_all(service, llm, list(texts))
+    llm = reservation.llm
+    prompts = await service.encode(llm, texts)
     if truncate:
         prompts = [ids[: llm.plan.ctx - 1] for ids in prompts]
     try:
@@ -126,7 +120,7 @@ async def pooled_texts(
         error.param = param
         raise
     asking = asyncio.Lock()
-    tasks = [asyncio.ensure_future(_pooled(service, place, prompt, pooling, asking)) for prompt in prompts]
+    tasks = [asyncio.ensure_future(_pooled(service, reservation, prompt, pooling, asking)) for prompt in prompts]
     try:
         vectors = await asyncio.gather(*tasks)
     finally:
@@ -135,10 +129,12 @@ async def pooled_texts(
     return vectors, sum(map(len, prompts))
 
 
-async def _pooled(service: Service, place: Place, ids: list[int], pooling: Pooling, asking: asyncio.Lock) -> np.ndarray:
+async def _pooled(
+    service: Service, reservation: Reservation, ids: list[int], pooling: Pooling, asking: asyncio.Lock
+) -> np.ndarray:
     loop = asyncio.get_running_loop()
     result: asyncio.Future[np.ndarray] = loop.create_future()
-    meter = service.metrics.turn(place.model.name, SamplingParams(), place.asked)
+    meter = service.metrics.meter(reservation.model.name, SamplingParams(), reservation.exchange)
 
     def on_event(event: TokenEvent) -> None:
         """In the engine's thread."""
@@ -157,18 +153,18 @@ async def _pooled(service: Service, place: Place, ids: list[int], pooling: Pooli
         else:
             result.set_result(event.pooled)
 
-    turn = place.ticket.part()
+    part = reservation.ticket.part()
     try:
         async with asking:  # the queue holds one of them
-            await turn.granted()
-        abort = place.llm.pool(ids, pooling, on_event)
+            await part.granted()
+        abort = reservation.llm.pool(ids, pooling, on_event)
         try:
             return await result
         except asyncio.CancelledError:
             abort()
             raise
     finally:
-        turn.release()
+        part.release()
 
 
 def unit(vector: np.ndarray) -> np.ndarray:
@@ -179,7 +175,3 @@ def unit(vector: np.ndarray) -> np.ndarray:
 
 def _cosine(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.dot(unit(a), unit(b)))
-
-
-def _usage(num_tokens: int) -> dict[str, int]:
-    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}

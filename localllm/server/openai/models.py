@@ -8,19 +8,19 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from localllm.server.served_model import ServedModel
-from localllm.server.service import Service
+from localllm.server.service import Service, service_of
 
 
 async def models(request: Request) -> Response:
     """Every model, and its aliases."""
-    service: Service = request.app.state.service
+    service = service_of(request)
     data = [_json(service, model, name) for model in await service.models() for name in model.ids]
     return JSONResponse({"object": "list", "data": data})
 
 
 async def model(request: Request) -> Response:
     """One model by its id, slashes and all."""
-    service: Service = request.app.state.service
+    service = service_of(request)
     name = request.path_params["model_id"]
     return JSONResponse(_json(service, await service.find(name), name))
 

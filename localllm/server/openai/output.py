@@ -1,4 +1,4 @@
-"""The JSON shapes that OpenAI's routes share: ids, usage, finish reasons, log-probabilities, tool calls, timings."""
+"""The JSON that OpenAI's routes share: ids, usage, finish reasons, log-probabilities, tool calls, timings."""
 
 from __future__ import annotations
 

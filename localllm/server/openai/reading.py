@@ -1,4 +1,4 @@
-"""Request fields -> `SamplingParams` and messages; what this version cannot do is refused by name.
+"""The checked body of a chat or text request -> `Generation`; what this version cannot do is refused by name.
 
 What binds the output (tools, schemas, grammars) is read in `constraints.py`.
 """
@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import replace
 from typing import Any
 
-from localllm.request import Message, SamplingParams
+from localllm.request import Constraint, Message, ToolUse
 from localllm.server.errors import ApiError, unsupported
-from localllm.server.openai.schemas import Body, ChatMessage, ChatRequest, CompletionRequest, Sampled
+from localllm.server.generation import Conversation, Generation
+from localllm.server.openai.schemas import MAX_PROMPTS, Body, ChatMessage, ChatRequest, CompletionRequest, Sampled
 
-from .constraints import wanted
+from .constraints import read_constraints
 
 RESERVED_KWARGS = {
     "messages", "tools", "chat_template", "tokenize", "add_generation_prompt", "bos_token", "eos_token", "documents",
@@ -23,6 +23,11 @@ RESERVED_KWARGS = {
 }  # fmt: skip
 MAX_KWARGS_BYTES = 64 << 10
 DEFAULT_COMPLETION_TOKENS = 16
+SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "seed", "n", "min_tokens", "ignore_eos",
+)  # fmt: skip
+"""fields of `SamplingParams` that have the same name in a body"""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
     "bad_words": ([],),
@@ -70,76 +75,32 @@ def with_further(body: Body, fields: dict[str, Any], own_format: str) -> dict[st
     return extra | known | ({"chat_template_kwargs": kwargs} if kwargs else {})
 
 
-def sampling_params(body: ChatRequest | CompletionRequest, defaults: SamplingParams) -> SamplingParams:
-    """The model's defaults, overridden by what the body gives."""
-    given: dict[str, Any] = {
-        name: value
-        for name in (
-            "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
-            "frequency_penalty", "seed", "n", "min_tokens", "ignore_eos",
-        )
-        if (value := getattr(body, name)) is not None
-    }  # fmt: skip
-    if body.stop is not None:
-        given["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
-    if body.stop_token_ids is not None:
-        given["stop_token_ids"] = tuple(body.stop_token_ids)
-    if body.logit_bias is not None:
-        given["logit_bias"] = _biases(body.logit_bias)
-    if body.include_stop_str_in_output:
-        given["include_stop"] = True
-    given |= _chat_fields(body) if isinstance(body, ChatRequest) else _completion_fields(body)
-    return replace(defaults, **given)
-
-
-def check_fields(body: Sampled) -> None:
-    """Raise ApiError for what can be refused before a model is looked for: before a place is taken."""
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options needs stream: true.", param="stream_options")
-    for name, neutral in NEUTRAL.items():
-        value = (body.model_extra or {}).get(name)
-        if value is not None and not any(value == one and type(value) is type(one) for one in neutral):
-            raise unsupported(f"{name} is not supported.", name)
-    bound = wanted(body)
-    if bound.tool_use is not None and not isinstance(body, ChatRequest):
-        raise unsupported("Tools need a conversation: use /v1/chat/completions.", "tools")
-    if isinstance(body, ChatRequest):
-        if body.modalities is not None and body.modalities != ["text"]:
-            raise ApiError(400, "Only the modality text is supported.", param="modalities")
-        if body.top_logprobs is not None and not body.logprobs:
-            raise ApiError(400, "top_logprobs needs logprobs: true.", param="top_logprobs")
-        if body.continue_final_message and body.add_generation_prompt:
-            raise ApiError(
-                400, "continue_final_message and add_generation_prompt exclude each other.",
-                param="continue_final_message",
-            )  # fmt: skip
-        if body.continue_final_message and body.messages[-1].role != "assistant":
-            raise ApiError(400, "continue_final_message needs an assistant's message at the end.", param="messages")
-        template_kwargs(body)
-    elif isinstance(body, CompletionRequest):
-        _completion_fields(body)
-
-
-def deadline_of(body: Sampled) -> float | None:
-    """The deadline on the monotonic clock."""
-    return None if body.deadline_ms is None else time.monotonic() + body.deadline_ms / 1000
-
-
-def _biases(biases: dict[str, float]) -> dict[int, float]:
-    try:
-        return {int(token): value for token, value in biases.items()}
-    except ValueError:
-        raise ApiError(400, "The keys of logit_bias are token ids.", param="logit_bias") from None
-
-
-def _chat_fields(body: ChatRequest) -> dict[str, Any]:
-    return {
+def read_chat(body: ChatRequest) -> Generation:
+    """What a conversation asks for. Raises ApiError."""
+    constraint, tool_use = _check_chat(body)
+    conversation = _conversation(body, tool_use)
+    sampling = _sampling(body) | {
         "max_tokens": body.max_completion_tokens or body.max_tokens,
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
     }
+    return Generation(
+        body.model, conversation, sampling, constraint, tool_use, streams=bool(body.stream),
+        user=body.user or body.safety_identifier or body.prompt_cache_key or "", priority=body.priority or 0,
+        deadline=_deadline(body), cache_salt=body.cache_salt or "",
+    )  # fmt: skip
 
 
-def _completion_fields(body: CompletionRequest) -> dict[str, Any]:
+def read_conversation(body: ChatRequest) -> Conversation:
+    """The conversation alone: for its token ids. Raises ApiError."""
+    _, tool_use = _check_chat(body)
+    return _conversation(body, tool_use)
+
+
+def read_completion(body: CompletionRequest) -> Generation:
+    """What prompts ask for. Raises ApiError."""
+    constraint, tool_use = _check(body)
+    if tool_use is not None:
+        raise unsupported("Tools need a conversation: use /v1/chat/completions.", "tools")
     if body.suffix:
         raise unsupported("suffix is not supported: no model here fills in the middle.", "suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):
@@ -147,16 +108,95 @@ def _completion_fields(body: CompletionRequest) -> dict[str, Any]:
     limit = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if limit == 0 and not body.echo:
         raise ApiError(400, "max_tokens 0 needs echo: true.", param="max_tokens")
-    return {
+    prompts = split_prompts(body.prompt, "prompt", MAX_PROMPTS)
+    if len(prompts) * (body.n or 1) > MAX_PROMPTS:
+        raise ApiError(400, f"{len(prompts)} prompts times n {body.n} is more than {MAX_PROMPTS}.", param="prompt")
+    sampling = _sampling(body) | {
         "max_tokens": max(1, limit),  # scoring only: the one token generated is dropped
         "logprobs": body.logprobs,
         "prompt_logprobs": body.logprobs if body.echo and body.logprobs is not None else None,
     }
+    return Generation(
+        body.model, prompts, sampling, constraint, streams=bool(body.stream), generates=body.max_tokens != 0,
+        user=body.user or "", priority=body.priority or 0, deadline=_deadline(body), cache_salt=body.cache_salt or "",
+    )  # fmt: skip
 
 
-def messages_of(body: ChatRequest) -> list[Message]:
+def split_prompts(value: Any, param: str, limit: int) -> list[str | list[int]]:
+    """str | [str] | [int] | [[int]] -> one item per prompt. Raises ApiError at the first that is none of these."""
+    if isinstance(value, str) or _is_ids(value):
+        prompts = [value]
+    elif isinstance(value, list):
+        prompts = value
+    else:
+        what = "missing" if value is None else "text, token ids, or a list of either"
+        raise ApiError(400, f"{param} is {what}.", code="invalid_type", param=param)
+    if not prompts or len(prompts) > limit:
+        raise ApiError(400, f"{len(prompts)} texts; 1 to {limit} are taken.", param=param)
+    if not all(isinstance(p, str) or _is_ids(p) for p in prompts):
+        raise ApiError(400, f"{param} is text, token ids, or a list of either.", code="invalid_type", param=param)
+    return prompts
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+
+
+def _check(body: Sampled) -> tuple[Constraint | None, ToolUse | None]:
+    """Refuse by name what this version does not have; what binds the answer. Raises ApiError."""
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options needs stream: true.", param="stream_options")
+    for name, neutral in NEUTRAL.items():
+        value = (body.model_extra or {}).get(name)
+        if value is not None and not any(value == one and type(value) is type(one) for one in neutral):
+            raise unsupported(f"{name} is not supported.", name)
+    return read_constraints(body)
+
+
+def _check_chat(body: ChatRequest) -> tuple[Constraint | None, ToolUse | None]:
+    bound = _check(body)
+    if body.modalities is not None and body.modalities != ["text"]:
+        raise ApiError(400, "Only the modality text is supported.", param="modalities")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs: true.", param="top_logprobs")
+    if body.continue_final_message:
+        param = "continue_final_message"
+        if body.add_generation_prompt:
+            raise ApiError(400, f"{param} and add_generation_prompt exclude each other.", param=param)
+        if body.messages[-1].role != "assistant":
+            raise ApiError(400, f"{param} needs an assistant's message at the end.", param="messages")
+    return bound
+
+
+def _sampling(body: Sampled) -> dict[str, Any]:
+    """Fields of `SamplingParams` that the body gives."""
+    given = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
+    if body.stop is not None:
+        given["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+    if body.stop_token_ids is not None:
+        given["stop_token_ids"] = tuple(body.stop_token_ids)
+    if body.logit_bias is not None:
+        try:
+            given["logit_bias"] = {int(token): value for token, value in body.logit_bias.items()}
+        except ValueError:
+            raise ApiError(400, "The keys of logit_bias are token ids.", param="logit_bias") from None
+    if body.include_stop_str_in_output:
+        given["include_stop"] = True
+    return given
+
+
+def _deadline(body: Sampled) -> float | None:
+    """The deadline on the monotonic clock."""
+    return None if body.deadline_ms is None else time.monotonic() + body.deadline_ms / 1000
+
+
+def _conversation(body: ChatRequest, tool_use: ToolUse | None) -> Conversation:
     """Messages in the plain shape: text only, developer read as system."""
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
+    kwargs = _template_kwargs(body)
+    messages = [_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
+    tools = None if tool_use is None or tool_use.choice == "none" else list(tool_use.tools)
+    opens = body.add_generation_prompt is not False
+    return Conversation(messages, tools, kwargs, bool(body.continue_final_message), opens)
 
 
 def _message(message: ChatMessage, where: str) -> Message:
@@ -187,8 +227,8 @@ def _message(message: ChatMessage, where: str) -> Message:
     return out
 
 
-def template_kwargs(body: ChatRequest) -> dict[str, Any]:
-    """What the body may tell the template. Raises ApiError for reserved names (LIM-14)."""
+def _template_kwargs(body: ChatRequest) -> dict[str, Any]:
+    """What the body may tell the template. Raises ApiError for reserved names."""
     kwargs = dict(body.chat_template_kwargs or {})
     if bad := RESERVED_KWARGS & set(kwargs):
         raise ApiError(400, f"{sorted(bad)[0]!r} may not be set here.", param="chat_template_kwargs")

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from localllm.errors import ContextTooLong
+from localllm.llm.outputs import OutputDelta
 from localllm.server.body import read_body
 from localllm.server.errors import ApiError, renaming
-from localllm.server.generation import Chat, open_chat
+from localllm.server.generation import Conversation, Generation
 from localllm.server.openai.output import TokenNames
+from localllm.server.openai.reading import read_chat
 from localllm.server.openai.responses_events import Growing
 from localllm.server.openai.responses_schemas import (
     ResponsesRequest,
@@ -23,74 +26,64 @@ from localllm.server.openai.responses_schemas import (
     without_oldest,
 )
 from localllm.server.openai.responses_store import Stored
-from localllm.server.openai.schemas import ChatRequest
-from localllm.server.response_stream import unless_left
-from localllm.server.service import Service
-from localllm.server.sse import Opened, first_or_stream, named_event_stream
+from localllm.server.reply import unless_left
+from localllm.server.response_stream import rendered
+from localllm.server.service import Reservation, Service, service_of
+from localllm.server.sse import Opened, StreamFormat, first_or_stream
 
 
 async def create_response(request: Request) -> Response:
     """Answer, with what an earlier response left as its beginning."""
-    service: Service = request.app.state.service
+    service = service_of(request)
     body = await read_body(request, ResponsesRequest)
     refuse(body)
     items = [*_earlier(service, body), *_named(service, input_items(body))]
-    chat_body = to_chat(body, items)
-    growing: list[Growing] = []
+    chat = to_chat(body, items)
+    with renaming(renamed):
+        asked = read_chat(chat)
+    growing = Growing(body)
 
-    async def open_one() -> tuple[Chat, Growing]:
+    def take(delta: OutputDelta) -> list[bytes]:
+        events = growing.take(delta)
+        if delta.finish_reason is not None and body.store is not False:
+            service.responses.put(growing.json(), items)
+        return events
+
+    async def events(reservation: Reservation) -> AsyncIterator[bytes]:
+        yield b"".join(growing.begin())
+        async for chunk in rendered(reservation.streams, lambda _, delta: take(delta)):
+            yield chunk
+
+    async def opened() -> Reservation:
         with renaming(renamed):
-            chat = await _open(service, request, chat_body, shortens=body.truncation == "auto")
-        names = TokenNames(chat.place.llm.tokenizer)
-        growing.append(Growing(body, chat_body, chat.model, names))
-        return chat, growing[0]
-
-    def keep(one: Growing) -> None:
-        if body.store is not False:
-            service.responses.put(one.json(), items)
+            reservation = await _open(service, request, asked, shortens=body.truncation == "auto")
+        growing.opened(reservation.model.name, TokenNames(reservation.llm.tokenizer))
+        return reservation
 
     async def open_stream() -> Opened:
-        chat, one = await open_one()
-        return Opened(_events(chat, one, keep), chat.turn.abort)
+        reservation = await opened()
+        return Opened(events(reservation), reservation.abort)
 
-    if body.stream:
-
-        def on_error(error: ApiError) -> bytes:
-            one = growing[0] if growing else Growing(body, chat_body, body.model or "", TokenNames(_NoTokens()))
-            return one.fail(error)
-
-        async with unless_left(request):
-            return await first_or_stream(open_stream(), lambda opened: named_event_stream(opened, on_error))
     async with unless_left(request):
-        chat, one = await open_one()
-        async for pieces in chat.turn.batches():
-            for piece in pieces:
-                one.take(piece)
-    keep(one)
-    return JSONResponse(one.json())
+        if body.stream:
+            return await first_or_stream(open_stream(), StreamFormat(growing.fail))
+        async for _ in events(await opened()):
+            pass
+    return JSONResponse(growing.json())
 
 
-async def _open(service: Service, request: Request, body: ChatRequest, *, shortens: bool) -> Chat:
-    """`open_chat`; with `shortens`, of a conversation longer than the window what its end leaves room for."""
+async def _open(service: Service, request: Request, asked: Generation, *, shortens: bool) -> Reservation:
+    """`Service.open`; with `shortens`, of a conversation longer than the window what its end leaves room for."""
     while True:
         try:
-            return await open_chat(service, request, body)
+            return await service.open(request, asked)
         except ContextTooLong as error:
+            assert isinstance(asked.prompts, Conversation)
             share = 1 - error.context["max_context"] / error.context["prompt_tokens"]
-            shorter = without_oldest(body.messages, share) if shortens else None
+            shorter = without_oldest(asked.prompts.messages, share) if shortens else None
             if shorter is None:
                 raise
-            body = body.model_copy(update={"messages": shorter})
-
-
-async def _events(chat: Chat, one: Growing, keep: Any) -> AsyncIterator[bytes]:
-    yield b"".join(one.begin())
-    async for pieces in chat.turn.batches():
-        events = [event for piece in pieces for event in one.take(piece)]
-        if any(piece.finish_reason is not None for piece in pieces):
-            keep(one)
-        if events:
-            yield b"".join(events)
+            asked = replace(asked, prompts=replace(asked.prompts, messages=shorter))
 
 
 def _earlier(service: Service, body: ResponsesRequest) -> list[dict[str, Any]]:
@@ -123,8 +116,7 @@ def _named(service: Service, items: list[dict[str, Any]]) -> list[dict[str, Any]
 
 
 def _stored(request: Request) -> Stored:
-    service: Service = request.app.state.service
-    found = service.responses.get(request.path_params["response_id"])
+    found = service_of(request).responses.get(request.path_params["response_id"])
     if found is None:
         raise ApiError(404, "There is no such response (any more).", code="not_found", param="response_id")
     return found
@@ -137,9 +129,8 @@ async def get_response(request: Request) -> Response:
 
 async def delete_response(request: Request) -> Response:
     """Forget a response."""
-    service: Service = request.app.state.service
     response_id = _stored(request).response["id"]
-    service.responses.remove(response_id)
+    service_of(request).responses.remove(response_id)
     return JSONResponse({"id": response_id, "object": "response.deleted", "deleted": True})
 
 
@@ -161,11 +152,3 @@ async def cancel_response(request: Request) -> Response:
     """Only background responses can be cancelled, and there are none: leaving the connection ends a response."""
     _stored(request)
     raise ApiError(400, "This response does not run in the background.", code="invalid_value", param="response_id")
-
-
-class _NoTokens:
-    """Names for an answer that never had a token."""
-
-    def token_bytes(self, index: int) -> bytes:
-        """Nothing."""
-        return b""

@@ -1,4 +1,4 @@
-"""A response of /v1/responses while it grows: pieces in, events out, and the object that the last event holds.
+"""A response of /v1/responses while it grows: deltas in, events out, and the object that the last event holds.
 
 The same object answers a request that does not stream: it is fed the whole answer at once.
 """
@@ -15,25 +15,21 @@ from localllm.request import FinishReason, TokenLogprob, Usage
 from localllm.server.errors import ApiError
 from localllm.server.openai.output import TokenNames, new_id
 from localllm.server.openai.responses_schemas import ResponsesRequest
-from localllm.server.openai.schemas import ChatRequest
 from localllm.server.sse import named
 
 Event = dict[str, Any]
 
 
 class Growing:
-    """One response.
+    """One response."""
 
-    names  for log-probabilities
-    """
-
-    def __init__(self, body: ResponsesRequest, chat: ChatRequest, model: str, names: TokenNames) -> None:
-        self._body, self._chat, self._model, self._names = body, chat, model, names
+    def __init__(self, body: ResponsesRequest) -> None:
+        self._body, self._model = body, body.model or ""
+        self._names: TokenNames | None = None
         self.id = new_id("resp_")
         self._created = int(time.time())
         self.output: list[dict[str, Any]] = []
-        self._open: dict[str, Any] | None = None
-        """the item that grows"""
+        self._open: dict[str, Any] | None = None  # the item that grows
         self._call_index = -1
         self._logprobs: list[dict[str, Any]] = []
         self._status = "in_progress"
@@ -42,6 +38,10 @@ class Growing:
         self._usage: Usage | None = None
         self._completed_at: int | None = None
         self._number = -1
+
+    def opened(self, model: str, names: TokenNames) -> None:
+        """The model is there. `names`: for log-probabilities."""
+        self._model, self._names = model, names
 
     # --- events ------------------------------------------------------------------------------------------------------
 
@@ -52,13 +52,11 @@ class Growing:
             self._event("response.in_progress", response=self.json()),
         ]
 
-    def take(self, piece: OutputDelta) -> list[bytes]:
-        """What a piece adds. Raises its error."""
-        if piece.error is not None:
-            raise piece.error
+    def take(self, delta: OutputDelta) -> list[bytes]:
+        """What a delta adds."""
         events: list[bytes] = []
-        logprobs = self._shown(piece.logprobs)
-        for kind, text in piece.parts:
+        logprobs = self._shown(delta.logprobs)
+        for kind, text in delta.parts:
             if kind == "tool_call":
                 events += self._take_call(json.loads(text))
             else:
@@ -66,8 +64,8 @@ class Growing:
                 logprobs = [] if kind == "content" else logprobs
         if logprobs and self._open is not None and self._open["type"] == "message":
             events += self._take_text("content", "", logprobs)
-        if piece.finish_reason is not None:
-            events += self._finish(piece)
+        if delta.finish_reason is not None:
+            events += self._finish(delta)
         return events
 
     def fail(self, error: ApiError) -> bytes:
@@ -163,9 +161,9 @@ class Growing:
         self._open = None
         return events
 
-    def _finish(self, piece: OutputDelta) -> list[bytes]:
-        cut = piece.finish_reason is FinishReason.LENGTH
-        self._usage = piece.usage
+    def _finish(self, delta: OutputDelta) -> list[bytes]:
+        cut = delta.finish_reason is FinishReason.LENGTH
+        self._usage = delta.usage
         opened = [] if self.output else self._open_item("message")  # an answer without a word is an empty message
         events = [*opened, *self._close("incomplete" if cut else "completed")]
         self._status = "incomplete" if cut else "completed"
@@ -174,7 +172,9 @@ class Growing:
         return [*events, self._event(f"response.{self._status}", response=self.json())]
 
     def _shown(self, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-        return [self._names.entry(entry) for entry in logprobs] if self._body.wants_logprobs else []
+        if self._names is None or not self._body.wants_logprobs:
+            return []
+        return [self._names.entry(entry) for entry in logprobs]
 
     # --- the object --------------------------------------------------------------------------------------------------
 

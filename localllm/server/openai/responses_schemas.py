@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
+from localllm.request import Message
 from localllm.server.body import checked
 from localllm.server.errors import ApiError, renaming, unsupported
 from localllm.server.openai.reading import with_further
 from localllm.server.openai.schemas import (
     MAX_MESSAGES,
     Body,
-    ChatMessage,
     ChatRequest,
     Metadata,
     Name,
@@ -180,16 +181,16 @@ def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return messages
 
 
-def without_oldest(messages: Sequence[ChatMessage], share: float) -> list[ChatMessage] | None:
+def without_oldest(messages: Sequence[Message], share: float) -> list[Message] | None:
     """The messages without the oldest turns, at least this share of the text; None when only the last turn is left.
 
     What the system says at the beginning stays, and a turn goes as a whole: from a user's message to before the next.
     """
-    begin = next((i for i, m in enumerate(messages) if m.role not in ("system", "developer")), len(messages))
-    turns = [i for i in range(begin + 1, len(messages)) if messages[i].role == "user"]
+    begin = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
+    turns = [i for i in range(begin + 1, len(messages)) if messages[i]["role"] == "user"]
     if not turns:
         return None
-    sizes = [len(m.model_dump_json(exclude_none=True)) for m in messages]
+    sizes = [len(json.dumps(m, ensure_ascii=False)) for m in messages]
     wanted = share * sum(sizes)
     cut = next((i for i in turns if sum(sizes[begin:i]) >= wanted), turns[-1])
     return [*messages[:begin], *messages[cut:]]

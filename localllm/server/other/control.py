@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from localllm.server.body import read_body
 from localllm.server.errors import ApiError
 from localllm.server.openai.schemas import Body
-from localllm.server.service import Service
+from localllm.server.service import service_of
 
 
 class ModelRequest(Body):
@@ -25,7 +25,7 @@ class ModelRequest(Body):
 
 async def processes(request: Request) -> Response:
     """The loaded models, with what they hold and do."""
-    service: Service = request.app.state.service
+    service = service_of(request)
     _check_owner(request)
     rows = []
     for row in service.pool.loaded():
@@ -58,7 +58,7 @@ async def park(request: Request) -> Response:
 
 
 async def _wish(request: Request, what: str) -> Response:
-    service: Service = request.app.state.service
+    service = service_of(request)
     _check_owner(request)
     body = await read_body(request, ModelRequest)
     model = await service.find(body.model)

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from localllm._version import __version__
-from localllm.server.service import Service
+from localllm.server.service import service_of
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -24,7 +24,7 @@ async def health(request: Request) -> Response:
 
     `?details` adds what runs how, where no key is needed anyway; elsewhere /localllm/ps tells the owner.
     """
-    service: Service = request.app.state.service
+    service = service_of(request)
     service.check_ready()
     answer: dict[str, Any] = {"status": "ok"}
     if "details" in request.query_params and request.app.state.tells_details:
@@ -47,5 +47,5 @@ async def version(request: Request) -> Response:
 
 async def metrics(request: Request) -> Response:
     """Counters and gauges for Prometheus."""
-    service: Service = request.app.state.service
+    service = service_of(request)
     return Response(service.metrics.text(), headers={"content-type": METRICS_TYPE})

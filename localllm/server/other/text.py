@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -11,44 +11,42 @@ from starlette.responses import JSONResponse, Response
 from localllm.llm.llm import LLM
 from localllm.server.body import checked, read_body
 from localllm.server.errors import ApiError
-from localllm.server.generation import prompt_of
+from localllm.server.generation import Conversation
 from localllm.server.openai.output import TokenNames
-from localllm.server.openai.reading import further
+from localllm.server.openai.reading import further, read_conversation
 from localllm.server.openai.schemas import ChatRequest
 from localllm.server.other.schemas import DetokenizeRequest, TokenizeRequest
-from localllm.server.response_stream import unless_left
-from localllm.server.service import Service
+from localllm.server.reply import unless_left
+from localllm.server.service import service_of
 
 
 async def tokenize(request: Request) -> Response:
     """Text, or a conversation, as token ids."""
-    service: Service = request.app.state.service
+    service = service_of(request)
     body = await read_body(request, TokenizeRequest)
     given = [name for name in ("prompt", "messages", "content") if getattr(body, name) is not None]
     if len(given) != 1:
         what = "one of prompt, messages and content is needed"
         raise ApiError(400, f"{what}.", code="missing_required_parameter", param="prompt")
-    encode = None
+    conversation = None
     if body.messages is not None:
         named = body.model_dump(include={"messages", "chat_template_kwargs", "add_generation_prompt"})
-        encode = prompt_of(checked(further(body) | named, ChatRequest))
-    async with unless_left(request), service.place(request, body.model) as place:
-        llm = place.llm
-        result = await service.text_work(
-            len(body.prompt or body.content or "") if encode is None else 1 << 30, lambda: _tokens(llm, body, encode)
-        )
+        conversation = read_conversation(checked(further(body) | named, ChatRequest))
+    async with unless_left(request), service.reserve(request, body.model) as reservation:
+        llm = reservation.llm
+        work = partial(_tokens, llm, body, conversation)
+        size = len(body.prompt or body.content or "")
+        result = await (service.text_work(size, work) if conversation is None else service.in_thread(work))
     return JSONResponse(result)
 
 
-def _tokens(llm: LLM, body: TokenizeRequest, encode: Callable[[LLM], list[int]] | None) -> dict[str, Any]:
-    if encode is not None:
-        ids = encode(llm)
-    elif body.prompt is not None:
-        adds = body.add_special_tokens is not False
-        ids = llm.encode_prompt(body.prompt) if adds else llm.tokenizer.encode(body.prompt, special=True)
+def _tokens(llm: LLM, body: TokenizeRequest, conversation: Conversation | None) -> dict[str, Any]:
+    if conversation is not None:
+        ids = conversation.encode(llm)
     else:
-        text = body.content or ""
-        ids = llm.encode_prompt(text) if body.add_special else llm.tokenizer.encode(text, special=True)
+        text = body.prompt if body.prompt is not None else body.content or ""
+        adds = body.add_special if body.prompt is None else body.add_special_tokens is not False
+        ids = llm.encode_prompt(text) if adds else llm.tokenizer.encode(text, special=True)
     names = TokenNames(llm.tokenizer)
     if body.content is not None:  # llama.cpp
         if body.with_pieces:
@@ -60,10 +58,10 @@ def _tokens(llm: LLM, body: TokenizeRequest, encode: Callable[[LLM], list[int]] 
 
 async def detokenize(request: Request) -> Response:
     """Token ids as text, under both names that clients look for."""
-    service: Service = request.app.state.service
+    service = service_of(request)
     body = await read_body(request, DetokenizeRequest)
-    async with unless_left(request), service.place(request, body.model) as place:
-        llm = place.llm
+    async with unless_left(request), service.reserve(request, body.model) as reservation:
+        llm = reservation.llm
         for token in body.tokens:
             if not 0 <= token < llm.facts.vocab_size:
                 known = f"ids from 0 to {llm.facts.vocab_size - 1}"
@@ -75,11 +73,11 @@ async def detokenize(request: Request) -> Response:
 
 async def apply_template(request: Request) -> Response:
     """A conversation as the text the model reads: {"prompt": ...}."""
-    service: Service = request.app.state.service
+    service = service_of(request)
     body = await read_body(request, ChatRequest)
-    encode = prompt_of(body)
-    async with unless_left(request), service.place(request, body.model) as place:
-        llm = place.llm
-        ids = await service.in_thread(lambda: encode(llm))
+    conversation = read_conversation(body)
+    async with unless_left(request), service.reserve(request, body.model) as reservation:
+        llm = reservation.llm
+        (ids,) = await service.encode(llm, conversation)
         text = llm.tokenizer.decode(ids, skip_special=False)
     return JSONResponse({"prompt": text})
