@@ -35,15 +35,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     return (wide * scale).mul_(gain).to(x.dtype)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
-    """s = x + residual; returns (rms_norm(s), s).
-
-    x, residual  [num_tokens, hidden]   same dtype
-    """
-    total = x + residual
-    return rms_norm(total, weight, eps, offset), total
-
-
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Rotate the first 2 · half dimensions of every head; the others pass through.
 

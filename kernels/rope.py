@@ -56,11 +56,6 @@ def scale_yarn(
     return inv_freq / factor * (1 - kept) + inv_freq * kept
 
 
-def yarn_attention_factor(factor: float) -> float:
-    """What YaRN multiplies cosines and sines with unless the file names another number."""
-    return 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
-
-
 class RopeTable:
     """Cosines and sines by position, float32, grown in whole blocks as longer sequences come.
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .aot_spec import KernelSpec
-from .launch import PDL_CAPABILITY, launch, pdl
+from .launch import launch
 
 BLOCK = 1024
 
@@ -45,8 +42,7 @@ def _run(gate_up: Tensor, gelu: bool) -> Tensor:
     out = torch.empty((*gate_up.shape[:-1], dim), dtype=gate_up.dtype, device=gate_up.device)
     blocks = triton.cdiv(dim, BLOCK)
     grid = (out.numel() // dim * blocks if dim else 0,)
-    overlap = pdl(gate_up.device)
-    launch(_gated, grid, gate_up, out, dim, blocks, BLOCK=BLOCK, GELU=gelu, PDL=overlap, launch_pdl=overlap)
+    launch(_gated, grid, gate_up, out, dim, blocks, BLOCK=BLOCK, GELU=gelu)
     return out
 
 
@@ -58,20 +54,3 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
     """As `reference.gelu_tanh_mul`: [num_tokens, 2 · intermediate], gate first -> [num_tokens, intermediate]."""
     return _run(gate_up, True)
-
-
-def specs(cap: int) -> Iterator[KernelSpec]:
-    """Both."""
-    dtype = "*bf16:16" if cap >= 80 else "*fp16:16"
-    options = {"launch_pdl": True} if cap >= PDL_CAPABILITY else {}
-    for name, gelu in (("silu_mul", False), ("gelu_tanh_mul", True)):
-        yield KernelSpec(
-            name,
-            "triton",
-            "rows",
-            _gated,
-            {"gate_up": dtype, "out": dtype, "dim": "i32:16", "num_blocks": "i32"},
-            {"BLOCK": BLOCK, "GELU": gelu, "PDL": bool(options)},
-            options=options,
-            decode=True,
-        )

@@ -6,36 +6,17 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from .aot_spec import CAPABILITIES, KernelRow, KernelSpec, compile_spec, complaint
-
-MODULES: tuple[str, ...] = (
-    "product_specs",
-    "narrow_product",
-    "attention_specs",
-    "rms_norm",
-    "rope",
-    "activation",
-    "kv_write",
-    "qk_norm_rope_kv",
-    "embedding",
-    "sampling",
-)
-"""Modules of this package with `specs(capability)`."""
-
-
-def all_specs(capability: int) -> Iterator[KernelSpec]:
-    """Every kernel that would be launched on such a card."""
-    for name in MODULES:
-        yield from importlib.import_module(f".{name}", __package__).specs(capability)
+from .aot_cases import all_specs
+from .aot_spec import KernelRow, KernelSpec, compile_spec, complaint
+from .cards import CLASSES
 
 
 def shard(specs: Sequence[KernelSpec], index: int, count: int) -> list[KernelSpec]:
@@ -44,7 +25,7 @@ def shard(specs: Sequence[KernelSpec], index: int, count: int) -> list[KernelSpe
 
 
 def table(
-    capabilities: Sequence[int] = CAPABILITIES,
+    capabilities: Sequence[int] = tuple(CLASSES),
     *,
     part: tuple[int, int] = (0, 1),
     workers: int = 2,

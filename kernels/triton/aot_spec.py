@@ -1,9 +1,8 @@
 """What is compiled ahead of time: `KernelSpec` says how one kernel is launched, `compile_spec` builds it for a card
 that need not be there and reads shared memory, registers, spills and matrix instructions from the result.
 
-A kernel module exposes `specs(capability: int) -> Iterable[KernelSpec]`: every kernel it would launch on such a card,
-one per shape class, with the constants its launcher would choose; it is listed in `aot.MODULES`. This file imports
-Triton only inside `compile_spec`, which belongs into a process without TRITON_INTERPRET (`aot.py` starts it).
+`aot.all_specs` lists them. This file imports Triton only inside `compile_spec`, which belongs into a process without
+TRITON_INTERPRET (`aot.py` starts it).
 """
 
 from __future__ import annotations
@@ -11,56 +10,35 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict
 
-CAPABILITIES = (75, 80, 86, 89, 90, 100, 120, 121)
-"""What every kernel is compiled for."""
-SHARED_LIMIT = {
-    75: 65_536,
-    80: 166_912,
-    86: 101_376,
-    89: 101_376,
-    90: 232_448,
-    100: 232_448,
-    120: 101_376,
-    121: 101_376,
-}
-"""bytes of shared memory one program may have"""
+from .cards import CLASSES
+
 HINT = ":16"
 
 
 @dataclass(frozen=True, slots=True)
 class KernelSpec:
-    """One kernel as its launcher would start it."""
+    """One kernel as its launcher would start it.
+
+    op           the op it implements: linear, rms_norm, paged_attention_decode, ...
+    impl         name of the implementation, as in the run summary
+    shape_class  what distinguishes this launch: form, rows, head_dim, KV format, ...
+    launch       a `launch.Launch`; None where there is a reason why this card has no such kernel
+    decode       runs in every decoding step: no spills or local memory allowed from sm_80 on
+    expect_mma   what `mma` of the row must contain, empty for anything
+    """
 
     op: str
-    """the op it implements: linear, rms_norm, paged_attention_decode, ..."""
     impl: str
-    """name of the implementation, as in the run summary"""
     shape_class: str
-    """what distinguishes this launch: form, rows, head_dim, KV format, ..."""
-    kernel: Any
-    """the function under @triton.jit"""
-    signature: Mapping[str, str]
-    """name -> type of every argument that is no constant: `*bf16`, `*u8`, `i32`, `fp32`; `:16` after it says that the
-    pointer or number is a multiple of 16, as the launcher guarantees or Triton sees it"""
-    constexprs: Mapping[str, Any] = field(default_factory=dict)
-    num_warps: int = 4
-    num_stages: int = 3
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """more compile options: launch_pdl, maxnreg, ..."""
+    launch: Any = None
     decode: bool = False
-    """runs in every decoding step: no spills or local memory allowed from sm_80 on"""
     expect_mma: str = ""
-    """what `mma` of the row must contain, empty for anything"""
     reason: str = ""
-    """why there is no such kernel on this card: nothing is compiled"""
-    subnormals: bool = False
-    """reads bits as subnormal numbers: instructions that flush those to zero would make it wrong"""
 
     @property
     def label(self) -> str:
@@ -102,7 +80,7 @@ def compile_spec(spec: KernelSpec, capability: int) -> KernelRow:
     except Exception as error:  # whatever the compiler raises is the reason
         row["reason"] = f"does not compile: {_last_line(error)}"
         return row
-    if spec.subnormals and re.search(r"\b(?:fma|mul|add|sub)(?:\.rn)?\.ftz\.f32", compiled.asm["ptx"]):
+    if spec.launch.subnormals and re.search(r"\b(?:fma|mul|add|sub)(?:\.rn)?\.ftz\.f32", compiled.asm["ptx"]):
         row["reason"] = "compiled to instructions that flush subnormal numbers"
     row["shared_bytes"] = int(compiled.metadata.shared)
     row["registers"], row["spill_bytes"] = resource_usage(compiled.asm["cubin"])
@@ -116,8 +94,9 @@ def complaint(spec: KernelSpec, row: KernelRow) -> str:
     name = f"sm_{capability} {spec.label} ({spec.impl})"
     if row["reason"] != spec.reason:
         return f"{name}: {row['reason']}"
-    if row["shared_bytes"] > SHARED_LIMIT[capability]:
-        return f"{name}: {row['shared_bytes']} bytes of shared memory, the card has {SHARED_LIMIT[capability]}"
+    there = CLASSES[capability].shared_bytes
+    if row["shared_bytes"] > there:
+        return f"{name}: {row['shared_bytes']} bytes of shared memory, the card has {there}"
     if spec.decode and capability >= 80 and row["spill_bytes"]:
         return f"{name}: a decoding kernel with {row['spill_bytes']} bytes of spills or local memory a thread"
     if spec.expect_mma not in row["mma"]:
@@ -131,16 +110,17 @@ def build(spec: KernelSpec, capability: int) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    names = spec.kernel.arg_names
-    missing = [n for n in names if n not in spec.signature and n not in spec.constexprs]
-    unknown = [n for n in (*spec.signature, *spec.constexprs) if n not in names]
+    launch = spec.launch
+    names, types = launch.kernel.arg_names, launch.signature
+    missing = [n for n in names if n not in types and n not in launch.constexprs]
+    unknown = [n for n in (*types, *launch.constexprs) if n not in names]
     if missing or unknown:
         raise ValueError(f"{spec.label}: arguments without a type {missing}, unknown {unknown}")
-    signature = {n: spec.signature.get(n, "constexpr").removesuffix(HINT) for n in names}
-    attrs = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if spec.signature.get(n, "").endswith(HINT)}
-    source = ASTSource(fn=spec.kernel, signature=signature, constexprs=dict(spec.constexprs), attrs=attrs)
-    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, "enable_fp_fusion": True, **spec.options}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    signature = {n: types.get(n, "constexpr").removesuffix(HINT) for n in names}
+    attrs = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types.get(n, "").endswith(HINT)}
+    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=dict(launch.constexprs), attrs=attrs)
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": True}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options | launch.options)
 
 
 @cache

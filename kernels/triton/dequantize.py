@@ -12,7 +12,7 @@ from .codes import group_terms, half_value, spread
 
 
 @triton.jit
-def dequantise_kernel(
+def dequantize_kernel(
     low_ptr,
     high_ptr,
     scale_ptr,

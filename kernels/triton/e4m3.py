@@ -13,9 +13,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-E4M3_HALF_SCALE = 256.0
-"""`widen_e4m3` gives the numbers divided by this: float16 then holds the small ones as subnormals, exactly"""
-
 _E4M3_PAIR = tl.constexpr(
     "{ .reg .b32 u, t, s;"
     " shl.b32 u, $2, 8; and.b32 s, u, 0x80008000; shr.u32 t, u, 1; lop3.b32 $0, t, 0x3f803f80, s, 0xea;"
@@ -31,8 +28,8 @@ _INT8_PAIR = tl.constexpr(
 
 
 @triton.jit
-def encode_e4m3(x):
-    """float32 -> uint8: the nearest E4M3 number, ties to even, at most ±448; NaN is 0x7F."""
+def e4m3_bits(x):
+    """float32 -> int32 bytes: the nearest E4M3 number, ties to even, at most ±448; NaN is 0x7F or 0xFF."""
     bits = x.to(tl.int32, bitcast=True)
     sign, size = (bits >> 24) & 0x80, bits & 0x7FFFFFFF
     nan = size > 0x7F800000
@@ -40,23 +37,21 @@ def encode_e4m3(x):
     normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960
     small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(size >= 0x3C800000, normal, small)
-    return (tl.where(nan, 0x7F, code) | sign).to(tl.uint8)
+    return tl.where(nan, 0x7F, code) | sign
 
 
 @triton.jit
-def decode_e4m3(codes):
-    """uint8 -> float32, exact; NaN codes are NaN."""
-    wide = codes.to(tl.int32)
-    sign, size = (wide & 0x80) << 24, wide & 0x7F
-    normal = ((size << 20) + 0x3C000000).to(tl.float32, bitcast=True)
-    value = tl.where(size >= 8, normal, size.to(tl.float32) * 0.001953125)
-    value = tl.where(size == 0x7F, float("nan"), value)
-    return (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+def encode_e4m3(x):
+    """The same as uint8."""
+    return e4m3_bits(x).to(tl.uint8)
 
 
 @triton.jit
 def widen_e4m3(pairs, INTERPRET: tl.constexpr):
-    """int16 of two E4M3 codes -> (even, odd), each number / 256: float16, or float32 for the interpreter."""
+    """int16 of two E4M3 codes -> (even, odd), each number / 256: float16, or float32 for the interpreter.
+
+    Divided so, float16 holds the small ones as subnormals, exactly.
+    """
     if INTERPRET:
         wide = pairs.to(tl.int32)
         even = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.uint16).to(tl.float16, bitcast=True)

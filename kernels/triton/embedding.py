@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .aot_spec import KernelSpec
 from .launch import launch
 
 BLOCK = 2048
@@ -22,7 +19,9 @@ def _rows(token_ids, table, out, scale, dim, num_blocks, BLOCK: tl.constexpr, TA
     d = (tl.program_id(0) % num_blocks) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(token_ids + row).to(tl.int64)
     x = tl.load(table + token * dim + d, mask=d < dim, other=0.0).to(tl.float32)
-    if out.dtype.element_ty == tl.bfloat16 and TABLE != "bf16":  # the twin casts first, then scales in the type of out
+    if (
+        out.dtype.element_ty == tl.bfloat16 and TABLE != "bf16"
+    ):  # the reference casts first, then scales in the type of out
         x = x.to(tl.bfloat16).to(tl.float32)
     elif out.dtype.element_ty == tl.float16:
         x = x.to(tl.float16).to(tl.float32)
@@ -39,18 +38,3 @@ def embedding(token_ids: Tensor, table: Tensor, scale: float = 1.0, dtype: torch
     grid = (token_ids.shape[0] * blocks,)
     launch(_rows, grid, token_ids, table, out, scale, dim, blocks, BLOCK=BLOCK, TABLE=TYPES[table.dtype])
     return out
-
-
-def specs(cap: int) -> Iterator[KernelSpec]:
-    """A table in the type of activations."""
-    native = "bf16" if cap >= 80 else "fp16"
-    tensors = {"token_ids": "*i64:16", "table": f"*{native}:16", "out": f"*{native}:16"}
-    yield KernelSpec(
-        "embedding",
-        "triton",
-        native,
-        _rows,
-        tensors | {"scale": "fp32", "dim": "i32:16", "num_blocks": "i32"},
-        {"BLOCK": BLOCK, "TABLE": native},
-        decode=True,
-    )

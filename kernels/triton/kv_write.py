@@ -6,18 +6,16 @@ slots are passed over, so a bucket of a captured graph may have rows that nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..kv_pages import SCALED_FORMATS, KVPages
-from .aot_spec import KernelSpec
+from ..kv_pages import KVPages
 from .e4m3 import encode_e4m3, round_even
 from .hadamard import rotate_rows, run_length
-from .launch import PDL_CAPABILITY, launch, pdl
+from .launch import launch
 
 TILE = 512
 """elements of a program"""
@@ -108,37 +106,6 @@ def kv_write(k: Tensor, v: Tensor, pages: KVPages, slot_mapping: Tensor) -> None
     """
     k, v = (x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous() for x in (k, v))
     constants = page_constants(pages)
-    overlap = pdl(k.device)
     grid = (k.shape[0], triton.cdiv(k.shape[1], constants["ROWS"]))
     tensors = (k, v, *page_tensors(pages), slot_mapping)
-    launch(_kv_write, grid, *tensors, k.stride(0), v.stride(0), PDL=overlap, launch_pdl=overlap, **constants)
-
-
-def specs(cap: int) -> Iterator[KernelSpec]:
-    """Every format."""
-    native = "bf16" if cap >= 80 else "fp16"
-    options = {"launch_pdl": True} if cap >= PDL_CAPABILITY else {}
-    for kv_format, dim in ((native, 128), ("int8", 128), ("fp8", 128), ("int8", 96)):
-        pages = {"bf16": "*bf16:16", "fp16": "*fp16:16", "int8": "*i8:16", "fp8": "*u8:16"}[kv_format]
-        signature = dict.fromkeys(("k", "v"), f"*{native}:16") | dict.fromkeys(("k_pages", "v_pages"), pages)
-        signature |= dict.fromkeys(("k_scales", "v_scales"), "*fp32:16" if kv_format in SCALED_FORMATS else pages)
-        yield KernelSpec(
-            "kv_write",
-            "triton",
-            f"{kv_format} d{dim}",
-            _kv_write,
-            signature | {"slot_mapping": "*i64:16", "k_stride": "i32:16", "v_stride": "i32:16"},
-            {
-                "DIM": dim,
-                "PADDED": 128,
-                "KV_HEADS": 8,
-                "PAGE": 16,
-                "ROWS": TILE // 128,
-                "RUN": run_length(dim),
-                "FORMAT": kv_format,
-                "LAYER_SCALE": False,
-                "PDL": bool(options),
-            },
-            options=options,
-            decode=True,
-        )
+    launch(_kv_write, grid, *tensors, k.stride(0), v.stride(0), **constants)

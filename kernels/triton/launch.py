@@ -6,7 +6,8 @@ and refuses programmatic dependent launch; kernels take `INTERPRET` and `PDL` as
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -14,55 +15,10 @@ from typing import Any
 import torch
 import triton
 
-from .aot_spec import KernelSpec
+from .cards import Card
 
 PDL_CAPABILITY = 90
 """From here on a kernel may be launched while the one before it still runs."""
-
-
-def interpreting() -> bool:
-    """Whether kernels run in Triton's interpreter: what was set when they were decorated counts."""
-    return bool(triton.knobs.runtime.interpret)
-
-
-@cache
-def capability(device: torch.device) -> int:
-    """Compute capability as 90; that of an H100 for the interpreter."""
-    if device.type != "cuda":
-        return 90
-    major, minor = torch.cuda.get_device_capability(device)
-    return major * 10 + minor
-
-
-@cache
-def num_sms(device: torch.device) -> int:
-    """Streaming multiprocessors; 8 for the interpreter, so that tests split work, too."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
-
-
-def pdl(device: torch.device) -> bool:
-    """Whether programmatic dependent launch is used there: pass it on as the constant PDL and to `launch`."""
-    return device.type == "cuda" and capability(device) >= PDL_CAPABILITY and not interpreting()
-
-
-def launch(
-    kernel: Any,
-    grid: tuple[int, ...],
-    *args: Any,
-    num_warps: int = 4,
-    num_stages: int = 3,
-    launch_pdl: bool = False,
-    **constexprs: Any,
-) -> None:
-    """Start `kernel` on `grid` programs. Nothing is started for an empty grid."""
-    if 0 in grid:
-        return
-    options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
-    if launch_pdl:
-        options["launch_pdl"] = True
-    kernel[grid](*args, **constexprs, **options)
-
-
 TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -76,59 +32,111 @@ TYPES = {
 }
 
 
+def interpreting() -> bool:
+    """Whether kernels run in Triton's interpreter: what was set when they were decorated counts."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+@cache
+def _card_of(device: torch.device) -> Card:
+    if device.type != "cuda":
+        return Card(90, 8)  # an H100 for the interpreter, but so small that tests split work, too
+    properties = torch.cuda.get_device_properties(device)
+    return Card(properties.major * 10 + properties.minor, properties.multi_processor_count)
+
+
+def card_of(device: torch.device) -> Card:
+    """The card a device is, or the one that launches are recorded for."""
+    return _card_of(device) if _recording is None else _recording[0]
+
+
+def _overlaps(device: torch.device) -> bool:
+    """Whether programmatic dependent launch is used there."""
+    if interpreting() or not (device.type == "cuda" or _recording):
+        return False
+    return card_of(device).capability >= PDL_CAPABILITY
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A kernel with everything it is started with: run it, or describe it for compiling ahead of time.
+    """A kernel with everything it is started with, to run it or to compile it ahead of time.
 
-    Tensors may be on the `meta` device when it is only described.
+    args        every argument that is no constant, by name; tensors may be on the `meta` device when it is not started
+    options     more compile options: launch_pdl, maxnreg
+    subnormals  reads bits as subnormal numbers: instructions that flush those to zero would make it wrong
     """
 
     kernel: Any
     grid: tuple[int, ...]
     args: Mapping[str, torch.Tensor | int | float]
-    """every argument that is no constant, by name"""
     constexprs: Mapping[str, Any]
     num_warps: int = 4
     num_stages: int = 3
-    launch_pdl: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     subnormals: bool = False
-    """as in `KernelSpec`"""
 
     def start(self) -> None:
-        """Run it on the current stream."""
-        launch(
-            self.kernel,
-            self.grid,
-            num_warps=self.num_warps,
-            num_stages=self.num_stages,
-            launch_pdl=self.launch_pdl,
-            **self.args,
-            **self.constexprs,
-            **self.options,
-        )
+        """Run it on the current stream; nothing runs for an empty grid, nor while launches are recorded."""
+        if _recording is not None:
+            _recording[1].append(self)
+        elif 0 not in self.grid:
+            how = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
+            self.kernel[self.grid](**self.args, **self.constexprs, **how, **self.options)
 
-    def spec(self, op: str, impl: str, shape_class: str, *, decode: bool = False, expect_mma: str = "") -> KernelSpec:
-        """What Triton would compile for this launch, tensors being aligned to 16 bytes."""
-        return KernelSpec(
-            op,
-            impl,
-            shape_class,
-            self.kernel,
-            {name: _type(value) for name, value in self.args.items()},
-            self.constexprs,
-            self.num_warps,
-            self.num_stages,
-            {**self.options, **({"launch_pdl": True} if self.launch_pdl else {})},
-            decode,
-            expect_mma,
-            subnormals=self.subnormals,
-        )
+    @property
+    def signature(self) -> dict[str, str]:
+        """name -> type of every argument: `*bf16`, `*u8`, `i32`, `fp32`; `:16` after it says that the pointer, aligned
+        as torch does it, or number is a multiple of 16.
+        """
+        plain = {p.name for p in getattr(self.kernel, "params", ()) if p.do_not_specialize}
+        return {name: _type(value, name not in plain) for name, value in self.args.items()}
 
 
-def _type(value: torch.Tensor | int | float) -> str:
+def _type(value: torch.Tensor | int | float, is_specialized: bool) -> str:
     if isinstance(value, torch.Tensor):
         return TYPES[value.dtype] + ":16"
     if isinstance(value, float):
         return "fp32"
-    return "i32:16" if value % 16 == 0 else "i32"
+    return "i32:16" if value % 16 == 0 and is_specialized else "i32"
+
+
+def overlap(device: torch.device) -> tuple[dict[str, bool], dict[str, Any]]:
+    """The constant PDL and the options of a kernel that knows programmatic dependent launch."""
+    overlaps = _overlaps(device)
+    return {"PDL": overlaps}, {"launch_pdl": True} if overlaps else {}
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    *args: Any,
+    num_warps: int = 4,
+    num_stages: int = 3,
+    options: Mapping[str, Any] | None = None,
+    **constexprs: Any,
+) -> None:
+    """Start `kernel` on `grid` programs, overlapping the kernel before it where it knows how to."""
+    given = options or {}
+    if "PDL" in kernel.arg_names:
+        pdl, more = overlap(args[0].device)
+        constexprs, given = constexprs | pdl, {**given, **more}
+    if _recording is not None:
+        named = dict(zip(kernel.arg_names, args, strict=False))
+        Launch(kernel, grid, named, constexprs, num_warps, num_stages, given).start()
+    elif 0 not in grid:
+        how = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+        kernel[grid](*args, **constexprs, **how, **given)
+
+
+_recording: tuple[Card, list[Launch]] | None = None
+
+
+@contextmanager
+def recording(card: Card) -> Iterator[list[Launch]]:
+    """Collect launches as they would be on such a card, instead of starting them; for the table of all cards alone."""
+    global _recording
+    _recording = (card, [])
+    try:
+        yield _recording[1]
+    finally:
+        _recording = None

@@ -109,7 +109,7 @@ def _linear(name: str, fits: Callable[[LinearFacts], str | None], run: Callable[
 
 _fp8 = partial(_rounding_fits, activations="fp8", form="fp8")
 _nvfp4 = partial(_rounding_fits, activations="nvfp4", form="fp4g16")
-_attention = partial(_attention_fits, whole_chunks=True)
+_ATTENTION = _lazily("attention", "paged_attention")
 IMPLS: Mapping[str, tuple[Impl, ...]] = {
     "linear": (
         _linear("triton_fp8_w8a8", _fp8, _lazily("narrow_product", "fp8_product")),
@@ -124,8 +124,8 @@ IMPLS: Mapping[str, tuple[Impl, ...]] = {
     "embedding": _impl("embedding", "embedding"),
     "kv_write": _impl("kv_write", "kv_write", _attention_fits),
     "paged_attention": (
-        Impl("paged_attention", "triton", _attention, _lazily("attention", "paged_attention")),
-        Impl("paged_attention", "triton_invariant", _attention_fits, _lazily("attention", "paged_attention_by_token")),
+        Impl("paged_attention", "triton", partial(_attention_fits, whole_chunks=True), _ATTENTION),
+        Impl("paged_attention", "triton_invariant", _attention_fits, partial(_ATTENTION, by_token=True)),
     ),
     "attn_in": _impl("attn_in", "segments", _attention_fits),
     "attn_out": _impl("attn_out", "segments"),

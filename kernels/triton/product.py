@@ -2,7 +2,7 @@
 
 one row            `vector`: a program per few rows of W
 2 to 255 rows      `tile`: tensor cores, W decoded in registers (dense weights: cuBLAS from 17 rows)
-more               `dequantise` into a slab that stays in the L2 cache, then cuBLAS
+more               `dequantize` into a slab that stays in the L2 cache, then cuBLAS
 below sm_80        Triton has no tensor cores there: `vector` for up to 4 rows, else the slab
 
 On paper (nothing here ran on a card yet), products of one row of an 8B model's layer, 218 M weights: qkv 6144 x 4096, o
@@ -35,10 +35,11 @@ from torch import Tensor
 from ..layer_weights import Norm
 from ..verify.tuning import Shape, Tile, tuner
 from . import dequantize, gemm, gemv
-from .launch import Launch, capability, interpreting, num_sms, pdl
+from .cards import Card
+from .launch import Launch, card_of, interpreting, overlap
 from .layout import Prepared
 from .layout_codes import CODES
-from .product_tiles import SMALL_TOKENS, Card, may_be_fixed, one_row_tiles, tile_tiles, token_class
+from .product_tiles import SMALL_TOKENS, may_be_fixed, one_row_tiles, tile_tiles, token_class
 
 SLAB_BYTES = 32 << 20
 """dense rows decoded at a time: what the plan reserves for long prompts"""
@@ -66,12 +67,6 @@ class Extras(NamedTuple):
 PLAIN = Extras()
 
 
-@cache
-def card_of(device: torch.device) -> Card:
-    """The card a device is, for the model of tile sizes."""
-    return Card(capability(device), num_sms(device))
-
-
 def product(
     x: Tensor, p: Prepared, extras: Extras = PLAIN, *, out: Tensor | None = None, fixed_order: bool = False
 ) -> Tensor:
@@ -95,11 +90,11 @@ def product(
     card = card_of(x.device)
     if fixed_order:
         choice = tile_tiles(*p.shape, p.code, FIXED_TOKENS, card, whole=True)[0]
-        tile_launch(x, p, out, extras, choice, pdl(x.device)).start()
+        tile_launch(x, p, out, extras, choice).start()
     elif tokens == 1 or (card.capability < 80 and tokens <= ROWS_WITHOUT_TENSOR_CORES):
         choice = _picked(x, p, extras, card)
         build = vector_launch if "chunks" in choice else tile_launch
-        build(x, p, out, extras, choice, pdl(x.device)).start()
+        build(x, p, out, extras, choice).start()
     elif tokens >= SLAB_TOKENS or card.capability < 80 or (_is_plain(x, p) and tokens > SMALL_TOKENS):
         _slab_product(x, p, out, extras.bias)
     else:
@@ -107,7 +102,7 @@ def product(
         if choice is CUBLAS:
             _slab_product(x, p, out, extras.bias)
         else:
-            tile_launch(x, p, out, extras, choice, pdl(x.device)).start()
+            tile_launch(x, p, out, extras, choice).start()
     return out
 
 
@@ -192,7 +187,7 @@ def _extra_arguments(extras: Extras, nothing: Tensor) -> tuple[dict[str, Any], d
     return args, constants
 
 
-def vector_launch(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Tile, with_pdl: bool) -> Launch:
+def vector_launch(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Tile) -> Launch:
     """`gemv.vector_kernel` for x [num_tokens, K], a row at a time."""
     high = p.low if p.high is None else p.high
     args, constants = _extra_arguments(extras, p.low)
@@ -211,12 +206,12 @@ def vector_launch(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: T
         "ROWS": choice["rows"],
         "CHUNKS": choice["chunks"],
         "FIXED": "" if "fixed" not in choice else "plain" if interpreting() else "assembly",
-        "PDL": with_pdl,
     }
-    return Launch(gemv.vector_kernel, grid, args, constants, choice["warps"], launch_pdl=with_pdl, subnormals=True)
+    pdl, options = overlap(x.device)
+    return Launch(gemv.vector_kernel, grid, args, constants | pdl, choice["warps"], options=options, subnormals=True)
 
 
-def tile_launch(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Tile, with_pdl: bool) -> Launch:
+def tile_launch(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Tile) -> Launch:
     """`gemm.tile_kernel` for x [num_tokens, K]."""
     rows, tokens, split = choice["rows"], choice["tokens"], choice["split"]
     outputs = rows // (2 if extras.gate else 1)
@@ -245,11 +240,11 @@ def tile_launch(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Til
         "HALVES": choice["halves"],
         "SPLIT": split,
         "STAGES": choice["stages"],
-        "PDL": with_pdl,
     }
+    pdl, options = overlap(x.device)
     # said aloud, since the compiler's own limit of 64 registers made it keep two values in memory (sm_121, M = 16)
-    limit = {"maxnreg": 168 if tokens <= SMALL_TOKENS else 248}
-    return Launch(gemm.tile_kernel, grid, args, constants, choice["warps"], choice["stages"], with_pdl, limit, True)
+    options["maxnreg"] = 168 if tokens <= SMALL_TOKENS else 248
+    return Launch(gemm.tile_kernel, grid, args, constants | pdl, choice["warps"], choice["stages"], options, True)
 
 
 def _operand(dtype: torch.dtype) -> str:
@@ -272,8 +267,8 @@ def _counters(device: torch.device, count: int) -> Tensor:
     return _zeros(device)
 
 
-def dequantise_launch(p: Prepared, first_row: int, out: Tensor) -> Launch:
-    """`dequantize.dequantise_kernel`: rows first_row.. of the weight into out [rows, K]."""
+def dequantize_launch(p: Prepared, first_row: int, out: Tensor) -> Launch:
+    """`dequantize.dequantize_kernel`: rows first_row.. of the weight into out [rows, K]."""
     kind = CODES[p.code]
     rows, halves = 4, 128 if kind.planes <= 4 else 64
     in_row = p.low.shape[1]
@@ -287,15 +282,15 @@ def dequantise_launch(p: Prepared, first_row: int, out: Tensor) -> Launch:
     }
     grid = (-(-out.shape[0] // rows), -(-in_row // halves))
     constants = _constants(p) | {"ROWS": rows, "HALVES": halves}
-    return Launch(dequantize.dequantise_kernel, grid, args, constants, subnormals=True)
+    return Launch(dequantize.dequantize_kernel, grid, args, constants, subnormals=True)
 
 
-def dequantised(p: Prepared, first_row: int, num_rows: int, dtype: torch.dtype) -> Tensor:
+def dequantized(p: Prepared, first_row: int, num_rows: int, dtype: torch.dtype) -> Tensor:
     """Rows of the weight as a dense matrix [num_rows, K], in stored column order and rounded to `dtype`."""
     if _is_plain(torch.empty(0, dtype=dtype), p):
         return p.low[first_row : first_row + num_rows].view(dtype)
     out = torch.empty(num_rows, p.shape[1], dtype=dtype, device=p.low.device)
-    dequantise_launch(p, first_row, out).start()
+    dequantize_launch(p, first_row, out).start()
     return out
 
 
@@ -304,7 +299,7 @@ def _slab_product(x: Tensor, p: Prepared, out: Tensor, bias: Tensor | None) -> N
     step = n if _is_plain(x, p) else max(128, SLAB_BYTES // (k * x.element_size()) // 128 * 128)
     for first in range(0, n, step):
         part = slice(first, min(first + step, n))
-        slab = dequantised(p, first, part.stop - first, x.dtype)
+        slab = dequantized(p, first, part.stop - first, x.dtype)
         if bias is None:
             torch.mm(x, slab.t(), out=out[:, part])
         else:
@@ -354,7 +349,7 @@ def _trial(x: Tensor, p: Prepared, extras: Extras) -> Callable[[Tile], Callable[
             start = partial(_slab_product, sample, weight, out, None)
         else:
             build = vector_launch if "chunks" in choice else tile_launch
-            start = build(sample, weight, out, Extras(gate=gate), choice, pdl(device)).start
+            start = build(sample, weight, out, Extras(gate=gate), choice).start
 
         def run() -> Tensor:
             start()

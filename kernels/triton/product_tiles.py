@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 
-from .aot_spec import SHARED_LIMIT
+from .cards import Card
 from .layout_codes import CODES, HALVES
 
 Tile = Mapping[str, int]
@@ -62,30 +62,6 @@ SMALL_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
-    """What the model knows of a card."""
-
-    capability: int
-    num_sms: int
-
-    @property
-    def threads(self) -> int:
-        """Resident threads of a multiprocessor."""
-        return {75: 1024, 80: 2048, 90: 2048, 100: 2048}.get(self.capability, 1536)
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory one program may have."""
-        return next(SHARED_LIMIT[c] for c in sorted(SHARED_LIMIT, reverse=True) if c <= max(self.capability, 75))
-
-    @property
-    def bytes_per_us(self) -> float:
-        """Share of the memory bandwidth of one multiprocessor, by the class's fastest common card."""
-        known = {75: 8e3, 80: 18e3, 86: 11e3, 89: 8e3, 90: 25e3, 100: 54e3, 120: 10.5e3, 121: 5.7e3}
-        return next(known[c] for c in sorted(known, reverse=True) if c <= max(self.capability, 75))
-
-
-@dataclass(frozen=True, slots=True)
 class Load:
     """What a choice of constants makes of a product."""
 
@@ -107,8 +83,8 @@ class Load:
 def resident_programs(load: Load, card: Card) -> int:
     """Programs that fit on a multiprocessor at a time; 0 when not even one does."""
     by_registers = REGISTERS // (load.threads * (-(-load.registers // 8) * 8))
-    by_shared = card.shared_bytes // max(load.shared_bytes, 1)
-    return min(card.threads // load.threads, by_registers, by_shared, 24)
+    by_shared = card.known.shared_bytes // max(load.shared_bytes, 1)
+    return min(card.known.threads // load.threads, by_registers, by_shared, 24)
 
 
 def expected_us(load: Load, card: Card) -> float:
@@ -117,7 +93,7 @@ def expected_us(load: Load, card: Card) -> float:
     if fits < 1:
         return float("inf")
     resident = min(fits, -(-load.programs // card.num_sms))
-    rate = min(card.bytes_per_us, resident * load.in_flight / LATENCY_US)
+    rate = min(card.known.bytes_per_us, resident * load.in_flight / LATENCY_US)
     waves = load.programs / (resident * card.num_sms)
     rounds = (waves + math.ceil(waves)) / 2  # programs that end early make room: half of a wave's empty part is lost
     memory = resident * load.program_bytes / rate
@@ -223,7 +199,9 @@ def tile_tiles(n: int, k: int, code: str, tokens: int, card: Card, whole: bool =
             for split in (1,) if whole else (1, 2, 4, 8):
                 if halves * split > max(halves_in_row, 32) or (split > 1 and -(-n // rows) > 4 * card.num_sms):
                     continue
-                stages = next((s for s in (4, 3, 2) if _shared(rows, tokens, halves, s, code) <= card.shared_bytes), 0)
+                stages = next(
+                    (s for s in (4, 3, 2) if _shared(rows, tokens, halves, s, code) <= card.known.shared_bytes), 0
+                )
                 if stages == 0:
                     continue
                 tile = {"rows": rows, "tokens": tokens, "halves": halves, "split": split, "stages": stages}

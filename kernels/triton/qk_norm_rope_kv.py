@@ -11,19 +11,16 @@ launches (two norms, RoPE on q and k, the write) become one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..kv_pages import SCALED_FORMATS, KVPages
+from ..kv_pages import KVPages
 from ..layer_weights import Norm
-from .aot_spec import KernelSpec
-from .hadamard import rotate_rows, run_length
-from .kv_write import TILE, page_constants, page_tensors, store_vectors
-from .launch import PDL_CAPABILITY, launch, pdl
+from .hadamard import rotate_rows
+from .kv_write import page_constants, page_tensors, store_vectors
+from .launch import launch
 from .rope import angle, partner, rotate
 
 
@@ -108,15 +105,13 @@ def qk_norm_rope_kv(
     if qkv.stride(2) != 1 or qkv.stride(1) != dim:
         qkv = qkv.contiguous()
     constants = page_constants(pages)
-    rows = max(1, TILE // triton.next_power_of_2(dim))
     q = torch.empty((num_tokens, num_heads, dim), dtype=qkv.dtype, device=qkv.device)
     has_norm = q_norm is not None and k_norm is not None
     weights = (q_norm.weight, k_norm.weight) if q_norm is not None and k_norm is not None else (qkv, qkv)
     numbers = [(n.eps, n.offset) if n is not None else (0.0, 0.0) for n in (q_norm, k_norm)]
-    overlap = pdl(qkv.device)
     launch(
         _qk_norm_rope_kv,
-        (num_tokens, triton.cdiv(num_heads + 2 * pages.k.shape[1], rows)),
+        (num_tokens, triton.cdiv(num_heads + 2 * pages.k.shape[1], constants["ROWS"])),
         qkv,
         cos.contiguous(),
         sin.contiguous(),
@@ -131,45 +126,6 @@ def qk_norm_rope_kv(
         HALF=cos.shape[-1],
         INTERLEAVED=interleaved,
         HAS_NORM=has_norm,
-        PDL=overlap,
-        launch_pdl=overlap,
         **constants,
     )
     return q
-
-
-def specs(cap: int) -> Iterator[KernelSpec]:
-    """With and without QK-norm, every format."""
-    native = "bf16" if cap >= 80 else "fp16"
-    options = {"launch_pdl": True} if cap >= PDL_CAPABILITY else {}
-    for kv_format, dim, norm in ((native, 128, True), ("int8", 128, True), ("fp8", 96, False)):
-        pages = {"bf16": "*bf16:16", "fp16": "*fp16:16", "int8": "*i8:16", "fp8": "*u8:16"}[kv_format]
-        signature = dict.fromkeys(("qkv", "q_out"), f"*{native}:16")
-        signature |= dict.fromkeys(("cosines", "sines", "q_weight", "k_weight"), "*fp32:16")
-        signature |= dict.fromkeys(("k_pages", "v_pages"), pages)
-        signature |= dict.fromkeys(("k_scales", "v_scales"), "*fp32:16" if kv_format in SCALED_FORMATS else pages)
-        signature |= dict.fromkeys(("q_eps", "k_eps", "q_offset", "k_offset"), "fp32")
-        yield KernelSpec(
-            "qk_norm_rope_kv",
-            "triton",
-            f"{kv_format} d{dim}{' norm' if norm else ''}",
-            _qk_norm_rope_kv,
-            signature | {"slot_mapping": "*i64:16", "token_stride": "i32:16"},
-            {
-                "DIM": dim,
-                "PADDED": 128,
-                "HEADS": 32,
-                "KV_HEADS": 8,
-                "PAGE": 16,
-                "ROWS": TILE // 128,
-                "HALF": dim // 2,
-                "RUN": run_length(dim),
-                "FORMAT": kv_format,
-                "LAYER_SCALE": False,
-                "INTERLEAVED": False,
-                "HAS_NORM": norm,
-                "PDL": bool(options),
-            },
-            options=options,
-            decode=True,
-        )

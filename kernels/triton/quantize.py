@@ -10,19 +10,7 @@ import triton
 import triton.language as tl
 
 from .codes import e4m3_value
-
-
-@triton.jit
-def e4m3_bits(x):
-    """float32 -> int32 bytes of E4M3, to nearest even, saturating at 448. NaN becomes 0x7F."""
-    bits = x.to(tl.int32, bitcast=True)
-    sign = (bits >> 24) & 0x80
-    magnitude = tl.minimum(tl.abs(x), 448.0)
-    u = magnitude.to(tl.int32, bitcast=True)
-    normal = ((u + 0x7FFFF + ((u >> 20) & 1)) >> 20) - (120 << 3)
-    small = (magnitude + 16384.0).to(tl.int32, bitcast=True) & 0xF  # the ulp of 2^14 is 2^-9: the addition rounds
-    code = sign | tl.where(magnitude < 0.015625, small, normal)
-    return tl.where(x == x, code, 0x7F)
+from .e4m3 import e4m3_bits, encode_e4m3
 
 
 @triton.jit
@@ -36,7 +24,7 @@ def e2m1_bits(x):
 
 
 @triton.jit
-def quantise_e4m3_kernel(
+def quantize_e4m3(
     x_ptr, code_ptr, scale_ptr, K: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -50,12 +38,12 @@ def quantise_e4m3_kernel(
         tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(x), 0), 1e-10) / 448.0
-    tl.store(code_ptr + row * PADDED + spot, e4m3_bits(x / scale).to(tl.uint8), mask=spot < PADDED)
+    tl.store(code_ptr + row * PADDED + spot, encode_e4m3(x / scale), mask=spot < PADDED)
     tl.store(scale_ptr + row * tl.num_programs(1) + part, scale)
 
 
 @triton.jit
-def quantise_nvfp4_kernel(
+def quantize_nvfp4(
     x_ptr, code_ptr, scale_ptr, row_scale_ptr, K: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip

@@ -1,4 +1,4 @@
-"""RMSNorm and its sum with a residual: a row a program, held in registers; wide rows in pieces, read twice.
+"""RMSNorm: a row a program, held in registers; wide rows in pieces, read twice.
 
 Bytes decide: 2 x 16 KB for a row of 8,192 bf16. Decoding runs one program of eight warps, all of its loads under way
 at once; where a product follows, that kernel's prologue does this work instead.
@@ -6,15 +6,12 @@ at once; where a product follows, that kernel's prologue does this work instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .aot_spec import KernelSpec
-from .launch import PDL_CAPABILITY, launch, pdl
+from .launch import launch
 
 WIDEST = 16_384
 """elements of a row that one program holds"""
@@ -25,8 +22,8 @@ HEAD_ROWS = 256
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _norm_rows(
-    x, residual, weight, out, total, eps, offset, num_rows, inner, outer_stride,
-    DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    x, weight, out, eps, offset, num_rows, inner, outer_stride,
+    DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of DIM; row r lies at (r // inner) * outer_stride + (r % inner) * DIM."""
     if PDL:
@@ -40,11 +37,6 @@ def _norm_rows(
         tl.extra.cuda.gdc_wait()
     at = ((row // inner) * outer_stride + (row % inner) * DIM)[:, None] + d[None, :]
     wide = tl.load(x + at, mask=ok, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        wide += tl.load(residual + at, mask=ok, other=0.0).to(tl.float32)
-        rounded = wide.to(total.dtype.element_ty)
-        tl.store(total + at, rounded, mask=ok)
-        wide = rounded.to(tl.float32)
     scale = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 1) * (1.0 / DIM) + eps)
     result = wide * scale[:, None] * gain
     tl.store(out + row[:, None] * DIM + d[None, :], result.to(out.dtype.element_ty), mask=ok)
@@ -52,8 +44,8 @@ def _norm_rows(
 
 @triton.jit
 def _norm_wide(
-    x, residual, weight, out, total, eps, offset, stride,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    x, weight, out, eps, offset, stride,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row of any length, in blocks."""
     if PDL:
@@ -64,19 +56,11 @@ def _norm_wide(
     for start in range(0, DIM, BLOCK):
         d = start + tl.arange(0, BLOCK)
         wide = tl.load(x + row * stride + d, mask=d < DIM, other=0.0).to(tl.float32)
-        if HAS_RESIDUAL:
-            wide += tl.load(residual + row * stride + d, mask=d < DIM, other=0.0).to(tl.float32)
-            rounded = wide.to(total.dtype.element_ty)
-            tl.store(total + row * stride + d, rounded, mask=d < DIM)
-            wide = rounded.to(tl.float32)
         squares += wide * wide
     scale = 1.0 / tl.sqrt_rn(tl.sum(squares, 0) * (1.0 / DIM) + eps)
     for start in range(0, DIM, BLOCK):
         d = start + tl.arange(0, BLOCK)
         wide = tl.load(x + row * stride + d, mask=d < DIM, other=0.0).to(tl.float32)
-        if HAS_RESIDUAL:
-            wide += tl.load(residual + row * stride + d, mask=d < DIM, other=0.0).to(tl.float32)
-            wide = wide.to(total.dtype.element_ty).to(tl.float32)
         gain = tl.load(weight + d, mask=d < DIM, other=0.0).to(tl.float32) + offset
         tl.store(out + row * DIM + d, (wide * scale * gain).to(out.dtype.element_ty), mask=d < DIM)
 
@@ -86,76 +70,28 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 
     Raises ValueError for rows of more than 65,536.
     """
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _run(x, None, weight, out, None, eps, offset)
-    return out
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
-    """As `reference.add_rms_norm`: (rms_norm(s), s) of s = x + residual, [num_tokens, hidden], same dtype."""
-    x, residual = x.contiguous(), residual.contiguous()
-    out, total = torch.empty_like(x), torch.empty_like(x)
-    _run(x, residual, weight, out, total, eps, offset)
-    return out, total
-
-
-def _run(
-    x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, total: Tensor | None, eps: float, offset: float
-) -> None:
     dim = x.shape[-1]
     if dim > LONGEST:
         raise ValueError(f"rows of {dim}, at most {LONGEST}")
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.dim() == 3 and x.stride(2) == 1 and x.stride(1) == dim:
         inner, outer_stride = x.shape[1], x.stride(0)
     else:
         x = x.contiguous()
         inner, outer_stride = 1, dim
     num_rows = x.numel() // dim if dim else 0
-    overlap = pdl(x.device)
-    tensors = (x, x if residual is None else residual, weight.contiguous(), out, out if total is None else total)
-    switches = {"DIM": dim, "HAS_RESIDUAL": residual is not None, "PDL": overlap, "launch_pdl": overlap}
+    given = (x, weight.contiguous(), out, eps, offset)
     if dim <= WIDEST:
         rows, warps = _tile(dim)
-        numbers = (eps, offset, num_rows, inner, outer_stride)
-        padded = triton.next_power_of_2(dim)
-        grid = (triton.cdiv(num_rows, rows),)
-        launch(_norm_rows, grid, *tensors, *numbers, PADDED=padded, ROWS=rows, num_warps=warps, **switches)
+        grid, padded = (triton.cdiv(num_rows, rows),), triton.next_power_of_2(dim)
+        sizes = {"DIM": dim, "PADDED": padded, "ROWS": rows}
+        launch(_norm_rows, grid, *given, num_rows, inner, outer_stride, num_warps=warps, **sizes)
     else:
-        launch(_norm_wide, (num_rows,), *tensors, eps, offset, dim, BLOCK=8192, num_warps=16, **switches)
+        launch(_norm_wide, (num_rows,), *given, dim, num_warps=16, DIM=dim, BLOCK=8192)
+    return out
 
 
 def _tile(dim: int) -> tuple[int, int]:
     """(rows, warps) of a program: of the width alone, so that a row's sum has one order."""
     padded = triton.next_power_of_2(dim)
     return max(1, HEAD_ROWS // padded), min(max(padded // 512, 2), 16)
-
-
-def specs(cap: int) -> Iterator[KernelSpec]:
-    """Hidden states of 4,096, heads of 128, a residual, and a row in blocks."""
-    dtype = "*bf16:16" if cap >= 80 else "*fp16:16"
-    tensors = {"x": dtype, "residual": dtype, "weight": "*fp32:16", "out": dtype, "total": dtype}
-    options = {"launch_pdl": True} if cap >= PDL_CAPABILITY else {}
-    for label, dim, residual in (("4096", 4096, False), ("128", 128, False), ("4096 residual", 4096, True)):
-        rows, warps = _tile(dim)
-        yield KernelSpec(
-            "rms_norm",
-            "triton",
-            label,
-            _norm_rows,
-            tensors | {"eps": "fp32", "offset": "fp32", "num_rows": "i32", "inner": "i32", "outer_stride": "i32:16"},
-            {"DIM": dim, "PADDED": dim, "ROWS": rows, "HAS_RESIDUAL": residual, "PDL": bool(options)},
-            warps,
-            options=options,
-            decode=True,
-        )
-    yield KernelSpec(
-        "rms_norm",
-        "triton",
-        "20480",
-        _norm_wide,
-        tensors | {"eps": "fp32", "offset": "fp32", "stride": "i32:16"},
-        {"DIM": 20480, "BLOCK": 8192, "HAS_RESIDUAL": False, "PDL": bool(options)},
-        16,
-        options=options,
-        decode=True,
-    )

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .aot_spec import KernelSpec
-from .launch import PDL_CAPABILITY, launch, pdl
+from .launch import launch
 
 TILE = 1024
 """elements of a program: so many heads of one token"""
@@ -80,53 +77,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tens
     out = torch.empty((num_tokens, heads, dim), dtype=x.dtype, device=x.device)
     padded = triton.next_power_of_2(dim)
     rows = max(1, TILE // padded)
-    overlap = pdl(x.device)
-    launch(
-        _rope,
-        (num_tokens, triton.cdiv(heads, rows)),
-        x,
-        cos.contiguous(),
-        sin.contiguous(),
-        out,
-        heads,
-        x.stride(0),
-        DIM=dim,
-        PADDED=padded,
-        HALF=cos.shape[-1],
-        ROWS=rows,
-        INTERLEAVED=interleaved,
-        PDL=overlap,
-        launch_pdl=overlap,
-    )
+    tensors = (x, cos.contiguous(), sin.contiguous(), out)
+    sizes = {"DIM": dim, "PADDED": padded, "HALF": cos.shape[-1], "ROWS": rows}
+    grid = (num_tokens, triton.cdiv(heads, rows))
+    launch(_rope, grid, *tensors, heads, x.stride(0), INTERLEAVED=interleaved, **sizes)
     return out
-
-
-def specs(cap: int) -> Iterator[KernelSpec]:
-    """Whole heads, and partly turned ones with neighbours as pairs."""
-    dtype = "*bf16:16" if cap >= 80 else "*fp16:16"
-    options = {"launch_pdl": True} if cap >= PDL_CAPABILITY else {}
-    for label, dim, half, interleaved in (("d128", 128, 64, False), ("d96 partial interleaved", 96, 16, True)):
-        yield KernelSpec(
-            "rope",
-            "triton",
-            label,
-            _rope,
-            {
-                "x": dtype,
-                "cosines": "*fp32:16",
-                "sines": "*fp32:16",
-                "out": dtype,
-                "heads": "i32",
-                "token_stride": "i32",
-            },
-            {
-                "DIM": dim,
-                "PADDED": 128,
-                "HALF": half,
-                "ROWS": TILE // 128,
-                "INTERLEAVED": interleaved,
-                "PDL": bool(options),
-            },
-            options=options,
-            decode=True,
-        )

@@ -1,4 +1,4 @@
-"""One token per row of logits, on the device from beginning to end; twin: `kernels/sampling.py`, which says how.
+"""One token per row of logits, on the device from beginning to end; reference: `kernels/sampling.py`, which says how.
 
     prepare   mask, penalties, bias, temperature -> scaled logits; a maximum and a sum of exponentials per piece
     narrow    (with cuts) counts and masses of tokens by distance from the maximum: twice for top-k, twice for top-p
@@ -15,7 +15,6 @@ without cuts; 1 % of a step of 1.5 ms.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,8 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..sampling import COLDEST, IN_PROMPT, LEVEL, MASS, MAX_BIAS, STEPS, Sampled, SamplingInputs
-from .aot_spec import KernelSpec
-from .launch import PDL_CAPABILITY, launch, pdl
+from .launch import launch
 
 PIECE = 4096
 STATS = 4
@@ -291,56 +289,17 @@ def sample(logits: Tensor, inputs: SamplingInputs, cuts: bool = True) -> Sampled
     tables = new(rows, TABLES, LEVEL, dtype=torch.int64) if cuts else stats
     scores, tokens = new(rows, pieces), new(rows, pieces, dtype=torch.int32)
     out = Sampled(new(rows, dtype=torch.int64), new(rows), new(rows), new(rows, dtype=torch.int32))
-    overlap = pdl(logits.device)
-    options: dict[str, Any] = {"PDL": overlap, "launch_pdl": overlap}
     padded = triton.next_power_of_2(pieces)
     grid = (pieces, rows)
     numbers, integers, bias_ids, bias_values, masks, history = inputs
     given = (logits, numbers, integers, bias_ids, bias_values, masks, history)
     sizes = (vocab, logits.stride(0), masks.shape[1])
     kept: dict[str, Any] = {"PIECE": PIECE, "TABLES": TABLES if cuts else 0}
-    launch(_prepare, grid, *given, scaled, stats, tables, *sizes, MAX_BIAS=MAX_BIAS, num_warps=8, **kept, **options)
+    launch(_prepare, grid, *given, scaled, stats, tables, *sizes, MAX_BIAS=MAX_BIAS, num_warps=8, **kept)
     shared = (scaled, stats, numbers, integers, tables)
     for part in range(TABLES if cuts else 0):
-        launch(_narrow, grid, *shared, vocab, PIECES=padded, PASS=part, num_warps=8, **kept, **options)
-    launch(_choose, grid, *shared, scores, tokens, vocab, PIECES=padded, CUTS=cuts, num_warps=8, **kept, **options)
+        launch(_narrow, grid, *shared, vocab, PIECES=padded, PASS=part, num_warps=8, **kept)
+    launch(_choose, grid, *shared, scores, tokens, vocab, PIECES=padded, CUTS=cuts, num_warps=8, **kept)
     last = (logits, integers, stats, history, scores, tokens, *out)
-    launch(_finish, (rows,), *last, vocab, logits.stride(0), pieces, PIECES=padded, num_warps=4, **options)
+    launch(_finish, (rows,), *last, vocab, logits.stride(0), pieces, PIECES=padded, num_warps=4)
     return out
-
-
-def sample_bytes(rows: int, vocab: int) -> int:
-    """Bytes that `sample` takes beside its inputs and results."""
-    pieces = -(-vocab // PIECE)
-    return rows * (4 * vocab + pieces * (4 * STATS + 8) + TABLES * LEVEL * 8)
-
-
-def specs(cap: int) -> Iterator[KernelSpec]:
-    """Every launch, for a vocabulary of 151,936."""
-    options = {"launch_pdl": True} if cap >= PDL_CAPABILITY else {}
-    types = dict.fromkeys(("logits", "numbers", "bias_values", "scaled", "stats", "best_score"), "*fp32:16")
-    types |= dict.fromkeys(("logprobs", "log_sums"), "*fp32:16")
-    types |= dict.fromkeys(("bias_ids", "masks", "history", "best_token", "status"), "*i32:16")
-    types |= dict.fromkeys(("integers", "tables", "token_ids"), "*i64:16")
-    types |= dict.fromkeys(("vocab", "logits_stride", "num_words", "num_pieces"), "i32")
-    constants = {"PIECE": PIECE, "MAX_BIAS": MAX_BIAS, "TABLES": TABLES, "PIECES": 64, "CUTS": True}
-    constants["PDL"] = bool(options)
-    launches: list[tuple[str, Any, dict[str, Any]]] = [
-        ("prepare", _prepare, {}),
-        ("choose", _choose, {}),
-        ("finish", _finish, {}),
-    ]
-    launches += [(f"narrow {part}", _narrow, {"PASS": part}) for part in range(TABLES)]
-    for label, kernel, more in launches:
-        names = kernel.arg_names
-        yield KernelSpec(
-            "sample",
-            "triton",
-            label,
-            kernel,
-            {n: types[n] for n in names if n in types},
-            {n: constants[n] for n in names if n in constants} | more,
-            4 if label == "finish" else 8,
-            options=options,
-            decode=True,
-        )

@@ -24,7 +24,7 @@ def wanted_capability(text: str | None, machine: MachineFacts) -> int:
 
     Raises ConfigError for a card that no kernel is made for.
     """
-    from localllm.kernels.triton.aot_spec import CAPABILITIES
+    from localllm.kernels.triton.cards import CLASSES
 
     if text is None:
         card = chosen_device(machine, "auto")[1] or next(iter(machine.gpus), None)
@@ -33,8 +33,8 @@ def wanted_capability(text: str | None, machine: MachineFacts) -> int:
         return 0
     found = re.fullmatch(r"(?:sm_?)?(\d{1,2})\.?(\d)", text)
     value = int(found[1] + found[2]) if found else 0
-    if value not in CAPABILITIES:
-        known = ", ".join(f"sm_{c}" for c in CAPABILITIES)
+    if value not in CLASSES:
+        known = ", ".join(f"sm_{c}" for c in CLASSES)
         raise ConfigError(f"--kernels: {text!r} is none of cpu, {known}", "localllm doctor --kernels sm_90")
     return value
 

@@ -12,15 +12,8 @@ from typing import Any
 import pytest
 
 from localllm.kernels.triton import aot
-from localllm.kernels.triton.aot_spec import (
-    CAPABILITIES,
-    SHARED_LIMIT,
-    KernelRow,
-    KernelSpec,
-    compile_spec,
-    complaint,
-    matrix_instructions,
-)
+from localllm.kernels.triton.aot_spec import KernelRow, KernelSpec, compile_spec, complaint, matrix_instructions
+from localllm.kernels.triton.cards import CLASSES
 from localllm.kernels.verify.records import source_hash
 
 import triton  # isort: skip
@@ -40,19 +33,19 @@ def checked(**more: Any) -> list[KernelRow]:
 
 def test_part_of_the_table() -> None:
     rows = checked(part=(int(source_hash(), 16) % PARTS, PARTS))
-    assert {row["capability"] for row in rows} == set(CAPABILITIES)
+    assert {row["capability"] for row in rows} == set(CLASSES)
     assert all(row["registers"] for row in rows if not row["reason"])
 
 
 @pytest.mark.slow
 def test_whole_table() -> None:
     rows = checked()
-    assert {row["capability"] for row in rows} == set(CAPABILITIES)
+    assert {row["capability"] for row in rows} == set(CLASSES)
     names = {(row["op"], row["capability"]) for row in rows}
     assert len(names) == len(rows), "two kernels of one name"
     found = {row["op"].split()[0] for row in rows}
     assert {"linear", "rms_norm", "rope", "kv_write"} <= found
-    for capability in CAPABILITIES:
+    for capability in CLASSES:
         mine = {row["op"]: row for row in rows if row["capability"] == capability}
         if capability >= 80:
             assert not mine["linear bf16 M=1"]["mma"] and "mma" in mine["linear int4 g128 M=16"]["mma"]
@@ -62,7 +55,7 @@ def test_whole_table() -> None:
 
 def test_all_specs_are_described() -> None:
     """Names are unique on a card, and no part of the table is forgotten or taken twice."""
-    for capability in CAPABILITIES:
+    for capability in CLASSES:
         specs = list(aot.all_specs(capability))
         assert len({spec.label for spec in specs}) == len(specs)
         parts = [spec.label for index in range(7) for spec in aot.shard(specs, index, 7)]
@@ -78,19 +71,19 @@ def row(**more: Any) -> KernelRow:
 
 
 def test_complaints() -> None:
-    spec = KernelSpec("linear", "triton", "x", None, {}, decode=True, expect_mma="mxf4nvf4")
-    good = row(mma="mma.sync.kind::mxf4nvf4.block_scale", shared_bytes=SHARED_LIMIT[120])
+    spec = KernelSpec("linear", "triton", "x", decode=True, expect_mma="mxf4nvf4")
+    good = row(mma="mma.sync.kind::mxf4nvf4.block_scale", shared_bytes=CLASSES[120].shared_bytes)
     assert complaint(spec, good) == ""
-    assert "101377 bytes of shared memory" in complaint(spec, good | {"shared_bytes": SHARED_LIMIT[120] + 1})
+    assert "101377 bytes of shared memory" in complaint(spec, good | {"shared_bytes": CLASSES[120].shared_bytes + 1})
     assert "8 bytes of spills" in complaint(spec, good | {"spill_bytes": 8})
     assert "expected mxf4nvf4, found no matrix" in complaint(spec, good | {"mma": ""})
     assert "does not compile" in complaint(spec, good | {"reason": "does not compile: E"})
-    prefill = KernelSpec("linear", "triton", "x", None, {})
+    prefill = KernelSpec("linear", "triton", "x")
     assert complaint(prefill, row(spill_bytes=8)) == ""
 
 
 def test_a_missing_kernel_is_a_row_with_the_reason() -> None:
-    spec = KernelSpec("linear", "triton", "x", None, {}, reason="no FP8 instructions")
+    spec = KernelSpec("linear", "triton", "x", reason="no FP8 instructions")
     found = compile_spec(spec, 86)
     assert found["reason"] == "no FP8 instructions" and complaint(spec, found) == ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ CPU_TOLERANCE = {"f32": 2e-5, "bf16": 2e-5, "fp16": 2e-5, "int8": 4e-5, "fp8": 4
 """largest difference to the twin relative to the largest value: the interpreter computes in float32"""
 GPU_TOLERANCE = {"f32": 2e-5, "bf16": 1.2e-2, "fp16": 2e-3, "int8": 2e-3, "fp8": 2e-3}
 """operands of matrix instructions are rounded to the format's 16 bits"""
+
+BY_TOKEN = partial(attention.paged_attention, by_token=True)
 
 
 @dataclass(frozen=True)
@@ -205,13 +208,13 @@ def test_by_token_no_chunk_changes_a_bit(window: int | None, device: torch.devic
     """A sequence's queries in one chunk, in pieces, and one after the other as in decoding, across a split's end."""
     new, length = 9, 70
     shape = Shape(((new, length),), 2, 1, window=window)
-    step, whole = check(shape, device, attention.paged_attention_by_token)
+    step, whole = check(shape, device, BY_TOKEN)
     full = step.q
     for count, end in ((1, length), (1, 65), (4, 66), (1, 64)):
         first = end - length + new - count
         step.q, step.starts = full[first : first + count], torch.tensor([0, count], dtype=torch.int32, device=device)
         step.lengths = torch.tensor([end], dtype=torch.int32, device=device)
-        assert torch.equal(step.run(attention.paged_attention_by_token), whole[first : first + count])
+        assert torch.equal(step.run(BY_TOKEN), whole[first : first + count])
         if count == 1:
             assert torch.equal(step.run(attention.paged_attention), whole[first : first + count])
 
@@ -221,7 +224,7 @@ def test_by_token_mixed_batch_in_slices(
 ) -> None:
     monkeypatch.setattr(attention, "PART_BYTES", 40_000)
     spans = ((5, 5), (1, 40), (3, 67), (1, 1), (2, 130))
-    check(Shape(spans, 2, 1, kv_format="int8", sinks=True), device, attention.paged_attention_by_token)
+    check(Shape(spans, 2, 1, kv_format="int8", sinks=True), device, BY_TOKEN)
 
 
 def test_rows_without_tokens_get_zeros(device: torch.device) -> None:
@@ -280,7 +283,7 @@ def test_candidates_agree_on_made_up_pages(
     """What the tuner compares is finite, not zero, and the same by every tile."""
     monkeypatch.setattr(attention, "TRIAL_KEYS", 80)
     monkeypatch.setattr(attention, "TRIAL_QUERIES", 40)
-    trial = attention._trial(op, torch.bfloat16, device, kv_format, 4, 2, 16, 64)
+    trial = attention._trial(op, torch.empty(1, 4, 64, dtype=torch.bfloat16, device=device), kv_format, 2, 16)
     tiles = attention_tiles.decode_tiles(90, kv_format, 64, 2)
     if op == "attention_prefill":
         tiles = attention_tiles.prefill_tiles(90, kv_format, 64)

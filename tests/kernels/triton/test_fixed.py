@@ -62,7 +62,7 @@ def test_dots(signed: bool, kind: type) -> None:
 def launched(x: torch.Tensor, prepared: products.Prepared, extras: Extras = products.PLAIN) -> torch.Tensor:
     n = prepared.shape[0] // (2 if extras.gate else 1)
     out = torch.empty(1, n, dtype=torch.float32, device=x.device)
-    products.vector_launch(x, prepared, out, extras, CHOICE, False).start()
+    products.vector_launch(x, prepared, out, extras, CHOICE).start()
     return out
 
 

@@ -13,8 +13,9 @@ from localllm.kernels.dequant import dequantize
 from localllm.kernels.layer_weights import Norm
 from localllm.kernels.triton import product as products
 from localllm.kernels.triton import product_tiles
+from localllm.kernels.triton.cards import CLASSES, Card
 from localllm.kernels.triton.layout import prepare
-from localllm.kernels.triton.product import Extras, dequantised, fusable, product, tile_launch
+from localllm.kernels.triton.product import Extras, dequantized, fusable, product, tile_launch
 from localllm.kernels.triton.unpack import rows
 from localllm.kernels.verify.trial import compare
 from localllm.kernels.verify.tuning import AGREEMENT
@@ -41,7 +42,7 @@ def test_one_row(form: str, device: torch.device) -> None:
     wide = product(x, prepared, out=torch.empty(1, 5, device=device))
     assert wide.dtype is torch.float32 and error(wide, exact) < 5e-5
     choice = {"rows": 2, "chunks": 32, "warps": 1}
-    products.vector_launch(x, prepared, wide, products.PLAIN, choice, False).start()
+    products.vector_launch(x, prepared, wide, products.PLAIN, choice).start()
     assert error(wide, exact) < 1e-6
 
 
@@ -57,7 +58,7 @@ def test_rows_longer_than_a_program_holds(form: str, k: int, device: torch.devic
         if tokens == 1:
             choice = {"rows": 2, "chunks": 32, "warps": 1}
             out = torch.empty(1, 3, dtype=torch.float16, device=device)
-            products.vector_launch(x, prepared, out, products.PLAIN, choice, False).start()
+            products.vector_launch(x, prepared, out, products.PLAIN, choice).start()
         else:
             out = product(x, prepared)
         assert error(out, exact_product(x, weight)) < ROUNDING[torch.float16]
@@ -108,7 +109,7 @@ def test_dense_rows(form: str, device: torch.device) -> None:
     """The slab's values are those of the layout, up to one rounding of float32."""
     weight = make(form, 10, smallest_k(form))
     prepared = prepare(on(device, weight))
-    slab = dequantised(prepared, 3, 6, torch.float32)
+    slab = dequantized(prepared, 3, 6, torch.float32)
     torch.testing.assert_close(slab, rows(prepared, slice(None))[3:9], rtol=3e-7, atol=1e-9)
 
 
@@ -173,7 +174,7 @@ def test_parts_of_k_are_added_by_the_last(device: torch.device) -> None:
     for split in (2, 4):
         out = torch.empty(3, 33, dtype=torch.float16, device=device)
         choice = {"rows": 16, "tokens": 8, "halves": 32, "split": split, "stages": 2, "warps": 1}
-        launch = tile_launch(x, prepared, out, Extras(norm=Norm(gain, EPS)), choice, False)
+        launch = tile_launch(x, prepared, out, Extras(norm=Norm(gain, EPS)), choice)
         assert launch.grid == (1, 3, split)
         launch.start()
         assert error(out, normed @ dequantize(weight).double().t()) < ROUNDING[torch.float16]
@@ -220,7 +221,7 @@ def test_candidates_agree_on_made_up_weights(form: str, device: torch.device) ->
     prepared = prepare(on(device, make(form, 16, smallest_k(form))))
     x = torch.zeros(1, prepared.shape[1], dtype=torch.bfloat16, device=device)
     trial = products._trial(x, prepared, products.PLAIN)
-    card = product_tiles.Card(90, 8)
+    card = Card(90, 8)
     fixed = product_tiles.may_be_fixed(prepared.code, prepared.run, card)
     candidates = product_tiles.one_row_tiles(*prepared.shape, prepared.code, card, False, True, fixed)
     kinds = {("fixed" in c, "tokens" in c): c for c in candidates}
@@ -238,8 +239,8 @@ def test_wrong_columns_are_refused(device: torch.device) -> None:
 
 def test_candidates_fit_their_cards() -> None:
     """At most eight for every card and shape, all within its shared memory; one that keeps the order of sums."""
-    for capability, limit in product_tiles.SHARED_LIMIT.items():
-        card = product_tiles.Card(capability, 100)
+    for capability, (_, limit, *_) in CLASSES.items():
+        card = Card(capability, 100)
         for n, k in ((1024, 2048), (4096, 4096), (28672, 4096), (151936, 1024), (1, 64)):
             for code in product_tiles.CODES:
                 vectors = product_tiles.vector_tiles(n, k, code, card)
@@ -255,7 +256,7 @@ def test_candidates_fit_their_cards() -> None:
 
 
 def test_the_model_prefers_what_reads_less_and_waits_less() -> None:
-    card = product_tiles.Card(90, 132)
+    card = Card(90, 132)
     usual = product_tiles.Load(1024, 8192, 4096, 128, 64, 0, 600)
     base = product_tiles.expected_us(usual, card)
     for change in ({"program_bytes": 16384}, {"instructions": 6000}, {"passes": 2}):

@@ -35,10 +35,6 @@ def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
     x, weight = torch.randn(shape).to(device, dtype), torch.randn(shape[-1]).to(device)
     close(rms_norm.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
     close(rms_norm.rms_norm(x, weight, 1e-5, 1.0), reference.rms_norm(x, weight, 1e-5, 1.0))
-    normed, total = rms_norm.add_rms_norm(x, x * 0.5, weight, 1e-6)
-    expected, expected_total = reference.add_rms_norm(x, x * 0.5, weight, 1e-6)
-    close(total, expected_total)
-    close(normed, expected, 2)
 
 
 def test_rms_norm_of_strided_heads_and_wide_rows(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +42,6 @@ def test_rms_norm_of_strided_heads_and_wide_rows(device: torch.device, monkeypat
     close(rms_norm.rms_norm(rows[:, 2:5], weight, 1e-6), reference.rms_norm(rows[:, 2:5], weight, 1e-6))
     wide, weight = torch.randn(2, 20_000).to(device), torch.randn(20_000).to(device)
     close(rms_norm.rms_norm(wide, weight, 1e-6), reference.rms_norm(wide, weight, 1e-6))
-    close(rms_norm.add_rms_norm(wide, wide, weight, 1e-6)[0], reference.add_rms_norm(wide, wide, weight, 1e-6)[0])
     assert rms_norm.rms_norm(wide[:0], weight, 1e-6).shape == (0, 20_000)
     with pytest.raises(ValueError, match="65,?536"):
         rms_norm.rms_norm(torch.zeros(1, 70_000, device=device), torch.zeros(70_000, device=device), 1e-6)
@@ -90,11 +85,9 @@ def test_embedding(dtype: torch.dtype, device: torch.device) -> None:
 
 
 @triton.jit
-def _both_ways(x, codes, back, N: tl.constexpr):
+def _encode(x, codes, N: tl.constexpr):
     i = tl.arange(0, N)
-    written = e4m3.encode_e4m3(tl.load(x + i))
-    tl.store(codes + i, written)
-    tl.store(back + i, e4m3.decode_e4m3(written))
+    tl.store(codes + i, e4m3.encode_e4m3(tl.load(x + i)))
 
 
 @triton.jit
@@ -108,17 +101,16 @@ def _pairs(e4m3_pairs, int8_pairs, out, N: tl.constexpr, INTERPRET: tl.constexpr
     tl.store(out + 2 * N + 2 * i + 1, odd.to(tl.float32))
 
 
-def test_e4m3_is_that_of_the_twin(device: torch.device) -> None:
+def test_e4m3_is_that_of_the_reference(device: torch.device) -> None:
     """Every number of E4M3, everything halfway between two of them, and what is next to that."""
     numbers = decode_e4m3(torch.arange(127, dtype=torch.uint8))
     halves = (numbers[1:] + numbers[:-1]) / 2
     near = torch.cat([halves.nextafter(halves * 0), halves.nextafter(halves * 2)])
     x = torch.cat([numbers, halves, near, torch.tensor([448.1, 1e9, torch.inf, torch.nan, 1e-9, 1e-40])])
     x = torch.nn.functional.pad(torch.cat([x, -x]), (0, 2048 - 2 * x.numel()))
-    codes, back = torch.empty(2048, dtype=torch.uint8, device=device), torch.empty(2048, device=device)
-    launch(_both_ways, (1,), x.to(device), codes, back, N=2048)
+    codes = torch.empty(2048, dtype=torch.uint8, device=device)
+    launch(_encode, (1,), x.to(device), codes, N=2048)
     assert torch.equal(codes.cpu(), encode_e4m3(x))
-    torch.testing.assert_close(back.cpu(), decode_e4m3(encode_e4m3(x)), rtol=0, atol=0, equal_nan=True)
 
 
 def test_pairs_of_codes_widen_exactly(device: torch.device) -> None:
