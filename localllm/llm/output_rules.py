@@ -180,7 +180,7 @@ class OutputRules:
         if constraint is None and tools is None:
             return None, False
         from localllm.grammar import AfterReasoning, ToolTriggers
-        from localllm.llm.tool_grammars import begun_call, whole_answer
+        from localllm.grammar.tools import begun_call, whole_answer
 
         compiler = self.compiler
         if tools is not None and constraint is None and tools.choice == "auto":
