@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
-Part = tuple[str, str]  # ("reasoning" | "content", text)
+Part = tuple[str, str]  # ("reasoning" | "content" | "tool_call", text); of a call the JSON of a delta
 State = Literal["start", "opened", "reasoning", "closed", "content"]
 
 _NAMES = ("think", "thinking", "thought", "thoughts", "reasoning", "reason", "reflection", "seed:think")
@@ -44,31 +44,29 @@ def reasoning_parser(template: str, prompt_tail: str = "") -> ReasoningParser | 
     return None if tags is None else ReasoningParser(*tags, opened=prompt_tail.rstrip().endswith(tags[0]))
 
 
-class ContentParser(Protocol):
-    """What takes content further apart (`tools.parser.ToolParser`)."""
+class Splitter(Protocol):
+    """What takes one answer apart: a `ReasoningParser`, a parser of tool calls, or both in a row."""
 
     def push(self, text: str) -> list[Part]:
-        """The parts that this text completes"""
+        """The parts that this text completes, in order."""
         ...
 
     def finish(self) -> list[Part]:
-        """What was held back"""
+        """What was held back."""
         ...
 
 
 class ChainedParser:
     """Reasoning first, then what the content consists of."""
 
-    def __init__(self, reasoning: ReasoningParser, content: ContentParser) -> None:
+    def __init__(self, reasoning: ReasoningParser, content: Splitter) -> None:
         self._reasoning = reasoning
         self._content = content
 
     def push(self, text: str) -> list[Part]:
-        """The parts that this text completes, in order."""
         return self._split(self._reasoning.push(text))
 
     def finish(self) -> list[Part]:
-        """What was held back."""
         return [*self._split(self._reasoning.finish()), *self._content.finish()]
 
     def _split(self, parts: list[Part]) -> list[Part]:
@@ -97,7 +95,6 @@ class ReasoningParser:
         return self._state in ("opened", "reasoning")
 
     def push(self, text: str) -> list[Part]:
-        """The pieces that this text completes, in order."""
         text, self._held = self._held + text, ""
         parts: list[Part] = []
         while text:
@@ -116,7 +113,7 @@ class ReasoningParser:
         return parts
 
     def finish(self) -> list[Part]:
-        """What was held back. A tag that was never closed leaves everything reasoning."""
+        """A tag that was never closed leaves everything reasoning."""
         held, self._held = self._held, ""
         kind = "reasoning" if self.in_reasoning else "content"
         return [(kind, held)] if held else []

@@ -9,8 +9,11 @@ from localllm.chat.tools.calls import called_tools, tool_function
 from localllm.chat.tools.formats import HARMONY, ToolFormat
 from localllm.chat.tools.grammars import call_grammar, parameters_of, trigger_of
 from localllm.errors import InvalidConstraint
-from localllm.grammar import Compiler, GrammarMask, Source, schema_text, source_of
 from localllm.request import Constraint, ToolUse
+
+from .compiler import Compiler
+from .mask import GrammarMask
+from .source import Source, schema_text, source_of
 
 
 def begun_call(compiler: Compiler, tool_format: ToolFormat, tools: ToolUse) -> tuple[GrammarMask, str] | None:

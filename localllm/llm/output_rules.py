@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from localllm.chat.parser import ChainedParser, ContentParser, ReasoningParser, reasoning_tags
+from localllm.chat.parser import ChainedParser, ReasoningParser, Splitter, reasoning_tags
 from localllm.chat.tools.calls import called_tools
 from localllm.chat.tools.formats import GENERIC, HARMONY, ToolFormat, find_format
 from localllm.chat.tools.messages import plain_messages, template_messages, template_tools
@@ -148,11 +148,11 @@ class OutputRules:
 
     def _splitter(
         self, tags: tuple[str, str] | None, tail: str, tools: ToolUse | None, reads: ToolFormat, is_kept: bool
-    ) -> Callable[[], ContentParser] | None:
+    ) -> Callable[[], Splitter] | None:
         called = [] if tools is None else [tool for _, tool in called_tools(tools)]
         most = 1 if tools is not None and not tools.parallel else None
 
-        def content() -> ContentParser:
+        def content() -> Splitter:
             return reads.parser(called, streams=is_kept, most_calls=most)
 
         if reads is HARMONY:
@@ -161,7 +161,7 @@ class OutputRules:
             return content if tools is not None else None
         opened = tail.rstrip().endswith(tags[0])
 
-        def both() -> ContentParser:
+        def both() -> Splitter:
             reasoning = ReasoningParser(*tags, opened=opened)
             return reasoning if tools is None else ChainedParser(reasoning, content())
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
-from localllm.chat.parser import ContentParser
+from localllm.chat.parser import Splitter
 from localllm.errors import InternalError, LocalLLMError
 from localllm.request import FinishReason, Timing, TokenEvent, TokenLogprob, TokenMask, Usage
 from localllm.tokenizer.detokenizer import IncrementalDetokenizer
@@ -32,7 +32,7 @@ class OutputSpec:
     """
 
     mask: TokenMask | None = None
-    new_splitter: Callable[[], ContentParser] | None = None
+    new_splitter: Callable[[], Splitter] | None = None
     continuing: bool = False
     keep_ids: frozenset[int] = frozenset()
 

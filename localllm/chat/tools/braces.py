@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .calls import fixed_values
 from .spelling import Spelling, text_before, text_pattern
 
 MAX_NESTING = 8  # of schemas; deeper values may be anything
@@ -54,7 +55,7 @@ class BracedValues:
             branches = schema.get(name)
             if isinstance(branches, list) and branches:
                 return "(" + " | ".join(self._value(branch, depth + 1) for branch in branches) + ")"
-        values = schema.get("enum") or ([schema["const"]] if "const" in schema else None)
+        values = fixed_values(schema)
         if isinstance(values, list):
             return "(" + " | ".join(self._constant(value) for value in values) + ")"
         kind = schema.get("type")

@@ -14,9 +14,9 @@ from typing import Any
 
 from localllm.request import ToolUse
 
+from ..parser import Part
 from .cursor import Malformed
 
-Part = tuple[str, str]
 MAX_NAME_CHARS = 256
 _ALPHABET = string.ascii_letters + string.digits
 
@@ -183,5 +183,10 @@ def is_text(schema: Any) -> bool:
     kind = schema.get("type")
     if kind is not None:
         return kind in ("string", ["string"])
-    values = schema.get("enum") or ([schema["const"]] if "const" in schema else None)
+    values = fixed_values(schema)
     return isinstance(values, list) and all(isinstance(value, str) for value in values)
+
+
+def fixed_values(schema: Mapping[str, Any]) -> Any:
+    """The values that a schema names one by one; None where it names none."""
+    return schema.get("enum") or ([schema["const"]] if "const" in schema else None)

@@ -4,27 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from .calls import Part, new_call_id, short_call_id
+from ..parser import Splitter
+from .calls import new_call_id, short_call_id
 from .harmony import CONTROL, HarmonyParser
 from .json_calls import JsonCalls, NamedCalls
-from .parser import Reader, ToolParser
+from .parser import AnswerOptions, Reader, ToolParser
 from .tagged_calls import BracedCalls, TaggedCalls
 
 Tools = Sequence[Mapping[str, Any]]
-
-
-class Splitter(Protocol):
-    """What takes one answer apart."""
-
-    def push(self, text: str) -> list[Part]:
-        """The parts that this text completes"""
-        ...
-
-    def finish(self) -> list[Part]:
-        """What was held back"""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +39,10 @@ class ToolFormat:
     ) -> Splitter:
         """A fresh parser for one answer. `streams`: the model is held to valid calls, arguments need not wait."""
         new_id = new_id or (short_call_id if self.short_ids else new_call_id)
+        options = AnswerOptions(tools, streams, most_calls, new_id)
         if self.reader is None:
-            return HarmonyParser(tools, streams=streams, most_calls=most_calls, new_id=new_id)
-        return ToolParser(
-            self.reader,
-            self.triggers,
-            tools,
-            at_start=self.at_start,
-            streams=streams,
-            most_calls=most_calls,
-            new_id=new_id,
-        )
+            return HarmonyParser(options)
+        return ToolParser(options, self.reader, self.triggers, self.at_start)
 
 
 HERMES = ToolFormat(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .braces import BracedValues
-from .calls import is_text, quoted, tool_function
+from .calls import fixed_values, is_text, quoted, tool_function
 from .formats import ToolFormat
 from .spelling import Spelling, text_before, text_pattern
 
@@ -208,7 +208,7 @@ class _Writer:
 
     def _text(self, schema: Mapping[str, Any], after: str) -> str:
         """Plain text and the tag that ends it."""
-        values = schema.get("enum") or ([schema["const"]] if "const" in schema else None)
+        values = fixed_values(schema)
         if values:
             end = self._spelling.literal(after)
             return "(" + " | ".join(quoted(str(value)) for value in values) + f") {end}"

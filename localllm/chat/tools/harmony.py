@@ -8,14 +8,9 @@ prompt ends with `<|start|>assistant`, so the first header has no beginning.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
-from .answer import AnswerParser
-from .calls import new_call_id
 from .cursor import Malformed, Reading
-from .parser import MAX_FAILURES
-from .space import HeldSpace
+from .parser import MAX_FAILURES, AnswerParser, HeldSpace
 
 CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>", START)
@@ -26,17 +21,6 @@ _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 
 class HarmonyParser(AnswerParser):
     """Splits one answer as it comes, into ("reasoning" | "content", text) and ("tool_call", JSON of a delta)."""
-
-    def __init__(
-        self,
-        tools: Sequence[Mapping[str, Any]] = (),
-        *,
-        streams: bool = False,
-        most_calls: int | None = None,
-        new_id: Callable[[], str] = new_call_id,
-    ) -> None:
-        """As `ToolParser`."""
-        super().__init__(tools, streams=streams, most_calls=most_calls, new_id=new_id)
 
     def _answer(self) -> Reading[None]:
         header = yield from self._cursor.literal(CHANNEL, START, " to=", "to=")
@@ -92,14 +76,6 @@ class HarmonyParser(AnswerParser):
                 self._emit_content(self._cursor.read_since_mark())
         self._cursor.mark()
         yield from self._cursor.rest(*ENDS, into=HeldSpace(self._emit_content, after_call=True).push)
-
-    @property
-    def _is_full(self) -> bool:
-        return self._most_calls is not None and self._calls.count >= self._most_calls
-
-    def _emit_content(self, text: str) -> None:
-        if text:
-            self._parts.append(("content", text))
 
     def _emit_reasoning(self, text: str) -> None:
         self._parts.append(("reasoning", text))
