@@ -15,7 +15,7 @@ from localllm.kernels import Weight
 from localllm.kernels.dequant import row_chunk
 
 from .packing import Codes, Groups, chunks, from_codes, pack_nibbles, unpack_stream
-from .stored import Module, bad
+from .stored import WeightReader, bad
 
 _COLUMN_SHIFTS = 4 * torch.tensor([0, 4, 1, 5, 2, 6, 3, 7], dtype=torch.int32)
 
@@ -34,7 +34,7 @@ def unpack_gemv_fast(words: Tensor) -> Tensor:
     return runs.permute(0, 1, 4, 2, 3).reshape(quarter * 4, k).to(torch.uint8)
 
 
-def load_gemm(module: Module, params: dict) -> Weight:
+def load_gemm(module: WeightReader, params: dict) -> Weight:
     """AWQ `version: gemm`, nearly all files."""
     n, k = module.shape
     if n % 8:
@@ -44,7 +44,7 @@ def load_gemm(module: Module, params: dict) -> Weight:
     size = module.group_size("scales", groups)
     scales = module.scales("scales", (groups, n)).t().contiguous()
     zeros = None
-    if params.get("zero_point", True):
+    if params["zero_point"]:
         zeros = unpack_gemm(module.get("qzeros", ("I32",), (groups, n // 8))).t().contiguous()
     qweight = torch.empty(n, k // 2, dtype=torch.uint8)
     step = max(1, row_chunk(k) // 8)
@@ -54,21 +54,21 @@ def load_gemm(module: Module, params: dict) -> Weight:
     return Weight("int4g", module.shape, qweight, scales, zeros, group_size=size)
 
 
-def load_gemv(module: Module, params: dict) -> Weight:
+def load_gemv(module: WeightReader, params: dict) -> Weight:
     """AWQ `version: gemv`; only the config knows the group size, scales and zeros being padded."""
     n, k = module.shape
     groups = k // params["group_size"]
     words = module.get("qweight", ("I32",), (n, k // 8))
     scales = _columns(module, "scales", module.scales("scales"), (n, groups))
     zeros = None
-    if params.get("zero_point", True):
+    if params["zero_point"]:
         unpacked = unpack_stream(module.get("qzeros", ("I32",)), 4)
         zeros = _columns(module, "qzeros", unpacked, (n, groups))
     codes = Codes(4, lambda rows: unpack_stream(words[rows], 4))
     return from_codes(module, codes, Groups(scales, zeros, params["group_size"], None))
 
 
-def load_gemv_fast(module: Module, params: dict) -> Weight:
+def load_gemv_fast(module: WeightReader, params: dict) -> Weight:
     """AWQ `version: gemv_fast`: w = q * s + qzeros."""
     n, k = module.shape
     groups = k // params["group_size"]
@@ -77,7 +77,7 @@ def load_gemv_fast(module: Module, params: dict) -> Weight:
     words = module.get("qweight", ("I16",), (n // 4, k))
     scales = _columns(module, "scales", module.scales("scales").t(), (n, groups))
     mins = None
-    if params.get("zero_point", True):
+    if params["zero_point"]:
         mins = _columns(module, "qzeros", module.scales("qzeros").t(), (n, groups))
     qweight = torch.empty(n, k // 2, dtype=torch.uint8)
     for rows in chunks(n, k, 4):
@@ -86,7 +86,7 @@ def load_gemv_fast(module: Module, params: dict) -> Weight:
     return Weight("int4g", module.shape, qweight, scales, mins=mins, group_size=params["group_size"])
 
 
-def _columns(module: Module, suffix: str, padded: Tensor, shape: tuple[int, int]) -> Tensor:
+def _columns(module: WeightReader, suffix: str, padded: Tensor, shape: tuple[int, int]) -> Tensor:
     """The first columns of a padded [N, >= K/g] tensor."""
     if padded.shape[0] != shape[0] or padded.shape[1] < shape[1]:
         raise bad(f"tensor {module.name(suffix)} holds {list(padded.shape)} values, at least {list(shape)} are needed")

@@ -14,13 +14,13 @@ from torch import Tensor
 from localllm.kernels import Weight
 
 from .packing import Codes, from_codes, group_order, unpack_stream, unpack_words
-from .stored import Module, bad
+from .stored import WeightReader, bad
 
 
-def load_pack(module: Module, params: dict) -> Weight:
+def load_pack(module: WeightReader, params: dict) -> Weight:
     """`int4g` up to 4 bits, `int8` above."""
     n, k = module.shape
-    bits, dense = params["bits"], params.get("dense", True)
+    bits, dense = params["bits"], params["dense"]
     width = -(-k * bits // 32) if dense else -(-k // (32 // bits))
     words = module.get("weight_packed", ("I32",), (n, width))
     scales = module.scales("weight_scale")
@@ -28,7 +28,7 @@ def load_pack(module: Module, params: dict) -> Weight:
         raise bad(f"tensor {module.name('weight_scale')} has shape {list(scales.shape)}, expected [{n}, groups]")
     size = module.group_size("weight_scale", scales.shape[1])
     zeros = _zeros(module, bits, scales.shape[1], params)
-    g_idx = module.get("weight_g_idx", ("I32", "I64"), (k,)) if params.get("g_idx") else None
+    g_idx = module.get("weight_g_idx", ("I32", "I64"), (k,)) if params["g_idx"] else None
     if g_idx is not None and bool((g_idx < 0).all()):
         g_idx = None  # -1 everywhere: allocated and never filled
     unpack = unpack_stream if dense else unpack_words
@@ -36,9 +36,9 @@ def load_pack(module: Module, params: dict) -> Weight:
     return from_codes(module, codes, group_order(module, scales, zeros, size, g_idx))
 
 
-def _zeros(module: Module, bits: int, groups: int, params: dict) -> Tensor | None:
+def _zeros(module: WeightReader, bits: int, groups: int, params: dict) -> Tensor | None:
     """u8 [N, K/g] with the offset of the codes, or None for the middle code."""
-    kind = params.get("zero_point")
+    kind = params["zero_point"]
     n = module.shape[0]
     if kind is None:
         return None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from localllm.kernels import Weight
 
-from .stored import FLOATS, Module, read_tensor
+from .stored import FLOATS, WeightReader, read_tensor
 
 if TYPE_CHECKING:
     from localllm.checkpoint.checkpoint import Checkpoint
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 COPY_BELOW_BYTES = 16 << 20
 
 
-def load_dense(module: Module, _params: dict) -> Weight:
+def load_dense(module: WeightReader, _params: dict) -> Weight:
     """Form `dense` in the file's dtype (F64 becomes f32), a read-only view of the file."""
     weight = module.get("weight", (*FLOATS, "F64"), module.shape)
     return Weight("dense", module.shape, weight.float() if weight.dtype == torch.float64 else weight)

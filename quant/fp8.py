@@ -14,14 +14,14 @@ from torch import Tensor
 from localllm.kernels import Weight
 from localllm.kernels.dequant import FP8_BLOCK
 
-from .stored import FLOATS, Module, bad
+from .stored import FLOATS, WeightReader, bad
 
 
-def load_fp8(module: Module, params: dict) -> Weight:
+def load_fp8(module: WeightReader, params: dict) -> Weight:
     """`fp8` with float32 scales: [1], [N, 1] or one per 128 x 128 block."""
     n, k = module.shape
     weight = module.e4m3("weight", module.shape)
-    suffix = params.get("scale", "weight_scale")
+    suffix = params["scale"]
     scales = _float32(module, suffix)
     blocks = (-(-n // FP8_BLOCK), -(-k // FP8_BLOCK))
     if scales.numel() == 1:
@@ -39,17 +39,17 @@ def load_fp8(module: Module, params: dict) -> Weight:
     return Weight("fp8", module.shape, weight, scales, pre_scale=module.pre_scale(), group_size=size)
 
 
-def load_mxfp8(module: Module, params: dict) -> Weight:
+def load_mxfp8(module: WeightReader, params: dict) -> Weight:
     """`fp8mx`: one power of two per 32 inputs."""
     n, k = module.shape
     if k % 32:
         raise bad(f"{module.prefix} has {k} inputs, MXFP8 needs a multiple of 32")
     weight = module.e4m3("weight", module.shape)
-    scales = module.e8m0(params.get("scale", "weight_scale"), (n, k // 32))
+    scales = module.e8m0(params["scale"], (n, k // 32))
     return Weight("fp8mx", module.shape, weight, scales, pre_scale=module.pre_scale(), group_size=32)
 
 
-def _float32(module: Module, suffix: str) -> Tensor:
+def _float32(module: WeightReader, suffix: str) -> Tensor:
     stored = module.get(suffix, (*FLOATS, "U8", "F8_E8M0", "F8_E4M3"))
     if stored.dtype == torch.uint8:
         module.e8m0(suffix, tuple(stored.shape))

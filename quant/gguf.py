@@ -22,12 +22,12 @@ from localllm.kernels import Weight
 
 from .gguf_blocks import BLOCK_TYPES, CODEBOOK_TYPES, dequantize_blocks
 from .packing import chunks
-from .stored import DTYPES, FLOATS, Module, bad, stored_bytes
+from .stored import DTYPES, FLOATS, WeightReader, bad, stored_bytes
 
 _log = logging.getLogger(__name__)
 
 
-def load_gguf(module: Module, _params: dict) -> Weight:
+def load_gguf(module: WeightReader, _params: dict) -> Weight:
     """`<prefix>.weight` in its canonical form.
 
     Raises BadModelFile for a size that contradicts the shape and for scales that are not finite; UnsupportedFormat for
@@ -52,7 +52,7 @@ def load_gguf(module: Module, _params: dict) -> Weight:
     return _by_type(module, rows.view(n, -1), info.dtype)
 
 
-def _by_type(module: Module, rows: Tensor, block_type: str) -> Weight:
+def _by_type(module: WeightReader, rows: Tensor, block_type: str) -> Weight:
     k = module.shape[1]
     if block_type in CODEBOOK_TYPES:
         return _codebook(module, rows, block_type)
@@ -85,7 +85,7 @@ def _interleaved(planar: Tensor) -> Tensor:
     return torch.cat([(even & 15) | (odd << 4), (even >> 4) | (odd & 0xF0)], -1)
 
 
-def _nibbles(module: Module, blocks: Tensor, offset: int, run: int = 16) -> Tensor:
+def _nibbles(module: WeightReader, blocks: Tensor, offset: int, run: int = 16) -> Tensor:
     """u8 [N, K/2] interleaved, from `run` bytes of planar nibbles at a time, starting at `offset` in each block."""
     n, k = module.shape
     out = torch.empty(n, k // 2, dtype=torch.uint8)
@@ -95,28 +95,28 @@ def _nibbles(module: Module, blocks: Tensor, offset: int, run: int = 16) -> Tens
     return out
 
 
-def _q4_0(module: Module, blocks: Tensor) -> Weight:
+def _q4_0(module: WeightReader, blocks: Tensor) -> Weight:
     return Weight("int4g", module.shape, _nibbles(module, blocks, 2), _halves(blocks, 0), group_size=32)
 
 
-def _q4_1(module: Module, blocks: Tensor) -> Weight:
+def _q4_1(module: WeightReader, blocks: Tensor) -> Weight:
     scales, mins = _halves(blocks, 0), _halves(blocks, 2)
     return Weight("int4g", module.shape, _nibbles(module, blocks, 4), scales, mins=mins, group_size=32)
 
 
-def _q8_0(module: Module, blocks: Tensor) -> Weight:
+def _q8_0(module: WeightReader, blocks: Tensor) -> Weight:
     codes = blocks[:, :, 2:].reshape(module.shape).view(torch.int8)
     return Weight("int8", module.shape, codes, _halves(blocks, 0), group_size=32)
 
 
-def _mxfp4(module: Module, blocks: Tensor) -> Weight:
+def _mxfp4(module: WeightReader, blocks: Tensor) -> Weight:
     scales = blocks[:, :, 0].contiguous()
     if bool((scales == 0xFF).any()):
         raise bad(f"tensor {module.name('weight')} holds E8M0 scales that are NaN (0xFF)")
     return Weight("fp4g32", module.shape, _nibbles(module, blocks, 1), scales, group_size=32)
 
 
-def _nvfp4(module: Module, blocks: Tensor) -> Weight:
+def _nvfp4(module: WeightReader, blocks: Tensor) -> Weight:
     n = module.shape[0]
     stored = blocks[:, :, :4].reshape(n, -1)
     if bool((stored == 0xFF).any()):
@@ -136,7 +136,7 @@ def _warn_once(block_type: str) -> None:
     _log.warning("GGUF block type %s is decoded to bfloat16 at load: four times its size or more", block_type)
 
 
-def _codebook(module: Module, rows: Tensor, block_type: str) -> Weight:
+def _codebook(module: WeightReader, rows: Tensor, block_type: str) -> Weight:
     _warn_once(block_type)
     out = torch.empty(module.shape, dtype=torch.bfloat16)
     for part in chunks(*module.shape):

@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from localllm.checkpoint.formats.gguf import CODEBOOK_TYPES
 from localllm.kernels.gguf_blocks import BLOCK_TYPES
 from localllm.kernels.gguf_blocks import dequantize_blocks as _dequantize_blocks
 
 __all__ = ["BLOCK_TYPES", "CODEBOOK_TYPES", "dequantize_blocks"]
-
-CODEBOOK_TYPES = frozenset(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"))
-"""Read through `gguf.quants`, slowly: decoded once at load."""
 
 
 def dequantize_blocks(data: Tensor, block_type: str) -> Tensor:

@@ -13,13 +13,13 @@ from torch import Tensor
 from localllm.kernels import Weight
 
 from .packing import Codes, from_codes, group_order, unpack_stream
-from .stored import FLOATS, Module, bad
+from .stored import FLOATS, WeightReader, bad
 
 _SYMMETRIC_WORDS = {4: (0x77777777, -0x77777778), 8: (0x7F7F7F7F, -0x7F7F7F80)}
 """qzeros words of a symmetric file: (v1, v2 as a signed word)."""
 
 
-def load_gptq(module: Module, params: dict) -> Weight:
+def load_gptq(module: WeightReader, params: dict) -> Weight:
     """`int4g`, or `int8` for 8 bits; `perm` is set where g_idx really reorders columns, whatever the flag says."""
     n, k = module.shape
     bits = params["bits"]
@@ -29,14 +29,14 @@ def load_gptq(module: Module, params: dict) -> Weight:
     groups = module.get("scales", FLOATS).shape[0]
     scales = module.scales("scales", (groups, n)).t().contiguous()
     zeros = _zeros(module, bits, groups, params)
-    g_idx = module.get("g_idx", ("I32", "I64"), (k,)) if params.get("g_idx", module.has("g_idx")) else None
+    g_idx = module.get("g_idx", ("I32", "I64"), (k,)) if params["g_idx"] else None
     codes = Codes(bits, lambda rows: unpack_stream(words[:, rows].t(), bits))
     return from_codes(module, codes, group_order(module, scales, zeros, params["group_size"], g_idx))
 
 
-def _zeros(module: Module, bits: int, groups: int, params: dict) -> Tensor | None:
+def _zeros(module: WeightReader, bits: int, groups: int, params: dict) -> Tensor | None:
     """u8 [N, G], or None for the middle code."""
-    if params.get("sym") is True:
+    if params["sym"] is True:
         return None
     n = module.shape[0]
     words = module.get("qzeros", ("I32",), (groups, n * bits // 32))
@@ -44,6 +44,6 @@ def _zeros(module: Module, bits: int, groups: int, params: dict) -> Tensor | Non
     if any(bool((words == constant).all()) for constant in _SYMMETRIC_WORDS.get(bits, ())):
         return None
     zeros = unpack_stream(words, bits)
-    if not params.get("v2", False):
+    if not params["v2"]:
         zeros = (zeros + 1) & ((1 << bits) - 1)  # 15 -> 0, as AutoGPTQ does
     return zeros.t().contiguous()

@@ -9,14 +9,14 @@ from __future__ import annotations
 from localllm.errors import UnsupportedFormat
 from localllm.kernels import Weight
 
-from .stored import Module, bad
+from .stored import WeightReader, bad
 
 
-def load_int8(module: Module, params: dict) -> Weight:
+def load_int8(module: WeightReader, params: dict) -> Weight:
     """`int8` with one scale per row."""
     n, k = module.shape
     weight = module.get("weight", ("I8",), module.shape)
-    suffix = params.get("scale", "weight_scale")
+    suffix = params["scale"]
     scales = module.scales(suffix)
     if scales.numel() not in (1, n):
         raise bad(f"tensor {module.name(suffix)} has {scales.numel()} values, {n} rows need 1 or {n}")

@@ -17,14 +17,14 @@ from .gptq import load_gptq
 from .int8 import load_int8
 from .modelopt_int4 import load_modelopt_int4
 from .mxfp4 import load_gptoss, load_mxfp4
-from .nvfp4 import load_compressed, load_modelopt
-from .stored import Module
+from .nvfp4 import load_nvfp4
+from .stored import WeightReader
 
 if TYPE_CHECKING:
     from localllm.checkpoint.checkpoint import Checkpoint
-    from localllm.checkpoint.detect import StoredFormat
+    from localllm.checkpoint.formats.module import StoredFormat
 
-_LOADERS: dict[str, Callable[[Module, dict], Weight]] = {
+_LOADERS: dict[str, Callable[[WeightReader, dict], Weight]] = {
     "dense": load_dense,
     "gguf": load_gguf,
     "awq_gemm": load_gemm,
@@ -32,14 +32,12 @@ _LOADERS: dict[str, Callable[[Module, dict], Weight]] = {
     "awq_gemv_fast": load_gemv_fast,
     "gptq": load_gptq,
     "ct_pack": load_pack,
-    "ct_nvfp4": load_compressed,
-    "modelopt_nvfp4": load_modelopt,
-    "ct_mxfp4": load_mxfp4,
+    "nvfp4": load_nvfp4,
+    "mxfp4": load_mxfp4,
     "gptoss_mxfp4": load_gptoss,
     "modelopt_int4": load_modelopt_int4,
-    "ct_int8": load_int8,
+    "int8": load_int8,
     "fp8": load_fp8,
-    "ct_fp8": load_fp8,
     "mxfp8": load_mxfp8,
 }
 
@@ -48,7 +46,7 @@ def load_weight(ckpt: Checkpoint, prefix: str, stored: StoredFormat, shape: tupl
     """One linear layer in canonical form (see `kernels/weight.py`), on the CPU.
 
     prefix   module name as in the file, without `.weight`
-    stored   its format, from `checkpoint.detect`
+    stored   its format, from `checkpoint.stored_formats`
     shape    (N, K) that the model's configuration demands
 
     Tensors may be views of the mapped file: read them, never write. Above the result, one stored tensor and about
@@ -60,4 +58,4 @@ def load_weight(ckpt: Checkpoint, prefix: str, stored: StoredFormat, shape: tupl
         raise UnsupportedFormat(
             f"{prefix} is stored as {stored.kind}, which cannot be read", f"known: {', '.join(sorted(_LOADERS))}"
         )
-    return loader(Module(ckpt, prefix, shape), dict(stored.params))
+    return loader(WeightReader(ckpt, prefix, shape), stored.params)

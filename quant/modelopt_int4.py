@@ -13,10 +13,10 @@ from torch import Tensor
 from localllm.kernels import Weight
 
 from .packing import Codes, Groups, from_codes
-from .stored import Module, bad
+from .stored import WeightReader, bad
 
 
-def load_modelopt_int4(module: Module, _params: dict) -> Weight:
+def load_modelopt_int4(module: WeightReader, _params: dict) -> Weight:
     """`int4g`: code 8 is 0, as the sign bit flipped makes it."""
     n, k = module.shape
     if n % 2:

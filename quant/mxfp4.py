@@ -8,23 +8,23 @@ from __future__ import annotations
 
 from localllm.kernels import Weight
 
-from .stored import Module, bad
+from .stored import WeightReader, bad
 
 
-def load_mxfp4(module: Module, params: dict) -> Weight:
+def load_mxfp4(module: WeightReader, params: dict) -> Weight:
     """One linear layer."""
     n, k = module.shape
     _check(module)
-    qweight = module.get(params.get("weight", "weight_packed"), ("U8",), (n, k // 2))
+    qweight = module.get(params["codes"], ("U8",), (n, k // 2))
     scales = module.e8m0("weight_scale", (n, k // 32))
     return Weight("fp4g32", module.shape, qweight, scales, pre_scale=module.pre_scale(), group_size=32)
 
 
-def load_gptoss(module: Module, params: dict) -> Weight:
+def load_gptoss(module: WeightReader, params: dict) -> Weight:
     """All experts of a layer stacked along N: shape is [experts * N, K]. Gate and up rows stay interleaved."""
     rows, k = module.shape
     _check(module)
-    experts = params.get("experts", 1)
+    experts = params["experts"]
     if rows % experts:
         raise bad(f"{module.prefix} has {rows} rows for {experts} experts")
     n = rows // experts
@@ -33,6 +33,6 @@ def load_gptoss(module: Module, params: dict) -> Weight:
     return Weight("fp4g32", module.shape, blocks.view(rows, k // 2), scales.view(rows, k // 32), group_size=32)
 
 
-def _check(module: Module) -> None:
+def _check(module: WeightReader) -> None:
     if module.shape[1] % 32:
         raise bad(f"{module.prefix} has {module.shape[1]} inputs, MXFP4 needs a multiple of 32")

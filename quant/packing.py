@@ -13,7 +13,7 @@ from torch import Tensor
 from localllm.kernels import Weight
 from localllm.kernels.dequant import row_chunk, unpack_nibbles
 
-from .stored import Module, bad
+from .stored import WeightReader, bad
 
 __all__ = [
     "Codes",
@@ -76,14 +76,17 @@ class Groups(NamedTuple):
     perm: Tensor | None
 
 
-def group_order(module: Module, scales: Tensor, zeros: Tensor | None, group_size: int, g_idx: Tensor | None) -> Groups:
+def group_order(
+    module: WeightReader, scales: Tensor, zeros: Tensor | None, length: int, g_idx: Tensor | None
+) -> Groups:
     """Order columns by group, so that groups are contiguous and equally long.
 
-    scales, zeros  [N, G]; group_size is the file's, K need not be a multiple of it (the last group is shorter then)
-    g_idx          [K], the group of each column, or None for k // group_size; `perm` is None where it says just that
+    scales, zeros  [N, G]
+    length         of a group, as the file says; where K is no multiple of it, the last group is shorter
+    g_idx          [K], the group of each column, or None for k // length; `perm` is None where it says just that
     """
     k, count = module.shape[1], scales.shape[1]
-    plain = torch.arange(k) // group_size
+    plain = torch.arange(k) // length
     groups = plain if g_idx is None else g_idx.long()
     if int(groups.min()) < 0 or int(groups.max()) >= count:
         low, high = int(groups.min()), int(groups.max())
@@ -113,7 +116,7 @@ class Codes(NamedTuple):
     """slices must start at multiples of this"""
 
 
-def from_codes(module: Module, codes: Codes, groups: Groups) -> Weight:
+def from_codes(module: WeightReader, codes: Codes, groups: Groups) -> Weight:
     """Codes and groups -> `int4g` up to 4 bits; `int8` above where every q - z fits; else exact float32 `dense`.
 
     groups.zeros u8 [N, K/g]; None means the middle code, 2^(bits-1).
@@ -128,7 +131,7 @@ def _ordered(codes: Codes, groups: Groups, rows: slice) -> Tensor:
     return part if groups.perm is None else part.index_select(1, groups.perm)
 
 
-def _int4g(module: Module, codes: Codes, groups: Groups) -> Weight:
+def _int4g(module: WeightReader, codes: Codes, groups: Groups) -> Weight:
     n, k = module.shape
     if k % 2:
         raise bad(f"{module.prefix} has {k} inputs, packed codes need an even number")
@@ -147,7 +150,7 @@ def _centred(codes: Codes, groups: Groups, rows: slice) -> Tensor:
     return (q.unflatten(-1, (-1, groups.size)) - groups.zeros[rows].short().unsqueeze(-1)).flatten(1)
 
 
-def _int8(module: Module, codes: Codes, groups: Groups) -> Weight | None:
+def _int8(module: WeightReader, codes: Codes, groups: Groups) -> Weight | None:
     n, k = module.shape
     qweight = torch.empty(n, k, dtype=torch.int8)
     for rows in chunks(n, k, codes.multiple):
@@ -158,7 +161,7 @@ def _int8(module: Module, codes: Codes, groups: Groups) -> Weight | None:
     return Weight("int8", module.shape, qweight, groups.scales, perm=groups.perm, group_size=groups.size)
 
 
-def _dense(module: Module, codes: Codes, groups: Groups) -> Weight:
+def _dense(module: WeightReader, codes: Codes, groups: Groups) -> Weight:
     _log.warning("%s: 8-bit codes with zero points do not fit in int8, kept as float32", module.prefix)
     n, k = module.shape
     out = torch.empty(n, k, dtype=torch.float32)

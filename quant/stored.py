@@ -72,7 +72,7 @@ def read_tensor(ckpt: Checkpoint, name: str, dtypes: Collection[str] = ()) -> Te
 
 
 @dataclass(frozen=True)
-class Module:
+class WeightReader:
     """The tensors under one prefix. `get` is how every format module reads them."""
 
     ckpt: Checkpoint

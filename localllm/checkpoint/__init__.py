@@ -6,10 +6,10 @@ stored_formats(checkpoint)                      how each linear module is stored
 """
 
 from .checkpoint import Checkpoint
-from .detect import stored_formats
+from .formats import stored_formats
+from .formats.module import StoredFormat
 from .gguf_file import StringArray
 from .opening import open_checkpoint
-from .stored_format import StoredFormat
 from .tensor_info import TensorInfo
 
 __all__ = [

@@ -40,9 +40,6 @@ TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
     41: ("Q1_0", 128, 18),
     42: ("Q2_0", 64, 18),
 }
-BLOCK_SIZES: dict[str, tuple[int, int]] = {name: (elements, size) for name, elements, size in TENSOR_TYPES.values()}
-"""Type name -> (elements in a block, bytes of a block)."""
-
 RETIRED_TYPES = {
     4: "Q4_2",
     5: "Q4_3",
@@ -85,9 +82,6 @@ VALUE_NAMES = {
     11: "i64",
     12: "f64",
 }
-
-DECODED_TYPES = frozenset(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"))
-"""blocks of codebooks, which no kernel multiplies: they become bfloat16 while loading"""
 
 FILE_TYPES = {
     # general.file_type -> the label people know

@@ -153,7 +153,7 @@ class _Work:
                 found = self.checkpoint.formats.get(name)
                 if found is not None and found.kind != "dense":
                     raise UnsupportedFormat(
-                        f"{path} is quantised already: {name} is stored as {found.kind}",
+                        f"{path} is quantised already: {name} is stored as {found.label}",
                         "quantise the BF16 version of this model",
                     )
                 if f"{name}.weight" not in self.checkpoint.tensors:

@@ -11,7 +11,8 @@ import numpy as np
 
 from localllm.checkpoint import Checkpoint, TensorInfo
 from localllm.checkpoint.fields import MAX_CONTEXT, MAX_HEAD_DIM, MAX_LAYERS, MAX_VOCAB, Fields
-from localllm.checkpoint.gguf_types import DECODED_TYPES, FILE_TYPES
+from localllm.checkpoint.formats.gguf import decoded_bytes
+from localllm.checkpoint.gguf_types import FILE_TYPES
 from localllm.checkpoint.mapped_file import bad, shown
 from localllm.checkpoint.vocabulary import check_vocabulary, special_ids
 from localllm.errors import UnsupportedModel
@@ -131,7 +132,6 @@ class GgufConfig(Config):
 
     def usage(self) -> dict[str, Any]:
         general, tensors, metadata = self.general, self.checkpoint.tensors, self.checkpoint.metadata
-        decoded = [info for info in tensors.values() if info.dtype in DECODED_TYPES]
         return {
             "name": general.text("general.name", self.checkpoint.path.stem)[:200],
             "tied_embeddings": f"{self.names.source('lm_head')}.weight" not in tensors,
@@ -141,7 +141,7 @@ class GgufConfig(Config):
             "has_chat_template": bool(general.text("tokenizer.chat_template")),
             "license": general.text("general.license")[:200],
             "stored_format": _stored_format(metadata, tensors),
-            "decoded_bytes": sum(2 * math.prod(info.shape) - info.nbytes for info in decoded),
+            "decoded_bytes": decoded_bytes(tensors.values()),
         }
 
 

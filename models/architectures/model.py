@@ -7,7 +7,8 @@ from functools import cached_property
 from pathlib import Path
 
 from localllm.checkpoint import Checkpoint, StoredFormat, open_checkpoint, stored_formats
-from localllm.checkpoint.detect import DENSE, format_label
+from localllm.checkpoint.formats import format_label
+from localllm.checkpoint.formats.module import DENSE
 from localllm.checkpoint.mapped_file import bad
 
 from . import registry
@@ -84,7 +85,7 @@ class OpenModel(Checkpoint):
             below = sorted(key for key in self.tensors if key.startswith(f"{name}."))
             what = f"is stored as {', '.join(below[:4])}, a layout that is not read" if below else "is missing"
             raise bad(self.path, f"the weight {what}", key=f"{name}.weight")
-        if stored.shape is not None and stored.shape != shape:
+        if stored.shape != shape:
             what = f"holds a weight of {list(stored.shape)}, {list(shape)} is expected"
             raise bad(self.path, what, key=f"{name}.weight")
 

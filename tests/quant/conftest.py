@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from localllm.checkpoint.detect import stored_formats
+from localllm.checkpoint import stored_formats
 from localllm.checkpoint.opening import open_checkpoint
 from localllm.quant import Weight, load_weight
 

@@ -73,7 +73,7 @@ def test_int_quantized(package: SimpleNamespace, load: Load) -> None:
     w = weights()
     args = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
     tensors = {"weight": w, "weight_scale": w.abs().amax(-1, keepdim=True) / 127.5}
-    ours, theirs = round_trip(package, load, "IntQuantizationCompressor", "ct_int8", args, tensors)
+    ours, theirs = round_trip(package, load, "IntQuantizationCompressor", "int8", args, tensors)
     assert torch.equal(ours, theirs)
 
 
@@ -83,7 +83,7 @@ def test_float_quantized(package: SimpleNamespace, load: Load, strategy: str) ->
     amax = w.abs().max().view(1) if strategy == "tensor" else w.abs().amax(-1, keepdim=True)
     args = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy}
     tensors = {"weight": w, "weight_scale": amax / 448}
-    ours, theirs = round_trip(package, load, "FloatQuantizationCompressor", "ct_fp8", args, tensors)
+    ours, theirs = round_trip(package, load, "FloatQuantizationCompressor", "fp8", args, tensors)
     assert torch.equal(ours, theirs)
 
 
@@ -93,7 +93,7 @@ def test_nvfp4(package: SimpleNamespace, load: Load) -> None:
     top = 2688 / w.abs().max()
     scale = (w.unflatten(-1, (-1, 16)).abs().amax(-1) / 6 * top).clamp(2**-9, 448).to(torch.float8_e4m3fn)
     tensors = {"weight": w, "weight_scale": scale.float(), "weight_global_scale": top.view(1)}
-    ours, theirs = round_trip(package, load, "NVFP4PackedCompressor", "ct_nvfp4", args, tensors)
+    ours, theirs = round_trip(package, load, "NVFP4PackedCompressor", "nvfp4", args, tensors)
     # The package rounds scale / global to bfloat16 before it multiplies; ours does not.
     assert torch.equal(ours == 0, theirs == 0)
     assert ((ours - theirs).abs() <= 2**-8 * theirs.abs()).all()
@@ -104,7 +104,7 @@ def test_mxfp4(package: SimpleNamespace, load: Load) -> None:
     args = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
     scale = torch.exp2(torch.ceil(torch.log2(w.unflatten(-1, (-1, 32)).abs().amax(-1) / 6)))
     tensors = {"weight": w, "weight_scale": scale}
-    ours, theirs = round_trip(package, load, "MXFP4PackedCompressor", "ct_mxfp4", args, tensors)
+    ours, theirs = round_trip(package, load, "MXFP4PackedCompressor", "mxfp4", args, tensors)
     assert torch.equal(ours, theirs)
 
 

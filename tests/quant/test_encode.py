@@ -16,7 +16,7 @@ from localllm.quant.encode import GROUP_SIZES, Target, e2m1_codes, encode, relat
 
 N, K = 136, 256
 LINE = {"int4": 0.11, "int4-sym": 0.12, "int8": 0.012, "fp8": 0.03, "fp8-block": 0.03, "nvfp4": 0.11, "mxfp4": 0.13}
-KIND = {"fp8": "ct_fp8", "fp8-block": "ct_fp8", "nvfp4": "ct_nvfp4", "mxfp4": "ct_mxfp4"}
+KIND = {"fp8": "fp8", "fp8-block": "fp8", "nvfp4": "nvfp4", "mxfp4": "mxfp4"}
 CASES = [(name, size) for name, sizes in GROUP_SIZES.items() for size in sizes]
 Load = Callable[..., Weight]
 

@@ -35,7 +35,7 @@ def test_modelopt_multiplies(load: Load, shape: tuple[int, ...]) -> None:
     codes, packed = codes_and_bytes(N, K)
     scales = block_scales(N, K // 16)
     tensors = {"weight": packed, "weight_scale": scales, "weight_scale_2": torch.full(shape, 0.003)}
-    weight = load(tensors, (N, K), {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt_nvfp4")
+    weight = load(tensors, (N, K), {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4")
     assert torch.equal(dequantize(weight), nvfp4(codes, scales, 0.003))
 
 
@@ -43,15 +43,15 @@ def test_compressed_tensors_divides(load: Load) -> None:
     codes, packed = codes_and_bytes(N, K)
     scales = block_scales(N, K // 16)
     tensors = {"weight_packed": packed, "weight_scale": scales, "weight_global_scale": torch.tensor([300.0])}
-    weight = load(tensors, (N, K), {"quant_method": "compressed-tensors"}, "ct_nvfp4")
+    weight = load(tensors, (N, K), {"quant_method": "compressed-tensors"}, "nvfp4")
     assert torch.equal(dequantize(weight), nvfp4(codes, scales, 1 / 300.0))
 
 
 @pytest.mark.parametrize(
     ("suffix", "name", "value", "kind"),
     [
-        ("weight", "weight_scale_2", 0.5, "modelopt_nvfp4"),
-        ("weight_packed", "weight_global_scale", 2.0, "ct_nvfp4"),
+        ("weight", "weight_scale_2", 0.5, "nvfp4"),
+        ("weight_packed", "weight_global_scale", 2.0, "nvfp4"),
     ],
 )
 def test_golden_byte(load: Load, suffix: str, name: str, value: float, kind: str) -> None:
@@ -70,7 +70,7 @@ def test_pre_quant_scale_multiplies_the_inputs(load: Load) -> None:
         "weight_scale_2": torch.tensor(0.01),
         "pre_quant_scale": factor,
     }
-    weight = load(tensors, (N, K), {}, "modelopt_nvfp4")
+    weight = load(tensors, (N, K), {}, "nvfp4")
     assert torch.equal(dequantize(weight), nvfp4(codes, scales, 0.01) * factor)
 
 
@@ -79,7 +79,7 @@ def test_shards_with_different_globals_fuse_exactly(load: Load) -> None:
     for alpha in (0.5, 0.001, 0.03):
         _, packed = codes_and_bytes(N, K)
         tensors = {"weight": packed, "weight_scale": block_scales(N, K // 16), "weight_scale_2": torch.tensor(alpha)}
-        parts.append(load(tensors, (N, K), {}, "modelopt_nvfp4"))
+        parts.append(load(tensors, (N, K), {}, "nvfp4"))
     whole = fuse(parts)
     assert whole is not None
     assert torch.equal(dequantize(whole), torch.cat([dequantize(p) for p in parts]))
@@ -93,7 +93,7 @@ def test_nan_block_scales_are_refused(load: Load, byte: int) -> None:
     scales.view(torch.uint8)[2, 3] = byte
     tensors = {"weight": packed, "weight_scale": scales, "weight_scale_2": torch.tensor(0.1)}
     with pytest.raises(BadModelFile, match=r"up_proj\.weight_scale holds 1 NaN bytes \(0x7F or 0xFF\) of 144"):
-        load(tensors, (N, K), {}, "modelopt_nvfp4")
+        load(tensors, (N, K), {}, "nvfp4")
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
@@ -105,7 +105,7 @@ def test_a_global_scale_must_be_positive(load: Load, value: float) -> None:
         "weight_global_scale": torch.tensor([value]),
     }
     with pytest.raises(BadModelFile, match="expected a positive finite number"):
-        load(tensors, (N, K), {}, "ct_nvfp4")
+        load(tensors, (N, K), {}, "nvfp4")
 
 
 @pytest.mark.parametrize("missing", ["weight_scale", "weight_scale_2"])
@@ -114,14 +114,14 @@ def test_a_missing_scale_is_never_1(load: Load, missing: str) -> None:
     tensors = {"weight": packed, "weight_scale": block_scales(N, K // 16), "weight_scale_2": torch.tensor(0.1)}
     del tensors[missing]
     with pytest.raises(BadModelFile, match=missing):
-        load(tensors, (N, K), {}, "modelopt_nvfp4")
+        load(tensors, (N, K), {}, "nvfp4")
 
 
 def test_the_low_rank_variant_is_refused(load: Load) -> None:
     _, packed = codes_and_bytes(N, K)
     tensors = {"weight": packed, "weight_scale": block_scales(N, K // 16), "weight_scale_2": torch.tensor(0.1)}
     with pytest.raises(UnsupportedFormat, match="NVFP4_SVD"):
-        load({**tensors, "svdquant_lora_a": torch.zeros(4, K)}, (N, K), {}, "modelopt_nvfp4")
+        load({**tensors, "svdquant_lora_a": torch.zeros(4, K)}, (N, K), {}, "nvfp4")
 
 
 def mxfp4(codes: Tensor, e: Tensor) -> Tensor:
@@ -134,11 +134,11 @@ def test_mxfp4(load: Load, suffix: str) -> None:
     codes, packed = codes_and_bytes(N, K)
     e = torch.randint(0, 255, (N, K // 32), dtype=torch.uint8)
     e[0] = torch.tensor([0, 1, 254])
-    weight = load({suffix: packed, "weight_scale": e}, (N, K), {}, "ct_mxfp4")
+    weight = load({suffix: packed, "weight_scale": e}, (N, K), {}, "mxfp4")
     assert torch.equal(dequantize(weight), mxfp4(codes, e))
     e[1, 1] = 255
     with pytest.raises(BadModelFile, match="0xFF"):
-        load({suffix: packed, "weight_scale": e}, (N, K), {}, "ct_mxfp4")
+        load({suffix: packed, "weight_scale": e}, (N, K), {}, "mxfp4")
 
 
 def test_gptoss_experts(load: Load) -> None:

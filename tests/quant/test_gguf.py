@@ -10,7 +10,7 @@ import torch
 from gguf.quants import dequantize as reference
 from torch import Tensor
 
-from localllm.checkpoint.detect import stored_formats
+from localllm.checkpoint import stored_formats
 from localllm.checkpoint.opening import open_checkpoint
 from localllm.errors import BadModelFile, UnsupportedFormat
 from localllm.quant import dequantize, dequantize_rows, fuse, load_weight
@@ -218,10 +218,3 @@ def test_a_table_with_minus_zero_is_another_table() -> None:
     cpu = torch.device("cpu")
     plus, minus = (constant((zero, 1.0), torch.float32, cpu) for zero in (0.0, -0.0))
     assert [bool(torch.signbit(table[0])) for table in (plus, minus)] == [False, True]
-
-
-def test_the_plan_knows_which_blocks_are_decoded() -> None:
-    from localllm.checkpoint.gguf_types import DECODED_TYPES
-    from localllm.quant.gguf_blocks import CODEBOOK_TYPES
-
-    assert DECODED_TYPES == CODEBOOK_TYPES

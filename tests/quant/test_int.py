@@ -22,7 +22,7 @@ N, K, G = 16, 96, 32
 @pytest.mark.parametrize("shape", [(N, 1), (N,), (1,), ()])
 def test_int8(load: Load, shape: tuple[int, ...]) -> None:
     q, s = torch.randint(-128, 128, (N, K), dtype=torch.int8), torch.rand(shape) + 0.01
-    weight = load({"weight": q, "weight_scale": s}, (N, K), {"quant_method": "compressed-tensors"}, "ct_int8")
+    weight = load({"weight": q, "weight_scale": s}, (N, K), {"quant_method": "compressed-tensors"}, "int8")
     assert weight.scales is not None
     assert weight.scales.shape == (N, 1)
     assert torch.equal(dequantize(weight), q.float() * s.view(-1, 1))
@@ -33,16 +33,16 @@ def test_int8(load: Load, shape: tuple[int, ...]) -> None:
 
 def test_int8_smoothquant_keeps_its_input_factor(load: Load) -> None:
     q, s, factor = torch.randint(-128, 128, (N, K), dtype=torch.int8), torch.rand(N), torch.rand(K)
-    weight = load({"weight": q, "weight_scale": s, "pre_quant_scale": factor}, (N, K), {}, "ct_int8")
+    weight = load({"weight": q, "weight_scale": s, "pre_quant_scale": factor}, (N, K), {}, "int8")
     assert torch.equal(dequantize(weight), q.float() * s.view(N, 1) * factor)
 
 
 def test_int8_with_zero_points_is_refused(load: Load) -> None:
     tensors = {"weight": torch.zeros(N, K, dtype=torch.int8), "weight_scale": torch.ones(N, 1)}
     zero = torch.zeros(N, 1, dtype=torch.int8)
-    assert load({**tensors, "weight_zero_point": zero}, (N, K), {}, "ct_int8").form == "int8"
+    assert load({**tensors, "weight_zero_point": zero}, (N, K), {}, "int8").form == "int8"
     with pytest.raises(UnsupportedFormat, match="zero points"):
-        load({**tensors, "weight_zero_point": zero + 1}, (N, K), {}, "ct_int8")
+        load({**tensors, "weight_zero_point": zero + 1}, (N, K), {}, "int8")
 
 
 def test_modelopt_int4(load: Load) -> None:

@@ -10,44 +10,26 @@ import numpy as np
 
 from localllm.errors import BadModelFile, UnsupportedFormat
 
-from .checkpoint import Checkpoint
-from .mapped_file import bad
-from .tensor_info import TensorInfo
+from ..checkpoint import Checkpoint
+from ..mapped_file import bad
+from ..tensor_info import TensorInfo
 
 WOULD_WORK = "fetch a BF16, FP8, AWQ, GPTQ, NVFP4 or GGUF version of this model"
+DENSE = {"BF16": "bf16", "F16": "fp16", "F32": "f32", "F64": "f64"}  # dtypes of plain numbers -> label
+POWERS_OF_TWO = ("U8", "F8_E8M0")  # dtypes of MX scales
 
 
 @dataclass(frozen=True)
 class StoredFormat:
-    """How one linear module is stored. Suffixes in `params` name the tensor `module.suffix`.
+    """How one linear module is stored, as its file in this folder says."""
 
-    kind             params (beside what `shape` says)
-    dense            dtype
-    gguf             type; scale: name of the NVFP4 sidecar tensor, or None
-    awq_gemm         bits 4, group_size, zero_point: bool (False: z = 8)
-    awq_gemv         the same
-    awq_gemv_fast    the same; qzeros holds -(scale * zero)
-    gptq             bits, group_size, sym: bool | None (None: unknown, look at qzeros), v2: bool, g_idx: bool
-    ct_pack          bits, group_size, zero_point: None | "packed" | "plain" (int8 [N, K/g]), g_idx: bool,
-                     dense: bool (False: floor(32 / bits) values a word)
-    ct_nvfp4         weight_packed, weight_scale, weight_global_scale (divides)
-    modelopt_nvfp4   weight, weight_scale, weight_scale_2 (multiplies)
-    ct_mxfp4         weight: suffix of the codes ("weight_packed"); weight_scale U8
-    modelopt_int4    group_size; weight U8 [N/2, K]
-    ct_int8          scale: suffix
-    fp8, ct_fp8      scale: suffix (multiplies); block: (rows, columns) | None
-    mxfp8            scale: suffix, U8 [N, K/32]
-    gptoss_mxfp4     blocks, scales: names of the tensors; shape is one expert's, experts their number
-    All may have     bias, pre_quant_scale, input_scale: suffix or None
-    """
-
-    kind: str
-    shape: tuple[int, int] | None = None
-    """(N, K) of the weight it stands for; None where the tensors alone do not say."""
-    params: dict[str, Any] = field(default_factory=dict)
+    kind: str  # which loader of `quant.load` reads it
+    label: str  # the word people know: bf16, awq, nvfp4, Q4_K, ...
+    shape: tuple[int, int]  # (N, K) of the weight it stands for; of one expert
+    params: dict[str, Any] = field(default_factory=dict)  # what the loader wants to know; suffixes name tensors
 
 
-class Module:
+class StoredModule:
     """One module prefix with the tensors below it, and the config that may resolve ambiguities."""
 
     def __init__(self, model: Checkpoint, name: str, tensors: Mapping[str, TensorInfo]) -> None:
@@ -61,12 +43,21 @@ class Module:
         """The tensor under `suffix`, if stored."""
         return self.tensors.get(suffix)
 
+    def dtype(self, suffix: str) -> str:
+        """Its dtype; "" where it is not stored."""
+        info = self.tensors.get(suffix)
+        return info.dtype if info else ""
+
     def need(self, suffix: str, because: str) -> TensorInfo:
         """The tensor under `suffix`; BadModelFile when missing: a scale is never assumed to be 1."""
         info = self.tensors.get(suffix)
         if info is None:
-            raise self.bad(f"{self.name}.{suffix}", f"is missing, {because} cannot be read without it")
+            raise self.bad(self.tensor(suffix), f"is missing, {because} cannot be read without it")
         return info
+
+    def tensor(self, suffix: str) -> str:
+        """The full name; a suffix that starts with `_` is glued on without a dot."""
+        return self.name + (suffix if suffix.startswith("_") else f".{suffix}")
 
     def ints(self, suffix: str, count: int) -> list[int] | None:
         """The values of a small I64 or I32 tensor; None when it is absent or of another size."""
@@ -80,24 +71,16 @@ class Module:
         """The first of `names` that is stored."""
         return next((name for name in names if name in self.tensors), None)
 
-    def common(self) -> dict[str, Any]:
-        """The optional companions every kind may have."""
-        return {
-            "bias": self.suffix("bias"),
-            "pre_quant_scale": self.suffix("pre_quant_scale"),
-            "input_scale": self.suffix("input_scale", "input_global_scale", "activation_scale"),
-        }
-
-    def made(self, kind: str, shape: tuple[int, int] | None, **params: Any) -> StoredFormat:
-        """A StoredFormat with the common params added."""
-        return StoredFormat(kind, shape, {**self.common(), **params})
-
     def expect(self, suffix: str, *shapes: tuple[int, ...]) -> None:
-        """Refuse `module.suffix` when its shape is none of `shapes`."""
+        """Refuse `module.suffix` when it has none of `shapes`."""
         info = self.tensors[suffix]
         if info.shape not in shapes:
             wanted = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
             raise self.bad(info.name, f"has shape {list(info.shape)}, {wanted} is expected")
+
+    def one_number(self, suffix: str) -> None:
+        """Refuse `module.suffix` when it is not one number."""
+        self.expect(suffix, (), (1,), (1, 1))
 
     def matrix(self, suffix: str) -> tuple[int, int]:
         """The shape of `module.suffix`, which must have two dimensions."""
@@ -108,8 +91,7 @@ class Module:
 
     def bad(self, key: str, what: str) -> BadModelFile:
         """The error for a damaged module."""
-        file = next(iter(self.tensors.values())).file
-        return bad(file, what, key=key)
+        return bad(next(iter(self.tensors.values())).file, what, key=key)
 
     def unsupported(self, what: str) -> UnsupportedFormat:
         """The refusal of a format by name, with what would work."""
@@ -119,5 +101,10 @@ class Module:
         return error
 
     def setting(self, *names: str) -> Any:
-        """The first of `names` in the quantisation config."""
+        """The first of `names` in the quantization config."""
         return next((self.config[name] for name in names if self.config.get(name) is not None), None)
+
+
+def positive(value: object) -> int | None:
+    """A setting that is a whole number above 0, else None."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

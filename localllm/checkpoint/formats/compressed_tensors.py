@@ -1,0 +1,62 @@
+"""compressed-tensors `pack-quantized`: I32 words along K, `weight_shape` = [N, K]. kind: ct_pack
+
+params: bits, group_size, zero_point: None | "packed" | "plain" (int8 [N, K/g]), g_idx: bool,
+        dense: bool (False: floor(32 / bits) values a word)
+"""
+
+from __future__ import annotations
+
+from .module import StoredFormat, StoredModule, positive
+
+
+def detect(module: StoredModule) -> StoredFormat | None:
+    """`weight_packed` I32."""
+    if module.get("weight_packed") is None:
+        return None
+    if module.dtype("weight_packed") != "I32":
+        dtype = module.dtype("weight_packed")
+        raise module.unsupported(f"weight_packed is stored as {dtype}; I32 and U8 are read")
+    rows, words = module.matrix("weight_packed")
+    scale = module.need("weight_scale", "a packed weight")
+    if module.get("weight_meta") is not None or module.get("meta") is not None:
+        raise module.unsupported("compressed-tensors marlin-24 is not read (removed upstream as well)")
+    bits = _bits(module)
+    stated = module.ints("weight_shape", 2)
+    n, k = stated or [rows, words * 32 // (bits or 4)]
+    if bits is None:
+        bits = max(1, words * 32 // k) if k > 0 else 4
+    if n != rows or k < 1 or bits not in range(1, 9):
+        raise module.bad(
+            f"{module.name}.weight_shape", f"says [{n}, {k}], weight_packed has {rows} rows of {words} words"
+        )
+    dense = words == -(-k * bits // 32)
+    if not dense and words != -(-k // (32 // bits)):
+        what = f"has {words} words a row, {bits} bits and {k} inputs need {-(-k * bits // 32)}"
+        raise module.bad(f"{module.name}.weight_packed", what)
+    groups = scale.shape[-1] if len(scale.shape) == 2 else 1
+    if len(scale.shape) == 0 or scale.shape[0] != n or k % groups:
+        raise module.bad(scale.name, f"has shape {list(scale.shape)}, [{n}, groups that divide {k}] is expected")
+    zero = module.get("weight_zero_point")
+    kind = None if zero is None else ("packed" if zero.dtype == "I32" else "plain")
+    if kind == "packed":
+        module.expect("weight_zero_point", (-(-n * bits // 32), groups), (n * bits // 32, groups))
+    elif kind == "plain":
+        module.expect("weight_zero_point", (n, groups))
+    g_idx = module.get("weight_g_idx")
+    if g_idx is not None:
+        module.expect("weight_g_idx", (k,))
+    params = {"bits": bits, "group_size": k // groups, "zero_point": kind, "g_idx": g_idx is not None, "dense": dense}
+    return StoredFormat("ct_pack", f"w{bits}a16", (n, k), params)
+
+
+def _bits(module: StoredModule) -> int | None:
+    """`num_bits` when all groups of the config agree on it; else the shapes tell."""
+    groups = module.config.get("config_groups")
+    if not isinstance(groups, dict):
+        return None
+    found = set()
+    for group in groups.values():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if isinstance(weights, dict):
+            found.add(positive(weights.get("num_bits")))
+    return found.pop() if len(found) == 1 else None

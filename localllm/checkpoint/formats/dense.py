@@ -1,0 +1,15 @@
+"""Plain numbers. kind: dense"""
+
+from __future__ import annotations
+
+from .module import DENSE, StoredFormat, StoredModule
+
+
+def detect(module: StoredModule) -> StoredFormat | None:
+    """`weight` with two dimensions; a matrix of a type that no format has is refused."""
+    weight = module.get("weight")
+    if weight is None or len(weight.shape) != 2:
+        return None
+    if weight.dtype not in DENSE:
+        raise module.unsupported(f"is a matrix of {weight.dtype}, which is not read")
+    return StoredFormat("dense", DENSE[weight.dtype], (weight.shape[0], weight.shape[1]))

@@ -1,0 +1,51 @@
+"""GPTQ with 2, 3, 4 or 8 bits. kind: gptq
+
+params: bits, group_size, sym: bool | None (None: unknown, look at qzeros), v2: bool, g_idx: bool
+"""
+
+from __future__ import annotations
+
+from .module import StoredFormat, StoredModule, positive
+
+
+def detect(module: StoredModule) -> StoredFormat | None:
+    """`qweight` with g_idx; or with scales as wide as itself, and of another number of rows than AWQ's have."""
+    qweight = module.get("qweight")
+    if qweight is None:
+        return None
+    module.need("scales", "a packed weight")
+    method = str(module.setting("quant_method") or "").lower()
+    if method == "exl2" or qweight.dtype not in ("I32", "I16"):
+        raise module.unsupported(f"qweight is stored as {qweight.dtype}: AWQ and GPTQ use I32 or I16")
+    rows, columns = module.matrix("qweight")
+    groups, width = module.matrix("scales")
+    sure = module.get("g_idx") is not None
+    if qweight.dtype == "I16" or not (sure or (width == columns and groups != rows)):
+        return None
+    label = str(module.setting("checkpoint_format", "format") or "gptq").lower()
+    if label not in ("gptq", "gptq_v2") or module.setting("is_marlin_format"):
+        raise module.unsupported(
+            f"GPTQ in the layout {label if label != 'gptq' else 'marlin'}; gptq and gptq_v2 are read"
+        )
+    g_idx = module.get("g_idx")
+    bits = positive(module.setting("bits", "w_bit"))
+    if g_idx is not None:
+        bits = rows * 32 // g_idx.shape[0] if g_idx.shape[0] else 0
+    bits = bits or 4
+    if bits not in (2, 3, 4, 8) or rows * 32 % bits:
+        raise module.unsupported(f"GPTQ with {bits} bits; 2, 3, 4 and 8 are read")
+    k = rows * 32 // bits
+    if g_idx is not None:
+        module.expect("g_idx", (k,))
+    groups = module.tensors["scales"].shape[0]
+    module.expect("scales", (groups, columns))
+    sym = module.setting("sym")
+    if sym is not True or module.get("qzeros") is not None:
+        module.need("qzeros", "an asymmetric GPTQ weight")
+        module.expect("qzeros", (groups, columns * bits // 32))
+    size = positive(module.setting("group_size"))
+    if size is None or -(-k // size) != groups:
+        size = -(-k // groups)
+    params = {"bits": bits, "group_size": size, "sym": sym if isinstance(sym, bool) else None}
+    params |= {"v2": label == "gptq_v2", "g_idx": g_idx is not None}
+    return StoredFormat("gptq", "gptq", (columns, k), params)

@@ -1,0 +1,17 @@
+"""ModelOpt INT4 AWQ: `weight` U8 [N/2, K] with float scales. kind: modelopt_int4"""
+
+from __future__ import annotations
+
+from .module import StoredFormat, StoredModule
+
+
+def detect(module: StoredModule) -> StoredFormat | None:
+    """Codes U8 packed along N; formats that pack along K are asked before."""
+    if module.dtype("weight") != "U8":
+        return None
+    rows, columns = module.matrix("weight")
+    n, groups = module.matrix("weight_scale")
+    if n != rows * 2 or columns % groups:
+        what = f"has shape {[n, groups]}, [{rows * 2}, groups that divide {columns}] is expected"
+        raise module.bad(module.tensor("weight_scale"), what)
+    return StoredFormat("modelopt_int4", "w4a16", (n, columns))
