@@ -25,8 +25,8 @@ class Delta:
 
     turn: int
     kind: Literal["content", "reasoning", "tool_call"]
+    # of a tool_call: JSON, first {"index", "id", "name", "arguments": ""}, then {"index", "arguments": a piece}
     text: str
-    """of a tool_call: JSON, first {"index", "id", "name", "arguments": ""}, then {"index", "arguments": a piece}"""
     num_tokens: int = 1
 
 
@@ -50,8 +50,7 @@ class Failed:
     hint: str = ""
     fixes: tuple[tuple[str, str], ...] = ()
     why: str = ""
-    context: Mapping[str, Any] = field(default_factory=dict)
-    """the values, for the JSON twin"""
+    context: Mapping[str, Any] = field(default_factory=dict)  # the values, for the JSON twin
 
 
 ChatEvent = LoadProgress | Prefill | Delta | Done | Failed
@@ -65,46 +64,34 @@ class Facts:
     run_summary: str = ""
     device: str = ""
     ctx: int = 0
-    max_ctx: int = 0
-    """the largest window that would fit, up to the model's own; 0 when unknown"""
+    max_ctx: int = 0  # the largest window that would fit, up to the model's own; 0 when unknown
     used_tokens: int = 0
     pages_total: int = 0
     pages_free: int = 0
     pages_cached: int = 0
-    page_size: int = 0
-    """tokens"""
+    page_size: int = 0  # tokens
+    # one byte a page, or every n-th page of a large pool: 0 free, 1 kept by the prefix tree alone, 2 in use
     page_map: bytes = b""
-    """one byte a page, or every n-th page of a large pool: 0 free, 1 kept by the prefix tree alone, 2 in use"""
     weight_bytes: int = 0
     kv_bytes: int = 0
-    kv: str = ""
-    """how keys and values are stored"""
-    plan_parts: tuple[tuple[str, int], ...] = ()
-    """(weights | kv | work | margin, bytes) as planned"""
-    have_bytes: int = 0
-    """what the plan could use"""
-    held_bytes: int = 0
-    """what the process (CPU) or its share of the device (GPU) holds now"""
+    kv: str = ""  # how keys and values are stored
+    plan_parts: tuple[tuple[str, int], ...] = ()  # (weights | kv | work | margin, bytes) as planned
+    have_bytes: int = 0  # what the plan could use
+    held_bytes: int = 0  # what the process (CPU) or its share of the device (GPU) holds now
     num_running: int = 0
     num_waiting: int = 0
     num_steps: int = 0
-    num_prompt_tokens: int = 0
-    """computed since the start, those of the prefix tree not among them"""
+    num_prompt_tokens: int = 0  # computed since the start, those of the prefix tree not among them
     num_output_tokens: int = 0
     num_preemptions: int = 0
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
-    decode_tps: float = 0.0
-    """expected of one sequence at the start of its context"""
-    power_w: float = 0.0
-    """what the card draws now; 0 where it does not say"""
-    url: str = ""
-    """the server that computes, when it is not this process"""
-    pid: int = 0
-    """that server's process, when it is one of ours on this machine"""
+    decode_tps: float = 0.0  # expected of one sequence at the start of its context
+    power_w: float = 0.0  # what the card draws now; 0 where it does not say
+    url: str = ""  # the server that computes, when it is not this process
+    pid: int = 0  # that server's process, when it is one of ours on this machine
     has_chat_template: bool = True
-    times_kernels: bool = False
-    """tile sizes are being timed on the card, in an idle moment"""
+    times_kernels: bool = False  # tile sizes are being timed on the card, in an idle moment
     warnings: tuple[str, ...] = ()
 
 
@@ -123,25 +110,18 @@ class ModelChoice:
     tps: float = 0.0
     basis: str = "estimate"
     note: str = ""
-    ctx: int = 0
-    """the context it would get here"""
+    ctx: int = 0  # the context it would get here
     params: int = 0
-    active_params: int = 0
-    """weights read per token, where fewer than `params`"""
+    active_params: int = 0  # weights read per token, where fewer than `params`
     licence: str = ""
-    chat: bool = True
-    """has a chat template"""
+    chat: bool = True  # has a chat template
     need_bytes: int = 0
     have_bytes: int = 0
-    parts: tuple[tuple[str, int], ...] = ()
-    """the terms of `need_bytes`"""
-    last_used: float = 0.0
-    """seconds since the epoch"""
+    parts: tuple[tuple[str, int], ...] = ()  # the terms of `need_bytes`
+    last_used: float = 0.0  # seconds since the epoch
     path: str = ""
-    quality: str = ""
-    """what its format costs, where that was measured"""
-    quants: tuple[ModelChoice, ...] = ()
-    """the same model in other formats, the smallest first"""
+    quality: str = ""  # what its format costs, where that was measured
+    quants: tuple[ModelChoice, ...] = ()  # the same model in other formats, the smallest first
 
 
 @dataclass(frozen=True, slots=True)

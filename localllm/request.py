@@ -29,39 +29,30 @@ class Constraint:
     """What an answer's content must be. `grammar` compiles it; the answer then cannot be anything else."""
 
     kind: Literal["json_schema", "json_object", "regex", "grammar", "choice"]
+    # a JSON schema; None; a regular expression that matches the whole answer; Lark or GBNF text; a list of texts
     value: Any = None
-    """a JSON schema; None; a regular expression that matches the whole answer; Lark or GBNF text; a list of texts"""
-    lenient: bool = False
-    """a JSON schema's keywords that cannot be enforced are left out instead of refused"""
-    param: str = "response_format"
-    """the field of the request it came from, for errors"""
+    lenient: bool = False  # a JSON schema's keywords that cannot be enforced are left out instead of refused
+    param: str = "response_format"  # the field of the request it came from, for errors
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
     """Which tools the model may call, and how."""
 
+    # in the OpenAI shape: {"type": "function", "function": {"name", "description", "parameters"}}
     tools: tuple[Mapping[str, Any], ...]
-    """in the OpenAI shape: {"type": "function", "function": {"name", "description", "parameters"}}"""
-    choice: str = "auto"
-    """auto | none | required: the model decides, calls none, calls at least one of them"""
-    only: tuple[str, ...] = ()
-    """names that may be called; empty: all"""
-    parallel: bool = True
-    """several calls in one answer"""
+    choice: str = "auto"  # auto | none | required: the model decides, calls none, calls at least one of them
+    only: tuple[str, ...] = ()  # names that may be called; empty: all
+    parallel: bool = True  # several calls in one answer
 
 
 class FinishReason(StrEnum):
     """Why a sequence ended. Every accepted request ends in exactly one of these."""
 
-    STOP = "stop"
-    """an end-of-turn token, a stop string or a stop token id"""
-    LENGTH = "length"
-    """max_tokens or the context window was reached"""
-    ABORT = "abort"
-    """the caller stopped it"""
-    ERROR = "error"
-    """it failed; the event carries the error"""
+    STOP = "stop"  # an end-of-turn token, a stop string or a stop token id
+    LENGTH = "length"  # max_tokens or the context window was reached
+    ABORT = "abort"  # the caller stopped it
+    ERROR = "error"  # it failed; the event carries the error
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +78,7 @@ class Range:
 
 MAX_INT32 = 2**31 - 1
 MAX_STOPS, MAX_STOP_CHARS, MAX_BIASES = 16, 256, 1024
+# What `SamplingParams` checks, and what settings, schemas and options take their limits and their words from.
 RANGES = {
     "temperature": Range(0, 100, "0 is greedy"),
     "top_k": Range(-1, MAX_INT32, "0 or -1 is off", whole=True),
@@ -108,7 +100,6 @@ RANGES = {
     "logprobs": Range(0, 20, "the chosen token and the k most likely; raw, before penalties", whole=True),
     "prompt_logprobs": Range(0, 20, "the same for every prompt token; the prefix cache is not read", whole=True),
 }
-"""What `SamplingParams` checks, and what settings, schemas and options take their limits and their words from."""
 _BIAS = Range(-100, 100, "added to the logit of a token")
 
 
@@ -212,8 +203,7 @@ class Timing:
     total_s: float = 0.0
     prefill_tps: float = 0.0
     decode_tps: float = 0.0
-    num_preemptions: int = 0
-    """how often it was put back to make room"""
+    num_preemptions: int = 0  # how often it was put back to make room
 
 
 class StopCheck(Protocol):
@@ -288,12 +278,10 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     use_prefix_cache: bool = True
-    score: bool = False
-    """publish the float32 log-probabilities of every prompt row, generate nothing"""
+    score: bool = False  # publish the float32 log-probabilities of every prompt row, generate nothing
+    # publish the mean, or the last, of the prompt's normed hidden states, generate nothing
     pooling: Literal["", "mean", "last"] = ""
-    """publish the mean, or the last, of the prompt's normed hidden states, generate nothing"""
-    score_chunk: int = 256
-    """rows per published piece when `score`"""
+    score_chunk: int = 256  # rows per published piece when `score`
 
     @property
     def only_reads(self) -> bool:
@@ -322,22 +310,16 @@ class TokenEvent:
     """What the engine publishes, once per step and sequence. The last one of a sequence has a `finish_reason`."""
 
     request_id: str
-    index: int = 0
-    """which of the n answers"""
+    index: int = 0  # which of the n answers
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    """the token id or string that stopped it"""
-    text: str | None = None
-    """what the request's stop check made of the ids; None: nobody has decoded them"""
+    stop_reason: int | str | None = None  # the token id or string that stopped it
+    text: str | None = None  # what the request's stop check made of the ids; None: nobody has decoded them
     prompt_logprobs: list[TokenLogprob | None] | None = None
-    scores: Any = None
-    """numpy float32 [rows, vocab], only for `score` requests"""
-    pooled: Any = None
-    """numpy float32 [hidden], only for `pooling` requests"""
-    prefill: tuple[int, int] | None = None
-    """(prompt tokens done, of how many)"""
+    scores: Any = None  # numpy float32 [rows, vocab], only for `score` requests
+    pooled: Any = None  # numpy float32 [hidden], only for `pooling` requests
+    prefill: tuple[int, int] | None = None  # (prompt tokens done, of how many)
     usage: Usage | None = None
     timing: Timing | None = None
     error: Exception | None = None
@@ -349,11 +331,9 @@ class LoadProgress:
 
     name: str
     done: int = 0
-    total: int = 0
-    """0 when unknown"""
+    total: int = 0  # 0 when unknown
     detail: str = ""
-    rate: float = 0.0
-    """per second, in the unit of done"""
+    rate: float = 0.0  # per second, in the unit of done
     eta_s: float | None = None
     file: str = ""
 

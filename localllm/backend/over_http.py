@@ -25,8 +25,7 @@ from localllm.request import FinishReason, LoadProgress, Message, SamplingParams
 log = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
-LOOK_S = 0.5
-"""between two looks at the server's numbers, while somebody asks for them"""
+LOOK_S = 0.5  # between two looks at the server's numbers, while somebody asks for them
 _SAMPLE = re.compile(r"^([a-zA-Z_:]+)(?:\{([^}]*)\})? ([0-9.eE+-]+)$", re.MULTILINE)
 _CODES = {"context_length_exceeded": "E901", "model_not_found": "E301", "invalid_api_key": "E401"}
 
@@ -51,8 +50,7 @@ class RemoteBackend:
         self._stop = list(stop)
         self._events: deque[ChatEvent] = deque()
         self._lock = threading.Lock()
-        self._turns: dict[int, Any] = {}
-        """running turns -> their socket, once there is one"""
+        self._turns: dict[int, Any] = {}  # running turns -> their socket, once there is one
         self._stopped: set[int] = set()
         self._next_turn = 0
         self._model = ""

@@ -43,6 +43,7 @@ HOSTILE = (
     + "\u0301" * 500
     + " end"
 )
+# Prose, a list of thirty and sixty lines of code: what the interface's cost is measured with.
 MIXED = (
     "".join(
         f"Paragraph {n} says something about **kernels**, `tiles` and memory, long enough to take a few lines of a "
@@ -54,7 +55,6 @@ MIXED = (
     + "".join(f"value_{n} = compute({n}, scale={n * 0.5})  # step {n}\n" for n in range(60))
     + "```\n\n"
 )
-"""Prose, a list of thirty and sixty lines of code: what the interface's cost is measured with."""
 
 
 def script(prompt: str) -> Iterator[Piece]:

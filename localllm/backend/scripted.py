@@ -31,8 +31,7 @@ from localllm.errors import (
 from localllm.interface import ChatEvent, Check, Delta, Done, Facts, Failed, ModelChoice, Prefill
 from localllm.request import Constraint, LoadProgress, Message, SamplingParams, Timing, Usage
 
-PAGE = 16
-"""tokens of a page"""
+PAGE = 16  # tokens of a page
 _GIB = 1 << 30
 _LOAD = ("import", "weights", "kv", "warmup")
 
@@ -76,23 +75,20 @@ class FakeBackend:
         default_params: Callable[[], SamplingParams] = SamplingParams,
         constraint: Constraint | None = None,
     ) -> None:
+        # what answers were to be, for tests: those written down beforehand are what they are
         self.constraint = constraint
-        """what answers were to be, for tests: those written down beforehand are what they are"""
         self.tps = _setting("tps", 200.0) if tps is None else tps
         self.load_s = _setting("load", 0.02) if load_s is None else load_s
         self._default_params = default_params
         self.ctx = ctx
         self.model = ""
-        self.answers: list[str] = []
-        """answers given next, before any rule applies: set by tests"""
-        self.sent: list[tuple[list[Message], SamplingParams | None]] = []
-        """what was asked, for tests"""
+        self.answers: list[str] = []  # answers given next, before any rule applies: set by tests
+        self.sent: list[tuple[list[Message], SamplingParams | None]] = []  # what was asked, for tests
         self.templates: list[dict[str, Any]] = []
         self.started: list[tuple[str, dict[str, Any]]] = []
         self.kv, self.device = "bf16", "cpu"
         self.times_kernels = False
-        self.emitted: dict[int, str] = {}
-        """text of every turn, as the engine sees it"""
+        self.emitted: dict[int, str] = {}  # text of every turn, as the engine sees it
         self.stopped_at: dict[int, float] = {}
         self._events: deque[ChatEvent] = deque()
         self._queue: deque[tuple[int, list[Message], SamplingParams | None]] = deque()

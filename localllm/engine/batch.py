@@ -22,10 +22,8 @@ class Decoding(NamedTuple):
 
     layout: struct.Struct
     memory: bytearray
-    rows: tuple[torch.Tensor, ...]
-    """int64 [sequences] each: token ids, positions, slots of every cache group"""
-    lens: torch.Tensor
-    """int32 [sequences]"""
+    rows: tuple[torch.Tensor, ...]  # int64 [sequences] each: token ids, positions, slots of every cache group
+    lens: torch.Tensor  # int32 [sequences]
 
     @classmethod
     def of(cls, num_rows: int, count: int) -> Decoding:
@@ -49,12 +47,12 @@ class BatchBuilder:
         self.num_groups = num_groups
         self.page_size = page_size
         self.device = device
+        # whose block tables, in which version; one tensor per cache group
         self._tables: tuple[list[tuple[int, int]], list[torch.Tensor]] = ([], [])
-        """whose block tables, in which version; one tensor per cache group"""
+        # by number of sequences that decode: `cu_query_lens` and `logits_indices`, which nobody writes to
         self._counts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """by number of sequences that decode: `cu_query_lens` and `logits_indices`, which nobody writes to"""
+        # the same, on the CPU, where a step is over before the next one is built
         self._decoding: dict[int, Decoding] = {}
-        """the same, on the CPU, where a step is over before the next one is built"""
 
     def build(self, step: Step) -> ForwardBatch:
         """Rows of logits come in the order of `step.scheduled`: all of a chunk, or its last token if it ends there."""

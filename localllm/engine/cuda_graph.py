@@ -23,11 +23,9 @@ from .scheduler import Step
 
 log = logging.getLogger(__name__)
 
-WARM_RUNS = 2
-"""eager runs before a capture: kernels compile, libraries take their workspaces"""
+WARM_RUNS = 2  # eager runs before a capture: kernels compile, libraries take their workspaces
 Run = Callable[[], tuple[Tensor, ...]]
-Captured = tuple[tuple[Tensor, ...], Callable[[], None]]
-"""(outputs, replay)"""
+Captured = tuple[tuple[Tensor, ...], Callable[[], None]]  # (outputs, replay)
 
 
 class GraphModel(Protocol):
@@ -113,8 +111,7 @@ class DecodeGraphs:
         self._sizes = sizes
         self._capture = capture
         self._buckets: list[Bucket] = []
-        self.failure = ""
-        """why a bucket was not captured; it and larger ones run eagerly"""
+        self.failure = ""  # why a bucket was not captured; it and larger ones run eagerly
 
     def capture_sampler(self, sampler: CapturableSampler) -> None:
         """Capture sampling from every bucket's logits; where that fails it is launched, and `failure` says so."""

@@ -17,8 +17,7 @@ from localllm.models.inputs import AttentionInputs, ForwardBatch
 from .sampled_tokens import SampledTokens
 from .scheduler import Scheduled
 
-TOKEN, POSITION, LENGTH, SLOTS = 0, 1, 2, 3
-"""rows of the small buffer; one row of slots per cache group"""
+TOKEN, POSITION, LENGTH, SLOTS = 0, 1, 2, 3  # rows of the small buffer; one row of slots per cache group
 
 
 class DecodeInputs:
@@ -41,8 +40,8 @@ class DecodeInputs:
         self._starts = torch.arange(most + 1, dtype=torch.int32, device=self.device)
         self._rows = torch.arange(most, dtype=torch.int64, device=self.device)
         self._tables = [torch.full((most, width), -1, dtype=torch.int32, device=self.device) for _ in self.scratch]
+        # per row: whose block table lies there, and in which version; None: the scratch page
         self._held: list[tuple[int, int] | None] = [(0, 0)] * most
-        """per row: whose block table lies there, and in which version; None: the scratch page"""
         self._idle = np.zeros((SLOTS + len(self.scratch), most), dtype=np.int64)
         self._idle.view(np.int32)[LENGTH, :most] = 1
         for group, page in enumerate(self.scratch):

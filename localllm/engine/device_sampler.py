@@ -40,8 +40,7 @@ from .sequence import Sequence
 
 SampleOp = Callable[[Tensor, SamplingInputs, bool], Sampled]
 IDLE_NUMBERS = (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)
-IDLE_INTEGERS = (0, 0, 0, -1, 0, -1)
-"""of a row that nobody waits for: greedy, nothing counted"""
+IDLE_INTEGERS = (0, 0, 0, -1, 0, -1)  # of a row that nobody waits for: greedy, nothing counted
 
 
 def has_device_form(sequence: Sequence) -> bool:
@@ -78,8 +77,8 @@ class DeviceSampler:
         self.inputs = SamplingInputs.empty(most, most, vocab_size, device)
         self._numbers = np.array([IDLE_NUMBERS] * most, dtype=np.float32)
         self._integers = np.array([IDLE_INTEGERS] * most, dtype=np.int64)
+        # per row of the history: the sequence counted there, and how many tokens it will have
         self._slots: list[tuple[int, int]] = [(0, 0)] * most
-        """per row of the history: the sequence counted there, and how many tokens it will have"""
         self._graphs: dict[tuple[int, bool], _Captured] = {}
 
     def capture(

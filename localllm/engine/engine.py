@@ -39,8 +39,7 @@ IDLE_GRACE_S = 0.5  # without work before an idle job begins
 IDLE_S = 0.002  # between looks whether a paused request may go on
 
 
-IdleJob = Callable[[Callable[[], bool]], bool]
-"""(has it to stop?) -> is it finished?"""
+IdleJob = Callable[[Callable[[], bool]], bool]  # (has it to stop?) -> is it finished?
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,7 @@ class StepTokens:
 
     def __init__(self) -> None:
         self._counts = [0] * (len(STEP_TOKENS) + 1)
-        self.total = 0
-        """tokens of all steps"""
+        self.total = 0  # tokens of all steps
 
     def observe(self, count: int) -> None:
         """One step."""
@@ -39,24 +38,18 @@ class EngineStats:
 
     num_running: int = 0
     num_waiting: int = 0
-    pages_total: int = 0
-    """of the first cache group"""
-    pages_free: int = 0
-    """held by nobody"""
-    pages_cached: int = 0
-    """held by the prefix tree alone: free on demand"""
+    pages_total: int = 0  # of the first cache group
+    pages_free: int = 0  # held by nobody
+    pages_cached: int = 0  # held by the prefix tree alone: free on demand
     num_steps: int = 0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_preemptions: int = 0
-    num_ahead: int = 0
-    """steps launched before the tokens of the one before were on the host"""
-    num_relieved: int = 0
-    """steps that ran out of memory and were tried again smaller"""
+    num_ahead: int = 0  # steps launched before the tokens of the one before were on the host
+    num_relieved: int = 0  # steps that ran out of memory and were tried again smaller
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
-    used_tokens: int = 0
-    """K/V tokens of running sequences"""
+    used_tokens: int = 0  # K/V tokens of running sequences
     step_tokens: StepTokens = field(default_factory=StepTokens)
     longest_step_s: float = 0.0
 

@@ -21,8 +21,7 @@ class GroupPages:
     """What the scheduler must know of a cache group."""
 
     num_pages: int
-    window: int | None = None
-    """tokens a query looks back, itself included; None for full attention"""
+    window: int | None = None  # tokens a query looks back, itself included; None for full attention
 
 
 @dataclass(frozen=True, slots=True)

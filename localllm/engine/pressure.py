@@ -16,10 +16,8 @@ from .scheduler import Scheduler, Step
 
 log = logging.getLogger(__name__)
 
-MIN_CHUNK = 16
-"""prompt tokens per step below which nothing is won any more"""
-GOOD_STEPS = 512
-"""steps without trouble before the limits are doubled again"""
+MIN_CHUNK = 16  # prompt tokens per step below which nothing is won any more
+GOOD_STEPS = 512  # steps without trouble before the limits are doubled again
 
 
 class Pressure:
@@ -29,8 +27,7 @@ class Pressure:
         self._scheduler = scheduler
         self._full = scheduler.limits
         self._good = 0
-        self.num_relieved = 0
-        """steps that ran out of memory and were tried again smaller"""
+        self.num_relieved = 0  # steps that ran out of memory and were tried again smaller
 
     @property
     def note(self) -> str:

@@ -17,8 +17,8 @@ from itertools import count
 from .invariant import InvariantViolated
 from .page_pool import PagePool
 
+# nodes evicted at least, once eviction starts: it scans the tree, so it should not run for every single page
 EVICT_BATCH = 16
-"""nodes evicted at least, once eviction starts: it scans the tree, so it should not run for every single page"""
 
 
 class Pins(dict[tuple[int, ...], "Pins"]):
@@ -36,8 +36,7 @@ class Node:
         self.pages = pages
         self.children: dict[tuple[int, ...], Node] = {}
         self.last_used = 0
-        self.pins: Pins | None = None
-        """what is pinned below; None for a node that is not on a pinned path"""
+        self.pins: Pins | None = None  # what is pinned below; None for a node that is not on a pinned path
 
     @property
     def rank(self) -> tuple[bool, int]:
@@ -61,8 +60,7 @@ class RadixCache:
         self._clock = 0
         self.num_nodes = 0
         self.num_query_tokens = 0
-        self.num_hit_tokens = 0
-        """counted by the scheduler, once per admitted request"""
+        self.num_hit_tokens = 0  # counted by the scheduler, once per admitted request
 
     def root(self, salt: str) -> Node:
         """The root for a salt, made when first asked for."""

@@ -11,8 +11,7 @@ from localllm.request import Request, TokenEvent
 
 Listener = Callable[[TokenEvent], None]
 
-GATHER_S = 0.05
-"""between two looks of a reader who waits for the end"""
+GATHER_S = 0.05  # between two looks of a reader who waits for the end
 
 
 class RequestStream:
@@ -29,8 +28,7 @@ class RequestStream:
         self._events: SimpleQueue[TokenEvent] = SimpleQueue()
         self._ended = threading.Event()
         self.submit_time = time.monotonic()
-        self.num_unread_pieces = 0
-        """pieces of scores that wait for the reader"""
+        self.num_unread_pieces = 0  # pieces of scores that wait for the reader
         self._open = 1 if request.only_reads else request.params.n
         self._unread = self._open
 

@@ -20,8 +20,7 @@ from .sampler import is_plain_greedy, sample_batch
 from .scheduler import Step
 from .sequence import Sequence
 
-LOGIT_BYTES = 64 << 20
-"""most float32 logits held at once when many rows are wanted: 64 rows of a 262k vocabulary"""
+LOGIT_BYTES = 64 << 20  # most float32 logits held at once when many rows are wanted: 64 rows of a 262k vocabulary
 
 
 class ForwardModel(Protocol):

@@ -14,8 +14,8 @@ from localllm.request import TokenLogprob
 from .scheduler import Scheduled
 from .sequence import Sequence
 
+# a row's token with its log-probabilities, or what that row alone raised
 RowResult = tuple[int, TokenLogprob | None] | Exception
-"""a row's token with its log-probabilities, or what that row alone raised"""
 
 
 class SampledTokens:

@@ -20,14 +20,11 @@ from localllm.request import SamplingParams, TokenLogprob
 from .sampled_tokens import RowResult, SampledTokens, ToHost
 from .sequence import Sequence
 
+# candidates sorted first when only top-p bounds them: sorting 262k logits takes 20 ms on two cores, topk 2 ms
 FIRST_CUT = 1024
-"""candidates sorted first when only top-p bounds them: sorting 262k logits takes 20 ms on two cores, topk 2 ms"""
-DRY_WINDOW = 2048
-"""tokens DRY looks back"""
-DRY_EXPONENT = 80.0
-"""natural logarithm of the largest penalty: float32 ends at e^88"""
-COLDEST = 1e-5
-"""temperatures below count as greedy: a logit divided by less overflows float32"""
+DRY_WINDOW = 2048  # tokens DRY looks back
+DRY_EXPONENT = 80.0  # natural logarithm of the largest penalty: float32 ends at e^88
+COLDEST = 1e-5  # temperatures below count as greedy: a logit divided by less overflows float32
 _MASK = (1 << 64) - 1
 
 

@@ -14,22 +14,18 @@ from .invariant import InvariantViolated
 from .pages import PageCopy, Pages
 from .sequence import Sequence, SequenceState
 
+# tokens of a decoding sequence in one step: the one sampled last, and those that a grammar forced after it
 MAX_DECODE_TOKENS = 64
-"""tokens of a decoding sequence in one step: the one sampled last, and those that a grammar forced after it"""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
     """Budgets of one step."""
 
-    max_parallel: int = 4
-    """sequences running at once"""
-    prefill_budget: int = 512
-    """prompt tokens per step, over all sequences"""
-    score_rows: int = 256
-    """tokens per step of a sequence whose every row's logits are wanted"""
-    preempt_every: int = 0
-    """tests: preempt the latest sequence every so many steps; 0 is never"""
+    max_parallel: int = 4  # sequences running at once
+    prefill_budget: int = 512  # prompt tokens per step, over all sequences
+    score_rows: int = 256  # tokens per step of a sequence whose every row's logits are wanted
+    preempt_every: int = 0  # tests: preempt the latest sequence every so many steps; 0 is never
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +35,7 @@ class Scheduled:
     sequence: Sequence
     start: int
     num_tokens: int
-    is_ahead: bool = False
-    """its one token is still being sampled by the step before"""
+    is_ahead: bool = False  # its one token is still being sampled by the step before
 
     @property
     def is_last_chunk(self) -> bool:
@@ -54,8 +49,8 @@ class Step:
 
     scheduled: list[Scheduled] = field(default_factory=list)
     copies: list[PageCopy] = field(default_factory=list)
+    # alone and still without a page: the engine ends them with "length"
     out_of_pages: list[Sequence] = field(default_factory=list)
-    """alone and still without a page: the engine ends them with "length" """
 
 
 class Scheduler:
@@ -69,8 +64,8 @@ class Scheduler:
         self.num_preemptions = 0
         self._arrivals = 0
         self._steps = 0
+        # the waiting sequence that found no room, and the pages there were
         self._refused: tuple[Sequence, list[int]] | None = None
-        """the waiting sequence that found no room, and the pages there were"""
 
     @property
     def has_work(self) -> bool:

@@ -30,53 +30,39 @@ class Sequence:
     def __init__(self, request: Request, index: int, num_groups: int, seed: int, max_tokens: int) -> None:
         self.request = request
         self.index = index
-        self.seed = seed
-        """of this child: the request's seed + index"""
-        self.max_tokens = max_tokens
-        """after clamping to the context"""
+        self.seed = seed  # of this child: the request's seed + index
+        self.max_tokens = max_tokens  # after clamping to the context
         self.token_ids: list[int] = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
-        self.num_cached_tokens = 0
-        """prompt tokens taken from the prefix tree at first admission"""
+        self.num_cached_tokens = 0  # prompt tokens taken from the prefix tree at first admission
         self.state = SequenceState.WAITING
-        self.number = next(_numbers)
-        """unique in this process"""
+        self.number = next(_numbers)  # unique in this process
+        # per group; -1 where a page fell out of the window
         self.block_tables: list[list[int]] = [[] for _ in range(num_groups)]
-        """per group; -1 where a page fell out of the window"""
-        self.table_version = 0
-        """counts the changes of `block_tables`"""
-        self.first_kept: list[int] = [0] * num_groups
-        """per group: pages before this index were given back"""
-        self.node: Node | None = None
-        """the tree node of the last full page known to the tree"""
-        self.num_tree_pages = 0
-        """full pages known to the tree"""
+        self.table_version = 0  # counts the changes of `block_tables`
+        self.first_kept: list[int] = [0] * num_groups  # per group: pages before this index were given back
+        self.node: Node | None = None  # the tree node of the last full page known to the tree
+        self.num_tree_pages = 0  # full pages known to the tree
         self.stop_check: StopCheck | None = request.stop_check
         self.token_mask: TokenMask | None = request.token_mask
+        # for the token sampled next: int32 [ceil(vocab / 32)], None when all are allowed, or what the mask raised
         self.mask_row: Any = None
-        """for the token sampled next: int32 [ceil(vocab / 32)], None when all are allowed, or what the mask raised"""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.output_counts: Counter[int] = Counter()
         self.prompt_logprobs: list[TokenLogprob | None] = []
-        self.num_rows_done = 0
-        """prompt rows that were taken (log-probabilities, pooling), kept through preemption"""
-        self.pooled: Any = None
-        """float32 [hidden]: the sum of the rows taken, or the last of them"""
+        self.num_rows_done = 0  # prompt rows that were taken (log-probabilities, pooling), kept through preemption
+        self.pooled: Any = None  # float32 [hidden]: the sum of the rows taken, or the last of them
         self.num_preemptions = 0
-        self.is_paused = False
-        """its reader is behind: scheduled again when it caught up"""
+        self.is_paused = False  # its reader is behind: scheduled again when it caught up
         self._seen: set[int] | None = None
         self._seen_order: array[int] = array("q")
-        self.pending_forks = 0
-        """children to split off when the prompt is computed"""
-        self.order = 0
-        """arrival number, kept through preemption"""
+        self.pending_forks = 0  # children to split off when the prompt is computed
+        self.order = 0  # arrival number, kept through preemption
         self.submit_time = time.monotonic()
         self.start_time = 0.0
-        self.prefill_time = 0.0
-        """when the prompt was computed"""
+        self.prefill_time = 0.0  # when the prompt was computed
         self.first_token_time = 0.0
         self.last_token_time = 0.0
 

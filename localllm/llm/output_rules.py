@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_TAIL_TOKENS = 16
-"""of the prompt, in which an opening tag of reasoning is looked for"""
+_TAIL_TOKENS = 16  # of the prompt, in which an opening tag of reasoning is looked for
 _FINAL = "<|channel|>final<|message|>"
 
 

@@ -29,8 +29,7 @@ class _Needle:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.matched = 0
-        """characters of the stop string with which the text ends now, always less than its length"""
+        self.matched = 0  # characters of the stop string with which the text ends now, always less than its length
         self._falls = [0] * (len(text) + 1)
         fall = 0
         for at in range(1, len(text)):
@@ -103,10 +102,8 @@ class IncrementalDetokenizer:
         self._min_tokens, self._include_stop = min_tokens, include_stop
         self._num_tokens = self._num_chars = self._num_shown = 0
         self._waiting = ""
-        self._end: int | None = None
-        """how many characters of the whole text stay, once a stop string has ended it"""
-        self.stop_text: str | None = None
-        """the stop string that was found"""
+        self._end: int | None = None  # how many characters of the whole text stay, once a stop string has ended it
+        self.stop_text: str | None = None  # the stop string that was found
 
     def fork(self) -> IncrementalDetokenizer:
         """A fresh one with the same settings."""
