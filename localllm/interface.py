@@ -146,7 +146,6 @@ class ChatBackend(Protocol):
 
         A second start replaces the first model. `changes` are settings that differ from now on: ctx, kv.
         """
-        ...
 
     def send(
         self,
@@ -159,39 +158,26 @@ class ChatBackend(Protocol):
         When the last message is the assistant's, it is continued. `template` goes to the chat template:
         enable_thinking, reasoning_effort.
         """
-        ...
 
     def stop(self, turn: int) -> None:
         """End a turn early; its `Done` has stop "abort"."""
-        ...
 
     def rest(self) -> None:
         """Leave off what is done in idle moments (`Facts.times_kernels`)."""
-        ...
 
-    def events(self) -> deque[ChatEvent]:
-        """The queue to drain."""
-        ...
+    def events(self) -> deque[ChatEvent]: ...
 
-    def facts(self) -> Facts:
-        """What is running."""
-        ...
+    def facts(self) -> Facts: ...
 
     def count_tokens(self, text: str) -> int:
         """Tokens of a text; an estimate (a quarter of its characters) while no model is there. May take a while."""
-        ...
 
     def choices(self, ctx: int | None = None) -> list[ModelChoice]:
         """Rows of the model picker: what is here, then what could be fetched. May take a second.
 
         ctx   the window to judge them by; None leaves it to the plan
         """
-        ...
 
-    def checks(self) -> list[Check]:
-        """Doctor's quick checks."""
-        ...
+    def checks(self) -> list[Check]: ...
 
-    def close(self) -> None:
-        """Free everything."""
-        ...
+    def close(self) -> None: ...

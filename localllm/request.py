@@ -210,21 +210,16 @@ class StopCheck(Protocol):
     """Made by `tokenizer`, called by the engine in `commit`: decodes an answer's ids and finds its stop strings."""
 
     @property
-    def stop_text(self) -> str | None:
-        """The stop string that ended the text."""
-        ...
+    def stop_text(self) -> str | None: ...
 
     def accept(self, token_id: int) -> bool:
         """Take one id. Whether a stop string has ended the text."""
-        ...
 
     def take(self, last: bool = False) -> str:
         """The text since the last call that will not be taken back; with `last` all that is left."""
-        ...
 
     def fork(self) -> StopCheck:
         """A fresh one with the same settings, for another child of the same request."""
-        ...
 
 
 class TokenMask(Protocol):
@@ -235,11 +230,9 @@ class TokenMask(Protocol):
 
         False: all ids are allowed, the row was left alone. Raises ConstraintUnmet when none is, or at a limit.
         """
-        ...
 
     def accept(self, token_id: int) -> None:
         """Advance past one id. Raises ConstraintUnmet for one that was not allowed."""
-        ...
 
     def jump_forward(self, last: int | None = None) -> list[int]:
         """Ids that must come next, in the spelling that the tokenizer would choose; none where there is a choice.
@@ -249,20 +242,16 @@ class TokenMask(Protocol):
 
         Nothing is accepted or taken back. An engine that gives logits for every token may ignore them.
         """
-        ...
 
     @property
     def is_done(self) -> bool:
         """Nothing but the end may follow: the sequence ends here, also where end tokens are ignored."""
-        ...
 
     def fork(self) -> TokenMask:
         """One in the same state that goes its own way, for another child of the same request."""
-        ...
 
     def rollback(self, count: int) -> None:
         """Take the last `count` accepted ids back (at most 64): drafts that were refused."""
-        ...
 
 
 @dataclass(slots=True)
@@ -285,7 +274,6 @@ class Request:
 
     @property
     def only_reads(self) -> bool:
-        """Whether the prompt is read and nothing is generated."""
         return self.score or self.pooling != ""
 
     def check(self, vocab_size: int, max_context: int) -> None:

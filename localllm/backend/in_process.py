@@ -99,7 +99,6 @@ class InProcessBackend:
         params: SamplingParams | None = None,
         template: Mapping[str, Any] | None = None,
     ) -> int:
-        """Queue a turn."""
         with self._lock:
             turn = self._next_turn
             self._next_turn += 1
@@ -112,7 +111,6 @@ class InProcessBackend:
         return turn
 
     def stop(self, turn: int) -> None:
-        """End a turn, queued or running."""
         with self._lock:
             if turn not in self._running:
                 return
@@ -129,7 +127,6 @@ class InProcessBackend:
                 llm.stop_tuning()
 
     def events(self) -> deque[ChatEvent]:
-        """The queue to drain."""
         return self._events
 
     def facts(self) -> Facts:
@@ -172,7 +169,6 @@ class InProcessBackend:
         return len(llm.tokenizer.encode(text)) if llm is not None else -(-len(text) // 4)
 
     def choices(self, ctx: int | None = None) -> list[ModelChoice]:
-        """The models on this machine, then those of the catalogue."""
         from localllm.plan.choices import model_choices
         from localllm.plan.planner import PlanOptions
 
@@ -180,13 +176,11 @@ class InProcessBackend:
         return model_choices(ctx, PlanOptions(**{name: self._options[name] for name in known if name in self._options}))
 
     def checks(self) -> list[Check]:
-        """Doctor's quick checks."""
         from localllm.doctor import run_checks
 
         return run_checks()
 
     def close(self) -> None:
-        """End everything and free the model."""
         self._end_thread()
 
     def _end_thread(self) -> None:

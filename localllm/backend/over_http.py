@@ -94,7 +94,6 @@ class RemoteBackend:
         """The server's affair."""
 
     def events(self) -> deque[ChatEvent]:
-        """The queue to drain."""
         return self._events
 
     def facts(self) -> Facts:
@@ -116,15 +115,12 @@ class RemoteBackend:
             return -(-len(text) // 4)
 
     def choices(self, ctx: int | None = None) -> list[ModelChoice]:
-        """What the server offers."""
         return list(self._models)
 
     def checks(self) -> list[Check]:
-        """One line about the server."""
         return [Check("server.running", "software", "ok" if self._facts.model else "fail", f"attached to {self.url}")]
 
     def close(self) -> None:
-        """Hang up on everything."""
         self._closed = True
         for turn in list(self._turns):
             self.stop(turn)

@@ -118,7 +118,6 @@ class FakeBackend:
         params: SamplingParams | None = None,
         template: Mapping[str, Any] | None = None,
     ) -> int:
-        """Queue a turn."""
         with self._wake:
             turn = self._next_turn
             self._next_turn += 1
@@ -129,16 +128,13 @@ class FakeBackend:
         return turn
 
     def stop(self, turn: int) -> None:
-        """End a turn at the next token."""
         self._stopped.add(turn)
         self.stopped_at[turn] = time.monotonic()
 
     def rest(self) -> None:
-        """Leave off the timing of kernels that a test began."""
         self.times_kernels = False
 
     def events(self) -> deque[ChatEvent]:
-        """The queue to drain."""
         return self._events
 
     def facts(self) -> Facts:
@@ -175,7 +171,6 @@ class FakeBackend:
         )
 
     def count_tokens(self, text: str) -> int:
-        """Words."""
         return len(text.split())
 
     def choices(self, ctx: int | None = None) -> list[ModelChoice]:
@@ -214,7 +209,6 @@ class FakeBackend:
         ]  # fmt: skip
 
     def checks(self) -> list[Check]:
-        """A machine without a GPU."""
         return [
             Check("gpu.present", "hardware", "skip", "CPU only: no NVIDIA driver found"),
             Check("cpu", "hardware", "ok", "a scripted engine, 2 cores"),
@@ -222,7 +216,6 @@ class FakeBackend:
         ]
 
     def close(self) -> None:
-        """End the thread."""
         self._end_thread()
 
     def _end_thread(self) -> None:

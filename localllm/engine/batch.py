@@ -27,7 +27,6 @@ class Decoding(NamedTuple):
 
     @classmethod
     def of(cls, num_rows: int, count: int) -> Decoding:
-        """For `count` sequences."""
         layout = struct.Struct(f"={num_rows * count}q{count}i")
         memory = bytearray(layout.size)
         rows = torch.frombuffer(memory, dtype=torch.int64, count=num_rows * count).view(num_rows, count)

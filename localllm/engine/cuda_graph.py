@@ -33,11 +33,9 @@ class GraphModel(Protocol):
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """-> hidden [num_tokens, hidden]"""
-        ...
 
     def logits(self, hidden: Tensor) -> Tensor:
         """-> float32 [num_rows, vocab]"""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,6 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Run) -> Captured:
-        """Raises what the capture raises."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -74,9 +71,7 @@ class CudaCapture:
 class CapturableSampler(Protocol):
     """What samples from the logits of a bucket."""
 
-    def capture(self, buckets: tuple[Bucket, ...], capture: Callable[[Run], Captured]) -> None:
-        """Capture it for every bucket."""
-        ...
+    def capture(self, buckets: tuple[Bucket, ...], capture: Callable[[Run], Captured]) -> None: ...
 
 
 def rerun(run: Run) -> Captured:
@@ -128,7 +123,6 @@ class DecodeGraphs:
 
     @property
     def captured(self) -> tuple[int, ...]:
-        """Sizes of the buckets that are replayed."""
         return tuple(bucket.size for bucket in self._buckets)
 
     @torch.inference_mode()

@@ -50,7 +50,6 @@ class DecodeInputs:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device."""
         return sum(t.nbytes for t in (self._small, self._starts, self._rows, *self._tables))
 
     def load(self, parts: Many[Scheduled], before: SampledTokens | None = None) -> None:

@@ -97,7 +97,6 @@ class Engine:
     # --- called from any thread --------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the thread that owns the model."""
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self._thread.start()
 
@@ -179,7 +178,6 @@ class Engine:
 
     @property
     def pressure(self) -> Pressure:
-        """What was made smaller because memory ran out."""
         return self.stepper.pressure
 
     @property
@@ -190,7 +188,6 @@ class Engine:
 
     @property
     def is_dead(self) -> bool:
-        """Whether an error outside any request stopped the loop."""
         return self._dead is not None
 
     @property
@@ -206,7 +203,6 @@ class Engine:
         self.join()
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for the end of the engine's thread."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
 

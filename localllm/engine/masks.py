@@ -30,7 +30,6 @@ class Filling:
         self._done.set()
 
     def wait(self) -> None:
-        """Until every sequence has its `mask_row`."""
         self._done.wait()
 
 
@@ -59,7 +58,6 @@ class MaskFiller:
             filling.fill()
 
     def close(self) -> None:
-        """End the thread."""
         self._queue.put(None)
 
     def _filling(self, sequences: Iterable[Sequence]) -> Filling | None:

@@ -22,7 +22,6 @@ class StepTokens:
         self.total = 0  # tokens of all steps
 
     def observe(self, count: int) -> None:
-        """One step."""
         self._counts[bisect_left(STEP_TOKENS, count)] += 1
         self.total += count
 

@@ -24,17 +24,14 @@ class PagePool:
 
     @property
     def num_usable(self) -> int:
-        """Pages that were not withdrawn."""
         return self.num_pages - len(self._withdrawn)
 
     @property
     def num_free(self) -> int:
-        """Pages nobody holds."""
         return len(self._free)
 
     @property
     def num_reclaimable(self) -> int:
-        """Pages only the prefix tree holds."""
         return self._num_reclaimable
 
     @property
@@ -54,7 +51,6 @@ class PagePool:
         )
 
     def free_pages(self) -> list[int]:
-        """The ids of all that nobody holds."""
         return list(self._free)
 
     def withdraw(self, count: int) -> int:
@@ -67,11 +63,9 @@ class PagePool:
         return taken
 
     def refs(self, page: int) -> int:
-        """Holders of a page."""
         return self._refs[page]
 
     def in_tree(self, page: int) -> bool:
-        """Whether the prefix tree is one of the holders."""
         return bool(self._in_tree[page])
 
     def take(self) -> int | None:
@@ -83,7 +77,6 @@ class PagePool:
         return page
 
     def retain(self, page: int) -> None:
-        """One holder more."""
         assert self._refs[page] > 0, f"page {page} is free"
         if self._refs[page] == 1 and self._in_tree[page]:
             self._num_reclaimable -= 1
@@ -100,13 +93,11 @@ class PagePool:
             self._num_reclaimable += 1
 
     def enter_tree(self, page: int) -> None:
-        """The prefix tree becomes a holder."""
         assert not self._in_tree[page], f"page {page} is in the tree already"
         self.retain(page)
         self._in_tree[page] = 1
 
     def leave_tree(self, page: int) -> None:
-        """The prefix tree stops being a holder."""
         assert self._in_tree[page], f"page {page} is not in the tree"
         if self._refs[page] == 1:
             self._num_reclaimable -= 1

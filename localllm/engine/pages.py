@@ -130,7 +130,6 @@ class Pages:
         return copies
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let a child share every page of its parent."""
         for group, pool in enumerate(self.pools):
             child.block_tables[group] = list(parent.block_tables[group])
             child.first_kept[group] = parent.first_kept[group]
@@ -175,7 +174,6 @@ class Pages:
             sequence.num_tree_pages = index + 1
 
     def release(self, sequence: Sequence) -> None:
-        """Give back every page of a sequence."""
         for group, pool in enumerate(self.pools):
             for page in sequence.block_tables[group]:
                 if page >= 0:

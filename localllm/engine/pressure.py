@@ -63,7 +63,6 @@ class Pressure:
         return True
 
     def count_good(self) -> None:
-        """A step went well."""
         if self._scheduler.limits == self._full:
             return
         self._good += 1

@@ -27,7 +27,6 @@ class Publisher:
         self.streams: dict[str, RequestStream] = {}
 
     def add(self, event: TokenEvent) -> None:
-        """Keep an event for `publish`."""
         self._events.append(event)
 
     def finish(self, sequence: Sequence, reason: FinishReason, event: TokenEvent | None = None) -> None:
@@ -45,19 +44,16 @@ class Publisher:
             self.add(replace(event, index=index, token_ids=[], text=None, usage=usage))
 
     def fail(self, sequence: Sequence, error: LocalLLMError) -> None:
-        """End a sequence by an error."""
         if sequence.finish_reason is FinishReason.ERROR:
             return
         sequence.finish_reason = FinishReason.ERROR
         self.finish(sequence, FinishReason.ERROR, TokenEvent(sequence.request.request_id, sequence.index, error=error))
 
     def abort(self, request_id: str) -> None:
-        """End all sequences of a request."""
         for sequence in [s for s in self._scheduler.sequences() if s.request.request_id == request_id]:
             self.finish(sequence, FinishReason.ABORT)
 
     def publish(self) -> None:
-        """Give the events that wait to their streams."""
         for event in self._events:  # grows where a listener fails
             stream = self.streams.get(event.request_id)
             if stream is None:

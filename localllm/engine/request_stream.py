@@ -78,5 +78,4 @@ class RequestStream:
                 yield event
 
     def abort(self) -> None:
-        """End it now; the terminal events say "abort"."""
         self._abort(self.request.request_id)

@@ -28,19 +28,15 @@ class ForwardModel(Protocol):
 
     def forward(self, batch: ForwardBatch, cache: KVCache, num_layers: int | None = None) -> Tensor:
         """-> hidden [num_rows, hidden] of `batch.logits_indices`; after the first `num_layers` layers, where given"""
-        ...
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Rows [num_rows, hidden] -> float32 [num_rows, vocab]"""
-        ...
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Rows [num_rows, hidden] -> float32 [num_rows, hidden], after the last norm"""
-        ...
 
     def step(self, batch: ForwardBatch, cache: KVCache, finds_best: bool = False) -> Stepped:
         """Both for a batch that `is_decode`: hidden, logits, and the places of the largest ones where it looked"""
-        ...
 
 
 class ForwardOutput:
@@ -82,7 +78,6 @@ class ForwardOutput:
 
     @property
     def all_logits(self) -> Tensor:
-        """float32 [num_rows, vocab]"""
         return self._ready if self._ready is not None else self._model.logits(self._hidden)
 
     def normed(self, start: int, end: int) -> Tensor:

@@ -69,11 +69,9 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether anything waits or runs."""
         return bool(self.waiting or self.running)
 
     def sequences(self) -> list[Sequence]:
-        """All that are under way."""
         return [*self.running, *self.waiting]
 
     def add(self, sequence: Sequence) -> None:
@@ -270,7 +268,6 @@ class Scheduler:
             self.pages.commit(part.sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """A sequence ended: take it off its queue and give its pages back."""
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
         elif sequence.state is SequenceState.WAITING and sequence in self.waiting:

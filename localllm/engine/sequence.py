@@ -68,17 +68,14 @@ class Sequence:
 
     @property
     def params(self) -> SamplingParams:
-        """How it is sampled."""
         return self.request.params
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens."""
         return len(self.token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated so far."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -109,7 +106,6 @@ class Sequence:
         return made
 
     def append(self, token_id: int) -> None:
-        """Add one generated token."""
         self.token_ids.append(token_id)
         self.output_counts[token_id] += 1
         if self._seen is not None and token_id not in self._seen:

@@ -70,7 +70,6 @@ class Stepper:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step is under way or could be made."""
         return self._ahead is not None or self._scheduler.has_work
 
     def step(self) -> bool:

@@ -56,14 +56,12 @@ class OutputRules:
 
     @property
     def tool_format(self) -> ToolFormat:
-        """How this model writes calls."""
         if self._template is None or not self.support.native:
             return GENERIC
         return find_format(self._template.chosen([]))
 
     @property
     def compiler(self) -> Compiler:
-        """The grammars of this vocabulary."""
         with self._lock:
             if self._compiler is None:
                 from localllm.grammar import Compiler

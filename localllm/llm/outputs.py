@@ -59,7 +59,6 @@ class OutputDelta:
 
     @property
     def text(self) -> str:
-        """The new content."""
         return "".join(text for kind, text in self.parts if kind == "content")
 
 
@@ -93,12 +92,10 @@ class RequestOutput:
 
     @property
     def text(self) -> str:
-        """The first answer's content."""
         return self.completions[0].text
 
     @property
     def timing(self) -> Timing:
-        """The first answer's times."""
         return self.completions[0].timing
 
     def take(self, delta: OutputDelta) -> None:
@@ -153,7 +150,6 @@ class OutputProcessor:
         self._num_reasoning_tokens = [0] * n
 
     def take(self, event: TokenEvent) -> OutputDelta:
-        """What one event adds."""
         index, last = event.index, event.finish_reason is not None
         text = event.text
         if text is None:

@@ -19,9 +19,7 @@ class TokenBytes(Protocol):
     special_ids: frozenset[int]
     strips_first_space: bool
 
-    def token_bytes(self, index: int) -> bytes:
-        """The bytes a token stands for."""
-        ...
+    def token_bytes(self, index: int) -> bytes: ...
 
 
 class _Needle:
@@ -106,7 +104,6 @@ class IncrementalDetokenizer:
         self.stop_text: str | None = None  # the stop string that was found
 
     def fork(self) -> IncrementalDetokenizer:
-        """A fresh one with the same settings."""
         return self._fresh()
 
     def accept(self, token_id: int) -> bool:
