@@ -16,6 +16,7 @@ from torch import Tensor
 
 from localllm.models.inputs import ForwardBatch
 from localllm.models.kv_cache import KVCache
+from localllm.models.model import Model
 
 from .decode_inputs import DecodeInputs
 from .sampled_tokens import SampledTokens
@@ -26,16 +27,6 @@ log = logging.getLogger(__name__)
 WARM_RUNS = 2  # eager runs before a capture: kernels compile, libraries take their workspaces
 Run = Callable[[], tuple[Tensor, ...]]
 Captured = tuple[tuple[Tensor, ...], Callable[[], None]]  # (outputs, replay)
-
-
-class GraphModel(Protocol):
-    """What is captured."""
-
-    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """-> hidden [num_tokens, hidden]"""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """-> float32 [num_rows, vocab]"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +85,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        model: GraphModel,
+        model: Model,
         cache: KVCache,
         inputs: DecodeInputs,
         sizes: tuple[int, ...],

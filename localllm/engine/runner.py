@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
 
 from torch import Tensor
 
-from localllm.kernels.layer_weights import Stepped
-from localllm.models.inputs import ForwardBatch
 from localllm.models.kv_cache import KVCache
+from localllm.models.model import Model
 
 from .batch import BatchBuilder
 from .cuda_graph import DecodeGraphs
@@ -21,22 +19,6 @@ from .scheduler import Step
 from .sequence import Sequence
 
 LOGIT_BYTES = 64 << 20  # most float32 logits held at once when many rows are wanted: 64 rows of a 262k vocabulary
-
-
-class ForwardModel(Protocol):
-    """What the runner needs of a model (`models.loader.load_model` gives one)."""
-
-    def forward(self, batch: ForwardBatch, cache: KVCache, num_layers: int | None = None) -> Tensor:
-        """-> hidden [num_rows, hidden] of `batch.logits_indices`; after the first `num_layers` layers, where given"""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Rows [num_rows, hidden] -> float32 [num_rows, vocab]"""
-
-    def normed(self, hidden: Tensor) -> Tensor:
-        """Rows [num_rows, hidden] -> float32 [num_rows, hidden], after the last norm"""
-
-    def step(self, batch: ForwardBatch, cache: KVCache, finds_best: bool = False) -> Stepped:
-        """Both for a batch that `is_decode`: hidden, logits, and the places of the largest ones where it looked"""
 
 
 class ForwardOutput:
@@ -51,7 +33,7 @@ class ForwardOutput:
 
     def __init__(
         self,
-        model: ForwardModel,
+        model: Model,
         hidden: Tensor,
         ready: Tensor | None = None,
         bucket: int = 0,
@@ -101,7 +83,7 @@ class Runner:
 
     def __init__(
         self,
-        model: ForwardModel,
+        model: Model,
         cache: KVCache,
         vocab_size: int,
         graphs: DecodeGraphs | None = None,
