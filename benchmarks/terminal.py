@@ -179,7 +179,8 @@ async def opening(turns: int = 500) -> float:
     from localllm.conversation.saver import Saver
     from localllm.conversation.session import Session
     from localllm.conversation.tree import Conversation
-    from localllm.history import History, SavedChat, SavedMessage
+    from localllm.history.records import SavedChat, SavedMessage
+    from localllm.history.store import History
     from localllm.tui.app import ChatApp
 
     path, messages, parent = Path(HOME) / "long.db", [], None

@@ -10,7 +10,7 @@ from typing import Any
 from textual.command import DiscoveryHit, Hit, Hits, Provider
 
 from localllm.errors import LocalLLMError
-from localllm.history import SavedChat
+from localllm.history.records import SavedChat
 from localllm.terminal import clean_line
 from localllm.tui.keys import KEYS
 from localllm.tui.screens.chat import ChatScreen

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from localllm.conversation.tree import Conversation
-    from localllm.history import History, SavedChat
+    from localllm.history.records import SavedChat
+    from localllm.history.store import History
 
 
 def find(history: History, name: str) -> SavedChat:
@@ -18,7 +19,7 @@ def find(history: History, name: str) -> SavedChat:
 def load_chat(name: str, sampling: dict[str, Any]) -> Conversation:
     """A chat as it was; `sampling` is filled with what it had set. Raises ChatNotFound, HistoryError."""
     from localllm.conversation.storage import restored
-    from localllm.history import History
+    from localllm.history.store import History
 
     with History() as history:
         chat = find(history, name)

@@ -19,7 +19,7 @@ from .session import Sampling
 
 if TYPE_CHECKING:
     from localllm.conversation.tree import Conversation, Exchange
-    from localllm.history import SavedMessage
+    from localllm.history.records import SavedMessage
 
 TRUNCATE = ("never", "head", "middle")
 ANSWER_TOKENS = 1024
@@ -187,7 +187,7 @@ class KeptChat:
     def save(self, answers: Sequence[Answer], model: str) -> str:
         """Write the question and its answers, each a branch. Returns the chat's id. Raises HistoryError."""
         from localllm.conversation.storage import saved_chat, saved_messages
-        from localllm.history import History
+        from localllm.history.store import History
 
         self.talk.model = model
         exchanges = [self._exchange]

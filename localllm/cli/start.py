@@ -52,7 +52,7 @@ def new_start(config: UserConfig, sampling: Sampling, system: str, resumed: str 
     """A new conversation, or a saved one. Raises ChatNotFound."""
     from localllm.conversation.saver import Saver
     from localllm.conversation.tree import Conversation
-    from localllm.history import History
+    from localllm.history.store import History
 
     if resumed is None:
         think = {True: "on", False: "off"}.get(config.chat.think, "auto") if config.chat.think != "auto" else "auto"

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from localllm.conversation.storage import saved_chat, saved_messages
 from localllm.conversation.tree import Conversation, Exchange
 from localllm.errors import ConfigError, LocalLLMError
-from localllm.history import SavedChat, SavedMessage
+from localllm.history.records import SavedChat, SavedMessage
 
 if TYPE_CHECKING:
-    from localllm.history import History
+    from localllm.history.store import History
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

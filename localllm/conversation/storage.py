@@ -8,7 +8,7 @@ from typing import Any
 
 from localllm.conversation.attachments import Attachment
 from localllm.conversation.tree import Conversation, Exchange, sampling_keys
-from localllm.history import SavedChat, SavedMessage
+from localllm.history.records import SavedChat, SavedMessage
 from localllm.interface import Failed
 from localllm.request import Timing, Usage
 

@@ -16,7 +16,7 @@ from localllm.conversation.answer import Answer
 from localllm.conversation.attachments import Attachment, with_attachments
 from localllm.conversation.texts import counted
 from localllm.errors import ConfigError
-from localllm.history import new_chat_id, new_message_id
+from localllm.history.records import new_chat_id, new_message_id
 from localllm.request import Message
 
 THINK = ("auto", "off", "on", "low", "medium", "high")

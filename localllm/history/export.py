@@ -9,7 +9,8 @@ from __future__ import annotations
 import html
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from .records import SavedChat, SavedMessage, active_path
@@ -51,31 +52,13 @@ def as_markdown(chat: SavedChat, messages: Sequence[SavedMessage], *, reasoning:
 
 def as_json(chat: SavedChat, messages: Sequence[SavedMessage]) -> dict[str, Any]:
     """The whole tree, as `localllm logs export --format json` writes it."""
-    return {
-        "id": chat.id,
-        "title": chat.title,
-        "model": chat.model,
-        "system": chat.system,
-        "params": dict(chat.params),
-        "created": chat.created,
-        "updated": chat.updated,
-        "leaf_id": chat.leaf_id,
-        "messages": [
-            {
-                "id": message.id,
-                "parent_id": message.parent_id,
-                "role": message.role,
-                "content": message.content,
-                "reasoning": message.reasoning,
-                "model": message.model,
-                "params": dict(message.params),
-                "stats": dict(message.stats),
-                "created": message.created,
-                "status": message.status,
-            }
-            for message in messages
-        ],
-    }
+    rows = [_values(message, "chat_id") for message in messages]
+    return _values(chat, "num_messages") | {"messages": rows}
+
+
+def _values(record: SavedChat | SavedMessage, left_out: str) -> dict[str, Any]:
+    values = {field.name: getattr(record, field.name) for field in fields(record) if field.name != left_out}
+    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
 
 
 def as_html(chat: SavedChat, messages: Sequence[SavedMessage]) -> str:

@@ -9,37 +9,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import cache, local
-    from .client import Patience, endpoint, is_offline
-    from .fetching import Repaired, download, repair
-    from .listing import RepoFile
-    from .local import LocalModel, default_model, list_local, remember_model
-    from .removal import Removal, remove, remove_partials
-    from .resolution import Resolved, download_limit, resolve
+    from . import cache as cache
+    from . import local as local
+    from .client import Patience as Patience
+    from .client import endpoint as endpoint
+    from .client import is_offline as is_offline
+    from .fetching import Repaired as Repaired
+    from .fetching import download as download
+    from .fetching import repair as repair
+    from .listing import RepoFile as RepoFile
+    from .local import LocalModel as LocalModel
+    from .local import default_model as default_model
+    from .local import list_local as list_local
+    from .local import remember_model as remember_model
+    from .removal import Removal as Removal
+    from .removal import remove as remove
+    from .removal import remove_partials as remove_partials
+    from .resolution import Resolved as Resolved
+    from .resolution import download_limit as download_limit
+    from .resolution import resolve as resolve
 
-__all__ = [
-    "LocalModel",
-    "Patience",
-    "Removal",
-    "Repaired",
-    "RepoFile",
-    "Resolved",
-    "cache",
-    "default_model",
-    "download",
-    "download_limit",
-    "endpoint",
-    "is_offline",
-    "list_local",
-    "local",
-    "remember_model",
-    "remove",
-    "remove_partials",
-    "repair",
-    "resolve",
-]
-
-# module -> the public names it holds
 _HOMES = {
     "client": ("Patience", "endpoint", "is_offline"),
     "fetching": ("Repaired", "download", "repair"),

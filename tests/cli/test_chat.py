@@ -211,7 +211,8 @@ def test_typed_sampling_goes_before_what_a_resumed_chat_had(tmp_path: Path) -> N
     from localllm.cli.session import Sampling
     from localllm.cli.start import new_start
     from localllm.config import load_config
-    from localllm.history import History, SavedChat
+    from localllm.history.records import SavedChat
+    from localllm.history.store import History
 
     settings = tmp_path / "config.toml"
     settings.write_text("[sampling]\ntemperature = 0.3\ntop_p = 0.5\n")

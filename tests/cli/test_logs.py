@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from localllm.history import History, SavedChat, SavedMessage
+from localllm.history.records import SavedChat, SavedMessage
+from localllm.history.store import History
 
 from .conftest import Invoke, valid
 

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from localllm.cli.web import Gate
-from localllm.history import History
+from localllm.history.store import History
 
 LOCALLLM = [sys.executable, "-P", "-c", "from localllm.cli import main; main()"]
 pytest.importorskip("textual_serve")

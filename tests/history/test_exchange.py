@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 
 from localllm.errors import ConfigError
-from localllm.history import History, PromptHistory, SavedChat, SavedMessage, active_path, as_html, as_json, as_markdown
+from localllm.history.export import as_html, as_json, as_markdown
 from localllm.history.importing import read_export
+from localllm.history.prompts import PromptHistory
+from localllm.history.records import SavedChat, SavedMessage, active_path
+from localllm.history.store import History
 
 CHAT = SavedChat("c0ffee", "A <b>title", "m", "be brief", leaf_id=2, num_messages=2, created=0)
 MESSAGES = [

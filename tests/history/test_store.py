@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 
 from localllm.errors import LocalLLMError
-from localllm.history import History, HistoryError, SavedChat, SavedMessage, active_path, new_message_id
 from localllm.history import database as database_module
-from localllm.history.records import day_of
+from localllm.history.database import HistoryError
+from localllm.history.records import SavedChat, SavedMessage, active_path, day_of, new_message_id
+from localllm.history.store import History
 
 
 @pytest.fixture
@@ -201,7 +202,8 @@ def test_a_full_disk_loses_nothing_that_was_there(path: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from localllm.history import History, SavedChat, SavedMessage, new_message_id
+from localllm.history.records import SavedChat, SavedMessage, new_message_id
+from localllm.history.store import History
 history = History(Path(sys.argv[1]))
 number = 0
 while True:
@@ -249,7 +251,7 @@ def test_many_kills(path: Path) -> None:
 MAKER = """
 import os, sys, threading
 from pathlib import Path
-from localllm.history import History
+from localllm.history.store import History
 threading.Timer(float(sys.argv[2]), os._exit, (0,)).start()
 History(Path(sys.argv[1])).close()
 """

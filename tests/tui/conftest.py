@@ -15,7 +15,7 @@ from localllm.config import Preset, UiConfig
 from localllm.conversation.saver import Saver
 from localllm.conversation.session import Session
 from localllm.conversation.tree import Conversation
-from localllm.history import History
+from localllm.history.store import History
 from localllm.tui.app import ChatApp
 from localllm.tui.frame import ScreenOptions
 from localllm.tui.screens.chat import ChatScreen

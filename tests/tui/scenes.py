@@ -16,7 +16,8 @@ from localllm.conversation.saver import Saver
 from localllm.conversation.session import Session
 from localllm.conversation.storage import restored, saved_chat
 from localllm.conversation.tree import Conversation
-from localllm.history import History, SavedChat, SavedMessage
+from localllm.history.records import SavedChat, SavedMessage
+from localllm.history.store import History
 from localllm.interface import Check, Facts, ModelChoice
 from localllm.request import Timing
 from localllm.tui.app import ChatApp

@@ -10,7 +10,8 @@ from textual.widgets import DataTable, Input, OptionList, Static
 
 from localllm.config import UiConfig
 from localllm.conversation.tree import Conversation
-from localllm.history import History, SavedChat, SavedMessage
+from localllm.history.records import SavedChat, SavedMessage
+from localllm.history.store import History
 from localllm.interface import Facts
 from localllm.tui.screens.models import ModelsScreen
 from localllm.tui.screens.params import ParamsScreen

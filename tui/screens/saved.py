@@ -6,7 +6,8 @@ from textual import on
 
 from localllm.conversation.session import Session
 from localllm.conversation.storage import restored
-from localllm.history import History, SavedChat, SavedMessage
+from localllm.history.records import SavedChat, SavedMessage
+from localllm.history.store import History
 from localllm.terminal import clean_line
 from localllm.tui.widgets.home import Home
 from localllm.tui.widgets.sidebar import Sidebar

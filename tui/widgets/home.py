@@ -13,7 +13,7 @@ from textual.message import Message
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
-from localllm.history import SavedChat
+from localllm.history.records import SavedChat
 from localllm.interface import Check, ModelChoice
 from localllm.terminal import clean_line, fit, gib, tokens_short
 from localllm.tui.keys import Keymap

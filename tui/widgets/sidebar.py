@@ -11,8 +11,7 @@ from textual.message import Message
 from textual.widgets import Input, OptionList
 from textual.widgets.option_list import Option
 
-from localllm.history import SavedChat
-from localllm.history.records import day_of
+from localllm.history.records import SavedChat, day_of
 from localllm.terminal import clean_line, fit
 
 SHOWN = 200

@@ -14,7 +14,8 @@ from localllm.errors import ConfigError
 from localllm.terminal import clean, clean_line, fit
 
 if TYPE_CHECKING:
-    from localllm.history import History, SavedChat
+    from localllm.history.records import SavedChat
+    from localllm.history.store import History
 
 ACTIONS = ("list", "search", "show", "export", "import", "rm")
 SHOWN_ID = 6
@@ -43,7 +44,7 @@ def logs(
 
     A chat is named by the beginning of its id; `last` is the one changed last.
     """
-    from localllm.history import History
+    from localllm.history.store import History
 
     if action not in ACTIONS:
         raise ConfigError(f"logs {action}: there is {', '.join(ACTIONS)}", "localllm logs list")
@@ -138,7 +139,7 @@ def _flat(text: str) -> str:
 
 
 def _show(env: Env, history: History, chats: list[SavedChat], reasoning: bool) -> int:
-    from localllm.history import as_json, as_markdown
+    from localllm.history.export import as_json, as_markdown
 
     for chat in chats:
         messages = history.messages(chat.id)
@@ -175,7 +176,7 @@ def _export(env: Env, history: History, chats: list[SavedChat], form: str, outpu
 
 
 def _import(env: Env, history: History, files: list[Path]) -> int:
-    from localllm.history import read_export
+    from localllm.history.importing import read_export
 
     for file in files:
         found = read_export(file.expanduser())

@@ -96,7 +96,7 @@ STEPS: dict[str, tuple[Step, ...]] = {
 
 def kinds() -> list[type[LocalLLMError]]:
     """The errors a user can meet, by code."""
-    from localllm.history import HistoryError
+    from localllm.history.database import HistoryError
     from localllm.history.store import ChatNotFound
 
     found = [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, LocalLLMError)]
