@@ -73,17 +73,18 @@ def first_token(folder: Path, device: str, kv: str, started: float) -> dict[str,
     stages = {"imports": time.time() - started}
     from gpu_rows import Bench
 
+    from localllm.config import EngineOptions
     from localllm.device import machine
     from localllm.kernels.verify.records import Records, default_folder, identity
     from localllm.kernels.verify.selftest import SelfTest
     from localllm.models.architectures import open_model
     from localllm.models.loader import LoadOptions, load_model
-    from localllm.plan.planner import PlanOptions, plan
+    from localllm.plan.planner import Planner
 
     facts_of_machine = machine()
     with open_model(folder) as checkpoint:
-        options = PlanOptions(device=device, kv=kv, ctx=8192, quant="")
-        made = plan(checkpoint.facts, facts_of_machine, options)
+        options = EngineOptions(device=device, kv=kv, ctx=8192, quant="")
+        made = Planner(facts_of_machine, options).plan(checkpoint.facts)
         test = SelfTest(Records("selftest", identity(device, facts_of_machine.driver), default_folder()))
         load = LoadOptions(made.device, made.dtype, kv, deterministic=False, selftest=test)
         model = load_model(checkpoint, load)

@@ -11,11 +11,13 @@ import torch
 
 from localllm.boot.assembly import Assembled, assemble
 from localllm.boot.proof import WorstSteps
+from localllm.config import EngineOptions
 from localllm.device import MachineFacts
 from localllm.kernels.verify.tuning import gpu_seconds
 from localllm.models.architectures.facts import ModelFacts
 from localllm.models.model import Model
-from localllm.plan.planner import Plan, PlanOptions, plan
+from localllm.plan.plan import Plan
+from localllm.plan.planner import Planner
 from localllm.request import Request, SamplingParams
 
 GIB = 1 << 30
@@ -70,14 +72,16 @@ class Bench:
     ) -> None:
         """Raises DoesNotFit where the plan says so."""
         facts = model.facts
-        options = PlanOptions(device=device, kv=kv, ctx=ctx, max_parallel=parallel, quant="", prefill_budget=2048)
-        self.plan: Plan = plan(facts, machine, options)
+        options = EngineOptions(
+            device=device, kv=kv, ctx=ctx, max_parallel=parallel, quant="", prefill_budget=2048, graphs=graphs
+        )
+        self.plan: Plan = Planner(machine, options).plan(facts)
         if not self.plan.fits:
             raise self.plan.error(facts.name)
         self.model = model
         self.device = device
         torch.cuda.reset_peak_memory_stats() if device != "cpu" else None
-        self.assembled: Assembled = assemble(model, self.plan, graphs=graphs)
+        self.assembled: Assembled = assemble(model, self.plan)
         self.tokens = self.plan.num_pages[0] * self.plan.page_size
         """that the pages hold"""
 
@@ -176,9 +180,8 @@ def generate(
     """Greedy and seeded answers of a few requests that come one after the other, or each when the last has ended."""
     from localllm.device import machine
 
-    options = PlanOptions(device=device, kv=kv, ctx=600, max_parallel=4, quant="", prefill_budget=256)
-    made = plan(model.facts, machine(), options)
-    assembled = assemble(model, made, graphs=graphs)
+    options = EngineOptions(device=device, kv=kv, ctx=600, quant="", prefill_budget=256, graphs=graphs)
+    assembled = assemble(model, Planner(machine(), options).plan(model.facts))
     engine = assembled.engine
     engine.stepper.runs_ahead = ahead
     streams = []

@@ -132,3 +132,12 @@ def smollm2_path() -> Path:
 def gemma_path() -> Path:
     """Gemma 3 270M, Q4_K_M: a base model, without a chat template."""
     return _real_model(GEMMA)
+
+
+@pytest.fixture(scope="session")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with a tokenizer, 32 kB."""
+    sys.path.append(str(Path(__file__).parent / "checkpoint"))
+    import tiny_models
+
+    return tiny_models.tiny_gguf(tmp_path_factory.mktemp("models") / "tiny.gguf", "Q8_0")  # type: ignore[no-any-return]

@@ -60,8 +60,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "bench": _LLM | {"llm"},
     "quality": _LLM | {"llm"},
-    "backend": {"llm", "doctor", "interface", "plan", "hub", "device"},
-    "server": {"llm", "chat", "config", "device"},
+    "backend": {"llm", "doctor", "interface", "plan", "hub", "device", "config"},
+    "server": {"llm", "chat", "config", "device", "plan"},
     "conversation": {"interface", "history", "config"},
     "tui": {"interface", "conversation", "history", "config"},
 }

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from localllm.config import EngineOptions
 from localllm.errors import Aborted, InternalError, LocalLLMError
 from localllm.interface import ChatEvent, Check, Delta, Done, Facts, Failed, ModelChoice, Prefill
 from localllm.llm.outputs import OutputDelta, ResponseStream
@@ -38,10 +39,10 @@ class _Queued:
 class InProcessBackend:
     """See `interface.ChatBackend`.
 
-    llm_options      passed on to `LLM`
     default_params   how turns without parameters are sampled; None: what the model's files recommend
     completes        a base model, which has no chat template, continues the messages' text instead of refusing it
     constraint       what every answer's content must be
+    settings         fields of `EngineOptions` that differ from `options`
     """
 
     def __init__(
@@ -50,12 +51,15 @@ class InProcessBackend:
         *,
         completes: bool = False,
         constraint: Constraint | None = None,
-        **llm_options: Any,
+        offline: bool = False,
+        options: EngineOptions | None = None,
+        **settings: Any,
     ) -> None:
         self._completes = completes
         self._constraint = constraint
         self._events: deque[ChatEvent] = deque()
-        self._options = llm_options
+        self._offline = offline
+        self._options = replace(options or EngineOptions(), **settings)
         self._default_params = default_params
         self._llm: LLM | None = None
         self._lock = threading.Condition()
@@ -73,7 +77,6 @@ class InProcessBackend:
 
     def start(self, model: str | None, changes: Mapping[str, Any] | None = None) -> None:
         """Load in a thread; phases arrive as events. A second start replaces the first model, whose turns end."""
-        self._options |= changes or {}
         self._stop.set()
         with self._lock:
             self._queue.clear()
@@ -88,7 +91,7 @@ class InProcessBackend:
             for turn in doomed:
                 self._end(turn, Done(turn, FinishReason.ABORT, Usage(), Timing()))
             if not stop.is_set():
-                self._work(model, stop)
+                self._work(model, changes or {}, stop)
 
         self._thread = threading.Thread(target=work, name="backend", daemon=True)
         self._thread.start()
@@ -170,10 +173,9 @@ class InProcessBackend:
 
     def choices(self, ctx: int | None = None) -> list[ModelChoice]:
         from localllm.plan.choices import model_choices
-        from localllm.plan.planner import PlanOptions
+        from localllm.plan.planner import Planner
 
-        known = ("device", "dtype", "kv", "max_parallel", "prefix_cache")
-        return model_choices(ctx, PlanOptions(**{name: self._options[name] for name in known if name in self._options}))
+        return model_choices(Planner.here(self._options if ctx is None else replace(self._options, ctx=ctx)))
 
     def checks(self) -> list[Check]:
         from localllm.doctor import run_checks
@@ -193,8 +195,9 @@ class InProcessBackend:
 
     # --- the backend's thread ----------------------------------------------------------------------------------------
 
-    def _work(self, model: str | None, stop: threading.Event) -> None:
+    def _work(self, model: str | None, changes: Mapping[str, Any], stop: threading.Event) -> None:
         try:
+            self._options = replace(self._options, **changes)
             llm = self._load(model, stop)
         except LocalLLMError as error:
             self._fail_all(error, stop)
@@ -222,13 +225,13 @@ class InProcessBackend:
         from localllm import hub
         from localllm.llm.llm import LLM
 
-        name = model or default_model()
+        name = model or default_model(self._options)
         held: list[LoadProgress] = []  # "ready" is told when facts() knows the model, not before
 
         def on_progress(phase: LoadProgress) -> None:
             (held if phase.name == "ready" else self._events).append(phase)
 
-        self._llm = LLM(name, on_progress=on_progress, cancel=stop, **self._options)
+        self._llm = LLM(name, self._options, offline=self._offline, on_progress=on_progress, cancel=stop)
         gc.freeze()  # torch and the model's facts stay: looking through them stops every thread for 75 ms at a time
         hub.remember_model(name)
         self._events.extend(held)
@@ -317,11 +320,10 @@ def _failed(turn: int, error: LocalLLMError) -> Failed:
     return Failed(turn, error.code, error.message, error.hint, error.fixes, error.why, error.context)
 
 
-def default_model() -> str:
+def default_model(options: EngineOptions) -> str:
     """The model a chat without a name gets: used last, else the largest here that runs well, else the starter."""
     from localllm import hub
-    from localllm.device import machine
-    from localllm.plan.planner import runs_here
+    from localllm.plan.planner import Planner
 
-    here = machine()
-    return hub.default_model(lambda local: runs_here(local.facts, here))
+    planner = Planner.here(options)
+    return hub.default_model(lambda local: planner.runs(local.facts))

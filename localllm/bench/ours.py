@@ -145,7 +145,7 @@ def run_bench(
 def new_result(llm: LLM) -> BenchResult:
     """A result without rows."""
     result = BenchResult(llm.name, llm.run_summary, llm.load_s, llm.state().weight_bytes)
-    result.machine = {"cpu": llm.machine.cpu.name, "cores": llm.machine.cpu.cores_usable, "threads": llm.threads}
+    result.machine = {"cpu": llm.machine.cpu.name, "cores": llm.machine.cpu.cores_usable, "threads": llm.plan.threads}
     result.subject = subject(llm.facts, llm.plan, llm.machine)
     result.versions = versions()
     result.date = datetime.date.today().isoformat()

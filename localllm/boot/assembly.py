@@ -19,7 +19,7 @@ from localllm.engine.scheduler import SchedulerLimits
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.models.kv_cache import KVCache
 from localllm.models.model import Model
-from localllm.plan.planner import Plan
+from localllm.plan.plan import Plan
 
 log = logging.getLogger(__name__)
 
@@ -51,30 +51,26 @@ def assemble(
     plan: Plan,
     *,
     selftest: SelfTest | None = None,
-    prefix_cache: bool = True,
     check_invariants: bool = False,
-    graphs: bool = True,
     capture: Callable[[Run], Captured] | None = None,
     fault: Callable[[int], None] | None = None,
 ) -> Assembled:
     """Everything between the weights and `Engine.start`. Raises what the device raises when memory is short.
 
     selftest  tries the sampler
-    graphs    False runs every step eagerly
     capture   what captures instead of `CudaCapture()`
     fault     as of `Engine`
     """
     device = torch.device(plan.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # streams and kernels of this thread go there
-    captures = graphs and bool(plan.graph_buckets)
-    spare = 1 if captures else 0  # a page that belongs to nobody, for the idle rows of a bucket
+    spare = 1 if plan.graph_buckets else 0  # a page that belongs to nobody, for the idle rows of a bucket
     meter = Meter(device)
     counts = [count + spare for count in plan.num_pages]
     cache = KVCache(model.groups, counts, plan.page_size, plan.kv, device=str(device))
     meter.note("kv")
     decode = None
-    if captures:
+    if plan.graph_buckets:
         model.reserve_positions(plan.ctx)
         inputs = DecodeInputs(plan.graph_buckets[-1], plan.ctx, plan.page_size, plan.num_pages, device)
         meter.note("tables")
@@ -83,13 +79,12 @@ def assemble(
     sampler = _sampler(model, plan, device, selftest)
     if sampler is not None and decode is not None:
         decode.capture_sampler(sampler)
-    if captures:
-        meter.note("graphs", reserved=True)
+    meter.note("graphs", reserved=True)
     groups = tuple(GroupPages(count, group.window) for count, group in zip(plan.num_pages, model.groups, strict=True))
     options = LoopOptions(
         max_context=plan.ctx,
         page_size=plan.page_size,
-        prefix_cache=prefix_cache,
+        prefix_cache=plan.prefix_cache,
         limits=SchedulerLimits(plan.max_parallel, plan.prefill_budget),
         check_invariants=check_invariants,
         runs_ahead=device.type == "cuda",

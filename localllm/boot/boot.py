@@ -19,16 +19,16 @@ from localllm.errors import OutOfMemory
 from localllm.kernels.verify.records import Records, default_folder, identity
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.kernels.verify.tuning import Tuned, gpu_seconds, is_measured, tuner
-from localllm.plan.profiles import Proofs, words
+from localllm.plan.profiles import MemoryProfiles, words
 from localllm.terminal import gib
 from localllm.testing import step_fault
 
 if TYPE_CHECKING:
     from localllm.device import MachineFacts
     from localllm.engine.engine import Engine
-    from localllm.models.architectures.facts import ModelFacts
     from localllm.models.model import Model
-    from localllm.plan.planner import Plan
+    from localllm.plan.plan import Plan
+    from localllm.plan.planner import Planner
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def first_use(plan: Plan, machine: MachineFacts) -> SelfTest:
 class Boot:
     """One engine over loaded weights.
 
-    replan         (bytes a proof found missing) -> the plan made smaller by them
+    planner        made the plan, and makes a smaller one where the plan does not hold
     base_bytes     anonymous memory of the process before the weights were loaded
     program_bytes  what of it our own imports and the tokenizer took
     """
@@ -56,40 +56,30 @@ class Boot:
     def __init__(
         self,
         model: Model,
-        facts: ModelFacts,
-        machine: MachineFacts,
         plan: Plan,
+        planner: Planner,
         selftest: SelfTest,
-        replan: Callable[[int], Plan],
         *,
-        prefix_cache: bool = True,
-        check_invariants: bool = False,
         base_bytes: int = 0,
         program_bytes: int = 0,
-        weights_taken: int = 0,
-        activations: str = "",
     ) -> None:
         self.plan = plan
         """as it is kept: smaller than asked for where a proof has shown that it must be"""
         self._model = model
-        self._facts = facts
-        self._machine = machine
+        self._planner = planner
         self._selftest = selftest
-        self._replan = replan
-        self._prefix_cache, self._check_invariants = prefix_cache, check_invariants
         self._base_bytes, self._program_bytes = base_bytes, program_bytes
-        self._weights_taken = weights_taken or model.weight_bytes
-        self._proofs = Proofs()
+        self._profiles = planner.measured.profiles or MemoryProfiles()
         self._shrunk = ""
         taken = " ".join(model.kernels.values())
-        self._unrounded = activations if activations and ROUNDING[activations] not in taken else ""
+        self._unrounded = plan.activations if plan.activations and ROUNDING[plan.activations] not in taken else ""
         self.proof_note = ""
         """what is known of the plan: proved, pending, or not held"""
         self.tuned: list[Tuned] = []
         self._tunes_when_idle: TuningJob | None = None
         self._held: Assembled | None = None
         self._hold()
-        known = self._proofs.known(facts, machine, self.plan)
+        known = self._profiles.known(model.facts, planner.machine, self.plan)
         if known is not None:
             self.proof_note = words(known)
         elif plan.device == "cpu":
@@ -132,8 +122,7 @@ class Boot:
                 self._model,
                 self.plan,
                 selftest=self._selftest,
-                prefix_cache=self._prefix_cache,
-                check_invariants=self._check_invariants,
+                check_invariants=self._planner.options.debug_invariants,
                 fault=step_fault(),
             )
         except (MemoryError, RuntimeError) as error:
@@ -178,7 +167,8 @@ class Boot:
         proof = self._run_gpu_proof()
         self._keep(proof)
         if not proof.held:
-            old, new = self.plan, self._replan(proof.excess_bytes)
+            old = self.plan
+            new = self._planner.having(device=old.device, quant=old.quant, kv=old.kv).plan(self._model.facts)
             if new.fits:
                 self.plan = new
                 self._hold()
@@ -192,14 +182,14 @@ class Boot:
         log.info("proof in %.1f s: %s", time.monotonic() - started, proof)
 
     def _run_gpu_proof(self) -> Proof:
-        held = {"weights": self._weights_taken, **self._assembled.held}
+        held = {"weights": self._model.weight_bytes, **self._assembled.held}
         return prove_on_gpu(self._assembled.runner, self._assembled.engine.builder, self.plan, held)
 
     def _keep(self, proof: Proof) -> None:
         terms = {term.name: [term.planned_bytes, term.measured_bytes] for term in proof.terms}
         shown = {"held": proof.held, "text": str(proof), "excess_bytes": proof.excess_bytes, "error": proof.error}
         shown |= {"terms": terms, "seconds": proof.seconds}
-        self._proofs.keep(self._facts, self._machine, self.plan, shown)
+        self._profiles.keep(self._model.facts, self._planner.machine, self.plan, shown)
         self.proof_note = words(shown)  # whoever reads it finds the proof
 
     @property

@@ -27,7 +27,7 @@ from localllm.engine.runner import Runner
 from localllm.engine.scheduler import Scheduled, Step
 from localllm.engine.sequence import Sequence
 from localllm.plan.memory import GRAPH_BYTES
-from localllm.plan.planner import Plan
+from localllm.plan.plan import Plan
 from localllm.request import Request, SamplingParams
 from localllm.terminal import GIB
 
@@ -96,7 +96,7 @@ class Proof:
         if self.failure:
             return f"the plan did not hold: {self.failure}"
         took, said = self.measured_bytes / GIB, self.planned_bytes / GIB
-        return f"{'proved' if self.held else 'the plan did not hold'}: {took:.2f} GiB of {said:.2f} planned"
+        return f"{'profiled' if self.held else 'the plan did not hold'}: {took:.2f} GiB of {said:.2f} planned"
 
 
 class WorstSteps:

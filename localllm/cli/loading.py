@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from localllm.cli.frame.command import Env
 from localllm.errors import Aborted
@@ -15,6 +16,7 @@ from .names import Choice
 
 if TYPE_CHECKING:
     from localllm.cli.frame.progress import Progress
+    from localllm.config import EngineOptions
     from localllm.llm.llm import LLM
 
 
@@ -24,13 +26,14 @@ CANCEL_S = 0.4
 """How long Ctrl-C waits for the download to put its bytes away."""
 
 
-def load_llm(env: Env, choice: Choice, options: dict[str, Any]) -> LLM:
+def load_llm(env: Env, choice: Choice, options: EngineOptions) -> LLM:
     """Load a model. Raises what loading failed with; Ctrl-C becomes Aborted."""
     from localllm import hub
     from localllm.llm.llm import LLM
 
     progress = env.progress(choice.shown)
-    llm = watched(progress, lambda tell, cancel: LLM(choice.name, on_progress=tell, cancel=cancel, **options))
+    load = partial(LLM, choice.name, options, offline=env.offline)
+    llm = watched(progress, lambda tell, cancel: load(on_progress=tell, cancel=cancel))
     hub.remember_model(choice.name)
     return llm
 

@@ -17,7 +17,7 @@ from .session import fake_engine
 if TYPE_CHECKING:
     from localllm.hub import Resolved
     from localllm.models.architectures import OpenModel
-    from localllm.plan.planner import Plan, PlanOptions
+    from localllm.plan.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,16 @@ def choose(env: Env, config: UserConfig, name: str | None) -> Choice:
     if fake_engine():
         return Choice(name or "fake", name or "fake", quant="Q4_1")
     wanted = name or config.model
-    resolved = resolve(env, config, wanted or _default())
+    resolved = resolve(env, config, wanted or _default(config))
     if resolved.path is None:
         agree(env, resolved, asked_for=bool(wanted))
     return choice_of(resolved)
 
 
-def _default() -> str:
+def _default(config: UserConfig) -> str:
     from localllm.backend.in_process import default_model
 
-    return default_model()
+    return default_model(config.engine)
 
 
 def resolve(env: Env, config: UserConfig, name: str, *, refresh: bool = False) -> Resolved:
@@ -57,26 +57,20 @@ def resolve(env: Env, config: UserConfig, name: str, *, refresh: bool = False) -
 
     A family's name is decided by the plan: the largest member with 32k tokens of context, else with less.
     """
-    from localllm.device import machine
     from localllm.plan import fit
-    from localllm.plan import speeds as calibrate
+    from localllm.plan.planner import Planner
 
-    here, how = machine(), {"offline": env.offline, "config": config, "refresh": refresh}
-    return fit.resolve(name, here, _options(config), calibrate.load(here), **how)
+    return fit.resolve(name, Planner.here(config.engine), offline=env.offline, config=config, refresh=refresh)
 
 
 def foreseen(env: Env, config: UserConfig, resolved: Resolved) -> Plan | None:
     """The plan for a model that is not here, as the catalogue knows it; None for one it does not know."""
-    from localllm.device import machine
     from localllm.hub import catalog
     from localllm.plan import fit
-    from localllm.plan import speeds as calibrate
+    from localllm.plan.planner import Planner
 
     entry = next((c for c in catalog.candidates() if c.spec.casefold() == resolved.name.casefold()), None)
-    if entry is None:
-        return None
-    here = machine()
-    return fit.plan_of(entry, here, _options(config), calibrate.load(here))
+    return fit.plan_of(entry, Planner.here(config.engine)) if entry is not None else None
 
 
 def fit_line(made: Plan | None) -> str:
@@ -91,12 +85,6 @@ def fit_line(made: Plan | None) -> str:
 
 def _number(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.1f}"
-
-
-def _options(config: UserConfig) -> PlanOptions:
-    from localllm.plan.planner import PlanOptions
-
-    return PlanOptions(device=config.engine.device, kv=config.engine.kv, gpu_mem=config.engine.gpu_mem)
 
 
 @contextmanager

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from localllm.server.served_model import ServedModel, container_of
 
 from .names import Choice
 
 if TYPE_CHECKING:
+    from localllm.config import EngineOptions
     from localllm.device import MachineFacts
     from localllm.hub import LocalModel
     from localllm.llm.llm import LLM
-    from localllm.plan.planner import Plan
+    from localllm.plan.plan import Plan
     from localllm.request import OnProgress
 
 
@@ -69,33 +71,21 @@ def _offer(model: LocalModel, name: str = "", source: str = "", aliases: tuple[s
 
 
 class HubLoader:
-    """Plans and loads models that are on this machine.
+    """Plans and loads models that are on this machine."""
 
-    options  further arguments of `LLM`
-    """
-
-    def __init__(self, options: dict[str, Any]) -> None:
-        self._options = options | {"offline": True}
+    def __init__(self, options: EngineOptions) -> None:
+        self._options = options
 
     def plan(self, model: ServedModel, machine: MachineFacts) -> Plan:
         """What would run."""
         from localllm import hub
         from localllm.models.architectures import open_model
-        from localllm.plan.planner import PlanOptions, plan
+        from localllm.plan.planner import Planner
 
         resolved = hub.resolve(model.source, offline=True)
         assert resolved.path is not None, "offline, a name is a local model's or an error"
         with open_model(resolved.path) as checkpoint:
-            facts = checkpoint.facts
-        asked = self._options
-        ctx = asked["ctx"]
-        if ctx == "max":
-            ctx = facts.max_context
-        elif isinstance(ctx, int):
-            ctx = min(ctx, facts.max_context)
-        return plan(
-            facts, machine, PlanOptions(asked["device"], asked["dtype"], asked["kv"], ctx, asked["max_parallel"])
-        )
+            return Planner.here(self._options, machine).plan_within(checkpoint.facts, checkpoint.path)
 
     def load(
         self,
@@ -108,9 +98,9 @@ class HubLoader:
         from localllm import hub
         from localllm.llm.llm import LLM
 
-        ctx = self.plan(model, machine).ctx if self._options["ctx"] != "auto" else "auto"
-        llm = LLM(
-            model.source, machine=machine, on_progress=on_progress, cancel=cancel, **(self._options | {"ctx": ctx})
-        )
+        options = self._options
+        if isinstance(options.ctx, int):
+            options = replace(options, ctx=self.plan(model, machine).ctx)
+        llm = LLM(model.source, options, offline=True, machine=machine, on_progress=on_progress, cancel=cancel)
         hub.remember_model(model.source)
         return llm

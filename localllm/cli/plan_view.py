@@ -14,10 +14,9 @@ from localllm.terminal import GIB, cell_width, clean, clean_line, gib, tokens_sh
 if TYPE_CHECKING:
     from localllm.cli.frame.command import Env
     from localllm.cli.frame.console import Console
-    from localllm.device import MachineFacts
     from localllm.models.architectures import ModelFacts
-    from localllm.plan.planner import Plan, PlanOptions
-    from localllm.plan.speeds import Benches
+    from localllm.plan.plan import Plan
+    from localllm.plan.planner import Planner
 
 MIN_BAR, MAX_BAR = 20, 64
 MIN_SHOWN = 16 << 20
@@ -92,11 +91,9 @@ class Row:
 class Sheet:
     """Everything that is shown."""
 
-    machine: MachineFacts
-    options: PlanOptions
+    planner: Planner
     rows: tuple[Row, ...]
     windows: tuple[int | str, ...]
-    benches: Benches
     star: Row | None
     """the row to take, at the window that `chat` would open it with"""
     imagined: bool
@@ -152,7 +149,7 @@ def _broken(console: Console, line: str) -> None:
 
 def machine_line(sheet: Sheet) -> str:
     """What the plan is for, in a line."""
-    machine = sheet.machine
+    machine = sheet.planner.machine
     made = next((row.plan for row in sheet.rows if row.plan), None)
     parts = []
     for gpu in machine.gpus:
@@ -163,7 +160,8 @@ def machine_line(sheet: Sheet) -> str:
     parts.append(f"{machine.cpu.name}, {machine.cpu.cores_usable} cores")
     parts.append(f"{gib(machine.ram_available_bytes)} of {gib(machine.ram_total_bytes)} RAM free")
     if made and made.eta:
-        basis = "from benches here" if sheet.benches else "default; `localllm bench MODEL` measures it"
+        measured = sheet.planner.measured.speeds.measured
+        basis = "from benches here" if measured else "default; `localllm bench MODEL` measures it"
         parts.append(f"η {made.eta:.2f} ({basis})")
     return clean_line(" · ".join(parts))
 

@@ -17,7 +17,7 @@ from localllm.request import Constraint, LoadProgress, OnProgress, SamplingParam
 from localllm.testing import only_in_tests
 
 if TYPE_CHECKING:
-    from localllm.config import UserConfig
+    from localllm.config import EngineOptions, UserConfig
 
 POLL_S = 0.02
 """How often the queue of events is drained: below what a reader notices."""
@@ -45,22 +45,9 @@ def fake_engine() -> bool:
 # --- a backend -------------------------------------------------------------------------------------------------------
 
 
-def llm_options(env: Env, config: UserConfig, ctx: str | None = None) -> dict[str, Any]:
-    """The settings as arguments of `LLM`. `ctx` is the flag as typed: "max" is known to the model only."""
-    engine = config.engine
-    return {
-        "device": engine.device,
-        "dtype": engine.dtype,
-        "activations": engine.activations,
-        "kv": engine.kv,
-        "ctx": "max" if ctx == "max" else engine.ctx,
-        "threads": None if engine.threads == "auto" else engine.threads,
-        "deterministic": None if engine.deterministic == "auto" else engine.deterministic,
-        "max_parallel": engine.max_parallel,
-        "prefix_cache": engine.prefix_cache,
-        "offline": env.offline,
-        "debug_invariants": env.debug_invariants,
-    }
+def engine_options(env: Env, config: UserConfig) -> EngineOptions:
+    """The engine's settings, with the flag that is none."""
+    return replace(config.engine, debug_invariants=env.debug_invariants)
 
 
 @dataclass
@@ -86,11 +73,9 @@ class Sampling:
 
 
 @contextmanager
-def open_backend(
-    env: Env, config: UserConfig, sampling: Sampling, *, ctx: str | None = None, **more: Any
-) -> Iterator[ChatBackend]:
+def open_backend(env: Env, config: UserConfig, sampling: Sampling, **more: Any) -> Iterator[ChatBackend]:
     """A backend that is closed at the end; arguments as of `make_backend`."""
-    backend = make_backend(env, config, sampling, ctx=ctx, **more)
+    backend = make_backend(env, config, sampling, **more)
     try:
         yield backend
     except (KeyboardInterrupt, SystemExit, Aborted):
@@ -106,7 +91,6 @@ def make_backend(
     config: UserConfig,
     sampling: Sampling,
     *,
-    ctx: str | None = None,
     completes: bool = False,
     constraint: Constraint | None = None,
 ) -> ChatBackend:
@@ -125,7 +109,8 @@ def make_backend(
         default_params=lambda llm: sampling.params(llm.default_params()),
         completes=completes,
         constraint=constraint,
-        **llm_options(env, config, ctx),
+        offline=env.offline,
+        options=engine_options(env, config),
     )
 
 

@@ -94,7 +94,7 @@ def backend_of(env: Env, config: UserConfig, start: Start) -> ChatBackend:
         key = start.key or os.environ.get("LOCALLLM_API_KEY", "")
         sampling, pid = start.sampling, process_at(start.attach_to)
         return RemoteBackend(start.attach_to, key, given=sampling.given, stop=sampling.stop, pid=pid)
-    return make_backend(env, config, start.sampling, ctx=start.ctx)
+    return make_backend(env, config, start.sampling)
 
 
 def session_of(env: Env, config: UserConfig, start: Start, backend: ChatBackend) -> Session:

@@ -42,15 +42,58 @@ def _key(kind: Kind, default: Any, meaning: str, name: str = "") -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """How a model runs."""
+class Key:
+    """One setting: its path in the file, and the attribute of the dataclass that holds it."""
+
+    path: str
+    section: str
+    attribute: str
+    kind: Kind
+    default: Any
+    meaning: str
+
+    @property
+    def env(self) -> str:
+        """The variable that sets it."""
+        return "LOCALLLM_" + self.path.replace(".", "_").upper()
+
+    def parse(self, value: Any, origin: str) -> Any:
+        """The value, or ConfigError naming where it came from."""
+        try:
+            return self.kind.parse(value)
+        except (ValueError, TypeError, OverflowError):
+            meant = nearest(value, dict.fromkeys(self.kind.names())) if isinstance(value, str) else ""
+            expects = f"expected {self.kind.expects}{did_you_mean(meant)}"
+            shown = repr(value) if len(repr(value)) <= 60 else repr(value)[:57] + "..."
+            raise ConfigError(
+                f"{self.path} = {shown} ({origin}): {expects}",
+                f"use {self.attribute}={self.default!r}"
+                if origin == "argument"
+                else f"localllm config set {self.path} {self.kind.show(self.default) or 'VALUE'}",
+                context={"key": self.path, "origin": origin, "expects": self.kind.expects},
+            ) from None
+
+
+def _key_of(section: str, f: Field[Any]) -> Key:
+    name = f.metadata["key"] or f.name
+    path = f"{section}.{name}" if section else name
+    return Key(path, section, f.name, f.metadata["kind"], f.default, f.metadata["meaning"])
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How a model runs.
+
+    One value for settings, flags and arguments of `LLM`, from which the planner makes the plan that the engine keeps.
+    None stands for a field's default. Raises ConfigError for a value that a setting does not take.
+    """
 
     device: str = _key(DEVICE, "auto", "what computes; auto takes a GPU that can run the model, else the CPU")
     dtype: str = _key(choice("auto", "float32", "bfloat16", "float16"), "auto", "type of activations")
     activations: str = _key(
         choice("auto", "fp8", "nvfp4"), "auto", "what long prompts' activations are rounded to on a GPU; auto: nothing"
     )
-    ctx: int | Auto = _key(TOKENS, "auto", "context window; auto is what fits, up to the model's own")
+    ctx: int | Literal["auto", "max"] = _key(TOKENS, "auto", "context window; auto is what fits, up to the model's own")
     kv: str = _key(choice("auto", "bf16", "fp16", "f32", "int8", "fp8"), "auto", "how keys and values are stored")
     gpu_mem: float = _key(number(0.05, 1), 0.92, "largest share of a GPU's memory to use")
     graphs: bool = _key(FLAG, True, "replay decode steps as CUDA graphs")
@@ -59,6 +102,20 @@ class EngineConfig:
     prefix_cache: bool = _key(FLAG, True, "keep pages of finished prompts for the next one that starts alike")
     max_parallel: int = _key(whole(1, 1024), 4, "requests computed side by side")
     ttl_s: float = _key(DURATION, 1800.0, "an unused model is unloaded after this time", "ttl")
+    # arguments of the Python API that are no settings
+    quant: str = "auto"  # what linear layers become while loading: auto, "" (as stored), or a target of `quant.encode`
+    prefill_budget: int | None = None  # prompt tokens of a step; None leaves it to the plan
+    page_size: int = 16  # tokens
+    debug_invariants: bool = False  # check every page and count after every step
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value is None:
+                value = f.default
+            elif f.metadata:
+                value = _key_of("engine", f).parse(value, "argument")
+            object.__setattr__(self, f.name, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +198,7 @@ class UserConfig:
 
     model: str = _key(TEXT, "", "the model when none is named")
     offline: bool = _key(FLAG, False, "never use the network")
-    engine: EngineConfig = EngineConfig()
+    engine: EngineOptions = EngineOptions()
     pull: PullConfig = PullConfig()
     sampling: SamplingConfig = SamplingConfig()
     chat: ChatConfig = ChatConfig()
@@ -170,39 +227,8 @@ class UserConfig:
         return self.origins.get(path, "default")
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
-    """One setting: its path in the file, and the attribute of the dataclass that holds it."""
-
-    path: str
-    section: str
-    attribute: str
-    kind: Kind
-    default: Any
-    meaning: str
-
-    @property
-    def env(self) -> str:
-        """The variable that sets it."""
-        return "LOCALLLM_" + self.path.replace(".", "_").upper()
-
-    def parse(self, value: Any, origin: str) -> Any:
-        """The value, or ConfigError naming where it came from."""
-        try:
-            return self.kind.parse(value)
-        except (ValueError, TypeError, OverflowError):
-            meant = nearest(value, dict.fromkeys(self.kind.names())) if isinstance(value, str) else ""
-            expects = f"expected {self.kind.expects}{did_you_mean(meant)}"
-            shown = repr(value) if len(repr(value)) <= 60 else repr(value)[:57] + "..."
-            raise ConfigError(
-                f"{self.path} = {shown} ({origin}): {expects}",
-                f"localllm config set {self.path} {self.kind.show(self.default) or 'VALUE'}",
-                context={"key": self.path, "origin": origin, "expects": self.kind.expects},
-            ) from None
-
-
 SECTIONS: Mapping[str, type] = MappingProxyType(
-    {"engine": EngineConfig, "pull": PullConfig, "sampling": SamplingConfig}
+    {"engine": EngineOptions, "pull": PullConfig, "sampling": SamplingConfig}
     | {"chat": ChatConfig, "ui": UiConfig, "server": ServerConfig}
 )
 TABLES = ("aliases", "presets", "keys")
@@ -210,14 +236,8 @@ TABLES = ("aliases", "presets", "keys")
 
 
 def _keys() -> Iterator[Key]:
-    def of(section: str, f: Field[Any]) -> Key:
-        name = f.metadata["key"] or f.name
-        path = f"{section}.{name}" if section else name
-        return Key(path, section, f.name, f.metadata["kind"], f.default, f.metadata["meaning"])
-
-    yield from (of("", f) for f in fields(UserConfig) if f.metadata)
-    for section, holder in SECTIONS.items():
-        yield from (of(section, f) for f in fields(holder))
+    for section, holder in {"": UserConfig, **SECTIONS}.items():
+        yield from (_key_of(section, f) for f in fields(holder) if f.metadata)
 
 
 KEYS: Mapping[str, Key] = MappingProxyType({key.path: key for key in _keys()})

@@ -151,7 +151,11 @@ def _whole_units(*units: tuple[int, str]) -> Callable[[float], str]:
 TEXT, FLAG, TEXTS = Kind("text", _text), Kind("true | false", _flag), Kind("a list of texts", _texts)
 DEVICE = Kind("auto | cpu | cuda | cuda:N", _device)
 CODE_THEME = or_auto(Kind("a style of Pygments, such as monokai", _style, names=_styles))
-TOKENS = or_auto(Kind("a number of tokens from 16, such as 8192 or 32k", _tokens))
+TOKENS = Kind(
+    "auto, max, or a number of tokens from 16, such as 8192 or 32k",
+    lambda value: value if value in ("auto", "max") else _tokens(value),
+    names=lambda: ("auto", "max"),
+)
 SIZE = Kind(
     "a size such as 32GiB", lambda value: int(parse_bytes(value)), _whole_units((1 << 30, "GiB"), (1 << 20, "MiB"))
 )

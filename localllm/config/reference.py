@@ -31,7 +31,7 @@ def reference() -> str:
     """The whole page, as Markdown."""
     parts = [_HEAD]
     for section, holder in {"": None, **SECTIONS}.items():
-        meaning = (holder.__doc__ or "").strip() if holder else ""
+        meaning = (holder.__doc__ or "").partition("\n")[0] if holder else ""
         parts.append(f"## [{section}]\n\n{meaning}\n" if section else "## Top of the file\n")
         rows = [
             (

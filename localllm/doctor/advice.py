@@ -8,9 +8,9 @@ from localllm import hub
 from localllm.config import UserConfig
 from localllm.device.gpu_table import table_row
 from localllm.plan import fit
-from localllm.plan import speeds as calibrate
 from localllm.plan.placement import chosen_device
-from localllm.plan.planner import Plan
+from localllm.plan.plan import Plan
+from localllm.plan.planner import Planner
 from localllm.terminal import gib, tokens_short
 
 from .finding import Survey
@@ -42,12 +42,11 @@ def _unused(survey: Survey) -> Advice | None:
 
 def _model(survey: Survey, config: UserConfig) -> Advice | None:
     """The pick of `localllm chat qwen`, by the planner, without asking the hub."""
-    machine = survey.machine
-    benches = calibrate.load(machine)
-    choice = fit.recommended("qwen", machine, calibration=benches, limit=hub.download_limit(config))
+    planner = Planner.here(config.engine, survey.machine)
+    choice = fit.recommended("qwen", planner, hub.download_limit(config))
     if choice is None:
         return Advice("model", "smollm2, which runs everywhere", "localllm chat smollm2")
-    made = fit.plan_of(choice.best, machine, calibration=benches)
+    made = fit.plan_of(choice.best, planner)
     assert made is not None
     best = choice.best
     text = (

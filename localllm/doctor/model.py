@@ -16,40 +16,40 @@ from localllm.hub import Resolved, catalog
 from localllm.interface import Check
 from localllm.models.architectures import ModelFacts, OpenModel, open_model, registry
 from localllm.plan import fit
-from localllm.plan import speeds as calibrate
-from localllm.plan.planner import Plan, PlanOptions, plan
+from localllm.plan.plan import Plan
+from localllm.plan.planner import Planner
 from localllm.terminal import gib
 from localllm.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
-from .finding import MODEL, Survey, fail, found, ok, skip, warn
+from .finding import MODEL, fail, found, ok, skip, warn
 
 Named = tuple[str, Check]  # what follows "model." in the id, and the finding
 OPEN_LICENCES = ("apache-2.0", "mit", "bsd", "cc-by-4.0", "openrail", "unlicense", "isc")
 
 
-def model_checks(resolved: Resolved, survey: Survey, options: PlanOptions | None = None) -> Iterator[Check]:
+def model_checks(resolved: Resolved, planner: Planner) -> Iterator[Check]:
     """One finding after the other. A model that is not here is judged by the catalogue."""
-    for name, check in _checks(resolved, survey, options):
+    for name, check in _checks(resolved, planner):
         yield replace(check, id=f"model.{name}", group=MODEL)
 
 
-def _checks(resolved: Resolved, survey: Survey, options: PlanOptions | None) -> Iterator[Named]:
+def _checks(resolved: Resolved, planner: Planner) -> Iterator[Named]:
     name = resolved.name
     if resolved.path is None:
-        yield from _not_here(resolved, survey, options)
+        yield from _not_here(resolved, planner)
         return
     title = f"{label(resolved.path)}, {gib(resolved.size_bytes)}"
     yield "files", ok(title, str(resolved.path), path=str(resolved.path))
     try:
         with open_model(resolved.path) as checkpoint:
-            yield from _here(checkpoint, name, survey, options)
+            yield from _here(checkpoint, name, planner)
     except UnsupportedModel as error:
         yield "arch", fail(error.message, fix=error.hint)
     except LocalLLMError as error:
         yield "files", fail(error.message, fix=_repair(resolved, error))
 
 
-def _here(checkpoint: OpenModel, name: str, survey: Survey, options: PlanOptions | None) -> Iterator[Named]:
+def _here(checkpoint: OpenModel, name: str, planner: Planner) -> Iterator[Named]:
     facts = checkpoint.facts
     source = facts.source_architecture
     count = facts.num_params
@@ -68,7 +68,7 @@ def _here(checkpoint: OpenModel, name: str, survey: Survey, options: PlanOptions
         yield "tokenizer", _tokenizer(tokenizer, facts)
         yield from _template(tokenizer, name)
     yield "licence", _licence(facts.license, name)
-    yield "fit", _fit(_plan(facts, survey, options), name)
+    yield "fit", _fit(_plan(checkpoint, planner), name)
 
 
 def _scales(checkpoint: Checkpoint) -> Iterator[Named]:
@@ -153,9 +153,9 @@ def _licence(licence: str, name: str) -> Check:
     return ok(licence, detail, licence=licence)
 
 
-def _plan(facts: ModelFacts, survey: Survey, options: PlanOptions | None) -> Plan | LocalLLMError:
+def _plan(checkpoint: OpenModel, planner: Planner) -> Plan | LocalLLMError:
     try:
-        return plan(facts, survey.machine, options, calibrate.load(survey.machine))
+        return planner.plan(checkpoint.facts, checkpoint.path)
     except LocalLLMError as error:
         return error
 
@@ -177,7 +177,7 @@ def _fit(made: Plan | LocalLLMError | None, name: str) -> Check:
     return ok(title, detail, need_bytes=made.need_bytes, have_bytes=made.have_bytes)
 
 
-def _not_here(resolved: Resolved, survey: Survey, options: PlanOptions | None) -> Iterator[Named]:
+def _not_here(resolved: Resolved, planner: Planner) -> Iterator[Named]:
     name = resolved.name
     load = f"not on this machine; a download of {gib(resolved.download_bytes)}"
     yield "files", warn(load, fix=f"localllm pull {name}", bytes=resolved.download_bytes)
@@ -186,7 +186,7 @@ def _not_here(resolved: Resolved, survey: Survey, options: PlanOptions | None) -
     yield "arch", found("ok" if runs else "fail", title, fix="" if runs else "localllm plan")
     entry = next((c for c in catalog.candidates() if c.spec.casefold() == name.casefold()), None)
     yield "licence", _licence(resolved.licence or (entry.licence if entry else ""), name)
-    yield "fit", _fit(fit.plan_of(entry, survey.machine, options) if entry else None, name)
+    yield "fit", _fit(fit.plan_of(entry, planner) if entry else None, name)
 
 
 def _repair(resolved: Resolved, error: LocalLLMError) -> str:
@@ -194,16 +194,16 @@ def _repair(resolved: Resolved, error: LocalLLMError) -> str:
     return f"localllm pull {known} --repair" if known else error.hint or "localllm ls --all"
 
 
-def resolve_quietly(name: str, survey: Survey, config: UserConfig | None = None) -> Resolved:
+def resolve_quietly(name: str, planner: Planner, config: UserConfig | None = None) -> Resolved:
     """What a name stands for: on this machine, else by the catalogue alone; nothing is asked of the hub.
 
     Raises what `fit.resolve` does offline for a name that is neither.
     """
     try:
-        return fit.resolve(name, survey.machine, offline=True)
+        return fit.resolve(name, planner, offline=True)
     except LocalLLMError:
         limit = hub.download_limit(config)
-        choice = fit.recommended(name, survey.machine, limit=limit) if catalog.members(name) else None
+        choice = fit.recommended(name, planner, limit) if catalog.members(name) else None
         if choice is None:
             raise
         best = choice.best

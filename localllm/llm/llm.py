@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from localllm.config import EngineOptions
 from localllm.errors import BadModelFile, ConfigError, InvalidRequest
 from localllm.interface import Facts
 from localllm.llm.outputs import OutputDelta, OutputProcessor, OutputSpec, RequestOutput, ResponseStream
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from localllm.models.architectures import ModelFacts, OpenModel
     from localllm.models.loader import Model
     from localllm.models.parking import Parked
-    from localllm.plan.planner import Plan
+    from localllm.plan.plan import Plan
     from localllm.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -63,20 +64,25 @@ class LLM:
     """One loaded model.
 
     name_or_path   a path, `org/repo[:quant][@revision]`, an alias, part of a local name; downloaded if needed
-    device         auto | cpu | cuda:N
-    dtype          activations: auto | float32 | bfloat16 | float16; naming float32 also asks for exact float32 products
-    activations    what those of long prompts are rounded to, on cards that multiply it: auto (nothing) | fp8 | nvfp4
-    kv             key/value cache: auto | bf16 | fp16 | f32
-    quant          what linear layers become while loading: int4 | int8 | fp8 | nvfp4 | mxfp4; auto is as stored
-    ctx            context window in tokens, "auto" (what fits), or "max" (the model's own)
-    threads        CPU threads; None is one per usable core
-    deterministic  same tokens whatever else is in the batch; None is on for the CPU
-    max_parallel   sequences decoded together
-    prefix_cache   reuse the keys and values of shared prefixes
+    options        how it runs; None is the default of every setting (the user's settings file is not read)
     offline        never touch the network
     machine        the facts to plan with; None looks at this machine
     on_progress       called with a `LoadProgress` for everything that takes time
     cancel         an event that stops a download
+    settings       fields of `config.EngineOptions` that differ from `options`:
+                   device         auto | cpu | cuda:N
+                   dtype          activations: auto | float32 | bfloat16 | float16; float32 also asks for exact products
+                   activations    what those of long prompts are rounded to: auto (nothing) | fp8 | nvfp4
+                   kv             key/value cache: auto | bf16 | fp16 | f32 | int8 | fp8
+                   quant          what linear layers become while loading: int4 | int8 | fp8 | nvfp4 | mxfp4; auto: as
+                                  stored where that fits
+                   ctx            context window in tokens, "auto" (what fits), or "max" (the model's own)
+                   gpu_mem        largest share of a GPU's memory to use
+                   graphs         replay decode steps as CUDA graphs
+                   threads        CPU threads; auto is one per usable core
+                   deterministic  same tokens whatever else is in the batch; auto is on for the CPU
+                   max_parallel   sequences decoded together
+                   prefix_cache   reuse the keys and values of shared prefixes
 
     Raises the errors of `localllm.errors`. A context manager; `close()` frees everything.
     """
@@ -84,78 +90,50 @@ class LLM:
     def __init__(
         self,
         name_or_path: str | os.PathLike[str],
+        options: EngineOptions | None = None,
         *,
-        device: str = "auto",
-        dtype: str = "auto",
-        activations: str = "auto",
-        kv: str = "auto",
-        quant: str = "auto",
-        ctx: int | str = "auto",
-        threads: int | None = None,
-        deterministic: bool | None = None,
-        max_parallel: int = 4,
-        prefix_cache: bool = True,
         offline: bool = False,
-        prefill_budget: int | None = None,
-        debug_invariants: bool = False,
         machine: MachineFacts | None = None,
         on_progress: OnProgress | None = None,
         cancel: threading.Event | None = None,
+        **settings: Any,
     ) -> None:
         self._notify = on_progress or (lambda phase: None)
         self._percent = -1
         self.name = os.fspath(name_or_path)
-        from localllm.device import machine as look
         from localllm.device import rss_anon_bytes
+        from localllm.plan.planner import Planner
 
         self._start_bytes = rss_anon_bytes()
-        self.machine: MachineFacts = machine or look()
-        self.path: Path = self._find(self.name, device, kv, offline, cancel)
+        self.options = replace(options or EngineOptions(), **settings)
+        """as asked for; `plan` has what became of it"""
+        self._planner = Planner.here(self.options, machine)
+        self.machine: MachineFacts = self._planner.machine
+        self.path: Path = self._find(self.name, offline, cancel)
         """the file or folder that was loaded"""
         with self._naming():
             self._checkpoint = self._open()
             self.facts: ModelFacts = self._checkpoint.facts
-        from localllm.plan.planner import PlanOptions
-        from localllm.plan.quality import kl_by_kv
-
-        options = PlanOptions(device=device, dtype=dtype, kv=kv, ctx=ctx, max_parallel=max_parallel, quant=quant)
-        if prefill_budget is not None:
-            options = replace(options, prefill_budget=prefill_budget)
-        self._options = replace(options, kv_measured=kl_by_kv(self.path))
-        self.plan: Plan = self._planned(0)
+        self.plan: Plan = self._planner.plan(self.facts, self.path)
         """what runs how, in bytes, with reasons"""
         if not self.plan.fits:
             raise self.plan.error(self.name)
         self.weight_format = self.plan.quant or self.facts.stored_format
         """as stored, or what the linear layers became while loading"""
         self._doubt = self._checkpoint.doubt
-        self._activations = "" if activations == "auto" else activations
         self._template: ChatTemplate | None = None
         self._engine: Engine | None = None
         self._parked: Parked | None = None
         try:
             with self._naming():
-                self._start(dtype == "float32", deterministic, threads, prefix_cache, debug_invariants)
+                self._start()
         except BaseException:
             self.close()
             raise
 
     # --- loading -----------------------------------------------------------------------------------------------------
 
-    def _planned(self, missing_bytes: int) -> Plan:
-        """The plan, with what proofs have shown to be missing; weights that are loaded stay as they are."""
-        from localllm.plan.planner import plan
-        from localllm.plan.profiles import Proofs
-
-        made = plan(self.facts, self.machine, self._options)
-        # a proof's excess is in the file already, unless that cannot be written
-        learned = max(Proofs().learned_bytes(self.facts, self.machine, made.device), missing_bytes)
-        if not learned:
-            return made
-        options = replace(self._options, learned_bytes=learned, device=made.device)
-        return plan(self.facts, self.machine, replace(options, quant=made.quant) if missing_bytes else options)
-
-    def _find(self, name: str, device: str, kv: str, offline: bool, cancel: threading.Event | None) -> Path:
+    def _find(self, name: str, offline: bool, cancel: threading.Event | None) -> Path:
         self._notify(LoadProgress("resolve", detail=name))
         self._pulled_as = ""
         if os.sep in name or name.endswith(".gguf") or name.startswith((".", "~")):
@@ -164,11 +142,8 @@ class LLM:
                 return path
         from localllm import hub
         from localllm.plan import fit
-        from localllm.plan import speeds as calibrate
-        from localllm.plan.planner import PlanOptions
 
-        here = self.machine
-        resolved = fit.resolve(name, here, PlanOptions(device=device, kv=kv), calibrate.load(here), offline=offline)
+        resolved = fit.resolve(name, self._planner, offline=offline)
         self._pulled_as = resolved.pulled_as
         if resolved.path is not None:
             return Path(resolved.path)
@@ -189,14 +164,7 @@ class LLM:
 
         return open_model(self.path)
 
-    def _start(
-        self,
-        exact: bool,
-        deterministic: bool | None,
-        threads: int | None,
-        prefix_cache: bool,
-        debug_invariants: bool,
-    ) -> None:
+    def _start(self) -> None:
         from localllm.tokenizer.tokenizer import load_tokenizer
 
         started = time.monotonic()
@@ -209,7 +177,7 @@ class LLM:
         import torch
 
         from localllm.boot.boot import first_use  # its imports are not part of loading
-        from localllm.boot.threads import kernels_are_built, serve_torch
+        from localllm.boot.threads import kernels_are_built, serve_torch, set_threads
         from localllm.device import rss_anon_bytes
         from localllm.models.loader import LoadOptions, load_model
 
@@ -217,7 +185,7 @@ class LLM:
         device = torch.device(self.plan.device)
         if device.type == "cpu" and not kernels_are_built():
             self._notify(LoadProgress("compile", detail="kernels for this CPU, once"))
-        self.threads = set_threads(threads, self.machine)
+        set_threads(self.plan.threads)
         if device.type == "cuda":
             from localllm.boot.card import check_assembler, check_card, load_with_threads, use_card
 
@@ -225,7 +193,6 @@ class LLM:
             check_assembler(self.machine.gpus[device.index or 0].capability)
             use_card(self.plan.device)
             load_with_threads(self.machine.cpu.cores_usable)
-        self.deterministic = device.type == "cpu" if deterministic is None else deterministic
         self.tokenizer: Tokenizer = text.result()
         if self.tokenizer.chat_template:
             from localllm.chat.template import ChatTemplate
@@ -242,9 +209,9 @@ class LLM:
             dtype=self.plan.dtype,
             kv_format=self.plan.kv,
             page_size=self.plan.page_size,
-            exact=exact,
-            deterministic=self.deterministic,
-            activations=self._activations,
+            exact=self.options.dtype == "float32",
+            deterministic=self.plan.deterministic,
+            activations=self.plan.activations,
             weights=self.plan.quant,
             selftest=first_use(self.plan, self.machine),
             progress=self._on_weights,
@@ -253,10 +220,8 @@ class LLM:
         if device.type == "cuda" and self._selftest is not None and not self._selftest.records.items():
             self._notify(LoadProgress("compile", detail="kernels for this card, once; up to a minute"))
         self._model: Model = load_model(self._checkpoint, options)
-        serve_torch(self._model.kernels, self.threads)
+        serve_torch(self._model.kernels, self.plan.threads)
         self._checkpoint.close()  # nothing reads the files from here on
-        self.prefix_cache = prefix_cache
-        self._debug_invariants = debug_invariants
         self._notify(LoadProgress("kv", detail=f"{self.plan.ctx:,} tokens"))
         self._start_engine()
         self.load_s = time.monotonic() - loading
@@ -270,16 +235,11 @@ class LLM:
         assert self._selftest is not None
         self._boot = Boot(
             self._model,
-            self.facts,
-            self.machine,
             self.plan,
+            self._planner,
             self._selftest,
-            self._planned,
-            prefix_cache=self.prefix_cache,
-            check_invariants=self._debug_invariants,
             base_bytes=self._base_bytes,
             program_bytes=self._base_bytes - self._start_bytes,
-            activations=self._activations,
         )
         self.plan = self._boot.plan
         self._kv_bytes = self._boot.kv_bytes
@@ -584,8 +544,8 @@ class LLM:
         """What is running, in one line."""
         kernels, noted = kernel_words(self._model.kernels), self._boot.facts_line
         plan = self.plan
-        threads = f" × {self.threads} threads" if plan.device == "cpu" else ""
-        exact = "" if self.deterministic else " · not batch-invariant"
+        threads = f" × {plan.threads} threads" if plan.device == "cpu" else ""
+        exact = "" if plan.deterministic else " · not batch-invariant"
         return (
             f"{Path(self.name).name} · {self.weight_format} · {plan.device}{threads} · {plan.dtype} activations"
             f" · KV {plan.kv} · ctx {plan.ctx:,} · {kernels}{exact}{f' · {noted}' if noted else ''}"
@@ -773,14 +733,3 @@ class _Background:
         if self._error is not None:
             raise self._error
         return self._value
-
-
-def set_threads(threads: int | None, machine: MachineFacts) -> int:
-    """Give the computing threads the cores this process may use. Returns how many."""
-    from localllm.boot.threads import set_threads as give
-
-    usable = max(1, machine.cpu.cores_usable)
-    if threads is not None and threads < 1:
-        raise ConfigError(f"threads is {threads}, it must be at least 1", f"use --threads {usable}")
-    give(threads or usable)
-    return threads or usable

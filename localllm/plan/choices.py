@@ -10,36 +10,28 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from localllm import hub
-from localllm.device import MachineFacts, machine
 from localllm.errors import LocalLLMError
 from localllm.hub import catalog
 from localllm.interface import ModelChoice
 from localllm.plan import fit
-from localllm.plan import speeds as calibrate
-from localllm.plan.planner import Plan, PlanOptions, plan
+from localllm.plan.plan import Plan
+from localllm.plan.planner import Planner
 from localllm.plan.quality import note as quality_note
 
 _STORED = re.compile(r"(it|instruct|gguf|awq|fp8|nvfp4|mxfp4|bf16|f16|f32|int4|int8|i?q[0-9](k|[0-9])*(xxs|[xsml])*)*")
 """Parts of a plain name that say how a model is stored."""
 
 
-def model_choices(
-    ctx: int | None = None, options: PlanOptions | None = None, facts: MachineFacts | None = None
-) -> list[ModelChoice]:
-    """All rows. `ctx` asks for a window, up to each model's own; None leaves it to the plan."""
-    here = facts or machine()
-    wished = options or PlanOptions()
-    benches = calibrate.load(here)
-    local = [_local(model, here, wished, benches, ctx) for model in hub.list_local()]
+def model_choices(planner: Planner) -> list[ModelChoice]:
+    """All rows; a window that was asked for is taken up to each model's own."""
+    local = [_local(model, planner) for model in hub.list_local()]
     local.sort(key=lambda row: (not row.supported, -row.last_used, row.name.casefold()))
-    fetchable = list(_fetchable(local, here, wished, benches, ctx))
-    forms = _forms(here, wished, benches, ctx)
+    fetchable = list(_fetchable(local, planner))
+    forms = _forms(planner)
     return [_with_quants(row, local, forms) for row in [*local, *fetchable]]
 
 
-def _local(
-    model: hub.LocalModel, here: MachineFacts, wished: PlanOptions, benches: calibrate.Benches, ctx: int | None
-) -> ModelChoice:
+def _local(model: hub.LocalModel, planner: Planner) -> ModelChoice:
     row = ModelChoice(
         name=model.name,
         format=model.format,
@@ -58,18 +50,16 @@ def _local(
     if model.facts is None or not row.supported:
         return row
     try:
-        made = plan(model.facts, here, _with_window(wished, ctx, model.facts.max_context), benches)
+        made = planner.plan_within(model.facts, model.path)
     except LocalLLMError as error:
         return replace(row, reason=error.message)
     note = "" if model.chat else "base model: completes text"
     return replace(_planned(row, made), note=note, quality=quality_note(model.path, made.kv))
 
 
-def _fetchable(
-    local: list[ModelChoice], here: MachineFacts, wished: PlanOptions, benches: calibrate.Benches, ctx: int | None
-) -> Iterator[ModelChoice]:
+def _fetchable(local: list[ModelChoice], planner: Planner) -> Iterator[ModelChoice]:
     """The catalogue's models that this version runs and that are not here; of each the file `pull` would take."""
-    free = catalog.memory_of(here).free_bytes
+    free = catalog.memory_of(planner.machine).free_bytes
     names = {_plain(row.name) for row in local}
     for starter in catalog.starters().values():
         if _plain(starter.name) not in names and starter.chat:
@@ -85,30 +75,27 @@ def _fetchable(
     for name, files in by_name.items():
         if any(_plain(name) in one for one in names):
             continue
-        choice = fit.recommended(name, here, wished, benches, made_before=plans)
+        choice = fit.recommended(name, planner, made_before=plans)
         best = choice.best if choice else min(files, key=lambda file: file.download_bytes)
         row = ModelChoice(
             name, best.format, best.download_bytes, local=False, supported=True, max_ctx=best.context, fits=False,
             params=best.params, active_params=best.active_params, licence=best.licence, have_bytes=free,
             note="asks for its licence first" if best.gated else best.title,
         )  # fmt: skip
-        how = _with_window(wished, ctx, best.context)
-        if choice is None and fit.device_kind(here, wished) == "cuda":
-            how = replace(how, device="cuda")  # what it would need there: the CPU is not what the name would choose
-        made = fit.plan_of(best, here, how, benches)
+        # where nothing fits on the GPU, what it would need there: the CPU is not what the name would choose
+        on_gpu = choice is None and fit.device_kind(planner) == "cuda"
+        made = fit.plan_of(best, planner.having(device="cuda") if on_gpu else planner)
         yield row if made is None else _planned(row, made)
 
 
-def _forms(
-    here: MachineFacts, wished: PlanOptions, benches: calibrate.Benches, ctx: int | None
-) -> dict[str, list[ModelChoice]]:
+def _forms(planner: Planner) -> dict[str, list[ModelChoice]]:
     """Every file of the catalogue that this version runs, by the plain name of its model."""
-    free = catalog.memory_of(here).free_bytes
+    free = catalog.memory_of(planner.machine).free_bytes
     forms: dict[str, list[ModelChoice]] = {}
     for one in catalog.candidates():
         if one.needs:
             continue
-        made = fit.plan_of(one, here, _with_window(wished, ctx, one.context), benches)
+        made = fit.plan_of(one, planner)
         row = ModelChoice(
             one.spec, one.format, one.download_bytes, local=False, supported=True, max_ctx=one.context, fits=False,
             params=one.params, active_params=one.active_params, licence=one.licence, have_bytes=free,
@@ -134,10 +121,6 @@ def _model_of(row: ModelChoice, forms: dict[str, list[ModelChoice]]) -> str:
     """Which of these models a row is, "" for none: beyond the model's name, its own may only say how it is stored."""
     plain = _plain(row.name)
     return next((name for name in forms if plain.startswith(name) and _STORED.fullmatch(plain, len(name))), "")
-
-
-def _with_window(wished: PlanOptions, ctx: int | None, most: int) -> PlanOptions:
-    return replace(wished, ctx="auto" if ctx is None else min(ctx, most))
 
 
 def _planned(row: ModelChoice, made: Plan) -> ModelChoice:

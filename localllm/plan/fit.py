@@ -6,17 +6,17 @@ reading; of its files the one that suits the card. Where none fits so, less cont
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from localllm import hub
-from localllm.device import MachineFacts
 from localllm.errors import DoesNotFit, LocalLLMError
 from localllm.hub import catalog
 from localllm.models.architectures.facts import Attention, Dense, LayerFacts, ModelFacts, RopeFacts, repeated
 from localllm.plan.placement import chosen_device
-from localllm.plan.planner import Calibration, Plan, PlanOptions, plan
+from localllm.plan.plan import Plan
+from localllm.plan.planner import Planner
 
 FLOORS = {"cuda": (32_768, 8_192, 2_048), "cpu": (8_192, 2_048)}
 """tokens of context that must fit, tried in this order"""
@@ -32,14 +32,6 @@ no quality one would notice, sixteen only take room, and a card without FP8 arit
 
 
 Plans = dict[catalog.Candidate, Plan | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Fitted:
-    """One file of one model with the plan for it."""
-
-    candidate: catalog.Candidate
-    plan: Plan
 
 
 def facts_of(candidate: catalog.Candidate) -> ModelFacts | None:
@@ -69,59 +61,48 @@ def facts_of(candidate: catalog.Candidate) -> ModelFacts | None:
     )
 
 
-def device_kind(machine: MachineFacts, options: PlanOptions | None = None) -> str:
+def device_kind(planner: Planner) -> str:
     """cuda where a plan would take a GPU, else cpu."""
     try:
-        return "cpu" if chosen_device(machine, (options or PlanOptions()).device)[0] == "cpu" else "cuda"
+        return chosen_device(planner.machine, planner.options.device).kind
     except LocalLLMError:  # a device that is not there: whoever plans for it says so
         return "cpu"
 
 
-def judge(
-    machine: MachineFacts,
-    least_ctx: int,
-    options: PlanOptions | None = None,
-    calibration: Calibration | None = None,
-    made_before: Plans | None = None,
-) -> catalog.Fits:
+def judge(planner: Planner, min_ctx: int, made_before: Plans | None = None) -> catalog.Fits:
     """A verdict on candidates: whether one runs here with that context (or its own), and how fast.
 
     Where there is a usable GPU, it must fit there: the CPU is no place that a family's name chooses by itself.
     `made_before` keeps the plans for the next verdict.
     """
-    kind = device_kind(machine, options)
+    kind, planner = device_kind(planner), planner.having(ctx="auto")
     plans = {} if made_before is None else made_before
 
     def fits(candidate: catalog.Candidate) -> tuple[bool, float]:
         if candidate not in plans:
-            plans[candidate] = plan_of(candidate, machine, options, calibration)
+            plans[candidate] = plan_of(candidate, planner)
         made = plans[candidate]
         if made is None or (made.device == "cpu") is not (kind == "cpu"):
             return False, 0.0
-        return made.fits and made.max_ctx >= min(least_ctx, candidate.context), made.decode_tps
+        return made.fits and made.max_ctx >= min(min_ctx, candidate.context), made.decode_tps
 
     return fits
 
 
-def plan_of(
-    candidate: catalog.Candidate,
-    machine: MachineFacts,
-    options: PlanOptions | None = None,
-    calibration: Calibration | None = None,
-) -> Plan | None:
+def plan_of(candidate: catalog.Candidate, planner: Planner) -> Plan | None:
     """The plan for a model that is not here; None when it cannot run at all."""
     facts = facts_of(candidate)
     if facts is None:
-        return _guessed(candidate, machine, options)
-    if candidate.device == "gpu" and device_kind(machine, options) == "cpu":
+        return _guessed(candidate, planner)
+    if candidate.device == "gpu" and device_kind(planner) == "cpu":
         return None
     try:
-        return plan(facts, machine, options, calibration)
+        return planner.plan_within(facts)
     except LocalLLMError:
         return None
 
 
-def _guessed(candidate: catalog.Candidate, machine: MachineFacts, options: PlanOptions | None) -> Plan | None:
+def _guessed(candidate: catalog.Candidate, planner: Planner) -> Plan | None:
     """A local model that is in no catalogue was made a candidate without a shape: one of usual proportions."""
     if candidate.needs or candidate.family:
         return None
@@ -129,13 +110,12 @@ def _guessed(candidate: catalog.Candidate, machine: MachineFacts, options: PlanO
     heads = max(1, round(candidate.kv_bytes_per_token / (4 * 128 * layers)))
     hidden = max(256, round((candidate.params / (12 * layers)) ** 0.5 / 128) * 128)
     shape = catalog.Shape(layers, hidden, 3 * hidden, max(heads, hidden // 128), heads, 128, 32_000)
-    made = replace(candidate, shape=shape, format=candidate.format or "Q4_K_M")
-    return plan_of(made, machine, options)
+    return plan_of(replace(candidate, shape=shape, format=candidate.format or "Q4_K_M"), planner)
 
 
-def preference(machine: MachineFacts) -> Callable[[catalog.Candidate], int]:
+def preference(planner: Planner) -> Callable[[catalog.Candidate], int]:
     """How well a kind of weights suits the card: 0 is best. On the CPU the catalogue's own order holds."""
-    _, gpu, _ = chosen_device(machine, "auto")
+    gpu = chosen_device(planner.machine, "auto").gpu
     capability = gpu.capability if gpu else 0
     order = next((kinds for least, kinds in ORDERS if capability >= least), ())
     return lambda candidate: order.index(kind_of(candidate)) if kind_of(candidate) in order else 0
@@ -149,63 +129,39 @@ def kind_of(candidate: catalog.Candidate) -> str:
     return next((kind for kind in ("nvfp4", "mxfp4", "fp8", "bf16") if kind in name), "int4")
 
 
-def runnable(
-    candidates: Iterable[catalog.Candidate],
-    machine: MachineFacts,
-    options: PlanOptions | None = None,
-    calibration: Calibration | None = None,
-) -> list[Fitted]:
-    """The candidates this version runs, each with its plan, in the order given; those that cannot are left out."""
-    return [Fitted(c, made) for c in candidates if (made := plan_of(c, machine, options, calibration)) is not None]
-
-
 def recommended(
-    alias: str,
-    machine: MachineFacts,
-    options: PlanOptions | None = None,
-    calibration: Calibration | None = None,
-    limit: catalog.DownloadLimit | None = None,
-    made_before: Plans | None = None,
+    alias: str, planner: Planner, limit: catalog.DownloadLimit | None = None, made_before: Plans | None = None
 ) -> catalog.Choice | None:
     """What a family's or a model's name would become here, without asking the hub; None when nothing fits.
 
     `limit` as `hub.download_limit` gives it: the most a family's name downloads.
     """
-    memory = catalog.memory_of(machine)
-    kind = device_kind(machine, options)
-    plans = {} if made_before is None else made_before
+    kind, plans = device_kind(planner), {} if made_before is None else made_before
     for floor in FLOORS[kind]:
         try:
             return catalog.choose(
                 alias,
-                judge(machine, floor, options, calibration, plans),
-                free_label=memory.label,
+                judge(planner, floor, plans),
+                free_label=catalog.memory_of(planner.machine).label,
                 on_gpu=kind == "cuda",
                 limit=limit,
-                prefer=preference(machine),
+                prefer=preference(planner),
             )
         except LocalLLMError:
             continue
     return None
 
 
-def resolve(
-    name: str,
-    machine: MachineFacts,
-    options: PlanOptions | None = None,
-    calibration: Calibration | None = None,
-    **how: Any,
-) -> hub.Resolved:
+def resolve(name: str, planner: Planner, **how: Any) -> hub.Resolved:
     """What a name stands for, a family's name by `recommended`'s rule; `how` as of `hub.resolve`, which it asks.
 
-    Raises what that raises, DoesNotFit when no member fits with the least context either.
+    Raises what that raises, DoesNotFit when no member fits with the smallest context either.
     """
-    floors = FLOORS[device_kind(machine, options)]
-    plans: Plans = {}
+    floors, plans = FLOORS[device_kind(planner)], Plans()
     for floor in floors:
         try:
-            fits = judge(machine, floor, options, calibration, plans)
-            return hub.resolve(name, device=machine, fits=fits, prefer=preference(machine), **how)
+            fits = judge(planner, floor, plans)
+            return hub.resolve(name, device=planner.machine, fits=fits, prefer=preference(planner), **how)
         except DoesNotFit:
             if floor == floors[-1]:
                 raise

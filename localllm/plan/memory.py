@@ -1,16 +1,20 @@
 """The plan's arithmetic: bytes of weights, pages and work, term by term. Pure; no choice is made here.
 
-`engine.proof` runs the worst steps and compares what they took with these terms.
+`boot.profile` runs the worst steps and compares what they took with these terms.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from localllm.models.architectures.facts import cache_layers, count_linear_params, kv_bytes_per_token
+from localllm.plan.placement import Placement, room_of
 
 if TYPE_CHECKING:
+    from localllm.config import EngineOptions
+    from localllm.device import MachineFacts
     from localllm.models.architectures.facts import ModelFacts
 
 MIB = 1 << 20
@@ -30,13 +34,13 @@ SPLIT_PART_BYTES = 64 * MIB
 """most results of pieces held at once where prompts go through the decode kernels, too (`triton_invariant`)"""
 SAMPLED_BYTES = 4 * 2048 * 8
 """of a row's cuts while it is sampled on a GPU: `kernels.triton.sampling`"""
-WISH_BYTES = 320 * 8
+SAMPLER_ROW_BYTES = 320 * 8
 """of a row's biases: `kernels.sampling.SamplingInputs`"""
 INT4_FORMATS = ("Q4_0", "Q4_1", "awq", "gptq", "compressed-tensors")
 DENSE_FORMATS = {"bf16": 2, "fp16": 2, "f16": 2, "f32": 4, "BF16": 2, "F16": 2, "F32": 4}
 """stored formats of plain numbers -> bytes each"""
-QUANTISED_EMBEDDING = 34 / 32
-"""bytes a value of a Q8_0 table: what quantised files keep the embedding in, at most"""
+QUANTIZED_EMBEDDING = 34 / 32
+"""bytes a value of a Q8_0 table: what quantized files keep the embedding in, at most"""
 TARGET_BYTES = {
     "int8": 1.0,
     "fp8": 1.0,
@@ -46,7 +50,7 @@ TARGET_BYTES = {
     "nvfp4": 0.5 + 1 / 16,
     "mxfp4": 0.5 + 1 / 32,
 }
-"""target of a quantisation -> bytes of a weight with its scales"""
+"""target of a quantization -> bytes of a weight with its scales"""
 ROPE_BLOCK = 1024
 """positions that a RoPE table grows by"""
 
@@ -75,12 +79,12 @@ def weights_in_use(facts: ModelFacts, device: str, dtype: str, has_compiler: boo
     quant   what linear layers become while loading (a key of TARGET_BYTES); "" keeps them as they are stored
 
     Our kernels, in C and in Triton, keep the stored bits, and look rows of a tied embedding up in the head; so does
-    what takes their place on a card. Without a compiler for the C ones, quantised weights are multiplied as float32
+    what takes their place on a card. Without a compiler for the C ones, quantized weights are multiplied as float32
     beside the stored table; int4 goes through torch's own product.
     """
     table = facts.vocab_size * facts.hidden_size
     per_value = facts.weight_bytes / max(1, facts.num_params)
-    table_bytes = int(table * (max(per_value, QUANTISED_EMBEDDING) if per_value < 1.6 else per_value))
+    table_bytes = int(table * (max(per_value, QUANTIZED_EMBEDDING) if per_value < 1.6 else per_value))
     tables = 1 if facts.tied_embeddings else 2
     inner = facts.num_params - table * tables
     if quant and (device != "cpu" or has_compiler):
@@ -135,48 +139,115 @@ def rope_bytes(facts: ModelFacts, ctx: int) -> int:
     return sum(-(-ctx // ROPE_BLOCK) * ROPE_BLOCK * rope.dim // 2 * 8 * 2 for rope in facts.ropes)
 
 
-def work_terms(
-    facts: ModelFacts,
-    device: str,
-    ctx: int,
-    rows: int,
-    max_parallel: int,
-    *,
-    page_size: int = 16,
-    has_compiler: bool = True,
-    torch_cuda: bool = False,
-    unified: bool = False,
-) -> dict[str, int]:
-    """What a step holds at most beside weights and pages, by name.
+@dataclass(frozen=True)
+class Memory:
+    """What a model takes on a device with one choice of formats, by tokens of context.
 
-    rows      prompt tokens of a step
-    unified   the GPU shares the machine's RAM, so what the process itself takes counts, too
+    quant         what linear layers become while loading; "" keeps them as they are stored
+    rows          prompt tokens of a step
+    excess_bytes  what an earlier memory profile of this model took there beyond its plan
     """
-    vocab, windows = facts.vocab_size, len(cache_layers(facts))
-    host = (CUDA_HOST_BYTES if torch_cuda else HOST_BYTES) + TOKEN_BYTES * vocab
-    if device == "cpu":
+
+    facts: ModelFacts
+    machine: MachineFacts
+    options: EngineOptions
+    where: Placement
+    dtype: str
+    quant: str
+    kv: str
+    rows: int
+    excess_bytes: int = 0
+
+    @cached_property
+    def have_and_margin(self) -> tuple[int, int]:
+        """(bytes that may be taken, bytes of them kept free for others)."""
+        return room_of(self.machine, self.where.gpu, self.options.gpu_mem)
+
+    @cached_property
+    def weights_and_read(self) -> tuple[int, int]:
+        """(bytes the loaded weights take, bytes of them that decoding one token reads)."""
+        return weights_in_use(self.facts, self.where.device, self.dtype, bool(self.machine.compiler), self.quant)
+
+    def groups(self, ctx: int) -> tuple[PageGroup, ...]:
+        """Cache groups with the pages one sequence takes."""
+        return page_groups(self.facts, self.kv, ctx, self.options.page_size, self.rows)
+
+    def sequence_bytes(self, ctx: int) -> int:
+        """Bytes of the pages one sequence takes."""
+        return sum(g.page_bytes * g.needed for g in self.groups(ctx))
+
+    def room(self, ctx: int) -> int:
+        """Bytes left for pages."""
+        have, margin = self.have_and_margin
+        return have - margin - self.weights_and_read[0] - sum(self.work_terms(ctx).values())
+
+    @cached_property
+    def max_ctx(self) -> int:
+        """The largest context up to the model's own that fits, in steps of 256 tokens (its own counts); 0 when none."""
+        own = self.facts.max_context
+        if self.sequence_bytes(own) <= self.room(own):
+            return own
+        low, high = 0, own // 256
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = self.sequence_bytes(middle * 256) <= self.room(middle * 256)
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low * 256
+
+    def num_pages(self, ctx: int) -> tuple[int, ...]:
+        """Pages per group: one sequence at full context, as many as may run, then finished prompts for reuse.
+
+        On the CPU at most half of what is left is taken (and memory is only touched as pages are written), and finished
+        prompts share the pages of sequences that are not at full length.
+        """
+        on_cpu, groups = self.where.gpu is None, self.groups(ctx)
+        room = self.room(ctx) // 2 if on_cpu else self.room(ctx)
+        wanted = self.options.max_parallel * (2 if self.options.prefix_cache and not on_cpu else 1)
+        copies = max(1.0, min(float(wanted), room / max(1, self.sequence_bytes(ctx))))
+        full = max((g.needed for g in groups), default=0)
+        return tuple(min(int(g.needed * copies), int(full * copies)) for g in groups)
+
+    @property
+    def graph_buckets(self) -> tuple[int, ...]:
+        """Batch sizes whose decode step is captured."""
+        return graph_buckets(self.options.max_parallel) if self.where.gpu and self.options.graphs else ()
+
+    def work_terms(self, ctx: int) -> dict[str, int]:
+        """What a step holds at most beside weights and pages, by name."""
+        terms = self._work_on_cpu(ctx) if self.where.gpu is None else self._work_on_gpu(ctx)
+        return terms | ({"learned": self.excess_bytes} if self.excess_bytes else {})
+
+    @property
+    def _host_bytes(self) -> int:
+        return (CUDA_HOST_BYTES if self.machine.torch_cuda else HOST_BYTES) + TOKEN_BYTES * self.facts.vocab_size
+
+    def _work_on_cpu(self, ctx: int) -> dict[str, int]:
+        facts = self.facts
         terms = {
-            "program": host,
-            "activations": activation_bytes(facts, rows, 4) + rope_bytes(facts, ctx),
-            "logits": 3 * max_parallel * vocab * 4,
+            "program": self._host_bytes,
+            "activations": activation_bytes(facts, min(self.rows, ctx), 4) + rope_bytes(facts, ctx),
+            "logits": 3 * self.options.max_parallel * facts.vocab_size * 4,
         }
-        if not has_compiler:  # the twin of attention gathers keys and values, and holds tiles of scores
+        if not self.machine.compiler:  # PyTorch's attention gathers keys and values, and holds tiles of scores
             terms["gathered"] = 4 * ctx * facts.num_kv_heads * facts.head_dim * 4 + 16 * MIB
         return terms
-    buckets = graph_buckets(max_parallel)
-    outputs = sum(size * (vocab * 4 + facts.hidden_size * 2) for size in buckets)
-    merged = max_parallel * facts.num_heads * DECODE_SPLITS * (facts.head_dim + 2) * 4
-    tables = windows * max_parallel * -(-ctx // page_size) * 4
-    decoding = activation_bytes(facts, max_parallel, 2) + merged
-    sampled = max_parallel * (vocab * (2 + 4) + SAMPLED_BYTES)  # 16-bit logits, and what sampling makes of them
-    wishes = max_parallel * (vocab * 4 + vocab // 8 + WISH_BYTES)  # tokens counted, masks, biases
-    terms = {
-        "context": CONTEXT_BYTES,
-        "activations": activation_bytes(facts, rows, 2) + max(merged, SPLIT_PART_BYTES),
-        "logits": decoding + sampled + max_parallel * vocab * 4,
-        "graphs": outputs + decoding + sampled + wishes + GRAPH_BYTES * len(buckets),
-        "tables": rope_bytes(facts, ctx) + tables,
-    }
-    if unified:
-        terms["program"] = host
-    return terms
+
+    def _work_on_gpu(self, ctx: int) -> dict[str, int]:
+        facts, parallel, vocab = self.facts, self.options.max_parallel, self.facts.vocab_size
+        outputs = sum(size * (vocab * 4 + facts.hidden_size * 2) for size in self.graph_buckets)
+        merged = parallel * facts.num_heads * DECODE_SPLITS * (facts.head_dim + 2) * 4
+        block_tables = len(cache_layers(facts)) * parallel * -(-ctx // self.options.page_size) * 4
+        decoding = activation_bytes(facts, parallel, 2) + merged
+        sampled = parallel * (vocab * (2 + 4) + SAMPLED_BYTES)  # 16-bit logits, and what sampling makes of them
+        sampler = parallel * (vocab * 4 + vocab // 8 + SAMPLER_ROW_BYTES)  # tokens counted, masks, biases
+        captured = outputs + decoding + sampled + GRAPH_BYTES * len(self.graph_buckets) if self.graph_buckets else 0
+        terms = {
+            "context": CONTEXT_BYTES,
+            "activations": activation_bytes(facts, min(self.rows, ctx), 2) + max(merged, SPLIT_PART_BYTES),
+            "logits": decoding + sampled + parallel * vocab * 4,
+            "graphs": captured + sampler,
+            "tables": rope_bytes(facts, ctx) + block_tables,
+        }
+        if self.where.gpu is not None and self.where.gpu.unified:  # what the process itself takes counts, too
+            terms["program"] = self._host_bytes
+        return terms

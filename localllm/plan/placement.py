@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from localllm.device.gpu_table import min_driver, min_torch_cuda
-from localllm.errors import ConfigError, DeviceError
+from localllm.errors import DeviceError
 from localllm.terminal import GIB, gib
 
 if TYPE_CHECKING:
@@ -17,37 +17,42 @@ UNIFIED_SHARE = 0.85
 """of the machine's memory on a card without its own: the system and other programs live there, too"""
 
 
-def chosen_device(machine: MachineFacts, name: str) -> tuple[str, GpuFacts | None, tuple[str, ...]]:
-    """(cpu or cuda:N, its card, why) for the wish auto, cpu, cuda or cuda:N.
+class Placement(NamedTuple):
+    """A device that is taken, and why."""
 
-    Raises ConfigError for what is none of these, DeviceError for a card that is not there or cannot be used.
-    """
+    device: str  # cpu | cuda:N
+    gpu: GpuFacts | None
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """cpu | cuda"""
+        return "cuda" if self.gpu else "cpu"
+
+
+def chosen_device(machine: MachineFacts, name: str) -> Placement:
+    """The device for the wish auto, cpu, cuda or cuda:N. Raises DeviceError where it is not there or cannot be used."""
     if name == "cpu":
-        return "cpu", None, ()
+        return Placement("cpu", None)
     if name == "auto":
         usable = [g for g in machine.gpus if not unusable(machine, g)]
         if usable:
             best = max(usable, key=lambda g: g.free_bytes)
             why = "the GPU with most free memory" if len(usable) > 1 else "the GPU"
-            return f"cuda:{machine.gpus.index(best)}", best, (f"{best.name}: {why}",)
-        if machine.gpus:
-            return "cpu", None, (f"CPU: {unusable(machine, machine.gpus[0])}",)
-        return "cpu", None, (f"CPU: {machine.gpu_error}" if machine.gpu_error else "CPU: no NVIDIA GPU here",)
-    kind, _, number = name.partition(":")
-    if kind != "cuda" or not (number.isdigit() or name == "cuda"):
-        raise ConfigError(f"device {name!r} is none of auto, cpu, cuda, cuda:N", "use --device auto")
-    index = int(number or 0)
+            return Placement(f"cuda:{machine.gpus.index(best)}", best, (f"{best.name}: {why}",))
+        why = unusable(machine, machine.gpus[0]) if machine.gpus else machine.gpu_error or "no NVIDIA GPU here"
+        return Placement("cpu", None, (f"CPU: {why}",))
+    index = int(name.partition(":")[2] or 0)
+    fix = "use --device cpu; `localllm doctor` tells more"
     if index >= len(machine.gpus):
         seen = (
             f"{len(machine.gpus)} GPUs are visible" if machine.gpus else machine.gpu_error or "no NVIDIA GPU is visible"
         )
-        raise DeviceError(f"there is no {name} here: {seen}", "use --device cpu; `localllm doctor` tells more")
+        raise DeviceError(f"there is no {name} here: {seen}", fix)
     gpu = machine.gpus[index]
-    if unusable(machine, gpu):
-        raise DeviceError(
-            f"{name} cannot be used: {unusable(machine, gpu)}", "use --device cpu; `localllm doctor` tells more"
-        )
-    return f"cuda:{index}", gpu, ()
+    if reason := unusable(machine, gpu):
+        raise DeviceError(f"{name} cannot be used: {reason}", fix)
+    return Placement(f"cuda:{index}", gpu)
 
 
 def unusable(machine: MachineFacts, gpu: GpuFacts) -> str:

@@ -18,6 +18,8 @@ class Plan:
     device: str
     """cpu | cuda:N"""
     dtype: str
+    activations: str
+    """what those of long prompts are rounded to: fp8 | nvfp4; "" for nothing"""
     kv: str
     ctx: int
     page_size: int
@@ -25,6 +27,10 @@ class Plan:
     """per cache group"""
     max_parallel: int
     prefill_budget: int
+    threads: int
+    """that compute on a CPU"""
+    deterministic: bool
+    prefix_cache: bool
     weight_bytes: int
     kv_bytes: int
     work_bytes: int

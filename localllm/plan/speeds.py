@@ -1,6 +1,7 @@
-"""Saved benches of this machine, for the planner: a measured model is marked so, and its pace corrects the others'.
+"""How fast a model decodes: the estimate, and what saved benches of this machine say.
 
 `localllm bench` writes them below the data folder; what another machine measured, or cannot be read, is passed over.
+A measured model is marked so, and its pace corrects the estimates of the others.
 """
 
 from __future__ import annotations
@@ -13,37 +14,49 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localllm import paths
-from localllm.plan.planner import Plan, bytes_s_of
 
 if TYPE_CHECKING:
     from localllm.device import MachineFacts
     from localllm.models.architectures.facts import ModelFacts
+    from localllm.plan.plan import Plan
 
+ETA = {"cpu": 0.7, "cuda": 0.75}
+"""share of the memory bandwidth that decoding reaches: gemma3-270m 0.78 on two EPYC cores that read 27 GB/s"""
+LAYER_S = {"cpu": 30e-6, "cuda": 40e-6}
+"""time per layer and token that no bandwidth explains: calls, norms, small products"""
 MAX_FILES = 200
 MAX_FILE_BYTES = 1 << 20
 MAX_TPS = 1e6
 _DECODE = re.compile(r"tg\d+")
 
 
+def tps_of(bytes_s: float, read_bytes: int, num_layers: int, kind: str) -> float:
+    """Tokens per second when so many bytes are read for one, at that rate; 0 where the rate is not known."""
+    return 1 / (read_bytes / bytes_s + num_layers * LAYER_S[kind]) if bytes_s else 0.0
+
+
+def bytes_s_of(tps: float, read_bytes: int, num_layers: int, kind: str) -> float:
+    """The rate that a measured pace means, by the same formula; 0 when it means none."""
+    rest = 1 / tps - num_layers * LAYER_S[kind] if tps > 0 else 0.0
+    return read_bytes / rest if rest > 0 else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Measurement:
     """One bench: what was measured, where, and how fast it decoded for one person."""
 
-    model: tuple[str, int, str, int]
-    """architecture, parameters, stored format, stored bytes"""
-    device: str
-    """cpu, or the GPU's name"""
+    model: tuple[str, int, str, int]  # architecture, parameters, stored format, stored bytes
+    device: str  # cpu, or the GPU's name
     tps: float
-    bytes_s: float
-    """weights read per second"""
+    bytes_s: float  # of weights read
     file: str = ""
 
 
-class Benches:
-    """Measurements of one machine, newest first. A `plan.Calibration`."""
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """Measurements of one machine, newest first."""
 
-    def __init__(self, measured: Iterable[Measurement] = ()) -> None:
-        self.measured = tuple(measured)
+    measured: tuple[Measurement, ...] = ()
 
     def bytes_s(self, facts: ModelFacts, device: str) -> float | None:
         """Weights read per second: the median of models stored alike, else of all."""
@@ -52,12 +65,9 @@ class Benches:
         return statistics.median(alike) if alike else None
 
     def tps(self, facts: ModelFacts, device: str) -> float | None:
-        """Tokens per second of this very model, as the newest bench has it."""
+        """Tokens per second of this very model at the start of its context, as the newest bench has it."""
         wanted = model_key(facts)
         return next((m.tps for m in self.measured if m.device == device and m.model == wanted), None)
-
-    def __bool__(self) -> bool:
-        return bool(self.measured)
 
 
 def model_key(facts: ModelFacts) -> tuple[str, int, str, int]:
@@ -68,6 +78,7 @@ def model_key(facts: ModelFacts) -> tuple[str, int, str, int]:
 def subject(facts: ModelFacts, made: Plan, machine: MachineFacts) -> dict[str, Any]:
     """What a bench writes down about what it measured, so that `load` finds it again."""
     architecture, params, stored_format, stored_bytes = model_key(facts)
+    gpu = None if made.device == "cpu" else machine.gpus[int(made.device.removeprefix("cuda:"))]
     return {
         "architecture": architecture,
         "params": params,
@@ -77,25 +88,20 @@ def subject(facts: ModelFacts, made: Plan, machine: MachineFacts) -> dict[str, A
         "read_bytes": made.read_bytes,
         "kv": made.kv,
         "ctx": made.ctx,
-        "device": _device(made, machine),
+        "device": gpu.name if gpu else "cpu",
         "cpu": machine.cpu.name,
         "cores": machine.cpu.cores_usable,
     }
 
 
-def load(machine: MachineFacts, folder: Path | None = None) -> Benches:
+def load(machine: MachineFacts, folder: Path | None = None) -> Speeds:
     """The benches saved on this machine."""
     place = folder or paths.data_dir() / "bench"
     try:
         files = sorted((f for f in place.glob("*.json") if f.is_file()), key=lambda f: f.stat().st_mtime, reverse=True)
     except OSError:
-        return Benches()
-    found = (_read(file, machine) for file in files[:MAX_FILES])
-    return Benches(one for one in found if one)
-
-
-def _device(made: Plan, machine: MachineFacts) -> str:
-    return "cpu" if made.device == "cpu" else machine.gpus[int(made.device.removeprefix("cuda:"))].name
+        return Speeds()
+    return Speeds(tuple(one for file in files[:MAX_FILES] if (one := _read(file, machine))))
 
 
 def _read(file: Path, machine: MachineFacts) -> Measurement | None:
@@ -117,5 +123,5 @@ def _measurement(
     if not 0 < tps < MAX_TPS:
         return None
     model = (str(what["architecture"]), int(what["params"]), str(what["format"]), int(what["stored_bytes"]))
-    reached = bytes_s_of(tps, int(what["read_bytes"]), int(what["layers"]), device)
-    return Measurement(model, device, tps, reached, file)
+    kind = "cpu" if device == "cpu" else "cuda"
+    return Measurement(model, device, tps, bytes_s_of(tps, int(what["read_bytes"]), int(what["layers"]), kind), file)

@@ -250,7 +250,7 @@ class _Engines(Collector):
             preempted.add_metric([name], stats.num_preemptions)
             plan = llm.plan
             info.add_metric(
-                [name, str(plan.page_size), plan.kv, str(sum(plan.num_pages)), str(llm.prefix_cache).lower()], 1
+                [name, str(plan.page_size), plan.kv, str(sum(plan.num_pages)), str(plan.prefix_cache).lower()], 1
             )
             steps.add_metric([name], list(stats.step_tokens.buckets()), stats.step_tokens.total)
         loaded = GaugeMetricFamily("localllm:models_loaded", "Models in memory.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -26,23 +25,13 @@ from localllm.kernels.registry import fits_always
 from localllm.kernels.verify import tuning
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.llm.llm import kernel_words
-from localllm.plan.profiles import Proofs, words
+from localllm.plan.profiles import MemoryProfiles, words
 from localllm.plan.quality import folder, kl_by_kv
 from localllm.quality import evaluate
 from localllm.quality.evaluate import Quality
 
-sys.path.append(str(Path(__file__).parent / "checkpoint"))
-
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 PROMPT = "The capital of France is"
-
-
-@pytest.fixture(scope="module")
-def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model with a tokenizer, 32 kB."""
-    import tiny_models
-
-    return tiny_models.tiny_gguf(tmp_path_factory.mktemp("models") / "tiny.gguf", "Q8_0")  # type: ignore[no-any-return]
 
 
 def tokens(llm: LLM) -> list[int]:
@@ -89,7 +78,7 @@ def test_a_plan_that_did_not_hold_shrinks_once_says_so_and_is_remembered(tiny_pa
         assert warning.startswith("the plan did not hold: ") and "pages fewer" in warning
         assert "the plan did not hold" in llm.run_summary
         assert len(tokens(llm)) == 8
-        assert Proofs().learned_bytes(llm.facts, llm.machine, "cpu") == missing
+        assert MemoryProfiles().excess_bytes(llm.facts, llm.machine, "cpu") == missing
     with LLM(tiny_path, ctx=256, max_parallel=8) as llm:
         assert llm.plan.terms()["learned"] == missing
         scheduler = llm.engine.scheduler  # and what ran out while running
@@ -109,26 +98,31 @@ def test_on_a_card_a_plan_that_does_not_hold_is_made_again_once(
     proofs = [Proof((Term("work", 100, 160),), "cuda", 1.0), Proof((Term("work", 100, 99),), "cuda", 1.0)]
     made: list[int] = []
     boot = Boot.__new__(Boot)
-    boot.plan, boot._facts, boot._machine, boot._proofs = plans[0], facts, machine, Proofs()  # type: ignore[assignment]
+    boot.plan, boot._profiles = plans[0], MemoryProfiles()  # type: ignore[assignment]
+    boot._model = SimpleNamespace(facts=facts, weight_bytes=1)  # type: ignore[assignment]
     boot._shrunk, boot._unrounded, boot._selftest = "", "", SelfTest()
     engine = SimpleNamespace(pressure=SimpleNamespace(note=""))
     boot._held = SimpleNamespace(engine=engine, runner=SimpleNamespace(graphs=None), graphs_note="")  # type: ignore[assignment]
     assembled = boot._assembled
     monkeypatch.setattr(Boot, "_run_gpu_proof", lambda self: proofs.pop(0))
     monkeypatch.setattr(Boot, "_assemble", lambda self: made.append(self.plan.ctx) or assembled)
-    boot._replan = lambda missing: plans[1] if missing == 60 else None  # type: ignore[assignment,return-value]
+
+    def replanning(new: Any) -> Any:
+        return SimpleNamespace(machine=machine, having=lambda **pinned: SimpleNamespace(plan=lambda facts: new))
+
+    boot._planner = replanning(plans[1])
     boot._prove_on_gpu()
     assert made == [4096] and boot.plan is plans[1] and not proofs
     (warning,) = boot.warnings
     assert "context 4,096 instead of 8,192 tokens" in warning
-    assert Proofs().learned_bytes(facts, machine, "cuda:0") == 60  # type: ignore[arg-type]
-    assert Proofs().known(facts, machine, plans[1])["held"]  # type: ignore[arg-type,index]
+    assert MemoryProfiles().excess_bytes(facts, machine, "cuda:0") == 60  # type: ignore[arg-type]
+    assert MemoryProfiles().known(facts, machine, plans[1])["held"]  # type: ignore[arg-type,index]
     same = SimpleNamespace(**base | {"num_pages": (7,)}, ctx=4096, need_bytes=9, fits=True)
     never = SimpleNamespace(**base, ctx=4096, need_bytes=9, fits=False)
     for other, said in ((same, "7 pages of keys and values instead of 9"), (never, "start with a smaller --ctx")):
         boot.plan, before = plans[1], len(made)
         proofs[:] = [Proof((Term("work", 100, 160),), "cuda", 1.0), Proof((Term("work", 100, 99),), "cuda", 1.0)]
-        boot._replan = lambda missing, other=other: other  # type: ignore[assignment,misc]
+        boot._planner = replanning(other)
         boot._prove_on_gpu()
         assert said in boot.warnings[0] and (boot.plan is other) == other.fits == (len(made) > before)
 
@@ -136,10 +130,10 @@ def test_on_a_card_a_plan_that_does_not_hold_is_made_again_once(
 @pytest.mark.parametrize(
     ("planned", "taken", "failure", "said"),
     [
-        (1000, 950, "", "proved: 0.93 GiB of 0.98 planned"),
-        (1000, 1000, "", "proved: 0.98 GiB of 0.98 planned"),
-        (1000, 1001, "", "proved: 0.98 GiB of 0.98 planned"),
-        (1000, 1025, "", "proved: 1.00 GiB, 2.5 % above the 0.98 planned"),
+        (1000, 950, "", "profiled: 0.93 GiB of 0.98 planned"),
+        (1000, 1000, "", "profiled: 0.98 GiB of 0.98 planned"),
+        (1000, 1001, "", "profiled: 0.98 GiB of 0.98 planned"),
+        (1000, 1025, "", "profiled: 1.00 GiB, 2.5 % above the 0.98 planned"),
         (1000, 1250, "", "the plan did not hold: 1.22 GiB, 25.0 % above the 0.98 planned"),
         (1000, 10, "memory ran out in the worst step of work", None),
     ],
@@ -154,9 +148,11 @@ def test_the_words_of_a_proof_are_true_and_those_of_a_known_one_too(
         prefill_budget=2048, need_bytes=8,
     )  # fmt: skip
     boot = Boot.__new__(Boot)
-    boot.plan, boot._facts, boot._machine, boot._proofs = plan, facts, machine, Proofs()  # type: ignore[assignment]
+    boot.plan, boot._profiles = plan, MemoryProfiles()  # type: ignore[assignment]
+    boot._model = SimpleNamespace(facts=facts)  # type: ignore[assignment]
+    boot._planner = SimpleNamespace(machine=machine)  # type: ignore[assignment]
     boot._keep(Proof((Term("weights", 0, 0), Term("work", planned << 20, taken << 20)), "cpu", 1.0, failure))
-    known = Proofs().known(facts, machine, plan)  # type: ignore[arg-type]
+    known = MemoryProfiles().known(facts, machine, plan)  # type: ignore[arg-type]
     assert known is not None
     assert boot.proof_note == words(known) == (said or f"the plan did not hold: {failure}")
 
@@ -167,10 +163,10 @@ def test_a_sleeping_model_that_wakes_is_proved_no_second_time(tiny_path: Path, e
         ends = time.monotonic() + 60
         while llm._boot.proof_note == "proof pending" and time.monotonic() < ends:
             time.sleep(0.01)
-        assert llm._boot.proof_note.startswith("proved: ")
+        assert llm._boot.proof_note.startswith("profiled: ")
         llm.sleep()
         llm.wake()
-        assert llm._boot.proof_note.startswith("proved: ")
+        assert llm._boot.proof_note.startswith("profiled: ")
         assert tokens(llm) == first
 
 

@@ -11,16 +11,7 @@ import pytest
 from localllm import LLM, SamplingParams, testing
 from localllm.errors import ConfigError, LocalLLMError, OutOfMemory
 
-sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
-
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import tiny_models
-
-    return tiny_models.tiny_gguf(tmp_path_factory.mktemp("models") / "tiny.gguf", "Q8_0")  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("kind", ["raise", "oom", "hang"])

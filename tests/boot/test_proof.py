@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from localllm.boot.memory_meter import Peak
 from localllm.boot.proof import CpuProof, Proof, Term, WorstSteps
+from localllm.config import EngineOptions
 from localllm.device import rss_anon_bytes
 from localllm.device.fake import MACHINES
 from localllm.engine.batch import BatchBuilder
@@ -32,8 +33,9 @@ from localllm.models.kv_cache import KVCache, cache_groups
 from localllm.models.layers import DecoderLayer, Embedding
 from localllm.models.model import Model
 from localllm.plan.memory import activation_bytes
-from localllm.plan.planner import Plan, PlanOptions, plan
-from localllm.plan.profiles import Proofs
+from localllm.plan.plan import Plan
+from localllm.plan.planner import Planner
+from localllm.plan.profiles import MemoryProfiles
 
 MIB = 1 << 20
 
@@ -74,7 +76,7 @@ class Noting:
 
 
 def planned(**options: Any) -> Plan:
-    return plan(model_facts(), MACHINES["cpu"], PlanOptions(**({"ctx": 1000, "prefill_budget": 100} | options)))
+    return Planner(MACHINES["cpu"], EngineOptions(ctx=1000, prefill_budget=100)).having(**options).plan(model_facts())
 
 
 def test_the_worst_steps_are_the_deepest() -> None:
@@ -98,7 +100,7 @@ def test_the_worst_steps_are_the_deepest() -> None:
 def test_a_proof_adds_up() -> None:
     good = Proof((Term("weights", 100 * MIB, 100 * MIB), Term("work", 50 * MIB, 53 * MIB)), "cuda", 1.0)
     assert good.held and good.excess_bytes == 3 * MIB
-    assert good.error == pytest.approx(0.02) and str(good).startswith("proved: ")
+    assert good.error == pytest.approx(0.02) and str(good).startswith("profiled: ")
     bad = Proof((Term("work", 100 * MIB, 120 * MIB),), "cpu", 1.0)
     assert not bad.held and bad.excess_bytes == 20 * MIB
     assert str(bad) == "the plan did not hold: 0.12 GiB of 0.10 planned"
@@ -180,7 +182,7 @@ def test_a_gpu_proof_compares_term_by_term_and_survives_a_card_that_is_full(monk
     """With a meter in the allocator's place: which steps run, and what follows from what they took."""
     import localllm.boot.proof as module
 
-    made = plan(model_facts(), MACHINES["rtx4090"], PlanOptions(ctx=1000, prefill_budget=100, max_parallel=4))
+    made = Planner(MACHINES["rtx4090"], EngineOptions(ctx=1000, prefill_budget=100)).plan(model_facts())
     took = dict(made.work_terms)
     model = Noting()
     cache = KVCache(cache_groups(model_facts()), made.num_pages, made.page_size, made.kv)
@@ -216,19 +218,19 @@ def test_a_gpu_proof_compares_term_by_term_and_survives_a_card_that_is_full(monk
 def test_what_was_missing_is_remembered_for_the_model_and_the_device(tmp_path: Path) -> None:
     file, machine, made = tmp_path / "proofs.json", MACHINES["rtx4090"], planned()
     facts = model_facts()
-    assert Proofs(file).known(facts, machine, made) is None
-    Proofs(file).keep(facts, machine, made, {"held": False, "text": "no", "excess_bytes": 5})
-    Proofs(file).keep(facts, machine, replace(made, ctx=512), {"held": False, "text": "no", "excess_bytes": 7})
-    again = Proofs(file)
-    assert again.learned_bytes(facts, machine, "cpu") == 12
-    assert again.learned_bytes(facts, machine, "cuda:0") == 0
-    assert again.learned_bytes(replace(facts, weight_bytes=1), machine, "cpu") == 0
+    assert MemoryProfiles(file).known(facts, machine, made) is None
+    MemoryProfiles(file).keep(facts, machine, made, {"held": False, "text": "no", "excess_bytes": 5})
+    MemoryProfiles(file).keep(facts, machine, replace(made, ctx=512), {"held": False, "text": "no", "excess_bytes": 7})
+    again = MemoryProfiles(file)
+    assert again.excess_bytes(facts, machine, "cpu") == 12
+    assert again.excess_bytes(facts, machine, "cuda:0") == 0
+    assert again.excess_bytes(replace(facts, weight_bytes=1), machine, "cpu") == 0
     assert again.known(facts, machine, made) == {"held": False, "text": "no", "excess_bytes": 5}
     assert again.known(facts, machine, replace(made, kv="f32")) is None
     assert again.known(facts, replace(machine, torch_version="3.0"), made) is None
     for damage in ("", "[]", '{"entries": {"x": 1}}'):
         file.write_text(damage)
-        assert Proofs(file).learned_bytes(facts, machine, "cpu") == 0
+        assert MemoryProfiles(file).excess_bytes(facts, machine, "cpu") == 0
 
 
 # --- the arithmetic of activations, against what is alive while kernels that only allocate run ---------------------
@@ -325,13 +327,13 @@ def test_the_plan_counts_what_is_alive_in_the_worst_moment(inner: int) -> None:
 SCRIPT = """
 import json, sys, time
 from localllm import LLM, SamplingParams
-from localllm.plan.profiles import Proofs
+from localllm.plan.profiles import MemoryProfiles
 with LLM(sys.argv[1], ctx=int(sys.argv[2])) as llm:
     llm.generate("Hello", SamplingParams(temperature=0, max_tokens=2))
     ends = time.monotonic() + 60
     while llm._boot.proof_note == "proof pending" and time.monotonic() < ends:
         time.sleep(0.02)
-    print(json.dumps([Proofs().known(llm.facts, llm.machine, llm.plan), llm.run_summary, llm.state().warnings]))
+    print(json.dumps([MemoryProfiles().known(llm.facts, llm.machine, llm.plan), llm.run_summary, llm.state().warnings]))
 """
 
 
@@ -349,4 +351,4 @@ def test_the_plan_of_a_real_model_is_right_within_a_tenth(
     proof, line, warnings = json.loads(run.stdout.splitlines()[-1])
     assert proof["held"] and abs(proof["error"]) < 0.10, proof
     assert proof["seconds"] < 100
-    assert "proved: " in line and warnings == []
+    assert "profiled: " in line and warnings == []

@@ -47,10 +47,11 @@ def test_c13_the_recommended_row_is_what_pull_would_take(invoke: Invoke, empty_h
     from localllm.device.fake import MACHINES
     from localllm.hub import catalog
     from localllm.plan import fit
+    from localllm.plan.planner import Planner
 
     for family in ("qwen", "gemma", "llama"):
         stars = {row["model"] for row in rows(invoke, family, hw=hw) if row["recommended"]}
-        choice = fit.recommended(family, MACHINES[hw], limit=catalog.DownloadLimit(32 * GIB))
+        choice = fit.recommended(family, Planner(MACHINES[hw]), limit=catalog.DownloadLimit(32 * GIB))
         assert choice is not None
         assert stars == {choice.best.spec}
 
@@ -134,11 +135,11 @@ def bench_file(home: Path, tps: float, **subject: Any) -> Path:
     """What `localllm bench` would have saved for the small model on the fake CPU."""
     from localllm.device.fake import MACHINES
     from localllm.models.architectures import open_model
-    from localllm.plan.planner import plan
+    from localllm.plan.planner import Planner
     from localllm.plan.speeds import subject as subject_of
 
     with open_model(next((home / "data/models/smollm2").iterdir())) as checkpoint:
-        what = subject_of(checkpoint.facts, plan(checkpoint.facts, MACHINES["cpu"]), MACHINES["cpu"])
+        what = subject_of(checkpoint.facts, Planner(MACHINES["cpu"]).plan(checkpoint.facts), MACHINES["cpu"])
     made = home / "data/bench" / f"smollm2-{tps:.0f}.json"
     made.parent.mkdir(exist_ok=True)
     saved = {"subject": what | subject, "rows": [{"test": "pp512", "tps": 9999}, {"test": "tg128", "tps": tps}]}

@@ -20,6 +20,7 @@ from localllm.doctor.model import model_checks, resolve_quietly
 from localllm.doctor.probes import Measurements, ProbeError, deep_checks, disk_read, read_file
 from localllm.doctor.rules import match_machine
 from localllm.interface import Check
+from localllm.plan.planner import Planner
 
 CPU = Survey(MACHINES["cpu"], fake_host("cpu"))
 
@@ -109,20 +110,24 @@ def test_nothing_private_is_in_a_report(monkeypatch: pytest.MonkeyPatch, empty_h
 
 
 def test_a_model_is_looked_at_without_loading(smollm2_path: Path) -> None:
-    found = {c.id: c for c in model_checks(resolve_quietly(str(smollm2_path), CPU), CPU)}
+    planner = Planner(MACHINES["cpu"])
+    found = {c.id: c for c in model_checks(resolve_quietly(str(smollm2_path), planner), planner)}
     assert {c.status for c in found.values()} == {"ok"}
     known = ("files", "arch", "format", "tokenizer", "template", "tools", "licence", "fit")
     assert set(found) == {f"model.{n}" for n in known}
     assert "explained in the system message" in found["model.tools"].title and not found["model.tools"].data["native"]
     assert "49,152" in found["model.tokenizer"].title and "llama" in found["model.arch"].title
-    tight = Survey(replace(MACHINES["cpu"], ram_available_bytes=200 << 20), CPU.host)
+    tight = Planner(replace(MACHINES["cpu"], ram_available_bytes=200 << 20))
     fit = {c.id: c for c in model_checks(resolve_quietly(str(smollm2_path), tight), tight)}["model.fit"]
     assert fit.status == "fail" and fit.fix
 
 
 @pytest.mark.slow
 def test_a_base_model_with_a_licence_of_its_own(gemma_path: Path) -> None:
-    found = {c.id: c for c in model_checks(resolve_quietly(str(gemma_path), CPU), CPU)}
+    found = {
+        c.id: c
+        for c in model_checks(resolve_quietly(str(gemma_path), Planner(MACHINES["cpu"])), Planner(MACHINES["cpu"]))
+    }
     assert "base model" in found["model.template"].title
     assert "terms of its own" in found["model.licence"].detail
 
@@ -130,9 +135,9 @@ def test_a_base_model_with_a_licence_of_its_own(gemma_path: Path) -> None:
 def test_a_model_that_is_damaged_or_not_here(tmp_path: Path, empty_home: Path) -> None:
     bad = tmp_path / "bad.gguf"
     bad.write_bytes(b"GGUF" + b"\xff" * 64)
-    checks = list(model_checks(resolve_quietly(str(bad), CPU), CPU))
+    checks = list(model_checks(resolve_quietly(str(bad), Planner(MACHINES["cpu"])), Planner(MACHINES["cpu"])))
     assert checks[-1].status == "fail" and checks[-1].fix
-    card = Survey(MACHINES["rtx4090"], fake_host("rtx4090"))
+    card = Planner(MACHINES["rtx4090"])
     away = {c.id: c for c in model_checks(resolve_quietly("qwen", card), card)}
     assert away["model.files"].status == "warn" and away["model.files"].fix.startswith("localllm pull Qwen/")
     assert away["model.fit"].status == "ok" and away["model.arch"].status == "ok"

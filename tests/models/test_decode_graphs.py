@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from localllm.boot.assembly import assemble
+from localllm.config import EngineOptions
 from localllm.device.fake import MACHINES
 from localllm.engine.cuda_graph import CudaCapture, DecodeGraphs, rerun
 from localllm.engine.decode_inputs import DecodeInputs
@@ -26,7 +27,7 @@ from localllm.models.architectures import open_model
 from localllm.models.kv_cache import KVCache
 from localllm.models.loader import LoadOptions, load_model
 from localllm.models.model import Model
-from localllm.plan.planner import PlanOptions, plan
+from localllm.plan.planner import Planner
 from localllm.request import Request, SamplingParams
 
 CONTEXT, PAGE, PAGES = 120, 16, 40
@@ -122,7 +123,8 @@ def test_sampling_on_the_device_is_the_same_alone_in_a_batch_captured_and_ahead(
 
 def test_an_assembled_engine_has_graphs_a_spare_page_and_runs_the_plan(loaded: Callable[[str], Model]) -> None:
     model = loaded("gemma3")
-    made = plan(model.facts, MACHINES["cpu"], PlanOptions(ctx=CONTEXT, max_parallel=3, kv="f32", prefill_budget=24))
+    options = EngineOptions(ctx=CONTEXT, max_parallel=3, kv="f32", prefill_budget=24)
+    made = Planner(MACHINES["cpu"], options).plan(model.facts)
     assembled = assemble(model, replace(made, graph_buckets=(1, 2, 3)), capture=rerun, check_invariants=True)
     assert assembled.graphs_note == "graphs 1,2,3"
     assert [p + 1 for p in made.num_pages] == list(assembled.cache.num_pages)

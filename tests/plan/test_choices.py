@@ -10,17 +10,18 @@ from localllm.device.fake import MACHINES
 from localllm.interface import ModelChoice
 from localllm.plan import choices, fit
 from localllm.plan.choices import model_choices
+from localllm.plan.planner import Planner
 
 
 @pytest.mark.parametrize("name", ["rtx3060", "rtx5090", "h100", "cpu"])
 def test_rows_are_what_pull_would_take(empty_home: Path, name: str) -> None:
     machine = MACHINES[name]
-    rows = {row.name: row for row in model_choices(facts=machine)}
+    rows = {row.name: row for row in model_choices(Planner(machine))}
     assert len(rows) > 15 and "smollm2" in rows
     for row in rows.values():
         if row.name == "smollm2":
             continue
-        choice = fit.recommended(row.name, machine)
+        choice = fit.recommended(row.name, Planner(machine))
         assert row.fits is (choice is not None), row
         if choice is not None:
             assert (row.format, row.size_bytes) == (choice.best.format, choice.best.download_bytes)
@@ -31,7 +32,7 @@ def test_rows_are_what_pull_would_take(empty_home: Path, name: str) -> None:
 
 
 def test_other_formats_of_a_model_are_offered_beside_it(empty_home: Path) -> None:
-    rows = {row.name: row for row in model_choices(facts=MACHINES["rtx5090"])}
+    rows = {row.name: row for row in model_choices(Planner(MACHINES["rtx5090"]))}
     for row in rows.values():
         formats = [row.format, *(other.format for other in row.quants)]
         assert len(formats) == len(set(formats)), row.name
@@ -63,8 +64,8 @@ def test_a_fine_tune_is_another_model(name: str, model: str) -> None:
 
 def test_a_smaller_window_needs_less(empty_home: Path) -> None:
     machine = MACHINES["rtx5090"]
-    wide = {row.name: row for row in model_choices(facts=machine)}
-    narrow = {row.name: row for row in model_choices(2048, facts=machine)}
+    wide = {row.name: row for row in model_choices(Planner(machine))}
+    narrow = {row.name: row for row in model_choices(Planner(machine).having(ctx=2048))}
     for name in ("qwen3-14b", "gemma3-12b"):
         assert narrow[name].ctx == 2048
         assert narrow[name].need_bytes < wide[name].need_bytes

@@ -9,7 +9,7 @@ import pytest
 from localllm.device.fake import MACHINES, PROFILES
 from localllm.hub import catalog
 from localllm.plan import fit
-from localllm.plan.planner import PlanOptions
+from localllm.plan.planner import Planner
 
 GIB = 1 << 30
 RUNNABLE = [c for c in catalog.candidates() if not c.needs]
@@ -34,13 +34,13 @@ def test_shapes_explain_parameters(candidate: catalog.Candidate) -> None:
 @pytest.mark.parametrize("family", ["qwen", "gemma", "llama", "smollm"])
 def test_a_pick_fits_with_room_and_pace(name: str, family: str) -> None:
     machine = MACHINES[name]
-    choice = fit.recommended(family, machine, limit=catalog.DownloadLimit(32 * GIB))
+    choice = fit.recommended(family, Planner(machine), limit=catalog.DownloadLimit(32 * GIB))
     assert choice is not None
-    made = fit.plan_of(choice.best, machine)
+    made = fit.plan_of(choice.best, Planner(machine))
     assert made is not None and made.fits
-    assert (made.device == "cpu") is (fit.device_kind(machine) == "cpu")
+    assert (made.device == "cpu") is (fit.device_kind(Planner(machine)) == "cpu")
     assert choice.best.download_bytes <= 32 * GIB
-    floors = fit.FLOORS[fit.device_kind(machine)]
+    floors = fit.FLOORS[fit.device_kind(Planner(machine))]
     roomy = [c for c in choice.considered if c.fits]
     assert choice.best in [c.candidate for c in roomy]
     assert made.max_ctx >= min(floors[-1], choice.best.context)
@@ -63,23 +63,23 @@ def test_a_pick_fits_with_room_and_pace(name: str, family: str) -> None:
     ],
 )
 def test_picks(machine: str, family: str, spec: str) -> None:
-    choice = fit.recommended(family, MACHINES[machine], limit=catalog.DownloadLimit(32 * GIB))
+    choice = fit.recommended(family, Planner(MACHINES[machine]), limit=catalog.DownloadLimit(32 * GIB))
     assert choice is not None
     assert choice.best.spec == spec
 
 
 def test_a_gpu_that_torch_cannot_use_is_no_gpu() -> None:
     machine = MACHINES["rtx5070ti"]  # its torch holds no code for sm_120
-    assert fit.device_kind(machine) == "cpu"
-    choice = fit.recommended("qwen", machine)
+    assert fit.device_kind(Planner(machine)) == "cpu"
+    choice = fit.recommended("qwen", Planner(machine))
     assert choice is not None
     assert choice.best.device == "any"
-    assert fit.device_kind(replace(machine, torch_cuda="13.0")) == "cuda"
-    assert fit.device_kind(MACHINES["rtx4090"], PlanOptions(device="cpu")) == "cpu"
+    assert fit.device_kind(Planner(replace(machine, torch_cuda="13.0"))) == "cuda"
+    assert fit.device_kind(Planner(MACHINES["rtx4090"]).having(device="cpu")) == "cpu"
 
 
 def test_a_local_model_outside_the_catalogue_is_judged_by_its_size() -> None:
-    fits = fit.judge(MACHINES["rtx4090"], 8192)
+    fits = fit.judge(Planner(MACHINES["rtx4090"]), 8192)
     small = catalog.candidate_of("org/mine", "llama", 8 * 10**9, 5 * 10**9, 32768)
     large = catalog.candidate_of("org/big", "llama", 70 * 10**9, 42 * 10**9, 32768)
     assert fits(small)[0] and not fits(large)[0]

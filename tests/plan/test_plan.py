@@ -4,17 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from localllm.config import EngineOptions
+from localllm.device import MachineFacts
 from localllm.device.fake import MACHINES
 from localllm.errors import ConfigError, DeviceError, DoesNotFit
 from localllm.models.architectures.facts import Attention, Dense, LayerFacts, ModelFacts, RopeFacts, repeated
-from localllm.plan.memory import SPLIT_PART_BYTES, graph_buckets
-from localllm.plan.planner import GIB, MIB, PlanOptions, page_groups, plan, weights_in_use
+from localllm.plan.memory import MIB, SPLIT_PART_BYTES, graph_buckets, page_groups, weights_in_use
+from localllm.plan.plan import Plan
+from localllm.plan.planner import Measured, Planner
+from localllm.plan.profiles import MemoryProfiles
+from localllm.terminal import GIB
+
+
+def plan(
+    facts: ModelFacts, machine: MachineFacts, options: EngineOptions = EngineOptions(), measured: Measured = Measured()
+) -> Plan:
+    return Planner(machine, options, measured).plan(facts)
 
 
 def model(
@@ -71,7 +83,7 @@ def test_cpu_defaults() -> None:
     assert made.fits
     assert any("8,192" in reason for reason in made.reasons)
     assert made.max_ctx == 131072
-    assert plan(model(), MACHINES["cpu"], PlanOptions(ctx=65536)).ctx == 65536
+    assert plan(model(), MACHINES["cpu"], EngineOptions(ctx=65536)).ctx == 65536
     assert plan(model(**SMALL), MACHINES["cpu-small"]).fits
 
 
@@ -89,7 +101,7 @@ def test_gpu_is_taken_where_it_helps() -> None:
 
 def test_auto_falls_back_to_the_cpu_and_says_so() -> None:
     facts = model(stored_format="bf16", weight_bytes=16 * 10**9)
-    made = plan(facts, MACHINES["rtx4060"], PlanOptions(quant=""))
+    made = plan(facts, MACHINES["rtx4060"], EngineOptions(quant=""))
     assert made.device == "cpu"
     assert made.fits
     assert "4060" in made.reasons[0]
@@ -115,7 +127,7 @@ def test_plain_weights_that_do_not_fit_are_quantised_while_loading() -> None:
         twelve = replace(card, capability=capability, total_bytes=12 * GIB, free_bytes=int(11.6 * GIB))
         made = plan(model(**BF16_8B), replace(MACHINES["rtx4060"], gpus=(twelve,)))
         assert (made.device, made.quant) == ("cuda:0", expected)
-    assert plan(model(**BF16_8B), MACHINES["rtx4060"], PlanOptions(quant="nvfp4")).quant == "nvfp4"
+    assert plan(model(**BF16_8B), MACHINES["rtx4060"], EngineOptions(quant="nvfp4")).quant == "nvfp4"
     assert plan(model(), MACHINES["rtx4060"]).quant == ""  # quantised already
     ram = replace(MACHINES["cpu"], ram_available_bytes=14 * GIB, ram_total_bytes=16 * GIB)
     assert (plan(model(**BF16_8B), ram).quant, plan(model(**BF16_8B), ram).device) == ("int8", "cpu")
@@ -129,13 +141,13 @@ def test_the_kv_format_follows_the_memory() -> None:
     machine = replace(MACHINES["rtx4090"], gpus=(tight,))
     made = plan(facts, machine)
     assert (made.kv, made.quant) == ("fp8", "")
-    assert made.ctx > plan(facts, machine, PlanOptions(kv="bf16")).ctx * 1.8
+    assert made.ctx > plan(facts, machine, EngineOptions(kv="bf16")).ctx * 1.8
     assert "16 bits would leave too little" in " ".join(made.reasons)
-    measured = PlanOptions(kv_measured={"int8": 0.0003, "fp8": 0.009})
-    assert plan(facts, machine, measured).kv == "int8"
-    assert "0.0003 measured" in " ".join(plan(facts, machine, measured).reasons)
-    assert plan(facts, machine, PlanOptions(kv_measured={"int8": 0.02, "fp8": 0.009})).kv == "fp8"
-    assert plan(facts, machine, PlanOptions(ctx=8192)).kv == "bf16"
+    measured = Measured(kl_by_kv={"int8": 0.0003, "fp8": 0.009})
+    assert plan(facts, machine, measured=measured).kv == "int8"
+    assert "0.0003 measured" in " ".join(plan(facts, machine, measured=measured).reasons)
+    assert plan(facts, machine, measured=Measured(kl_by_kv={"int8": 0.02, "fp8": 0.009})).kv == "fp8"
+    assert plan(facts, machine, EngineOptions(ctx=8192)).kv == "bf16"
 
 
 @pytest.mark.parametrize(
@@ -152,7 +164,7 @@ def test_a_card_that_driver_or_torch_cannot_use_is_named_with_the_cause(change: 
     made = plan(model(), machine)
     assert made.device == "cpu" and words in made.reasons[0]
     with pytest.raises(DeviceError) as caught:
-        plan(model(), machine, PlanOptions(device="cuda:0"))
+        plan(model(), machine, EngineOptions(device="cuda:0"))
     assert words in caught.value.message and caught.value.hint
 
 
@@ -162,7 +174,7 @@ def test_of_two_cards_one_is_used_and_the_other_named() -> None:
     made = plan(model(), machine)
     assert made.device == "cuda:1"
     assert "RTX 4060 (cuda:0, 7.6 GiB free) stays unused" in made.idle and "--device cuda:0" in made.idle
-    assert plan(model(), machine, PlanOptions(device="cuda:0")).idle.startswith("NVIDIA GeForce RTX 4090 (cuda:1")
+    assert plan(model(), machine, EngineOptions(device="cuda:0")).idle.startswith("NVIDIA GeForce RTX 4090 (cuda:1")
     assert plan(model(), MACHINES["rtx4090"]).idle == ""
 
 
@@ -188,7 +200,7 @@ def test_unified_memory_counts_the_process_and_leaves_room_for_the_system() -> N
     assert dict(made.work_terms)["program"] > 350 * MIB
 
 
-def test_every_term_of_a_card_is_there_and_the_learned_one_shrinks_the_plan() -> None:
+def test_every_term_of_a_card_is_there_and_what_a_profile_found_shrinks_the_plan(tmp_path: Path) -> None:
     made = plan(model(**BF16_8B), MACHINES["rtx4090"])
     assert sum(made.terms().values()) == made.need_bytes
     assert set(made.terms()) == {
@@ -199,7 +211,9 @@ def test_every_term_of_a_card_is_there_and_the_learned_one_shrinks_the_plan() ->
     # 2,048 tokens through the feed-forward layer: gate and up, their product, and what is alive beside them
     layer = 2048 * 2 * (3 * 14336 + 4 * 4096)
     assert dict(made.work_terms)["activations"] == pytest.approx(layer + SPLIT_PART_BYTES, rel=0.05)
-    taught = plan(model(**BF16_8B), MACHINES["rtx4090"], PlanOptions(learned_bytes=GIB))
+    profiles = MemoryProfiles(tmp_path / "profiles.json")
+    profiles.keep(model(**BF16_8B), MACHINES["rtx4090"], made, {"held": False, "text": "", "excess_bytes": GIB})
+    taught = plan(model(**BF16_8B), MACHINES["rtx4090"], measured=Measured(profiles=profiles))
     assert taught.terms()["learned"] == GIB
     assert taught.max_ctx < made.max_ctx - 7000
 
@@ -214,12 +228,12 @@ def test_a_model_that_does_not_fit_names_both_numbers_and_a_way() -> None:
     assert f"{made.need_bytes / GIB:.1f} GiB" in error.message
     assert "2.5 GiB" in error.message
     assert error.context["need_bytes"] == made.need_bytes
-    long = plan(model(), replace(MACHINES["cpu"], ram_available_bytes=8 * GIB), PlanOptions(ctx=131072))
+    long = plan(model(), replace(MACHINES["cpu"], ram_available_bytes=8 * GIB), EngineOptions(ctx=131072))
     assert not long.fits
     assert 512 <= long.max_ctx < 131072
     command, _ = long.error("big").fixes[0]
     assert command == f"localllm chat big --ctx {long.max_ctx}"
-    again = plan(model(), replace(MACHINES["cpu"], ram_available_bytes=8 * GIB), PlanOptions(ctx=long.max_ctx))
+    again = plan(model(), replace(MACHINES["cpu"], ram_available_bytes=8 * GIB), EngineOptions(ctx=long.max_ctx))
     assert again.fits
 
 
@@ -287,31 +301,32 @@ def test_what_becomes_larger_while_loading_is_planned_for() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"kv": "nonsense"}, "none of auto"),
-        ({"dtype": "int3"}, "none of auto"),
-        ({"ctx": 0}, "neither auto nor"),
-        ({"ctx": "many"}, "neither auto nor"),
+        ({"kv": "nonsense"}, "expected auto"),
+        ({"dtype": "int3"}, "expected auto"),
+        ({"quant": "int5"}, "must be one of auto"),
+        ({"ctx": 0}, "expected auto, max, or a number of tokens"),
+        ({"ctx": "many"}, "expected auto, max, or a number of tokens"),
         ({"ctx": 200_000}, "131,072"),
         ({"device": "tpu"}, "tpu"),
         ({"device": "cuda:x"}, "cuda:x"),
-        ({"max_parallel": 0}, "at least 1"),
+        ({"max_parallel": 0}, "expected a whole number, 1"),
         ({"prefill_budget": 0}, "at least 1"),
     ],
 )
 def test_wishes_that_cannot_be(options: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
-        plan(model(), MACHINES["cpu"], PlanOptions(**options))
+        plan(model(), MACHINES["cpu"], EngineOptions(**options))
     assert caught.value.hint
 
 
 def test_a_device_that_is_not_there() -> None:
     with pytest.raises(DeviceError, match="no NVIDIA GPU"):
-        plan(model(), MACHINES["cpu"], PlanOptions(device="cuda"))
+        plan(model(), MACHINES["cpu"], EngineOptions(device="cuda"))
     with pytest.raises(DeviceError, match="cuda:1"):
-        plan(model(), MACHINES["rtx4090"], PlanOptions(device="cuda:1"))
+        plan(model(), MACHINES["rtx4090"], EngineOptions(device="cuda:1"))
     old = replace(MACHINES["rtx4090"], gpus=(replace(MACHINES["rtx4090"].gpus[0], capability=61),))
     with pytest.raises(DeviceError, match=r"6\.1"):
-        plan(model(), old, PlanOptions(device="cuda"))
+        plan(model(), old, EngineOptions(device="cuda"))
 
 
 @given(
@@ -327,10 +342,11 @@ def test_any_machine_gives_a_plan_that_holds(
 ) -> None:
     machine = replace(MACHINES["cpu"], ram_available_bytes=ram * GIB // 2, ram_total_bytes=ram * GIB)
     facts = model(max_context=own, windows=(None, window) * 16)
-    made = plan(facts, machine, PlanOptions(max_parallel=parallel, page_size=page, kv=kv))
+    options = EngineOptions(max_parallel=parallel, page_size=page, kv=kv)
+    made = plan(facts, machine, options)
     assert made.fits == (made.max_ctx >= made.ctx)
     groups = page_groups(facts, made.kv, made.ctx, page, made.prefill_budget)
     assert all(count >= group.needed for group, count in zip(groups, made.num_pages, strict=True))
     if made.fits and made.max_ctx + 256 <= own:
-        bigger = plan(facts, machine, PlanOptions(max_parallel=parallel, page_size=page, kv=kv, ctx=made.max_ctx + 256))
+        bigger = plan(facts, machine, replace(options, ctx=made.max_ctx + 256))
         assert not bigger.fits

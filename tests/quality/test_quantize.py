@@ -20,6 +20,7 @@ sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
 from tiny_models import tiny_gguf, tiny_safetensors
 
 from localllm import LLM
+from localllm.config import EngineOptions, UserConfig
 from localllm.errors import Aborted, BadModelFile, ConfigError, DoesNotFit, InvalidRequest, UnsupportedFormat
 from localllm.models.architectures import open_model
 from localllm.models.calibration import hessians
@@ -189,17 +190,16 @@ def test_what_is_measured_against_is_as_stored(source: Path, monkeypatch: pytest
     """Whatever would fit better: against something smaller it would look better than it is."""
     from localllm.cli.commands import eval as quality
 
-    opened: list[dict[str, Any]] = []
+    opened: list[EngineOptions] = []
 
-    def fake(path: str, **options: Any) -> Any:
+    def fake(path: str, options: EngineOptions, **rest: Any) -> Any:
         opened.append(options)
         return contextlib.nullcontext(SimpleNamespace(name=""))
 
     monkeypatch.setattr("localllm.llm.llm.LLM", fake)
     monkeypatch.setattr("localllm.quality.evaluate.evaluate", lambda *given, **more: None)
     monkeypatch.setattr(quality, "watched", lambda progress, work: work(None, None))
-    monkeypatch.setattr(quality, "llm_options", lambda *given: {"quant": "auto", "dtype": "auto", "kv": "auto"})
-    env = SimpleNamespace(config=None, console=None, progress=lambda title: None)
+    env = SimpleNamespace(config=UserConfig(), offline=True, debug_invariants=False, progress=lambda title: None)
     monkeypatch.setattr(quality, "local_path", lambda env, name: source)
     quality.compare(env, "m", None, None, 64, ["auto", "int4"], ["auto"])  # type: ignore[arg-type]
     assert [one["quant"] for one in opened] == ["", "", "int4"]
@@ -269,14 +269,14 @@ def test_doctor_and_the_load_name_what_is_wrong_with_a_checkpoint(source: Path, 
     """A scale that is no number, and a configuration that the tensors contradict."""
     from safetensors.torch import load_file, save_file
 
-    from localllm.device.fake import MACHINES, fake_host
-    from localllm.doctor import Survey
+    from localllm.device.fake import MACHINES
     from localllm.doctor.model import model_checks
     from localllm.hub import Resolved
+    from localllm.plan.planner import Planner
 
     def checks(folder: Path) -> dict[str, Any]:
-        survey = Survey(MACHINES["cpu"], fake_host("cpu"))
-        return {check.id: check for check in model_checks(Resolved(str(folder), str(folder), "path", folder), survey)}
+        resolved = Resolved(str(folder), str(folder), "path", folder)
+        return {check.id: check for check in model_checks(resolved, Planner(MACHINES["cpu"]))}
 
     out = tmp_path / "nvfp4"
     quantize(source, out, Target("nvfp4"))

@@ -51,7 +51,7 @@ def batch(
     answers = Output(output, again=retry_failed)
     counts = BatchCounts(total=len(ids), skipped=sum(one in answers.answered for one in ids))
     progress = env.progress(clean_line(source.name))
-    pool = new_pool(env, config, engine.ctx, offers, (), None)
+    pool = new_pool(env, config, offers, (), None)
     options = ServiceOptions(config.engine.max_parallel, 4 * config.engine.max_parallel, default)
 
     def show(now: BatchCounts) -> None:

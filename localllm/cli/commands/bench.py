@@ -17,7 +17,7 @@ import typer
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.options import LoadFlags, Model, one_of
 from localllm.cli.names import choose
-from localllm.cli.session import fake_engine, llm_options
+from localllm.cli.session import engine_options, fake_engine
 from localllm.config.kinds import parse_tokens
 from localllm.errors import ConfigError
 from localllm.terminal import clean_line, gib
@@ -82,7 +82,7 @@ def bench(
     choice = choose(env, config, model)
     from localllm.cli.loading import load_llm
 
-    with load_llm(env, choice, llm_options(env, config, load.ctx)) as llm:
+    with load_llm(env, choice, engine_options(env, config)) as llm:
         result = _measure(env, llm, options, against, peer_python, key_file)
         if trace is not None:
             from localllm.bench.trace import write_trace
@@ -128,7 +128,7 @@ def _measure(
     with Peer(
         against,
         llm.path,
-        threads=llm.threads,
+        threads=llm.plan.threads,
         ctx=needed,
         streams=max(options.concurrency),
         python=str(python) if python is not None else None,

@@ -90,7 +90,7 @@ def chat(
     if not is_tty(sys.stdin) and not web:
         if attach_to not in ("auto", "off"):  # what is asked once is answered by a model of one's own
             raise ConfigError("--attach-to is for a chat in a terminal, and standard input is none", "localllm chat")
-        return once(env, config, model, first, instructions, sampling, engine.ctx)
+        return once(env, config, model, first, instructions, sampling)
     if env.console.as_json:
         raise ConfigError("chat has no --json", 'localllm run MODEL "Hello" --json')
     start = new_start(config, sampling, instructions, resume or ("last" if resume_last else None))
@@ -124,14 +124,12 @@ def open_chat(env: Env, config: UserConfig, start: Start, *, plain: bool = False
         return full_screen(env, config, start)
 
 
-def once(
-    env: Env, config: UserConfig, model: str | None, first: str, system: str, sampling: Sampling, ctx: str | None
-) -> int:
+def once(env: Env, config: UserConfig, model: str | None, first: str, system: str, sampling: Sampling) -> int:
     """Standard input is no terminal: answer it as `run` does."""
     text = gather_prompt([first] if first else [], [])
     env.console.say("stdin is not a terminal: answering it once, as `localllm run` does")
     tty = env.console.out_tty
-    job = Job(messages_of(system, text), sampling, ctx=ctx, stream=tty, show_thinking=tty, stats=tty)
+    job = Job(messages_of(system, text), sampling, stream=tty, show_thinking=tty, stats=tty)
     return answer(env, config, model, job)
 
 

@@ -128,12 +128,11 @@ def _advice(env: Env, survey: Survey) -> list[Any]:
 
 def _model_checks(env: Env, name: str, survey: Survey) -> Iterator[Check]:
     from localllm.doctor.model import model_checks, resolve_quietly
-    from localllm.plan.planner import PlanOptions
+    from localllm.plan.planner import Planner
 
-    engine = env.config.engine
-    options = PlanOptions(device=engine.device, dtype=engine.dtype, kv=engine.kv, gpu_mem=engine.gpu_mem)
+    planner = Planner.here(env.config.engine, survey.machine)
     target = env.config.aliases.get(name, name)
-    return model_checks(resolve_quietly(target, survey, env.config), survey, options)
+    return model_checks(resolve_quietly(target, planner, env.config), planner)
 
 
 def _deep(env: Env, survey: Survey, only: list[str]) -> Iterator[Check]:

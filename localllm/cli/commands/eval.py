@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +13,7 @@ from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.options import Model, read_text
 from localllm.cli.loading import watched
 from localllm.cli.names import resolve
-from localllm.cli.session import llm_options
+from localllm.cli.session import engine_options
 from localllm.errors import ConfigError
 from localllm.terminal import clean_line
 
@@ -76,18 +77,19 @@ def compare(
     path = str(local_path(env, model))
     base = str(local_path(env, against)) if against is not None else path
     ctx = min(WINDOW + 1, *(_max_context(name) for name in (path, base)))
-    options = llm_options(env, env.config) | {"ctx": ctx, "max_parallel": 1}
+    options = replace(engine_options(env, env.config), ctx=ctx, max_parallel=1)
     # as stored, whatever fits better: what is measured against something smaller would look better than it is
-    exact: dict[str, Any] = options | {"dtype": "float32", "kv": "f32", "quant": ""}
+    exact = replace(options, dtype="float32", kv="f32", quant="")
     progress = env.progress(clean_line(model))
 
     def work(tell: Any, cancel: Any) -> list[Quality]:
         found = []
-        with LLM(base, **exact, on_progress=tell, cancel=cancel) as reference:
+        load = partial(LLM, offline=env.offline, on_progress=tell, cancel=cancel)
+        with load(base, exact) as reference:
             for quant in quants:
                 for kv in kvs:
                     stored = "" if quant == "auto" else quant
-                    with LLM(path, **(options | {"quant": stored, "kv": kv}), on_progress=tell, cancel=cancel) as other:
+                    with load(path, replace(options, quant=stored, kv=kv)) as other:
                         other.name = clean_line(model)
                         reference.name = clean_line(against or f"{model}, exact")
                         name = text.name if text is not None else "sample"

@@ -18,10 +18,9 @@ from localllm.plan.quality import saved as saved_quality
 from localllm.terminal import clean_line, gib, tokens_short
 
 if TYPE_CHECKING:
-    from localllm.device import MachineFacts
     from localllm.hub import LocalModel
-    from localllm.plan.planner import Plan
-    from localllm.plan.speeds import Benches
+    from localllm.plan.plan import Plan
+    from localllm.plan.planner import Planner
 
 SORTS = ("name", "size", "params", "used")
 
@@ -39,11 +38,9 @@ def ls(
 ) -> int:
     """List the models on this machine, whether they fit, and how fast they should be."""
     from localllm import hub
-    from localllm.device import machine
-    from localllm.plan import speeds as calibrate
+    from localllm.plan.planner import Planner
 
     one_of("--sort", sort, SORTS, "localllm ls --sort size")
-    facts = machine()
     found = hub.list_local()
     orders: dict[str, Any] = {
         "name": lambda m: m.name.casefold(),
@@ -53,8 +50,8 @@ def ls(
     }
     found.sort(key=orders[sort])
     shown = [m for m in found if everything or m.supported]
-    benches = calibrate.load(facts)
-    planned = [(model, _plan(model, facts, benches)) for model in shown]
+    planner = Planner.here(env.config.engine)
+    planned = [(model, _plan(model, planner)) for model in shown]
     console = env.console
     if console.as_json:
         rows = [_ls_row(model, made) for model, made in planned]
@@ -75,13 +72,11 @@ def ls(
     return 0
 
 
-def _plan(model: LocalModel, machine: MachineFacts, benches: Benches) -> Plan | None:
-    from localllm.plan.planner import plan
-
+def _plan(model: LocalModel, planner: Planner) -> Plan | None:
     if model.facts is None or not model.supported:
         return None
     try:
-        return plan(model.facts, machine, calibration=benches)
+        return planner.plan_within(model.facts, model.path)
     except LocalLLMError:
         return None
 

@@ -20,10 +20,8 @@ from localllm.errors import ConfigError, LocalLLMError
 from localllm.terminal import clean_line
 
 if TYPE_CHECKING:
-    from localllm.device import MachineFacts
     from localllm.hub.catalog import DownloadLimit
-    from localllm.plan.planner import PlanOptions
-    from localllm.plan.speeds import Benches
+    from localllm.plan.planner import Planner
 
 DEFAULT_WINDOWS = (8_192, 32_768)
 WINDOW_WORDS = ("auto", "max")
@@ -70,9 +68,8 @@ def plan(
     from localllm import hub
     from localllm.device import machine
     from localllm.device.imagined import imagined
-    from localllm.plan import speeds as calibrate
     from localllm.plan.placement import chosen_device
-    from localllm.plan.planner import PlanOptions
+    from localllm.plan.planner import Planner
 
     config = env.settings({"engine.kv": kv, "engine.max_parallel": batch})
     windows = _windows(ctx)
@@ -84,21 +81,18 @@ def plan(
         bandwidth=bw * 1e9 if bw else None,
         ram_bytes=_size(ram, "--ram"),
     )
-    engine = config.engine
-    device = chosen_device(facts, engine.device)[0] if engine.device == "auto" else engine.device
-    options = PlanOptions(  # no falling back to the CPU row by row: a table has one device
-        device=device, dtype=engine.dtype, kv=engine.kv, max_parallel=engine.max_parallel, gpu_mem=engine.gpu_mem
-    )
-    benches = calibrate.load(facts)
+    planner = Planner.here(config.engine, facts)
+    if config.engine.device == "auto":  # no falling back to the CPU row by row: a table has one device
+        planner = planner.having(device=chosen_device(facts, "auto").device)
     limit = hub.download_limit(config, disk=facts is real)
     with ExitStack() as stack:
-        subjects = [s for s in _subjects(env, config, models, facts, limit, stack) if not quant or _same(s, quant)]
+        subjects = [s for s in _subjects(env, config, models, planner, limit, stack) if not quant or _same(s, quant)]
         if quant and not subjects:
             raise ConfigError(f"nothing here is stored as {quant}", "leave --quant out to see what there is")
-        rows = tuple(_row(s, window, facts, options, benches) for s in subjects for window in windows)
-        best = _star(rows, facts, limit, options, target_tps)
-        star = best and (best if ctx else _row(best.subject, "auto", facts, options, benches))
-    sheet = Sheet(facts, options, rows, windows, benches, star, facts is not real, target_tps)
+        rows = tuple(_row(s, window, planner) for s in subjects for window in windows)
+        best = _star(rows, planner, limit, target_tps)
+        star = best and (best if ctx else _row(best.subject, "auto", planner))
+    sheet = Sheet(planner, rows, windows, star, facts is not real, target_tps)
     if env.console.as_json:
         listed = [_json(row, star is not None and row.subject is star.subject) for row in rows]
         env.console.emit("plan/1", {"machine": asdict(facts), "rows": listed})
@@ -117,7 +111,7 @@ def _windows(text: str | None) -> tuple[int | str, ...]:
         found = tuple(part if part in WINDOW_WORDS else int(parse_tokens(part)) for part in text.split(",") if part)
     except ValueError:
         found = ()
-    if not found or any(isinstance(one, int) and one < 1 for one in found):
+    if not found or any(isinstance(one, int) and one < 16 for one in found):
         raise ConfigError(f"--ctx is {text!r}: expected numbers of tokens such as 8k,32k", "localllm plan --ctx 8k,32k")
     return found
 
@@ -135,7 +129,7 @@ def _size(text: str | None, option: str) -> int | None:
 
 
 def _subjects(
-    env: Env, config: UserConfig, names: list[str] | None, machine: MachineFacts, limit: DownloadLimit, stack: ExitStack
+    env: Env, config: UserConfig, names: list[str] | None, planner: Planner, limit: DownloadLimit, stack: ExitStack
 ) -> Iterator[Subject]:
     """What the names stand for; without one, what is on this machine, then the best of each family that is not."""
     from localllm import hub
@@ -149,7 +143,7 @@ def _subjects(
             yield Subject(model.name, model.name, model.format, model.facts, True, base=not model.chat, path=model.path)
         held = {model.name.casefold() for model in here}
         for family in catalog.families():
-            choice = fit.recommended(family, machine, limit=limit)
+            choice = fit.recommended(family, planner, limit)
             if choice and choice.best.spec.casefold() not in held:
                 yield from _candidates([choice.best], "")
         return
@@ -158,11 +152,12 @@ def _subjects(
         if catalog.members(target):
             local = {model.name.casefold(): model.path for model in hub.list_local() if model.supported}
             members = catalog.members(target)
-            on_gpu = fit.device_kind(machine) == "cuda"
+            on_gpu = fit.device_kind(planner) == "cuda"
             runs = [c for c in members if not c.needs and (on_gpu or c.device != "gpu")]
             if not runs:
-                fits = fit.judge(machine, 2048)
-                catalog.choose(target, fits, free_label=catalog.memory_of(machine).label)  # says why, and what instead
+                fits = fit.judge(planner, 2048)
+                free = catalog.memory_of(planner.machine).label
+                catalog.choose(target, fits, free_label=free)  # says why, and what instead
             yield from _candidates(runs, name, local)
             continue
         resolved = resolve(env, config, name)
@@ -200,16 +195,9 @@ def _same(subject: Subject, quant: str) -> bool:
 # --- what comes of it -------------------------------------------------------------------------------------------------
 
 
-def _row(subject: Subject, window: int | str, machine: MachineFacts, options: PlanOptions, benches: Benches) -> Row:
-    from localllm.plan.planner import plan as make_plan
-    from localllm.plan.quality import kl_by_kv
-
-    most = subject.facts.max_context
-    ctx = most if window == "max" else window if isinstance(window, str) else min(window, most)
-    if subject.path is not None:  # as `chat` plans
-        options = replace(options, kv_measured=kl_by_kv(subject.path))
+def _row(subject: Subject, window: int | str, planner: Planner) -> Row:
     try:
-        made = make_plan(subject.facts, machine, replace(options, ctx=ctx), benches)
+        made = planner.having(ctx=window).plan_within(subject.facts, subject.path or "")
     except LocalLLMError as error:
         return Row(subject, window, None, error.message, error.fixes)
     if made.fits:
@@ -218,15 +206,13 @@ def _row(subject: Subject, window: int | str, machine: MachineFacts, options: Pl
     return Row(subject, window, made, refusal.message, refusal.fixes)
 
 
-def _star(
-    rows: tuple[Row, ...], machine: MachineFacts, limit: DownloadLimit, options: PlanOptions, target_tps: float
-) -> Row | None:
+def _star(rows: tuple[Row, ...], planner: Planner, limit: DownloadLimit, target_tps: float) -> Row | None:
     """The row to take: the rule that `chat` and `pull` follow, among the rows shown."""
     from localllm.plan import fit
 
-    kind = fit.device_kind(machine, options)
+    kind = fit.device_kind(planner)
     pace = target_tps or fit.COMFORTABLE_TPS[kind]
-    rank = fit.preference(machine)
+    rank = fit.preference(planner)
     usable = [row for row in rows if row.plan and row.fits and not row.subject.base]
     fast = [row for row in usable if row.plan and row.plan.decode_tps >= pace]
     if not fast and not target_tps:

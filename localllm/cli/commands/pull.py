@@ -18,6 +18,7 @@ from localllm.errors import ConfigError
 from localllm.terminal import clean_line, gib, seconds_short
 
 if TYPE_CHECKING:
+    from localllm.config import EngineOptions
     from localllm.hub import Resolved
 
 
@@ -106,7 +107,7 @@ def _pull(env: Env, name: str, wish: Wish) -> dict[str, Any]:
     shown = clean_line(resolved.name)
     if resolved.path is not None:
         console.say(f"{shown} is already here: {clean_line(str(resolved.path))}")
-        return _row(resolved, resolved.path, 0.0)
+        return _row(resolved, resolved.path, 0.0, config.engine)
     made = foreseen(env, config, resolved)
     announce(env, resolved, made)
     if resolved.licence_url:
@@ -114,7 +115,7 @@ def _pull(env: Env, name: str, wish: Wish) -> dict[str, Any]:
     if wish.dry_run:
         if not console.as_json:
             _list_files(env, resolved)
-        return _row(resolved, None, 0.0) | {"fits": made.fits if made is not None else None}
+        return _row(resolved, None, 0.0, env.config.engine) | {"fits": made.fits if made is not None else None}
     if not console.confirm("Download now?"):
         raise ConfigError("nothing was downloaded", f"localllm pull {clean_line(name)} -y")
     start = time.monotonic()
@@ -123,7 +124,7 @@ def _pull(env: Env, name: str, wish: Wish) -> dict[str, Any]:
         progress, lambda tell, cancel: hub.download(resolved, progress=tell, cancel=cancel, workers=wish.workers)
     )
     took = time.monotonic() - start
-    row = _row(resolved, path, took)
+    row = _row(resolved, path, took, env.config.engine)
     console.say(f"{shown}: {gib(resolved.size_bytes)}, verified, in {seconds_short(took)}")
     if row["fits"] is False:
         console.warn(f"it does not fit this machine's memory: localllm plan {shown}")
@@ -131,8 +132,8 @@ def _pull(env: Env, name: str, wish: Wish) -> dict[str, Any]:
     return row
 
 
-def _row(resolved: Resolved, path: Path | None, took_s: float) -> dict[str, Any]:
-    fits, chat = _fits(path) if path is not None else (None, None)
+def _row(resolved: Resolved, path: Path | None, took_s: float, options: EngineOptions) -> dict[str, Any]:
+    fits, chat = _fits(path, options) if path is not None else (None, None)
     return {
         "repo": resolved.repo or resolved.name,
         "name": resolved.name,
@@ -150,14 +151,14 @@ def _row(resolved: Resolved, path: Path | None, took_s: float) -> dict[str, Any]
     }
 
 
-def _fits(path: Path) -> tuple[bool, bool]:
+def _fits(path: Path, options: EngineOptions) -> tuple[bool, bool]:
     """(whether it fits this machine, whether it has a chat template)."""
-    from localllm.device import machine
     from localllm.models.architectures import open_model
-    from localllm.plan.planner import plan
+    from localllm.plan.planner import Planner
 
     with open_model(path) as checkpoint:
-        return plan(checkpoint.facts, machine()).fits, checkpoint.facts.has_chat_template
+        made = Planner.here(options).plan_within(checkpoint.facts, path)
+        return made.fits, checkpoint.facts.has_chat_template
 
 
 def _list_files(env: Env, resolved: Resolved) -> None:

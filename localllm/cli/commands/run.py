@@ -103,7 +103,6 @@ def run(
     job = Job(
         messages=chat.messages if chat else messages_of(instructions or config.chat.system, text),
         sampling=sampling,
-        ctx=engine.ctx,
         constraint=constraint,
         truncate=truncate,
         extract=language,
@@ -123,7 +122,7 @@ def answer(env: Env, config: UserConfig, model: str | None, job: Job) -> int:
     choice = choose(env, config, model)
     events = EventLines(console) if console.as_json and job.stream else None
     progress = env.progress(choice.shown)
-    with open_backend(env, config, job.sampling, ctx=job.ctx, completes=True, constraint=job.constraint) as backend:
+    with open_backend(env, config, job.sampling, completes=True, constraint=job.constraint) as backend:
         backend.start(choice.name)
         facts, load_s = wait_ready(backend, progress, events.phase if events else None)
         if events is not None:

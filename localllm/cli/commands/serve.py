@@ -15,7 +15,7 @@ from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.exits import leave_now
 from localllm.cli.frame.options import EngineFlags, Parallel, model_argument, one_of, read_text
 from localllm.cli.names import Choice, agree, choice_of, resolve
-from localllm.cli.session import fake_engine, llm_options
+from localllm.cli.session import engine_options, fake_engine
 from localllm.errors import ConfigError, ModelNotFound, ServerError
 from localllm.terminal import clean_line, seconds_short
 
@@ -101,7 +101,7 @@ def serve(
     stays = bool(models) and ttl is None  # a model that was named stays unless a time was given
     pinned = named if stays else tuple(choice.shown for choice in choices[len(models or ()) :])
     life = _Life(env, options, token, prefixes)
-    pool = new_pool(env, config, engine.ctx, offers, pinned, life)
+    pool = new_pool(env, config, offers, pinned, life)
     access = _log_requests(env)
     try:
         freed = server.serve(pool, options, life)
@@ -165,7 +165,7 @@ def offered(
         return fixed[0].name, lambda: [*fixed, *more]
     if aliases:
         raise ConfigError("--alias needs a model", f"localllm serve MODEL --alias {aliases[0]}")
-    wanted = config.model or default_model()
+    wanted = config.model or default_model(config.engine)
     known = local_offers()
     default = next((o.name for o in known if o.name == wanted), known[0].name if known else "")
     if not known:
@@ -173,9 +173,7 @@ def offered(
     return default, lambda: sorted(local_offers(), key=lambda offer: offer.name != default)
 
 
-def new_pool(
-    env: Env, config: UserConfig, ctx: str | None, offers: Any, pinned: tuple[str, ...], life: _Life | None
-) -> ModelPool:
+def new_pool(env: Env, config: UserConfig, offers: Any, pinned: tuple[str, ...], life: _Life | None) -> ModelPool:
     """What loads these models when they are asked for, with the options of the command."""
     from localllm.cli.offers import HubLoader
     from localllm.device import machine
@@ -184,7 +182,7 @@ def new_pool(
 
     on_progress, on_loaded = (life.on_progress, life.on_loaded) if life is not None else (None, None)
     options = PoolOptions(config.engine.ttl_s or None, pinned, on_progress, on_loaded)
-    return ModelPool(offers, HubLoader(llm_options(env, config, ctx)), machine, options)
+    return ModelPool(offers, HubLoader(engine_options(env, config)), machine, options)
 
 
 def _log_requests(env: Env) -> logging.Handler:

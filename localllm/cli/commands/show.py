@@ -17,6 +17,7 @@ from localllm.plan.quality import saved as saved_quality
 from localllm.terminal import clean_line, gib
 
 if TYPE_CHECKING:
+    from localllm.config import EngineOptions
     from localllm.models.architectures import ModelFacts, OpenModel
 
 
@@ -42,7 +43,7 @@ def show(
                 return 0
             env.console.answer(text if text.endswith("\n") else text + "\n")
             return 0
-        fields = _show_fields(checkpoint, resolved.name, resolved.revision)
+        fields = _show_fields(checkpoint, resolved.name, resolved.revision, env.config.engine)
         if env.console.as_json:
             env.console.emit("show/1", fields)
         else:
@@ -61,16 +62,13 @@ def _template(checkpoint: OpenModel) -> str:
     return text
 
 
-def _show_fields(checkpoint: OpenModel, name: str, revision: str) -> dict[str, Any]:
-    from localllm.device import machine
+def _show_fields(checkpoint: OpenModel, name: str, revision: str, options: EngineOptions) -> dict[str, Any]:
     from localllm.models.architectures import kv_bytes_per_token
-    from localllm.plan import speeds as calibrate
-    from localllm.plan.planner import plan
+    from localllm.plan.planner import Planner
 
     facts = checkpoint.facts
     try:
-        here_now = machine()
-        made = plan(facts, here_now, calibration=calibrate.load(here_now))
+        made = Planner.here(options).plan(facts, checkpoint.path)
         here = {
             "fits": made.fits,
             "device": made.device,

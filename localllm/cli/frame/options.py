@@ -56,11 +56,8 @@ class WindowFlags:
     kv: Kv = None
 
     def settings(self) -> dict[str, Any]:
-        """As paths of settings; `--ctx max` is none."""
-        given = {f"engine.{name}": value for name, value in asdict(self).items() if name != "debug_invariants"}
-        if self.ctx == "max":
-            del given["engine.ctx"]
-        return given
+        """As paths of settings."""
+        return {f"engine.{name}": value for name, value in asdict(self).items() if name != "debug_invariants"}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,167 @@
+"""Every setting of the engine, given by flag, variable, file or argument, reaches the plan and the running engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localllm import LLM
+from localllm.cli.session import engine_options
+from localllm.config import KEYS, EngineOptions, load_config
+from localllm.device.fake import MACHINES
+from localllm.errors import ConfigError
+from localllm.models.architectures.facts import Attention, Dense, LayerFacts, ModelFacts, RopeFacts, repeated
+from localllm.plan.plan import Plan
+from localllm.plan.planner import Planner
+
+GIB = 1 << 30
+SETTINGS = [key for key in KEYS.values() if key.section == "engine"]
+CARD = MACHINES["rtx4090"]
+FACTS = ModelFacts(
+    architecture="llama",
+    source_architecture="LlamaForCausalLM",
+    name="m",
+    hidden_size=4096,
+    vocab_size=128256,
+    max_context=32768,
+    rms_norm_eps=1e-5,
+    layers=repeated(LayerFacts(Attention(32, 8, 128, RopeFacts(5e5, 128)), Dense(14336)), (None,) * 32),
+    stored_format="Q4_K_M",
+    num_params=8_030_261_248,
+    weight_bytes=5 * GIB,
+)
+
+GIVEN: dict[str, tuple[str, Any]] = {
+    "device": ("cpu", "cpu"),
+    "dtype": ("float32", "float32"),
+    "activations": ("fp8", "fp8"),
+    "ctx": ("2k", 2048),
+    "kv": ("f32", "f32"),
+    "gpu_mem": ("0.5", 0.5),
+    "graphs": ("off", False),
+    "threads": ("1", 1),
+    "deterministic": ("off", False),
+    "prefix_cache": ("off", False),
+    "max_parallel": ("3", 3),
+    "ttl_s": ("90s", 90.0),
+}
+"""field -> a value other than the default as one types it, and what it means"""
+PLANNED: dict[str, Callable[[Plan], Any]] = {
+    "gpu_mem": lambda plan: round(plan.have_bytes / CARD.gpus[0].total_bytes, 3),
+    "graphs": lambda plan: bool(plan.graph_buckets),
+}
+"""where the plan shows what is not a field of the same name"""
+RUNNING: dict[str, Callable[[LLM], Any]] = {
+    "device": lambda llm: llm.state().device,
+    "ctx": lambda llm: llm.engine.options.max_context,
+    "kv": lambda llm: llm.state().kv,
+    "threads": lambda llm: int(llm.run_summary.split(" × ")[1].split()[0]),
+    "deterministic": lambda llm: "not batch-invariant" not in llm.run_summary,
+    "prefix_cache": lambda llm: llm.engine.options.prefix_cache,
+    "max_parallel": lambda llm: llm.engine.options.limits.max_parallel,
+    "dtype": lambda llm: next(part for part in llm.run_summary.split(" · ") if "activations" in part).split()[0],
+    "activations": lambda llm: "fp8" if any("rounded to fp8" in line for line in llm.state().warnings) else "",
+}
+"""where a running engine shows it; the rest needs a GPU, or belongs to the pool of models (`ttl_s`)"""
+
+
+def by_flag(field: str, typed: str, folder: Path) -> EngineOptions:
+    return load_config({path_of(field): typed}, environ={}).engine
+
+
+def by_variable(field: str, typed: str, folder: Path) -> EngineOptions:
+    return load_config(environ={"LOCALLLM_" + path_of(field).replace(".", "_").upper(): typed}).engine
+
+
+def by_file(field: str, typed: str, folder: Path) -> EngineOptions:
+    file = folder / "config.toml"
+    value = typed if typed.replace(".", "").isdigit() else {"off": "false"}.get(typed, f'"{typed}"')
+    file.write_text(f"[engine]\n{path_of(field).partition('.')[2]} = {value}\n")
+    return load_config(path=file, environ={}).engine
+
+
+def by_argument(field: str, typed: str, folder: Path) -> EngineOptions:
+    return replace(EngineOptions(), **{field: GIVEN[field][1]})
+
+
+def path_of(field: str) -> str:
+    return next(key.path for key in SETTINGS if key.attribute == field)
+
+
+def test_this_file_knows_every_setting() -> None:
+    assert set(GIVEN) == {key.attribute for key in SETTINGS}
+    for key in SETTINGS:
+        typed, value = GIVEN[key.attribute]
+        assert key.parse(typed, "test") == value != key.default
+
+
+@pytest.mark.parametrize("door", [by_flag, by_variable, by_file, by_argument])
+@pytest.mark.parametrize("field", [key.attribute for key in SETTINGS])
+def test_a_setting_reaches_the_plan(field: str, door: Callable[..., EngineOptions], tmp_path: Path) -> None:
+    options = door(field, GIVEN[field][0], tmp_path)
+    assert options == replace(EngineOptions(), **{field: GIVEN[field][1]})
+    if field == "ttl_s":
+        return
+    shown = PLANNED.get(field, lambda plan: getattr(plan, field))
+    if field == "deterministic":  # off is what a GPU has anyway
+        options = replace(options, device="cpu")
+    assert shown(Planner(CARD, options).plan(FACTS)) == GIVEN[field][1]
+    assert (
+        shown(Planner(CARD, EngineOptions(device=options.device)).plan(FACTS)) != GIVEN[field][1] or field == "device"
+    )
+
+
+def test_no_graphs_take_no_memory() -> None:
+    eager, captured = (Planner(CARD, EngineOptions(graphs=graphs)).plan(FACTS).terms() for graphs in (False, True))
+    assert eager["graphs"] < 4 << 20 < captured["graphs"]
+
+
+def test_all_settings_reach_a_running_engine(tiny_path: Path) -> None:
+    settings = {field: value for field, (_, value) in GIVEN.items()} | {"ctx": 256}
+    with LLM(tiny_path, **settings) as llm:
+        assert llm.options == EngineOptions(**settings)
+        assert {field: shown(llm) for field, shown in RUNNING.items()} == {field: settings[field] for field in RUNNING}
+    with LLM(tiny_path, EngineOptions(**settings), threads=None, deterministic=None) as llm:  # None: the default
+        assert (llm.options.threads, llm.options.deterministic) == ("auto", "auto")
+        assert llm.plan.deterministic and llm.plan.threads == llm.machine.cpu.cores_usable
+
+
+def test_the_command_line_hands_the_settings_to_the_engine_as_they_are() -> None:
+    config = load_config({f"engine.{path_of(f).partition('.')[2]}": typed for f, (typed, _) in GIVEN.items()})
+    env: Any = type("Env", (), {"debug_invariants": True})
+    assert engine_options(env, config) == replace(config.engine, debug_invariants=True)
+
+
+def test_the_pool_lets_go_of_a_model_after_the_time_in_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    from localllm.cli.commands.serve import new_pool
+    from localllm.cli.frame.command import Env, Options
+
+    monkeypatch.setattr("localllm.server.pool.ModelPool", lambda offers, loader, machine, options: options)
+    env = Env(Options())
+    assert new_pool(env, env.settings({"engine.ttl": "90s"}), list, (), None).ttl_s == 90.0
+
+
+@pytest.mark.parametrize(("field", "value"), [("kv", "fp4"), ("threads", 0), ("gpu_mem", 2), ("graphs", "maybe")])
+def test_a_value_that_is_not_taken_is_named_with_what_is(field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"engine\.{field} = .*expected") as caught:
+        EngineOptions(**{field: value})
+    assert caught.value.hint.startswith(f"use {field}=")
+    with pytest.raises(TypeError, match="ctxx"):
+        LLM("m", ctxx=1)
+
+
+def test_every_command_plans_a_model_alike(tiny_path: Path, empty_home: Path) -> None:
+    """The memory that an earlier start took too much, and the quality that was measured, count everywhere."""
+    planner = Planner.here(EngineOptions(ctx=256))
+    with LLM(tiny_path, planner.options) as llm:
+        profiles = planner.measured.profiles
+        assert profiles is not None
+        profiles.keep(llm.facts, llm.machine, llm.plan, {"held": False, "text": "", "excess_bytes": 5 << 20})
+        made = Planner.here(planner.options).plan(llm.facts, tiny_path)
+    assert made.terms()["learned"] == 5 << 20
+    with LLM(tiny_path, planner.options) as llm:
+        assert llm.plan.terms()["learned"] == 5 << 20
