@@ -10,7 +10,7 @@ import functools
 import math
 import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -60,29 +60,29 @@ class Shape:
         return 4 * self.kv_heads * self.head_dim * self.window * (self.layers - self.windows.count(None))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One way to have one model: a repository and the files in it."""
+    """One way to have one model: a repository and the files in it. The fields are those of catalog.toml."""
 
     name: str  # the finer alias, as in `localllm pull qwen3-8b`
-    family: str
-    generation: str
     title: str
     repo: str
-    quant: str  # which GGUF of the repository, "" for safetensors
-    format: str  # how the weights are stored: "Q4_K_M", "awq", "fp8", "bf16", …
     architecture: str
     params: int
     active_params: int  # weights read per token; fewer than params for mixtures of experts
     download_bytes: int  # approximate until verified
     kv_bytes_per_token: int  # bf16
-    kv_fixed_bytes: int  # bf16, of layers that keep a window only
+    kv_fixed_bytes: int = 0  # bf16, of layers that keep a window only
     context: int
-    licence: str
-    gated: bool
-    released: str  # year-month, "" when not known for certain
-    device: str  # "gpu": there only; "any"
-    verified: bool  # a pull has succeeded
+    family: str = ""
+    generation: str = ""
+    quant: str = ""  # which GGUF of the repository, "" for safetensors
+    format: str = ""  # how the weights are stored: "Q4_K_M", "awq", "fp8", "bf16", …
+    licence: str = ""
+    gated: bool = False
+    released: str = ""  # year-month, "" when not known for certain
+    device: str = "any"  # "gpu": there only; "any"
+    verified: bool = False  # a pull has succeeded
     shape: Shape | None = None  # None for models this version cannot run
 
     @property
@@ -124,6 +124,7 @@ class Starter:
     verified: bool
 
 
+_FIELDS = frozenset(field.name for field in fields(Candidate))
 # whether a candidate runs here, and the decode rate expected (tokens per second)
 Fits = Callable[[Candidate], tuple[bool, float]]
 
@@ -167,14 +168,10 @@ class Machine(Protocol):
     """The part of `device.MachineFacts` needed here."""
 
     @property
-    def ram_available_bytes(self) -> int:
-        """Free RAM."""
-        ...
+    def ram_available_bytes(self) -> int: ...
 
     @property
-    def gpus(self) -> Sequence[_Gpu]:
-        """Usable GPUs."""
-        ...
+    def gpus(self) -> Sequence[_Gpu]: ...
 
 
 class Memory(NamedTuple):
@@ -248,9 +245,8 @@ def candidate_of(name: str, architecture: str, params: int, num_bytes: int, cont
     """A local model that is not in the catalogue, as something `Fits` can judge. KV is guessed from the size."""
     kv = int(20 * max(params, 1) ** 0.4)  # 100 KiB a token for 2 B parameters, 200 KiB for 10 B: the usual GQA models
     return Candidate(
-        name=name, family="", generation="", title=name, repo=name, quant="", format="", architecture=architecture,
-        params=max(params, 1), active_params=max(params, 1), download_bytes=num_bytes, kv_bytes_per_token=kv,
-        kv_fixed_bytes=0, context=context, licence="", gated=False, released="", device="any", verified=False,
+        name=name, title=name, repo=name, architecture=architecture, params=max(params, 1),
+        active_params=max(params, 1), download_bytes=num_bytes, kv_bytes_per_token=kv, context=context,
     )  # fmt: skip
 
 
@@ -399,25 +395,6 @@ def _shape(model: dict[str, Any]) -> Shape | None:
 
 def _candidate(model: dict[str, Any], file: dict[str, Any]) -> Candidate:
     shape = _shape(model)
-    return Candidate(
-        name=model["name"],
-        family=model["family"],
-        generation=model["generation"],
-        title=model["title"],
-        repo=file["repo"],
-        quant=file.get("quant", ""),
-        format=file["format"],
-        architecture=model["architecture"],
-        params=model["params"],
-        active_params=model.get("active_params", model["params"]),
-        download_bytes=file["bytes"],
-        kv_bytes_per_token=shape.kv_per_token if shape else model["kv"],
-        kv_fixed_bytes=shape.kv_fixed if shape else 0,
-        context=model["context"],
-        licence=model["licence"],
-        gated=model.get("gated", False),
-        released=model.get("released", ""),
-        device=file["device"],
-        verified=file["verified"],
-        shape=shape,
-    )
+    kv = {"kv_bytes_per_token": shape.kv_per_token, "kv_fixed_bytes": shape.kv_fixed} if shape else {}
+    known = {"active_params": model["params"]} | model | file | kv
+    return Candidate(**{name: known[name] for name in _FIELDS if name in known} | {"shape": shape})

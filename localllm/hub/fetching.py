@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,29 +91,19 @@ def repair(
     starter = catalog.starters().get(parsed.base.casefold())
     if starter and starter_path(starter).exists():
         progress(LoadProgress("verify", 0, starter.size, file=starter.file))
-        right = verify_starter(starter)
-        path = starter_path(starter) if right else _again(fetch_starter, offline, starter, progress, cancel)
-        return Repaired(starter.name, path, 1, () if right else (starter.file,))
+        if verify_starter(starter):
+            return Repaired(starter.name, starter_path(starter), 1, ())
+        if offline or is_offline():
+            raise DownloadError(
+                f"{starter.name} is damaged and offline mode is on; it was removed", f"localllm pull {starter.name}"
+            )
+        return Repaired(starter.name, fetch_starter(starter, progress, cancel), 1, (starter.file,))
     found = local.need_one(parsed)
     if found[0].source != "hub":
         raise ModelNotFound(
             f"{found[0].name} was put here by hand: there is nothing to check it against", "localllm ls"
         )
     return _repair_from_hub(found[0], progress, cancel, offline, patience)
-
-
-def _again(
-    fetch_again: Callable[..., Path],
-    offline: bool,
-    starter: catalog.Starter,
-    progress: OnProgress,
-    cancel: threading.Event,
-) -> Path:
-    if offline or is_offline():
-        raise DownloadError(
-            f"{starter.name} is damaged and offline mode is on; it was removed", f"localllm pull {starter.name}"
-        )
-    return fetch_again(starter, progress, cancel)
 
 
 def _repair_from_hub(

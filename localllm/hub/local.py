@@ -9,7 +9,7 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -101,29 +101,23 @@ def list_local() -> list[LocalModel]:
 
 def describe(found: Found, last_used: float | None = None) -> LocalModel:
     """Open one model for its facts; what is wrong with it becomes a field, not an exception."""
-    row = {
-        "name": found.name,
-        "path": found.path,
-        "source": found.source,
-        "repo": found.repo,
-        "quant": found.quant,
-        "revision": found.revision,
-        "size_bytes": found.size_bytes,
-        "last_used": last_used if isinstance(last_used, int | float) else None,
-    }
+    used = last_used if isinstance(last_used, int | float) else None
+    row = LocalModel(
+        found.name, found.path, found.source, found.repo, found.quant, found.revision, found.size_bytes, last_used=used
+    )
     if found.problem:
-        return LocalModel(**row, broken=True, supported=False, reason=found.problem)  # type: ignore[arg-type]
+        return replace(row, broken=True, supported=False, reason=found.problem)
     try:
         from localllm.models.architectures import open_model
 
         with open_model(found.path) as checkpoint:
             facts = checkpoint.facts
     except (UnsupportedModel, UnsupportedFormat) as error:
-        return LocalModel(**row, supported=False, reason=error.message)  # type: ignore[arg-type]
+        return replace(row, supported=False, reason=error.message)
     except LocalLLMError as error:
-        return LocalModel(**row, broken=True, supported=False, reason=error.message)  # type: ignore[arg-type]
-    return LocalModel(
-        **row,  # type: ignore[arg-type]
+        return replace(row, broken=True, supported=False, reason=error.message)
+    return replace(
+        row,
         format=facts.stored_format,
         architecture=facts.architecture,
         params=facts.num_params,
@@ -186,12 +180,11 @@ def _from_snapshot(repo: str, revision: str) -> list[Found]:
     tensors = safetensors_names(names)
     if tensors:
         missing = _missing_shards(folder, names) if "config.json" in names else "config.json is missing"
-        found.append(_found(repo, folder, "hub", folder, tuple(tensors), repo, "", revision, missing))
+        found.append(Found(repo, folder, "hub", repo, "", revision, tuple(tensors), problem=missing))
     for group in _sets(names, repo):
         quant = group.label or Path(group.files[0]).stem
-        path = folder / group.files[0]
-        found.append(_found(f"{repo}:{quant}", path, "hub", folder, group.files, repo, quant, revision))
-    return found
+        found.append(Found(f"{repo}:{quant}", folder / group.files[0], "hub", repo, quant, revision, group.files))
+    return [_with_size(one, folder) for one in found]
 
 
 def _sets(names: list[str], where: str) -> list[GgufSet]:
@@ -202,17 +195,15 @@ def _sets(names: list[str], where: str) -> list[GgufSet]:
         return [GgufSet("", (n,)) for n in names if n.endswith(".gguf")]
 
 
-def _found(
-    name: str, path: Path, source: Source, folder: Path, files: tuple[str, ...], repo: str = "", quant: str = "",
-    revision: str = "", problem: str = "",
-) -> Found:  # fmt: skip
-    size = 0
-    for file in files:
+def _with_size(found: Found, folder: Path) -> Found:
+    """With the bytes of its files in that folder, and what is wrong with them."""
+    size, problem = 0, found.problem
+    for file in found.files:
         try:
             size += (folder / file).stat().st_size
         except OSError as error:
             problem = problem or f"{file}: {(error.strerror or 'cannot be read').lower()}"
-    return Found(name, path, source, repo, quant, revision, files, size, problem)
+    return replace(found, size_bytes=size, problem=problem)
 
 
 def _missing_shards(folder: Path, names: list[str]) -> str:
@@ -238,18 +229,17 @@ def _from_models_dir() -> list[Found]:
         names = cache.files_in(folder)
         if safetensors_names(names) and "config.json" in names:
             missing = _missing_shards(folder, names)
-            found.append(_found(folder.name, folder, "folder", folder, tuple(names), problem=missing))
+            found.append(_with_size(Found(folder.name, folder, "folder", files=tuple(names), problem=missing), folder))
         sets = _sets(names, folder.name)
         starter = catalog.starters().get(folder.name)
         for group in sets:
             own = starter is not None and group.files == (starter.file,)
             name = folder.name if len(sets) == 1 or own else f"{folder.name}:{group.label or group.files[0]}"
-            item = _found(
-                name, folder / group.files[0], "index" if own else "folder", folder, group.files, quant=group.label
-            )
+            source: Source = "index" if own else "folder"
+            one = Found(name, folder / group.files[0], source, quant=group.label, files=group.files)
+            item = _with_size(one, folder)
             if own and starter and not item.problem and item.size_bytes != starter.size:
-                wrong = f"{item.size_bytes:,} bytes, it should have {starter.size:,}"
-                item = Found(name, item.path, "index", "", item.quant, "", item.files, item.size_bytes, wrong)
+                item = replace(item, problem=f"{item.size_bytes:,} bytes, it should have {starter.size:,}")
             found.append(item)
     return found
 

