@@ -21,13 +21,12 @@ from .layers import DecoderLayer
 from .loader import Loading, LoadOptions
 
 PAGE_SIZE = 16
-MODULES = {
+MODULES = {  # what shares an input -> the modules that see it
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "out": ("self_attn.o_proj",),
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
-"""what shares an input -> the modules that see it"""
 
 
 class Observed:

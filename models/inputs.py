@@ -11,32 +11,24 @@ from torch import Tensor
 class AttentionInputs:
     """One cache group's view of the step (full attention, or a window W: `models.kv_cache.CacheGroup`)."""
 
+    # int32 [num_seqs, max_pages]; entries of pages that fell out of the window, or past the end, are -1
     block_table: Tensor
-    """int32 [num_seqs, max_pages]; entries of pages that fell out of the window, or past the end, are -1"""
-    slot_mapping: Tensor
-    """int64 [num_tokens]; slot = page_id * page_size + offset"""
+    slot_mapping: Tensor  # int64 [num_tokens]; slot = page_id * page_size + offset
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """One forward for many sequences, their new tokens laid end to end."""
 
-    token_ids: Tensor
-    """int64 [num_tokens]"""
-    positions: Tensor
-    """int64 [num_tokens]"""
-    query_lens: tuple[int, ...]
-    """new tokens per sequence"""
-    seq_lens: tuple[int, ...]
-    """tokens per sequence, this step's included"""
-    cu_query_lens: Tensor
-    """int32 [num_seqs + 1]"""
-    seq_lens_tensor: Tensor
-    """int32 [num_seqs]"""
+    token_ids: Tensor  # int64 [num_tokens]
+    positions: Tensor  # int64 [num_tokens]
+    query_lens: tuple[int, ...]  # new tokens per sequence
+    seq_lens: tuple[int, ...]  # tokens per sequence, this step's included
+    cu_query_lens: Tensor  # int32 [num_seqs + 1]
+    seq_lens_tensor: Tensor  # int32 [num_seqs]
+    # int64 [num_rows], ascending: the token rows whose logits are wanted; of every sequence none, or its last ones
     logits_indices: Tensor
-    """int64 [num_rows], ascending: the token rows whose logits are wanted; of every sequence none, or its last ones"""
-    groups: tuple[AttentionInputs, ...]
-    """per cache group"""
+    groups: tuple[AttentionInputs, ...]  # per cache group
 
     @property
     def num_tokens(self) -> int:

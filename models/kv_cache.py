@@ -23,17 +23,14 @@ from .architectures.facts import ModelFacts, cache_layers
 class CacheGroup:
     """Layers that keep the same tokens: one set of pages and one block table for all of them."""
 
-    name: str
-    """"full" or "window-512\""""
-    window: int | None
-    """a layer sees its last `window` tokens only, the present one included; None sees all"""
+    name: str  # "full" or "window-512"
+    window: int | None  # a layer sees its last `window` tokens only, the present one included; None sees all
     layers: tuple[int, ...]
     num_kv_heads: int
     head_dim: int
+    # layer -> what the checkpoint says codes of its keys and values are multiplied with (fp8 only)
     scales: Mapping[int, tuple[float, float]] = field(default_factory=dict, hash=False)
-    """layer -> what the checkpoint says codes of its keys and values are multiplied with (fp8 only)"""
-    rope: int = 0
-    """which of the model's rotations (`ModelFacts.ropes`) its layers use"""
+    rope: int = 0  # which of the model's rotations (`ModelFacts.ropes`) its layers use
 
 
 def cache_groups(facts: ModelFacts, scales: Mapping[int, tuple[float, float]] | None = None) -> tuple[CacheGroup, ...]:

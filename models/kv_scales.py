@@ -11,7 +11,7 @@ from localllm.quant.dense import read_dense
 from .architectures.names import NameMap
 
 ATTENTION = "self_attn"
-NAMES = {
+NAMES = {  # what the tools call them below `self_attn`
     "k": (
         "k_scale",
         "k_proj.k_scale",
@@ -31,7 +31,6 @@ NAMES = {
         "kv_scale",
     ),
 }
-"""what the tools call them below `self_attn`"""
 
 
 def read_kv_scales(checkpoint: Checkpoint, names: NameMap, num_layers: int) -> dict[int, tuple[float, float]]:

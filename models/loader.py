@@ -41,7 +41,7 @@ from .layers import (
 from .model import Model
 from .samples import layer_samples, model_shapes, rotations
 
-_CHANGES_RESULT = {
+_CHANGES_RESULT = {  # parts of tensor names -> what they belong to, none of which is implemented
     "lora_": "a LoRA adapter",
     "sinks": "attention sinks",
     "_exps.": "a mixture of experts",
@@ -51,7 +51,6 @@ _CHANGES_RESULT = {
     "altup": "AltUp layers",
     "score.weight": "a classification head",
 }
-"""parts of tensor names -> what they belong to, none of which is implemented"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,26 +58,18 @@ class LoadOptions:
     """How to load: where to, in which precision, under which promises."""
 
     device: str = "cpu"
-    dtype: str = "float32"
-    """of activations: float32 | bfloat16 | float16"""
-    kv_format: str = "f32"
-    """of the cache: a key of `kernels.kv_pages.KV_DTYPES`"""
-    page_size: int = 16
-    """tokens"""
-    exact: bool = False
-    """the dtype was asked for by name: nothing may be rounded below it"""
-    deterministic: bool = True
-    """a token's result does not depend on the rest of its batch"""
+    dtype: str = "float32"  # of activations: float32 | bfloat16 | float16
+    kv_format: str = "f32"  # of the cache: a key of `kernels.kv_pages.KV_DTYPES`
+    page_size: int = 16  # tokens
+    exact: bool = False  # the dtype was asked for by name: nothing may be rounded below it
+    deterministic: bool = True  # a token's result does not depend on the rest of its batch
+    # fp8 | nvfp4: where many rows are multiplied they may be rounded to it, on cards that multiply such numbers
     activations: str = ""
-    """fp8 | nvfp4: where many rows are multiplied they may be rounded to it, on cards that multiply such numbers"""
+    # a target of `quant.encode`: what linear layers become while loading, however they are stored; "" keeps them
     weights: str = ""
-    """a target of `quant.encode`: what linear layers become while loading, however they are stored; "" keeps them"""
-    disabled: frozenset[str] = frozenset()
-    """keys ("op:name") of implementations that failed their self-test"""
-    selftest: SelfTest | None = None
-    """tries every kernel that is chosen, on the shapes of this model; None trusts them"""
-    progress: Callable[[int, int], None] | None = None
-    """called with (stored bytes done, of how many)"""
+    disabled: frozenset[str] = frozenset()  # keys ("op:name") of implementations that failed their self-test
+    selftest: SelfTest | None = None  # tries every kernel that is chosen, on the shapes of this model; None trusts them
+    progress: Callable[[int, int], None] | None = None  # called with (stored bytes done, of how many)
 
 
 def load_model(checkpoint: OpenModel, options: LoadOptions | None = None) -> Model:

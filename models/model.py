@@ -39,8 +39,8 @@ class Model:
         self.layers = tuple(layers)
         self.head = head
         self.table = table
+        # what runs what, for the run summary: layer class or op -> names of implementations
         self.kernels = dict(kernels)
-        """what runs what, for the run summary: layer class or op -> names of implementations"""
         self._ropes = tuple(ropes)
         group_of = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
         self._calls = tuple((layer.attention, layer.mlp, group_of[i]) for i, layer in enumerate(self.layers))

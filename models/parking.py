@@ -22,8 +22,7 @@ class Parked:
     """Storages in host memory."""
 
     def __init__(self, pairs: list[tuple[UntypedStorage, UntypedStorage]]) -> None:
-        self._pairs = pairs
-        """(storage on the device, now empty; its bytes on the host)"""
+        self._pairs = pairs  # (storage on the device, now empty; its bytes on the host)
 
     @property
     def nbytes(self) -> int:

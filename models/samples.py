@@ -16,10 +16,9 @@ from .architectures.facts import ModelFacts
 from .kv_cache import CacheGroup
 from .layers import DecoderLayer
 
+# kinds of layers tried: a mixed quantisation can have a dozen, which differ in what products were tried for
 MAX_KINDS = 4
-"""kinds of layers tried: a mixed quantisation can have a dozen, which differ in what products were tried for"""
-POSITIONS = 64
-"""the trials' sequences are shorter than this"""
+POSITIONS = 64  # the trials' sequences are shorter than this
 
 
 def model_shapes(facts: ModelFacts, ops: OpFacts) -> ModelShapes:

@@ -20,8 +20,7 @@ from localllm.kernels import Weight
 from .encode import Target
 from .packing import unpack_nibbles
 
-VERSION = "0.13.0"
-"""of compressed-tensors, whose layout this is"""
+VERSION = "0.13.0"  # of compressed-tensors, whose layout this is
 
 
 def tensors(weight: Weight) -> dict[str, Tensor]:
@@ -95,6 +94,7 @@ def configuration(target: Target, ignored: list[str]) -> dict[str, Any]:
     }
 
 
+# target -> bits, type, strategy, whether there are groups, format
 _SCHEMES: dict[str, tuple[int, str, str, bool, str]] = {
     "int4": (4, "int", "group", True, "pack-quantized"),
     "int4-sym": (4, "int", "group", True, "pack-quantized"),
@@ -104,4 +104,3 @@ _SCHEMES: dict[str, tuple[int, str, str, bool, str]] = {
     "nvfp4": (4, "float", "tensor_group", True, "nvfp4-pack-quantized"),
     "mxfp4": (4, "float", "group", True, "mxfp4-pack-quantized"),
 }
-"""target -> bits, type, strategy, whether there are groups, format"""

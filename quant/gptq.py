@@ -15,8 +15,8 @@ from localllm.kernels import Weight
 from .packing import Codes, from_codes, group_order, unpack_stream
 from .stored import FLOATS, WeightReader, bad
 
+# qzeros words of a symmetric file: (v1, v2 as a signed word).
 _SYMMETRIC_WORDS = {4: (0x77777777, -0x77777778), 8: (0x7F7F7F7F, -0x7F7F7F80)}
-"""qzeros words of a symmetric file: (v1, v2 as a signed word)."""
 
 
 def load_gptq(module: WeightReader, params: dict) -> Weight:

@@ -110,10 +110,8 @@ class Codes(NamedTuple):
     """How to read unsigned integer codes."""
 
     bits: int
-    rows: Callable[[slice], Tensor]
-    """u8 [len(slice), K] in the file's column order"""
-    multiple: int = 1
-    """slices must start at multiples of this"""
+    rows: Callable[[slice], Tensor]  # u8 [len(slice), K] in the file's column order
+    multiple: int = 1  # slices must start at multiples of this
 
 
 def from_codes(module: WeightReader, codes: Codes, groups: Groups) -> Weight:

@@ -77,8 +77,7 @@ class WeightReader:
 
     ckpt: Checkpoint
     prefix: str
-    shape: tuple[int, int]
-    """(N, K) of the layer, from the model's configuration"""
+    shape: tuple[int, int]  # (N, K) of the layer, from the model's configuration
 
     def name(self, suffix: str) -> str:
         """The full tensor name; a suffix that starts with `_` is glued on without a dot."""

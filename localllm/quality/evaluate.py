@@ -34,12 +34,9 @@ if TYPE_CHECKING:
 
     from localllm.llm.llm import LLM
 
-WINDOW = 512
-"""tokens read at once; each window starts without context"""
-ROWS = 64
-"""rows of logits held at once: 64 of a 262k vocabulary are 67 MB, and as much again for the reference"""
-CONTEXT_FREE = 32
-"""tokens at the start of a window that are read but not counted: without context every model guesses"""
+WINDOW = 512  # tokens read at once; each window starts without context
+ROWS = 64  # rows of logits held at once: 64 of a 262k vocabulary are 67 MB, and as much again for the reference
+CONTEXT_FREE = 32  # tokens at the start of a window that are read but not counted: without context every model guesses
 MIN_TOKENS = CONTEXT_FREE + 2
 
 Tell = OnProgress
@@ -51,11 +48,9 @@ class Quality:
 
     model: str
     reference: str
-    weights: str
-    """stored format"""
+    weights: str  # stored format
     kv: str
-    tokens: int
-    """counted"""
+    tokens: int  # counted
     perplexity: float
     reference_perplexity: float | None = None
     kl_mean: float | None = None
@@ -63,11 +58,9 @@ class Quality:
     kl_p999: float | None = None
     kl_max: float | None = None
     agreement: float | None = None
-    text: str = "sample"
-    """name of the text"""
+    text: str = "sample"  # name of the text
     seconds: float = 0.0
-    path: str = ""
-    """of the model's files"""
+    path: str = ""  # of the model's files
 
 
 def sample_text(part: Literal["evaluation", "calibration"]) -> str:

@@ -29,12 +29,10 @@ if TYPE_CHECKING:
     from localllm.models.architectures import OpenModel
     from localllm.quant.encode import Target
 
-SHARD_BYTES = 1 << 30
-"""a shard is written when it holds so much; it is also what an interrupted run loses at most"""
-RECORD = "localllm-quantize.json"
-"""in the result: where it came from and what it cost"""
+SHARD_BYTES = 1 << 30  # a shard is written when it holds so much; it is also what an interrupted run loses at most
+RECORD = "localllm-quantize.json"  # in the result: where it came from and what it cost
+# modules that engines run as one product: NVFP4 gives them one number per tensor in common
 FUSED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
-"""modules that engines run as one product: NVFP4 gives them one number per tensor in common"""
 
 Tell = OnProgress
 
@@ -46,15 +44,12 @@ class Report:
     path: Path
     target: str
     group_size: int
-    bytes_before: int
-    """of the tensors"""
+    bytes_before: int  # of the tensors
     bytes_after: int = 0
-    quantised: int = 0
-    """modules"""
-    kept: list[tuple[str, str]] = field(default_factory=list)
-    """(module, why it stayed as it was)"""
+    quantised: int = 0  # modules
+    kept: list[tuple[str, str]] = field(default_factory=list)  # (module, why it stayed as it was)
+    # module -> relative error of its weight, or, with calibration, of what it computes on that text
     errors: dict[str, float] = field(default_factory=dict)
-    """module -> relative error of its weight, or, with calibration, of what it computes on that text"""
     calibration_tokens: int = 0
     seconds: float = 0.0
 

@@ -42,19 +42,15 @@ class Vocabulary:
     model: str
     pre: str
     tokens: list[str]
-    token_ids: dict[str, int]
-    """token -> id; of equal tokens the first counts"""
-    types: np.ndarray
-    """[num_tokens] int32: NORMAL, CONTROL, ..."""
-    scores: np.ndarray
-    """[num_tokens] float64, or empty"""
+    token_ids: dict[str, int]  # token -> id; of equal tokens the first counts
+    types: np.ndarray  # [num_tokens] int32: NORMAL, CONTROL, ...
+    scores: np.ndarray  # [num_tokens] float64, or empty
     merges: Sequence[Any]
+    # bos, eos, eot, eom, unknown, seperator, padding, mask, fim_pad, fim_rep, fim_sep -> token id, where given
     ids: dict[str, int]
-    """bos, eos, eot, eom, unknown, seperator, padding, mask, fim_pad, fim_rep, fim_sep -> token id, where given"""
     add_bos: bool
     add_space_prefix: bool
-    key: str
-    """SHA-256 over tokens, scores and types"""
+    key: str  # SHA-256 over tokens, scores and types
 
 
 def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:

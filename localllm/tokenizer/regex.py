@@ -52,11 +52,9 @@ _PRE_GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("exaone-moe", (_EXAONE_MOE,)),
     ("default", (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
 )
+# name -> regexes, each an isolated split of what the one before left
 PRE_TOKENIZERS = {name: regexes for names, regexes in _PRE_GROUPS for name in names.split()}
-"""name -> regexes, each an isolated split of what the one before left"""
-IGNORE_MERGES = frozenset([*_PRE_GROUPS[0][0].split(), "tekken"])
-"""a piece that is a token as it stands is taken whole"""
-ADD_BOS = IGNORE_MERGES
-"""BOS is added unless the file says otherwise"""
+IGNORE_MERGES = frozenset([*_PRE_GROUPS[0][0].split(), "tekken"])  # a piece that is a token as it stands is taken whole
+ADD_BOS = IGNORE_MERGES  # BOS is added unless the file says otherwise
+# text is normalised to NFC first: Hugging Face's Qwen tokenizers do, llama.cpp does not
 NFC = frozenset(["qwen2", "qwen35", "deepseek-r1-qwen", "megrez", "kormo", "f2llmv2"])
-"""text is normalised to NFC first: Hugging Face's Qwen tokenizers do, llama.cpp does not"""

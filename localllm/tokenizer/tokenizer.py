@@ -26,11 +26,10 @@ if TYPE_CHECKING:
 
 Span = tuple[int, int]
 _SURROGATES = re.compile("[\ud800-\udfff]")
+# Longer texts are encoded under a time limit; the key: whether every pattern of the tokenizer is a published one. Even
+# of those two take 2 and 11 s for 50,000 digits; a hostile one takes for ever.
 UNWATCHED_CHARS = {True: 10_000, False: 16}
-"""Longer texts are encoded under a time limit; the key: whether every pattern of the tokenizer is a published one. Even
-of those two take 2 and 11 s for 50,000 digits; a hostile one takes for ever."""
-LIMIT_S, CHARS_PER_S = 2.0, 50_000
-"""The time limit: 2 s, and one more for each 50,000 characters."""
+LIMIT_S, CHARS_PER_S = 2.0, 50_000  # The time limit: 2 s, and one more for each 50,000 characters.
 _KNOWN_PATTERNS = frozenset(pattern for patterns in PRE_TOKENIZERS.values() for pattern in patterns)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -85,26 +84,23 @@ class Tokenizer:
         self._lock = threading.Lock()  # encode_special_tokens is a switch on the shared back end
         self._unwatched_chars = UNWATCHED_CHARS[_patterns(backend) <= _KNOWN_PATTERNS]
         self._added = dict(backend.get_added_tokens_decoder())
+        # the second: the vocabulary puts a space before the first word of every text (Llama 2 and its kin)
         self._byte_level, self.strips_first_space = _decoder_kind(backend)
-        """the second: the vocabulary puts a space before the first word of every text (Llama 2 and its kin)"""
         self._prefix = _prefix_kind(backend)
         self._bytes: dict[int, bytes] = {}
+        # ids are below this; the model's logits may be wider (padding rows)
         self.vocab_size: int = parts.vocab_size or max(backend.get_vocab_size(), max(self._added, default=-1) + 1)
-        """ids are below this; the model's logits may be wider (padding rows)"""
+        # control tokens: never made from users' text, left out of decoded text
         self.special_ids = frozenset(index for index, token in self._added.items() if token.special)
-        """control tokens: never made from users' text, left out of decoded text"""
-        self.eos_token_ids = parts.eos_token_ids
-        """every token that ends a turn or a text"""
-        self.named_tokens = dict(parts.named_tokens)
-        """bos_token, eos_token, ... -> text: what chat templates see"""
+        self.eos_token_ids = parts.eos_token_ids  # every token that ends a turn or a text
+        self.named_tokens = dict(parts.named_tokens)  # bos_token, eos_token, ... -> text: what chat templates see
         self.bos_token_id = self._named("bos_token")
         self.unk_token_id = self._named("unk_token")
         self.pad_token_id = self._named("pad_token")
+        # the model expects the BOS token before every text
         self.add_bos = parts.add_bos and self.bos_token_id is not None
-        """the model expects the BOS token before every text"""
         self.chat_template = parts.chat_template
-        self.chat_templates = dict(parts.chat_templates)
-        """named templates besides, such as "tool_use" """
+        self.chat_templates = dict(parts.chat_templates)  # named templates besides, such as "tool_use"
 
     def _named(self, name: str) -> int | None:
         return self.token_to_id(self.named_tokens[name]) if name in self.named_tokens else None

@@ -16,14 +16,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
-PIECE = 4096
-"""merges handled at a time: some 2 ms, in which no other thread runs"""
-LARGE_BYTES = 1 << 20
-"""files from this size are read in pieces: smaller ones are through in 50 ms"""
+PIECE = 4096  # merges handled at a time: some 2 ms, in which no other thread runs
+LARGE_BYTES = 1 << 20  # files from this size are read in pieces: smaller ones are through in 50 ms
+# commas and brackets of a file that is parsed here: Gemma 3 has 1.9 million; each may become an object of 64 bytes
 MAX_VALUES = 4_000_000
-"""commas and brackets of a file that is parsed here: Gemma 3 has 1.9 million; each may become an object of 64 bytes"""
+# of control tokens and others in turns: with each the library makes its search tree anew (2 ms for 6,000 tokens)
 MAX_RUNS = 32
-"""of control tokens and others in turns: with each the library makes its search tree anew (2 ms for 6,000 tokens)"""
 
 _FLAGS = ("fuse_unk", "byte_fallback", "ignore_merges")
 _OPTIONS = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")

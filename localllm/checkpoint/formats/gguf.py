@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from ..tensor_info import TensorInfo
 from .module import StoredFormat, StoredModule
 
+# blocks of codebooks, which no kernel multiplies: they become bfloat16 while loading
 CODEBOOK_TYPES = frozenset(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"))
-"""blocks of codebooks, which no kernel multiplies: they become bfloat16 while loading"""
 
 
 def detect(module: StoredModule) -> StoredFormat | None:
