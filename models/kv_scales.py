@@ -11,26 +11,11 @@ from localllm.quant.dense import read_dense
 from .architectures.names import NameMap
 
 ATTENTION = "self_attn"
-NAMES = {  # what the tools call them below `self_attn`
-    "k": (
-        "k_scale",
-        "k_proj.k_scale",
-        "qkv_proj.k_scale",
-        "qkqkv_proj.k_scale",
-        "k_proj.output_scale",
-        "k_cache.scale",
-        "kv_scale",
-    ),
-    "v": (
-        "v_scale",
-        "v_proj.v_scale",
-        "qkv_proj.v_scale",
-        "qkqkv_proj.v_scale",
-        "v_proj.output_scale",
-        "v_cache.scale",
-        "kv_scale",
-    ),
-}
+# What the tools call them below `self_attn`; {} is k or v.
+SUFFIXES = (
+    "{}_scale", "{}_proj.{}_scale", "qkv_proj.{}_scale", "qkqkv_proj.{}_scale", "{}_proj.output_scale",
+    "{}_cache.scale", "kv_scale",
+)  # fmt: skip
 
 
 def read_kv_scales(checkpoint: Checkpoint, names: NameMap, num_layers: int) -> dict[int, tuple[float, float]]:
@@ -45,17 +30,17 @@ def read_kv_scales(checkpoint: Checkpoint, names: NameMap, num_layers: int) -> d
     found: dict[int, tuple[float, float]] = {}
     for layer in range(num_layers):
         base = names.source(f"model.layers.{layer}.{ATTENTION}")
-        pair = [_first(checkpoint, base, suffixes) for suffixes in (NAMES["k"], NAMES["v"])]
+        pair = [_first(checkpoint, base, part) for part in "kv"]
         k, v = (pair[0] or pair[1]), (pair[1] or pair[0])
         if k is not None and v is not None:
             found[layer] = (k, v)
     return {} if all(pair == (1.0, 1.0) for pair in found.values()) else found
 
 
-def _first(checkpoint: Checkpoint, base: str, suffixes: tuple[str, ...]) -> float | None:
+def _first(checkpoint: Checkpoint, base: str, part: str) -> float | None:
     """The first of the scales that is there with a single number."""
-    for suffix in suffixes:
-        name = f"{base}.{suffix}"
+    for suffix in SUFFIXES:
+        name = f"{base}.{suffix.format(part, part)}"
         if name in checkpoint.tensors and math.prod(checkpoint.tensors[name].shape) == 1:
             scale = float(read_dense(checkpoint, name))
             if not (scale > 0 and math.isfinite(scale)):

@@ -18,7 +18,7 @@ import numpy as np
 
 from localllm.errors import UnsupportedFormat
 
-from .gguf_types import ACTIVATION_TYPES, ARRAY, BOOL, RETIRED_TYPES, SCALARS, STRING, TENSOR_TYPES, VALUE_NAMES
+from .gguf_types import ACTIVATION_TYPES, ARRAY, BOOL, RETIRED_TYPES, SCALARS, STRING, TENSOR_TYPES
 from .mapped_file import MappedFile, bad, pickle_error, shown
 from .tensor_info import TensorInfo
 
@@ -220,8 +220,8 @@ def _value(cursor: _Cursor, key: str) -> Any:
         return _array(cursor, key)
     if kind not in SCALARS:
         raise bad(cursor.path, f"value type {kind:,} is unknown, types 0 to 12 exist", offset=begin, key=key)
-    code, dtype = SCALARS[kind]
-    value = struct.unpack_from(code, cursor.file.buffer, cursor.need(dtype.itemsize, f"a {VALUE_NAMES[kind]}"))[0]
+    name, code, dtype = SCALARS[kind]
+    value = struct.unpack_from(code, cursor.file.buffer, cursor.need(dtype.itemsize, f"a {name}"))[0]
     if kind != BOOL:
         return value
     if value > 1:
@@ -238,7 +238,7 @@ def _array(cursor: _Cursor, key: str) -> Any:
         return _string_array(cursor, key)
     if kind not in SCALARS:
         raise bad(cursor.path, f"array element type {kind:,} is unknown", offset=begin, key=key)
-    dtype = SCALARS[kind][1]
+    dtype = SCALARS[kind][2]
     count = cursor.count(f"the length of array {shown(key)}", dtype.itemsize, MAX_HEADER_BYTES)
     start = cursor.need(count * dtype.itemsize, f"array {shown(key)}")
     if kind == BOOL:

@@ -23,31 +23,12 @@ from .safetensors_file import read_safetensors
 from .tensor_info import TensorInfo
 
 PICKLES = (
-    ".bin",
-    ".pt",
-    ".pth",
-    ".ckpt",
-    ".pkl",
-    ".pickle",
-    ".npy",
-    ".npz",
-    ".msgpack",
-    ".h5",
-    ".onnx",
-    ".zip",
-    ".tar",
-)
+    ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".npy", ".npz", ".msgpack", ".h5", ".onnx", ".zip", ".tar",
+)  # fmt: skip
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-)
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt",
+)  # fmt: skip
 INDEX_NAME = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 32 << 20
 MAX_INDEX_ENTRIES = 1 << 17

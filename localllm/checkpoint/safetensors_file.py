@@ -26,26 +26,9 @@ MAX_METADATA_ENTRIES = 1 << 12
 _MAX_ENTRY_BYTES = 1024
 
 DTYPE_BITS = {
-    "F64": 64,
-    "I64": 64,
-    "U64": 64,
-    "F32": 32,
-    "I32": 32,
-    "U32": 32,
-    "F16": 16,
-    "BF16": 16,
-    "I16": 16,
-    "U16": 16,
-    "F8_E4M3": 8,
-    "F8_E5M2": 8,
-    "F8_E8M0": 8,
-    "I8": 8,
-    "U8": 8,
-    "BOOL": 8,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-    "F4": 4,
-}
+    "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16,
+    "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I8": 8, "U8": 8, "BOOL": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
+}  # fmt: skip
 
 # Possessive: no backtracking, so the time is linear in the header whatever it holds.
 _STRING = re.compile(rb'"((?:[^"\\\x00-\x1f]++|\\.)*+)"', re.DOTALL)

@@ -12,6 +12,7 @@ The mean hides rare tokens that go wrong; the tail shows them.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -22,8 +23,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from localllm import paths
 from localllm.errors import Aborted, InvalidRequest
+from localllm.paths import replace_file
 from localllm.plan.quality import folder
 from localllm.request import LoadProgress, OnProgress
 
@@ -84,8 +85,6 @@ def evaluate(
     Raises InvalidRequest when the text has fewer than MIN_TOKENS tokens or the two have different vocabularies,
     Aborted when `cancel` is set.
     """
-    import numpy as np
-
     began = time.monotonic()
     ids = model.tokenizer.encode(text)[:max_tokens]
     if len(ids) < MIN_TOKENS:
@@ -97,51 +96,84 @@ def evaluate(
             f"{model.name} and {reference.name} have different vocabularies: their distributions cannot be compared",
             "compare with another version of the same model",
         )
-    loss, base_loss, kl, agreed, done = 0.0, 0.0, [], 0, 0
-    counted = 0
+    sums = _Sums()
     for window in windows(ids, model):
-        if reference is None:
-            pairs: Iterator[tuple[np.ndarray, np.ndarray | None]] = ((q, None) for q in model.score(window, chunk=ROWS))
-        else:
-            both = zip(model.score(window, chunk=ROWS), reference.score(window, chunk=ROWS), strict=True)
-            pairs = ((q, p) for q, p in both)
-        row = 0
-        for q, p in pairs:
+        for targets, q, p in _rows(window, model, reference):
             if cancel is not None and cancel.is_set():
                 raise Aborted("stopped; nothing was saved")
-            first, last = max(row, CONTEXT_FREE), min(row + len(q), len(window) - 1)  # the last row has no next token
-            rows = slice(first - row, last - row)
-            row += len(q)
-            if last <= first:
-                continue
-            targets = np.asarray(window[first + 1 : last + 1])
-            kept = np.arange(len(targets))
-            loss -= float(q[rows][kept, targets].sum(dtype=np.float64))
-            counted += len(targets)
-            if p is not None:
-                base_loss -= float(p[rows][kept, targets].sum(dtype=np.float64))
-                kl.append(divergence(p[rows], q[rows]))
-                agreed += int((p[rows].argmax(-1) == q[rows].argmax(-1)).sum())
-            done += len(targets)
-            tell(LoadProgress("evaluate", done, len(ids), f"perplexity {math.exp(loss / counted):.2f}"))
-    found = np.concatenate(kl) if kl else None
+            sums.add(targets, q, p)
+            tell(LoadProgress("evaluate", sums.counted, len(ids), f"perplexity {sums.perplexity:.2f}"))
     return Quality(
         model=model.name,
         reference=reference.name if reference is not None else "",
         weights=model.weight_format,
         kv=model.plan.kv,
-        tokens=counted,
-        perplexity=math.exp(loss / counted),
-        reference_perplexity=math.exp(base_loss / counted) if found is not None else None,
-        kl_mean=float(found.mean()) if found is not None else None,
-        kl_p99=float(np.quantile(found, 0.99)) if found is not None else None,
-        kl_p999=float(np.quantile(found, 0.999)) if found is not None else None,
-        kl_max=float(found.max()) if found is not None else None,
-        agreement=agreed / counted if found is not None else None,
+        tokens=sums.counted,
+        perplexity=sums.perplexity,
         text=text_name,
         seconds=round(time.monotonic() - began, 2),
         path=str(model.path),
+        **sums.against_reference(),
     )
+
+
+def _rows(
+    window: list[int], model: LLM, reference: LLM | None
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
+    """Of each counted token of a window: (next tokens [n], log-probabilities [n, vocab], the reference's)."""
+    import numpy as np
+
+    ours = model.score(window, chunk=ROWS)
+    theirs = reference.score(window, chunk=ROWS) if reference is not None else itertools.repeat(None)
+    row = 0
+    for q, p in zip(ours, theirs, strict=False):
+        first, last = max(row, CONTEXT_FREE), min(row + len(q), len(window) - 1)  # the last row has no next token
+        rows = slice(first - row, last - row)
+        row += len(q)
+        if last > first:
+            yield np.asarray(window[first + 1 : last + 1]), q[rows], None if p is None else p[rows]
+
+
+class _Sums:
+    """What is added up over the tokens."""
+
+    def __init__(self) -> None:
+        self.loss = self.base_loss = 0.0
+        self.counted = self.agreed = 0
+        self.kl: list[np.ndarray] = []
+
+    def add(self, targets: np.ndarray, q: np.ndarray, p: np.ndarray | None) -> None:
+        """Some rows of `_rows`."""
+        import numpy as np
+
+        kept = np.arange(len(targets))
+        self.loss -= float(q[kept, targets].sum(dtype=np.float64))
+        self.counted += len(targets)
+        if p is not None:
+            self.base_loss -= float(p[kept, targets].sum(dtype=np.float64))
+            self.kl.append(divergence(p, q))
+            self.agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss / self.counted)
+
+    def against_reference(self) -> dict[str, float]:
+        """Those fields of `Quality` that need a reference; {} without one."""
+        import numpy as np
+
+        if not self.kl:
+            return {}
+        found = np.concatenate(self.kl)
+        p99, p999 = np.quantile(found, (0.99, 0.999)).tolist()
+        return {
+            "reference_perplexity": math.exp(self.base_loss / self.counted),
+            "kl_mean": float(found.mean()),
+            "kl_p99": p99,
+            "kl_p999": p999,
+            "kl_max": float(found.max()),
+            "agreement": self.agreed / self.counted,
+        }
 
 
 def windows(ids: Sequence[int], model: LLM) -> Iterator[list[int]]:
@@ -169,14 +201,11 @@ def _same_vocabulary(model: LLM, reference: LLM) -> bool:
     return model.tokenizer.encode(probe) == reference.tokenizer.encode(probe)
 
 
-# --- what was measured before ------------------------------------------------------------------------------------
-
-
 def save(quality: Quality) -> Path:
     """Keep a result; a newer one of the same model, formats, text and reference replaces it."""
     parts = (quality.model, quality.weights, quality.kv, quality.text, quality.reference)
     against = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]
     name = re.sub(r"[^\w.-]+", "-", "_".join(parts[:4]))[:170] + f"_{against}"
     path = folder() / f"{name}.json"
-    paths.replace_file(path, json.dumps({"schema": "localllm.quality/1", **asdict(quality)}, indent=2))
+    replace_file(path, json.dumps({"schema": "localllm.quality/1", **asdict(quality)}, indent=2))
     return path
