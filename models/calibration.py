@@ -1,4 +1,4 @@
-"""What the linear layers of a model see on a text: the sums of x xᵀ that quantisation weighs errors by.
+"""What the linear layers of a model see on a text: the sums of x xᵀ that quantization weighs errors by.
 
 One layer is loaded, run and dropped at a time, so a model of any size passes with the memory of one layer.
 """

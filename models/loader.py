@@ -281,7 +281,7 @@ class Loading:
         self.count(stored_as + ".")
         self.forget(stored_as + ".")
         if self.target is not None and name.startswith("model.layers.") and self.target.fits(*shape) is None:
-            return self.requantised(weight, stored_as)
+            return self.requantized(weight, stored_as)
         return weight
 
     def moved(self, weight: Weight) -> Weight:
@@ -298,7 +298,7 @@ class Loading:
                 if name.startswith(prefix):
                     self.checkpoint.forget(name)
 
-    def requantised(self, weight: Weight, stored_as: str) -> Weight:
+    def requantized(self, weight: Weight, stored_as: str) -> Weight:
         """The same weight as `options.weights` says, computed where it will run."""
         assert self.target is not None
         values = dequantize(weight)

@@ -16,7 +16,7 @@ from .architectures.facts import ModelFacts
 from .kv_cache import CacheGroup
 from .layers import DecoderLayer
 
-# kinds of layers tried: a mixed quantisation can have a dozen, which differ in what products were tried for
+# kinds of layers tried: a mixed quantization can have a dozen, which differ in what products were tried for
 MAX_KINDS = 4
 POSITIONS = 64  # the trials' sequences are shorter than this
 

@@ -1,4 +1,4 @@
-"""Float weights -> canonical quantised ones: round to nearest, or with the error carried on to later columns (GPTQ).
+"""Float weights -> canonical quantized ones: round to nearest, or with the error carried on to later columns (GPTQ).
 
 target      form     group    one scale per                    stored scale
 int4        int4g    64       group of 32, 64 or 128           with a zero point; int4-sym without
@@ -87,7 +87,7 @@ class Fit(NamedTuple):
 
 
 def encode(weight: Tensor, target: Target, *, amax: float | None = None, hessian: Tensor | None = None) -> Weight:
-    """Quantise `weight`.
+    """Quantize `weight`.
 
     weight   [N, K], any float type and device
     amax     nvfp4: the largest absolute value of all weights that will be fused with this one; None: of this one

@@ -1,4 +1,4 @@
-"""`quantize`: a dense checkpoint -> the same model with quantised linear layers, in a folder other tools read, too.
+"""`quantize`: a dense checkpoint -> the same model with quantized linear layers, in a folder other tools read, too.
 
 Works layer by layer, writes shards, and goes on where an earlier run ended; the source is never changed. Embeddings,
 norms, biases, the vocabulary projection and whatever is too small or has an odd shape stay as they are stored.
@@ -14,12 +14,13 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localllm import paths
-from localllm.errors import Aborted, ConfigError, DoesNotFit, InternalError, UnsupportedFormat
+from localllm.errors import Aborted, BadModelFile, ConfigError, DoesNotFit, InternalError, UnsupportedFormat
 from localllm.request import LoadProgress, OnProgress
 from localllm.terminal import gib
 
@@ -74,13 +75,13 @@ def quantize(
     tell: Tell = lambda phase: None,
     cancel: threading.Event | None = None,
 ) -> Report:
-    """Write `source`, quantised, to the new folder `out`. Run again after an interruption it goes on.
+    """Write `source`, quantized, to the new folder `out`. Run again after an interruption it goes on.
 
     source       folder with safetensors whose linear layers are BF16, F16 or F32
     calibration  sequences of token ids; the error of a weight is then carried on as their activations ask for
     tell         gets `LoadProgress("quantize", bytes done, of how many, detail=layer)`
 
-    Raises UnsupportedFormat for GGUF and for weights that are quantised already, ConfigError when `out` exists,
+    Raises UnsupportedFormat for GGUF and for weights that are quantized already, ConfigError when `out` exists,
     DoesNotFit when the disk is too small, Aborted when `cancel` is set; and what opening the source raises.
     """
     from filelock import FileLock, Timeout
@@ -131,13 +132,13 @@ class _Work:
         self.done = 0
 
     def _modules(self) -> list[dict[str, str]]:
-        """Per layer: module below `model.layers.{i}.` -> its name in the file; only those that will be quantised."""
+        """Per layer: module below `model.layers.{i}.` -> its name in the file; only those that will be quantized."""
         from localllm.models.architectures.facts import linear_shapes
 
         path = self.checkpoint.path.name
         if self.checkpoint.kind != "safetensors":
             raise UnsupportedFormat(
-                f"{path} is GGUF; only safetensors are quantised here",
+                f"{path} is GGUF; only safetensors are quantized here",
                 "name the model's BF16 repository, or make another GGUF with llama-quantize",
             )
         layers: list[dict[str, str]] = []
@@ -148,8 +149,8 @@ class _Work:
                 found = self.checkpoint.formats.get(name)
                 if found is not None and found.kind != "dense":
                     raise UnsupportedFormat(
-                        f"{path} is quantised already: {name} is stored as {found.label}",
-                        "quantise the BF16 version of this model",
+                        f"{path} is quantized already: {name} is stored as {found.label}",
+                        "quantize the BF16 version of this model",
                     )
                 if f"{name}.weight" not in self.checkpoint.tensors:
                     continue
@@ -190,67 +191,61 @@ class _Work:
     # --- the work ----------------------------------------------------------------------------------------------------
 
     def run(self) -> Report:
-        """Write every shard that is not there yet."""
+        """Write every shard that is not there yet: what stays as it is, then each layer."""
+        from localllm.models.calibration import hessians
+
         state = self._state()
-        size = 0
+        last = max((row["parts"] for row in state["shards"]), default=-1)
+        seen: Iterator[dict[str, Tensor]] = iter(())
+        if self.calibration and last < len(self.modules):
+            self.tell(LoadProgress("calibrate", detail=f"{self.report.calibration_tokens:,} tokens"))
+            seen = hessians(self.checkpoint, self.calibration, self.device)
         tensors: dict[str, Tensor] = {}
         errors: dict[str, float] = {}
-        for index, (part, found, lost) in enumerate(self._parts(state)):
+        for index in range(len(self.modules) + 1):
+            self._stop_if_asked()
+            weighed = next(seen, {}) if index else {}
+            if index <= last:  # its shard was written by an earlier run
+                self._count(self._stored(index), "")
+                continue
+            part, lost = self._layer(index - 1, weighed) if index else (self._rest(), {})
             tensors |= part
             errors |= lost
-            size += sum(t.nbytes for t in part.values())
-            if found is not None:  # its shard was written by an earlier run
-                continue
-            if size >= SHARD_BYTES or index == len(self.modules):
+            if sum(t.nbytes for t in tensors.values()) >= SHARD_BYTES or index == len(self.modules):
                 name = f"shard-{len(state['shards']):05d}.safetensors"
                 self._save(name, tensors)
                 state["shards"].append({"file": name, "tensors": sorted(tensors), "parts": index, "errors": errors})
-                self._write_state(state)
-                tensors, errors, size = {}, {}, 0
+                self._write("state.json", json.dumps(state))
+                tensors, errors = {}, {}
         for row in state["shards"]:
             self.report.errors |= row["errors"]
         self.report.quantised = len(self.report.errors)
         return self.report
 
-    def _parts(self, state: dict[str, Any]) -> Iterator[tuple[dict[str, Tensor], bool | None, dict[str, float]]]:
-        """The rest of the model, then each layer: (tensors, True if written before, errors)."""
-        from localllm.models.calibration import hessians
+    def _stored(self, index: int) -> list[str]:
+        """The stored tensors of a part: 0 is what stays as it is, then each layer's weights."""
+        if index:
+            return [f"{name}.weight" for name in self.modules[index - 1].values()]
+        inside = {f"{name}.weight" for layer in self.modules for name in layer.values()}
+        return [name for name in self.checkpoint.tensors if name not in inside]
+
+    def _rest(self) -> dict[str, Tensor]:
         from localllm.quant.stored import read_tensor
 
-        last = max((row["parts"] for row in state["shards"]), default=-1)
-        inside = {f"{name}.weight" for layer in self.modules for name in layer.values()}
-        rest = [name for name in self.checkpoint.tensors if name not in inside]
-        if last >= 0:
-            self._count(sum(self.checkpoint.tensors[name].nbytes for name in rest), "")
-            yield {}, True, {}
-        else:
-            kept = {}
-            for name in rest:
-                self._stop_if_asked()
-                kept[name] = read_tensor(self.checkpoint, name)
-                self._count(self.checkpoint.tensors[name].nbytes, "embeddings and norms")
-            yield kept, None, {}
-        seen: Iterator[dict[str, Tensor]] | None = None
-        if self.calibration and last < len(self.modules):
-            self.tell(LoadProgress("calibrate", detail=f"{self.report.calibration_tokens:,} tokens"))
-            seen = hessians(self.checkpoint, self.calibration, self.device)
-        for index, layer in enumerate(self.modules):
+        kept = {}
+        for name in self._stored(0):
             self._stop_if_asked()
-            weighed = next(seen) if seen is not None else {}
-            if index + 1 <= last:
-                self._count(sum(self.checkpoint.tensors[f"{n}.weight"].nbytes for n in layer.values()), "")
-                yield {}, True, {}
-            else:
-                yield self._layer(index, layer, weighed)
+            kept[name] = read_tensor(self.checkpoint, name)
+            self._count([name], "embeddings and norms")
+        return kept
 
-    def _layer(
-        self, index: int, layer: dict[str, str], weighed: dict[str, Tensor]
-    ) -> tuple[dict[str, Tensor], None, dict[str, float]]:
-        from localllm.errors import BadModelFile
+    def _layer(self, index: int, weighed: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """(tensors, errors of the modules)"""
         from localllm.quant.encode import encode
         from localllm.quant.export import tensors as stored_tensors
         from localllm.quant.stored import read_tensor
 
+        layer = self.modules[index]
         tensors: dict[str, Tensor] = {}
         errors: dict[str, float] = {}
         largest = self._largest(layer) if self.target.name == "nvfp4" else {}
@@ -269,8 +264,8 @@ class _Work:
                     f"{name} is not finite any more as {self.target.name}", "try --calib none, and tell us"
                 )
             tensors |= {f"{name}.{suffix}": t.cpu().contiguous() for suffix, t in stored_tensors(weight).items()}
-            self._count(self.checkpoint.tensors[f"{name}.weight"].nbytes, f"layer {index + 1}/{len(self.modules)}")
-        return tensors, None, errors
+            self._count([f"{name}.weight"], f"layer {index + 1}/{len(self.modules)}")
+        return tensors, errors
 
     def _typed(self, stored: Tensor) -> Target:
         """The target with scales of the checkpoint's own type, which is what other programs load them as."""
@@ -314,9 +309,6 @@ class _Work:
         """Whether a shard is there, under its first name or, from an end that was interrupted, under its last."""
         return any((self.folder / name).is_file() for name in (row["file"], _final_name(row, state)))
 
-    def _write_state(self, state: dict[str, Any]) -> None:
-        self._write("state.json", json.dumps(state))
-
     def _write(self, name: str, text: str) -> None:
         with _disk(self.folder):
             paths.replace_file(self.folder / name, text, sync=True)
@@ -351,14 +343,14 @@ class _Work:
         if count > 1:
             index = {"metadata": {"total_size": report.bytes_after}, "weight_map": weight_map}
             self._write("model.safetensors.index.json", json.dumps(index, indent=2))
-        quantised = {name for layer in self.modules for name in layer.values()}
+        quantized = {name for layer in self.modules for name in layer.values()}
         ignored = sorted(
             name.removesuffix(".weight")
             for name, info in self.checkpoint.tensors.items()
             if name.endswith(".weight")
             and len(info.shape) == 2
             and "embed" not in name
-            and name.removesuffix(".weight") not in quantised
+            and name.removesuffix(".weight") not in quantized
         )
         head = self.checkpoint.names.source("lm_head")
         if self.facts.tied_embeddings and head not in ignored:
@@ -384,8 +376,8 @@ class _Work:
 
     # --- being watched -----------------------------------------------------------------------------------------------
 
-    def _count(self, num_bytes: int, detail: str) -> None:
-        self.done += num_bytes
+    def _count(self, tensors: Sequence[str], detail: str) -> None:
+        self.done += sum(self.checkpoint.tensors[name].nbytes for name in tensors)
         self.tell(LoadProgress("quantize", self.done, self.checkpoint.nbytes, detail))
 
     def _stop_if_asked(self) -> None:
@@ -399,20 +391,17 @@ def _final_name(row: dict[str, Any], state: dict[str, Any]) -> str:
     return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
-class _disk:
+@contextmanager
+def _disk(folder: Path) -> Iterator[None]:
     """Turns a full disk into DoesNotFit."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is not None and "No space left" in str(error):  # safetensors wraps the OSError in its own type
-            raise DoesNotFit(
-                f"no space left for {self.folder}", "free space with localllm rm; the same command goes on"
-            ) from error
+    try:
+        yield
+    except Exception as error:
+        if "No space left" not in str(error):  # safetensors wraps the OSError in its own type
+            raise
+        raise DoesNotFit(
+            f"no space left for {folder}", "free space with localllm rm; the same command goes on"
+        ) from error
 
 
 def _error(values: Tensor, weight: Any, hessian: Tensor | None) -> float:

@@ -219,7 +219,7 @@ def _model_cases() -> dict[str, bytes]:
         "norm_missing": tensors(lambda t: t.pop("output_norm.weight")),
         "tensor_wrong_shape": tensors(lambda t: t.update({name: ([64, 32], "F32", b"\0" * 8192)})),
         "tensor_one_dim": tensors(lambda t: t.update({name: ([4096], "F32", b"\0" * 16384)})),
-        "norm_quantised": tensors(lambda t: t.update({"output_norm.weight": ([64], "Q8_0", b"\0" * 68)})),
+        "norm_quantized": tensors(lambda t: t.update({"output_norm.weight": ([64], "Q8_0", b"\0" * 68)})),
         "head_wrong_rows": tensors(lambda t: t.update({"output.weight": ([64, 5], "F32", b"\0" * 1280)})),
     }
 

@@ -282,7 +282,7 @@ def test_gguf_modules(tmp_path: Path) -> None:
         assert format_label(found) == checkpoint.facts.stored_format == "Q4_1"
 
 
-def test_quantisation_config_is_found_where_tools_put_it(tmp_path: Path) -> None:
+def test_quantization_config_is_found_where_tools_put_it(tmp_path: Path) -> None:
     settings = {"quant_method": "awq", "bits": 4}
     folder = tiny.tiny_safetensors(tmp_path / "a", quantization_config=settings)
     assert open_checkpoint(folder).quantization_config == settings

@@ -1,4 +1,4 @@
-"""A tiny Llama in each family of stored formats, against transformers on the dequantised weights."""
+"""A tiny Llama in each family of stored formats, against transformers on the dequantized weights."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ FORMATS: dict[str, tuple[Callable[[int, int], Packed], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_quantised_llama_matches_its_dense_twin(name: str, tiny: Callable, paged: Any, tmp_path: Path) -> None:
+def test_quantized_llama_matches_its_dense_twin(name: str, tiny: Callable, paged: Any, tmp_path: Path) -> None:
     model = tiny("llama-packable")
     pack, config = FORMATS[name]
     tensors: dict[str, Tensor | None] = {}

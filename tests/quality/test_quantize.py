@@ -160,7 +160,7 @@ def test_refusals(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(UnsupportedFormat, match="GGUF"):
         quantize(tiny_gguf(tmp_path / "tiny.gguf"), out, Target("int4"))
     quantize(source, tmp_path / "once", Target("fp8"))
-    with pytest.raises(UnsupportedFormat, match="quantised already"):
+    with pytest.raises(UnsupportedFormat, match="quantized already"):
         quantize(tmp_path / "once", out, Target("int4"))
     small = tiny_safetensors(tmp_path / "small", hidden=32)
     with pytest.raises(UnsupportedFormat, match="nothing in"):

@@ -1,4 +1,4 @@
-"""Float weights become quantised ones: as exact as the format allows, readable by us and by compressed-tensors."""
+"""Float weights become quantized ones: as exact as the format allows, readable by us and by compressed-tensors."""
 
 from __future__ import annotations
 
