@@ -1,73 +1,40 @@
-"""The façade for one model: everything above the engine uses it.
+"""The facade for one model: everything above the engine asks through it.
 
-`LLM(name)` finds the files, makes the plan, loads the weights and starts the engine. Importing this module loads no
-torch; constructing an `LLM` does.
+`LLM(name)` finds the files, makes the plan, loads the weights and starts the engine (`LoadedModel`). Importing this
+module loads no torch; constructing an `LLM` does.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
-from importlib import import_module
-from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from localllm.config import EngineOptions
-from localllm.errors import BadModelFile, ConfigError, InvalidRequest
-from localllm.interface import Facts
+from localllm.errors import InvalidRequest
+from localllm.llm.loaded_model import LoadedModel
 from localllm.llm.outputs import OutputDelta, OutputProcessor, OutputSpec, RequestOutput, ResponseStream
-from localllm.request import (
-    Constraint,
-    LoadProgress,
-    Message,
-    OnProgress,
-    Request,
-    SamplingParams,
-    StopCheck,
-    TokenEvent,
-    ToolUse,
-)
+from localllm.request import Constraint, Message, Request, SamplingParams, StopCheck, TokenEvent, ToolUse
 from localllm.tokenizer.detokenizer import IncrementalDetokenizer
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from localllm.chat.template import ChatTemplate
     from localllm.chat.tools.roundtrip import ToolSupport
-    from localllm.device import MachineFacts
-    from localllm.engine.engine import Engine
-    from localllm.engine.metrics import EngineStats
-    from localllm.models.architectures import ModelFacts, OpenModel
-    from localllm.models.loader import Model
-    from localllm.models.parking import Parked
-    from localllm.plan.plan import Plan
-    from localllm.tokenizer.tokenizer import Tokenizer
-
-log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 
-DEFAULT_TEMPERATURE = 0.7
-"""where the model's files recommend nothing"""
-SWITCH_INTERVAL_S = 1e-4
-"""the interpreter's thread switch: 95 % of engine steps kept beside a busy interface thread, 78 % at Python's 5e-3"""
+DEFAULT_TEMPERATURE = 0.7  # where the model's files recommend nothing
 
 
-class LLM:
+class LLM(LoadedModel):
     """One loaded model.
 
     name_or_path   a path, `org/repo[:quant][@revision]`, an alias, part of a local name; downloaded if needed
     options        how it runs; None is the default of every setting (the user's settings file is not read)
     offline        never touch the network
     machine        the facts to plan with; None looks at this machine
-    on_progress       called with a `LoadProgress` for everything that takes time
+    on_progress    called with a `LoadProgress` for everything that takes time
     cancel         an event that stops a download
     settings       fields of `config.EngineOptions` that differ from `options`:
                    device         auto | cpu | cuda:N
@@ -86,174 +53,6 @@ class LLM:
 
     Raises the errors of `localllm.errors`. A context manager; `close()` frees everything.
     """
-
-    def __init__(
-        self,
-        name_or_path: str | os.PathLike[str],
-        options: EngineOptions | None = None,
-        *,
-        offline: bool = False,
-        machine: MachineFacts | None = None,
-        on_progress: OnProgress | None = None,
-        cancel: threading.Event | None = None,
-        **settings: Any,
-    ) -> None:
-        self._notify = on_progress or (lambda phase: None)
-        self._percent = -1
-        self.name = os.fspath(name_or_path)
-        from localllm.device import rss_anon_bytes
-        from localllm.plan.planner import Planner
-
-        self._start_bytes = rss_anon_bytes()
-        self.options = replace(options or EngineOptions(), **settings)
-        """as asked for; `plan` has what became of it"""
-        self._planner = Planner.here(self.options, machine)
-        self.machine: MachineFacts = self._planner.machine
-        self.path: Path = self._find(self.name, offline, cancel)
-        """the file or folder that was loaded"""
-        with self._naming():
-            self._checkpoint = self._open()
-            self.facts: ModelFacts = self._checkpoint.facts
-        self.plan: Plan = self._planner.plan(self.facts, self.path)
-        """what runs how, in bytes, with reasons"""
-        if not self.plan.fits:
-            raise self.plan.error(self.name)
-        self.weight_format = self.plan.quant or self.facts.stored_format
-        """as stored, or what the linear layers became while loading"""
-        self._doubt = self._checkpoint.doubt
-        self._template: ChatTemplate | None = None
-        self._engine: Engine | None = None
-        self._parked: Parked | None = None
-        try:
-            with self._naming():
-                self._start()
-        except BaseException:
-            self.close()
-            raise
-
-    # --- loading -----------------------------------------------------------------------------------------------------
-
-    def _find(self, name: str, offline: bool, cancel: threading.Event | None) -> Path:
-        self._notify(LoadProgress("resolve", detail=name))
-        self._pulled_as = ""
-        if os.sep in name or name.endswith(".gguf") or name.startswith((".", "~")):
-            path = Path(name).expanduser()
-            if path.exists():
-                return path
-        from localllm import hub
-        from localllm.plan import fit
-
-        resolved = fit.resolve(name, self._planner, offline=offline)
-        self._pulled_as = resolved.pulled_as
-        if resolved.path is not None:
-            return Path(resolved.path)
-        return Path(hub.download(resolved, progress=self._notify, cancel=cancel or threading.Event()))
-
-    @contextmanager
-    def _naming(self) -> Iterator[None]:
-        """Damage found anywhere while loading or asking names the model's file and the command that repairs it."""
-        try:
-            yield
-        except BadModelFile as error:
-            from localllm.checkpoint.mapped_file import label
-
-            raise error.about(label(self.path), self._pulled_as) from error
-
-    def _open(self) -> OpenModel:
-        from localllm.models.architectures import open_model
-
-        return open_model(self.path)
-
-    def _start(self) -> None:
-        from localllm.tokenizer.tokenizer import load_tokenizer
-
-        started = time.monotonic()
-        text = _Background(lambda: load_tokenizer(self._checkpoint))  # beside the imports, which mostly read files
-        self._notify(LoadProgress("import"))
-        if self.plan.device != "cpu":
-            os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as the plan numbers cards
-        # in a thread of its own: torch keeps an error of its import, with it the frames of who called, and this model
-        _Background(lambda: import_module("torch")).result()
-        import torch
-
-        from localllm.boot.boot import first_use  # its imports are not part of loading
-        from localllm.boot.threads import kernels_are_built, serve_torch, set_threads
-        from localllm.device import rss_anon_bytes
-        from localllm.models.loader import LoadOptions, load_model
-
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
-        device = torch.device(self.plan.device)
-        if device.type == "cpu" and not kernels_are_built():
-            self._notify(LoadProgress("compile", detail="kernels for this CPU, once"))
-        set_threads(self.plan.threads)
-        if device.type == "cuda":
-            from localllm.boot.card import check_assembler, check_card, load_with_threads, use_card
-
-            check_card(self.plan.device, self.machine.gpus[device.index or 0])
-            check_assembler(self.machine.gpus[device.index or 0].capability)
-            use_card(self.plan.device)
-            load_with_threads(self.machine.cpu.cores_usable)
-        self.tokenizer: Tokenizer = text.result()
-        if self.tokenizer.chat_template:
-            from localllm.chat.template import ChatTemplate
-
-            self._template = ChatTemplate.for_tokenizer(self.tokenizer)
-            self._template.warm_up()
-        from localllm.llm.output_rules import OutputRules
-
-        self.output_rules = OutputRules(self.tokenizer, self._template, self.facts.vocab_size)
-        self.import_s = time.monotonic() - started
-        loading = time.monotonic()
-        options = LoadOptions(
-            device=str(device),
-            dtype=self.plan.dtype,
-            kv_format=self.plan.kv,
-            page_size=self.plan.page_size,
-            exact=self.options.dtype == "float32",
-            deterministic=self.plan.deterministic,
-            activations=self.plan.activations,
-            weights=self.plan.quant,
-            selftest=first_use(self.plan, self.machine),
-            progress=self._on_weights,
-        )
-        self._selftest, self._base_bytes = options.selftest, rss_anon_bytes()
-        if device.type == "cuda" and self._selftest is not None and not self._selftest.records.items():
-            self._notify(LoadProgress("compile", detail="kernels for this card, once; up to a minute"))
-        self._model: Model = load_model(self._checkpoint, options)
-        serve_torch(self._model.kernels, self.plan.threads)
-        self._checkpoint.close()  # nothing reads the files from here on
-        self._notify(LoadProgress("kv", detail=f"{self.plan.ctx:,} tokens"))
-        self._start_engine()
-        self.load_s = time.monotonic() - loading
-        """seconds from the end of the imports to ready"""
-        self._notify(LoadProgress("ready", detail=self.run_summary))
-
-    def _start_engine(self) -> None:
-        """An engine with empty pages over the loaded weights."""
-        from localllm.boot.boot import Boot
-
-        assert self._selftest is not None
-        self._boot = Boot(
-            self._model,
-            self.plan,
-            self._planner,
-            self._selftest,
-            base_bytes=self._base_bytes,
-            program_bytes=self._base_bytes - self._start_bytes,
-        )
-        self.plan = self._boot.plan
-        self._kv_bytes = self._boot.kv_bytes
-        self._engine = self._boot.engine
-        self._engine.start()
-
-    def _on_weights(self, done: int, total: int) -> None:
-        """Tell of every whole percent, not of every tensor."""
-        percent = 100 * done // max(total, 1)
-        if percent > self._percent or done == total:
-            self._percent = percent
-            self._notify(LoadProgress("weights", done, total))
-
-    # --- asking ------------------------------------------------------------------------------------------------------
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str, too: it counts as one prompt
@@ -525,70 +324,6 @@ class LLM:
         stops = params.stop, params.min_tokens, params.include_stop
         return IncrementalDetokenizer(self.tokenizer, *stops, continuing=spec.continuing, keep_ids=spec.keep_ids)
 
-    # --- facts and end -----------------------------------------------------------------------------------------------
-
-    @property
-    def engine(self) -> Engine:
-        """The running engine. Raises ConfigError after `close()`."""
-        if self._engine is None:
-            raise ConfigError("this LLM is closed", "make a new one")
-        return self._engine
-
-    @property
-    def has_chat_template(self) -> bool:
-        """False for base models."""
-        return self._template is not None
-
-    @property
-    def run_summary(self) -> str:
-        """What is running, in one line."""
-        kernels, noted = kernel_words(self._model.kernels), self._boot.facts_line
-        plan = self.plan
-        threads = f" × {plan.threads} threads" if plan.device == "cpu" else ""
-        exact = "" if plan.deterministic else " · not batch-invariant"
-        return (
-            f"{Path(self.name).name} · {self.weight_format} · {plan.device}{threads} · {plan.dtype} activations"
-            f" · KV {plan.kv} · ctx {plan.ctx:,} · {kernels}{exact}{f' · {noted}' if noted else ''}"
-        )
-
-    def stats(self) -> EngineStats:
-        """Counters of the engine."""
-        return self.engine.stats()
-
-    def state(self) -> Facts:
-        """Plain data for status lines."""
-        stats, plan = self.stats(), self.plan
-        return Facts(
-            model=self.name,
-            run_summary=self.run_summary,
-            device=plan.device,
-            ctx=plan.ctx,
-            max_ctx=min(plan.max_ctx, self.facts.max_context),
-            used_tokens=stats.used_tokens,
-            pages_total=stats.pages_total,
-            pages_free=stats.pages_free,
-            pages_cached=stats.pages_cached,
-            page_size=plan.page_size,
-            page_map=self.engine.scheduler.pages.pools[0].states(),
-            weight_bytes=self._model.weight_bytes,
-            kv_bytes=self._kv_bytes,
-            kv=plan.kv,
-            plan_parts=tuple(plan.parts().items()),
-            have_bytes=plan.have_bytes,
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
-            num_steps=stats.num_steps,
-            num_prompt_tokens=stats.num_prompt_tokens,
-            num_output_tokens=stats.num_output_tokens,
-            num_preemptions=stats.num_preemptions,
-            prefix_query_tokens=stats.prefix_query_tokens,
-            prefix_hit_tokens=stats.prefix_hit_tokens,
-            decode_tps=plan.decode_tps,
-            has_chat_template=self.has_chat_template,
-            times_kernels=self._boot.is_tuning,
-            warnings=(*self.plan.warnings, *((self._doubt,) if self._doubt else ()), *self._boot.warnings),
-        )
-
     def tune(self, seconds: float, told: Callable[[Any], None] = lambda one: None) -> list[Any]:
         """Time the kernels' tile sizes on this card, for the shapes of this model; a list of `tuning.Tuned`.
 
@@ -615,121 +350,3 @@ class LLM:
     def num_untuned(self) -> int:
         """Shapes of kernels in use whose tiles were not timed on this card."""
         return self._boot.num_untuned
-
-    # --- life --------------------------------------------------------------------------------------------------------
-
-    @property
-    def is_awake(self) -> bool:
-        """Whether there is an engine: False asleep and after `close`."""
-        return self._engine is not None
-
-    @property
-    def is_dead(self) -> bool:
-        """Whether the engine stopped by itself."""
-        return self._engine is not None and self._engine.is_dead
-
-    def is_stalled(self, least_s: float) -> bool:
-        """Whether the present step takes longer than `least_s`, and than steps of this model ever take.
-
-        Until one was seen, a full prefill step is taken to last as long as decoding a tenth of its tokens.
-        """
-        engine = self._engine
-        if engine is None or (age := engine.step_age_s) <= least_s:
-            return False
-        expected = self.plan.prefill_budget / 10 / self.plan.decode_tps if self.plan.decode_tps else 0.0
-        return age > 3 * max(expected, engine.stats().longest_step_s)
-
-    @property
-    def resident_bytes(self) -> int:
-        """What weights and pages take now."""
-        return self._model.weight_bytes + (self._kv_bytes if self.is_awake else 0)
-
-    def sleep(self) -> None:
-        """Give the pages back, and on a GPU the weights' memory, too: they wait in host memory. Ends all requests."""
-        engine, self._engine = self._engine, None
-        if engine is None:
-            return
-        engine.close()
-        self._boot.release()
-        if self.plan.device != "cpu" and self._parked is None:
-            from localllm.models.parking import park
-
-            self._parked = park(self._model)
-
-    def wake(self) -> None:
-        """Be ready again after `sleep`. Raises OutOfMemory when the memory is taken."""
-        if self._engine is not None:
-            return
-        if self._parked is not None:
-            self._parked.restore()
-            self._parked = None
-        self._start_engine()
-
-    def close(self) -> None:
-        """End all requests and free the weights. Safe to call twice."""
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            engine.close()
-        self._parked = None
-        boot, model = self.__dict__.pop("_boot", None), self.__dict__.pop("_model", None)
-        if boot is not None:
-            boot.release()
-        if model is not None:
-            model.forget_layers()
-        if model is not None and self.plan.device != "cpu":
-            from localllm.models.parking import free_cached
-
-            free_cached()
-        self._checkpoint.close()
-
-    def __enter__(self) -> LLM:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def kernel_words(kernels: Mapping[str, str]) -> str:
-    """Which kernels run, by layer class: equal ones together, plain torch beside others named.
-
-    kernels   layer class, op or fused segment -> names of implementations
-    """
-    products: dict[str, list[str]] = {}
-    for name in ("qkv", "o", "gate_up", "down", "lm_head"):
-        products.setdefault(kernels.get(name, "none"), []).append(name)
-    if len(products) == 1:
-        words = [f"products {next(iter(products))}"]
-    else:
-        words = [f"{'+'.join(names)} {impl}" for impl, names in products.items()]
-    attention = kernels.get("attention") or kernels.get("paged_attention", "none")
-    words.append(f"attention {attention}")
-    slow = [name for name in ("rms_norm", "rope", "kv_write") if kernels.get(name) == "torch" != attention]
-    fused = [name for name in ("step", "decoder", "mlp", "attn_in") if name in kernels]
-    if fused:
-        words.append(f"fused {fused[0]} {kernels[fused[0]]}")
-    return ", ".join([*words, *(f"{name} torch" for name in slow)])
-
-
-class _Background:
-    """A call made in another thread; its result, or its error, when asked for."""
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self._call = call
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._value: Any = self._call()
-            self._error: BaseException | None = None
-        except BaseException as error:
-            self._error = error
-
-    def result(self) -> Any:
-        """Wait for it."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._value

@@ -1,0 +1,383 @@
+"""A model on its way into memory and out of it: files found, plan made, weights loaded, an engine over them; asleep,
+awake, closed. What it answers is `LLM`'s.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from localllm.config import EngineOptions
+from localllm.errors import BadModelFile, ConfigError
+from localllm.interface import Facts
+from localllm.request import LoadProgress, OnProgress
+
+if TYPE_CHECKING:
+    import torch
+
+    from localllm.chat.template import ChatTemplate
+    from localllm.device import MachineFacts
+    from localllm.engine.engine import Engine
+    from localllm.engine.metrics import EngineStats
+    from localllm.models.architectures import ModelFacts
+    from localllm.models.loader import Model
+    from localllm.models.parking import Parked
+    from localllm.plan.plan import Plan
+    from localllm.tokenizer.tokenizer import Tokenizer
+
+# the interpreter's thread switch: 95 % of engine steps kept beside a busy interface thread, 78 % at Python's 5e-3
+SWITCH_INTERVAL_S = 1e-4
+
+
+class LoadedModel:
+    """One model in memory, with an engine while it is awake; `LLM` says what it is made with."""
+
+    def __init__(
+        self,
+        name_or_path: str | os.PathLike[str],
+        options: EngineOptions | None = None,
+        *,
+        offline: bool = False,
+        machine: MachineFacts | None = None,
+        on_progress: OnProgress | None = None,
+        cancel: threading.Event | None = None,
+        **settings: Any,
+    ) -> None:
+        from localllm.device import rss_anon_bytes
+        from localllm.models.architectures import open_model
+        from localllm.plan.planner import Planner
+
+        self._start_bytes = rss_anon_bytes()
+        self._notify = on_progress or (lambda progress: None)
+        self._percent = -1
+        self.name = os.fspath(name_or_path)
+        self.options = replace(options or EngineOptions(), **settings)  # as asked for; `plan`: what became of it
+        self._planner = Planner.here(self.options, machine)
+        self.machine: MachineFacts = self._planner.machine
+        self.path: Path = self._find(offline, cancel)  # the file or folder that was loaded
+        with self._naming():
+            self._checkpoint = open_model(self.path)
+            self.facts: ModelFacts = self._checkpoint.facts
+        self.plan: Plan = self._planner.plan(self.facts, self.path)  # what runs how, in bytes, with reasons
+        if not self.plan.fits:
+            raise self.plan.error(self.name)
+        # as stored, or what the linear layers became while loading
+        self.weight_format = self.plan.quant or self.facts.stored_format
+        self._doubt = self._checkpoint.doubt
+        self._template: ChatTemplate | None = None
+        self._engine: Engine | None = None
+        self._parked: Parked | None = None
+        try:
+            with self._naming():
+                self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    # --- loading -----------------------------------------------------------------------------------------------------
+
+    def _find(self, offline: bool, cancel: threading.Event | None) -> Path:
+        name = self.name
+        self._notify(LoadProgress("resolve", detail=name))
+        self._pulled_as = ""
+        if os.sep in name or name.endswith(".gguf") or name.startswith((".", "~")):
+            path = Path(name).expanduser()
+            if path.exists():
+                return path
+        from localllm import hub
+        from localllm.plan import fit
+
+        resolved = fit.resolve(name, self._planner, offline=offline)
+        self._pulled_as = resolved.pulled_as
+        if resolved.path is not None:
+            return Path(resolved.path)
+        return Path(hub.download(resolved, progress=self._notify, cancel=cancel or threading.Event()))
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Damage found anywhere while loading or asking names the model's file and the command that repairs it."""
+        try:
+            yield
+        except BadModelFile as error:
+            from localllm.checkpoint.mapped_file import label
+
+            raise error.about(label(self.path), self._pulled_as) from error
+
+    def _start(self) -> None:
+        from localllm.llm.output_rules import OutputRules
+        from localllm.tokenizer.tokenizer import load_tokenizer
+
+        started = time.monotonic()
+        text = _in_background(lambda: load_tokenizer(self._checkpoint))  # beside the imports, which mostly read files
+        self._notify(LoadProgress("import"))
+        device = self._claim_device()
+        self.tokenizer: Tokenizer = text.result()
+        if self.tokenizer.chat_template:
+            from localllm.chat.template import ChatTemplate
+
+            self._template = ChatTemplate.for_tokenizer(self.tokenizer)
+            self._template.warm_up()
+        self.output_rules = OutputRules(self.tokenizer, self._template, self.facts.vocab_size)
+        self.import_s = time.monotonic() - started
+        loading = time.monotonic()
+        self._load_weights(device)
+        self._notify(LoadProgress("kv", detail=f"{self.plan.ctx:,} tokens"))
+        self._start_engine()
+        self.load_s = time.monotonic() - loading  # from the end of the imports to ready
+        self._notify(LoadProgress("ready", detail=self.run_summary))
+
+    def _claim_device(self) -> torch.device:
+        """Import torch and settle which threads and which card it uses."""
+        if self.plan.device != "cpu":
+            os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as the plan numbers cards
+        # in a thread of its own: torch keeps an error of its import, with it the frames of who called, and this model
+        _in_background(lambda: import_module("torch")).result()
+        import torch
+
+        from localllm.boot.threads import kernels_are_built, set_threads
+
+        import_module("localllm.boot.boot")  # its imports are not part of loading
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        device = torch.device(self.plan.device)
+        if device.type == "cpu" and not kernels_are_built():
+            self._notify(LoadProgress("compile", detail="kernels for this CPU, once"))
+        set_threads(self.plan.threads)
+        if device.type == "cuda":
+            from localllm.boot.card import check_assembler, check_card, load_with_threads, use_card
+
+            check_card(self.plan.device, self.machine.gpus[device.index or 0])
+            check_assembler(self.machine.gpus[device.index or 0].capability)
+            use_card(self.plan.device)
+            load_with_threads(self.machine.cpu.cores_usable)
+        return device
+
+    def _load_weights(self, device: torch.device) -> None:
+        from localllm.boot.boot import first_use
+        from localllm.boot.threads import serve_torch
+        from localllm.device import rss_anon_bytes
+        from localllm.models.loader import LoadOptions, load_model
+
+        options = LoadOptions(
+            device=str(device),
+            dtype=self.plan.dtype,
+            kv_format=self.plan.kv,
+            page_size=self.plan.page_size,
+            exact=self.options.dtype == "float32",
+            deterministic=self.plan.deterministic,
+            activations=self.plan.activations,
+            weights=self.plan.quant,
+            selftest=first_use(self.plan, self.machine),
+            progress=self._on_weights,
+        )
+        self._selftest, self._base_bytes = options.selftest, rss_anon_bytes()
+        if device.type == "cuda" and self._selftest is not None and not self._selftest.records.items():
+            self._notify(LoadProgress("compile", detail="kernels for this card, once; up to a minute"))
+        self._model: Model = load_model(self._checkpoint, options)
+        serve_torch(self._model.kernels, self.plan.threads)
+        self._checkpoint.close()  # nothing reads the files from here on
+
+    def _start_engine(self) -> None:
+        """An engine with empty pages over the loaded weights."""
+        from localllm.boot.boot import Boot
+
+        assert self._selftest is not None
+        self._boot = Boot(
+            self._model,
+            self.plan,
+            self._planner,
+            self._selftest,
+            base_bytes=self._base_bytes,
+            program_bytes=self._base_bytes - self._start_bytes,
+        )
+        self.plan = self._boot.plan
+        self._kv_bytes = self._boot.kv_bytes
+        self._engine = self._boot.engine
+        self._engine.start()
+
+    def _on_weights(self, done: int, total: int) -> None:
+        """Tell of every whole percent, not of every tensor."""
+        percent = 100 * done // max(total, 1)
+        if percent > self._percent or done == total:
+            self._percent = percent
+            self._notify(LoadProgress("weights", done, total))
+
+    # --- facts -------------------------------------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> Engine:
+        """The running engine. Raises ConfigError after `close()`."""
+        if self._engine is None:
+            raise ConfigError("this LLM is closed", "make a new one")
+        return self._engine
+
+    @property
+    def has_chat_template(self) -> bool:
+        """False for base models."""
+        return self._template is not None
+
+    @property
+    def run_summary(self) -> str:
+        """What is running, in one line."""
+        kernels, noted = kernel_words(self._model.kernels), self._boot.facts_line
+        plan = self.plan
+        threads = f" × {plan.threads} threads" if plan.device == "cpu" else ""
+        exact = "" if plan.deterministic else " · not batch-invariant"
+        return (
+            f"{Path(self.name).name} · {self.weight_format} · {plan.device}{threads} · {plan.dtype} activations"
+            f" · KV {plan.kv} · ctx {plan.ctx:,} · {kernels}{exact}{f' · {noted}' if noted else ''}"
+        )
+
+    def stats(self) -> EngineStats:
+        return self.engine.stats()
+
+    def state(self) -> Facts:
+        """Plain data for status lines: of the plan, and the engine's counters by their names."""
+        stats, plan = self.stats(), self.plan
+        counters = {f.name: getattr(stats, f.name) for f in fields(stats)}
+        return Facts(
+            model=self.name,
+            run_summary=self.run_summary,
+            device=plan.device,
+            ctx=plan.ctx,
+            max_ctx=min(plan.max_ctx, self.facts.max_context),
+            page_size=plan.page_size,
+            page_map=self.engine.scheduler.pages.pools[0].states(),
+            weight_bytes=self._model.weight_bytes,
+            kv_bytes=self._kv_bytes,
+            kv=plan.kv,
+            plan_parts=tuple(plan.parts().items()),
+            have_bytes=plan.have_bytes,
+            decode_tps=plan.decode_tps,
+            has_chat_template=self.has_chat_template,
+            times_kernels=self._boot.is_tuning,
+            warnings=(*plan.warnings, *((self._doubt,) if self._doubt else ()), *self._boot.warnings),
+            **{f.name: counters[f.name] for f in fields(Facts) if f.name in counters},
+        )
+
+    def stop_tuning(self) -> None:
+        """End the timing of tile sizes in idle moments; what was timed stays."""
+        self._boot.stop_tuning()
+
+    @property
+    def num_untuned(self) -> int:
+        """Shapes of kernels in use whose tiles were not timed on this card."""
+        return self._boot.num_untuned
+
+    # --- life --------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether there is an engine: False asleep and after `close`."""
+        return self._engine is not None
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the engine stopped by itself."""
+        return self._engine is not None and self._engine.is_dead
+
+    def is_stalled(self, least_s: float) -> bool:
+        """Whether the present step takes longer than `least_s`, and than steps of this model ever take.
+
+        Until one was seen, a full prefill step is taken to last as long as decoding a tenth of its tokens.
+        """
+        engine = self._engine
+        if engine is None or (age := engine.step_age_s) <= least_s:
+            return False
+        expected = self.plan.prefill_budget / 10 / self.plan.decode_tps if self.plan.decode_tps else 0.0
+        return age > 3 * max(expected, engine.stats().longest_step_s)
+
+    @property
+    def resident_bytes(self) -> int:
+        """What weights and pages take now."""
+        return self._model.weight_bytes + (self._kv_bytes if self.is_awake else 0)
+
+    def sleep(self) -> None:
+        """Give the pages back, and on a GPU the weights' memory, too: they wait in host memory. Ends all requests."""
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        engine.close()
+        self._boot.release()
+        if self.plan.device != "cpu" and self._parked is None:
+            from localllm.models.parking import park
+
+            self._parked = park(self._model)
+
+    def wake(self) -> None:
+        """Be ready again after `sleep`. Raises OutOfMemory when the memory is taken."""
+        if self._engine is not None:
+            return
+        if self._parked is not None:
+            self._parked.restore()
+            self._parked = None
+        self._start_engine()
+
+    def close(self) -> None:
+        """End all requests and free the weights. Safe to call twice."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+        self._parked = None
+        boot, model = self.__dict__.pop("_boot", None), self.__dict__.pop("_model", None)
+        if boot is not None:
+            boot.release()
+        if model is not None:
+            model.forget_layers()
+        if model is not None and self.plan.device != "cpu":
+            from localllm.models.parking import free_cached
+
+            free_cached()
+        self._checkpoint.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def kernel_words(kernels: Mapping[str, str]) -> str:
+    """Which kernels run, by layer class: equal ones together, plain torch beside others named.
+
+    kernels   layer class, op or fused segment -> names of implementations
+    """
+    products: dict[str, list[str]] = {}
+    for name in ("qkv", "o", "gate_up", "down", "lm_head"):
+        products.setdefault(kernels.get(name, "none"), []).append(name)
+    if len(products) == 1:
+        words = [f"products {next(iter(products))}"]
+    else:
+        words = [f"{'+'.join(names)} {impl}" for impl, names in products.items()]
+    attention = kernels.get("attention") or kernels.get("paged_attention", "none")
+    words.append(f"attention {attention}")
+    slow = [name for name in ("rms_norm", "rope", "kv_write") if kernels.get(name) == "torch" != attention]
+    fused = [name for name in ("step", "decoder", "mlp", "attn_in") if name in kernels]
+    if fused:
+        words.append(f"fused {fused[0]} {kernels[fused[0]]}")
+    return ", ".join([*words, *(f"{name} torch" for name in slow)])
+
+
+def _in_background(call: Callable[[], Any]) -> Future[Any]:
+    """Call it in a daemon thread; its result, or its error, is the future's."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
