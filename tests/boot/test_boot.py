@@ -24,7 +24,7 @@ from localllm.kernels import Impl, reference, table
 from localllm.kernels.registry import fits_always
 from localllm.kernels.verify import tuning
 from localllm.kernels.verify.selftest import SelfTest
-from localllm.llm.llm import kernel_words
+from localllm.llm.loaded_model import kernel_words
 from localllm.plan.profiles import MemoryProfiles, words
 from localllm.plan.quality import folder, kl_by_kv
 from localllm.quality import evaluate
