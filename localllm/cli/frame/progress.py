@@ -10,7 +10,8 @@ import json
 import shutil
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 from localllm.cli.frame.console import Console
 from localllm.errors import ConfigError
@@ -39,24 +40,27 @@ _LABELS = {
 }
 
 
-class Progress(Protocol):
-    """A way to show phases."""
+class Progress:
+    """A way to show phases; this one shows nothing."""
+
+    def __init__(self, console: Console, title: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._title = clean_line(title)
+        self._clock = clock
+        self._bytes = Monotonic(clock)
 
     def update(self, phase: LoadProgress) -> None:
         """A phase moved."""
-        ...
 
     def tick(self) -> None:
         """Time passed; called a few times a second."""
-        ...
 
     def interrupted(self) -> str:
         """Ctrl-C: what to say about going on; empty when there is nothing to go on with."""
-        ...
+        return self._bytes.paused
 
     def close(self) -> None:
         """Wipe what should not stay."""
-        ...
 
 
 def make_progress(console: Console, mode: str = "auto", title: str = "") -> Progress:
@@ -65,17 +69,10 @@ def make_progress(console: Console, mode: str = "auto", title: str = "") -> Prog
         raise ConfigError(
             f"--progress is {mode!r}, it can be {', '.join(MODES)}", "localllm pull MODEL --progress plain"
         )
-    if console.quiet and mode == "auto":
-        mode = "none"
     if mode == "auto":
-        mode = "bar" if console.err_tty and not dumb() else "plain"
-    kinds: dict[str, Callable[[], Progress]] = {
-        "bar": lambda: BarProgress(console, title),
-        "plain": lambda: PlainProgress(console, title),
-        "json": lambda: JsonProgress(console),
-        "none": NoProgress,
-    }
-    return kinds[mode]()
+        mode = "none" if console.quiet else "bar" if console.err_tty and not dumb() else "plain"
+    kinds = {"bar": BarProgress, "plain": PlainProgress, "json": JsonProgress, "none": Progress}
+    return kinds[mode](console, title)
 
 
 def phase_event(phase: LoadProgress, elapsed_s: float) -> dict[str, Any]:
@@ -130,74 +127,42 @@ class Monotonic:
         return still if still >= STALL_S and self.done < self.total else 0.0
 
 
-class NoProgress:
-    """Nothing at all."""
+class JsonProgress(Progress):
+    """One JSON object a line, on stderr; a program can tell the time itself."""
 
-    def update(self, phase: LoadProgress) -> None:
-        """Nothing."""
-
-    def tick(self) -> None:
-        """Nothing."""
-
-    def interrupted(self) -> str:
-        """Nothing is known."""
-        return ""
-
-    def close(self) -> None:
-        """Nothing."""
-
-
-class JsonProgress:
-    """One JSON object a line, on stderr."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, console: Console, title: str = "") -> None:
+        super().__init__(console, title)
         self._start = time.monotonic()
-        self._bytes = Monotonic()
 
     def update(self, phase: LoadProgress) -> None:
-        """Write the event."""
         if phase.name == "download":
             self._bytes.push(phase.done, phase.total)
-            phase = LoadProgress(
-                "download", self._bytes.done, self._bytes.total, phase.detail, phase.rate, phase.eta_s, phase.file
-            )
+            phase = replace(phase, done=self._bytes.done, total=self._bytes.total)
         self._write(phase_event(phase, time.monotonic() - self._start))
-
-    def tick(self) -> None:
-        """Nothing: a program can tell the time itself."""
 
     def interrupted(self) -> str:
         """The last line of an interrupted download."""
         if self._bytes.total:
-            done, total = self._bytes.done, self._bytes.total
-            self._write(
-                {"t": round(time.monotonic() - self._start, 3), "event": "paused", "done": done, "total": total}
-            )
+            paused = {"event": "paused", "done": self._bytes.done, "total": self._bytes.total}
+            self._write({"t": round(time.monotonic() - self._start, 3), **paused})
         return self._bytes.paused
-
-    def close(self) -> None:
-        """Nothing: lines stay."""
 
     def _write(self, event: dict[str, Any]) -> None:
         self._console.stderr.write(json_safe(json.dumps(event, ensure_ascii=False)) + "\n")
         self._console.stderr.flush()
 
 
-class PlainProgress:
+class PlainProgress(Progress):
     """A line every 10 % or 5 seconds."""
 
     def __init__(self, console: Console, title: str = "") -> None:
-        self._console = console
-        self._title = clean_line(title)
-        self._bytes = Monotonic()
+        super().__init__(console, title)
         self._shown_percent = -10
         self._shown_at = time.monotonic()
         self._loading = ""
         self._stall_shown = False
 
     def update(self, phase: LoadProgress) -> None:
-        """Print a line when there is something new to say."""
         if _is_note(phase):
             self._console.say(clean_line(phase.detail))
         elif phase.name == "download":
@@ -232,28 +197,17 @@ class PlainProgress:
             self._shown_at = time.monotonic()
 
     def tick(self) -> None:
-        """Say once that nothing moves."""
         if self._bytes.stalled_s and not self._stall_shown:
             self._stall_shown = True
             stalled = seconds_short(self._bytes.stalled_s)
             self._console.say(f"download stalled {stalled} at {self._bytes.percent} %, retrying")
 
-    def interrupted(self) -> str:
-        """How to go on."""
-        return self._bytes.paused
 
-    def close(self) -> None:
-        """Nothing: lines stay."""
-
-
-class BarProgress:
+class BarProgress(Progress):
     """One line, redrawn in place."""
 
     def __init__(self, console: Console, title: str = "", clock: Callable[[], float] = time.monotonic) -> None:
-        self._console = console
-        self._title = clean_line(title)
-        self._clock = clock
-        self._bytes = Monotonic(clock)
+        super().__init__(console, title, clock)
         self._last: LoadProgress | None = None
         self._finished: list[str] = []
         self._phase_start = clock()
@@ -287,12 +241,7 @@ class BarProgress:
         if self._last is not None and self._clock() - self._drawn_at > 0.5:
             self._draw()
 
-    def interrupted(self) -> str:
-        """How to go on."""
-        return self._bytes.paused
-
     def close(self) -> None:
-        """Wipe the line."""
         if self._width:
             self._console.stderr.write("\r" + " " * self._width + "\r")
             self._console.stderr.flush()
