@@ -19,7 +19,7 @@ from localllm.request import SamplingParams
 
 from .endpoint import Endpoint, Sample
 from .ours import finish, new_result, words
-from .results import BenchResult
+from .results import BenchResult, spread
 
 if TYPE_CHECKING:
     from localllm.llm.llm import LLM
@@ -148,7 +148,7 @@ def _row(name: str, shape: Shape, streams: int, samples: list[Sample], rates: li
         shape=shape.name,
         concurrency=streams,
         tps=statistics.median(rates),
-        spread=statistics.stdev(rates) if len(rates) > 1 else 0.0,
+        spread=spread(rates),
         ttft_ms=statistics.median(s.ttft_s for s in samples) * 1000,
         tpot_ms=statistics.median(s.tpot_s for s in samples) * 1000,
         prompt_tokens=statistics.median(s.prompt_tokens for s in samples),

@@ -13,21 +13,14 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from localllm.errors import ConfigError
 from localllm.plan.speeds import subject
 from localllm.request import SamplingParams, Timing
 
-from .results import (
-    BenchResult,
-    BenchRow,
-    OtherWork,
-    PeerResult,
-    peak_rss_bytes,
-    rss_anon_bytes,
-    versions,
-)
+from .results import BenchResult, BenchRow, OtherWork, PeerResult, peak_rss_bytes, rss_anon_bytes, versions
 
 if TYPE_CHECKING:
     from localllm.llm.llm import LLM
@@ -67,9 +60,7 @@ class Engine(Protocol):
 class Peer(Engine, Protocol):
     """Another engine, on the same files."""
 
-    def result(self, rows: Sequence[BenchRow]) -> PeerResult:
-        """Its side of the result."""
-        ...
+    def result(self, rows: Sequence[BenchRow]) -> PeerResult: ...
 
 
 class Ours:
@@ -79,7 +70,6 @@ class Ours:
         self.llm = llm
 
     def prefill(self, context: Sequence[int], ids: Sequence[int]) -> tuple[float, float | None]:
-        """See `Engine`."""
         self.llm.engine.clear_prefix_cache()
         if context:
             self._read(context)
@@ -87,7 +77,6 @@ class Ours:
         return timing.prefill_tps, timing.ttft_s
 
     def decode(self, prompts: Sequence[Sequence[int]], count: int) -> float:
-        """See `Engine`."""
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
         turns = [self.llm.submit(ids, params) for ids in prompts]
         if len(turns) == 1:
@@ -101,10 +90,8 @@ class Ours:
         return self.llm.submit(ids, params).answer().timing
 
 
-@dataclass(frozen=True, slots=True)
-class _Test:
-    name: str
-    run: Callable[[Engine, random.Random], tuple[float, float | None]]
+Run = Callable[[Engine, random.Random], tuple[float, float | None]]
+"""one repetition of a test: tokens per second, seconds to the first token"""
 
 
 def run_bench(
@@ -128,13 +115,13 @@ def run_bench(
             engine.prefill([], words(llm, rng, 32))
             engine.decode([words(llm, rng, 8)], 8)
     theirs: list[BenchRow] = []
-    for test in _tests(llm, options):
-        tell(test.name)
+    for name, test in _tests(llm, options).items():
+        tell(name)
         found: list[list[tuple[float, float | None]]] = [[] for _ in engines]
         for number in range(options.repeat):
             for runs, engine in zip(found, engines, strict=True):
-                runs.append(_one_run(test, engine, number, options.most_other_cores))
-        rows = [BenchRow.of(test.name, [r for r, _ in runs], [t for _, t in runs]) for runs in found]
+                runs.append(_one_run(test, engine, f"{name} {number}", options.most_other_cores))
+        rows = [BenchRow.of(name, [r for r, _ in runs], [t for _, t in runs]) for runs in found]
         result.rows.append(rows[0])
         theirs += rows[1:]
     finish(result)
@@ -174,34 +161,28 @@ def words(llm: LLM, rng: random.Random, count: int) -> list[int]:
     return ids
 
 
-def _tests(llm: LLM, options: BenchOptions) -> list[_Test]:
-    tests = []
+def _tests(llm: LLM, options: BenchOptions) -> dict[str, Run]:
     count, tokens = options.prompt_tokens, options.output_tokens
+
+    def read(depth: int, engine: Engine, rng: random.Random) -> tuple[float, float | None]:
+        return engine.prefill(words(llm, rng, depth), words(llm, rng, count))
+
+    def write(lengths: Sequence[int], engine: Engine, rng: random.Random) -> tuple[float, float | None]:
+        return engine.decode([words(llm, rng, length) for length in lengths], tokens), None
+
+    tests: dict[str, Run] = {}
     for depth in options.depths:
         behind = f" @ d{depth}" if depth else ""
-
-        def read(engine: Engine, rng: random.Random, depth: int = depth) -> tuple[float, float | None]:
-            return engine.prefill(words(llm, rng, depth), words(llm, rng, count))
-
-        def write(engine: Engine, rng: random.Random, depth: int = depth) -> tuple[float, float | None]:
-            return engine.decode([words(llm, rng, max(depth, 1))], tokens), None
-
-        tests += [_Test(f"pp{count}{behind}", read), _Test(f"tg{tokens}{behind}", write)]
-    for streams in options.concurrency:
-
-        def together(engine: Engine, rng: random.Random, streams: int = streams) -> tuple[float, float | None]:
-            return engine.decode([words(llm, rng, 8) for _ in range(streams)], tokens), None
-
-        if streams > 1:
-            tests.append(_Test(f"tg{tokens} x{streams}", together))
-    return tests
+        tests[f"pp{count}{behind}"] = partial(read, depth)
+        tests[f"tg{tokens}{behind}"] = partial(write, [max(depth, 1)])
+    return tests | {f"tg{tokens} x{n}": partial(write, [8] * n) for n in options.concurrency if n > 1}
 
 
-def _one_run(test: _Test, engine: Engine, number: int, most_other_cores: float | None) -> tuple[float, float | None]:
+def _one_run(test: Run, engine: Engine, seed: str, most_other_cores: float | None) -> tuple[float, float | None]:
     """One repetition: the same tokens for every engine."""
     for _ in range(RETRIES if most_other_cores is not None else 1):
         with OtherWork() as others:
-            found = test.run(engine, random.Random(f"{test.name} {number}"))
+            found = test(engine, random.Random(seed))
         if most_other_cores is None or others.cores <= most_other_cores:
             return found
         time.sleep(1.0)

@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from localllm.errors import ConfigError
@@ -29,13 +28,12 @@ class Peer:
     ) -> None:
         """`python` is the interpreter that has the peer's package; ours without one."""
         self.name = name
-        script = Path(__file__).with_name(f"peer_{name.replace('.', '_')}.py")
         self._python = python or sys.executable
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         try:
             self._child = subprocess.Popen(
-                [self._python, "-P", str(script)],
+                [self._python, "-P", str(Path(__file__).with_name("peer_engines.py")), name],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._log,
@@ -57,9 +55,7 @@ class Peer:
     def __enter__(self) -> Peer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -96,12 +92,11 @@ class Peer:
         return answer
 
     def prefill(self, context: Sequence[int], ids: Sequence[int]) -> tuple[float, float | None]:
-        """See `ours.Engine`; the time to the first token is that of reading."""
+        """The time to the first token is that of reading."""
         seconds: float = self.ask(do="prefill", context=list(context), ids=list(ids))["seconds"]
         return len(ids) / seconds, seconds
 
     def decode(self, prompts: Sequence[Sequence[int]], count: int) -> float:
-        """See `ours.Engine`."""
         answer = self.ask(do="decode", prompts=[list(ids) for ids in prompts], count=count)
         return len(prompts) * count / float(answer["seconds"])
 
@@ -110,7 +105,6 @@ class Peer:
         return int(self.ask(do="scores", ids=list(ids), file=str(file))["vocab"])
 
     def result(self, rows: Sequence[BenchRow]) -> PeerResult:
-        """See `ours.Peer`."""
         return PeerResult(self.name, tuple(rows), peak_rss_bytes(self._child.pid), self.versions)
 
     def _last_words(self) -> str:

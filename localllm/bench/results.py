@@ -38,10 +38,9 @@ class BenchRow:
     @classmethod
     def of(cls, test: str, rates: Sequence[float], ttfts: Sequence[float | None] = ()) -> BenchRow:
         """Rates in tokens per second, times to first token in seconds."""
-        spread = statistics.stdev(rates) if len(rates) > 1 else 0.0
         known = [ttft for ttft in ttfts if ttft is not None]
         ttft_ms = statistics.median(known) * 1000 if known else None
-        return cls(test, statistics.median(rates), spread, tuple(rates), ttft_ms)
+        return cls(test, statistics.median(rates), spread(rates), tuple(rates), ttft_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +84,11 @@ class BenchResult:
         theirs = next((row.tps for row in self.peer.rows if row.test == test), 0.0) if self.peer else 0.0
         ours = next((row.tps for row in self.rows if row.test == test), 0.0)
         return ours / theirs if theirs and ours else None
+
+
+def spread(rates: Sequence[float]) -> float:
+    """Standard deviation; 0 of one rate."""
+    return statistics.stdev(rates) if len(rates) > 1 else 0.0
 
 
 def versions() -> dict[str, str]:

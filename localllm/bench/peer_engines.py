@@ -1,6 +1,7 @@
-"""llama.cpp, driven by lines of JSON: the child process of `peer.Peer`. Runs under any Python with llama-cpp-python.
+"""llama.cpp and transformers, driven by lines of JSON: the child process of `peer.Peer`.
 
-It imports nothing of ours. Tokens are decoded as llama-bench does it: no sampling, the next token is given.
+Imports nothing of ours: it runs under any Python that has the engine's package. `prefill` tells the seconds to read
+`ids` behind `context`, `decode` those to write `count` tokens behind each prompt.
 """
 
 from __future__ import annotations
@@ -8,13 +9,14 @@ from __future__ import annotations
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 BATCH = 512
 
 
 class LlamaCpp:
-    """One model and one context."""
+    """One model and one context. Tokens are decoded as llama-bench does it: no sampling, the next token is given."""
 
     def __init__(self, path: str, threads: int, ctx: int, streams: int) -> None:
         import llama_cpp
@@ -39,7 +41,6 @@ class LlamaCpp:
         self.batch = llama_cpp.llama_batch_init(max(BATCH, streams), 0, 1)
 
     def clear(self) -> None:
-        """Forget every token."""
         self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
 
     def run(self, tokens: list[tuple[int, int, int]], wanted: set[int]) -> None:
@@ -62,7 +63,6 @@ class LlamaCpp:
             self.run([(token, start + at + i, sequence) for i, token in enumerate(part)], last)
 
     def prefill(self, context: list[int], ids: list[int]) -> dict[str, Any]:
-        """Seconds to read `ids` behind `context`."""
         self.clear()
         self.read(context)
         started = time.perf_counter()
@@ -70,7 +70,6 @@ class LlamaCpp:
         return {"seconds": time.perf_counter() - started}
 
     def decode(self, prompts: list[list[int]], count: int) -> dict[str, Any]:
-        """Seconds to decode `count` tokens behind each prompt."""
         self.clear()
         for sequence, ids in enumerate(prompts):
             self.read(ids, 0, sequence)
@@ -96,9 +95,52 @@ class LlamaCpp:
         return {"vocab": self.vocab_size}
 
     def facts(self) -> dict[str, Any]:
-        """Versions."""
         info = self.api.llama_print_system_info().decode().strip()
         return {"versions": {"llama-cpp-python": self.api.__version__, "build": info}}
+
+
+class Transformers:
+    """One model, run eagerly with its own cache. Quantized GGUF files become float32, as transformers does it."""
+
+    def __init__(self, path: str, threads: int, ctx: int, streams: int) -> None:
+        import torch
+        import transformers
+
+        torch.set_num_threads(threads)
+        self.torch: Any = torch
+        self.transformers: Any = transformers
+        file = Path(path)
+        options: dict[str, Any] = {"torch_dtype": torch.float32} if file.is_file() else {"torch_dtype": "auto"}
+        if file.is_file():
+            options["gguf_file"] = file.name
+        folder = file.parent if file.is_file() else file
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(str(folder), **options).eval()
+
+    def _run(self, ids: Any, cache: Any) -> None:
+        with self.torch.inference_mode():
+            self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+    def _read(self, ids: list[list[int]]) -> Any:
+        cache = self.transformers.DynamicCache()
+        if ids[0]:
+            self._run(self.torch.tensor(ids), cache)
+        return cache
+
+    def prefill(self, context: list[int], ids: list[int]) -> dict[str, Any]:
+        cache = self._read([context])
+        started = time.perf_counter()
+        self._run(self.torch.tensor([ids]), cache)
+        return {"seconds": time.perf_counter() - started}
+
+    def decode(self, prompts: list[list[int]], count: int) -> dict[str, Any]:
+        cache = self._read(prompts)
+        started = time.perf_counter()
+        for step in range(count):
+            self._run(self.torch.tensor([[ids[step % len(ids)]] for ids in prompts]), cache)
+        return {"seconds": time.perf_counter() - started}
+
+    def facts(self) -> dict[str, Any]:
+        return {"versions": {"transformers": self.transformers.__version__, "torch": self.torch.__version__}}
 
 
 def main() -> None:
@@ -111,7 +153,7 @@ def main() -> None:
         name = asked.pop("do")
         try:
             if name == "load":
-                peer = LlamaCpp(**asked)
+                peer = {"llama.cpp": LlamaCpp, "transformers": Transformers}[sys.argv[1]](**asked)
                 answer: dict[str, Any] = peer.facts()
             else:
                 answer = getattr(peer, name)(**asked)
