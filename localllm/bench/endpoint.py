@@ -17,8 +17,8 @@ from localllm.errors import ConfigError, LocalLLMError
 from .results import peak_rss_bytes
 
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
+# fields that not every server takes; they are left out, one after the other, where one is refused
 OPTIONAL = ("ignore_eos", "stream_options")
-"""fields that not every server takes; they are left out, one after the other, where one is refused"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,7 @@ class Sample:
 
     ttft_s: float
     total_s: float
-    prompt_tokens: int
-    """0 where the server does not say"""
+    prompt_tokens: int  # 0 where the server does not say
     output_tokens: int
 
     @property

@@ -46,22 +46,16 @@ class LoadRow:
     engine: str
     shape: str
     concurrency: int
-    tps: float
-    """output tokens per second of all requests together, prompts read included: median"""
-    spread: float
-    """its standard deviation"""
-    ttft_ms: float
-    """median over requests"""
-    tpot_ms: float
-    """(end to end - time to first token) / (output tokens - 1), median over requests"""
-    prompt_tokens: float
-    """median, as the engine counts them"""
+    tps: float  # output tokens per second of all requests together, prompts read included: median
+    spread: float  # its standard deviation
+    ttft_ms: float  # median over requests
+    tpot_ms: float  # (end to end - time to first token) / (output tokens - 1), median over requests
+    prompt_tokens: float  # median, as the engine counts them
     requests: int
     failed: int
 
 
-Ask = Callable[[str, int], Sample]
-"""(prompt, output tokens) -> what happened"""
+Ask = Callable[[str, int], Sample]  # (prompt, output tokens) -> what happened
 
 
 def run_load(

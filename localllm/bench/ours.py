@@ -25,8 +25,7 @@ from .results import BenchResult, BenchRow, OtherWork, PeerResult, peak_rss_byte
 if TYPE_CHECKING:
     from localllm.llm.llm import LLM
 
-RETRIES = 20
-"""of a run that other processes disturbed, where `most_other_cores` says so"""
+RETRIES = 20  # of a run that other processes disturbed, where `most_other_cores` says so
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +34,12 @@ class BenchOptions:
 
     prompt_tokens: int = 512
     output_tokens: int = 128
-    depths: tuple[int, ...] = (0,)
-    """tokens of context already there"""
+    depths: tuple[int, ...] = (0,)  # tokens of context already there
     repeat: int = 3
     warmup: int = 1
-    concurrency: tuple[int, ...] = (1,)
-    """sequences decoded together"""
+    concurrency: tuple[int, ...] = (1,)  # sequences decoded together
+    # a run during which other processes took more is made again (up to 20 times); None takes every run
     most_other_cores: float | None = None
-    """a run during which other processes took more is made again (up to 20 times); None takes every run"""
 
 
 class Engine(Protocol):
@@ -90,8 +87,8 @@ class Ours:
         return self.llm.submit(ids, params).answer().timing
 
 
+# one repetition of a test: tokens per second, seconds to the first token
 Run = Callable[[Engine, random.Random], tuple[float, float | None]]
-"""one repetition of a test: tokens per second, seconds to the first token"""
 
 
 def run_bench(

@@ -16,8 +16,8 @@ from localllm.errors import ConfigError
 
 from .results import BenchRow, PeerResult, peak_rss_bytes
 
+# engine -> what must be installed for the Python that runs it
 PACKAGES = {"llama.cpp": "llama-cpp-python", "transformers": "transformers"}
-"""engine -> what must be installed for the Python that runs it"""
 
 
 class Peer:

@@ -27,13 +27,10 @@ class BenchRow:
     """One test: tokens per second, over its repetitions."""
 
     test: str
-    tps: float
-    """median"""
-    spread: float
-    """standard deviation"""
+    tps: float  # median
+    spread: float  # standard deviation
     runs: tuple[float, ...]
-    ttft_ms: float | None = None
-    """median, for tests that start a request"""
+    ttft_ms: float | None = None  # median, for tests that start a request
 
     @classmethod
     def of(cls, test: str, rates: Sequence[float], ttfts: Sequence[float | None] = ()) -> BenchRow:
@@ -47,8 +44,7 @@ class BenchRow:
 class PeerResult:
     """Another engine's side of the same tests."""
 
-    name: str
-    """llama.cpp | transformers"""
+    name: str  # llama.cpp | transformers
     rows: tuple[BenchRow, ...]
     peak_rss_bytes: int
     versions: dict[str, str]
@@ -66,11 +62,9 @@ class BenchResult:
     peak_rss_bytes: int = 0
     rows: list[BenchRow] = field(default_factory=list)
     peer: PeerResult | None = None
-    load: list[dict[str, Any]] = field(default_factory=list)
-    """`load.LoadRow`s, where requests were sent together"""
+    load: list[dict[str, Any]] = field(default_factory=list)  # `load.LoadRow`s, where requests were sent together
     machine: dict[str, Any] = field(default_factory=dict)
-    subject: dict[str, Any] = field(default_factory=dict)
-    """what was measured, as `calibrate.load` looks for it"""
+    subject: dict[str, Any] = field(default_factory=dict)  # what was measured, as `calibrate.load` looks for it
     versions: dict[str, str] = field(default_factory=dict)
     date: str = ""
     command: str = ""

@@ -25,10 +25,8 @@ if TYPE_CHECKING:
 
     from localllm.llm.llm import LLM
 
-SETTLE_STEPS = 4
-"""decode steps before the one that is recorded"""
-Label = Callable[[str], AbstractContextManager[Any]]
-"""a name -> what is entered around the work that has it"""
+SETTLE_STEPS = 4  # decode steps before the one that is recorded
+Label = Callable[[str], AbstractContextManager[Any]]  # a name -> what is entered around the work that has it
 
 
 def write_trace(llm: LLM, path: Path, prompt: Sequence[int]) -> None:

@@ -47,8 +47,7 @@ def process_at(url: str) -> int:
     return next((one.pid for one in processes.running() if one.url == url), 0)
 
 
-ASK_S = 2.0
-"""how long a server may take to tell about itself"""
+ASK_S = 2.0  # how long a server may take to tell about itself
 
 
 def ask(one: Running, method: str, path: str, body: Any = None, timeout: float = ASK_S) -> dict[str, Any] | None:

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from localllm.doctor.rules import Match
 
 MARKS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red"), "skip": ("–", "dim")}
-ALWAYS_SHOWN = ("gpu.present",)
-"""skipped checks that are shown without -v: that there is no GPU is worth a line"""
+ALWAYS_SHOWN = ("gpu.present",)  # skipped checks that are shown without -v: that there is no GPU is worth a line
 MIN_WIDTH, MAX_WIDTH = 30, 118
 FIX_LINES = 4
 

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 TICK_S = 0.05
-CANCEL_S = 0.4
-"""How long Ctrl-C waits for the download to put its bytes away."""
+CANCEL_S = 0.4  # How long Ctrl-C waits for the download to put its bytes away.
 
 
 def load_llm(env: Env, choice: Choice, options: EngineOptions) -> LLM:

@@ -11,8 +11,7 @@ import re
 from localllm.conversation.markdown import closes_fence, opened_fence
 
 BOLD, ITALIC, CODE, HEADING, DIM, RESET = "\x1b[1m", "\x1b[3m", "\x1b[36m", "\x1b[1;36m", "\x1b[2m", "\x1b[0m"
-MAX_HELD = 400
-"""Characters a span may hold back; what is longer is shown as it is."""
+MAX_HELD = 400  # Characters a span may hold back; what is longer is shown as it is.
 
 _LINE_START = re.compile(r" {0,3}(?:#{0,6}|`{0,3}|~{0,3}|[-*+])? ?$| *$")
 _SPANS = (

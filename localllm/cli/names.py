@@ -24,10 +24,8 @@ if TYPE_CHECKING:
 class Choice:
     """A model that may be started."""
 
-    name: str
-    """what is handed to the backend"""
-    shown: str
-    """for people"""
+    name: str  # what is handed to the backend
+    shown: str  # for people
     revision: str | None = None
     quant: str | None = None
 

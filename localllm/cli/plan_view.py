@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from localllm.plan.planner import Planner
 
 MIN_BAR, MAX_BAR = 20, 64
-MIN_SHOWN = 16 << 20
-"""a smaller rest is not worth a word"""
+MIN_SHOWN = 16 << 20  # a smaller rest is not worth a word
 EIGHT_BITS = ("int8", "fp8")
+# part of the memory -> word, character, ASCII character, style
 PARTS = {
     "weights": ("weights", "█", "#", "cyan"),
     "kv": ("KV", "▓", "=", "green"),
@@ -30,7 +30,6 @@ PARTS = {
     "margin": ("margin", "▪", ":", "dim"),
     "free": ("free", "░", ".", "dim"),
 }
-"""part of the memory -> word, character, ASCII character, style"""
 MEANING = {
     "weights": "as they lie in memory",
     "kv": "keys and values: of requests side by side, and of finished prompts for reuse",
@@ -56,12 +55,9 @@ class Subject:
     facts: ModelFacts
     local: bool
     download_bytes: int = 0
-    base: bool = False
-    """a base model: completes text"""
-    asked: str = ""
-    """the word on the command line that it stands for"""
-    path: Path | None = None
-    """its files, where it is on this machine"""
+    base: bool = False  # a base model: completes text
+    asked: str = ""  # the word on the command line that it stands for
+    path: Path | None = None  # its files, where it is on this machine
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,11 +65,9 @@ class Row:
     """One subject at one context window."""
 
     subject: Subject
-    wished: int | str
-    """the window asked for: tokens, auto or max"""
+    wished: int | str  # the window asked for: tokens, auto or max
     plan: Plan | None
-    reason: str = ""
-    """why there is no plan"""
+    reason: str = ""  # why there is no plan
     fixes: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -94,8 +88,7 @@ class Sheet:
     planner: Planner
     rows: tuple[Row, ...]
     windows: tuple[int | str, ...]
-    star: Row | None
-    """the row to take, at the window that `chat` would open it with"""
+    star: Row | None  # the row to take, at the window that `chat` would open it with
     imagined: bool
     target_tps: float
 

@@ -22,10 +22,8 @@ if TYPE_CHECKING:
     from localllm.history.records import SavedMessage
 
 TRUNCATE = ("never", "head", "middle")
-ANSWER_TOKENS = 1024
-"""room kept for an answer of no stated length, where the window is large"""
-TEMPLATE_TOKENS = 128
-"""room for what the chat template adds, where the window is large"""
+ANSWER_TOKENS = 1024  # room kept for an answer of no stated length, where the window is large
+TEMPLATE_TOKENS = 128  # room for what the chat template adds, where the window is large
 
 
 def constraint_of(schema: str | None, grammar: Path | None) -> Constraint | None:
@@ -56,10 +54,8 @@ class Job:
     ctx: str | None = None
     constraint: Constraint | None = None
     truncate: str = "never"
-    extract: str | None = None
-    """the language of the code block that is the answer; "" for any"""
-    chat: KeptChat | None = None
-    """where question and answer are kept"""
+    extract: str | None = None  # the language of the code block that is the answer; "" for any
+    chat: KeptChat | None = None  # where question and answer are kept
     stream: bool = False
     show_thinking: bool = False
     stats: bool = False

@@ -19,8 +19,7 @@ from localllm.testing import only_in_tests
 if TYPE_CHECKING:
     from localllm.config import EngineOptions, UserConfig
 
-POLL_S = 0.02
-"""How often the queue of events is drained: below what a reader notices."""
+POLL_S = 0.02  # How often the queue of events is drained: below what a reader notices.
 
 
 class BackendError(LocalLLMError):

@@ -34,17 +34,14 @@ class Start:
     conversation: Conversation
     saver: Saver
     sampling: Sampling
-    choice: Choice | None = None
-    """None: nothing is loaded before something is chosen"""
+    choice: Choice | None = None  # None: nothing is loaded before something is chosen
     first: str = ""
     files: tuple[Attachment, ...] = ()
     ctx: str | None = None
     inline: bool = False
-    attach_to: str = ""
-    """the server that computes; "" for this process"""
+    attach_to: str = ""  # the server that computes; "" for this process
     key: str = ""
-    serve: int | None = OFF
-    """the port at which the engine of this chat answers other programs; None: the usual one"""
+    serve: int | None = OFF  # the port at which the engine of this chat answers other programs; None: the usual one
     record: Record | None = None
 
 

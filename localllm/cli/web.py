@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from localllm.processes import Running
 
 COOKIE = "localllm"
-START_S = 600.0
-"""for a server to load its model"""
+START_S = 600.0  # for a server to load its model
 _OWN = [sys.executable, "-P", "-c", "from localllm.cli import main; main()"]
 _TAB = [sys.executable, "-P", "-m", "localllm.cli.tab"]
 

@@ -23,8 +23,7 @@ from localllm.terminal import clean, clean_line
 class Server:
     """What is connected to."""
 
-    url: str
-    """without a path"""
+    url: str  # without a path
     model: str
     ctx: int
     needs_key: bool
@@ -40,8 +39,7 @@ class App:
     """A program: where its settings are, and how they read."""
 
     about: str
-    file: str
-    """where the snippet goes; "" for commands to run"""
+    file: str  # where the snippet goes; "" for commands to run
     snippet: Callable[[Server], str]
     note: str = ""
 

@@ -46,8 +46,7 @@ def _rows(one: Running) -> list[dict[str, Any]]:
     return rows or [base | {"model": "", "state": "draining" if told.get("draining") else "idle"}]
 
 
-_STATES: dict[Any, str] = {None: "–", "unknown": "–"}
-"""state -> how it reads where that is not the word itself"""
+_STATES: dict[Any, str] = {None: "–", "unknown": "–"}  # state -> how it reads where that is not the word itself
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

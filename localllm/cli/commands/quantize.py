@@ -18,12 +18,10 @@ from localllm.terminal import clean_line, gib, seconds_short
 if TYPE_CHECKING:
     from localllm.quant.encode import Target
 
-CALIBRATION_TOKENS = 4096
-"""of a calibration text, at most: more changes the third digit of the error on a small model"""
+CALIBRATION_TOKENS = 4096  # of a calibration text, at most: more changes the third digit of the error on a small model
 
 
-CARRIED = ("int4", "int4-sym", "nvfp4", "mxfp4")
-"""the formats whose error is large enough to be worth calibrating"""
+CARRIED = ("int4", "int4-sym", "nvfp4", "mxfp4")  # the formats whose error is large enough to be worth calibrating
 
 
 @command(

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from localllm.server.served_model import ServedModel
     from localllm.server.service import Service
 
-MIN_KEY = 8
-"""Characters of an API key: a shorter one is a typing error."""
+MIN_KEY = 8  # Characters of an API key: a shorter one is a typing error.
 
 
 @command(

@@ -16,8 +16,7 @@ from localllm.errors import ConfigError, ServerError
 from localllm.processes import Running, running
 from localllm.terminal import clean_line
 
-STOP_S = 40.0
-"""how long it may take to end: it drains for 25 seconds"""
+STOP_S = 40.0  # how long it may take to end: it drains for 25 seconds
 
 
 @command("localllm stop", "localllm stop qwen", "localllm stop 8001")

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from localllm.cli.frame.progress import Progress
     from localllm.config import UserConfig
 
+# of every Typer application: help and errors are ours
 SETTINGS = {"rich_markup_mode": None, "pretty_exceptions_enable": False}
-"""of every Typer application: help and errors are ours"""
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 
 
@@ -65,8 +65,7 @@ class Env:
             raise ConfigError(f"--color is {options.color!r}, it can be auto, always or never", "pass --color never")
         self.options = options
         self._warned = False
-        self.debug_invariants = False
-        """--debug-invariants of the commands that run a model"""
+        self.debug_invariants = False  # --debug-invariants of the commands that run a model
         self.console = Console(
             as_json=bool(options.json),
             quiet=bool(options.quiet),

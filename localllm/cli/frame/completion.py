@@ -12,10 +12,9 @@ from collections.abc import Iterable
 
 from localllm.cli.commands import ALIASES, COMMANDS
 
+# commands whose first word is a model
 ONE_MODEL = frozenset({"bench", "chat", "doctor", "eval", "quantize", "run", "show", "stop", "tune"})
-"""commands whose first word is a model"""
-MANY_MODELS = frozenset({"plan", "pull", "rm", "serve"})
-"""commands whose words all are"""
+MANY_MODELS = frozenset({"plan", "pull", "rm", "serve"})  # commands whose words all are
 
 
 def answered() -> bool:

@@ -10,8 +10,7 @@ from typing import NamedTuple
 from localllm import errors
 from localllm.errors import LocalLLMError
 
-CODE = re.compile(r"E\d{3,5}", re.IGNORECASE)
-"""the form of a code"""
+CODE = re.compile(r"E\d{3,5}", re.IGNORECASE)  # the form of a code
 
 
 class Step(NamedTuple):
@@ -21,6 +20,7 @@ class Step(NamedTuple):
     command: str
 
 
+# code -> what helps, most likely first
 STEPS: dict[str, tuple[Step, ...]] = {
     "E101": (
         Step("see what happened: the log has the details", "localllm doctor --report"),
@@ -91,7 +91,6 @@ STEPS: dict[str, tuple[Step, ...]] = {
     "E1203": (Step("another file of the same model", "localllm plan NAME"),),
     "E13001": (Step("an interrupted download goes on", "localllm pull NAME"),),
 }
-"""code -> what helps, most likely first"""
 
 
 def kinds() -> list[type[LocalLLMError]]:

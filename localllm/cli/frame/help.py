@@ -43,8 +43,7 @@ EXIT_CODES = (
     (143, "stopped by SIGTERM"),
 )
 GLOBAL_PANEL = "Global options"
-OPTIONAL_NUMBER = "[PORT]"
-"""The metavar of an option that may stand without its number."""
+OPTIONAL_NUMBER = "[PORT]"  # The metavar of an option that may stand without its number.
 GLOBALS = "-q -v --json --progress --color --offline -y --no-input --config --device --log-file"
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from localllm.paths import log_dir
 from localllm.terminal import clean
 
-MAX_BYTES = 2 << 20
-"""Size of one log file; three are kept."""
+MAX_BYTES = 2 << 20  # Size of one log file; three are kept.
 
 
 class _Lines(logging.Formatter):

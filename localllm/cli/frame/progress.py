@@ -18,10 +18,8 @@ from localllm.errors import ConfigError
 from localllm.request import LoadProgress
 from localllm.terminal import cell_width, clean_line, dumb, fit, gib, json_safe, seconds_short
 
-STALL_S = 10.0
-"""Seconds without movement before the bar says so."""
-PLAIN_EVERY_S = 5.0
-"""A plain line at the latest after this many seconds of movement."""
+STALL_S = 10.0  # Seconds without movement before the bar says so.
+PLAIN_EVERY_S = 5.0  # A plain line at the latest after this many seconds of movement.
 MODES = ("auto", "plain", "json", "none")
 
 _LABELS = {
