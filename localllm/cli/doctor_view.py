@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from localllm.cli.frame.console import Console
+from localllm.cli.frame.console import Console, picked
 from localllm.doctor import MEASURED
 from localllm.interface import Check
 from localllm.terminal import clean, clean_line
@@ -41,7 +41,7 @@ class Findings:
         group = "measured" if check.id in MEASURED else check.group
         if group != self._group:
             self._group = group
-            console.line(console.style(group.capitalize(), "bold"))
+            console.heading(group.capitalize())
         mark, color = MARKS[check.status]
         head = f"  {console.style(mark, color)} {check.id.ljust(self._width)}  "
         text = clean_line(check.title) + (f"; {clean_line(check.detail)}" if check.detail else "")
@@ -80,12 +80,9 @@ def ending(console: Console, found: Sequence[Check], known: Sequence[Match], adv
     """What is known to go wrong with what is installed, advice, and the verdict."""
     from localllm.doctor import verdict
 
-    if known:
-        console.line(console.style("Known troubles of what is installed here", "bold"))
-        for match in known:
-            _match(console, match, fixes=FIX_LINES)
+    _matches(console, "Known troubles of what is installed here", known)
     if advised:
-        console.line(console.style("Advice for this machine", "bold"))
+        console.heading("Advice for this machine")
         width = max(len(one.id) for one in advised)
         for one in advised:
             block(console, f"    {one.id.ljust(width)}  ", width + 6, clean_line(one.text))
@@ -111,10 +108,14 @@ def diagnosis(console: Console, found: Sequence[Match], lines: int) -> None:
     other = [match for match in found if not match.applies]
     for match in here:
         _match(console, match, fixes=99)
-    if other:
-        console.line(console.style("Matches, but on other machines than this one", "bold"))
-        for match in other:
-            _match(console, match, fixes=2 if here else 99)
+    _matches(console, "Matches, but on other machines than this one", other, fixes=2 if here else 99)
+
+
+def _matches(console: Console, title: str, found: Sequence[Match], fixes: int = FIX_LINES) -> None:
+    if found:
+        console.heading(title)
+    for match in found:
+        _match(console, match, fixes)
 
 
 def _match(console: Console, match: Match, fixes: int) -> None:
@@ -140,23 +141,10 @@ def _match(console: Console, match: Match, fixes: int) -> None:
 
 def match_json(match: Match) -> dict[str, Any]:
     """A match as the schema has it."""
-    rule = match.rule
-    return {
-        "id": rule.id,
-        "title": rule.title,
-        "cause": rule.cause,
-        "versions": rule.versions,
-        "confidence": rule.confidence,
-        "applies": match.applies,
-        "doubts": list(match.doubts),
-        "line": match.line or None,
-        "excerpt": match.excerpt or None,
-        "fixes": [
-            {"do": f.do, "why": f.why, "engine": f.engine or None, "root": f.root, "confirmed": not f.unconfirmed}
-            for f in rule.fixes
-        ],
-        "sources": list(rule.sources),
-    }
+    fixes = [picked(fix, "do why root") | {"engine": fix.engine or None, "confirmed": not fix.unconfirmed}
+             for fix in match.rule.fixes]  # fmt: skip
+    fields = picked(match.rule, "id title cause versions confidence sources") | picked(match, "applies doubts")
+    return fields | {"line": match.line or None, "excerpt": match.excerpt or None, "fixes": fixes}
 
 
 # --- other engines ----------------------------------------------------------------------------------------------------
@@ -165,7 +153,7 @@ def match_json(match: Match) -> dict[str, Any]:
 def launch(console: Console, found: Launch, known: Sequence[Match]) -> None:
     """Command, reasons, what may go wrong, what is not confirmed."""
     head = f"{found.title} on {found.device}"
-    console.line(console.style(clean_line(head), "bold"))
+    console.heading(clean_line(head))
     console.line(f"  {clean_line(found.model.name)}: {found.model.words} (from {found.model.known_from})")
     console.line(f"  for {found.title} {found.version}")
     console.line()
@@ -176,68 +164,44 @@ def launch(console: Console, found: Launch, known: Sequence[Match]) -> None:
         for line in found.file.splitlines():
             console.line(f"    {line}")
     console.line()
-    console.line(console.style("Why", "bold"))
-    for piece in (*found.build, *found.env, *found.flags):
-        _piece(console, piece)
-    if found.unconfirmed:
-        console.line(console.style("Not confirmed, not in the command", "bold"))
-        for piece in found.unconfirmed:
-            _piece(console, piece)
+    reasons = {"Why": (*found.build, *found.env, *found.flags), "Not confirmed, not in the command": found.unconfirmed}
+    for title, pieces in reasons.items():
+        if pieces or title == "Why":
+            console.heading(title)
+        for piece in pieces:
+            where = f", {piece.source}" if piece.source else ""
+            console.line(f"  {clean_line(piece.text)}")
+            block(console, "      ", 6, f"{piece.why} [{piece.confidence}{where}]")
     if found.heard:
-        console.line(console.style("Often heard", "bold"))
+        console.heading("Often heard")
         for one in found.heard:
             block(console, "  ", 2, f"“{one.claim}”")
             block(console, "    ", 4, f"{one.truth} ({one.source})")
     if found.rules:
-        console.line(console.style("If something goes wrong", "bold"))
+        console.heading("If something goes wrong")
         for rule in found.rules:
             first = next((f.do for f in rule.fixes if f.engine == found.engine), rule.fixes[0].do)
             block(console, f"  {rule.id.ljust(3)} ", 6, f"{rule.title}: {clean_line(first)}")
         console.line("  localllm doctor --log FILE finds the rule for an error")
-    mine = [match for match in known if _concerns(match, found.engine)]
-    if mine:
-        console.line(console.style("Installed here", "bold"))
-        for match in mine:
-            _match(console, match, fixes=FIX_LINES)
-
-
-def _concerns(match: Match, engine: str) -> bool:
-    """Whether a trouble of this machine is one of the engine's."""
-    names = {fix.engine for fix in match.rule.fixes if fix.engine}
-    return not names or engine in names
-
-
-def _piece(console: Console, piece: Piece) -> None:
-    where = f", {piece.source}" if piece.source else ""
-    console.line(f"  {clean_line(piece.text)}")
-    block(console, "      ", 6, f"{piece.why} [{piece.confidence}{where}]")
+    mine = [m for m in known if found.engine in (names := {f.engine for f in m.rule.fixes if f.engine}) or not names]
+    _matches(console, "Installed here", mine)
 
 
 def launch_json(found: Launch) -> dict[str, Any]:
     """The same as the schema has it."""
 
     def pieces(listed: Iterable[Piece]) -> list[dict[str, Any]]:
-        return [{"text": p.text, "why": p.why, "confidence": p.confidence, "source": p.source or None} for p in listed]
+        return [picked(piece, "text why confidence") | {"source": piece.source or None} for piece in listed]
 
-    model = found.model
-    return {
-        "engine": found.engine,
+    return picked(found, "engine device command") | {
         "engine_version": found.version,
-        "device": found.device,
-        "model": {
-            "name": model.name, "kind": model.kind, "format": model.format, "hybrid": model.hybrid, "mtp": model.mtp,
-            "known_from": model.known_from,
-        },
+        "model": picked(found.model, "name kind format hybrid mtp known_from"),
         "shell": found.lines,
-        "command": found.command,
-        "env": pieces(found.env),
-        "flags": pieces(found.flags),
-        "build": pieces(found.build),
+        **{name: pieces(getattr(found, name)) for name in ("env", "flags", "build", "unconfirmed")},
         "file": found.file or None,
-        "unconfirmed": pieces(found.unconfirmed),
-        "heard": [{"claim": h.claim, "truth": h.truth, "source": h.source} for h in found.heard],
-        "rules": [{"id": rule.id, "title": rule.title} for rule in found.rules],
-    }  # fmt: skip
+        "heard": [picked(heard, "claim truth source") for heard in found.heard],
+        "rules": [picked(rule, "id title") for rule in found.rules],
+    }
 
 
 # --- repair -----------------------------------------------------------------------------------------------------------
@@ -258,9 +222,8 @@ def actions(console: Console, found: Sequence[Action], diff: Sequence[str]) -> N
         return
     for kind, title in _KINDS.items():
         listed = [one for one in found if one.kind == kind]
-        if not listed:
-            continue
-        console.line(console.style(title, "bold"))
+        if listed:
+            console.heading(title)
         for one in listed:
             block(console, f"  {one.check_id}: ", len(one.check_id) + 4, clean_line(one.title))
             console.line(f"      {clean_line(one.command)}")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from localllm.cli import doctor_view
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.options import MaybeModel
 from localllm.errors import ConfigError
@@ -57,11 +60,13 @@ def doctor(
     Exit 0 also with warnings, 11 with a failure. Takes under two seconds and loads no torch, but for --deep.
     """
     from localllm import doctor as checks
-    from localllm.cli import doctor_view
 
     if kernels:
         return _kernels(env, model)
-    _one_of(env, {"--log": log, "--for": engine, "--report": report, "--apply": apply, "--list": listing})
+    wishes = {"--log": log, "--for": engine, "--report": report, "--apply": apply, "--list": listing}
+    wished = [name for name, value in wishes.items() if value]
+    if len(wished) > 1:
+        raise ConfigError(f"{' and '.join(wished)} exclude each other", f"localllm doctor {wished[0]}")
     if dry_run and not apply:
         raise ConfigError("--dry-run belongs to --apply", "localllm doctor --apply --dry-run")
     if report and env.console.as_json:
@@ -69,8 +74,8 @@ def doctor(
     if listing:
         if env.console.as_json:
             env.console.emit("checks/1", {"checks": [{"id": i, "group": checks.GROUP_OF[i]} for i in checks.CHECKS]})
-        for name in checks.CHECKS if not env.console.as_json else ():
-            env.console.line(name)
+        else:
+            env.console.line("\n".join(checks.CHECKS))
         return 0
     named = [name for name in (only or "").split(",") if name]
     measured = [n for n in named if deep and n in checks.MEASURED]
@@ -84,34 +89,26 @@ def doctor(
     if apply:
         return _apply(env, checks.running(ids, survey), survey, dry_run)
     quick = _model_checks(env, model, survey) if model else checks.running(ids, survey)
+    coming = chain(quick, _deep(env, survey, measured) if deep else ())
     found: list[Check] = []
     if report:
         from localllm.doctor.markdown import report_markdown
 
-        found = [*quick, *(_deep(env, survey, measured) if deep else ())]
+        found += coming
         env.console.answer(report_markdown(found, survey, _known(survey)))
     elif env.console.as_json:
-        found = [*quick, *(_deep(env, survey, measured) if deep else ())]
+        found += coming
         env.console.write_json(checks.document(found, survey, _known(survey), _advice(env, survey)))
     else:
         width = max(len(name) for name in (*ids, *(measured or checks.MEASURED if deep else ())))
         shown = doctor_view.Findings(env.console, width)
-        for check in quick:
-            found.append(check)
-            shown.add(check)
-        for check in _deep(env, survey, measured) if deep else ():
+        for check in coming:
             found.append(check)
             shown.add(check)
         whole = not only and not model
         doctor_view.ending(env.console, found, _known(survey) if whole else [], _advice(env, survey) if whole else [])
     counts = checks.summary(found)
     return FAILED if counts["fail"] or (strict and counts["warn"]) else 0
-
-
-def _one_of(env: Env, given: dict[str, Any]) -> None:
-    named = [name for name, value in given.items() if value]
-    if len(named) > 1:
-        raise ConfigError(f"{' and '.join(named)} exclude each other", f"localllm doctor {named[0]}")
 
 
 def _known(survey: Survey) -> list[Match]:
@@ -177,8 +174,7 @@ def _kernels(env: Env, card: str | None) -> int:
 
 
 def _log(env: Env, source: str, survey: Survey) -> int:
-    """Match a text against the known troubles. 0 when something was found, 11 when nothing was."""
-    from localllm.cli import doctor_view
+    """Match a text against the known troubles."""
     from localllm.doctor import rules
 
     text = read_log(source)
@@ -195,14 +191,12 @@ def read_log(source: str) -> str:
 
     Raises ConfigError when it cannot be read or holds nothing.
     """
-    import re
-
     from localllm.doctor.rules import MAX_LOG_BYTES
 
     if source == "-":
         if sys.stdin is None or sys.stdin.isatty():
             raise ConfigError("--log - reads the text from stdin", "vllm serve ... 2>&1 | localllm doctor --log -")
-        data = sys.stdin.buffer.read() if hasattr(sys.stdin, "buffer") else sys.stdin.read().encode()
+        data = sys.stdin.buffer.read()
     else:
         try:
             with Path(source).expanduser().open("rb") as file:
@@ -212,8 +206,8 @@ def read_log(source: str) -> str:
         except OSError as error:
             raise ConfigError(f"--log: {source} cannot be read: {error.strerror}", "name a log file, or -") from None
     text = data[-MAX_LOG_BYTES:].decode(errors="replace")
-    text = re.sub(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(\x07|\x1b\\)", "", text).replace("\r\n", "\n")
-    text = text.replace("\r", "\n")
+    text = re.sub(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(\x07|\x1b\\)", "", text)
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
     if not text.strip():
         raise ConfigError("--log: there is no text to explain", "localllm doctor --log server.log")
     return text
@@ -223,7 +217,6 @@ def read_log(source: str) -> str:
 
 
 def _for(env: Env, engine: str, model: str | None, survey: Survey) -> int:
-    from localllm.cli import doctor_view
     from localllm.doctor.engines import launch
 
     found = launch(engine, env.config.aliases.get(model, model) if model else None, survey)
@@ -238,20 +231,18 @@ def _for(env: Env, engine: str, model: str | None, survey: Survey) -> int:
 
 
 def _apply(env: Env, checks: Iterable[Check], survey: Survey, dry_run: bool) -> int:
-    from localllm.cli import doctor_view
     from localllm.doctor import repair
 
     console = env.console
     found = repair.actions(checks, survey)
     settings = [one for one in found if one.kind == "setting"]
     diff = repair.settings_diff(settings, env.options.config) if settings else []
-    done: list[dict[str, Any]] = []
+    done = []
     if not console.as_json:
         doctor_view.actions(console, found, diff)
     if settings and not dry_run and console.confirm("Change the settings file?", default=False):
         repair.apply_settings(settings, env.options.config)
         done += [{"check": one.check_id, "command": one.command, "code": 0} for one in settings]
-    failed = 0
     for one in found:
         if one.kind not in ("command", "root") or dry_run:
             continue
@@ -261,10 +252,9 @@ def _apply(env: Env, checks: Iterable[Check], survey: Survey, dry_run: bool) -> 
         if not console.confirm(f"Run `{one.command}`?", default=False):
             continue
         code = repair.run(one)
-        failed += code != 0
         done.append({"check": one.check_id, "command": one.command, "code": code})
         console.say(f"{one.command}: {'done' if code == 0 else f'ended with code {code}'}")
     if console.as_json:
         listed = [{"check": a.check_id, "title": a.title, "command": a.command, "kind": a.kind} for a in found]
         console.emit("repair/1", {"dry_run": dry_run, "actions": listed, "diff": diff, "done": done})
-    return FAILED if failed else 0
+    return FAILED if any(one["code"] for one in done) else 0

@@ -124,6 +124,10 @@ class Console:
         """One line of a result on stdout; data in it was cleaned by the caller."""
         self.raw(self.glyphs(text) + "\n")
 
+    def heading(self, text: str) -> None:
+        """A line in bold."""
+        self.line(self.style(text, "bold"))
+
     def say(self, text: str) -> None:
         """A message on stderr; nothing with --quiet. Data in it was cleaned by the caller."""
         if not self.quiet:
@@ -206,6 +210,11 @@ class Console:
     def _err(self, text: str) -> None:
         self.stderr.write(text)
         self.stderr.flush()
+
+
+def picked(value: Any, names: str) -> dict[str, Any]:
+    """Attributes by name, for JSON."""
+    return {name: getattr(value, name) for name in names.split()}
 
 
 def _widths(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> list[int]:
