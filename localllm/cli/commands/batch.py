@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.options import EngineFlags, Parallel
@@ -23,12 +23,10 @@ from localllm.terminal import clean_line, seconds_short
 )
 def batch(
     env: Env,
-    source: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="Requests in OpenAI's batch format, one a line.")],
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Answers, appended as they come.")],
-    model: Annotated[
-        str | None, typer.Option("--model", metavar="NAME", help="For requests that name no model.")
-    ] = None,
-    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Ask again what ended in an error.")] = False,
+    source: Annotated[Path, Argument(metavar="IN.jsonl", help="Requests in OpenAI's batch format, one a line.")],
+    output: Annotated[Path, Option("-o", "--output", metavar="FILE", help="Answers, appended as they come.")],
+    model: Annotated[str | None, Option(metavar="NAME", help="For requests that name no model.")] = None,
+    retry_failed: Annotated[bool, Option("--retry-failed", help="Ask again what ended in an error.")] = False,
     parallel: Parallel = None,
     engine: EngineFlags = EngineFlags(),
 ) -> int:

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.options import LoadFlags, Model, one_of
@@ -41,27 +41,27 @@ PEERS = ("llama.cpp", "transformers")
 def bench(
     env: Env,
     model: Model,
-    prompt_tokens: Annotated[int, typer.Option("-p", metavar="N", min=1, help="Prompt length to read.")] = 512,
-    output_tokens: Annotated[int, typer.Option("-n", metavar="N", min=2, help="Tokens to generate.")] = 128,
-    depths: Annotated[str, typer.Option("-d", metavar="N,N", help="Context already there: 0,4k.")] = "0",
-    repeat: Annotated[int, typer.Option("-r", metavar="N", min=1, max=100, help="Repetitions.")] = 3,
-    warmup: Annotated[int, typer.Option("--warmup", metavar="N", min=0, max=100, help="Runs not counted.")] = 1,
+    prompt_tokens: Annotated[int, Option("-p", metavar="N", min=1, help="Prompt length to read.")] = 512,
+    output_tokens: Annotated[int, Option("-n", metavar="N", min=2, help="Tokens to generate.")] = 128,
+    depths: Annotated[str, Option("-d", metavar="N,N", help="Context already there: 0,4k.")] = "0",
+    repeat: Annotated[int, Option("-r", metavar="N", min=1, max=100, help="Repetitions.")] = 3,
+    warmup: Annotated[int, Option(metavar="N", min=0, max=100, help="Runs not counted.")] = 1,
     concurrency: Annotated[
-        str | None, typer.Option(metavar="N,N", help="Sequences decoded, or requests sent, together: 1,4.")
+        str | None, Option(metavar="N,N", help="Sequences decoded, or requests sent, together: 1,4.")
     ] = None,
     against: Annotated[
         str | None,
-        typer.Option(metavar="llama.cpp|transformers|URL", help="Measure another engine or server in turns with ours."),
+        Option(metavar="llama.cpp|transformers|URL", help="Measure another engine or server in turns with ours."),
     ] = None,
     peer_python: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Interpreter that has the other engine installed.")
+        Path | None, Option(metavar="PATH", help="Interpreter that has the other engine installed.")
     ] = None,
-    key_file: Annotated[Path | None, typer.Option(metavar="PATH", help="File with the key of --against URL.")] = None,
-    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one step as a Chrome trace.")] = None,
+    key_file: Annotated[Path | None, Option(metavar="PATH", help="File with the key of --against URL.")] = None,
+    trace: Annotated[Path | None, Option(metavar="FILE", help="Write one step as a Chrome trace.")] = None,
     load: LoadFlags = LoadFlags(),
-    output: Annotated[str, typer.Option("-o", metavar="table|md|csv|json|jsonl", help="Form of the result.")] = "table",
-    save: Annotated[bool, typer.Option("--save/--no-save", help="Keep the result for the planner.")] = True,
-    check: Annotated[float | None, typer.Option(metavar="TPS", help="Exit 11 when decoding is slower.")] = None,
+    output: Annotated[str, Option("-o", metavar="table|md|csv|json|jsonl", help="Form of the result.")] = "table",
+    save: Annotated[bool, Option("--save/--no-save", help="Keep the result for the planner.")] = True,
+    check: Annotated[float | None, Option(metavar="TPS", help="Exit 11 when decoding is slower.")] = None,
 ) -> int:
     """Measure prefill, decode and time to first token, as llama-bench does: medians with standard deviation.
 

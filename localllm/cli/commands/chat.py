@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from localllm.cli.attach import find_server
 from localllm.cli.commands.run import answer
@@ -43,33 +43,33 @@ THINK = "auto|off|on|low|medium|high"
 def chat(
     env: Env,
     model: MaybeModel = None,
-    prompt: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT...]", help="The first message.")] = None,
-    resume_last: Annotated[bool, typer.Option("-c", "--continue", help="Go on with the last chat.")] = False,
-    resume: Annotated[str | None, typer.Option("--resume", metavar="ID", help="Go on with this chat.")] = None,
+    prompt: Annotated[list[str] | None, Argument(metavar="[PROMPT...]", help="The first message.")] = None,
+    resume_last: Annotated[bool, Option("-c", "--continue", help="Go on with the last chat.")] = False,
+    resume: Annotated[str | None, Option(metavar="ID", help="Go on with this chat.")] = None,
     system: System = None,
-    preset: Annotated[str | None, typer.Option("--preset", metavar="NAME", help="Instructions and sampling.")] = None,
-    think: Annotated[str | None, typer.Option("--think", metavar=THINK, help="Reasoning.")] = None,
+    preset: Annotated[str | None, Option(metavar="NAME", help="Instructions and sampling.")] = None,
+    think: Annotated[str | None, Option(metavar=THINK, help="Reasoning.")] = None,
     attach: Annotated[
-        list[Path] | None, typer.Option("-a", "--attach", metavar="FILE", help="Text file for the first message.")
+        list[Path] | None, Option("-a", "--attach", metavar="FILE", help="Text file for the first message.")
     ] = None,
-    plain: Annotated[bool, typer.Option("--plain", help="Line mode: for screen readers and dumb terminals.")] = False,
-    web: Annotated[bool, typer.Option("--web", help="In a browser on this machine.")] = False,
+    plain: Annotated[bool, Option("--plain", help="Line mode: for screen readers and dumb terminals.")] = False,
+    web: Annotated[bool, Option("--web", help="In a browser on this machine.")] = False,
     attach_to: Annotated[
-        str, typer.Option("--attach-to", metavar="auto|off|URL", help="Use a running `localllm serve` of this model.")
+        str, Option(metavar="auto|off|URL", help="Use a running `localllm serve` of this model.")
     ] = "auto",
     serve: Annotated[
         str | None,
-        typer.Option("--serve", metavar=OPTIONAL_NUMBER, help="Also answer other programs here, on a port."),
+        Option(metavar=OPTIONAL_NUMBER, help="Also answer other programs here, on a port."),
     ] = None,
-    no_save: Annotated[bool, typer.Option("--no-save", help="Keep this chat off the disk.")] = False,
+    no_save: Annotated[bool, Option("--no-save", help="Keep this chat off the disk.")] = False,
     sampled: SamplingFlags = SamplingFlags(),
     engine: EngineFlags = EngineFlags(),
     theme: Annotated[str | None, setting("ui.theme", "--theme", metavar="NAME")] = None,
     keys: Annotated[str | None, setting("ui.keys", "--keys")] = None,
-    list_keys: Annotated[bool, typer.Option("--list-keys", help="Name what can be bound under [keys].")] = False,
-    no_mouse: Annotated[bool, typer.Option("--no-mouse", help="Leave the mouse to the terminal.")] = False,
-    no_animations: Annotated[bool, typer.Option("--no-animations", help="Nothing moves by itself.")] = False,
-    inline: Annotated[bool, typer.Option("--inline", help="Below the prompt of the shell, not full-screen.")] = False,
+    list_keys: Annotated[bool, Option("--list-keys", help="Name what can be bound under [keys].")] = False,
+    no_mouse: Annotated[bool, Option("--no-mouse", help="Leave the mouse to the terminal.")] = False,
+    no_animations: Annotated[bool, Option("--no-animations", help="Nothing moves by itself.")] = False,
+    inline: Annotated[bool, Option("--inline", help="Below the prompt of the shell, not full-screen.")] = False,
 ) -> int:
     """Talk to a model. Without a name: the one used last, else a local one, else a small starter model.
 

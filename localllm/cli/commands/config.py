@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from localllm.cli.frame.command import Env, command
 from localllm.config import KEYS, Key, UserConfig, find_key, load_config, reference, set_key, settings_file, unset_key
@@ -27,10 +27,10 @@ ACTIONS = ("list", "get", "set", "unset", "path", "edit", "schema")
 )
 def config(
     env: Env,
-    action: Annotated[str, typer.Argument(metavar="list|get|set|unset|path|edit|schema", help="What to do.")] = "list",
-    key: Annotated[str | None, typer.Argument(metavar="[KEY]", help="A setting, such as engine.ctx.")] = None,
-    value: Annotated[str | None, typer.Argument(metavar="[VALUE]", help="For set.")] = None,
-    origin: Annotated[bool, typer.Option("--origin", help="Where each value comes from.")] = False,
+    action: Annotated[str, Argument(metavar="list|get|set|unset|path|edit|schema", help="What to do.")] = "list",
+    key: Annotated[str | None, Argument(metavar="[KEY]", help="A setting, such as engine.ctx.")] = None,
+    value: Annotated[str | None, Argument(metavar="[VALUE]", help="For set.")] = None,
+    origin: Annotated[bool, Option("--origin", help="Where each value comes from.")] = False,
 ) -> int:
     """Show and change settings. A flag wins over a variable, a variable over the file, the file over the default."""
     if action not in ACTIONS:

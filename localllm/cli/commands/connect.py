@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from localllm.cli.frame.command import Env, command
 from localllm.errors import ConfigError
@@ -161,11 +161,11 @@ def connect(
     env: Env,
     app: Annotated[
         str | None,
-        typer.Argument(metavar="[APP]", help="Which program; nothing lists them.", autocompletion=lambda: list(APPS)),
+        Argument(metavar="[APP]", help="Which program; nothing lists them.", autocompletion=lambda: list(APPS)),
     ] = None,
-    url: Annotated[str | None, typer.Option(metavar="URL", help="The server; by default the one that runs.")] = None,
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="The model; by default the server's first.")] = None,
-    copy: Annotated[bool, typer.Option("--copy", help="Put the snippet on the clipboard, too.")] = False,
+    url: Annotated[str | None, Option(metavar="URL", help="The server; by default the one that runs.")] = None,
+    model: Annotated[str | None, Option(metavar="NAME", help="The model; by default the server's first.")] = None,
+    copy: Annotated[bool, Option("--copy", help="Put the snippet on the clipboard, too.")] = False,
 ) -> int:
     """Print settings with which another program uses `localllm serve`, and the file they belong in."""
     if app is None:

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from localllm.cli import doctor_view
 from localllm.cli.frame.command import Env, command
@@ -38,22 +38,20 @@ FAILED = 11
 def doctor(
     env: Env,
     model: MaybeModel = None,
-    deep: Annotated[bool, typer.Option("--deep", help="Measure too: bandwidth, kernels, disk; 20 s or more.")] = False,
-    log: Annotated[
-        str | None, typer.Option("--log", metavar="FILE|-", help="Explain an error text or log of any engine.")
-    ] = None,
+    deep: Annotated[bool, Option("--deep", help="Measure too: bandwidth, kernels, disk; 20 s or more.")] = False,
+    log: Annotated[str | None, Option(metavar="FILE|-", help="Explain an error text or log of any engine.")] = None,
     engine: Annotated[
-        str | None, typer.Option("--for", metavar="ENGINE", help="How to start vllm, sglang, tensorrt-llm, llama.cpp.")
+        str | None, Option("--for", metavar="ENGINE", help="How to start vllm, sglang, tensorrt-llm, llama.cpp.")
     ] = None,
-    report: Annotated[bool, typer.Option("--report", help="Markdown for an issue, without names and secrets.")] = False,
-    apply: Annotated[bool, typer.Option("--apply", help="Carry out what can be, each after asking.")] = False,
-    dry_run: Annotated[bool, typer.Option("-n", "--dry-run", help="With --apply: only show.")] = False,
-    only: Annotated[str | None, typer.Option(metavar="ID,...", help="Only these checks, or groups of them.")] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Warnings fail too.")] = False,
+    report: Annotated[bool, Option("--report", help="Markdown for an issue, without names and secrets.")] = False,
+    apply: Annotated[bool, Option("--apply", help="Carry out what can be, each after asking.")] = False,
+    dry_run: Annotated[bool, Option("-n", "--dry-run", help="With --apply: only show.")] = False,
+    only: Annotated[str | None, Option(metavar="ID,...", help="Only these checks, or groups of them.")] = None,
+    strict: Annotated[bool, Option("--strict", help="Warnings fail too.")] = False,
     kernels: Annotated[
-        bool, typer.Option("--kernels", help="Kernels by op: for this card, or the one named (sm_75 ... sm_121, cpu).")
+        bool, Option("--kernels", help="Kernels by op: for this card, or the one named (sm_75 ... sm_121, cpu).")
     ] = False,
-    listing: Annotated[bool, typer.Option("--list", help="Name the checks.")] = False,
+    listing: Annotated[bool, Option("--list", help="Name the checks.")] = False,
 ) -> int:
     """Check hardware, software and settings; every finding comes with its cure. With a model, check that instead.
 

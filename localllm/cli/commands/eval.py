@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.options import Model, read_text
@@ -30,13 +30,13 @@ def eval(  # noqa: A001
     env: Env,
     model: Model,
     against: Annotated[
-        str | None, typer.Option("--against", metavar="REF", help="The better version; else itself, computed exactly.")
+        str | None, Option(metavar="REF", help="The better version; else itself, computed exactly.")
     ] = None,
-    text: Annotated[Path | None, typer.Option("--text", metavar="FILE", help="What both read.")] = None,
-    tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=64, help="How much of the text.")] = 4096,
-    quant: Annotated[str, typer.Option("--quant", metavar="Q,Q", help="Weight formats: auto is as stored.")] = "auto",
-    kv: Annotated[str, typer.Option("--kv", metavar="KV,KV", help="KV formats: auto,bf16,fp16,int8,fp8.")] = "auto",
-    save: Annotated[bool, typer.Option("--save/--no-save", help="Keep the result for ls, plan and chat.")] = True,
+    text: Annotated[Path | None, Option(metavar="FILE", help="What both read.")] = None,
+    tokens: Annotated[int, Option(metavar="N", min=64, help="How much of the text.")] = 4096,
+    quant: Annotated[str, Option(metavar="Q,Q", help="Weight formats: auto is as stored.")] = "auto",
+    kv: Annotated[str, Option(metavar="KV,KV", help="KV formats: auto,bf16,fp16,int8,fp8.")] = "auto",
+    save: Annotated[bool, Option("--save/--no-save", help="Keep the result for ls, plan and chat.")] = True,
 ) -> int:
     """Measure quality: perplexity, and how far the answers' distribution is from the reference's (KL), tail included.
 

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from localllm.cli.chats import find
 from localllm.cli.frame.command import Env, command
@@ -29,16 +29,16 @@ SHOWN_ID = 6
 )
 def logs(
     env: Env,
-    action: Annotated[str, typer.Argument(metavar="list|search|show|export|import|rm", help="What to do.")] = "list",
+    action: Annotated[str, Argument(metavar="list|search|show|export|import|rm", help="What to do.")] = "list",
     what: Annotated[
-        list[str] | None, typer.Argument(metavar="[ID|WORDS|FILE...]", help="Which chats, or what to look for.")
+        list[str] | None, Argument(metavar="[ID|WORDS|FILE...]", help="Which chats, or what to look for.")
     ] = None,
-    limit: Annotated[int, typer.Option("-n", "--limit", metavar="N", min=1, help="Rows at most.")] = 20,
-    form: Annotated[str, typer.Option("--format", metavar="md|json|html", help="Of an export.")] = "md",
+    limit: Annotated[int, Option("-n", "--limit", metavar="N", min=1, help="Rows at most.")] = 20,
+    form: Annotated[str, Option("--format", metavar="md|json|html", help="Of an export.")] = "md",
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where to write; - is stdout.")
+        Path | None, Option("-o", "--output", metavar="FILE", help="Where to write; - is stdout.")
     ] = None,
-    reasoning: Annotated[bool, typer.Option("--reasoning", help="Show the thinking too.")] = False,
+    reasoning: Annotated[bool, Option("--reasoning", help="Show the thinking too.")] = False,
 ) -> int:
     """List, search, show, export and remove saved chats; import those of ChatGPT and Open WebUI.
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.options import one_of
@@ -31,10 +31,8 @@ _FROM = {"hub": "Hugging Face cache", "index": "from the package index", "folder
 @command("localllm ls", "localllm ls --all", "localllm ls --json | jq -r '.models[].id'")
 def ls(
     env: Env,
-    everything: Annotated[
-        bool, typer.Option("--all", help="Also damaged models and those this version cannot run.")
-    ] = False,
-    sort: Annotated[str, typer.Option(metavar="name|size|params|used", help="Order.")] = "name",
+    everything: Annotated[bool, Option("--all", help="Also damaged models and those this version cannot run.")] = False,
+    sort: Annotated[str, Option(metavar="name|size|params|used", help="Order.")] = "name",
 ) -> int:
     """List the models on this machine, whether they fit, and how fast they should be."""
     from localllm import hub

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.options import Kv, model_argument
@@ -40,25 +40,15 @@ def plan(
         list[str] | None,
         model_argument("[MODEL...]", "Models, or families such as qwen; what is here without a name."),
     ] = None,
-    ctx: Annotated[
-        str | None, typer.Option("--ctx", metavar="N,N", help="Context windows to weigh: 8k,32k, max, auto.")
-    ] = None,
-    quant: Annotated[
-        str | None, typer.Option("--quant", metavar="Q", help="Only files stored so: Q4_K_M, fp8.")
-    ] = None,
+    ctx: Annotated[str | None, Option(metavar="N,N", help="Context windows to weigh: 8k,32k, max, auto.")] = None,
+    quant: Annotated[str | None, Option(metavar="Q", help="Only files stored so: Q4_K_M, fp8.")] = None,
     kv: Kv = None,
-    batch: Annotated[
-        int | None, typer.Option("--batch", metavar="N", min=1, max=1024, help="Requests computed side by side.")
-    ] = None,
-    gpu: Annotated[
-        str | None, typer.Option("--gpu", metavar="NAME", help="A card that is not here: 4090, h100.")
-    ] = None,
-    vram: Annotated[str | None, typer.Option("--vram", metavar="SIZE", help="A card with so much memory: 24G.")] = None,
-    bw: Annotated[float | None, typer.Option("--bw", metavar="GB/S", min=1, help="Its memory bandwidth: 1008.")] = None,
-    ram: Annotated[str | None, typer.Option("--ram", metavar="SIZE", help="As much RAM as this: 64G.")] = None,
-    target_tps: Annotated[
-        float, typer.Option("--target-tps", metavar="N", min=0, help="★ is not given below this pace.")
-    ] = 0.0,
+    batch: Annotated[int | None, Option(metavar="N", min=1, max=1024, help="Requests computed side by side.")] = None,
+    gpu: Annotated[str | None, Option(metavar="NAME", help="A card that is not here: 4090, h100.")] = None,
+    vram: Annotated[str | None, Option(metavar="SIZE", help="A card with so much memory: 24G.")] = None,
+    bw: Annotated[float | None, Option(metavar="GB/S", min=1, help="Its memory bandwidth: 1008.")] = None,
+    ram: Annotated[str | None, Option(metavar="SIZE", help="As much RAM as this: 64G.")] = None,
+    target_tps: Annotated[float, Option(metavar="N", min=0, help="★ is not given below this pace.")] = 0.0,
 ) -> int:
     """Say what fits: memory, context and expected speed. Exit 5 when a model that was named does not fit.
 

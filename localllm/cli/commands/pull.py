@@ -8,7 +8,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-import typer
+from typer import Option
 
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.options import Models
@@ -31,17 +31,13 @@ if TYPE_CHECKING:
 def pull(
     env: Env,
     models: Models,
-    dry_run: Annotated[bool, typer.Option("-n", "--dry-run", help="Only say what would be downloaded.")] = False,
-    repair: Annotated[bool, typer.Option("--repair", help="Hash local files again; fetch what is wrong.")] = False,
-    revision: Annotated[str | None, typer.Option(metavar="REV", help="A branch, tag or commit.")] = None,
-    quant: Annotated[str | None, typer.Option(metavar="Q", help="Which quantisation, such as Q4_K_M.")] = None,
-    include: Annotated[
-        list[str] | None, typer.Option("--include", metavar="GLOB", help="Only files of these names; repeatable.")
-    ] = None,
-    exclude: Annotated[
-        list[str] | None, typer.Option("--exclude", metavar="GLOB", help="No files of these names; repeatable.")
-    ] = None,
-    workers: Annotated[int, typer.Option("--max-workers", metavar="N", min=1, max=16, help="Files at a time.")] = 4,
+    dry_run: Annotated[bool, Option("-n", "--dry-run", help="Only say what would be downloaded.")] = False,
+    repair: Annotated[bool, Option("--repair", help="Hash local files again; fetch what is wrong.")] = False,
+    revision: Annotated[str | None, Option(metavar="REV", help="A branch, tag or commit.")] = None,
+    quant: Annotated[str | None, Option(metavar="Q", help="Which quantisation, such as Q4_K_M.")] = None,
+    include: Annotated[list[str] | None, Option(metavar="GLOB", help="Only files of these names; repeatable.")] = None,
+    exclude: Annotated[list[str] | None, Option(metavar="GLOB", help="No files of these names; repeatable.")] = None,
+    workers: Annotated[int, Option("--max-workers", metavar="N", min=1, max=16, help="Files at a time.")] = 4,
 ) -> int:
     """Download models: verified against what the hub states, resumed where an earlier run ended.
 

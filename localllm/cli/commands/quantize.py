@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from localllm.cli.commands.eval import compare, local_path, print_table
 from localllm.cli.frame.command import Env, command
@@ -32,15 +32,11 @@ CARRIED = ("int4", "int4-sym", "nvfp4", "mxfp4")  # the formats whose error is l
 def quantize(
     env: Env,
     model: Model,
-    to: Annotated[
-        str, typer.Option("--to", metavar="FORMAT", help="int4 | int4-sym | int8 | fp8 | fp8-block | nvfp4 | mxfp4.")
-    ],
-    out: Annotated[Path | None, typer.Option("-o", "--out", metavar="DIR", help="A new folder.")] = None,
-    group: Annotated[int, typer.Option("--group", metavar="N", help="int4: weights per scale: 32, 64, 128.")] = 0,
-    calib: Annotated[
-        str, typer.Option("--calib", metavar="FILE|auto|none", help="Text whose activations weigh the errors.")
-    ] = "auto",
-    evaluate: Annotated[bool, typer.Option("--eval", help="Measure the result against the source.")] = False,
+    to: Annotated[str, Option(metavar="FORMAT", help="int4 | int4-sym | int8 | fp8 | fp8-block | nvfp4 | mxfp4.")],
+    out: Annotated[Path | None, Option("-o", "--out", metavar="DIR", help="A new folder.")] = None,
+    group: Annotated[int, Option(metavar="N", help="int4: weights per scale: 32, 64, 128.")] = 0,
+    calib: Annotated[str, Option(metavar="FILE|auto|none", help="Text whose activations weigh the errors.")] = "auto",
+    evaluate: Annotated[bool, Option("--eval", help="Measure the result against the source.")] = False,
 ) -> int:
     """Write a smaller version of a BF16 model, in a layout that vLLM and transformers read, too.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.options import model_argument
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 def rm(
     env: Env,
     models: Annotated[list[str] | None, model_argument("MODEL...", "Names as `ls` shows them.")] = None,
-    dry_run: Annotated[bool, typer.Option("-n", "--dry-run", help="Only say what would be removed.")] = False,
-    partial: Annotated[bool, typer.Option("--partial", help="Remove what interrupted downloads left.")] = False,
+    dry_run: Annotated[bool, Option("-n", "--dry-run", help="Only say what would be removed.")] = False,
+    partial: Annotated[bool, Option("--partial", help="Remove what interrupted downloads left.")] = False,
     quantized_only: Annotated[
-        bool, typer.Option("--quantized-only", help="Only what `quantize` made of these models, not they themselves.")
+        bool, Option("--quantized-only", help="Only what `quantize` made of these models, not they themselves.")
     ] = False,
 ) -> int:
     """Remove models, or left-over parts of downloads. Says who else uses the files, and asks first."""

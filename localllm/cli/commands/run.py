@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.options import EngineFlags, Model, SamplingFlags, System, one_of, text_or_file
@@ -45,42 +45,36 @@ def run(
     env: Env,
     model: Model,
     prompt: Annotated[
-        list[str] | None, typer.Argument(metavar="[PROMPT...]", help="The question; - takes standard input only.")
+        list[str] | None, Argument(metavar="[PROMPT...]", help="The question; - takes standard input only.")
     ] = None,
     system: System = None,
     file: Annotated[
         list[Path] | None,
-        typer.Option("-f", "--file", "-a", "--attach", metavar="PATH", help="Text put before the prompt; repeatable."),
+        Option("-f", "--file", "-a", "--attach", metavar="PATH", help="Text put before the prompt; repeatable."),
     ] = None,
     resume_last: Annotated[
-        bool, typer.Option("-c", "--continue", help="Go on with the last saved chat, and add to it.")
+        bool, Option("-c", "--continue", help="Go on with the last saved chat, and add to it.")
     ] = False,
-    keep: Annotated[bool | None, typer.Option("--log/--no-log", help="Save as a chat; off without -c.")] = None,
-    schema: Annotated[
-        str | None, typer.Option("--schema", metavar="FILE|JSON", help="The answer is JSON of this JSON schema.")
-    ] = None,
-    grammar: Annotated[
-        Path | None, typer.Option("--grammar", metavar="FILE", help="The answer fits this grammar, Lark or GBNF.")
-    ] = None,
-    extract: Annotated[bool, typer.Option("-x", "--extract", help="Only the first code block of the answer.")] = False,
-    extract_lang: Annotated[
-        str | None, typer.Option("--extract-lang", metavar="LANG", help="Only the first block of this language.")
-    ] = None,
+    keep: Annotated[bool | None, Option("--log/--no-log", help="Save as a chat; off without -c.")] = None,
+    schema: Annotated[str | None, Option(metavar="FILE|JSON", help="The answer is JSON of this JSON schema.")] = None,
+    grammar: Annotated[Path | None, Option(metavar="FILE", help="The answer fits this grammar, Lark or GBNF.")] = None,
+    extract: Annotated[bool, Option("-x", "--extract", help="Only the first code block of the answer.")] = False,
+    extract_lang: Annotated[str | None, Option(metavar="LANG", help="Only the first block of this language.")] = None,
     truncate: Annotated[
-        str, typer.Option("--truncate", metavar="never|head|middle", help="What a prompt that is too long loses.")
+        str, Option(metavar="never|head|middle", help="What a prompt that is too long loses.")
     ] = "never",
-    samples: Annotated[int, typer.Option("-n", metavar="N", min=1, max=MAX_SAMPLES, help="Answers to give.")] = 1,
+    samples: Annotated[int, Option("-n", metavar="N", min=1, max=MAX_SAMPLES, help="Answers to give.")] = 1,
     sampled: SamplingFlags = SamplingFlags(),
     engine: EngineFlags = EngineFlags(),
     stream: Annotated[
-        bool | None, typer.Option("--stream/--no-stream", help="Print as it is made; with --json one event a line.")
+        bool | None, Option("--stream/--no-stream", help="Print as it is made; with --json one event a line.")
     ] = None,
-    stats: Annotated[bool | None, typer.Option("--stats/--no-stats", help="Speeds on stderr.")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="No Markdown styles on a terminal.")] = False,
+    stats: Annotated[bool | None, Option("--stats/--no-stats", help="Speeds on stderr.")] = None,
+    raw: Annotated[bool, Option("--raw", help="No Markdown styles on a terminal.")] = False,
     hide_thinking: Annotated[
-        bool | None, typer.Option("--hide-thinking/--show-thinking", help="Leave reasoning out.")
+        bool | None, Option("--hide-thinking/--show-thinking", help="Leave reasoning out.")
     ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit 10 when the answer was cut.")] = False,
+    strict: Annotated[bool, Option("--strict", help="Exit 10 when the answer was cut.")] = False,
 ) -> int:
     """Answer one prompt and end: the answer on stdout, everything else on stderr.
 

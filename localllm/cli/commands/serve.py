@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from localllm._version import __version__
 from localllm.cli.frame.command import Env, command
@@ -41,27 +41,25 @@ MIN_KEY = 8  # Characters of an API key: a shorter one is a typing error.
 def serve(
     env: Env,
     models: Annotated[list[str] | None, model_argument("[MODEL]...", "None: every local model, on demand.")] = None,
-    host: Annotated[str | None, typer.Option(metavar="ADDRESS", help="Where to listen; 127.0.0.1 by default.")] = None,
-    port: Annotated[int | None, typer.Option(metavar="N", help="Port; 0 takes a free one.")] = None,
-    unix: Annotated[Path | None, typer.Option(metavar="PATH", help="A socket file instead of a port.")] = None,
+    host: Annotated[str | None, Option(metavar="ADDRESS", help="Where to listen; 127.0.0.1 by default.")] = None,
+    port: Annotated[int | None, Option(metavar="N", help="Port; 0 takes a free one.")] = None,
+    unix: Annotated[Path | None, Option(metavar="PATH", help="A socket file instead of a port.")] = None,
     api_key_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File with the keys clients send, one a line.")
+        Path | None, Option(metavar="FILE", help="File with the keys clients send, one a line.")
     ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(metavar="KEY", help="Visible to others in `ps`: prefer the file.")
-    ] = None,
-    alias: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Another id of the first model.")] = None,
-    cors: Annotated[list[str] | None, typer.Option(metavar="ORIGIN", help="Web origin that may call.")] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Listen on the network without a key.")] = False,
+    api_key: Annotated[str | None, Option(metavar="KEY", help="Visible to others in `ps`: prefer the file.")] = None,
+    alias: Annotated[list[str] | None, Option(metavar="NAME", help="Another id of the first model.")] = None,
+    cors: Annotated[list[str] | None, Option(metavar="ORIGIN", help="Web origin that may call.")] = None,
+    insecure: Annotated[bool, Option("--insecure", help="Listen on the network without a key.")] = False,
     parallel: Parallel = None,
-    max_queue: Annotated[int, typer.Option(metavar="N", min=0, max=100_000, help="Requests that may wait.")] = 256,
-    ttl: Annotated[str | None, typer.Option(metavar="TIME", help="Unload an idle model after 30m; 0 never.")] = None,
-    pin: Annotated[list[str] | None, typer.Option(metavar="MODEL", help="Load at the start and keep.")] = None,
+    max_queue: Annotated[int, Option(metavar="N", min=0, max=100_000, help="Requests that may wait.")] = 256,
+    ttl: Annotated[str | None, Option(metavar="TIME", help="Unload an idle model after 30m; 0 never.")] = None,
+    pin: Annotated[list[str] | None, Option(metavar="MODEL", help="Load at the start and keep.")] = None,
     pin_prefix: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="A system prompt whose pages are evicted last.")
+        list[Path] | None, Option(metavar="FILE", help="A system prompt whose pages are evicted last.")
     ] = None,
-    preload: Annotated[bool, typer.Option("--preload", help="Load the default model at the start.")] = False,
-    log_format: Annotated[str, typer.Option(metavar="text|json", help="How requests are logged on stderr.")] = "text",
+    preload: Annotated[bool, Option("--preload", help="Load the default model at the start.")] = False,
+    log_format: Annotated[str, Option(metavar="text|json", help="How requests are logged on stderr.")] = "text",
     engine: EngineFlags = EngineFlags(),
 ) -> int:
     """Serve models over HTTP: the APIs of OpenAI, Anthropic and Ollama, metrics and health.

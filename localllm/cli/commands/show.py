@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from localllm.cli.commands.ls import home_short, params_short
 from localllm.cli.frame.command import Env, command
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def show(
     env: Env,
     model: Model,
-    template: Annotated[bool, typer.Option("--template", help="Print the chat template.")] = False,
+    template: Annotated[bool, Option("--template", help="Print the chat template.")] = False,
 ) -> int:
     """Say what a model is: architecture, context, licence, files, memory, and what it would run as here.
 

@@ -7,7 +7,7 @@ import signal
 import time
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from localllm.cli.attach import ask
 from localllm.cli.frame.command import Env, command
@@ -23,8 +23,8 @@ STOP_S = 40.0  # how long it may take to end: it drains for 25 seconds
 def stop(
     env: Env,
     target: Annotated[str | None, model_argument("[MODEL|PORT|PID]", "Nothing: the one server.")] = None,
-    park: Annotated[bool, typer.Option("--park", help="Put the model to sleep instead of unloading it.")] = False,
-    every: Annotated[bool, typer.Option("--all", help="Stop every server of this user.")] = False,
+    park: Annotated[bool, Option("--park", help="Put the model to sleep instead of unloading it.")] = False,
+    every: Annotated[bool, Option("--all", help="Stop every server of this user.")] = False,
 ) -> int:
     """Stop a server, letting its requests finish; or unload one of its models.
 

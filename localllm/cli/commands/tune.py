@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.options import Model, WindowFlags
@@ -18,7 +18,7 @@ from localllm.terminal import clean_line
 def tune(
     env: Env,
     model: Model,
-    seconds: Annotated[float, typer.Option("--seconds", metavar="S", min=1, help="Most time to spend.")] = 20.0,
+    seconds: Annotated[float, Option(metavar="S", min=1, help="Most time to spend.")] = 20.0,
     window: WindowFlags = WindowFlags(),
 ) -> int:
     """Time up to eight tile sizes for every kernel and shape of a model on this card; the fastest is kept and used.

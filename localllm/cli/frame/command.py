@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from localllm.cli.frame import logs
 from localllm.cli.frame.console import Console
@@ -37,19 +38,19 @@ HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 class Options:
     """The global options; None where nothing was said."""
 
-    quiet: Annotated[bool | None, typer.Option("-q", "--quiet", help="Only results, warnings and errors.")] = None
+    quiet: Annotated[bool | None, Option("-q", "--quiet", help="Only results, warnings and errors.")] = None
     verbose: Annotated[
-        int, typer.Option("-v", "--verbose", count=True, show_default=False, help="Log lines on stderr; twice: all.")
+        int, Option("-v", "--verbose", count=True, show_default=False, help="Log lines on stderr; twice: all.")
     ] = 0
-    json: Annotated[bool | None, typer.Option("--json", help="One JSON object on stdout.")] = None
-    progress: Annotated[str | None, typer.Option(metavar="auto|plain|json|none", help="How progress is shown.")] = None
-    color: Annotated[str | None, typer.Option(metavar="auto|always|never", help="Colour on terminals.")] = None
-    offline: Annotated[bool | None, typer.Option("--offline", help="Use no network.")] = None
-    yes: Annotated[bool | None, typer.Option("-y", "--yes", help="Agree to every question.")] = None
-    no_input: Annotated[bool | None, typer.Option("--no-input", help="Ask nothing; exit 2 instead.")] = None
-    config: Annotated[Path | None, typer.Option(metavar="PATH", help="Another settings file.")] = None
-    device: Annotated[str | None, typer.Option(metavar="auto|cuda:0|cpu", help="Where to run.")] = None
-    log_file: Annotated[Path | None, typer.Option(metavar="PATH", help="Where to write the log.")] = None
+    json: Annotated[bool | None, Option("--json", help="One JSON object on stdout.")] = None
+    progress: Annotated[str | None, Option(metavar="auto|plain|json|none", help="How progress is shown.")] = None
+    color: Annotated[str | None, Option(metavar="auto|always|never", help="Colour on terminals.")] = None
+    offline: Annotated[bool | None, Option("--offline", help="Use no network.")] = None
+    yes: Annotated[bool | None, Option("-y", "--yes", help="Agree to every question.")] = None
+    no_input: Annotated[bool | None, Option("--no-input", help="Ask nothing; exit 2 instead.")] = None
+    config: Annotated[Path | None, Option(metavar="PATH", help="Another settings file.")] = None
+    device: Annotated[str | None, Option(metavar="auto|cuda:0|cpu", help="Where to run.")] = None
+    log_file: Annotated[Path | None, Option(metavar="PATH", help="Where to write the log.")] = None
 
     def over(self, outer: Options) -> Options:
         """These options, with gaps filled from the ones given before the command."""

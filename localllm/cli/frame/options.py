@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from localllm.cli.frame.command import Env
 from localllm.config import KEYS
@@ -22,7 +22,7 @@ def setting(path: str, *spelled: str, metavar: str = "", meaning: str = "") -> A
     """An option that is the setting `path` for one command."""
     key = KEYS[path]
     meaning = meaning or f"{key.meaning[:1].upper()}{key.meaning[1:]}."
-    return typer.Option(*spelled, metavar=metavar or "|".join(key.kind.names()) or "N", help=meaning)
+    return Option(*spelled, metavar=metavar or "|".join(key.kind.names()) or "N", help=meaning)
 
 
 def complete_model(incomplete: str) -> list[str]:
@@ -34,15 +34,15 @@ def complete_model(incomplete: str) -> list[str]:
 
 def model_argument(metavar: str, meaning: str = "A name, alias, org/repo[:quant][@revision], file or folder.") -> Any:
     """An argument that names models."""
-    return typer.Argument(metavar=metavar, help=meaning, autocompletion=complete_model)
+    return Argument(metavar=metavar, help=meaning, autocompletion=complete_model)
 
 
 Model = Annotated[str, model_argument("MODEL")]
 MaybeModel = Annotated[str | None, model_argument("[MODEL]")]
 Models = Annotated[list[str], model_argument("MODEL...")]
-System = Annotated[str | None, typer.Option("-s", "--system", metavar="TEXT|@FILE", help="Instructions for the model.")]
+System = Annotated[str | None, Option("-s", "--system", metavar="TEXT|@FILE", help="Instructions for the model.")]
 Kv = Annotated[str | None, setting("engine.kv", "--kv")]
-Parallel = Annotated[int | None, typer.Option(metavar="N", min=1, max=1024, help="Requests side by side.")]
+Parallel = Annotated[int | None, Option(metavar="N", min=1, max=1024, help="Requests side by side.")]
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class EngineFlags(LoadFlags):
 
     debug_invariants: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--debug-invariants",
             help="Check every page and count after every step; slow. run, serve and batch exit 3 if one is off.",
         ),
@@ -117,9 +117,7 @@ class SamplingFlags:
     max_tokens: Annotated[
         int | None, setting("sampling.max_tokens", "--max-tokens", meaning="Length limit of an answer.")
     ] = None
-    stop: Annotated[
-        list[str] | None, typer.Option("--stop", metavar="TEXT", help="End before this text; repeatable.")
-    ] = None
+    stop: Annotated[list[str] | None, Option(metavar="TEXT", help="End before this text; repeatable.")] = None
 
     def settings(self) -> dict[str, Any]:
         """As paths of settings; the stop strings are none."""

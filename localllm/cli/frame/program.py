@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 from typer.core import TyperGroup
 
 from localllm._version import __version__
@@ -140,9 +141,9 @@ def _errors(value: bool) -> None:
 
 def root(
     ctx: typer.Context,
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False,
-    _reference: Annotated[bool, typer.Option("--reference", callback=_reference, is_eager=True, hidden=True)] = False,
-    _errors: Annotated[bool, typer.Option("--errors", callback=_errors, is_eager=True, hidden=True)] = False,
+    version: Annotated[bool, Option("--version", callback=_version, is_eager=True)] = False,
+    _reference: Annotated[bool, Option("--reference", callback=_reference, is_eager=True, hidden=True)] = False,
+    _errors: Annotated[bool, Option("--errors", callback=_errors, is_eager=True, hidden=True)] = False,
     **options: Any,
 ) -> None:
     """Run open-weight models on this machine."""
