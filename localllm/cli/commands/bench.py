@@ -10,11 +10,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
 from localllm.cli.frame.command import Env, command
+from localllm.cli.frame.console import picked
 from localllm.cli.frame.options import LoadFlags, Model, one_of
 from localllm.cli.names import choose
 from localllm.cli.session import engine_options, fake_engine
@@ -125,14 +126,8 @@ def _measure(
     from localllm.bench.peer import Peer
 
     needed = max(options.depths) + options.prompt_tokens + options.output_tokens + 1
-    with Peer(
-        against,
-        llm.path,
-        threads=llm.plan.threads,
-        ctx=needed,
-        streams=max(options.concurrency),
-        python=str(python) if python is not None else None,
-    ) as peer:
+    streams, interpreter = max(options.concurrency), str(python) if python is not None else None
+    with Peer(against, llm.path, threads=llm.plan.threads, ctx=needed, streams=streams, python=interpreter) as peer:
         return benches.run_bench(llm, options, tell, peer)
 
 
@@ -165,71 +160,62 @@ def _print(env: Env, result: BenchResult, form: str) -> None:
     if form == "json":
         console.write_json(result.to_json())
         return
-    columns, rows = _load_cells(result) if result.load else _test_cells(result)
+    records = result.load or [_record(result, index) for index in range(len(result.rows))]
     if form == "jsonl":
-        for row in result.load or [asdict(row) for row in result.rows]:
+        for row in result.load or map(asdict, result.rows):
             console.raw(json.dumps({"model": Path(result.model).name, **row}) + "\n")
         return
     if form == "csv":
         out = io.StringIO()
-        records = result.load or [_flat(result, index) for index in range(len(result.rows))]
         writer = csv.DictWriter(out, list(records[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(records)
         console.raw(out.getvalue())
         return
-    numbers = columns[2:] if not result.load else columns[3:]
+    columns, rows = _load_cells(records) if result.load else _test_cells(result, records)
+    numbers = columns[3 if result.load else 2 :]
     if form == "md":
-        console.line("| " + " | ".join(columns) + " |")
-        console.line("|" + "|".join("---:" if name in numbers else "---" for name in columns) + "|")
-        for cells in rows:
-            console.line("| " + " | ".join(clean_line(cell) for cell in cells) + " |")
+        marks = ["---:" if name in numbers else "---" for name in columns]
+        for cells in (columns, None, *rows):
+            line = f"|{'|'.join(marks)}|" if cells is None else f"| {' | '.join(map(clean_line, cells))} |"
+            console.line(line)
     else:
         console.table(columns, rows, right=numbers)
     for line in _notes(result):
         console.line(clean_line(line))
 
 
-def _test_cells(result: BenchResult) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    name, peer = Path(result.model).name, result.peer
-    columns: tuple[str, ...] = ("model", "test", "tok/s", "TTFT")
+def _record(result: BenchResult, index: int) -> dict[str, Any]:
+    """A test as a line of a CSV file."""
+    row, peer = result.rows[index], result.peer
+    record = {"model": Path(result.model).name} | picked(row, "test tps spread ttft_ms")
     if peer is not None:
-        columns = (*columns, f"{peer.name} tok/s", "TTFT there", "ratio")
-    rows = []
-    for index, row in enumerate(result.rows):
-        cells = [name, row.test, f"{row.tps:,.1f} ± {row.spread:.1f}", _ms(row.ttft_ms)]
-        if peer is not None:
-            theirs, ratio = peer.rows[index], result.ratio(row.test)
-            cells += [f"{theirs.tps:,.1f} ± {theirs.spread:.1f}", _ms(theirs.ttft_ms), f"{ratio:.2f}" if ratio else ""]
-        rows.append(tuple(cells))
-    return columns, rows
+        record["peer"] = peer.name
+        record |= {f"peer_{name}": value for name, value in picked(peer.rows[index], "tps spread ttft_ms").items()}
+    return record
 
 
-def _load_cells(result: BenchResult) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    columns = ("engine", "shape", "at once", "tok/s", "TTFT", "TPOT", "failed")
-    return columns, [
-        (
-            row["engine"],
-            row["shape"],
-            str(row["concurrency"]),
-            f"{row['tps']:,.1f} ± {row['spread']:.1f}",
-            _ms(row["ttft_ms"]),
-            f"{row['tpot_ms']:,.1f} ms",
-            str(row["failed"]),
-        )
-        for row in result.load
+def _test_cells(result: BenchResult, records: list[dict[str, Any]]) -> tuple[tuple[str, ...], list[list[str]]]:
+    columns = ("model", "test", "tok/s", "TTFT")
+    rows = [[r["model"], r["test"], _rate(r), _ms(r["ttft_ms"])] for r in records]
+    if result.peer is None:
+        return columns, rows
+    for r, row in zip(records, rows, strict=True):
+        ratio = result.ratio(r["test"])
+        row += [_rate(r, "peer_"), _ms(r["peer_ttft_ms"]), f"{ratio:.2f}" if ratio else ""]
+    return (*columns, f"{result.peer.name} tok/s", "TTFT there", "ratio"), rows
+
+
+def _load_cells(records: list[dict[str, Any]]) -> tuple[tuple[str, ...], list[list[str]]]:
+    return ("engine", "shape", "at once", "tok/s", "TTFT", "TPOT", "failed"), [
+        [r["engine"], r["shape"], str(r["concurrency"]), _rate(r), _ms(r["ttft_ms"]), f"{r['tpot_ms']:,.1f} ms"]
+        + [str(r["failed"])]
+        for r in records
     ]
 
 
-def _flat(result: BenchResult, index: int) -> dict[str, object]:
-    row, peer = result.rows[index], result.peer
-    record: dict[str, object] = {"model": Path(result.model).name, "test": row.test, "tps": row.tps}
-    record |= {"spread": row.spread, "ttft_ms": row.ttft_ms}
-    if peer is not None:
-        theirs = peer.rows[index]
-        record |= {"peer": peer.name, "peer_tps": theirs.tps, "peer_spread": theirs.spread}
-        record |= {"peer_ttft_ms": theirs.ttft_ms}
-    return record
+def _rate(record: dict[str, Any], whose: str = "") -> str:
+    return f"{record[f'{whose}tps']:,.1f} ± {record[f'{whose}spread']:.1f}"
 
 
 def _ms(value: float | None) -> str:

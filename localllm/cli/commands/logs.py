@@ -10,6 +10,7 @@ from typer import Argument, Option
 
 from localllm.cli.chats import find
 from localllm.cli.frame.command import Env, command
+from localllm.cli.frame.console import counted, iso, picked
 from localllm.errors import ConfigError
 from localllm.terminal import clean, clean_line, fit
 
@@ -70,14 +71,8 @@ def logs(
 
 def row(chat: SavedChat) -> dict[str, Any]:
     """A chat in JSON."""
-    return {
-        "id": chat.id,
-        "title": chat.title,
-        "model": chat.model,
-        "created": _iso(chat.created),
-        "updated": _iso(chat.updated),
-        "messages": chat.num_messages,
-    }
+    times = {"created": iso(chat.created), "updated": iso(chat.updated)}
+    return picked(chat, "id title model") | times | {"messages": chat.num_messages}
 
 
 def _list(env: Env, history: History, query: str, limit: int) -> int:
@@ -109,7 +104,7 @@ def _search(env: Env, history: History, query: str, limit: int) -> int:
                 "title": hit.title,
                 "role": hit.role,
                 "snippet": hit.snippet.replace("\x02", "").replace("\x03", ""),
-                "created": _iso(hit.created),
+                "created": iso(hit.created),
             }
             for hit in hits
         ]
@@ -183,8 +178,7 @@ def _import(env: Env, history: History, files: list[Path]) -> int:
         for chat, messages in found.chats:
             history.save(chat, messages)
         skipped = f", {found.num_skipped} could not be read" if found.num_skipped else ""
-        count = len(found.chats)
-        env.console.say(f"{count} chat{'' if count == 1 else 's'} from {found.source}{skipped}")
+        env.console.say(f"{counted(len(found.chats), 'chat')} from {found.source}{skipped}")
     env.console.say("Next: localllm logs list")
     return 0
 
@@ -202,7 +196,3 @@ def _remove(env: Env, history: History, chats: list[SavedChat]) -> int:
 
 def _when(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
-
-
-def _iso(seconds: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import datetime
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
 from localllm.cli.frame.command import Env, command
+from localllm.cli.frame.console import counted, iso, picked
 from localllm.cli.frame.options import one_of
 from localllm.errors import LocalLLMError
 from localllm.plan.quality import note as quality_note
@@ -22,9 +23,12 @@ if TYPE_CHECKING:
     from localllm.plan.plan import Plan
     from localllm.plan.planner import Planner
 
-SORTS = ("name", "size", "params", "used")
-
-
+SORTS: dict[str, Callable[[LocalModel], Any]] = {
+    "name": lambda m: m.name.casefold(),
+    "size": lambda m: -m.size_bytes,
+    "params": lambda m: -m.params,
+    "used": lambda m: -(m.last_used or 0),
+}
 _FROM = {"hub": "Hugging Face cache", "index": "from the package index", "folder": "models folder"}
 
 
@@ -38,15 +42,8 @@ def ls(
     from localllm import hub
     from localllm.plan.planner import Planner
 
-    one_of("--sort", sort, SORTS, "localllm ls --sort size")
-    found = hub.list_local()
-    orders: dict[str, Any] = {
-        "name": lambda m: m.name.casefold(),
-        "size": lambda m: -m.size_bytes,
-        "params": lambda m: -m.params,
-        "used": lambda m: -(m.last_used or 0),
-    }
-    found.sort(key=orders[sort])
+    one_of("--sort", sort, tuple(SORTS), "localllm ls --sort size")
+    found = sorted(hub.list_local(), key=SORTS[sort])
     shown = [m for m in found if everything or m.supported]
     planner = Planner.here(env.config.engine)
     planned = [(model, _plan(model, planner)) for model in shown]
@@ -56,8 +53,8 @@ def ls(
         console.emit("ls/1", {"cache": str(hub.cache.hub_dir()), "free_bytes": _free(), "models": rows})
         return 0
     total = sum(m.size_bytes for m in shown)
-    count = f"{len(shown)} model{'' if len(shown) == 1 else 's'}"
-    console.say(f"{count} · {gib(total)} · {gib(_free())} free in {clean_line(home_short(hub.cache.hub_dir()))}")
+    place = clean_line(home_short(hub.cache.hub_dir()))
+    console.say(f"{counted(len(shown), 'model')} · {gib(total)} · {gib(_free())} free in {place}")
     if shown:
         columns = ("NAME", "PARAMS", "FORMAT", "SIZE", "CTX", "FITS", "SPEED", "USED", "")
         cells = [_cells(model, made) for model, made in planned]
@@ -87,7 +84,7 @@ def _cells(model: LocalModel, made: Plan | None) -> tuple[str, ...]:
     mark = "✓" if made.basis == "measured" else "≈"
     note = _FROM[model.source] if model.source != "hub" else ""
     if (model.path / hub.local.QUANTIZED).is_file():
-        note = "quantised here"
+        note = "quantized here"
     if not model.chat:
         note = f"{note}, base model" if note else "base model"
     quality = quality_note(model.path, made.kv)
@@ -105,24 +102,18 @@ def _cells(model: LocalModel, made: Plan | None) -> tuple[str, ...]:
 
 
 def _ls_row(model: LocalModel, made: Plan | None) -> dict[str, Any]:
-    return {
+    return picked(model, "params size_bytes chat supported broken source") | {
         "id": model.name,
         "revision": model.revision or None,
         "format": "gguf" if model.path.suffix.lower() == ".gguf" else "safetensors",
         "dtype": model.format or None,
         "architecture": model.architecture or None,
-        "params": model.params,
-        "size_bytes": model.size_bytes,
         "max_ctx": model.max_context,
-        "chat": model.chat,
-        "supported": model.supported,
-        "broken": model.broken,
         "reason": model.reason or None,
         "fits": {"ok": made.fits, "max_ctx": made.max_ctx} if made else {"ok": False, "max_ctx": 0},
         "speed": {"tps": round(made.decode_tps, 1), "basis": made.basis} if made else None,
         "quality": next(iter(saved_quality(model.path)), None),
-        "last_used": _iso(model.last_used),
-        "source": model.source,
+        "last_used": iso(model.last_used),
         "path": str(model.path),
     }
 
@@ -157,9 +148,3 @@ def _ago(when: float | None) -> str:
         return "–"
     days = int((time.time() - when) // 86400)
     return "today" if days < 1 else f"{days} d"
-
-
-def _iso(when: float | None) -> str | None:
-    if when is None:
-        return None
-    return datetime.datetime.fromtimestamp(when, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

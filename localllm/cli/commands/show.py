@@ -1,4 +1,4 @@
-"""Models: What a model is: architecture, context, licence, files"""
+"""Models: What a model is: architecture, context, license, files"""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typer import Option
 
 from localllm.cli.commands.ls import home_short, params_short
 from localllm.cli.frame.command import Env, command
+from localllm.cli.frame.console import picked
 from localllm.cli.frame.options import Model
 from localllm.cli.names import opened, resolve
 from localllm.errors import LocalLLMError, ModelNotFound
@@ -27,7 +28,7 @@ def show(
     model: Model,
     template: Annotated[bool, Option("--template", help="Print the chat template.")] = False,
 ) -> int:
-    """Say what a model is: architecture, context, licence, files, memory, and what it would run as here.
+    """Say what a model is: architecture, context, license, files, memory, and what it would run as here.
 
     Reads headers only, so a damaged file is found in milliseconds (exit 12).
     """
@@ -69,26 +70,15 @@ def _show_fields(checkpoint: OpenModel, name: str, revision: str, options: Engin
     facts = checkpoint.facts
     try:
         made = Planner.here(options).plan(facts, checkpoint.path)
-        here = {
-            "fits": made.fits,
-            "device": made.device,
-            "ctx": made.ctx,
-            "kv": made.kv,
-            "need_bytes": made.need_bytes,
-            "have_bytes": made.have_bytes,
-            "decode_tps": round(made.decode_tps, 1),
-            "basis": made.basis,
-        }
+        here = picked(made, "fits device ctx kv need_bytes have_bytes basis")
+        here["decode_tps"] = round(made.decode_tps, 1)
     except LocalLLMError as error:
         here = {"fits": False, "reason": error.message}
     return {
         "id": name,
         "path": str(checkpoint.path),
         "format": checkpoint.kind,
-        "stored_format": facts.stored_format,
-        "architecture": facts.architecture,
-        "source_architecture": facts.source_architecture,
-        "name": facts.name,
+        **picked(facts, "stored_format architecture source_architecture name head_dim"),
         "params": facts.num_params,
         "size_bytes": checkpoint.nbytes,
         "max_ctx": facts.max_context,
@@ -97,7 +87,6 @@ def _show_fields(checkpoint: OpenModel, name: str, revision: str, options: Engin
         "hidden": facts.hidden_size,
         "heads": facts.num_heads,
         "kv_heads": facts.num_kv_heads,
-        "head_dim": facts.head_dim,
         "vocab": facts.vocab_size,
         "kv_bytes_per_token": kv_bytes_per_token(facts.layers, "bf16"),
         "template": facts.has_chat_template,
@@ -153,7 +142,7 @@ def _print_facts(env: Env, facts: ModelFacts, fields: dict[str, Any]) -> None:
         ("thinking", "yes" if fields["capabilities"]["thinking"] else "no"),
         ("tools", fields["capabilities"]["tools"]),
         ("sampling", sampling),
-        ("licence", facts.license or "not stated"),
+        ("license", facts.license or "not stated"),
         ("here", fit),
         ("quality", quality_note(fields["path"]) or "not measured (localllm eval)"),
         *(("file", home_short(Path(name))) for name in fields["files"][:8]),

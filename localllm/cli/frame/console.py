@@ -12,6 +12,7 @@ import re
 import shutil
 import sys
 import textwrap
+import time
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
@@ -210,6 +211,16 @@ class Console:
     def _err(self, text: str) -> None:
         self.stderr.write(text)
         self.stderr.flush()
+
+
+def iso(seconds: float | None) -> str | None:
+    """A moment, for JSON; None where there is none."""
+    return None if seconds is None else time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
+def counted(count: int, what: str) -> str:
+    """'1 model', '2 models'."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def picked(value: Any, names: str) -> dict[str, Any]:
