@@ -11,6 +11,7 @@ from typer import Argument, Option
 from localllm.cli.chats import find
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.console import counted, iso, picked
+from localllm.cli.frame.options import one_of
 from localllm.errors import ConfigError
 from localllm.terminal import clean, clean_line, fit
 
@@ -55,18 +56,20 @@ def logs(
     with History() as history:
         if history.notice:
             env.console.warn(history.notice)
+        chats = [find(history, word) for word in words] if action in ("show", "export", "rm") else []
         if action == "list":
-            return _list(env, history, " ".join(words), limit)
-        if action == "search":
-            return _search(env, history, " ".join(words), limit)
-        if action == "import":
-            return _import(env, history, [Path(word) for word in words])
-        chats = [find(history, word) for word in words]
-        if action == "show":
-            return _show(env, history, chats, reasoning)
-        if action == "rm":
-            return _remove(env, history, chats)
-        return _export(env, history, chats, form, output, reasoning)
+            _list(env, history, " ".join(words), limit)
+        elif action == "search":
+            _search(env, history, " ".join(words), limit)
+        elif action == "import":
+            _import(env, history, words)
+        elif action == "show":
+            _show(env, history, chats, reasoning)
+        elif action == "rm":
+            _remove(env, history, chats)
+        else:
+            _export(env, history, chats, form, output, reasoning)
+    return 0
 
 
 def row(chat: SavedChat) -> dict[str, Any]:
@@ -75,49 +78,47 @@ def row(chat: SavedChat) -> dict[str, Any]:
     return picked(chat, "id title model") | times | {"messages": chat.num_messages}
 
 
-def _list(env: Env, history: History, query: str, limit: int) -> int:
+def _list(env: Env, history: History, query: str, limit: int) -> None:
     chats = history.chats(limit, query)
     console = env.console
     if console.as_json:
         console.emit("logs/1", {"chats": [row(chat) for chat in chats]})
-        return 0
+        return
     if not chats:
         console.say("no saved chats yet: localllm chat")
-        return 0
+        return
     cells = [
-        (chat.id[:SHOWN_ID], _when(chat.updated), fit(clean_line(chat.title) or "untitled", 60), str(chat.num_messages))
-        + (fit(clean_line(chat.model), 30),)
+        (chat.id[:SHOWN_ID], _when(chat.updated), _title(chat), str(chat.num_messages), fit(clean_line(chat.model), 30))
         for chat in chats
     ]
     console.table(("ID", "CHANGED", "TITLE", "MESSAGES", "MODEL"), cells, right=("MESSAGES",))
     console.say("Continue: localllm chat -c      Show: localllm logs show ID")
-    return 0
 
 
-def _search(env: Env, history: History, query: str, limit: int) -> int:
+def _title(chat: SavedChat) -> str:
+    return fit(clean_line(chat.title) or "untitled", 60)
+
+
+def _search(env: Env, history: History, query: str, limit: int) -> None:
     hits = history.search(query, limit)
     console = env.console
     if console.as_json:
         rows = [
-            {
-                "chat_id": hit.chat_id,
-                "title": hit.title,
-                "role": hit.role,
-                "snippet": hit.snippet.replace("\x02", "").replace("\x03", ""),
-                "created": iso(hit.created),
-            }
+            picked(hit, "chat_id title role") | {"snippet": _unmarked(hit.snippet), "created": iso(hit.created)}
             for hit in hits
         ]
         console.emit("logs/1", {"query": query, "hits": rows})
-        return 0
+        return
     if not hits:
         console.say(f"nothing found for {clean_line(query)}")
-        return 0
     for hit in hits:
         head = f"{hit.chat_id[:SHOWN_ID]}  {_when(hit.created)}  {fit(clean_line(hit.title), 60)}"
         console.line(console.style(head, "dim"))
         console.line(f"  {'❯' if hit.role == 'user' else ' '} {_marked(env, hit.snippet)}")
-    return 0
+
+
+def _unmarked(snippet: str) -> str:
+    return snippet.replace("\x02", "").replace("\x03", "")
 
 
 def _marked(env: Env, snippet: str) -> str:
@@ -133,7 +134,7 @@ def _flat(text: str) -> str:
     return clean(text).replace("\n", " ")
 
 
-def _show(env: Env, history: History, chats: list[SavedChat], reasoning: bool) -> int:
+def _show(env: Env, history: History, chats: list[SavedChat], reasoning: bool) -> None:
     from localllm.history.export import as_json, as_markdown
 
     for chat in chats:
@@ -142,14 +143,14 @@ def _show(env: Env, history: History, chats: list[SavedChat], reasoning: bool) -
             env.console.emit("logs/1", {"chat": as_json(chat, messages)})
         else:
             env.console.answer(as_markdown(chat, messages, reasoning=reasoning))
-    return 0
 
 
-def _export(env: Env, history: History, chats: list[SavedChat], form: str, output: Path | None, reasoning: bool) -> int:
+def _export(
+    env: Env, history: History, chats: list[SavedChat], form: str, output: Path | None, reasoning: bool
+) -> None:
     from localllm.history.export import FORMATS, as_markdown, render
 
-    if form not in FORMATS:
-        raise ConfigError(f"--format is {form!r}, it can be {', '.join(FORMATS)}", "--format md")
+    one_of("--format", form, FORMATS, "--format md")
     pages = []
     for chat in chats:
         messages = history.messages(chat.id)
@@ -158,7 +159,7 @@ def _export(env: Env, history: History, chats: list[SavedChat], form: str, outpu
     text = "\n".join(pages)
     if output is None or str(output) == "-":
         env.console.answer(text)
-        return 0
+        return
     target = output.expanduser()
     if target.exists() and not env.options.yes:
         raise ConfigError(f"{target} is there already", f"choose another name, or pass -y to replace {target}")
@@ -167,31 +168,28 @@ def _export(env: Env, history: History, chats: list[SavedChat], form: str, outpu
     except OSError as error:
         raise ConfigError(f"{target} cannot be written: {error.strerror}", "choose another place") from None
     env.console.say(f"written to {clean_line(str(target))}")
-    return 0
 
 
-def _import(env: Env, history: History, files: list[Path]) -> int:
+def _import(env: Env, history: History, files: list[str]) -> None:
     from localllm.history.importing import read_export
 
     for file in files:
-        found = read_export(file.expanduser())
+        found = read_export(Path(file).expanduser())
         for chat, messages in found.chats:
             history.save(chat, messages)
         skipped = f", {found.num_skipped} could not be read" if found.num_skipped else ""
         env.console.say(f"{counted(len(found.chats), 'chat')} from {found.source}{skipped}")
     env.console.say("Next: localllm logs list")
-    return 0
 
 
-def _remove(env: Env, history: History, chats: list[SavedChat]) -> int:
+def _remove(env: Env, history: History, chats: list[SavedChat]) -> None:
     for chat in chats:
-        title = fit(clean_line(chat.title) or "untitled", 60)
+        title = _title(chat)
         if not env.console.confirm(f"Remove “{title}” ({chat.num_messages} messages)?", default=False):
             env.console.say("kept")
             continue
         history.remove(chat.id)
         env.console.say(f"removed “{title}”")
-    return 0
 
 
 def _when(seconds: float) -> str:
