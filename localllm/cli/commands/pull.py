@@ -107,7 +107,7 @@ def _pull(env: Env, name: str, wish: Wish) -> dict[str, Any]:
     made = foreseen(env, config, resolved)
     announce(env, resolved, made)
     if resolved.licence_url:
-        console.say(f"  licence text: {clean_line(resolved.licence_url)}")
+        console.say(f"  license text: {clean_line(resolved.licence_url)}")
     if wish.dry_run:
         if not console.as_json:
             _list_files(env, resolved)

@@ -1,7 +1,7 @@
 """Line output: results on stdout, the rest on stderr; tables, questions, an error as panel, JSON and exit code.
 
 Text from outside is made harmless before a terminal sees it (`terminal.clean`); on a pipe or file it passes verbatim.
-No colour is written with NO_COLOR, TERM=dumb, `--color never` or off a terminal. Progress is `cli/progress.py`.
+No colour is written with NO_COLOR, TERM=dumb, `--color never` or off a terminal. Progress is `progress.py`.
 """
 
 from __future__ import annotations
@@ -14,81 +14,48 @@ import sys
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import IO, Any
 
 from localllm._version import __version__
 from localllm.errors import ConfigError, LocalLLMError
-from localllm.terminal import (
-    Cleaner,
-    cell_width,
-    clean,
-    clean_line,
-    dumb,
-    fit,
-    is_tty,
-    is_utf8,
-    json_safe,
-    no_color,
-)
+from localllm.terminal import Cleaner, cell_width, clean, clean_line, dumb, fit, is_tty, is_utf8, json_safe, no_color
 
 MAX_FIXES = 5  # An error has at most eight lines: what, why, hint, and these.
 
 MIN_NOTE = 14  # cells of a table's note below which a column is left out for it
 
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36", "accent": "1;36"}
-_ASCII = {
-    "✓": "+",
-    "✗": "x",
-    "!": "!",
-    "–": "-",
-    "·": "|",
-    "…": "...",
-    "━": "=",
-    "╸": ">",
-    "─": "-",
-    "→": "->",
-    "≈": "~",
-}
+_ASCII = str.maketrans("✓✗–·━╸─≈", "+x-|=>-~") | {ord("…"): "...", ord("→"): "->"}
 _COMMAND = re.compile(r"`((?:localllm|hf|sudo|export|pip|uv) [^`]+)`")
 
 
+@dataclass
 class Console:
-    """Where a command writes. `json` and `quiet` are the global options of the same names.
+    """Where a command writes. `as_json`, `quiet`, `yes` and `color` are the global options of these names.
 
-    color   "auto", "always" or "never"
-    verbose 0, 1 (log lines on stderr), 2 (tracebacks too)
+    verbose   0, 1 (log lines on stderr), 2 (tracebacks too)
+    ask       False with --no-input
     """
 
-    def __init__(
-        self,
-        *,
-        stdout: IO[str] | None = None,
-        stderr: IO[str] | None = None,
-        as_json: bool = False,
-        quiet: bool = False,
-        verbose: int = 0,
-        color: str = "auto",
-        ask: bool = True,
-        yes: bool = False,
-    ) -> None:
-        self.stdout = stdout or sys.stdout
-        self.stderr = stderr or sys.stderr
-        self.as_json = as_json
-        self.quiet = quiet
-        self.verbose = verbose
-        self.yes = yes
-        self.ask = ask
+    stdout: IO[str] = field(default_factory=lambda: sys.stdout)
+    stderr: IO[str] = field(default_factory=lambda: sys.stderr)
+    as_json: bool = False
+    quiet: bool = False
+    verbose: int = 0
+    color: str = "auto"
+    ask: bool = True
+    yes: bool = False
+
+    def __post_init__(self) -> None:
         self.out_tty = is_tty(self.stdout)
         self.err_tty = is_tty(self.stderr)
-        self._color = color
         self._cleaner = Cleaner()
-
-    # --- what can be shown -------------------------------------------------------------------------------------------
 
     def colored(self, stream: IO[str]) -> bool:
         """Whether colour may be written to `stream`."""
-        if self._color != "auto":
-            return self._color == "always"
+        if self.color != "auto":
+            return self.color == "always"
         if no_color() or dumb():
             return False
         return is_tty(stream) or bool(os.environ.get("FORCE_COLOR"))
@@ -101,20 +68,11 @@ class Console:
 
     def glyphs(self, text: str, *, err: bool = False) -> str:
         """Our own marks in ASCII where the stream cannot take them."""
-        if is_utf8(self.stderr if err else self.stdout):
-            return text
-        for mark, plain in _ASCII.items():
-            text = text.replace(mark, plain)
-        return text
-
-    # --- writing -----------------------------------------------------------------------------------------------------
+        return text if is_utf8(self.stderr if err else self.stdout) else text.translate(_ASCII)
 
     def answer(self, text: str) -> None:
         """A piece of an answer on stdout, at once: verbatim off a terminal, harmless on one."""
-        if self.out_tty:
-            text = self._cleaner.push(text)
-        self.stdout.write(text)
-        self.stdout.flush()
+        self.raw(self._cleaner.push(text) if self.out_tty else text)
 
     def raw(self, text: str) -> None:
         """Our own text on stdout, styles included; data in it was cleaned by the caller."""
@@ -147,8 +105,7 @@ class Console:
         indent = 2 if self.out_tty else None
         separators = None if indent else (",", ":")
         text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, default=str)
-        self.stdout.write(json_safe(text) + "\n")
-        self.stdout.flush()
+        self.raw(json_safe(text) + "\n")
 
     def table(
         self,
@@ -168,10 +125,9 @@ class Console:
         widths = _widths(columns, cells)
         for number, row in enumerate([list(columns), *cells]):
             parts = []
-            for i, cell in enumerate(row):
-                padding = " " * (widths[i] - cell_width(cell))
-                last = i == len(row) - 1
-                parts.append(padding + cell if columns[i] in right else cell + ("" if last else padding))
+            for name, cell, width in zip(columns, row, widths, strict=True):
+                padding = " " * (width - cell_width(cell))
+                parts.append(padding + cell if name in right else cell + padding)
             text = "  ".join(parts).rstrip()
             self.line(self.style(text, "dim") if number == 0 else text)
 
@@ -180,8 +136,6 @@ class Console:
         width = shutil.get_terminal_size().columns - 1 if self.err_tty else 10_000
         for line in textwrap.wrap(text, max(20, width), break_on_hyphens=False, break_long_words=False):
             self.say(line)
-
-    # --- asking ------------------------------------------------------------------------------------------------------
 
     def confirm(self, question: str, *, default: bool = True, flag: str = "-y") -> bool:
         """Ask on the terminal. --yes answers; without a terminal it is a ConfigError naming the flag to pass."""
@@ -198,8 +152,6 @@ class Console:
             return False
         reply = reply.strip().lower()
         return default if not reply else reply in ("y", "yes")
-
-    # --- failing -----------------------------------------------------------------------------------------------------
 
     def fail(self, error: LocalLLMError) -> int:
         """Show an error: lines on stderr, with --json also its twin on stdout. Returns the exit code."""

@@ -50,7 +50,7 @@ STEPS: dict[str, tuple[Step, ...]] = {
         Step("one with these words", "localllm logs search WORDS"),
     ),
     "E401": (
-        Step("accept the licence on the model's page, then", "hf auth login"),
+        Step("accept the license on the model's page, then", "hf auth login"),
         Step("whether a token is found", "localllm doctor --only hf"),
     ),
     "E501": (
