@@ -57,13 +57,8 @@ class ChatEndpoint:
         is_path = os.sep in model and Path(model).exists()
         name = clean_line(llm.path.name if is_path else model)
         keys = api_keys(self._env, self._config)
-        options = ServeOptions(
-            host=LOOPBACK,
-            port=wanted,
-            api_keys=keys,
-            origins=settings.cors,
-            service=ServiceOptions(llm.plan.max_parallel, default_model=name),
-        )
+        service = ServiceOptions(llm.plan.max_parallel, default_model=name)
+        options = ServeOptions(host=LOOPBACK, port=wanted, api_keys=keys, origins=settings.cors, service=service)
         try:
             self._beside = Beside(llm, (name,), options, self._ended)
         except ServerError as error:

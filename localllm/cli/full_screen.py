@@ -50,7 +50,7 @@ def full_screen(env: Env, config: UserConfig, start: Start) -> int:
 
 
 def _restart(model: str, chat_id: str) -> None:
-    words = [sys.executable, "-P", "-c", "from localllm.cli import main; main()", "chat", model, "--resume", chat_id]
+    words = [sys.executable, "-P", "-m", "localllm", "chat", model, "--resume", chat_id]
     sys.stdout.flush()
     os.execv(sys.executable, words)
 

@@ -46,17 +46,14 @@ class EventLines:
         self._start = time.monotonic()
 
     def phase(self, phase: LoadProgress) -> None:
-        """A phase of loading."""
         if phase.name != "ready":
             self._write(phase_event(phase, self._elapsed()))
 
     def ready(self, facts: Facts) -> None:
-        """The model can answer."""
         line = {"t": round(self._elapsed(), 3), "event": "ready", "device": facts.device, "ctx": facts.ctx}
         self._write(line | {"detail": facts.run_summary})
 
     def event(self, event: ChatEvent) -> None:
-        """An event of a turn."""
         line: dict[str, Any] = {"t": round(self._elapsed(), 3)}
         if isinstance(event, Prefill):
             line |= {"event": "prefill", "done": event.done, "total": event.total}
@@ -94,7 +91,6 @@ class Text:
             self._styles = MarkdownStream()
 
     def event(self, event: ChatEvent) -> None:
-        """Print a piece when streaming."""
         if self._job.stream and isinstance(event, Delta):
             self._piece(event.kind, event.text)
 

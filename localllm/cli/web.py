@@ -15,22 +15,18 @@ import socket
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from localllm.cli.attach import Attached, ask
 from localllm.cli.frame.command import Env
 from localllm.cli.start import Start
-from localllm.config import UserConfig
 from localllm.errors import ConfigError, ServerError
+from localllm.processes import running
 
-from .attach import Attached
 from .session import fake_engine
-
-if TYPE_CHECKING:
-    from localllm.processes import Running
 
 COOKIE = "localllm"
 START_S = 600.0  # for a server to load its model
-_OWN = [sys.executable, "-P", "-c", "from localllm.cli import main; main()"]
 _TAB = [sys.executable, "-P", "-m", "localllm.cli.tab"]
 
 
@@ -55,7 +51,7 @@ class Gate:
         return 403, ""
 
 
-def serve_web(env: Env, config: UserConfig, start: Start) -> int:
+def serve_web(env: Env, start: Start) -> int:
     """Serve until Ctrl-C."""
     try:
         import textual_serve.server  # noqa: F401
@@ -73,7 +69,7 @@ def serve_web(env: Env, config: UserConfig, start: Start) -> int:
         if attached.model:
             words += ["--model", attached.model]
     try:
-        return _serve(env, config, [*_TAB, *words], key)
+        return _serve(env, [*_TAB, *words], key)
     finally:
         if child is not None:
             child.terminate()
@@ -83,44 +79,32 @@ def serve_web(env: Env, config: UserConfig, start: Start) -> int:
 def _start_server(env: Env, model: str, ctx: str | None) -> tuple[subprocess.Popen[bytes], Attached]:
     """A server of our own on a free port, ready to answer. Its messages go to our stderr."""
     env.console.say("starting the server that all tabs share")
-    words = [*_OWN, "serve", model, "--port", "0", "--preload", "-y", *(["--ctx", ctx] if ctx else [])]
-    child = subprocess.Popen(words, stdin=subprocess.DEVNULL)
+    words = ["serve", model, "--port", "0", "--preload", "-y", *(["--ctx", ctx] if ctx else [])]
+    child = subprocess.Popen([sys.executable, "-P", "-m", "localllm", *words], stdin=subprocess.DEVNULL)
     end = time.monotonic() + START_S
     while child.poll() is None and time.monotonic() < end:
-        found = _record_of(child.pid)
-        if found is not None and _answers(found):
-            return child, Attached(found.url, found.token, found.models[0] if found.models else "")
+        if attached := _ready(child.pid):
+            return child, attached
         time.sleep(0.1)
     child.terminate()
     raise ServerError("the server did not start", "the lines above say why")
 
 
-def _record_of(pid: int) -> Running | None:
-    from localllm.processes import running
-
-    return next((one for one in running() if one.pid == pid and one.url), None)
-
-
-def _answers(server: Running) -> bool:
-    import httpx
-
-    try:
-        headers = {"authorization": f"Bearer {server.token}"}
-        found = httpx.get(f"{server.url}/health", headers=headers, timeout=2, trust_env=False)
-    except httpx.HTTPError:
-        return False
-    return found.status_code == 200 and bool(server.models)
+def _ready(pid: int) -> Attached | None:
+    """The server of a process, once it answers with a model loaded."""
+    found = next((one for one in running() if one.pid == pid and one.url), None)
+    if found is None or not found.models or ask(found, "GET", "/health") is None:
+        return None
+    return Attached(found.url, found.token, found.models[0])
 
 
-def _serve(env: Env, config: UserConfig, command: list[str], key: str) -> int:
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.bind(("127.0.0.1", 0))
-    sock.listen(64)  # before the link is shown: it is opened at once
+def _serve(env: Env, command: list[str], key: str) -> int:
+    sock = socket.create_server(("127.0.0.1", 0), backlog=64)  # before the link is shown: it is opened at once
     port = sock.getsockname()[1]
     gate = Gate((f"127.0.0.1:{port}", f"localhost:{port}"))
-    environment = {"LOCALLLM_API_KEY": key} if key else {}
-    server = make_server(shlex.join(command), port, gate, environment)
+    if key:
+        os.environ["LOCALLLM_API_KEY"] = key  # the tabs' processes inherit it; it must not stand in their command line
+    server = make_server(shlex.join(command), port, gate)
     env.console.say(f"Open http://127.0.0.1:{port}/?token={gate.token}   (good for one browser; Ctrl-C ends it)")
     from aiohttp import web
 
@@ -128,39 +112,30 @@ def _serve(env: Env, config: UserConfig, command: list[str], key: str) -> int:
     return 0
 
 
-def make_server(command: str, port: int, gate: Gate, environment: dict[str, str]) -> Any:
+def make_server(command: str, port: int, gate: Gate) -> Any:
     """The server of textual-serve, silent and behind the gate."""
     from aiohttp import web
     from textual_serve.server import Server
 
-    os.environ.update(environment)  # the tabs' processes inherit it; it must not stand in their command line
+    @web.middleware
+    async def behind(request: Any, handler: Any) -> Any:
+        headers, cookie = request.headers, request.cookies.get(COOKIE, "")
+        status, fresh = gate.check(headers.get("host", ""), headers.get("origin"), cookie, request.query.get("token"))
+        if status == 403:
+            return web.Response(status=403, text="This link was used, or is not for you. Start chat --web again.\n")
+        if status == 302:
+            response = web.Response(status=302, headers={"location": "/", "referrer-policy": "no-referrer"})
+            response.set_cookie(COOKIE, fresh, httponly=True, samesite="Strict")
+            return response
+        return await handler(request)
 
     class Behind(Server):
         async def _make_app(self) -> Any:
             app = await super()._make_app()
-            app.middlewares.append(_middleware(gate))
+            app.middlewares.append(behind)
             return app
 
         async def on_startup(self, app: Any) -> None:
-            """Nothing: what is to be said was said."""
-
-    def _middleware(gate: Gate) -> Any:
-        @web.middleware
-        async def behind(request: Any, handler: Any) -> Any:
-            status, cookie = gate.check(
-                request.headers.get("host", ""),
-                request.headers.get("origin"),
-                request.cookies.get(COOKIE, ""),
-                request.query.get("token"),
-            )
-            if status == 403:
-                return web.Response(status=403, text="This link was used, or is not for you. Start chat --web again.\n")
-            if status == 302:
-                response = web.Response(status=302, headers={"location": "/", "referrer-policy": "no-referrer"})
-                response.set_cookie(COOKIE, cookie, httponly=True, samesite="Strict")
-                return response
-            return await handler(request)
-
-        return behind
+            """Say nothing: what is to be said was said."""
 
     return Behind(command, "127.0.0.1", port, title="localllm", public_url=f"http://127.0.0.1:{port}")

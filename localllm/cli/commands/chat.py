@@ -102,7 +102,7 @@ def chat(
     if web:
         from localllm.cli.web import serve_web
 
-        return serve_web(env, config, start)
+        return serve_web(env, start)
     return open_chat(env, config, start, plain=plain)
 
 

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from localllm.cli.frame.command import Env, command
-from localllm.config import KEYS, Key, UserConfig, find_key, load_config, reference, set_key, settings_file, unset_key
+from localllm.cli.frame.console import picked
+from localllm.config import KEYS, Key, find_key, load_config, reference, set_key, settings_file, unset_key
 from localllm.config.keys import TABLES
 from localllm.errors import ConfigError
 from localllm.terminal import clean_line
@@ -43,23 +44,24 @@ def config(
             f"config {action} takes {names or 'no further words'}", f"localllm config {action} {names}".rstrip()
         )
     file = env.options.config or settings_file()
+    told: dict[str, Any] = {"file": str(file), "action": action}
     if action == "list":
-        return _list(env, origin)
-    if action == "get":
-        return _get(env, str(key), origin)
-    if action in ("set", "unset"):
-        return _change(env, action, str(key), value, file)
-    if action == "edit":
+        told = _list(env, origin, file)
+    elif action == "get":
+        told = _get(env, str(key), origin)
+    elif action in ("set", "unset"):
+        _change(env, str(key), value, file)
+        told["key"] = key
+    elif action == "edit":
         _edit(env, file)
-        if env.console.as_json:
-            env.console.emit("config/1", {"file": str(file), "action": action})
-    elif env.console.as_json:
-        keys = {"keys": [_described(known) for known in KEYS.values()]} if action == "schema" else {}
-        env.console.emit("config/1", {"file": str(file), "action": action, **keys})
-    elif action == "path":
+    elif action == "schema":
+        told["keys"] = [_described(known) for known in KEYS.values()]
+        if not env.console.as_json:
+            env.console.answer(reference())
+    elif not env.console.as_json:
         env.console.line(str(file))
-    else:
-        env.console.answer(reference())
+    if env.console.as_json:
+        env.console.emit("config/1", told)
     return 0
 
 
@@ -76,32 +78,19 @@ def _no_action(action: str, key: str | None) -> ConfigError:
 
 
 def _described(key: Key) -> dict[str, Any]:
-    return {
-        "key": key.path,
-        "default": key.default,
-        "takes": key.kind.expects,
-        "meaning": key.meaning,
-        "env": key.env,
-    }
+    return picked(key, "default meaning env") | {"key": key.path, "takes": key.kind.expects}
 
 
-def _list(env: Env, origin: bool) -> int:
+def _list(env: Env, origin: bool, file: Path) -> dict[str, Any]:
     found = env.config
-    rows = _rows(found)
-    if env.console.as_json:
-        settings = {path: {"value": value, "origin": found.origin(path)} for path, value in rows}
-        env.console.emit("config/1", {"file": str(env.options.config or settings_file()), "settings": settings})
-        return 0
-    columns = ("KEY", "VALUE", "ORIGIN") if origin else ("KEY", "VALUE")
-    env.console.table(columns, [(path, _text(path, value), found.origin(path))[: len(columns)] for path, value in rows])
-    return 0
-
-
-def _rows(found: UserConfig) -> list[tuple[str, Any]]:
     rows = [(path, found.get(path)) for path in KEYS]
     for table in TABLES:
         rows += [(f"{table}.{name}", value) for name, value in getattr(found, table).items()]
-    return rows
+    if not env.console.as_json:
+        shown = 3 if origin else 2
+        cells = [(path, _text(path, value), found.origin(path))[:shown] for path, value in rows]
+        env.console.table(("KEY", "VALUE", "ORIGIN")[:shown], cells)
+    return {"file": str(file), "settings": {p: {"value": v, "origin": found.origin(p)} for p, v in rows}}
 
 
 def _text(path: str, value: Any) -> str:
@@ -112,22 +101,20 @@ def _text(path: str, value: Any) -> str:
     return str(value)
 
 
-def _get(env: Env, key: str, origin: bool) -> int:
+def _get(env: Env, key: str, origin: bool) -> dict[str, Any]:
     value = env.config.get(key)
     where = env.config.origin(key)
-    if env.console.as_json:
-        env.console.emit("config/1", {"settings": {key: {"value": value, "origin": where}}})
-    else:
+    if not env.console.as_json:
         env.console.line(clean_line(_text(key, value)) + (f"   ({where})" if origin else ""))
-    return 0
+    return {"settings": {key: {"value": value, "origin": where}}}
 
 
-def _change(env: Env, action: str, key: str, value: str | None, file: Path) -> int:
-    if action == "set":
-        parsed = set_key(key, str(value), file)
+def _change(env: Env, key: str, value: str | None, file: Path) -> None:
+    """Set a key, or remove it where there is no value."""
+    if value is not None:
+        parsed = set_key(key, value, file)
         env.console.say(f"{clean_line(key)} = {clean_line(_text(key, parsed))} in {file}")
-        now = load_config(path=file)
-        where = now.origin(key)
+        where = load_config(path=file).origin(key)
         if where.startswith("env "):
             env.console.warn(f"{where[4:]} is set and wins over the file")
     elif unset_key(key, file):
@@ -136,9 +123,6 @@ def _change(env: Env, action: str, key: str, value: str | None, file: Path) -> i
         if key.split(".")[0] not in TABLES:
             find_key(key)
         env.console.say(f"{clean_line(key)} was not set in {file}")
-    if env.console.as_json:
-        env.console.emit("config/1", {"file": str(file), "key": key, "action": action})
-    return 0
 
 
 def _edit(env: Env, file: Path) -> None:
