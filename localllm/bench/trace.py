@@ -99,7 +99,7 @@ def _labelled(llm: LLM, label: Label) -> Iterator[None]:
     engine: Any = llm.engine
     model: Any = engine.stepper.runner.model
     places = [(engine.scheduler, "schedule"), (engine.builder, "build"), (model, "forward"), (model, "logits")]
-    places += [(model, "step"), *((engine, name) for name in ("_launch", "_sample", "_commit"))]
+    places += [(model, "step"), *((engine.stepper, name) for name in ("_launch", "_sample", "_commit"))]
     table = model.table
     for owner, name in places:
         known = "forward" if (owner, name) == (model, "step") else name.removeprefix("_")
