@@ -13,8 +13,7 @@ from collections import Counter
 
 from .errors import ApiError
 
-MAX_CLIENTS = 4096
-"""clients whose last turn is remembered"""
+MAX_CLIENTS = 4096  # clients whose last turn is remembered
 
 
 class Ticket:
@@ -31,13 +30,10 @@ class Ticket:
         self.queue = queue
         self.client = client
         self.priority = priority
-        self.cost = cost
-        """sequences the engine will run for it"""
-        self.deadline = deadline
-        """on the monotonic clock"""
+        self.cost = cost  # sequences the engine will run for it
+        self.deadline = deadline  # on the monotonic clock
         self.number = number
-        self.is_part = is_part
-        """stands for one sequence of a request that holds the place"""
+        self.is_part = is_part  # stands for one sequence of a request that holds the place
         self.is_granted = False
         self.is_released = False
         self._granted: asyncio.Future[None] | None = None
@@ -78,13 +74,11 @@ class Admission:
         self.parallel = parallel
         self.max_queue = max_queue
         self.ahead = max(1, parallel // 4) if ahead is None else ahead
-        self.num_reserved = 0
-        """requests that hold a place, waiting or not"""
+        self.num_reserved = 0  # requests that hold a place, waiting or not
         self._running = 0
         self._waiting: list[Ticket] = []
         self._per_client: Counter[str] = Counter()
-        self._served: dict[str, int] = {}
-        """client -> number of its last grant"""
+        self._served: dict[str, int] = {}  # client -> number of its last grant
         self._numbers = 0
         self._grants = 0
 

@@ -29,15 +29,11 @@ MAX_BODY_BYTES = 16 << 20
 class AppOptions:
     """How the server treats its callers."""
 
-    loopback: bool = True
-    """reachable from this machine only: Host must be local"""
-    api_keys: tuple[str, ...] = ()
-    """one of them must come with every request; none: no key is needed"""
-    origins: tuple[str, ...] = ()
-    """browser origins that may call"""
+    loopback: bool = True  # reachable from this machine only: Host must be local
+    api_keys: tuple[str, ...] = ()  # one of them must come with every request; none: no key is needed
+    origins: tuple[str, ...] = ()  # browser origins that may call
     max_body_bytes: int = MAX_BODY_BYTES
-    log_format: str = "text"
-    """text | json"""
+    log_format: str = "text"  # text | json
     token: str = ""
     """counts as a key, and is the only one for the routes that manage models; "" for no such routes"""
 

@@ -18,8 +18,7 @@ from .service import Service
 
 log = logging.getLogger(__name__)
 
-STOP_S = 2 * CUT_S + 2
-"""for answers to be cut and connections to be closed"""
+STOP_S = 2 * CUT_S + 2  # for answers to be cut and connections to be closed
 
 
 class Beside:

@@ -14,15 +14,11 @@ from .errors import ApiError
 
 Body = TypeVar("Body", bound=BaseModel)
 
-INLINE_BYTES = 64 << 10
-"""larger bodies are parsed in a thread"""
+INLINE_BYTES = 64 << 10  # larger bodies are parsed in a thread
 MAX_DEPTH = 128
-MAX_KEYS = 400_000
-"""of all objects together, and as many lists and objects"""
-MAX_VALUES = 1_000_000
-"""in all lists and objects together, and as many strings: token ids of seven windows of 131,072"""
-SLICE_BYTES = 256 << 10
-"""what is looked at before other threads may go on"""
+MAX_KEYS = 400_000  # of all objects together, and as many lists and objects
+MAX_VALUES = 1_000_000  # in all lists and objects together, and as many strings: token ids of seven windows of 131,072
+SLICE_BYTES = 256 << 10  # what is looked at before other threads may go on
 
 CODES = {
     "missing": "missing_required_parameter",

@@ -22,12 +22,10 @@ access = logging.getLogger("localllm.access")
 
 ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 KEY = "localllm.exchange"
-POLLED = {"/health", "/ping", "/metrics"}
-"""asked for every few seconds by whoever watches: no line each"""
+POLLED = {"/health", "/ping", "/metrics"}  # asked for every few seconds by whoever watches: no line each
+# a full queue is logged once in so long, with the number of refusals since: a line costs a fifth of one
 REFUSALS_S = 1.0
-"""a full queue is logged once in so long, with the number of refusals since: a line costs a fifth of one"""
-MAX_LOGGED = 120
-"""characters of a path or model name that a log line shows"""
+MAX_LOGGED = 120  # characters of a path or model name that a log line shows
 
 
 @dataclass(slots=True)
@@ -39,8 +37,7 @@ class Exchange:
     path: str
     peer: str
     """address, or "unix" """
-    agent: str = ""
-    """what tells the clients of one address apart: the User-Agent header"""
+    agent: str = ""  # what tells the clients of one address apart: the User-Agent header
     started: float = field(default_factory=time.monotonic)
     status: int = 0
     model: str = ""
@@ -51,10 +48,8 @@ class Exchange:
     ttft_s: float | None = None
     decode_tps: float = 0.0
     finish: str = ""
-    note: str = ""
-    """an error's code"""
-    more: int = 0
-    """refusals like this one that have no line"""
+    note: str = ""  # an error's code
+    more: int = 0  # refusals like this one that have no line
 
     def client_of(self, user: str = "") -> str:
         """Who is asking, for fairness: the address, and what tells its programs or users apart. Not the text itself."""
@@ -125,8 +120,7 @@ class Exchanges:
         self.app, self.on_end = app, on_end
         self.as_json = log_format == "json"
         self._refusal_at = -REFUSALS_S
-        self._refusals = 0
-        """without a line of their own since then"""
+        self._refusals = 0  # without a line of their own since then
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""

@@ -45,8 +45,7 @@ class Metrics:
             return Histogram(f"vllm:{name}", text, MODEL, registry=registry, buckets=buckets)
 
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of answered requests, cached ones included.")
-        self.generated: Counts[str] = Counts()
-        """tokens per model; counted for every delta, so it is a plain number"""
+        self.generated: Counts[str] = Counts()  # tokens per model; counted for every delta, so it is a plain number
         self.success = counter("request_success", "Requests that ended.", "finished_reason")
         self.request_prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
         self.request_generation_tokens = histogram(
@@ -55,8 +54,7 @@ class Metrics:
         self.params_n = histogram("request_params_n", "The parameter n.", SMALL)
         self.params_max_tokens = histogram("request_params_max_tokens", "The parameter max_tokens.", TOKENS)
         self.ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
-        self.gaps: dict[str, Gaps] = {}
-        """between two tokens of an answer, per model; counted for every token"""
+        self.gaps: dict[str, Gaps] = {}  # between two tokens of an answer, per model; counted for every token
         self.e2e = histogram("e2e_request_latency_seconds", "From arrival to the last token.", SECONDS)
         self.queue = histogram("request_queue_time_seconds", "From arrival to the first step.", SECONDS)
         self.inference = histogram("request_inference_time_seconds", "From the first step to the last token.", SECONDS)

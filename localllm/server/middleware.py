@@ -25,14 +25,10 @@ PREFLIGHT = {
 OPEN_PATHS = {"/health", "/ping"}
 LOCAL_SUFFIXES = (".localhost", ".local", ".internal")
 MAX_HEADERS = 100
-MAX_HEADER_BYTES = 32 << 10
-"""all header lines together"""
-MAX_TARGET_BYTES = 8 << 10
-"""path and query"""
-SMALL_BODY_BYTES = 64 << 10
-"""up to here a body is read whatever else is held"""
-MAX_BODIES = 16
-"""of the largest size: together no more bytes are held, until their requests have ended"""
+MAX_HEADER_BYTES = 32 << 10  # all header lines together
+MAX_TARGET_BYTES = 8 << 10  # path and query
+SMALL_BODY_BYTES = 64 << 10  # up to here a body is read whatever else is held
+MAX_BODIES = 16  # of the largest size: together no more bytes are held, until their requests have ended
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -81,8 +77,7 @@ class Gate:
     ) -> None:
         self.app, self.loopback, self.origins, self.max_body = app, loopback, origins, max_body
         self.api_keys = tuple(api_keys)
-        self.held_bytes = 0
-        """of bodies whose requests have not ended"""
+        self.held_bytes = 0  # of bodies whose requests have not ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -194,8 +189,7 @@ class QueueLimit:
 
     def __init__(self, app: ASGIApp, check_room: Callable[[], None], paths: frozenset[str]) -> None:
         self.app, self.check_room, self.paths = app, check_room, paths
-        self._kept: dict[tuple[str, str], Response] = {}
-        """the last refusal by message and path, which many get"""
+        self._kept: dict[tuple[str, str], Response] = {}  # the last refusal by message and path, which many get
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""

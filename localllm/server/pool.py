@@ -34,14 +34,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S = 10.0
-"""how long a model waits for room before those that hold it stop taking requests"""
-LIST_S = 5.0
-"""how long a list of local models is believed"""
-RESTART_S = 60.0
-"""an engine that dies again within this time is not restarted"""
-RECOVERY_S = 0.1
-"""before the next step of the thread that loads, after one that failed"""
+PATIENCE_S = 10.0  # how long a model waits for room before those that hold it stop taking requests
+LIST_S = 5.0  # how long a list of local models is believed
+RESTART_S = 60.0  # an engine that dies again within this time is not restarted
+RECOVERY_S = 0.1  # before the next step of the thread that loads, after one that failed
 
 
 class Lease:

@@ -14,17 +14,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .errors import ApiError, error_body
 
-HEADER_S = 15.0
-"""from the first moment a request may come to the end of its headers"""
-BODY_S = 20.0
-"""for a body, plus its size at `BODY_RATE`"""
-BODY_RATE = 64 << 10
-"""bytes per second"""
-READER_S = 30.0
-"""how long a client may leave our writes waiting"""
+HEADER_S = 15.0  # from the first moment a request may come to the end of its headers
+BODY_S = 20.0  # for a body, plus its size at `BODY_RATE`
+BODY_RATE = 64 << 10  # bytes per second
+READER_S = 30.0  # how long a client may leave our writes waiting
 DISCARD_S = 3.0
+# how much of a refused body is read and thrown away, so that the client comes to read the refusal
 DISCARD_BYTES = 64 << 20
-"""how much of a refused body is read and thrown away, so that the client comes to read the refusal"""
 MAX_CONNECTIONS = 2048
 
 
@@ -70,8 +66,7 @@ class Connection(H11Protocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._phase = ""
-        """what is awaited of the client: header, body, discard, or nothing"""
+        self._phase = ""  # what is awaited of the client: header, body, discard, or nothing
         self._timer: asyncio.TimerHandle | None = None
         self._deadline = 0.0
         self._phase_bytes = 0

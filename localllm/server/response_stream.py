@@ -14,8 +14,7 @@ from localllm.request import FinishReason
 
 log = logging.getLogger(__name__)
 
-MAX_PENDING = 64
-"""deltas that wait for their reader before new ones are merged into them"""
+MAX_PENDING = 64  # deltas that wait for their reader before new ones are merged into them
 
 
 class Meter(Protocol):

@@ -41,17 +41,14 @@ class Route:
     """One operation."""
 
     method: str
-    path: str
-    """`{name:path}` takes slashes, too"""
+    path: str  # `{name:path}` takes slashes, too
     endpoint: Callable[[Request], Awaitable[Response]]
     body: type[BaseModel] | None = None
-    answer: tuple[str, ...] = ()
-    """keys that a JSON answer always has"""
-    streams: str = ""
-    """the media type of a streamed answer"""
+    answer: tuple[str, ...] = ()  # keys that a JSON answer always has
+    streams: str = ""  # the media type of a streamed answer
     media: str = "application/json"
+    # refused while the queue is full, before anything is read; not Ollama's, which also unload models
     needs_room: bool = False
-    """refused while the queue is full, before anything is read; not Ollama's, which also unload models"""
 
 
 SSE = "text/event-stream"

@@ -25,18 +25,14 @@ from .service import Service, ServiceOptions
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 25.0
-"""for answers to end by themselves; then they are cut, and end regularly"""
-CUT_S = 3.0
-"""for connections that are left then"""
-LOADING_S = 0.5
-"""for a load that is under way when the server ends"""
+DRAIN_S = 25.0  # for answers to end by themselves; then they are cut, and end regularly
+CUT_S = 3.0  # for connections that are left then
+LOADING_S = 0.5  # for a load that is under way when the server ends
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 HEADER_BYTES = 32 << 10
 KEEP_ALIVE_S = 60
 BACKLOG = 512
-FILES = 65536
-"""open files wanted: every connection is one"""
+FILES = 65536  # open files wanted: every connection is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +41,12 @@ class ServeOptions:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    unix: Path | None = None
-    """a socket file instead of host and port"""
+    unix: Path | None = None  # a socket file instead of host and port
     api_keys: tuple[str, ...] = ()
-    token: str = ""
-    """lets the owner of this process in: `localllm ps` and `stop`"""
+    token: str = ""  # lets the owner of this process in: `localllm ps` and `stop`
     origins: tuple[str, ...] = ()
-    insecure: bool = False
-    """allow a non-loopback address without a key"""
-    preload: tuple[str, ...] = ()
-    """models to load before requests are taken"""
+    insecure: bool = False  # allow a non-loopback address without a key
+    preload: tuple[str, ...] = ()  # models to load before requests are taken
     log_format: str = "text"
     drain_s: float = DRAIN_S
     service: ServiceOptions = ServiceOptions()

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from localllm.device import MachineFacts
     from localllm.llm.llm import LLM
 
+# a model that may stay as long as this stays; no wait is longer, which the system's would refuse
 MAX_TTL_S = 10 * 365 * 86_400
-"""a model that may stay as long as this stays; no wait is longer, which the system's would refuse"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,12 +35,9 @@ from .served_model import ServedModel, State
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-STALL_S = 12.0
-"""a step older than this, and than three of the longest so far, means that nothing is being answered"""
-TEXT_THREADS = 4
-"""threads that render and tokenise"""
-INLINE_CHARS = 2000
-"""shorter texts are tokenised in the event loop: a thread would cost more (0.1 ms) than they do"""
+STALL_S = 12.0  # a step older than this, and than three of the longest so far, means that nothing is being answered
+TEXT_THREADS = 4  # threads that render and tokenise
+INLINE_CHARS = 2000  # shorter texts are tokenised in the event loop: a thread would cost more (0.1 ms) than they do
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,7 @@ from .errors import ApiError, ClientLeft, bug, from_error
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 15.0
-PATIENCE_S = 5.0
-"""how long an error before the first piece still gets a status of its own"""
+PATIENCE_S = 5.0  # how long an error before the first piece still gets a status of its own
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -183,5 +182,5 @@ def line(item: dict[str, Any]) -> bytes:
     return dumps(item) + b"\n"
 
 
+# OpenAI's server-sent events: an error is an event, `[DONE]` is the end
 EVENTS = StreamFormat(lambda error: data(error.body), b"data: [DONE]\n\n")
-"""OpenAI's server-sent events: an error is an event, `[DONE]` is the end"""

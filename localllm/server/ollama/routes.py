@@ -43,8 +43,8 @@ from localllm.server.sse import StreamFormat, line
 OLLAMA_LINES = StreamFormat(
     lambda error: line({"error": error.body["error"]["message"]}), media_type="application/x-ndjson", ping=b""
 )
+# (texts by kind, tool calls) -> the fields of a line that show them
 Fields = Callable[[dict[str, str], list[dict[str, str]]], dict[str, Any]]
-"""(texts by kind, tool calls) -> the fields of a line that show them"""
 
 
 async def chat(request: Request) -> Response:

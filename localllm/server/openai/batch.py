@@ -32,13 +32,10 @@ TIMEOUT_S = 24 * 3600.0
 class BatchCounts:
     """How far a batch is."""
 
-    total: int = 0
-    """requests in the file"""
-    skipped: int = 0
-    """answered by an earlier run"""
+    total: int = 0  # requests in the file
+    skipped: int = 0  # answered by an earlier run
     done: int = 0
-    failed: int = 0
-    """of those done: answered with an error"""
+    failed: int = 0  # of those done: answered with an error
     prompt_tokens: int = 0
     completion_tokens: int = 0
     started: float = field(default_factory=time.monotonic)
@@ -109,8 +106,7 @@ class Output:
             raise ConfigError(f"{path} cannot be written: {error.strerror}", "choose another -o FILE") from None
         try:
             _lock(self._file, path)
-            self.answered = self._read(again)
-            """ids that need no answer any more"""
+            self.answered = self._read(again)  # ids that need no answer any more
         except BaseException:
             self._file.close()
             raise

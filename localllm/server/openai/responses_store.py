@@ -15,10 +15,9 @@ MAX_BYTES = 64 << 20
 class Stored:
     """One response, and the conversation it answered."""
 
-    response: dict[str, Any]
-    """as the client got it"""
+    response: dict[str, Any]  # as the client got it
+    # what it was asked with, as items, oldest first, those of earlier responses included
     input_items: list[dict[str, Any]]
-    """what it was asked with, as items, oldest first, those of earlier responses included"""
     size_bytes: int
 
 

@@ -13,8 +13,7 @@ MAX_MESSAGES = 4096
 MAX_PROMPTS = 128
 MAX_PARTS = 1024
 MAX_IDS = 1024
-MAX_NAME = 512
-"""characters of ids, users and the like"""
+MAX_NAME = 512  # characters of ids, users and the like
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Name = Annotated[StrictStr, Field(max_length=MAX_NAME)]
@@ -116,10 +115,9 @@ class Sampled(Constraints):
     cache_salt: CacheSalt | None = None
     request_id: Annotated[StrictStr, Field(max_length=128)] | None = None
     user: Name | None = None
-    priority: Annotated[StrictInt, Field(ge=-1000, le=1000)] | None = None
-    """lower is earlier, as in vLLM"""
+    priority: Annotated[StrictInt, Field(ge=-1000, le=1000)] | None = None  # lower is earlier, as in vLLM
+    # best effort: not begun by then it is refused, running it ends with what it has
     deadline_ms: Annotated[StrictInt, Field(ge=1, le=86_400_000)] | None = None
-    """best effort: not begun by then it is refused, running it ends with what it has"""
 
 
 class ChatRequest(Sampled):
@@ -147,8 +145,8 @@ class ChatRequest(Sampled):
 class CompletionRequest(Sampled):
     """POST /v1/completions"""
 
+    # str | [str] | [int] | [[int]], checked by hand in `completions`
     prompt: Annotated[Any, Field(json_schema_extra={"anyOf": TEXTS_OR_IDS})]
-    """str | [str] | [int] | [[int]], checked by hand in `completions`"""
     max_tokens: Annotated[StrictInt, Field(ge=0, lt=2**31)] | None = None
     logprobs: Annotated[StrictInt, Field(ge=0, le=5)] | None = None
     echo: StrictBool | None = None

@@ -40,14 +40,12 @@ class EmbeddingRequest(Body):
     """POST /v1/embeddings"""
 
     model: StrictStr | None = None
+    # str | [str] | [int] | [[int]], checked by hand
     input: Annotated[Any, Field(json_schema_extra={"anyOf": TEXTS_OR_IDS})]
-    """str | [str] | [int] | [[int]], checked by hand"""
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[StrictInt, Field(ge=1, le=65536)] | None = None
-    pooling: Literal["mean", "last"] | None = None
-    """ours: how token vectors become one; mean by default"""
-    normalize: StrictBool | None = None
-    """ours: to length 1, which is the default"""
+    pooling: Literal["mean", "last"] | None = None  # ours: how token vectors become one; mean by default
+    normalize: StrictBool | None = None  # ours: to length 1, which is the default
     user: Name | None = None
 
 
