@@ -55,7 +55,6 @@ class Ticket:
         return Ticket(self.queue, self.client, self.priority, 1, self.deadline, self.number, is_part=True)
 
     def release(self) -> None:
-        """Give the place back."""
         if not self.is_released:
             self.is_released = True
             self.queue._release(self)

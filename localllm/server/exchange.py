@@ -56,7 +56,6 @@ class Exchange:
         return hashlib.blake2b(f"{self.peer}\0{user or self.agent}".encode(), digest_size=8).hexdigest()
 
     def as_json(self, seconds: float) -> dict[str, Any]:
-        """The log line's fields."""
         fields: dict[str, Any] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "id": self.request_id, "method": self.method,
             "path": self.path[:MAX_LOGGED], "status": self.status, "seconds": round(seconds, 4), "peer": self.peer,
@@ -123,7 +122,6 @@ class Exchanges:
         self._refusals = 0  # without a line of their own since then
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

@@ -9,14 +9,17 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter as Counts
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily as CounterFamily
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from localllm.llm.llm import LLM
 from localllm.llm.outputs import OutputDelta
 from localllm.request import SamplingParams
 
@@ -30,56 +33,70 @@ SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 
 GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 SMALL = (1, 2, 5, 10, 20, 50, 100, 128)
 TIMES = (0, 1, 2, 5, 10, 20, 50, 100)
+HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
+    "request_prompt_tokens": ("Prompt tokens of a request.", TOKENS),
+    "request_generation_tokens": ("Tokens of a request's answers.", TOKENS),
+    "request_params_n": ("The parameter n.", SMALL),
+    "request_params_max_tokens": ("The parameter max_tokens.", TOKENS),
+    "time_to_first_token_seconds": ("From arrival to the first token.", SECONDS),
+    "e2e_request_latency_seconds": ("From arrival to the last token.", SECONDS),
+    "request_queue_time_seconds": ("From arrival to the first step.", SECONDS),
+    "request_inference_time_seconds": ("From the first step to the last token.", SECONDS),
+    "request_prefill_time_seconds": ("From the first step to the first token.", SECONDS),
+    "request_decode_time_seconds": ("From the first to the last token.", SECONDS),
+    "request_num_preemptions": ("How often a request was put back to make room.", TIMES),
+}
+Read = Callable[[Any], float]
+GAUGES: dict[str, tuple[str, Read]] = {
+    "vllm:num_requests_running": ("Sequences being computed.", lambda s: s.num_running),
+    "vllm:kv_cache_usage_perc": (
+        "Share of the pages in use, 1 is all; cached pages count as free.",
+        lambda s: (s.pages_total - s.pages_free - s.pages_cached) / max(1, s.pages_total),
+    ),
+    "localllm:kv_pages_total": ("Pages of keys and values.", lambda s: s.pages_total),
+    "localllm:kv_pages_free": (
+        "Pages nobody holds, or only the prefix cache.", lambda s: s.pages_free + s.pages_cached,
+    ),
+    "localllm:kv_pages_cached": ("Pages only the prefix cache holds: free on demand.", lambda s: s.pages_cached),
+}  # fmt: skip
+COUNTERS: dict[str, tuple[str, Read]] = {
+    "vllm:prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_query_tokens),
+    "vllm:prefix_cache_hits": ("Prompt tokens found there.", lambda s: s.prefix_hit_tokens),
+    "vllm:num_preemptions": ("Sequences put back to make room.", lambda s: s.num_preemptions),
+}
 
 
 class Metrics:
-    """Everything `/metrics` shows."""
+    """Everything `/metrics` shows.
+
+    generated   tokens per model; counted for every delta, so it is a plain number
+    gaps        between two tokens of an answer, per model; counted for every token
+    decode_tps  tokens per second of each model's last answer
+    """
 
     def __init__(self, pool: ModelPool, queues: Mapping[str, Admission]) -> None:
         self.registry = registry = CollectorRegistry()
-
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"vllm:{name}", text, (*MODEL, *labels), registry=registry)
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"vllm:{name}", text, MODEL, registry=registry, buckets=buckets)
-
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of answered requests, cached ones included.")
-        self.generated: Counts[str] = Counts()  # tokens per model; counted for every delta, so it is a plain number
-        self.success = counter("request_success", "Requests that ended.", "finished_reason")
-        self.request_prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
-        self.request_generation_tokens = histogram(
-            "request_generation_tokens", "Tokens of a request's answers.", TOKENS
-        )
-        self.params_n = histogram("request_params_n", "The parameter n.", SMALL)
-        self.params_max_tokens = histogram("request_params_max_tokens", "The parameter max_tokens.", TOKENS)
-        self.ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
-        self.gaps: dict[str, Gaps] = {}  # between two tokens of an answer, per model; counted for every token
-        self.e2e = histogram("e2e_request_latency_seconds", "From arrival to the last token.", SECONDS)
-        self.queue = histogram("request_queue_time_seconds", "From arrival to the first step.", SECONDS)
-        self.inference = histogram("request_inference_time_seconds", "From the first step to the last token.", SECONDS)
-        self.prefill = histogram("request_prefill_time_seconds", "From the first step to the first token.", SECONDS)
-        self.decode = histogram("request_decode_time_seconds", "From the first to the last token.", SECONDS)
-        self.preempted = histogram("request_num_preemptions", "How often a request was put back to make room.", TIMES)
-        self._speeds: dict[str, float] = {}
+        self.generated: Counts[str] = Counts()
+        self.gaps: dict[str, Gaps] = {}
+        self.decode_tps: dict[str, float] = {}
+        text = "Prompt tokens of answered requests, cached ones included."
+        self.prompt_tokens = Counter("vllm:prompt_tokens", text, MODEL, registry=registry)
+        reasons = (*MODEL, "finished_reason")
+        self.success = Counter("vllm:request_success", "Requests that ended.", reasons, registry=registry)
         self.http = Counter("localllm:http_requests", "HTTP requests by status class.", ("status",), registry=registry)
+        self._histograms = {
+            name: Histogram(f"vllm:{name}", text, MODEL, registry=registry, buckets=buckets)
+            for name, (text, buckets) in HISTOGRAMS.items()
+        }
         registry.register(_Engines(self, pool, queues))
 
     def text(self) -> bytes:
-        """The page."""
         return generate_latest(self.registry)
 
-    def decode_tps(self) -> dict[str, float]:
-        """Tokens per second of each model's last answer."""
-        return dict(self._speeds)
-
-    def note_speed(self, model: str, tps: float) -> None:
-        """An answer had this speed."""
-        self._speeds[model] = tps
-
-    def meter(self, model: str, params: SamplingParams, exchange: Exchange, *, generates: bool = True) -> RequestMeter:
-        """What counts one request. `generates`: False where its tokens are dropped: a prompt is only scored."""
-        return RequestMeter(self, model, params, exchange, generates)
+    def observe(self, model: str, **values: float) -> None:
+        """One value each for these of `HISTOGRAMS`."""
+        for name, value in values.items():
+            self._histograms[name].labels(model).observe(value)
 
     def ended(self, exchange: Exchange) -> None:
         """An HTTP request is over."""
@@ -96,22 +113,23 @@ class Gaps:
         self._sum = 0.0
 
     def observe(self, seconds: float, count: int) -> None:
-        """So many gaps of that length."""
         self._counts[bisect_left(GAPS, seconds)] += count
         self._sum += seconds * count
 
     def add_to(self, family: HistogramMetricFamily, model: str) -> None:
-        """Show it."""
         bounds = (*(str(float(bound)) for bound in GAPS), "+Inf")
         buckets = list(zip(bounds, accumulate(self._counts), strict=True))
         family.add_metric([model], buckets, self._sum)
 
 
 class RequestMeter:
-    """Counts the deltas of one request, whether or not somebody still reads them."""
+    """Counts the deltas of one request, whether or not somebody still reads them.
+
+    generates  False where its tokens are dropped: a prompt is only scored
+    """
 
     def __init__(
-        self, metrics: Metrics, model: str, params: SamplingParams, exchange: Exchange, generates: bool
+        self, metrics: Metrics, model: str, params: SamplingParams, exchange: Exchange, *, generates: bool = True
     ) -> None:
         self._metrics, self._model, self._params, self._exchange = metrics, model, params, exchange
         self._generates = generates
@@ -123,14 +141,14 @@ class RequestMeter:
         self._gaps = metrics.gaps.setdefault(model, Gaps())
 
     def take(self, delta: OutputDelta) -> None:
-        """Count one."""
         now = time.monotonic()
         count = len(delta.token_ids)
         if count:
             last = self._last.get(delta.index)
             if last is None:
                 if not self._last:
-                    self._first(now)
+                    self._exchange.ttft_s = now - self._exchange.started
+                    self._metrics.observe(self._model, time_to_first_token_seconds=self._exchange.ttft_s)
             else:
                 self._gaps.observe((now - last) / count, count)
             self._last[delta.index] = now
@@ -142,10 +160,6 @@ class RequestMeter:
             self._of_answer(delta)
             if self._open == 0:
                 self._end(delta, now)
-
-    def _first(self, now: float) -> None:
-        self._exchange.ttft_s = now - self._exchange.started
-        self._metrics.ttft.labels(self._model).observe(self._exchange.ttft_s)
 
     def _of_answer(self, delta: OutputDelta) -> None:
         exchange = self._exchange
@@ -159,34 +173,35 @@ class RequestMeter:
             self._num_preemptions += delta.timing.num_preemptions
             exchange.decode_tps = delta.timing.decode_tps
             if delta.timing.decode_tps:
-                self._metrics.note_speed(self._model, delta.timing.decode_tps)
+                self._metrics.decode_tps[self._model] = delta.timing.decode_tps
             exchange.queue_s = delta.timing.queue_s
 
-    def _end(self, delta: OutputDelta, now: float) -> None:
-        metrics, model = self._metrics, self._model
-        reason = str(delta.finish_reason)
-        self._exchange.finish = reason
-        metrics.success.labels(model, reason).inc()
-        prompt = self._num_prompt_tokens or 0
-        metrics.prompt_tokens.labels(model).inc(prompt)
-        metrics.request_prompt_tokens.labels(model).observe(prompt)
-        metrics.request_generation_tokens.labels(model).observe(self._num_tokens)
-        metrics.params_n.labels(model).observe(self._params.n)
+    def _end(self, last: OutputDelta, now: float) -> None:
+        model, exchange, timing = self._model, self._exchange, last.timing
+        exchange.finish = str(last.finish_reason)
+        self._metrics.success.labels(model, exchange.finish).inc()
+        self._metrics.prompt_tokens.labels(model).inc(self._num_prompt_tokens or 0)
+        observe = partial(self._metrics.observe, model)
+        observe(
+            request_prompt_tokens=self._num_prompt_tokens or 0,
+            request_generation_tokens=self._num_tokens,
+            request_params_n=self._params.n,
+            request_num_preemptions=self._num_preemptions,
+            e2e_request_latency_seconds=now - exchange.started,
+        )
         if self._params.max_tokens is not None:
-            metrics.params_max_tokens.labels(model).observe(self._params.max_tokens if self._generates else 0)
-        metrics.preempted.labels(model).observe(self._num_preemptions)
-        metrics.e2e.labels(model).observe(now - self._exchange.started)
-        timing = delta.timing
-        if timing is None or not timing.total_s:
-            return
-        metrics.queue.labels(model).observe(timing.queue_s)
-        metrics.inference.labels(model).observe(max(0.0, timing.total_s - timing.queue_s))
-        metrics.prefill.labels(model).observe(max(0.0, timing.ttft_s - timing.queue_s))
-        metrics.decode.labels(model).observe(max(0.0, timing.total_s - timing.ttft_s))
+            observe(request_params_max_tokens=self._params.max_tokens if self._generates else 0)
+        if timing is not None and timing.total_s:
+            observe(
+                request_queue_time_seconds=timing.queue_s,
+                request_inference_time_seconds=max(0.0, timing.total_s - timing.queue_s),
+                request_prefill_time_seconds=max(0.0, timing.ttft_s - timing.queue_s),
+                request_decode_time_seconds=max(0.0, timing.total_s - timing.ttft_s),
+            )
 
 
 class _Engines(Collector):
-    """Gauges and counters that the engines and queues keep themselves."""
+    """What engines and queues count themselves, read whenever somebody looks at `/metrics`."""
 
     def __init__(self, metrics: Metrics, pool: ModelPool, queues: Mapping[str, Admission]) -> None:
         self._metrics, self._pool, self._queues = metrics, pool, queues
@@ -196,62 +211,45 @@ class _Engines(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Called for every look at `/metrics`."""
-
-        def gauge(name: str, text: str) -> GaugeMetricFamily:
-            return GaugeMetricFamily(name, text, labels=MODEL)
-
-        def count(name: str, text: str) -> CounterFamily:
-            return CounterFamily(name, text, labels=MODEL)
-
-        running = gauge("vllm:num_requests_running", "Sequences being computed.")
-        waiting = gauge("vllm:num_requests_waiting", "Requests that wait for their turn.")
-        reasons = GaugeMetricFamily(
-            "vllm:num_requests_waiting_by_reason", "What they wait for: here it is always room.",
-            labels=(*MODEL, "reason"),
-        )  # fmt: skip
-        usage = gauge("vllm:kv_cache_usage_perc", "Share of the pages in use, 1 is all; cached pages count as free.")
-        total = gauge("localllm:kv_pages_total", "Pages of keys and values.")
-        free = gauge("localllm:kv_pages_free", "Pages nobody holds, or only the prefix cache.")
-        cached = gauge("localllm:kv_pages_cached", "Pages only the prefix cache holds: free on demand.")
-        queries = count("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
-        hits = count("vllm:prefix_cache_hits", "Prompt tokens found there.")
-        preempted = count("vllm:num_preemptions", "Sequences put back to make room.")
-        steps = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of a step.", labels=MODEL)
-        info = GaugeMetricFamily(
-            "vllm:cache_config_info", "How keys and values are kept.",
-            labels=(*MODEL, "block_size", "cache_dtype", "num_gpu_blocks", "enable_prefix_caching"),
-        )  # fmt: skip
-        generated = count("vllm:generation_tokens", "Tokens generated.")
+        generated = CounterFamily("vllm:generation_tokens", "Tokens generated.", labels=MODEL)
         for name, number in self._metrics.generated.items():
             generated.add_metric([name], number)
-        itl = HistogramMetricFamily(
-            "vllm:inter_token_latency_seconds", "Between two tokens of an answer.", labels=MODEL
-        )
+        itl = "vllm:inter_token_latency_seconds"
+        between = HistogramMetricFamily(itl, "Between two tokens of an answer.", labels=MODEL)
         for name, gaps in self._metrics.gaps.items():
-            gaps.add_to(itl, name)
-        yield from (generated, itl)
-        for name, llm in self._pool.awake():
-            stats, queue = llm.stats(), self._queues.get(name)
-            used = stats.pages_total - stats.pages_free - stats.pages_cached
-            running.add_metric([name], stats.num_running)
-            num_waiting = stats.num_waiting + (queue.num_waiting if queue else 0)
+            gaps.add_to(between, name)
+        yield from (generated, between)
+        models = self._pool.awake()
+        stats = {name: llm.stats() for name, llm in models}
+        for family, table in ((GaugeMetricFamily, GAUGES), (CounterFamily, COUNTERS)):
+            for title, (text, read) in table.items():
+                shown = family(title, text, labels=MODEL)
+                for name, one in stats.items():
+                    shown.add_metric([name], read(one))
+                yield shown
+        steps = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of a step.", labels=MODEL)
+        for name, one in stats.items():
+            steps.add_metric([name], list(one.step_tokens.buckets()), one.step_tokens.total)
+        loaded = GaugeMetricFamily("localllm:models_loaded", "Models in memory.")
+        loaded.add_metric([], len(models))
+        yield from (steps, loaded, *self._waiting(stats), self._caches(models))
+
+    def _waiting(self, stats: dict[str, Any]) -> Iterator[Metric]:
+        waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Requests that wait for their turn.", labels=MODEL)
+        text = "What they wait for: here it is always room."
+        reasons = GaugeMetricFamily("vllm:num_requests_waiting_by_reason", text, labels=(*MODEL, "reason"))
+        for name, one in stats.items():
+            queue = self._queues.get(name)
+            num_waiting = one.num_waiting + (queue.num_waiting if queue else 0)
             waiting.add_metric([name], num_waiting)
             reasons.add_metric([name, "capacity"], num_waiting)
             reasons.add_metric([name, "deferred"], 0)
-            usage.add_metric([name], used / max(1, stats.pages_total))
-            total.add_metric([name], stats.pages_total)
-            free.add_metric([name], stats.pages_free + stats.pages_cached)
-            cached.add_metric([name], stats.pages_cached)
-            queries.add_metric([name], stats.prefix_query_tokens)
-            hits.add_metric([name], stats.prefix_hit_tokens)
-            preempted.add_metric([name], stats.num_preemptions)
-            plan = llm.plan
-            info.add_metric(
-                [name, str(plan.page_size), plan.kv, str(sum(plan.num_pages)), str(plan.prefix_cache).lower()], 1
-            )
-            steps.add_metric([name], list(stats.step_tokens.buckets()), stats.step_tokens.total)
-        loaded = GaugeMetricFamily("localllm:models_loaded", "Models in memory.")
-        loaded.add_metric([], len(self._pool.awake()))
-        yield from (running, waiting, reasons, usage, total, free, cached, queries, hits, preempted, steps, info)
-        yield loaded
+        yield from (waiting, reasons)
+
+    def _caches(self, models: Sequence[tuple[str, LLM]]) -> Metric:
+        labels = (*MODEL, "block_size", "cache_dtype", "num_gpu_blocks", "enable_prefix_caching")
+        info = GaugeMetricFamily("vllm:cache_config_info", "How keys and values are kept.", labels=labels)
+        for name, llm in models:
+            plan, cached = llm.plan, str(plan.prefix_cache).lower()
+            info.add_metric([name, str(plan.page_size), plan.kv, str(sum(plan.num_pages)), cached], 1)
+        return info

@@ -80,7 +80,6 @@ class Gate:
         self.held_bytes = 0  # of bodies whose requests have not ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -192,7 +191,6 @@ class QueueLimit:
         self._kept: dict[tuple[str, str], Response] = {}  # the last refusal by message and path, which many get
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
         if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self.paths:
             try:
                 self.check_room()

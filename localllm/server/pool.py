@@ -183,7 +183,6 @@ class ModelPool:
 
     @property
     def is_loading(self) -> bool:
-        """Whether a model is being loaded now."""
         return any(entry.state is State.LOADING for entry in list(self._entries.values()))
 
     @property

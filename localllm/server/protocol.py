@@ -48,12 +48,10 @@ class OneWrite:
             self._transport.write(data)
 
     def close(self) -> None:
-        """Send what is held, and no more."""
         self.flush()
         self._transport.close()
 
     def flush(self) -> None:
-        """Send what is held."""
         if self._held:
             data, self._held = self._held, b""
             self._transport.write(data)
@@ -75,7 +73,6 @@ class Connection(H11Protocol):
     # --- reading -----------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client came."""
         super().connection_made(OneWrite(transport))  # type: ignore[arg-type]
         if len(self.connections) > self.max_connections:
             transport.abort()
@@ -83,7 +80,6 @@ class Connection(H11Protocol):
         self._enter("header")
 
     def data_received(self, data: bytes) -> None:
-        """Bytes came."""
         self._phase_bytes += len(data)
         try:
             super().data_received(data)
@@ -93,20 +89,17 @@ class Connection(H11Protocol):
         self._update()
 
     def on_response_complete(self) -> None:
-        """An answer is out; another request may come."""
         self.transport.flush()  # type: ignore[attr-defined]
         super().on_response_complete()
         if not self.transport.is_closing():
             self._update()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client is gone."""
         self._enter("")
         self._stop_write_timer()
         super().connection_lost(exc)
 
     def _update(self) -> None:
-        """Which deadline holds now."""
         if self.transport.is_closing():
             self._enter("")
         elif self.conn.their_state is h11.SEND_BODY:
@@ -183,13 +176,11 @@ class Connection(H11Protocol):
     # --- writing -----------------------------------------------------------------------------------------------------
 
     def pause_writing(self) -> None:
-        """The client does not read."""
         super().pause_writing()
         if self._write_timer is None:
             self._write_timer = self.loop.call_later(READER_S, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It does again."""
         self._stop_write_timer()
         super().resume_writing()
 

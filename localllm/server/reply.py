@@ -23,11 +23,9 @@ class Rendering(Protocol):
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """The body of a request that does not stream"""
-        ...
 
     def chunks(self) -> AsyncIterator[bytes]:
         """The stream but its end; raises the error that ended an answer"""
-        ...
 
 
 async def reply(

@@ -22,7 +22,6 @@ class Meter(Protocol):
 
     def take(self, delta: OutputDelta) -> None:
         """Called in the engine's thread for every delta, read or not"""
-        ...
 
 
 class Listener:
@@ -113,7 +112,6 @@ class AsyncResponseStream:
             self._timer = asyncio.get_running_loop().call_later(left, self.cut, "its deadline passed")
 
     def take(self, delta: OutputDelta) -> None:
-        """A delta, in the event loop."""
         if delta.finish_reason is not None:
             self._open -= 1
             if self.is_late and delta.finish_reason is FinishReason.ABORT:

@@ -62,19 +62,15 @@ class Hooks(Protocol):
 
     def listening(self, url: str) -> None:
         """The address answers; requests get 503 until `ready`"""
-        ...
 
     def ready(self, url: str, service: Service) -> None:
         """Requests are taken"""
-        ...
 
     def tick(self) -> None:
         """A tenth of a second passed"""
-        ...
 
     def draining(self, running: int, again: bool) -> None:
         """A signal came; `again`: a second one, the process ends at once"""
-        ...
 
 
 def bind(options: ServeOptions) -> socket.socket:
@@ -219,7 +215,6 @@ def make_server(service: Service, options: AppOptions) -> Any:
         """uvicorn's server, with the signals left to us: it would raise them again after draining."""
 
         def capture_signals(self) -> Any:
-            """Ours are installed by `_signals`."""
             return contextlib.nullcontext()
 
     return Server(config)

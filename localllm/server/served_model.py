@@ -56,7 +56,6 @@ class ServedModel:
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """What a client may call it."""
         return self.name, *self.aliases
 
 
@@ -83,16 +82,13 @@ class Fit(Protocol):
     @property
     def fits(self) -> bool:
         """Whether the model can run so"""
-        ...
 
     @property
     def ctx(self) -> int:
         """Tokens of its window"""
-        ...
 
     def error(self, name: str) -> LocalLLMError:
         """Why it does not fit"""
-        ...
 
 
 class Loader(Protocol):
@@ -100,7 +96,6 @@ class Loader(Protocol):
 
     def plan(self, model: ServedModel, machine: MachineFacts) -> Fit:
         """What would run, given these facts"""
-        ...
 
     def load(
         self,
@@ -110,7 +105,6 @@ class Loader(Protocol):
         cancel: threading.Event,
     ) -> LLM:
         """The loaded model"""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from .admission import Admission, Ticket
 from .errors import ApiError, from_error
 from .exchange import Exchange, exchange_of
 from .generation import Conversation, Generation
-from .metrics import Metrics
+from .metrics import Metrics, RequestMeter
 from .pool import Lease, ModelPool
 from .response_stream import AsyncResponseStream, Listener, Mailbox
 from .served_model import ServedModel, State
@@ -66,7 +66,6 @@ class Reservation:
 
     @property
     def llm(self) -> LLM:
-        """The loaded model."""
         assert self.lease is not None
         return self.lease.llm
 
@@ -78,7 +77,6 @@ class Reservation:
             self.abort()
 
     def abort(self) -> None:
-        """End what has not ended."""
         for stream in self.streams:
             stream.abort()
 
@@ -115,7 +113,6 @@ class Service:
     # --- models ------------------------------------------------------------------------------------------------------
 
     async def models(self) -> tuple[ServedModel, ...]:
-        """Every model that may be asked for."""
         return await self.in_thread(self.pool.models)
 
     async def find(self, asked: str | None) -> ServedModel:
@@ -270,7 +267,9 @@ class Service:
                 reservation.release()
 
         for number, prompt in enumerate(prompts):
-            meter = self.metrics.meter(reservation.model.name, params, reservation.exchange, generates=asked.generates)
+            meter = RequestMeter(
+                self.metrics, reservation.model.name, params, reservation.exchange, generates=asked.generates
+            )
             stream = AsyncResponseStream(params.n, on_end)
             listener = Listener(mailbox, stream, meter, streams=asked.streams)
             try:

@@ -580,8 +580,9 @@ def test_how_often_a_request_was_put_back_is_counted(service):
     from localllm.llm.outputs import OutputDelta
     from localllm.request import FinishReason, SamplingParams, Timing
     from localllm.server.exchange import Exchange
+    from localllm.server.metrics import RequestMeter
 
-    meter = service.metrics.meter("tiny", SamplingParams(n=2), Exchange("r", "POST", CHAT, "unix"))
+    meter = RequestMeter(service.metrics, "tiny", SamplingParams(n=2), Exchange("r", "POST", CHAT, "unix"))
     for index, times in enumerate((2, 1)):
         meter.take(OutputDelta(index, finish_reason=FinishReason.STOP, timing=Timing(num_preemptions=times)))
     assert 'vllm:request_num_preemptions_sum{model_name="tiny"} 3.0' in service.metrics.text().decode()

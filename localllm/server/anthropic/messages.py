@@ -91,7 +91,6 @@ class MessageRendering:
         self._called = False
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        """The answer of a request that does not stream."""
         (one,) = outputs[0].completions
         reason, sequence = _stop(one.finish_reason, one.stop_reason, has_tool_calls=bool(one.tool_calls))
         return _message(self._reservation.model.name) | {
@@ -100,7 +99,6 @@ class MessageRendering:
         }  # fmt: skip
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """All events."""
         streams = self._reservation.streams
         begin = _message(self._reservation.model.name) | {"usage": _usage(Usage(len(streams[0].prompt_token_ids)))}
         yield named("message_start", {"type": "message_start", "message": begin}) + named("ping", {"type": "ping"})
@@ -108,7 +106,6 @@ class MessageRendering:
             yield chunk
 
     def take(self, delta: OutputDelta) -> list[bytes]:
-        """The events of a delta."""
         events = [event for kind, text in delta.parts for event in self._take(kind, text)]
         return [*events, *self._end(delta)] if delta.finish_reason is not None else events
 

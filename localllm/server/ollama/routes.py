@@ -107,13 +107,11 @@ class LineRendering:
     calls: list[dict[str, str]] = field(default_factory=list)
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        """The answer of a request that does not stream."""
         (one,) = outputs[0].completions
         end = _end(one.finish_reason, outputs[0].usage, outputs[0].timing, self.started)
         return self._line({"content": one.text, "reasoning": one.reasoning}, one.tool_calls) | end
 
     def chunks(self) -> AsyncIterator[bytes]:
-        """All lines."""
         return rendered(self.streams, self._lines)
 
     def _line(self, texts: dict[str, str], calls: list[dict[str, str]]) -> dict[str, Any]:

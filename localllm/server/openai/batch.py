@@ -42,7 +42,6 @@ class BatchCounts:
 
     @property
     def seconds(self) -> float:
-        """Since the start."""
         return time.monotonic() - self.started
 
 
@@ -156,7 +155,6 @@ class Output:
         self._file.flush()
 
     def close(self) -> None:
-        """Everything on the disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()

@@ -39,12 +39,10 @@ class ChatRendering(Rendering):
         self._called: set[int] = set()  # answers that called a tool
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        """The answer of a request that does not stream."""
         ids = {"prompt_token_ids": outputs[0].prompt_token_ids} if self._body.return_token_ids else {}
         return super().whole(outputs) | ids
 
     def choices(self, outputs: list[RequestOutput]) -> list[dict[str, Any]]:
-        """The choices of a whole answer."""
         return [self._choice(one) for one in outputs[0].completions]
 
     def _choice(self, one: CompletionOutput) -> dict[str, Any]:
@@ -64,7 +62,6 @@ class ChatRendering(Rendering):
         return choice | ({"token_ids": one.token_ids} if self._body.return_token_ids else {})
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """The whole stream but its end."""
         options, (stream,) = self._body.stream_options, self.streams
         head = {**self.head, "object": self.objects[1]}
         if options and options.include_usage:

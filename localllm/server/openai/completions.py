@@ -42,7 +42,6 @@ class CompletionRendering(Rendering):
         self._lengths = [0] * (len(self.streams) * self._per_prompt)  # characters that log-probabilities have covered
 
     def choices(self, outputs: list[RequestOutput]) -> list[dict[str, Any]]:
-        """The choices of a whole answer."""
         return [
             self._choice(output, one, number * self._per_prompt + one.index)
             for number, output in enumerate(outputs)
@@ -72,7 +71,6 @@ class CompletionRendering(Rendering):
         return self.tokenizer.decode(ids, skip_special=False)
 
     def chunks(self) -> AsyncIterator[bytes]:
-        """The whole stream but its end."""
         return self.stream({**self.head, "object": self.objects[1], **({"usage": None} if self.wants_usage else {})})
 
     def choices_of(self, number: int, delta: OutputDelta) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from localllm.llm.outputs import OutputDelta
 from localllm.request import FinishReason, SamplingParams, TokenEvent
 from localllm.server.body import read_body
 from localllm.server.errors import ApiError
+from localllm.server.metrics import RequestMeter
 from localllm.server.openai.output import new_id
 from localllm.server.openai.reading import split_prompts
 from localllm.server.other.schemas import MAX_TEXTS, Document, EmbeddingRequest, RerankRequest, ScoreRequest
@@ -134,16 +135,14 @@ async def _pooled(
 ) -> np.ndarray:
     loop = asyncio.get_running_loop()
     result: asyncio.Future[np.ndarray] = loop.create_future()
-    meter = service.metrics.meter(reservation.model.name, SamplingParams(), reservation.exchange)
+    meter = RequestMeter(service.metrics, reservation.model.name, SamplingParams(), reservation.exchange)
 
     def on_event(event: TokenEvent) -> None:
-        """In the engine's thread."""
         if event.finish_reason is not None:
             meter.take(OutputDelta(0, finish_reason=event.finish_reason, usage=event.usage, timing=event.timing))
             loop.call_soon_threadsafe(take, event)
 
     def take(event: TokenEvent) -> None:
-        """In the event loop."""
         if result.done():
             return
         if event.error is not None:

@@ -55,7 +55,6 @@ class TokenBytes(Protocol):
 
     def token_bytes(self, index: int) -> bytes:
         """The bytes a token stands for"""
-        ...
 
 
 class TokenNames:
@@ -76,7 +75,6 @@ class TokenNames:
         return {"content": [self.entry(entry) for entry in entries], "refusal": None}
 
     def entry(self, entry: TokenLogprob) -> dict[str, Any]:
-        """One token with its alternatives."""
         top = [self._one(token, logprob) for token, logprob in entry.top]
         return {**self._one(entry.token_id, entry.logprob), "top_logprobs": top}
 

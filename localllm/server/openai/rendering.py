@@ -36,7 +36,6 @@ class Rendering:
         self._running = [Usage(len(stream.prompt_token_ids)) for stream in self.streams]
 
     def choices(self, outputs: list[RequestOutput]) -> list[dict[str, Any]]:
-        """The choices of a whole answer."""
         raise NotImplementedError
 
     def choices_of(self, number: int, delta: OutputDelta) -> list[dict[str, Any]]:
@@ -44,7 +43,6 @@ class Rendering:
         raise NotImplementedError
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        """The answer of a request that does not stream."""
         usage = self._sum([output.usage for output in outputs])
         whole = {
             **self.head, "object": self.objects[0], "choices": self.choices(outputs), "usage": usage_json(usage),

@@ -46,14 +46,12 @@ class Growing:
     # --- events ------------------------------------------------------------------------------------------------------
 
     def begin(self) -> list[bytes]:
-        """The first two."""
         return [
             self._event("response.created", response=self.json()),
             self._event("response.in_progress", response=self.json()),
         ]
 
     def take(self, delta: OutputDelta) -> list[bytes]:
-        """What a delta adds."""
         events: list[bytes] = []
         logprobs = self._shown(delta.logprobs)
         for kind, text in delta.parts:
@@ -179,7 +177,6 @@ class Growing:
     # --- the object --------------------------------------------------------------------------------------------------
 
     def json(self) -> dict[str, Any]:
-        """The response as it is now."""
         body, usage = self._body, self._usage
         text = {"format": {"type": "text"}, "verbosity": None}
         if body.text is not None:

@@ -55,7 +55,6 @@ class ResponseStore:
         return None
 
     def remove(self, response_id: str) -> bool:
-        """Forget a response; False when it is not there."""
         found = self._items.pop(response_id, None)
         if found is None:
             return False

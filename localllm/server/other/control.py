@@ -44,7 +44,7 @@ async def processes(request: Request) -> Response:
                 facts["running"] = llm.stats().num_running
                 facts |= {"truth_line": llm.run_summary, "warnings": llm.state().warnings}
         rows.append(facts)
-    return JSONResponse({"models": rows, "draining": service.is_draining, "decode_tps": service.metrics.decode_tps()})
+    return JSONResponse({"models": rows, "draining": service.is_draining, "decode_tps": service.metrics.decode_tps})
 
 
 async def unload(request: Request) -> Response:
