@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
-from .errors import ApiError
+from .errors import ApiError, invalid
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -55,7 +55,7 @@ def checked(value: Any, model: type[Body]) -> Body:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         path = dotted(first["loc"])
         code = CODES.get(first["type"], "invalid_type" if first["type"].endswith("_type") else "invalid_value")
-        raise ApiError(400, f"{path or 'body'}: {first['msg']}.", code=code, param=path or None) from None
+        raise invalid(f"{path or 'body'}: {first['msg']}.", path or None, code) from None
 
 
 def parse_json(data: bytes) -> dict[str, Any]:

@@ -73,6 +73,17 @@ def gone() -> ApiError:
     return ApiError(499, "The client left.", code="client_closed_request")
 
 
+def invalid(message: str, param: str | None, code: str | None = None) -> ApiError:
+    """A field that cannot be so."""
+    return ApiError(400, message, code=code, param=param)
+
+
+def not_text(what: str, kind: object, param: str) -> ApiError:
+    """Content of a kind that this model cannot read."""
+    message = f"{what} of type {str(kind)[:40]!r} is not supported: this model reads text."
+    return invalid(message, param, "unsupported_value")
+
+
 def unsupported(what: str, param: str) -> ApiError:
     """A feature this version or model does not have, refused by name."""
     return ApiError(400, what, "not_supported_error", "unsupported_feature", param)

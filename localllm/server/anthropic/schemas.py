@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from localllm.server.body import checked
-from localllm.server.errors import ApiError, renaming, unsupported
+from localllm.server.errors import invalid, not_text, renaming, unsupported
 from localllm.server.openai.reading import with_further
-from localllm.server.openai.schemas import MAX_MESSAGES, Body, CacheSalt, ChatRequest, Name, Number
+from localllm.server.openai.schemas import MAX_MESSAGES, Body, CacheSalt, ChatRequest, Name, Number, ranged
 
 Blocks = StrictStr | Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=1024)]
 
@@ -43,12 +43,12 @@ class CountRequest(Body):
 class MessagesRequest(CountRequest):
     """POST /v1/messages"""
 
-    max_tokens: Annotated[StrictInt, Field(ge=1, lt=2**31)]
+    max_tokens: Annotated[StrictInt, ranged("max_tokens")]
     stop_sequences: Annotated[list[StrictStr], Field(fail_fast=True, max_length=64)] | None = None
     stream: StrictBool | None = None
-    temperature: Annotated[Number, Field(ge=0, le=1)] | None = None
-    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[StrictInt, Field(ge=0, lt=2**31)] | None = None
+    temperature: Annotated[Number, ranged("temperature", le=1)] | None = None
+    top_p: Annotated[Number, ranged("top_p")] | None = None
+    top_k: Annotated[StrictInt, ranged("top_k", ge=0)] | None = None
     metadata: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None
@@ -133,10 +133,7 @@ def _messages(message: MessageParam, where: str) -> list[dict[str, Any]]:
             content = _text(block.get("content") or "", at)
             out.append({"role": "tool", "tool_call_id": _string(block.get("tool_use_id"), at), "content": content})
         else:
-            raise ApiError(
-                400, f"Blocks of type {str(kind)[:40]!r} are not supported: this model reads text.",
-                code="unsupported_value", param=at,
-            )  # fmt: skip
+            raise not_text("A block", kind, at)
     if texts or calls or not out:
         made: dict[str, Any] = {"role": message.role, "content": "".join(texts)}
         if calls:
@@ -151,13 +148,13 @@ def _text(blocks: Any, where: str) -> str:
     if isinstance(blocks, str):
         return blocks
     if not isinstance(blocks, list) or not all(isinstance(b, dict) and b.get("type") == "text" for b in blocks):
-        raise ApiError(400, "Only text blocks are supported here.", code="unsupported_value", param=where)
+        raise invalid("Only text blocks are supported here.", where, "unsupported_value")
     return "\n".join(_string(block.get("text"), where) for block in blocks)
 
 
 def _string(value: Any, where: str) -> str:
     if not isinstance(value, str):
-        raise ApiError(400, "A block lacks its text, name or id.", code="invalid_type", param=where)
+        raise invalid("A block lacks its text, name or id.", where, "invalid_type")
     return value
 
 
@@ -177,7 +174,7 @@ def _choice(choice: dict[str, Any]) -> dict[str, Any]:
     disabled = choice.get("disable_parallel_tool_use")
     if disabled is not None and not isinstance(disabled, bool):
         message = "tool_choice.disable_parallel_tool_use is true or false."
-        raise ApiError(400, message, code="invalid_type", param="tool_choice")
+        raise invalid(message, "tool_choice", "invalid_type")
     parallel = {} if disabled is None else {"parallel_tool_calls": not disabled}
     if kind in ("auto", "none"):
         return {"tool_choice": kind, **parallel}
@@ -185,10 +182,10 @@ def _choice(choice: dict[str, Any]) -> dict[str, Any]:
         return {"tool_choice": "required", **parallel}
     if kind == "tool":
         return {"tool_choice": {"type": "function", "function": {"name": choice.get("name")}}, **parallel}
-    raise ApiError(400, "tool_choice.type is one of auto, any, tool, none.", param="tool_choice")
+    raise invalid("tool_choice.type is one of auto, any, tool, none.", "tool_choice")
 
 
 def _format(form: Any) -> dict[str, Any]:
     if not isinstance(form, dict) or form.get("type") != "json_schema":
-        raise ApiError(400, "The output format is a json_schema.", param="output_config.format")
+        raise invalid("The output format is a json_schema.", "output_config.format")
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.get("schema"), "strict": True}}

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from localllm.server.body import checked
-from localllm.server.errors import ApiError, renaming, unsupported
+from localllm.server.errors import invalid, renaming, unsupported
 from localllm.server.openai.reading import with_further
 from localllm.server.openai.schemas import MAX_MESSAGES, TEXTS_OR_IDS, Body, ChatRequest, CompletionRequest
 
@@ -106,7 +106,7 @@ def chat_of(body: OllamaChatRequest) -> ChatRequest:
 def generate_of(body: OllamaGenerateRequest) -> ChatRequest:
     """The chat request of a prompt, with the model's own template. Raises ApiError."""
     if body.template is not None:
-        raise ApiError(400, "A template may not come with a request.", param="template")
+        raise invalid("A template may not come with a request.", "template")
     messages = [{"role": "system", "content": body.system}] if body.system else []
     fields = with_further(body, _common(body), "format")
     return _checked(fields | {"messages": [*messages, {"role": "user", "content": body.prompt}]}, ChatRequest)
@@ -138,7 +138,7 @@ def keep_alive_s(value: str | float | None) -> float | None | Literal["default"]
             sign = -1.0 if value.startswith("-") else 1.0
             parts = DURATION.findall(value.lstrip("-"))
             if not parts or "".join(n + u for n, u in parts) != value.lstrip("-"):
-                raise ApiError(400, "keep_alive is a time such as 5m, or seconds.", param="keep_alive")
+                raise invalid("keep_alive is a time such as 5m, or seconds.", "keep_alive")
             seconds = sign * sum(float(number) * SECONDS[unit] for number, unit in parts)
     else:
         seconds = float(value)
@@ -167,7 +167,7 @@ def _common(body: _Asked) -> dict[str, Any]:
                 "json_schema": {"name": "answer", "schema": body.format},
             }
         else:
-            raise ApiError(400, "format is json or a JSON schema.", param="format")
+            raise invalid("format is json or a JSON schema.", "format")
     return fields
 
 

@@ -18,7 +18,7 @@ from localllm.errors import InvalidRequest, LocalLLMError
 from localllm.llm.outputs import OutputDelta
 from localllm.request import FinishReason, SamplingParams, TokenEvent
 from localllm.server.body import read_body
-from localllm.server.errors import ApiError
+from localllm.server.errors import ApiError, invalid
 from localllm.server.metrics import RequestMeter
 from localllm.server.openai.output import new_id
 from localllm.server.openai.reading import split_prompts
@@ -54,7 +54,7 @@ async def score(request: Request) -> Response:
     second_name = "text_2" if body.documents is None else "documents"
     first, second = _list(getattr(body, first_name), first_name), _list(getattr(body, second_name), second_name)
     if len(first) != 1 and len(first) != len(second):
-        raise ApiError(400, f"{len(first)} texts cannot be paired with {len(second)}.", param=first_name)
+        raise invalid(f"{len(first)} texts cannot be paired with {len(second)}.", first_name)
     vectors, facts = await _vectors(request, body, [*first, *second], second_name)
     ones, others = vectors[: len(first)], vectors[len(first) :]
     scores = [_cosine(ones[0 if len(ones) == 1 else i], other) for i, other in enumerate(others)]
@@ -90,7 +90,7 @@ async def _vectors(
     async with unless_left(request), service.reserve(request, body.model, user=body.user or "") as reservation:
         hidden = reservation.llm.facts.hidden_size
         if isinstance(body, EmbeddingRequest) and body.dimensions is not None and body.dimensions > hidden:
-            raise ApiError(400, f"dimensions is {body.dimensions}, this model has {hidden}.", param="dimensions")
+            raise invalid(f"dimensions is {body.dimensions}, this model has {hidden}.", "dimensions")
         vectors, num_tokens = await pooled_texts(service, reservation, texts, pooling, param)
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     return vectors, {"model": reservation.model.name, "pooling": pooling, "usage": usage}
@@ -98,7 +98,7 @@ async def _vectors(
 
 def _list(value: str | list[str] | None, param: str) -> list[str]:
     if value is None:
-        raise ApiError(400, f"{param} is missing.", code="missing_required_parameter", param=param)
+        raise invalid(f"{param} is missing.", param, "missing_required_parameter")
     return [value] if isinstance(value, str) else value
 
 

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from localllm.request import Constraint, Message, ToolUse
-from localllm.server.errors import ApiError, unsupported
+from localllm.server.errors import invalid, not_text, unsupported
 from localllm.server.generation import Conversation, Generation
 from localllm.server.openai.schemas import MAX_PROMPTS, Body, ChatMessage, ChatRequest, CompletionRequest, Sampled
 
@@ -67,9 +67,9 @@ def with_further(body: Body, fields: dict[str, Any], own_format: str) -> dict[st
     extra = further(body)
     given = extra.pop("chat_template_kwargs", None)
     if given is not None and not isinstance(given, dict):
-        raise ApiError(400, "chat_template_kwargs is an object.", code="invalid_type", param="chat_template_kwargs")
+        raise invalid("chat_template_kwargs is an object.", "chat_template_kwargs", "invalid_type")
     if "response_format" in extra and fields.get("response_format") is not None:
-        raise ApiError(400, f"{own_format} and response_format exclude each other.", param="response_format")
+        raise invalid(f"{own_format} and response_format exclude each other.", "response_format")
     known = {name: value for name, value in fields.items() if value is not None}
     kwargs = known.get("chat_template_kwargs", {}) | (given or {})
     return extra | known | ({"chat_template_kwargs": kwargs} if kwargs else {})
@@ -104,13 +104,13 @@ def read_completion(body: CompletionRequest) -> Generation:
     if body.suffix:
         raise unsupported("suffix is not supported: no model here fills in the middle.", "suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise ApiError(400, "best_of other than n is not supported.", param="best_of")
+        raise invalid("best_of other than n is not supported.", "best_of")
     limit = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if limit == 0 and not body.echo:
-        raise ApiError(400, "max_tokens 0 needs echo: true.", param="max_tokens")
+        raise invalid("max_tokens 0 needs echo: true.", "max_tokens")
     prompts = split_prompts(body.prompt, "prompt", MAX_PROMPTS)
     if len(prompts) * (body.n or 1) > MAX_PROMPTS:
-        raise ApiError(400, f"{len(prompts)} prompts times n {body.n} is more than {MAX_PROMPTS}.", param="prompt")
+        raise invalid(f"{len(prompts)} prompts times n {body.n} is more than {MAX_PROMPTS}.", "prompt")
     sampling = _sampling(body) | {
         "max_tokens": max(1, limit),  # scoring only: the one token generated is dropped
         "logprobs": body.logprobs,
@@ -130,11 +130,11 @@ def split_prompts(value: Any, param: str, limit: int) -> list[str | list[int]]:
         prompts = value
     else:
         what = "missing" if value is None else "text, token ids, or a list of either"
-        raise ApiError(400, f"{param} is {what}.", code="invalid_type", param=param)
+        raise invalid(f"{param} is {what}.", param, "invalid_type")
     if not prompts or len(prompts) > limit:
-        raise ApiError(400, f"{len(prompts)} texts; 1 to {limit} are taken.", param=param)
+        raise invalid(f"{len(prompts)} texts; 1 to {limit} are taken.", param)
     if not all(isinstance(p, str) or _is_ids(p) for p in prompts):
-        raise ApiError(400, f"{param} is text, token ids, or a list of either.", code="invalid_type", param=param)
+        raise invalid(f"{param} is text, token ids, or a list of either.", param, "invalid_type")
     return prompts
 
 
@@ -145,7 +145,7 @@ def _is_ids(value: Any) -> bool:
 def _check(body: Sampled) -> tuple[Constraint | None, ToolUse | None]:
     """Refuse by name what this version does not have; what binds the answer. Raises ApiError."""
     if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options needs stream: true.", param="stream_options")
+        raise invalid("stream_options needs stream: true.", "stream_options")
     for name, neutral in NEUTRAL.items():
         value = (body.model_extra or {}).get(name)
         if value is not None and not any(value == one and type(value) is type(one) for one in neutral):
@@ -156,15 +156,15 @@ def _check(body: Sampled) -> tuple[Constraint | None, ToolUse | None]:
 def _check_chat(body: ChatRequest) -> tuple[Constraint | None, ToolUse | None]:
     bound = _check(body)
     if body.modalities is not None and body.modalities != ["text"]:
-        raise ApiError(400, "Only the modality text is supported.", param="modalities")
+        raise invalid("Only the modality text is supported.", "modalities")
     if body.top_logprobs is not None and not body.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs: true.", param="top_logprobs")
+        raise invalid("top_logprobs needs logprobs: true.", "top_logprobs")
     if body.continue_final_message:
         param = "continue_final_message"
         if body.add_generation_prompt:
-            raise ApiError(400, f"{param} and add_generation_prompt exclude each other.", param=param)
+            raise invalid(f"{param} and add_generation_prompt exclude each other.", param)
         if body.messages[-1].role != "assistant":
-            raise ApiError(400, f"{param} needs an assistant's message at the end.", param="messages")
+            raise invalid(f"{param} needs an assistant's message at the end.", "messages")
     return bound
 
 
@@ -179,7 +179,7 @@ def _sampling(body: Sampled) -> dict[str, Any]:
         try:
             given["logit_bias"] = {int(token): value for token, value in body.logit_bias.items()}
         except ValueError:
-            raise ApiError(400, "The keys of logit_bias are token ids.", param="logit_bias") from None
+            raise invalid("The keys of logit_bias are token ids.", "logit_bias") from None
     if body.include_stop_str_in_output:
         given["include_stop"] = True
     return given
@@ -206,18 +206,13 @@ def _message(message: ChatMessage, where: str) -> Message:
         for i, part in enumerate(content):
             text = part.text if part.type == "text" else getattr(part, "refusal", None)
             if part.type not in ("text", "refusal") or not isinstance(text, str):
-                raise ApiError(
-                    400, f"Content of type {part.type[:40]!r} is not supported: this model reads text.",
-                    code="unsupported_value", param=f"{where}.content[{i}]",
-                )  # fmt: skip
+                raise not_text("Content", part.type, f"{where}.content[{i}]")
             texts.append(text)
         content = "".join(texts)
     if content is None and not (message.role == "assistant" and message.tool_calls):
-        raise ApiError(400, "content is missing.", code="missing_required_parameter", param=f"{where}.content")
+        raise invalid("content is missing.", f"{where}.content", "missing_required_parameter")
     if message.role == "tool" and not message.tool_call_id:
-        raise ApiError(
-            400, "tool_call_id is missing.", code="missing_required_parameter", param=f"{where}.tool_call_id"
-        )
+        raise invalid("tool_call_id is missing.", f"{where}.tool_call_id", "missing_required_parameter")
     out = Message(role="system" if message.role == "developer" else message.role, content=content or "")
     for name in ("name", "tool_calls", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
@@ -231,14 +226,12 @@ def _template_kwargs(body: ChatRequest) -> dict[str, Any]:
     """What the body may tell the template. Raises ApiError for reserved names."""
     kwargs = dict(body.chat_template_kwargs or {})
     if bad := RESERVED_KWARGS & set(kwargs):
-        raise ApiError(400, f"{sorted(bad)[0]!r} may not be set here.", param="chat_template_kwargs")
+        raise invalid(f"{sorted(bad)[0]!r} may not be set here.", "chat_template_kwargs")
     if kwargs and len(json.dumps(kwargs)) > MAX_KWARGS_BYTES:
-        raise ApiError(
-            400, f"chat_template_kwargs are larger than {MAX_KWARGS_BYTES} bytes.",
-            code="string_above_max_length", param="chat_template_kwargs",
-        )  # fmt: skip
+        message = f"chat_template_kwargs is larger than {MAX_KWARGS_BYTES} bytes."
+        raise invalid(message, "chat_template_kwargs", "string_above_max_length")
     if (body.model_extra or {}).get("chat_template") is not None:
-        raise ApiError(400, "A chat template may not come with a request.", param="chat_template")
+        raise invalid("A chat template may not come with a request.", "chat_template")
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
         kwargs.setdefault("enable_thinking", body.reasoning_effort != "none")

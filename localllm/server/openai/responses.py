@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from localllm.errors import ContextTooLong
 from localllm.llm.outputs import OutputDelta
 from localllm.server.body import read_body
-from localllm.server.errors import ApiError, renaming
+from localllm.server.errors import ApiError, invalid, renaming
 from localllm.server.generation import Conversation, Generation
 from localllm.server.openai.output import TokenNames
 from localllm.server.openai.reading import read_chat
@@ -151,4 +151,4 @@ async def list_input_items(request: Request) -> Response:
 async def cancel_response(request: Request) -> Response:
     """Only background responses can be cancelled, and there are none: leaving the connection ends a response."""
     _stored(request)
-    raise ApiError(400, "This response does not run in the background.", code="invalid_value", param="response_id")
+    raise invalid("This response does not run in the background.", "response_id", "invalid_value")

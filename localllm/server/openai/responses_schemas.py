@@ -10,7 +10,7 @@ from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from localllm.request import Message
 from localllm.server.body import checked
-from localllm.server.errors import ApiError, renaming, unsupported
+from localllm.server.errors import invalid, not_text, renaming, unsupported
 from localllm.server.openai.reading import with_further
 from localllm.server.openai.schemas import (
     MAX_MESSAGES,
@@ -20,6 +20,7 @@ from localllm.server.openai.schemas import (
     Name,
     Number,
     StreamOptions,
+    ranged,
 )
 
 ROLES = ("system", "developer", "user", "assistant")
@@ -53,11 +54,11 @@ class ResponsesRequest(Body):
     parallel_tool_calls: StrictBool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
-    max_output_tokens: Annotated[StrictInt, Field(ge=16, lt=2**31)] | None = None
+    max_output_tokens: Annotated[StrictInt, ranged("max_tokens", ge=16)] | None = None
     max_tool_calls: Annotated[StrictInt, Field(ge=1)] | None = None
-    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
-    top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
+    temperature: Annotated[Number, ranged("temperature", le=2)] | None = None
+    top_p: Annotated[Number, ranged("top_p")] | None = None
+    top_logprobs: Annotated[StrictInt, ranged("logprobs")] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     previous_response_id: Name | None = None
     conversation: Any = None
@@ -151,7 +152,7 @@ def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if kind == "message":
             if item.get("role") not in ROLES:
                 roles = ", ".join(ROLES[:-1])
-                raise ApiError(400, f"A message's role is one of {roles} or {ROLES[-1]}.", param=f"{where}.role")
+                raise invalid(f"A message's role is one of {roles} or {ROLES[-1]}.", f"{where}.role")
             message: dict[str, Any] = {"role": item.get("role"), "content": _content(item.get("content"), where)}
             if reasoning and message["role"] == "assistant":
                 message["reasoning_content"], reasoning = reasoning, ""
@@ -162,7 +163,7 @@ def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "function": {"name": item.get("name"), "arguments": item.get("arguments")},
             }  # fmt: skip
             if not all(isinstance(v, str) for v in (item.get("call_id"), item.get("name"), item.get("arguments"))):
-                raise ApiError(400, "A function_call has call_id, name and arguments.", param=where)
+                raise invalid("A function_call has call_id, name and arguments.", where)
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": None})
                 if reasoning:
@@ -175,9 +176,7 @@ def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
         elif kind == "reasoning":
             reasoning += _text(item.get("content"))
         else:
-            raise ApiError(
-                400, f"Items of type {str(kind)[:40]!r} are not supported.", code="unsupported_value", param=where
-            )
+            raise invalid(f"Items of type {str(kind)[:40]!r} are not supported.", where, "unsupported_value")
     return messages
 
 
@@ -203,13 +202,10 @@ def _content(content: Any, where: str) -> Any:
     parts = []
     for number, part in enumerate(content):
         if not isinstance(part, dict):
-            raise ApiError(400, "A part of content is an object.", param=f"{where}.content[{number}]")
+            raise invalid("A part of content is an object.", f"{where}.content[{number}]")
         kind = part.get("type")
         if not isinstance(kind, str) or (kind not in TEXT_PARTS and kind != "refusal"):
-            raise ApiError(
-                400, f"Content of type {str(kind)[:40]!r} is not supported: this model reads text.",
-                code="unsupported_value", param=f"{where}.content[{number}]",
-            )  # fmt: skip
+            raise not_text("Content", kind, f"{where}.content[{number}]")
         parts.append({"type": "text", "text": part.get("refusal" if kind == "refusal" else "text")})
     return parts
 

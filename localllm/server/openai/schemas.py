@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
+from localllm.request import RANGES
+
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 128
 MAX_PARTS = 1024
@@ -20,6 +22,14 @@ Name = Annotated[StrictStr, Field(max_length=MAX_NAME)]
 MetadataKey = Annotated[StrictStr, Field(max_length=64)]
 MetadataValue = Annotated[StrictStr, Field(max_length=512)]
 Metadata = Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)]
+
+
+def ranged(name: str, **own: float) -> Any:
+    """The range of a field of `SamplingParams`, for pydantic; `own`: bounds that this API has instead."""
+    limits = RANGES[name]
+    bounds: dict[str, Any] = {"gt" if limits.open else "ge": limits.low, "le": limits.high} | own
+    return Field(description=limits.about, **bounds)
+
 
 # a list stops at its first bad element: one error each would be hundreds of megabytes for a body of one
 Stop = StrictStr | Annotated[list[StrictStr], Field(fail_fast=True, max_length=64)] | None
@@ -93,20 +103,20 @@ class Sampled(Constraints):
     model: StrictStr | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
-    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[StrictInt, Field(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
-    typical_p: Annotated[Number, Field(gt=0, le=1)] | None = None
-    repetition_penalty: Annotated[Number, Field(gt=0, le=100)] | None = None
-    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
+    temperature: Annotated[Number, ranged("temperature", le=2)] | None = None
+    top_p: Annotated[Number, ranged("top_p")] | None = None
+    top_k: Annotated[StrictInt, ranged("top_k")] | None = None
+    min_p: Annotated[Number, ranged("min_p")] | None = None
+    typical_p: Annotated[Number, ranged("typical_p")] | None = None
+    repetition_penalty: Annotated[Number, ranged("repetition_penalty")] | None = None
+    presence_penalty: Annotated[Number, ranged("presence_penalty")] | None = None
+    frequency_penalty: Annotated[Number, ranged("frequency_penalty")] | None = None
     logit_bias: dict[StrictStr, Annotated[Number, Field(ge=-100, le=100)]] | None = None
-    seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)] | None = None
-    n: Annotated[StrictInt, Field(ge=1, le=128)] | None = None
+    seed: Annotated[StrictInt, ranged("seed")] | None = None
+    n: Annotated[StrictInt, ranged("n")] | None = None
     stop: Stop = None
     stop_token_ids: Annotated[list[StrictInt], Field(fail_fast=True, max_length=MAX_IDS)] | None = None
-    min_tokens: Annotated[StrictInt, Field(ge=0, lt=2**31)] | None = None
+    min_tokens: Annotated[StrictInt, ranged("min_tokens")] | None = None
     ignore_eos: StrictBool | None = None
     include_stop_str_in_output: StrictBool | None = None
     return_token_ids: StrictBool | None = None
@@ -124,10 +134,10 @@ class ChatRequest(Sampled):
     """POST /v1/chat/completions"""
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
-    max_tokens: Annotated[StrictInt, Field(ge=1, lt=2**31)] | None = None
-    max_completion_tokens: Annotated[StrictInt, Field(ge=1, lt=2**31)] | None = None
+    max_tokens: Annotated[StrictInt, ranged("max_tokens")] | None = None
+    max_completion_tokens: Annotated[StrictInt, ranged("max_tokens")] | None = None
     logprobs: StrictBool | None = None
-    top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[StrictInt, ranged("logprobs")] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: StrictBool | None = None
     continue_final_message: StrictBool | None = None
@@ -147,8 +157,8 @@ class CompletionRequest(Sampled):
 
     # str | [str] | [int] | [[int]], checked by hand in `completions`
     prompt: Annotated[Any, Field(json_schema_extra={"anyOf": TEXTS_OR_IDS})]
-    max_tokens: Annotated[StrictInt, Field(ge=0, lt=2**31)] | None = None
-    logprobs: Annotated[StrictInt, Field(ge=0, le=5)] | None = None
+    max_tokens: Annotated[StrictInt, ranged("max_tokens", ge=0)] | None = None
+    logprobs: Annotated[StrictInt, ranged("logprobs", le=5)] | None = None
     echo: StrictBool | None = None
     best_of: Annotated[StrictInt, Field(ge=1, le=20)] | None = None
     suffix: StrictStr | None = None

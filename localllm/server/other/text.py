@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from localllm.llm.llm import LLM
 from localllm.server.body import checked, read_body
-from localllm.server.errors import ApiError
+from localllm.server.errors import invalid
 from localllm.server.generation import Conversation
 from localllm.server.openai.output import TokenNames
 from localllm.server.openai.reading import further, read_conversation
@@ -27,7 +27,7 @@ async def tokenize(request: Request) -> Response:
     given = [name for name in ("prompt", "messages", "content") if getattr(body, name) is not None]
     if len(given) != 1:
         what = "one of prompt, messages and content is needed"
-        raise ApiError(400, f"{what}.", code="missing_required_parameter", param="prompt")
+        raise invalid(f"{what}.", "prompt", "missing_required_parameter")
     conversation = None
     if body.messages is not None:
         named = body.model_dump(include={"messages", "chat_template_kwargs", "add_generation_prompt"})
@@ -65,7 +65,7 @@ async def detokenize(request: Request) -> Response:
         for token in body.tokens:
             if not 0 <= token < llm.facts.vocab_size:
                 known = f"ids from 0 to {llm.facts.vocab_size - 1}"
-                raise ApiError(400, f"tokens holds {str(token)[:40]}, there are {known}.", param="tokens")
+                raise invalid(f"tokens holds {str(token)[:40]}, there are {known}.", "tokens")
         decode = llm.tokenizer.decode
         text = await service.text_work(len(body.tokens), lambda: decode(body.tokens, skip_special=False))
     return JSONResponse({"prompt": text, "content": text})
