@@ -250,6 +250,6 @@ class _Engines(Collector):
         labels = (*MODEL, "block_size", "cache_dtype", "num_gpu_blocks", "enable_prefix_caching")
         info = GaugeMetricFamily("vllm:cache_config_info", "How keys and values are kept.", labels=labels)
         for name, llm in models:
-            plan, cached = llm.plan, str(plan.prefix_cache).lower()
+            plan, cached = llm.plan, str(llm.plan.prefix_cache).lower()
             info.add_metric([name, str(plan.page_size), plan.kv, str(sum(plan.num_pages)), cached], 1)
         return info
