@@ -13,10 +13,8 @@ class Key(NamedTuple):
 
     keys: str
     meaning: str
-    action: str = ""
-    """the screen's action; empty where a widget looks the key up itself"""
-    where: str = "chat"
-    """chat | prompt | browse"""
+    action: str = ""  # the screen's action; empty where a widget looks the key up itself
+    where: str = "chat"  # chat | prompt | browse
 
 
 KEYS: Mapping[str, Key] = {
@@ -86,7 +84,6 @@ class Keymap:
         self.own = {name: keys for name, keys in self.own.items() if name in KEYS and keys.strip()}
 
     def keys(self, name: str) -> tuple[str, ...]:
-        """The keys bound to an id."""
         return tuple(key.strip() for key in self.own.get(name, KEYS[name].keys).split(",") if key.strip())
 
     def label(self, name: str) -> str:

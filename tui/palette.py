@@ -68,12 +68,10 @@ class Everything(Provider):
             yield clean_line(name), "use this model", partial(self._chat.use_model, name)
 
     async def discover(self) -> Hits:
-        """Before anything is typed: the commands."""
         for name, meaning, action in self._commands():
             yield DiscoveryHit(name, action, help=meaning)
 
     async def search(self, query: str) -> Hits:
-        """Whatever matches."""
         matcher = self.matcher(query)
         for name, meaning, action in (*self._commands(), *self._lists()):
             score = matcher.match(name)

@@ -41,7 +41,6 @@ class Attention:
         self._titled = False
 
     def call(self, title: str, what: str) -> None:
-        """Something is done: `what` of the chat called `title`."""
         if self._when == "never" or (self._when == "unfocused" and self._in_front):
             return
         text = f"localllm: {what}" + (f" · {fit(clean_line(title), TITLE_CELLS)}" if clean_line(title) else "")

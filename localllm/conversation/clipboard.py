@@ -12,8 +12,7 @@ from localllm.terminal import gib
 
 from .attention import through_tmux
 
-OSC52_LIMIT = 100_000
-"""Bytes; many terminals drop a longer sequence without a word."""
+OSC52_LIMIT = 100_000  # bytes; many terminals drop a longer sequence without a word
 _TOOLS = (
     ("WAYLAND_DISPLAY", ("wl-copy",)),
     ("DISPLAY", ("xclip", "-selection", "clipboard")),

@@ -10,8 +10,7 @@ from typing import Any
 
 from localllm import paths
 
-KEPT = 5
-"""loads of a model"""
+KEPT = 5  # loads of a model
 MODELS = 200
 log = logging.getLogger(__name__)
 
@@ -28,7 +27,6 @@ class LoadTimes:
         return median(times) if times else None
 
     def add(self, model: str, seconds: float) -> None:
-        """Another load has ended."""
         known = self._read()
         times = [*known.pop(model, []), round(seconds, 3)][-KEPT:]
         known[model] = times  # at the end: those not loaded for the longest time are dropped first

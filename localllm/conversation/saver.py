@@ -23,16 +23,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-AUTOSAVE_S = 1.0
-"""between two writes of an answer that is being written"""
+AUTOSAVE_S = 1.0  # between two writes of an answer that is being written
 
 
 class Saver:
     """Writes and reads of one `History`, in order. `opens` is called in the thread; None: nothing is kept."""
 
     def __init__(self, opens: Callable[[], History] | None) -> None:
+        # why chats are not being saved at the moment, or what was found wrong when the file was opened
         self.problem = ""
-        """why chats are not being saved at the moment, or what was found wrong when the file was opened"""
         self.kept = opens is not None
         self._opens = opens
         self._history: History | None = None
@@ -112,5 +111,4 @@ class Saver:
                 self.notice = self._history.notice
         return self._history
 
-    notice = ""
-    """what happened when the database was opened: shown once"""
+    notice = ""  # what happened when the database was opened: shown once

@@ -40,7 +40,6 @@ class Session:
     copy: Callable[[str], str] = str
 
     def reload_presets(self) -> None:
-        """After one was saved."""
         self.presets = load_config().presets
 
     @property

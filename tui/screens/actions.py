@@ -120,18 +120,15 @@ class Actions(SavedChats):
             self._interrupted_at = -AGAIN_S
 
     def action_quit_chat(self) -> None:
-        """Leave."""
         self.app.exit()
 
     # --- panels ------------------------------------------------------------------------------------------------------
 
     def action_engine(self) -> None:
-        """Show or hide the engine."""
         panel = self.query_one(EnginePanel)
         panel.open(not panel.display)
 
     def action_models(self) -> None:
-        """Choose a model."""
         self.app.push_screen(ModelsScreen(self.session.model, self.flash), self._model_chosen)
 
     async def _model_chosen(self, chosen: tuple[str, int | None] | None) -> None:
@@ -143,11 +140,9 @@ class Actions(SavedChats):
         self.refresh_lines()
 
     async def use_model(self, name: str) -> None:
-        """Load another model."""
         await self._model_chosen((name, None))
 
     def action_params(self) -> None:
-        """Sampling, thinking, instructions."""
         self.app.push_screen(ParamsScreen(self.conversation, self.session.presets), self._params_set)
 
     def _params_set(self, changed: bool | None) -> None:
@@ -156,15 +151,12 @@ class Actions(SavedChats):
             self.flash("parameters hold from the next message")
 
     def action_help(self) -> None:
-        """F1."""
         self.app.push_screen(HelpScreen(self.frame.keymap))
 
     def action_doctor(self) -> None:
-        """What `localllm doctor` says."""
         self.show_command("doctor")
 
     def action_logs(self) -> None:
-        """The end of the log."""
         self.app.push_screen(Viewer("Log", log_text(self.frame.options.log_file), at_end=True))
 
     def action_thinking(self) -> None:
@@ -176,7 +168,6 @@ class Actions(SavedChats):
         self.flash("there is no thinking here")
 
     def focus_home(self) -> None:
-        """Choose on the first screen."""
         self.query_one("#home-list").focus()
 
     @on(Home.Typed)
@@ -199,17 +190,14 @@ class Actions(SavedChats):
     # --- the prompt --------------------------------------------------------------------------------------------------
 
     async def action_browse_up(self) -> None:
-        """The message above."""
         self.browse.enter(-1)
         self.refresh_lines()
 
     async def action_browse_down(self) -> None:
-        """The message below."""
         self.browse.enter(1)
         self.refresh_lines()
 
     def action_search_prompts(self) -> None:
-        """Search what was sent before."""
         rows = list(dict.fromkeys(reversed(self.prompt.sent_before)))
         self.app.push_screen(PickScreen("Sent before", [(text, clean_line(text)) for text in rows]), self._put)
 
@@ -220,7 +208,6 @@ class Actions(SavedChats):
 
     @work(exclusive=True, group="editor", exit_on_error=False)
     async def action_editor(self) -> None:
-        """Write the prompt in $EDITOR."""
         command = shlex.split(os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi")
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "prompt.md"

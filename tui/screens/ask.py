@@ -19,7 +19,6 @@ class AskScreen(Modal[str | None]):
         self._input = Input(value, placeholder=placeholder, compact=True)
 
     def compose(self) -> ComposeResult:
-        """A frame with the line in it."""
         with Vertical(classes="box") as box:
             box.border_title = self._title
             box.border_subtitle = "⏎ ok · esc"

@@ -30,7 +30,6 @@ class Browse:
 
     @property
     def active(self) -> bool:
-        """Whether keys go to the cursor."""
         return self.at is not None
 
     def enter(self, step: int = 0) -> bool:
@@ -46,12 +45,10 @@ class Browse:
         return True
 
     def leave(self) -> None:
-        """Back to the prompt."""
         self.unmark()
         self._screen.prompt.focus()
 
     def unmark(self) -> None:
-        """No message is under the cursor."""
         self._put(None)
 
     def _put(self, message: UserMessage | AssistantMessage | None) -> None:
@@ -105,7 +102,6 @@ class Browse:
 
     @property
     def text(self) -> str:
-        """The message as it was written."""
         if self.at is None:
             return ""
         return self.at.exchange.user if isinstance(self.at, UserMessage) else self.at.exchange.text

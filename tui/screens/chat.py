@@ -46,7 +46,6 @@ class ChatScreen(Actions):
         self._told_problem = ""
 
     def compose(self) -> ComposeResult:
-        """Title, chats, transcript, engine, choices (mostly absent), prompt, status."""
         app, ui = self.frame, self.frame.options.ui
         yield TitleLine()
         with Horizontal(id="middle"):
@@ -61,7 +60,6 @@ class ChatScreen(Actions):
         yield Static("terminal too small (40×12)", id="small", markup=False)
 
     async def on_mount(self) -> None:
-        """Focus the prompt, begin to load once the first frame is out, start the timer."""
         options = self.frame.options
         self.set_class(options.ui.stats == "off", "-no-stats")
         self.transcript.anchor()
@@ -118,11 +116,9 @@ class ChatScreen(Actions):
         self.refresh_lines()
 
     def on_resize(self) -> None:
-        """Sides of the lines depend on the width."""
         self.refresh_lines()
 
     async def submit(self, text: str) -> None:
-        """A message or a command was entered."""
         async with self.changing:
             await self._submit(text)
         self.refresh_lines()
@@ -227,7 +223,6 @@ class ChatScreen(Actions):
     # --- what is on the screen ---------------------------------------------------------------------------------------
 
     def refresh_lines(self) -> None:
-        """Title, status and keys, as things stand."""
         if not self.is_mounted:
             return
         state = self.state

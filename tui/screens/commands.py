@@ -27,7 +27,6 @@ class Commands:
         self._screen = screen
 
     async def run(self, typed: Typed) -> None:
-        """One command with its argument."""
         name, screen = typed.command, self._screen
         own: Callable[[str], Awaitable[None]] | None = getattr(self, f"_do_{name}", None)
         if own is not None:

@@ -33,7 +33,6 @@ class CrashScreen(ModalScreen[str]):
         self._said, self._log, self._choices, self._report = said, log, choices, report
 
     def compose(self) -> ComposeResult:
-        """The sentence, the log, the choices."""
         with Vertical(classes="box -wrong") as box:
             box.border_title = "The engine stopped"
             yield Static(clean(self._said), markup=False)
@@ -43,7 +42,6 @@ class CrashScreen(ModalScreen[str]):
             yield Choices()
 
     def on_mount(self) -> None:
-        """Ask."""
         self._offer()
 
     def _offer(self) -> None:

@@ -25,16 +25,13 @@ FIXED = (
 class HelpScreen(Modal[None]):
     """Closes on any of the keys one would try."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("q,enter,f1", "leave", "Close"),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("q,enter,f1", "leave", "Close")]
 
     def __init__(self, keymap: Keymap) -> None:
         super().__init__()
         self._keymap = keymap
 
     def compose(self) -> ComposeResult:
-        """Three lists."""
 
         def keys(where: tuple[str, ...]) -> list[tuple[str, str]]:
             return [(self._keymap.labels(n), key.meaning) for n, key in KEYS.items() if key.where in where]

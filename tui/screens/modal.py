@@ -17,7 +17,6 @@ class Modal(ModalScreen[ScreenResultType]):
 
     @property
     def frame(self) -> Frame:
-        """The application, with its session and settings."""
         return cast(Frame, self.app)
 
     def action_leave(self) -> None:

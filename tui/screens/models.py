@@ -52,7 +52,6 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
         self._quants: dict[str, str] = {}  # name of a row -> name of the format that stands in its place
 
     def compose(self) -> ComposeResult:
-        """Filter, table, what the row means."""
         with Vertical(id="models") as box:
             box.border_title = "Models"
             yield Input(placeholder="/ filter", compact=True, id="model-filter")
@@ -60,7 +59,6 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
             yield Static("looking …", id="model-detail", markup=False)
 
     def on_mount(self) -> None:
-        """Headings, then the rows as soon as they are known."""
         table = self.query_one(DataTable)
         for name in self._columns():
             table.add_column(name, key=name)
@@ -114,7 +112,6 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
 
     @property
     def row(self) -> ModelChoice | None:
-        """The one under the cursor."""
         at = self.query_one(DataTable).cursor_row
         return self._shown[at] if 0 <= at < len(self._shown) else None
 
@@ -153,17 +150,14 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
         self.query_one(DataTable).focus()
 
     def on_key(self, event: events.Key) -> None:
-        """Down leads from the filter to the table."""
         if event.key == "down" and self.query_one(Input).has_focus:
             event.stop()
             self.query_one(DataTable).focus()
 
     def action_filter(self) -> None:
-        """Begin to narrow the list."""
         self.query_one(Input).focus()
 
     def action_scope(self) -> None:
-        """All, on disk, what fits."""
         self._scope = (self._scope + 1) % len(SCOPES)
         self._subtitle()
         self._fill()
@@ -187,26 +181,22 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
         self._fill()
 
     def action_window(self, step: int) -> None:
-        """Weigh another context."""
         self._window = (self._window + step) % len(WINDOWS)
         self._subtitle()
         self._look()
 
     def action_download(self) -> None:
-        """Fetch it in the background; the chat goes on."""
         row = self.row
         if row is not None and not row.local and not self.frame.options.offline:
             self.frame.downloads.begin(row.name, self._tell)
             self.query_one("#model-detail", Static).update(f"fetching {clean_line(row.name)} in the background")
 
     def action_info(self) -> None:
-        """What `localllm show` says."""
         row = self.row
         if row is not None:
             show_command(self.app, "show" if row.local else "plan", row.name)
 
     async def action_remove(self) -> None:
-        """Remove it from the disk; pressed twice."""
         row, detail = self.row, self.query_one("#model-detail", Static)
         if row is None or not row.local:
             return

@@ -33,7 +33,6 @@ class ParamsScreen(Modal[bool]):
         self._presets = presets
 
     def compose(self) -> ComposeResult:
-        """A line per parameter."""
         talk = self._conversation
         with VerticalScroll(classes="box -tall") as box:
             box.border_title = "Parameters"
@@ -74,7 +73,6 @@ class ParamsScreen(Modal[bool]):
         self.action_apply()
 
     def action_apply(self) -> None:
-        """Take the values over; a wrong one is named and nothing changes."""
         values = {}
         for name in sampling_keys():
             field = self.query_one(f"#p-{name}", Input)

@@ -27,14 +27,12 @@ class PickScreen(Modal[str | None]):
         self._found = list(rows[:SHOWN])
 
     def compose(self) -> ComposeResult:
-        """Filter and list."""
         with Vertical(classes="box -tall") as box:
             box.border_title = self._title
             yield Input(placeholder="search", compact=True)
             yield OptionList(markup=False, compact=True)
 
     def on_mount(self) -> None:
-        """Show all."""
         self._show("")
 
     @on(Input.Changed)
@@ -50,7 +48,6 @@ class PickScreen(Modal[str | None]):
         listing.highlighted = 0 if self._found else None
 
     def on_key(self, event: events.Key) -> None:
-        """Arrows move the list while one types."""
         if event.key in ("up", "down"):
             event.stop()
             listing = self.query_one(OptionList)

@@ -112,7 +112,6 @@ class Questions:
     # --- answers -----------------------------------------------------------------------------------------------------
 
     async def answer(self, topic: str, name: str) -> None:
-        """Do what was chosen."""
         screen = self._screen
         screen.prompt.focus()
         if topic == FULL:

@@ -26,13 +26,11 @@ class SavedChats(Stream):
         self.browse = Browse(self)
 
     async def action_new_chat(self) -> None:
-        """Begin another chat; this one is saved."""
         async with self.changing:
             await self.clear()
         self.flash("new chat")
 
     async def action_sidebar(self) -> None:
-        """Show or hide the chats."""
         bar = self.query_one(Sidebar)
         bar.display = not bar.display
         if bar.display:
@@ -53,14 +51,12 @@ class SavedChats(Stream):
             bar.display = True
 
     async def action_chats(self) -> None:
-        """Search the chats."""
         bar = self.query_one(Sidebar)
         if not bar.display:
             await self.action_sidebar()
         bar.focus_filter()
 
     async def list_chats(self, query: str = "") -> None:
-        """Fill the sidebar."""
         chats = await self.read_history(lambda history: history.chats(query=query))
         if chats is not None:
             self.query_one(Sidebar).show(chats, self.conversation.id)

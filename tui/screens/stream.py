@@ -20,15 +20,12 @@ from localllm.tui.widgets.messages import AssistantMessage
 from .questions import Questions
 from .turns import Turns
 
+# of one core, for everything this thread does while an answer comes; drawing waits until it is back below.
 DRAW_SHARE = 0.035
-"""Of one core, for everything this thread does while an answer comes; drawing waits until it is back below."""
 SAMPLE_S = 1.0
-SAMPLES = 10
-"""Speeds shown as bars while an answer comes."""
-LOOK_S = 1.0
-"""Between two looks at what an idle engine does."""
-MAX_DRAW_S = 0.9
-"""But not longer than this."""
+SAMPLES = 10  # speeds shown as bars while an answer comes
+LOOK_S = 1.0  # between two looks at what an idle engine does
+MAX_DRAW_S = 0.9  # but not longer than this
 
 
 class Stream(Turns):

@@ -61,22 +61,18 @@ class Turns(Screen[None]):
 
     @property
     def frame(self) -> Frame:
-        """The application, with its settings."""
         return cast(Frame, self.app)
 
     @property
     def conversation(self) -> Conversation:
-        """The one on the screen."""
         return self.session.conversation
 
     @property
     def transcript(self) -> Transcript:
-        """The turns."""
         return self.query_one(Transcript)
 
     @property
     def prompt(self) -> PromptArea:
-        """Where one types."""
         return self.query_one(PromptArea)
 
     # --- saying something --------------------------------------------------------------------------------------------
@@ -103,11 +99,9 @@ class Turns(Screen[None]):
         return bool(self._message) and time.monotonic() >= self._message_until
 
     async def complain(self, error: LocalLLMError) -> None:
-        """An error of the user's, in the transcript."""
         await self.transcript.say(complaint(error), "warning")
 
     def show_command(self, *words: str) -> None:
-        """Show what another command of this program says."""
         show_command(self.app, *words)
 
     def show_home(self, shown: bool) -> None:
@@ -129,7 +123,6 @@ class Turns(Screen[None]):
         self.session.backend.start(name, changes)
 
     async def pause(self) -> None:
-        """End a download; its parts stay."""
         await self._close_endpoint()
         await asyncio.to_thread(self.session.backend.close)
         self.session.backend.events().clear()
@@ -233,7 +226,6 @@ class Turns(Screen[None]):
         self.flash("the next message goes on from here; what came after is kept as another branch")
 
     def edit(self, exchange: Exchange, is_question: bool) -> None:
-        """Put a message into the prompt, to be sent as a branch."""
         if self.may_change():
             self.editing = exchange, is_question
             self.prompt.put(exchange.user if is_question else exchange.text)
@@ -256,7 +248,6 @@ class Turns(Screen[None]):
         self.query_one(Choices).close()
 
     async def clear(self) -> None:
-        """Forget the conversation on the screen."""
         self.give_up()
         self.editing = None
         self.conversation.clear()

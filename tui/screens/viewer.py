@@ -25,10 +25,7 @@ LOG_BYTES = 64 << 10
 class Viewer(Modal[None]):
     """Esc closes, `y` copies. With `command` the text is what that command of ours writes, line by line."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("q,f9,f12", "leave", "Close"),
-        Binding("y,c", "copy", "Copy"),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("q,f9,f12", "leave", "Close"), Binding("y,c", "copy", "Copy")]
 
     def __init__(self, title: str, text: str = "", *, command: tuple[str, ...] = (), at_end: bool = False) -> None:
         super().__init__()
@@ -39,14 +36,12 @@ class Viewer(Modal[None]):
         self._process: asyncio.subprocess.Process | None = None
 
     def compose(self) -> ComposeResult:
-        """A frame that scrolls."""
         with VerticalScroll(classes="box -tall -wide") as box:
             box.border_title = self._title
             box.border_subtitle = "y copy · esc close"
             yield Static(clean(self._text), markup=False)
 
     def on_mount(self) -> None:
-        """Begin the command, or go to the end."""
         box = self.query_one(VerticalScroll)
         box.focus()
         if self._command:
@@ -82,7 +77,6 @@ class Viewer(Modal[None]):
             self._process.terminate()
 
     def action_copy(self) -> None:
-        """Copy all of it."""
         self.query_one(VerticalScroll).border_subtitle = self.frame.copy(self._text)
 
 

@@ -47,12 +47,10 @@ class Choices(OptionList):
         self.highlighted = 0
 
     def close(self) -> None:
-        """Ask no more."""
         self.topic = ""
         self.display = False
 
     def cancel(self) -> None:
-        """Esc: the last choice."""
         if self._choices:
             self._answer(self._choices[-1].name)
 
@@ -62,7 +60,6 @@ class Choices(OptionList):
         self.post_message(self.Chosen(topic, name))
 
     def on_key(self, event: events.Key) -> None:
-        """A letter."""
         found = [choice for choice in self._choices if choice.key == event.key]
         if found:
             event.stop()

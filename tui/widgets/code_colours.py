@@ -11,10 +11,8 @@ from textual.highlight import HighlightTheme
 class CodeColours(NamedTuple):
     """How code is drawn."""
 
-    tokens: type[HighlightTheme]
-    """kind of token -> Textual's words for its style"""
-    background: str
-    """ "#272822" """
+    tokens: type[HighlightTheme]  # kind of token -> Textual's words for its style
+    background: str  # "#272822"
 
 
 @cache

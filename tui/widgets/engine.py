@@ -20,11 +20,9 @@ from localllm.request import Timing
 from localllm.terminal import clean, gib
 
 LOOK_S = 0.5
-STILL_S = 2.0
-"""between two looks while nothing is computed"""
+STILL_S = 2.0  # between two looks while nothing is computed
 MAP_ROWS = 6
-LOW = 34
-"""Lines of a panel; in a lower one the map of pages is lower too."""
+LOW = 34  # lines of a panel; in a lower one the map of pages is lower too
 _BARS = " ▁▂▃▄▅▆▇█"
 _FREE, _CACHED, _USED = 0, 1, 2
 _MARKS = {_FREE: ("░", "dim"), _CACHED: ("▒", "$secondary"), _USED: ("█", "$accent")}
@@ -38,7 +36,6 @@ class Turns:
         self.decode_tps: deque[float] = deque(maxlen=200)
 
     def add(self, timing: Timing) -> None:
-        """A turn has ended."""
         if timing.ttft_s > 0:
             self.ttft_s.append(timing.ttft_s)
         if timing.decode_tps > 0:
@@ -64,11 +61,9 @@ class EnginePanel(VerticalScroll):
         self.display = False
 
     def compose(self) -> ComposeResult:
-        """One text."""
         yield Static("", id="engine-text", markup=False)
 
     def on_mount(self) -> None:
-        """The clock, stopped."""
         self.border_title = "Engine"
         keymap = getattr(self.app, "keymap", None)
         self.border_subtitle = f"{keymap.label('engine.open') if keymap else 'F4'} closes"
@@ -86,7 +81,6 @@ class EnginePanel(VerticalScroll):
             self._timer.pause()
 
     def look(self) -> None:
-        """Draw what is true now."""
         facts, now = self._facts(), time.monotonic()
         busy = facts.num_running or facts.num_waiting
         if not busy and self._before is not None and now - self._before[0] < STILL_S:
@@ -103,7 +97,6 @@ class EnginePanel(VerticalScroll):
         self.query_one("#engine-text", Static).update(Content("\n").join(self.lines(facts, width)))
 
     def lines(self, facts: Facts, width: int) -> Iterator[Content]:
-        """All of it, for a panel of this width."""
         if not facts.model:
             yield Content("no model is loaded")
             return

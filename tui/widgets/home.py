@@ -20,8 +20,7 @@ from localllm.tui.keys import Keymap
 
 CHATS = 3
 MODELS = 6
-SLOW_TPS = 5.0
-"""A model that is slower here is not offered by itself."""
+SLOW_TPS = 5.0  # a model that is slower here is not offered by itself
 BROWSE = "browse"
 
 
@@ -50,14 +49,12 @@ class Home(Vertical):
         self.models: Sequence[ModelChoice] | None = None
 
     def compose(self) -> ComposeResult:
-        """Name, machine, list."""
         yield Static(Content.styled("l o c a l l l m", "bold $primary"), id="home-name")
         yield Static("", id="home-machine", markup=False)
         yield OptionList(markup=False, compact=True, id="home-list")
         yield Static("", id="home-keys", markup=False)
 
     def on_mount(self) -> None:
-        """What is known at once."""
         self._fill()
 
     @property
@@ -67,16 +64,13 @@ class Home(Vertical):
         return usable[0].name if usable else ""
 
     def has(self, name: str) -> bool:
-        """Whether a model of this name is among those found here."""
         return any(row.name == name and row.local and row.supported for row in self.models or ())
 
     def show_chats(self, chats: Sequence[SavedChat]) -> None:
-        """The chats changed last."""
         self.chats = chats[:CHATS]
         self._fill()
 
     def show_models(self, models: Sequence[ModelChoice]) -> None:
-        """What is here, and what could be fetched."""
         self.models = models
         self._fill()
 
@@ -125,7 +119,6 @@ class Home(Vertical):
         yield Option("  … browse all models", id=f"{BROWSE}:")
 
     def on_key(self, event: events.Key) -> None:
-        """What is typed goes to the prompt."""
         if event.character and event.is_printable:
             event.stop()
             self.post_message(self.Typed(event.character))

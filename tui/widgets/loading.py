@@ -41,7 +41,6 @@ class LoadCard(Vertical):
         self._done = 0
 
     def compose(self) -> ComposeResult:
-        """A heading, a bar for bytes, a line of phases."""
         yield Static(f"Starting {self._model}", id="load-title", markup=False)
         bar = ProgressBar(total=None, show_eta=False, show_percentage=True, id="load-bar")
         bar.display = False
@@ -54,7 +53,6 @@ class LoadCard(Vertical):
         return self._phase is not None and self._phase.name == "download"
 
     def update(self, phase: LoadProgress) -> None:
-        """Take a phase in."""
         now = time.monotonic()
         if self._phase is None or phase.name != self._phase.name:
             if self._phase is not None and self._phase.name not in ("resolve", "download"):
@@ -69,7 +67,6 @@ class LoadCard(Vertical):
         self.tick()
 
     def tick(self) -> None:
-        """Redraw: elapsed time and stalls."""
         phase = self._phase
         if phase is None or not self.is_mounted:
             return

@@ -33,10 +33,8 @@ from localllm.conversation.markdown import Settler, new_parser, opened_fence
 from .code_colours import code_colours
 from .copying import CopyCode
 
-TAIL_CHUNK = 3000
-"""Characters of the tail that are laid out again at every update; what is before is frozen."""
-LONG_CODE = 20
-"""Lines; a longer block can be copied at its end too."""
+TAIL_CHUNK = 3000  # characters of the tail that are laid out again at every update; what is before is frozen
+LONG_CODE = 20  # lines; a longer block can be copied at its end too
 
 # --- settled blocks --------------------------------------------------------------------------------------------------
 
@@ -65,7 +63,6 @@ class _FlatList(MarkdownList):
     _drawn: tuple[int, Content] | None = None
 
     def compose(self) -> ComposeResult:
-        """Nothing, or the stock widgets for a list with code, tables or quotations in it."""
         self._rows = list(_rows_of(self, 0)) if _is_simple(self) else None
         if self._rows is None:
             yield from super().compose()
@@ -79,11 +76,9 @@ class _FlatList(MarkdownList):
         return self._drawn[1]
 
     def render(self) -> Any:
-        """The wrapped lines."""
         return super().render() if self._rows is None else self._text(self.size.width)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        """How many lines it takes."""
         if self._rows is None:
             return super().get_content_height(container, viewport, width)
         return self._text(width).plain.count("\n") + 1
@@ -128,7 +123,6 @@ class Fence(MarkdownFence):
     """A code block with a line above that names the language and copies the code when clicked."""
 
     def compose(self) -> ComposeResult:
-        """The line above, the code, and below a long block the line again."""
         count = self.code.count("\n") + 1
         language = (self.lexer or "").split(" ")[0] or "text"
         lines = f"{count} line{'s' if count > 1 else ''}"
@@ -168,7 +162,6 @@ class Body(Markdown):
         super().__init__(parser_factory=new_parser, open_links=False)
 
     def get_block_class(self, block_name: str) -> type[MarkdownBlock]:
-        """Our lists and code blocks."""
         return self._OWN.get(block_name) or super().get_block_class(block_name)
 
     async def settle(self, text: str, inside_list: bool) -> None:
@@ -194,7 +187,6 @@ class Tail(Vertical):
     virtual_size = Reactive(Size(0, 0))
 
     def compose(self) -> ComposeResult:
-        """The part that changes."""
         yield _Live("", id="live", markup=False)
 
     def __init__(self) -> None:
@@ -230,7 +222,6 @@ class Tail(Vertical):
         self._lines = lines
 
     async def clear(self) -> None:
-        """Drop everything."""
         self._frozen = self._lines = 0
         self.display = False
         await self.query(".frozen").remove()
@@ -252,13 +243,11 @@ class Answer(Vertical):
         self._drawing = asyncio.Lock()
 
     def compose(self) -> ComposeResult:
-        """Settled blocks, then the open end."""
         yield self._body
         yield self._tail
 
     @property
     def source(self) -> str:
-        """What is on the screen, as Markdown."""
         return self._body.source + self._shown
 
     def feed(self, text: str) -> None:
@@ -284,7 +273,6 @@ class Answer(Vertical):
             await self._tail.show(self._text.lstrip("\n"))  # blocks keep their own distance
 
     async def finish(self) -> None:
-        """Settle all that is left."""
         async with self._drawing:
             with self.app.batch_update():
                 await self._tail.clear()

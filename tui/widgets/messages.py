@@ -20,10 +20,8 @@ from localllm.terminal import Cleaner, clean, seconds_short
 if TYPE_CHECKING:
     from .markdown import Answer
 
-THINKING_LINES = 3
-"""Lines of reasoning shown while it goes on."""
-LONG_QUESTION = 40
-"""Lines of a question shown; the rest is counted."""
+THINKING_LINES = 3  # lines of reasoning shown while it goes on
+LONG_QUESTION = 40  # lines of a question shown; the rest is counted
 
 
 class UserMessage(Horizontal):
@@ -34,7 +32,6 @@ class UserMessage(Horizontal):
         self.exchange = exchange
 
     def compose(self) -> ComposeResult:
-        """Mark, text, and whether it waits."""
         yield Static("❯", classes="mark", markup=False)
         with Vertical():
             if self.exchange.attachments:
@@ -45,15 +42,12 @@ class UserMessage(Horizontal):
         yield Static("", classes="meta", markup=False)
 
     def on_mount(self) -> None:
-        """The time it was asked."""
         self.set_branch((1, 1))
 
     def set_queued(self, queued: bool) -> None:
-        """Show or hide that it waits."""
         self.set_class(queued, "-queued")
 
     def set_branch(self, place: tuple[int, int]) -> None:
-        """(which of how many) questions asked at this place."""
         when = time.strftime("%H:%M", time.localtime(self.exchange.asked_at))
         branch = f"‹{place[0]}/{place[1]}›  " if place[1] > 1 else ""
         self.query_one(".meta", Static).update(branch + when)
@@ -95,7 +89,6 @@ class Thought(Static):
         self.draw()
 
     def draw(self) -> None:
-        """Show what there is now."""
         if not self._text or self._mode == "hidden":
             return
         self.display = True
@@ -110,11 +103,9 @@ class Thought(Static):
         self.update("\n".join([head, *(f"  {line}" for line in body)]))
 
     def on_click(self) -> None:
-        """Open or close."""
         self.toggle()
 
     def toggle(self) -> None:
-        """Open or close."""
         self.expanded = not self.expanded
         self.draw()
 
@@ -137,7 +128,6 @@ class AssistantMessage(Vertical):
         self._cleaner = Cleaner()
 
     def compose(self) -> ComposeResult:
-        """Reasoning, answer, footer."""
         yield self.thought
         yield self.answer
         yield self._footer
@@ -158,7 +148,6 @@ class AssistantMessage(Vertical):
         self.answer.feed(self._cleaner.push(text))
 
     async def draw(self) -> None:
-        """Show what came since the last time."""
         if not self.exchange.text:
             self.thought.draw()
         await self.answer.flush()
@@ -171,7 +160,6 @@ class AssistantMessage(Vertical):
             self._footer_text = text
 
     def set_branch(self, place: tuple[int, int]) -> None:
-        """(which of how many) answers to this question."""
         if place != self._place:
             self._place = place
             if self.exchange.stop:

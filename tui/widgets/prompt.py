@@ -66,22 +66,18 @@ class PromptArea(TextArea):
 
     @property
     def sent_before(self) -> list[str]:
-        """What was sent before, oldest first."""
         return self._sent
 
     def load_history(self, lines: list[str]) -> None:
-        """What was sent in earlier chats."""
         self._sent = [*lines, *self._sent]
         self._place = len(self._sent)
 
     def remember(self, text: str) -> None:
-        """Add a sent message to what ↑ brings back."""
         if not self._sent or self._sent[-1] != text:
             self._sent.append(text)
         self._place = len(self._sent)
 
     def put(self, text: str) -> None:
-        """Replace the text, the cursor at its end."""
         self.text = text
         self.move_cursor(self.document.end)
 
@@ -165,17 +161,14 @@ class Hints(Static):
         self._rows: list[tuple[str, str]] = []
         self._at = 0
         self.typed = ""
-        self.spaced = False
-        """whether a chosen word is followed by a space"""
+        self.spaced = False  # whether a chosen word is followed by a space
         self.takes_enter = False
 
     @property
     def word(self) -> str:
-        """The highlighted one."""
         return self._rows[self._at][0]
 
     def move(self, step: int) -> None:
-        """Highlight another."""
         self._at = (self._at + step) % len(self._rows)
         self._draw()
 
@@ -217,7 +210,6 @@ class Prompt(Vertical):
         self.area.border_subtitle = f"{keys} · / commands · @ files"
 
     def compose(self) -> ComposeResult:
-        """Files (mostly absent), then the editor."""
         files = Static("", id="files", markup=False)
         files.display = False
         yield files
@@ -237,7 +229,6 @@ class Prompt(Vertical):
             self.area.border_title = text
 
     def set_files(self, attachments: list[Attachment]) -> None:
-        """What goes with the next message."""
         files = self.query_one("#files", Static)
         files.display = bool(attachments)
         files.update("   ".join(f"+ {one.label}" for one in attachments))

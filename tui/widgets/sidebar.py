@@ -42,7 +42,6 @@ class Sidebar(Vertical):
         self._now = ""
 
     def compose(self) -> ComposeResult:
-        """Filter and list."""
         self.border_title = "Chats"
         yield Input(placeholder="search", compact=True, id="chat-filter")
         yield OptionList(markup=False, compact=True, id="chat-list")
@@ -69,7 +68,6 @@ class Sidebar(Vertical):
             yield Option("nothing found" if self.query_one(Input).value else "no chats yet", disabled=True)
 
     def focus_filter(self) -> None:
-        """Begin to search."""
         box = self.query_one(Input)
         box.focus()
         box.select_all()
@@ -94,7 +92,6 @@ class Sidebar(Vertical):
             self.post_message(self.Opened(event.option_id))
 
     def on_key(self, event: events.Key) -> None:
-        """Down leads into the list, Esc out of here."""
         if event.key == "escape":
             event.stop()
             self.post_message(self.Left())

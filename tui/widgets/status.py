@@ -13,8 +13,7 @@ from localllm.conversation.texts import number
 from localllm.interface import Facts
 from localllm.terminal import cell_width, clean_line, fit, tokens_short
 
-WARN_SHARE = 0.8
-"""From here on the context meter is a warning."""
+WARN_SHARE = 0.8  # from here on the context meter is a warning
 
 
 @dataclass(slots=True)
@@ -28,15 +27,13 @@ class State:
     think: str = "auto"
     offline: bool = False
     unsaved: bool = False
-    api: str = ""
-    """where other programs reach this model"""
+    api: str = ""  # where other programs reach this model
 
 
 class TitleLine(Horizontal):
     """Name of the chat on the left, the model and its device on the right."""
 
     def compose(self) -> ComposeResult:
-        """Left and right."""
         yield Static(" localllm", id="title", markup=False)
         yield Static("", id="model", markup=False)
 
@@ -76,7 +73,6 @@ class StatusLine(Horizontal):
     """What is going on, the context meter, sampling on the left; keys on the right."""
 
     def compose(self) -> ComposeResult:
-        """Left and right."""
         yield Static("", id="state", markup=False)
         yield Static("", id="keys", markup=False)
 

@@ -24,8 +24,7 @@ from localllm.terminal import clean
 from .loading import LoadCard
 from .messages import AssistantMessage, Failure, Notice, UserMessage
 
-EARLIER_STEP = 5
-"""Turns brought back at once."""
+EARLIER_STEP = 5  # turns brought back at once
 Pair = tuple[UserMessage, AssistantMessage | None]
 
 
@@ -49,28 +48,23 @@ class Transcript(VerticalScroll):
         self._thinking = thinking
         self._pairs: list[Pair] = []
         self._follows = False
-        self._first = 0
-        """the branch's number of the first turn that is mounted"""
+        self._first = 0  # the branch's number of the first turn that is mounted
 
     def compose(self) -> ComposeResult:
-        """A line for what is not shown."""
         earlier = Static("", id="earlier", markup=False)
         earlier.display = False
         yield earlier
 
     @property
     def card(self) -> LoadCard | None:
-        """The loading card, while it is there."""
         cards = self.query(LoadCard)
         return cards.first() if cards else None
 
     @property
     def messages(self) -> list[UserMessage | AssistantMessage]:
-        """What is on the screen, in order."""
         return [one for pair in self._pairs for one in pair if one is not None]
 
     async def begin_loading(self, model: str) -> None:
-        """Show the card of a model that is about to load."""
         await self.query("LoadCard, Failure").remove()
         await self.mount(LoadCard(model, LoadTimes().expected(model)))
         self.anchor()
@@ -119,7 +113,6 @@ class Transcript(VerticalScroll):
         return None
 
     async def take_back(self, exchange: Exchange) -> None:
-        """Remove a question that was not answered."""
         for question, answer in list(self._pairs):
             if question.exchange is exchange:
                 self._pairs.remove((question, answer))
@@ -135,12 +128,10 @@ class Transcript(VerticalScroll):
         await self.mount(notice, after=after)
 
     async def fail(self, failed: Failed) -> None:
-        """A failure that belongs to no answer."""
         await self.query(Failure).remove()
         await self.mount(Failure(failed))
 
     async def clear(self) -> None:
-        """Remove all turns and notices."""
         self._pairs.clear()
         self._first = 0
         await self.query("UserMessage, AssistantMessage, Notice").remove()
@@ -207,7 +198,6 @@ class Transcript(VerticalScroll):
         self._show_earlier_line()
 
     async def on_click(self, event: Any) -> None:
-        """Bring earlier turns back."""
         if getattr(event.widget, "id", None) == "earlier":
             await self.load_earlier()
 
