@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from localllm.terminal import gib
 
 from .attention import through_tmux
 
 OSC52_LIMIT = 100_000  # bytes; many terminals drop a longer sequence without a word
-_TOOLS = (
+_COPY = (
     ("WAYLAND_DISPLAY", ("wl-copy",)),
     ("DISPLAY", ("xclip", "-selection", "clipboard")),
     ("DISPLAY", ("xsel", "-b", "-i")),
     ("", ("pbcopy",)),
     ("WSL_DISTRO_NAME", ("clip.exe",)),
+)
+_PASTE = (
+    ("WAYLAND_DISPLAY", ("wl-paste", "-n")),
+    ("DISPLAY", ("xclip", "-selection", "clipboard", "-o")),
+    ("DISPLAY", ("xsel", "-b", "-o")),
+    ("", ("pbpaste",)),
 )
 
 
@@ -29,45 +36,28 @@ def osc52(text: str) -> str:
 
 def copy(text: str, write: Callable[[str], None]) -> str:
     """Copy `text` with the system's tool and through the terminal (`write`). Returns what to tell the user."""
-    size = len(text.encode("utf-8", "replace"))
-    ways = []
-    if tool := _with_tool(text):
-        ways.append(f"with {tool}")
-    if size <= OSC52_LIMIT:
+    data = text.encode("utf-8", "replace")
+    tool, _ = _with_tool(_COPY, data)
+    ways = [f"with {tool}"] if tool else []
+    if len(data) <= OSC52_LIMIT:
         write(osc52(text))
         ways.append("through the terminal (OSC 52)")
     if not ways:
-        return f"{gib(size)} is too much for the terminal, and no wl-copy, xclip, xsel or pbcopy was found"
+        return f"{gib(len(data))} is too much for the terminal, and no wl-copy, xclip, xsel or pbcopy was found"
     return f"{len(text):,} characters copied {' and '.join(ways)}"
-
-
-def _with_tool(text: str) -> str | None:
-    for variable, tool in _TOOLS:
-        if (not variable or os.environ.get(variable)) and shutil.which(tool[0]):
-            try:
-                done = subprocess.run(
-                    tool, input=text.encode("utf-8", "replace"), timeout=2, capture_output=True, check=False
-                )
-            except (OSError, subprocess.TimeoutExpired):
-                continue
-            if done.returncode == 0:
-                return tool[0]
-    return None
 
 
 def paste() -> str:
     """What the system's clipboard holds as text; empty when no tool can tell."""
-    for variable, tool in (
-        ("WAYLAND_DISPLAY", ("wl-paste", "-n")),
-        ("DISPLAY", ("xclip", "-selection", "clipboard", "-o")),
-        ("DISPLAY", ("xsel", "-b", "-o")),
-        ("", ("pbpaste",)),
-    ):
-        if (not variable or os.environ.get(variable)) and shutil.which(tool[0]):
-            try:
-                done = subprocess.run(tool, timeout=2, capture_output=True, check=False)
-            except (OSError, subprocess.TimeoutExpired):
-                continue
-            if done.returncode == 0:
-                return done.stdout.decode("utf-8", "replace")
-    return ""
+    return _with_tool(_PASTE)[1].decode("utf-8", "replace")
+
+
+def _with_tool(tools: Sequence[tuple[str, Sequence[str]]], given: bytes = b"") -> tuple[str, bytes]:
+    """(name, output) of the first (variable that must be set, command) that works; ("", b"") when none does."""
+    for variable, command in tools:
+        if (not variable or os.environ.get(variable)) and shutil.which(command[0]):
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                done = subprocess.run(command, input=given, timeout=2, capture_output=True, check=False)
+                if done.returncode == 0:
+                    return command[0], done.stdout
+    return "", b""

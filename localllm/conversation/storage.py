@@ -12,6 +12,8 @@ from localllm.history.records import SavedChat, SavedMessage
 from localllm.interface import Failed
 from localllm.request import Timing, Usage
 
+TOKENS = ("prompt", "cached", "completion", "reasoning")
+
 
 def saved_chat(talk: Conversation) -> SavedChat:
     """The chat as it is kept."""
@@ -19,11 +21,6 @@ def saved_chat(talk: Conversation) -> SavedChat:
     last = talk.exchanges[-1] if talk.exchanges else None
     leaf = None if last is None else last.answer_id if _has_answer(last) else last.question_id
     return SavedChat(talk.id, talk.shown_title, talk.model, talk.system, params, talk.created, time.time(), leaf)
-
-
-def saved_messages(exchange: Exchange) -> list[SavedMessage]:
-    """The messages of one exchange as they are kept."""
-    return list(_saved(exchange))
 
 
 def restored(chat: SavedChat, messages: list[SavedMessage], sampling: dict[str, Any] | None = None) -> Conversation:
@@ -48,7 +45,8 @@ def _has_answer(exchange: Exchange) -> bool:
     return bool(exchange.text or exchange.reasoning or exchange.stop not in ("", "unanswered"))
 
 
-def _saved(exchange: Exchange) -> Iterator[SavedMessage]:
+def saved_messages(exchange: Exchange) -> Iterator[SavedMessage]:
+    """The messages of one exchange as they are kept."""
     above = exchange.parent
     parent = None if above is None else above.answer_id if _has_answer(above) else above.question_id
     files = [{"name": one.name, "text": one.text} for one in exchange.attachments]
@@ -60,17 +58,10 @@ def _saved(exchange: Exchange) -> Iterator[SavedMessage]:
         parent = exchange.question_id
     if not _has_answer(exchange):
         return
-    usage, timing, failed = exchange.usage, exchange.timing, exchange.failed
-    stats: dict[str, Any] = {
-        "prompt": usage.prompt_tokens,
-        "cached": usage.cached_tokens,
-        "completion": usage.completion_tokens,
-        "reasoning": usage.reasoning_tokens,
-        "ttft_s": round(timing.ttft_s, 4),
-        "total_s": round(timing.total_s, 4),
-        "decode_tps": round(timing.decode_tps, 2),
-        "thought_s": round(exchange.thought_s, 2),
-    }
+    timing, failed = exchange.timing, exchange.failed
+    stats: dict[str, Any] = {name: getattr(exchange.usage, f"{name}_tokens") for name in TOKENS}
+    stats |= {"ttft_s": round(timing.ttft_s, 4), "total_s": round(timing.total_s, 4)}
+    stats |= {"decode_tps": round(timing.decode_tps, 2), "thought_s": round(exchange.thought_s, 2)}
     if exchange.forgotten:
         stats["forgotten"] = True
     if failed is not None:
@@ -130,7 +121,7 @@ def _exchange(above: Exchange | None, question: SavedMessage | None, answer: Sav
         value = stats.get(name, 0)
         return float(value) if isinstance(value, (int, float)) else 0.0
 
-    one.usage = Usage(*(int(amount(name)) for name in ("prompt", "cached", "completion", "reasoning")))
+    one.usage = Usage(*(int(amount(name)) for name in TOKENS))
     one.timing = Timing(ttft_s=amount("ttft_s"), total_s=amount("total_s"), decode_tps=amount("decode_tps"))
     one.thought_s, one.forgotten = amount("thought_s"), bool(stats.get("forgotten"))
     failed = stats.get("failed")

@@ -86,18 +86,11 @@ class Conversation:
 
     def again(self, exchange: Exchange) -> Exchange:
         """The same question once more, as a branch beside its answer; what followed leaves the screen."""
-        other = Exchange(
-            exchange.user, exchange.parent, exchange.attachments, question_id=exchange.question_id,
-            asked_at=exchange.asked_at,
-        )  # fmt: skip
-        self._cut(exchange)
-        return self._add(other)
+        return self._beside(exchange, exchange.user, question_id=exchange.question_id, asked_at=exchange.asked_at)
 
     def edited(self, exchange: Exchange, text: str) -> Exchange:
         """Another question in place of one, as a branch beside it."""
-        other = Exchange(text, exchange.parent, exchange.attachments)
-        self._cut(exchange)
-        return self._add(other)
+        return self._beside(exchange, text)
 
     def rewritten(self, exchange: Exchange, text: str) -> Exchange:
         """An answer as the user would have it, as a branch beside the model's."""
@@ -129,8 +122,9 @@ class Conversation:
         """The next question follows this exchange; what came after stays as a branch of its own."""
         self.exchanges = [*self._above(exchange), exchange]
 
-    def _cut(self, exchange: Exchange) -> None:
+    def _beside(self, exchange: Exchange, text: str, **question: Any) -> Exchange:
         self.exchanges = self._above(exchange)
+        return self._add(Exchange(text, exchange.parent, exchange.attachments, **question))
 
     def _add(self, exchange: Exchange) -> Exchange:
         self._siblings(exchange).append(exchange)
@@ -153,26 +147,24 @@ class Conversation:
 
     # --- branches ----------------------------------------------------------------------------------------------------
 
-    def answers_of(self, exchange: Exchange) -> list[Exchange]:
-        """All answers to this question, in order."""
-        return [one for one in self._siblings(exchange) if one.question_id == exchange.question_id]
-
-    def questions_beside(self, exchange: Exchange) -> list[Exchange]:
-        """One exchange for each question asked at this place, in order: this one for its own."""
+    def _branches(self, exchange: Exchange, of_question: bool) -> list[Exchange]:
+        """The answers to this question, or one exchange for each question asked here (this one for its own)."""
+        siblings = self._siblings(exchange)
+        if not of_question:
+            return [one for one in siblings if one.question_id == exchange.question_id]
         found: dict[int, Exchange] = {}
-        for one in self._siblings(exchange):
+        for one in siblings:
             found.setdefault(one.question_id, one)
-        found[exchange.question_id] = exchange
-        return list(found.values())
+        return list((found | {exchange.question_id: exchange}).values())
 
     def place(self, exchange: Exchange, of_question: bool) -> tuple[int, int]:
         """(which one, of how many) among the branches at this place, counted from 1."""
-        branches = self.questions_beside(exchange) if of_question else self.answers_of(exchange)
+        branches = self._branches(exchange, of_question)
         return branches.index(exchange) + 1, len(branches)
 
     def step(self, exchange: Exchange, step: int, of_question: bool) -> Exchange:
         """Show the next (1) or previous (-1) branch at this place, with what followed it. Returns it."""
-        branches = self.questions_beside(exchange) if of_question else self.answers_of(exchange)
+        branches = self._branches(exchange, of_question)
         other = branches[(branches.index(exchange) + step) % len(branches)]
         self.show(other)
         return other
@@ -202,7 +194,7 @@ class Conversation:
         if exchange.parent is not None and exchange.parent.chosen is exchange:
             exchange.parent.chosen = None
         if exchange in self.exchanges:
-            self._cut(exchange)
+            self.exchanges = self._above(exchange)
             if siblings:
                 self.show(siblings[-1])
 

@@ -128,7 +128,7 @@ def test_lines_below_an_answer() -> None:
 
 
 def test_copying_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clipboard, "_with_tool", lambda text: None)
+    monkeypatch.setattr(clipboard.shutil, "which", lambda name: None)
     monkeypatch.delenv("TMUX", raising=False)
     written: list[str] = []
     assert "OSC 52" in clipboard.copy("hi", written.append)

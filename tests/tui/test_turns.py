@@ -10,7 +10,7 @@ from textual.widgets import OptionList, Static
 from localllm.config import Preset, SamplingConfig
 from localllm.history.records import active_path
 from localllm.history.store import History
-from localllm.tui.screens.crash import CrashScreen
+from localllm.tui.screens.dialogs import CrashScreen
 from localllm.tui.widgets.choices import Choices
 from localllm.tui.widgets.messages import AssistantMessage, Notice, UserMessage
 

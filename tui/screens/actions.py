@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import tempfile
 import time
+from functools import partialmethod
 from pathlib import Path
 
 from textual import on, work
@@ -22,10 +23,10 @@ from localllm.tui.widgets.messages import AssistantMessage
 from localllm.tui.widgets.prompt import Hints
 from localllm.tui.widgets.sidebar import Sidebar
 
+from .dialogs import PickScreen
 from .help import HelpScreen
 from .models import ModelsScreen
 from .params import ParamsScreen
-from .pick import PickScreen
 from .saved import SavedChats
 from .viewer import Viewer, log_text
 
@@ -135,9 +136,8 @@ class Actions(SavedChats):
         if chosen is None:
             return
         name, ctx = chosen
-        async with self.changing:
+        async with self.change():
             await self.load(name, {"ctx": ctx} if ctx else None)
-        self.refresh_lines()
 
     async def use_model(self, name: str) -> None:
         await self._model_chosen((name, None))
@@ -182,20 +182,16 @@ class Actions(SavedChats):
         elif event.kind == "chat":
             await self.open_chat(event.name)
         else:
-            async with self.changing:
-                await self.load(event.name)
+            await self.use_model(event.name)
             self.prompt.focus()
-            self.refresh_lines()
 
     # --- the prompt --------------------------------------------------------------------------------------------------
 
-    async def action_browse_up(self) -> None:
-        self.browse.enter(-1)
+    def _browse(self, step: int) -> None:
+        self.browse.enter(step)
         self.refresh_lines()
 
-    async def action_browse_down(self) -> None:
-        self.browse.enter(1)
-        self.refresh_lines()
+    action_browse_up, action_browse_down = partialmethod(_browse, -1), partialmethod(_browse, 1)
 
     def action_search_prompts(self) -> None:
         rows = list(dict.fromkeys(reversed(self.prompt.sent_before)))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from functools import partialmethod
+from inspect import isawaitable
 
 from localllm.conversation.markdown import code_blocks
 from localllm.conversation.session import write_new
@@ -10,7 +12,7 @@ from localllm.errors import ConfigError
 from localllm.terminal import clean_line
 from localllm.tui.widgets.messages import AssistantMessage, UserMessage
 
-from .ask import AskScreen
+from .dialogs import AskScreen
 from .turns import Turns
 from .viewer import Viewer
 
@@ -72,7 +74,9 @@ class Browse:
         elif name == "browse.leave" or self.at is None:
             self.leave()
         elif name:
-            await getattr(self, f"_do_{name.removeprefix('browse.')}")()
+            done = getattr(self, f"_do_{name.removeprefix('browse.')}")()
+            if isawaitable(done):
+                await done
         elif character and character.isprintable() and len(character) == 1:
             self.leave()
             screen.prompt.insert(character)
@@ -87,14 +91,13 @@ class Browse:
             await self._screen.transcript.load_earlier()
         self.enter(-1)
 
-    async def _do_move_down(self) -> None:
-        self.enter(1)
+    _do_move_down = partialmethod(enter, 1)
 
     async def _do_first(self) -> None:
         await self._screen.transcript.load_earlier()
         self._put(self._screen.transcript.messages[0])
 
-    async def _do_last(self) -> None:
+    def _do_last(self) -> None:
         self._put(self._screen.transcript.messages[-1])
         self._screen.transcript.anchor()
 
@@ -106,29 +109,26 @@ class Browse:
             return ""
         return self.at.exchange.user if isinstance(self.at, UserMessage) else self.at.exchange.text
 
-    async def _do_copy(self) -> None:
+    def _do_copy(self) -> None:
         self._screen.flash(f"message: {self._screen.session.copy(self.text)}")
 
-    def _next_code(self) -> str | None:
+    def _blocks(self) -> list[str]:
         blocks = code_blocks(self.text)
         if not blocks:
             self._screen.flash("this message has no code block")
-            return None
-        self._code = (self._code + 1) % len(blocks)
-        return blocks[self._code]
+        return blocks
 
-    async def _do_code(self) -> None:
-        code = self._next_code()
-        if code is not None:
-            count = len(code_blocks(self.text))
-            self._screen.flash(f"code block {self._code + 1} of {count}: {self._screen.session.copy(code)}")
+    def _do_code(self) -> None:
+        if blocks := self._blocks():
+            self._code = (self._code + 1) % len(blocks)
+            how = self._screen.session.copy(blocks[self._code])
+            self._screen.flash(f"code block {self._code + 1} of {len(blocks)}: {how}")
 
-    async def _do_save(self) -> None:
-        blocks = code_blocks(self.text)
-        code = blocks[max(0, self._code)] if blocks else None
-        if code is None:
-            self._screen.flash("this message has no code block")
+    def _do_save(self) -> None:
+        blocks = self._blocks()
+        if not blocks:
             return
+        code = blocks[max(0, self._code)]
 
         def write(path: str | None) -> None:
             if path and path.strip():
@@ -139,7 +139,7 @@ class Browse:
 
         self._screen.app.push_screen(AskScreen("Write the code block to", "path"), write)
 
-    async def _do_edit(self) -> None:
+    def _do_edit(self) -> None:
         at = self.at
         if at is not None:
             self.leave()
@@ -149,21 +149,15 @@ class Browse:
         if self.at is not None and self._screen.may_change():
             exchange = self.at.exchange
             self.leave()
-            async with self._screen.changing:
+            async with self._screen.change():
                 await self._screen.ask_again(self._screen.conversation.again(exchange))
 
     async def _do_branch(self) -> None:
         if self.at is not None and self._screen.may_change():
             exchange = self.at.exchange
             self.leave()
-            async with self._screen.changing:
+            async with self._screen.change():
                 await self._screen.branch(exchange)
-
-    async def _do_previous(self) -> None:
-        await self._step(-1)
-
-    async def _do_next(self) -> None:
-        await self._step(1)
 
     async def _step(self, step: int) -> None:
         at = self.at
@@ -183,11 +177,13 @@ class Browse:
         self._put(found[0 if of_question else -1] if found else None)
         self._screen.transcript.focus()
 
-    async def _do_fold(self) -> None:
+    _do_previous, _do_next = partialmethod(_step, -1), partialmethod(_step, 1)
+
+    def _do_fold(self) -> None:
         if isinstance(self.at, AssistantMessage) and self.at.exchange.reasoning:
             self.at.thought.toggle()
 
-    async def _do_raw(self) -> None:
+    def _do_raw(self) -> None:
         self._screen.app.push_screen(Viewer("As the model wrote it", self.text))
 
     async def _do_delete(self) -> None:
@@ -209,19 +205,13 @@ class Browse:
 
     # --- searching ---------------------------------------------------------------------------------------------------
 
-    async def _do_search(self) -> None:
+    def _do_search(self) -> None:
         def found(text: str | None) -> None:
             self.wanted = (text or "").casefold()
             if self.wanted:
                 self._screen.call_later(self.find, -1)
 
         self._screen.app.push_screen(AskScreen("Search in this chat", "text", self.wanted), found)
-
-    async def _do_search_next(self) -> None:
-        await self.find(1)
-
-    async def _do_search_back(self) -> None:
-        await self.find(-1)
 
     async def find(self, step: int) -> None:
         """The next (1) or previous (-1) message that holds what is searched for."""
@@ -241,6 +231,8 @@ class Browse:
                 self._screen.transcript.focus()
                 self._put(message)
         self._screen.flash(f"{places.index(at) + 1} of {len(places)}")
+
+    _do_search_next, _do_search_back = partialmethod(find, 1), partialmethod(find, -1)
 
 
 def _part(exchange: object, part: int) -> str:

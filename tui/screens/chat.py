@@ -119,9 +119,8 @@ class ChatScreen(Actions):
         self.refresh_lines()
 
     async def submit(self, text: str) -> None:
-        async with self.changing:
+        async with self.change():
             await self._submit(text)
-        self.refresh_lines()
 
     async def _submit(self, text: str) -> None:
         if self.editing is not None:
@@ -171,31 +170,20 @@ class ChatScreen(Actions):
 
     @on(Choices.Chosen)
     async def _chosen(self, event: Choices.Chosen) -> None:
-        async with self.changing:
+        async with self.change():
             await self.questions.answer(event.topic, event.name)
-        self.refresh_lines()
 
     @on(PromptArea.Sent)
     async def _sent(self, event: PromptArea.Sent) -> None:
+        if not event.text:  # Enter alone goes on with an answer that was just cut short, as the status line says
+            if self.can_go_on:
+                await self.submit("/continue")
+            return
         area = self.prompt
         area.remember(event.text)
         self.prompts.add(event.text)
         area.text = ""
         await self.submit(event.text)
-
-    @on(PromptArea.Nothing)
-    async def _nothing_sent(self) -> None:
-        """Enter alone goes on with an answer that was just cut short, as the status line says."""
-        if self.can_go_on:
-            await self.submit("/continue")
-
-    @on(PromptArea.Quit)
-    def _quit(self) -> None:
-        self.app.exit()
-
-    @on(PromptArea.Interrupt)
-    def _interrupt(self) -> None:
-        self.action_interrupt()
 
     @on(PromptArea.Scroll)
     async def _scroll(self, event: PromptArea.Scroll) -> None:

@@ -12,7 +12,7 @@ from textual.widgets import Static
 from localllm.conversation.slash import SLASHES
 from localllm.tui.keys import KEYS, Keymap
 
-from .modal import Modal
+from .dialogs import Modal
 
 FIXED = (
     ("^P", "palette: everything by name, themes too"),

@@ -18,7 +18,7 @@ from textual.widgets import DataTable, Input, Static
 from localllm.interface import ModelChoice
 from localllm.terminal import clean_line, fit, gib, tokens_short
 
-from .modal import Modal
+from .dialogs import Modal
 from .viewer import show_command
 
 WINDOWS = (None, 4096, 8192, 16384, 32768, 65536, 131072)  # contexts to weigh; None is what the plan would take
@@ -115,12 +115,15 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
         at = self.query_one(DataTable).cursor_row
         return self._shown[at] if 0 <= at < len(self._shown) else None
 
+    def _say(self, text: str | Content) -> None:
+        self.query_one("#model-detail", Static).update(text)
+
     def _detail(self) -> None:
-        row, detail = self.row, self.query_one("#model-detail", Static)
+        row = self.row
         if row is None:
-            detail.update("nothing fits this filter" if self._rows else "no models")
+            self._say("nothing fits this filter" if self._rows else "no models")
             return
-        detail.update(Content("\n").join(detail_lines(row, max(30, self.query_one("#models").size.width - 4))))
+        self._say(Content("\n").join(detail_lines(row, max(30, self.query_one("#models").size.width - 4))))
 
     # --- keys --------------------------------------------------------------------------------------------------------
 
@@ -135,9 +138,9 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
         if row is None:
             return
         if not row.supported:
-            self.query_one("#model-detail", Static).update(f"✗ {clean_line(row.reason)}")
+            self._say(f"✗ {clean_line(row.reason)}")
         elif not row.local and self.frame.options.offline:
-            self.query_one("#model-detail", Static).update("✗ offline: only models on this disk can be used")
+            self._say("✗ offline: only models on this disk can be used")
         else:
             self.dismiss((row.name, WINDOWS[self._window]))
 
@@ -168,7 +171,7 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
         if row is None:
             return
         if not row.quants:
-            self.query_one("#model-detail", Static).update(f"{clean_line(row.name)} is there in one format only")
+            self._say(f"{clean_line(row.name)} is there in one format only")
             return
         forms = sorted((row, *row.quants), key=lambda one: one.size_bytes)
         other = forms[(forms.index(row) + 1) % len(forms)]
@@ -189,7 +192,7 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
         row = self.row
         if row is not None and not row.local and not self.frame.options.offline:
             self.frame.downloads.begin(row.name, self._tell)
-            self.query_one("#model-detail", Static).update(f"fetching {clean_line(row.name)} in the background")
+            self._say(f"fetching {clean_line(row.name)} in the background")
 
     def action_info(self) -> None:
         row = self.row
@@ -197,16 +200,14 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
             show_command(self.app, "show" if row.local else "plan", row.name)
 
     async def action_remove(self) -> None:
-        row, detail = self.row, self.query_one("#model-detail", Static)
+        row = self.row
         if row is None or not row.local:
             return
         if row.name == self._now:
-            detail.update("it is running: choose another model first")
+            self._say("it is running: choose another model first")
         elif self._armed != row.name:
             self._armed = row.name
-            detail.update(
-                f"x again removes {clean_line(row.name)} ({gib(row.size_bytes)}) for every program that uses it"
-            )
+            self._say(f"x again removes {clean_line(row.name)} ({gib(row.size_bytes)}) for every program that uses it")
         else:
             show_command(self.app, "rm", row.name, "-y", then=self._look)
 

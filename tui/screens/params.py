@@ -16,7 +16,7 @@ from localllm.conversation.texts import number
 from localllm.conversation.tree import THINK, Conversation, parse_sampling, sampling_keys
 from localllm.errors import ConfigError
 
-from .modal import Modal
+from .dialogs import Modal
 
 
 class ParamsScreen(Modal[bool]):

@@ -8,7 +8,7 @@ from localllm.interface import ChatEvent, Done, Failed
 from localllm.terminal import clean_line, fit, tokens_short
 from localllm.tui.widgets.choices import Choice, Choices
 
-from .crash import REPORT, CrashScreen
+from .dialogs import REPORT, CrashScreen
 from .turns import Turns
 
 FULL, MEMORY, CRASH, LOADING, FETCHING = "full", "memory", "crash", "loading", "fetching"
@@ -75,9 +75,8 @@ class Questions:
         )
 
     async def _after_crash(self, name: str | None) -> None:
-        async with self._screen.changing:
+        async with self._screen.change():
             await self.answer(CRASH, name or _LEAVE.name)
-        self._screen.refresh_lines()
 
     def not_loaded(self, failed: Failed) -> None:
         """Ask what to do about a model that could not be loaded."""

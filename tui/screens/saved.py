@@ -63,7 +63,7 @@ class SavedChats(Stream):
 
     @on(Sidebar.Wanted)
     async def _wanted(self, event: Sidebar.Wanted) -> None:
-        await self.list_chats(event.query_text)
+        await self.list_chats(event.query)
 
     @on(Sidebar.Opened)
     async def _opened(self, event: Sidebar.Opened) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, cast
 
 from textual.screen import Screen
@@ -74,6 +75,13 @@ class Turns(Screen[None]):
     @property
     def prompt(self) -> PromptArea:
         return self.query_one(PromptArea)
+
+    @asynccontextmanager
+    async def change(self) -> AsyncIterator[None]:
+        """One task at a time changes the conversation; afterwards the lines say how things stand."""
+        async with self.changing:
+            yield
+        self.refresh_lines()
 
     # --- saying something --------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from textual.widgets import Static
 from localllm.terminal import clean
 from localllm.tui.downloads import OWN
 
-from .modal import Modal
+from .dialogs import Modal
 
 LOG_BYTES = 64 << 10
 

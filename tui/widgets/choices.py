@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from textual import events, on
@@ -22,13 +23,12 @@ class Choice(NamedTuple):
 class Choices(OptionList):
     """Hidden until `offer`; answers with `Chosen`. Letters choose at once."""
 
+    @dataclass
     class Chosen(Message):
         """`name` is that of the choice; `topic` what it was about."""
 
-        def __init__(self, topic: str, name: str) -> None:
-            super().__init__()
-            self.topic = topic
-            self.name = name
+        topic: str
+        name: str
 
     def __init__(self) -> None:
         super().__init__(id="choices", markup=False)

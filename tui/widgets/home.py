@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from textual import events, on
 from textual.app import ComposeResult
@@ -27,20 +28,18 @@ BROWSE = "browse"
 class Home(Vertical):
     """Rows to choose from. Answers with `Chosen`."""
 
+    @dataclass
     class Chosen(Message):
         """`kind` is chat, model or browse; `name` the chat's id or the model's name."""
 
-        def __init__(self, kind: str, name: str) -> None:
-            super().__init__()
-            self.kind = kind
-            self.name = name
+        kind: str
+        name: str
 
+    @dataclass
     class Typed(Message):
         """A letter that means nothing here."""
 
-        def __init__(self, character: str) -> None:
-            super().__init__()
-            self.character = character
+        character: str
 
     def __init__(self, keys: Keymap) -> None:
         super().__init__(id="home")

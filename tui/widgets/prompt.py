@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from textual import events
 from textual.app import ComposeResult
@@ -23,28 +24,17 @@ _AT = re.compile(r"(?:^|\s)@([^\s]*)$")
 class PromptArea(TextArea):
     """The editor. Its messages tell the screen what to do; it knows no conversation."""
 
+    @dataclass
     class Sent(Message):
-        """Enter was pressed on some text."""
+        """Enter was pressed; `text` is empty when the prompt was."""
 
-        def __init__(self, text: str) -> None:
-            super().__init__()
-            self.text = text
+        text: str
 
-    class Nothing(Message):
-        """Enter was pressed on an empty prompt."""
-
+    @dataclass
     class Scroll(Message):
         """A key that moves the transcript, because the prompt has no use for it."""
 
-        def __init__(self, where: str) -> None:
-            super().__init__()
-            self.where = where
-
-    class Quit(Message):
-        """Ctrl+D on an empty prompt."""
-
-    class Interrupt(Message):
-        """Ctrl+C."""
+        where: str
 
     def __init__(self, keymap: Keymap, *, enter_sends: bool = True) -> None:
         super().__init__(
@@ -98,13 +88,10 @@ class PromptArea(TextArea):
             self._take(event)
         elif key == "ctrl+c":
             self._take(event)
-            if not self.selected_text:
-                self.post_message(self.Interrupt())
-            else:
-                self.action_copy()
+            await self.screen.run_action("interrupt")
         elif key == "ctrl+d" and not self.text:
             self._take(event)
-            self.post_message(self.Quit())
+            await self.screen.run_action("quit_chat")
         elif key in ("pageup", "pagedown") or (key in ("home", "end") and not self.text):
             self._take(event)
             self.post_message(self.Scroll(key))
@@ -133,10 +120,8 @@ class PromptArea(TextArea):
             self.action_delete_left()
             self.insert("\n")
             return
-        if self.text.strip():
+        if self.text.strip() or not self.text:
             self.post_message(self.Sent(self.text))
-        elif not self.text:
-            self.post_message(self.Nothing())
 
     def _at_edge(self, key: str) -> bool:
         return (key == "up" and self.cursor_at_first_line) or (key == "down" and self.cursor_at_last_line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from textual import events, on
 from textual.app import ComposeResult
@@ -20,19 +21,17 @@ SHOWN = 200
 class Sidebar(Vertical):
     """Chats and their filter. Knows no database: the screen fills it, and is asked for more with `Wanted`."""
 
+    @dataclass
     class Wanted(Message):
         """The filter has changed."""
 
-        def __init__(self, query: str) -> None:
-            super().__init__()
-            self.query_text = query
+        query: str
 
+    @dataclass
     class Opened(Message):
         """A chat was chosen."""
 
-        def __init__(self, chat_id: str) -> None:
-            super().__init__()
-            self.chat_id = chat_id
+        chat_id: str
 
     class Left(Message):
         """Esc."""

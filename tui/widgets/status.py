@@ -30,17 +30,27 @@ class State:
     api: str = ""  # where other programs reach this model
 
 
-class TitleLine(Horizontal):
-    """Name of the chat on the left, the model and its device on the right."""
+class _Line(Horizontal):
+    """Two sides. Nothing is drawn when nothing has changed."""
+
+    LEFT, RIGHT = "", ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shown: tuple[object, ...] = ()
 
     def compose(self) -> ComposeResult:
-        yield Static(" localllm", id="title", markup=False)
-        yield Static("", id="model", markup=False)
+        yield Static("", id=self.LEFT, markup=False)
+        yield Static("", id=self.RIGHT, markup=False)
 
-    _shown: tuple[object, ...] = ()
+
+class TitleLine(_Line):
+    """Name of the chat on the left, the model and its device on the right."""
+
+    LEFT, RIGHT = "title", "model"
 
     def show(self, title: str, model: str, facts: Facts) -> None:
-        """Set both sides; nothing is drawn when nothing has changed."""
+        """Set both sides."""
         width = self.app.size.width
         memory = memory_meter(facts) if width >= 100 else ""
         new = (title, model, facts.model, facts.device, facts.url, width, memory)
@@ -69,17 +79,13 @@ def memory_meter(facts: Facts) -> str:
     return f"{kind} {facts.held_bytes / 2**30:.1f}/{facts.have_bytes / 2**30:.1f} GiB {bar}"
 
 
-class StatusLine(Horizontal):
+class StatusLine(_Line):
     """What is going on, the context meter, sampling on the left; keys on the right."""
 
-    def compose(self) -> ComposeResult:
-        yield Static("", id="state", markup=False)
-        yield Static("", id="keys", markup=False)
-
-    _shown: tuple[object, ...] = ()
+    LEFT, RIGHT = "state", "keys"
 
     def show(self, state: State, keys: str) -> None:
-        """Set both sides; what does not fit is left out, the state last. Nothing is drawn when nothing has changed."""
+        """Set both sides; what does not fit is left out, the state last."""
         wide = self.app.size.width >= 100
         parts = [Content(f" {state.text}")]
         if state.facts.ctx:

@@ -5,6 +5,7 @@ A hundred mounted answers make every key slow (1.9 s per resize), so only the la
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from textual import events
@@ -33,13 +34,12 @@ class Transcript(VerticalScroll):
 
     virtual_size = Reactive(Size(0, 0))  # as with all that grows in it: a new size needs no second layout
 
+    @dataclass
     class Browsed(Message):
         """A key that was pressed while the transcript has the focus."""
 
-        def __init__(self, key: str, character: str | None) -> None:
-            super().__init__()
-            self.key = key
-            self.character = character
+        key: str
+        character: str | None
 
     def __init__(self, conversation: Conversation, *, window: int, thinking: str) -> None:
         super().__init__(id="transcript")

@@ -1,0 +1,140 @@
+"""Screens over the chat that ask one thing: a text, a row of a list, what to do when the engine has stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar, cast
+
+from textual import events, on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.screen import ModalScreen, ScreenResultType
+from textual.widgets import Input, OptionList, Static
+from textual.widgets.option_list import Option
+
+from localllm.terminal import clean, fit
+from localllm.tui.frame import Frame
+from localllm.tui.widgets.choices import Choice, Choices
+
+SHOWN = 200
+REPORT = "report"
+
+
+class Modal(ModalScreen[ScreenResultType]):
+    """What every screen over the chat has: a way to the frame, and keys that leave it without an answer."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,ctrl+c", "leave", "Close")]
+
+    @property
+    def frame(self) -> Frame:
+        return cast(Frame, self.app)
+
+    def action_leave(self) -> None:
+        """No answer."""
+        self.dismiss(None)
+
+
+class AskScreen(Modal[str | None]):
+    """A line to type into: a path, something to search for. Enter answers with it."""
+
+    def __init__(self, title: str, placeholder: str = "", value: str = "") -> None:
+        super().__init__()
+        self._title = title
+        self._input = Input(value, placeholder=placeholder, compact=True)
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="box") as box:
+            box.border_title = self._title
+            box.border_subtitle = "⏎ ok · esc"
+            yield self._input
+
+    @on(Input.Submitted)
+    def _entered(self, event: Input.Submitted) -> None:
+        self.dismiss(event.value)
+
+
+class PickScreen(Modal[str | None]):
+    """A list narrowed by typing. `rows` are (value, what is shown); answers with the chosen value."""
+
+    def __init__(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
+        super().__init__()
+        self._title = title
+        self._rows = rows
+        self._found = list(rows[:SHOWN])
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="box -tall") as box:
+            box.border_title = self._title
+            yield Input(placeholder="search", compact=True)
+            yield OptionList(markup=False, compact=True)
+
+    def on_mount(self) -> None:
+        self._show("")
+
+    @on(Input.Changed)
+    def _typed(self, event: Input.Changed) -> None:
+        self._show(event.value)
+
+    def _show(self, text: str) -> None:
+        words = text.casefold().split()
+        self._found = [row for row in self._rows if all(word in row[1].casefold() for word in words)][:SHOWN]
+        listing = self.query_one(OptionList)
+        listing.clear_options()
+        listing.add_options([Option(fit(shown, 200)) for _, shown in self._found])
+        listing.highlighted = 0 if self._found else None
+
+    def on_key(self, event: events.Key) -> None:
+        """Arrows move the list while one types."""
+        if event.key in ("up", "down"):
+            event.stop()
+            listing = self.query_one(OptionList)
+            listing.action_cursor_up() if event.key == "up" else listing.action_cursor_down()
+
+    @on(Input.Submitted)
+    def _entered(self) -> None:
+        at = self.query_one(OptionList).highlighted
+        self.dismiss(self._found[at][0] if at is not None and self._found else None)
+
+    @on(OptionList.OptionSelected)
+    def _chosen(self, event: OptionList.OptionSelected) -> None:
+        self.dismiss(self._found[event.option_index][0])
+
+
+class CrashScreen(Modal[str]):
+    """The engine stopped. Answers with the choice's name; the last choice is what Esc means.
+
+    said    one sentence
+    log     where more is, if anywhere
+    report  copies a report and says how: the question stays
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,ctrl+c", "leave", "Close", priority=True)]
+
+    def __init__(self, said: str, log: str, choices: Sequence[Choice], report: Callable[[], str]) -> None:
+        super().__init__()
+        self._said, self._log, self._choices, self._report = said, log, choices, report
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="box -wrong") as box:
+            box.border_title = "The engine stopped"
+            yield Static(clean(self._said), markup=False)
+            yield Static("What it had written is kept.", markup=False)
+            if self._log:
+                yield Static(f"log: {clean(self._log)}", classes="where", markup=False)
+            yield Choices()
+
+    def on_mount(self) -> None:
+        self.query_one(Choices).offer("crash", "", self._choices)
+
+    @on(Choices.Chosen)
+    def _chosen(self, event: Choices.Chosen) -> None:
+        event.stop()
+        if event.name == REPORT:
+            self.query_one(".box", Vertical).border_subtitle = f"report: {self._report()}"
+            self.on_mount()
+        else:
+            self.dismiss(event.name)
+
+    def action_leave(self) -> None:
+        self.dismiss(self._choices[-1].name)
