@@ -18,11 +18,9 @@ from .embedding import RowReader, weight_rows
 from .registry import Impl, LinearFacts, fits_always
 from .weight import Weight
 
-ANCHOR = 16
-"""Rows of the tile that every other size is compared with."""
+ANCHOR = 16  # Rows of the tile that every other size is compared with.
 TILES = (1, 2, 4, 8, ANCHOR, 64, 256)
-PROOF_BUDGET = 1 << 32
-"""Multiply-adds of the largest tile worth proving: about 40 ms on two cores."""
+PROOF_BUDGET = 1 << 32  # Multiply-adds of the largest tile worth proving: about 40 ms on two cores.
 
 _proven: dict[
     tuple, tuple[int, ...]
@@ -33,11 +31,9 @@ class DenseWeight(NamedTuple):
     """A dense weight ready to multiply."""
 
     shape: tuple[int, int]
-    matrix: Tensor
-    """[N, K] float32 or bfloat16, columns in stored order; oneDNN's own layout where `packed`"""
+    matrix: Tensor  # [N, K] float32 or bfloat16, columns in stored order; oneDNN's own layout where `packed`
     packed: bool
-    tiles: tuple[int, ...]
-    """row counts that give the same bits, ascending; empty when never asked for"""
+    tiles: tuple[int, ...]  # row counts that give the same bits, ascending; empty when never asked for
     perm: Tensor | None
     pre_scale: Tensor | None
 

@@ -12,10 +12,7 @@ from torch import Tensor
 from .gguf_blocks import BLOCK_TYPES, CHUNK_ELEMS, E2M1, constant, dequantize_blocks, exp2_e8m0
 from .weight import Weight
 
-__all__ = ["dequantize", "dequantize_rows", "row_chunk", "stored_rows", "unpack_nibbles"]
-
-FP8_BLOCK = 128
-"""Rows and columns that share one scale of a block-scaled FP8 weight."""
+FP8_BLOCK = 128  # Rows and columns that share one scale of a block-scaled FP8 weight.
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:

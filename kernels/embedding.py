@@ -14,8 +14,7 @@ from . import reference
 from .dequant import dequantize_rows
 from .weight import Weight
 
-RowReader = Callable[[Tensor], Tensor]
-"""ids int64 [n] -> float32 [n, K], a fresh tensor"""
+RowReader = Callable[[Tensor], Tensor]  # ids int64 [n] -> float32 [n, K], a fresh tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +23,9 @@ class Embedding:
 
     rows: RowReader
     scale: float
-    dtype: torch.dtype
-    """of what it returns"""
-    nbytes: int
-    """bytes it holds; 0 where it reads the table of a tied head"""
-    prepared: Any = None
-    """that table, as an implementation of `linear` has prepared it"""
+    dtype: torch.dtype  # of what it returns
+    nbytes: int  # bytes it holds; 0 where it reads the table of a tied head
+    prepared: Any = None  # that table, as an implementation of `linear` has prepared it
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """token_ids int64 [num_tokens] -> [num_tokens, hidden] in the compute dtype."""

@@ -19,10 +19,8 @@ from .dequant import row_chunk, unpack_nibbles
 from .registry import Impl, LinearFacts
 from .weight import Weight
 
-GROUP_SIZES = (32, 64, 128, 256)
-"""What the operator accepts."""
-BLOCK_ROWS = 64
-"""Rows the widest layout (AVX-512) interleaves; the operator pads none."""
+GROUP_SIZES = (32, 64, 128, 256)  # What the operator accepts.
+BLOCK_ROWS = 64  # Rows the widest layout (AVX-512) interleaves; the operator pads none.
 
 
 class Int4Pack(NamedTuple):

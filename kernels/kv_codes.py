@@ -9,16 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LARGEST = {"int8": 127.0, "fp8": 448.0}
-"""format -> the largest code"""
-SMALLEST_PEAK = 1e-30
-"""A vector whose largest number is not above this is stored as zeros."""
-_SMALLEST_NORMAL = 0x3C800000
-"""bits of 2^-6, the smallest E4M3 number with a leading one"""
-_LARGEST_BITS = 0x43E00000
-"""bits of 448"""
-_STEP_ADDEND = 16384.0
-"""float32 numbers from here on stand 2^-9 apart, as E4M3 numbers below 2^-6 do"""
+LARGEST = {"int8": 127.0, "fp8": 448.0}  # format -> the largest code
+SMALLEST_PEAK = 1e-30  # A vector whose largest number is not above this is stored as zeros.
+_SMALLEST_NORMAL = 0x3C800000  # bits of 2^-6, the smallest E4M3 number with a leading one
+_LARGEST_BITS = 0x43E00000  # bits of 448
+_STEP_ADDEND = 16384.0  # float32 numbers from here on stand 2^-9 apart, as E4M3 numbers below 2^-6 do
 _STEP_BITS = 0x46800000
 
 

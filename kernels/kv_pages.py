@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# KV format -> dtype of its pages
 KV_DTYPES = {
     "f32": torch.float32,
     "bf16": torch.bfloat16,
@@ -22,7 +23,6 @@ KV_DTYPES = {
     "int8": torch.int8,
     "fp8": torch.uint8,
 }
-"""KV format -> dtype of its pages"""
 SCALED_FORMATS = frozenset(("int8", "fp8"))
 
 

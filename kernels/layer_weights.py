@@ -20,10 +20,8 @@ class LinearPart:
 
     impl: Impl
     prepared: Any
-    bias: Tensor | None
-    """float32 [N]"""
-    shape: tuple[int, int]
-    """(N, K)"""
+    bias: Tensor | None  # float32 [N]
+    shape: tuple[int, int]  # (N, K)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,25 +68,19 @@ class AttentionWeights:
     """What attention in one layer needs, besides its caches."""
 
     norm: Norm
-    qkv: Linear
-    """rows: all query heads, then key heads, then value heads"""
+    qkv: Linear  # rows: all query heads, then key heads, then value heads
     out: Linear
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    scale: float
-    """of q·k"""
+    scale: float  # of q·k
     q_norm: Norm | None = None
-    k_norm: Norm | None = None
-    """over head_dim, before RoPE"""
-    post_norm: Norm | None = None
-    """on the output, before the residual"""
+    k_norm: Norm | None = None  # over head_dim, before RoPE
+    post_norm: Norm | None = None  # on the output, before the residual
     window: int | None = None
     softcap: float | None = None
-    interleaved: bool = False
-    """RoPE pairs (2j, 2j + 1) instead of (j, j + half)"""
-    sinks: Tensor | None = None
-    """float32 [num_heads]: a score more for every query of a head, without a value"""
+    interleaved: bool = False  # RoPE pairs (2j, 2j + 1) instead of (j, j + half)
+    sinks: Tensor | None = None  # float32 [num_heads]: a score more for every query of a head, without a value
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +88,9 @@ class MlpWeights:
     """A gated feed-forward layer."""
 
     norm: Norm
-    gate_up: Linear
-    """rows: gate, then up"""
+    gate_up: Linear  # rows: gate, then up
     down: Linear
-    activation: str
-    """silu | gelu_tanh"""
+    activation: str  # silu | gelu_tanh
     post_norm: Norm | None = None
 
 
@@ -113,13 +103,12 @@ class HeadWeights:
     softcap: float | None = None
 
 
-LayerCall = tuple[AttentionWeights, MlpWeights, int]
-"""a layer's weights, and which of the step's views it sees"""
+LayerCall = tuple[AttentionWeights, MlpWeights, int]  # a layer's weights, and which of the step's views it sees
+# cos, sin, block_table, slot_mapping: what the layers of one cache group share in a step
 View = tuple[Tensor, Tensor, Tensor, Tensor]
-"""cos, sin, block_table, slot_mapping: what the layers of one cache group share in a step"""
+# hidden [num_tokens, hidden], logits float32 [num_tokens, vocab], and where somebody looked int64 [num_tokens], the
+# first place of the largest logit, -1 where one is NaN; all are valid until the next step
 Stepped = tuple[Tensor, Tensor, Tensor | None]
-"""hidden [num_tokens, hidden], logits float32 [num_tokens, vocab], and where somebody looked int64 [num_tokens], the
-first place of the largest logit, -1 where one is NaN; all are valid until the next step"""
 
 
 def forget(prepared: Any, *, pages_only: bool = False) -> None:

@@ -14,12 +14,10 @@ from torch.nn import functional
 from .kv_codes import decode, encode, hadamard
 from .kv_pages import KVPages
 
-KEY_TILE = 128
-"""Keys per tile of attention, aligned to absolute positions. A multiple of every page size."""
-QUERY_ROWS = 16
-"""Rows of a query tile: as many query tokens as fit, times the query heads of one KV head."""
+KEY_TILE = 128  # Keys per tile of attention, aligned to absolute positions. A multiple of every page size.
+QUERY_ROWS = 16  # Rows of a query tile: as many query tokens as fit, times the query heads of one KV head.
+# Scores held at once, 4 MiB as float32: they stay in the cache. Cutting longer chunks of queries changes no result.
 SCORE_LIMIT = 1 << 20
-"""Scores held at once, 4 MiB as float32: they stay in the cache. Cutting longer chunks of queries changes no result."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:

@@ -10,12 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+# what segments are composed of, besides `linear`
 OPS = ("rms_norm", "rope", "silu_mul", "gelu_tanh_mul", "kv_write", "paged_attention")
-"""what segments are composed of, besides `linear`"""
-OUTER_OPS = ("embedding",)
-"""around the layers: in no `KernelTable`"""
-SEGMENTS = ("attn_in", "attention", "attn_out", "mlp", "head", "decoder", "step")
-"""each after those it is composed of"""
+OUTER_OPS = ("embedding",)  # around the layers: in no `KernelTable`
+SEGMENTS = ("attn_in", "attention", "attn_out", "mlp", "head", "decoder", "step")  # each after those it is composed of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

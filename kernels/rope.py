@@ -10,8 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-BLOCK = 1024
-"""Positions computed at once, always whole blocks: a row's bits do not depend on when the table grew."""
+BLOCK = 1024  # Positions computed at once, always whole blocks: a row's bits do not depend on when the table grew.
 
 
 def inverse_frequencies(theta: float, dim: int) -> Tensor:

@@ -19,24 +19,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY = range(6)
-"""columns of `SamplingInputs.numbers`"""
-TOP_K, SEED, POSITION, SLOT, NUM_BIAS, MASK = range(6)
-"""columns of `SamplingInputs.integers`"""
-MAX_BIAS = 320
-"""entries of a row's bias: 300 that an API allows, and stops that are banned for now"""
-COLDEST = 1e-5
-"""temperatures below are greedy"""
+TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY = range(6)  # columns of `SamplingInputs.numbers`
+TOP_K, SEED, POSITION, SLOT, NUM_BIAS, MASK = range(6)  # columns of `SamplingInputs.integers`
+MAX_BIAS = 320  # entries of a row's bias: 300 that an API allows, and stops that are banned for now
+COLDEST = 1e-5  # temperatures below are greedy
+# bit of a history entry: the token stands in the prompt; below it the number of times it was generated
 IN_PROMPT = 1 << 24
-"""bit of a history entry: the token stands in the prompt; below it the number of times it was generated"""
-STEPS = 1 << 17
-"""steps per unit of distance"""
-LEVEL = 2048
-"""steps are found in two levels of so many: 4,194,304 in all, a distance of 32"""
-MASS = 1 << 38
-"""what probability 1 is in sums of cuts: whole numbers, whose sum has one value in any order"""
-NOT_A_NUMBER, NOTHING_LEFT = 1, 2
-"""bits of a row's status"""
+STEPS = 1 << 17  # steps per unit of distance
+LEVEL = 2048  # steps are found in two levels of so many: 4,194,304 in all, a distance of 32
+MASS = 1 << 38  # what probability 1 is in sums of cuts: whole numbers, whose sum has one value in any order
+NOT_A_NUMBER, NOTHING_LEFT = 1, 2  # bits of a row's status
 
 
 class SamplingInputs(NamedTuple):

@@ -29,25 +29,21 @@ from .registry import OPS, OUTER_OPS, SEGMENTS
 class KernelTable:
     """The segments of one model, chosen once at load. Where a kernel fails, another table is built."""
 
+    # (x [num_tokens, hidden], AttentionWeights, cos, sin, KVPages, slot_mapping) -> q; stores k, v
     attn_in: Callable[..., Tensor]
-    """(x [num_tokens, hidden], AttentionWeights, cos, sin, KVPages, slot_mapping) -> q; stores k, v"""
+    # (q, AttentionWeights, KVPages, block_table, cu_query_lens, seq_lens) -> [num_tokens, heads * dim]
     attention: Callable[..., Tensor]
-    """(q, AttentionWeights, KVPages, block_table, cu_query_lens, seq_lens) -> [num_tokens, heads * dim]"""
-    attn_out: Callable[..., Tensor]
-    """(attended, x, AttentionWeights) -> x; x may be overwritten"""
-    mlp: Callable[..., Tensor]
-    """(x, MlpWeights) -> x; x may be overwritten"""
-    head: Callable[..., Tensor]
-    """(x [rows, hidden], HeadWeights) -> float32 [rows, vocab]"""
+    attn_out: Callable[..., Tensor]  # (attended, x, AttentionWeights) -> x; x may be overwritten
+    mlp: Callable[..., Tensor]  # (x, MlpWeights) -> x; x may be overwritten
+    head: Callable[..., Tensor]  # (x [rows, hidden], HeadWeights) -> float32 [rows, vocab]
+    # all layers: (x, LayerCalls, KVPages per layer, Views, cu_query_lens, seq_lens, wanted rows or None) -> x of all
+    # tokens or of those rows; x may be overwritten
     decoder: Callable[..., Tensor]
-    """all layers: (x, LayerCalls, KVPages per layer, Views, cu_query_lens, seq_lens, wanted rows or None) -> x of all
-    tokens or of those rows; x may be overwritten"""
+    # all of it, where every token's logits are wanted: (token ids, positions, Embedding, LayerCalls, KVPages per layer,
+    # Views whose cosines are those of all positions, cu_query_lens, seq_lens, HeadWeights, whether to look for the
+    # largest logits)
     step: Callable[..., Stepped]
-    """all of it, where every token's logits are wanted: (token ids, positions, Embedding, LayerCalls, KVPages per
-    layer, Views whose cosines are those of all positions, cu_query_lens, seq_lens, HeadWeights, whether to look for the
-    largest logits)"""
-    ops: tuple[tuple[str, str], ...]
-    """(op or fused segment, name of the implementation chosen)"""
+    ops: tuple[tuple[str, str], ...]  # (op or fused segment, name of the implementation chosen)
 
 
 def _normed(rms_norm: Callable[..., Tensor], x: Tensor, norm: Norm) -> Tensor:
@@ -183,6 +179,7 @@ def step(
     return x, head(x, weights), None
 
 
+# segment -> the function above, and the ops and segments it takes first
 COMPOSED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "attn_in": (attn_in, ("rms_norm", "rope", "kv_write")),
     "attention": (attention, ("paged_attention",)),
@@ -192,7 +189,6 @@ COMPOSED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "decoder": (decoder, ("attn_in", "attention", "attn_out", "mlp")),
     "step": (step, ("decoder", "head")),
 }
-"""segment -> the function above, and the ops and segments it takes first"""
 
 
 def composed(segment: str, runs: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
@@ -208,5 +204,4 @@ def _references() -> dict[str, Callable[..., Any]]:
     return runs
 
 
-REFERENCES = _references()
-"""every op and segment in plain PyTorch"""
+REFERENCES = _references()  # every op and segment in plain PyTorch

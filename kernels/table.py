@@ -12,12 +12,12 @@ from .registry import OPS, OUTER_OPS, SEGMENTS, Impl, OpFacts, choose, fits_alwa
 from .segments import REFERENCES, KernelTable, composed
 from .triton import ops as triton
 
+# in PyTorch alone; the last of each fits everything: the reference, or the composed segment
 PLAIN: Mapping[str, tuple[Impl, ...]] = {
     "linear": (INT4PACK, DENSE_BF16, DENSE, DENSE_TILED, REFERENCE),
     **{op: (Impl(op, "torch", fits_always, REFERENCES[op]),) for op in (*OPS, *OUTER_OPS)},
     **{name: (Impl(name, "composed", fits_always, REFERENCES[name]),) for name in SEGMENTS},
 }
-"""in PyTorch alone; the last of each fits everything: the reference, or the composed segment"""
 BACK_ENDS = (cpu.IMPLS, triton.IMPLS, PLAIN)
 
 

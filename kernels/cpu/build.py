@@ -27,17 +27,16 @@ from pathlib import Path
 
 from .threads import usable_cores
 
-__all__ = ["ISAS", "Library", "cache_folder", "detect_isa", "is_built", "lib", "library", "runnable_isas"]
-
 FOLDER = Path(__file__).parent
 TIMEOUT_S = 600
+# gcc's and clang's words for a flag they do not know
 UNKNOWN_FLAG = (
     r"(?:unrecognized command[ -]line option|unknown argument|unsupported (?:option|argument)|invalid feature modifier"
     r"|unknown architecture)[^\n]*?['\u2018\"]([^'\u2019\"\n]+)"
 )
-"""gcc's and clang's words for a flag they do not know"""
 X86 = ("-mavx2", "-mfma", "-mf16c")
 X86_512 = (*X86, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+# Compiler flags of each instruction set, best first.
 ISAS: dict[str, tuple[str, ...]] = {
     "amx": (*X86_512, "-mavx512vnni", "-mamx-tile", "-mamx-int8"),
     "avx512vnni": (*X86_512, "-mavx512vnni"),
@@ -49,9 +48,9 @@ ISAS: dict[str, tuple[str, ...]] = {
     "neon": (),
     "portable": (),
 }
-"""Compiler flags of each instruction set, best first."""
 AVX2_FLAGS = frozenset({"avx2", "fma", "f16c"})
 AVX512_FLAGS = AVX2_FLAGS | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+# What /proc/cpuinfo must name.
 NEEDS = {
     "amx": AVX512_FLAGS | {"avx512_vnni", "amx_tile", "amx_int8"},
     "avx512vnni": AVX512_FLAGS | {"avx512_vnni"},
@@ -63,13 +62,10 @@ NEEDS = {
     "neon": frozenset(),
     "portable": frozenset(),
 }
-"""What /proc/cpuinfo must name."""
+# /proc/cpuinfo's names of what macOS tells under hw.optional.arm
 APPLE = {"asimddp": "FEAT_DotProd", "i8mm": "FEAT_I8MM"}
-"""/proc/cpuinfo's names of what macOS tells under hw.optional.arm"""
-KEPT_S = 14 * 24 * 3600
-"""A library that was not loaded for so long is removed after a build."""
-TOUCHED_S = 24 * 3600
-"""Its time stamp says when it was loaded, a day at most too early."""
+KEPT_S = 14 * 24 * 3600  # A library that was not loaded for so long is removed after a build.
+TOUCHED_S = 24 * 3600  # Its time stamp says when it was loaded, a day at most too early.
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +76,8 @@ class Library:
     isa: str
     reason: str | None
     path: Path | None = None
-    build_s: float = 0.0
-    """Seconds the compiler took; 0 when the library was there."""
-    note: str = ""
-    """What is less than it could be, and what helps."""
+    build_s: float = 0.0  # Seconds the compiler took; 0 when the library was there.
+    note: str = ""  # What is less than it could be, and what helps.
 
 
 def runnable_isas() -> tuple[str, ...]:

@@ -8,45 +8,14 @@ from ctypes import c_double, c_int64, c_uint8, c_void_p
 
 from ..kv_pages import KVPages
 
-__all__ = [
-    "ATTENTION",
-    "FORMATS",
-    "KV_TARGET",
-    "PAGES",
-    "PASS",
-    "STEP",
-    "VIEW",
-    "VIEWS",
-    "CAttentionLayer",
-    "CDecoderLayer",
-    "CHeadLayer",
-    "CLinear",
-    "CKVPages",
-    "CMlpLayer",
-    "CNorm",
-    "CSource",
-    "CWeight",
-    "Code",
-    "From",
-    "Number",
-    "declare",
-    "pack_pages",
-]
-
-PAGES = struct.Struct("@4P5q")
-"""`kv_pages`, packed anew for every call, which costs less than a ctypes structure."""
-ATTENTION = struct.Struct("@6P4q2f")
-"""`ll_attention_args` is PAGES and this."""
-KV_TARGET = struct.Struct("@P")
-"""`kv_target` is PAGES and this."""
-STEP = struct.Struct("@2q3P")
-"""`ll_step` is this and a kv_target."""
-FORMATS = ("f32", "bf16", "fp16", "int8", "fp8")
-"""KV formats, as the C side numbers them."""
+PAGES = struct.Struct("@4P5q")  # `kv_pages`, packed anew for every call, which costs less than a ctypes structure.
+ATTENTION = struct.Struct("@6P4q2f")  # `ll_attention_args` is PAGES and this.
+KV_TARGET = struct.Struct("@P")  # `kv_target` is PAGES and this.
+STEP = struct.Struct("@2q3P")  # `ll_step` is this and a kv_target.
+FORMATS = ("f32", "bf16", "fp16", "int8", "fp8")  # KV formats, as the C side numbers them.
 PASS = struct.Struct("@4q6Pd3P")
 VIEW = struct.Struct("@4P2q")
-VIEWS = 4
-"""`ll_pass` is a PASS and this many VIEWs."""
+VIEWS = 4  # `ll_pass` is a PASS and this many VIEWs.
 PARTS = 4
 
 

@@ -15,8 +15,6 @@ from ..weight import Weight
 from .build import lib
 from .interface import Code, CSource, CWeight, From, Number
 
-__all__ = ["FLOAT_FORMS", "GGUF", "INTEGER_FORMS", "Prepared", "prepare"]
-
 FLOAT_FORMS = frozenset({"dense", "fp8", "fp8mx"})
 INTEGER_FORMS = frozenset({"int4g", "int8", "fp4g16", "fp4g32", "gguf"})
 NUMBERS = {torch.float32: Number.F32, torch.float16: Number.F16, torch.bfloat16: Number.BF16}
@@ -47,10 +45,9 @@ class Prepared:
         self.struct, self.data, self.kept = struct, data, kept
         self.address = ctypes.addressof(struct)
         self.n, self.k = int(struct.n), int(struct.k)
+        # what `segments` keeps here: a layer's weights, and the layer as C knows it
         self.layer: tuple[Any, Any] | None = None
-        """what `segments` keeps here: a layer's weights, and the layer as C knows it"""
-        self.decoder: Any = None
-        """the same for a whole model: its layers and their pages as C knows them"""
+        self.decoder: Any = None  # the same for a whole model: its layers and their pages as C knows them
 
     def forget(self, pages_only: bool = False) -> None:
         """Let go of what `segments` keeps here."""
@@ -73,8 +70,8 @@ class Arena:
     def __init__(self) -> None:
         self._piece: weakref.ref[torch.UntypedStorage] | None = None
         self._used = 0
+        # two models may be loaded at once, in two threads: their weights would share bytes
         self._lock = threading.Lock()
-        """two models may be loaded at once, in two threads: their weights would share bytes"""
 
     def take(self, count: int) -> Tensor:
         """uint8 [count], aligned to 64 bytes; the piece is freed with the last tensor cut from it."""

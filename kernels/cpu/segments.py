@@ -39,12 +39,10 @@ from .interface import (
 )
 from .layout import Prepared
 
-_NO_SUCH_ROW = -3
-"""what `ll_decoder` returns for it"""
+_NO_SUCH_ROW = -3  # what `ll_decoder` returns for it
+# of a pass: nothing before and after the layers, and a row of cosines for every token
 _LAYERS_ONLY = (0, 0, 0, 1.0, 0, 0, 0)
-"""of a pass: nothing before and after the layers, and a row of cosines for every token"""
-_NO_ROWS = 1
-"""in place of the address that an empty tensor does not have; it is not read"""
+_NO_ROWS = 1  # in place of the address that an empty tensor does not have; it is not read
 
 
 def attn_in(
@@ -211,12 +209,10 @@ def step(
 class _StepCall:
     """A step's arguments as C takes them: decoding gives the same tensors again, with other numbers in them."""
 
-    given: tuple[Any, ...]
-    """what it was made of, which lives on as long as its addresses are in use"""
+    given: tuple[Any, ...]  # what it was made of, which lives on as long as its addresses are in use
     structs: ctypes.Array[Any]
     packed: bytes
-    hidden: int
-    """the address of the first result"""
+    hidden: int  # the address of the first result
     results: Stepped
 
 

@@ -9,8 +9,6 @@ import math
 import os
 from pathlib import Path
 
-__all__ = ["usable_cores"]
-
 
 def usable_cores(sys_root: Path = Path("/sys"), proc_root: Path = Path("/proc")) -> int:
     """Physical cores within the affinity mask and the cgroup's quota, at least 1."""

@@ -33,8 +33,8 @@ from .rope import rope
 from .sampling import sample
 
 HIDDEN, INTERMEDIATE = 4096, 14336
+# compiled for more shapes, fused ones among them
 MAIN_FORMS = frozenset({"bf16", "f16", "int4 g128", "int4 sub", "e2m1 e4m3", "e4m3 row"})
-"""compiled for more shapes, fused ones among them"""
 
 
 class Form(NamedTuple):
@@ -149,8 +149,7 @@ def _op_specs(dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:
             yield KernelSpec(name, "triton", shape_class, launch, kernel != "prefill", expected.get(kernel, ""))
 
 
-Call = tuple[str, str, Callable[[], object]]
-"""op, shape class, the call"""
+Call = tuple[str, str, Callable[[], object]]  # op, shape class, the call
 
 
 def _row_calls(dtype: torch.dtype) -> Iterator[Call]:

@@ -52,13 +52,11 @@ class KernelRow(TypedDict):
     op: str
     capability: int
     impl: str
-    reason: str
-    """empty, or why there is no such kernel"""
+    reason: str  # empty, or why there is no such kernel
     shared_bytes: int
     registers: int
     spill_bytes: int
-    mma: str
-    """the matrix instructions it uses, as in the PTX; empty for none"""
+    mma: str  # the matrix instructions it uses, as in the PTX; empty for none
 
 
 def compile_spec(spec: KernelSpec, capability: int) -> KernelRow:

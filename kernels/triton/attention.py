@@ -31,12 +31,10 @@ from .launch import card_of, interpreting, launch
 
 LARGEST_HEAD = 256
 PAGE_SIZES = (16, 32, 64)
-PART_BYTES = 64 << 20
-"""most bytes of split results held at once when queries of a long chunk are treated one by one"""
+PART_BYTES = 64 << 20  # most bytes of split results held at once when queries of a long chunk are treated one by one
+# keys of a decoding sequence, and tokens of a prompt, that candidates are timed on
 TRIAL_KEYS, TRIAL_QUERIES = 8192, 2048
-"""keys of a decoding sequence, and tokens of a prompt, that candidates are timed on"""
-AT_ONCE = 16
-"""splits a step of the merge adds up"""
+AT_ONCE = 16  # splits a step of the merge adds up
 
 
 class _How(NamedTuple):

@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 from ..kv_pages import SCALED_FORMATS
 
-WGMMA = (90, 100)
-"""cards whose matrix instructions read 64 rows straight from shared memory"""
+WGMMA = (90, 100)  # cards whose matrix instructions read 64 rows straight from shared memory
 
 
 class Tile(NamedTuple):
@@ -27,8 +26,7 @@ class Tile(NamedTuple):
     keys: int
     num_warps: int
     num_stages: int
-    rows: int = 0
-    """of queries; prefill only"""
+    rows: int = 0  # of queries; prefill only
 
 
 class Splits(NamedTuple):

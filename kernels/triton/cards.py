@@ -21,6 +21,7 @@ class CardClass(NamedTuple):
     bytes_per_us: float
 
 
+# by compute capability as 90, 120; a card between two has what the lower one has
 CLASSES = {
     75: CardClass(40, 65_536, 1024, 8e3),
     80: CardClass(108, 166_912, 2048, 18e3),
@@ -31,7 +32,6 @@ CLASSES = {
     120: CardClass(170, 101_376, 1536, 10.5e3),
     121: CardClass(48, 101_376, 1536, 5.7e3),
 }
-"""by compute capability as 90, 120; a card between two has what the lower one has"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,23 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = [
-    "add_part",
-    "e4m3_value",
-    "e8m0_value",
-    "end_factor",
-    "group_min",
-    "group_scale",
-    "group_terms",
-    "half_value",
-]
-
-E2M1_MASK = tl.constexpr(-0x7E400000)
-"""0x81C00000: the sign, and three bits from bit 22: e2m1 times 2^-126"""
-E4M3_MASK = tl.constexpr(-0x78100000)
-"""0x87F00000: the sign, and seven bits from bit 20: e4m3 times 2^-120"""
-MAGIC = tl.constexpr(0x4B000000)
-"""2^23: an integer below it, in the low bits, adds to it"""
+E2M1_MASK = tl.constexpr(-0x7E400000)  # 0x81C00000: the sign, and three bits from bit 22: e2m1 times 2^-126
+E4M3_MASK = tl.constexpr(-0x78100000)  # 0x87F00000: the sign, and seven bits from bit 20: e4m3 times 2^-120
+MAGIC = tl.constexpr(0x4B000000)  # 2^23: an integer below it, in the low bits, adds to it
 IQ4_WORDS = (tl.constexpr(-1079142271), tl.constexpr(-152379953), tl.constexpr(639175937), tl.constexpr(1901675829))
 IQ4_A, IQ4_B, IQ4_C, IQ4_D = IQ4_WORDS
 

@@ -13,30 +13,11 @@ from .codes import group_terms, half_value, spread
 
 @triton.jit
 def dequantize_kernel(
-    low_ptr,
-    high_ptr,
-    scale_ptr,
-    min_ptr,
-    super_ptr,
-    super_min_ptr,
-    row_scale_ptr,
-    out_ptr,
-    first_row,
-    num_rows,
-    K: tl.constexpr,
-    CODE: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    SCALE: tl.constexpr,
-    MIN: tl.constexpr,
-    ZERO: tl.constexpr,
-    GROUP: tl.constexpr,
-    RUN: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    ROW_SCALE: tl.constexpr,
-    ROWS: tl.constexpr,
-    HALVES: tl.constexpr,
-):
+    low_ptr, high_ptr, scale_ptr, min_ptr, super_ptr, super_min_ptr, row_scale_ptr, out_ptr, first_row, num_rows,
+    K: tl.constexpr, CODE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALE: tl.constexpr, MIN: tl.constexpr,
+    ZERO: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, SCALE_ROWS: tl.constexpr, ROW_SCALE: tl.constexpr,
+    ROWS: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
     """num_rows rows from first_row on -> out [num_rows, K]; a program takes ROWS of them, HALVES halves of each."""
     PLANES: tl.constexpr = 16 // LOW
     CHUNK: tl.constexpr = 8 * PLANES

@@ -18,13 +18,13 @@ _E4M3_PAIR = tl.constexpr(
     " shl.b32 u, $2, 8; and.b32 s, u, 0x80008000; shr.u32 t, u, 1; lop3.b32 $0, t, 0x3f803f80, s, 0xea;"
     " and.b32 s, $2, 0x80008000; shr.u32 t, $2, 1; lop3.b32 $1, t, 0x3f803f80, s, 0xea; }"
 )
+# byte ^ 0x80 in the low bits of 1024.0 is 1152 + code; 0x6480 is 1152.0
 _INT8_PAIR = tl.constexpr(
     "{ .reg .b32 u, c;"
     " mov.b32 c, 0x64806480; lop3.b32 $0, $2, 0x00ff00ff, c, 0x6a; shr.u32 u, $2, 8;"
     " lop3.b32 $1, u, 0x00ff00ff, c, 0x6a;"
     " mov.b32 c, 0x64806480; sub.rn.f16x2 $0, $0, c; sub.rn.f16x2 $1, $1, c; }"
 )
-"""byte ^ 0x80 in the low bits of 1024.0 is 1152 + code; 0x6480 is 1152.0"""
 
 
 @triton.jit

@@ -15,16 +15,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["E2M1_TABLES", "dot_text", "e2m1_bytes_text", "fixed_part", "gather_text", "table_text"]
-
+# 1.5 * 2^23: a float32 near it has whole numbers in its last bits, negative ones in two's complement
 MAGIC = tl.constexpr(12582912.0)
-"""1.5 * 2^23: a float32 near it has whole numbers in its last bits, negative ones in two's complement"""
+# (2 * 127 + 14) << 23 as int32: less the exponent of a number, the power of two that makes it 2^14 and more
 UNITS = tl.constexpr(-2046820352)
-"""(2 * 127 + 14) << 23 as int32: less the exponent of a number, the power of two that makes it 2^14 and more"""
-E2M1_OFFSET = tl.constexpr(192)
-"""makes all of twice an E2M1 number, -12 to 12, bytes whose top bit is set"""
+E2M1_OFFSET = tl.constexpr(192)  # makes all of twice an E2M1 number, -12 to 12, bytes whose top bit is set
+# 192 and twice the magnitude, by the three bits of the code; and less it
 E2M1_TABLES = (0xC3C2C1C0, 0xCCC8C6C4, 0xBDBEBFC0, 0xB4B8BABC)
-"""192 and twice the magnitude, by the three bits of the code; and less it"""
 
 
 def dot_text(signed: bool) -> str:

@@ -54,8 +54,7 @@ def _narrow_float(h, PLANE: tl.constexpr, CODE: tl.constexpr):
     return e2m1_pairs(h, PLANE) if CODE == "e2m1" else e4m3_pairs(h, PLANE)
 
 
-_LINE = tl.constexpr(64)
-"""halves in a line of the cache, 128 bytes"""
+_LINE = tl.constexpr(64)  # halves in a line of the cache, 128 bytes
 
 
 @triton.jit
@@ -68,48 +67,14 @@ def _fetch(places):
 
 @triton.jit
 def tile_kernel(
-    x_ptr,
-    low_ptr,
-    high_ptr,
-    scale_ptr,
-    min_ptr,
-    super_ptr,
-    super_min_ptr,
-    row_scale_ptr,
-    bias_ptr,
-    norm_ptr,
-    residual_ptr,
-    out_ptr,
-    partial_ptr,
-    counter_ptr,
-    m,
-    n,
-    eps,
-    norm_offset,
-    K: tl.constexpr,
-    CODE: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    SCALE: tl.constexpr,
-    MIN: tl.constexpr,
-    ZERO: tl.constexpr,
-    GROUP: tl.constexpr,
-    RUN: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    ROW_SCALE: tl.constexpr,
-    BIAS: tl.constexpr,
-    NORM: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    GATE: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PAIRS: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HALVES: tl.constexpr,
-    SPLIT: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x_ptr, low_ptr, high_ptr, scale_ptr, min_ptr, super_ptr, super_min_ptr, row_scale_ptr, bias_ptr, norm_ptr,
+    residual_ptr, out_ptr, partial_ptr, counter_ptr, m, n, eps, norm_offset,
+    K: tl.constexpr, CODE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALE: tl.constexpr, MIN: tl.constexpr,
+    ZERO: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, SCALE_ROWS: tl.constexpr, ROW_SCALE: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr, OPERAND: tl.constexpr,
+    PAIRS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, HALVES: tl.constexpr, SPLIT: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program: ROWS outputs (ROWS / 2 where gated) of TOKENS rows of x, over one of SPLIT parts of K."""
     PLANES: tl.constexpr = 16 // LOW
     CHUNK: tl.constexpr = 8 * PLANES

@@ -97,41 +97,13 @@ def gated(gate, up, KIND: tl.constexpr):
 
 @triton.jit
 def vector_kernel(
-    x_ptr,
-    low_ptr,
-    high_ptr,
-    scale_ptr,
-    min_ptr,
-    super_ptr,
-    super_min_ptr,
-    row_scale_ptr,
-    bias_ptr,
-    norm_ptr,
-    residual_ptr,
-    out_ptr,
-    n,
-    eps,
-    norm_offset,
-    K: tl.constexpr,
-    CODE: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    SCALE: tl.constexpr,
-    MIN: tl.constexpr,
-    ZERO: tl.constexpr,
-    GROUP: tl.constexpr,
-    RUN: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    ROW_SCALE: tl.constexpr,
-    BIAS: tl.constexpr,
-    NORM: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    GATE: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    FIXED: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x_ptr, low_ptr, high_ptr, scale_ptr, min_ptr, super_ptr, super_min_ptr, row_scale_ptr, bias_ptr, norm_ptr,
+    residual_ptr, out_ptr, n, eps, norm_offset,
+    K: tl.constexpr, CODE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALE: tl.constexpr, MIN: tl.constexpr,
+    ZERO: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, SCALE_ROWS: tl.constexpr, ROW_SCALE: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr, ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr, FIXED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program: ROWS outputs (ROWS / 2 where gated) of row `program_id(1)` of x.
 
     FIXED   "" in float32; "assembly" or "plain" in whole numbers, which wants a code and groups as `fixed_part` does

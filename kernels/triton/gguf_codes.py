@@ -13,8 +13,6 @@ from torch import Tensor
 
 from ..gguf_blocks import BLOCK_TYPES
 
-__all__ = ["GGUF_CODES", "Blocks", "GgufCode", "split_blocks"]
-
 
 class GgufCode(NamedTuple):
     """How `layout.Prepared` holds a block type."""
@@ -42,14 +40,10 @@ GGUF_CODES = {
 class Blocks(NamedTuple):
     """Parts of some rows; what was not asked for, or is not there, is empty or None."""
 
-    codes: Tensor
-    """uint8 [rows, K]"""
-    scales: Tensor | None = None
-    """[rows, G]: float16, int8, or uint8 of both nibbles"""
-    mins: Tensor | None = None
-    """[rows, G]: float16 or uint8"""
-    supers: Tensor | None = None
-    """float16 [rows, K / 256]"""
+    codes: Tensor  # uint8 [rows, K]
+    scales: Tensor | None = None  # [rows, G]: float16, int8, or uint8 of both nibbles
+    mins: Tensor | None = None  # [rows, G]: float16 or uint8
+    supers: Tensor | None = None  # float16 [rows, K / 256]
     super_mins: Tensor | None = None
 
 

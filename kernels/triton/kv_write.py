@@ -17,8 +17,7 @@ from .e4m3 import encode_e4m3, round_even
 from .hadamard import rotate_rows, run_length
 from .launch import launch
 
-TILE = 512
-"""elements of a program"""
+TILE = 512  # elements of a program
 
 
 @triton.jit

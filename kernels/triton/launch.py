@@ -17,8 +17,7 @@ import triton
 
 from .cards import Card
 
-PDL_CAPABILITY = 90
-"""From here on a kernel may be launched while the one before it still runs."""
+PDL_CAPABILITY = 90  # From here on a kernel may be launched while the one before it still runs.
 TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",

@@ -43,41 +43,28 @@ from ..weight import Weight
 from .gguf_codes import GGUF_CODES, split_blocks
 from .layout_codes import CODES, HALVES, Code, run_of
 
-__all__ = ["SUPER", "Prepared", "prepare"]
-
-SUPER = 256
-"""elements that share one super scale"""
+SUPER = 256  # elements that share one super scale
 
 
 class Prepared(NamedTuple):
     """A weight as the product kernels read it. C = chunks in a row, G = groups in a row."""
 
-    shape: tuple[int, int]
-    """(N, K)"""
+    shape: tuple[int, int]  # (N, K)
     code: str
-    low: Tensor
-    """int16 [N, C * 8]; for float32 weights, which no kernel reads, float32 [N, K]"""
-    high: Tensor | None = None
-    """uint8 [N, C * high_bytes]"""
+    low: Tensor  # int16 [N, C * 8]; for float32 weights, which no kernel reads, float32 [N, K]
+    high: Tensor | None = None  # uint8 [N, C * high_bytes]
     scale_kind: str = "none"
-    scales: Tensor | None = None
-    """[N, G]; [ceil N/128, G] where `scale_rows` is 128"""
+    scales: Tensor | None = None  # [N, G]; [ceil N/128, G] where `scale_rows` is 128
     min_kind: str = "none"
-    mins: Tensor | None = None
-    """[N, G]"""
-    supers: Tensor | None = None
-    """float16 [N, K/256]"""
+    mins: Tensor | None = None  # [N, G]
+    supers: Tensor | None = None  # float16 [N, K/256]
     super_mins: Tensor | None = None
-    row_scale: Tensor | None = None
-    """float32 [N]; NaN for a row of E4M3 codes that holds one"""
+    row_scale: Tensor | None = None  # float32 [N]; NaN for a row of E4M3 codes that holds one
     zero: int = 0
-    group: int = 0
-    """elements of a group; 0 where there is no group scale"""
+    group: int = 0  # elements of a group; 0 where there is no group scale
     scale_rows: int = 1
-    perm: Tensor | None = None
-    """int64 [K]: gathers x before the product"""
-    pre_scale: Tensor | None = None
-    """[K]: multiplies x, before `perm`"""
+    perm: Tensor | None = None  # int64 [K]: gathers x before the product
+    pre_scale: Tensor | None = None  # [K]: multiplies x, before `perm`
 
     @property
     def nbytes(self) -> int:

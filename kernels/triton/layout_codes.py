@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-HALVES = 8
-"""16-bit halves in a chunk of 16 bytes"""
+HALVES = 8  # 16-bit halves in a chunk of 16 bytes
 
 
 class Code(NamedTuple):
     """How one kind of code is stored."""
 
-    low: int
-    """bits in the 16-bit halves"""
-    high: int = 0
-    """bits in a plane of their own"""
+    low: int  # bits in the 16-bit halves
+    high: int = 0  # bits in a plane of their own
 
     @property
     def planes(self) -> int:

@@ -24,25 +24,10 @@ def _store(acc, out_ptr, bias_ptr, rows, columns, m, n, BIAS: tl.constexpr):
 
 @triton.jit
 def w8a8_kernel(
-    x_ptr,
-    x_scale_ptr,
-    w_ptr,
-    w_scale_ptr,
-    row_scale_ptr,
-    bias_ptr,
-    out_ptr,
-    m,
-    n,
-    BYTES: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    ROW_SCALE: tl.constexpr,
-    BIAS: tl.constexpr,
-    HAND: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, row_scale_ptr, bias_ptr, out_ptr, m, n,
+    BYTES: tl.constexpr, BLOCKS: tl.constexpr, ROW_SCALE: tl.constexpr, BIAS: tl.constexpr, HAND: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """x, w: E4M3 [m, BYTES] and [n, BYTES]; BLOCKS: a scale per 128 of x and per 128 x 128 of w, else one a row."""
     STEP: tl.constexpr = 128
     GROUPS: tl.constexpr = (BYTES + STEP - 1) // STEP
@@ -92,26 +77,10 @@ def _nvfp4_values(codes, scales, HIGH_NIBBLE: tl.constexpr):
 
 @triton.jit
 def w4a4_kernel(
-    x_ptr,
-    x_scale_ptr,
-    x_row_scale_ptr,
-    w_ptr,
-    w_scale_ptr,
-    row_scale_ptr,
-    bias_ptr,
-    out_ptr,
-    m,
-    n,
-    BYTES: tl.constexpr,
-    BIAS: tl.constexpr,
-    HAND: tl.constexpr,
-    OPERAND: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    STEP: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x_ptr, x_scale_ptr, x_row_scale_ptr, w_ptr, w_scale_ptr, row_scale_ptr, bias_ptr, out_ptr, m, n,
+    BYTES: tl.constexpr, BIAS: tl.constexpr, HAND: tl.constexpr, OPERAND: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """x, w: E2M1 pairs [m, BYTES] and [n, BYTES], E4M3 scales [.., BYTES / 8] and a float32 scale a row; STEP bytes."""
     rows = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     columns = tl.program_id(1) * ROWS + tl.arange(0, ROWS)

@@ -17,8 +17,7 @@ from .product import Extras, product
 from .product_tiles import SMALL_TOKENS
 from .quantize import quantize_e4m3, quantize_nvfp4
 
-BLOCK = 128
-"""elements of x that share a scale where W has a scale per block"""
+BLOCK = 128  # elements of x that share a scale where W has a scale per block
 
 
 def _next_power(number: int) -> int:

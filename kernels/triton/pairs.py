@@ -15,12 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["e2m1_pairs", "e2m1_text", "e4m3_pairs", "e4m3_text", "int4_pairs", "int4_text", "int8_pairs", "int8_text"]
-
-_TWICE = 0x00010001
-"""a 16-bit constant in both halves of a register"""
-_ONE = 0x3F80 * _TWICE
-"""1 in bfloat16: below sm_90 only fused multiply-adds come in pairs"""
+_TWICE = 0x00010001  # a 16-bit constant in both halves of a register
+_ONE = 0x3F80 * _TWICE  # 1 in bfloat16: below sm_90 only fused multiply-adds come in pairs
 
 
 def int4_text(plane: int, zero: int, operand: str) -> str:

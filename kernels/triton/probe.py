@@ -16,12 +16,8 @@ from pathlib import Path
 
 from ..verify.records import Records, assembler_key, default_folder
 
-__all__ = ["FP4_CAPABILITY", "FP8_CAPABILITY", "NVFP4_INSTRUCTION", "NVFP4_LABEL", "nvfp4_reason"]
-
-FP8_CAPABILITY = 89
-"""from here on tensor cores take E4M3"""
-FP4_CAPABILITY = 100
-"""from here on they take block-scaled E2M1"""
+FP8_CAPABILITY = 89  # from here on tensor cores take E4M3
+FP4_CAPABILITY = 100  # from here on they take block-scaled E2M1
 NVFP4_LABEL = "nvfp4 w4a4 dot_scaled"
 NVFP4_INSTRUCTION = "mxf4nvf4.block_scale"
 TIMEOUT_S = 120.0

@@ -41,17 +41,12 @@ from .layout import Prepared
 from .layout_codes import CODES
 from .product_tiles import SMALL_TOKENS, may_be_fixed, one_row_tiles, tile_tiles, token_class
 
-SLAB_BYTES = 32 << 20
-"""dense rows decoded at a time: what the plan reserves for long prompts"""
-SLAB_TOKENS = 256
-"""from so many rows of x weights are decoded once for all of them; not measured"""
+SLAB_BYTES = 32 << 20  # dense rows decoded at a time: what the plan reserves for long prompts
+SLAB_TOKENS = 256  # from so many rows of x weights are decoded once for all of them; not measured
 ROWS_WITHOUT_TENSOR_CORES = 4
-WHOLE_ROW = 1 << 20
-"""the group size that stands for one scale a row"""
-CUBLAS: Tile = {"cublas": 1}
-"""the candidate of dense weights that is no kernel of ours"""
-FIXED_TOKENS = 16
-"""rows of x in a tile when every row must be summed the same way"""
+WHOLE_ROW = 1 << 20  # the group size that stands for one scale a row
+CUBLAS: Tile = {"cublas": 1}  # the candidate of dense weights that is no kernel of ours
+FIXED_TOKENS = 16  # rows of x in a tile when every row must be summed the same way
 
 
 class Extras(NamedTuple):
@@ -60,8 +55,7 @@ class Extras(NamedTuple):
     bias: Tensor | None = None
     norm: Norm | None = None
     residual: Tensor | None = None
-    gate: str = ""
-    """silu or gelu_tanh: W is gate over up, y = act(gate) * up"""
+    gate: str = ""  # silu or gelu_tanh: W is gate over up, y = act(gate) * up
 
 
 PLAIN = Extras()
@@ -251,8 +245,7 @@ def _operand(dtype: torch.dtype) -> str:
     return {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
 
 
-COUNTERS = 4096
-"""programs that may take part in split products of one launch"""
+COUNTERS = 4096  # programs that may take part in split products of one launch
 
 
 @cache

@@ -19,46 +19,39 @@ from .layout_codes import CODES, HALVES
 
 Tile = Mapping[str, int]
 
-LATENCY_US = 1.2
-"""of a load from memory under traffic"""
+LATENCY_US = 1.2  # of a load from memory under traffic
 REGISTERS = 65_536
-LANES_PER_US = 128 * 1_700 * 0.8
-"""lanes of a multiprocessor that issue, at 1.7 GHz and four fifths of the peak"""
+LANES_PER_US = 128 * 1_700 * 0.8  # lanes of a multiprocessor that issue, at 1.7 GHz and four fifths of the peak
+# instructions a weight, counted in the machine code for sm_90
 DECODE = MappingProxyType(
     {
         "bf16": 2.2, "f16": 3.2, "e4m3": 4.0, "int8": 2.6, "int4": 3.0, "e2m1": 4.6, "iq4": 10.0,
         "int5": 5.5, "int6": 6.0, "int2": 4.0, "int3": 6.0,
     }
 )  # fmt: skip
-"""instructions a weight, counted in the machine code for sm_90"""
+# the same where `vector_kernel` multiplies in whole numbers, besides 9 for each element of x
 FIXED_DECODE = MappingProxyType({"int4": 1.5, "e2m1": 2.5})
-"""the same where `vector_kernel` multiplies in whole numbers, besides 9 for each element of x"""
+# the same of `tile_kernel`, which decodes most codes in pairs (`pairs.py`)
 TILE_DECODE = MappingProxyType(
     {
         "bf16": 0.5, "f16": 2.5, "e4m3": 3.0, "int8": 2.5, "int4": 2.2, "e2m1": 3.2, "iq4": 15.0,
         "int5": 10.0, "int6": 9.0, "int2": 6.0, "int3": 9.0,
     }
 )  # fmt: skip
-"""the same of `tile_kernel`, which decodes most codes in pairs (`pairs.py`)"""
+# of `vector_kernel`, as compiled
 REGISTERS_A_ROW = MappingProxyType(
     {
         "bf16": 9, "f16": 9, "e4m3": 12, "int8": 13, "int4": 16, "e2m1": 15, "iq4": 34,
         "int5": 26, "int6": 28, "int2": 37, "int3": 52,
     }
 )  # fmt: skip
-"""of `vector_kernel`, as compiled"""
-FIXED_REGISTERS_A_ROW = MappingProxyType({"int4": 10, "e2m1": 15})
-"""of the same in whole numbers, besides 40"""
+FIXED_REGISTERS_A_ROW = MappingProxyType({"int4": 10, "e2m1": 15})  # of the same in whole numbers, besides 40
+# most weights a thread of `tile_kernel` decodes in a step: with more the compiler runs out of registers
 STEP_ELEMENTS = 64
-"""most weights a thread of `tile_kernel` decodes in a step: with more the compiler runs out of registers"""
-TENSOR_MEMORY = 64 * 512
-"""sums that fit into it on sm_100; Triton 3.6 keeps those of each plane apart, 3.9 does not"""
-MOST = 8
-"""candidates handed to the tuner"""
-MIN_TOKENS = 8
-"""rows of x in the smallest tile"""
-SMALL_TOKENS = 16
-"""up to so many rows of x a product is a decoding step: fused segments run"""
+TENSOR_MEMORY = 64 * 512  # sums that fit into it on sm_100; Triton 3.6 keeps those of each plane apart, 3.9 does not
+MOST = 8  # candidates handed to the tuner
+MIN_TOKENS = 8  # rows of x in the smallest tile
+SMALL_TOKENS = 16  # up to so many rows of x a product is a decoding step: fused segments run
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +59,13 @@ class Load:
     """What a choice of constants makes of a product."""
 
     programs: int
-    program_bytes: int
-    """each reads in all"""
-    in_flight: int
-    """bytes each has asked for at a time"""
+    program_bytes: int  # each reads in all
+    in_flight: int  # bytes each has asked for at a time
     threads: int
-    registers: int
-    """a thread"""
+    registers: int  # a thread
     shared_bytes: int
-    instructions: float
-    """each thread issues"""
-    passes: int = 0
-    """rounds through memory after the first: partial sums"""
+    instructions: float  # each thread issues
+    passes: int = 0  # rounds through memory after the first: partial sums
 
 
 def resident_programs(load: Load, card: Card) -> int:

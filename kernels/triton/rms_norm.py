@@ -13,11 +13,9 @@ from torch import Tensor
 
 from .launch import launch
 
-WIDEST = 16_384
-"""elements of a row that one program holds"""
+WIDEST = 16_384  # elements of a row that one program holds
 LONGEST = 65_536
-HEAD_ROWS = 256
-"""elements of a tile of short rows, as the heads of QK-norm are"""
+HEAD_ROWS = 256  # elements of a tile of short rows, as the heads of QK-norm are
 
 
 @triton.jit(do_not_specialize=["num_rows"])

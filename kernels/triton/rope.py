@@ -9,8 +9,7 @@ from torch import Tensor
 
 from .launch import launch
 
-TILE = 1024
-"""elements of a program: so many heads of one token"""
+TILE = 1024  # elements of a program: so many heads of one token
 
 
 @triton.jit

@@ -26,18 +26,15 @@ from ..sampling import COLDEST, IN_PROMPT, LEVEL, MASS, MAX_BIAS, STEPS, Sampled
 from .launch import launch
 
 PIECE = 4096
-STATS = 4
-"""per piece: maximum and sum of the raw logits, then of the scaled ones"""
-TABLES = 4
-"""of counts: two levels for top-k, two for top-p"""
+STATS = 4  # per piece: maximum and sum of the raw logits, then of the scaled ones
+TABLES = 4  # of counts: two levels for top-k, two for top-p
 _COLDEST = tl.constexpr(COLDEST)
 _IN_PROMPT = tl.constexpr(IN_PROMPT)
 _LEVEL = tl.constexpr(LEVEL)
 _LEVEL_BITS = tl.constexpr(LEVEL.bit_length() - 1)
 _MASS = tl.constexpr(float(MASS))
 _MASS_BITS = tl.constexpr(40)
-_ONE = tl.constexpr(1 << 40)
-"""a token in packed sums: its mass lies below"""
+_ONE = tl.constexpr(1 << 40)  # a token in packed sums: its mass lies below
 _STEPS = tl.constexpr(float(STEPS))
 
 

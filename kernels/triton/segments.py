@@ -18,8 +18,8 @@ from .product import Extras, fusable, product
 from .qk_norm_rope_kv import qk_norm_rope_kv
 from .rms_norm import rms_norm
 
+# implementations whose products of few rows take norm, gate and residual with them
 FUSED = frozenset({"triton", "triton_fp8_w8a8", "triton_nvfp4_w4a4"})
-"""implementations whose products of few rows take norm, gate and residual with them"""
 
 
 def attn_in(

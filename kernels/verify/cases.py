@@ -14,14 +14,11 @@ from ..kv_codes import decode
 from ..kv_pages import KVPages
 from ..registry import OpFacts
 
-TOKENS = (1, 3, 17)
-"""rows of the row-wise ops: alone, a few, and neither a power of two nor a tile"""
+TOKENS = (1, 3, 17)  # rows of the row-wise ops: alone, a few, and neither a power of two nor a tile
+# (new tokens, tokens) of the sequences in one attention step: decoding and prefill, page borders on both sides
 LENGTHS = ((1, 1), (1, 300), (5, 5), (1, 33), (20, 67))
-"""(new tokens, tokens) of the sequences in one attention step: decoding and prefill, page borders on both sides"""
-LONG = 1041
-"""tokens of a sequence that decodes alone: enough for several splits, and ending inside a page"""
-WINDOW = 37
-"""stands for any window: what matters is that it begins inside a page"""
+LONG = 1041  # tokens of a sequence that decodes alone: enough for several splits, and ending inside a page
+WINDOW = 37  # stands for any window: what matters is that it begins inside a page
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +28,12 @@ class ModelShapes:
     hidden: int
     intermediate: int
     facts: OpFacts = field(default_factory=OpFacts)
-    rotated: int = 0
-    """dimensions of a head that RoPE turns; 0: all"""
+    rotated: int = 0  # dimensions of a head that RoPE turns; 0: all
     interleaved: bool = False
     eps: float = 1e-6
     has_windows: bool = False
     softcap: float | None = None
-    scale: float = 0.0
-    """of q·k; 0: head_dim ** -0.5"""
+    scale: float = 0.0  # of q·k; 0: head_dim ** -0.5
 
     @property
     def key(self) -> str:
@@ -112,8 +107,7 @@ def _gated(shapes: ModelShapes, source: _Source) -> Iterator[Case]:
         yield Case(f"{count} x {shapes.intermediate}", (x,))
 
 
-LAYER_SCALES = (0.03, 0.05)
-"""of keys and values, where a checkpoint of FP8 keys and values brings one number a layer"""
+LAYER_SCALES = (0.03, 0.05)  # of keys and values, where a checkpoint of FP8 keys and values brings one number a layer
 
 
 def empty_pages(facts: OpFacts, num_pages: int, *, layer_scales: bool = False) -> KVPages:

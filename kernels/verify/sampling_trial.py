@@ -28,8 +28,7 @@ from ..sampling import (
 from .trial import compare, tried
 
 SampleOp = Callable[[Tensor, SamplingInputs, bool], Sampled]
-GREEDY_ROWS = 4
-"""plain, biased, masked, penalised"""
+GREEDY_ROWS = 4  # plain, biased, masked, penalised
 RANDOM = (  # temperature, top_p, min_p, top_k
     (0.7, 1.0, 0.0, 0),
     (1.0, 0.9, 0.0, 0),
@@ -38,8 +37,7 @@ RANDOM = (  # temperature, top_p, min_p, top_k
     (1.0, 1.0, 0.0, 5),
     (5.0, 0.5, 0.0, 1000),
 )
-TIES = 1
-"""random rows that may draw another token: where two scores are equal to the last bits"""
+TIES = 1  # random rows that may draw another token: where two scores are equal to the last bits
 TOLERANCE = 1e-3
 
 

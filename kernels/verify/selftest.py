@@ -31,10 +31,8 @@ from .trial import NotBuilt, SegmentTrial, ends_kind, is_device_lost, layer_kind
 class Failure:
     """A kernel that is disabled."""
 
-    name: str
-    """"op:implementation\""""
-    reason: str
-    """which case, how far off, or what it raised"""
+    name: str  # "op:implementation"
+    reason: str  # which case, how far off, or what it raised
 
     def __str__(self) -> str:
         return f"{self.name} failed its self-test ({self.reason})"
@@ -48,11 +46,9 @@ class KernelCrash(RuntimeError):
 class SelfTest:
     """The tests of one load, and what they found."""
 
-    records: Records = field(default_factory=lambda: Records("selftest", {}))
-    """by default kept in memory only"""
+    records: Records = field(default_factory=lambda: Records("selftest", {}))  # by default kept in memory only
     failures: list[Failure] = field(default_factory=list)
-    num_run: int = 0
-    """kernels tested in this run; the others were known"""
+    num_run: int = 0  # kernels tested in this run; the others were known
     seconds: float = 0.0
 
     @property

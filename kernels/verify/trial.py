@@ -23,19 +23,17 @@ from ..segments import REFERENCES, KernelTable
 from ..weight import Weight
 from .cases import ModelShapes, copied, empty_pages, numbers, op_cases
 
+# Relative RMS error allowed, by dtype of the activations: several roundings of their mantissa. A wrong kernel is off by
+# the size of the numbers themselves. Our CPU products round activations to 16 bits, which leaves 4e-5.
 TOLERANCE = {"float32": 5e-4, "bfloat16": 2e-2, "float16": 4e-3}
-"""Relative RMS error allowed, by dtype of the activations: several roundings of their mantissa. A wrong kernel is off
-by the size of the numbers themselves. Our CPU products round activations to 16 bits, which leaves 4e-5."""
+# The same for what goes through pages: where two results differ in a last bit, some are stored one code apart.
 KV_SLACK = {"f32": 0.0, "bf16": 4e-3, "fp16": 1e-3, "int8": 1e-2, "fp8": 2e-2}
-"""The same for what goes through pages: where two results differ in a last bit, some are stored one code apart."""
-WORST = 30
-"""one number may be off by so many times the tolerance of the root mean square"""
+WORST = 30  # one number may be off by so many times the tolerance of the root mean square
+# rows of a product: a vector, a few, and as many as a prompt has; on a card also a tensor-core tile, and several
 LINEAR_TOKENS = {"cpu": (1, 3, 40), "cuda": (1, 2, 5, 16, 70, 300)}
-"""rows of a product: a vector, a few, and as many as a prompt has; on a card also a tensor-core tile, and several"""
-ROWS = 64
-"""outputs compared of a product; the first and the last are among them"""
+ROWS = 64  # outputs compared of a product; the first and the last are among them
+# (new tokens, tokens) of the sequences in the step that fused segments are tried with
 SEGMENT_TOKENS = ((1, 1), (3, 21))
-"""(new tokens, tokens) of the sequences in the step that fused segments are tried with"""
 
 
 def compare(found: Tensor, wanted: Tensor, tolerance: float) -> str:
@@ -54,13 +52,13 @@ def compare(found: Tensor, wanted: Tensor, tolerance: float) -> str:
     return ""
 
 
+# what a launch that never ran says; the next one may run
 REFUSED = (
     "out of memory", "out of resource", "too many resources", "invalid argument", "invalid configuration",
     "invalid device function", "no kernel image",
 )  # fmt: skip
-"""what a launch that never ran says; the next one may run"""
+# what Triton's launcher says when a context is lost; it reports refusals of one kernel in the same way
 LOST = ("Triton Error [CUDA]: an illegal", "Triton Error [CUDA]: unspecified launch", "Triton Error [CUDA]: misaligned")
-"""what Triton's launcher says when a context is lost; it reports refusals of one kernel in the same way"""
 
 
 def is_device_lost(error: BaseException) -> bool:

@@ -24,16 +24,13 @@ from typing import NamedTuple
 from .records import Records
 
 MAX_CANDIDATES = 8
-BUDGET_S = 20.0
-"""most seconds of one `tune`"""
+BUDGET_S = 20.0  # most seconds of one `tune`
 WARM_RUNS = 3
 ROUNDS = 5
-ROUND_S = 0.002
-"""on the CPU a candidate's time is the least of ROUNDS, each of as many calls as take about this long"""
+ROUND_S = 0.002  # on the CPU a candidate's time is the least of ROUNDS, each of as many calls as take about this long
+# by how much of their size the numbers of two candidates may differ: sums in another order, rounded to bfloat16
 AGREEMENT = 2e-2
-"""by how much of their size the numbers of two candidates may differ: sums in another order, rounded to bfloat16"""
-WORTH = 0.97
-"""a candidate replaces the one in use when it takes at most this share of its time: less is noise"""
+WORTH = 0.97  # a candidate replaces the one in use when it takes at most this share of its time: less is noise
 
 Tile = Mapping[str, int]
 Trial = Callable[[Tile], Callable[[], object]]
@@ -42,10 +39,8 @@ Trial = Callable[[Tile], Callable[[], object]]
 class Shape(NamedTuple):
     """What the best tile depends on, besides the card."""
 
-    op: str
-    """the kernel: w4a16_vector, attention_decode, ..."""
-    key: tuple[int | str, ...]
-    """sizes that matter to it: N, K, group size, class of M"""
+    op: str  # the kernel: w4a16_vector, attention_decode, ...
+    key: tuple[int | str, ...]  # sizes that matter to it: N, K, group size, class of M
 
     @property
     def name(self) -> str:
@@ -57,16 +52,14 @@ class StartingPoint(NamedTuple):
     """A tile that was the best on one card: the first candidate on cards like it."""
 
     op: str
-    capability: int
-    """compute capability as 90, 120"""
+    capability: int  # compute capability as 90, 120
     key: tuple[int | str, ...]
     tile: Tile
-    card: str
-    """where it was measured"""
+    card: str  # where it was measured
 
 
+# Filled from `localllm tune --json` on real cards, never by guess; candidates of a kernel stand beside the kernel.
 STARTING_POINTS: tuple[StartingPoint, ...] = ()
-"""Filled from `localllm tune --json` on real cards, never by guess; candidates of a kernel stand beside the kernel."""
 
 
 def is_measured(capability: int) -> bool:
@@ -88,14 +81,10 @@ class Tuned:
     """What timing one shape gave."""
 
     shape: Shape
-    tile: Tile
-    """the winner"""
-    us: float
-    """its microseconds a launch"""
-    first_us: float
-    """those of the first candidate"""
-    failed: tuple[str, ...] = ()
-    """candidates that did not run or were wrong, with the reason"""
+    tile: Tile  # the winner
+    us: float  # its microseconds a launch
+    first_us: float  # those of the first candidate
+    failed: tuple[str, ...] = ()  # candidates that did not run or were wrong, with the reason
 
 
 @dataclass(slots=True)
