@@ -25,8 +25,8 @@ from .layout import SUPER, Prepared
 from .layout_codes import CODES, HALVES
 from .narrow_product import fp8_product, nvfp4_product
 from .probe import FP4_CAPABILITY, FP8_CAPABILITY, NVFP4_INSTRUCTION, NVFP4_LABEL
-from .product import PLAIN, Extras, dequantize_launch, tile_launch, vector_launch
-from .product_tiles import may_be_fixed, tile_tiles, vector_tiles
+from .product import PLAIN, Extras, dequantize_launch, gemm_launch, gemv_launch
+from .product_tiles import gemm_tiles, gemv_tiles, may_be_fixed
 from .qk_norm_rope_kv import qk_norm_rope_kv
 from .rms_norm import rms_norm
 from .rope import rope
@@ -231,14 +231,14 @@ def _decode_specs(form: Form, dtype: torch.dtype, card: Card) -> Iterator[Kernel
     x, out = _meta(dtype, 1, HIDDEN), _meta(dtype, 1, HIDDEN)
     for fixed in (False, True) if may_be_fixed(form.code, p.run, card) else (False,):
         label = f"{form.name} M=1" + " fixed" * fixed
-        first = vector_tiles(HIDDEN, HIDDEN, form.code, card, fixed=fixed)[0]
-        yield _linear(label, vector_launch(x, p, out, PLAIN, first), decode=True)
+        first = gemv_tiles(HIDDEN, HIDDEN, form.code, card, fixed=fixed)[0]
+        yield _linear(label, gemv_launch(x, p, out, PLAIN, first), decode=True)
         if form.name in MAIN_FORMS:
             fused = Extras(_meta(torch.float32, HIDDEN), Norm(_meta(torch.float32, HIDDEN), 1e-6), out)
-            yield _linear(f"{label} norm residual", vector_launch(x, p, out, fused, first), decode=True)
-            first = vector_tiles(2 * INTERMEDIATE, HIDDEN, form.code, card, True, fixed)[0]
+            yield _linear(f"{label} norm residual", gemv_launch(x, p, out, fused, first), decode=True)
+            first = gemv_tiles(2 * INTERMEDIATE, HIDDEN, form.code, card, True, fixed)[0]
             fused = fused._replace(bias=None, residual=None, gate="silu")
-            launch = vector_launch(x, wide, _meta(dtype, 1, INTERMEDIATE), fused, first)
+            launch = gemv_launch(x, wide, _meta(dtype, 1, INTERMEDIATE), fused, first)
             yield _linear(f"{label} norm gated", launch, decode=True)
 
 
@@ -251,14 +251,14 @@ def _batch_specs(form: Form, dtype: torch.dtype, card: Card) -> Iterator[KernelS
     for tokens in (8, 16, 64, 128) if form.name in MAIN_FORMS else (16, 64):
         p = described(form, HIDDEN, HIDDEN)
         x, out = _meta(dtype, tokens, HIDDEN), _meta(dtype, tokens, HIDDEN)
-        first = tile_tiles(HIDDEN, HIDDEN, form.code, tokens, card)[0]
-        launch, expected = tile_launch(x, p, out, PLAIN, first), wide if tokens >= 64 else ""
+        first = gemm_tiles(HIDDEN, HIDDEN, form.code, tokens, card)[0]
+        launch, expected = gemm_launch(x, p, out, PLAIN, first), wide if tokens >= 64 else ""
         yield _linear(f"{form.name} M={tokens}", launch, decode=tokens <= 16, expect_mma=expected)
     if form.name in MAIN_FORMS:
         p, out = described(form, 2 * INTERMEDIATE, HIDDEN), _meta(dtype, 16, INTERMEDIATE)
-        first = tile_tiles(2 * INTERMEDIATE, HIDDEN, form.code, 16, card)[0]
+        first = gemm_tiles(2 * INTERMEDIATE, HIDDEN, form.code, 16, card)[0]
         fused = Extras(None, Norm(_meta(torch.float32, HIDDEN), 1e-6), None, "silu")
-        launch = tile_launch(_meta(dtype, 16, HIDDEN), p, out, fused, first)
+        launch = gemm_launch(_meta(dtype, 16, HIDDEN), p, out, fused, first)
         yield _linear(f"{form.name} M=16 norm gated", launch, decode=True)
 
 

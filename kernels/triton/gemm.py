@@ -66,7 +66,7 @@ def _fetch(places):
 
 
 @triton.jit
-def tile_kernel(
+def gemm_kernel(
     x_ptr, low_ptr, high_ptr, scale_ptr, min_ptr, super_ptr, super_min_ptr, row_scale_ptr, bias_ptr, norm_ptr,
     residual_ptr, out_ptr, partial_ptr, counter_ptr, m, n, eps, norm_offset,
     K: tl.constexpr, CODE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALE: tl.constexpr, MIN: tl.constexpr,

@@ -96,7 +96,7 @@ def gated(gate, up, KIND: tl.constexpr):
 
 
 @triton.jit
-def vector_kernel(
+def gemv_kernel(
     x_ptr, low_ptr, high_ptr, scale_ptr, min_ptr, super_ptr, super_min_ptr, row_scale_ptr, bias_ptr, norm_ptr,
     residual_ptr, out_ptr, n, eps, norm_offset,
     K: tl.constexpr, CODE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALE: tl.constexpr, MIN: tl.constexpr,

@@ -1,9 +1,9 @@
 """Which product kernel runs for how many rows of x, and with what: launches are built here, for use and for the table.
 
-one row            `vector`: a program per few rows of W
-2 to 255 rows      `tile`: tensor cores, W decoded in registers (dense weights: cuBLAS from 17 rows)
+one row            `gemv`: a program per few rows of W
+2 to 255 rows      `gemm`: tensor cores, W decoded in registers (dense weights: cuBLAS from 17 rows)
 more               `dequantize` into a slab that stays in the L2 cache, then cuBLAS
-below sm_80        Triton has no tensor cores there: `vector` for up to 4 rows, else the slab
+below sm_80        Triton has no tensor cores there: `gemv` for up to 4 rows, else the slab
 
 On paper (nothing here ran on a card yet), products of one row of an 8B model's layer, 218 M weights: qkv 6144 x 4096, o
 4096 x 4096, gate and up 28672 x 4096, down 4096 x 14336. Bytes at the nominal bandwidth, what the model of
@@ -18,8 +18,8 @@ On paper (nothing here ran on a card yet), products of one row of an 8B model's 
 
 Programs: 512 to 7168 of one to four warps, 8 to 36 warps resident on a multiprocessor, 4 to 16 KB asked for by each
 at a time. A copy reaches some nine tenths of the nominal bandwidth, so MBU is to be expected a tenth higher. With four
-bits a weight an H100 at full bandwidth can issue 4.4 instructions for each: in float32 `vector` needs 3 to 5 and the
-time in brackets, in whole numbers (`fixed.py`) 2.6 to 3.6, and `tile`, a candidate for one row as well, 2 to 3. No
+bits a weight an H100 at full bandwidth can issue 4.4 instructions for each: in float32 `gemv` needs 3 to 5 and the
+time in brackets, in whole numbers (`fixed.py`) 2.6 to 3.6, and `gemm`, a candidate for one row as well, 2 to 3. No
 other card is near that bound.
 """
 
@@ -39,7 +39,7 @@ from .cards import Card
 from .launch import Launch, card_of, interpreting, overlap
 from .layout import Prepared
 from .layout_codes import CODES
-from .product_tiles import SMALL_TOKENS, may_be_fixed, one_row_tiles, tile_tiles, token_class
+from .product_tiles import SMALL_TOKENS, gemm_tiles, may_be_fixed, one_row_tiles, token_class
 
 SLAB_BYTES = 32 << 20  # dense rows decoded at a time: what the plan reserves for long prompts
 SLAB_TOKENS = 256  # from so many rows of x weights are decoded once for all of them; not measured
@@ -83,11 +83,11 @@ def product(
         out = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
     card = card_of(x.device)
     if fixed_order:
-        choice = tile_tiles(*p.shape, p.code, FIXED_TOKENS, card, whole=True)[0]
-        tile_launch(x, p, out, extras, choice).start()
+        choice = gemm_tiles(*p.shape, p.code, FIXED_TOKENS, card, whole=True)[0]
+        gemm_launch(x, p, out, extras, choice).start()
     elif tokens == 1 or (card.capability < 80 and tokens <= ROWS_WITHOUT_TENSOR_CORES):
         choice = _picked(x, p, extras, card)
-        build = vector_launch if "chunks" in choice else tile_launch
+        build = gemv_launch if "chunks" in choice else gemm_launch
         build(x, p, out, extras, choice).start()
     elif tokens >= SLAB_TOKENS or card.capability < 80 or (_is_plain(x, p) and tokens > SMALL_TOKENS):
         _slab_product(x, p, out, extras.bias)
@@ -96,7 +96,7 @@ def product(
         if choice is CUBLAS:
             _slab_product(x, p, out, extras.bias)
         else:
-            tile_launch(x, p, out, extras, choice).start()
+            gemm_launch(x, p, out, extras, choice).start()
     return out
 
 
@@ -181,8 +181,8 @@ def _extra_arguments(extras: Extras, nothing: Tensor) -> tuple[dict[str, Any], d
     return args, constants
 
 
-def vector_launch(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Tile) -> Launch:
-    """`gemv.vector_kernel` for x [num_tokens, K], a row at a time."""
+def gemv_launch(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Tile) -> Launch:
+    """`gemv.gemv_kernel` for x [num_tokens, K], a row at a time."""
     high = p.low if p.high is None else p.high
     args, constants = _extra_arguments(extras, p.low)
     args |= {
@@ -202,11 +202,11 @@ def vector_launch(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: T
         "FIXED": "" if "fixed" not in choice else "plain" if interpreting() else "assembly",
     }
     pdl, options = overlap(x.device)
-    return Launch(gemv.vector_kernel, grid, args, constants | pdl, choice["warps"], options=options, subnormals=True)
+    return Launch(gemv.gemv_kernel, grid, args, constants | pdl, choice["warps"], options=options, subnormals=True)
 
 
-def tile_launch(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Tile) -> Launch:
-    """`gemm.tile_kernel` for x [num_tokens, K]."""
+def gemm_launch(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Tile) -> Launch:
+    """`gemm.gemm_kernel` for x [num_tokens, K]."""
     rows, tokens, split = choice["rows"], choice["tokens"], choice["split"]
     outputs = rows // (2 if extras.gate else 1)
     grid = (-(-x.shape[0] // tokens), -(-out.shape[1] // outputs), split)
@@ -238,7 +238,7 @@ def tile_launch(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Til
     pdl, options = overlap(x.device)
     # said aloud, since the compiler's own limit of 64 registers made it keep two values in memory (sm_121, M = 16)
     options["maxnreg"] = 168 if tokens <= SMALL_TOKENS else 248
-    return Launch(gemm.tile_kernel, grid, args, constants | pdl, choice["warps"], choice["stages"], options, True)
+    return Launch(gemm.gemm_kernel, grid, args, constants | pdl, choice["warps"], choice["stages"], options, True)
 
 
 def _operand(dtype: torch.dtype) -> str:
@@ -307,16 +307,16 @@ def _picked(x: Tensor, p: Prepared, extras: Extras, card: Card) -> Tile:
     n, k = p.shape
     tokens = token_class(x.shape[0])
     if x.shape[0] == 1 or card.capability < 80:
-        shape = Shape("linear_vector", (n, k, p.code, p.group, extras.gate))
+        shape = Shape("linear_gemv", (n, k, p.code, p.group, extras.gate))
         either = card.capability >= 80 and x.dtype == torch.bfloat16
         fixed = may_be_fixed(p.code, p.run, card)
         candidates = one_row_tiles(n, k, p.code, card, bool(extras.gate), either, fixed)
     elif _is_plain(x, p) and extras[1:] == PLAIN[1:]:
         shape = Shape("linear_dense", (n, k, p.code, tokens))
-        candidates = (*tile_tiles(n, k, p.code, tokens, card)[:-1], CUBLAS)
+        candidates = (*gemm_tiles(n, k, p.code, tokens, card)[:-1], CUBLAS)
     else:
-        shape = Shape("linear_tile", (n, k, p.code, p.group, tokens, extras.gate))
-        candidates = tile_tiles(n, k, p.code, tokens, card)
+        shape = Shape("linear_gemm", (n, k, p.code, p.group, tokens, extras.gate))
+        candidates = gemm_tiles(n, k, p.code, tokens, card)
     return tuner().pick(shape, candidates, None if x.device.type != "cuda" else _trial(x, p, extras))
 
 
@@ -341,7 +341,7 @@ def _trial(x: Tensor, p: Prepared, extras: Extras) -> Callable[[Tile], Callable[
         if choice is CUBLAS:
             start = partial(_slab_product, sample, weight, out, None)
         else:
-            build = vector_launch if "chunks" in choice else tile_launch
+            build = gemv_launch if "chunks" in choice else gemm_launch
             start = build(sample, weight, out, Extras(gate=gate), choice).start
 
         def run() -> Tensor:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from types import MappingProxyType
+from typing import NamedTuple
 
 from .cards import Card
 from .layout_codes import CODES, HALVES
@@ -22,31 +22,38 @@ Tile = Mapping[str, int]
 LATENCY_US = 1.2  # of a load from memory under traffic
 REGISTERS = 65_536
 LANES_PER_US = 128 * 1_700 * 0.8  # lanes of a multiprocessor that issue, at 1.7 GHz and four fifths of the peak
-# instructions a weight, counted in the machine code for sm_90
-DECODE = MappingProxyType(
-    {
-        "bf16": 2.2, "f16": 3.2, "e4m3": 4.0, "int8": 2.6, "int4": 3.0, "e2m1": 4.6, "iq4": 10.0,
-        "int5": 5.5, "int6": 6.0, "int2": 4.0, "int3": 6.0,
-    }
-)  # fmt: skip
-# the same where `vector_kernel` multiplies in whole numbers, besides 9 for each element of x
-FIXED_DECODE = MappingProxyType({"int4": 1.5, "e2m1": 2.5})
-# the same of `tile_kernel`, which decodes most codes in pairs (`pairs.py`)
-TILE_DECODE = MappingProxyType(
-    {
-        "bf16": 0.5, "f16": 2.5, "e4m3": 3.0, "int8": 2.5, "int4": 2.2, "e2m1": 3.2, "iq4": 15.0,
-        "int5": 10.0, "int6": 9.0, "int2": 6.0, "int3": 9.0,
-    }
-)  # fmt: skip
-# of `vector_kernel`, as compiled
-REGISTERS_A_ROW = MappingProxyType(
-    {
-        "bf16": 9, "f16": 9, "e4m3": 12, "int8": 13, "int4": 16, "e2m1": 15, "iq4": 34,
-        "int5": 26, "int6": 28, "int2": 37, "int3": 52,
-    }
-)  # fmt: skip
-FIXED_REGISTERS_A_ROW = MappingProxyType({"int4": 10, "e2m1": 15})  # of the same in whole numbers, besides 40
-# most weights a thread of `tile_kernel` decodes in a step: with more the compiler runs out of registers
+
+
+class Cost(NamedTuple):
+    """Of one kind of code.
+
+    gemv           instructions a weight in `gemv_kernel`, counted in the machine code for sm_90
+    gemm           the same in `gemm_kernel`, which decodes most codes in pairs (`pairs.py`)
+    row_registers  registers of a row in `gemv_kernel`, as compiled
+    """
+
+    gemv: float
+    gemm: float
+    row_registers: int
+
+
+COSTS = {
+    "bf16": Cost(2.2, 0.5, 9),
+    "f16": Cost(3.2, 2.5, 9),
+    "e4m3": Cost(4.0, 3.0, 12),
+    "int8": Cost(2.6, 2.5, 13),
+    "int4": Cost(3.0, 2.2, 16),
+    "e2m1": Cost(4.6, 3.2, 15),
+    "iq4": Cost(10.0, 15.0, 34),
+    "int5": Cost(5.5, 10.0, 26),
+    "int6": Cost(6.0, 9.0, 28),
+    "int2": Cost(4.0, 6.0, 37),
+    "int3": Cost(6.0, 9.0, 52),
+}
+# (instructions a weight, registers of a row) where `gemv_kernel` multiplies in whole numbers, besides 9 instructions
+# for each element of x and 40 registers
+FIXED_COSTS = {"int4": (1.5, 10), "e2m1": (2.5, 15)}
+# most weights a thread of `gemm_kernel` decodes in a step: with more the compiler runs out of registers
 STEP_ELEMENTS = 64
 TENSOR_MEMORY = 64 * 512  # sums that fit into it on sm_100; Triton 3.6 keeps those of each plane apart, 3.9 does not
 MOST = 8  # candidates handed to the tuner
@@ -103,62 +110,62 @@ def _power(number: int) -> int:
 def one_row_tiles(
     n: int, k: int, code: str, card: Card, gated: bool, either: bool, fixed: bool = False
 ) -> tuple[Tile, ...]:
-    """Candidates for one row of x, the best expected first: of `vector_tiles` six, and two of `tile_tiles`.
+    """Candidates for one row of x, the best expected first: of `gemv_tiles` six, and two of `gemm_tiles`.
 
     n, k     rows of W (gate and up together) and columns
-    either   `gemm.tile_kernel` can do it as well
-    fixed    `gemv.vector_kernel` can do it in whole numbers as well: half of its candidates do
+    either   `gemm.gemm_kernel` can do it as well
+    fixed    `gemv.gemv_kernel` can do it in whole numbers as well: half of its candidates do
     """
     most = MOST - 2 * either
-    tiles = [*vector_tiles(n, k, code, card, gated)[: most // 2 if fixed else most]]
+    tiles = [*gemv_tiles(n, k, code, card, gated)[: most // 2 if fixed else most]]
     if fixed:
-        tiles += vector_tiles(n, k, code, card, gated, fixed=True)[: most - most // 2]
-    options = [(_vector_us(n, k, code, tile, card), tile) for tile in tiles]
+        tiles += gemv_tiles(n, k, code, card, gated, fixed=True)[: most - most // 2]
+    options = [(_gemv_us(n, k, code, tile, card), tile) for tile in tiles]
     if either:
-        found = tile_tiles(n, k, code, MIN_TOKENS, card)[:2]
-        options += [(expected_us(_tile_load(n, k, code, tile), card), tile) for tile in found]
+        found = gemm_tiles(n, k, code, MIN_TOKENS, card)[:2]
+        options += [(expected_us(_gemm_load(n, k, code, tile), card), tile) for tile in found]
     return _ordered(options)
 
 
 def may_be_fixed(code: str, run: int, card: Card) -> bool:
-    """Whether `gemv.vector_kernel` can multiply such codes, in runs of so many halves, in whole numbers there."""
-    return code in FIXED_DECODE and run >= HALVES // 2 and card.capability >= 80
+    """Whether `gemv.gemv_kernel` can multiply such codes, in runs of so many halves, in whole numbers there."""
+    return code in FIXED_COSTS and run >= HALVES // 2 and card.capability >= 80
 
 
 @cache
-def vector_tiles(n: int, k: int, code: str, card: Card, gated: bool = False, fixed: bool = False) -> tuple[Tile, ...]:
-    """Candidates of `gemv.vector_kernel`: {"rows", "chunks", "warps"}, the best expected first.
+def gemv_tiles(n: int, k: int, code: str, card: Card, gated: bool = False, fixed: bool = False) -> tuple[Tile, ...]:
+    """Candidates of `gemv.gemv_kernel`: {"rows", "chunks", "warps"}, the best expected first.
 
     n, k    rows of W (gate and up together) and columns
     fixed   those in whole numbers, which have "fixed": 1 as well; none for most codes
     """
-    if fixed and code not in FIXED_DECODE:
+    if fixed and code not in FIXED_COSTS:
         return ()
     chunks = -(-k // CODES[code].chunk)
     options = []
     for rows in (4, 8) if fixed else (2, 4, 8) if gated else (1, 2, 4, 8):
         for warps, wide in ((1, 32), (2, 64), (4, 128), (8, 256)):
-            if wide > max(_power(chunks), 32) or _vector_registers(rows, code, fixed) > 200:
+            if wide > max(_power(chunks), 32) or _gemv_registers(rows, code, fixed) > 200:
                 continue
             tile = {"rows": rows, "chunks": wide, "warps": warps} | ({"fixed": 1} if fixed else {})
-            options.append((_vector_us(n, k, code, tile, card), tile))
+            options.append((_gemv_us(n, k, code, tile, card), tile))
     return _ordered(options)
 
 
-def _vector_registers(rows: int, code: str, fixed: bool) -> int:
-    return 40 + rows * FIXED_REGISTERS_A_ROW[code] if fixed else 28 + rows * REGISTERS_A_ROW[code]
+def _gemv_registers(rows: int, code: str, fixed: bool) -> int:
+    return 40 + rows * FIXED_COSTS[code][1] if fixed else 28 + rows * COSTS[code].row_registers
 
 
-def _vector_us(n: int, k: int, code: str, tile: Tile, card: Card) -> float:
+def _gemv_us(n: int, k: int, code: str, tile: Tile, card: Card) -> float:
     kind, rows, threads, fixed = CODES[code], tile["rows"], 32 * tile["warps"], "fixed" in tile
     chunks = -(-k // kind.chunk)
-    of_row, of_x = (FIXED_DECODE[code], 9.0) if fixed else (DECODE[code], 2.5)
+    of_row, of_x = (FIXED_COSTS[code][0], 9.0) if fixed else (COSTS[code].gemv, 2.5)
     load = Load(
         programs=-(-n // rows),
         program_bytes=rows * (chunks * 16 + k * kind.high // 8),
         in_flight=rows * min((1 if fixed else 2) * tile["chunks"], chunks) * 16,  # the next ones meanwhile, or not
         threads=threads,
-        registers=_vector_registers(rows, code, fixed),
+        registers=_gemv_registers(rows, code, fixed),
         shared_bytes=0,
         instructions=rows * kind.chunk * chunks / threads * (of_row + of_x / rows) + 60 + 14 * rows,
     )
@@ -166,8 +173,8 @@ def _vector_us(n: int, k: int, code: str, tile: Tile, card: Card) -> float:
 
 
 @cache
-def tile_tiles(n: int, k: int, code: str, tokens: int, card: Card, whole: bool = False) -> tuple[Tile, ...]:
-    """Candidates of `gemm.tile_kernel`: {"rows", "tokens", "halves", "split", "stages", "warps"}, the best first.
+def gemm_tiles(n: int, k: int, code: str, tokens: int, card: Card, whole: bool = False) -> tuple[Tile, ...]:
+    """Candidates of `gemm.gemm_kernel`: {"rows", "tokens", "halves", "split", "stages", "warps"}, the best first.
 
     tokens   rows of x, rounded up to 8, 16, 32, 64 or 128; a tile may take fewer
     whole    K is not split
@@ -194,7 +201,7 @@ def tile_tiles(n: int, k: int, code: str, tokens: int, card: Card, whole: bool =
                     continue
                 tile = {"rows": rows, "tokens": tokens, "halves": halves, "split": split, "stages": stages}
                 tile["warps"] = warps
-                options.append((expected_us(_tile_load(n, k, code, tile), card), tile))
+                options.append((expected_us(_gemm_load(n, k, code, tile), card), tile))
     return _ordered(options)
 
 
@@ -205,7 +212,7 @@ def _shared(rows: int, tokens: int, halves: int, stages: int, code: str) -> int:
     return max(stages * step + rows * halves // 2, rows * tokens * 4)
 
 
-def _tile_load(n: int, k: int, code: str, tile: Tile) -> Load:
+def _gemm_load(n: int, k: int, code: str, tile: Tile) -> Load:
     kind = CODES[code]
     rows, tokens, halves, split = tile["rows"], tile["tokens"], tile["halves"], tile["split"]
     threads = 32 * tile["warps"]
@@ -220,7 +227,7 @@ def _tile_load(n: int, k: int, code: str, tile: Tile) -> Load:
         registers=min(56 + 2 * sums + rows * halves * kind.planes // threads // 2, 255),
         shared_bytes=_shared(rows, tokens, halves, tile["stages"], code),
         # decoded once for the whole tile; every step waits, and moves x and the sums
-        instructions=elements * TILE_DECODE[code] + steps * (90 + 2 * sums) + 200,
+        instructions=elements * COSTS[code].gemm + steps * (90 + 2 * sums) + 200,
         passes=2 if split > 1 else 0,
     )
 

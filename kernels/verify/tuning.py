@@ -5,7 +5,7 @@ first of its candidates, which runs at once; the others are timed later, in idle
 kept per card, driver, Triton and shape (`records.py`). Candidates come from the kernel, at most eight, ordered by what
 a model expects of them (bytes, occupancy, shared memory).
 
-    shape = Shape("w4a16_vector", (n, k, group_size))
+    shape = Shape("linear_gemv", (n, k, group_size))
     tile = tuner().pick(shape, candidates, trial)        # {"block_n": 64, "num_warps": 4, ...}
 
 `trial(tile)` returns a call that launches the kernel once, on data it made itself: what it holds lives until the shape
@@ -39,7 +39,7 @@ Trial = Callable[[Tile], Callable[[], object]]
 class Shape(NamedTuple):
     """What the best tile depends on, besides the card."""
 
-    op: str  # the kernel: w4a16_vector, attention_decode, ...
+    op: str  # the kernel: linear_gemv, attention_decode, ...
     key: tuple[int | str, ...]  # sizes that matter to it: N, K, group size, class of M
 
     @property

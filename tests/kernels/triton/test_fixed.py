@@ -12,7 +12,7 @@ from localllm.kernels.triton import fixed
 from localllm.kernels.triton import product as products
 from localllm.kernels.triton.layout import prepare
 from localllm.kernels.triton.product import Extras
-from localllm.kernels.triton.product_tiles import Card, one_row_tiles, vector_tiles
+from localllm.kernels.triton.product_tiles import Card, gemv_tiles, one_row_tiles
 
 from .ptx import execute
 from .weights import error, exact_product, make, on
@@ -62,7 +62,7 @@ def test_dots(signed: bool, kind: type) -> None:
 def launched(x: torch.Tensor, prepared: products.Prepared, extras: Extras = products.PLAIN) -> torch.Tensor:
     n = prepared.shape[0] // (2 if extras.gate else 1)
     out = torch.empty(1, n, dtype=torch.float32, device=x.device)
-    products.vector_launch(x, prepared, out, extras, CHOICE).start()
+    products.gemv_launch(x, prepared, out, extras, CHOICE).start()
     return out
 
 
@@ -122,4 +122,4 @@ def test_candidates() -> None:
         tiles = one_row_tiles(4096, 4096, code, card, False, True, ways == {0, 1})
         assert {tile.get("fixed", 0) for tile in tiles if "chunks" in tile} == ways
         assert len([tile for tile in tiles if "tokens" in tile]) == 2
-    assert not vector_tiles(4096, 4096, "int5", card, fixed=True)
+    assert not gemv_tiles(4096, 4096, "int5", card, fixed=True)

@@ -15,7 +15,7 @@ from localllm.kernels.triton import product as products
 from localllm.kernels.triton import product_tiles
 from localllm.kernels.triton.cards import CLASSES, Card
 from localllm.kernels.triton.layout import prepare
-from localllm.kernels.triton.product import Extras, dequantized, fusable, product, tile_launch
+from localllm.kernels.triton.product import Extras, dequantized, fusable, gemm_launch, product
 from localllm.kernels.triton.unpack import rows
 from localllm.kernels.verify.trial import compare
 from localllm.kernels.verify.tuning import AGREEMENT
@@ -42,7 +42,7 @@ def test_one_row(form: str, device: torch.device) -> None:
     wide = product(x, prepared, out=torch.empty(1, 5, device=device))
     assert wide.dtype is torch.float32 and error(wide, exact) < 5e-5
     choice = {"rows": 2, "chunks": 32, "warps": 1}
-    products.vector_launch(x, prepared, wide, products.PLAIN, choice).start()
+    products.gemv_launch(x, prepared, wide, products.PLAIN, choice).start()
     assert error(wide, exact) < 1e-6
 
 
@@ -58,7 +58,7 @@ def test_rows_longer_than_a_program_holds(form: str, k: int, device: torch.devic
         if tokens == 1:
             choice = {"rows": 2, "chunks": 32, "warps": 1}
             out = torch.empty(1, 3, dtype=torch.float16, device=device)
-            products.vector_launch(x, prepared, out, products.PLAIN, choice).start()
+            products.gemv_launch(x, prepared, out, products.PLAIN, choice).start()
         else:
             out = product(x, prepared)
         assert error(out, exact_product(x, weight)) < ROUNDING[torch.float16]
@@ -174,7 +174,7 @@ def test_parts_of_k_are_added_by_the_last(device: torch.device) -> None:
     for split in (2, 4):
         out = torch.empty(3, 33, dtype=torch.float16, device=device)
         choice = {"rows": 16, "tokens": 8, "halves": 32, "split": split, "stages": 2, "warps": 1}
-        launch = tile_launch(x, prepared, out, Extras(norm=Norm(gain, EPS)), choice)
+        launch = gemm_launch(x, prepared, out, Extras(norm=Norm(gain, EPS)), choice)
         assert launch.grid == (1, 3, split)
         launch.start()
         assert error(out, normed @ dequantize(weight).double().t()) < ROUNDING[torch.float16]
@@ -207,7 +207,7 @@ def test_one_row_may_go_through_tensor_cores(device: torch.device, monkeypatch: 
         return next((c for c in candidates if "tokens" in c), candidates[0])
 
     monkeypatch.setattr(products, "tuner", lambda: SimpleNamespace(pick=tensor_cores))
-    monkeypatch.setattr(products, "vector_launch", lambda *_: pytest.fail("not asked for"))
+    monkeypatch.setattr(products, "gemv_launch", lambda *_: pytest.fail("not asked for"))
     weight = make("fp4g16", 20, 64)
     prepared, x = prepare(on(device, weight)), torch.randn(1, 64).bfloat16().to(device)
     assert error(product(x, prepared), exact_product(x, weight)) < ROUNDING[torch.bfloat16]
@@ -243,14 +243,14 @@ def test_candidates_fit_their_cards() -> None:
         card = Card(capability, 100)
         for n, k in ((1024, 2048), (4096, 4096), (28672, 4096), (151936, 1024), (1, 64)):
             for code in product_tiles.CODES:
-                vectors = product_tiles.vector_tiles(n, k, code, card)
+                vectors = product_tiles.gemv_tiles(n, k, code, card)
                 assert 0 < len(vectors) <= product_tiles.MOST
                 either = product_tiles.one_row_tiles(n, k, code, card, False, capability >= 80)
                 assert len(either) <= product_tiles.MOST and any("chunks" in tile for tile in either)
                 for tokens in (8, 16, 64, 128) if capability >= 80 else ():
-                    tiles = product_tiles.tile_tiles(n, k, code, tokens, card)
+                    tiles = product_tiles.gemm_tiles(n, k, code, tokens, card)
                     assert 0 < len(tiles) <= product_tiles.MOST, (code, n, k, tokens)
-                    assert {tile["split"] for tile in product_tiles.tile_tiles(n, k, code, tokens, card, True)} == {1}
+                    assert {tile["split"] for tile in product_tiles.gemm_tiles(n, k, code, tokens, card, True)} == {1}
                     sizes = [product_tiles._shared(t["rows"], tokens, t["halves"], t["stages"], code) for t in tiles]
                     assert max(sizes) <= limit
 
