@@ -202,8 +202,8 @@ def test_what_is_measured_against_is_as_stored(source: Path, monkeypatch: pytest
     env = SimpleNamespace(config=UserConfig(), offline=True, debug_invariants=False, progress=lambda title: None)
     monkeypatch.setattr(quality, "local_path", lambda env, name: source)
     quality.compare(env, "m", None, None, 64, ["auto", "int4"], ["auto"])  # type: ignore[arg-type]
-    assert [one["quant"] for one in opened] == ["", "", "int4"]
-    assert (opened[0]["dtype"], opened[0]["kv"]) == ("float32", "f32")
+    assert [one.quant for one in opened] == ["", "", "int4"]
+    assert (opened[0].dtype, opened[0].kv) == ("float32", "f32")
 
 
 def test_a_weight_that_is_no_number_is_named(source: Path, tmp_path: Path) -> None:
