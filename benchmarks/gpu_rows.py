@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from localllm.boot.assembly import Assembled, assemble
-from localllm.boot.proof import WorstSteps
+from localllm.boot.profile import WorstSteps
 from localllm.config import EngineOptions
 from localllm.device import MachineFacts
 from localllm.kernels.verify.tuning import gpu_seconds

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from localllm.boot.assembly import Assembled, assemble
-from localllm.boot.proof import CpuProof, Proof, prove_on_gpu
+from localllm.boot.profile import CpuProof, Proof, prove_on_gpu
 from localllm.boot.threads import kernel_note, missing_kernels
 from localllm.boot.tuning_job import TuningJob
 from localllm.errors import OutOfMemory

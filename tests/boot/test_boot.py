@@ -17,7 +17,7 @@ import torch
 
 from localllm import LLM, SamplingParams
 from localllm.boot.boot import Boot
-from localllm.boot.proof import Proof, Term
+from localllm.boot.profile import Proof, Term
 from localllm.boot.tuning_job import TuningJob
 from localllm.device.fake import MACHINES
 from localllm.kernels import Impl, reference, table
@@ -154,19 +154,19 @@ def test_the_words_of_a_proof_are_true_and_those_of_a_known_one_too(
     boot._keep(Proof((Term("weights", 0, 0), Term("work", planned << 20, taken << 20)), "cpu", 1.0, failure))
     known = MemoryProfiles().known(facts, machine, plan)  # type: ignore[arg-type]
     assert known is not None
-    assert boot.proof_note == words(known) == (said or f"the plan did not hold: {failure}")
+    assert boot.profile_note == words(known) == (said or f"the plan did not hold: {failure}")
 
 
 def test_a_sleeping_model_that_wakes_is_proved_no_second_time(tiny_path: Path, empty_home: Path) -> None:
     with LLM(tiny_path, ctx=256) as llm:
         first = tokens(llm)
         ends = time.monotonic() + 60
-        while llm._boot.proof_note == "proof pending" and time.monotonic() < ends:
+        while llm._boot.profile_note == "proof pending" and time.monotonic() < ends:
             time.sleep(0.01)
-        assert llm._boot.proof_note.startswith("profiled: ")
+        assert llm._boot.profile_note.startswith("profiled: ")
         llm.sleep()
         llm.wake()
-        assert llm._boot.proof_note.startswith("profiled: ")
+        assert llm._boot.profile_note.startswith("profiled: ")
         assert tokens(llm) == first
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from localllm.boot.memory_meter import Peak
-from localllm.boot.proof import CpuProof, Proof, Term, WorstSteps
+from localllm.boot.profile import CpuProof, Proof, Term, WorstSteps
 from localllm.config import EngineOptions
 from localllm.device import rss_anon_bytes
 from localllm.device.fake import MACHINES
@@ -170,7 +170,7 @@ def test_pages_in_use_are_left_alone() -> None:
 
 
 def test_no_proof_where_others_took_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    import localllm.boot.proof as module
+    import localllm.boot.profile as module
 
     found: list[Proof] = []
     job, _ = cpu_proof(planned(), found)
@@ -180,7 +180,7 @@ def test_no_proof_where_others_took_the_memory(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_gpu_proof_compares_term_by_term_and_survives_a_card_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a meter in the allocator's place: which steps run, and what follows from what they took."""
-    import localllm.boot.proof as module
+    import localllm.boot.profile as module
 
     made = Planner(MACHINES["rtx4090"], EngineOptions(ctx=1000, prefill_budget=100)).plan(model_facts())
     took = dict(made.work_terms)
@@ -331,7 +331,7 @@ from localllm.plan.profiles import MemoryProfiles
 with LLM(sys.argv[1], ctx=int(sys.argv[2])) as llm:
     llm.generate("Hello", SamplingParams(temperature=0, max_tokens=2))
     ends = time.monotonic() + 60
-    while llm._boot.proof_note == "proof pending" and time.monotonic() < ends:
+    while llm._boot.profile_note == "proof pending" and time.monotonic() < ends:
         time.sleep(0.02)
     print(json.dumps([MemoryProfiles().known(llm.facts, llm.machine, llm.plan), llm.run_summary, llm.state().warnings]))
 """
