@@ -179,7 +179,7 @@ class Speed:
             return
         with tempfile.TemporaryDirectory() as folder:
             nbytes = write_checkpoint(Path(folder) / "model", size, self.device)
-            fresh = {  # nothing compiled, no verdicts, no proofs: as on the first day
+            fresh = {  # nothing compiled, no verdicts, no profiles: as on the first day
                 "TRITON_CACHE_DIR": str(Path(folder) / "triton"), "LOCALLLM_CACHE": str(Path(folder) / "cache"),
             }  # fmt: skip
             for name, line in (("first ever start", 60.0), ("cold start, kernels cached", 8.0)):

@@ -31,7 +31,7 @@ def models_dir() -> Path:
 
 
 def cache_dir() -> Path:
-    """Derived files that can be made again: compiled kernels, rebuilt tokenizers, proofs."""
+    """Derived files that can be made again: compiled kernels, rebuilt tokenizers, memory profiles."""
     return _below("cache", platformdirs.user_cache_dir)
 
 

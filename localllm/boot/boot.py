@@ -1,4 +1,4 @@
-"""From loaded weights to an engine that keeps its plan: pages and graphs made, the plan proved, tiles tuned.
+"""From loaded weights to an engine that keeps its plan: pages and graphs made, the plan profiled, tiles tuned.
 
 What turned out other than planned is told in words (`warnings`), for the run summary and the status lines.
 """
@@ -12,14 +12,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from localllm.boot.assembly import Assembled, assemble
-from localllm.boot.profile import CpuProof, Proof, prove_on_gpu
+from localllm.boot.profile import CpuProfiler, HostMemory, profile_gpu
 from localllm.boot.threads import kernel_note, missing_kernels
 from localllm.boot.tuning_job import TuningJob
 from localllm.errors import OutOfMemory
 from localllm.kernels.verify.records import Records, default_folder, identity
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.kernels.verify.tuning import Tuned, gpu_seconds, is_measured, tuner
-from localllm.plan.profiles import MemoryProfiles, words
+from localllm.plan.profiles import MemoryProfile, MemoryProfiles
 from localllm.terminal import gib
 from localllm.testing import step_fault
 
@@ -64,7 +64,7 @@ class Boot:
         program_bytes: int = 0,
     ) -> None:
         self.plan = plan
-        """as it is kept: smaller than asked for where a proof has shown that it must be"""
+        """as it is kept: smaller than asked for where a memory profile has shown that it must be"""
         self._model = model
         self._planner = planner
         self._selftest = selftest
@@ -73,20 +73,20 @@ class Boot:
         self._shrunk = ""
         taken = " ".join(model.kernels.values())
         self._unrounded = plan.activations if plan.activations and ROUNDING[plan.activations] not in taken else ""
-        self.proof_note = ""
-        """what is known of the plan: proved, pending, or not held"""
+        self.profile_note = ""
+        """what is known of the plan: profiled, pending, or not held"""
         self.tuned: list[Tuned] = []
         self._tunes_when_idle: TuningJob | None = None
         self._held: Assembled | None = None
         self._hold()
         known = self._profiles.known(model.facts, planner.machine, self.plan)
         if known is not None:
-            self.proof_note = words(known)
+            self.profile_note = str(known)
         elif plan.device == "cpu":
-            self.proof_note = "proof pending"
-            self.engine.when_idle(self._cpu_proof())
+            self.profile_note = "profile pending"
+            self.engine.when_idle(self._cpu_profiler())
         else:
-            self._prove_on_gpu()
+            self._profile_gpu()
         if plan.device != "cpu":
             self._tunes_when_idle = TuningJob(tuner(), self._on_tuned)
             self.engine.when_idle(self._tunes_when_idle)
@@ -133,28 +133,26 @@ class Boot:
                 "use a smaller --ctx, or close what else uses the memory",
             ) from error
 
-    # --- proof -------------------------------------------------------------------------------------------------------
+    # --- memory -------------------------------------------------------------------------------------------------------
 
-    def _cpu_proof(self) -> CpuProof:
+    def _cpu_profiler(self) -> CpuProfiler:
         engine, runner = self._assembled.engine, self._assembled.runner
-        return CpuProof(
+        return CpuProfiler(
             runner,
             engine.builder,
             engine.scheduler.pages,
             self.plan,
-            self._base_bytes,
-            self._program_bytes,
-            self._model.weight_bytes,
+            HostMemory(self._base_bytes, self._program_bytes, self._model.weight_bytes),
             self._model.num_kinds,
-            self._on_cpu_proof,
+            self._on_cpu_profile,
         )
 
-    def _on_cpu_proof(self, proof: Proof) -> None:
+    def _on_cpu_profile(self, profile: MemoryProfile) -> None:
         """Called in the engine's thread: what is missing is taken from the pages that are free."""
-        self._keep(proof)
-        if not proof.held:
+        self._keep(profile)
+        if not profile.held:
             pages = self._assembled.engine.scheduler.pages
-            share = proof.excess_bytes / max(1, self.plan.kv_bytes)
+            share = profile.excess_bytes / max(1, self.plan.kv_bytes)
             longest = -(-self.plan.ctx // self.plan.page_size) + 1  # a full context must stay possible
             taken = [
                 pool.withdraw(min(int(share * pool.num_pages), max(0, pool.num_pages - longest)))
@@ -162,11 +160,11 @@ class Boot:
             ]
             self._shrunk = f"the key/value cache has {sum(taken):,} pages fewer, and the next start plans for it"
 
-    def _prove_on_gpu(self) -> None:
+    def _profile_gpu(self) -> None:
         started = time.monotonic()
-        proof = self._run_gpu_proof()
-        self._keep(proof)
-        if not proof.held:
+        profile = self._measure_gpu()
+        self._keep(profile)
+        if not profile.held:
             old = self.plan
             new = self._planner.having(device=old.device, quant=old.quant, kv=old.kv).plan(self._model.facts)
             if new.fits:
@@ -175,22 +173,19 @@ class Boot:
                 self._shrunk = f"context {new.ctx:,} instead of {old.ctx:,} tokens"
                 if new.ctx == old.ctx:
                     self._shrunk = f"{sum(new.num_pages):,} pages of keys and values instead of {sum(old.num_pages):,}"
-                proof = self._run_gpu_proof()
-                self._keep(proof)
+                profile = self._measure_gpu()
+                self._keep(profile)
             else:  # a context that was asked for, and no room to be careful: it runs, and may run out of memory
-                self._shrunk = f"{gib(proof.excess_bytes, 2)} are missing for it; start with a smaller --ctx"
-        log.info("proof in %.1f s: %s", time.monotonic() - started, proof)
+                self._shrunk = f"{gib(profile.excess_bytes, 2)} are missing for it; start with a smaller --ctx"
+        log.info("profiled in %.1f s: %s", time.monotonic() - started, profile)
 
-    def _run_gpu_proof(self) -> Proof:
+    def _measure_gpu(self) -> MemoryProfile:
         held = {"weights": self._model.weight_bytes, **self._assembled.held}
-        return prove_on_gpu(self._assembled.runner, self._assembled.engine.builder, self.plan, held)
+        return profile_gpu(self._assembled.runner, self._assembled.engine.builder, self.plan, held)
 
-    def _keep(self, proof: Proof) -> None:
-        terms = {term.name: [term.planned_bytes, term.measured_bytes] for term in proof.terms}
-        shown = {"held": proof.held, "text": str(proof), "excess_bytes": proof.excess_bytes, "error": proof.error}
-        shown |= {"terms": terms, "seconds": proof.seconds}
-        self._profiles.keep(self._model.facts, self._planner.machine, self.plan, shown)
-        self.proof_note = words(shown)  # whoever reads it finds the proof
+    def _keep(self, profile: MemoryProfile) -> None:
+        self._profiles.keep(self._model.facts, self._planner.machine, self.plan, profile)
+        self.profile_note = str(profile)  # whoever reads it finds the profile
 
     @property
     def is_tuning(self) -> bool:
@@ -239,13 +234,13 @@ class Boot:
 
     @property
     def facts_line(self) -> str:
-        """What belongs into the run summary after the kernels: graphs, tiles, proof."""
+        """What belongs into the run summary after the kernels: graphs, tiles, profile."""
         parts = [self._graphs_note]
         if self.plan.device != "cpu":
             measured = tuner().num_measured
             guessed = "" if is_measured(tuner().capability) else "tiles not measured on this card"
             parts.append(f"{measured} tiles tuned here" if measured else guessed)
-        return " · ".join(part for part in (*parts, self.proof_note) if part)
+        return " · ".join(part for part in (*parts, self.profile_note) if part)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -265,7 +260,7 @@ class Boot:
                 " multiplies them and engine.deterministic off; localllm doctor --kernels says which"
             )
         if self._shrunk:
-            found.append(f"{self.proof_note}: {self._shrunk}")
+            found.append(f"{self.profile_note}: {self._shrunk}")
         note = self._held.engine.pressure.note if self._held is not None else ""
         if note:
             found.append(f"{note}; close what else uses the memory, or start with a smaller --ctx")

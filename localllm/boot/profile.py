@@ -13,8 +13,8 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -28,75 +28,14 @@ from localllm.engine.scheduler import Scheduled, Step
 from localllm.engine.sequence import Sequence
 from localllm.plan.memory import GRAPH_BYTES
 from localllm.plan.plan import Plan
+from localllm.plan.profiles import MemoryProfile, Term
 from localllm.request import Request, SamplingParams
-from localllm.terminal import GIB
 
 log = logging.getLogger(__name__)
 
-TOLERANCE = {"cpu": 0.10, "cuda": 0.03}
-"""a plan holds when what was taken is not above it by more than this share"""
-BUDGET_S = 10.0
 TOUCH_S = 6.0
-"""of it for touching pages on a CPU; the rest of very many pages is counted, since a page's bytes are known exactly"""
+"""for touching pages on a CPU; the rest of very many pages is counted, since a page's bytes are known exactly"""
 PAGES_AT_ONCE = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Term:
-    """One number of the plan beside what was measured."""
-
-    name: str
-    planned_bytes: int
-    measured_bytes: int
-
-    @property
-    def error(self) -> float:
-        """Share by which the plan is off; positive where more was taken."""
-        return (self.measured_bytes - self.planned_bytes) / max(self.planned_bytes, 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Proof:
-    """What running the worst steps has shown."""
-
-    terms: tuple[Term, ...]
-    kind: str
-    """cpu | cuda"""
-    seconds: float
-    failure: str = ""
-    """what ran out of memory, where something did"""
-
-    @property
-    def planned_bytes(self) -> int:
-        """All terms together."""
-        return sum(term.planned_bytes for term in self.terms)
-
-    @property
-    def measured_bytes(self) -> int:
-        """All terms together."""
-        return sum(term.measured_bytes for term in self.terms)
-
-    @property
-    def error(self) -> float:
-        """Share by which the plan is off in all; positive where more was taken."""
-        return (self.measured_bytes - self.planned_bytes) / max(self.planned_bytes, 1)
-
-    @property
-    def held(self) -> bool:
-        """Whether the plan was right or cautious."""
-        return not self.failure and self.error <= TOLERANCE[self.kind]
-
-    @property
-    def excess_bytes(self) -> int:
-        """What the next plan has to add."""
-        over = max(0, self.measured_bytes - self.planned_bytes)
-        return max(over, self.planned_bytes // 10) if self.failure else over
-
-    def __str__(self) -> str:
-        if self.failure:
-            return f"the plan did not hold: {self.failure}"
-        took, said = self.measured_bytes / GIB, self.planned_bytes / GIB
-        return f"{'profiled' if self.held else 'the plan did not hold'}: {took:.2f} GiB of {said:.2f} planned"
 
 
 class WorstSteps:
@@ -160,9 +99,9 @@ class WorstSteps:
             draw.results()
 
 
-def prove_on_gpu(
+def profile_gpu(
     runner: Runner, builder: BatchBuilder, plan: Plan, held: Mapping[str, int], context_bytes: int | None = None
-) -> Proof:
+) -> MemoryProfile:
     """Run the worst steps now.
 
     held            what torch's allocator took for "weights", "kv", "tables" and "graphs"
@@ -197,17 +136,22 @@ def prove_on_gpu(
             break
     if context_bytes is not None:
         terms.append(Term("context", planned["context"] + drivers, context_bytes))
-    return Proof(tuple(terms), "cuda", time.monotonic() - started, failure)
+    return MemoryProfile(tuple(terms), "cuda", time.monotonic() - started, failure)
 
 
-class CpuProof:
-    """An idle job (`Engine.when_idle`): proves a plan on the CPU, stops when somebody asks something, and begins anew.
+class HostMemory(NamedTuple):
+    """Anonymous memory of the process, in bytes."""
 
-    base_bytes    anonymous memory with everything but this model in it
-    program       what of it our own imports and the tokenizer took
-    weight_bytes  what the loaded weights hold
-    num_layers    so many layers have one of each kind
-    done          called with the proof, in the engine's thread
+    base: int  # with everything but this model in it
+    program: int  # what of it our own imports and the tokenizer took
+    weights: int  # what the loaded weights hold
+
+
+class CpuProfiler:
+    """An idle job (`Engine.when_idle`) that profiles a plan on the CPU; a request stops it, and it begins anew.
+
+    num_layers   so many layers have one of each kind
+    done         called with the profile, in the engine's thread
     """
 
     def __init__(
@@ -216,29 +160,26 @@ class CpuProof:
         builder: BatchBuilder,
         pages: Pages,
         plan: Plan,
-        base_bytes: int,
-        program: int,
-        weight_bytes: int,
+        host: HostMemory,
         num_layers: int,
-        done: Callable[[Proof], None],
+        done: Callable[[MemoryProfile], None],
     ) -> None:
         self._runner = runner
         self._builder = builder
         self._pages = pages
         self._cache = runner.cache
         self._plan = plan
-        self._base, self._program = base_bytes, program
-        self._weights = weight_bytes
+        self._host = host
         self._num_layers = num_layers
         self._done = done
-        self._failed: Proof | None = None
+        self._failed: MemoryProfile | None = None
 
     def __call__(self, must_stop: Callable[[], bool]) -> bool:
         """True when it is finished, also where it cannot be done."""
         started = time.monotonic()
         free = [pool.free_pages() for pool in self._pages.pools]
         if not self._has_room(free):
-            log.info("the plan is not proved: others took the memory that it counts on")
+            log.info("the plan is not profiled: others took the memory that it counts on")
             return True
         try:
             with Peak() as peak:
@@ -248,11 +189,11 @@ class CpuProof:
         finally:
             for group, pages in enumerate(free):
                 self._cache.forget(group, pages)
-        proof = self._proof(peak.highest + untouched, time.monotonic() - started)
-        if not proof.held and self._failed is None:
-            self._failed = proof  # something else in this process may have taken memory just then: once more
+        profile = self._profile(peak.highest + untouched, time.monotonic() - started)
+        if not profile.held and self._failed is None:
+            self._failed = profile  # something else in this process may have taken memory just then: once more
             return False
-        self._done(min(proof, self._failed or proof, key=lambda one: one.measured_bytes))
+        self._done(min(profile, self._failed or profile, key=lambda one: one.total.measured_bytes))
         return True
 
     def _has_room(self, free: list[list[int]]) -> bool:
@@ -292,13 +233,13 @@ class CpuProof:
         del left
         return True
 
-    def _proof(self, peak_bytes: int, seconds: float) -> Proof:
+    def _profile(self, peak_bytes: int, seconds: float) -> MemoryProfile:
         plan, pages = self._plan, self._cache.nbytes
         program = dict(plan.work_terms)["program"]
         terms = (
-            Term("weights", plan.weight_bytes, self._weights),
+            Term("weights", plan.weight_bytes, self._host.weights),
             Term("kv", plan.kv_bytes, pages),
-            Term("program", program, self._program),
-            Term("work", plan.work_bytes - program, peak_bytes - self._base - self._weights - pages),
+            Term("program", program, self._host.program),
+            Term("work", plan.work_bytes - program, peak_bytes - self._host.base - self._host.weights - pages),
         )
-        return Proof(terms, "cpu", seconds)
+        return MemoryProfile(terms, "cpu", seconds)

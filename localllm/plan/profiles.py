@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from localllm import paths
 from localllm._version import __version__
-from localllm.terminal import GIB, gib
+from localllm.terminal import gib
 
 if TYPE_CHECKING:
     from localllm.device import MachineFacts
@@ -26,68 +26,108 @@ MAX_ENTRIES = 200
 """the oldest go first"""
 
 
+TOLERANCE = {"cpu": 0.10, "cuda": 0.03}
+"""a plan holds when what was taken is not above it by more than this share"""
+
+
+class Term(NamedTuple):
+    """One number of the plan beside what was measured."""
+
+    name: str
+    planned_bytes: int
+    measured_bytes: int
+
+    @property
+    def error(self) -> float:
+        """Share by which the plan is off; positive where more was taken."""
+        return (self.measured_bytes - self.planned_bytes) / max(self.planned_bytes, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryProfile:
+    """What running the worst steps of a plan has shown.
+
+    kind      cpu | cuda
+    failure   what ran out of memory, where something did
+    """
+
+    terms: tuple[Term, ...]
+    kind: str
+    seconds: float
+    failure: str = ""
+
+    @property
+    def total(self) -> Term:
+        """All terms together."""
+        return Term("all", sum(term.planned_bytes for term in self.terms), sum(t.measured_bytes for t in self.terms))
+
+    @property
+    def held(self) -> bool:
+        """Whether the plan was right or cautious."""
+        return not self.failure and self.total.error <= TOLERANCE[self.kind]
+
+    @property
+    def excess_bytes(self) -> int:
+        """What the next plan has to add."""
+        _, planned, taken = self.total
+        return max(0, taken - planned, planned // 10 if self.failure else 0)
+
+    def __str__(self) -> str:
+        _, planned, taken = self.total
+        verdict = "profiled" if self.held else "the plan did not hold"
+        if self.failure:
+            return f"{verdict}: {self.failure}"
+        said = gib(planned, 2).removesuffix(" GiB")
+        if taken < planned or gib(taken, 2) == gib(planned, 2):
+            return f"{verdict}: {gib(taken, 2)} of {said} planned"
+        return f"{verdict}: {gib(taken, 2)}, {100 * self.total.error:.1f} % above the {said} planned"
+
+
 class MemoryProfiles:
     """The file of profiles; one that cannot be read or written costs a repetition."""
 
     def __init__(self, file: Path | None = None) -> None:
         self._file = file or paths.cache_dir() / "memory_profiles.json"
-        self._entries: dict[str, dict[str, Any]] = {}
-        with contextlib.suppress(OSError, ValueError, AttributeError, TypeError, KeyError):
-            entries = json.loads(self._file.read_text())["entries"]
-            self._entries = {str(key): dict(value) for key, value in entries.items()}
+        self._entries: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            self._entries = dict(json.loads(self._file.read_text())["entries"])
 
     def excess_bytes(self, facts: ModelFacts, machine: MachineFacts, device: str) -> int:
         """What plans of this model took too much there; 0 when nothing is known."""
-        found = self._entries.get(_key("excess", _model(facts), _place(machine, device)), {}).get("bytes", 0)
-        return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else 0
+        found = self._entries.get(_key("excess", facts, machine, device))
+        return found if isinstance(found, int) and found > 0 else 0
 
-    def known(self, facts: ModelFacts, machine: MachineFacts, plan: Plan) -> Mapping[str, Any] | None:
-        """What a profile of just this plan has shown."""
-        return self._entries.get(_plan_key(facts, machine, plan))
+    def known(self, facts: ModelFacts, machine: MachineFacts, plan: Plan) -> MemoryProfile | None:
+        """The profile of just this plan."""
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            found = dict(self._entries[_plan_key(facts, machine, plan)])
+            return MemoryProfile(**(found | {"terms": tuple(Term(*term) for term in found["terms"])}))
+        return None
 
-    def keep(self, facts: ModelFacts, machine: MachineFacts, plan: Plan, shown: Mapping[str, Any]) -> None:
-        """Remember a profile; `shown` has "held" and "text", and "excess_bytes" of one that did not hold."""
-        if not shown["held"]:
-            key = _key("excess", _model(facts), _place(machine, plan.device))
+    def keep(self, facts: ModelFacts, machine: MachineFacts, plan: Plan, profile: MemoryProfile) -> None:
+        """Remember a profile, and what the plan took too much."""
+        if not profile.held:
             before = self.excess_bytes(facts, machine, plan.device)
-            self._put(key, {"bytes": before + int(shown["excess_bytes"])})
-        self._put(_plan_key(facts, machine, plan), dict(shown))
+            self._put(_key("excess", facts, machine, plan.device), before + profile.excess_bytes)
+        self._put(_plan_key(facts, machine, plan), asdict(profile))
         text = json.dumps({"entries": dict(list(self._entries.items())[-MAX_ENTRIES:])}, indent=1)
         with contextlib.suppress(OSError):
             paths.replace_file(self._file, text)
 
-    def _put(self, key: str, value: dict[str, Any]) -> None:
+    def _put(self, key: str, value: object) -> None:
         self._entries.pop(key, None)
         self._entries[key] = value
 
 
-def words(shown: Mapping[str, Any]) -> str:
-    """A profile in one line: what was taken, beside the plan or as the share above it."""
-    terms = [pair for pair in shown.get("terms", {}).values() if isinstance(pair, list) and len(pair) == 2]
-    planned, taken, text = sum(pair[0] for pair in terms), sum(pair[1] for pair in terms), str(shown.get("text", ""))
-    if not planned or not text.endswith(" planned"):  # memory ran out before the end
-        return text
-    verdict, said = ("profiled" if shown["held"] else "the plan did not hold"), f"{planned / GIB:.2f}"
-    if f"{taken / GIB:.2f}" == said or taken < planned:
-        return f"{verdict}: {gib(taken, 2)} of {said} planned"
-    return f"{verdict}: {gib(taken, 2)}, {100 * (taken / planned - 1):.1f} % above the {said} planned"
-
-
-def _key(*parts: object) -> str:
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
-
-
-def _model(facts: ModelFacts) -> tuple[object, ...]:
-    return (facts.architecture, facts.name, facts.num_params, facts.weight_bytes, facts.stored_format)
-
-
-def _place(machine: MachineFacts, device: str) -> tuple[object, ...]:
+def _key(what: str, facts: ModelFacts, machine: MachineFacts, device: str, *numbers: object) -> str:
     number = device.removeprefix("cuda:")
     card = machine.gpus[int(number)] if device != "cpu" and number.isdigit() else None
     where = (card.name, card.total_bytes, machine.driver) if card is not None else (machine.cpu.name,)
-    return (*where, machine.torch_version, machine.torch_cuda, __version__)
+    model = (facts.architecture, facts.name, facts.num_params, facts.weight_bytes, facts.stored_format)
+    parts = (what, model, where, machine.torch_version, machine.torch_cuda, __version__, numbers)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 
 
 def _plan_key(facts: ModelFacts, machine: MachineFacts, plan: Plan) -> str:
     numbers = (plan.dtype, plan.kv, plan.quant, plan.ctx, plan.num_pages, plan.page_size, plan.max_parallel)
-    return _key("profile", _model(facts), _place(machine, plan.device), numbers, plan.prefill_budget, plan.need_bytes)
+    return _key("profile", facts, machine, plan.device, numbers, plan.prefill_budget, plan.need_bytes)

@@ -17,7 +17,6 @@ import torch
 
 from localllm import LLM, SamplingParams
 from localllm.boot.boot import Boot
-from localllm.boot.profile import Proof, Term
 from localllm.boot.tuning_job import TuningJob
 from localllm.device.fake import MACHINES
 from localllm.kernels import Impl, reference, table
@@ -25,7 +24,7 @@ from localllm.kernels.registry import fits_always
 from localllm.kernels.verify import tuning
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.llm.loaded_model import kernel_words
-from localllm.plan.profiles import MemoryProfiles, words
+from localllm.plan.profiles import MemoryProfile, MemoryProfiles, Term
 from localllm.plan.quality import folder, kl_by_kv
 from localllm.quality import evaluate
 from localllm.quality.evaluate import Quality
@@ -72,7 +71,7 @@ def test_a_plan_that_did_not_hold_shrinks_once_says_so_and_is_remembered(tiny_pa
     with LLM(tiny_path, ctx=256, max_parallel=8) as llm:
         before = llm.stats().pages_total
         missing = llm.plan.kv_bytes // 4
-        llm._boot._on_cpu_proof(Proof((Term("work", 100, 100 + missing),), "cpu", 1.0))
+        llm._boot._on_cpu_profile(MemoryProfile((Term("work", 100, 100 + missing),), "cpu", 1.0))
         assert before * 0.70 < llm.stats().pages_total < before * 0.80
         (warning,) = llm.state().warnings
         assert warning.startswith("the plan did not hold: ") and "pages fewer" in warning
@@ -89,13 +88,13 @@ def test_a_plan_that_did_not_hold_shrinks_once_says_so_and_is_remembered(tiny_pa
 def test_on_a_card_a_plan_that_does_not_hold_is_made_again_once(
     empty_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With proofs and engines that are only counted: plan, proof, smaller plan, proof."""
+    """With profiles and engines that are only counted: plan, profile, smaller plan, profile."""
     facts, machine = SimpleNamespace(**dict.fromkeys(("architecture", "name", "num_params"), "m")), MACHINES["rtx4090"]
     facts.weight_bytes, facts.stored_format = 1, "bf16"
     base = {"device": "cuda:0", "dtype": "bfloat16", "kv": "bf16", "quant": "", "num_pages": (9,), "page_size": 16}
     base |= {"max_parallel": 4, "prefill_budget": 2048}
     plans = [SimpleNamespace(**base, ctx=ctx, need_bytes=ctx, fits=True) for ctx in (8192, 4096)]
-    proofs = [Proof((Term("work", 100, 160),), "cuda", 1.0), Proof((Term("work", 100, 99),), "cuda", 1.0)]
+    profiles = [MemoryProfile((Term("work", 100, taken),), "cuda", 1.0) for taken in (160, 99)]
     made: list[int] = []
     boot = Boot.__new__(Boot)
     boot.plan, boot._profiles = plans[0], MemoryProfiles()  # type: ignore[assignment]
@@ -104,26 +103,26 @@ def test_on_a_card_a_plan_that_does_not_hold_is_made_again_once(
     engine = SimpleNamespace(pressure=SimpleNamespace(note=""))
     boot._held = SimpleNamespace(engine=engine, runner=SimpleNamespace(graphs=None), graphs_note="")  # type: ignore[assignment]
     assembled = boot._assembled
-    monkeypatch.setattr(Boot, "_run_gpu_proof", lambda self: proofs.pop(0))
+    monkeypatch.setattr(Boot, "_measure_gpu", lambda self: profiles.pop(0))
     monkeypatch.setattr(Boot, "_assemble", lambda self: made.append(self.plan.ctx) or assembled)
 
     def replanning(new: Any) -> Any:
         return SimpleNamespace(machine=machine, having=lambda **pinned: SimpleNamespace(plan=lambda facts: new))
 
     boot._planner = replanning(plans[1])
-    boot._prove_on_gpu()
-    assert made == [4096] and boot.plan is plans[1] and not proofs
+    boot._profile_gpu()
+    assert made == [4096] and boot.plan is plans[1] and not profiles
     (warning,) = boot.warnings
     assert "context 4,096 instead of 8,192 tokens" in warning
     assert MemoryProfiles().excess_bytes(facts, machine, "cuda:0") == 60  # type: ignore[arg-type]
-    assert MemoryProfiles().known(facts, machine, plans[1])["held"]  # type: ignore[arg-type,index]
+    assert MemoryProfiles().known(facts, machine, plans[1]).held  # type: ignore[arg-type,union-attr]
     same = SimpleNamespace(**base | {"num_pages": (7,)}, ctx=4096, need_bytes=9, fits=True)
     never = SimpleNamespace(**base, ctx=4096, need_bytes=9, fits=False)
     for other, said in ((same, "7 pages of keys and values instead of 9"), (never, "start with a smaller --ctx")):
         boot.plan, before = plans[1], len(made)
-        proofs[:] = [Proof((Term("work", 100, 160),), "cuda", 1.0), Proof((Term("work", 100, 99),), "cuda", 1.0)]
+        profiles[:] = [MemoryProfile((Term("work", 100, taken),), "cuda", 1.0) for taken in (160, 99)]
         boot._planner = replanning(other)
-        boot._prove_on_gpu()
+        boot._profile_gpu()
         assert said in boot.warnings[0] and (boot.plan is other) == other.fits == (len(made) > before)
 
 
@@ -138,7 +137,7 @@ def test_on_a_card_a_plan_that_does_not_hold_is_made_again_once(
         (1000, 10, "memory ran out in the worst step of work", None),
     ],
 )
-def test_the_words_of_a_proof_are_true_and_those_of_a_known_one_too(
+def test_the_words_of_a_profile_are_true_and_those_of_a_known_one_too(
     planned: int, taken: int, failure: str, said: str | None, empty_home: Path
 ) -> None:
     facts, machine = SimpleNamespace(**dict.fromkeys(("architecture", "name", "num_params"), "m")), MACHINES["cpu"]
@@ -151,22 +150,22 @@ def test_the_words_of_a_proof_are_true_and_those_of_a_known_one_too(
     boot.plan, boot._profiles = plan, MemoryProfiles()  # type: ignore[assignment]
     boot._model = SimpleNamespace(facts=facts)  # type: ignore[assignment]
     boot._planner = SimpleNamespace(machine=machine)  # type: ignore[assignment]
-    boot._keep(Proof((Term("weights", 0, 0), Term("work", planned << 20, taken << 20)), "cpu", 1.0, failure))
+    boot._keep(MemoryProfile((Term("weights", 0, 0), Term("work", planned << 20, taken << 20)), "cpu", 1.0, failure))
     known = MemoryProfiles().known(facts, machine, plan)  # type: ignore[arg-type]
     assert known is not None
-    assert boot.profile_note == words(known) == (said or f"the plan did not hold: {failure}")
+    assert boot.profile_note == str(known) == (said or f"the plan did not hold: {failure}")
 
 
-def test_a_sleeping_model_that_wakes_is_proved_no_second_time(tiny_path: Path, empty_home: Path) -> None:
+def test_a_sleeping_model_that_wakes_is_profiled_no_second_time(tiny_path: Path, empty_home: Path) -> None:
     with LLM(tiny_path, ctx=256) as llm:
         first = tokens(llm)
         ends = time.monotonic() + 60
-        while llm._boot.profile_note == "proof pending" and time.monotonic() < ends:
+        while "profile pending" in llm.run_summary and time.monotonic() < ends:
             time.sleep(0.01)
-        assert llm._boot.profile_note.startswith("profiled: ")
+        assert "profiled: " in llm.run_summary
         llm.sleep()
         llm.wake()
-        assert llm._boot.profile_note.startswith("profiled: ")
+        assert "profiled: " in llm.run_summary
         assert tokens(llm) == first
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from localllm.boot.memory_meter import Peak
-from localllm.boot.profile import CpuProof, Proof, Term, WorstSteps
+from localllm.boot.profile import CpuProfiler, HostMemory, WorstSteps
 from localllm.config import EngineOptions
 from localllm.device import rss_anon_bytes
 from localllm.device.fake import MACHINES
@@ -35,7 +35,7 @@ from localllm.models.model import Model
 from localllm.plan.memory import activation_bytes
 from localllm.plan.plan import Plan
 from localllm.plan.planner import Planner
-from localllm.plan.profiles import MemoryProfiles
+from localllm.plan.profiles import MemoryProfile, MemoryProfiles, Term
 
 MIB = 1 << 20
 
@@ -97,68 +97,68 @@ def test_the_worst_steps_are_the_deepest() -> None:
         assert int(batch.groups[0].block_table.min()) >= 7
 
 
-def test_a_proof_adds_up() -> None:
-    good = Proof((Term("weights", 100 * MIB, 100 * MIB), Term("work", 50 * MIB, 53 * MIB)), "cuda", 1.0)
+def test_a_profile_adds_up() -> None:
+    good = MemoryProfile((Term("weights", 100 * MIB, 100 * MIB), Term("work", 50 * MIB, 53 * MIB)), "cuda", 1.0)
     assert good.held and good.excess_bytes == 3 * MIB
-    assert good.error == pytest.approx(0.02) and str(good).startswith("profiled: ")
-    bad = Proof((Term("work", 100 * MIB, 120 * MIB),), "cpu", 1.0)
+    assert good.total.error == pytest.approx(0.02) and str(good).startswith("profiled: ")
+    bad = MemoryProfile((Term("work", 100 * MIB, 120 * MIB),), "cpu", 1.0)
     assert not bad.held and bad.excess_bytes == 20 * MIB
-    assert str(bad) == "the plan did not hold: 0.12 GiB of 0.10 planned"
-    cautious = Proof((Term("work", 100 * MIB, 50 * MIB),), "cpu", 1.0)
-    assert cautious.held and cautious.excess_bytes == 0 and cautious.error == -0.5
-    failed = Proof((Term("work", 100 * MIB, 0),), "cuda", 1.0, "memory ran out in the steps for logits")
+    assert str(bad) == "the plan did not hold: 0.12 GiB, 20.0 % above the 0.10 planned"
+    cautious = MemoryProfile((Term("work", 100 * MIB, 50 * MIB),), "cpu", 1.0)
+    assert cautious.held and cautious.excess_bytes == 0 and cautious.total.error == -0.5
+    failed = MemoryProfile((Term("work", 100 * MIB, 0),), "cuda", 1.0, "memory ran out in the steps for logits")
     assert not failed.held and failed.excess_bytes == 10 * MIB
 
 
-def cpu_proof(made: Plan, found: list[Proof]) -> tuple[CpuProof, Pages]:
+def cpu_profiler(made: Plan, found: list[MemoryProfile]) -> tuple[CpuProfiler, Pages]:
     cache = KVCache(cache_groups(model_facts()), made.num_pages, made.page_size, made.kv)
     pages = Pages([GroupPages(made.num_pages[0])], made.page_size)
     runner = Runner(Noting(), cache, 1000)
     builder = BatchBuilder(1, made.page_size, torch.device("cpu"))
-    return CpuProof(runner, builder, pages, made, rss_anon_bytes(), 0, 0, 1, found.append), pages
+    return CpuProfiler(runner, builder, pages, made, HostMemory(rss_anon_bytes(), 0, 0), 1, found.append), pages
 
 
-def test_a_cpu_proof_fills_the_pages_and_gives_them_back() -> None:
+def test_a_cpu_profiler_fills_the_pages_and_gives_them_back() -> None:
     made = planned(ctx=2048, max_parallel=64)
     assert made.kv_bytes > 100 * MIB
-    found: list[Proof] = []
-    job, _ = cpu_proof(made, found)
+    found: list[MemoryProfile] = []
+    job, _ = cpu_profiler(made, found)
     before = rss_anon_bytes()
     with Peak() as peak:
         assert job(lambda: False)
     assert peak.highest - before > 0.95 * made.kv_bytes
     assert rss_anon_bytes() - before < 0.1 * made.kv_bytes
-    (proof,) = found
-    terms = {term.name: term for term in proof.terms}
+    (profile,) = found
+    terms = {term.name: term for term in profile.terms}
     assert terms["kv"].error == 0.0
     assert terms["work"].measured_bytes < 20 * MIB
 
 
-def test_somebody_who_asks_stops_the_proof_and_it_begins_anew() -> None:
-    found: list[Proof] = []
-    job, pages = cpu_proof(planned(), found)
+def test_somebody_who_asks_stops_the_profile_and_it_begins_anew() -> None:
+    found: list[MemoryProfile] = []
+    job, pages = cpu_profiler(planned(), found)
     calls: Iterator[bool] = iter([False, False, True])
     assert not job(lambda: next(calls)) and not found
     assert pages.pools[0].num_free == pages.pools[0].num_pages
     assert job(lambda: False) and len(found) == 1
 
 
-def test_a_proof_that_fails_is_repeated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_that_fails_is_repeated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What somebody else in the process took just then is not the plan's fault."""
-    found: list[Proof] = []
-    job, _ = cpu_proof(planned(), found)
+    found: list[MemoryProfile] = []
+    job, _ = cpu_profiler(planned(), found)
     takes = iter([900 * MIB, 800 * MIB])
-    real = CpuProof._proof
-    monkeypatch.setattr(CpuProof, "_proof", lambda self, peak, seconds: real(self, peak + next(takes), seconds))
+    real = CpuProfiler._profile
+    monkeypatch.setattr(CpuProfiler, "_profile", lambda self, peak, seconds: real(self, peak + next(takes), seconds))
     assert not job(lambda: False) and not found
     assert job(lambda: False)
     assert not found[0].held and found[0].excess_bytes < 850 * MIB
 
 
 def test_pages_in_use_are_left_alone() -> None:
-    found: list[Proof] = []
+    found: list[MemoryProfile] = []
     made = planned(max_parallel=2)
-    job, pages = cpu_proof(made, found)
+    job, pages = cpu_profiler(made, found)
     mine = [pages.pools[0].take() for _ in range(5)]
     cache = job._cache
     for layer in range(4):
@@ -169,16 +169,16 @@ def test_pages_in_use_are_left_alone() -> None:
         assert not bool(cache.layer(layer).k[5:].any())
 
 
-def test_no_proof_where_others_took_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_profile_where_others_took_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     import localllm.boot.profile as module
 
-    found: list[Proof] = []
-    job, _ = cpu_proof(planned(), found)
+    found: list[MemoryProfile] = []
+    job, _ = cpu_profiler(planned(), found)
     monkeypatch.setattr(module, "memory_limits", lambda: SimpleNamespace(available_bytes=MIB))
     assert job(lambda: False) and not found
 
 
-def test_a_gpu_proof_compares_term_by_term_and_survives_a_card_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_profile_compares_term_by_term_and_survives_a_card_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a meter in the allocator's place: which steps run, and what follows from what they took."""
     import localllm.boot.profile as module
 
@@ -196,8 +196,8 @@ def test_a_gpu_proof_compares_term_by_term_and_survives_a_card_that_is_full(monk
         return took.get(next(order), 0)
 
     monkeypatch.setattr(module, "gpu_peak", peak)
-    proof = module.prove_on_gpu(runner, BatchBuilder(1, 16, torch.device("cpu")), made, held, took["context"])
-    assert proof.held and all(abs(term.error) < 0.05 for term in proof.terms if term.planned_bytes)
+    profile = module.profile_gpu(runner, BatchBuilder(1, 16, torch.device("cpu")), made, held, took["context"])
+    assert profile.held and all(abs(term.error) < 0.05 for term in profile.terms if term.planned_bytes)
     sizes = [(len(batch.query_lens), batch.seq_lens[0], layers) for batch, layers in model.batches]
     every = 1 << 30
     assert sizes == [(1, 999, every), (4, 999, every), (1, 999, None), (2, 999, None), (4, 999, None)]
@@ -207,25 +207,26 @@ def test_a_gpu_proof_compares_term_by_term_and_survives_a_card_that_is_full(monk
 
     monkeypatch.setattr(module, "gpu_peak", full)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    proof = module.prove_on_gpu(runner, BatchBuilder(1, 16, torch.device("cpu")), made, held)
-    assert not proof.held and "worst step of activations" in str(proof)
-    assert proof.excess_bytes > 0.09 * proof.planned_bytes
+    profile = module.profile_gpu(runner, BatchBuilder(1, 16, torch.device("cpu")), made, held)
+    assert not profile.held and "worst step of activations" in str(profile)
+    assert profile.excess_bytes > 0.09 * profile.total.planned_bytes
 
 
 # --- what is remembered ----------------------------------------------------------------------------------------------
 
 
 def test_what_was_missing_is_remembered_for_the_model_and_the_device(tmp_path: Path) -> None:
-    file, machine, made = tmp_path / "proofs.json", MACHINES["rtx4090"], planned()
+    file, machine, made = tmp_path / "profiles.json", MACHINES["rtx4090"], planned()
     facts = model_facts()
     assert MemoryProfiles(file).known(facts, machine, made) is None
-    MemoryProfiles(file).keep(facts, machine, made, {"held": False, "text": "no", "excess_bytes": 5})
-    MemoryProfiles(file).keep(facts, machine, replace(made, ctx=512), {"held": False, "text": "no", "excess_bytes": 7})
+    five, seven = (MemoryProfile((Term("work", 10, 10 + over),), "cpu", 1.0) for over in (5, 7))
+    MemoryProfiles(file).keep(facts, machine, made, five)
+    MemoryProfiles(file).keep(facts, machine, replace(made, ctx=512), seven)
     again = MemoryProfiles(file)
     assert again.excess_bytes(facts, machine, "cpu") == 12
     assert again.excess_bytes(facts, machine, "cuda:0") == 0
     assert again.excess_bytes(replace(facts, weight_bytes=1), machine, "cpu") == 0
-    assert again.known(facts, machine, made) == {"held": False, "text": "no", "excess_bytes": 5}
+    assert again.known(facts, machine, made) == five
     assert again.known(facts, machine, replace(made, kv="f32")) is None
     assert again.known(facts, replace(machine, torch_version="3.0"), made) is None
     for damage in ("", "[]", '{"entries": {"x": 1}}'):
@@ -331,9 +332,11 @@ from localllm.plan.profiles import MemoryProfiles
 with LLM(sys.argv[1], ctx=int(sys.argv[2])) as llm:
     llm.generate("Hello", SamplingParams(temperature=0, max_tokens=2))
     ends = time.monotonic() + 60
-    while llm._boot.profile_note == "proof pending" and time.monotonic() < ends:
+    while "profile pending" in llm.run_summary and time.monotonic() < ends:
         time.sleep(0.02)
-    print(json.dumps([MemoryProfiles().known(llm.facts, llm.machine, llm.plan), llm.run_summary, llm.state().warnings]))
+    profile = MemoryProfiles().known(llm.facts, llm.machine, llm.plan)
+    told = {"held": profile.held, "error": profile.total.error, "seconds": profile.seconds}
+    print(json.dumps([told, llm.run_summary, llm.state().warnings]))
 """
 
 
@@ -348,7 +351,7 @@ def test_the_plan_of_a_real_model_is_right_within_a_tenth(
     command = [sys.executable, "-P", "-c", SCRIPT, str(path), str(ctx)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert run.returncode == 0, run.stderr
-    proof, line, warnings = json.loads(run.stdout.splitlines()[-1])
-    assert proof["held"] and abs(proof["error"]) < 0.10, proof
-    assert proof["seconds"] < 100
+    profile, line, warnings = json.loads(run.stdout.splitlines()[-1])
+    assert profile["held"] and abs(profile["error"]) < 0.10, profile
+    assert profile["seconds"] < 100
     assert "profiled: " in line and warnings == []

@@ -17,6 +17,7 @@ from localllm.errors import ConfigError
 from localllm.models.architectures.facts import Attention, Dense, LayerFacts, ModelFacts, RopeFacts, repeated
 from localllm.plan.plan import Plan
 from localllm.plan.planner import Planner
+from localllm.plan.profiles import MemoryProfile, Term
 
 GIB = 1 << 30
 SETTINGS = [key for key in KEYS.values() if key.section == "engine"]
@@ -160,7 +161,7 @@ def test_every_command_plans_a_model_alike(tiny_path: Path, empty_home: Path) ->
     with LLM(tiny_path, planner.options) as llm:
         profiles = planner.measured.profiles
         assert profiles is not None
-        profiles.keep(llm.facts, llm.machine, llm.plan, {"held": False, "text": "", "excess_bytes": 5 << 20})
+        profiles.keep(llm.facts, llm.machine, llm.plan, MemoryProfile((Term("work", 0, 5 << 20),), "cpu", 1.0))
         made = Planner.here(planner.options).plan(llm.facts, tiny_path)
     assert made.terms()["learned"] == 5 << 20
     with LLM(tiny_path, planner.options) as llm:

@@ -19,7 +19,7 @@ from localllm.models.architectures.facts import Attention, Dense, LayerFacts, Mo
 from localllm.plan.memory import MIB, SPLIT_PART_BYTES, graph_buckets, page_groups, weights_in_use
 from localllm.plan.plan import Plan
 from localllm.plan.planner import Measured, Planner
-from localllm.plan.profiles import MemoryProfiles
+from localllm.plan.profiles import MemoryProfile, MemoryProfiles, Term
 from localllm.terminal import GIB
 
 
@@ -212,7 +212,7 @@ def test_every_term_of_a_card_is_there_and_what_a_profile_found_shrinks_the_plan
     layer = 2048 * 2 * (3 * 14336 + 4 * 4096)
     assert dict(made.work_terms)["activations"] == pytest.approx(layer + SPLIT_PART_BYTES, rel=0.05)
     profiles = MemoryProfiles(tmp_path / "profiles.json")
-    profiles.keep(model(**BF16_8B), MACHINES["rtx4090"], made, {"held": False, "text": "", "excess_bytes": GIB})
+    profiles.keep(model(**BF16_8B), MACHINES["rtx4090"], made, MemoryProfile((Term("work", 0, GIB),), "cuda", 1.0))
     taught = plan(model(**BF16_8B), MACHINES["rtx4090"], measured=Measured(profiles=profiles))
     assert taught.terms()["learned"] == GIB
     assert taught.max_ctx < made.max_ctx - 7000
