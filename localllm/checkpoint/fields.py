@@ -41,28 +41,17 @@ class Fields:
     def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
         """An integer in [low, high]; a per-layer array counts when all its entries are equal."""
         value = self.raw(key)
-        if value is None:
-            if default is None:
-                raise self.fail(key, "is missing")
-            return default
         if isinstance(value, np.ndarray):
             value = self._same_everywhere(key, value)
-        if type(value) is not int:
-            raise self.fail(key, f"is {shown(repr(value))}, it must be an integer")
-        if not low <= value <= high:
+        value = self._typed(key, value, default, (int,), "an integer")
+        if self.raw(key) is not None and not low <= value <= high:
             raise self.fail(key, f"is {value:,}, it must be {low:,} to {high:,}")
-        return value
+        return int(value)
 
     def number(self, key: str, low: float, high: float, default: float | None = None) -> float:
         """A finite number in [low, high]."""
-        value = self.raw(key)
-        if value is None:
-            if default is None:
-                raise self.fail(key, "is missing")
-            return default
-        if type(value) not in (int, float):
-            raise self.fail(key, f"is {shown(repr(value))}, it must be a number")
-        if not math.isfinite(value) or not low <= value <= high:
+        value = self._typed(key, self.raw(key), default, (int, float), "a number")
+        if self.raw(key) is not None and not (math.isfinite(value) and low <= value <= high):
             raise self.fail(key, f"is {value:g}, it must be {low:g} to {high:g}")
         return float(value)
 
@@ -72,20 +61,20 @@ class Fields:
 
     def flag(self, key: str, default: bool = False) -> bool:
         """A bool."""
-        value = self.raw(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.fail(key, f"is {shown(repr(value))}, it must be true or false")
-        return value
+        return bool(self._typed(key, self.raw(key), default, (bool,), "true or false"))
 
     def text(self, key: str, default: str = "") -> str:
         """A string."""
-        value = self.raw(key)
+        return str(self._typed(key, self.raw(key), default, (str,), "text"))
+
+    def _typed(self, key: str, value: Any, default: Any, kinds: tuple[type, ...], what: str) -> Any:
+        """`value`, or the default where it is None; without a default it must be there."""
         if value is None:
+            if default is None:
+                raise self.fail(key, "is missing")
             return default
-        if not isinstance(value, str):
-            raise self.fail(key, f"is {shown(repr(value))}, it must be text")
+        if type(value) not in kinds:
+            raise self.fail(key, f"is {shown(repr(value))}, it must be {what}")
         return value
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from localllm.errors import UnsupportedFormat
 
 from .gguf_types import ACTIVATION_TYPES, ARRAY, BOOL, RETIRED_TYPES, SCALARS, STRING, TENSOR_TYPES
 from .mapped_file import MappedFile, bad, pickle_error, shown
-from .tensor_info import TensorInfo
+from .tensor_info import ModelFile, TensorInfo
 
 MAX_HEADER_BYTES = 64 << 20  # a 262,144-token vocabulary with its merges is under 20 MiB
 MAX_ENTRIES = 1 << 17  # tensors, and separately keys; the largest models with one tensor per expert have 50,000
@@ -77,16 +77,6 @@ class StringArray(Sequence[bytes]):
         return self.tolist() == list(other) if isinstance(other, Sequence) else NotImplemented
 
     __hash__ = None  # type: ignore[assignment]
-
-
-@dataclass
-class GgufFile:
-    """One file's contents. In `metadata` numeric arrays are numpy, arrays of strings `StringArray`, strings str."""
-
-    file: MappedFile
-    metadata: dict[str, Any]
-    tensors: dict[str, TensorInfo]
-    data_start: int
 
 
 class _Cursor:
@@ -149,7 +139,7 @@ class _Cursor:
         return text
 
 
-def read_gguf(path: Path) -> GgufFile:
+def read_gguf(path: Path) -> ModelFile:
     """Read one GGUF file. Raises ModelNotFound, BadModelFile or UnsupportedFormat; the data itself is not touched."""
     file = MappedFile(path)
     try:
@@ -159,7 +149,7 @@ def read_gguf(path: Path) -> GgufFile:
         raise
 
 
-def _read(file: MappedFile) -> GgufFile:
+def _read(file: MappedFile) -> ModelFile:
     cursor = _Cursor(file)
     _check_magic(cursor)
     # Smallest entries: a tensor is name length 8, dims count 4, one dim 8, type 4, offset 8;
@@ -176,7 +166,7 @@ def _read(file: MappedFile) -> GgufFile:
     alignment = _alignment(file.path, metadata)
     entries = [_tensor_entry(cursor) for _ in range(num_tensors)]
     data_start = -(-cursor.at // alignment) * alignment
-    return GgufFile(file, metadata, _place(file, entries, data_start, alignment), data_start)
+    return ModelFile(file, _place(file, entries, data_start, alignment), metadata)
 
 
 def _check_magic(cursor: _Cursor) -> None:

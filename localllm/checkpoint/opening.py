@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,11 @@ from localllm.errors import REPAIR, BadModelFile, ModelNotFound, UnsupportedForm
 
 from .checkpoint import Checkpoint
 from .fields import Fields
-from .gguf_file import GgufFile, read_gguf
+from .gguf_file import read_gguf
 from .json_file import read_json_object
-from .mapped_file import MappedFile, bad, read_small, shown
+from .mapped_file import bad, read_small, shown
 from .safetensors_file import read_safetensors
-from .tensor_info import TensorInfo
+from .tensor_info import ModelFile, TensorInfo
 
 PICKLES = (
     ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".npy", ".npz", ".msgpack", ".h5", ".onnx", ".zip", ".tar",
@@ -72,7 +74,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     models = [name for name in names if name.endswith(".gguf") and not name.lower().startswith("mmproj")]
     firsts = [name for name in models if not (found := _PART.match(name)) or int(found[2]) == 1]
     if len(firsts) == 1:
-        return _open_gguf(_inside(folder, firsts[0]), folder)
+        return _open_gguf(inside(folder, firsts[0]), folder)
     if len(firsts) > 1:
         listed = ", ".join(shown(name, 60) for name in sorted(firsts)[:6])
         raise ModelNotFound(
@@ -121,7 +123,7 @@ def _names(folder: Path) -> set[str]:
     return names
 
 
-def _inside(folder: Path, name: str) -> Path:
+def inside(folder: Path, name: str) -> Path:
     """`folder / name`, known to lie in the folder, or in the blobs of the same repository in the hub's cache."""
     path = folder / name
     try:
@@ -141,56 +143,57 @@ def _open_gguf(path: Path, folder: Path | None = None) -> Checkpoint:
     part = _PART.match(path.name)
     if part and int(part[2]) != 1:
         path = path.with_name(f"{part[1]}-00001-of-{part[3]}.gguf")
-    first = read_gguf(path)
-    opened = [first]
-    try:
-        opened += _other_parts(path, first)
-        tensors: dict[str, TensorInfo] = {}
-        for gguf in opened:
-            for name, info in gguf.tensors.items():
-                if name in tensors:
-                    raise bad(info.file, f"the tensor is in {tensors[name].file.name} too", key=name)
-                tensors[name] = info
+    with ExitStack() as stack:  # closes what is open when something is wrong
+        first = _opened(read_gguf, path, stack)
+        parts = [first, *_other_parts(path, first, stack)]
+        tensors = _together(parts)
         expected = Fields(path, first.metadata).integer("split.tensors.count", 0, 1 << 31, len(tensors))
-        if len(opened) > 1 and expected != len(tensors):
+        if len(parts) > 1 and expected != len(tensors):
             raise bad(path, f"is {expected:,}, the parts hold {len(tensors):,} tensors", key="split.tensors.count")
-    except BaseException:
-        for gguf in opened:
-            gguf.file.close()
-        raise
-    files = {gguf.file.path: gguf.file for gguf in opened}
+        stack.pop_all()
+    files = {one.file.path: one.file for one in parts}
     beside = _tokenizer_files(folder, _names(folder)) if folder else {}
     return Checkpoint(path, "gguf", tensors, files, metadata=first.metadata, tokenizer_files=beside)
 
 
-def _other_parts(path: Path, first: GgufFile) -> list[GgufFile]:
+def _opened(read: Callable[[Path], ModelFile], path: Path, stack: ExitStack) -> ModelFile:
+    part = read(path)
+    stack.callback(part.file.close)
+    return part
+
+
+def _together(parts: Sequence[ModelFile]) -> dict[str, TensorInfo]:
+    """The tensors of all parts. Raises BadModelFile for one that is in two of them."""
+    tensors: dict[str, TensorInfo] = {}
+    for part in parts:
+        for name, info in part.tensors.items():
+            if name in tensors:
+                raise bad(info.file, f"the tensor is in {tensors[name].file.name} too", key=name)
+            tensors[name] = info
+    return tensors
+
+
+def _other_parts(path: Path, first: ModelFile, stack: ExitStack) -> Iterator[ModelFile]:
     part = _PART.match(path.name)
     count = Fields(path, first.metadata).integer("split.count", 0, MAX_PARTS, 1)
     named = int(part[3]) if part else 1
     if max(count, 1) != max(named, 1):
         raise bad(path, f"is {count}, the file name says {named}", key="split.count")
     if count < 2 or part is None:
-        return []
-    opened: list[GgufFile] = []
-    try:
-        _check_part(first, 0, count)
-        for number in range(2, count + 1):
-            name = f"{part[1]}-{number:05d}-of-{part[3]}.gguf"
-            other = path.with_name(name)
-            if not other.exists():
-                raise bad(
-                    path, f"part {number} of {count} is missing: {shown(name)}", hint="fetch all parts of the model"
-                )
-            opened.append(read_gguf(other))
-            _check_part(opened[-1], number - 1, count)
-    except BaseException:
-        for gguf in opened:
-            gguf.file.close()
-        raise
-    return opened
+        return
+    _check_part(first, 0, count)
+    for number in range(2, count + 1):
+        name = f"{part[1]}-{number:05d}-of-{part[3]}.gguf"
+        other = path.with_name(name)
+        if not other.exists():
+            what = f"part {number} of {count} is missing: {shown(name)}"
+            raise bad(path, what, hint="fetch all parts of the model")
+        found = _opened(read_gguf, other, stack)
+        _check_part(found, number - 1, count)
+        yield found
 
 
-def _check_part(gguf: GgufFile, number: int, count: int) -> None:
+def _check_part(gguf: ModelFile, number: int, count: int) -> None:
     fields = Fields(gguf.file.path, gguf.metadata)
     for key, expected in (("split.no", number), ("split.count", count)):
         found = fields.integer(key, 0, 1 << 16)
@@ -211,7 +214,7 @@ def _open_safetensors_file(path: Path) -> Checkpoint:
 
 
 def _open_sharded(folder: Path, names: set[str]) -> Checkpoint:
-    index_path = _inside(folder, INDEX_NAME)
+    index_path = inside(folder, INDEX_NAME)
     index = read_json_object(index_path, MAX_INDEX_BYTES, 4 * MAX_INDEX_ENTRIES, unique=True)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -242,33 +245,23 @@ def _open_sharded(folder: Path, names: set[str]) -> Checkpoint:
 
 def _open_parts(folder: Path, paths: list[Path], names: set[str]) -> Checkpoint:
     for path in paths:
-        _inside(folder, path.name)
+        inside(folder, path.name)
     if "config.json" not in names:
         raise bad(folder, "is missing beside the safetensors files", key="config.json")
-    config = read_json_object(_inside(folder, "config.json"))
+    config = read_json_object(inside(folder, "config.json"))
     generation: dict[str, Any] = {}
     if "generation_config.json" in names:
-        generation = read_json_object(_inside(folder, "generation_config.json"))
+        generation = read_json_object(inside(folder, "generation_config.json"))
     quantization = _quantization_config(folder, names, config)
-    files: dict[Path, MappedFile] = {}
-    tensors: dict[str, TensorInfo] = {}
-    try:
-        for path in paths:
-            opened = read_safetensors(path)
-            files[path] = opened.file
-            for name, info in opened.tensors.items():
-                if name in tensors:
-                    raise bad(path, f"the tensor is in {tensors[name].file.name} too", key=name)
-                tensors[name] = info
-    except BaseException:
-        for file in files.values():
-            file.close()
-        raise
+    with ExitStack() as stack:
+        parts = [_opened(read_safetensors, path, stack) for path in paths]
+        tensors = _together(parts)
+        stack.pop_all()
     return Checkpoint(
         folder,
         "safetensors",
         tensors,
-        files,
+        {part.file.path: part.file for part in parts},
         config=config,
         generation_config=generation,
         quantization_config=quantization,
@@ -289,13 +282,13 @@ def _quantization_config(folder: Path, names: set[str], config: dict[str, Any]) 
             return dict(holder[key])
     for name in _QUANTIZATION_FILES:
         if name in names:
-            found = read_json_object(_inside(folder, name))
+            found = read_json_object(inside(folder, name))
             return {"source_file": name, **found}
     return {}
 
 
 def _tokenizer_files(folder: Path, names: set[str]) -> dict[str, Path]:
-    return {name: _inside(folder, name) for name in TOKENIZER_FILES if name in names}
+    return {name: inside(folder, name) for name in TOKENIZER_FILES if name in names}
 
 
 def _license(folder: Path, names: set[str]) -> str:
@@ -303,7 +296,7 @@ def _license(folder: Path, names: set[str]) -> str:
     if "README.md" not in names:
         return ""
     try:
-        text = read_small(_inside(folder, "README.md"), 1 << 20)[: 1 << 14].decode("utf-8", "replace")
+        text = read_small(inside(folder, "README.md"), 1 << 20)[: 1 << 14].decode("utf-8", "replace")
     except (BadModelFile, ModelNotFound):
         return ""  # a card that cannot be read takes nothing from the model
     front = re.match(r"---\r?\n(.*?)\n---", text, re.DOTALL)

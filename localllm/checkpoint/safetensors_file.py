@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from localllm.errors import UnsupportedFormat
 
 from .mapped_file import MappedFile, bad, pickle_error, shown
-from .tensor_info import TensorInfo
+from .tensor_info import ModelFile, TensorInfo
 
 MAX_HEADER_BYTES = 100_000_000
 MAX_TENSORS = 1 << 16
@@ -36,19 +35,11 @@ _ENTRY = re.compile(rb"\{[^{}]{0,%d}+\}" % _MAX_ENTRY_BYTES)
 _SPACE = re.compile(rb"[ \t\r\n]*+")
 
 
-@dataclass
-class SafetensorsFile:
-    """One file's contents: its map, and where each tensor lies."""
-
-    file: MappedFile
-    tensors: dict[str, TensorInfo]
-
-
-def read_safetensors(path: Path) -> SafetensorsFile:
+def read_safetensors(path: Path) -> ModelFile:
     """Read one safetensors file's header. Raises ModelNotFound, BadModelFile or UnsupportedFormat."""
     file = MappedFile(path)
     try:
-        return SafetensorsFile(file, _Header(file).tensors())
+        return ModelFile(file, _Header(file).tensors())
     except BaseException:
         file.close()
         raise

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from localllm.checkpoint.json_file import read_json_object
 from localllm.checkpoint.mapped_file import bad, read_small
+from localllm.checkpoint.opening import inside
 from localllm.errors import BadModelFile, UnsupportedFormat
 from localllm.tokenizer.gguf_vocabulary import CONTROL, Vocabulary, build_backend, read_vocabulary
 from localllm.tokenizer.tokenizer_json import read_backend
@@ -200,7 +201,7 @@ def _folder_templates(ckpt: Checkpoint, config: Mapping[str, Any]) -> tuple[str 
             paths = [path for path in sorted(extra.iterdir()) if path.suffix == ".jinja"]
         except OSError as error:
             raise bad(extra, f"cannot be listed: {error.strerror}") from error
-        named |= {_plain_name(path.stem): _template_file(_inside(folder, path)) for path in paths}
+        named |= {_plain_name(path.stem): _template_file(inside(folder, f"{extra.name}/{path.name}")) for path in paths}
     return main or named.get("default"), named
 
 
@@ -231,19 +232,6 @@ def _template_file(path: Path) -> str:
     if not text:
         raise bad(path, "the file is empty", offset=0)
     return text
-
-
-def _inside(folder: Path, path: Path) -> Path:
-    """`path`, once it is known to lie in the folder, or in the blobs of the same repository of the hub's cache."""
-    try:
-        home, target = folder.resolve(), path.resolve()
-    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
-        raise bad(path, "is a link that leads nowhere") from error
-    roots = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
-    if not any(target.is_relative_to(root) for root in roots):
-        message = f"{ascii(path.name)[:60]} is a link that leaves the model's folder"
-        raise BadModelFile(message, "copy the file itself into the folder")
-    return path
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ def run(seeds: dict[str, bytes], count: int, path: Path, read: Callable[[Path], 
 
 def _gguf_header(seed: bytes, path: Path) -> int:
     path.write_bytes(seed)
-    return read_gguf(path).data_start
+    return min((info.offset for info in read_gguf(path).tensors.values()), default=len(seed))
 
 
 def read_model(path: Path) -> None:
