@@ -23,6 +23,7 @@ from localllm.models.architectures.facts import (
     count_params,
     kv_bytes_per_token,
 )
+from localllm.models.architectures.names import hf_names
 from localllm.models.loader import Loading, LoadOptions
 from localllm.models.model import Model
 
@@ -95,6 +96,7 @@ class _NoFile:
         self.quantization_config: dict[str, Any] = {}
         self.metadata: dict[str, Any] = {}
         self.nbytes = 0
+        self.names = hf_names(())
 
     def maps(self, address: int) -> bool:
         """Nothing is mapped."""
@@ -112,7 +114,7 @@ class RandomLoading(Loading):
         """Layers in the format, the tables in bfloat16."""
         return random_weight(self._form if "layers" in name else "bf16", shape, self.device)
 
-    def bias(self, name: str, size: int, needed: bool) -> Tensor | None:
+    def bias(self, name: str, size: int) -> Tensor | None:
         """Qwen3 has none."""
         return None
 

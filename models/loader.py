@@ -132,7 +132,7 @@ class Loading:
         if facts.tied_embeddings:
             linear = Linear((self.prepare("lm_head", rows, None),))
         else:
-            linear = self.linear("lm_head", ("lm_head",), (vocabulary,), needs_bias=False)
+            linear = self.linear("lm_head", ("lm_head",), (vocabulary,))
         embedding = self.embedding(rows, linear if facts.tied_embeddings else None)
         del rows  # where the head's layout serves both, the canonical table goes
         layers = [self.layer(index) for index in range(facts.num_layers)]
@@ -190,14 +190,14 @@ class Loading:
         def norm(name: str | None, size: int = hidden) -> Norm | None:
             return None if name is None else self.norm(f"model.layers.{index}.{name}", size)
 
-        def linear(layer_class: str, modules: Sequence[str], needs_bias: bool) -> Linear:
+        def linear(layer_class: str, *modules: str) -> Linear:
             names = [f"model.layers.{index}.{module}" for module in modules]
-            return self.linear(layer_class, names, [shapes[module] for module in modules], needs_bias)
+            return self.linear(layer_class, names, [shapes[module] for module in modules])
 
         attention = AttentionWeights(
             norm=self.norm(f"model.layers.{index}.{norms.before_mixer}", hidden),
-            qkv=linear("qkv", [f"self_attn.{name}_proj" for name in "qkv"], mixer.qkv_bias),
-            out=linear("o", ["self_attn.o_proj"], mixer.o_bias),
+            qkv=linear("qkv", *(f"self_attn.{name}_proj" for name in "qkv")),
+            out=linear("o", "self_attn.o_proj"),
             num_heads=mixer.num_heads,
             num_kv_heads=mixer.num_kv_heads,
             head_dim=mixer.head_dim,
@@ -211,19 +211,17 @@ class Loading:
         )
         mlp = MlpWeights(
             norm=self.norm(f"model.layers.{index}.{norms.before_ffn}", hidden),
-            gate_up=linear("gate_up", ["mlp.gate_proj", "mlp.up_proj"], ffn.bias),
-            down=linear("down", ["mlp.down_proj"], ffn.bias),
+            gate_up=linear("gate_up", "mlp.gate_proj", "mlp.up_proj"),
+            down=linear("down", "mlp.down_proj"),
             activation=ffn.act,
             post_norm=norm(norms.after_ffn),
         )
         return DecoderLayer(attention, mlp)
 
-    def linear(
-        self, layer_class: str, names: Sequence[str], shapes: Sequence[tuple[int, int]], needs_bias: bool
-    ) -> Linear:
+    def linear(self, layer_class: str, names: Sequence[str], shapes: Sequence[tuple[int, int]]) -> Linear:
         """Read linear modules and prepare them, as one weight if their forms allow it exactly."""
         weights = [self.weight(name, shape) for name, shape in zip(names, shapes, strict=True)]
-        biases = [self.bias(name, shape[0], needs_bias) for name, shape in zip(names, shapes, strict=True)]
+        biases = [self.bias(name, shape[0]) for name, shape in zip(names, shapes, strict=True)]
         whole = fuse(weights) if len(weights) > 1 else weights[0]
         if whole is None:
             parts = zip(weights, biases, strict=True)
@@ -273,16 +271,19 @@ class Loading:
 
     def weight(self, name: str, shape: tuple[int, int]) -> Weight:
         """A linear module's canonical weight."""
-        stored_as = self.stored_as(name)
-        found = self.checkpoint.formats.get(stored_as)
-        if found is None:
-            raise self.missing(f"{stored_as}.weight")
-        weight = self.moved(load_weight(self.checkpoint, stored_as, found, shape))
+        stored_as = self.checkpoint.names.source(name)
+        weight = self.moved(load_weight(self.checkpoint, stored_as, self.checkpoint.formats[stored_as], shape))
         self.count(stored_as + ".")
-        self.forget(stored_as + ".")
-        if self.target is not None and name.startswith("model.layers.") and self.target.fits(*shape) is None:
-            return self.requantized(weight, stored_as)
-        return weight
+        if self.shares_memory:  # GPU and host: let the system drop what it keeps of the files that were read
+            for tensor in self.checkpoint.tensors:
+                if tensor.startswith(stored_as + "."):
+                    self.checkpoint.forget(tensor)
+        if self.target is None or not name.startswith("model.layers.") or self.target.fits(*shape) is not None:
+            return weight
+        try:
+            return encode(dequantize(weight), self.target)
+        except ValueError as error:
+            raise BadModelFile(f"{self.checkpoint.path.name}: {stored_as}: {error}") from error
 
     def moved(self, weight: Weight) -> Weight:
         """The same weight on the device: one module is in host memory at a time."""
@@ -291,37 +292,15 @@ class Loading:
         parts = {name: part.to(self.device) for name, part in weight._asdict().items() if isinstance(part, Tensor)}
         return weight._replace(**parts)
 
-    def forget(self, prefix: str) -> None:
-        """Where GPU and host share their memory: let the system drop what it keeps of the files that were read."""
-        if self.shares_memory:
-            for name in self.checkpoint.tensors:
-                if name.startswith(prefix):
-                    self.checkpoint.forget(name)
-
-    def requantized(self, weight: Weight, stored_as: str) -> Weight:
-        """The same weight as `options.weights` says, computed where it will run."""
-        assert self.target is not None
-        values = dequantize(weight)
-        try:
-            return encode(values, self.target)
-        except ValueError as error:
-            raise BadModelFile(f"{self.checkpoint.path.name}: {stored_as}: {error}") from error
-
-    def bias(self, name: str, size: int, needed: bool) -> Tensor | None:
+    def bias(self, name: str, size: int) -> Tensor | None:
         """A linear module's bias, float32 [size]; None where there is none, or all are zero (as GPTQ files have it)."""
-        stored = f"{self.stored_as(name)}.bias"
-        if stored not in self.checkpoint.tensors:
-            if needed:
-                raise self.missing(stored)
-            return None
-        bias = self.vector(stored, size)
-        return bias.to(self.device) if bool(bias.any()) else None
+        stored = f"{self.checkpoint.names.source(name)}.bias"
+        bias = self.vector(stored, size) if stored in self.checkpoint.tensors else None
+        return bias.to(self.device) if bias is not None and bool(bias.any()) else None
 
     def norm(self, name: str, size: int) -> Norm:
         """A norm, its weight float32 with the model's offset added."""
-        stored = f"{self.stored_as(name)}.weight"
-        if stored not in self.checkpoint.tensors:
-            raise self.missing(stored)
+        stored = f"{self.checkpoint.names.source(name)}.weight"
         weight = self.vector(stored, size).to(self.device)
         self.count(stored)
         return Norm(weight + self.facts.norm_offset if self.facts.norm_offset else weight, self.facts.rms_norm_eps)
@@ -330,17 +309,13 @@ class Loading:
         """A stored vector as float32 [size]."""
         shape = self.checkpoint.tensors[stored].shape
         if shape != (size,):
-            raise BadModelFile(
-                f"{self.checkpoint.path.name}: {stored} has shape {list(shape)}, expected [{size}]",
-            )
+            raise BadModelFile(f"{self.checkpoint.path.name}: {stored} has shape {list(shape)}, expected [{size}]")
         return read_dense(self.checkpoint, stored).float().contiguous()
 
     def rope(self, facts: RopeFacts) -> rope.RopeTable:
         """The table of cosines and sines for one kind of layer."""
         inv_freq = rope.inverse_frequencies(facts.theta, facts.dim)
         if facts.factors_tensor is not None:
-            if facts.factors_tensor not in self.checkpoint.tensors:
-                raise self.missing(facts.factors_tensor)
             inv_freq = inv_freq / self.vector(facts.factors_tensor, facts.dim // 2)
         elif facts.scaling == "linear":
             inv_freq = inv_freq / facts.factor
@@ -348,31 +323,14 @@ class Loading:
             low, high = facts.low_freq_factor, facts.high_freq_factor
             inv_freq = rope.scale_llama3(inv_freq, facts.factor, low, high, facts.original_context)
         elif facts.scaling == "yarn":
-            inv_freq = rope.scale_yarn(
-                inv_freq,
-                facts.theta,
-                facts.factor,
-                facts.beta_fast,
-                facts.beta_slow,
-                facts.original_context,
-                facts.truncate,
-            )
+            ramp = facts.beta_fast, facts.beta_slow, facts.original_context, facts.truncate
+            inv_freq = rope.scale_yarn(inv_freq, facts.theta, facts.factor, *ramp)
         elif facts.scaling != "none":
             raise UnsupportedModel(
                 f"{self.checkpoint.path.name}: RoPE scaling {facts.scaling} cannot be computed",
                 "none, linear, llama3 and yarn can",
             )
         return rope.RopeTable(inv_freq, facts.attention_factor, self.options.device)
-
-    def stored_as(self, name: str) -> str:
-        """The file's name of a module with canonical name `name`."""
-        return self.checkpoint.names.source(name)
-
-    def missing(self, stored: str) -> BadModelFile:
-        """The error for a tensor that is not there."""
-        return BadModelFile(
-            f"{self.checkpoint.path.name}: the tensor {stored} is missing",
-        )
 
     def count(self, prefix: str) -> None:
         """Report the stored bytes of a module as done."""

@@ -18,7 +18,7 @@ from localllm.models.architectures.gguf import GgufConfig
 from localllm.models.architectures.hf import HfConfig
 from localllm.models.architectures.names import NameMap
 from localllm.models.loader import LoadOptions, load_model
-from localllm.plan.planner import plan
+from localllm.plan.planner import Planner
 
 INNER = {
     "input_layernorm": "norm_1",
@@ -74,7 +74,7 @@ def test_a_fifth_architecture_loads_plans_and_decodes(
         ours = load_model(opened, LoadOptions(exact=True))
     assert (facts.architecture, facts.windows) == ("fifth", (None, 8, None))
     assert facts.num_params == sum(values.numel() for values in model.tensors.values())
-    made = plan(facts, MACHINES["cpu"])
+    made = Planner(MACHINES["cpu"]).plan(facts)
     assert made.fits and len(made.num_pages) == len(ours.groups) == 2
 
     ids = list(range(1, 9))  # no longer than the window: the result is Llama's
