@@ -5,7 +5,7 @@
     ├── InvalidRequest         exit 2    a request outside its limits                 HTTP 400
     │   └── InvalidConstraint  exit 2    a schema or grammar that cannot be enforced  HTTP 400
     ├── ModelNotFound          exit 3    no such model, or not downloaded             HTTP 404
-    ├── AuthRequired           exit 4    a token or an accepted licence is needed
+    ├── AuthRequired           exit 4    a token or an accepted license is needed
     ├── DoesNotFit             exit 5    memory or disk is too small                  HTTP 503
     │   └── OutOfMemory        exit 5    memory ran out during use
     ├── DeviceError            exit 6    the device is missing, unusable or broken    HTTP 503
@@ -101,7 +101,7 @@ class ModelNotFound(LocalLLMError):
 
 
 class AuthRequired(LocalLLMError):
-    """The hub wants a token, or a licence to be accepted."""
+    """The hub wants a token, or a license to be accepted."""
 
     exit_code, number, status, kind, api_code = 4, 1, 401, "authentication_error", None
 

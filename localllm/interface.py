@@ -113,7 +113,7 @@ class ModelChoice:
     ctx: int = 0  # the context it would get here
     params: int = 0
     active_params: int = 0  # weights read per token, where fewer than `params`
-    licence: str = ""
+    license: str = ""
     chat: bool = True  # has a chat template
     need_bytes: int = 0
     have_bytes: int = 0

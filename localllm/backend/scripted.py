@@ -40,9 +40,9 @@ def fake_error(name: str) -> LocalLLMError | None:
     """The error that loading the model called `name` ends in."""
     if name == "fake-gated":
         return AuthRequired(
-            "fake-gated asks you to accept its licence first",
+            "fake-gated asks you to accept its license first",
             "open https://hub.invalid/fake-gated, accept it, then `hf auth login`",
-            fixes=(("hf auth login", "after accepting the licence"),),
+            fixes=(("hf auth login", "after accepting the license"),),
         )
     if name == "fake-huge":
         return DoesNotFit(
@@ -181,12 +181,12 @@ class FakeBackend:
         return [
             ModelChoice(
                 "fake", "Q4_1", 98 << 20, local=True, supported=True, max_ctx=131_072, tps=200.0, basis="measured",
-                ctx=window, params=135_000_000, licence="apache-2.0", need_bytes=sum(size for _, size in parts),
+                ctx=window, params=135_000_000, license="apache-2.0", need_bytes=sum(size for _, size in parts),
                 have_bytes=have, parts=parts, last_used=2.0, quality="KL 0.03512, p99 0.4210 (KV bf16)",
             ),
             ModelChoice(
                 "fake-small", "Q8_0", 45 << 20, local=True, supported=True, max_ctx=64, tps=410.0, ctx=64,
-                params=60_000_000, licence="mit", need_bytes=600 << 20, have_bytes=have, last_used=1.0,
+                params=60_000_000, license="mit", need_bytes=600 << 20, have_bytes=have, last_used=1.0,
             ),
             ModelChoice(
                 "fake-broken", "", 12 << 20, local=True, supported=False, fits=False,
@@ -194,17 +194,17 @@ class FakeBackend:
             ),
             ModelChoice(
                 "fake-download", "Q4_K_M", 400 << 20, local=False, supported=True, max_ctx=40_960, tps=120.0,
-                ctx=window, params=596_000_000, licence="apache-2.0", need_bytes=_GIB, have_bytes=have,
+                ctx=window, params=596_000_000, license="apache-2.0", need_bytes=_GIB, have_bytes=have,
                 quants=(
                     ModelChoice(
                         "fake-download:Q8_0", "Q8_0", 650 << 20, local=False, supported=True, max_ctx=40_960, tps=80.0,
-                        ctx=window, params=596_000_000, licence="apache-2.0", need_bytes=_GIB * 3 // 2, have_bytes=have,
+                        ctx=window, params=596_000_000, license="apache-2.0", need_bytes=_GIB * 3 // 2, have_bytes=have,
                     ),
                 ),
             ),
             ModelChoice(
                 "fake-huge", "Q4_K_M", 18 * _GIB, local=False, supported=True, fits=False, max_ctx=131_072,
-                params=32_800_000_000, licence="apache-2.0", need_bytes=26 * _GIB, have_bytes=have,
+                params=32_800_000_000, license="apache-2.0", need_bytes=26 * _GIB, have_bytes=have,
             ),
         ]  # fmt: skip
 

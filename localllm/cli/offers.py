@@ -65,7 +65,7 @@ def _offer(model: LocalModel, name: str = "", source: str = "", aliases: tuple[s
         modified = 0.0
     return ServedModel(
         name or model.name, source or model.name, aliases, model.size_bytes, model.params, model.format,
-        model.architecture, model.max_context, model.chat, model.licence, modified,
+        model.architecture, model.max_context, model.chat, model.license, modified,
         container_of(model.path),
     )  # fmt: skip
 

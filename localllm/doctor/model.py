@@ -24,7 +24,7 @@ from localllm.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from .finding import MODEL, fail, found, ok, skip, warn
 
 Named = tuple[str, Check]  # what follows "model." in the id, and the finding
-OPEN_LICENCES = ("apache-2.0", "mit", "bsd", "cc-by-4.0", "openrail", "unlicense", "isc")
+OPEN_LICENSES = ("apache-2.0", "mit", "bsd", "cc-by-4.0", "openrail", "unlicense", "isc")
 
 
 def model_checks(resolved: Resolved, planner: Planner) -> Iterator[Check]:
@@ -67,7 +67,7 @@ def _here(checkpoint: OpenModel, name: str, planner: Planner) -> Iterator[Named]
     else:
         yield "tokenizer", _tokenizer(tokenizer, facts)
         yield from _template(tokenizer, name)
-    yield "licence", _licence(facts.license, name)
+    yield "licence", _license(facts.license)
     yield "fit", _fit(_plan(checkpoint, planner), name)
 
 
@@ -145,12 +145,12 @@ def _template(tokenizer: Tokenizer, name: str) -> Iterator[Named]:
     )  # fmt: skip
 
 
-def _licence(licence: str, name: str) -> Check:
-    if not licence:
+def _license(terms: str) -> Check:
+    if not terms:
         return ok("not stated in the files; see the model's page", licence=None)
-    free = licence.lower().startswith(OPEN_LICENCES)
+    free = terms.lower().startswith(OPEN_LICENSES)
     detail = "" if free else "with terms of its own: read them before you build on it"
-    return ok(licence, detail, licence=licence)
+    return ok(terms, detail, licence=terms)
 
 
 def _plan(checkpoint: OpenModel, planner: Planner) -> Plan | LocalLLMError:
@@ -185,7 +185,7 @@ def _not_here(resolved: Resolved, planner: Planner) -> Iterator[Named]:
     title = resolved.architecture or "not known before its files are here"
     yield "arch", found("ok" if runs else "fail", title, fix="" if runs else "localllm plan")
     entry = next((c for c in catalog.candidates() if c.spec.casefold() == name.casefold()), None)
-    yield "licence", _licence(resolved.licence or (entry.licence if entry else ""), name)
+    yield "licence", _license(resolved.license or (entry.license if entry else ""))
     yield "fit", _fit(fit.plan_of(entry, planner) if entry else None, name)
 
 
@@ -209,5 +209,5 @@ def resolve_quietly(name: str, planner: Planner, config: UserConfig | None = Non
         best = choice.best
         return Resolved(
             name, best.spec, "hub", repo=best.repo, quant=best.quant, size_bytes=best.download_bytes,
-            download_bytes=best.download_bytes, licence=best.licence, architecture=best.architecture,
+            download_bytes=best.download_bytes, license=best.license, architecture=best.architecture,
         )  # fmt: skip

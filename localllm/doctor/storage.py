@@ -106,7 +106,7 @@ def hf_token(survey: Survey) -> Check:
     stored = Path(os.environ.get("HF_TOKEN_PATH") or hf_home() / "token")
     if named or (stored.is_file() and stored.stat().st_size):
         return ok(f"set ({named or short(stored)})", present=True)
-    title = "not set; models behind a licence (llama, gemma) will ask for one"
+    title = "not set; models behind a license (llama, gemma) will ask for one"
     return warn(title, fix="hf auth login", present=False)
 
 

@@ -78,7 +78,7 @@ class Candidate:
     generation: str = ""
     quant: str = ""  # which GGUF of the repository, "" for safetensors
     format: str = ""  # how the weights are stored: "Q4_K_M", "awq", "fp8", "bf16", …
-    licence: str = ""
+    license: str = ""
     gated: bool = False
     released: str = ""  # year-month, "" when not known for certain
     device: str = "any"  # "gpu": there only; "any"
@@ -119,7 +119,7 @@ class Starter:
     repos: tuple[str, ...]  # hub repositories that may hold the file with that SHA-256
     architecture: str
     format: str
-    licence: str
+    license: str
     chat: bool
     verified: bool
 

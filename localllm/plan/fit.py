@@ -54,7 +54,7 @@ def facts_of(candidate: catalog.Candidate) -> ModelFacts | None:
         layers=repeated(LayerFacts(attention, Dense(shape.intermediate)), shape.windows),
         tied_embeddings=shape.tied,
         has_chat_template=True,
-        license=candidate.licence,
+        license=candidate.license,
         stored_format=candidate.format,
         num_params=candidate.params,
         weight_bytes=candidate.download_bytes,

@@ -366,7 +366,7 @@ class _Work:
         self.folder.replace(self.out)
 
     def _companions(self) -> list[tuple[str, Path]]:
-        """Tokenizer, templates, generation settings and licences, by name."""
+        """Tokenizer, templates, generation settings and licenses, by name."""
         found = dict(self.checkpoint.tokenizer_files)
         root = self.checkpoint.path if self.checkpoint.path.is_dir() else self.checkpoint.path.parent
         for path in root.iterdir():

@@ -40,7 +40,7 @@ class ServedModel:
     architecture: str = ""
     max_context: int = 0
     chat: bool = True
-    licence: str = ""
+    license: str = ""
     modified: float = 0.0
     container: str = "safetensors"
 

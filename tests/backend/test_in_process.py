@@ -160,7 +160,7 @@ def test_choices_have_fit_and_speed(backend, tiny_path):
     local = [row for row in rows if row.local]
     assert all(row.supported is False or row.have_bytes > 0 for row in local)
     fetched = [row for row in rows if not row.local]
-    assert fetched and all(row.size_bytes > 0 and row.licence for row in fetched)
+    assert fetched and all(row.size_bytes > 0 and row.license for row in fetched)
     assert any(row.fits and row.tps > 0 for row in fetched) or not any(row.fits for row in fetched)
 
 

@@ -367,13 +367,13 @@ def test_unknown_architectures_are_named_with_what_works(tmp_path: Path, changes
     assert "Llama" in error.hint and "Gemma 3" in error.hint
 
 
-def test_the_licence_stands_in_the_model_card(single: Path) -> None:
+def test_the_license_stands_in_the_model_card(single: Path) -> None:
     card = single / "README.md"
-    for text, licence in (
+    for text, terms in (
         ("---\nlicense: apache-2.0\ntags: [a]\n---\n# x", "apache-2.0"),
         ("---\r\nlicense: 'gemma'\r\n---\r\n", "gemma"),
         ("# no front matter\nlicense: mit", ""),
         ("---\nlicense: \x1b[2Jmit\n---\n", "\\x1b[2Jmit"),
     ):
         card.write_bytes(text.encode())
-        assert open_model(single).facts.license == licence
+        assert open_model(single).facts.license == terms

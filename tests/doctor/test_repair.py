@@ -123,7 +123,7 @@ def test_a_model_is_looked_at_without_loading(smollm2_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_base_model_with_a_licence_of_its_own(gemma_path: Path) -> None:
+def test_a_base_model_with_a_license_of_its_own(gemma_path: Path) -> None:
     found = {
         c.id: c
         for c in model_checks(resolve_quietly(str(gemma_path), Planner(MACHINES["cpu"])), Planner(MACHINES["cpu"]))

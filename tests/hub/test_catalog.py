@@ -33,7 +33,7 @@ def test_entries_are_well_formed(candidate: catalog.Candidate) -> None:
     assert 0 < candidate.active_params <= candidate.params
     assert 1024 <= candidate.kv_bytes_per_token <= 1 << 19
     assert candidate.context >= 8192
-    assert candidate.licence
+    assert candidate.license
     assert candidate.min_free_bytes > candidate.download_bytes
     assert candidate.released or candidate.needs, "what can run has a date"
 

@@ -245,7 +245,7 @@ def test_a_gated_repository_without_a_token_is_refused_before_the_download(
 ) -> None:
     monkeypatch.delenv("HF_TOKEN")
     fake_hub.add("a/gated", FILES, {"gated": "manual", "cardData": {"license": "llama3.2"}})
-    with pytest.raises(AuthRequired, match="needs an accepted licence"):
+    with pytest.raises(AuthRequired, match="needs an accepted license"):
         hub.resolve("a/gated", patience=QUICK)
     assert not fake_hub.files_asked()
 

@@ -73,11 +73,11 @@ def test_repositories(fake_hub: FakeHub) -> None:
     fake_hub.add("a/plain", GGUF)
     resolved = hub.resolve("a/plain", patience=QUICK)
     assert (resolved.kind, resolved.name, resolved.quant) == ("hub", "a/plain:Q4_K_M", "Q4_K_M")
-    assert (resolved.size_bytes, resolved.download_bytes, resolved.licence) == (2000, 2000, "mit")
+    assert (resolved.size_bytes, resolved.download_bytes, resolved.license) == (2000, 2000, "mit")
     assert len(resolved.revision) == 40
     assert resolved.path is None
     assert resolved.lines[0] == "a/plain → a/plain:Q4_K_M"
-    assert "licence mit" in resolved.lines[1]
+    assert "license mit" in resolved.lines[1]
     assert hub.resolve("a/plain:q8_0", patience=QUICK).size_bytes == 3000
     with pytest.raises(ModelNotFound, match="has no Q5_0; it has Q4_K_M, Q8_0"):
         hub.resolve("a/plain:Q5_0", patience=QUICK)

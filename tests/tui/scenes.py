@@ -77,7 +77,7 @@ FACTS = Facts(
 CHOICES = [
     ModelChoice(
         "qwen3-4b", "Q4_K_M", int(2.3 * GIB), local=True, supported=True, max_ctx=40_960, tps=163.0, basis="measured",
-        ctx=32_768, params=4_022_000_000, licence="apache-2.0", need_bytes=int(8.5 * GIB), have_bytes=int(22.1 * GIB),
+        ctx=32_768, params=4_022_000_000, license="apache-2.0", need_bytes=int(8.5 * GIB), have_bytes=int(22.1 * GIB),
         parts=FACTS.plan_parts, last_used=3.0,
         quants=(
             ModelChoice("Qwen/Qwen3-4B-FP8", "fp8", int(4.8 * GIB), local=False, supported=True),
@@ -86,19 +86,19 @@ CHOICES = [
     ),
     ModelChoice(
         "smollm2", "Q4_1", 94 * MIB, local=True, supported=True, max_ctx=8192, tps=900.0, ctx=8192, params=134_515_008,
-        licence="apache-2.0", need_bytes=int(1.2 * GIB), have_bytes=int(22.1 * GIB), last_used=2.0,
+        license="apache-2.0", need_bytes=int(1.2 * GIB), have_bytes=int(22.1 * GIB), last_used=2.0,
     ),
     ModelChoice(
         "mistral-7b", "Q4_K_M", int(4.1 * GIB), local=False, supported=True, max_ctx=32_768, tps=110.0, ctx=32_768,
-        params=7_248_000_000, licence="apache-2.0", need_bytes=int(9.2 * GIB), have_bytes=int(22.1 * GIB),
+        params=7_248_000_000, license="apache-2.0", need_bytes=int(9.2 * GIB), have_bytes=int(22.1 * GIB),
     ),
     ModelChoice(
         "qwen3-14b", "awq", int(9.3 * GIB), local=False, supported=True, max_ctx=40_960, tps=62.0, ctx=32_768,
-        params=14_768_000_000, licence="apache-2.0", need_bytes=int(15.6 * GIB), have_bytes=int(22.1 * GIB),
+        params=14_768_000_000, license="apache-2.0", need_bytes=int(15.6 * GIB), have_bytes=int(22.1 * GIB),
     ),
     ModelChoice(
         "llama-70b", "Q4_K_M", int(39.6 * GIB), local=False, supported=True, fits=False, max_ctx=131_072, ctx=32_768,
-        params=70_554_000_000, licence="llama3.1", need_bytes=int(51.2 * GIB), have_bytes=int(22.1 * GIB),
+        params=70_554_000_000, license="llama3.1", need_bytes=int(51.2 * GIB), have_bytes=int(22.1 * GIB),
     ),
 ]  # fmt: skip
 

@@ -241,7 +241,7 @@ def detail_lines(row: ModelChoice, width: int) -> list[Content]:
     """What the row means, and the bar of its memory."""
     size = f"{row.params / 1e9:.1f} B" if row.params >= 1e9 else f"{row.params / 1e6:.0f} M" if row.params else ""
     active = f" ({row.active_params / 1e9:.1f} B active)" if 0 < row.active_params < row.params else ""
-    parts = [row.licence, size + active, row.note or row.reason]
+    parts = [row.license, size + active, row.note or row.reason]
     lines = [Content(fit(clean_line(" · ".join(part for part in parts if part)), width))]
     if row.quality:
         lines.append(Content(fit(f"quality against the original, measured: {clean_line(row.quality)}", width)))

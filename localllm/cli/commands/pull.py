@@ -106,8 +106,8 @@ def _pull(env: Env, name: str, wish: Wish) -> dict[str, Any]:
         return _row(resolved, resolved.path, 0.0, config.engine)
     made = foreseen(env, config, resolved)
     announce(env, resolved, made)
-    if resolved.licence_url:
-        console.say(f"  license text: {clean_line(resolved.licence_url)}")
+    if resolved.license_url:
+        console.say(f"  license text: {clean_line(resolved.license_url)}")
     if wish.dry_run:
         if not console.as_json:
             _list_files(env, resolved)
@@ -136,7 +136,7 @@ def _row(resolved: Resolved, path: Path | None, took_s: float, options: EngineOp
         "source": resolved.kind,
         "revision": resolved.revision or None,
         "quant": resolved.quant or None,
-        "licence": resolved.licence or None,
+        "licence": resolved.license or None,
         "bytes": resolved.size_bytes,
         "download_bytes": resolved.download_bytes if resolved.path is None else 0,
         "seconds": round(took_s, 2),

@@ -213,7 +213,7 @@ async def show(request: Request) -> Response:
     return JSONResponse(
         {
             "modelfile": "", "parameters": "", "template": (llm.tokenizer.chat_template or "") if llm else "",
-            "license": model.licence, "details": _details(model), "modified_at": _iso(model.modified),
+            "license": model.license, "details": _details(model), "modified_at": _iso(model.modified),
             "model_info": {
                 "general.architecture": arch, "general.parameter_count": model.params,
                 f"{arch}.context_length": model.max_context,
