@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from localllm.errors import LocalLLMError
 from localllm.request import LoadProgress, Message, SamplingParams, Timing, Usage
 
 
@@ -51,6 +52,10 @@ class Failed:
     fixes: tuple[tuple[str, str], ...] = ()
     why: str = ""
     context: Mapping[str, Any] = field(default_factory=dict)  # the values, for the JSON twin
+
+    @classmethod
+    def of(cls, turn: int, error: LocalLLMError) -> Failed:
+        return cls(turn, error.code, error.message, error.hint, error.fixes, error.why, error.context)
 
 
 ChatEvent = LoadProgress | Prefill | Delta | Done | Failed

@@ -60,7 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "bench": _LLM | {"llm"},
     "quality": _LLM | {"llm"},
-    "backend": {"llm", "doctor", "interface", "plan", "hub", "device", "config"},
+    "backend": {"llm", "doctor", "interface"},
     "server": {"llm", "chat", "config", "device", "plan"},
     "conversation": {"interface", "history", "config"},
     "tui": {"interface", "conversation", "history", "config"},

@@ -13,16 +13,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from localllm.config import EngineOptions
+from localllm.backend.turns import Turns
 from localllm.errors import Aborted, InternalError, LocalLLMError
-from localllm.interface import ChatEvent, Check, Delta, Done, Facts, Failed, ModelChoice, Prefill
-from localllm.llm.outputs import OutputDelta, ResponseStream
-from localllm.request import Constraint, FinishReason, LoadProgress, Message, SamplingParams, Timing, Usage
-
-if TYPE_CHECKING:
-    from localllm.llm.llm import LLM
+from localllm.interface import Check, Delta, Done, Facts, Failed, ModelChoice, Prefill
+from localllm.llm import local_models
+from localllm.llm.llm import LLM
+from localllm.llm.loaded_model import EngineOptions
+from localllm.llm.outputs import OutputDelta
+from localllm.request import Constraint, LoadProgress, Message, SamplingParams, Timing, Usage
 
 log = logging.getLogger(__name__)
 _KINDS: dict[str, Literal["content", "reasoning", "tool_call"]] = {"reasoning": "reasoning", "tool_call": "tool_call"}
@@ -36,7 +36,7 @@ class _Queued:
     template: Mapping[str, Any]
 
 
-class InProcessBackend:
+class InProcessBackend(Turns):
     """See `interface.ChatBackend`.
 
     default_params   how turns without parameters are sampled; None: what the model's files recommend
@@ -55,25 +55,18 @@ class InProcessBackend:
         options: EngineOptions | None = None,
         **settings: Any,
     ) -> None:
+        super().__init__()
         self._completes = completes
         self._constraint = constraint
-        self._events: deque[ChatEvent] = deque()
         self._offline = offline
         self._options = replace(options or EngineOptions(), **settings)
         self._default_params = default_params
         self._llm: LLM | None = None
-        self._lock = threading.Condition()
         self._queue: deque[_Queued] = deque()
-        self._running: dict[int, ResponseStream | None] = {}
-        self._stopped: set[int] = set()
-        self._next_turn = 0
         self._takes_turns = False
-        self._failure: Failed | None = None
-        """why the model did not load"""
-        self._stop = threading.Event()
-        """ends the present thread, also while it loads"""
+        self._failure: Failed | None = None  # why the model did not load
+        self._stop = threading.Event()  # ends the present thread, also while it loads
         self._thread: threading.Thread | None = None
-        self._meter: Any = None
 
     def start(self, model: str | None, changes: Mapping[str, Any] | None = None) -> None:
         """Load in a thread; phases arrive as events. A second start replaces the first model, whose turns end."""
@@ -89,7 +82,7 @@ class InProcessBackend:
             if before is not None:
                 before.join()
             for turn in doomed:
-                self._end(turn, Done(turn, FinishReason.ABORT, Usage(), Timing()))
+                self._end(turn)
             if not stop.is_set():
                 self._work(model, changes or {}, stop)
 
@@ -103,10 +96,8 @@ class InProcessBackend:
         template: Mapping[str, Any] | None = None,
     ) -> int:
         with self._lock:
-            turn = self._next_turn
-            self._next_turn += 1
+            turn = self._open()
             self._queue.append(_Queued(turn, list(messages), params, template or {}))
-            self._running[turn] = None
             takes = self._takes_turns
             self._lock.notify()
         if not takes:
@@ -129,42 +120,20 @@ class InProcessBackend:
             with contextlib.suppress(LocalLLMError, AttributeError):  # closed a moment ago
                 llm.stop_tuning()
 
-    def events(self) -> deque[ChatEvent]:
-        return self._events
-
     def facts(self) -> Facts:
         """What is running; empty before the model is ready."""
         llm = self._llm
         if llm is None:
             return Facts()
         try:
-            state = llm.state()
+            return llm.live_state()
         except (LocalLLMError, AttributeError):  # closed a moment ago, in the backend's thread
             return Facts()
-        return replace(state, held_bytes=self._held(state.device), power_w=self._watts(state.device))
 
     @property
     def llm(self) -> LLM | None:
         """The model, while one is ready: for an endpoint beside the chat."""
         return self._llm
-
-    def _held(self, device: str) -> int:
-        if device.startswith("cuda"):
-            import torch
-
-            return int(torch.cuda.memory_reserved(device))
-        from localllm.device.live import resident_bytes
-
-        return resident_bytes()
-
-    def _watts(self, device: str) -> float:
-        if not device.startswith("cuda"):
-            return 0.0
-        if self._meter is None:
-            from localllm.device.live import PowerMeter
-
-            self._meter = PowerMeter(int(device.partition(":")[2] or 0))
-        return float(self._meter.watts())
 
     def count_tokens(self, text: str) -> int:
         """Tokens of a text, by the model's own tokenizer once it is there."""
@@ -172,10 +141,7 @@ class InProcessBackend:
         return len(llm.tokenizer.encode(text)) if llm is not None else -(-len(text) // 4)
 
     def choices(self, ctx: int | None = None) -> list[ModelChoice]:
-        from localllm.plan.choices import model_choices
-        from localllm.plan.planner import Planner
-
-        return model_choices(Planner.here(self._options if ctx is None else replace(self._options, ctx=ctx)))
+        return local_models.model_choices(self._options, ctx)
 
     def checks(self) -> list[Check]:
         from localllm.doctor import run_checks
@@ -222,10 +188,7 @@ class InProcessBackend:
                 self._drop_queue(None)
 
     def _load(self, model: str | None, stop: threading.Event) -> LLM:
-        from localllm import hub
-        from localllm.llm.llm import LLM
-
-        name = model or default_model(self._options)
+        name = model or local_models.default_model(self._options)
         held: list[LoadProgress] = []  # "ready" is told when facts() knows the model, not before
 
         def on_progress(phase: LoadProgress) -> None:
@@ -233,14 +196,14 @@ class InProcessBackend:
 
         self._llm = LLM(name, self._options, offline=self._offline, on_progress=on_progress, cancel=stop)
         gc.freeze()  # torch and the model's facts stay: looking through them stops every thread for 75 ms at a time
-        hub.remember_model(name)
+        local_models.remember_model(name)
         self._events.extend(held)
         return self._llm
 
     def _answer(self, llm: LLM, queued: _Queued) -> None:
         turn = queued.turn
         if turn in self._stopped:
-            self._end(turn, Done(turn, FinishReason.ABORT, Usage(), Timing()))
+            self._end(turn)
             return
         try:
             params = queued.params or (self._default_params(llm) if self._default_params else None)
@@ -252,14 +215,14 @@ class InProcessBackend:
                 params,
                 splits_reasoning=True,
                 spec=None if bound is None else llm.output_spec(prompt, chat=True, constraint=bound),
-                listener=lambda piece: self._publish(turn, piece),
+                listener=lambda delta: self._publish(turn, delta),
             )
         except LocalLLMError as error:
-            self._end(turn, _failed(turn, error))
+            self._fail(turn, error)
             return
         except Exception as error:
             log.exception("a turn failed before it started")
-            self._end(turn, _failed(turn, InternalError(f"the turn failed: {type(error).__name__}", "see the log")))
+            self._fail(turn, InternalError(f"the turn failed: {type(error).__name__}", "see the log"))
             return
         with self._lock:
             if turn in self._running:
@@ -275,30 +238,23 @@ class InProcessBackend:
         goes_on = messages[-1].get("role") == "assistant"
         return llm.encode_chat(messages, None, queued.template, continue_final=goes_on)
 
-    def _publish(self, turn: int, piece: OutputDelta) -> None:
+    def _publish(self, turn: int, delta: OutputDelta) -> None:
         """Called in the engine's thread."""
-        if piece.prefill is not None:
-            self._events.append(Prefill(turn, *piece.prefill))
-        tokens = len(piece.token_ids)
-        for kind, text in piece.parts:
+        if delta.prefill is not None:
+            self._events.append(Prefill(turn, *delta.prefill))
+        tokens = len(delta.token_ids)
+        for kind, text in delta.parts:
             self._events.append(Delta(turn, _KINDS.get(kind, "content"), text, tokens))
             tokens = 0
-        if piece.error is not None:
-            self._end(turn, _failed(turn, piece.error))
-        elif piece.finish_reason is not None:
-            self._end(turn, Done(turn, piece.finish_reason, piece.usage or Usage(), piece.timing or Timing()))
-
-    def _end(self, turn: int, event: Done | Failed) -> None:
-        with self._lock:
-            if self._running.pop(turn, self) is self:
-                return  # it had its end
-            self._stopped.discard(turn)
-        self._events.append(event)
+        if delta.error is not None:
+            self._fail(turn, delta.error)
+        elif delta.finish_reason is not None:
+            self._end(turn, Done(turn, delta.finish_reason, delta.usage or Usage(), delta.timing or Timing()))
 
     def _fail_all(self, error: LocalLLMError, stop: threading.Event) -> None:
         if stop is not self._stop:
             return  # nobody waits for this model any more
-        self._failure = _failed(-1, error)
+        self._failure = Failed.of(-1, error)
         if not isinstance(error, Aborted) or not stop.is_set():
             self._events.append(self._failure)
         self._drop_queue(self._failure)
@@ -310,20 +266,4 @@ class InProcessBackend:
             self._queue.clear()
             turns = list(self._running)
         for turn in turns:
-            if failed is None:
-                self._end(turn, Done(turn, FinishReason.ABORT, Usage(), Timing()))
-            else:
-                self._end(turn, replace(failed, turn=turn))
-
-
-def _failed(turn: int, error: LocalLLMError) -> Failed:
-    return Failed(turn, error.code, error.message, error.hint, error.fixes, error.why, error.context)
-
-
-def default_model(options: EngineOptions) -> str:
-    """The model a chat without a name gets: used last, else the largest here that runs well, else the starter."""
-    from localllm import hub
-    from localllm.plan.planner import Planner
-
-    planner = Planner.here(options)
-    return hub.default_model(lambda local: planner.runs(local.facts))
+            self._end(turn, None if failed is None else replace(failed, turn=turn))

@@ -13,13 +13,13 @@ import re
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from localllm.backend.turns import Turns
 from localllm.errors import LocalLLMError, ServerError
-from localllm.interface import ChatEvent, Check, Delta, Done, Facts, Failed, ModelChoice, Prefill
+from localllm.interface import Check, Delta, Done, Facts, Failed, ModelChoice, Prefill
 from localllm.request import FinishReason, LoadProgress, Message, SamplingParams, Timing, Usage
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ _SAMPLE = re.compile(r"^([a-zA-Z_:]+)(?:\{([^}]*)\})? ([0-9.eE+-]+)$", re.MULTIL
 _CODES = {"context_length_exceeded": "E901", "model_not_found": "E301", "invalid_api_key": "E401"}
 
 
-class RemoteBackend:
+class RemoteBackend(Turns):
     """See `interface.ChatBackend`.
 
     url     http://host:port, with or without /v1, or unix:/path
@@ -43,16 +43,12 @@ class RemoteBackend:
     def __init__(
         self, url: str, key: str = "", *, given: Mapping[str, Any] | None = None, stop: Sequence[str] = (), pid: int = 0
     ) -> None:
+        super().__init__()
         self.url = url.rstrip("/").removesuffix("/v1")
         self._key = key
         self._pid = pid
         self._given = given if given is not None else {}
         self._stop = list(stop)
-        self._events: deque[ChatEvent] = deque()
-        self._lock = threading.Lock()
-        self._turns: dict[int, Any] = {}  # running turns -> their socket, once there is one
-        self._stopped: set[int] = set()
-        self._next_turn = 0
         self._model = ""
         self._models: list[ModelChoice] = []
         self._facts = Facts()
@@ -74,9 +70,7 @@ class RemoteBackend:
     ) -> int:
         """Ask, in a thread."""
         with self._lock:
-            turn = self._next_turn
-            self._next_turn += 1
-            self._turns[turn] = None
+            turn = self._open()
         body = self._body(list(messages), template or {})
         threading.Thread(target=self._answer, args=(turn, body), name=f"remote-{turn}", daemon=True).start()
         return turn
@@ -85,16 +79,13 @@ class RemoteBackend:
         """Hang up: the server ends the request then."""
         with self._lock:
             self._stopped.add(turn)
-            connection = self._turns.get(turn)
+            connection = self._running.get(turn)
         if connection is not None:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def rest(self) -> None:
         """The server's affair."""
-
-    def events(self) -> deque[ChatEvent]:
-        return self._events
 
     def facts(self) -> Facts:
         """What the server said last; asking keeps the numbers fresh."""
@@ -122,7 +113,7 @@ class RemoteBackend:
 
     def close(self) -> None:
         self._closed = True
-        for turn in list(self._turns):
+        for turn in list(self._running):
             self.stop(turn)
 
     # --- the wire ----------------------------------------------------------------------------------------------------
@@ -139,9 +130,18 @@ class RemoteBackend:
         return httpx.Client(base_url=self.url, headers=headers, timeout=timeout, trust_env=False)
 
     def _start(self, model: str) -> None:
+        self._events.append(LoadProgress("resolve", detail=self.url))
+        try:
+            self._find(model)
+        except LocalLLMError as error:
+            self._events.append(Failed.of(-1, error))
+        else:
+            self._events.append(LoadProgress("ready", detail=self.url))
+
+    def _find(self, model: str) -> None:
+        """What is served. Raises what the server's refusal means, or ServerError."""
         import httpx
 
-        self._events.append(LoadProgress("resolve", detail=self.url))
         try:
             with self._client() as client:
                 found = client.get("/v1/models", timeout=CONNECT_S)
@@ -149,13 +149,8 @@ class RemoteBackend:
                     raise _refused(found.status_code, found.text)
                 rows = [row for row in found.json()["data"] if isinstance(row.get("id"), str)]
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, OSError) as error:
-            why = f"{type(error).__name__}"
-            failed = ServerError(f"no server answers at {self.url} ({why})", "localllm ps; or leave --attach-to out")
-            self._events.append(_failed(-1, failed))
-            return
-        except LocalLLMError as error:
-            self._events.append(_failed(-1, error))
-            return
+            hint = "localllm ps; or leave --attach-to out"
+            raise ServerError(f"no server answers at {self.url} ({type(error).__name__})", hint) from error
         self._models = [
             ModelChoice(
                 row["id"], "", int((row.get("meta") or {}).get("size") or 0), local=True, supported=True,
@@ -166,16 +161,13 @@ class RemoteBackend:
         ids = [row.name for row in self._models]
         if not ids or (model and model not in ids):
             served = ", ".join(ids) or "nothing"
-            failed = ServerError(f"{self.url} does not serve {model or 'a model'}; it serves {served}", "localllm ps")
-            self._events.append(_failed(-1, failed))
-            return
+            raise ServerError(f"{self.url} does not serve {model or 'a model'}; it serves {served}", "localllm ps")
         self._model = model or ids[0]
         ctx = next(row.max_ctx for row in self._models if row.name == self._model)
         via = f"via {self.url}" + (f" (pid {self._pid})" if self._pid else "")
         self._facts = Facts(
             model=self._model, run_summary=f"{self._model} · {via}", ctx=ctx, url=self.url, pid=self._pid, max_ctx=ctx
         )
-        self._events.append(LoadProgress("ready", detail=self.url))
 
     def _body(self, messages: list[Message], template: Mapping[str, Any]) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -200,33 +192,25 @@ class RemoteBackend:
                     response.read()
                     raise _refused(response.status_code, response.text)
                 with self._lock:
-                    self._turns[turn] = response.extensions["network_stream"].get_extra_info("socket")
+                    self._running[turn] = response.extensions["network_stream"].get_extra_info("socket")
                     stopped = turn in self._stopped
                 if not stopped:
-                    self._events.append(self._read(turn, _data(response.iter_lines()), begin))
-                    return
+                    self._end(turn, self._read(turn, _data(response.iter_lines()), begin))
         except LocalLLMError as error:
-            self._events.append(_failed(turn, error))
-            return
+            self._fail(turn, error)
         except Exception as error:
             if turn not in self._stopped:
                 log.warning("the server at %s failed: %s", self.url, error)
-                gone = ServerError(f"the server at {self.url} went away ({type(error).__name__})", "localllm ps")
-                self._events.append(_failed(turn, gone))
-                return
-        finally:
-            with self._lock:
-                self._turns.pop(turn, None)
-        self._events.append(Done(turn, FinishReason.ABORT, Usage(), Timing(total_s=time.monotonic() - begin)))
+                gone = f"the server at {self.url} went away ({type(error).__name__})"
+                self._fail(turn, ServerError(gone, "localllm ps"))
+        self._end(turn, Done(turn, FinishReason.ABORT, Usage(), Timing(total_s=time.monotonic() - begin)))
 
-    def _read(self, turn: int, chunks: Iterator[dict[str, Any]], begin: float) -> Done | Failed:
+    def _read(self, turn: int, chunks: Iterator[dict[str, Any]], begin: float) -> Done:
         first, count, stop, usage = 0.0, 0, "stop", Usage()
         try:
             for chunk in chunks:
                 if error := chunk.get("error"):
-                    return _failed(
-                        turn, ServerError(str(error.get("message", "the server failed"))[:500], "send it again")
-                    )
+                    raise ServerError(str(error.get("message", "the server failed"))[:500], "send it again")
                 if told := chunk.get("usage"):
                     usage = _usage(told)
                 for choice in chunk.get("choices") or ():
@@ -242,6 +226,8 @@ class RemoteBackend:
                             self._events.append(Delta(turn, kind, text))  # type: ignore[arg-type]
                 if not first:
                     self._events.append(Prefill(turn, 0, usage.prompt_tokens))
+        except LocalLLMError:
+            raise
         except Exception:
             if turn not in self._stopped:
                 raise
@@ -306,10 +292,6 @@ def _refused(status: int, text: str) -> LocalLLMError:
         made.exit_code, made.number = int(known[1:-2]), int(known[-2:])
         made.hint = {"E401": "`export LOCALLLM_API_KEY=…`", "E901": "shorten it"}.get(known, made.hint)
     return made
-
-
-def _failed(turn: int, error: LocalLLMError) -> Failed:
-    return Failed(turn, error.code, error.message, error.hint, error.fixes, error.why, error.context)
 
 
 def _from_metrics(facts: Facts, text: str) -> Facts:

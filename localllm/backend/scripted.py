@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from localllm.backend.script import pieces, script
+from localllm.backend.turns import Turns
 from localllm.errors import (
     AuthRequired,
     ContextTooLong,
@@ -28,7 +29,7 @@ from localllm.errors import (
     ModelNotFound,
     OutOfMemory,
 )
-from localllm.interface import ChatEvent, Check, Delta, Done, Facts, Failed, ModelChoice, Prefill
+from localllm.interface import Check, Delta, Done, Facts, Failed, ModelChoice, Prefill
 from localllm.request import Constraint, LoadProgress, Message, SamplingParams, Timing, Usage
 
 PAGE = 16  # tokens of a page
@@ -58,7 +59,7 @@ def fake_error(name: str) -> LocalLLMError | None:
     return None
 
 
-class FakeBackend:
+class FakeBackend(Turns):
     """A `ChatBackend` whose answers are written down beforehand.
 
     tps      tokens per second, 0 for no waiting
@@ -76,6 +77,7 @@ class FakeBackend:
         constraint: Constraint | None = None,
     ) -> None:
         # what answers were to be, for tests: those written down beforehand are what they are
+        super().__init__()
         self.constraint = constraint
         self.tps = _setting("tps", 200.0) if tps is None else tps
         self.load_s = _setting("load", 0.02) if load_s is None else load_s
@@ -90,12 +92,8 @@ class FakeBackend:
         self.times_kernels = False
         self.emitted: dict[int, str] = {}  # text of every turn, as the engine sees it
         self.stopped_at: dict[int, float] = {}
-        self._events: deque[ChatEvent] = deque()
         self._queue: deque[tuple[int, list[Message], SamplingParams | None]] = deque()
-        self._wake = threading.Condition()
-        self._stopped: set[int] = set()
         self._closed = False
-        self._next_turn = 0
         self._used = self._busy = self._steps = self._prompts = 0
         self._thread: threading.Thread | None = None
 
@@ -118,13 +116,12 @@ class FakeBackend:
         params: SamplingParams | None = None,
         template: Mapping[str, Any] | None = None,
     ) -> int:
-        with self._wake:
-            turn = self._next_turn
-            self._next_turn += 1
+        with self._lock:
+            turn = self._open()
             self.sent.append((list(messages), params))
             self.templates.append(dict(template or {}))
             self._queue.append((turn, list(messages), params))
-            self._wake.notify()
+            self._lock.notify()
         return turn
 
     def stop(self, turn: int) -> None:
@@ -133,9 +130,6 @@ class FakeBackend:
 
     def rest(self) -> None:
         self.times_kernels = False
-
-    def events(self) -> deque[ChatEvent]:
-        return self._events
 
     def facts(self) -> Facts:
         """Plain numbers that look like a small model on a CPU."""
@@ -219,9 +213,9 @@ class FakeBackend:
         self._end_thread()
 
     def _end_thread(self) -> None:
-        with self._wake:
+        with self._lock:
             self._closed = True
-            self._wake.notify()
+            self._lock.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(5)
 
@@ -231,9 +225,9 @@ class FakeBackend:
         if not self._load():
             return
         while True:
-            with self._wake:
+            with self._lock:
                 while not self._queue and not self._closed:
-                    self._wake.wait()
+                    self._lock.wait()
                 if self._closed:
                     return
                 turn, messages, params = self._queue.popleft()
@@ -255,7 +249,7 @@ class FakeBackend:
         if (error := fake_error(self.model)) is not None:
             if self._pause(self.load_s):
                 return False
-            self._events.append(Failed(-1, error.code, error.message, error.hint, error.fixes))
+            self._events.append(Failed.of(-1, error))
             return False
         for name in _LOAD:
             steps = 8 if name == "weights" else 1
@@ -270,9 +264,9 @@ class FakeBackend:
     def _pause(self, seconds: float) -> bool:
         """Wait; True when closed meanwhile."""
         end = time.monotonic() + seconds
-        with self._wake:
+        with self._lock:
             while not self._closed and (left := end - time.monotonic()) > 0:
-                self._wake.wait(left)
+                self._lock.wait(left)
             return self._closed
 
     def _answer(self, turn: int, messages: list[Message], params: SamplingParams) -> None:
@@ -283,15 +277,12 @@ class FakeBackend:
         limit = params.max_tokens or self.ctx
         if prompt_tokens > self.ctx or prompt.startswith("!full"):
             needed = max(prompt_tokens, self.ctx + 1332)
-            error: LocalLLMError = ContextTooLong(
-                f"prompt has {needed:,} tokens, the window holds {self.ctx:,}", "start with --ctx 40k, or shorten it"
-            )
-            self._events.append(
-                Failed(turn, error.code, error.message, error.hint, (("localllm chat fake --ctx 40k", "fits"),))
-            )
+            told = f"prompt has {needed:,} tokens, the window holds {self.ctx:,}"
+            fixes = (("localllm chat fake --ctx 40k", "fits"),)
+            self._fail(turn, ContextTooLong(told, "start with --ctx 40k, or shorten it", fixes=fixes))
             return
         if prompt == "!error":
-            self._events.append(Failed(turn, "E101", "the engine lost this request", "send it again", ()))
+            self._end(turn, Failed(turn, "E101", "the engine lost this request", "send it again"))
             return
         if prompt == "!fd2":
             with contextlib.suppress(OSError):
@@ -312,7 +303,7 @@ class FakeBackend:
             if prompt in ("!oom", "!crash") and count == 20:
                 oom = OutOfMemory("memory ran out at 29k tokens", "use a smaller --ctx")
                 failure = oom if prompt == "!oom" else DeviceError("the engine stopped: an illegal address", "restart")
-                self._events.append(Failed(turn, failure.code, failure.message, failure.hint, failure.fixes))
+                self._fail(turn, failure)
                 self._busy = 0
                 return
             if self.tps:
@@ -336,7 +327,7 @@ class FakeBackend:
             prefill_tps=prompt_tokens / max((first or end) - begin, 1e-6),
             decode_tps=(count - 1) / spent if count > 1 and spent > 0 else 0.0,
         )
-        self._events.append(Done(turn, stop, Usage(prompt_tokens, 0, count, reasoning), timing))
+        self._end(turn, Done(turn, stop, Usage(prompt_tokens, 0, count, reasoning), timing))
 
 
 def _setting(name: str, default: float) -> float:

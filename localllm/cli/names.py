@@ -45,7 +45,7 @@ def choose(env: Env, config: UserConfig, name: str | None) -> Choice:
 
 
 def _default(config: UserConfig) -> str:
-    from localllm.backend.in_process import default_model
+    from localllm.llm.local_models import default_model
 
     return default_model(config.engine)
 

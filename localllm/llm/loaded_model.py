@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from localllm.chat.template import ChatTemplate
     from localllm.device import MachineFacts
+    from localllm.device.live import PowerMeter
     from localllm.engine.engine import Engine
     from localllm.engine.metrics import EngineStats
     from localllm.models.architectures import ModelFacts
@@ -77,6 +78,7 @@ class LoadedModel:
         self._template: ChatTemplate | None = None
         self._engine: Engine | None = None
         self._parked: Parked | None = None
+        self._meter: PowerMeter | None = None
         try:
             with self._naming():
                 self._start()
@@ -263,6 +265,20 @@ class LoadedModel:
             warnings=(*plan.warnings, *((self._doubt,) if self._doubt else ()), *self._boot.warnings),
             **{f.name: counters[f.name] for f in fields(Facts) if f.name in counters},
         )
+
+    def live_state(self) -> Facts:
+        """The same with what the process or its share of the card holds now, and what the card draws."""
+        from localllm.device.live import PowerMeter, resident_bytes
+
+        state = self.state()
+        if not state.device.startswith("cuda"):
+            return replace(state, held_bytes=resident_bytes())
+        import torch
+
+        if self._meter is None:
+            self._meter = PowerMeter(int(state.device.partition(":")[2] or 0))
+        held = int(torch.cuda.memory_reserved(state.device))
+        return replace(state, held_bytes=held, power_w=float(self._meter.watts()))
 
     def stop_tuning(self) -> None:
         """End the timing of tile sizes in idle moments; what was timed stays."""

@@ -152,8 +152,8 @@ def offered(
 
     every  offer all local models beside those that were named
     """
-    from localllm.backend.in_process import default_model
     from localllm.cli.offers import local_offers, named_offers
+    from localllm.llm.local_models import default_model
 
     if choices:
         fixed = named_offers(choices, aliases)

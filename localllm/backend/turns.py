@@ -1,0 +1,42 @@
+"""What every backend keeps: its events, and its turns, each of which ends in exactly one `Done` or `Failed`."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Any
+
+from localllm.errors import LocalLLMError
+from localllm.interface import ChatEvent, Done, Failed
+from localllm.request import FinishReason, Timing, Usage
+
+
+class Turns:
+    """Turns are numbered from 0; `_running` holds what can end each of them, once there is something."""
+
+    def __init__(self) -> None:
+        self._events: deque[ChatEvent] = deque()
+        self._lock = threading.Condition()
+        self._running: dict[int, Any] = {}
+        self._stopped: set[int] = set()
+        self._next_turn = 0
+
+    def events(self) -> deque[ChatEvent]:
+        return self._events
+
+    def _open(self) -> int:
+        """The id of a new turn. Called under the lock."""
+        turn, self._next_turn = self._next_turn, self._next_turn + 1
+        self._running[turn] = None
+        return turn
+
+    def _end(self, turn: int, event: Done | Failed | None = None) -> None:
+        """Tell of the end of a turn, unless that was done; without an event it was stopped."""
+        with self._lock:
+            if self._running.pop(turn, self) is self:
+                return
+            self._stopped.discard(turn)
+        self._events.append(event or Done(turn, FinishReason.ABORT, Usage(), Timing()))
+
+    def _fail(self, turn: int, error: LocalLLMError) -> None:
+        self._end(turn, Failed.of(turn, error))

@@ -1,0 +1,32 @@
+"""The models of this machine, as a chat offers them: which there are, which is taken without a name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from localllm.config import EngineOptions
+from localllm.interface import ModelChoice
+
+
+def model_choices(options: EngineOptions, ctx: int | None = None) -> list[ModelChoice]:
+    """The models on this machine, then those of the catalogue; `ctx` is the window to judge them by."""
+    from localllm.plan import choices
+    from localllm.plan.planner import Planner
+
+    return choices.model_choices(Planner.here(options if ctx is None else replace(options, ctx=ctx)))
+
+
+def default_model(options: EngineOptions) -> str:
+    """The model a chat without a name gets: used last, else the largest here that runs well, else the starter."""
+    from localllm import hub
+    from localllm.plan.planner import Planner
+
+    planner = Planner.here(options)
+    return hub.default_model(lambda local: planner.runs(local.facts))
+
+
+def remember_model(name: str) -> None:
+    """The model that was used last."""
+    from localllm import hub
+
+    hub.remember_model(name)
