@@ -84,7 +84,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 def _methods(request: Request) -> set[str]:
-    """Those that a path takes: each has a route of its own, and an error knows the first of them only."""
+    """The methods that a path takes: each has a route of its own, and an error knows only the first."""
     matching = (route for route in request.app.router.routes if route.matches(request.scope)[0] is not Match.NONE)
     return {method for route in matching for method in route.methods or ()}
 

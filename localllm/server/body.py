@@ -76,7 +76,7 @@ def parse_json(data: bytes) -> dict[str, Any]:
     if data.count(b"[") + data.count(b"{") > MAX_DEPTH and _is_deep(value):
         raise ApiError(400, f"The body is nested more than {MAX_DEPTH} deep.", code="invalid_json")
     if b"\\u" in data and has_lone_surrogate(value):
-        raise ApiError(400, "The body holds a lone surrogate, which is no text.", code="invalid_value")
+        raise ApiError(400, "The body holds a lone surrogate, which is not valid text.", code="invalid_value")
     return value
 
 

@@ -134,7 +134,7 @@ def respond(error: ApiError, path: str) -> JSONResponse:
 
 
 def sanitize(message: str) -> str:
-    """Without memory addresses, absolute paths and control characters (ERR-01)."""
+    """Without memory addresses, absolute paths and control characters."""
     message = re.sub(r"0x[0-9a-fA-F]{4,}", "0x…", message)
     message = _PATHS.sub("…", message)
     if message.isprintable():

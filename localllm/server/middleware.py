@@ -1,6 +1,6 @@
 """What every request passes before a route sees it: host, origin, key, sizes, room. Plain ASGI, streams unbuffered.
 
-Decisions look at `scope`, never at a URL rebuilt from headers (SEC-02 to SEC-05, SEC-09, LIM-09). What takes time,
+Decisions look at `scope`, never at a URL rebuilt from headers. What takes time,
 slow headers and bodies, is cut in `protocol.py`.
 """
 

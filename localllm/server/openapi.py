@@ -95,4 +95,4 @@ def _success(route: Route) -> dict[str, Any]:
 def _failure(route: Route) -> dict[str, Any]:
     name = "AnthropicError" if is_anthropic(route.path) else "Error"
     content = {"application/json": {"schema": {"$ref": REF.format(model=name)}}}
-    return {"description": "Why not.", "content": content}
+    return {"description": "The refusal.", "content": content}

@@ -1,6 +1,6 @@
 """uvicorn's HTTP/1.1 connection with what it lacks: deadlines for headers, bodies and readers, and a connection limit.
 
-Without these a client that sends nothing, one byte a second, or reads nothing, is kept for ever (REL-12).
+Without these a client that sends nothing, one byte a second, or reads nothing, is kept indefinitely.
 """
 
 from __future__ import annotations

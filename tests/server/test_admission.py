@@ -1,4 +1,4 @@
-"""Who may be answered next, without any model: places, order, deadlines; then the same over HTTP (REL-06)."""
+"""Who may be answered next, without any model: places, order, deadlines; then the same over HTTP."""
 
 import asyncio
 import threading
@@ -214,7 +214,7 @@ BURSTS = [
 
 
 @pytest.mark.parametrize(("rounds", "count", "queue"), BURSTS)
-def test_rel_06_a_burst_beyond_the_queue(pool, tiny_llm, rounds, count, queue):
+def test_a_burst_beyond_the_queue(pool, tiny_llm, rounds, count, queue):
     """Exactly as many as fit are answered, all others are refused quickly and told when to come again."""
     taken = 8 + queue
     with live_server(pool, parallel=8, max_queue=queue) as live:
@@ -232,7 +232,7 @@ def test_rel_06_a_burst_beyond_the_queue(pool, tiny_llm, rounds, count, queue):
 
 
 @pytest.mark.slow
-def test_rel_06_the_sdk_comes_through_in_the_end(pool):
+def test_the_sdk_comes_through_in_the_end(pool):
     """With its default of two retries at least 95 % succeed."""
     with live_server(pool, parallel=8, max_queue=16) as live:
 
@@ -251,7 +251,7 @@ def test_rel_06_the_sdk_comes_through_in_the_end(pool):
 
 
 @pytest.mark.slow
-def test_rel_07_overload_costs_no_throughput(pool, tiny_llm):
+def test_overload_costs_no_throughput(pool, tiny_llm):
     """Three times the capacity for a while: goodput stays, and so does the time of those that are taken."""
 
     async def rate(live, clients, seconds):

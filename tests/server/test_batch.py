@@ -102,7 +102,7 @@ def test_an_output_that_holds_something_else_is_not_written_over(home: Path) -> 
     source = written(home / "in.jsonl", [request("a")])
     before = source.read_bytes()
     same = batch(str(source), "-o", str(source))
-    assert same.exit_code == 2 and "something else than answers" in same.stderr and source.read_bytes() == before
+    assert same.exit_code == 2 and "something other than answers" in same.stderr and source.read_bytes() == before
     for missing in ("missing.jsonl", str(home)):
         result = batch(missing, "-o", str(home / "o"))
         assert result.exit_code == 2 and "cannot be read" in result.stderr
@@ -130,6 +130,6 @@ def test_one_batch_writes_to_a_file(home: Path) -> None:
     assert not path.with_name("out.jsonl.partial").exists()
     for other in ("[]\n", '{"custom_id": [1], "response": {"status_code": 200}}\n', "[" * 100_000 + "\n"):
         path.write_text(other)
-        with pytest.raises(ConfigError, match="something else than answers"):
+        with pytest.raises(ConfigError, match="something other than answers"):
             Output(path, again=False)
         assert path.read_text() == other

@@ -19,7 +19,6 @@ async def sdk(client):
 
 
 async def test_sdk_whole_and_streamed_say_the_same(sdk):
-    """REL-16"""
     whole = await sdk.chat.completions.create(**ask())
     assert whole.choices[0].finish_reason in ("stop", "length")
     assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
@@ -54,7 +53,6 @@ def test_sdk_of_threads_whole_streamed_and_raw(live):
 
 
 async def test_headers_and_form_of_a_stream(client):
-    """Rule 1 of streams"""
     response = await client.post(CHAT, json=ask(stream=True))
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert response.headers["cache-control"] == "no-cache" and response.headers["x-accel-buffering"] == "no"
@@ -67,7 +65,6 @@ async def test_headers_and_form_of_a_stream(client):
 
 
 async def test_usage_in_every_chunk(client):
-    """Rule 3 of streams"""
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = events((await client.post(CHAT, json=ask(stream=True, stream_options=options))).text)
     seen = [c["usage"]["completion_tokens"] for c in chunks if c.get("usage")]
@@ -87,7 +84,6 @@ async def test_shape_of_a_whole_answer(client):
 
 
 async def test_logprobs(client):
-    """Rule 6 of streams"""
     body = (await client.post(CHAT, json=ask(logprobs=True, top_logprobs=3))).json()
     content = body["choices"][0]["logprobs"]["content"]
     assert len(content) == body["usage"]["completion_tokens"]
@@ -105,7 +101,6 @@ async def test_n_streams_interleave_and_all_end(client):
 
 
 async def test_parallel_requests_equal_lone_ones(client):
-    """REL-17"""
     lone = [(await client.post(CHAT, json=ask(seed=i, temperature=1.0))).json() for i in range(6)]
     both = await asyncio.gather(*[client.post(CHAT, json=ask(seed=i, temperature=1.0)) for i in range(6)])
     assert [r.json()["choices"] for r in both] == [r["choices"] for r in lone]
@@ -156,7 +151,6 @@ async def test_null_is_the_default(client):
 
 
 async def test_the_prefix_cache_keeps_salts_apart(client, tiny_llm):
-    """SEC-12"""
     long = [{"role": "user", "content": "the same long beginning of a prompt, again and again " * 2}]
 
     async def cached(**fields):
@@ -193,7 +187,7 @@ async def test_a_deadline_ends_an_answer_with_what_it_has(client, make_service, 
 
 
 async def test_a_stream_begins_before_its_answer_when_that_takes_long(make_service, make_client, tiny_llm, monkeypatch):
-    """REL-14: headers at admission, comments while nothing comes; a failure is then an event."""
+    """Headers at admission, comments while nothing comes; a failure is then an event."""
     from localllm.server import sse
 
     monkeypatch.setattr(sse, "PATIENCE_S", 0.02)
@@ -218,7 +212,7 @@ async def test_a_stream_begins_before_its_answer_when_that_takes_long(make_servi
 
 
 async def test_an_error_on_the_way_is_an_event(client, tiny_llm, monkeypatch):
-    """Rule 7 of streams; the SDK raises it"""
+    """The SDK raises it."""
     from localllm.errors import OutOfMemory
     from localllm.server.response_stream import AsyncResponseStream
 
@@ -241,7 +235,7 @@ async def test_an_error_on_the_way_is_an_event(client, tiny_llm, monkeypatch):
 
 
 def test_tool_calls_in_their_shapes():
-    """Rule 4 of streams: the first delta names the call, the others hold pieces of its arguments."""
+    """The first delta names the call, the others hold pieces of its arguments."""
     from localllm.llm.outputs import CompletionOutput, add_tool_call
     from localllm.server.openai.output import tool_calls_json, tool_delta
 

@@ -93,7 +93,7 @@ SLOW = {
 
 
 @pytest.mark.parametrize("kind", SLOW)
-def test_rel_12_slow_senders_are_ended(quick, kind):
+def test_slow_senders_are_ended(quick, kind):
     start, drip, status = SLOW[kind]
     took, answer = dripping(quick, start, drip)
     assert status_of(answer) == status
@@ -102,7 +102,7 @@ def test_rel_12_slow_senders_are_ended(quick, kind):
         assert b'"request_timeout"' in answer and b"connection: close" in answer.lower()
 
 
-def test_rel_12_a_large_body_that_flows_is_not_slow(quick):
+def test_a_large_body_that_flows_is_not_slow(quick):
     """At 64 kB a second and more a body may take as long as it needs."""
     body = b'{"prompt": "' + b"x" * 100_000 + b'"}'
     with quick.connect() as sock:
@@ -114,7 +114,7 @@ def test_rel_12_a_large_body_that_flows_is_not_slow(quick):
         assert status_of(sock.recv(65536)) == 400  # more than the context, but read
 
 
-def test_rel_12_a_reader_that_stops_is_dropped_and_its_request_ends(quick, tiny_llm):
+def test_a_reader_that_stops_is_dropped_and_its_request_ends(quick, tiny_llm):
     """What it has not read stays bounded; the system's own buffers are made small."""
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -177,7 +177,7 @@ def read_slowly(live, count, pause, seconds):
     return held, grown, beside
 
 
-def test_rel_12_slow_readers_hold_little_and_are_ended(quick, tiny_llm):
+def test_slow_readers_hold_little_and_are_ended(quick, tiny_llm):
     """Their streams have half a megabyte each; what waits for them is bounded, and in the end they go."""
     held, grown, beside = read_slowly(quick, 16, 0.05, 20)
     assert 0 < held < 1 << 20 and grown < 16 << 20 and beside < 5
@@ -185,7 +185,7 @@ def test_rel_12_slow_readers_hold_little_and_are_ended(quick, tiny_llm):
 
 
 @pytest.mark.slow
-def test_rel_12_two_hundred_readers_of_a_byte_a_second(pool, tiny_llm):
+def test_two_hundred_readers_of_a_byte_a_second(pool, tiny_llm):
     with live_server(pool, parallel=8) as live:
         held, grown, beside = read_slowly(live, 200, 1.0, 120)
         assert 0 < held < 1 << 20 and grown < 200 << 20 and beside < 10
@@ -205,7 +205,7 @@ def test_connections_are_limited(pool, monkeypatch):
 
 
 @pytest.mark.slow
-def test_rel_12_two_hundred_of_each_kind(pool):
+def test_two_hundred_of_each_kind(pool):
     """For a minute, with the real deadlines: all ended in time, descriptors back, health and work undisturbed."""
     process = psutil.Process()
     with live_server(pool, parallel=8) as live:
@@ -278,7 +278,7 @@ async def leave(live, draw, number):
 
 
 @pytest.mark.parametrize("count", [150, pytest.param(2000, marks=pytest.mark.slow)])
-def test_rel_04_random_disconnects_leak_nothing(pool, tiny_llm, count):
+def test_random_disconnects_leak_nothing(pool, tiny_llm, count):
     """All gauges 0 and all pages free within 2 s of the last one, then the next request is quick."""
     draw = random.Random(4)
     with live_server(pool, parallel=8, max_queue=64) as live:
@@ -302,7 +302,7 @@ def test_rel_04_random_disconnects_leak_nothing(pool, tiny_llm, count):
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
-def test_rel_05_many_that_time_out_then_one(pool, tiny_llm, count):
+def test_many_that_time_out_then_one(pool, tiny_llm, count):
     """vLLM's cancel test: long requests given up after half a second, then one must be answered."""
     with live_server(pool, parallel=8) as live:
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document against the server, and bodies that nobody would send: REL-25. No 5xx, no hang, nothing left."""
+"""The OpenAPI document against the server, and bodies that nobody would send: no 5xx, no hang, nothing left."""
 
 import asyncio
 import copy
@@ -79,7 +79,7 @@ def _places(value):
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(50_000, marks=pytest.mark.slow)])
-async def test_rel_25_mutated_bodies(client, service, tiny_llm, count):
+async def test_mutated_bodies(client, service, tiny_llm, count):
     draw = random.Random(25)
     codes = {}
     for number in range(count):
@@ -128,7 +128,7 @@ def test_what_is_answered_is_what_the_document_says(live):
 
 
 @pytest.mark.slow
-def test_rel_25_schemathesis(pool):
+def test_schemathesis(pool):
     """Some five thousand requests made from our own document: every answer is one it allows."""
     import hypothesis
     import schemathesis

@@ -47,7 +47,7 @@ def attacker(draw, tokens):
 
 
 @pytest.mark.parametrize("rounds", [6, pytest.param(200, marks=pytest.mark.slow)])
-async def test_iso_01_neighbours_that_bend_their_choices(client, rounds):
+async def test_neighbours_that_bend_their_choices(client, rounds):
     """Bans, biases, penalties, filters, structure, several answers: the victim's tokens and numbers stay its own."""
     draw = random.Random(1)
     alone = (await client.post(CHAT, json=VICTIM)).json()["choices"]
@@ -61,7 +61,7 @@ async def test_iso_01_neighbours_that_bend_their_choices(client, rounds):
         assert answers[len(before)].json()["choices"] == alone
 
 
-# --- ISO-03 ----------------------------------------------------------------------------------------------------------
+# --- leaving ---------------------------------------------------------------------------------------------------------
 
 
 async def cancelled_when(service, condition, **fields):
@@ -133,7 +133,7 @@ async def ended(service, number):
 
 @pytest.mark.parametrize("times", [3, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("phase", [queued, compiled, prefilled, began, streamed, ended])
-async def test_iso_03_who_leaves_in_any_phase(roomy, roomy_llm, phase, times):
+async def test_who_leaves_in_any_phase(roomy, roomy_llm, phase, times):
     """The victim beside it says the same, and nothing of what left stays behind."""
     fields = VICTIM | {"model": "tiny"}
 

@@ -252,7 +252,7 @@ def test_unload_waits_for_the_running_and_park_is_undone_by_a_request(make):
 
 
 def test_a_dead_engine_is_started_anew_once(make, monkeypatch):
-    """REL-10: the next request finds a living engine; one that dies again at once is given up."""
+    """The next request finds a living engine; one that dies again at once is given up."""
     pool = make(World())
     first = lease(pool, "a")
     first.llm.engine.is_dead = True

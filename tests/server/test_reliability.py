@@ -1,4 +1,4 @@
-"""Under load, faults and odd surroundings: REL-01, 08 to 10, 13, 14, 16, 17, 24 (the rest beside what they test)."""
+"""Under load, faults and odd surroundings."""
 
 import asyncio
 import contextlib
@@ -114,7 +114,7 @@ def roomy(roomy_pool):
 
 
 @pytest.mark.parametrize("count", [15, pytest.param(200, marks=pytest.mark.slow)])
-async def test_rel_16_streams_equal_whole_answers(roomy, roomy_llm, make_client, count):
+async def test_streams_equal_whole_answers(roomy, roomy_llm, make_client, count):
     """Text, calls, log-probabilities, finish reasons and all of usage."""
     draw = random.Random(16)
     reasons = set()
@@ -131,7 +131,7 @@ async def test_rel_16_streams_equal_whole_answers(roomy, roomy_llm, make_client,
 
 
 @pytest.mark.parametrize("count", [5, pytest.param(50, marks=pytest.mark.slow)])
-async def test_rel_17_a_seed_is_a_seed(client, count):
+async def test_a_seed_is_a_seed(client, count):
     """The same alone and among seven others; different seeds differ."""
     draw = random.Random(17)
     different = 0
@@ -146,7 +146,7 @@ async def test_rel_17_a_seed_is_a_seed(client, count):
 
 
 @pytest.mark.parametrize("how", ["every third step", "a quarter of the pages"])
-def test_rel_08_preemption_changes_nothing(own, own_llm, how):
+def test_preemption_changes_nothing(own, own_llm, how):
     """Greedy and seeded, several answers, log-probabilities, a schema: streams without a repeated or missing piece.
 
     None of them takes more than ten times the steps that the longest takes alone.
@@ -217,7 +217,7 @@ def broken_once(error):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("boom"), MemoryError("no more")], ids=["raises", "memory"])
-def test_rel_10_a_step_that_fails_fails_its_requests(own, own_llm, error):
+def test_a_step_that_fails_fails_its_requests(own, own_llm, error):
     """With the reason; the next request is answered. (Steps of several are tried again smaller: tests/engine.)"""
     own_llm.engine.stepper.fault = broken_once(error)
     try:
@@ -232,8 +232,8 @@ def test_rel_10_a_step_that_fails_fails_its_requests(own, own_llm, error):
     asyncio.run(settled(own_llm, own.service))
 
 
-def test_rel_10_text_that_cannot_be_made_is_an_error_not_a_hang(own, own_llm, monkeypatch):
-    """ISO-06: and a neighbour is not touched."""
+def test_text_that_cannot_be_made_is_an_error_not_a_hang(own, own_llm, monkeypatch):
+    """A neighbour is not touched."""
     from localllm.tokenizer.detokenizer import IncrementalDetokenizer
 
     accept = IncrementalDetokenizer.accept
@@ -259,7 +259,7 @@ def test_rel_10_text_that_cannot_be_made_is_an_error_not_a_hang(own, own_llm, mo
     assert neighbour.json()["choices"] == alone
 
 
-def test_rel_10_a_step_that_hangs_is_told_by_health(own, own_llm, monkeypatch):
+def test_a_step_that_hangs_is_told_by_health(own, own_llm, monkeypatch):
     monkeypatch.setattr("localllm.server.service.STALL_S", 0.2)
     monkeypatch.setattr(own_llm.engine, "_longest_step_s", 0.0)
     gate = threading.Event()
@@ -283,7 +283,7 @@ def test_rel_10_a_step_that_hangs_is_told_by_health(own, own_llm, monkeypatch):
         own_llm.engine.stepper.fault = None
 
 
-def test_rel_10_an_engine_that_dies_comes_back(own, own_llm, monkeypatch):
+def test_an_engine_that_dies_comes_back(own, own_llm, monkeypatch):
     """What ran gets an error, health says so, and the next success is less than five seconds away."""
     engine = own_llm.engine
 
@@ -302,7 +302,7 @@ def test_rel_10_an_engine_that_dies_comes_back(own, own_llm, monkeypatch):
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_rel_09_larger_than_the_context_is_refused_at_once(live, streamed):
+def test_larger_than_the_context_is_refused_at_once(live, streamed):
     sent = ask(messages=[{"role": "user", "content": "x" * 3000}], stream=streamed)
     response = httpx.post(live.url + CHAT, json=sent)
     error = response.json()["error"]
@@ -337,7 +337,7 @@ class Pulse:
         self._thread.join()
 
 
-def test_rel_13_health_answers_while_texts_are_read(live):
+def test_health_answers_while_texts_are_read(live):
     """A text of 100,000 tokens, a thousand messages, a large body that is refused; ten times the line."""
     with httpx.Client(base_url=live.url, timeout=60) as client, Pulse(live.url) as pulse:
         long = client.post("/tokenize", json={"prompt": "word " * 40_000}).json()
@@ -348,8 +348,8 @@ def test_rel_13_health_answers_while_texts_are_read(live):
     assert max(pulse.times) < 5.0
 
 
-def test_rel_13_a_template_bomb_stops_nobody(own, own_llm, monkeypatch):
-    """TPL-02: refused in two seconds, streams go on, health answers."""
+def test_a_template_bomb_stops_nobody(own, own_llm, monkeypatch):
+    """Refused in two seconds, streams go on, health answers."""
     template = own_llm._template.template
     fine = ask(messages=[{"role": "user", "content": "hi"}], max_tokens=150, ignore_eos=True, stream=True)
     with Pulse(own.url) as pulse, httpx.Client(base_url=own.url, timeout=60) as client:
@@ -367,7 +367,7 @@ def test_rel_13_a_template_bomb_stops_nobody(own, own_llm, monkeypatch):
     assert max(pulse.times) < 5.0
 
 
-def test_rel_14_pings_do_not_disturb_the_sdk(live, monkeypatch):
+def test_pings_do_not_disturb_the_sdk(live, monkeypatch):
     monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.0)
     with openai.OpenAI(api_key="x", base_url=f"{live.url}/v1") as sdk:
         stream = sdk.chat.completions.create(**ask(max_tokens=100, stream=True), extra_body={"ignore_eos": True})
@@ -448,7 +448,7 @@ async def all_threads(service):
 
 
 @pytest.mark.parametrize("seconds", [2, pytest.param(600, marks=pytest.mark.slow)])
-def test_rel_01_soak(roomy_pool, roomy_llm, seconds, monkeypatch):
+def test_soak(roomy_pool, roomy_llm, seconds, monkeypatch):
     """Sixteen clients, everything mixed: no error, no wrong answer, nothing left behind."""
     draw = random.Random(1)
     # pytest keeps every line that is logged: 150 bytes of each of 100,000 requests
@@ -473,7 +473,7 @@ def test_rel_01_soak(roomy_pool, roomy_llm, seconds, monkeypatch):
         assert after[1] <= before[1] + 2 and after[2] <= before[2] + 2
 
 
-async def test_rel_24_a_clock_that_jumps(client, service, monkeypatch):
+async def test_a_clock_that_jumps(client, service, monkeypatch):
     """Durations are measured on the other clock."""
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + random.choice([-3600.0, 0.0, 3600.0]))
@@ -643,7 +643,7 @@ def environment(**values):
                 os.environ[name] = value
 
 
-def test_rel_24_the_time_zone_may_change(live):
+def test_the_time_zone_may_change(live):
     for zone in ("Asia/Tokyo", "America/New_York", "nonsense"):
         with environment(TZ=zone):
             time.tzset()

@@ -1,4 +1,4 @@
-"""How a server ends, and what the commands see of it: REL-11, REL-23, REL-24; ps, stop."""
+"""How a server ends, and what the commands see of it; ps, stop."""
 
 import contextlib
 import json
@@ -79,7 +79,7 @@ class Streams(threading.Thread):
             thread.join(60)
 
 
-def test_rel_11_a_busy_server_drains(tiny_path, tmp_path):
+def test_a_busy_server_drains(tiny_path, tmp_path):
     """`stop`: streams end regularly, new requests get 503, the status is 0, nothing is left behind."""
     served = Served(tiny_path, tmp_path).wait()
     children = psutil.Process(served.process.pid).children(recursive=True)
@@ -130,7 +130,7 @@ def test_connect_knows_the_server_that_runs(served):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_rel_11_an_idle_server_ends_at_once(tiny_path, tmp_path, number):
+def test_an_idle_server_ends_at_once(tiny_path, tmp_path, number):
     for _ in range(3):
         served = Served(tiny_path, tmp_path).wait()
         children = psutil.Process(served.process.pid).children(recursive=True)
@@ -146,7 +146,7 @@ def served_connection(served):
 
 
 @pytest.mark.slow
-def test_rel_11_a_second_signal_drops_what_runs(tiny_path, tmp_path):
+def test_a_second_signal_drops_what_runs(tiny_path, tmp_path):
     served = Served(tiny_path, tmp_path).wait()
     children = psutil.Process(served.process.pid).children(recursive=True)
     streams = Streams(served)
@@ -161,7 +161,7 @@ def test_rel_11_a_second_signal_drops_what_runs(tiny_path, tmp_path):
 
 
 @pytest.mark.slow
-def test_rel_11_ended_while_it_loads(smollm2_path, tmp_path):
+def test_ended_while_it_loads(smollm2_path, tmp_path):
     for wait in (0.0, 0.3, 1.0):
         served = Served(smollm2_path, tmp_path)
         deadline = time.monotonic() + 60
@@ -197,7 +197,7 @@ def slow_hub(folder):
 
 
 @pytest.mark.slow
-def test_rel_11_ended_while_it_downloads(tmp_path):
+def test_ended_while_it_downloads(tmp_path):
     """By each signal in turn; every download goes on where the one before was ended, and the last one serves."""
     with slow_hub(tmp_path) as (url, asked):
         home = {"LOCALLLM_HOME": str(tmp_path / "home"), "HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": url}
@@ -240,7 +240,7 @@ def test_rel_11_ended_while_it_downloads(tmp_path):
 
 
 @pytest.mark.slow
-def test_rel_11_fifty_ends(tiny_path, tmp_path):
+def test_fifty_ends(tiny_path, tmp_path):
     """Idle or busy, by one signal or two: nothing is ever left behind."""
     draw = random.Random(11)
     for number in range(50):
@@ -264,7 +264,7 @@ def test_rel_11_fifty_ends(tiny_path, tmp_path):
 
 
 @pytest.mark.slow
-def test_rel_11_killed_leaves_a_file_that_nobody_believes(tiny_path, tmp_path):
+def test_killed_leaves_a_file_that_nobody_believes(tiny_path, tmp_path):
     served = Served(tiny_path, tmp_path).wait()
     children = psutil.Process(served.process.pid).children(recursive=True)
     served.stop(signal.SIGKILL)
@@ -279,7 +279,7 @@ def test_rel_11_killed_leaves_a_file_that_nobody_believes(tiny_path, tmp_path):
 
 
 @pytest.mark.slow
-def test_rel_23_too_little_memory_is_told_before_loading(smollm2_path, tmp_path):
+def test_too_little_memory_is_told_before_loading(smollm2_path, tmp_path):
     """With an address space too small for the model: both numbers, exit status 5."""
     environment = dict(os.environ) | {"LOCALLLM_HOME": str(tmp_path)}
 
@@ -297,7 +297,7 @@ def test_rel_23_too_little_memory_is_told_before_loading(smollm2_path, tmp_path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("surroundings", ["C", "no home", "closed stdin", "dumb"])
-def test_rel_24_odd_surroundings(tiny_path, tmp_path, surroundings, monkeypatch):
+def test_odd_surroundings(tiny_path, tmp_path, surroundings, monkeypatch):
     changes = {"C": {"LANG": "C", "LC_ALL": "C"}, "dumb": {"TERM": "dumb", "NO_COLOR": "1"}}.get(surroundings, {})
     for name, value in changes.items():
         monkeypatch.setenv(name, value)
@@ -310,7 +310,7 @@ def test_rel_24_odd_surroundings(tiny_path, tmp_path, surroundings, monkeypatch)
 
 
 @pytest.mark.slow
-def test_rel_24_a_busy_port_and_ipv6(tiny_path, tmp_path):
+def test_a_busy_port_and_ipv6(tiny_path, tmp_path):
     served = Served(tiny_path, tmp_path).wait()
     code, _, err = command(served, "serve", str(tiny_path), "--port", str(served.port))
     assert code == 8 and "is taken" in err and str(served.port) in err

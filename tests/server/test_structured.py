@@ -1,4 +1,4 @@
-"""Structured output and tools over HTTP (SO-02, SO-06, SO-07): read in one place, kept by a model of random weights."""
+"""Structured output and tools over HTTP: read in one place, kept by a model of random weights."""
 
 import json
 
@@ -160,7 +160,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("fields", "param"), REFUSED, ids=lambda value: str(value)[:50])
-def test_so_06_what_cannot_be_is_refused(fields, param):
+def test_what_cannot_be_is_refused(fields, param):
     with pytest.raises(ApiError) as caught:
         read(**fields)
     assert caught.value.status == 400 and caught.value.param == param
@@ -183,7 +183,7 @@ def test_so_06_what_cannot_be_is_refused(fields, param):
         ({"tools": TOOLS, "guided_regex": "a"}, "guided_regex", "invalid_json_schema"),
     ],
 )  # fmt: skip
-async def test_so_02_bad_schemas_are_400_on_every_way(fields, param, code, client, roomy):
+async def test_bad_schemas_are_400_on_every_way(fields, param, code, client, roomy):
     for stream in (False, True):
         answer = await post(client, stream=stream, **fields)
         error = answer.json()["error"]
@@ -199,7 +199,7 @@ BAD_SCHEMAS = [
 
 
 @pytest.mark.parametrize("schema", BAD_SCHEMAS, ids=str)
-async def test_so_02_on_every_route(client, roomy, schema):
+async def test_on_every_route(client, roomy, schema):
     """Empty values, too: other servers ended through them on one route or another."""
     message = [{"role": "user", "content": "x"}]
     strict = {"type": "json_schema", "name": "a", "schema": schema, "strict": True}
@@ -260,7 +260,7 @@ async def test_every_kind(client):
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "tools"
 
 
-async def test_so_07_cut_answers_are_prefixes(client):
+async def test_cut_answers_are_prefixes(client):
     whole = (await post(client, response_format=form())).json()["choices"][0]["message"]["content"]
     for limit in (1, 3, 6):
         choice = (await post(client, response_format=form(), max_tokens=limit)).json()["choices"][0]

@@ -173,7 +173,7 @@ def _choice(choice: dict[str, Any]) -> dict[str, Any]:
     kind = choice.get("type")
     disabled = choice.get("disable_parallel_tool_use")
     if disabled is not None and not isinstance(disabled, bool):
-        message = "tool_choice.disable_parallel_tool_use is true or false."
+        message = "tool_choice.disable_parallel_tool_use must be true or false."
         raise invalid(message, "tool_choice", "invalid_type")
     parallel = {} if disabled is None else {"parallel_tool_calls": not disabled}
     if kind in ("auto", "none"):
@@ -182,10 +182,10 @@ def _choice(choice: dict[str, Any]) -> dict[str, Any]:
         return {"tool_choice": "required", **parallel}
     if kind == "tool":
         return {"tool_choice": {"type": "function", "function": {"name": choice.get("name")}}, **parallel}
-    raise invalid("tool_choice.type is one of auto, any, tool, none.", "tool_choice")
+    raise invalid("tool_choice.type must be one of auto, any, tool, none.", "tool_choice")
 
 
 def _format(form: Any) -> dict[str, Any]:
     if not isinstance(form, dict) or form.get("type") != "json_schema":
-        raise invalid("The output format is a json_schema.", "output_config.format")
+        raise invalid("The output format must be a json_schema.", "output_config.format")
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.get("schema"), "strict": True}}

@@ -128,7 +128,7 @@ def check_generate(body: OllamaGenerateRequest) -> None:
 
 
 def keep_alive_s(value: str | float | None) -> float | None | Literal["default"]:
-    """Seconds a model stays; None for ever. Raises ApiError."""
+    """Seconds a model stays; None indefinitely. Raises ApiError."""
     if value is None:
         return "default"
     if isinstance(value, str):
@@ -138,7 +138,7 @@ def keep_alive_s(value: str | float | None) -> float | None | Literal["default"]
             sign = -1.0 if value.startswith("-") else 1.0
             parts = DURATION.findall(value.lstrip("-"))
             if not parts or "".join(n + u for n, u in parts) != value.lstrip("-"):
-                raise invalid("keep_alive is a time such as 5m, or seconds.", "keep_alive")
+                raise invalid("keep_alive must be a time such as 5m, or seconds.", "keep_alive")
             seconds = sign * sum(float(number) * SECONDS[unit] for number, unit in parts)
     else:
         seconds = float(value)
@@ -167,7 +167,7 @@ def _common(body: _Asked) -> dict[str, Any]:
                 "json_schema": {"name": "answer", "schema": body.format},
             }
         else:
-            raise invalid("format is json or a JSON schema.", "format")
+            raise invalid("format must be json or a JSON schema.", "format")
     return fields
 
 

@@ -52,7 +52,9 @@ def check(source: Path) -> list[str]:
         where = f"{source}, line {number}"
         custom = request.get("custom_id")
         if not isinstance(custom, str) or not 0 < len(custom) <= MAX_ID:
-            raise ConfigError(f"{where}: custom_id is text of 1 to {MAX_ID} characters", "give every request an id")
+            raise ConfigError(
+                f"{where}: custom_id must be text of 1 to {MAX_ID} characters", "give every request an id"
+            )
         if custom in ids:
             raise ConfigError(f"{where}: custom_id {custom!r:.80} stands in line {ids[custom]}, too", "make ids unique")
         if request.get("method", "POST") != "POST" or request.get("url") not in URLS:
@@ -60,7 +62,7 @@ def check(source: Path) -> list[str]:
             raise ConfigError(f"{where}: {url[:80]!r} cannot be in a batch", f"POST to one of {', '.join(URLS)}")
         body = request.get("body")
         if not isinstance(body, dict) or body.get("stream"):
-            raise ConfigError(f"{where}: body is an object without stream: true", "take stream out")
+            raise ConfigError(f"{where}: body must be an object without stream: true", "take stream out")
         ids[custom] = number
     if not ids:
         raise ConfigError(f"{source} holds no request", 'each line: {"custom_id": "1", "method": "POST", "url": ...}')
@@ -123,7 +125,7 @@ class Output:
                 custom, ok = None, False
             whole = line.endswith(b"\n")
             if whole and not isinstance(custom, str):
-                raise ConfigError(f"{self.path} holds something else than answers", "choose another -o")
+                raise ConfigError(f"{self.path} holds something other than answers", "choose another -o")
             if not whole or (again and not ok):  # cut by a kill, or asked again
                 changed = True
                 continue

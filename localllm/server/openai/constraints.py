@@ -58,15 +58,17 @@ def _response_format(given: Mapping[str, Any]) -> Constraint | None:
     if kind == "json_object":
         return Constraint("json_object", param=where)
     if kind != "json_schema":
-        raise invalid("response_format.type is one of text, json_object, json_schema.", where, "invalid_value")
+        raise invalid("response_format.type must be one of text, json_object, json_schema.", where, "invalid_value")
     form = given.get("json_schema")
     if not isinstance(form, Mapping):
         raise invalid("response_format.json_schema is missing.", where, "missing_required_parameter")
     name, strict = form.get("name"), form.get("strict")
     if name is not None and not (isinstance(name, str) and _NAME.fullmatch(name)):
-        raise invalid("response_format.json_schema.name is 1 to 64 letters, digits, _ or -.", where, "invalid_value")
+        raise invalid(
+            "response_format.json_schema.name must be 1 to 64 letters, digits, _ or -.", where, "invalid_value"
+        )
     if strict is not None and not isinstance(strict, bool):
-        raise invalid("response_format.json_schema.strict is true or false.", where, "invalid_type")
+        raise invalid("response_format.json_schema.strict must be true or false.", where, "invalid_type")
     if "schema" not in form:
         raise invalid("response_format.json_schema.schema is missing.", where, "missing_required_parameter")
     return _schema(form["schema"], where, lenient=strict is False)
@@ -74,14 +76,14 @@ def _response_format(given: Mapping[str, Any]) -> Constraint | None:
 
 def _schema(value: Any, where: str, *, lenient: bool = False) -> Constraint:
     if value is not True and not isinstance(value, Mapping):
-        raise invalid("The JSON schema is not an object.", where, _SCHEMA_CODE)
+        raise invalid("The JSON schema must be an object.", where, _SCHEMA_CODE)
     return Constraint("json_schema", value, lenient=lenient, param=where)
 
 
 def _structured_outputs(given: Any) -> Constraint:
     where = "structured_outputs"
     if not isinstance(given, Mapping):
-        raise invalid("structured_outputs is not an object.", where, "invalid_type")
+        raise invalid("structured_outputs must be an object.", where, "invalid_type")
     for name in ("backend", "_backend"):
         if given.get(name) is not None and given[name] not in _BACKENDS:
             raise unsupported(f"The backend {str(given[name])[:40]!r} does not exist here.", where)
@@ -94,7 +96,7 @@ def _structured_outputs(given: Any) -> Constraint:
         raise invalid(f"structured_outputs must have exactly one of {', '.join(_KINDS)}.", where, "invalid_value")
     made = _read(kinds[0], given[kinds[0]], where)
     if made is None:
-        raise invalid("structured_outputs.json_object is true or left out.", where, "invalid_value")
+        raise invalid("structured_outputs.json_object must be true or left out.", where, "invalid_value")
     return made
 
 
@@ -107,11 +109,11 @@ def _read(kind: str, value: Any, where: str) -> Constraint | None:
             raise invalid(f"{where} is not valid JSON.", where, _SCHEMA_CODE) from None
     if kind == "json_object":
         if not isinstance(value, bool):
-            raise invalid(f"{where}: json_object is true or false.", where, "invalid_type")
+            raise invalid(f"{where}: json_object must be true or false.", where, "invalid_type")
         return Constraint("json_object", param=where) if value else None
     if kind == "choice":
         if not isinstance(value, list) or not value or not all(isinstance(one, str) and one for one in value):
-            raise invalid(f"{where}: a choice is a list of non-empty texts.", where, "invalid_value")
+            raise invalid(f"{where}: a choice must be a list of non-empty texts.", where, "invalid_value")
         return Constraint("choice", tuple(value), param=where)
     if not isinstance(value, str) or not value:
         raise invalid(f"{where} must be text that is not empty.", where, "invalid_value")
@@ -153,7 +155,7 @@ def _check_tool(tool: Mapping[str, Any], where: str) -> str:
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise invalid(
-            "A function's name is 1 to 64 letters, digits, _ or -.", f"{where}.function.name", "invalid_value"
+            "A function's name must be 1 to 64 letters, digits, _ or -.", f"{where}.function.name", "invalid_value"
         )
     for key, kinds in (("description", str), ("parameters", Mapping), ("strict", bool)):
         if function.get(key) is not None and not isinstance(function[key], kinds):
@@ -176,11 +178,11 @@ def _tool_choice(choice: Any, names: list[str]) -> tuple[str, tuple[str, ...]]:
         mode = allowed.get("mode", "auto") if isinstance(allowed, Mapping) else None
         listed = allowed.get("tools") if isinstance(allowed, Mapping) else None
         if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
-            raise invalid("allowed_tools has a mode, auto or required, and tools.", where, "invalid_value")
+            raise invalid("allowed_tools must have a mode, auto or required, and tools.", where, "invalid_value")
         return str(mode), tuple(dict.fromkeys(_known(one, names) for one in listed))
     if isinstance(choice, Mapping):
         raise unsupported(f"A tool_choice of type {str(choice.get('type'))[:40]!r} is not supported.", where)
-    raise invalid("tool_choice is none, auto, required, or names a function.", where, "invalid_value")
+    raise invalid("tool_choice must be none, auto or required, or name a function.", where, "invalid_value")
 
 
 def _known(choice: Any, names: list[str]) -> str:
@@ -194,7 +196,7 @@ def _known(choice: Any, names: list[str]) -> str:
 
 def _functions(given: Any) -> list[dict[str, Any]]:
     if not isinstance(given, list) or not all(isinstance(one, Mapping) for one in given):
-        raise invalid("functions is a list of objects.", "functions", "invalid_type")
+        raise invalid("functions must be a list of objects.", "functions", "invalid_type")
     return [{"type": "function", "function": dict(one)} for one in given]
 
 

@@ -67,7 +67,7 @@ def with_further(body: Body, fields: dict[str, Any], own_format: str) -> dict[st
     extra = further(body)
     given = extra.pop("chat_template_kwargs", None)
     if given is not None and not isinstance(given, dict):
-        raise invalid("chat_template_kwargs is an object.", "chat_template_kwargs", "invalid_type")
+        raise invalid("chat_template_kwargs must be an object.", "chat_template_kwargs", "invalid_type")
     if "response_format" in extra and fields.get("response_format") is not None:
         raise invalid(f"{own_format} and response_format exclude each other.", "response_format")
     known = {name: value for name, value in fields.items() if value is not None}
@@ -134,7 +134,7 @@ def split_prompts(value: Any, param: str, limit: int) -> list[str | list[int]]:
     if not prompts or len(prompts) > limit:
         raise invalid(f"{len(prompts)} texts; 1 to {limit} are taken.", param)
     if not all(isinstance(p, str) or _is_ids(p) for p in prompts):
-        raise invalid(f"{param} is text, token ids, or a list of either.", param, "invalid_type")
+        raise invalid(f"{param} must be text, token ids, or a list of either.", param, "invalid_type")
     return prompts
 
 
@@ -179,7 +179,7 @@ def _sampling(body: Sampled) -> dict[str, Any]:
         try:
             given["logit_bias"] = {int(token): value for token, value in body.logit_bias.items()}
         except ValueError:
-            raise invalid("The keys of logit_bias are token ids.", "logit_bias") from None
+            raise invalid("The keys of logit_bias must be token ids.", "logit_bias") from None
     if body.include_stop_str_in_output:
         given["include_stop"] = True
     return given

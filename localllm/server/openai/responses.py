@@ -93,7 +93,7 @@ def _earlier(service: Service, body: ResponsesRequest) -> list[dict[str, Any]]:
     stored = service.responses.get(body.previous_response_id)
     if stored is None:
         raise ApiError(
-            404, f"There is no response {body.previous_response_id[:80]!r} (any more).",
+            404, f"There is no response {body.previous_response_id[:80]!r}; it may have been discarded.",
             code="previous_response_not_found", param="previous_response_id",
         )  # fmt: skip
     return [*stored.input_items, *stored.response["output"]]
@@ -108,7 +108,7 @@ def _named(service: Service, items: list[dict[str, Any]]) -> list[dict[str, Any]
         named = service.responses.item(str(item.get("id")))
         if named is None:
             raise ApiError(
-                404, f"There is no item {str(item.get('id'))[:80]!r} (any more).", code="item_not_found",
+                404, f"There is no item {str(item.get('id'))[:80]!r}; it may have been discarded.", code="item_not_found",
                 param=f"input[{number}].id",
             )  # fmt: skip
         found[number] = named
@@ -118,7 +118,9 @@ def _named(service: Service, items: list[dict[str, Any]]) -> list[dict[str, Any]
 def _stored(request: Request) -> Stored:
     found = service_of(request).responses.get(request.path_params["response_id"])
     if found is None:
-        raise ApiError(404, "There is no such response (any more).", code="not_found", param="response_id")
+        raise ApiError(
+            404, "There is no such response; it may have been discarded.", code="not_found", param="response_id"
+        )
     return found
 
 

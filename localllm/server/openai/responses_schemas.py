@@ -152,7 +152,7 @@ def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if kind == "message":
             if item.get("role") not in ROLES:
                 roles = ", ".join(ROLES[:-1])
-                raise invalid(f"A message's role is one of {roles} or {ROLES[-1]}.", f"{where}.role")
+                raise invalid(f"A message's role must be one of {roles} or {ROLES[-1]}.", f"{where}.role")
             message: dict[str, Any] = {"role": item.get("role"), "content": _content(item.get("content"), where)}
             if reasoning and message["role"] == "assistant":
                 message["reasoning_content"], reasoning = reasoning, ""
@@ -163,7 +163,7 @@ def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "function": {"name": item.get("name"), "arguments": item.get("arguments")},
             }  # fmt: skip
             if not all(isinstance(v, str) for v in (item.get("call_id"), item.get("name"), item.get("arguments"))):
-                raise invalid("A function_call has call_id, name and arguments.", where)
+                raise invalid("A function_call must have call_id, name and arguments.", where)
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": None})
                 if reasoning:
@@ -202,7 +202,7 @@ def _content(content: Any, where: str) -> Any:
     parts = []
     for number, part in enumerate(content):
         if not isinstance(part, dict):
-            raise invalid("A part of content is an object.", f"{where}.content[{number}]")
+            raise invalid("A part of content must be an object.", f"{where}.content[{number}]")
         kind = part.get("type")
         if not isinstance(kind, str) or (kind not in TEXT_PARTS and kind != "refusal"):
             raise not_text("Content", kind, f"{where}.content[{number}]")
