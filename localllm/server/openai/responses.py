@@ -86,16 +86,18 @@ async def _open(service: Service, request: Request, asked: Generation, *, shorte
             asked = replace(asked, prompts=replace(asked.prompts, messages=shorter))
 
 
+def _discarded(what: str, code: str, param: str) -> ApiError:
+    return ApiError(404, f"There is no {what}; it may have been discarded.", code=code, param=param)
+
+
 def _earlier(service: Service, body: ResponsesRequest) -> list[dict[str, Any]]:
     """The items of the conversation that `previous_response_id` names."""
-    if body.previous_response_id is None:
+    previous = body.previous_response_id
+    if previous is None:
         return []
-    stored = service.responses.get(body.previous_response_id)
+    stored = service.responses.get(previous)
     if stored is None:
-        raise ApiError(
-            404, f"There is no response {body.previous_response_id[:80]!r}; it may have been discarded.",
-            code="previous_response_not_found", param="previous_response_id",
-        )  # fmt: skip
+        raise _discarded(f"response {previous[:80]!r}", "previous_response_not_found", "previous_response_id")
     return [*stored.input_items, *stored.response["output"]]
 
 
@@ -103,24 +105,19 @@ def _named(service: Service, items: list[dict[str, Any]]) -> list[dict[str, Any]
     """The items, references replaced by what they name."""
     found = list(items)
     for number, item in enumerate(items):
-        if item.get("type") != "item_reference":
-            continue
-        named = service.responses.item(str(item.get("id")))
-        if named is None:
-            raise ApiError(
-                404, f"There is no item {str(item.get('id'))[:80]!r}; it may have been discarded.", code="item_not_found",
-                param=f"input[{number}].id",
-            )  # fmt: skip
-        found[number] = named
+        if item.get("type") == "item_reference":
+            name = str(item.get("id"))
+            named = service.responses.item(name)
+            if named is None:
+                raise _discarded(f"item {name[:80]!r}", "item_not_found", f"input[{number}].id")
+            found[number] = named
     return found
 
 
 def _stored(request: Request) -> Stored:
     found = service_of(request).responses.get(request.path_params["response_id"])
     if found is None:
-        raise ApiError(
-            404, "There is no such response; it may have been discarded.", code="not_found", param="response_id"
-        )
+        raise _discarded("such response", "not_found", "response_id")
     return found
 
 
