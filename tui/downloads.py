@@ -43,7 +43,7 @@ class Downloads:
                     shown = done * 20 // total
                     tell(f"fetching {clean_line(name)}: {gib(done)} of {gib(total)}")
             code = await process.wait()
-            end = "is here: ^O uses it" if code == 0 else f"could not be fetched: {clean_line(last)[:200]}"
+            end = "is here: ^O chooses it" if code == 0 else f"could not be fetched: {clean_line(last)[:200]}"
             tell(f"{clean_line(name)} {end}")
         finally:
             self._running.pop(name, None)

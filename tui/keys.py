@@ -20,7 +20,7 @@ class Key(NamedTuple):
 KEYS: Mapping[str, Key] = {
     "prompt.send": Key("enter", "send; while an answer runs, the message waits its turn", where="prompt"),
     "prompt.newline": Key("shift+enter,alt+enter,ctrl+j", "new line (so does a \\ before Enter)", where="prompt"),
-    "prompt.search": Key("ctrl+r", "search what was sent before", "search_prompts"),
+    "prompt.search": Key("ctrl+r", "search the messages sent earlier", "search_prompts"),
     "prompt.editor": Key("ctrl+g", "write in $EDITOR", "editor"),
     "chat.stop": Key("escape", "stop the answer; else close what is open; else browse", "escape"),
     "app.interrupt": Key("ctrl+c", "copy the selection, stop, clear the prompt; twice to quit", "interrupt"),
@@ -43,13 +43,13 @@ KEYS: Mapping[str, Key] = {
     "browse.edit": Key("e", "edit: a question is asked anew, an answer rewritten", where="browse"),
     "browse.again": Key("r", "answer again, as a new branch", where="browse"),
     "browse.branch": Key("b", "go on from here; what follows stays as a branch", where="browse"),
-    "browse.previous": Key("left_square_bracket", "the branch before", where="browse"),
-    "browse.next": Key("right_square_bracket", "the branch after", where="browse"),
+    "browse.previous": Key("left_square_bracket", "the previous branch", where="browse"),
+    "browse.next": Key("right_square_bracket", "the next branch", where="browse"),
     "browse.fold": Key("space", "open or close the thinking", where="browse"),
     "browse.delete": Key("d", "remove the message and what follows; twice", where="browse"),
     "browse.search": Key("slash", "search in this chat", where="browse"),
-    "browse.search_next": Key("n", "the next place found", where="browse"),
-    "browse.search_back": Key("N,upper_n", "the place before", where="browse"),
+    "browse.search_next": Key("n", "the next match", where="browse"),
+    "browse.search_back": Key("N,upper_n", "the previous match", where="browse"),
     "browse.raw": Key("o", "the message as the model wrote it", where="browse"),
     "browse.move_up": Key("k,up", "move up", where="browse"),
     "browse.move_down": Key("j,down", "move down", where="browse"),
@@ -80,7 +80,9 @@ class Keymap:
 
     def __init__(self, style: str = "default", own: Mapping[str, str] | None = None) -> None:
         self.own = {**(VIM if style == "vim" else {}), **(own or {})}
-        self.problems = [f"[keys] {name!r} is no key binding" + _meant(name) for name in self.own if name not in KEYS]
+        self.problems = [
+            f"[keys] {name!r} is not a key binding" + _meant(name) for name in self.own if name not in KEYS
+        ]
         self.own = {name: keys for name, keys in self.own.items() if name in KEYS and keys.strip()}
 
     def keys(self, name: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Text files that go with a message: read, bounded, told apart from what is no text. No Textual, no output."""
+"""Text files that go with a message: read, bounded, told apart from what is not text."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Attachment:
 
 
 def read_attachment(path: str | Path) -> Attachment:
-    """One file. Raises ConfigError when it is not there, is no regular file, is too large, or is no text."""
+    """One file. Raises ConfigError when it is not there, is not a regular file, is too large, or is not text."""
     file = Path(path).expanduser()
     shown = clean_line(str(path))
     try:
@@ -49,12 +49,12 @@ def read_attachment(path: str | Path) -> Attachment:
             if not stat.S_ISREG(found.st_mode):
                 raise ConfigError(f"{shown} is not a file", "attach text files")
             if found.st_size > MAX_BYTES:
-                raise ConfigError(f"{shown} has {gib(found.st_size)}, an attachment {gib(MAX_BYTES)} at most", "cut it")
+                raise ConfigError(f"{shown} is {gib(found.st_size)}; the limit is {gib(MAX_BYTES)}", "shorten it")
             data = opened.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{shown} cannot be read: {error.strerror}", "check the path") from None
     if b"\0" in data[:8192]:
-        raise ConfigError(f"{shown} is not text", "attach text files; this version reads no pictures")
+        raise ConfigError(f"{shown} is not text", "attach text files; images are not supported")
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError:
@@ -74,7 +74,7 @@ def read_attachments(typed: str) -> list[Attachment]:
     if not names:
         raise ConfigError("/attach needs the path of a file", "/attach notes.txt")
     if len(names) > MAX_FILES:
-        raise ConfigError(f"{len(names)} files, a message takes {MAX_FILES}", "name fewer")
+        raise ConfigError(f"{len(names)} files; a message takes at most {MAX_FILES}", "name fewer")
     return [read_attachment(name) for name in names]
 
 

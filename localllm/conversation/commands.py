@@ -96,10 +96,10 @@ def _set(session: Session, text: str) -> str:
     words = text.replace("=", " ").split()
     if not words:
         shown = ", ".join(f"{key} {value}" for key, value in sampling.items())
-        return f"set: {shown or 'nothing, the model’s own hold'}. Keys: {', '.join(names)}"
+        return f"set: {shown or 'nothing; the model’s own values apply'}. Keys: {', '.join(names)}"
     name = {"temp": "temperature"}.get(words[0], words[0])
     if name not in names:
-        raise ConfigError(f"there is no setting {name!r}", f"one of {', '.join(names)}")
+        raise ConfigError(f"there is no setting {name!r}", f"must be one of {', '.join(names)}")
     if len(words) == 1:
         return f"{name} is {sampling.get(name, 'the model’s own')}"
     if words[1] in ("off", "auto", "default"):
@@ -115,9 +115,11 @@ def _preset(session: Session, text: str) -> str:
         return _save_preset(session, words[1])
     known = ", ".join(presets)
     if not words:
-        return f"presets: {known or 'none yet; /preset save NAME keeps these instructions and sampling'}"
+        return f"presets: {known or 'none yet; /preset save NAME saves these instructions and sampling'}"
     if words[0] not in presets:
-        raise ConfigError(f"there is no preset {words[0]}", f"one of {known or 'none yet'}")
+        raise ConfigError(
+            f"there is no preset {words[0]}", f"must be one of {known}" if known else "/preset save NAME saves one"
+        )
     session.conversation.use(presets[words[0]])
     return f"preset {words[0]}, from the next message"
 

@@ -40,7 +40,7 @@ SLASHES = (
     Slash("ctx", "", "what fills the context window"),
     Slash("stats", "", "speeds, memory and what runs"),
     Slash("engine", "", "the engine panel: pages, batches, speeds, memory", False),
-    Slash("serve", "[port|off]", "let other programs of this machine use this model: an OpenAI-compatible API"),
+    Slash("serve", "[port|off]", "let other programs on this machine use this model: an OpenAI-compatible API"),
     Slash("ps", "", "what is loaded on this machine", False),
     Slash("plan", "", "what fits on this machine", False),
     Slash("doctor", "", "check this machine", False),

@@ -139,7 +139,7 @@ def test_copying_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(written) == 1
 
 
-def test_r7_what_libraries_write_to_descriptor_2_goes_to_the_log(tmp_path: Path) -> None:
+def test_what_libraries_write_to_descriptor_2_goes_to_the_log(tmp_path: Path) -> None:
     log = tmp_path / "log/localllm.log"
     before = sys.__stderr__
     with stderr_to(log):

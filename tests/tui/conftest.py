@@ -74,6 +74,11 @@ class Chat:
         await self.pilot.pause()
         return next(a for a in self.answers if a.exchange is exchange)
 
+    @property
+    def drawn(self) -> list[str]:
+        """The lines on the screen."""
+        return ["".join(segment.text for segment in strip) for strip in self.app.screen._compositor.render_strips()]
+
     def text(self, selector: str) -> str:
         """What a Static shows."""
         return str(self.screen.query_one(selector).render())  # type: ignore[attr-defined]

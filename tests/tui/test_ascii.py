@@ -12,13 +12,8 @@ from textual.color import Color
 from localllm.backend.script import MARKDOWN
 from localllm.tui.ascii import Encodable, plain
 
-from .conftest import Chat, chat
+from .conftest import chat
 from .test_terminal import Terminal, open_terminal  # noqa: F401
-
-
-def drawn(running: Chat) -> list[str]:
-    """The lines on the screen."""
-    return ["".join(segment.text for segment in strip) for strip in running.app.screen._compositor.render_strips()]
 
 
 @pytest.mark.parametrize(
@@ -41,7 +36,7 @@ async def test_what_the_encoding_has_stays() -> None:
         await running.ready()
         running.backend.answers = ["caf\u00e9 · na\u00efve ✓"]
         await running.ask("words")
-        assert any("café · naïve +" in line for line in drawn(running))
+        assert any("café · naïve +" in line for line in running.drawn)
 
 
 @pytest.mark.slow
@@ -54,8 +49,8 @@ async def test_the_whole_screen_is_ascii_and_says_the_same() -> None:
         for key in ("", "ctrl+o"):
             if key:
                 await running.pilot.press(key)
-                await running.pilot.pause(0.2)
-            lines = drawn(running)
+                await running.until(lambda: any("Models" in line for line in running.drawn))
+            lines = running.drawn
             assert all(line.isascii() for line in lines), [line for line in lines if not line.isascii()]
             assert {cell_len(line) for line in lines} == {118}
             if key:

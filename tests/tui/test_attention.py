@@ -27,10 +27,10 @@ def test_who_is_called_when(when: str, in_front: bool, calls: int) -> None:
     written: list[str] = []
     attention = Attention(when, written.append)
     attention.look(in_front)
-    attention.call("Build notes", "the answer is there")
+    attention.call("Build notes", "the answer is ready")
     assert len(written) == calls
     if calls:
-        assert written[0] == BELL + "\x1b]9;localllm: the answer is there · Build notes" + BELL
+        assert written[0] == BELL + "\x1b]9;localllm: the answer is ready · Build notes" + BELL
     attention.look(True)
     assert (RESTORE_TITLE in written) is (calls == 2)
 
@@ -40,19 +40,19 @@ def test_the_title_is_saved_once_and_restored_once() -> None:
     attention = Attention("unfocused", written.append)
     attention.look(False)
     for _ in range(3):
-        attention.call("", "the answer is there")
+        attention.call("", "the answer is ready")
     attention.end()
     attention.look(True)
     assert "".join(written).count(SAVE_TITLE) == "".join(written).count(RESTORE_TITLE) == 1
 
 
-def test_err_02_a_title_is_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_title_is_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
     for tmux in ("", "/tmp/tmux"):
         monkeypatch.setenv("TMUX", tmux)
         written: list[str] = []
         attention = Attention("always", written.append)
         attention.look(False)
-        attention.call("4;1;50" + HOSTILE, "the answer is there")
+        attention.call("4;1;50" + HOSTILE, "the answer is ready")
         text = "".join(written).replace("\x1bPtmux;", "").replace("\x1b\x1b]", "\x1b]").replace("\x1b\\", "")
         text = text.removeprefix(BELL).replace(SAVE_TITLE, "")
         osc_9, osc_2, rest = text.split(BELL)
@@ -70,7 +70,7 @@ def test_on_a_terminal_the_title_comes_back(open_terminal: Callable[..., Termina
     one.send(AWAY)
     one.read(0.5)  # in one piece with a letter behind it, this would be another key
     one.send("!escape\r")
-    said = b"\x1b]9;localllm: the answer is there"
+    said = b"\x1b]9;localllm: the answer is ready"
     one.until(lambda: one.raw.count(said) == 1 and b"\x1b]2;localllm: " in one.raw)
     assert RESTORE_TITLE.encode() not in one.raw
     one.send(BACK)

@@ -1,4 +1,4 @@
-"""Streamed Markdown: what is on the screen is what the engine said, however it was cut: T3, T13."""
+"""Streamed Markdown: what is on the screen is what the engine said, however it was cut."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Host(App[None]):
 
 
 @pytest.mark.parametrize("name", TEXTS)
-async def test_t3_the_screen_holds_the_text_byte_for_byte(name: str) -> None:
+async def test_the_screen_holds_the_text_byte_for_byte(name: str) -> None:
     text, cut = TEXTS[name], random.Random(name)
     app = Host()
     async with app.run_test(size=(80, 30)):
@@ -64,7 +64,7 @@ async def test_t3_the_screen_holds_the_text_byte_for_byte(name: str) -> None:
 
 
 @pytest.mark.slow
-async def test_t3_ten_thousand_tokens_through_the_whole_interface() -> None:
+async def test_ten_thousand_tokens_through_the_whole_interface() -> None:
     text = (PROSE * 8 + LISTS + "\n\n" + TABLE + "\n\n" + OPEN_FENCE + "```\n\n") * 4
     assert len(text) > 30_000
     async with chat() as running:
@@ -159,16 +159,16 @@ async def test_clicking_the_line_above_code_copies_it() -> None:
         await running.ask("code")
         await running.until(lambda: running.screen.query("Fence .head"))
         await running.pilot.click("Fence .head")
-        await running.until(lambda: running.app._clipboard == "x = 1")
+        await running.until(lambda: running.app.clipboard == "x = 1")
 
 
-async def test_err_02_hostile_text_is_shown_harmless_and_literal() -> None:
+async def test_hostile_text_is_shown_harmless_and_literal() -> None:
     async with chat() as running:
         await running.ready()
         message = await running.ask("!escape")
         assert message.answer.source == clean(HOSTILE)
         assert message.exchange.text == HOSTILE  # the model sees what it said
-        shown = "".join(segment.text for strip in running.screen._compositor.render_strips() for segment in strip)
+        shown = "".join(running.drawn)
         for bad in ("\x1b", "\x07", "\x9b", "\u202e"):
             assert bad not in shown
         assert "[red]literal[/red]" in shown

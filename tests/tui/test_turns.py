@@ -1,4 +1,4 @@
-"""Turns that do not simply follow each other: branches, edits, a full context, failures. T6, T7, T9, T10."""
+"""Turns that do not simply follow each other: branches, edits, a full context, failures."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def finish(running: Chat) -> None:
     await running.pilot.pause(0.05)
 
 
-async def test_t7_answering_again_makes_branches_and_the_disk_has_the_tree(tmp_path: Path) -> None:
+async def test_answering_again_makes_branches_and_the_disk_has_the_tree(tmp_path: Path) -> None:
     async with chat(path=tmp_path / "chats.db") as running:
         await running.ready()
         running.backend.answers = ["first", "second", "third"]
@@ -66,7 +66,7 @@ async def test_t7_answering_again_makes_branches_and_the_disk_has_the_tree(tmp_p
         assert all(m.status == "stop" for m in messages if m.role == "assistant")
 
 
-async def test_t6_browse_copies_messages_and_code_and_saves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_browse_copies_messages_and_code_and_saves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     async with chat() as running:
         await running.ready()
@@ -77,11 +77,11 @@ async def test_t6_browse_copies_messages_and_code_and_saves_it(tmp_path: Path, m
         await running.until(lambda: running.screen.browse.active)
         await running.until(lambda: "copy" in running.text("#keys"))
         await running.pilot.press("y")
-        await running.until(lambda: running.app._clipboard == text)
+        await running.until(lambda: running.app.clipboard == text)
         await running.pilot.press("c")
-        await running.until(lambda: running.app._clipboard == "a = 1")
+        await running.until(lambda: running.app.clipboard == "a = 1")
         await running.pilot.press("c")
-        await running.until(lambda: running.app._clipboard == "b")
+        await running.until(lambda: running.app.clipboard == "b")
         await running.pilot.press("s")
         await running.until(lambda: len(running.app.screen_stack) == 3)
         await running.pilot.press(*"out.txt", "enter")
@@ -194,7 +194,7 @@ async def test_branches_are_not_changed_while_an_answer_comes() -> None:
 
 
 @pytest.mark.slow
-async def test_t9_the_model_summarises_what_no_longer_fits() -> None:
+async def test_the_model_summarises_what_no_longer_fits() -> None:
     async with chat(ctx=44) as running:
         await running.ready()
         for text in ("a a a a a a a a", "b b b b b b b b"):
@@ -211,7 +211,7 @@ async def test_t9_the_model_summarises_what_no_longer_fits() -> None:
 
 
 @pytest.mark.slow
-async def test_t9_a_larger_window_is_loaded_and_the_message_sent() -> None:
+async def test_a_larger_window_is_loaded_and_the_message_sent() -> None:
     async with chat(ctx=18) as running:
         await running.ready()
         await running.ask("a b")
@@ -222,7 +222,7 @@ async def test_t9_a_larger_window_is_loaded_and_the_message_sent() -> None:
         assert running.backend.started[-1] == ("fake", {"ctx": 72})
 
 
-async def test_t10_memory_that_ran_out_offers_what_helps() -> None:
+async def test_memory_that_ran_out_offers_what_helps() -> None:
     async with chat() as running:
         await running.ready()
         await running.ask("!oom")
@@ -241,7 +241,7 @@ async def test_t10_memory_that_ran_out_offers_what_helps() -> None:
         assert (await running.ask("again")).exchange.text == "again"
 
 
-async def test_t10_a_dead_engine_is_loaded_again_and_keeps_what_it_wrote(tmp_path: Path) -> None:
+async def test_a_dead_engine_is_loaded_again_and_keeps_what_it_wrote(tmp_path: Path) -> None:
     async with chat(log_file=tmp_path / "log") as running:
         await running.ready()
         message = await running.ask("!crash")
@@ -251,7 +251,7 @@ async def test_t10_a_dead_engine_is_loaded_again_and_keeps_what_it_wrote(tmp_pat
         assert "illegal address" in shown[0] and f"log: {tmp_path / 'log'}" in shown
         assert "the engine stopped" in running.text("#state")
         await running.pilot.press("p")
-        await running.until(lambda: "illegal address" in running.app._clipboard)
+        await running.until(lambda: "illegal address" in running.app.clipboard)
         box = running.app.screen.query_one(".box")
         await running.until(lambda: "report" in str(box.border_subtitle))  # the question stays
         await running.pilot.press("escape")

@@ -218,7 +218,9 @@ class Browse:
         turns = self._screen.conversation.exchanges
         places = [(n, part) for n, one in enumerate(turns) for part in (0, 1) if self.wanted in _part(one, part)]
         if not self.wanted or not places:
-            self._screen.flash(f"“{clean_line(self.wanted)}” is not in this chat" if self.wanted else "/ searches")
+            self._screen.flash(
+                f"“{clean_line(self.wanted)}” is not in this chat" if self.wanted else "press / to search"
+            )
             return
         here = (1 << 60, 0)
         if self.at is not None:

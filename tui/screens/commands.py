@@ -71,7 +71,7 @@ class Commands:
             app.search_themes()
             return
         if text not in app.available_themes:
-            raise ConfigError(f"there is no theme {text}", "one of " + ", ".join(sorted(app.available_themes)))
+            raise ConfigError(f"there is no theme {text}", "must be one of " + ", ".join(sorted(app.available_themes)))
         app.theme = text
         self._screen.flash(f"theme {text}; `localllm config set ui.theme {text}` keeps it")
 

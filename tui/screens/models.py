@@ -171,7 +171,7 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
         if row is None:
             return
         if not row.quants:
-            self._say(f"{clean_line(row.name)} is there in one format only")
+            self._say(f"{clean_line(row.name)} comes in one format only")
             return
         forms = sorted((row, *row.quants), key=lambda one: one.size_bytes)
         other = forms[(forms.index(row) + 1) % len(forms)]

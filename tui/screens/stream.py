@@ -192,7 +192,7 @@ class Stream(Turns):
         await message.finish()
         self.keep(exchange)
         if exchange.stop != "abort":
-            self.frame.announce("the answer is there")
+            self.frame.announce("the answer is ready")
         if self.can_go_on:
             enter = (
                 f" · {self.frame.keymap.label('prompt.send')} goes on" if self.frame.options.ui.enter == "send" else ""

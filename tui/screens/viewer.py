@@ -69,7 +69,7 @@ class Viewer(Modal[None]):
             text.update(clean(self._text))
         await process.wait()
         if not self._text:
-            text.update("it said nothing")
+            text.update("no output")
 
     def on_unmount(self) -> None:
         """A command nobody reads is stopped."""

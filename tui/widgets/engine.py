@@ -144,7 +144,7 @@ class EnginePanel(VerticalScroll):
         most = max([*self._decode, 1.0])
         yield Content.styled("decode    ", "dim") + Content.styled(sparkline(self._decode, room, most), "$accent")
         if facts.num_preemptions:
-            yield Content(f"{facts.num_preemptions:,} preempted: the pages were too few")
+            yield Content(f"{facts.num_preemptions:,} preempted: there were too few pages")
         yield Content("")
 
     def _speed(self, facts: Facts, width: int) -> Iterator[Content]:

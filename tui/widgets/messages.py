@@ -188,7 +188,7 @@ class AssistantMessage(Vertical):
         self._footer.add_class("-done")
 
     async def restore(self) -> None:
-        """Show a turn of before, as it was."""
+        """Show a saved turn."""
         if self.exchange.reasoning:
             self.thought.feed(clean(self.exchange.reasoning))
         self.answer.feed(clean(self.exchange.text))
