@@ -31,8 +31,7 @@ class Assembled:
     engine: Engine
     runner: Runner
     cache: KVCache
-    held: dict[str, int]
-    """on a GPU: what torch's allocator took for kv, tables and graphs"""
+    held: dict[str, int]  # on a GPU: what torch's allocator took for kv, tables and graphs
 
     @property
     def graphs_note(self) -> str:

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ROUNDING = {"fp8": "triton_fp8_w8a8", "nvfp4": "triton_nvfp4_w4a4"}
-"""the products that round what they multiply, too"""
+ROUNDING = {"fp8": "triton_fp8_w8a8", "nvfp4": "triton_nvfp4_w4a4"}  # the products that round what they multiply, too
 
 
 def first_use(plan: Plan, machine: MachineFacts) -> SelfTest:
@@ -63,8 +62,7 @@ class Boot:
         base_bytes: int = 0,
         program_bytes: int = 0,
     ) -> None:
-        self.plan = plan
-        """as it is kept: smaller than asked for where a memory profile has shown that it must be"""
+        self.plan = plan  # as it is kept: smaller than asked for where a memory profile has shown that it must be
         self._model = model
         self._planner = planner
         self._selftest = selftest
@@ -73,8 +71,7 @@ class Boot:
         self._shrunk = ""
         taken = " ".join(model.kernels.values())
         self._unrounded = plan.activations if plan.activations and ROUNDING[plan.activations] not in taken else ""
-        self.profile_note = ""
-        """what is known of the plan: profiled, pending, or not held"""
+        self.profile_note = ""  # what is known of the plan: profiled, pending, or not held
         self.tuned: list[Tuned] = []
         self._tunes_when_idle: TuningJob | None = None
         self._held: Assembled | None = None

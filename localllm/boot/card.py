@@ -14,8 +14,7 @@ from localllm.device.host import version_key
 from localllm.errors import DeviceError
 from localllm.kernels.cpu.build import name_compiler
 
-LOADING_THREADS = 8
-"""threads that turn stored formats into ours on the host while a model goes to a card"""
+LOADING_THREADS = 8  # threads that turn stored formats into ours on the host while a model goes to a card
 
 
 def check_card(device: str, card: GpuFacts) -> None:

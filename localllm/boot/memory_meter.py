@@ -17,8 +17,7 @@ class Meter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.found: dict[str, int] = {}
-        """name -> bytes"""
+        self.found: dict[str, int] = {}  # name -> bytes
         self._allocated, self._reserved = self._read()
 
     def _read(self) -> tuple[int, int]:

@@ -8,8 +8,7 @@ import torch
 
 from localllm.kernels.cpu.build import is_built, library
 
-HEAVY = ("qkv", "o", "gate_up", "down", "lm_head", "paged_attention")
-"""the layer classes that need more than one thread"""
+HEAVY = ("qkv", "o", "gate_up", "down", "lm_head", "paged_attention")  # the layer classes that need several threads
 
 
 def set_threads(count: int) -> None:

@@ -21,8 +21,7 @@ class TuningJob:
         self._done = done
         self._measure = measure
         self._left_s = BUDGET_S
-        self.is_running = False
-        """right now, in the engine's thread"""
+        self.is_running = False  # right now, in the engine's thread
 
     def cancel(self) -> None:
         """Nothing more is timed: somebody tunes on purpose, or wants quiet."""

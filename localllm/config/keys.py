@@ -209,8 +209,7 @@ class UserConfig:
     keys: Mapping[str, str] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
-    broken: str = ""
-    """why a settings file could not be read at all; it is among the warnings too"""
+    broken: str = ""  # why a settings file could not be read at all; it is among the warnings too
 
     def get(self, path: str) -> Any:
         """The value of a key such as `engine.ctx` or `aliases.work`. Raises ConfigError for a name that is none."""
@@ -231,8 +230,7 @@ SECTIONS: Mapping[str, type] = MappingProxyType(
     {"engine": EngineOptions, "pull": PullConfig, "sampling": SamplingConfig}
     | {"chat": ChatConfig, "ui": UiConfig, "server": ServerConfig}
 )
-TABLES = ("aliases", "presets", "keys")
-"""Tables whose keys are the user's own."""
+TABLES = ("aliases", "presets", "keys")  # Tables whose keys are the user's own.
 
 
 def _keys() -> Iterator[Key]:

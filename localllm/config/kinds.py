@@ -62,12 +62,9 @@ def _scaled(units: Mapping[str, float]) -> Callable[[Any], float]:
 
 _BYTES = {"": 1.0, "b": 1.0} | {f"{p}b": 1000.0**i for i, p in enumerate("kmgt", 1)}
 _BYTES |= {f"{p}{tail}": 1024.0**i for i, p in enumerate("kmgt", 1) for tail in ("", "ib")}
-parse_bytes = _scaled(_BYTES)
-"""32GiB, 32G (both powers of two), 32GB (powers of ten), 4096 -> bytes; ValueError"""
-parse_seconds = _scaled({"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400})
-"""90, 90s, 30m, 2h, 1d -> seconds; ValueError"""
-parse_tokens = _scaled({"": 1, "k": 1024})
-"""4096, 8k -> tokens; ValueError"""
+parse_bytes = _scaled(_BYTES)  # 32GiB, 32G (both powers of two), 32GB (powers of ten), 4096 -> bytes; ValueError
+parse_seconds = _scaled({"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400})  # 90, 90s, 30m, 2h, 1d -> seconds; ValueError
+parse_tokens = _scaled({"": 1, "k": 1024})  # 4096, 8k -> tokens; ValueError
 
 
 def number(low: float, high: float) -> Kind:

@@ -10,18 +10,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 VARIABLE, BLACKWELL_VARIABLE = "TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"
-BLACKWELL = 100
-"""the compute capability from which every Triton since 3.5 takes the second one; 3.9 does from 90 on"""
+BLACKWELL = 100  # the compute capability from which every Triton since 3.5 takes the second one; 3.9 does from 90 on
 
 
 class Assembler(NamedTuple):
     """ptxas as Triton would call it."""
 
     path: Path | None = None
-    variable: str = ""
-    """what names it; "" for the one that Triton brings"""
-    version: str = ""
-    """"12.9"; "" when not known"""
+    variable: str = ""  # what names it; "" for the one that Triton brings
+    version: str = ""  # "12.9"; "" when not known
 
 
 def assembler(capability: int) -> Assembler:

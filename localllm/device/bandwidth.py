@@ -7,10 +7,8 @@ from functools import cache
 
 from .facts import CpuFacts
 
-CORE_BYTES_S = 10e9
-"""What one core reads on its own, cautiously: 10 to 15 GB/s on current machines."""
-SOCKET_BYTES_S = 40e9
-"""Two channels of DDR4-3200 give 51 GB/s at best."""
+CORE_BYTES_S = 10e9  # What one core reads on its own, cautiously: 10 to 15 GB/s on current machines.
+SOCKET_BYTES_S = 40e9  # Two channels of DDR4-3200 give 51 GB/s at best.
 MIN_BYTES = 64 << 20
 MAX_BYTES = 512 << 20
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-UNLIMITED = 1 << 60
-"""Version 1 writes about 2^63 for "none"."""
+UNLIMITED = 1 << 60  # Version 1 writes about 2^63 for "none".
 
 
 def cpu_quota(root: Path = Path("/")) -> float:

@@ -18,10 +18,8 @@ class DiskFacts:
     path: str = ""
     free_bytes: int = 0
     total_bytes: int = 0
-    kind: str = ""
-    """nvme, ssd, hdd, network, memory, or nothing when not known"""
-    filesystem: str = ""
-    """ext4, xfs, btrfs, 9p, ..."""
+    kind: str = ""  # nvme, ssd, hdd, network, memory, or nothing when not known
+    filesystem: str = ""  # ext4, xfs, btrfs, 9p, ...
     writable: bool = True
 
 

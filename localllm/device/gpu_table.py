@@ -13,18 +13,12 @@ from typing import NamedTuple
 class GpuModel(NamedTuple):
     """One row: what a card of this name has."""
 
-    pattern: str
-    """a regular expression, found anywhere in the driver's name whatever the case"""
-    name: str
-    """as one would type it"""
-    capability: int
-    """89 for 8.9"""
-    memory_gib: float
-    """its memory, or the smallest it is sold with"""
-    bandwidth_gbs: float
-    """GB/s"""
-    knee_w: int = 0
-    """power limit below which decoding slows down by more than 5 %, where somebody measured it; else 0"""
+    pattern: str  # a regular expression, found anywhere in the driver's name whatever the case
+    name: str  # as one would type it
+    capability: int  # 89 for 8.9
+    memory_gib: float  # its memory, or the smallest it is sold with
+    bandwidth_gbs: float  # GB/s
+    knee_w: int = 0  # power limit below which decoding slows down by more than 5 %, where somebody measured it; else 0
 
 
 _ROWS: tuple[tuple[str, str, int, float, float] | tuple[str, str, int, float, float, int], ...] = (

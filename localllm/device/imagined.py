@@ -11,8 +11,7 @@ from localllm.terminal import GIB, gib
 from .facts import GpuFacts, MachineFacts
 from .gpu_table import TABLE, named_gpu
 
-FREE_SHARE = 0.98
-"""of a card's memory, what is free on one that no screen hangs on: a 5090 has 31.4 of 32 GiB to use"""
+FREE_SHARE = 0.98  # of a card's memory, what is free on one that no screen hangs on: a 5090 has 31.4 of 32 GiB to use
 DEFAULT_CAPABILITY = 89
 UNIFIED = ("GB10", "Thor", "Orin")
 

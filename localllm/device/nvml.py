@@ -41,10 +41,8 @@ class Answer(NamedTuple):
 
     gpus: tuple[GpuFacts, ...] = ()
     driver: str = ""
-    cuda: str = ""
-    """the newest CUDA the driver knows"""
-    error: str = ""
-    """why it failed"""
+    cuda: str = ""  # the newest CUDA the driver knows
+    error: str = ""  # why it failed
     links: tuple[GpuLink, ...] = ()
 
 

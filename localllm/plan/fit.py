@@ -18,10 +18,8 @@ from localllm.plan.placement import chosen_device
 from localllm.plan.plan import Plan
 from localllm.plan.planner import Planner
 
-FLOORS = {"cuda": (32_768, 8_192, 2_048), "cpu": (8_192, 2_048)}
-"""tokens of context that must fit, tried in this order"""
-COMFORTABLE_TPS = {"cuda": 30.0, "cpu": 10.0}
-"""tokens per second that reading a chat wants"""
+FLOORS = {"cuda": (32_768, 8_192, 2_048), "cpu": (8_192, 2_048)}  # tokens of context that must fit, tried in this order
+COMFORTABLE_TPS = {"cuda": 30.0, "cpu": 10.0}  # tokens per second that reading a chat wants
 ORDERS: tuple[tuple[int, tuple[str, ...]], ...] = (
     (100, ("fp8", "nvfp4", "int4", "gguf", "bf16")),
     (89, ("fp8", "int4", "nvfp4", "gguf", "bf16")),

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
 ADDRESS_BYTES = GIB
 """what libraries and thread stacks reserve of the address space without touching it: counts under `ulimit -v` only"""
-UNIFIED_SHARE = 0.85
-"""of the machine's memory on a card without its own: the system and other programs live there, too"""
+UNIFIED_SHARE = 0.85  # of the machine's memory on a card without its own: the system and other programs live there, too
 
 
 class Placement(NamedTuple):

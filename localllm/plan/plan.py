@@ -7,28 +7,23 @@ from dataclasses import dataclass
 from localllm.errors import DoesNotFit
 from localllm.terminal import GIB, gib
 
-MIN_CTX = 512
-"""A smaller window is no help to anyone: the plan then says that the model does not fit."""
+MIN_CTX = 512  # A smaller window is no help to anyone: the plan then says that the model does not fit.
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What runs where. Bytes are whole and add up: need = weights + KV + work + margin."""
 
-    device: str
-    """cpu | cuda:N"""
+    device: str  # cpu | cuda:N
     dtype: str
-    activations: str
-    """what those of long prompts are rounded to: fp8 | nvfp4; "" for nothing"""
+    activations: str  # what those of long prompts are rounded to: fp8 | nvfp4; "" for nothing
     kv: str
     ctx: int
     page_size: int
-    num_pages: tuple[int, ...]
-    """per cache group"""
+    num_pages: tuple[int, ...]  # per cache group
     max_parallel: int
     prefill_budget: int
-    threads: int
-    """that compute on a CPU"""
+    threads: int  # that compute on a CPU
     deterministic: bool
     prefix_cache: bool
     weight_bytes: int
@@ -36,30 +31,19 @@ class Plan:
     work_bytes: int
     margin_bytes: int
     have_bytes: int
-    max_ctx: int
-    """the largest context that would fit, 0 when not even the smallest does"""
-    decode_tps: float
-    """expected tokens per second of one sequence at the start of its context"""
-    decode_tps_full: float
-    """the same at its end"""
-    basis: str = "estimate"
-    """estimate | measured"""
-    eta: float = 0.0
-    """share of the memory bandwidth behind the estimate"""
-    bandwidth: float = 0.0
-    """bytes per second of the device's memory, 0 when not known"""
-    read_bytes: int = 0
-    """weights read for one token"""
+    max_ctx: int  # the largest context that would fit, 0 when not even the smallest does
+    decode_tps: float  # expected tokens per second of one sequence at the start of its context
+    decode_tps_full: float  # the same at its end
+    basis: str = "estimate"  # estimate | measured
+    eta: float = 0.0  # share of the memory bandwidth behind the estimate
+    bandwidth: float = 0.0  # bytes per second of the device's memory, 0 when not known
+    read_bytes: int = 0  # weights read for one token
     sequence_bytes: int = 0
     """pages one sequence takes at full context; `kv_bytes` holds those of all that may run or be kept for reuse"""
-    quant: str = ""
-    """what linear layers become while loading; "" keeps them as they are stored"""
-    graph_buckets: tuple[int, ...] = ()
-    """batch sizes whose decode step is captured as a CUDA graph"""
-    work_terms: tuple[tuple[str, int], ...] = ()
-    """what `work_bytes` consists of"""
-    idle: str = ""
-    """another usable card, and what it could do"""
+    quant: str = ""  # what linear layers become while loading; "" keeps them as they are stored
+    graph_buckets: tuple[int, ...] = ()  # batch sizes whose decode step is captured as a CUDA graph
+    work_terms: tuple[tuple[str, int], ...] = ()  # what `work_bytes` consists of
+    idle: str = ""  # another usable card, and what it could do
     reasons: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 

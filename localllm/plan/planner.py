@@ -26,14 +26,11 @@ if TYPE_CHECKING:
     from localllm.device import GpuFacts, MachineFacts
     from localllm.models.architectures.facts import ModelFacts
 
-CPU_CTX = 8192
-"""The CPU's context when none is asked for: reading a longer prompt takes minutes there."""
-USEFUL_CTX = 4096
-"""A model whose weights leave less room than this is quantized while loading, if it is not yet."""
+CPU_CTX = 8192  # The CPU's context when none is asked for: reading a longer prompt takes minutes there.
+USEFUL_CTX = 4096  # A model whose weights leave less room than this is quantized while loading, if it is not yet.
 FULL_CTX = 32768
 """A GPU's key/value cache stays in 16 bits while it holds so many tokens, or all the model can; then 8 bits."""
-PREFILL = {"cpu": (512,), "cuda": (2048, 1024, 512)}
-"""prompt tokens per step, the first that leaves room"""
+PREFILL = {"cpu": (512,), "cuda": (2048, 1024, 512)}  # prompt tokens per step, the first that leaves room
 KV_COST = {
     "bf16": "half the bytes of float32, mean KL below 0.0001",
     "int8": "a scale per token and head, keys rotated: mean KL 0.0004 to 0.002, p99 below 0.02 (two small models)",

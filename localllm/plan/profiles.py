@@ -22,12 +22,10 @@ if TYPE_CHECKING:
     from localllm.models.architectures.facts import ModelFacts
     from localllm.plan.plan import Plan
 
-MAX_ENTRIES = 200
-"""the oldest go first"""
+MAX_ENTRIES = 200  # the oldest go first
 
 
-TOLERANCE = {"cpu": 0.10, "cuda": 0.03}
-"""a plan holds when what was taken is not above it by more than this share"""
+TOLERANCE = {"cpu": 0.10, "cuda": 0.03}  # a plan holds when what was taken is not above it by more than this share
 
 
 class Term(NamedTuple):
