@@ -9,43 +9,38 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from .procfs import read
+
 UNLIMITED = 1 << 60  # Version 1 writes about 2^63 for "none".
 
 
 def cpu_quota(root: Path = Path("/")) -> float:
     """CPUs' worth of time allowed, 0 when unlimited."""
-    limits = []
-    for folder in _groups(root, "", "cpu"):
-        limit, _, period = _read(folder / "cpu.max").partition(" ")
-        if limit.isdigit() and period.isdigit() and int(period):
-            limits.append(int(limit) / int(period))
-    for folder in _groups(root, "cpu", "cpu"):
-        limit, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
-        if limit.isdigit() and period.isdigit() and int(period):
-            limits.append(int(limit) / int(period))
+    pairs = [read(folder / "cpu.max").partition(" ")[::2] for folder in _groups(root, "", "cpu")]
+    pairs += [(read(f / "cpu.cfs_quota_us"), read(f / "cpu.cfs_period_us")) for f in _groups(root, "cpu", "cpu")]
+    limits = (int(a) / int(b) for a, b in pairs if a.isdigit() and b.isdigit() and int(b))
     return min(limits, default=0.0)
 
 
 def memory_groups(root: Path = Path("/")) -> list[tuple[int, int]]:
     """(limit, free below it) in bytes for each group that has a memory limit."""
     found = []
-    for folder in _groups(root, "", "memory"):
-        limit = _number(folder / "memory.max")
-        if 0 < limit < UNLIMITED:
-            used = _number(folder / "memory.current") - _stat(folder, "inactive_file")
-            found.append((limit, max(0, limit - max(0, used))))
-    for folder in _groups(root, "memory", "memory"):
-        limit = _number(folder / "memory.limit_in_bytes")
-        if 0 < limit < UNLIMITED:
-            used = _number(folder / "memory.usage_in_bytes") - _stat(folder, "total_inactive_file")
-            found.append((limit, max(0, limit - max(0, used))))
+    for controller, limited, in_use, reclaimable in (
+        ("", "memory.max", "memory.current", "inactive_file"),
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        for folder in _groups(root, controller, "memory"):
+            limit = _number(folder / limited)
+            if 0 < limit < UNLIMITED:
+                used = _number(folder / in_use) - _stat(folder, reclaimable)
+                found.append((limit, max(0, limit - max(0, used))))
     return found
 
 
 def _groups(root: Path, controller: str, mount: str) -> Iterator[Path]:
     """Folders of this process's group and those above it; `controller` "" is the single tree of version 2."""
     own = None
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in read(root / "proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
         names, _, path = rest.partition(":")
         if (controller in names.split(",")) if controller else (number == "0" and not names):
@@ -63,20 +58,13 @@ def _groups(root: Path, controller: str, mount: str) -> Iterator[Path]:
             folder = folder.parent
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
 def _number(path: Path) -> int:
-    text = _read(path)
+    text = read(path)
     return int(text) if text.isdigit() else 0
 
 
 def _stat(folder: Path, name: str) -> int:
-    for line in _read(folder / "memory.stat").splitlines():
+    for line in read(folder / "memory.stat").splitlines():
         key, _, value = line.partition(" ")
         if key == name and value.isdigit():
             return int(value)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from .cgroup import cpu_quota
 from .facts import CpuFacts
+from .procfs import read
 
 X86_FLAGS = ("avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_int8")
 ARM_FLAGS = ("asimd", "asimdhp", "asimddp", "i8mm", "bf16", "sve", "sve2")
@@ -38,11 +39,7 @@ def cpu_facts(root: Path = Path("/")) -> CpuFacts:
 
 def _cpuinfo(root: Path) -> dict[str, str]:
     """The first processor's lines, keys in lower case."""
-    try:
-        text = (root / "proc/cpuinfo").read_text(errors="replace")
-    except OSError:
-        return {}
-    pairs = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
+    pairs = (line.partition(":") for line in read(root / "proc/cpuinfo").split("\n\n")[0].splitlines())
     return {key.strip().lower(): value.strip() for key, _, value in pairs}
 
 
@@ -73,13 +70,8 @@ def _allowed() -> frozenset[int]:
 def _core_of(root: Path, cpu: int) -> tuple[str, ...]:
     """Names the physical core of a logical CPU; the CPU itself where /sys does not say."""
     topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
-    try:
-        return (
-            topology.joinpath("physical_package_id").read_text().strip(),
-            topology.joinpath("core_id").read_text().strip(),
-        )
-    except OSError:
-        return (f"cpu{cpu}",)
+    package, core = read(topology / "physical_package_id"), read(topology / "core_id")
+    return (package, core) if package and core else (f"cpu{cpu}",)
 
 
 def _last_cache(root: Path) -> int:

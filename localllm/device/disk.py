@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
+
+from .facts import DiskFacts
+from .procfs import read
 
 NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "lustre", "drvfs", "virtiofs")
 MEMORY = ("tmpfs", "ramfs")
-
-
-@dataclass(frozen=True, slots=True)
-class DiskFacts:
-    """One file system, as the folder on it sees it."""
-
-    path: str = ""
-    free_bytes: int = 0
-    total_bytes: int = 0
-    kind: str = ""  # nvme, ssd, hdd, network, memory, or nothing when not known
-    filesystem: str = ""  # ext4, xfs, btrfs, 9p, ...
-    writable: bool = True
 
 
 def existing(path: Path) -> Path:
@@ -52,11 +42,7 @@ def disk_facts(folder: Path, root: Path = Path("/")) -> DiskFacts:
 def _mount(root: Path, place: Path) -> tuple[str, str]:
     """(file system, device) of the deepest mount that holds `place`."""
     best: tuple[int, str, str] = (-1, "", "")
-    try:
-        lines = (root / "proc/self/mounts").read_text(errors="replace").splitlines()
-    except OSError:
-        return "", ""
-    for line in lines:
+    for line in read(root / "proc/self/mounts").splitlines():
         parts = line.split()
         if len(parts) < 3:
             continue

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,3 +105,44 @@ class MachineFacts:
     arch: str = ""  # x86_64 | aarch64
     wsl: int = 0  # 1 or 2 inside WSL
     container: str = ""  # docker, podman, kubernetes, lxc, or nothing
+
+
+@dataclass(frozen=True, slots=True)
+class DiskFacts:
+    """One file system, as the folder on it sees it."""
+
+    path: str = ""
+    free_bytes: int = 0
+    total_bytes: int = 0
+    kind: str = ""  # nvme, ssd, hdd, network, memory, or nothing when not known
+    filesystem: str = ""  # ext4, xfs, btrfs, 9p, ...
+    writable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """Everything doctor judges beside `MachineFacts`."""
+
+    packages: Mapping[str, str] = field(default_factory=dict)  # installed distributions that matter, name -> version
+    programs: Mapping[str, str] = field(default_factory=dict)  # found on PATH, name -> path
+    toolkit: str = ""  # version of the CUDA toolkit that nvcc belongs to, nothing without one
+    ptxas: str = ""  # version of the assembler that Triton runs for the newest card; nothing when not known
+    ptxas_variable: str = ""  # the variable that names it, instead of the one that Triton brings
+    python: str = ""
+    prefix: str = ""
+    headers: str = ""  # Python.h, nothing when it is missing
+    governor: str = ""  # of the first CPU: performance, powersave, schedutil, ...
+    governor_driver: str = ""  # who carries that out: intel_pstate, amd-pstate-epp, acpi-cpufreq, ...
+    conflicts: tuple[str, ...] = ()  # what installed packages ask of each other and do not get
+    numa_nodes: int = 1
+    kernel_arguments: tuple[str, ...] = ()  # of the boot loader's line, those about PCIe and IOMMU
+    iommu: bool = False  # whether DMA goes through an IOMMU
+    on_battery: bool = False
+    wsl_release: str = ""  # the WSL kernel's release, inside WSL
+    wsl_mirrored: bool = False  # WSL's mirrored networking
+    disk: DiskFacts = DiskFacts()  # where models are kept
+    hub_ms: float = 0.0  # time to open a connection to the hub; 0 when that did not work or was not tried
+    hub_error: str = ""
+    port_holder: str = ""  # who listens on the server's usual port, nothing when it is free
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """variables of CUDA, NCCL, Triton and other engines; secrets are left out"""

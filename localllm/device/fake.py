@@ -12,9 +12,7 @@ from typing import Any
 from localllm.errors import ConfigError
 from localllm.terminal import GIB
 
-from .disk import DiskFacts
-from .facts import CpuFacts, GpuFacts, GpuLink, GpuProcess, MachineFacts
-from .host import HostFacts
+from .facts import CpuFacts, DiskFacts, GpuFacts, GpuLink, GpuProcess, HostFacts, MachineFacts
 
 MIB = 1 << 20
 _AVX2 = ("avx", "f16c", "fma", "avx2")

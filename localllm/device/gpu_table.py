@@ -86,41 +86,34 @@ _ROWS: tuple[tuple[str, str, int, float, float] | tuple[str, str, int, float, fl
 )
 TABLE = tuple(GpuModel(*row) for row in _ROWS)
 
-MIN_DRIVER: tuple[tuple[int, int], ...] = (
-    (121, 580),
-    (110, 580),
-    (103, 575),
-    (100, 570),
-    (90, 525),
-    (89, 520),
-    (80, 450),
-    (75, 418),
-)
-"""(compute capability, oldest Linux driver for it), newest first; 12.0 needs 570 as 10.0 does."""
 
-MIN_CUDA: tuple[tuple[int, str], ...] = (
-    (121, "12.9"),
-    (120, "12.8"),
-    (110, "13.0"),
-    (103, "12.9"),
-    (100, "12.8"),
-    (89, "11.8"),
-    (86, "11.1"),
-    (80, "11.0"),
-    (75, "10.0"),
-)
-"""(compute capability, oldest CUDA whose builds hold code for it), newest first"""
+class Generation(NamedTuple):
+    """What cards of a compute capability, and of later ones up to the next row, need and have."""
 
-SHARED_BYTES: tuple[tuple[int, int], ...] = (
-    (120, 101_376),
-    (90, 232_448),
-    (89, 101_376),
-    (87, 166_912),
-    (86, 101_376),
-    (80, 166_912),
-    (75, 65_536),
+    capability: int
+    min_driver: int  # oldest Linux driver branch for it
+    min_cuda: str  # oldest CUDA whose builds hold code for it
+    shared_bytes: int  # most shared memory of a block
+
+
+_GENERATIONS = (
+    Generation(121, 580, "12.9", 101_376),
+    Generation(120, 570, "12.8", 101_376),
+    Generation(110, 580, "13.0", 232_448),
+    Generation(103, 575, "12.9", 232_448),
+    Generation(100, 570, "12.8", 232_448),
+    Generation(90, 525, "11.8", 232_448),
+    Generation(89, 520, "11.8", 101_376),
+    Generation(87, 450, "11.1", 166_912),
+    Generation(86, 450, "11.1", 101_376),
+    Generation(80, 450, "11.0", 166_912),
+    Generation(75, 418, "10.0", 65_536),
+    Generation(0, 0, "", 0),
 )
-"""(compute capability, most shared memory of a block), newest first"""
+
+
+def _generation(capability: int) -> Generation:
+    return next(row for row in _GENERATIONS if capability >= row.capability)
 
 
 def table_bandwidth(name: str) -> float:
@@ -147,14 +140,12 @@ def _plain(text: str) -> str:
 
 def min_driver(capability: int) -> int:
     """The oldest driver branch that knows this compute capability; 0 below 7.5."""
-    if capability == 120:
-        return 570
-    return next((driver for least, driver in MIN_DRIVER if capability >= least), 0)
+    return _generation(capability).min_driver
 
 
 def min_cuda(capability: int) -> str:
     """The oldest CUDA whose builds hold code for this compute capability; "" below 7.5."""
-    return next((cuda for least, cuda in MIN_CUDA if capability >= least), "")
+    return _generation(capability).min_cuda
 
 
 def min_torch_cuda(capability: int) -> str:
@@ -164,4 +155,4 @@ def min_torch_cuda(capability: int) -> str:
 
 def shared_bytes(capability: int) -> int:
     """The most shared memory a block may have; 0 below 7.5."""
-    return next((size for least, size in SHARED_BYTES if capability >= least), 0)
+    return _generation(capability).shared_bytes

@@ -13,8 +13,6 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -22,31 +20,15 @@ from urllib.parse import urlsplit
 from localllm.testing import only_in_tests
 
 from .assembler import Assembler, assembler
-from .disk import DiskFacts, disk_facts
+from .disk import disk_facts
+from .facts import HostFacts
+from .procfs import read
 
 PACKAGES = (
-    "torch",
-    "triton",
-    "vllm",
-    "sglang",
-    "sgl-kernel",
-    "flashinfer-python",
-    "flashinfer-jit-cache",
-    "flash-attn",
-    "tensorrt-llm",
-    "llama-cpp-python",
-    "lmdeploy",
-    "ktransformers",
-    "transformers",
-    "kernels",
-    "bitsandbytes",
-    "nvidia-nccl-cu12",
-    "nvidia-nccl-cu13",
-    "nvidia-cudnn-cu12",
-    "nvidia-cudnn-cu13",
-    "huggingface-hub",
-    "textual",
-)
+    "torch", "triton", "vllm", "sglang", "sgl-kernel", "flashinfer-python", "flashinfer-jit-cache", "flash-attn",
+    "tensorrt-llm", "llama-cpp-python", "lmdeploy", "ktransformers", "transformers", "kernels", "bitsandbytes",
+    "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "huggingface-hub", "textual",
+)  # fmt: skip
 PROGRAMS = ("nvidia-smi", "nvcc", "llama-server", "ollama", "vllm", "trtllm-serve", "docker", "tmux", "hf")
 VARIABLES = re.compile(
     r"(CUDA_VISIBLE_DEVICES|CUDA_DEVICE_ORDER|CUDA_HOME|NCCL_\w+|TRITON_\w+|PYTORCH_\w*ALLOC_CONF|TORCH_CUDA_ARCH_LIST|"
@@ -55,35 +37,6 @@ VARIABLES = re.compile(
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")
 CPUFREQ = "sys/devices/system/cpu/cpu0/cpufreq"
 CONNECT_S = 1.2  # a hub that has not answered by then does not answer quickly enough to be called reachable
-
-
-@dataclass(frozen=True, slots=True)
-class HostFacts:
-    """Everything doctor judges beside `MachineFacts`."""
-
-    packages: Mapping[str, str] = field(default_factory=dict)  # installed distributions that matter, name -> version
-    programs: Mapping[str, str] = field(default_factory=dict)  # found on PATH, name -> path
-    toolkit: str = ""  # version of the CUDA toolkit that nvcc belongs to, nothing without one
-    ptxas: str = ""  # version of the assembler that Triton runs for the newest card; nothing when not known
-    ptxas_variable: str = ""  # the variable that names it, instead of the one that Triton brings
-    python: str = ""
-    prefix: str = ""
-    headers: str = ""  # Python.h, nothing when it is missing
-    governor: str = ""  # of the first CPU: performance, powersave, schedutil, ...
-    governor_driver: str = ""  # who carries that out: intel_pstate, amd-pstate-epp, acpi-cpufreq, ...
-    conflicts: tuple[str, ...] = ()  # what installed packages ask of each other and do not get
-    numa_nodes: int = 1
-    kernel_arguments: tuple[str, ...] = ()  # of the boot loader's line, those about PCIe and IOMMU
-    iommu: bool = False  # whether DMA goes through an IOMMU
-    on_battery: bool = False
-    wsl_release: str = ""  # the WSL kernel's release, inside WSL
-    wsl_mirrored: bool = False  # WSL's mirrored networking
-    disk: DiskFacts = DiskFacts()  # where models are kept
-    hub_ms: float = 0.0  # time to open a connection to the hub; 0 when that did not work or was not tried
-    hub_error: str = ""
-    port_holder: str = ""  # who listens on the server's usual port, nothing when it is free
-    variables: Mapping[str, str] = field(default_factory=dict)
-    """variables of CUDA, NCCL, Triton and other engines; secrets are left out"""
 
 
 def host(
@@ -118,8 +71,8 @@ def host(
         "python": sys.version.split()[0],
         "prefix": sys.prefix,
         "headers": _headers(),
-        "governor": _text(root / CPUFREQ / "scaling_governor"),
-        "governor_driver": _text(root / CPUFREQ / "scaling_driver"),
+        "governor": read(root / CPUFREQ / "scaling_governor"),
+        "governor_driver": read(root / CPUFREQ / "scaling_driver"),
         "numa_nodes": max(1, len(list(root.glob("sys/devices/system/node/node[0-9]*")))),
         "kernel_arguments": _kernel_arguments(root),
         "iommu": any(root.glob("sys/class/iommu/*")),
@@ -188,7 +141,7 @@ def _toolkit() -> str:
     """Version of the CUDA toolkit, from its files: nvcc itself takes 50 ms to say it."""
     nvcc = shutil.which("nvcc")
     for folder in [Path(nvcc).resolve().parents[1]] if nvcc else [Path("/usr/local/cuda")]:
-        found = re.search(r'"cuda"\s*:\s*{[^}]*"version"\s*:\s*"(\d+\.\d+)', _text(folder / "version.json"))
+        found = re.search(r'"cuda"\s*:\s*{[^}]*"version"\s*:\s*"(\d+\.\d+)', read(folder / "version.json"))
         if found:
             return found[1]
         named = re.search(r"cuda-(\d+\.\d+)", str(folder.resolve()))
@@ -208,18 +161,18 @@ def _headers() -> str:
 
 
 def _kernel_arguments(root: Path) -> tuple[str, ...]:
-    words = _text(root / "proc/cmdline").split()
+    words = read(root / "proc/cmdline").split()
     return tuple(w for w in words if re.match(r"(intel_|amd_)?iommu|pcie_aspm|pcie_port_pm|pci=|nvidia", w))
 
 
 def _on_battery(root: Path) -> bool:
     """Whether there is a mains adapter and it is not plugged in."""
-    online = [_text(p / "online") for p in root.glob("sys/class/power_supply/*") if _text(p / "type") == "Mains"]
+    online = [read(p / "online") for p in root.glob("sys/class/power_supply/*") if read(p / "type") == "Mains"]
     return bool(online) and "1" not in online
 
 
 def _wsl_release(root: Path) -> str:
-    release = _text(root / "proc/sys/kernel/osrelease")
+    release = read(root / "proc/sys/kernel/osrelease")
     return release if "microsoft" in release.lower() else ""
 
 
@@ -238,10 +191,3 @@ def _port_holder(port: int) -> str:
     except (psutil.Error, OSError):
         return "another program"
     return "another program"
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import resource
 from ctypes import byref, c_uint, c_void_p
 from pathlib import Path
 from typing import Any
 
-from .nvml import _load, _Nvml
+from .nvml import Nvml, load_library
+from .procfs import statm
 
 
 def resident_bytes(root: Path = Path("/")) -> int:
     """Memory of this process that is its own (a model file mapped into it is not); 0 when unknown."""
-    try:
-        parts = (root / "proc/self/statm").read_text().split()
-        return (int(parts[1]) - int(parts[2])) * resource.getpagesize()
-    except (OSError, ValueError, IndexError):
-        return 0
+    return statm(root, 1) - statm(root, 2)
 
 
 class PowerMeter:
     """Watts of one card, through one handle kept open. `library` answers instead of the driver's own, in tests."""
 
     def __init__(self, index: int, library: Any = None) -> None:
-        found = library or _load()
-        self._nvml = _Nvml(found) if found is not None else None
+        found = library or load_library()
+        self._nvml = Nvml(found) if found is not None else None
         self._handle = c_void_p()
         if self._nvml is not None and (
             self._nvml.call("nvmlInit_v2")

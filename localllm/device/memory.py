@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .cgroup import memory_groups
+from .procfs import read, statm
 
 
 class MemoryLimits(NamedTuple):
@@ -33,17 +34,13 @@ def memory_limits(root: Path = Path("/")) -> MemoryLimits:
     if space != resource.RLIM_INFINITY:
         if space < total:
             total, limit = space, "ulimit"
-        free = min(free, max(0, space - _address_space(root)))
+        free = min(free, max(0, space - statm(root, 0)))
     return MemoryLimits(total, free, limit, info.get("SwapTotal", 0), info.get("SwapFree", 0))
 
 
 def _meminfo(root: Path) -> dict[str, int]:
     found: dict[str, int] = {}
-    try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
-    except OSError:
-        return found
-    for line in lines:
+    for line in read(root / "proc/meminfo").splitlines():
         name, _, rest = line.partition(":")
         parts = rest.split()
         if parts and parts[0].isdigit():
@@ -51,18 +48,7 @@ def _meminfo(root: Path) -> dict[str, int]:
     return found
 
 
-def _address_space(root: Path) -> int:
-    """Bytes of address space this process has taken."""
-    try:
-        return int((root / "proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    except (OSError, ValueError, IndexError):
-        return 0
-
-
 def rss_anon_bytes() -> int:
     """Anonymous memory of this process: what it really takes, without mapped files; 0 where the system does not say."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon")), 0)
+    lines = read(Path("/proc/self/status")).splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")), 0)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from .facts import GpuFacts, GpuLink, GpuProcess
 from .gpu_table import table_bandwidth
+from .procfs import read
 
 LIBRARIES = ("libnvidia-ml.so.1", "/usr/lib/wsl/lib/libnvidia-ml.so.1")
 DEADLINE_S = 5.0
@@ -59,7 +60,7 @@ def gpu_facts(ram_available: int, root: Path = Path("/"), library: Any = None) -
 
     library   what answers instead of the driver's own, in tests
     """
-    library = library or _load()
+    library = library or load_library()
     if library is None:
         loaded = (root / "proc/driver/nvidia/version").exists()
         error = "the kernel module is loaded, but libnvidia-ml.so.1 is not installed or not in this container"
@@ -67,7 +68,7 @@ def gpu_facts(ram_available: int, root: Path = Path("/"), library: Any = None) -
     answers: list[Answer] = []
 
     def ask() -> None:
-        answers.append(_ask(_Nvml(library), ram_available, root))
+        answers.append(_ask(Nvml(library), ram_available, root))
 
     thread = threading.Thread(target=ask, daemon=True, name="nvml")
     thread.start()
@@ -105,7 +106,8 @@ def visible(gpus: tuple[GpuFacts, ...], setting: str | None) -> tuple[GpuFacts, 
     return tuple(chosen)
 
 
-def _load() -> Any:
+def load_library() -> Any:
+    """The driver's library; None without one."""
     for name in LIBRARIES:
         try:
             return ctypes.CDLL(name)
@@ -114,7 +116,7 @@ def _load() -> Any:
     return None
 
 
-def _ask(nvml: _Nvml, ram_available: int, root: Path) -> Answer:
+def _ask(nvml: Nvml, ram_available: int, root: Path) -> Answer:
     code = nvml.call("nvmlInit_v2")
     if code:
         return Answer(error=nvml.reason(code))
@@ -130,7 +132,7 @@ def _ask(nvml: _Nvml, ram_available: int, root: Path) -> Answer:
         nvml.call("nvmlShutdown")
 
 
-def _gpu(nvml: _Nvml, index: int, ram_available: int, root: Path) -> GpuFacts | None:
+def _gpu(nvml: Nvml, index: int, ram_available: int, root: Path) -> GpuFacts | None:
     handle = c_void_p()
     if nvml.call("nvmlDeviceGetHandleByIndex_v2", c_uint(index), byref(handle)):
         return None
@@ -166,7 +168,7 @@ def _gpu(nvml: _Nvml, index: int, ram_available: int, root: Path) -> GpuFacts | 
     )
 
 
-def _bandwidth(nvml: _Nvml, handle: c_void_p, name: str) -> tuple[float, str]:
+def _bandwidth(nvml: Nvml, handle: c_void_p, name: str) -> tuple[float, str]:
     """Clock x bus width x 2 transfers; the table where the driver does not tell, or is off by more than a half."""
     clock, width = c_uint(), c_uint()
     nvml.call("nvmlDeviceGetMaxClockInfo", handle, c_uint(MEMORY_CLOCK), byref(clock))
@@ -178,7 +180,7 @@ def _bandwidth(nvml: _Nvml, handle: c_void_p, name: str) -> tuple[float, str]:
     return (known, "table") if known else (0.0, "unknown")
 
 
-def _throttle(nvml: _Nvml, handle: c_void_p) -> tuple[str, ...]:
+def _throttle(nvml: Nvml, handle: c_void_p) -> tuple[str, ...]:
     """Why the clocks are held down, in words."""
     bits = c_ulonglong()
     if nvml.call("nvmlDeviceGetCurrentClocksThrottleReasons", handle, byref(bits)):
@@ -186,7 +188,7 @@ def _throttle(nvml: _Nvml, handle: c_void_p) -> tuple[str, ...]:
     return tuple(dict.fromkeys(word for bit, word in THROTTLE if bits.value & bit))
 
 
-def _links(nvml: _Nvml, gpus: tuple[GpuFacts, ...]) -> tuple[GpuLink, ...]:
+def _links(nvml: Nvml, gpus: tuple[GpuFacts, ...]) -> tuple[GpuLink, ...]:
     """How each pair of GPUs is connected, and whether one may read the other's memory."""
     handles = [c_void_p() for _ in gpus]
     for gpu, handle in zip(gpus, handles, strict=True):
@@ -201,7 +203,7 @@ def _links(nvml: _Nvml, gpus: tuple[GpuFacts, ...]) -> tuple[GpuLink, ...]:
     return tuple(found)
 
 
-def _processes(nvml: _Nvml, handle: c_void_p, root: Path) -> tuple[GpuProcess, ...]:
+def _processes(nvml: Nvml, handle: c_void_p, root: Path) -> tuple[GpuProcess, ...]:
     found: dict[int, GpuProcess] = {}
     for kind in ("Compute", "Graphics"):
         count, held = c_uint(MAX_PROCESSES), (_Process * MAX_PROCESSES)()
@@ -209,15 +211,12 @@ def _processes(nvml: _Nvml, handle: c_void_p, root: Path) -> tuple[GpuProcess, .
             continue
         for entry in held[: min(count.value, MAX_PROCESSES)]:
             used = 0 if entry.used == 2**64 - 1 else int(entry.used)
-            try:
-                name = (root / f"proc/{entry.pid}/comm").read_text().strip()
-            except OSError:  # gone, or another container's
-                name = ""
+            name = read(root / f"proc/{entry.pid}/comm")  # "" where it is gone, or another container's
             found[int(entry.pid)] = GpuProcess(int(entry.pid), used, name)
     return tuple(sorted(found.values(), key=lambda p: -p.used_bytes))
 
 
-class _Nvml:
+class Nvml:
     """Calls by name; a function the library lacks answers like one that is not supported."""
 
     NOT_FOUND = 13

@@ -10,12 +10,14 @@ import shutil
 import sys
 from pathlib import Path
 
+from .procfs import read
+
 CONTAINERS = {"docker": "docker", "podman": "podman", "oci": "container", "lxc": "lxc", "systemd-nspawn": "nspawn"}
 
 
 def wsl_version(root: Path = Path("/")) -> int:
     """1 or 2 inside the Windows Subsystem for Linux, else 0."""
-    release = _text(root / "proc/sys/kernel/osrelease").lower()
+    release = read(root / "proc/sys/kernel/osrelease").lower()
     if "microsoft" not in release:
         return 0
     return 2 if "wsl2" in release or "microsoft-standard" in release else 1
@@ -29,10 +31,10 @@ def container(root: Path = Path("/")) -> str:
         return "docker"
     if (root / "run/.containerenv").exists():
         return "podman"
-    named = _text(root / "run/systemd/container").strip() or os.environ.get("container", "")  # noqa: SIM112
+    named = read(root / "run/systemd/container") or os.environ.get("container", "")  # noqa: SIM112
     if named and named != "wsl":
         return CONTAINERS.get(named, named)
-    groups = _text(root / "proc/1/cgroup")
+    groups = read(root / "proc/1/cgroup")
     found = re.search(r"/(docker|kubepods|lxc|libpod)", groups)
     return {"kubepods": "kubernetes", "libpod": "podman"}.get(found[1], found[1]) if found else ""
 
@@ -53,14 +55,7 @@ def torch_build() -> tuple[str, str]:
     found = importlib.util.find_spec("torch")
     if found is None or not found.submodule_search_locations:
         return "", ""
-    text = _text(Path(found.submodule_search_locations[0]) / "version.py")
+    text = read(Path(found.submodule_search_locations[0]) / "version.py")
     version = re.search(r"^__version__ *= *['\"]([^'\"]+)", text, re.MULTILINE)
     cuda = re.search(r"^cuda[^=\n]*= *['\"]([\d.]+)", text, re.MULTILINE)
     return (version[1] if version else ""), (cuda[1] if cuda else "")
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
