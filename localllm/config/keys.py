@@ -8,9 +8,25 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from localllm.errors import ConfigError
+from localllm.request import RANGES
 from localllm.testing import TEST_ONLY
 
-from .kinds import CODE_THEME, DEVICE, DURATION, FLAG, SIZE, TEXT, TEXTS, TOKENS, Kind, choice, number, or_auto, whole
+from .kinds import (
+    CODE_THEME,
+    DEVICE,
+    DURATION,
+    FLAG,
+    SIZE,
+    TEXT,
+    TEXTS,
+    TOKENS,
+    Kind,
+    choice,
+    number,
+    or_auto,
+    whole,
+    within,
+)
 
 Auto = Literal["auto"]
 PROJECT_FILE = ".localllm.toml"
@@ -39,6 +55,10 @@ ENVIRONMENT: Mapping[str, str] = MappingProxyType(
 
 def _key(kind: Kind, default: Any, meaning: str, name: str = "") -> Any:
     return field(default=default, metadata={"kind": kind, "meaning": meaning, "key": name})
+
+
+def _sampled(name: str) -> Any:
+    return _key(within(RANGES[name]), None, RANGES[name].about)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,16 +149,16 @@ class PullConfig:
 class SamplingConfig:
     """Unset keys are the model's own (generation_config.json or its GGUF metadata)."""
 
-    temperature: float | None = _key(number(0, 100), None, "0 is greedy")
-    top_k: int | None = _key(whole(0, 1 << 20), None, "0 is off")
-    top_p: float | None = _key(number(1e-9, 1), None, "1 is off")
-    min_p: float | None = _key(number(0, 1), None, "0 is off")
-    typical_p: float | None = _key(number(1e-9, 1), None, "1 is off")
-    repetition_penalty: float | None = _key(number(1e-3, 100), None, "1 is off")
-    presence_penalty: float | None = _key(number(-2, 2), None, "0 is off")
-    frequency_penalty: float | None = _key(number(-2, 2), None, "0 is off")
-    seed: int | None = _key(whole(0, 2**63 - 1), None, "same seed, same text")
-    max_tokens: int | None = _key(whole(1, 1 << 24), None, "unset: the rest of the context")
+    temperature: float | None = _sampled("temperature")
+    top_k: int | None = _sampled("top_k")
+    top_p: float | None = _sampled("top_p")
+    min_p: float | None = _sampled("min_p")
+    typical_p: float | None = _sampled("typical_p")
+    repetition_penalty: float | None = _sampled("repetition_penalty")
+    presence_penalty: float | None = _sampled("presence_penalty")
+    frequency_penalty: float | None = _sampled("frequency_penalty")
+    seed: int | None = _sampled("seed")
+    max_tokens: int | None = _sampled("max_tokens")
 
     def given(self) -> dict[str, float | int]:
         """The keys that are set, as arguments of `SamplingParams`."""

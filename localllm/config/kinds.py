@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from localllm.request import Range
+
 
 def as_text(value: Any) -> str:
     """A value as one types it: `true`, `a,b`, nothing for None."""
@@ -67,29 +69,33 @@ parse_seconds = _scaled({"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400})  # 90, 
 parse_tokens = _scaled({"": 1, "k": 1024})  # 4096, 8k -> tokens; ValueError
 
 
+def within(allowed: Range) -> Kind:
+    """A number of a range."""
+
+    def parse(value: Any) -> Any:
+        if isinstance(value, bool) or (allowed.whole and isinstance(value, float)):
+            raise ValueError
+        number = int(value) if allowed.whole else float(value)
+        if number not in allowed:
+            raise ValueError
+        return number
+
+    noun = "a whole number" if allowed.whole else "a number"
+    if allowed.open:
+        return Kind(f"{noun} over {allowed.low:g}, up to {allowed.high:g}", parse)
+    if allowed.whole and allowed.high >= 1 << 20:
+        return Kind(f"{noun} from {allowed.low}" if allowed.low > -(1 << 20) else noun, parse)
+    return Kind(f"{noun}, {allowed.low:g} to {allowed.high:g}", parse)
+
+
 def number(low: float, high: float) -> Kind:
     """A number with a fraction, within bounds."""
-
-    def parse(value: Any) -> float:
-        if isinstance(value, bool) or not low <= float(value) <= high:
-            raise ValueError
-        return float(value)
-
-    return Kind(
-        f"a number, {low:g} to {high:g}" if low == 0 or low > 1e-4 or low < 0 else f"a number over 0, up to {high:g}",
-        parse,
-    )
+    return within(Range(low, high, ""))
 
 
 def whole(low: int, high: int) -> Kind:
     """A whole number within bounds."""
-
-    def parse(value: Any) -> int:
-        if isinstance(value, (bool, float)) or not low <= int(value) <= high:
-            raise ValueError
-        return int(value)
-
-    return Kind(f"a whole number, {low} to {high}" if high < 1 << 20 else f"a whole number from {low}", parse)
+    return within(Range(low, high, "", whole=True))
 
 
 def _tokens(value: Any) -> int:
