@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from localllm.kernels import Weight
-from localllm.kernels.dequant import row_chunk
 
-from .packing import Codes, Groups, chunks, from_codes, pack_nibbles, unpack_stream
+from .packing import Codes, Groups, from_codes, unpack_stream
 from .stored import WeightReader, bad
 
 _COLUMN_SHIFTS = 4 * torch.tensor([0, 4, 1, 5, 2, 6, 3, 7], dtype=torch.int32)
@@ -46,12 +45,8 @@ def load_gemm(module: WeightReader, params: dict) -> Weight:
     zeros = None
     if params["zero_point"]:
         zeros = unpack_gemm(module.get("qzeros", ("I32",), (groups, n // 8))).t().contiguous()
-    qweight = torch.empty(n, k // 2, dtype=torch.uint8)
-    step = max(1, row_chunk(k) // 8)
-    for start in range(0, n // 8, step):
-        codes = unpack_gemm(words[:, start : start + step])  # [K, rows]
-        qweight[start * 8 : start * 8 + codes.shape[1]] = pack_nibbles(codes.t())
-    return Weight("int4g", module.shape, qweight, scales, zeros, group_size=size)
+    codes = Codes(4, lambda rows: unpack_gemm(words[:, rows.start // 8 : -(-rows.stop // 8)]).t(), multiple=8)
+    return from_codes(module, codes, Groups(scales, zeros, size, None))
 
 
 def load_gemv(module: WeightReader, params: dict) -> Weight:
@@ -79,11 +74,8 @@ def load_gemv_fast(module: WeightReader, params: dict) -> Weight:
     mins = None
     if params["zero_point"]:
         mins = _columns(module, "qzeros", module.scales("qzeros").t(), (n, groups))
-    qweight = torch.empty(n, k // 2, dtype=torch.uint8)
-    for rows in chunks(n, k, 4):
-        part = words[rows.start // 4 : rows.stop // 4]
-        qweight[rows] = pack_nibbles(unpack_gemv_fast(part))
-    return Weight("int4g", module.shape, qweight, scales, mins=mins, group_size=params["group_size"])
+    codes = Codes(4, lambda rows: unpack_gemv_fast(words[rows.start // 4 : rows.stop // 4]), multiple=4)
+    return from_codes(module, codes, Groups(scales, None, params["group_size"], None))._replace(mins=mins)
 
 
 def _columns(module: WeightReader, suffix: str, padded: Tensor, shape: tuple[int, int]) -> Tensor:

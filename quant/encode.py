@@ -49,7 +49,7 @@ class Target:
     def __post_init__(self) -> None:
         """Raises ValueError for a target or a group size that does not exist."""
         if self.name not in GROUP_SIZES:
-            raise ValueError(f"{self.name!r} is none of {', '.join(GROUP_SIZES)}")
+            raise ValueError(f"{self.name!r} must be one of {', '.join(GROUP_SIZES)}")
         allowed = GROUP_SIZES[self.name]
         if self.group_size == 0:
             object.__setattr__(self, "group_size", allowed[0])
@@ -62,7 +62,7 @@ class Target:
         if min(n, k) < SMALLEST:
             return f"{n} x {k} is small: under {SMALLEST}"
         if self.name not in ("int8", "fp8", "fp8-block") and (k % group or k % 8):
-            return f"{k} inputs are no multiple of {max(group, 8)}"
+            return f"{k} inputs are not a multiple of {max(group, 8)}"
         return None
 
 
@@ -83,7 +83,7 @@ class Fit(NamedTuple):
 
     scale: Tensor  # float32; what a code is multiplied with, rounded as it is stored
     zero: Tensor | None = None  # int4: the code of 0
-    stored: Tensor | None = None  # the scale as it is stored, where that is another number or type
+    stored: Tensor | None = None  # the scale as it is stored, where that is another number; E4M3 as its bytes
 
 
 def encode(weight: Tensor, target: Target, *, amax: float | None = None, hessian: Tensor | None = None) -> Weight:
@@ -105,7 +105,7 @@ def encode(weight: Tensor, target: Target, *, amax: float | None = None, hessian
     if target.name.startswith("fp8"):
         return _fp8(wide, target)
     if k % target.group_size or k % 2:
-        raise ValueError(f"{k} inputs are no multiple of {target.group_size}")
+        raise ValueError(f"{k} inputs are not a multiple of {target.group_size}")
     alpha = _alpha(wide, amax) if target.name == "nvfp4" else 1.0
     fit = _fitter(target, alpha)
     codes, fitted = _carried(wide, hessian, target, fit) if hessian is not None else _nearest(wide, target, fit)
@@ -116,6 +116,7 @@ def encode(weight: Tensor, target: Target, *, amax: float | None = None, hessian
         return Weight("fp4g32", shape, packed, scales, group_size=group)
     if target.name == "nvfp4":
         per_row = torch.full((n,), alpha, dtype=torch.float32, device=weight.device)
+        scales = scales.view(torch.float8_e4m3fn)
         return Weight("fp4g16", shape, packed, scales, global_scale=per_row, group_size=group)
     zeros = None if fitted.zero is None else fitted.zero.squeeze(-1).to(torch.uint8)
     return Weight("int4g", shape, packed, scales, zeros, group_size=group)
@@ -209,14 +210,8 @@ def _error(groups: Tensor, fit: Fit, target: Target, importance: Tensor | None) 
 
 
 def _better(old: Fit, new: Fit, wins: Tensor) -> Fit:
-    def pick(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-        return None if a is None or b is None else torch.where(wins, b, a)
-
-    scale = torch.where(wins, new.scale, old.scale)
-    if old.stored is None or new.stored is None:
-        return Fit(scale, pick(old.zero, new.zero))
-    bits = torch.where(wins, new.stored.view(torch.uint8), old.stored.view(torch.uint8))  # `where` knows no float8
-    return Fit(scale, pick(old.zero, new.zero), bits.view(old.stored.dtype))
+    pairs = zip(old, new, strict=True)
+    return Fit(*(None if a is None or b is None else torch.where(wins, b, a) for a, b in pairs))  # type: ignore[arg-type]
 
 
 def _best(groups: Tensor, fits: list[Fit], target: Target, importance: Tensor | None) -> Fit:
@@ -248,7 +243,7 @@ def _fit_nvfp4(groups: Tensor, importance: Tensor | None, alpha: float) -> Fit:
     fits = []
     for top in (6.0, 4.0):
         stored = (size / (top * alpha)).clamp(2.0**-9, E4M3_MAX).to(torch.float8_e4m3fn)
-        fits.append(Fit(stored.float() * alpha, None, stored))
+        fits.append(Fit(stored.float() * alpha, None, stored.view(torch.uint8)))
     return _best(groups, fits, Target("nvfp4"), importance)
 
 
@@ -288,17 +283,8 @@ def _carried(wide: Tensor, hessian: Tensor, target: Target, fit: Fitter) -> tupl
             lost[:, column - start : column - start + 1] = error
         left[:, end:] -= lost @ upper[start:end, end:]
 
-    def stacked(parts: list[Tensor | None]) -> Tensor | None:
-        found = [part for part in parts if part is not None]
-        if not found:
-            return None
-        if found[0].dtype is torch.float8_e4m3fn:
-            return torch.stack([part.view(torch.uint8) for part in found], 1).view(torch.float8_e4m3fn)
-        return torch.stack(found, 1)
-
-    scale = stacked([part.scale for part in fits])
-    assert scale is not None
-    return codes, Fit(scale, stacked([part.zero for part in fits]), stacked([part.stored for part in fits]))
+    stacked = [None if parts[0] is None else torch.stack(parts, 1) for parts in zip(*fits, strict=True)]
+    return codes, Fit(*stacked)  # type: ignore[arg-type]
 
 
 def _inverse_root(hessian: Tensor) -> tuple[Tensor, Tensor]:
