@@ -37,7 +37,6 @@ class Observed:
         self.total: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Pass x [num_tokens, K] on."""
         wide = x.float()
         product = wide.T @ wide
         self.total = product if self.total is None else self.total.add_(product)

@@ -119,11 +119,9 @@ class KVCache:
         return self._ordered
 
     def layer(self, layer: int) -> KVPages:
-        """What a layer keeps."""
         return self._layers[layer]
 
     def group_of(self, layer: int) -> int:
-        """Index of the group a layer belongs to."""
         return self._group_of[layer]
 
     @property

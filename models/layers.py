@@ -8,25 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from localllm.kernels.embedding import Embedding
-from localllm.kernels.layer_weights import (
-    AttentionWeights,
-    HeadWeights,
-    Linear,
-    LinearPart,
-    MlpWeights,
-    Norm,
-)
+from localllm.kernels.layer_weights import AttentionWeights, HeadWeights, Linear, LinearPart, MlpWeights, Norm
 
-__all__ = [
-    "AttentionWeights",
-    "DecoderLayer",
-    "Embedding",
-    "HeadWeights",
-    "Linear",
-    "LinearPart",
-    "MlpWeights",
-    "Norm",
-]
+__all__ = ["AttentionWeights", "DecoderLayer", "Embedding", "HeadWeights", "Linear", "LinearPart", "MlpWeights", "Norm"]
 
 
 @dataclass(frozen=True, slots=True)

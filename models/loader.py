@@ -28,16 +28,7 @@ from .architectures import ModelFacts, OpenModel, RopeFacts
 from .architectures.facts import linear_shapes
 from .kv_cache import cache_groups
 from .kv_scales import read_kv_scales
-from .layers import (
-    AttentionWeights,
-    DecoderLayer,
-    Embedding,
-    HeadWeights,
-    Linear,
-    LinearPart,
-    MlpWeights,
-    Norm,
-)
+from .layers import AttentionWeights, DecoderLayer, Embedding, HeadWeights, Linear, LinearPart, MlpWeights, Norm
 from .model import Model
 from .samples import layer_samples, model_shapes, rotations
 
@@ -119,7 +110,6 @@ class Loading:
         self.done = 0
 
     def model(self) -> Model:
-        """Read everything, in the order of the layers."""
         facts, options = self.facts, self.options
         self._refuse_unknown_parts()
         shapes = model_shapes(facts, self.op_facts())
@@ -182,7 +172,6 @@ class Loading:
         return Embedding(weight_rows(weight), self.facts.embedding_scale, dtype, nbytes=weight.nbytes)
 
     def layer(self, index: int) -> DecoderLayer:
-        """Decoder layer `index`."""
         hidden, facts = self.facts.hidden_size, self.facts.layers[index]
         mixer, ffn, norms = facts.mixer, facts.ffn, facts.norms
         shapes = linear_shapes(facts, hidden)
@@ -270,7 +259,6 @@ class Loading:
         return weight._replace(**copies) if copies else weight  # type: ignore[attr-defined]
 
     def weight(self, name: str, shape: tuple[int, int]) -> Weight:
-        """A linear module's canonical weight."""
         stored_as = self.checkpoint.names.source(name)
         weight = self.moved(load_weight(self.checkpoint, stored_as, self.checkpoint.formats[stored_as], shape))
         self.count(stored_as + ".")
@@ -333,7 +321,6 @@ class Loading:
         return rope.RopeTable(inv_freq, facts.attention_factor, self.options.device)
 
     def count(self, prefix: str) -> None:
-        """Report the stored bytes of a module as done."""
         if self.options.progress is not None:
             tensors = self.checkpoint.tensors
             self.done += sum(tensors[name].nbytes for name in tensors if name.startswith(prefix))

@@ -26,7 +26,6 @@ class Parked:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held on the host."""
         return sum(host.nbytes() for _, host in self._pairs)
 
     def restore(self) -> None:

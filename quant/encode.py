@@ -47,7 +47,6 @@ class Target:
     scale_dtype: torch.dtype = torch.float32  # of the stored int4 and int8 scales
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a target or a group size that does not exist."""
         if self.name not in GROUP_SIZES:
             raise ValueError(f"{self.name!r} must be one of {', '.join(GROUP_SIZES)}")
         allowed = GROUP_SIZES[self.name]

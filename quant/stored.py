@@ -84,7 +84,6 @@ class WeightReader:
         return self.prefix + (suffix if suffix.startswith("_") else f".{suffix}")
 
     def has(self, suffix: str) -> bool:
-        """Whether the checkpoint stores this tensor."""
         return self.name(suffix) in self.ckpt.tensors
 
     def get(self, suffix: str, dtypes: Collection[str], shape: tuple[int, ...] | None = None) -> Tensor:
@@ -105,7 +104,6 @@ class WeightReader:
         return scales
 
     def scales(self, suffix: str, shape: tuple[int, ...] | None = None) -> Tensor:
-        """Floating-point scales, finite, in the file's dtype."""
         return self.finite(suffix, self.get(suffix, FLOATS, shape))
 
     def scalar(self, suffix: str) -> float:

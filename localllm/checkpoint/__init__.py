@@ -12,11 +12,4 @@ from .gguf_file import StringArray
 from .opening import open_checkpoint
 from .tensor_info import TensorInfo
 
-__all__ = [
-    "Checkpoint",
-    "StoredFormat",
-    "StringArray",
-    "TensorInfo",
-    "open_checkpoint",
-    "stored_formats",
-]
+__all__ = ["Checkpoint", "StoredFormat", "StringArray", "TensorInfo", "open_checkpoint", "stored_formats"]

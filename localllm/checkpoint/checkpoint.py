@@ -36,7 +36,6 @@ class Checkpoint:
         return self.files[info.file].view(info.offset, info.nbytes)
 
     def maps(self, address: int) -> bool:
-        """Whether a memory address lies in one of the mapped files."""
         return any(file.holds(address) for file in self.files.values())
 
     def forget(self, name: str) -> None:
@@ -46,7 +45,6 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        """Stored bytes of all tensors."""
         return sum(info.nbytes for info in self.tensors.values())
 
     def close(self) -> None:

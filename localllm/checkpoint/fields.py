@@ -35,7 +35,6 @@ class Fields:
         return self.values.get(self.prefix + key)
 
     def fail(self, key: str, what: str) -> BadModelFile:
-        """The error for `key`."""
         return bad(self.path, what, key=self.prefix + key)
 
     def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
@@ -56,15 +55,12 @@ class Fields:
         return float(value)
 
     def optional_number(self, key: str, low: float, high: float) -> float | None:
-        """As `number`; None when absent."""
         return None if self.raw(key) is None else self.number(key, low, high)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """A bool."""
         return bool(self._typed(key, self.raw(key), default, (bool,), "true or false"))
 
     def text(self, key: str, default: str = "") -> str:
-        """A string."""
         return str(self._typed(key, self.raw(key), default, (str,), "text"))
 
     def _typed(self, key: str, value: Any, default: Any, kinds: tuple[type, ...], what: str) -> Any:

@@ -110,7 +110,6 @@ class MappedFile:
                 os.close(descriptor)
 
     def holds(self, address: int) -> bool:
-        """Whether a memory address lies in the map."""
         start = 0 if self.data is None else self.data.ctypes.data
         return start <= address < start + self.size and bool(start)
 

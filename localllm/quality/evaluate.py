@@ -143,7 +143,6 @@ class _Sums:
         self.kl: list[np.ndarray] = []
 
     def add(self, targets: np.ndarray, q: np.ndarray, p: np.ndarray | None) -> None:
-        """Some rows of `_rows`."""
         import numpy as np
 
         kept = np.arange(len(targets))

@@ -56,12 +56,10 @@ class Report:
 
     @property
     def mean_error(self) -> float:
-        """Over all modules."""
         return sum(self.errors.values()) / max(1, len(self.errors))
 
     @property
     def worst(self) -> tuple[str, float]:
-        """The module with the largest error."""
         return max(self.errors.items(), key=lambda item: item[1], default=("", 0.0))
 
 
@@ -168,7 +166,6 @@ class _Work:
         return layers
 
     def check_disk(self) -> None:
-        """Raise DoesNotFit unless the result fits on the disk."""
         needed = self.expected_bytes() - sum(f.stat().st_size for f in self.folder.glob("*.safetensors"))
         folder = next(parent for parent in (self.out, *self.out.parents) if parent.exists())
         free = shutil.disk_usage(folder).free
@@ -180,7 +177,6 @@ class _Work:
             )
 
     def expected_bytes(self) -> int:
-        """Bytes of the result, a little too many."""
         tensors = self.checkpoint.tensors
         bits = {"int4": 4.7, "int4-sym": 4.6, "nvfp4": 4.6, "mxfp4": 4.3}.get(self.target.name, 8.2)
         names = [f"{name}.weight" for layer in self.modules for name in layer.values()]
@@ -393,7 +389,6 @@ def _final_name(row: dict[str, Any], state: dict[str, Any]) -> str:
 
 @contextmanager
 def _disk(folder: Path) -> Iterator[None]:
-    """Turns a full disk into DoesNotFit."""
     try:
         yield
     except Exception as error:

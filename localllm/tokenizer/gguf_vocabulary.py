@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6  # values of tokenizer.ggml.token_type
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # values of tokenizer.ggml.token_type
 
 _REFUSED = {"t5": "unigram", "bert": "WordPiece", "rwkv": "RWKV", "plamo2": "PLaMo 2", "none": "no vocabulary"}
 _ID_KEYS = "bos eos eot eom unknown seperator padding mask fim_pre fim_suf fim_mid fim_pad fim_rep fim_sep"
@@ -80,9 +80,7 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
         raise BadModelFile("a SentencePiece vocabulary without scores (tokenizer.ggml.scores)")
     for name, values in (("token_type", types), ("scores", scores)):
         if len(values) not in (0, len(tokens)):
-            raise BadModelFile(
-                f"tokenizer.ggml.{name} has {len(values):,} entries for {len(tokens):,} tokens",
-            )
+            raise BadModelFile(f"tokenizer.ggml.{name} has {len(values):,} entries for {len(tokens):,} tokens")
     pre = _pre_name(metadata, model, len(tokens))
     ids = _special_ids(metadata, len(tokens))
     if model == "llama" and len(tokens) > 2:
@@ -321,9 +319,7 @@ def _special_ids(metadata: Mapping[str, Any], num_tokens: int) -> dict[str, int]
         if index in (-1, 0xFFFFFFFF):  # how converters write "none"
             continue
         if not 0 <= index < num_tokens:
-            raise BadModelFile(
-                f"tokenizer.ggml.{name}_token_id is {index:,}, the vocabulary has {num_tokens:,} tokens",
-            )
+            raise BadModelFile(f"tokenizer.ggml.{name}_token_id is {index:,}, the vocabulary has {num_tokens:,} tokens")
         found[name] = index
     return found
 

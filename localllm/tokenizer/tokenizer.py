@@ -54,7 +54,6 @@ class ControlText:
         self._heads = {text[:size] for text in self.ids for size in range(1, len(text))}
 
     def find(self, text: str) -> list[tuple[int, int, int]]:
-        """Every (begin, end, token id), in order, none overlapping."""
         found: list[tuple[int, int, int]] = []
         done = 0
         for match in self._first.finditer(text) if self._first else ():
@@ -94,16 +93,12 @@ class Tokenizer:
         self.special_ids = frozenset(index for index, token in self._added.items() if token.special)
         self.eos_token_ids = parts.eos_token_ids  # every token that ends a turn or a text
         self.named_tokens = dict(parts.named_tokens)  # bos_token, eos_token, ... -> text: what chat templates see
-        self.bos_token_id = self._named("bos_token")
-        self.unk_token_id = self._named("unk_token")
-        self.pad_token_id = self._named("pad_token")
+        bos = self.named_tokens.get("bos_token")
+        self.bos_token_id = None if bos is None else self.token_to_id(bos)
         # the model expects the BOS token before every text
         self.add_bos = parts.add_bos and self.bos_token_id is not None
         self.chat_template = parts.chat_template
         self.chat_templates = dict(parts.chat_templates)  # named templates besides, such as "tool_use"
-
-    def _named(self, name: str) -> int | None:
-        return self.token_to_id(self.named_tokens[name]) if name in self.named_tokens else None
 
     # --- vocabulary --------------------------------------------------------------------------------------------------
 
@@ -143,19 +138,8 @@ class Tokenizer:
         # a token with other characters was never byte-encoded
         return token.encode() if None in data else bytes([byte for byte in data if byte is not None])
 
-    @property
-    def bos_token(self) -> str | None:
-        """The text of the BOS token."""
-        return self.named_tokens.get("bos_token")
-
-    @property
-    def eos_token(self) -> str | None:
-        """The text of the end token that the files name first."""
-        return self.named_tokens.get("eos_token")
-
     @cached_property
     def control_text(self) -> ControlText:
-        """Finds the texts of control tokens."""
         return ControlText({self._added[index].content: index for index in self.special_ids})
 
     @cached_property

@@ -33,5 +33,4 @@ class Architecture(ABC):
         """The same from GGUF metadata."""
 
     def names(self, checkpoint: Checkpoint) -> NameMap:
-        """What the checkpoint calls its modules."""
         return gguf_names() if checkpoint.kind == "gguf" else hf_names(checkpoint.tensors)

@@ -73,7 +73,6 @@ class Config(ABC):
         return Attention(self.num_heads, self.num_kv_heads, self.head_dim, rope, **values | changes)
 
     def dense(self, act: str = "silu") -> Dense:
-        """The feed-forward layer."""
         return Dense(self.size("inner", 1, MAX_HIDDEN * 4), act, self.stores("mlp.down_proj.bias"))
 
     def facts(self, layers: tuple[LayerFacts, ...], max_context: int, **changes: Any) -> ModelFacts:

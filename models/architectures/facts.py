@@ -105,7 +105,6 @@ class ModelFacts:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
         return len(self.layers)
 
     @property

@@ -22,12 +22,7 @@ from .names import NameMap
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _TEMPLATE = re.compile(rb'"chat_template"\s*+:\s*+(?!null)')
-_SAMPLING = {
-    "temperature": (0.0, 100.0),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (1e-3, 100.0),
-}
+_SAMPLING = {"temperature": (0.0, 100.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (1e-3, 100.0)}
 
 
 class HfConfig(Config):

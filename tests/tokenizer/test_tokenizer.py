@@ -79,14 +79,18 @@ def test_lim_11_plain_text_has_no_control_tokens(real: tuple[str, Tokenizer]) ->
     assert tokenizer.special_ids.issuperset(tokenizer.encode("".join(texts), special=True))
 
 
+def named(tokenizer: Tokenizer) -> tuple[str, str]:
+    return tokenizer.named_tokens["bos_token"], tokenizer.named_tokens["eos_token"]
+
+
 def test_facts_of_the_real_models(real: tuple[str, Tokenizer]) -> None:
     name, tokenizer = real
     if name == "smollm2":
-        assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.add_bos) == ("<|im_start|>", "<|im_end|>", False)
+        assert (*named(tokenizer), tokenizer.add_bos) == ("<|im_start|>", "<|im_end|>", False)
         assert tokenizer.eos_token_ids == {0, 2}
         assert tokenizer.chat_template
     else:
-        assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.add_bos) == ("<bos>", "<eos>", True)
+        assert (*named(tokenizer), tokenizer.add_bos) == ("<bos>", "<eos>", True)
         assert tokenizer.eos_token_ids == {1, 106}  # not 212, </s>, which is an HTML tag there
         assert tokenizer.chat_template is None
     assert tokenizer.vocab_size == {"smollm2": 49152, "gemma3-270m": 262144}[name]
@@ -158,7 +162,7 @@ def shown(tokenizer: Tokenizer, ids: list[int]) -> list[str | None]:
 def test_spm_puts_a_space_before_text_and_takes_it_away() -> None:
     tokenizer = from_gguf(spm_metadata(WORDS))
     assert tokenizer.add_bos
-    assert (tokenizer.bos_token_id, tokenizer.unk_token_id) == (1, 0)
+    assert (tokenizer.bos_token_id, tokenizer.named_tokens["unk_token"]) == (1, "<unk>")
     assert shown(tokenizer, tokenizer.encode("hi")) == ["▁hi"]
     assert shown(tokenizer, tokenizer.encode("<s>hi</s>hi", special=True)) == ["<s>", "▁hi", "</s>", "▁hi"]
     ids = tokenizer.encode("hi hi")
@@ -384,7 +388,7 @@ def test_odd_but_harmless_vocabularies() -> None:
     metadata["tokenizer.ggml.token_type"] = np.array([*metadata["tokenizer.ggml.token_type"], 1, 1, 3], np.int32)
     tokenizer = from_gguf(metadata)
     assert tokenizer.eos_token_ids == {3}
-    assert tokenizer.pad_token_id is None
+    assert "pad_token" not in tokenizer.named_tokens
     assert tokenizer.decode(tokenizer.encode("ab a")) == "ab a"  # of two equal tokens the first counts
 
 
@@ -414,7 +418,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_folder_says_what_it_says(folder: Path) -> None:
     tokenizer = from_folder(folder)
-    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.add_bos) == ("<bos>", "<|eot_id|>", True)
+    assert (*named(tokenizer), tokenizer.add_bos) == ("<bos>", "<|eot_id|>", True)
     assert tokenizer.chat_template == "main"
     assert tokenizer.decode(tokenizer.encode("hi hi hi hi hi hi")) == "hi hi hi hi hi hi"  # no truncation
     assert tokenizer.bos_token_id not in tokenizer.encode("hi")

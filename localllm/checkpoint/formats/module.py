@@ -40,11 +40,9 @@ class StoredModule:
         self.config = model.quantization_config
 
     def get(self, suffix: str) -> TensorInfo | None:
-        """The tensor under `suffix`, if stored."""
         return self.tensors.get(suffix)
 
     def dtype(self, suffix: str) -> str:
-        """Its dtype; "" where it is not stored."""
         info = self.tensors.get(suffix)
         return info.dtype if info else ""
 
@@ -79,7 +77,6 @@ class StoredModule:
             raise self.bad(info.name, f"has shape {list(info.shape)}, {wanted} is expected")
 
     def one_number(self, suffix: str) -> None:
-        """Refuse `module.suffix` when it is not one number."""
         self.expect(suffix, (), (1,), (1, 1))
 
     def matrix(self, suffix: str) -> tuple[int, int]:
@@ -90,7 +87,6 @@ class StoredModule:
         return info.shape[0], info.shape[1]
 
     def bad(self, key: str, what: str) -> BadModelFile:
-        """The error for a damaged module."""
         return bad(next(iter(self.tensors.values())).file, what, key=key)
 
     def unsupported(self, what: str) -> UnsupportedFormat:
@@ -101,7 +97,6 @@ class StoredModule:
         return error
 
     def setting(self, *names: str) -> Any:
-        """The first of `names` in the quantization config."""
         return next((self.config[name] for name in names if self.config.get(name) is not None), None)
 
 
