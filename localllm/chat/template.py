@@ -279,7 +279,7 @@ def _checked(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any
         raise InvalidRequest("messages is empty: a chat needs at least one message", "send a message", param="messages")
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            what = f"messages[{number}] is no object with a role"
+            what = f"messages[{number}] is not an object with a role"
             raise InvalidRequest(what, 'send {"role": "user", "content": "..."}', param=f"messages[{number}]")
     return messages
 

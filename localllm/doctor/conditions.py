@@ -8,7 +8,7 @@ A table holds when all of its keys do. An empty table holds everywhere.
     memory_gib       pair: video memory of the largest card, from and up to
     gpus             at least so many cards
     unified          whether CPU and GPU share their memory
-    wsl, display     whether inside WSL; whether a screen hangs on a card
+    wsl, display     whether inside WSL; whether a display is attached to a card
     iommu            whether one is on
     package          any of these is installed: "vllm", "vllm<0.9"
     without          none of these is installed

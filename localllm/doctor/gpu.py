@@ -142,7 +142,7 @@ def gpu_power(survey: Survey) -> Check:
     """Whether a lowered power limit costs speed."""
     known = [(i, gpu) for i, gpu in enumerate(survey.machine.gpus) if gpu.power_limit_w and gpu.power_max_w]
     if not known:
-        return skip("not told by the driver" if survey.machine.gpus else NO_GPU)
+        return skip("the driver does not report it" if survey.machine.gpus else NO_GPU)
     number, gpu = min(known, key=lambda pair: pair[1].power_limit_w / pair[1].power_max_w)
     row = table_row(gpu.name)
     knee = row.knee_w if row else 0
@@ -188,7 +188,7 @@ def gpu_pcie(survey: Survey) -> Check:
     """Whether the card has all its lanes; the generation in use falls at rest and says nothing."""
     known = [(i, gpu) for i, gpu in enumerate(survey.machine.gpus) if gpu.pcie_width]
     if not known:
-        return skip("not told by the driver" if survey.machine.gpus else NO_GPU)
+        return skip("the driver does not report it" if survey.machine.gpus else NO_GPU)
     number, gpu = min(known, key=lambda pair: pair[1].pcie_width / max(pair[1].pcie_width_max, 1))
     which = f"GPU {number}: " if len(survey.machine.gpus) > 1 else ""
     generation = f"PCIe {gpu.pcie_gen_max}.0 " if gpu.pcie_gen_max else ""
@@ -249,9 +249,9 @@ def gpu_display(survey: Survey) -> Check:
     gpus = survey.machine.gpus
     told = [gpu for gpu in gpus if gpu.display is not None]
     if not told:
-        return skip("not told by the driver" if gpus else NO_GPU)
+        return skip("the driver does not report it" if gpus else NO_GPU)
     shown = [gpu for gpu in told if gpu.display]
     if not shown:
-        return ok("no screen hangs on it", display=False)
+        return ok("no display is attached", display=False)
     detail = "programs with windows take memory from it as they open: leave 1 GiB, or use the CPU's own graphics"
-    return ok(f"a screen hangs on {shown[0].name}", detail, display=True)
+    return ok(f"a display is attached to {shown[0].name}", detail, display=True)

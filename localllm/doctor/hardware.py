@@ -46,7 +46,7 @@ def cpu_governor(survey: Survey) -> Check:
     """Whether the operating system holds the clock down."""
     name, driver = survey.host.governor, survey.host.governor_driver
     if not name:
-        return skip("not told by the kernel")
+        return skip("the kernel does not report it")
     if name in ("powersave", "conservative") and driver not in SELF_REGULATING:
         title = f"{name}: the clock stays low"
         fix = "sudo cpupower frequency-set -g schedutil"

@@ -35,7 +35,7 @@ def wanted_capability(text: str | None, machine: MachineFacts) -> int:
     value = int(found[1] + found[2]) if found else 0
     if value not in CLASSES:
         known = ", ".join(f"sm_{c}" for c in CLASSES)
-        raise ConfigError(f"--kernels: {text!r} is none of cpu, {known}", "localllm doctor --kernels sm_90")
+        raise ConfigError(f"--kernels: {text!r} must be one of cpu, {known}", "localllm doctor --kernels sm_90")
     return value
 
 

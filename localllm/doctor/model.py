@@ -84,7 +84,7 @@ def _scales(checkpoint: Checkpoint) -> Iterator[Named]:
     if wrong:
         name, bad = next(iter(wrong.items()))
         more = f", so do {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        title = f"{name} holds {bad:,} values that are no numbers{more}"
+        title = f"{name} holds {bad:,} values that are not numbers{more}"
         yield "scales", fail(title, "loading refuses it", REPAIR, wrong=len(wrong))
     elif read:
         yield "scales", ok(f"{read:,} tensors of scales hold numbers only", tensors=read)

@@ -114,7 +114,7 @@ def asked_for(name: str, memory_bytes: int, gguf: bool, capability: int) -> Mode
         raise ModelNotFound(f"no {wanted} files of {name} are known", f"localllm doctor {other} {name}")
     if "/" not in name and not Path(name).expanduser().exists():
         raise ModelNotFound(
-            f"{shown(name)!r} is no file here, no name of the catalogue and no repository", "name it as org/repository"
+            f"{shown(name)!r} is not a file here, a name in the catalogue or a repository", "name it as org/repository"
         )
     return model_kind(name)
 

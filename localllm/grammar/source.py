@@ -115,7 +115,7 @@ def quoted(text: str) -> str:
 
 def _text(value: Any, what: str, most: int, param: str) -> str:
     if not isinstance(value, str) or not value:
-        raise _refuse(f"the {what} is no text, or empty", param)
+        raise _refuse(f"the {what} is not text, or is empty", param)
     if len(value) > most:
         raise _refuse(f"the {what} has {len(value):,} characters, the limit is {most:,}", param)
     try:

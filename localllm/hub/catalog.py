@@ -264,7 +264,7 @@ def choose(
     """Pick for an alias: of the newest generation with a fitting member, the largest model that is fast enough.
 
     Fast enough is 30 tokens per second on a GPU and 10 on a CPU, else 5, else anything. Of a model's files that fit the
-    one with the lowest `prefer` wins, then the first, which puts ready-made quantised ones before BF16. `limit` holds
+    one with the lowest `prefer` wins, then the first, which puts ready-made quantized ones before BF16. `limit` holds
     for a family's name, not for a model's own; `skip` names specs the hub did not have.
     Raises UnsupportedModel when this version runs no member, DoesNotFit when none fits or all that do are over the
     limit; both name the nearest one.
@@ -340,7 +340,7 @@ def _over_limit(alias: str, considered: Sequence[Considered], limit: DownloadLim
     others = ", ".join(dict.fromkeys(f"{c.candidate.spec}: {c.note}" for c in considered if c not in kept and c.note))
     return DoesNotFit(
         f"no {alias} is small enough to download: {name} is {gib(num_bytes, 1)}, the limit {limit}",
-        f"localllm pull {name} takes it all the same; localllm rm frees disk",
+        f"localllm pull {name} takes it anyway; localllm rm frees disk",
         why=others,
         context={"download_bytes": num_bytes, "limit_bytes": int(limit.num_bytes)},
     )

@@ -26,7 +26,7 @@ def judge_redirect(source: str, location: str, home: str) -> str:
         target = urljoin(source, location)
         new = origin_of(target)
     except ValueError as error:
-        raise DownloadError(f"{old[1]} redirects to {shown(location)!r}, which is no address", _CHECK) from error
+        raise DownloadError(f"{old[1]} redirects to {shown(location)!r}, which is not an address", _CHECK) from error
     problem = None
     if new[0] not in ("http", "https"):
         problem = f"to a {shown(new[0], 12)}: address"

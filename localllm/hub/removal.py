@@ -56,7 +56,7 @@ def _derived(name: str) -> list[local.Found]:
     part = parsed.base.rpartition("/")[2]
     found = [f for f in local.find_part(parsed._replace(base=part)) if f.derived]
     if not found:
-        raise ModelNotFound(f"nothing here was quantised from {shown(name)} by localllm", "localllm ls")
+        raise ModelNotFound(f"nothing here was quantized from {shown(name)} by localllm", "localllm ls")
     return found
 
 

@@ -171,7 +171,7 @@ def _by_name(parsed: ModelName, ask: _Ask) -> Resolved:
 def _as_path(text: str) -> Path | None:
     """The file or folder a name means, or None when it is no path."""
     if not text or "\0" in text or len(text) > 4096:
-        raise InvalidRequest(f"{shown(text, 40)!r} is no model name: 1 to 4096 characters", param="model")
+        raise InvalidRequest(f"{shown(text, 40)!r} is not a model name: it takes 1 to 4096 characters", param="model")
     explicit = text.startswith(("/", "./", "../", "~")) or text in (".", "..")
     explicit = explicit or text.lower().endswith((".gguf", ".safetensors"))
     try:

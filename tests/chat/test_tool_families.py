@@ -107,7 +107,10 @@ def test_the_verdict(family: Family, tokenizer: Tokenizer) -> None:
     assert (verdict.format, verdict.native) == (FAMILIES[name], FAMILIES[name] != "generic")
     assert rules.tool_format.name == FAMILIES[name]
     if name in LOSES_PREFIX:
-        assert verdict.line == "mistral format, cached prefix lost: the template writes a call otherwise than models do"
+        assert (
+            verdict.line
+            == "mistral format, cached prefix lost: the template writes a call differently from how models do"
+        )
         return
     assert verdict.keeps_prefix, verdict.note
     assert verdict.line == (

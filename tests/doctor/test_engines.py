@@ -234,7 +234,7 @@ def test_every_name_of_the_catalogue_becomes_a_repository_or_says_why_not(empty_
             commands.append(found.command)
         assert commands, name
     for unknown in ("qwne", "no-such-model:Q4_K_M"):
-        with pytest.raises(ModelNotFound, match="no repository"):
+        with pytest.raises(ModelNotFound, match="or a repository"):
             launch("vllm", unknown, survey)
 
 

@@ -66,7 +66,7 @@ def leaning_ids(tokenizer: Tokenizer) -> list[int]:
 def walk(
     compiler: Compiler, mask: TokenMask, seed: int, *, jumps: bool = True, most: int = 400
 ) -> tuple[list[int], bool]:
-    """Ids of a random answer, and whether it came to its end: it leans there, or strings would go on for ever."""
+    """Ids of a random answer, and whether it came to its end: it leans there, or strings would go on indefinitely."""
     rng, ids = random.Random(seed), []
     short, ends = leaning_ids(compiler._tokenizer), compiler.vocabulary.end_ids
     while not mask.is_done and len(ids) < most:

@@ -17,7 +17,7 @@ from .calls import fixed_values, is_text, quoted, tool_function
 from .formats import ToolFormat
 from .spelling import Spelling, text_before, text_pattern
 
-MAX_CALLS = 8  # in one answer: small models would go on for ever
+MAX_CALLS = 8  # in one answer: small models would go on indefinitely
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,7 @@ def _try(template: ChatTemplate, tokenizer: Tokenizer, tool_format: ToolFormat, 
     if not after.startswith(first):
         begins = _common(first, after)
         calls = _read(tool_format, after[begins:])
-        note = "the template writes the turn of a call otherwise than it asked for it"
+        note = "the template writes the turn of a call differently from how it asked for it"
         return verdict(note, _is_the_call(calls), answers)
     rest = after[len(first) :]
     calls = _read(tool_format, rest.split(_RESULT)[0])
@@ -113,7 +113,7 @@ def _try(template: ChatTemplate, tokenizer: Tokenizer, tool_format: ToolFormat, 
     if write_call(tool_format, _NAME, _ARGUMENTS) not in rest.split(_RESULT)[0].replace(
         "[TOOL_CALLS] [", "[TOOL_CALLS]["
     ):
-        return verdict("the template writes a call otherwise than models do", True, True)
+        return verdict("the template writes a call differently from how models do", True, True)
     if thinks and _THOUGHT not in after:
         return verdict("the template drops the reasoning before a call", True, True)
     keeps = after_ids[: len(first_ids)] == first_ids
