@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from localllm.cli.frame.command import Env
 from localllm.config import UserConfig
-from localllm.errors import BadModelFile, ModelNotFound
-from localllm.terminal import clean_line, gib
+from localllm.errors import BadModelFile, ConfigError, LocalLLMError, ModelNotFound
+from localllm.terminal import GIB, clean_line, gib
 
 from .session import fake_engine
 
@@ -37,17 +37,15 @@ def choose(env: Env, config: UserConfig, name: str | None) -> Choice:
     """
     if fake_engine():
         return Choice(name or "fake", name or "fake", quant="Q4_1")
-    wanted = name or config.model
-    resolved = resolve(env, config, wanted or _default(config))
+    wanted = known = name or config.model
+    if not wanted:
+        from localllm.llm.local_models import default_model
+
+        known = default_model(config.engine)
+    resolved = resolve(env, config, known)
     if resolved.path is None:
         agree(env, resolved, asked_for=bool(wanted))
     return choice_of(resolved)
-
-
-def _default(config: UserConfig) -> str:
-    from localllm.llm.local_models import default_model
-
-    return default_model(config.engine)
 
 
 def resolve(env: Env, config: UserConfig, name: str, *, refresh: bool = False) -> Resolved:
@@ -59,6 +57,14 @@ def resolve(env: Env, config: UserConfig, name: str, *, refresh: bool = False) -
     from localllm.plan.planner import Planner
 
     return fit.resolve(name, Planner.here(config.engine), offline=env.offline, config=config, refresh=refresh)
+
+
+def local(env: Env, config: UserConfig, name: str, kind: type[LocalLLMError] = ConfigError) -> Resolved:
+    """A model on this machine; `kind` is raised for one that is not here."""
+    resolved = resolve(env, config, name)
+    if resolved.path is None:
+        raise kind(f"{clean_line(resolved.name)} is not on this machine", f"localllm pull {clean_line(name)}")
+    return resolved
 
 
 def foreseen(env: Env, config: UserConfig, resolved: Resolved) -> Plan | None:
@@ -76,13 +82,9 @@ def fit_line(made: Plan | None) -> str:
     if made is None:
         return ""
     work = made.work_bytes + made.margin_bytes
-    terms = f"weights {_number(made.weight_bytes)} + KV {_number(made.kv_bytes)} + work {_number(work)}"
+    terms = f"weights {made.weight_bytes / GIB:.1f} + KV {made.kv_bytes / GIB:.1f} + work {work / GIB:.1f}"
     verdict = "" if made.fits else ": does not fit"
     return f"memory {terms} = {gib(made.need_bytes)} of {gib(made.have_bytes)} with {made.ctx:,} tokens{verdict}"
-
-
-def _number(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f}"
 
 
 @contextmanager

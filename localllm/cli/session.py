@@ -17,7 +17,7 @@ from localllm.request import Constraint, LoadProgress, OnProgress, SamplingParam
 from localllm.testing import only_in_tests
 
 if TYPE_CHECKING:
-    from localllm.config import EngineOptions, UserConfig
+    from localllm.config import UserConfig
 
 POLL_S = 0.02  # How often the queue of events is drained: below what a reader notices.
 
@@ -42,11 +42,6 @@ def fake_engine() -> bool:
 
 
 # --- a backend -------------------------------------------------------------------------------------------------------
-
-
-def engine_options(env: Env, config: UserConfig) -> EngineOptions:
-    """The engine's settings, with the flag that is none."""
-    return replace(config.engine, debug_invariants=env.debug_invariants)
 
 
 @dataclass
@@ -109,7 +104,7 @@ def make_backend(
         completes=completes,
         constraint=constraint,
         offline=env.offline,
-        options=engine_options(env, config),
+        options=config.engine,
     )
 
 

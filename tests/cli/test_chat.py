@@ -1,4 +1,4 @@
-"""`chat` without a full screen: piped, in lines, and never hanging: C14."""
+"""`chat` without a full screen: piped, in lines, and never hanging."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_piped_input_and_a_prompt_go_together(invoke: Invoke) -> None:
     assert invoke("chat", "fake", "second", stdin="first").stdout == "first\n\nsecond\n"
 
 
-def test_c14_nothing_on_stdin_exits_2(invoke: Invoke) -> None:
+def test_nothing_on_stdin_exits_2(invoke: Invoke) -> None:
     assert invoke("chat", "fake", stdin="").exit_code == 2
     assert process("chat", "fake").returncode == 2
 

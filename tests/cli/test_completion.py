@@ -1,4 +1,4 @@
-"""C16: what a shell completes, quickly and as Typer would."""
+"""What a shell completes, quickly and as Typer would."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ FISH |= {"_TYPER_COMPLETE_FISH_ACTION": "get-args"}
 
 
 @pytest.mark.parametrize("env", [BASH, ZSH, FISH], ids=["bash", "zsh", "fish"])
-def test_c16_a_shell_gets_what_typer_would_give(env: dict[str, str]) -> None:
+def test_a_shell_gets_what_typer_would_give(env: dict[str, str]) -> None:
     quick = process(env=env)
     assert quick.returncode == 0, quick.stderr
     command = [*LOCALLLM[:-1], "from localllm.cli.frame.program import main; main()"]

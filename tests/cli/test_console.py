@@ -24,7 +24,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_err_02_nothing_that_a_terminal_obeys_is_left() -> None:
+def test_nothing_that_a_terminal_obeys_is_left() -> None:
     bad = (
         "".join(map(chr, range(32))) + "\x7f" + "".join(map(chr, range(0x80, 0xA0))) + "\u202a\u202e\u2066\u2069\u200f"
     )
@@ -35,7 +35,7 @@ def test_err_02_nothing_that_a_terminal_obeys_is_left() -> None:
 
 @settings(max_examples=60)
 @given(st.lists(st.text(max_size=20), max_size=8))
-def test_err_02_pieces_are_cleaned_as_the_whole(pieces: list[str]) -> None:
+def test_pieces_are_cleaned_as_the_whole(pieces: list[str]) -> None:
     cleaner = Cleaner()
     assert "".join(cleaner.push(piece) for piece in pieces) == clean("".join(pieces))
 

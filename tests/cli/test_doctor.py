@@ -1,4 +1,4 @@
-"""`doctor` at the prompt: modes, schemas, exit codes, what it asks; C12 with test_models."""
+"""`doctor` at the prompt: modes, schemas, exit codes, what it asks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .conftest import LOCALLLM, Invoke, process, valid
 RTX, CPU = {"LOCALLLM_FAKE_HW": "rtx5090"}, {"LOCALLLM_FAKE_HW": "cpu"}
 
 
-def test_c12_every_finding_that_is_not_good_has_a_cure_and_no_torch_is_loaded(invoke: Invoke, empty_home: Path) -> None:
+def test_every_finding_that_is_not_good_has_a_cure_and_no_torch_is_loaded(invoke: Invoke, empty_home: Path) -> None:
     start = time.monotonic()
     run = process("doctor", "--json", env=RTX)
     assert time.monotonic() - start < 20, "the line is 2 s"

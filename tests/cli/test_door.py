@@ -1,4 +1,4 @@
-"""Help, names, options before and after, usage errors: C1 (with test_cold_start), C2, C3, C7, C16."""
+"""Help, names, options before and after, usage errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_no_arguments_is_help_and_success(invoke: Invoke) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_c2_every_command_explains_itself(invoke: Invoke, name: str) -> None:
+def test_every_command_explains_itself(invoke: Invoke, name: str) -> None:
     result = invoke(name, "-h")
     assert result.exit_code == 0
     assert "Examples" in result.stdout
@@ -51,7 +51,7 @@ def test_aliases(invoke: Invoke, alias: str, name: str) -> None:
     assert f"localllm {name}" in invoke(alias, "-h").stdout
 
 
-def test_c3_a_typo_is_answered_with_the_command(invoke: Invoke) -> None:
+def test_a_typo_is_answered_with_the_command(invoke: Invoke) -> None:
     result = invoke("cht")
     assert result.exit_code == 2
     assert "Did you mean chat" in result.stderr
@@ -84,7 +84,7 @@ def test_a_value_outside_its_range_names_the_range(invoke: Invoke) -> None:
     assert "0 to 100" in result.stderr
 
 
-def test_c2_the_reference_is_what_the_program_says(invoke: Invoke) -> None:
+def test_the_reference_is_what_the_program_says(invoke: Invoke) -> None:
     page = Path(__file__).parents[2] / "docs/cli.md"
     assert invoke("--reference").stdout == page.read_text(), "run `localllm --reference > docs/cli.md`"
 
@@ -121,7 +121,7 @@ def test_wrong_global_values_exit_2(invoke: Invoke, option: tuple[str, str]) -> 
 
 @pytest.mark.parametrize("env", [{"NO_COLOR": "1"}, {"TERM": "dumb"}, {}])
 @pytest.mark.parametrize("words", [("--help",), ("run", "-h"), ("ls",), ("doctor",), ("cht",), ("run", "fake", "hi")])
-def test_c7_no_escapes_without_colour(invoke: Invoke, words: tuple[str, ...], env: dict[str, str]) -> None:
+def test_no_escapes_without_colour(invoke: Invoke, words: tuple[str, ...], env: dict[str, str]) -> None:
     result = invoke(*words, env=env)
     assert "\x1b" not in result.output
 
@@ -161,7 +161,7 @@ def test_every_shipped_schema_is_a_schema() -> None:
         jsonschema.Draft202012Validator.check_schema(schema(name.removesuffix(".json")))
 
 
-def test_c16_completion_knows_commands_and_local_models(smollm2_path: Any) -> None:
+def test_completion_knows_commands_and_local_models(smollm2_path: Any) -> None:
     def complete(line: str) -> str:
         env = {"_LOCALLLM_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split(" ")) - 1)}
         return process(env=env).stdout.decode()
@@ -177,7 +177,6 @@ def test_c16_completion_knows_commands_and_local_models(smollm2_path: Any) -> No
 
 
 def test_closed_standard_streams_end_without_a_traceback() -> None:
-    """REL-24."""
     for closed in ("<&-", ">&-", "2>&-"):
         run = subprocess.run(
             ["bash", "-c", f'exec "$0" -P -c "$1" run fake hi {closed}', sys.executable, LOCALLLM[-1]],
@@ -190,7 +189,6 @@ def test_closed_standard_streams_end_without_a_traceback() -> None:
     "env", [{"LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, {"HOME": "/nowhere"}]
 )
 def test_odd_environments_end_without_a_traceback(env: dict[str, str]) -> None:
-    """REL-24."""
     for words in (("--help",), ("run", "fake", "é 日本語")):
         run = process(*words, env=env)
         assert run.returncode == 0, run.stderr

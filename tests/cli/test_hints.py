@@ -1,4 +1,4 @@
-"""Every command that a message tells a user to run can be run: it exists, and it knows the options named (C8)."""
+"""Every command that a message tells a user to run can be run: it exists, and it knows the options named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ls`, `show`, `rm`, `pull`, `plan`, `doctor` on real and broken files: C9, C12, C15, and exit 12."""
+"""`ls`, `show`, `rm`, `pull`, `plan` and `doctor` on real and broken files."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_name_that_is_not_here_is_not_fetched_unasked(invoke: Invoke, empty_ho
     assert result.exit_code == 3
 
 
-def test_c15_rm_asks_and_without_a_terminal_exits_2(invoke: Invoke, models: Path) -> None:
+def test_rm_asks_and_without_a_terminal_exits_2(invoke: Invoke, models: Path) -> None:
     result = invoke("rm", "smollm2")
     assert result.exit_code == 2
     assert "-y" in result.stderr
@@ -120,7 +120,7 @@ def test_plan(invoke: Invoke, models: Path) -> None:
     assert invoke("plan", "smollm2", "--ctx", "lots").exit_code == 2
 
 
-def test_c12_doctor(invoke: Invoke, empty_home: Path) -> None:
+def test_doctor(invoke: Invoke, empty_home: Path) -> None:
     result = invoke("doctor", "--json", env={"LOCALLLM_FAKE_HW": "rtx4090"})
     value = valid(result.stdout, "doctor-1")
     assert all(check["fix"] for check in value["checks"] if check["status"] in ("warn", "fail"))
@@ -215,7 +215,7 @@ def test_pull_codes(invoke: Invoke, hub: str) -> None:
     assert invoke("pull", NAME, "-y").exit_code == 4
 
 
-def test_c9_ctrl_c_pauses_and_the_same_command_resumes(hub: str) -> None:
+def test_ctrl_c_pauses_and_the_same_command_resumes(hub: str) -> None:
     _fault(hub, mode="slow", delay=0.02)
     env = dict(os.environ)
     child = subprocess.Popen(
@@ -251,7 +251,7 @@ def test_events_of_a_pull_fit_the_schema() -> None:
 # --- serve, where the port is taken ----------------------------------------------------------------------------------
 
 
-def test_c8_a_port_that_is_taken_exits_8_and_names_a_server_of_ours(
+def test_a_port_that_is_taken_exits_8_and_names_a_server_of_ours(
     invoke: Invoke, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import socket

@@ -1,4 +1,4 @@
-"""`plan`: C13; the table, the bar, cards that are not here, benches that calibrate."""
+"""`plan`: the table, the bar, cards that are not here, benches that calibrate."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_term_is_in_bytes_and_adds_up(invoke: Invoke, empty_home: Path) ->
 
 
 @pytest.mark.parametrize("hw", ["rtx3060", "rtx4090", "rtx5090", "h100", "gb10", "cpu"])
-def test_c13_the_recommended_row_is_what_pull_would_take(invoke: Invoke, empty_home: Path, hw: str) -> None:
+def test_the_recommended_row_is_what_pull_would_take(invoke: Invoke, empty_home: Path, hw: str) -> None:
     from localllm.device.fake import MACHINES
     from localllm.hub import catalog
     from localllm.plan import fit
@@ -147,7 +147,7 @@ def bench_file(home: Path, tps: float, **subject: Any) -> Path:
     return made
 
 
-def test_c13_a_bench_marks_its_model_and_corrects_the_others(invoke: Invoke, home: Path) -> None:
+def test_a_bench_marks_its_model_and_corrects_the_others(invoke: Invoke, home: Path) -> None:
     before = rows(invoke, "qwen3-4b", hw="cpu")[0]
     assert before["decode_tps"]["basis"] == "estimate"
     estimate = rows(invoke, "smollm2", hw="cpu")[0]["decode_tps"]["value"]

@@ -1,4 +1,4 @@
-"""`run`: what goes where, in which form, with which code: C4, C5, C6, C8, C10, ERR-02."""
+"""`run`: what goes where, in which form, with which code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_the_answer_alone_is_on_stdout(invoke: Invoke) -> None:
     assert "tok/s" in result.stderr
 
 
-def test_c4_json_is_valid_and_alone(invoke: Invoke) -> None:
+def test_json_is_valid_and_alone(invoke: Invoke) -> None:
     result = invoke("run", "fake", "hi", "--json", "--temp", "0.5", "--seed", "7", "--stop", "###")
     value = valid(result.stdout, "run-1")
     assert value["output"][0]["text"] == "hi"
@@ -32,13 +32,13 @@ def test_c4_json_is_valid_and_alone(invoke: Invoke) -> None:
     assert value["params"]["stop"] == ["###"]
 
 
-def test_c5_stdin_comes_first(invoke: Invoke) -> None:
+def test_stdin_comes_first(invoke: Invoke) -> None:
     assert invoke("run", "fake", "x", stdin="hi\n").stdout == "hi\n\nx\n"
     assert invoke("run", "fake", "-", stdin="only this\n").stdout == "only this\n"
 
 
 @pytest.mark.parametrize("words", [("-",), (), ("",), ("  ",)])
-def test_c5_nothing_to_say_exits_2(invoke: Invoke, words: tuple[str, ...]) -> None:
+def test_nothing_to_say_exits_2(invoke: Invoke, words: tuple[str, ...]) -> None:
     result = invoke("run", "fake", *words, stdin="")
     assert result.exit_code == 2
     assert "nothing to say" in result.stderr
@@ -81,7 +81,7 @@ def test_a_base_model_completes_text(invoke: Invoke) -> None:
     assert invoke("run", "fake-base", "Once upon a time").exit_code == 0
 
 
-def test_c10_stream_events(invoke: Invoke) -> None:
+def test_stream_events(invoke: Invoke) -> None:
     result = invoke("run", "fake-download", "one two", "--json", "--stream", "--progress", "none")
     lines = [json.loads(line) for line in result.stdout.splitlines()]
     for line in lines:
@@ -95,7 +95,7 @@ def test_c10_stream_events(invoke: Invoke) -> None:
     assert times == sorted(times)
 
 
-def test_c10_progress_json_is_on_stderr(invoke: Invoke) -> None:
+def test_progress_json_is_on_stderr(invoke: Invoke) -> None:
     result = invoke("run", "fake-download", "hi", "--progress", "json")
     lines = [json.loads(line) for line in result.stderr.splitlines()]
     for line in lines:
@@ -115,7 +115,7 @@ def test_c10_progress_json_is_on_stderr(invoke: Invoke) -> None:
         ("fake-crash", "x", 1, "E101"),
     ],
 )
-def test_c8_failures_have_codes_and_commands(invoke: Invoke, model: str, prompt: str, code: int, number: str) -> None:
+def test_failures_have_codes_and_commands(invoke: Invoke, model: str, prompt: str, code: int, number: str) -> None:
     result = invoke("run", model, prompt, "--json")
     assert result.exit_code == code
     assert f"[{number}]" in result.stderr
@@ -130,7 +130,7 @@ def test_c8_failures_have_codes_and_commands(invoke: Invoke, model: str, prompt:
                 assert invoke(*words[1:2], "-h").exit_code == 0
 
 
-def test_err_02_what_a_terminal_gets_is_harmless() -> None:
+def test_what_a_terminal_gets_is_harmless() -> None:
     """Run behind a real pseudo-terminal: none of the bytes the model sent may be obeyed."""
     import os
     import pty
@@ -157,7 +157,7 @@ def test_err_02_what_a_terminal_gets_is_harmless() -> None:
     assert "[red]literal[/red]" in text and "[link=file:///etc/passwd]" in text
 
 
-def test_err_02_a_pipe_gets_the_text_verbatim() -> None:
+def test_a_pipe_gets_the_text_verbatim() -> None:
     assert process("run", "fake", "!escape").stdout.decode() == HOSTILE + "\n"
 
 
@@ -165,7 +165,7 @@ def test_markdown_goes_through_a_pipe_untouched(invoke: Invoke) -> None:
     assert invoke("run", "fake", "!md").stdout == MARKDOWN
 
 
-def test_c6_a_closed_pipe_is_quiet() -> None:
+def test_a_closed_pipe_is_quiet() -> None:
     import os
 
     env = dict(os.environ) | {"LOCALLLM_ENGINE": "fake:tps=500:load=0"}

@@ -1,4 +1,4 @@
-"""`config`: C11."""
+"""`config`: what it shows, and what it changes."""
 
 from __future__ import annotations
 

@@ -37,8 +37,7 @@ def batch(
     """
     if fake_engine():
         raise ConfigError("the scripted engine has no server", "`unset LOCALLLM_ENGINE`")
-    engine.watch(env, exits=True)
-    config = env.settings(engine.settings() | {"engine.max_parallel": parallel})
+    config = engine.config(env, {"engine.max_parallel": parallel})
     from localllm.cli.commands.serve import here, new_pool, offered
     from localllm.server import Service, ServiceOptions
     from localllm.server.openai.batch import BatchCounts, Output, check, run_batch

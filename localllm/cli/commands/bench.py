@@ -18,7 +18,7 @@ from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.console import picked
 from localllm.cli.frame.options import LoadFlags, Model, one_of
 from localllm.cli.names import choose
-from localllm.cli.session import engine_options, fake_engine
+from localllm.cli.session import fake_engine
 from localllm.config.kinds import parse_tokens
 from localllm.errors import ConfigError
 from localllm.terminal import clean_line, gib
@@ -83,7 +83,7 @@ def bench(
     choice = choose(env, config, model)
     from localllm.cli.loading import load_llm
 
-    with load_llm(env, choice, engine_options(env, config)) as llm:
+    with load_llm(env, choice, config.engine) as llm:
         result = _measure(env, llm, options, against, peer_python, key_file)
         if trace is not None:
             from localllm.bench.trace import write_trace

@@ -76,11 +76,10 @@ def chat(
     Full-screen in a terminal; line mode with --plain, TERM=dumb, or when stderr is no terminal. With standard input
     piped, the whole input is one question and its answer is all that goes to stdout.
     """
-    engine.watch(env, exits=False)
-    flags = sampled.settings() | engine.settings() | {"ui.theme": theme, "ui.keys": keys}
+    flags = sampled.settings() | {"ui.theme": theme, "ui.keys": keys}
     flags |= {"ui.mouse": False if no_mouse else None, "ui.animations": False if no_animations else None}
     flags["chat.save"] = False if no_save else None
-    config = env.settings(flags)
+    config = engine.config(env, flags, exits=False)
     if list_keys:
         return _list_keys(env, config)
     first = " ".join(prompt or [])
@@ -103,25 +102,19 @@ def chat(
         from localllm.cli.web import serve_web
 
         return serve_web(env, start)
-    return open_chat(env, config, start, plain=plain)
-
-
-def home(env: Env) -> int:
-    """`localllm` without words in a terminal: chats to continue, models to start."""
-    config = env.settings({})
-    start = new_start(config, Sampling(config.sampling.given()), config.chat.system)
-    with noted(start):
-        return full_screen(env, config, start)
-
-
-def open_chat(env: Env, config: UserConfig, start: Start, *, plain: bool = False) -> int:
-    """In lines or full-screen, as the terminal allows; `localllm ps` shows it meanwhile."""
     with noted(start):
         if plain or dumb() or not env.console.err_tty:
             from localllm.cli.plain import talk
 
             return talk(env, config, start)
         return full_screen(env, config, start)
+
+
+def home(env: Env) -> int:
+    """`localllm` without words in a terminal: chats to continue, models to start."""
+    start = new_start(env.config, Sampling(env.config.sampling.given()), env.config.chat.system)
+    with noted(start):
+        return full_screen(env, env.config, start)
 
 
 def once(env: Env, config: UserConfig, model: str | None, first: str, system: str, sampling: Sampling) -> int:

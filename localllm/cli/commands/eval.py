@@ -12,13 +12,15 @@ from typer import Option
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.options import Model, read_text
 from localllm.cli.loading import watched
-from localllm.cli.names import resolve
-from localllm.cli.session import engine_options
-from localllm.errors import ConfigError
+from localllm.cli.names import local
 from localllm.terminal import clean_line
 
 if TYPE_CHECKING:
     from localllm.quality.evaluate import Quality
+
+
+# what was measured -> how it is written
+MEASURES = {"reference_perplexity": ".3f", "kl_mean": ".5f", "kl_p99": ".4f", "kl_p999": ".4f", "agreement": ".2%"}
 
 
 @command(
@@ -58,14 +60,6 @@ def _list(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()] or ["auto"]
 
 
-def local_path(env: Env, name: str) -> Path:
-    """The files of a model. Raises ConfigError when it is not on this machine."""
-    resolved = resolve(env, env.config, name)
-    if resolved.path is None:
-        raise ConfigError(f"{clean_line(resolved.name)} is not on this machine", f"localllm pull {clean_line(name)}")
-    return Path(resolved.path)
-
-
 def compare(
     env: Env, model: str, against: str | None, text: Path | None, tokens: int, quants: list[str], kvs: list[str]
 ) -> list[Quality]:
@@ -74,10 +68,10 @@ def compare(
     from localllm.quality.evaluate import WINDOW, evaluate, sample_text
 
     words = sample_text("evaluation") if text is None else read_text(text, "--text")
-    path = str(local_path(env, model))
-    base = str(local_path(env, against)) if against is not None else path
+    path = str(local(env, env.config, model).path)
+    base = str(local(env, env.config, against).path) if against is not None else path
     ctx = min(WINDOW + 1, *(_max_context(name) for name in (path, base)))
-    options = replace(engine_options(env, env.config), ctx=ctx, max_parallel=1)
+    options = replace(env.config.engine, ctx=ctx, max_parallel=1)
     # as stored, whatever fits better: what is measured against something smaller would look better than it is
     exact = replace(options, dtype="float32", kv="f32", quant="")
     progress = env.progress(clean_line(model))
@@ -85,6 +79,8 @@ def compare(
     def work(tell: Any, cancel: Any) -> list[Quality]:
         found = []
         load = partial(LLM, offline=env.offline, on_progress=tell, cancel=cancel)
+        name = text.name if text is not None else "sample"
+        measure = partial(evaluate, max_tokens=tokens, text_name=name, tell=tell, cancel=cancel)
         with load(base, exact) as reference:
             for quant in quants:
                 for kv in kvs:
@@ -92,18 +88,7 @@ def compare(
                     with load(path, replace(options, quant=stored, kv=kv)) as other:
                         other.name = clean_line(model)
                         reference.name = clean_line(against or f"{model}, exact")
-                        name = text.name if text is not None else "sample"
-                        found.append(
-                            evaluate(
-                                other,
-                                reference,
-                                words,
-                                max_tokens=tokens,
-                                text_name=name,
-                                tell=tell,
-                                cancel=cancel,
-                            )
-                        )
+                        found.append(measure(other, reference, words))
         return found
 
     return watched(progress, work)
@@ -120,16 +105,7 @@ def print_table(env: Env, found: list[Quality]) -> None:
     """The rows, for people."""
     columns = ("WEIGHTS", "KV", "PERPLEXITY", "REFERENCE", "KL MEAN", "P99", "P99.9", "SAME TOP TOKEN")
     rows = [
-        (
-            q.weights,
-            q.kv,
-            f"{q.perplexity:.3f}",
-            _number(q.reference_perplexity, "{:.3f}"),
-            _number(q.kl_mean, "{:.5f}"),
-            _number(q.kl_p99, "{:.4f}"),
-            _number(q.kl_p999, "{:.4f}"),
-            _number(q.agreement, "{:.2%}"),
-        )
+        (q.weights, q.kv, f"{q.perplexity:.3f}", *(_number(getattr(q, name), form) for name, form in MEASURES.items()))
         for q in found
     ]
     env.console.table(columns, rows, right=columns[2:])
@@ -139,4 +115,4 @@ def print_table(env: Env, found: list[Quality]) -> None:
 
 
 def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else form.format(value)
+    return "–" if value is None else format(value, form)

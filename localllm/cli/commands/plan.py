@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from localllm.cli.frame.command import Env, command
+from localllm.cli.frame.console import picked
 from localllm.cli.frame.options import Kv, model_argument
-from localllm.cli.names import opened, resolve
+from localllm.cli.names import local, opened
 from localllm.cli.plan_view import Row, Sheet, Subject, show
 from localllm.config import UserConfig
 from localllm.config.kinds import parse_bytes, parse_tokens
 from localllm.errors import ConfigError, LocalLLMError
-from localllm.terminal import clean_line
 
 if TYPE_CHECKING:
     from localllm.hub.catalog import DownloadLimit
@@ -140,7 +140,7 @@ def _subjects(
     for name in names:
         target = config.aliases.get(name, name)
         if catalog.members(target):
-            local = {model.name.casefold(): model.path for model in hub.list_local() if model.supported}
+            paths = {model.name.casefold(): model.path for model in hub.list_local() if model.supported}
             members = catalog.members(target)
             on_gpu = fit.device_kind(planner) == "cuda"
             runs = [c for c in members if not c.needs and (on_gpu or c.device != "gpu")]
@@ -148,28 +148,25 @@ def _subjects(
                 fits = fit.judge(planner, 2048)
                 free = catalog.memory_of(planner.machine).label
                 catalog.choose(target, fits, free_label=free)  # says why, and what instead
-            yield from _candidates(runs, name, local)
+            yield from _candidates(runs, name, paths)
             continue
-        resolved = resolve(env, config, name)
-        if resolved.path is None:
-            shown = clean_line(resolved.name)
-            raise ConfigError(f"{shown} is not on this machine", f"localllm pull {clean_line(name)}")
+        resolved = local(env, config, name)
         checkpoint = stack.enter_context(opened(resolved))
         found = checkpoint.facts
-        shown = resolved.path.name if resolved.kind == "path" else resolved.name
+        shown = checkpoint.path.name if resolved.kind == "path" else resolved.name
         yield Subject(
             resolved.name, shown, found.stored_format, found, True, base=not found.has_chat_template, asked=name,
             path=checkpoint.path,
         )  # fmt: skip
 
 
-def _candidates(members: Any, asked: str, local: Mapping[str, Path] | None = None) -> Iterator[Subject]:
+def _candidates(members: Any, asked: str, held: Mapping[str, Path] | None = None) -> Iterator[Subject]:
     from localllm.plan import fit
 
     for candidate in members:
         facts = fit.facts_of(candidate)
         if facts is not None:
-            path = (local or {}).get(candidate.spec.casefold())
+            path = (held or {}).get(candidate.spec.casefold())
             size = candidate.download_bytes if path is None else 0
             yield Subject(
                 candidate.spec, candidate.name, candidate.format, facts, path is not None, size, asked=asked, path=path
@@ -230,23 +227,17 @@ def _json(row: Row, star: bool) -> dict[str, Any]:
     from localllm.plan.quality import measured
 
     subject, made = row.subject, row.plan
-    base = {"model": subject.name, "quant": subject.quant, "local": subject.local, "recommended": star}
-    base |= {"download_bytes": subject.download_bytes, "fits": row.fits, "reason": row.reason or None}
+    base = picked(subject, "quant local download_bytes") | {"model": subject.name, "recommended": star}
+    base |= {"fits": row.fits, "reason": row.reason or None}
     base["alternatives"] = [{"cmd": command, "note": note} for command, note in row.fixes]
     if made is None:
         return base | {"ctx": row.wished, "reasons": []}
     return base | {
-        "device": made.device,
-        "ctx": made.ctx,
-        "kv": made.kv,
+        **picked(made, "device ctx kv need_bytes least_bytes have_bytes max_ctx"),
         "batch": made.max_parallel,
-        "need_bytes": made.need_bytes,
-        "least_bytes": made.least_bytes,
-        "have_bytes": made.have_bytes,
         "parts": made.parts(),
         "terms": made.terms(),
         "converted": made.quant or None,
-        "max_ctx": made.max_ctx,
         "decode_tps": {
             "value": round(made.decode_tps, 1),
             "at_full_ctx": round(made.decode_tps_full, 1),

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from localllm.cli.commands.eval import compare, local_path, print_table
+from localllm.cli.commands.eval import compare, print_table
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.options import Model, read_text
 from localllm.cli.loading import watched
+from localllm.cli.names import local
 from localllm.errors import ConfigError
 from localllm.terminal import clean_line, gib, seconds_short
 
@@ -49,7 +50,7 @@ def quantize(
     from localllm.quality.quantize import quantize as write
 
     console = env.console
-    source = local_path(env, model)
+    source = Path(str(local(env, env.config, model).path))
     target = _target(to, group)
     name = label(source).rpartition("/")[2].removesuffix(".safetensors")
     folder = (out or paths.models_dir() / f"{name}-{to}").expanduser()

@@ -80,8 +80,7 @@ def run(
 
     Standard input is put before the prompt. A base model, which has no chat template, continues the text instead.
     """
-    engine.watch(env, exits=True)
-    config = env.settings(sampled.settings() | engine.settings())
+    config = engine.config(env, sampled.settings())
     one_of("--truncate", truncate, TRUNCATE, "--truncate middle")
     language = extract_lang if extract_lang is not None else "" if extract else None
     if stream and language is not None:

@@ -15,7 +15,7 @@ from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.exits import leave_now
 from localllm.cli.frame.options import EngineFlags, Parallel, model_argument, one_of, read_text
 from localllm.cli.names import Choice, agree, choice_of, resolve
-from localllm.cli.session import engine_options, fake_engine
+from localllm.cli.session import fake_engine
 from localllm.errors import ConfigError, ModelNotFound, ServerError
 from localllm.terminal import clean_line, seconds_short
 
@@ -69,9 +69,8 @@ def serve(
     if fake_engine():
         raise ConfigError("the scripted engine has no server", "`unset LOCALLLM_ENGINE`")
     one_of("--log-format", log_format, ("text", "json"), "--log-format json")
-    engine.watch(env, exits=True)
     flags = {"server.host": host, "server.port": port, "engine.max_parallel": parallel, "engine.ttl": ttl}
-    config = env.settings(engine.settings() | flags, strict=True)  # a server runs as it was told, or not
+    config = engine.config(env, flags, strict=True)  # a server runs as it was told, or not
     from localllm import server
     from localllm.processes import new_token
 
@@ -179,7 +178,7 @@ def new_pool(env: Env, config: UserConfig, offers: Any, pinned: tuple[str, ...],
 
     on_progress, on_loaded = (life.on_progress, life.on_loaded) if life is not None else (None, None)
     options = PoolOptions(config.engine.ttl_s or None, pinned, on_progress, on_loaded)
-    return ModelPool(offers, HubLoader(engine_options(env, config)), machine, options)
+    return ModelPool(offers, HubLoader(config.engine), machine, options)
 
 
 def _log_requests(env: Env) -> logging.Handler:

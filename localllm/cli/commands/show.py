@@ -11,7 +11,7 @@ from localllm.cli.commands.ls import home_short, params_short
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.console import picked
 from localllm.cli.frame.options import Model
-from localllm.cli.names import opened, resolve
+from localllm.cli.names import local, opened
 from localllm.errors import LocalLLMError, ModelNotFound
 from localllm.plan.quality import note as quality_note
 from localllm.plan.quality import saved as saved_quality
@@ -32,10 +32,7 @@ def show(
 
     Reads headers only, so a damaged file is found in milliseconds (exit 12).
     """
-    resolved = resolve(env, env.config, model)
-    if resolved.path is None:
-        name = clean_line(resolved.name)
-        raise ModelNotFound(f"{name} is not on this machine", f"localllm pull {name}")
+    resolved = local(env, env.config, model, ModelNotFound)
     with opened(resolved) as checkpoint:
         if template:
             text = _template(checkpoint)

@@ -10,7 +10,6 @@ from typer import Option
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.options import Model, WindowFlags
 from localllm.cli.names import choose
-from localllm.cli.session import engine_options
 from localllm.terminal import clean_line
 
 
@@ -31,7 +30,7 @@ def tune(
     config = env.settings(window.settings())
     choice = choose(env, config, model)
     started = time.monotonic()
-    with load_llm(env, choice, engine_options(env, config)) as llm:
+    with load_llm(env, choice, config.engine) as llm:
         device = llm.plan.device
         tuned = llm.tune(
             seconds,

@@ -66,7 +66,6 @@ class Env:
             raise ConfigError(f"--color is {options.color!r}, it can be auto, always or never", "pass --color never")
         self.options = options
         self._warned = False
-        self.debug_invariants = False  # --debug-invariants of the commands that run a model
         self.console = Console(
             as_json=bool(options.json),
             quiet=bool(options.quiet),

@@ -7,14 +7,14 @@ from the settings (`localllm.config`). A command takes a group of options as one
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Argument, Option
 
 from localllm.cli.frame.command import Env
-from localllm.config import KEYS
+from localllm.config import KEYS, UserConfig
 from localllm.errors import ConfigError
 
 
@@ -82,13 +82,17 @@ class EngineFlags(LoadFlags):
         ),
     ] = False
 
-    def watch(self, env: Env, *, exits: bool) -> None:
-        """Obey --debug-invariants; `exits` ends the process when a check fails."""
-        env.debug_invariants = self.debug_invariants
+    def config(self, env: Env, more: dict[str, Any], *, strict: bool = False, exits: bool = True) -> UserConfig:
+        """The settings with these flags and `more`; `exits` ends the process when a check of --debug-invariants fails.
+
+        strict   as of `Env.settings`
+        """
         if self.debug_invariants and exits:
             from localllm.engine.invariant import exit_on_violation
 
             exit_on_violation()
+        config = env.settings(self.settings() | more, strict=strict)
+        return replace(config, engine=replace(config.engine, debug_invariants=self.debug_invariants))
 
 
 @dataclass(frozen=True)
