@@ -15,7 +15,7 @@ from localllm.terminal import clean_line
 if TYPE_CHECKING:
     from localllm.interface import ChatBackend
     from localllm.processes import Record
-    from localllm.server.background import Beside
+    from localllm.server.background import BackgroundServer
 
 LOOPBACK = "127.0.0.1"
 
@@ -28,7 +28,7 @@ class ChatEndpoint:
 
     def __init__(self, env: Env, config: UserConfig, backend: ChatBackend, record: Record | None) -> None:
         self._env, self._config, self._backend, self._record = env, config, backend, record
-        self._beside: Beside | None = None
+        self._beside: BackgroundServer | None = None
 
     @property
     def url(self) -> str:
@@ -49,7 +49,7 @@ class ChatEndpoint:
             raise ServerError("no model is loaded", "/model NAME")
         from localllm.cli.commands.serve import api_keys, taken_by_us
         from localllm.server import ServeOptions, ServiceOptions
-        from localllm.server.background import Beside
+        from localllm.server.background import BackgroundServer
 
         self.stop()
         settings = self._config.server
@@ -60,7 +60,7 @@ class ChatEndpoint:
         service = ServiceOptions(llm.plan.max_parallel, default_model=name)
         options = ServeOptions(host=LOOPBACK, port=wanted, api_keys=keys, origins=settings.cors, service=service)
         try:
-            self._beside = Beside(llm, (name,), options, self._ended)
+            self._beside = BackgroundServer(llm, (name,), options, self._ended)
         except ServerError as error:
             raise ServerError(taken_by_us(error, wanted).message, f"/serve {(wanted + 1) % 65536}") from error
         self._note(self._beside.url, name, keys[0] if keys else "")
@@ -73,7 +73,7 @@ class ChatEndpoint:
             beside.stop()
             self._note("", "", "")
 
-    def _ended(self, beside: Beside) -> None:
+    def _ended(self, beside: BackgroundServer) -> None:
         """It ended by itself: it is not to be found any more. What `stop` ends is noted there."""
         if beside is self._beside:
             self._note("", "", "")

@@ -10,33 +10,32 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from dataclasses import dataclass
 
 from .errors import ApiError
 
 MAX_CLIENTS = 4096  # clients whose last turn is remembered
 
 
+@dataclass(slots=True, eq=False)
 class Ticket:
-    """One request's place: reserved, then granted, then released. Releasing twice does nothing."""
+    """One request's place: reserved, then granted, then released. Releasing twice does nothing.
 
-    __slots__ = (
-        "_granted", "client", "cost", "deadline", "queue", "is_granted", "is_part", "is_released", "number", "priority",
-    )  # fmt: skip
+    cost      sequences the engine will run for it
+    deadline  on the monotonic clock
+    is_part   stands for one sequence of a request that holds the place
+    """
 
-    def __init__(
-        self, queue: Admission, client: str, priority: int, cost: int, deadline: float | None, number: int,
-        is_part: bool = False,
-    ) -> None:  # fmt: skip
-        self.queue = queue
-        self.client = client
-        self.priority = priority
-        self.cost = cost  # sequences the engine will run for it
-        self.deadline = deadline  # on the monotonic clock
-        self.number = number
-        self.is_part = is_part  # stands for one sequence of a request that holds the place
-        self.is_granted = False
-        self.is_released = False
-        self._granted: asyncio.Future[None] | None = None
+    queue: Admission
+    client: str
+    priority: int
+    cost: int
+    deadline: float | None
+    number: int
+    is_part: bool = False
+    is_granted: bool = False
+    is_released: bool = False
+    _granted: asyncio.Future[None] | None = None
 
     async def granted(self) -> None:
         """Wait for its turn. Raises ApiError 503 when the deadline comes first; the place is then given back."""

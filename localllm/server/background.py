@@ -11,7 +11,6 @@ from typing import Any
 
 from localllm.llm.llm import LLM
 
-from .app import AppOptions
 from .pool import ModelPool
 from .run import CUT_S, ServeOptions, bind, drain, make_server, url_of
 from .service import Service
@@ -21,11 +20,15 @@ log = logging.getLogger(__name__)
 STOP_S = 2 * CUT_S + 2  # for answers to be cut and connections to be closed
 
 
-class Beside:
+class BackgroundServer:
     """Serves one loaded model, which stays its owner's: stop this before the model is closed."""
 
     def __init__(
-        self, llm: LLM, names: Sequence[str], options: ServeOptions, ended: Callable[[Beside], None] = lambda _: None
+        self,
+        llm: LLM,
+        names: Sequence[str],
+        options: ServeOptions,
+        ended: Callable[[BackgroundServer], None] = lambda _: None,
     ) -> None:
         """Listen; what comes is answered from now on.
 
@@ -70,12 +73,12 @@ class Beside:
         finally:
             sock.close()
             self._pool.close(0)
-            self._ended(self)
+            if self._ended is not None:
+                self._ended(self)
 
     async def _serve(self, sock: socket.socket, options: ServeOptions) -> None:
         service = self._service = Service(self._pool, options.service)
-        how = AppOptions(options.is_local, options.api_keys, options.origins, log_format=options.log_format)
-        self._server = make_server(service, how)
+        self._server = make_server(service, options.app)
         try:
             await self._server.serve(sockets=[sock])
         finally:

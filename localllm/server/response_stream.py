@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Protocol
+from typing import Any
 
 from localllm.llm.outputs import OutputDelta, RequestOutput, ResponseStream
 from localllm.request import FinishReason
@@ -17,26 +18,22 @@ log = logging.getLogger(__name__)
 MAX_PENDING = 64  # deltas that wait for their reader before new ones are merged into them
 
 
-class Meter(Protocol):
-    """What counts deltas (`metrics.RequestMeter`)."""
-
-    def take(self, delta: OutputDelta) -> None:
-        """Called in the engine's thread for every delta, read or not"""
-
-
 class Listener:
     """What an engine's thread gives the deltas of one request to: counts them, and sends them to the event loop.
 
+    count    called for every delta, read or not
     streams  each at once; else all of an answer when it has ended
     """
 
-    def __init__(self, mailbox: Mailbox, stream: AsyncResponseStream, meter: Meter, *, streams: bool) -> None:
-        self._mailbox, self._stream, self._meter, self._streams = mailbox, stream, meter, streams
+    def __init__(
+        self, mailbox: Mailbox, stream: AsyncResponseStream, count: Callable[[OutputDelta], None], *, streams: bool
+    ) -> None:
+        self._mailbox, self._stream, self._count, self._streams = mailbox, stream, count, streams
         self._held: list[OutputDelta] = []
 
     def __call__(self, delta: OutputDelta) -> None:
         """Count one, and send it when it is time."""
-        self._meter.take(delta)
+        self._count(delta)
         if self._streams:
             self._mailbox.put(self._stream, [delta])
             return
@@ -211,6 +208,20 @@ async def rendered(
             chunks += render(number, delta)
         if chunks:
             yield b"".join(chunks)
+
+
+class Blocks:
+    """Which block of an answer a part belongs to: another begins when the kind of text changes, or the call."""
+
+    def __init__(self) -> None:
+        self._last: tuple[str, int] | None = None
+
+    def read(self, kind: str, text: str) -> tuple[bool, dict[str, Any]]:
+        """(whether another block begins, the part: a call's delta or {"text": text})"""
+        part: dict[str, Any] = json.loads(text) if kind == "tool_call" else {"text": text}
+        block = (kind, part.get("index", -1))
+        begins, self._last = block != self._last, block
+        return begins, part
 
 
 def keep(pending: list[OutputDelta], delta: OutputDelta) -> None:

@@ -52,9 +52,10 @@ class ServeOptions:
     service: ServiceOptions = ServiceOptions()
 
     @property
-    def is_local(self) -> bool:
-        """Whether only browsers and programs of this machine can reach it, by a local name."""
-        return self.unix is None and is_loopback(self.host)
+    def app(self) -> AppOptions:
+        """How callers are treated; only browsers and programs of this machine reach a loopback address."""
+        is_local = self.unix is None and is_loopback(self.host)
+        return AppOptions(is_local, self.api_keys, self.origins, log_format=self.log_format, token=self.token)
 
 
 class Hooks(Protocol):
@@ -171,10 +172,7 @@ def _more_files() -> None:
 async def _run(sock: socket.socket, pool: ModelPool, options: ServeOptions, hooks: Hooks) -> None:
     service = Service(pool, options.service)
     service.is_loading = bool(options.preload)
-    app_options = AppOptions(
-        options.is_local, options.api_keys, options.origins, log_format=options.log_format, token=options.token
-    )
-    server = make_server(service, app_options)
+    server = make_server(service, options.app)
     url = url_of(sock)
     running = asyncio.ensure_future(server.serve(sockets=[sock]))
     try:

@@ -8,9 +8,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from localllm.errors import LocalLLMError
 from localllm.request import LoadProgress, OnProgress
 
 if TYPE_CHECKING:
@@ -76,26 +75,11 @@ class State(StrEnum):
     ENDING = "ending"
 
 
-class Fit(Protocol):
-    """What the pool needs of a plan (`plan.planner.Plan`)."""
-
-    @property
-    def fits(self) -> bool:
-        """Whether the model can run so"""
-
-    @property
-    def ctx(self) -> int:
-        """Tokens of its window"""
-
-    def error(self, name: str) -> LocalLLMError:
-        """Why it does not fit"""
-
-
 class Loader(Protocol):
     """How models are planned and loaded; handed in by who knows the options."""
 
-    def plan(self, model: ServedModel, machine: MachineFacts) -> Fit:
-        """What would run, given these facts"""
+    def plan(self, model: ServedModel, machine: MachineFacts) -> Any:
+        """What would run, given these facts: a `plan.planner.Plan`"""
 
     def load(
         self,

@@ -271,7 +271,7 @@ class Service:
                 self.metrics, reservation.model.name, params, reservation.exchange, generates=asked.generates
             )
             stream = AsyncResponseStream(params.n, on_end)
-            listener = Listener(mailbox, stream, meter, streams=asked.streams)
+            listener = Listener(mailbox, stream, meter.take, streams=asked.streams)
             try:
                 started = reservation.llm.submit(prompt, params, priority=-asked.priority, listener=listener, **more)
             except BaseException:

@@ -17,10 +17,11 @@ from localllm.server.errors import renaming
 from localllm.server.openai.output import new_id
 from localllm.server.openai.reading import read_chat, read_conversation
 from localllm.server.reply import reply, unless_left
-from localllm.server.response_stream import rendered
+from localllm.server.response_stream import Blocks, rendered
 from localllm.server.service import Reservation, service_of
 from localllm.server.sse import StreamFormat, named
 
+KINDS = {"content": "text", "reasoning": "thinking"}  # what a block of text is called
 ANTHROPIC_EVENTS = StreamFormat(lambda error: named("error", error.anthropic_body))
 
 
@@ -85,10 +86,7 @@ class MessageRendering:
 
     def __init__(self, reservation: Reservation) -> None:
         self._reservation = reservation
-        self._index = -1
-        self._kind = ""
-        self._call = -1
-        self._called = False
+        self._blocks, self._index, self._called = Blocks(), -1, False
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         (one,) = outputs[0].completions
@@ -106,48 +104,32 @@ class MessageRendering:
             yield chunk
 
     def take(self, delta: OutputDelta) -> list[bytes]:
-        events = [event for kind, text in delta.parts for event in self._take(kind, text)]
+        events: list[bytes] = []
+        for kind, text in delta.parts:
+            begins, part = self._blocks.read(kind, text)
+            if begins:
+                events += [*self._close(), self._open(kind, part)]
+            if kind != "tool_call":
+                shown = {"type": f"{KINDS[kind]}_delta", KINDS[kind]: text}
+                events.append(self._event("content_block_delta", delta=shown))
+            elif part.get("arguments"):
+                shown = {"type": "input_json_delta", "partial_json": part["arguments"]}
+                events.append(self._event("content_block_delta", delta=shown))
         return [*events, *self._end(delta)] if delta.finish_reason is not None else events
 
-    def _take(self, kind: str, text: str) -> list[bytes]:
-        if kind == "tool_call":
-            return self._take_call(json.loads(text))
-        wanted = "text" if kind == "content" else "thinking"
-        events: list[bytes] = []
-        if self._kind != wanted:
-            events = [*self._close(), self._open(wanted, {"type": wanted, wanted: ""})]
-        return [*events, self._delta({"type": f"{wanted}_delta", wanted: text})]
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        return named(kind, {"type": kind, "index": self._index, **fields})
 
-    def _take_call(self, delta: dict[str, Any]) -> list[bytes]:
-        events: list[bytes] = []
-        if self._kind != "tool_use" or delta["index"] != self._call:
-            self._call, self._called = delta["index"], True
-            block: dict[str, Any] = {
-                "type": "tool_use",
-                "id": delta.get("id") or "",
-                "name": delta.get("name") or "",
-                "input": {},
-            }
-            events = [*self._close(), self._open("tool_use", block)]
-        if delta.get("arguments"):
-            events.append(self._delta({"type": "input_json_delta", "partial_json": delta["arguments"]}))
-        return events
-
-    def _open(self, kind: str, block: dict[str, Any]) -> bytes:
-        self._kind = kind
+    def _open(self, kind: str, call: dict[str, Any]) -> bytes:
         self._index += 1
-        return named(
-            "content_block_start", {"type": "content_block_start", "index": self._index, "content_block": block}
-        )
-
-    def _delta(self, delta: dict[str, Any]) -> bytes:
-        return named("content_block_delta", {"type": "content_block_delta", "index": self._index, "delta": delta})
+        if kind != "tool_call":
+            return self._event("content_block_start", content_block={"type": KINDS[kind], KINDS[kind]: ""})
+        self._called = True
+        named_call = {"id": call.get("id") or "", "name": call.get("name") or ""}
+        return self._event("content_block_start", content_block={"type": "tool_use", **named_call, "input": {}})
 
     def _close(self) -> list[bytes]:
-        if not self._kind:
-            return []
-        self._kind = ""
-        return [named("content_block_stop", {"type": "content_block_stop", "index": self._index})]
+        return [self._event("content_block_stop")] if self._index >= 0 else []
 
     def _end(self, last: OutputDelta) -> list[bytes]:
         reason, sequence = _stop(last.finish_reason, last.stop_reason, has_tool_calls=self._called)

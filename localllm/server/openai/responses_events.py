@@ -15,9 +15,8 @@ from localllm.request import FinishReason, TokenLogprob, Usage
 from localllm.server.errors import ApiError
 from localllm.server.openai.output import TokenNames, new_id
 from localllm.server.openai.responses_schemas import ResponsesRequest
+from localllm.server.response_stream import Blocks
 from localllm.server.sse import named
-
-Event = dict[str, Any]
 
 
 class Growing:
@@ -29,8 +28,7 @@ class Growing:
         self.id = new_id("resp_")
         self._created = int(time.time())
         self.output: list[dict[str, Any]] = []
-        self._open: dict[str, Any] | None = None  # the item that grows
-        self._call_index = -1
+        self._blocks = Blocks()
         self._logprobs: list[dict[str, Any]] = []
         self._status = "in_progress"
         self._reason: str | None = None
@@ -55,13 +53,17 @@ class Growing:
         events: list[bytes] = []
         logprobs = self._shown(delta.logprobs)
         for kind, text in delta.parts:
-            if kind == "tool_call":
-                events += self._take_call(json.loads(text))
-            else:
-                events += self._take_text(kind, text, logprobs if kind == "content" else [])
+            begins, part = self._blocks.read(kind, text)
+            if begins:
+                events += [*self._close(), *self._open(kind, part)]
+            if kind != "tool_call":
+                events.append(self._add(kind, text, logprobs))
                 logprobs = [] if kind == "content" else logprobs
-        if logprobs and self._open is not None and self._open["type"] == "message":
-            events += self._take_text("content", "", logprobs)
+            elif added := part.get("arguments"):
+                self.output[-1]["arguments"] += added
+                events.append(self._event("response.function_call_arguments.delta", **self._at(), delta=added))
+        if logprobs and self.output and self.output[-1]["type"] == "message":
+            events.append(self._add("content", "", logprobs))
         if delta.finish_reason is not None:
             events += self._finish(delta)
         return events
@@ -77,94 +79,57 @@ class Growing:
         return named(kind, {"type": kind, "sequence_number": self._number, **fields})
 
     def _at(self) -> dict[str, Any]:
-        assert self._open is not None
-        return {"item_id": self._open["id"], "output_index": len(self.output) - 1}
+        return {"item_id": self.output[-1]["id"], "output_index": len(self.output) - 1}
 
-    def _take_text(self, kind: str, text: str, logprobs: list[dict[str, Any]]) -> list[bytes]:
-        wanted = "message" if kind == "content" else "reasoning"
-        events: list[bytes] = []
-        if self._open is None or self._open["type"] != wanted:
-            events += [*self._close(), *self._open_item(wanted)]
-        assert self._open is not None
-        part = self._open["content"][0]
+    def _add(self, kind: str, text: str, logprobs: list[dict[str, Any]]) -> bytes:
+        part = self.output[-1]["content"][0]
         part["text"] += text
-        if wanted == "reasoning":
-            events.append(self._event("response.reasoning_text.delta", **self._at(), content_index=0, delta=text))
-        else:
+        more: dict[str, Any] = {}
+        if kind == "content":
             self._logprobs += logprobs
-            events.append(
-                self._event("response.output_text.delta", **self._at(), content_index=0, delta=text, logprobs=logprobs)
-            )
-        return events
+            more = {"logprobs": logprobs}
+        return self._event(f"response.{part['type']}.delta", **self._at(), content_index=0, delta=text, **more)
 
-    def _open_item(self, kind: str) -> list[bytes]:
-        if kind == "message":
-            item: dict[str, Any] = {
-                "type": "message",
-                "id": new_id("msg_"),
-                "status": "in_progress",
-                "role": "assistant",
-                "content": [],
-            }
-            part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        else:
-            item = {"type": "reasoning", "id": new_id("rs_"), "status": "in_progress", "summary": [], "content": []}
+    def _open(self, kind: str, call: dict[str, Any]) -> list[bytes]:
+        item: dict[str, Any] = {"type": "message", "id": new_id("msg_"), "role": "assistant", "content": []}
+        part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        if kind == "reasoning":
+            item = {"type": "reasoning", "id": new_id("rs_"), "summary": [], "content": []}
             part = {"type": "reasoning_text", "text": ""}
+        elif kind == "tool_call":
+            ids = {"id": new_id("fc_"), "call_id": call.get("id") or new_id("call_")}
+            item = {"type": "function_call", **ids, "name": call.get("name") or "", "arguments": ""}
+        item["status"] = "in_progress"
         self._logprobs = []
-        self._open = item
         self.output.append(item)
         added = self._event("response.output_item.added", output_index=len(self.output) - 1, item=item)
+        if kind == "tool_call":
+            return [added]
         item["content"] = [part]
         return [added, self._event("response.content_part.added", **self._at(), content_index=0, part=part)]
 
-    def _take_call(self, delta: dict[str, Any]) -> list[bytes]:
-        events: list[bytes] = []
-        if self._open is None or self._open["type"] != "function_call" or delta["index"] != self._call_index:
-            events += self._close()
-            self._call_index = delta["index"]
-            self._open = {
-                "type": "function_call", "id": new_id("fc_"), "call_id": delta.get("id") or new_id("call_"),
-                "name": delta.get("name") or "", "arguments": "", "status": "in_progress",
-            }  # fmt: skip
-            self.output.append(self._open)
-            events.append(self._event("response.output_item.added", output_index=len(self.output) - 1, item=self._open))
-        if text := delta.get("arguments"):
-            self._open["arguments"] += text
-            events.append(self._event("response.function_call_arguments.delta", **self._at(), delta=text))
-        return events
-
     def _close(self, status: str = "completed") -> list[bytes]:
-        item, events = self._open, []
-        if item is None:
+        if not self.output:
             return []
-        at = self._at()
+        item, at = self.output[-1], self._at()
         if item["type"] == "function_call":
-            events.append(
-                self._event(
-                    "response.function_call_arguments.done", **at, name=item["name"], arguments=item["arguments"]
-                )
-            )
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            events = [self._event("response.function_call_arguments.done", **at, **done)]
         else:
-            part = item["content"][0]
+            part, more = item["content"][0], {}
             if item["type"] == "message":
-                part["logprobs"] = self._logprobs
-                done = self._event(
-                    "response.output_text.done", **at, content_index=0, text=part["text"], logprobs=self._logprobs
-                )
-            else:
-                done = self._event("response.reasoning_text.done", **at, content_index=0, text=part["text"])
-            events += [done, self._event("response.content_part.done", **at, content_index=0, part=part)]
+                part["logprobs"] = more["logprobs"] = self._logprobs
+            text = self._event(f"response.{part['type']}.done", **at, content_index=0, text=part["text"], **more)
+            events = [text, self._event("response.content_part.done", **at, content_index=0, part=part)]
         item["status"] = status
-        events.append(self._event("response.output_item.done", output_index=at["output_index"], item=item))
-        self._open = None
-        return events
+        return [*events, self._event("response.output_item.done", output_index=at["output_index"], item=item)]
 
-    def _finish(self, delta: OutputDelta) -> list[bytes]:
-        cut = delta.finish_reason is FinishReason.LENGTH
-        self._usage = delta.usage
-        opened = [] if self.output else self._open_item("message")  # an answer without a word is an empty message
-        events = [*opened, *self._close("incomplete" if cut else "completed")]
+    def _finish(self, last: OutputDelta) -> list[bytes]:
+        cut = last.finish_reason is FinishReason.LENGTH
+        self._usage = last.usage
+        opened = [] if self.output else self._open("content", {})  # an answer without a word is an empty message
         self._status = "incomplete" if cut else "completed"
+        events = [*opened, *self._close(self._status)]
         self._reason = "max_output_tokens" if cut else None
         self._completed_at = None if cut else int(time.time())
         return [*events, self._event(f"response.{self._status}", response=self.json())]
