@@ -1,6 +1,6 @@
 """From loaded weights to an engine that keeps its plan: pages and graphs made, the plan profiled, tiles tuned.
 
-What turned out other than planned is told in words (`warnings`), for the run summary and the status lines.
+What turned out other than planned is said in `warnings`, for the run summary and the status lines.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Boot:
         self._model.forget_pages()
 
     def _hold(self) -> None:
-        self._held = None  # the pages of before go first
+        self._held = None  # the previous pages go first
         self._held = self._assemble()
         self._graphs_note = self._held.graphs_note
 
@@ -194,7 +194,7 @@ class Boot:
         if self._tunes_when_idle is not None:
             self._tunes_when_idle.cancel()
 
-    def tune(self, budget_s: float, told: Callable[[Tuned], None], stop: Callable[[], bool]) -> list[Tuned]:
+    def tune(self, budget_s: float, on_progress: Callable[[Tuned], None], stop: Callable[[], bool]) -> list[Tuned]:
         """Time the tiles of the shapes that were used, now; in the engine's thread, this one waits."""
         if self.plan.device == "cpu":
             return []
@@ -203,7 +203,7 @@ class Boot:
 
         def job(must_stop: Callable[[], bool]) -> bool:
             try:
-                found.extend(tuner().tune(gpu_seconds, budget_s, lambda: stop() or must_stop(), told))
+                found.extend(tuner().tune(gpu_seconds, budget_s, lambda: stop() or must_stop(), on_progress))
                 self._on_tuned(found)
             finally:
                 done.set()

@@ -232,7 +232,7 @@ class UserConfig:
     broken: str = ""  # why a settings file could not be read at all; it is among the warnings too
 
     def get(self, path: str) -> Any:
-        """The value of a key such as `engine.ctx` or `aliases.work`. Raises ConfigError for a name that is none."""
+        """The value of a key such as `engine.ctx` or `aliases.work`. Raises ConfigError for an unknown name."""
         table, _, name = path.partition(".")
         if table in TABLES and name:
             if name not in getattr(self, table):

@@ -50,9 +50,9 @@ def load_config(
     folder   where the project file is looked for; the working folder
     strict   a file that cannot be read is an error, not a warning: where the defaults would be less safe than it
 
-    Raises ConfigError for a wrong flag or variable, and for a file given by `path` that is unreadable or no TOML.
-    Unknown keys and wrong values in a file end up in `warnings`; so does the user's own file when it is unreadable or
-    no TOML (then `broken` says why), and the defaults hold.
+    Raises ConfigError for a wrong flag or variable, and for a file given by `path` that cannot be read or is not valid
+    TOML. Unknown keys and wrong values in a file end up in `warnings`; so does the user's own file when it cannot be
+    read (then `broken` says why), and the defaults hold.
     """
     if path is not None and not path.is_file():
         raise ConfigError(f"there is no settings file {path}", "leave --config out, or name a file that is there")
@@ -168,7 +168,7 @@ class _Loading:
             if leaf in ("system", "model") and isinstance(value, str):
                 own[leaf] = value
             elif key is None:
-                self.warnings.append(f"{origin[5:]}: {where}.{leaf} is not text, or no key of a preset; ignored")
+                self.warnings.append(f"{origin[5:]}: {where}.{leaf} is not text, or not a key of a preset; ignored")
             else:
                 try:
                     sampling[key.attribute] = replace(key, path=f"{where}.{leaf}").parse(value, origin)

@@ -50,7 +50,7 @@ def machine(*, measure: bool = False, root: Path = Path("/")) -> MachineFacts:
     else:
         cpu = replace(cpu, bandwidth=guessed_bandwidth(cpu))
     memory = memory_limits(root)
-    told = gpu_facts(memory.available_bytes, root)
+    driver = gpu_facts(memory.available_bytes, root)
     version, cuda = torch_build()
     return MachineFacts(
         cpu=cpu,
@@ -59,11 +59,11 @@ def machine(*, measure: bool = False, root: Path = Path("/")) -> MachineFacts:
         ram_limit=memory.limit,
         swap_total_bytes=memory.swap_total_bytes,
         swap_free_bytes=memory.swap_free_bytes,
-        gpus=told.gpus,
-        gpu_links=told.links,
-        gpu_error=told.error,
-        driver=told.driver,
-        driver_cuda=told.cuda,
+        gpus=driver.gpus,
+        gpu_links=driver.links,
+        gpu_error=driver.error,
+        driver=driver.driver,
+        driver_cuda=driver.cuda,
         torch_version=version,
         torch_cuda=cuda,
         compiler=compiler(),

@@ -190,9 +190,9 @@ _HOSTS: dict[str, dict[str, Any]] = {
 
 
 def fake_machine(name: str) -> MachineFacts:
-    """An invented machine by name; ConfigError for a name that is none."""
+    """An invented machine by name; ConfigError for an unknown name."""
     if name not in MACHINES:
-        raise ConfigError(f"LOCALLLM_FAKE_HW={name} is no known machine", f"use one of: {', '.join(MACHINES)}")
+        raise ConfigError(f"LOCALLLM_FAKE_HW={name} is not a known machine", f"use one of: {', '.join(MACHINES)}")
     return MACHINES[name]
 
 

@@ -93,7 +93,7 @@ def connect(url: str) -> tuple[float, str]:
     """(milliseconds to open a connection, "") or (0, why not). Nothing is sent."""
     parts = urlsplit(url)
     if not parts.hostname:
-        return 0.0, f"{url} is no address"
+        return 0.0, f"{url} is not an address"
     start = time.perf_counter()
     try:
         port = parts.port or (80 if parts.scheme == "http" else 443)

@@ -38,7 +38,7 @@ P2P = {
 
 
 class Answer(NamedTuple):
-    """What the driver told."""
+    """What the driver says."""
 
     gpus: tuple[GpuFacts, ...] = ()
     driver: str = ""
@@ -75,23 +75,23 @@ def gpu_facts(ram_available: int, root: Path = Path("/"), library: Any = None) -
     thread.join(DEADLINE_S)
     if not answers:
         return Answer(error=f"the driver did not answer within {DEADLINE_S:g} s")
-    told = answers[0]
-    shown = visible(told.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    return told._replace(gpus=shown, links=_renumbered(told, shown))
+    answer = answers[0]
+    shown = visible(answer.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return answer._replace(gpus=shown, links=_renumbered(answer, shown))
 
 
-def _renumbered(told: Answer, shown: tuple[GpuFacts, ...]) -> tuple[GpuLink, ...]:
+def _renumbered(answer: Answer, shown: tuple[GpuFacts, ...]) -> tuple[GpuLink, ...]:
     """The links between the GPUs that are left, by their places among them."""
-    place = {told.gpus.index(gpu): number for number, gpu in enumerate(shown)}
+    place = {answer.gpus.index(gpu): number for number, gpu in enumerate(shown)}
     return tuple(
         replace(link, first=place[link.first], second=place[link.second])
-        for link in told.links
+        for link in answer.links
         if link.first in place and link.second in place
     )
 
 
 def visible(gpus: tuple[GpuFacts, ...], setting: str | None) -> tuple[GpuFacts, ...]:
-    """What CUDA_VISIBLE_DEVICES leaves, in its order: indices or UUID prefixes, up to the first that is none."""
+    """What CUDA_VISIBLE_DEVICES leaves, in its order: indices or UUID prefixes, up to the first that is neither."""
     if setting is None:
         return gpus
     chosen: list[GpuFacts] = []
@@ -173,10 +173,10 @@ def _bandwidth(nvml: Nvml, handle: c_void_p, name: str) -> tuple[float, str]:
     clock, width = c_uint(), c_uint()
     nvml.call("nvmlDeviceGetMaxClockInfo", handle, c_uint(MEMORY_CLOCK), byref(clock))
     nvml.call("nvmlDeviceGetMemoryBusWidth", handle, byref(width))
-    told = clock.value * 1e6 * 2 * width.value / 8
+    speed = clock.value * 1e6 * 2 * width.value / 8
     known = table_bandwidth(name)
-    if told and (not known or 0.5 < told / known < 1.5):
-        return told, "driver"
+    if speed and (not known or 0.5 < speed / known < 1.5):
+        return speed, "driver"
     return (known, "table") if known else (0.0, "unknown")
 
 

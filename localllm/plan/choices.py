@@ -77,33 +77,31 @@ def _fetchable(local: list[ModelChoice], planner: Planner) -> Iterator[ModelChoi
             continue
         choice = fit.recommended(name, planner, made_before=plans)
         best = choice.best if choice else min(files, key=lambda file: file.download_bytes)
-        row = ModelChoice(
-            name, best.format, best.download_bytes, local=False, supported=True, max_ctx=best.context, fits=False,
-            params=best.params, active_params=best.active_params, license=best.license, have_bytes=free,
-            note="asks for its license first" if best.gated else best.title,
-        )  # fmt: skip
         # where nothing fits on the GPU, what it would need there: the CPU is not what the name would choose
         on_gpu = choice is None and fit.device_kind(planner) == "cuda"
-        made = fit.plan_of(best, planner.having(device="cuda") if on_gpu else planner)
-        yield row if made is None else _planned(row, made)
+        yield replace(_row(best, planner.having(device="cuda") if on_gpu else planner), name=name, reason="")
 
 
 def _forms(planner: Planner) -> dict[str, list[ModelChoice]]:
     """Every file of the catalogue that this version runs, by the plain name of its model."""
-    free = catalog.memory_of(planner.machine).free_bytes
     forms: dict[str, list[ModelChoice]] = {}
     for one in catalog.candidates():
-        if one.needs:
-            continue
-        made = fit.plan_of(one, planner)
-        row = ModelChoice(
-            one.spec, one.format, one.download_bytes, local=False, supported=True, max_ctx=one.context, fits=False,
-            params=one.params, active_params=one.active_params, license=one.license, have_bytes=free,
-            note="asks for its license first" if one.gated else one.title,
-            reason="runs on a GPU only" if made is None and one.device == "gpu" else "",
-        )  # fmt: skip
-        forms.setdefault(_plain(one.name), []).append(row if made is None else _planned(row, made))
+        if not one.needs:
+            forms.setdefault(_plain(one.name), []).append(_row(one, planner))
     return forms
+
+
+def _row(one: catalog.Candidate, planner: Planner) -> ModelChoice:
+    """A file of the catalogue."""
+    made = fit.plan_of(one, planner)
+    row = ModelChoice(
+        one.spec, one.format, one.download_bytes, local=False, supported=True, max_ctx=one.context, fits=False,
+        params=one.params, active_params=one.active_params, license=one.license,
+        have_bytes=catalog.memory_of(planner.machine).free_bytes,
+        note="asks for its license first" if one.gated else one.title,
+        reason="runs on a GPU only" if made is None and one.device == "gpu" else "",
+    )  # fmt: skip
+    return row if made is None else _planned(row, made)
 
 
 def _with_quants(row: ModelChoice, local: list[ModelChoice], forms: dict[str, list[ModelChoice]]) -> ModelChoice:

@@ -57,11 +57,11 @@ class PageGroup:
     needed: int  # pages one sequence takes at full context
 
 
-def graph_buckets(most: int) -> tuple[int, ...]:
-    """Batch sizes that decode steps are captured for: 1, 2, 4, 8, ... and `most` itself."""
+def graph_buckets(max_parallel: int) -> tuple[int, ...]:
+    """Batch sizes that decode steps are captured for: 1, 2, 4, 8, ... and `max_parallel` itself."""
     sizes = [1]
-    while sizes[-1] < most:
-        sizes.append(min(2 * sizes[-1], most))
+    while sizes[-1] < max_parallel:
+        sizes.append(min(2 * sizes[-1], max_parallel))
     return tuple(sizes)
 
 

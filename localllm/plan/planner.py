@@ -201,7 +201,7 @@ def _formats(facts: ModelFacts, planner: Planner, where: Placement) -> Iterator[
 
 
 def _quants(facts: ModelFacts, options: EngineOptions, gpu: GpuFacts | None) -> tuple[str, ...]:
-    """What linear layers become while loading, best first: plain weights may be quantised to fit."""
+    """What linear layers become while loading, best first: plain weights may be quantized to fit."""
     if options.quant not in ("auto", ""):
         return (options.quant,)
     if options.quant == "" or facts.stored_format not in DENSE_FORMATS:
