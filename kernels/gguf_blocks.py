@@ -45,15 +45,6 @@ def _planar(q: Tensor) -> Tensor:
     return torch.cat([q & 15, q >> 4], -1)
 
 
-def _bits(b: Tensor) -> Tensor:
-    return ((b.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=b.device)) & 1).flatten(-2)
-
-
-def _crumbs(q: Tensor) -> Tensor:
-    """[blocks, a, 1, c] bytes -> [blocks, a, 4, c] two-bit values, lowest bits first."""
-    return (q >> constant((0, 2, 4, 6), torch.uint8, q.device).view(1, 1, 4, 1)) & 3
-
-
 def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A table that stays on the device: making it anew would be a copy from the host, which no CUDA graph can hold."""
     # -0.0 and 0.0 are equal and have one hash: the tables of E2M1 and of GGUF's FP4, which differ in that, would be one
@@ -90,22 +81,8 @@ def _q4_1(b: Tensor) -> Tensor:
     return _f16(b[:, :2]) * _planar(b[:, 4:]).float() + _f16(b[:, 2:4])
 
 
-def _q5_0(b: Tensor) -> Tensor:
-    q = _planar(b[:, 6:]) | (_bits(b[:, 2:6]) << 4)
-    return _f16(b[:, :2]) * (q.float() - 16)
-
-
-def _q5_1(b: Tensor) -> Tensor:
-    q = _planar(b[:, 8:]) | (_bits(b[:, 4:8]) << 4)
-    return _f16(b[:, :2]) * q.float() + _f16(b[:, 2:4])
-
-
 def _q8_0(b: Tensor) -> Tensor:
     return _f16(b[:, :2]) * _i8(b[:, 2:])
-
-
-def _iq4_nl(b: Tensor) -> Tensor:
-    return _f16(b[:, :2]) * _lookup(IQ4, _planar(b[:, 2:]))
 
 
 def _mxfp4(b: Tensor) -> Tensor:
@@ -124,70 +101,124 @@ def _nvfp4(b: Tensor) -> Tensor:
     return (_ue4m3(b[:, :4]).unsqueeze(-1) * _lookup(_GGUF_E2M1, q)).flatten(1)
 
 
-def _k4_scales(s: Tensor) -> tuple[Tensor, Tensor]:
+class Parts(NamedTuple):
+    """Some blocks taken apart, without their codes.
+
+    scales, mins        [..., groups of a block]: float16, int8, or uint8 (of both nibbles where `has_nibbles`)
+    supers, super_mins  float16 [..., 1]: what multiplies them
+    """
+
+    scales: Tensor
+    mins: Tensor | None = None
+    supers: Tensor | None = None
+    super_mins: Tensor | None = None
+
+
+class Split(NamedTuple):
+    """How blocks u8 [..., block_bytes] come apart: value = scale * (code - zero) + min, or scale * table[code] + min.
+
+    codes  u8 [..., block_elems]
+    """
+
+    codes: Callable[[Tensor], Tensor]
+    parts: Callable[[Tensor], Parts]
+    zero: int = 0
+    table: tuple[int, ...] = ()
+
+
+def _shifts(count: int, step: int, like: Tensor) -> Tensor:
+    return torch.arange(0, count * step, step, dtype=torch.uint8, device=like.device)
+
+
+def _half(b: Tensor, offset: int) -> Tensor:
+    """float16 [..., 1] at a byte offset in each block."""
+    return b[..., offset : offset + 2].contiguous().view(torch.float16)
+
+
+def _bits(b: Tensor) -> Tensor:
+    """Every bit of the bytes, the lowest first."""
+    return ((b.unsqueeze(-1) >> _shifts(8, 1, b)) & 1).flatten(-2)
+
+
+def _bit_planes(b: Tensor) -> Tensor:
+    """The first bit of every byte, then the second of every byte, ..."""
+    return ((b.unsqueeze(-2) >> _shifts(8, 1, b).view(-1, 1)) & 1).flatten(-2)
+
+
+def _crumbs(b: Tensor, width: int) -> Tensor:
+    """Runs of `width` bytes: two-bit values, the lowest of all of a run first."""
+    q = b.unflatten(-1, (-1, 1, width))
+    return ((q >> _shifts(4, 2, q).view(-1, 1)) & 3).flatten(-3)
+
+
+def _nibbles(b: Tensor, width: int) -> Tensor:
+    """Runs of `width` bytes: the low nibbles of a run, then its high ones."""
+    return _planar(b.unflatten(-1, (-1, width))).flatten(-2)
+
+
+def _q3_k_codes(b: Tensor) -> Tensor:
+    """Bit j of hmask: group j of 32 elements keeps its value, else -4."""
+    return _crumbs(b[..., 32:96], 32) | (_bit_planes(b[..., :32]) << 2)
+
+
+def _k4_parts(b: Tensor) -> Parts:
     """12 bytes -> eight 6-bit scales and eight 6-bit minima of Q4_K and Q5_K."""
-    lo, hi, extra = s[:, 0:4], s[:, 4:8], s[:, 8:12]
+    lo, hi, extra = b[..., 4:8], b[..., 8:12], b[..., 12:16]
     scales = torch.cat([lo & 63, (extra & 15) | ((lo >> 6) << 4)], -1)
     mins = torch.cat([hi & 63, (extra >> 4) | ((hi >> 6) << 4)], -1)
-    return scales.float(), mins.float()
+    return Parts(scales.to(torch.int8), mins, _half(b, 0), _half(b, 2))
 
 
-def _k4_combine(b: Tensor, q: Tensor) -> Tensor:
-    scales, mins = _k4_scales(b[:, 4:16])
-    d, dmin = _f16(b[:, :2]), _f16(b[:, 2:4])
-    return ((d * scales).unsqueeze(-1) * q - (dmin * mins).unsqueeze(-1)).flatten(1)
+def _q3_k_parts(b: Tensor) -> Parts:
+    scales = _planar(b[..., 96:104]) | (_crumbs(b[..., 104:108], 4) << 4)
+    return Parts(scales.to(torch.int8) - 32, supers=_half(b, 108))
 
 
-def _q4_k(b: Tensor) -> Tensor:
-    """Eight sub-blocks of 32; of the bytes 32j..32j+31 the low nibbles are sub-block 2j, the high ones 2j+1."""
-    q = b[:, 16:144].reshape(-1, 4, 32)
-    return _k4_combine(b, torch.stack([q & 15, q >> 4], 2).flatten(1, 2).float())
+def _iq4_xs_parts(b: Tensor) -> Parts:
+    word = b[..., 2:4].contiguous().view(torch.int16).int() & 0xFFFF
+    low = torch.stack([b[..., 4:8] & 15, b[..., 4:8] >> 4], -1).flatten(-2).int()
+    high = (word >> (2 * torch.arange(8, dtype=torch.int32, device=b.device))) & 3
+    return Parts(((low | (high << 4)) - 32).to(torch.int8), supers=_half(b, 0))
 
 
-def _q5_k(b: Tensor) -> Tensor:
-    """As Q4_K; bit j of qh[l] is the fifth bit of element l of sub-block j."""
-    q = b[:, 48:176].reshape(-1, 4, 32)
-    shift = torch.arange(8, dtype=torch.uint8, device=b.device).view(1, 8, 1)
-    high = (b[:, 16:48].unsqueeze(1) >> shift) & 1
-    return _k4_combine(b, (torch.stack([q & 15, q >> 4], 2).flatten(1, 2) | (high << 4)).float())
+SPLITS = {
+    "Q5_0": Split(lambda b: _planar(b[..., 6:]) | (_bits(b[..., 2:6]) << 4), lambda b: Parts(_half(b, 0)), 16),
+    "Q5_1": Split(lambda b: _planar(b[..., 8:]) | (_bits(b[..., 4:8]) << 4), lambda b: Parts(_half(b, 0), _half(b, 2))),
+    "Q2_K": Split(
+        lambda b: _crumbs(b[..., 16:80], 32),
+        lambda b: Parts(b[..., :16] & 15, b[..., :16] >> 4, _half(b, 80), _half(b, 82)),
+    ),
+    "Q3_K": Split(_q3_k_codes, _q3_k_parts, 4),
+    "Q4_K": Split(lambda b: _nibbles(b[..., 16:144], 32), _k4_parts),
+    "Q5_K": Split(lambda b: _nibbles(b[..., 48:176], 32) | (_bit_planes(b[..., 16:48]) << 4), _k4_parts),
+    "Q6_K": Split(
+        lambda b: _nibbles(b[..., :128], 64) | (_crumbs(b[..., 128:192], 32) << 4),
+        lambda b: Parts(b[..., 192:208].contiguous().view(torch.int8), supers=_half(b, 208)),
+        32,
+    ),
+    "IQ4_NL": Split(lambda b: _planar(b[..., 2:]), lambda b: Parts(_half(b, 0)), table=IQ4),
+    "IQ4_XS": Split(lambda b: _nibbles(b[..., 8:136], 16), _iq4_xs_parts, table=IQ4),
+}
 
 
-def _q6_k(b: Tensor) -> Tensor:
-    """Sixteen sub-blocks of 16 with signed 8-bit scales."""
-    low = b[:, :128].reshape(-1, 2, 64)
-    low = torch.stack([low & 15, low >> 4], 2).reshape(-1, 2, 4, 32)
-    q = (low | (_crumbs(b[:, 128:192].reshape(-1, 2, 1, 32)) << 4)).to(torch.int8) - 32
-    return ((_f16(b[:, 208:210]) * _i8(b[:, 192:208])).unsqueeze(-1) * q.float().reshape(-1, 16, 16)).flatten(1)
+def _joined(block_type: str) -> Callable[[Tensor], Tensor]:
+    """The decoder of a type that comes apart, in the order of operations of ggml's reference."""
+    split = SPLITS[block_type]
 
+    def decode(b: Tensor) -> Tensor:
+        codes, parts = split.codes(b), split.parts(b)
+        q = _lookup(split.table, codes) if split.table else codes.float() - split.zero if split.zero else codes.float()
+        scales, mins = parts.scales.float(), parts.mins
+        if parts.supers is not None:
+            scales = parts.supers.float() * scales
+        out = scales.unsqueeze(-1) * q.unflatten(-1, (scales.shape[-1], -1))
+        if mins is not None and parts.super_mins is not None:
+            out -= (parts.super_mins.float() * mins.float()).unsqueeze(-1)
+        elif mins is not None:
+            out += mins.float().unsqueeze(-1)
+        return out.flatten(1)
 
-def _q2_k(b: Tensor) -> Tensor:
-    """Sixteen sub-blocks of 16; a scale byte holds the scale below and the minimum above."""
-    q = _crumbs(b[:, 16:80].reshape(-1, 2, 1, 32)).reshape(-1, 16, 16).float()
-    scales, mins = (b[:, :16] & 15).float(), (b[:, :16] >> 4).float()
-    d, dmin = _f16(b[:, 80:82]), _f16(b[:, 82:84])
-    return ((d * scales).unsqueeze(-1) * q - (dmin * mins).unsqueeze(-1)).flatten(1)
-
-
-def _q3_k(b: Tensor) -> Tensor:
-    """Sixteen sub-blocks of 16, 6-bit scales - 32; bit j of hmask: group j of 32 elements keeps its value, else -4."""
-    s = b[:, 96:108]
-    low = torch.cat([s[:, :8] & 15, s[:, :8] >> 4], -1)
-    high = _crumbs(s[:, 8:12].reshape(-1, 1, 1, 4)).reshape(-1, 16)
-    scales = (low | (high << 4)).to(torch.int8).float() - 32
-    shift = torch.arange(8, dtype=torch.uint8, device=b.device).view(1, 8, 1)
-    keep = ((b[:, :32].unsqueeze(1) >> shift) & 1).to(torch.int8)
-    q = _crumbs(b[:, 32:96].reshape(-1, 2, 1, 32)).reshape(-1, 8, 32).to(torch.int8) - 4 * (1 - keep)
-    return ((_f16(b[:, 108:110]) * scales).unsqueeze(-1) * q.float().reshape(-1, 16, 16)).flatten(1)
-
-
-def _iq4_xs(b: Tensor) -> Tensor:
-    """Eight sub-blocks of 32, 6-bit scales - 32, codes into the IQ4 table."""
-    high_word = b[:, 2:4].contiguous().view(torch.int16).int() & 0xFFFF
-    low = torch.stack([b[:, 4:8] & 15, b[:, 4:8] >> 4], -1).flatten(1).int()
-    high = (high_word >> (2 * torch.arange(8, dtype=torch.int32, device=b.device))) & 3
-    scales = ((low | (high << 4)) - 32).float()
-    q = _planar(b[:, 8:136].reshape(-1, 8, 16))
-    return ((_f16(b[:, :2]) * scales).unsqueeze(-1) * _lookup(IQ4, q)).flatten(1)
+    return decode
 
 
 def _plain(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -200,16 +231,16 @@ BLOCK_TYPES: dict[str, BlockType] = {
     "BF16": BlockType(1, 2, _plain(torch.bfloat16), ()),
     "Q4_0": BlockType(32, 18, _q4_0, (0,)),
     "Q4_1": BlockType(32, 20, _q4_1, (0, 2)),
-    "Q5_0": BlockType(32, 22, _q5_0, (0,)),
-    "Q5_1": BlockType(32, 24, _q5_1, (0, 2)),
+    "Q5_0": BlockType(32, 22, _joined("Q5_0"), (0,)),
+    "Q5_1": BlockType(32, 24, _joined("Q5_1"), (0, 2)),
     "Q8_0": BlockType(32, 34, _q8_0, (0,)),
-    "Q2_K": BlockType(256, 84, _q2_k, (80, 82)),
-    "Q3_K": BlockType(256, 110, _q3_k, (108,)),
-    "Q4_K": BlockType(256, 144, _q4_k, (0, 2)),
-    "Q5_K": BlockType(256, 176, _q5_k, (0, 2)),
-    "Q6_K": BlockType(256, 210, _q6_k, (208,)),
-    "IQ4_NL": BlockType(32, 18, _iq4_nl, (0,)),
-    "IQ4_XS": BlockType(256, 136, _iq4_xs, (0,)),
+    "Q2_K": BlockType(256, 84, _joined("Q2_K"), (80, 82)),
+    "Q3_K": BlockType(256, 110, _joined("Q3_K"), (108,)),
+    "Q4_K": BlockType(256, 144, _joined("Q4_K"), (0, 2)),
+    "Q5_K": BlockType(256, 176, _joined("Q5_K"), (0, 2)),
+    "Q6_K": BlockType(256, 210, _joined("Q6_K"), (208,)),
+    "IQ4_NL": BlockType(32, 18, _joined("IQ4_NL"), (0,)),
+    "IQ4_XS": BlockType(256, 136, _joined("IQ4_XS"), (0,)),
     "MXFP4": BlockType(32, 17, _mxfp4, ()),
     "NVFP4": BlockType(64, 36, _nvfp4, ()),
 }

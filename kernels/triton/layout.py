@@ -29,6 +29,9 @@ weight = row_scale[n] * (s * (q - zero) + m), where s and m of a group are as `s
     sub    super[n, k / 256] * (int8 scale) and -super_min * (uint8 minimum)
     nibble super * (byte & 15) and -super_min * (byte >> 4)
     zero   m = -s * (uint8 zero), instead of the constant zero
+
+Scales of six bits get a byte each, so Q4_K grows from 4.5 to 4.625 bits a weight, Q5_K from 5.5 to 5.625, Q3_K from
+3.44 to 3.56; the others keep their size.
 """
 
 from __future__ import annotations
@@ -39,11 +42,23 @@ import torch
 from torch import Tensor
 
 from ..dequant import FP8_BLOCK, row_chunk, unpack_nibbles
+from ..gguf_blocks import BLOCK_TYPES, SPLITS
 from ..weight import Weight
-from .gguf_codes import GGUF_CODES, split_blocks
 from .layout_codes import CODES, HALVES, Code, run_of
 
 SUPER = 256  # elements that share one super scale
+# block type -> (code, scale_kind, min_kind, elements of a group)
+GGUF = {
+    "Q2_K": ("int2", "nibble", "nibble", 16),
+    "Q3_K": ("int3", "sub", "none", 16),
+    "Q4_K": ("int4", "sub", "sub", 32),
+    "Q5_K": ("int5", "sub", "sub", 32),
+    "Q6_K": ("int6", "sub", "none", 16),
+    "Q5_0": ("int5", "float", "none", 32),
+    "Q5_1": ("int5", "float", "float", 32),
+    "IQ4_NL": ("iq4", "float", "none", 32),
+    "IQ4_XS": ("iq4", "sub", "none", 32),
+}
 
 
 class Prepared(NamedTuple):
@@ -161,27 +176,21 @@ def _fp8mx(w: Weight) -> Prepared:
 
 
 def _gguf(w: Weight) -> Prepared:
-    layout = GGUF_CODES.get(w.block_type)
-    if layout is None:
+    if w.block_type not in GGUF:
         raise ValueError(f"no layout for {w.block_type} blocks")
-    low, high = _packed(w, layout.code, layout.group)
-    scales, mins, supers, super_mins = (
-        None if part is None else _rows(part) for part in split_blocks(w.qweight, w.block_type)[1:]
-    )
-    return Prepared(
-        w.shape,
-        layout.code,
-        low,
-        high,
-        layout.scale_kind,
-        scales,
-        layout.min_kind,
-        mins,
-        supers,
-        super_mins,
-        zero=layout.zero,
-        group=layout.group,
-    )
+    code, scale_kind, min_kind, group = GGUF[w.block_type]
+    low, high = _packed(w, code, group)
+    parts = SPLITS[w.block_type].parts(_blocks(w, slice(None)))
+    if scale_kind == "nibble" and parts.mins is not None:  # stored together, as they come
+        parts = parts._replace(scales=parts.scales | (parts.mins << 4), mins=None)
+    scales, mins, supers, super_mins = (None if part is None else _rows(part.flatten(1)) for part in parts)
+    made = Prepared(w.shape, code, low, high, scale_kind, scales, min_kind, mins, supers, super_mins, group=group)
+    return made._replace(zero=SPLITS[w.block_type].zero)
+
+
+def _blocks(w: Weight, rows: slice) -> Tensor:
+    data = w.qweight[rows]
+    return data.view(data.shape[0], -1, BLOCK_TYPES[w.block_type].nbytes)
 
 
 _MAKERS = {
@@ -213,7 +222,7 @@ def _group(w: Weight) -> int:
 def _codes(w: Weight, rows: slice) -> Tensor:
     """uint8 [rows, K]: the codes as numbers."""
     if w.form == "gguf":
-        return split_blocks(w.qweight[rows], w.block_type, codes=True).codes
+        return SPLITS[w.block_type].codes(_blocks(w, rows)).flatten(1)
     if w.form in ("int4g", "fp4g16", "fp4g32"):
         return unpack_nibbles(w.qweight[rows])[:, : w.shape[1]]
     codes = w.qweight[rows].view(torch.uint8)

@@ -17,8 +17,7 @@ from typing import Any
 
 from ..embedding import RowReader
 from ..registry import Facts, Impl, LinearFacts, OpFacts
-from .gguf_codes import GGUF_CODES
-from .layout import FORMS, Prepared, prepare
+from .layout import FORMS, GGUF, Prepared, prepare
 from .layout_codes import CODES
 from .probe import FP8_CAPABILITY, nvfp4_reason
 from .unpack import rows
@@ -59,7 +58,7 @@ def _linear_fits(facts: LinearFacts, *, fixed_order: bool = False) -> str | None
         return f"activations are {facts.dtype}"
     if facts.form not in FORMS:
         return f"no layout for weights of form {facts.form}"
-    if facts.form == "gguf" and facts.block_type not in GGUF_CODES:
+    if facts.form == "gguf" and facts.block_type not in GGUF:
         return f"no layout for {facts.block_type} blocks"
     if facts.form in GROUPED and 0 < facts.group_size < facts.shape[1]:
         chunk = CODES[GROUPED[facts.form]].chunk
