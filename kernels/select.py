@@ -26,8 +26,8 @@ class NothingLeft(ValueError):
 
 def argmax(logits: Tensor) -> list[int]:
     """The first place of the largest number of each row [num_rows, vocab]. Raises NotANumber for a NaN."""
-    lib = library().lib
-    if lib is None or not logits.is_contiguous() or logits.dtype is not torch.float32:
+    lib = _library_for(logits)
+    if lib is None:
         if bool(logits.isnan().any()):
             raise NotANumber("NaN or infinity")
         return [int(place) for place in logits.argmax(-1)]
@@ -41,8 +41,8 @@ def top_probabilities(logits: Tensor, k: int, temperature: float) -> tuple[Tenso
 
     Probabilities are those among all of the row. Raises NotANumber or NothingLeft.
     """
-    lib = library().lib
-    if lib is None or not logits.is_contiguous() or logits.dtype is not torch.float32:
+    lib = _library_for(logits)
+    if lib is None:
         _refuse(logits)
         order = torch.argsort(logits, descending=True, stable=True)[:k]
         return torch.softmax(logits.double() / temperature, -1)[order].float(), order
@@ -55,14 +55,18 @@ def draw(logits: Tensor, temperature: float, chance: float) -> int:
     """One place of a row [vocab], with the probabilities at that temperature: the first whose cumulative probability is
     above `chance` in [0, 1). Raises NotANumber or NothingLeft.
     """
-    lib = library().lib
-    if lib is None or not logits.is_contiguous() or logits.dtype is not torch.float32:
+    lib = _library_for(logits)
+    if lib is None:
         _refuse(logits)
         wide = logits.double()
         cumulative = torch.cumsum(((wide - wide.max()) / temperature).exp_(), -1)
         wanted = torch.tensor(chance * float(cumulative[-1]), dtype=torch.float64)
         return min(int(torch.searchsorted(cumulative, wanted, right=True)), logits.numel() - 1)
     return _check(lib.ll_draw(logits.data_ptr(), logits.shape[0], temperature, chance))
+
+
+def _library_for(logits: Tensor) -> ctypes.CDLL | None:
+    return library().lib if logits.is_contiguous() and logits.dtype is torch.float32 else None
 
 
 def _refuse(logits: Tensor) -> None:

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from .interface import declare
 from .threads import usable_cores
 
 FOLDER = Path(__file__).parent
@@ -376,8 +377,6 @@ def _compile(compiler: tuple[str, ...], isa: str, output: Path) -> str | None:
 
 
 def _load(path: Path, isa: str, build_s: float = 0.0) -> Library:
-    from .interface import declare
-
     try:
         lib = ctypes.CDLL(str(path))
         declare(lib)

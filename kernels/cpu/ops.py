@@ -51,12 +51,7 @@ def _checked(x: Tensor, name: str) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """y = x / sqrt(mean(x², -1) + eps) · (offset + weight), computed in float32.
-
-    x        [..., dim]  float32; with three dimensions tokens may be strided
-    weight   [dim]       any float type
-    returns  [..., dim]  contiguous
-    """
+    """As `reference.rms_norm`; with three dimensions tokens of x may be strided."""
     out = torch.empty(x.shape)
     x, outer, inner, stride = _rows(_checked(x, "x"))
     weight = weight.float().contiguous()
@@ -73,54 +68,28 @@ def _activate(gate_up: Tensor, gelu: int) -> Tensor:
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) · up.
-
-    gate_up  [num_tokens, 2 · intermediate]  float32, gate first
-    returns  [num_tokens, intermediate]
-    """
+    """As `reference.silu_mul`."""
     return _activate(gate_up, 0)
 
 
 def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
-    """gelu_tanh(gate) · up.
-
-    gate_up  [num_tokens, 2 · intermediate]  float32, gate first
-    returns  [num_tokens, intermediate]
-    """
+    """As `reference.gelu_tanh_mul`."""
     return _activate(gate_up, 1)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotate the first 2 · half dimensions of every head; the others pass through.
-
-    x         [num_tokens, heads, head_dim]   float32, tokens may be strided
-    cos, sin  [num_tokens, half]              float32
-    returns   [num_tokens, heads, head_dim]   contiguous
-    """
+    """As `reference.rope`; tokens of x may be strided, the result is contiguous."""
     out = torch.empty(x.shape)
     if x.stride(2) != 1 or x.stride(1) != x.shape[2]:
         x = x.contiguous()
     cos, sin = cos.contiguous(), sin.contiguous()
-    _checked(x, "x")
-    lib().ll_rope(
-        x.data_ptr(),
-        *x.shape,
-        x.stride(0),
-        cos.data_ptr(),
-        sin.data_ptr(),
-        cos.shape[-1],
-        interleaved,
-        out.data_ptr(),
-    )
+    angles = (cos.data_ptr(), sin.data_ptr(), cos.shape[-1])
+    lib().ll_rope(_checked(x, "x").data_ptr(), *x.shape, x.stride(0), *angles, interleaved, out.data_ptr())
     return out
 
 
 def kv_write(k: Tensor, v: Tensor, pages: KVPages, slot_mapping: Tensor) -> None:
-    """Store each token's key and value in its slot, in the format of the pages; int8 keys are rotated.
-
-    k, v          [num_tokens, num_kv_heads, head_dim]   float32, tokens may be strided
-    pages         contiguous, changed
-    slot_mapping  int64 [num_tokens]                     page_id * page_size + offset, all valid
+    """As `reference.kv_write`; tokens of k and v may be strided, all slots must be valid.
 
     Raises ValueError for heads larger than 512.
     """
@@ -145,17 +114,9 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of every query over its sequence's pages; see `reference.paged_attention`.
+    """As `reference.paged_attention`.
 
-    q              [num_tokens, num_heads, head_dim]   float32
-    pages          contiguous
-    block_table    int32 [num_seqs, max_pages]         -1 where a page fell out of the window
-    cu_query_lens  int32 [num_seqs + 1]
-    seq_lens       int32 [num_seqs]                    this step's tokens included
-    sinks          float32 [num_heads] or None
-    returns        [num_tokens, num_heads, head_dim]
-
-    Raises ValueError for heads larger than 512, or when num_heads is no multiple of num_kv_heads.
+    Raises ValueError for heads larger than 512, or when num_heads is not a multiple of num_kv_heads.
     """
     q = _checked(q, "q").contiguous()
     out = torch.empty(q.shape)

@@ -152,13 +152,7 @@ def decoder(
     seq_lens: Tensor,
     wanted: Tensor | None = None,
 ) -> Tensor:
-    """All layers of a forward pass in one call: x [num_tokens, hidden], in its place; of `wanted` only those rows.
-
-    pages         of every layer, contiguous
-    views         float32 cos and sin [num_tokens, half], int32 block_table [num_seqs, max_pages], int64 slots
-    cu_query_lens, seq_lens   int32 [num_seqs + 1], [num_seqs]
-    wanted        int64 [num_rows], ascending: of every sequence none, or its last tokens
-    """
+    """All layers of a forward pass in one call; arguments as in `segments.decoder`, pages contiguous."""
     plan = _decoder_plan(layers, pages) if len(views) <= VIEWS else None
     if plan is None or x.dtype is not torch.float32 or not (x.is_contiguous() and _lie_well(views)):
         return composed(x, layers, pages, views, cu_query_lens, seq_lens, wanted)
@@ -182,11 +176,10 @@ def step(
     weights: HeadWeights,
     finds_best: bool = False,
 ) -> Stepped:
-    """From token ids to logits in one call: between two of its parts Python would take as long as a layer, because the
-    weights that went through the caches drove it out of them.
+    """From token ids to logits in one call; arguments as in `segments.step`.
 
-    token_ids, positions   int64 [num_tokens]
-    views                  cos and sin are those of all positions: float32 [positions, half]
+    Between two of its parts Python would take as long as a layer, because the weights that went through the caches
+    drove it out of them.
     """
     plan = _decoder_plan(layers, pages) if len(views) <= VIEWS else None
     last = _layer_of(weights.linear, weights, _head_layer)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch
+from .launch import launch, wait_for_previous
 
 BLOCK = 1024
 
@@ -25,9 +25,7 @@ def gate(x, GELU: tl.constexpr):
 def _gated(
     gate_up, out, dim, num_blocks, BLOCK: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     row = (tl.program_id(0) // num_blocks).to(tl.int64)
     d = (tl.program_id(0) % num_blocks) * BLOCK + tl.arange(0, BLOCK)
     ok = d < dim

@@ -28,6 +28,7 @@ import triton.language as tl
 
 from .e4m3 import widen_e4m3, widen_int8
 from .hadamard import rotate_halves
+from .launch import wait_for_previous
 
 
 @triton.jit
@@ -219,9 +220,7 @@ def merge_splits(
         oldest = tl.maximum(length - window, 0)
     size = _split_tokens(length - oldest, FIRST, SPLITS)
     count = tl.maximum((length + size - 1) // size - oldest // size, 0)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     base = (row.to(tl.int64) * HEADS + head) * num_places
     place = tl.arange(0, PLACES)
     tops = tl.load(part_norm + (base + place) * 2, mask=place < count, other=float("-inf"))

@@ -20,6 +20,7 @@ import triton.language as tl
 from .attention_decode import exponents
 from .e4m3 import widen_e4m3, widen_int8
 from .hadamard import rotate_halves
+from .launch import wait_for_previous
 
 
 @triton.jit
@@ -140,9 +141,7 @@ def prefill(
     TOKENS: tl.constexpr = ROWS // GROUP
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the last tiles of a prompt have the most keys: begin with them
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     low = 0
     high = num_seqs
     for _ in range(STEPS):  # a sequence has no more tiles than lie between its bound and the next

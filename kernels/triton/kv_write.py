@@ -15,7 +15,7 @@ from torch import Tensor
 from ..kv_pages import KVPages
 from .e4m3 import encode_e4m3, round_even
 from .hadamard import rotate_rows, run_length
-from .launch import launch
+from .launch import launch, wait_for_previous
 
 TILE = 512  # elements of a program
 
@@ -64,9 +64,7 @@ def _kv_write(
     slot = tl.load(slot_mapping + token) + tl.zeros([ROWS, 1], tl.int64)
     ok = (head < KV_HEADS) & (d < DIM) & (slot >= 0)
     slot = tl.maximum(slot, 0)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     key = tl.load(k + token * k_stride + head * DIM + d, mask=ok, other=0.0).to(tl.float32)
     if FORMAT == "int8":
         key = rotate_rows(key, RUN)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 
 from .cards import Card
 
@@ -29,6 +30,14 @@ TYPES = {
     torch.int64: "*i64",
     torch.float8_e4m3fn: "*fp8e4nv",
 }
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """Let the next kernel begin, and wait for what the one before it has written."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 def interpreting() -> bool:

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from .codes import e4m3_value, half_value
+from .launch import wait_for_previous
 
 
 @triton.jit
@@ -36,9 +37,7 @@ def w8a8_kernel(
     row = tl.minimum(rows, m - 1).to(tl.int64)
     column = tl.minimum(columns, n - 1).to(tl.int64)
     lane = tl.arange(0, STEP)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     acc = tl.zeros((TOKENS, ROWS), tl.float32)
     for g in tl.range(0, GROUPS, num_stages=STAGES):
         k = g * STEP + lane
@@ -88,9 +87,7 @@ def w4a4_kernel(
     column = tl.minimum(columns, n - 1).to(tl.int64)
     lane = tl.arange(0, STEP)
     group = tl.arange(0, STEP // 8)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     acc = tl.zeros((TOKENS, ROWS), tl.float32)
     for k in tl.range(0, BYTES, STEP, num_stages=STAGES):
         byte, block = k + lane, k // 8 + group

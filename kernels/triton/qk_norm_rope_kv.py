@@ -20,7 +20,7 @@ from ..kv_pages import KVPages
 from ..layer_weights import Norm
 from .hadamard import rotate_rows
 from .kv_write import page_constants, page_tensors, store_vectors
-from .launch import launch
+from .launch import launch, wait_for_previous
 from .rope import angle, partner, rotate
 
 
@@ -48,9 +48,7 @@ def _qk_norm_rope_kv(
         q_gain = tl.load(q_weight + other_d, mask=d < DIM, other=0.0).to(tl.float32) + q_offset
         k_gain = tl.load(k_weight + other_d, mask=d < DIM, other=0.0).to(tl.float32) + k_offset
         other_gain = tl.where(is_query, q_gain, k_gain)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     row = qkv + token * token_stride + head * DIM
     plain = tl.load(row + d, mask=real, other=0.0).to(tl.float32)
     own = plain

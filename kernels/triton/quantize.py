@@ -11,6 +11,7 @@ import triton.language as tl
 
 from .codes import e4m3_value
 from .e4m3 import e4m3_bits, encode_e4m3
+from .launch import wait_for_previous
 
 
 @triton.jit
@@ -33,9 +34,7 @@ def quantize_e4m3(
     spot = part * GROUP + tl.arange(0, BLOCK)
     # byte 2h + i of a chunk of 16 holds element 8i + h
     k = spot // 16 * 16 + spot % 2 * 8 + spot % 16 // 2
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(x), 0), 1e-10) / 448.0
     tl.store(code_ptr + row * PADDED + spot, encode_e4m3(x / scale), mask=spot < PADDED)
@@ -53,9 +52,7 @@ def quantize_nvfp4(
     group = tl.arange(0, BLOCK // 16)
     byte = tl.arange(0, 8)
     k = group[:, None] * 16 + (byte % 2 * 8 + byte // 2)[None, :]
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     even = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32)
     odd = tl.load(x_ptr + row * K + k + 4, mask=k + 4 < K, other=0.0).to(tl.float32)
     largest = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), 1)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch
+from .launch import launch, wait_for_previous
 
 WIDEST = 16_384  # elements of a row that one program holds
 LONGEST = 65_536
@@ -46,9 +46,7 @@ def _norm_wide(
     DIM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row of any length, in blocks."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     squares = tl.zeros([BLOCK], tl.float32)
     for start in range(0, DIM, BLOCK):

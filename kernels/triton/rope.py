@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch
+from .launch import launch, wait_for_previous
 
 TILE = 1024  # elements of a program: so many heads of one token
 
@@ -52,9 +52,7 @@ def _rope(
     head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, PADDED)[None, :]
     ok = (head < heads) & (d < DIM)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     row = x + token * token_stride + head * DIM
     own = tl.load(row + d, mask=ok, other=0.0).to(tl.float32)
     other = tl.load(row + partner(d, HALF, INTERLEAVED), mask=ok, other=0.0).to(tl.float32)

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..sampling import COLDEST, IN_PROMPT, LEVEL, MASS, MAX_BIAS, STEPS, Sampled, SamplingInputs
-from .launch import launch
+from .launch import launch, wait_for_previous
 
 PIECE = 4096
 STATS = 4  # per piece: maximum and sum of the raw logits, then of the scaled ones
@@ -65,9 +65,7 @@ def _prepare(
 ):  # fmt: skip
     piece, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     num_pieces = tl.num_programs(0)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     token = piece * PIECE + tl.arange(0, PIECE)
     ok = token < vocab
     raw = tl.load(logits + row * logits_stride + token, mask=ok, other=float("-inf"))
@@ -152,9 +150,7 @@ def _narrow(
 ):  # fmt: skip
     """Fill table PASS: 0 and 1 the two levels of top-k, 2 and 3 those of top-p among what top-k keeps."""
     piece, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     top_k = tl.load(integers + row * 6)
     top_p = tl.load(numbers + row * 6 + 1)
     has_k = (top_k > 0) & (top_k < vocab)
@@ -199,9 +195,7 @@ def _choose(
 ):  # fmt: skip
     piece, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     num_pieces = tl.num_programs(0)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     token = piece * PIECE + tl.arange(0, PIECE)
     x = tl.load(scaled + row * vocab + token, mask=token < vocab, other=float("-inf"))
     greedy = tl.load(numbers + row * 6) < _COLDEST
@@ -246,9 +240,7 @@ def _finish(
     PIECES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     piece = tl.arange(0, PIECES)
     scores = tl.load(best_score + row * num_pieces + piece, mask=piece < num_pieces, other=float("-inf"))
     winner = tl.minimum(tl.argmax(scores, 0), num_pieces - 1)

@@ -1,4 +1,4 @@
-"""The sampling op against its twin: every wish in a row of its own, on logits of the model's vocabulary."""
+"""The sampling op against its reference: every wish in a row of its own, on logits of the model's vocabulary."""
 
 from __future__ import annotations
 
@@ -8,27 +8,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..sampling import (
-    FREQUENCY,
-    MASK,
-    MIN_P,
-    NUM_BIAS,
-    POSITION,
-    PRESENCE,
-    REPETITION,
-    SEED,
-    SLOT,
-    TEMPERATURE,
-    TOP_K,
-    TOP_P,
-    Sampled,
-    SamplingInputs,
-    sample,
-)
+from .. import sampling
+from ..sampling import Sampled, SamplingInputs, sample
 from .trial import compare, tried
 
 SampleOp = Callable[[Tensor, SamplingInputs, bool], Sampled]
-GREEDY_ROWS = 4  # plain, biased, masked, penalised
+GREEDY_ROWS = 4  # plain, biased, masked, penalized
 RANDOM = (  # temperature, top_p, min_p, top_k
     (0.7, 1.0, 0.0, 0),
     (1.0, 0.9, 0.0, 0),
@@ -50,15 +35,17 @@ def _inputs(vocab: int, device: str) -> tuple[Tensor, SamplingInputs]:
     best = int(logits[1].argmax())
     inputs.bias_ids[1, :2] = torch.tensor([best, (best + 1) % vocab])
     inputs.bias_values[1, :2] = torch.tensor([-torch.inf, 3.0])
-    integers[1, NUM_BIAS] = 2
+    integers[1, sampling.NUM_BIAS] = 2
     inputs.masks[2] = torch.randint(-(2**31), 2**31, inputs.masks[2].shape, generator=generator).int()
-    integers[2, MASK] = 2
+    integers[2, sampling.MASK] = 2
     inputs.history[1] = torch.randint(0, 3, (vocab,), generator=generator).int()
-    integers[3, SLOT] = 1
-    numbers[3, [REPETITION, PRESENCE, FREQUENCY]] = torch.tensor([1.4, 0.5, 0.2])
+    integers[3, sampling.SLOT] = 1
+    numbers[3, [sampling.REPETITION, sampling.PRESENCE, sampling.FREQUENCY]] = torch.tensor([1.4, 0.5, 0.2])
     for row, (temperature, top_p, min_p, top_k) in enumerate(RANDOM, GREEDY_ROWS):
-        numbers[row, [TEMPERATURE, TOP_P, MIN_P]] = torch.tensor([temperature, top_p, min_p])
-        integers[row, [TOP_K, SEED, POSITION]] = torch.tensor([top_k, 7 - 2**62 * (row % 2), 1000 + row])
+        numbers[row, [sampling.TEMPERATURE, sampling.TOP_P, sampling.MIN_P]] = torch.tensor([temperature, top_p, min_p])
+        integers[row, [sampling.TOP_K, sampling.SEED, sampling.POSITION]] = torch.tensor(
+            [top_k, 7 - 2**62 * (row % 2), 1000 + row]
+        )
     return logits.to(device), SamplingInputs(*(part.to(device) for part in inputs))
 
 

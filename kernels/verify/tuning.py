@@ -21,7 +21,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
+import torch
+
 from .records import Records
+from .trial import compare, is_device_lost
 
 MAX_CANDIDATES = 8
 BUDGET_S = 20.0  # most seconds of one `tune`
@@ -189,17 +192,11 @@ class Tuner:
 
 def _copied(result: object) -> object:
     """A result that the next launch does not overwrite."""
-    import torch
-
     return result.clone() if isinstance(result, torch.Tensor) else result
 
 
 def _disagreement(found: object, wanted: object) -> str:
     """How a tensor differs from that of the first candidate; nothing is said of anything else."""
-    import torch
-
-    from .trial import compare
-
     both = isinstance(found, torch.Tensor) and isinstance(wanted, torch.Tensor)
     return compare(found, wanted, AGREEMENT) if both else ""  # type: ignore[arg-type]
 
@@ -228,10 +225,6 @@ def seconds(call: Callable[[], object], clock: Callable[[], float] = time.perf_c
 
 def _replay(call: Callable[[], object]) -> Callable[[], None] | None:
     """The call's kernels as a CUDA graph; None where it cannot be captured."""
-    import torch
-
-    from .trial import is_device_lost
-
     graph, stream, current = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.current_stream()
     stream.wait_stream(current)
     try:
@@ -258,8 +251,6 @@ def gpu_seconds(call: Callable[[], object], runs: int = 9) -> float:
     The call is captured once and replayed, as it is in a decode step: between two events the host would need longer
     for its launches (tens of microseconds from Python) than a small kernel runs.
     """
-    import torch
-
     for _ in range(WARM_RUNS):
         call()
     call = _replay(call) or call
