@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable
+from typing import Any
 
 from localllm.terminal import clean_line, gib
 
 # how this program is called, whatever the PATH says
 OWN = [sys.executable, "-P", "-c", "from localllm.cli import main; main()"]
+
+
+async def start_own(*words: str, **streams: Any) -> Process:
+    """Start a command of this program, with nothing to read. Streams as of `asyncio.create_subprocess_exec`."""
+    return await asyncio.create_subprocess_exec(*OWN, *words, stdin=DEVNULL, limit=1 << 20, **streams)
 
 
 class Downloads:
@@ -27,12 +33,7 @@ class Downloads:
             self._running[name] = asyncio.create_task(self._fetch(name, tell))
 
     async def _fetch(self, name: str, tell: Callable[[str], None]) -> None:
-        pipe = asyncio.subprocess.PIPE
-        words = ("pull", name, "-y", "--progress", "json")
-        process = await asyncio.create_subprocess_exec(
-            *OWN, *words, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=pipe,
-            env=dict(os.environ), limit=1 << 20,
-        )  # fmt: skip
+        process = await start_own("pull", name, "-y", "--progress", "json", stdout=DEVNULL, stderr=PIPE)
         assert process.stderr is not None
         shown, last = -1, ""
         try:

@@ -70,7 +70,7 @@ def read_attachments(typed: str) -> list[Attachment]:
         words = shlex.split(typed)
     except ValueError:
         words = typed.split()
-    names = [name for word in words for name in _expanded(word, glob.glob(os.path.expanduser(word)))]
+    names = [name for word in words for name in sorted(glob.glob(os.path.expanduser(word))) or [word]]
     if not names:
         raise ConfigError("/attach needs the path of a file", "/attach notes.txt")
     if len(names) > MAX_FILES:
@@ -82,10 +82,6 @@ def mentioned(text: str) -> list[Attachment]:
     """The files behind `@path` in a message. Raises ConfigError for one that is there and cannot be attached."""
     words = [word[1:].rstrip(".,;:!?)\"'") for word in text.split() if word.startswith("@") and len(word) > 1]
     return [read_attachment(word) for word in dict.fromkeys(words) if Path(word).expanduser().is_file()]
-
-
-def _expanded(word: str, found: list[str]) -> list[str]:
-    return sorted(found) if found and any(mark in word for mark in "*?[") else [word]
 
 
 def matching_files(prefix: str, limit: int = 8) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from localllm.config import set_key
+from localllm.config import load_config, set_key
 from localllm.conversation import clipboard
 from localllm.conversation.attachments import Attachment, read_attachments
 from localllm.conversation.markdown import code_blocks
@@ -133,7 +133,7 @@ def _save_preset(session: Session, name: str) -> str:
         raise ConfigError("there are neither instructions nor sampling to save", "/system TEXT, /set temp 0.2")
     for key, value in values.items():
         set_key(f"presets.{name}.{key}", value)
-    session.reload_presets()
+    session.presets = load_config().presets
     return f"preset {name} saved; /preset {name} uses it"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from localllm.config import Preset, load_config
+from localllm.config import Preset
 from localllm.conversation.attachments import Attachment
 from localllm.conversation.saver import Saver
 from localllm.conversation.serving import OFF, Endpoint
@@ -38,9 +38,6 @@ class Session:
     endpoint: Endpoint | None = None
     serves: int | None = OFF
     copy: Callable[[str], str] = str
-
-    def reload_presets(self) -> None:
-        self.presets = load_config().presets
 
     @property
     def url(self) -> str:

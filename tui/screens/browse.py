@@ -216,7 +216,8 @@ class Browse:
     async def find(self, step: int) -> None:
         """The next (1) or previous (-1) message that holds what is searched for."""
         turns = self._screen.conversation.exchanges
-        places = [(n, part) for n, one in enumerate(turns) for part in (0, 1) if self.wanted in _part(one, part)]
+        parts = [(n, part, text) for n, one in enumerate(turns) for part, text in enumerate((one.user, one.text))]
+        places = [(n, part) for n, part, text in parts if self.wanted in text.casefold()]
         if not self.wanted or not places:
             self._screen.flash(
                 f"“{clean_line(self.wanted)}” is not in this chat" if self.wanted else "press / to search"
@@ -235,7 +236,3 @@ class Browse:
         self._screen.flash(f"{places.index(at) + 1} of {len(places)}")
 
     _do_search_next, _do_search_back = partialmethod(find, 1), partialmethod(find, -1)
-
-
-def _part(exchange: object, part: int) -> str:
-    return str(getattr(exchange, "text" if part else "user")).casefold()

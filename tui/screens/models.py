@@ -17,6 +17,7 @@ from textual.widgets import DataTable, Input, Static
 
 from localllm.interface import ModelChoice
 from localllm.terminal import clean_line, fit, gib, tokens_short
+from localllm.tui.widgets.engine import MEMORY_MARKS, memory_bar
 
 from .dialogs import Modal
 from .viewer import show_command
@@ -251,20 +252,10 @@ def detail_lines(row: ModelChoice, width: int) -> list[Content]:
         lines.append(Content(fit(clean_line("q " + " · ".join(names)), width)))
     if row.parts:
         whole = max(row.have_bytes, row.need_bytes, 1)
-        bar, text = Content(""), []
-        marks = {
-            "weights": ("█", "$primary"),
-            "kv": ("▓", "$accent"),
-            "work": ("▒", "$secondary"),
-            "margin": ("·", "dim"),
-        }
-        for name, size_bytes in row.parts:
-            mark, style = marks.get(name, ("·", "dim"))
-            bar += Content.styled(mark * round(size_bytes / whole * width), style)
-            text.append(f"{mark} {'KV' if name == 'kv' else name} {gib(size_bytes)}")
-        bar += Content.styled("░" * max(0, width - len(bar.plain)), "dim")
+        marks = {name: MEMORY_MARKS.get(name, ("·", ""))[0] for name, _ in row.parts}
+        text = [f"{marks[name]} {'KV' if name == 'kv' else name} {gib(size)}" for name, size in row.parts]
         text.append(f"░ free {gib(max(0, row.have_bytes - row.need_bytes))}")
-        lines += [bar[:width] if len(bar.plain) > width else bar, Content(fit("  ".join(text), width))]
+        lines += [memory_bar(row.parts, whole, width), Content(fit("  ".join(text), width))]
     elif row.need_bytes:
         lines.append(Content(f"needs about {gib(row.need_bytes)} of {gib(row.have_bytes)} free"))
     return lines

@@ -23,7 +23,7 @@ from localllm.request import Message
 from localllm.terminal import clean_line
 from localllm.tui.frame import Frame
 from localllm.tui.widgets.choices import Choices
-from localllm.tui.widgets.engine import Turns as Times
+from localllm.tui.widgets.engine import Times
 from localllm.tui.widgets.home import Home
 from localllm.tui.widgets.loading import LoadCard
 from localllm.tui.widgets.messages import AssistantMessage, UserMessage

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
+from asyncio.subprocess import PIPE, STDOUT, Process
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +15,7 @@ from textual.containers import VerticalScroll
 from textual.widgets import Static
 
 from localllm.terminal import clean
-from localllm.tui.downloads import OWN
+from localllm.tui.downloads import start_own
 
 from .dialogs import Modal
 
@@ -33,7 +33,7 @@ class Viewer(Modal[None]):
         self._text = text
         self._command = command
         self._at_end = at_end
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: Process | None = None
 
     def compose(self) -> ComposeResult:
         with VerticalScroll(classes="box -tall -wide") as box:
@@ -52,15 +52,7 @@ class Viewer(Modal[None]):
     @work(exclusive=True, exit_on_error=False)
     async def _run(self) -> None:
         env = dict(os.environ) | {"NO_COLOR": "1", "COLUMNS": str(max(40, self.app.size.width - 8))}
-        pipe = asyncio.subprocess.PIPE
-        self._process = process = await asyncio.create_subprocess_exec(
-            *OWN,
-            *self._command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=pipe,
-            stderr=asyncio.subprocess.STDOUT,
-            env=env,
-        )
+        self._process = process = await start_own(*self._command, stdout=PIPE, stderr=STDOUT, env=env)
         assert process.stdout is not None
         text = self.query_one(Static)
         text.update("…")

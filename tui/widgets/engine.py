@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from textual.app import ComposeResult
 from textual.containers import VerticalScroll
@@ -23,12 +23,13 @@ LOOK_S = 0.5
 STILL_S = 2.0  # between two looks while nothing is computed
 MAP_ROWS = 6
 LOW = 34  # lines of a panel; in a lower one the map of pages is lower too
+MEMORY_MARKS = {"weights": ("█", "$primary"), "kv": ("▓", "$accent"), "work": ("▒", "$secondary")}
 _BARS = " ▁▂▃▄▅▆▇█"
 _FREE, _CACHED, _USED = 0, 1, 2
 _MARKS = {_FREE: ("░", "dim"), _CACHED: ("▒", "$secondary"), _USED: ("█", "$accent")}
 
 
-class Turns:
+class Times:
     """Times of the turns of this session: kept whether or not anybody looks."""
 
     def __init__(self) -> None:
@@ -47,11 +48,11 @@ class EnginePanel(VerticalScroll):
 
     can_focus = False
 
-    def __init__(self, facts: Callable[[], Facts], turns: Turns, api: Callable[[], str] = str) -> None:
+    def __init__(self, facts: Callable[[], Facts], times: Times, api: Callable[[], str] = str) -> None:
         """`api`: where other programs reach the model, or "" """
         super().__init__(id="engine")
         self._facts = facts
-        self._turns = turns
+        self._times = times
         self._api = api
         self._before: tuple[float, Facts] | None = None
         self._prefill: deque[float] = deque(maxlen=200)
@@ -148,13 +149,13 @@ class EnginePanel(VerticalScroll):
         yield Content("")
 
     def _speed(self, facts: Facts, width: int) -> Iterator[Content]:
-        rate = self._turns.decode_tps[-1] if self._turns.decode_tps else 0.0
+        rate = self._times.decode_tps[-1] if self._times.decode_tps else 0.0
         expected = f" · ≈ {facts.decode_tps:.0f} expected" if facts.decode_tps else ""
         yield _head("Speed", (f"{rate:.1f} tok/s" if rate else "–") + expected)
-        yield _row(self._turns.decode_tps, width)
-        ttft = f"{self._turns.ttft_s[-1] * 1000:,.0f} ms" if self._turns.ttft_s else "–"
+        yield _row(self._times.decode_tps, width)
+        ttft = f"{self._times.ttft_s[-1] * 1000:,.0f} ms" if self._times.ttft_s else "–"
         yield _head("TTFT", ttft)
-        yield _row(self._turns.ttft_s, width)
+        yield _row(self._times.ttft_s, width)
 
     def _memory(self, facts: Facts, width: int) -> Iterator[Content]:
         parts = dict(facts.plan_parts)
@@ -165,15 +166,20 @@ class EnginePanel(VerticalScroll):
         planned = sum(parts.values())
         yield _head("Memory", f"{gib(facts.held_bytes)} held of {gib(planned)} planned")
         whole = max(planned, facts.held_bytes, 1)
-        marks = {"weights": ("█", "$primary"), "kv": ("▓", "$accent"), "work": ("▒", "$secondary")}
-        bar = Content("")
-        for name, (mark, style) in marks.items():
-            bar += Content.styled(mark * round(parts.get(name, 0) / whole * width), style)
-        yield bar + Content.styled("░" * max(0, width - len(bar.plain)), "dim")
+        yield memory_bar([(name, size) for name, size in parts.items() if name != "margin"], whole, width)
         held = round(facts.held_bytes / whole * (width - 1))
         yield Content.styled(" " * held + "▲" if held > width - 8 else " " * held + "▲ held", "dim")
         names = [f"{'KV' if name == 'kv' else name} {gib(size)}" for name, size in parts.items() if size]
         yield from Content(" · ".join([*names, f"free {gib(facts.have_bytes)}"])).wrap(width)
+
+
+def memory_bar(parts: Iterable[tuple[str, int]], whole: int, width: int) -> Content:
+    """The parts of `whole` bytes, each in its mark; what is left is free."""
+    bar = Content("")
+    for name, size in parts:
+        mark, style = MEMORY_MARKS.get(name, ("·", "dim"))
+        bar += Content.styled(mark * round(size / whole * width), style)
+    return (bar + Content.styled("░" * max(0, width - len(bar.plain)), "dim"))[:width]
 
 
 def page_map(states: bytes, width: int, rows: int) -> Iterator[Content]:

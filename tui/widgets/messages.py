@@ -30,6 +30,7 @@ class UserMessage(Horizontal):
     def __init__(self, exchange: Exchange) -> None:
         super().__init__()
         self.exchange = exchange
+        self.display = bool(exchange.user or exchange.attachments)
 
     def compose(self) -> ComposeResult:
         yield Static("❯", classes="mark", markup=False)

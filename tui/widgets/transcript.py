@@ -87,7 +87,6 @@ class Transcript(VerticalScroll):
     async def add_question(self, exchange: Exchange) -> UserMessage:
         """Show a question, follow the end again."""
         question = UserMessage(exchange)
-        question.display = bool(exchange.user or exchange.attachments)
         await self.mount(question)
         self._pairs.append((question, None))
         self.anchor()
@@ -113,12 +112,10 @@ class Transcript(VerticalScroll):
         return None
 
     async def take_back(self, exchange: Exchange) -> None:
-        for question, answer in list(self._pairs):
-            if question.exchange is exchange:
-                self._pairs.remove((question, answer))
-                await question.remove()
-                if answer is not None:
-                    await answer.remove()
+        question = await self.drop_answer(exchange)
+        if question is not None:
+            self._pairs.remove((question, None))
+            await question.remove()
 
     async def say(self, text: str, kind: str = "", after: Widget | None = None) -> None:
         """Something from the program. `kind` is "" or "warning"."""
@@ -166,7 +163,6 @@ class Transcript(VerticalScroll):
 
     async def _restored(self, exchange: Exchange, before: Widget | None = None) -> Pair:
         question = UserMessage(exchange)
-        question.display = bool(exchange.user or exchange.attachments)
         if not exchange.stop:
             await self.mount(question, before=before)
             return question, None
