@@ -63,7 +63,7 @@ def test_folders_of_safetensors_in_the_models_folder(empty_home: Path) -> None:
     assert {f.name: f.derived for f in local.scan()} == {"Tiny-1B": False, "Tiny-1B-int4": True, "Tiny-1B-fp8": True}
     assert hub.resolve("Tiny-1B-int4", offline=True).path == models / "Tiny-1B-int4"
 
-    with pytest.raises(ModelNotFound, match="nothing here was quantised"):
+    with pytest.raises(ModelNotFound, match="nothing here was quantized"):
         hub.remove("Tiny-2B", derived_only=True)
     planned = hub.remove("org/Tiny-1B", derived_only=True, dry_run=True)
     assert set(planned.names) == {"Tiny-1B-int4", "Tiny-1B-fp8"}
