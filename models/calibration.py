@@ -17,8 +17,8 @@ from localllm.kernels.segments import REFERENCES
 
 from .architectures import OpenModel
 from .kv_cache import CacheGroup, KVCache
-from .layers import DecoderLayer
 from .loader import Loading, LoadOptions
+from .model import DecoderLayer
 
 PAGE_SIZE = 16
 MODULES = {  # what shares an input -> the modules that see it

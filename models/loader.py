@@ -18,7 +18,8 @@ from torch import Tensor
 
 from localllm.errors import BadModelFile, DeviceError, OutOfMemory, UnsupportedModel
 from localllm.kernels import LinearFacts, OpFacts, Weight, choose, rope
-from localllm.kernels.embedding import is_plain_table, weight_rows
+from localllm.kernels.embedding import Embedding, is_plain_table, weight_rows
+from localllm.kernels.layer_weights import AttentionWeights, HeadWeights, Linear, LinearPart, MlpWeights, Norm
 from localllm.kernels.table import implementations, kernel_table
 from localllm.kernels.verify.selftest import KernelCrash, SelfTest
 from localllm.quant import dequantize, fuse, load_weight, read_dense
@@ -28,8 +29,7 @@ from .architectures import ModelFacts, OpenModel, RopeFacts
 from .architectures.facts import linear_shapes
 from .kv_cache import cache_groups
 from .kv_scales import read_kv_scales
-from .layers import AttentionWeights, DecoderLayer, Embedding, HeadWeights, Linear, LinearPart, MlpWeights, Norm
-from .model import Model
+from .model import DecoderLayer, Model
 from .samples import layer_samples, model_shapes, rotations
 
 _CHANGES_RESULT = {  # parts of tensor names -> what they belong to, none of which is implemented

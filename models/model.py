@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from localllm.kernels.embedding import Embedding
-from localllm.kernels.layer_weights import HeadWeights, Stepped, View, forget
+from localllm.kernels.layer_weights import AttentionWeights, HeadWeights, MlpWeights, Stepped, View, forget
 from localllm.kernels.reference import rms_norm
 from localllm.kernels.rope import RopeTable
 from localllm.kernels.segments import KernelTable
@@ -15,7 +16,22 @@ from localllm.kernels.segments import KernelTable
 from .architectures.facts import ModelFacts
 from .inputs import ForwardBatch
 from .kv_cache import CacheGroup, KVCache
-from .layers import DecoderLayer
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """Attention and a gated feed-forward layer, each added to the residual stream."""
+
+    attention: AttentionWeights
+    mlp: MlpWeights
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its prepared weights, norms included."""
+        attention, mlp = self.attention, self.mlp
+        norms = (attention.norm, attention.q_norm, attention.k_norm, attention.post_norm, mlp.norm, mlp.post_norm)
+        linears = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
+        return sum(linear.nbytes for linear in linears) + sum(n.weight.nbytes for n in norms if n is not None)
 
 
 class Model:

@@ -14,7 +14,7 @@ from localllm.kernels.verify.trial import layer_kind
 
 from .architectures.facts import ModelFacts
 from .kv_cache import CacheGroup
-from .layers import DecoderLayer
+from .model import DecoderLayer
 
 # kinds of layers tried: a mixed quantization can have a dozen, which differ in what products were tried for
 MAX_KINDS = 4

@@ -17,10 +17,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from localllm.checkpoint.formats.gguf import CODEBOOK_TYPES
 from localllm.errors import UnsupportedFormat
-from localllm.kernels import Weight
+from localllm.kernels import Weight, gguf_blocks
+from localllm.kernels.gguf_blocks import BLOCK_TYPES
 
-from .gguf_blocks import BLOCK_TYPES, CODEBOOK_TYPES, dequantize_blocks
 from .packing import chunks
 from .stored import DTYPES, FLOATS, WeightReader, bad, stored_bytes
 
@@ -143,3 +144,16 @@ def _codebook(module: WeightReader, rows: Tensor, block_type: str) -> Weight:
         out[part] = dequantize_blocks(rows[part], block_type)
     module.finite("weight", out)
     return Weight("dense", module.shape, out)
+
+
+def dequantize_blocks(data: Tensor, block_type: str) -> Tensor:
+    """Rows as stored, u8 [rows, row_bytes] -> float32 [rows, K], bit for bit as `gguf.quants` gives them.
+
+    Raises ValueError for an unknown block type or a row that is not a whole number of blocks.
+    """
+    if block_type not in CODEBOOK_TYPES:
+        return gguf_blocks.dequantize_blocks(data, block_type)
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize  # slow, for types that are decoded once
+
+    return torch.from_numpy(dequantize(data.numpy(), GGMLQuantizationType[block_type]))

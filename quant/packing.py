@@ -82,7 +82,7 @@ def group_order(
     """Order columns by group, so that groups are contiguous and equally long.
 
     scales, zeros  [N, G]
-    length         of a group, as the file says; where K is no multiple of it, the last group is shorter
+    length         of a group, as the file says; where K is not a multiple of it, the last group is shorter
     g_idx          [K], the group of each column, or None for k // length; `perm` is None where it says just that
     """
     k, count = module.shape[1], scales.shape[1]

@@ -143,7 +143,7 @@ class WeightReader:
         return self.scales("pre_quant_scale").flatten().expand(self.shape[1]).clone()
 
     def group_size(self, suffix: str, groups: int) -> int:
-        """K / groups. Raises BadModelFile when K is no multiple."""
+        """K / groups. Raises BadModelFile when K is not a multiple."""
         k = self.shape[1]
         if groups < 1 or k % groups:
             raise bad(f"tensor {self.name(suffix)} has {groups} groups for {k} inputs, expected a divisor")

@@ -35,7 +35,7 @@ def read_json_object(
     except UnicodeDecodeError as error:
         raise bad(path, "is not UTF-8 text", offset=error.start) from error
     except json.JSONDecodeError as error:
-        raise bad(path, f"is not JSON: {error.msg}", offset=error.pos) from error
+        raise bad(path, f"is not valid JSON: {error.msg}", offset=error.pos) from error
     except (_BadValue, ValueError) as error:
         raise bad(path, f"is not valid: {error}") from error
     except RecursionError as error:
@@ -52,7 +52,7 @@ class _BadValue(Exception):
 
 
 def _no_constant(text: str) -> Any:
-    raise _BadValue(f"{text} is no JSON number")
+    raise _BadValue(f"{text} is not a JSON number")
 
 
 def _finite(text: str) -> float:

@@ -1,7 +1,7 @@
 """One file, memory-mapped read-only, and the words for what is wrong with it.
 
-Everything in `checkpoint/` reads through a `MappedFile`: it refuses what is no regular file without blocking on it (a
-FIFO, a device), and `bad` makes the error every reader raises: file name, place, what was found and the limit.
+Everything in `checkpoint/` reads through a `MappedFile`: it refuses what is not a regular file (a FIFO, a device),
+without blocking on it, and `bad` makes the error every reader raises: file name, place, what was found and the limit.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class MappedFile:
 
 def _open_regular(path: Path) -> int:
     try:
-        # O_NONBLOCK: opening a FIFO for reading would wait for a writer for ever.
+        # O_NONBLOCK: opening a FIFO for reading would wait for a writer indefinitely.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         if error.errno == errno.ENOENT:
@@ -141,7 +141,7 @@ def _open_regular(path: Path) -> int:
     if folder:
         raise bad(path, "is a folder, a file is expected")
     hint = "name a .gguf file, or a folder with safetensors"
-    raise bad(path, "is no regular file (a pipe, socket or device)", hint=hint)
+    raise bad(path, "is not a regular file (a pipe, socket or device)", hint=hint)
 
 
 def read_small(path: Path, limit: int) -> bytes:

@@ -49,7 +49,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     """
     path = Path(path).expanduser()
     if "\0" in str(path) or len(os.fsencode(path.name)) > 255:
-        raise ModelNotFound(f"{shown(path)} is no file name", "localllm ls lists the models on this machine")
+        raise ModelNotFound(f"{shown(path)} is not a file name", "localllm ls lists the models on this machine")
     if path.is_dir():
         return _open_folder(path)
     if path.name.endswith(PICKLES):

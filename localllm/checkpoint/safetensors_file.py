@@ -103,7 +103,7 @@ class _Header:
         self.at = match.end()
 
     def _byte(self) -> bytes:
-        """The next byte that is no white space, not consumed; empty at the end."""
+        """The next byte that is not white space, not consumed; empty at the end."""
         self._space()
         return self.buffer[self.at : min(self.at + 1, self.end)]
 

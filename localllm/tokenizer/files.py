@@ -214,7 +214,7 @@ def _named_entry(entry: Any) -> tuple[Any, Any]:
 def _plain_name(name: Any) -> str:
     """A template's name is a plain word: it never leads to a file."""
     if not isinstance(name, str) or not _PLAIN_NAME.fullmatch(name) or ".." in name:
-        raise BadModelFile(f"{ascii(name)[:60]} is no name for a chat template: only letters, digits, _ - .")
+        raise BadModelFile(f"{ascii(name)[:60]} is not a name for a chat template: use letters, digits, _ - .")
     return name
 
 
@@ -257,7 +257,7 @@ def _guarded(build: Callable[[], T], name: str) -> T:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise BadModelFile(f"{name} is no usable tokenizer: {ascii(str(error))[1:-1][:120]}") from error
+        raise BadModelFile(f"{name} is not a usable tokenizer: {ascii(str(error))[1:-1][:120]}") from error
 
 
 def _read_json(path: Path | None) -> dict[str, Any]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Span = tuple[int, int]
 _SURROGATES = re.compile("[\ud800-\udfff]")
 # Longer texts are encoded under a time limit; the key: whether every pattern of the tokenizer is a published one. Even
-# of those two take 2 and 11 s for 50,000 digits; a hostile one takes for ever.
+# of those two take 2 and 11 s for 50,000 digits; a hostile one may never end.
 UNWATCHED_CHARS = {True: 10_000, False: 16}
 LIMIT_S, CHARS_PER_S = 2.0, 50_000  # The time limit: 2 s, and one more for each 50,000 characters.
 _KNOWN_PATTERNS = frozenset(pattern for patterns in PRE_TOKENIZERS.values() for pattern in patterns)
@@ -255,7 +255,7 @@ class Tokenizer:
     # --- ids to text -------------------------------------------------------------------------------------------------
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True, continuing: bool = False) -> str:
-        """Text of token ids; bytes that are no UTF-8 become U+FFFD.
+        """Text of token ids; bytes that are not UTF-8 become U+FFFD.
 
         `continuing`: the ids go on from earlier text, so the space before the first word stays.
         """

@@ -26,12 +26,12 @@ from localllm.engine.batch import BatchBuilder
 from localllm.engine.pages import GroupPages, Pages
 from localllm.engine.runner import Runner
 from localllm.kernels import segments
+from localllm.kernels.embedding import Embedding
 from localllm.kernels.layer_weights import AttentionWeights, HeadWeights, Linear, LinearPart, MlpWeights, Norm
 from localllm.kernels.rope import RopeTable
 from localllm.models.architectures import Attention, Dense, LayerFacts, ModelFacts, RopeFacts
 from localllm.models.kv_cache import KVCache, cache_groups
-from localllm.models.layers import DecoderLayer, Embedding
-from localllm.models.model import Model
+from localllm.models.model import DecoderLayer, Model
 from localllm.plan.memory import activation_bytes
 from localllm.plan.plan import Plan
 from localllm.plan.planner import Planner

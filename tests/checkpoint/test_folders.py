@@ -1,4 +1,4 @@
-"""Folders: which files make a model, and what is refused without being opened (FILE-02, FILE-03, FILE-04)."""
+"""Folders: which files make a model, and what is refused without being opened."""
 
 from __future__ import annotations
 
@@ -87,24 +87,24 @@ def test_tensors_equal_the_safetensors_package(single: Path) -> None:
     ]
     + ["C:x.safetensors", "a\nb.safetensors", "", "modeling_x.py"],
 )
-def test_file_02_names_that_lead_elsewhere(sharded: Path, target: str) -> None:
+def test_names_that_lead_elsewhere(sharded: Path, target: str) -> None:
     change_index(sharded, lambda m: m.update({"lm_head.weight": target}))
     assert refuse(sharded, INDEX).context["key"] == "weight_map.lm_head.weight"
 
 
 @pytest.mark.parametrize("value", [7, None, ["model.safetensors"], {"a": "b"}])
-def test_file_02_targets_that_are_no_names(sharded: Path, value: object) -> None:
+def test_targets_that_are_no_names(sharded: Path, value: object) -> None:
     change_index(sharded, lambda m: m.update({"lm_head.weight": value}))
     refuse(sharded, "is not the name of a safetensors file")
 
 
-def test_file_02_a_fifo_does_not_block(sharded: Path) -> None:
+def test_a_fifo_does_not_block(sharded: Path) -> None:
     os.mkfifo(sharded / "pipe.safetensors")
     change_index(sharded, lambda m: m.update({"lm_head.weight": "pipe.safetensors"}))
-    refuse(sharded, "pipe.safetensors: is no regular file")
+    refuse(sharded, "pipe.safetensors: is not a regular file")
 
 
-def test_file_02_a_link_out_of_the_folder_is_not_opened(sharded: Path, tmp_path: Path) -> None:
+def test_a_link_out_of_the_folder_is_not_opened(sharded: Path, tmp_path: Path) -> None:
     outside = tmp_path / "outside.safetensors"
     outside.write_bytes(tiny.safetensors_bytes({"a": ("F32", [1], b"\0" * 4)}))
     outside.chmod(0)
@@ -115,7 +115,7 @@ def test_file_02_a_link_out_of_the_folder_is_not_opened(sharded: Path, tmp_path:
     assert outside.stat().st_atime_ns == before
 
 
-def test_file_02_links_of_other_files_leave_neither(single: Path, tmp_path: Path) -> None:
+def test_links_of_other_files_leave_neither(single: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret.json"
     secret.write_text("{}")
     (single / "config.json").unlink()
@@ -123,7 +123,7 @@ def test_file_02_links_of_other_files_leave_neither(single: Path, tmp_path: Path
     refuse(single, "config.json: is a link that leaves the folder")
 
 
-def test_file_02_a_folder_a_loop_and_a_hole(sharded: Path) -> None:
+def test_a_folder_a_loop_and_a_hole(sharded: Path) -> None:
     (sharded / "folder.safetensors").mkdir()
     change_index(sharded, lambda m: m.update({"lm_head.weight": "folder.safetensors"}))
     refuse(sharded, "folder.safetensors: is a folder")
@@ -134,7 +134,7 @@ def test_file_02_a_folder_a_loop_and_a_hole(sharded: Path) -> None:
     refuse(sharded, "1 of 3 files are missing, the first is absent.safetensors")
 
 
-def test_file_02_the_index_and_the_shards_disagree(sharded: Path) -> None:
+def test_the_index_and_the_shards_disagree(sharded: Path) -> None:
     change_index(sharded, lambda m: m.update({"extra.weight": "model-00001-of-00002.safetensors"}))
     refuse(sharded, "extra.weight: the tensor is listed by")
     change_index(sharded, lambda m: m.pop("extra.weight"))
@@ -144,12 +144,12 @@ def test_file_02_the_index_and_the_shards_disagree(sharded: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"weight_map": 7}', '{"weight_map": {}}', "not json", '{"a": NaN}'])
-def test_file_02_an_index_that_is_none(sharded: Path, content: str) -> None:
+def test_an_index_that_is_none(sharded: Path, content: str) -> None:
     (sharded / INDEX).write_text(content)
     refuse(sharded, INDEX)
 
 
-def test_file_02_a_million_entries_and_twice_the_same(sharded: Path) -> None:
+def test_a_million_entries_and_twice_the_same(sharded: Path) -> None:
     (sharded / INDEX).write_text('{"weight_map": {' + '"a": "b.safetensors",' * 1_000_000 + '"b": "c"}}')
     refuse(sharded, "JSON values, the limit is")
     (sharded / INDEX).write_text('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}')
@@ -197,13 +197,13 @@ BAD_CONFIGS: dict[str, str | bytes] = {
 
 @pytest.mark.parametrize("name", BAD_CONFIGS)
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
-def test_file_03_json_that_is_none(single: Path, name: str, file: str) -> None:
+def test_json_that_is_none(single: Path, name: str, file: str) -> None:
     content = BAD_CONFIGS[name]
     (single / file).write_bytes(content if isinstance(content, bytes) else content.encode())
     assert refuse(single, file).message.startswith(f"{file}: ")
 
 
-def test_file_03_half_a_gigabyte_of_config_is_not_read(single: Path) -> None:
+def test_half_a_gigabyte_of_config_is_not_read(single: Path) -> None:
     with open(single / "config.json", "r+b") as file:
         file.truncate(500 << 20)
     refuse(single, "config.json: is 524,288,000 bytes long, the limit is 4,194,304")
@@ -253,12 +253,12 @@ def test_file_03_half_a_gigabyte_of_config_is_not_read(single: Path) -> None:
     ],
     ids=str,
 )
-def test_file_03_values_out_of_range(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_values_out_of_range(tmp_path: Path, changes: dict[str, Any]) -> None:
     error = refuse(tiny.tiny_safetensors(tmp_path / "model", **changes), "")
     assert error.message.startswith(("config.json: ", "model: ", "model.safetensors: "))
 
 
-def test_file_03_generation_config_out_of_range(single: Path) -> None:
+def test_generation_config_out_of_range(single: Path) -> None:
     for text, key in (
         ('{"temperature": "hot"}', "temperature"),
         ('{"top_k": 1.5}', "top_k"),
@@ -268,7 +268,7 @@ def test_file_03_generation_config_out_of_range(single: Path) -> None:
         assert refuse(single, "generation_config.json").context["key"] == key
 
 
-def test_file_03_code_of_the_repository_never_runs(tmp_path: Path) -> None:
+def test_code_of_the_repository_never_runs(tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     auto = {name: f"modeling_x.{name}" for name in ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer")}
     folder = tiny.tiny_safetensors(tmp_path / "model", auto_map=auto, torch_dtype="os.system")
@@ -293,7 +293,7 @@ class _Canary:
 @pytest.mark.parametrize(
     "name", ["m.bin", "m.pt", "m.pth", "m.ckpt", "m.npy", "m.pkl", "m.safetensors", "m.gguf", "m.zip"]
 )
-def test_file_04_pickles_are_never_read(tmp_path: Path, name: str) -> None:
+def test_pickles_are_never_read(tmp_path: Path, name: str) -> None:
     canary, path = tmp_path / "canary", tmp_path / name
     path.write_bytes(pickle.dumps(_Canary(canary), protocol=4))
     if name == "m.zip":
@@ -303,7 +303,7 @@ def test_file_04_pickles_are_never_read(tmp_path: Path, name: str) -> None:
     assert not canary.exists()
 
 
-def test_file_04_a_folder_of_pickles(tmp_path: Path) -> None:
+def test_a_folder_of_pickles(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(tiny.tiny_config()))
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
     refuse(tmp_path, "pytorch_model.bin: .bin files are not read", UnsupportedFormat)
@@ -323,11 +323,11 @@ def test_which_file_a_folder_means(tmp_path: Path) -> None:
 
 def test_paths_that_are_no_model(tmp_path: Path) -> None:
     refuse(tmp_path / "absent.gguf", "no such file", ModelNotFound)
-    refuse(tmp_path / ("x" * 300), "is no file name", ModelNotFound)
-    refuse(Path("a\0b"), "is no file name", ModelNotFound)
+    refuse(tmp_path / ("x" * 300), "is not a file name", ModelNotFound)
+    refuse(Path("a\0b"), "is not a file name", ModelNotFound)
     os.mkfifo(tmp_path / "pipe.gguf")
-    refuse(tmp_path / "pipe.gguf", "is no regular file")
-    refuse(Path("/dev/zero"), "is no regular file")
+    refuse(tmp_path / "pipe.gguf", "is not a regular file")
+    refuse(Path("/dev/zero"), "is not a regular file")
 
 
 def test_folders_of_other_layouts(tmp_path: Path) -> None:

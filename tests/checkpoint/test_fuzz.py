@@ -1,4 +1,4 @@
-"""FILE-01: structured mutants of small valid files are read or refused, never anything else, and always in time."""
+"""Structured mutants of small valid files are read or refused, never anything else, and always in time."""
 
 from __future__ import annotations
 
@@ -123,28 +123,28 @@ def fuzz_safetensors(count: int, tmp_path: Path) -> dict[str, int]:
     return run(safetensors_seeds(), count, path, read)
 
 
-def test_file_01_gguf_mutants(tmp_path: Path) -> None:
+def test_gguf_mutants(tmp_path: Path) -> None:
     tally = fuzz_gguf(50, tmp_path)
     assert sum(tally.values()) == 150 and tally["refused"] > 50
 
 
-def test_file_01_safetensors_mutants(tmp_path: Path) -> None:
+def test_safetensors_mutants(tmp_path: Path) -> None:
     tally = fuzz_safetensors(50, tmp_path)
     assert sum(tally.values()) == 150 and tally["refused"] > 50
 
 
 @pytest.mark.slow
-def test_file_01_twenty_thousand_gguf_mutants_of_each(tmp_path: Path) -> None:
+def test_twenty_thousand_gguf_mutants_of_each(tmp_path: Path) -> None:
     assert sum(fuzz_gguf(20_000, tmp_path).values()) == 60_000
 
 
 @pytest.mark.slow
-def test_file_01_twenty_thousand_safetensors_mutants_of_each(tmp_path: Path) -> None:
+def test_twenty_thousand_safetensors_mutants_of_each(tmp_path: Path) -> None:
     assert sum(fuzz_safetensors(20_000, tmp_path).values()) == 60_000
 
 
 @pytest.mark.slow
-def test_file_01_every_truncation(tmp_path: Path) -> None:
+def test_every_truncation(tmp_path: Path) -> None:
     path = tmp_path / "cut.gguf"
     for seed in gguf_seeds().values():
         for length in range(0, min(len(seed), 200_000), 64):

@@ -72,7 +72,7 @@ def test_a_huge_tokenizer_is_not_read(size: int, door: Door, folder: Path) -> No
 def test_a_pipe_does_not_block(name: str, door: Door, folder: Path) -> None:
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
-    assert "is no regular file" in refuse(door, folder, name)
+    assert "is not a regular file" in refuse(door, folder, name)
 
 
 def _model(**changes: Any) -> Callable[[dict[str, Any]], object]:

@@ -78,7 +78,7 @@ FORMATS: dict[str, tuple[Callable[[int, int], Packed], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_quantized_llama_matches_its_dense_twin(name: str, tiny: Callable, paged: Any, tmp_path: Path) -> None:
+def test_quantized_llama_matches_its_dense_form(name: str, tiny: Callable, paged: Any, tmp_path: Path) -> None:
     model = tiny("llama-packable")
     pack, config = FORMATS[name]
     tensors: dict[str, Tensor | None] = {}

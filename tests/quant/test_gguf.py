@@ -14,7 +14,7 @@ from localllm.checkpoint import stored_formats
 from localllm.checkpoint.opening import open_checkpoint
 from localllm.errors import BadModelFile, UnsupportedFormat
 from localllm.quant import dequantize, dequantize_rows, fuse, load_weight
-from localllm.quant.gguf_blocks import BLOCK_TYPES, CODEBOOK_TYPES, dequantize_blocks
+from localllm.quant.gguf import BLOCK_TYPES, CODEBOOK_TYPES, dequantize_blocks
 
 BLOCKS = sorted(name for name, layout in BLOCK_TYPES.items() if layout.elems > 1)
 FORMS = {"Q4_0": "int4g", "Q4_1": "int4g", "Q8_0": "int8", "MXFP4": "fp4g32", "NVFP4": "fp4g16"}

@@ -72,7 +72,7 @@ def test_texts_survive(real: tuple[str, Tokenizer]) -> None:
         assert tokenizer.decode(tokenizer.encode(row["text"], special=True), skip_special=False) == text
 
 
-def test_lim_11_plain_text_has_no_control_tokens(real: tuple[str, Tokenizer]) -> None:
+def test_plain_text_has_no_control_tokens(real: tuple[str, Tokenizer]) -> None:
     _, tokenizer = real
     texts = list(tokenizer.control_text.ids)[:300]
     assert tokenizer.special_ids.isdisjoint(tokenizer.encode("".join(texts) + " ".join(texts)))
@@ -463,7 +463,7 @@ def test_chat_templates_of_a_folder(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "..", "", "x\x1b[2J", "a" * 100, None, 5, "/etc/passwd", "..\\x"])
-def test_tpl_05_names_lead_nowhere(name: Any, folder: Path) -> None:
+def test_names_lead_nowhere(name: Any, folder: Path) -> None:
     listed = {"chat_template": [{"name": name, "template": "../../x.jinja"}]}
     (folder / "tokenizer_config.json").write_text(json.dumps(listed))
     with pytest.raises(BadModelFile) as caught:
@@ -475,13 +475,13 @@ def test_tpl_05_names_lead_nowhere(name: Any, folder: Path) -> None:
             from_gguf(metadata)
 
 
-def test_tpl_05_a_template_is_text_never_a_path(folder: Path) -> None:
+def test_a_template_is_text_never_a_path(folder: Path) -> None:
     (folder.parent / "x.jinja").write_text("outside")
     (folder / "tokenizer_config.json").write_text('{"chat_template": "../x.jinja"}')
     assert from_folder(folder).chat_template == "../x.jinja"
 
 
-def test_tpl_05_links_stay_inside(folder: Path) -> None:
+def test_links_stay_inside(folder: Path) -> None:
     outside = folder.parent / "secret.jinja"
     outside.write_text("secret")
     extra = folder / "additional_chat_templates"
@@ -503,7 +503,7 @@ def test_tpl_05_links_stay_inside(folder: Path) -> None:
         ("tokenizer.json", "{}", "tokenizer.json"),
         ("tokenizer.json", "[" * 100_000, "tokenizer.json"),
         ("tokenizer.json", "\xff", "tokenizer.json"),
-        ("tokenizer_config.json", "{", "not JSON"),
+        ("tokenizer_config.json", "{", "not valid JSON"),
         ("tokenizer_config.json", "[]", "an object is expected"),
         ("tokenizer_config.json", "[" * 100_000, "nested deeper"),
         ("tokenizer_config.json", '{"chat_template": [1]}', "list of objects"),

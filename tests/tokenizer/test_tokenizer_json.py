@@ -83,7 +83,7 @@ def test_a_file_of_too_many_values_is_not_parsed_here(in_pieces, monkeypatch):
     document = json.loads(made().to_str())
     assert read_backend(json.dumps(document).encode()) and in_pieces == [True]
     data = json.dumps(document | {"padding": [[]] * 5_000}).encode()
-    with pytest.raises(BadModelFile, match="tokenizer.json is no usable tokenizer"):
+    with pytest.raises(BadModelFile, match="tokenizer.json is not a usable tokenizer"):
         parse_backend(data, "tokenizer.json")
     assert in_pieces == [True]
 
@@ -129,7 +129,7 @@ def test_damage_is_the_librarys_to_name(damage, in_pieces):
     elif damage == "list":
         model["vocab"] = list(model["vocab"])
     data = json.dumps(document).encode()[: -20 if damage == "cut" else None]
-    with pytest.raises(BadModelFile, match="tokenizer.json is no usable tokenizer"):
+    with pytest.raises(BadModelFile, match="tokenizer.json is not a usable tokenizer"):
         parse_backend(data, "tokenizer.json")
     assert not any(in_pieces)
 
