@@ -1,4 +1,4 @@
-"""A chat over a running server: T19. The server here is twenty lines that answer as ours does."""
+"""A chat over a running server. The server here is twenty lines that answer as ours does."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def opened(url: str, model: str | None = None, **given: Any) -> RemoteBackend:
     return backend
 
 
-def test_t19_a_turn_over_http(url: str) -> None:
+def test_a_turn_over_http(url: str) -> None:
     backend = opened(url, temperature=0.3)
     facts = backend.facts()
     assert (facts.model, facts.ctx, facts.url) == ("tiny", 4096, url)
@@ -189,7 +189,7 @@ def test_a_wrong_key_a_wrong_model_and_no_server_fail_to_load(url: str) -> None:
         backend.close()
 
 
-async def test_t19_the_interface_says_where_it_is_computed(url: str) -> None:
+async def test_the_interface_says_where_it_is_computed(url: str) -> None:
     from localllm.conversation.session import Session
     from localllm.conversation.tree import Conversation
     from localllm.tui.app import ChatApp

@@ -134,7 +134,7 @@ def alone(tokens, **kwargs):
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("preempt_every", [0, 3])
 def test_batched_equals_alone(window, preempt_every):
-    """ISO-04, ISO-05: shared prefixes, forced preemption, small pools; the tokens stay those of a lone request."""
+    """Shared prefixes, forced preemption, small pools; the tokens stay those of a lone request."""
     reference = [ids_of(run(make(prefix_cache=False, window=window), request(p))[0]) for p in PROMPTS]
     engine = make(num_pages=30, window=window, preempt_every=preempt_every)
     for _ in range(3):
@@ -146,7 +146,7 @@ def test_batched_equals_alone(window, preempt_every):
 
 
 def test_neighbours_with_odd_wishes_do_not_disturb():
-    """ISO-01, ISO-02: biases, penalties, bans, n and random stops beside a greedy victim."""
+    """Biases, penalties, bans, n and random stops beside a greedy victim."""
     rng = random.Random(0)
     victim = list(range(10))
     reference = alone(victim)
@@ -162,7 +162,6 @@ def test_neighbours_with_odd_wishes_do_not_disturb():
 
 
 def test_same_seed_same_text_alone_or_in_a_batch():
-    """REL-17"""
     kwargs = {"temperature": 1.5, "seed": 11, "top_p": 0.95}
     reference = alone([1, 2, 3], **kwargs)
     streams = run(make(), *[request(p, temperature=1.0) for p in PROMPTS[1:4]], request([1, 2, 3], **kwargs))
@@ -286,7 +285,6 @@ def test_a_window_smaller_than_a_page_without_full_attention_leaks_nothing():
 
 
 def test_a_failing_forward_ends_its_batch_and_nothing_else():
-    """ISO-06"""
     engine = make(broken=49, max_parallel=1)
     streams = run(engine, request([1, 2, 3]), request([49, 1]), request([4, 5]))
     assert [collected(s)[-1].finish_reason for s in streams] == ["length", "error", "length"]
@@ -314,7 +312,6 @@ class BadCheck:
 
 
 def test_a_failing_stop_check_or_mask_ends_only_its_request():
-    """ISO-06"""
 
     class BadMask:
         def fill(self, row):
@@ -360,7 +357,6 @@ def test_masks_are_obeyed():
 
 @pytest.mark.parametrize("turns", [0, 1, 2, 3, 5, 9])
 def test_abort_in_every_phase(turns):
-    """ISO-03"""
     engine = make(max_parallel=2)
     victim = engine.submit(request([1, 2, 3]))
     others = [engine.submit(request(list(range(40)), n=2, temperature=1)), engine.submit(request([7, 8]))]
@@ -425,7 +421,6 @@ def test_random_faults_leak_nothing():
     ],
 )
 def test_bad_requests_are_refused_before_anything_runs(tokens, params, error):
-    """LIM-01, LIM-04, LIM-05, LIM-07, LIM-08"""
     engine = make()
     with pytest.raises(error) as caught:
         engine.submit(request(tokens, **params))
@@ -434,7 +429,6 @@ def test_bad_requests_are_refused_before_anything_runs(tokens, params, error):
 
 
 def test_a_prompt_larger_than_the_pool_is_refused_at_once():
-    """REL-09"""
     with pytest.raises(OutOfMemory):
         make(num_pages=4).submit(request([1] * 40))
 
@@ -490,7 +484,6 @@ def test_memory_that_does_not_even_suffice_for_one_token_fails_the_request_only(
 
 
 def test_a_lost_device_ends_the_engine_and_says_so():
-    """REL-10"""
 
     def fault(step):
         if step == 4:
@@ -508,7 +501,6 @@ def test_a_lost_device_ends_the_engine_and_says_so():
 
 
 def test_a_fault_outside_requests_kills_the_engine_and_tells_everyone(monkeypatch):
-    """REL-10"""
     engine = make()
     monkeypatch.setattr(engine.scheduler, "schedule", lambda: 1 / 0)
     stream = engine.submit(request([1, 2]))

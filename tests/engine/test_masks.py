@@ -1,4 +1,4 @@
-"""Token masks in the engine (ISO-01, ISO-02, ISO-06, SO-07): obeyed, filled in time, jumped over, ended."""
+"""Token masks in the engine: obeyed, filled in time, jumped over, ended."""
 
 import sys
 import threading
@@ -104,7 +104,7 @@ def test_a_grammar_of_one_text_needs_two_steps():
 
 
 def test_the_end_of_the_grammar_is_the_end():
-    """Also with ignore_eos and min_tokens; an answer cut before its end says so (SO-07)."""
+    """Also with ignore_eos and min_tokens; an answer cut before its end says so."""
     for params in ({}, {"ignore_eos": True}, {"min_tokens": 12}, {"max_tokens": len(STEPS)}):
         stream = run(make(), masked([1, 2, 3], eos_token_ids=frozenset({20, 21}), **params))[0]
         assert len(ids_of(stream)) == len(STEPS)
@@ -195,7 +195,7 @@ def test_min_tokens_and_masks():
 
 
 def test_aborted_requests_leave_nothing():
-    """ISO-03 with masks and jumps."""
+    """Aborted at any moment, with masks and jumps."""
     engine = make(max_parallel=2)
     for turns in range(8):
         stream = engine.submit(

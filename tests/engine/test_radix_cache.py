@@ -52,7 +52,7 @@ def test_eviction_takes_the_oldest_leaf_nobody_uses():
 
 
 def test_equal_hashes_do_not_confuse_prefixes():
-    """SEC-12: keys are compared, not only hashed (-1 and -2 hash alike in Python)."""
+    """Keys are compared, not only hashed (-1 and -2 hash alike in Python)."""
     assert hash(-1) == hash(-2)
     pool = PagePool(4)
     tree = RadixCache([pool], [None], PAGE)

@@ -170,7 +170,7 @@ def test_priority_goes_first_and_is_preempted_last():
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("seed", range(6))
 def test_random_traffic(seed, window):
-    """ISO-04, ISO-05: prompt trees, forks, aborts, preemption, eviction; every read is of the right token."""
+    """Prompt trees, forks, aborts, preemption, eviction; every read is of the right token."""
     rng = random.Random(seed)
     every = rng.choice([0, 3])
     scheduler, memory = build(

@@ -1,4 +1,4 @@
-"""Streamed text: chunk invariance of UTF-8 and stop strings (REL-15), against one-shot decoding and a naive search."""
+"""Streamed text: chunk invariance of UTF-8 and stop strings, against one-shot decoding and a naive search."""
 
 from __future__ import annotations
 
