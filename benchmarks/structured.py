@@ -82,7 +82,7 @@ def speed(llm: LLM, constraint: Constraint | None, temperature: float, streams: 
     prompt = llm.encode_chat(QUESTION)
     began = time.process_time()
     turns = [
-        llm.submit(prompt, params, spec=llm.output_spec(prompt, chat=True, constraint=constraint))
+        llm.submit(prompt, params, spec=llm.output_rules.spec(prompt, chat=True, constraint=constraint))
         for _ in range(streams)
     ]
     answers = [turn.answer() for turn in turns]
@@ -127,13 +127,13 @@ def costs(llm: LLM, rows: Rows, repeat: int) -> None:
     for number in range(repeat):
         fresh = {"type": "object", "properties": {f"f{number}": {"type": "string", "maxLength": 4}}}
         began = time.perf_counter()
-        llm.output_spec([1], chat=False, constraint=Constraint("json_schema", fresh))
+        llm.output_rules.spec([1], chat=False, constraint=Constraint("json_schema", fresh))
         firsts.append(1000 * (time.perf_counter() - began))
     rows.add("a new small schema", firsts, "ms")
     kept = []
     for _ in range(repeat):
         began = time.perf_counter()
-        llm.output_spec([1], chat=False, constraint=RECORD)
+        llm.output_rules.spec([1], chat=False, constraint=RECORD)
         kept.append(1000 * (time.perf_counter() - began))
     rows.add("a schema seen before", kept, "ms")
     llm.chat(QUESTION, params, constraint=RECORD)
@@ -202,7 +202,7 @@ def main() -> None:
     rows = Rows()
     with LLM(options.model, ctx=4096, max_parallel=4, threads=options.threads) as llm:
         preparing(llm, rows, options.repeat)
-        llm.prepare_grammars()
+        llm.output_rules.prepare()
         costs(llm, rows, options.repeat)
         if options.schemas:
             schemas(llm, rows, options.schemas)

@@ -214,7 +214,7 @@ class InProcessBackend(Turns):
                 prompt,
                 params,
                 splits_reasoning=True,
-                spec=None if bound is None else llm.output_spec(prompt, chat=True, constraint=bound),
+                spec=None if bound is None else llm.output_rules.spec(prompt, chat=True, constraint=bound),
                 listener=lambda delta: self._publish(turn, delta),
             )
         except LocalLLMError as error:

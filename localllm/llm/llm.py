@@ -20,8 +20,6 @@ from localllm.tokenizer.detokenizer import IncrementalDetokenizer
 if TYPE_CHECKING:
     import numpy as np
 
-    from localllm.chat.tools.roundtrip import ToolSupport
-
 Prompt = str | Sequence[int]
 
 DEFAULT_TEMPERATURE = 0.7  # where the model's files recommend nothing
@@ -111,7 +109,7 @@ class LLM(LoadedModel):
 
     def _complete(self, prompt: Prompt, params: SamplingParams | None, constraint: Constraint | None) -> ResponseStream:
         ids = self.encode_prompt(prompt)
-        return self.submit(ids, params, spec=self.output_spec(ids, chat=False, constraint=constraint))
+        return self.submit(ids, params, spec=self.output_rules.spec(ids, chat=False, constraint=constraint))
 
     @overload
     def chat(
@@ -153,7 +151,7 @@ class LLM(LoadedModel):
         use = tools if tools is None or isinstance(tools, ToolUse) else ToolUse(tuple(tools))
         offered = None if use is None or use.choice == "none" else list(use.tools)
         prompt = self.encode_chat(messages, offered, template_kwargs)
-        spec = self.output_spec(prompt, chat=True, constraint=constraint, tool_use=use)
+        spec = self.output_rules.spec(prompt, chat=True, constraint=constraint, tool_use=use)
         turn = self.submit(prompt, params, splits_reasoning=True, spec=spec)
         return iter(turn) if stream else turn.answer()
 
@@ -197,10 +195,6 @@ class LLM(LoadedModel):
     def check_prompt(self, token_ids: Sequence[int], params: SamplingParams) -> None:
         """Raise InvalidRequest, ContextTooLong or OutOfMemory for a request that could never run."""
         self.engine.check(Request(token_ids, params))
-
-    def pin_prefix(self, token_ids: Sequence[int]) -> None:
-        """Keep the pages of this prefix longer than all others once they are computed."""
-        self.engine.pin_prefix(token_ids)
 
     def default_params(self) -> SamplingParams:
         """What the model's files recommend."""
@@ -252,31 +246,6 @@ class LLM(LoadedModel):
                 rendered = rendered.upto(messages[-1].get("content") or "")
             return encode_chat(self.tokenizer, rendered, shaped)
 
-    def output_spec(
-        self,
-        prompt_token_ids: Sequence[int],
-        *,
-        chat: bool,
-        constraint: Constraint | None = None,
-        tool_use: ToolUse | None = None,
-    ) -> OutputSpec:
-        """What the answer to this prompt must be, and how it is taken apart; compiles for up to two seconds.
-
-        chat  the prompt is a conversation from `encode_chat`
-
-        Raises InvalidConstraint for what cannot be enforced, InvalidRequest for tools that this model cannot use.
-        """
-        return self.output_rules.spec(prompt_token_ids, chat=chat, constraint=constraint, tool_use=tool_use)
-
-    def prepare_grammars(self) -> None:
-        """Build what the first constrained request would wait for: for servers, while they load. 0.2 to 3 s."""
-        self.output_rules.prepare()
-
-    @property
-    def tool_support(self) -> ToolSupport:
-        """What the chat template can do with tools."""
-        return self.output_rules.support
-
     def submit(
         self,
         prompt_token_ids: Sequence[int],
@@ -291,12 +260,12 @@ class LLM(LoadedModel):
     ) -> ResponseStream:
         """Queue token ids. With a `listener`, pieces go to it, in the engine's thread, not to the stream.
 
-        spec  from `output_spec()`: what the answer must be
+        spec  from `output_rules.spec()`: what the answer must be
         """
         params = params or self.default_params()
         params.check(self.facts.vocab_size)  # before anything is built from it
         params = self._with_control_stops(params)
-        spec = spec or self.output_spec(prompt_token_ids, chat=splits_reasoning)
+        spec = spec or self.output_rules.spec(prompt_token_ids, chat=splits_reasoning)
         request = Request(
             prompt_token_ids=list(prompt_token_ids),
             params=params,

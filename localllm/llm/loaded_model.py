@@ -119,7 +119,6 @@ class LoadedModel:
         from localllm.llm.output_rules import OutputRules
         from localllm.tokenizer.tokenizer import load_tokenizer
 
-        started = time.monotonic()
         text = _in_background(lambda: load_tokenizer(self._checkpoint))  # beside the imports, which mostly read files
         self._notify(LoadProgress("import"))
         device = self._claim_device()
@@ -130,7 +129,6 @@ class LoadedModel:
             self._template = ChatTemplate.for_tokenizer(self.tokenizer)
             self._template.warm_up()
         self.output_rules = OutputRules(self.tokenizer, self._template, self.facts.vocab_size)
-        self.import_s = time.monotonic() - started
         loading = time.monotonic()
         self._load_weights(device)
         self._notify(LoadProgress("kv", detail=f"{self.plan.ctx:,} tokens"))

@@ -21,7 +21,7 @@ def pin_system_prompts(llm: LLM, prompts: Sequence[str]) -> None:
         try:
             prefix = common_prefix(llm, text)
             if prefix:
-                llm.pin_prefix(prefix)
+                llm.engine.pin_prefix(prefix)
                 llm.submit(prefix, SamplingParams(temperature=0, max_tokens=1)).answer()
         except LocalLLMError as error:
             log.warning("a system prompt of %d characters is not pinned: %s", len(text), error.message)

@@ -238,7 +238,7 @@ class Service:
             if asked.constraint is not None or asked.tool_use is not None:
                 # not in the threads that make token ids: compiling may take two seconds
                 more["spec"] = await asyncio.to_thread(
-                    llm.output_spec, prompts[0] if is_chat else (), chat=is_chat, constraint=asked.constraint,
+                    llm.output_rules.spec, prompts[0] if is_chat else (), chat=is_chat, constraint=asked.constraint,
                     tool_use=asked.tool_use,
                 )  # fmt: skip
             try:

@@ -72,7 +72,7 @@ def test_a_result_goes_back_and_the_prefix_is_kept(llm: LLM) -> None:
     after = llm.chat([*ASK, *turns], sampled(1, max_tokens=4), tools=TOOLS)  # type: ignore[list-item]
     known = len(answer.prompt_token_ids) + len(answer.completions[0].token_ids)
     assert after.usage.cached_tokens >= known - 2 * 16
-    assert llm.tool_support.keeps_prefix and not llm.tool_support.native
+    assert llm.output_rules.support.keeps_prefix and not llm.output_rules.support.native
 
 
 def test_forced_text_costs_no_steps(llm: LLM) -> None:
@@ -99,4 +99,4 @@ def test_refusals(llm: LLM) -> None:
     assert caught.value.param == "tools[1].function.parameters"
     assert llm.chat(ASK, SamplingParams(max_tokens=2), tools=ToolUse(TOOLS, "none")).text
     with pytest.raises(InvalidRequest):
-        llm.output_spec([1], chat=False, tool_use=ToolUse(TOOLS))
+        llm.output_rules.spec([1], chat=False, tool_use=ToolUse(TOOLS))

@@ -98,14 +98,14 @@ async def compiled(service, number):
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     compiling = threading.Event()
     (row,) = service.pool.loaded()
-    compiles = row.llm.output_spec
+    compiles = row.llm.output_rules.spec
 
     def noticed(*given, **more):
         if more.get("constraint"):
             compiling.set()
         return compiles(*given, **more)
 
-    with mock.patch.object(row.llm, "output_spec", noticed):
+    with mock.patch.object(row.llm.output_rules, "spec", noticed):
         await cancelled_when(service, compiling.is_set, response_format=form)
 
 

@@ -231,7 +231,7 @@ class _Life:
         """In the loading thread: pin the pages of system prompts; what grammars need, before anybody waits for it."""
         from localllm.server.prefixes import pin_system_prompts
 
-        llm.prepare_grammars()
+        llm.output_rules.prepare()
         pin_system_prompts(llm, self._prefixes)
 
     def listening(self, url: str) -> None:

@@ -1,7 +1,7 @@
 """What binds an answer, from the fields of any API: constraint and tools, checked in one place.
 
 A constraint is never ignored: what cannot be had is refused by name, with status 400. Whether a schema can be enforced
-is known only when it is compiled (`LLM.output_spec`, off the event loop).
+is known only when it is compiled (`OutputRules.spec`, off the event loop).
 """
 
 from __future__ import annotations
