@@ -11,29 +11,21 @@ import gc
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
-from localllm.backend.turns import Turns
+from localllm.backend.turns import Turn, Turns
 from localllm.errors import Aborted, InternalError, LocalLLMError
 from localllm.interface import Check, Delta, Done, Facts, Failed, ModelChoice, Prefill
 from localllm.llm import local_models
 from localllm.llm.llm import LLM
 from localllm.llm.loaded_model import EngineOptions
 from localllm.llm.outputs import OutputDelta
-from localllm.request import Constraint, LoadProgress, Message, SamplingParams, Timing, Usage
+from localllm.request import Constraint, LoadProgress, SamplingParams, Timing, Usage
 
 log = logging.getLogger(__name__)
 _KINDS: dict[str, Literal["content", "reasoning", "tool_call"]] = {"reasoning": "reasoning", "tool_call": "tool_call"}
-
-
-@dataclass(slots=True)
-class _Queued:
-    turn: int
-    messages: list[Message]
-    params: SamplingParams | None
-    template: Mapping[str, Any]
 
 
 class InProcessBackend(Turns):
@@ -62,7 +54,7 @@ class InProcessBackend(Turns):
         self._options = replace(options or EngineOptions(), **settings)
         self._default_params = default_params
         self._llm: LLM | None = None
-        self._queue: deque[_Queued] = deque()
+        self._queue: deque[Turn] = deque()
         self._takes_turns = False
         self._failure: Failed | None = None  # why the model did not load
         self._stop = threading.Event()  # ends the present thread, also while it loads
@@ -89,20 +81,11 @@ class InProcessBackend(Turns):
         self._thread = threading.Thread(target=work, name="backend", daemon=True)
         self._thread.start()
 
-    def send(
-        self,
-        messages: Sequence[Message],
-        params: SamplingParams | None = None,
-        template: Mapping[str, Any] | None = None,
-    ) -> int:
-        with self._lock:
-            turn = self._open()
-            self._queue.append(_Queued(turn, list(messages), params, template or {}))
-            takes = self._takes_turns
-            self._lock.notify()
-        if not takes:
+    def _accept(self, turn: Turn) -> None:
+        self._queue.append(turn)
+        self._lock.notify()
+        if not self._takes_turns:
             self._drop_queue(self._failure or Failed(-1, "E601", "no model is loaded", "choose a model"))
-        return turn
 
     def stop(self, turn: int) -> None:
         with self._lock:
@@ -200,8 +183,8 @@ class InProcessBackend(Turns):
         self._events.extend(held)
         return self._llm
 
-    def _answer(self, llm: LLM, queued: _Queued) -> None:
-        turn = queued.turn
+    def _answer(self, llm: LLM, queued: Turn) -> None:
+        turn = queued.id
         if turn in self._stopped:
             self._end(turn)
             return
@@ -231,7 +214,7 @@ class InProcessBackend(Turns):
         if stopped:
             running.abort()
 
-    def _encode(self, llm: LLM, queued: _Queued) -> list[int]:
+    def _encode(self, llm: LLM, queued: Turn) -> list[int]:
         messages = queued.messages
         if self._completes and not llm.has_chat_template:
             return llm.encode_prompt("\n\n".join(m.get("content", "") for m in messages))

@@ -17,10 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from localllm.backend.turns import Turns
+from localllm.backend.turns import Turn, Turns
 from localllm.errors import LocalLLMError, ServerError
 from localllm.interface import Check, Delta, Done, Facts, Failed, ModelChoice, Prefill
-from localllm.request import FinishReason, LoadProgress, Message, SamplingParams, Timing, Usage
+from localllm.request import FinishReason, LoadProgress, Message, Timing, Usage
 
 log = logging.getLogger(__name__)
 
@@ -62,18 +62,9 @@ class RemoteBackend(Turns):
         """Ask what is served, in a thread."""
         threading.Thread(target=self._start, args=(model or "",), name="remote", daemon=True).start()
 
-    def send(
-        self,
-        messages: Sequence[Message],
-        params: SamplingParams | None = None,
-        template: Mapping[str, Any] | None = None,
-    ) -> int:
-        """Ask, in a thread."""
-        with self._lock:
-            turn = self._open()
-        body = self._body(list(messages), template or {})
-        threading.Thread(target=self._answer, args=(turn, body), name=f"remote-{turn}", daemon=True).start()
-        return turn
+    def _accept(self, turn: Turn) -> None:
+        body = self._body(turn.messages, turn.template)
+        threading.Thread(target=self._answer, args=(turn.id, body), name=f"remote-{turn.id}", daemon=True).start()
 
     def stop(self, turn: int) -> None:
         """Hang up: the server ends the request then."""

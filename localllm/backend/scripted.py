@@ -14,11 +14,11 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from localllm.backend.script import pieces, script
-from localllm.backend.turns import Turns
+from localllm.backend.turns import Turn, Turns
 from localllm.errors import (
     AuthRequired,
     ContextTooLong,
@@ -92,7 +92,7 @@ class FakeBackend(Turns):
         self.times_kernels = False
         self.emitted: dict[int, str] = {}  # text of every turn, as the engine sees it
         self.stopped_at: dict[int, float] = {}
-        self._queue: deque[tuple[int, list[Message], SamplingParams | None]] = deque()
+        self._queue: deque[Turn] = deque()
         self._closed = False
         self._used = self._busy = self._steps = self._prompts = 0
         self._thread: threading.Thread | None = None
@@ -110,19 +110,11 @@ class FakeBackend(Turns):
         self._thread = threading.Thread(target=self._run, name="fake-engine", daemon=True)
         self._thread.start()
 
-    def send(
-        self,
-        messages: Sequence[Message],
-        params: SamplingParams | None = None,
-        template: Mapping[str, Any] | None = None,
-    ) -> int:
-        with self._lock:
-            turn = self._open()
-            self.sent.append((list(messages), params))
-            self.templates.append(dict(template or {}))
-            self._queue.append((turn, list(messages), params))
-            self._lock.notify()
-        return turn
+    def _accept(self, turn: Turn) -> None:
+        self.sent.append((turn.messages, turn.params))
+        self.templates.append(dict(turn.template))
+        self._queue.append(turn)
+        self._lock.notify()
 
     def stop(self, turn: int) -> None:
         self._stopped.add(turn)
@@ -230,8 +222,8 @@ class FakeBackend(Turns):
                     self._lock.wait()
                 if self._closed:
                     return
-                turn, messages, params = self._queue.popleft()
-            self._answer(turn, messages, params or self._default_params())
+                turn = self._queue.popleft()
+            self._answer(turn.id, turn.messages, turn.params or self._default_params())
 
     def _load(self) -> bool:
         self._events.append(LoadProgress("resolve", detail=self.model))

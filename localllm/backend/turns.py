@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from localllm.errors import LocalLLMError
 from localllm.interface import ChatEvent, Done, Failed
-from localllm.request import FinishReason, Timing, Usage
+from localllm.request import FinishReason, Message, SamplingParams, Timing, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What was asked."""
+
+    id: int
+    messages: list[Message]
+    params: SamplingParams | None
+    template: Mapping[str, Any]
 
 
 class Turns:
@@ -24,11 +36,21 @@ class Turns:
     def events(self) -> deque[ChatEvent]:
         return self._events
 
-    def _open(self) -> int:
-        """The id of a new turn. Called under the lock."""
-        turn, self._next_turn = self._next_turn, self._next_turn + 1
-        self._running[turn] = None
+    def send(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        template: Mapping[str, Any] | None = None,
+    ) -> int:
+        with self._lock:
+            turn, self._next_turn = self._next_turn, self._next_turn + 1
+            self._running[turn] = None
+            self._accept(Turn(turn, list(messages), params, template or {}))
         return turn
+
+    def _accept(self, turn: Turn) -> None:
+        """Begin or queue a turn. Called under the lock."""
+        raise NotImplementedError
 
     def _end(self, turn: int, event: Done | Failed | None = None) -> None:
         """Tell of the end of a turn, unless that was done; without an event it was stopped."""

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from localllm.errors import BadModelFile
 from localllm.kernels.sampling import (
     IN_PROMPT,
     MASK,
@@ -35,7 +34,7 @@ from localllm.request import TokenLogprob
 
 from .cuda_graph import Bucket, Captured
 from .sampled_tokens import RowResult, SampledTokens, ToHost, from_host
-from .sampler import banned_stops, sample_row, token_logprob
+from .sampler import banned_stops, damaged, sample_row, token_logprob
 from .sequence import Sequence
 
 SampleOp = Callable[[Tensor, SamplingInputs, bool], Sampled]
@@ -237,7 +236,7 @@ class DeviceSampler:
 
 def _problem(status: int) -> Exception | None:
     if status & NOT_A_NUMBER:
-        return BadModelFile("what the model computes is not a number (NaN or infinity): its weights are damaged")
+        return damaged("NaN or infinity")
     if status & NOTHING_LEFT:
         return ValueError("no token has a finite probability")
     return None

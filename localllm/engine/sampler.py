@@ -101,7 +101,7 @@ def sample(logits: Tensor, sequences: list[Sequence], best: list[int] | None = N
     return results
 
 
-def damaged(error: select.NotANumber) -> BadModelFile:
+def damaged(error: object) -> BadModelFile:
     """What NaN among logits means."""
     return BadModelFile(f"what the model computes is not a number ({error}): its weights are damaged")
 

@@ -258,7 +258,7 @@ class LLM(LoadedModel):
         priority: int = 0,
         listener: Callable[[OutputDelta], None] | None = None,
     ) -> ResponseStream:
-        """Queue token ids. With a `listener`, pieces go to it, in the engine's thread, not to the stream.
+        """Queue token ids. With a `listener`, deltas go to it, in the engine's thread, not to the stream.
 
         spec  from `output_rules.spec()`: what the answer must be
         """
@@ -277,9 +277,7 @@ class LLM(LoadedModel):
             priority=priority,
         )
         processor = OutputProcessor(self.tokenizer, spec, params.n)
-        tell = None
-        if listener is not None:
-            tell = processor.listener(listener, lambda: self.engine.abort(request.request_id))
+        tell = processor.listener(listener, lambda: self.engine.abort(request.request_id)) if listener else None
         return ResponseStream(self.engine.submit(request, tell), processor)
 
     def _with_control_stops(self, params: SamplingParams) -> SamplingParams:
@@ -310,12 +308,3 @@ class LLM(LoadedModel):
         except KeyboardInterrupt:
             stopped.set()
             return list(self._boot.tuned)
-
-    def stop_tuning(self) -> None:
-        """End the timing of tile sizes in idle moments; what was timed stays."""
-        self._boot.stop_tuning()
-
-    @property
-    def num_untuned(self) -> int:
-        """Shapes of kernels in use whose tiles were not timed on this card."""
-        return self._boot.num_untuned
