@@ -35,8 +35,7 @@ class Exchange:
     request_id: str
     method: str
     path: str
-    peer: str
-    """address, or "unix" """
+    peer: str  # address, or "unix"
     agent: str = ""  # what tells the clients of one address apart: the User-Agent header
     started: float = field(default_factory=time.monotonic)
     status: int = 0
@@ -67,13 +66,8 @@ class Exchange:
             }  # fmt: skip
         if self.ttft_s is not None:
             fields |= {"ttft_s": round(self.ttft_s, 4), "decode_tps": round(self.decode_tps, 1)}
-        if self.finish:
-            fields["finish"] = self.finish
-        if self.note:
-            fields["error"] = self.note
-        if self.more:
-            fields["more"] = self.more
-        return fields
+        more = {"finish": self.finish, "error": self.note, "more": self.more}
+        return fields | {name: value for name, value in more.items() if value}
 
     def as_text(self, seconds: float) -> str:
         """The same for people."""

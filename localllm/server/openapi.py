@@ -15,31 +15,16 @@ from .routes import ROUTES, Route
 
 REF = "#/components/schemas/{model}"
 TEXT = {"type": "string"}
-EVENT = {"type": "object", "required": ["data"], "properties": {"data": TEXT, "event": TEXT}}
-ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": TEXT,
-                "type": TEXT,
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
-ANTHROPIC_ERROR = {
-    "type": "object",
-    "required": ["type", "error"],
-    "properties": {
-        "type": {"const": "error"},
-        "error": {"type": "object", "required": ["type", "message"], "properties": {"type": TEXT, "message": TEXT}},
-    },
-}
+TEXT_OR_NULL = {"type": ["string", "null"]}
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+EVENT = _object(data=TEXT) | {"properties": {"data": TEXT, "event": TEXT}}
+ERROR = _object(error=_object(message=TEXT, type=TEXT, param=TEXT_OR_NULL, code=TEXT_OR_NULL))
+ANTHROPIC_ERROR = _object(type={"const": "error"}, error=_object(type=TEXT, message=TEXT))
 
 
 def document() -> dict[str, Any]:

@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
-from localllm.server.body import checked
-from localllm.server.errors import invalid, not_text, renaming, unsupported
-from localllm.server.openai.reading import with_further
+from localllm.server.errors import invalid, not_text, unsupported
+from localllm.server.openai.reading import chat_request, passed
 from localllm.server.openai.schemas import MAX_MESSAGES, Body, CacheSalt, ChatRequest, Name, Number, ranged
 
 Blocks = StrictStr | Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=1024)]
@@ -75,9 +74,7 @@ def to_chat(body: CountRequest) -> ChatRequest:
         fields |= _choice(body.tool_choice)
     if isinstance(body, MessagesRequest):
         fields |= _sampled(body)
-    fields = with_further(body, fields, "output_config.format")
-    with renaming(renamed):
-        return checked(fields, ChatRequest)
+    return chat_request(body, fields, "output_config.format", renamed)
 
 
 def renamed(param: str | None) -> str | None:
@@ -95,14 +92,9 @@ _NAMES = {
 def _sampled(body: MessagesRequest) -> dict[str, Any]:
     form = body.output_format or (body.output_config or {}).get("format")
     user = (body.metadata or {}).get("user_id")
-    return {
+    return passed(body, "stream", "temperature", "top_p", "top_k", "cache_salt") | {
         "max_completion_tokens": body.max_tokens,
         "stop": body.stop_sequences,
-        "stream": body.stream,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": body.top_k,
-        "cache_salt": body.cache_salt,
         "user": body.user or (user[:512] if isinstance(user, str) else None),
         "response_format": None if form is None else _format(form),
     }

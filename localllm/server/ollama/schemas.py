@@ -162,10 +162,8 @@ def _common(body: _Asked) -> dict[str, Any]:
         if body.format == "json":
             fields["response_format"] = {"type": "json_object"}
         elif isinstance(body.format, dict):
-            fields["response_format"] = {
-                "type": "json_schema",
-                "json_schema": {"name": "answer", "schema": body.format},
-            }
+            schema = {"name": "answer", "schema": body.format}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         else:
             raise invalid("format must be json or a JSON schema.", "format")
     return fields

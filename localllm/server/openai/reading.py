@@ -10,7 +10,8 @@ import time
 from typing import Any
 
 from localllm.request import Constraint, Message, ToolUse
-from localllm.server.errors import invalid, not_text, unsupported
+from localllm.server.body import checked
+from localllm.server.errors import Rename, invalid, not_text, renaming, unsupported
 from localllm.server.generation import Conversation, Generation
 from localllm.server.openai.schemas import MAX_PROMPTS, Body, ChatMessage, ChatRequest, CompletionRequest, Sampled
 
@@ -73,6 +74,18 @@ def with_further(body: Body, fields: dict[str, Any], own_format: str) -> dict[st
     known = {name: value for name, value in fields.items() if value is not None}
     kwargs = known.get("chat_template_kwargs", {}) | (given or {})
     return extra | known | ({"chat_template_kwargs": kwargs} if kwargs else {})
+
+
+def chat_request(body: Body, fields: dict[str, Any], own_format: str, rename: Rename) -> ChatRequest:
+    """The chat request that answers a body of another API; see `with_further`. Errors name fields as `rename` does."""
+    given = with_further(body, fields, own_format)
+    with renaming(rename):
+        return checked(given, ChatRequest)
+
+
+def passed(body: Body, *names: str) -> dict[str, Any]:
+    """Fields that a chat request has under the same name."""
+    return {name: getattr(body, name) for name in names}
 
 
 def read_chat(body: ChatRequest) -> Generation:

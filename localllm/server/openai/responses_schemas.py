@@ -9,9 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from localllm.request import Message
-from localllm.server.body import checked
-from localllm.server.errors import invalid, not_text, renaming, unsupported
-from localllm.server.openai.reading import with_further
+from localllm.server.errors import invalid, not_text, unsupported
+from localllm.server.openai.reading import chat_request, passed
 from localllm.server.openai.schemas import (
     MAX_MESSAGES,
     Body,
@@ -102,19 +101,13 @@ def to_chat(body: ResponsesRequest, items: list[dict[str, Any]]) -> ChatRequest:
     messages = messages_of(items)
     if body.instructions is not None:
         messages.insert(0, {"role": "system", "content": body.instructions})
-    fields: dict[str, Any] = {
-        "model": body.model,
+    same = ("model", "stream", "temperature", "top_p", "user", "safety_identifier", "prompt_cache_key")
+    fields = passed(body, *same) | {
         "messages": messages,
-        "stream": body.stream,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
         "max_completion_tokens": body.max_output_tokens,
         "logprobs": True if body.wants_logprobs else None,
         "top_logprobs": body.top_logprobs if body.wants_logprobs else None,
         "reasoning_effort": body.reasoning.effort if body.reasoning else None,
-        "user": body.user,
-        "safety_identifier": body.safety_identifier,
-        "prompt_cache_key": body.prompt_cache_key,
         "parallel_tool_calls": body.parallel_tool_calls if body.tools else None,
     }
     if body.text is not None and body.text.format is not None:
@@ -123,9 +116,7 @@ def to_chat(body: ResponsesRequest, items: list[dict[str, Any]]) -> ChatRequest:
         fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)]
     if body.tool_choice is not None and (body.tools is not None or body.tool_choice not in ("none", "auto")):
         fields["tool_choice"] = _choice(body.tool_choice)
-    fields = with_further(body, fields, "text.format")
-    with renaming(renamed):
-        return checked(fields, ChatRequest)
+    return chat_request(body, fields, "text.format", renamed)
 
 
 def renamed(param: str | None) -> str | None:
