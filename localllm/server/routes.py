@@ -12,12 +12,7 @@ from starlette.responses import Response
 from localllm.server.anthropic import messages as anthropic
 from localllm.server.anthropic.schemas import CountRequest, MessagesRequest
 from localllm.server.ollama import routes as ollama
-from localllm.server.ollama.schemas import (
-    OllamaChatRequest,
-    OllamaEmbedRequest,
-    OllamaGenerateRequest,
-    ShowRequest,
-)
+from localllm.server.ollama import schemas as ollama_bodies
 from localllm.server.openai import embeddings as vectors
 from localllm.server.openai import responses
 from localllm.server.openai.chat import chat_completions
@@ -26,14 +21,8 @@ from localllm.server.openai.models import model, models
 from localllm.server.openai.responses_schemas import ResponsesRequest
 from localllm.server.openai.schemas import ChatRequest, CompletionRequest
 from localllm.server.other import control, status
+from localllm.server.other import schemas as bodies
 from localllm.server.other import text as texts
-from localllm.server.other.schemas import (
-    DetokenizeRequest,
-    EmbeddingRequest,
-    RerankRequest,
-    ScoreRequest,
-    TokenizeRequest,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,21 +57,21 @@ ROUTES: tuple[Route, ...] = (
     Route("POST", "/v1/responses/{response_id}/cancel", responses.cancel_response, None, ("id",)),
     Route("POST", "/v1/messages", anthropic.messages, MessagesRequest, MESSAGE, SSE, needs_room=True),
     Route("POST", "/v1/messages/count_tokens", anthropic.count_tokens, CountRequest, ("input_tokens",)),
-    Route("POST", "/v1/embeddings", vectors.embeddings, EmbeddingRequest, ("object", "data", "model", "usage")),
-    Route("POST", "/v1/score", vectors.score, ScoreRequest, ("object", "data", "model", "method")),
-    Route("POST", "/score", vectors.score, ScoreRequest, ("object", "data", "model", "method")),
-    Route("POST", "/v1/rerank", vectors.rerank, RerankRequest, ("id", "model", "results", "method")),
-    Route("POST", "/v2/rerank", vectors.rerank, RerankRequest, ("id", "model", "results", "method")),
-    Route("POST", "/rerank", vectors.rerank, RerankRequest, ("id", "model", "results", "method")),
-    Route("POST", "/tokenize", texts.tokenize, TokenizeRequest, ("tokens",)),
-    Route("POST", "/detokenize", texts.detokenize, DetokenizeRequest, ("prompt", "content")),
+    Route("POST", "/v1/embeddings", vectors.embeddings, bodies.EmbeddingRequest, ("object", "data", "model", "usage")),
+    Route("POST", "/v1/score", vectors.score, bodies.ScoreRequest, ("object", "data", "model", "method")),
+    Route("POST", "/score", vectors.score, bodies.ScoreRequest, ("object", "data", "model", "method")),
+    Route("POST", "/v1/rerank", vectors.rerank, bodies.RerankRequest, ("id", "model", "results", "method")),
+    Route("POST", "/v2/rerank", vectors.rerank, bodies.RerankRequest, ("id", "model", "results", "method")),
+    Route("POST", "/rerank", vectors.rerank, bodies.RerankRequest, ("id", "model", "results", "method")),
+    Route("POST", "/tokenize", texts.tokenize, bodies.TokenizeRequest, ("tokens",)),
+    Route("POST", "/detokenize", texts.detokenize, bodies.DetokenizeRequest, ("prompt", "content")),
     Route("POST", "/apply-template", texts.apply_template, ChatRequest, ("prompt",)),
     Route("GET", "/v1/models", models, None, ("object", "data")),
     Route("GET", "/v1/models/{model_id:path}", model, None, ("id", "object", "created", "owned_by")),
-    Route("POST", "/api/chat", ollama.chat, OllamaChatRequest, OLLAMA, LINES),
-    Route("POST", "/api/generate", ollama.generate, OllamaGenerateRequest, OLLAMA, LINES),
-    Route("POST", "/api/embed", ollama.embed, OllamaEmbedRequest, ("model", "embeddings")),
-    Route("POST", "/api/show", ollama.show, ShowRequest, ("details", "model_info")),
+    Route("POST", "/api/chat", ollama.chat, ollama_bodies.OllamaChatRequest, OLLAMA, LINES),
+    Route("POST", "/api/generate", ollama.generate, ollama_bodies.OllamaGenerateRequest, OLLAMA, LINES),
+    Route("POST", "/api/embed", ollama.embed, ollama_bodies.OllamaEmbedRequest, ("model", "embeddings")),
+    Route("POST", "/api/show", ollama.show, ollama_bodies.ShowRequest, ("details", "model_info")),
     Route("GET", "/api/tags", ollama.tags, None, ("models",)),
     Route("GET", "/api/ps", ollama.running, None, ("models",)),
     Route("GET", "/api/version", ollama.api_version, None, ("version",)),

@@ -18,18 +18,7 @@ from localllm.llm.outputs import OutputDelta, RequestOutput, add_tool_call
 from localllm.request import FinishReason, Timing, Usage
 from localllm.server.body import read_body
 from localllm.server.errors import renaming
-from localllm.server.ollama.schemas import (
-    OllamaChatRequest,
-    OllamaEmbedRequest,
-    OllamaGenerateRequest,
-    ShowRequest,
-    chat_of,
-    check_generate,
-    generate_of,
-    keep_alive_s,
-    raw_of,
-    renamed,
-)
+from localllm.server.ollama import schemas
 from localllm.server.openai.embeddings import pooled_texts, unit
 from localllm.server.openai.reading import read_chat, read_completion, split_prompts
 from localllm.server.openai.schemas import ChatRequest, CompletionRequest
@@ -49,19 +38,19 @@ Fields = Callable[[dict[str, str], list[dict[str, str]]], dict[str, Any]]
 
 async def chat(request: Request) -> Response:
     """Answer a conversation; streamed unless told otherwise."""
-    body = await read_body(request, OllamaChatRequest)
+    body = await read_body(request, schemas.OllamaChatRequest)
     if not body.messages:
         return await _load_or_unload(request, body, {"message": {"role": "assistant", "content": ""}})
-    return await _answer(request, body, chat_of(body), _chat_fields)
+    return await _answer(request, body, schemas.chat_of(body), _chat_fields)
 
 
 async def generate(request: Request) -> Response:
     """Answer a prompt, through the model's template or raw."""
-    body = await read_body(request, OllamaGenerateRequest)
-    check_generate(body)
+    body = await read_body(request, schemas.OllamaGenerateRequest)
+    schemas.check_generate(body)
     if not body.prompt:
         return await _load_or_unload(request, body, {"response": ""})
-    return await _answer(request, body, raw_of(body) if body.raw else generate_of(body), _generate_fields)
+    return await _answer(request, body, schemas.generate_of(body), _generate_fields)
 
 
 def _chat_fields(texts: dict[str, str], calls: list[dict[str, str]]) -> dict[str, Any]:
@@ -81,11 +70,10 @@ def _generate_fields(texts: dict[str, str], calls: list[dict[str, str]]) -> dict
 
 
 async def _answer(
-    request: Request, body: OllamaChatRequest | OllamaGenerateRequest, asked: ChatRequest | CompletionRequest,
-    fields: Fields,
-) -> Response:  # fmt: skip
-    keep, started = keep_alive_s(body.keep_alive), time.monotonic()
-    with renaming(renamed):
+    request: Request, body: schemas.Asked, asked: ChatRequest | CompletionRequest, fields: Fields
+) -> Response:
+    keep, started = schemas.keep_alive_s(body.keep_alive), time.monotonic()
+    with renaming(schemas.renamed):
         generation = read_chat(asked) if isinstance(asked, ChatRequest) else read_completion(asked)
 
     def render(reservation: Reservation) -> LineRendering:
@@ -93,7 +81,7 @@ async def _answer(
             service_of(request).pool.keep(reservation.model.name, keep)
         return LineRendering(reservation.streams, body.model, fields, started)
 
-    return await reply(request, generation, render, OLLAMA_LINES, renamed)
+    return await reply(request, generation, render, OLLAMA_LINES, schemas.renamed)
 
 
 @dataclass(slots=True)
@@ -147,10 +135,10 @@ def _end(reason: FinishReason | None, usage: Usage, timing: Timing, started: flo
     }  # fmt: skip
 
 
-async def _load_or_unload(request: Request, body: Any, empty: dict[str, Any]) -> Response:
+async def _load_or_unload(request: Request, body: schemas.Asked, empty: dict[str, Any]) -> Response:
     """A request without anything to answer loads the model, or with keep_alive 0 unloads it."""
     service = service_of(request)
-    keep = keep_alive_s(body.keep_alive)
+    keep = schemas.keep_alive_s(body.keep_alive)
     model = await service.find(body.model)
     if keep == 0:
         service.pool.keep(model.name, 0.0)
@@ -164,7 +152,7 @@ async def _load_or_unload(request: Request, body: Any, empty: dict[str, Any]) ->
 async def embed(request: Request) -> Response:
     """One vector per text, of length 1."""
     service = service_of(request)
-    body = await read_body(request, OllamaEmbedRequest)
+    body = await read_body(request, schemas.OllamaEmbedRequest)
     texts = split_prompts(body.input, "input", MAX_TEXTS)
     started = time.monotonic()
     async with unless_left(request), service.reserve(request, body.model) as reservation:
@@ -206,7 +194,7 @@ async def running(request: Request) -> Response:
 async def show(request: Request) -> Response:
     """What a model is."""
     service = service_of(request)
-    body = await read_body(request, ShowRequest)
+    body = await read_body(request, schemas.ShowRequest)
     model = await service.find(body.model or body.name)
     arch = model.architecture
     llm = service.pool.llm_of(model.name)

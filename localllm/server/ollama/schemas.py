@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
@@ -22,6 +22,9 @@ OPTIONS = {
 """their sampling options -> ours; what concerns loading (num_ctx, num_gpu, ...) was decided when the server started"""
 
 
+Model = TypeVar("Model", ChatRequest, CompletionRequest)
+
+
 class OllamaMessage(Body):
     """One message."""
 
@@ -33,7 +36,9 @@ class OllamaMessage(Body):
     tool_name: StrictStr | None = None
 
 
-class _Asked(Body):
+class Asked(Body):
+    """What both ways to generate share."""
+
     model: StrictStr
     stream: StrictBool | None = None
     format: Any = None
@@ -42,14 +47,14 @@ class _Asked(Body):
     think: StrictBool | Literal["low", "medium", "high"] | None = None
 
 
-class OllamaChatRequest(_Asked):
+class OllamaChatRequest(Asked):
     """POST /api/chat"""
 
     messages: Annotated[list[OllamaMessage], Field(fail_fast=True, max_length=MAX_MESSAGES)] = []
     tools: list[dict[str, Any]] | None = None
 
 
-class OllamaGenerateRequest(_Asked):
+class OllamaGenerateRequest(Asked):
     """POST /api/generate"""
 
     prompt: StrictStr = ""
@@ -103,20 +108,16 @@ def chat_of(body: OllamaChatRequest) -> ChatRequest:
     return _checked(fields, ChatRequest)
 
 
-def generate_of(body: OllamaGenerateRequest) -> ChatRequest:
-    """The chat request of a prompt, with the model's own template. Raises ApiError."""
-    if body.template is not None:
+def generate_of(body: OllamaGenerateRequest) -> ChatRequest | CompletionRequest:
+    """The request of a prompt, with the model's own template or, raw, as it is. Raises ApiError."""
+    if body.template is not None and not body.raw:
         raise invalid("A template may not come with a request.", "template")
-    messages = [{"role": "system", "content": body.system}] if body.system else []
     fields = with_further(body, _common(body), "format")
+    if body.raw:
+        fields |= {"prompt": body.prompt, "max_tokens": fields.pop("max_completion_tokens", None)}
+        return _checked(fields, CompletionRequest)
+    messages = [{"role": "system", "content": body.system}] if body.system else []
     return _checked(fields | {"messages": [*messages, {"role": "user", "content": body.prompt}]}, ChatRequest)
-
-
-def raw_of(body: OllamaGenerateRequest) -> CompletionRequest:
-    """The request of a prompt that is taken as it is. Raises ApiError."""
-    fields = with_further(body, _common(body), "format") | {"prompt": body.prompt}
-    limit = fields.pop("max_completion_tokens", None)
-    return _checked(fields | {"max_tokens": limit}, CompletionRequest)
 
 
 def check_generate(body: OllamaGenerateRequest) -> None:
@@ -145,7 +146,7 @@ def keep_alive_s(value: str | float | None) -> float | None | Literal["default"]
     return None if seconds < 0 else seconds
 
 
-def _common(body: _Asked) -> dict[str, Any]:
+def _common(body: Asked) -> dict[str, Any]:
     options = body.options or {}
     fields: dict[str, Any] = {"model": body.model, "stream": body.stream is not False}
     fields |= {ours: options[theirs] for theirs, ours in OPTIONS.items() if options.get(theirs) is not None}
@@ -169,7 +170,7 @@ def _common(body: _Asked) -> dict[str, Any]:
     return fields
 
 
-def _checked(fields: dict[str, Any], model: Any) -> Any:
+def _checked(fields: dict[str, Any], model: type[Model]) -> Model:
     with renaming(renamed):
         return checked({k: v for k, v in fields.items() if v is not None}, model)
 

@@ -14,17 +14,10 @@ from localllm.llm.outputs import OutputDelta
 from localllm.server.body import read_body
 from localllm.server.errors import ApiError, invalid, renaming
 from localllm.server.generation import Conversation, Generation
+from localllm.server.openai import responses_schemas as schemas
 from localllm.server.openai.output import TokenNames
 from localllm.server.openai.reading import read_chat
 from localllm.server.openai.responses_events import Growing
-from localllm.server.openai.responses_schemas import (
-    ResponsesRequest,
-    input_items,
-    refuse,
-    renamed,
-    to_chat,
-    without_oldest,
-)
 from localllm.server.openai.responses_store import Stored
 from localllm.server.reply import unless_left
 from localllm.server.response_stream import rendered
@@ -35,11 +28,11 @@ from localllm.server.sse import Opened, StreamFormat, first_or_stream
 async def create_response(request: Request) -> Response:
     """Answer, with what an earlier response left as its beginning."""
     service = service_of(request)
-    body = await read_body(request, ResponsesRequest)
-    refuse(body)
-    items = [*_earlier(service, body), *_named(service, input_items(body))]
-    chat = to_chat(body, items)
-    with renaming(renamed):
+    body = await read_body(request, schemas.ResponsesRequest)
+    schemas.refuse(body)
+    items = [*_earlier(service, body), *_named(service, schemas.input_items(body))]
+    chat = schemas.to_chat(body, items)
+    with renaming(schemas.renamed):
         asked = read_chat(chat)
     growing = Growing(body)
 
@@ -55,7 +48,7 @@ async def create_response(request: Request) -> Response:
             yield chunk
 
     async def opened() -> Reservation:
-        with renaming(renamed):
+        with renaming(schemas.renamed):
             reservation = await _open(service, request, asked, shortens=body.truncation == "auto")
         growing.opened(reservation.model.name, TokenNames(reservation.llm.tokenizer))
         return reservation
@@ -80,7 +73,7 @@ async def _open(service: Service, request: Request, asked: Generation, *, shorte
         except ContextTooLong as error:
             assert isinstance(asked.prompts, Conversation)
             share = 1 - error.context["max_context"] / error.context["prompt_tokens"]
-            shorter = without_oldest(asked.prompts.messages, share) if shortens else None
+            shorter = schemas.without_oldest(asked.prompts.messages, share) if shortens else None
             if shorter is None:
                 raise
             asked = replace(asked, prompts=replace(asked.prompts, messages=shorter))
@@ -90,7 +83,7 @@ def _discarded(what: str, code: str, param: str) -> ApiError:
     return ApiError(404, f"There is no {what}; it may have been discarded.", code=code, param=param)
 
 
-def _earlier(service: Service, body: ResponsesRequest) -> list[dict[str, Any]]:
+def _earlier(service: Service, body: schemas.ResponsesRequest) -> list[dict[str, Any]]:
     """The items of the conversation that `previous_response_id` names."""
     previous = body.previous_response_id
     if previous is None:
