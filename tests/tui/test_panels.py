@@ -16,7 +16,7 @@ from localllm.interface import Facts
 from localllm.tui.screens.models import ModelsScreen
 from localllm.tui.screens.params import ParamsScreen
 from localllm.tui.screens.viewer import Viewer
-from localllm.tui.widgets.engine import EnginePanel, Turns, page_map
+from localllm.tui.widgets.engine import EnginePanel, Times, page_map
 from localllm.tui.widgets.home import Home
 from localllm.tui.widgets.messages import AssistantMessage, UserMessage
 from localllm.tui.widgets.sidebar import Sidebar
@@ -255,7 +255,7 @@ def test_the_map_of_pages_draws_every_state() -> None:
     assert [line.plain for line in lines] == ["█" * 10, "▒" * 5 + "░" * 5, "░" * 10, "░" * 10]
     large = "".join(line.plain for line in page_map(bytes([0] * 9000 + [2]), 40, 6))
     assert len(large) <= 240 and large.endswith("█") and large.count("█") == 1
-    panel = EnginePanel(Facts, Turns())
+    panel = EnginePanel(Facts, Times())
     full = Facts(model="m", run_summary="t\x1b[2J", pages_total=1, power_w=200.0, num_preemptions=3)
     text = "\n".join(line.plain for line in panel.lines(full, 40))
     assert "\x1b" not in text and "200 W" in text and "preempted" in text
@@ -310,7 +310,7 @@ async def test_vim_keys() -> None:
 async def test_what_other_commands_say_can_be_read_and_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    monkeypatch.setattr("localllm.tui.screens.viewer.OWN", [sys.executable, "-c", "print('all \\x1b[2Jwell')"])
+    monkeypatch.setattr("localllm.tui.downloads.OWN", [sys.executable, "-c", "print('all \\x1b[2Jwell')"])
     async with chat() as running:
         await running.ready()
         await running.pilot.press("f9")
