@@ -95,9 +95,6 @@ def ending(console: Console, found: Sequence[Check], known: Sequence[Match], adv
         console.paragraph("--deep measures bandwidth, disk and kernels; -v shows what was skipped")
 
 
-# --- rules ------------------------------------------------------------------------------------------------------------
-
-
 def diagnosis(console: Console, found: Sequence[Match], lines: int) -> None:
     """What an error text means."""
     if not found:
@@ -145,9 +142,6 @@ def match_json(match: Match) -> dict[str, Any]:
              for fix in match.rule.fixes]  # fmt: skip
     fields = picked(match.rule, "id title cause versions confidence sources") | picked(match, "applies doubts")
     return fields | {"line": match.line or None, "excerpt": match.excerpt or None, "fixes": fixes}
-
-
-# --- other engines ----------------------------------------------------------------------------------------------------
 
 
 def launch(console: Console, found: Launch, known: Sequence[Match]) -> None:
@@ -203,8 +197,6 @@ def launch_json(found: Launch) -> dict[str, Any]:
         "rules": [picked(rule, "id title") for rule in found.rules],
     }
 
-
-# --- repair -----------------------------------------------------------------------------------------------------------
 
 _KINDS = {
     "setting": "In the settings file",

@@ -121,8 +121,6 @@ class Lines:
             "//text sends a message that begins with /; a backslash at the end of a line goes on in the next"
         )
 
-    # --- turns -------------------------------------------------------------------------------------------------------
-
     def _turn(self, exchange: Exchange, goes_on: bool = False) -> None:
         """One question; a failure is shown and the conversation goes on."""
         console, backend = self._env.console, self._session.backend

@@ -89,9 +89,6 @@ def piped_text() -> str:
     return binary.read().decode("utf-8", "replace") if binary is not None else sys.stdin.read()
 
 
-# --- a prompt that is too long ---------------------------------------------------------------------------------------
-
-
 def shortened(
     messages: Sequence[Message], ctx: int, max_tokens: int | None, side: str, count: Callable[[str], int]
 ) -> tuple[list[Message], int, int]:
@@ -138,9 +135,6 @@ def with_content(message: Message, text: str) -> Message:
     return changed
 
 
-# --- code out of an answer -------------------------------------------------------------------------------------------
-
-
 def code_block(text: str, language: str) -> str:
     """The first fenced block of a text; with `language` the first that is marked so. Raises ConstraintUnmet."""
     from localllm.conversation.markdown import fenced_blocks
@@ -150,9 +144,6 @@ def code_block(text: str, language: str) -> str:
             return block
     what = f"{language} code block" if language else "code block"
     raise ConstraintUnmet(f"the answer has no {what}", "without -x the whole answer is printed")
-
-
-# --- the chat it belongs to ------------------------------------------------------------------------------------------
 
 
 class KeptChat:

@@ -41,9 +41,6 @@ def fake_engine() -> bool:
     return only_in_tests("LOCALLLM_ENGINE").startswith("fake")
 
 
-# --- a backend -------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Sampling:
     """What the user gave on top of the model's own sampling; `used` is what the last turn really had."""
@@ -139,9 +136,6 @@ def drain(backend: ChatBackend) -> Iterator[ChatEvent]:
     events = backend.events()
     while events:
         yield events.popleft()
-
-
-# --- a turn ----------------------------------------------------------------------------------------------------------
 
 
 def follow(

@@ -152,9 +152,6 @@ def _numbers(text: str, option: str, least: int = 0) -> tuple[int, ...]:
     return numbers
 
 
-# --- showing ---------------------------------------------------------------------------------------------------------
-
-
 def _print(env: Env, result: BenchResult, form: str) -> None:
     console = env.console
     if form == "json":

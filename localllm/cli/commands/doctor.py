@@ -168,9 +168,6 @@ def _kernels(env: Env, card: str | None) -> int:
     return 0
 
 
-# --- an error explained -----------------------------------------------------------------------------------------------
-
-
 def _log(env: Env, source: str, survey: Survey) -> int:
     """Match a text against the known troubles."""
     from localllm.doctor import rules
@@ -211,9 +208,6 @@ def read_log(source: str) -> str:
     return text
 
 
-# --- other engines ----------------------------------------------------------------------------------------------------
-
-
 def _for(env: Env, engine: str, model: str | None, survey: Survey) -> int:
     from localllm.doctor.engines import launch
 
@@ -223,9 +217,6 @@ def _for(env: Env, engine: str, model: str | None, survey: Survey) -> int:
     else:
         doctor_view.launch(env.console, found, _known(survey))
     return 0
-
-
-# --- repair -----------------------------------------------------------------------------------------------------------
 
 
 def _apply(env: Env, checks: Iterable[Check], survey: Survey, dry_run: bool) -> int:

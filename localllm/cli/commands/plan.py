@@ -91,9 +91,6 @@ def plan(
     return 5 if any(not any(r.fits for r in rows if r.subject.asked == name) for name in models or ()) else 0
 
 
-# --- what was asked ---------------------------------------------------------------------------------------------------
-
-
 def _windows(text: str | None) -> tuple[int | str, ...]:
     if text is None:
         return DEFAULT_WINDOWS
@@ -177,9 +174,6 @@ def _same(subject: Subject, quant: str) -> bool:
     wanted = quant.casefold()
     kinds = {"int4": ("awq", "gptq", "int4", "q4"), "w4a16": ("awq", "gptq", "int4")}.get(wanted, (wanted,))
     return any(kind in subject.quant.casefold() for kind in kinds)
-
-
-# --- what comes of it -------------------------------------------------------------------------------------------------
 
 
 def _row(subject: Subject, window: int | str, planner: Planner) -> Row:
