@@ -18,7 +18,6 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -27,33 +26,14 @@ from typing import Any
 
 STARTED = time.time()
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("kernels", "quant", "models", "tui")
 WARM_BYTES = 10 << 30
-CHECK_LIMIT_S = 540
-"""of one group of checks"""
+CHECK_LIMIT_S = 540  # of one group of checks
 SPEED = (  # model, format, KV; the lines of the issue come first
     ("8B", "int4", "fp8"),
     ("8B", "nvfp4", "fp8"),
     ("8B", "bf16", "bf16"),
     ("0.6B", "bf16", "bf16"),
 )
-
-
-def join_package() -> None:
-    """Make `localllm` importable from the checkout where it is not installed: links under a folder of their own."""
-    try:
-        import localllm.kernels  # noqa: F401
-
-        return
-    except ImportError:
-        sys.modules.pop("localllm", None)
-    package = Path(tempfile.gettempdir()) / f"localllm-joined-{os.getuid()}" / "localllm"
-    package.mkdir(parents=True, exist_ok=True)
-    for entry in [*(ROOT / "localllm").iterdir(), *(ROOT / name for name in FOLDERS)]:
-        link = package / entry.name
-        if not link.is_symlink():
-            link.symlink_to(entry)
-    sys.path.insert(0, str(package.parent))
 
 
 class Report:
@@ -226,7 +206,7 @@ def main() -> int:
     for hidden in ("--group", "--warm", "--cold"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    join_package()
+    sys.path.insert(0, str(ROOT))  # a checkout that is not installed
     import torch
 
     if options.device != "cpu" and not torch.cuda.is_available():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -147,6 +146,3 @@ def read_bytes(model: Model) -> int:
 def kv_bytes(facts: ModelFacts, kv: str, tokens: int) -> int:
     """Bytes of keys and values that attention over so many tokens reads."""
     return kv_bytes_per_token(facts.layers, kv) * tokens
-
-
-Told = Callable[[str], None]

@@ -14,7 +14,6 @@ from localllm.boot.profile import WorstSteps
 from localllm.config import EngineOptions
 from localllm.device import MachineFacts
 from localllm.kernels.verify.tuning import gpu_seconds
-from localllm.models.architectures.facts import ModelFacts
 from localllm.models.model import Model
 from localllm.plan.plan import Plan
 from localllm.plan.planner import Planner
@@ -200,8 +199,3 @@ def generate(
         if event.error is not None:
             raise event.error
     return [[token for event in e for token in event.token_ids] for e in events]
-
-
-def predicted_seconds(facts: ModelFacts, weight_bytes: int, kv_read: int, bandwidth: float) -> float:
-    """What the bytes of a step take at the measured bandwidth."""
-    return (weight_bytes + kv_read) / bandwidth

@@ -24,14 +24,14 @@ class Attached(NamedTuple):
 def find_server(wish: str, names: tuple[str, ...]) -> Attached | None:
     """The server of `--attach-to auto|off|URL` for a model called one of `names` (none: any); None loads it here.
 
-    Raises ServerError when a URL is none.
+    Raises ServerError for a URL that cannot be one.
     """
     if wish == "off" or (wish == "auto" and fake_engine()):
         return None
     servers = [one for one in processes.running() if one.url]  # also chats that are served (/serve)
     if wish != "auto":
         if not wish.startswith(("http://", "https://", "unix:")):
-            raise ServerError(f"{clean_line(wish)} is no address of a server", "--attach-to http://127.0.0.1:8000")
+            raise ServerError(f"{clean_line(wish)} is not the address of a server", "--attach-to http://127.0.0.1:8000")
         url = wish.rstrip("/").removesuffix("/v1")
         own = next((one.token for one in servers if one.url.rstrip("/") == url), "")
         return Attached(url, own or os.environ.get("LOCALLLM_API_KEY", ""), names[0] if names else "")

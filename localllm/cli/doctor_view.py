@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from localllm.cli.frame.console import Console, picked
+from localllm.cli.frame.console import Console, picked, wrapped
 from localllm.doctor import MEASURED
 from localllm.interface import Check
 from localllm.terminal import clean, clean_line
@@ -57,7 +56,7 @@ def block(console: Console, head: str, indent: int, text: str, wrap: bool = True
     below = columns - indent < MIN_WIDTH  # too narrow for two columns: the text stands under its head
     if below and wrap:
         indent = min(indent, 4)
-    lines = textwrap.wrap(text, max(20, columns - indent), break_on_hyphens=False, break_long_words=False)
+    lines = wrapped(text, max(20, columns - indent))
     if not wrap or not lines:
         lines = [text]
     if below and wrap and head.strip():

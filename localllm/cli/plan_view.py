@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import shutil
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from localllm.cli.frame.console import Console, wrapped
 from localllm.terminal import GIB, cell_width, clean, clean_line, gib, tokens_short
 
 if TYPE_CHECKING:
     from localllm.cli.frame.command import Env
-    from localllm.cli.frame.console import Console
     from localllm.models.architectures import ModelFacts
     from localllm.plan.plan import Plan
     from localllm.plan.planner import Planner
@@ -133,10 +132,7 @@ def _broken(console: Console, line: str) -> None:
     if cell_width(line) <= columns:
         console.line(line)
         return
-    for part in textwrap.wrap(
-        line.strip(), max(30, columns), initial_indent=indent, subsequent_indent=f"{indent}  ",
-        break_on_hyphens=False, break_long_words=False,
-    ):  # fmt: skip
+    for part in wrapped(line.strip(), max(30, columns), initial_indent=indent, subsequent_indent=f"{indent}  "):
         console.line(part)
 
 

@@ -29,7 +29,7 @@ TEMPLATE_TOKENS = 128  # room for what the chat template adds, where the window 
 def constraint_of(schema: str | None, grammar: Path | None) -> Constraint | None:
     """`--schema FILE|JSON` or `--grammar FILE`. Raises ConfigError; whether it can be enforced is seen later."""
     if schema is not None and grammar is not None:
-        raise ConfigError("--schema and --grammar exclude each other", "leave one of them out")
+        raise ConfigError("--schema and --grammar cannot be combined", "leave one of them out")
     if grammar is not None:
         return Constraint("grammar", read_text(grammar, "--grammar"), param="--grammar")
     if schema is None:

@@ -97,6 +97,19 @@ def test_every_exit_code_of_an_error_is_documented() -> None:
     assert {kind.exit_code for kind in kinds} <= {code for code, _ in EXIT_CODES}  # type: ignore[attr-defined]
 
 
+def test_a_command_is_added_by_one_file() -> None:
+    """Each file of `commands` holds the command of its name, and says on its first line how `--help` lists it."""
+    folder = Path(__file__).parents[2] / "localllm/cli/commands"
+    assert {path.stem for path in folder.glob("[a-z]*.py")} == set(NAMES)
+    assert {one.group for one in COMMANDS} == {"Talk", "Serve", "Models", "This machine"}
+    assert all(one.summary for one in COMMANDS)
+
+
+def test_python_m_localllm_is_the_command() -> None:
+    run = subprocess.run([sys.executable, "-P", "-m", "localllm", "--version"], capture_output=True, timeout=60)
+    assert run.stdout.startswith(b"localllm ")
+
+
 def test_version(invoke: Invoke) -> None:
     from localllm import __version__
 

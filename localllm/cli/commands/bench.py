@@ -76,7 +76,9 @@ def bench(
     one_of("-o", output, FORMS, "localllm bench MODEL -o md")
     at_url = against is not None and "://" in against
     if against is not None and not at_url and against not in PEERS:
-        raise ConfigError(f"--against is {against!r}, it can be {', '.join(PEERS)} or a URL", "--against llama.cpp")
+        raise ConfigError(
+            f"--against must be a URL or one of {', '.join(PEERS)}, not {against!r}", "--against llama.cpp"
+        )
     streams = _numbers(concurrency or ("1,8,16,32" if at_url else "1"), "--concurrency", 1)
     options = benches.BenchOptions(prompt_tokens, output_tokens, _numbers(depths, "-d"), repeat, warmup, streams)
     config = env.settings(load.settings() | {"engine.max_parallel": max(streams)})

@@ -73,7 +73,7 @@ def chat(
 ) -> int:
     """Talk to a model. Without a name: the one used last, else a local one, else a small starter model.
 
-    Full-screen in a terminal; line mode with --plain, TERM=dumb, or when stderr is no terminal. With standard input
+    Full-screen in a terminal; line mode with --plain, TERM=dumb, or when stderr is not a terminal. With standard input
     piped, the whole input is one question and its answer is all that goes to stdout.
     """
     flags = sampled.settings() | {"ui.theme": theme, "ui.keys": keys}
@@ -88,7 +88,7 @@ def chat(
     port = _port(serve, web or not is_tty(sys.stdin), attach_to)
     if not is_tty(sys.stdin) and not web:
         if attach_to not in ("auto", "off"):  # what is asked once is answered by a model of one's own
-            raise ConfigError("--attach-to is for a chat in a terminal, and standard input is none", "localllm chat")
+            raise ConfigError("--attach-to is for a chat in a terminal, and standard input is not one", "localllm chat")
         return once(env, config, model, first, instructions, sampling)
     if env.console.as_json:
         raise ConfigError("chat has no --json", 'localllm run MODEL "Hello" --json')
@@ -118,7 +118,7 @@ def home(env: Env) -> int:
 
 
 def once(env: Env, config: UserConfig, model: str | None, first: str, system: str, sampling: Sampling) -> int:
-    """Standard input is no terminal: answer it as `run` does."""
+    """Standard input is not a terminal: answer it as `run` does."""
     text = gather_prompt([first] if first else [], [])
     env.console.say("stdin is not a terminal: answering it once, as `localllm run` does")
     tty = env.console.out_tty
@@ -137,7 +137,7 @@ def _port(typed: str | None, is_not_here: bool, attach_to: str) -> int | None:
     except ConfigError:
         port = OFF
     if port == OFF:
-        raise ConfigError(f"--serve {typed}: that is no port", "localllm chat MODEL --serve 8000")
+        raise ConfigError(f"--serve {typed}: not a port number", "localllm chat MODEL --serve 8000")
     return port
 
 

@@ -64,7 +64,7 @@ def doctor(
     wishes = {"--log": log, "--for": engine, "--report": report, "--apply": apply, "--list": listing}
     wished = [name for name, value in wishes.items() if value]
     if len(wished) > 1:
-        raise ConfigError(f"{' and '.join(wished)} exclude each other", f"localllm doctor {wished[0]}")
+        raise ConfigError(f"{' and '.join(wished)} cannot be combined", f"localllm doctor {wished[0]}")
     if dry_run and not apply:
         raise ConfigError("--dry-run belongs to --apply", "localllm doctor --apply --dry-run")
     if report and env.console.as_json:

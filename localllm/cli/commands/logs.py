@@ -49,7 +49,7 @@ def logs(
     from localllm.history.store import History
 
     if action not in ACTIONS:
-        raise ConfigError(f"logs {action}: there is {', '.join(ACTIONS)}", "localllm logs list")
+        raise ConfigError(f"logs {action}: must be one of {', '.join(ACTIONS)}", "localllm logs list")
     words = list(what or [])
     if action != "list" and not words:
         raise ConfigError(f"logs {action} needs {'words' if action == 'search' else 'an id'}", "localllm logs list")

@@ -34,7 +34,7 @@ def pull(
     dry_run: Annotated[bool, Option("-n", "--dry-run", help="Only say what would be downloaded.")] = False,
     repair: Annotated[bool, Option("--repair", help="Hash local files again; fetch what is wrong.")] = False,
     revision: Annotated[str | None, Option(metavar="REV", help="A branch, tag or commit.")] = None,
-    quant: Annotated[str | None, Option(metavar="Q", help="Which quantisation, such as Q4_K_M.")] = None,
+    quant: Annotated[str | None, Option(metavar="Q", help="Which quantization, such as Q4_K_M.")] = None,
     include: Annotated[list[str] | None, Option(metavar="GLOB", help="Only files of these names; repeatable.")] = None,
     exclude: Annotated[list[str] | None, Option(metavar="GLOB", help="No files of these names; repeatable.")] = None,
     workers: Annotated[int, Option("--max-workers", metavar="N", min=1, max=16, help="Files at a time.")] = 4,

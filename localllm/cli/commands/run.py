@@ -37,7 +37,7 @@ MAX_SAMPLES = 64
 @command(
     'localllm run qwen "Why is the sky blue?"',
     'git diff | localllm run qwen "write a commit message"',
-    "localllm run qwen -f notes.txt 'summarise this' --json",
+    "localllm run qwen -f notes.txt 'summarize this' --json",
     'localllm run qwen "name three moons" --schema moons.json',
     "localllm run gemma3-270m 'Once upon a time' --max-tokens 64",
 )

@@ -201,7 +201,7 @@ def api_keys(env: Env, config: UserConfig, given: str | None = None, file: Path 
         lines = [line.strip() for line in read_text(file, "--api-key-file").splitlines()]
         keys = [line for line in lines if line and not line.startswith("#")]
         if not keys:
-            raise ConfigError(f"--api-key-file: {file} holds no key", "write one key per line into it")
+            raise ConfigError(f"--api-key-file: {file} holds no keys", "write one key per line into it")
     else:
         return ()
     for key in keys:

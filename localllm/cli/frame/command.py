@@ -63,7 +63,9 @@ class Env:
 
     def __init__(self, options: Options) -> None:
         if options.color not in (None, "auto", "always", "never"):
-            raise ConfigError(f"--color is {options.color!r}, it can be auto, always or never", "pass --color never")
+            raise ConfigError(
+                f"--color must be one of auto, always, never, not {options.color!r}", "pass --color never"
+            )
         self.options = options
         self._warned = False
         self.console = Console(

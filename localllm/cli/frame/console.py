@@ -134,7 +134,7 @@ class Console:
     def paragraph(self, text: str) -> None:
         """A message on stderr, broken at words where a terminal is too narrow for it."""
         width = shutil.get_terminal_size().columns - 1 if self.err_tty else 10_000
-        for line in textwrap.wrap(text, max(20, width), break_on_hyphens=False, break_long_words=False):
+        for line in wrapped(text, max(20, width)):
             self.say(line)
 
     def confirm(self, question: str, *, default: bool = True, flag: str = "-y") -> bool:
@@ -143,7 +143,7 @@ class Console:
             return True
         if not self.ask or not self.err_tty or not is_tty(sys.stdin):
             raise ConfigError(
-                f"{clean_line(question)} needs an answer, and there is no terminal to ask on", f"pass {flag} to agree"
+                f"{clean_line(question)} needs an answer, and this is not a terminal", f"pass {flag} to agree"
             )
         self._err(f"{question} {'[Y/n]' if default else '[y/N]'} ")
         reply = sys.stdin.readline()
@@ -163,6 +163,11 @@ class Console:
     def _err(self, text: str) -> None:
         self.stderr.write(text)
         self.stderr.flush()
+
+
+def wrapped(text: str, width: int, **indents: str) -> list[str]:
+    """Lines of a text, broken at words only."""
+    return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False, **indents)  # type: ignore[arg-type]
 
 
 def iso(seconds: float | None) -> str | None:

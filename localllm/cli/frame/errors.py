@@ -37,7 +37,7 @@ STEPS: dict[str, tuple[Step, ...]] = {
     ),
     "E202": (Step("the ranges of sampling options", "localllm run -h"),),
     "E203": (
-        Step("see whether another schema can be had", "localllm run NAME PROMPT --schema FILE"),
+        Step("try another schema", "localllm run NAME PROMPT --schema FILE"),
         Step("say it in a grammar, Lark or GBNF", "localllm run NAME PROMPT --grammar FILE"),
     ),
     "E301": (
@@ -109,7 +109,7 @@ def code_of(kind: type[LocalLLMError]) -> str:
 
 
 def explained(code: str) -> str | None:
-    """A code for people, None for one that is none."""
+    """What an error code means, for people; None for an unknown one."""
     wanted = code.upper()
     kind = next((k for k in kinds() if code_of(k) == wanted), None)
     if kind is None:

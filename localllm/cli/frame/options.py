@@ -133,7 +133,7 @@ class SamplingFlags:
 def one_of(option: str, value: str, known: Sequence[str], hint: str) -> None:
     """Raise ConfigError for a word that the option does not take."""
     if value not in known:
-        raise ConfigError(f"{option} is {value!r}, it can be {', '.join(known)}", hint)
+        raise ConfigError(f"{option} must be one of {', '.join(known)}, not {value!r}", hint)
 
 
 def text_or_file(value: str | None, option: str) -> str | None:

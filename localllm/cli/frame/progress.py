@@ -28,7 +28,7 @@ _LABELS = {
     "verify": "checking",
     "weights": "weights",
     "quantise": "packing",
-    "quantize": "quantising",
+    "quantize": "quantizing",
     "calibrate": "calibrating",
     "evaluate": "measuring",
     "kv": "KV cache",
@@ -65,7 +65,7 @@ def make_progress(console: Console, mode: str = "auto", title: str = "") -> Prog
     """The view for a mode; `auto` is a bar on a terminal and lines elsewhere. Raises ConfigError for another word."""
     if mode not in MODES:
         raise ConfigError(
-            f"--progress is {mode!r}, it can be {', '.join(MODES)}", "localllm pull MODEL --progress plain"
+            f"--progress must be one of {', '.join(MODES)}, not {mode!r}", "localllm pull MODEL --progress plain"
         )
     if mode == "auto":
         mode = "none" if console.quiet else "bar" if console.err_tty and not dumb() else "plain"
