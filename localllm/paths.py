@@ -8,21 +8,22 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 
-
-def _below(kind: str, default: Callable[[str], str]) -> Path:
+def _below(kind: str, name: str = "") -> Path:
     home = os.environ.get("LOCALLLM_HOME")
-    return Path(home) / kind if home else Path(default("localllm"))  # the default needs a HOME
+    if home:
+        return Path(home) / kind
+    import platformdirs  # a bare machine that runs `benchmarks/gpu.py` has none
+
+    return Path(getattr(platformdirs, f"user_{name or kind}_dir")("localllm"))  # this default needs a HOME
 
 
 def data_dir() -> Path:
     """Chats, saved benches and models that came from a package index."""
-    return _below("data", platformdirs.user_data_dir)
+    return _below("data")
 
 
 def models_dir() -> Path:
@@ -32,22 +33,22 @@ def models_dir() -> Path:
 
 def cache_dir() -> Path:
     """Derived files that can be made again: compiled kernels, rebuilt tokenizers, memory profiles."""
-    return _below("cache", platformdirs.user_cache_dir)
+    return _below("cache")
 
 
 def config_file() -> Path:
     """The user's settings."""
-    return _below("config", platformdirs.user_config_dir) / "config.toml"
+    return _below("config") / "config.toml"
 
 
 def state_dir() -> Path:
     """Logs, prompt history, the model used last."""
-    return _below("state", platformdirs.user_state_dir)
+    return _below("state")
 
 
 def runtime_dir() -> Path:
     """What lives as long as a process does: who serves where."""
-    return _below("run", platformdirs.user_runtime_dir)
+    return _below("run", "runtime")
 
 
 def log_dir() -> Path:
