@@ -59,7 +59,6 @@ class Record:
             self._write()
 
     def remove(self) -> None:
-        """The process ends."""
         self._path.unlink(missing_ok=True)
 
     def _write(self) -> None:

@@ -20,7 +20,6 @@ class RenderChild(Child):
     """One child, started when first needed or by `start`, restarted when it dies. Safe to share between threads."""
 
     def __init__(self) -> None:
-        """Starts nothing."""
         super().__init__("localllm.chat.render", "the process that renders chat templates")
 
     def render(self, template: str, variables: dict[str, Any], *, of_model: bool = True) -> str:

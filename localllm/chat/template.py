@@ -32,7 +32,6 @@ class RenderedPrompt(str):
 
     @classmethod
     def of(cls, text: str, as_text: Iterable[Span] = ()) -> RenderedPrompt:
-        """`text` with its spans."""
         made = cls(text)
         made.as_text = tuple(as_text)
         return made

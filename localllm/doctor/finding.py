@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -26,29 +27,22 @@ class Survey:
 
     def __init__(self, machine_facts: MachineFacts | None = None, host_facts: HostFacts | None = None) -> None:
         self.machine = machine_facts or machine()
-        self._host = host_facts
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
-        if host_facts is None:
-            self._thread = threading.Thread(target=self._read, name="host facts", daemon=True)
-            self._thread.start()
+        self._host: Future[HostFacts] = Future()
+        if host_facts is not None:
+            self._host.set_result(host_facts)
+        else:
+            threading.Thread(target=self._read, name="host facts", daemon=True).start()
 
     @property
     def host(self) -> HostFacts:
         """The surroundings; waits for them the first time."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            raise self._error
-        assert self._host is not None
-        return self._host
+        return self._host.result()
 
     def _read(self) -> None:
         try:
-            self._host = read_host(max((gpu.capability for gpu in self.machine.gpus), default=0))
+            self._host.set_result(read_host(max((gpu.capability for gpu in self.machine.gpus), default=0)))
         except BaseException as error:  # it is raised where the facts are needed
-            self._error = error
+            self._host.set_exception(error)
 
 
 def read_host(capability: int) -> HostFacts:
@@ -100,11 +94,13 @@ class Checks(dict[str, CheckFunction]):
         super().__init__()
         self.group = group
 
-    def add(self, check_id: str) -> Callable[[CheckFunction], CheckFunction]:
-        """Take up the function below."""
+    def add(
+        self, check_id: str, needless: Callable[[Survey], str] = lambda survey: ""
+    ) -> Callable[[CheckFunction], CheckFunction]:
+        """Take up the function below, which is not called where `needless` says why."""
 
         def take(check: CheckFunction) -> CheckFunction:
-            self[check_id] = check
+            self[check_id] = lambda survey: skip(why) if (why := needless(survey)) else check(survey)
             return check
 
         return take

@@ -18,6 +18,10 @@ NO_GPU = "no NVIDIA driver: the CPU computes"
 HOT_C = 85
 
 
+def _no_gpu(survey: Survey) -> str:
+    return "" if survey.machine.gpus else NO_GPU
+
+
 @CHECKS.add("gpu.present")
 def gpu_present(survey: Survey) -> Check:
     """Whether a GPU can be seen."""
@@ -90,12 +94,10 @@ def _newer(wanted: str, has: str) -> bool:
     return all(part.isdigit() for part in first) and int(first[0]) > int(first[1])
 
 
-@CHECKS.add("gpu.arch")
+@CHECKS.add("gpu.arch", _no_gpu)
 def gpu_arch(survey: Survey) -> Check:
     """Whether the cards can run our kernels, and which number formats they compute in."""
     gpus = survey.machine.gpus
-    if not gpus:
-        return skip(NO_GPU)
     old = [gpu for gpu in gpus if gpu.capability < 75]
     title = ", ".join(f"{gpu.name} has compute capability {gpu.capability / 10:.1f}" for gpu in old)
     title += ", 7.5 is needed" if old else ""
@@ -115,12 +117,10 @@ def gpu_arch(survey: Survey) -> Check:
     return found(status, title, detail, fix, capability=worst.capability)
 
 
-@CHECKS.add("gpu.mem")
+@CHECKS.add("gpu.mem", _no_gpu)
 def gpu_memory(survey: Survey) -> Check:
     """Who else holds GPU memory."""
     gpus = survey.machine.gpus
-    if not gpus:
-        return skip(NO_GPU)
     others = [p for gpu in gpus for p in gpu.processes if p.pid != os.getpid()]
     held = sum(gpu.total_bytes - gpu.free_bytes for gpu in gpus if not gpu.unified)
     total = sum(gpu.total_bytes for gpu in gpus)
@@ -137,12 +137,12 @@ def gpu_memory(survey: Survey) -> Check:
     return ok(f"{gib(total - held)} of {gib(total)} free", names, held_bytes=held)
 
 
-@CHECKS.add("gpu.power")
+@CHECKS.add("gpu.power", _no_gpu)
 def gpu_power(survey: Survey) -> Check:
     """Whether a lowered power limit costs speed."""
     known = [(i, gpu) for i, gpu in enumerate(survey.machine.gpus) if gpu.power_limit_w and gpu.power_max_w]
     if not known:
-        return skip("the driver does not report it" if survey.machine.gpus else NO_GPU)
+        return skip("the driver does not report it")
     number, gpu = min(known, key=lambda pair: pair[1].power_limit_w / pair[1].power_max_w)
     row = table_row(gpu.name)
     knee = row.knee_w if row else 0
@@ -164,12 +164,10 @@ def gpu_power(survey: Survey) -> Check:
     return warn(f"{title}: {why}", "", fix, **data)
 
 
-@CHECKS.add("gpu.clocks")
+@CHECKS.add("gpu.clocks", _no_gpu)
 def gpu_clocks(survey: Survey) -> Check:
     """Whether heat or the power supply hold the clocks down right now."""
     gpus = survey.machine.gpus
-    if not gpus:
-        return skip(NO_GPU)
     hot = max(gpus, key=lambda gpu: gpu.temperature_c)
     reasons = [r for gpu in gpus for r in gpu.throttle if r != "power limit"]
     degrees = f"{hot.temperature_c} °C" if hot.temperature_c else ""
@@ -183,12 +181,12 @@ def gpu_clocks(survey: Survey) -> Check:
     return ok(f"nothing holds them down{f', {degrees}' if degrees else ''}", **data)
 
 
-@CHECKS.add("gpu.pcie")
+@CHECKS.add("gpu.pcie", _no_gpu)
 def gpu_pcie(survey: Survey) -> Check:
     """Whether the card has all its lanes; the generation in use falls at rest and says nothing."""
     known = [(i, gpu) for i, gpu in enumerate(survey.machine.gpus) if gpu.pcie_width]
     if not known:
-        return skip("the driver does not report it" if survey.machine.gpus else NO_GPU)
+        return skip("the driver does not report it")
     number, gpu = min(known, key=lambda pair: pair[1].pcie_width / max(pair[1].pcie_width_max, 1))
     which = f"GPU {number}: " if len(survey.machine.gpus) > 1 else ""
     generation = f"PCIe {gpu.pcie_gen_max}.0 " if gpu.pcie_gen_max else ""
@@ -203,12 +201,12 @@ def gpu_pcie(survey: Survey) -> Check:
     return warn(title, detail, "nvidia-smi -q -d PCI", **data)
 
 
-@CHECKS.add("gpu.p2p")
+@CHECKS.add("gpu.p2p", _no_gpu)
 def gpu_p2p(survey: Survey) -> Check:
     """How two cards reach each other. This version runs a model on one card; other engines' tensor parallelism asks."""
     links = survey.machine.gpu_links
     if not links:
-        return skip("one GPU" if survey.machine.gpus else NO_GPU)
+        return skip("one GPU")
     granted = [link for link in links if link.p2p == "ok"]
     far = max(links, key=lambda link: ("same board", "PIX", "PXB", "PHB", "NODE", "SYS", "unknown").index(link.path))
     data: dict[str, Any] = {"links": [[k.first, k.second, k.path, k.p2p] for k in links]}
@@ -223,33 +221,33 @@ def gpu_p2p(survey: Survey) -> Check:
     return ok(title, detail, **data)
 
 
-@CHECKS.add("gpu.ecc")
+@CHECKS.add("gpu.ecc", _no_gpu)
 def gpu_ecc(survey: Survey) -> Check:
     """Error correction, on cards that have it."""
     states = [gpu.ecc for gpu in survey.machine.gpus if gpu.ecc is not None]
     if not states:
-        return skip("these cards have none" if survey.machine.gpus else NO_GPU)
+        return skip("these cards have none")
     return ok("on" if all(states) else "off", ecc=all(states))
 
 
-@CHECKS.add("gpu.mig")
+@CHECKS.add("gpu.mig", _no_gpu)
 def gpu_mig(survey: Survey) -> Check:
     """Cards cut into instances."""
     gpus = survey.machine.gpus
     if not any(gpu.mig for gpu in gpus):
-        return skip("not cut into instances" if gpus else NO_GPU)
+        return skip("not cut into instances")
     title = "cut into instances: the sizes shown here are those of the whole card"
     fix = "nvidia-smi -L; export CUDA_VISIBLE_DEVICES=MIG-..."
     return warn(title, "", fix, mig=True)
 
 
-@CHECKS.add("gpu.display")
+@CHECKS.add("gpu.display", _no_gpu)
 def gpu_display(survey: Survey) -> Check:
     """Whether a screen takes some of the memory."""
     gpus = survey.machine.gpus
     told = [gpu for gpu in gpus if gpu.display is not None]
     if not told:
-        return skip("the driver does not report it" if gpus else NO_GPU)
+        return skip("the driver does not report it")
     shown = [gpu for gpu in told if gpu.display]
     if not shown:
         return ok("no display is attached", display=False)

@@ -53,7 +53,6 @@ class ModelKind:
 
     @property
     def words(self) -> str:
-        """For people."""
         formats = {"int4": "W4A16", "gguf": "GGUF"}
         parts = [
             "mixture of experts" if self.kind == "moe" else "dense", formats.get(self.format, self.format.upper()),

@@ -17,6 +17,10 @@ CHECKS = Checks(SOFTWARE)
 MIN_TORCH = (2, 11)
 
 
+def _no_gpu(survey: Survey) -> str:
+    return "" if survey.machine.gpus else "no GPU"
+
+
 @CHECKS.add("py.version")
 def python_version(survey: Survey) -> Check:
     """The interpreter."""
@@ -37,12 +41,10 @@ def torch_version(survey: Survey) -> Check:
     return ok(f"{version}, {build}", version=version, cuda=machine.torch_cuda)
 
 
-@CHECKS.add("torch.cuda")
+@CHECKS.add("torch.cuda", _no_gpu)
 def torch_cuda(survey: Survey) -> Check:
     """Whether the installed torch can use the GPUs and holds code for them."""
     machine = survey.machine
-    if not machine.gpus:
-        return skip("no GPU")
     if not machine.torch_cuda:
         title = f"torch {machine.torch_version} is a CPU build: the GPU stays unused"
         return warn(title, fix=torch_for(survey))
@@ -58,11 +60,9 @@ def torch_cuda(survey: Survey) -> Check:
     return ok(f"CUDA {machine.torch_cuda}, {sm(newest)}", cuda=machine.torch_cuda)
 
 
-@CHECKS.add("triton.version")
+@CHECKS.add("triton.version", _no_gpu)
 def triton_version(survey: Survey) -> Check:
     """Which Triton is installed, for GPUs."""
-    if not survey.machine.gpus:
-        return skip("no GPU")
     version = survey.host.packages.get("triton", "")
     if not version:
         return fail("triton is not installed", fix="pip install triton")

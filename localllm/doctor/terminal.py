@@ -19,12 +19,16 @@ MIN_COLUMNS, MIN_ROWS = 60, 16
 KITTY_KEYS = ("KITTY_WINDOW_ID", "GHOSTTY_RESOURCES_DIR", "WEZTERM_EXECUTABLE", "ALACRITTY_SOCKET")
 
 
+def _no_terminal(survey: Survey) -> str:
+    return "" if sys.stdout.isatty() or sys.stderr.isatty() else "no terminal"
+
+
 @CHECKS.add("term")
 def term(survey: Survey) -> Check:
     """Whether full-screen chat can be shown."""
     name = os.environ.get("TERM", "")
-    if not _terminal():
-        return skip("no terminal", term=name)
+    if why := _no_terminal(survey):
+        return skip(why, term=name)
     if name in ("", "dumb"):
         title = f"TERM={name or 'nothing'}: chat runs line by line"
         return warn(title, fix="export TERM=xterm-256color")
@@ -32,11 +36,9 @@ def term(survey: Survey) -> Check:
     return ok(name + (f" inside {inside}" if inside else ""), term=name, inside=inside)
 
 
-@CHECKS.add("term.size")
+@CHECKS.add("term.size", _no_terminal)
 def term_size(survey: Survey) -> Check:
     """Whether there is room."""
-    if not _terminal():
-        return skip("no terminal")
     columns, rows = shutil.get_terminal_size()
     title = f"{columns}×{rows}"
     if columns < MIN_COLUMNS or rows < MIN_ROWS:
@@ -58,11 +60,9 @@ def term_utf8(survey: Survey) -> Check:
     return ok("UTF-8", encoding=encoding)
 
 
-@CHECKS.add("term.color")
+@CHECKS.add("term.color", _no_terminal)
 def term_color(survey: Survey) -> Check:
     """How many colours, as the terminal says."""
-    if not _terminal():
-        return skip("no terminal")
     if os.environ.get("NO_COLOR"):
         return ok("none wanted (NO_COLOR)", colors=0)
     if os.environ.get("COLORTERM", "") in ("truecolor", "24bit"):
@@ -72,21 +72,17 @@ def term_color(survey: Survey) -> Check:
     return ok("16 (COLORTERM=truecolor tells of more)", colors=16)
 
 
-@CHECKS.add("term.keys")
+@CHECKS.add("term.keys", _no_terminal)
 def term_keys(survey: Survey) -> Check:
     """Whether Shift+Enter arrives."""
-    if not _terminal():
-        return skip("no terminal")
     tells = any(os.environ.get(name) for name in KITTY_KEYS) and not os.environ.get("TMUX")
     title = "Shift+Enter makes a new line" if tells else "Ctrl+J or \\ Enter make a new line; Shift+Enter may not"
     return ok(title, kitty=tells)
 
 
-@CHECKS.add("term.clipboard")
+@CHECKS.add("term.clipboard", _no_terminal)
 def term_clipboard(survey: Survey) -> Check:
     """Whether copying reaches the clipboard."""
-    if not _terminal():
-        return skip("no terminal")
     if os.environ.get("TMUX"):
         setting = _tmux("set-clipboard")
         if setting != "on":
@@ -99,10 +95,6 @@ def term_clipboard(survey: Survey) -> Check:
         return warn(title, "", "tmux new -s chat")
     tool = next((n for n in ("wl-copy", "xclip", "xsel", "pbcopy", "clip.exe") if shutil.which(n)), "")
     return ok(f"through the terminal{f' and {tool}' if tool else ''}", tool=tool)
-
-
-def _terminal() -> bool:
-    return sys.stdout.isatty() or sys.stderr.isatty()
 
 
 def _tmux(option: str) -> str:

@@ -77,12 +77,10 @@ class Compiler:
 
     @property
     def num_cached(self) -> int:
-        """Compiled grammars that are kept."""
         return len(self._cache)
 
     @property
     def cached_bytes(self) -> int:
-        """An estimate of their size."""
         return self._nbytes
 
     def prepare(self) -> None:
@@ -199,7 +197,6 @@ class Words:
         self._control = control
 
     def literal(self, text: str) -> str:
-        """A text, the control tokens in it by id."""
         parts, at = [], 0
         for begin, end, index in [*self._control.find(text), (len(text), len(text), -1)]:
             parts += [quoted(text[at:begin])] if begin > at else []
@@ -208,11 +205,9 @@ class Words:
         return " ".join(parts)
 
     def is_control(self, text: str) -> bool:
-        """Whether it is the text of one control token."""
         return text in self._control.ids
 
     def schema(self, schema: Mapping[str, Any], lenient: bool) -> str:
-        """A JSON value. Raises InvalidConstraint."""
         return inline_schema(schema, lenient, "tools")
 
 

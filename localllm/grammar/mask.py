@@ -65,7 +65,6 @@ class GrammarMask:
         self._ended = ended
 
     def fill(self, bitmask_row: np.ndarray) -> bool:
-        """See `request.TokenMask`."""
         self._matcher.unsafe_compute_mask_ptr(bitmask_row.ctypes.data, bitmask_row.nbytes)
         if self._matcher.is_error():
             raise self._failed()
@@ -76,14 +75,12 @@ class GrammarMask:
         return True
 
     def accept(self, token_id: int) -> None:
-        """See `request.TokenMask`."""
         if token_id in self._vocabulary.end_ids and self._matcher.is_accepting():
             self._ended = True
         elif self._ended or not self._matcher.consume_token(token_id):
             raise self._failed()
 
     def allows(self, token_id: int) -> bool:
-        """Whether this id may come next."""
         return not self._ended and self._matcher.validate_tokens([token_id]) == 1
 
     def accept_text(self, text: bytes) -> int:
@@ -95,7 +92,6 @@ class GrammarMask:
         return len(ids)
 
     def jump_forward(self, last: int | None = None) -> list[int]:
-        """See `request.TokenMask`."""
         following = [] if self.is_done else self._matcher.compute_ff_tokens()
         if last is None:
             return following
@@ -116,15 +112,12 @@ class GrammarMask:
 
     @property
     def is_done(self) -> bool:
-        """See `request.TokenMask`."""
         return self._ended or (self._matcher.is_stopped() and not self._matcher.is_error())
 
     def fork(self) -> GrammarMask:
-        """See `request.TokenMask`."""
         return GrammarMask(self._matcher.deep_copy(), self._vocabulary, strips=self._strips, ended=self._ended)
 
     def rollback(self, count: int) -> None:
-        """See `request.TokenMask`."""
         if self._ended and count:
             self._ended, count = False, count - 1
         if count and not self._matcher.rollback(count):

@@ -47,7 +47,6 @@ class AfterReasoning:
         """per accepted id: the state before it, and how many ids the grammar took"""
 
     def fill(self, bitmask_row: np.ndarray) -> bool:
-        """See `request.TokenMask`."""
         phase = self._state.phase
         if phase == "reasoning":
             bitmask_row[:] = self._vocabulary.no_end
@@ -60,7 +59,6 @@ class AfterReasoning:
         return True
 
     def accept(self, token_id: int) -> None:
-        """See `request.TokenMask`."""
         before, taken = self._state, 0
         if before.phase == "reasoning":
             self._state, taken = self._think(before, token_id)
@@ -86,7 +84,6 @@ class AfterReasoning:
         return (_Thinking("inner"), taken) if taken >= 0 else (_Thinking("reasoning"), 0)
 
     def jump_forward(self, last: int | None = None) -> list[int]:
-        """See `request.TokenMask`."""
         if self._state.phase != "inner":
             return [] if last is None else [last]
         if last is not None and self._before and self._before[-1][1] != 1:  # it closed the reasoning
@@ -95,17 +92,14 @@ class AfterReasoning:
 
     @property
     def is_done(self) -> bool:
-        """See `request.TokenMask`."""
         return self._state.phase == "inner" and self._inner.is_done
 
     def fork(self) -> AfterReasoning:
-        """See `request.TokenMask`."""
         made = AfterReasoning(self._inner.fork(), self._vocabulary, self._token_bytes, self._tags)
         made._state = self._state
         return made
 
     def rollback(self, count: int) -> None:
-        """See `request.TokenMask`."""
         for _ in range(count):
             self._state, taken = self._before.pop()
             self._inner.rollback(taken)
@@ -143,12 +137,10 @@ class ToolTriggers:
         self._before: deque[tuple[_Talking, int]] = deque(maxlen=MAX_ROLLBACK)
 
     def fill(self, bitmask_row: np.ndarray) -> bool:
-        """See `request.TokenMask`."""
         call = self._state.call
         return call is not None and call.fill(bitmask_row)
 
     def accept(self, token_id: int) -> None:
-        """See `request.TokenMask`."""
         before, taken = self._state, 0
         if before.call is not None:
             before.call.accept(token_id)
@@ -182,7 +174,6 @@ class ToolTriggers:
         return _Talking("call", call=call), taken
 
     def jump_forward(self, last: int | None = None) -> list[int]:
-        """See `request.TokenMask`."""
         call = self._state.call
         if call is None:
             return [] if last is None else [last]
@@ -192,11 +183,9 @@ class ToolTriggers:
 
     @property
     def is_done(self) -> bool:
-        """See `request.TokenMask`."""
         return self._state.phase == "done"
 
     def fork(self) -> ToolTriggers:
-        """See `request.TokenMask`."""
         made = ToolTriggers(
             self._call, self._trigger.decode(), self._token_bytes, tags=self._tags, only_one=self._only_one
         )
@@ -205,7 +194,6 @@ class ToolTriggers:
         return made
 
     def rollback(self, count: int) -> None:
-        """See `request.TokenMask`."""
         for _ in range(count):
             after, (self._state, taken) = self._state, self._before.pop()
             call = self._state.call or after.call

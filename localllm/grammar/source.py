@@ -34,7 +34,6 @@ class Source:
 
     @property
     def key(self) -> bytes:
-        """The same for the same grammar."""
         parts = (self.kind, self.text, self.options, self.run_text)
         return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).digest()
 

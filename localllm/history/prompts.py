@@ -43,7 +43,6 @@ class PromptHistory:
         return found
 
     def add(self, text: str) -> None:
-        """Append one prompt."""
         if not text.strip() or len(text) > MAX_PROMPT:
             return
         line = json.dumps({"t": int(time.time()), "text": text}) + "\n"

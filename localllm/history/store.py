@@ -113,7 +113,6 @@ class History:
         )  # fmt: skip
 
     def rename(self, chat_id: str, title: str) -> None:
-        """Give a chat another title."""
         with self._writing() as connection:
             connection.execute("UPDATE chats SET title = ? WHERE id = ?", (_text(title), chat_id))
 
@@ -174,7 +173,6 @@ class History:
         return _chat(rows[0])
 
     def latest(self) -> SavedChat | None:
-        """The chat changed last."""
         found = self.chats(limit=1)
         return found[0] if found else None
 

@@ -121,11 +121,9 @@ class HubClient:
             ) from error
 
     def __enter__(self) -> HubClient:
-        """Itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close all connections."""
         self._http.close()
 
     def repo_info(self, repo: str, revision: str = "main", *, tries: int | None = None) -> RepoInfo:

@@ -28,7 +28,6 @@ class GrowingFile:
         self.resumed = self.size > 0
 
     def __enter__(self) -> GrowingFile:
-        """Itself."""
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -49,7 +49,6 @@ class Found:
 
     @property
     def base(self) -> str:
-        """The name without its quant."""
         return self.name.partition(":")[0]
 
     @property

@@ -29,7 +29,6 @@ class ModelName(NamedTuple):
     revision: str | None = None
 
     def __str__(self) -> str:
-        """The name as one would type it."""
         quant = f":{self.quant}" if self.quant else ""
         return f"{self.base}{quant}{f'@{self.revision}' if self.revision else ''}"
 

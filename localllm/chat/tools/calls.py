@@ -73,7 +73,6 @@ class Calls:
 
     @property
     def count(self) -> int:
-        """Calls written so far."""
         return self._num_calls
 
     def begin(self, name: str) -> None:

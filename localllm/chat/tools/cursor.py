@@ -37,17 +37,14 @@ class Cursor:
         self._read: list[str] = []
 
     def feed(self, text: str) -> None:
-        """More text."""
         self._text = self._text[self._at :] + text
         self._at = 0
 
     def end(self) -> None:
-        """There is no more."""
         self._ended = True
 
     @property
     def is_at_end(self) -> bool:
-        """Whether all of the text was read."""
         return self._ended and self._at >= len(self._text)
 
     def mark(self) -> None:
@@ -109,7 +106,6 @@ class Cursor:
             yield
 
     def space(self) -> Reading[str]:
-        """White space, if any."""
         parts: list[str] = []
         while True:
             found = _SPACE.match(self._text, self._at)

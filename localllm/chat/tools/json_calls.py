@@ -129,7 +129,6 @@ class NamedCalls:
     fenced: bool = False
 
     def read(self, cursor: Cursor, calls: Calls, trigger: str) -> Reading[None]:
-        """The calls after a trigger."""
         if self.begin:
             yield from cursor.space()
             yield from cursor.expect(self.begin)

@@ -53,7 +53,6 @@ class ToolSupport:
 
     @property
     def line(self) -> str:
-        """In a line."""
         if not self.works:
             return f"no: {self.note}"
         how = f"{self.format} format" if self.native else "explained in the system message"

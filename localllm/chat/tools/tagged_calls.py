@@ -29,7 +29,6 @@ class TaggedCalls:
     json_mark: str = ""
 
     def read(self, cursor: Cursor, calls: Calls, trigger: str) -> Reading[None]:
-        """The calls after a trigger."""
         first = trigger not in self.bare_triggers
         while True:
             if first and self.begin:
@@ -91,51 +90,39 @@ class BracedCalls:
         yield from cursor.expect("call:")
         name, _ = yield from cursor.until("{", most=MAX_NAME_CHARS)
         calls.begin(name)
-        yield from self._object(cursor, calls, 1)
+        yield from self._row(cursor, calls, 1, "{}")
         calls.end()
         yield from cursor.space()
         yield from cursor.literal(self.close)
 
-    def _object(self, cursor: Cursor, calls: Calls, depth: int) -> Reading[None]:
-        """After the opening brace."""
+    def _row(self, cursor: Cursor, calls: Calls, depth: int, brackets: str) -> Reading[None]:
+        """An object or a list, after its opening bracket."""
         if depth > MAX_BRACES:
             raise Malformed
-        calls.piece("{")
-        first = True
+        opening, closing = brackets[0], brackets[1]
+        calls.piece(opening)
+        separator = ""
         while True:
             yield from cursor.space()
-            if (yield from cursor.literal("}")) is not None:
+            if (yield from cursor.literal(closing)) is not None:
                 break
-            if not first:
+            if separator:
                 yield from cursor.expect(",")
                 yield from cursor.space()
-            if (yield from cursor.literal(self.quote)) is not None:
-                key, _ = yield from cursor.until(self.quote, most=MAX_NAME_CHARS)
-                yield from cursor.space()
-                yield from cursor.expect(":")
-            else:
-                key, _ = yield from cursor.until(":", most=MAX_NAME_CHARS)
-            calls.piece(("" if first else ", ") + quoted(key.strip()) + ": ")
+            key = quoted((yield from self._key(cursor)).strip()) + ": " if opening == "{" else ""
+            calls.piece(separator + key)
             yield from self._value(cursor, calls, depth)
-            first = False
-        calls.piece("}")
+            separator = ", "
+        calls.piece(closing)
 
-    def _list(self, cursor: Cursor, calls: Calls, depth: int) -> Reading[None]:
-        """After the opening bracket."""
-        if depth > MAX_BRACES:
-            raise Malformed
-        calls.piece("[")
-        first = True
-        while True:
+    def _key(self, cursor: Cursor) -> Reading[str]:
+        if (yield from cursor.literal(self.quote)) is not None:
+            key, _ = yield from cursor.until(self.quote, most=MAX_NAME_CHARS)
             yield from cursor.space()
-            if (yield from cursor.literal("]")) is not None:
-                break
-            if not first:
-                yield from cursor.expect(",")
-                calls.piece(", ")
-            yield from self._value(cursor, calls, depth)
-            first = False
-        calls.piece("]")
+            yield from cursor.expect(":")
+        else:
+            key, _ = yield from cursor.until(":", most=MAX_NAME_CHARS)
+        return key
 
     def _value(self, cursor: Cursor, calls: Calls, depth: int) -> Reading[None]:
         yield from cursor.space()
@@ -145,9 +132,9 @@ class BracedCalls:
             yield from cursor.until(self.quote, into=lambda text: calls.piece(quoted(text)[1:-1]))
             calls.piece('"')
         elif begun == "{":
-            yield from self._object(cursor, calls, depth + 1)
+            yield from self._row(cursor, calls, depth + 1, "{}")
         elif begun == "[":
-            yield from self._list(cursor, calls, depth + 1)
+            yield from self._row(cursor, calls, depth + 1, "[]")
         else:
             value = yield from cursor.json_value()
             calls.piece(calls.value_text("", value))
