@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from localllm.boot.assembly import Assembled, assemble
 from localllm.boot.profile import CpuProfiler, HostMemory, profile_gpu
-from localllm.boot.threads import kernel_note, missing_kernels
 from localllm.boot.tuning_job import TuningJob
 from localllm.errors import OutOfMemory
+from localllm.kernels.cpu.build import library
 from localllm.kernels.verify.records import Records, default_folder, identity
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.kernels.verify.tuning import Tuned, gpu_seconds, is_measured, tuner
@@ -243,11 +243,12 @@ class Boot:
     def warnings(self) -> tuple[str, ...]:
         """What is less than planned, with what to do about it."""
         found = [f"{failure}; the next kernel took its place" for failure in self._selftest.failures]
-        missing = missing_kernels() if self.plan.device == "cpu" else ""
-        if missing and not any("compiler" in warning for warning in self.plan.warnings):
-            found.insert(0, missing)
-        if self.plan.device == "cpu" and (note := kernel_note()):
-            found.append(note)
+        if self.plan.device == "cpu":
+            missing, note = library().reason, library().note
+            if missing and not any("compiler" in warning for warning in self.plan.warnings):
+                found.insert(0, f"{missing}; PyTorch's own products are used, slower")
+            if note:
+                found.append(note)
         graphs = self._held.runner.graphs if self._held is not None else None
         if graphs is not None and graphs.failure:
             found.append(f"CUDA graphs: {graphs.failure}; decoding launches every kernel, slower")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from localllm.device import GpuFacts
+from localllm.device import GpuFacts, MachineFacts
 from localllm.device.assembler import BLACKWELL, assembler
 from localllm.device.gpu_table import min_cuda
 from localllm.device.host import version_key
@@ -79,12 +79,15 @@ def runs_code_of(built: Iterable[str], capability: int) -> bool:
     return False
 
 
-def use_card(device: str) -> None:
-    """Let streams and kernels of this thread go to the card, and Triton find a compiler for its launchers."""
+def claim_card(device: str, machine: MachineFacts) -> None:
+    """Check the card; streams and kernels of this thread go to it, and Triton finds a compiler for its launchers.
+
+    torch turns stored formats into ours with several threads meanwhile: nothing else needs the cores then. Raises
+    DeviceError where the card cannot be used.
+    """
+    card = machine.gpus[int(device.removeprefix("cuda:") or 0)]
+    check_card(device, card)
+    check_assembler(card.capability)
     torch.cuda.set_device(device)
     name_compiler()
-
-
-def load_with_threads(cores: int) -> None:
-    """Let torch turn stored formats into ours with several threads: on a card nothing else needs the cores."""
-    torch.set_num_threads(max(1, min(LOADING_THREADS, cores)))
+    torch.set_num_threads(max(1, min(LOADING_THREADS, machine.cpu.cores_usable)))

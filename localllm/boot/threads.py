@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from localllm.kernels.cpu.build import is_built, library
+from localllm.kernels.cpu.build import library
 
 HEAVY = ("qkv", "o", "gate_up", "down", "lm_head", "paged_attention")  # the layer classes that need several threads
 
@@ -28,19 +28,3 @@ def serve_torch(kernels: Mapping[str, str], count: int) -> None:
     """Give torch `count` threads when a heavy layer class of the loaded model (class -> implementation) runs on it."""
     if any(kernels.get(name, "").startswith("torch") for name in HEAVY):
         torch.set_num_threads(count)
-
-
-def missing_kernels() -> str:
-    """Why the CPU kernels are not there, and what helps; "" where they are."""
-    reason = library().reason
-    return f"{reason}; PyTorch's own products are used, slower" if reason else ""
-
-
-def kernel_note() -> str:
-    """What is less than it could be about the CPU kernels, with what helps; "" where nothing is."""
-    return library().note
-
-
-def kernels_are_built() -> bool:
-    """False when the CPU kernels will be compiled at first use, which takes seconds."""
-    return is_built()

@@ -52,3 +52,8 @@ def rss_anon_bytes() -> int:
     """Anonymous memory of this process: what it really takes, without mapped files; 0 where the system does not say."""
     lines = read(Path("/proc/self/status")).splitlines()
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")), 0)
+
+
+def resident_bytes(root: Path = Path("/")) -> int:
+    """Memory of this process that is its own (a model file mapped into it is not); 0 when unknown."""
+    return statm(root, 1) - statm(root, 2)

@@ -253,3 +253,21 @@ class Nvml:
         function.restype = ctypes.c_char_p
         words = function(code)
         return f"{words.decode(errors='replace')} (code {code})" if words else f"code {code}"
+
+
+class PowerMeter:
+    """Watts of one card, through one handle kept open. `library` answers instead of the driver's own, in tests."""
+
+    def __init__(self, index: int, library: Any = None) -> None:
+        found = library or load_library()
+        self._nvml = Nvml(found) if found is not None else None
+        self._handle = c_void_p()
+        if self._nvml is not None and (
+            self._nvml.call("nvmlInit_v2")
+            or self._nvml.call("nvmlDeviceGetHandleByIndex_v2", c_uint(index), byref(self._handle))
+        ):
+            self._nvml = None
+
+    def watts(self) -> float:
+        """Now; 0 where the card does not say."""
+        return self._nvml.integer("nvmlDeviceGetPowerUsage", self._handle) / 1000 if self._nvml is not None else 0.0

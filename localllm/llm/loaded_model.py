@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from localllm.chat.template import ChatTemplate
     from localllm.device import MachineFacts
-    from localllm.device.live import PowerMeter
+    from localllm.device.nvml import PowerMeter
     from localllm.engine.engine import Engine
     from localllm.engine.metrics import EngineStats
     from localllm.models.architectures import ModelFacts
@@ -144,21 +144,19 @@ class LoadedModel:
         _in_background(lambda: import_module("torch")).result()
         import torch
 
-        from localllm.boot.threads import kernels_are_built, set_threads
+        from localllm.boot.threads import set_threads
+        from localllm.kernels.cpu.build import is_built
 
         import_module("localllm.boot.boot")  # its imports are not part of loading
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         device = torch.device(self.plan.device)
-        if device.type == "cpu" and not kernels_are_built():
+        if device.type == "cpu" and not is_built():
             self._notify(LoadProgress("compile", detail="kernels for this CPU, once"))
         set_threads(self.plan.threads)
         if device.type == "cuda":
-            from localllm.boot.card import check_assembler, check_card, load_with_threads, use_card
+            from localllm.boot.card import claim_card
 
-            check_card(self.plan.device, self.machine.gpus[device.index or 0])
-            check_assembler(self.machine.gpus[device.index or 0].capability)
-            use_card(self.plan.device)
-            load_with_threads(self.machine.cpu.cores_usable)
+            claim_card(self.plan.device, self.machine)
         return device
 
     def _load_weights(self, device: torch.device) -> None:
@@ -266,7 +264,8 @@ class LoadedModel:
 
     def live_state(self) -> Facts:
         """The same with what the process or its share of the card holds now, and what the card draws."""
-        from localllm.device.live import PowerMeter, resident_bytes
+        from localllm.device.memory import resident_bytes
+        from localllm.device.nvml import PowerMeter
 
         state = self.state()
         if not state.device.startswith("cuda"):

@@ -24,6 +24,9 @@ from localllm.kernels.registry import fits_always
 from localllm.kernels.verify import tuning
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.llm.loaded_model import kernel_words
+from localllm.plan import fit
+from localllm.plan.plan import Plan
+from localllm.plan.planner import Measured, Planner
 from localllm.plan.profiles import MemoryProfile, MemoryProfiles, Term
 from localllm.plan.quality import folder, kl_by_kv
 from localllm.quality import evaluate
@@ -40,7 +43,6 @@ def tokens(llm: LLM) -> list[int]:
 def test_a_planted_wrong_kernel_is_not_used_and_the_user_is_told(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """design.md 1.3"""
 
     def planted(x: torch.Tensor, *rest: Any) -> torch.Tensor:
         return reference.rms_norm(x, *rest) * 1.1
@@ -67,15 +69,36 @@ def test_a_planted_wrong_kernel_is_not_used_and_the_user_is_told(
             assert llm.state().run_summary == llm.run_summary
 
 
-def test_a_plan_that_did_not_hold_shrinks_once_says_so_and_is_remembered(tiny_path: Path, empty_home: Path) -> None:
+class IdleProfile:
+    """In the place of `CpuProfiler`: tells of a profile when the engine is idle after the first answer."""
+
+    def __init__(self, missing_share: float) -> None:
+        self._share = missing_share
+
+    def __call__(self, runner: Any, builder: Any, pages: Any, plan: Plan, *rest: Any) -> Callable[[Any], bool]:
+        taken = 100 + int(self._share * plan.kv_bytes)
+        done = rest[-1]
+        return lambda must_stop: done(MemoryProfile((Term("work", 100, taken),), "cpu", 1.0)) is None
+
+
+def wait_for(text: str, llm: LLM) -> None:
+    ends = time.monotonic() + 60
+    while text not in llm.run_summary and time.monotonic() < ends:
+        time.sleep(0.01)
+    assert text in llm.run_summary
+
+
+def test_a_plan_that_did_not_hold_shrinks_once_says_so_and_is_remembered(
+    tiny_path: Path, empty_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("localllm.boot.boot.CpuProfiler", IdleProfile(1 / 4))
     with LLM(tiny_path, ctx=256, max_parallel=8) as llm:
-        before = llm.stats().pages_total
-        missing = llm.plan.kv_bytes // 4
-        llm._boot._on_cpu_profile(MemoryProfile((Term("work", 100, 100 + missing),), "cpu", 1.0))
+        assert len(tokens(llm)) == 8
+        wait_for("the plan did not hold", llm)
+        before, missing = sum(llm.plan.num_pages), llm.plan.kv_bytes // 4
         assert before * 0.70 < llm.stats().pages_total < before * 0.80
         (warning,) = llm.state().warnings
         assert warning.startswith("the plan did not hold: ") and "pages fewer" in warning
-        assert "the plan did not hold" in llm.run_summary
         assert len(tokens(llm)) == 8
         assert MemoryProfiles().excess_bytes(llm.facts, llm.machine, "cpu") == missing
     with LLM(tiny_path, ctx=256, max_parallel=8) as llm:
@@ -85,45 +108,46 @@ def test_a_plan_that_did_not_hold_shrinks_once_says_so_and_is_remembered(tiny_pa
         assert any("1 of 8 sequences at once" in line and "--ctx" in line for line in llm.state().warnings)
 
 
+@pytest.mark.parametrize(
+    ("ctx", "said"),
+    [("auto", "context "), (4096, "pages of keys and values instead of"), (None, "start with a smaller --ctx")],
+)
 def test_on_a_card_a_plan_that_does_not_hold_is_made_again_once(
-    empty_home: Path, monkeypatch: pytest.MonkeyPatch
+    ctx: Any, said: str, empty_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With profiles and engines that are only counted: plan, profile, smaller plan, profile."""
-    facts, machine = SimpleNamespace(**dict.fromkeys(("architecture", "name", "num_params"), "m")), MACHINES["rtx4090"]
-    facts.weight_bytes, facts.stored_format = 1, "bf16"
-    base = {"device": "cuda:0", "dtype": "bfloat16", "kv": "bf16", "quant": "", "num_pages": (9,), "page_size": 16}
-    base |= {"max_parallel": 4, "prefill_budget": 2048}
-    plans = [SimpleNamespace(**base, ctx=ctx, need_bytes=ctx, fits=True) for ctx in (8192, 4096)]
-    profiles = [MemoryProfile((Term("work", 100, taken),), "cuda", 1.0) for taken in (160, 99)]
-    made: list[int] = []
-    boot = Boot.__new__(Boot)
-    boot.plan, boot._profiles = plans[0], MemoryProfiles()  # type: ignore[assignment]
-    boot._model = SimpleNamespace(facts=facts, weight_bytes=1)  # type: ignore[assignment]
-    boot._shrunk, boot._unrounded, boot._selftest = "", "", SelfTest()
-    engine = SimpleNamespace(pressure=SimpleNamespace(note=""))
-    boot._held = SimpleNamespace(engine=engine, runner=SimpleNamespace(graphs=None), graphs_note="")  # type: ignore[assignment]
-    assembled = boot._assembled
-    monkeypatch.setattr(Boot, "_measure_gpu", lambda self: profiles.pop(0))
-    monkeypatch.setattr(Boot, "_assemble", lambda self: made.append(self.plan.ctx) or assembled)
+    from localllm.hub import catalog
 
-    def replanning(new: Any) -> Any:
-        return SimpleNamespace(machine=machine, having=lambda **pinned: SimpleNamespace(plan=lambda facts: new))
+    facts = fit.facts_of(next(one for one in catalog.members("qwen3-8b") if one.quant))
+    assert facts is not None
+    planner = Planner(replace(MACHINES["rtx3060"], torch_cuda="12.8"), measured=Measured(profiles=MemoryProfiles()))
+    planner = planner.having(ctx=planner.plan(facts).max_ctx if ctx is None else ctx, kv="bf16", quant="")
+    plan = planner.plan(facts)
+    assert plan.device == "cuda:0" and plan.fits
+    taken = [plan.need_bytes + (2 << 30), plan.need_bytes - 1]
+    made: list[Plan] = []
+    engine = SimpleNamespace(when_idle=lambda job: None, builder=None, pressure=SimpleNamespace(note=""))
 
-    boot._planner = replanning(plans[1])
-    boot._profile_gpu()
-    assert made == [4096] and boot.plan is plans[1] and not profiles
-    (warning,) = boot.warnings
-    assert "context 4,096 instead of 8,192 tokens" in warning
-    assert MemoryProfiles().excess_bytes(facts, machine, "cuda:0") == 60  # type: ignore[arg-type]
-    assert MemoryProfiles().known(facts, machine, plans[1]).held  # type: ignore[arg-type,union-attr]
-    same = SimpleNamespace(**base | {"num_pages": (7,)}, ctx=4096, need_bytes=9, fits=True)
-    never = SimpleNamespace(**base, ctx=4096, need_bytes=9, fits=False)
-    for other, said in ((same, "7 pages of keys and values instead of 9"), (never, "start with a smaller --ctx")):
-        boot.plan, before = plans[1], len(made)
-        profiles[:] = [MemoryProfile((Term("work", 100, taken),), "cuda", 1.0) for taken in (160, 99)]
-        boot._planner = replanning(other)
-        boot._profile_gpu()
-        assert said in boot.warnings[0] and (boot.plan is other) == other.fits == (len(made) > before)
+    def assemble(model: Any, plan: Plan, **rest: Any) -> Any:
+        made.append(plan)
+        return SimpleNamespace(engine=engine, runner=SimpleNamespace(graphs=None), graphs_note="", held={})
+
+    def profile(runner: Any, builder: Any, plan: Plan, held: Any) -> MemoryProfile:
+        return MemoryProfile((Term("all", made[0].need_bytes, taken.pop(0)),), "cuda", 1.0)
+
+    monkeypatch.setattr("localllm.boot.boot.assemble", assemble)
+    monkeypatch.setattr("localllm.boot.boot.profile_gpu", profile)
+    model: Any = SimpleNamespace(facts=facts, weight_bytes=plan.weight_bytes, kernels={})
+    boot = Boot(model, plan, planner, SelfTest())
+    assert said in boot.warnings[0] and boot.plan is made[-1]
+    assert MemoryProfiles().excess_bytes(facts, planner.machine, "cuda:0") == 2 << 30
+    if ctx is None:  # it was asked for, and there is no room to be careful
+        assert boot.plan is plan and len(taken) == 1
+    else:
+        assert len(made) == 2 and not taken and boot.plan.kv_bytes < plan.kv_bytes
+        assert boot.plan.terms()["learned"] == 2 << 30
+        known = MemoryProfiles().known(facts, planner.machine, boot.plan)
+        assert known is not None and known.held
 
 
 @pytest.mark.parametrize(
@@ -134,35 +158,18 @@ def test_on_a_card_a_plan_that_does_not_hold_is_made_again_once(
         (1000, 1001, "", "profiled: 0.98 GiB of 0.98 planned"),
         (1000, 1025, "", "profiled: 1.00 GiB, 2.5 % above the 0.98 planned"),
         (1000, 1250, "", "the plan did not hold: 1.22 GiB, 25.0 % above the 0.98 planned"),
-        (1000, 10, "memory ran out in the worst step of work", None),
+        (1000, 10, "memory ran out in the worst step of work", "the plan did not hold: memory ran out in the worst"),
     ],
 )
-def test_the_words_of_a_profile_are_true_and_those_of_a_known_one_too(
-    planned: int, taken: int, failure: str, said: str | None, empty_home: Path
-) -> None:
-    facts, machine = SimpleNamespace(**dict.fromkeys(("architecture", "name", "num_params"), "m")), MACHINES["cpu"]
-    facts.weight_bytes, facts.stored_format = 1, "bf16"
-    plan = SimpleNamespace(
-        device="cpu", dtype="float32", kv="bf16", quant="", ctx=8, num_pages=(9,), page_size=16, max_parallel=4,
-        prefill_budget=2048, need_bytes=8,
-    )  # fmt: skip
-    boot = Boot.__new__(Boot)
-    boot.plan, boot._profiles = plan, MemoryProfiles()  # type: ignore[assignment]
-    boot._model = SimpleNamespace(facts=facts)  # type: ignore[assignment]
-    boot._planner = SimpleNamespace(machine=machine)  # type: ignore[assignment]
-    boot._keep(MemoryProfile((Term("weights", 0, 0), Term("work", planned << 20, taken << 20)), "cpu", 1.0, failure))
-    known = MemoryProfiles().known(facts, machine, plan)  # type: ignore[arg-type]
-    assert known is not None
-    assert boot.profile_note == str(known) == (said or f"the plan did not hold: {failure}")
+def test_the_words_of_a_profile(planned: int, taken: int, failure: str, said: str) -> None:
+    profile = MemoryProfile((Term("weights", 0, 0), Term("work", planned << 20, taken << 20)), "cpu", 1.0, failure)
+    assert str(profile).startswith(said)
 
 
 def test_a_sleeping_model_that_wakes_is_profiled_no_second_time(tiny_path: Path, empty_home: Path) -> None:
     with LLM(tiny_path, ctx=256) as llm:
         first = tokens(llm)
-        ends = time.monotonic() + 60
-        while "profile pending" in llm.run_summary and time.monotonic() < ends:
-            time.sleep(0.01)
-        assert "profiled: " in llm.run_summary
+        wait_for("profiled: ", llm)
         llm.sleep()
         llm.wake()
         assert "profiled: " in llm.run_summary

@@ -137,11 +137,9 @@ def test_a_compiler_that_knows_less_gets_less_to_do(quick: Path, monkeypatch: py
 
 
 def test_a_cache_that_cannot_be_written_is_said(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from localllm.boot.threads import kernel_note
-
     (quick / "cache").write_text("a file, no folder")
     made = build.library()
-    assert made.lib is not None and "compiled at every start" in made.note and "LOCALLLM_CACHE" in kernel_note()
+    assert made.lib is not None and "compiled at every start" in made.note and "LOCALLLM_CACHE" in made.note
 
 
 def reason() -> str:
