@@ -191,7 +191,7 @@ class InProcessBackend(Turns):
         try:
             params = queued.params or (self._default_params(llm) if self._default_params else None)
             prompt = self._encode(llm, queued)
-            self._events.append(Prefill(turn, 0, len(prompt)))
+            self.tell(Prefill(turn, 0, len(prompt)))
             bound = self._constraint
             running = llm.submit(
                 prompt,
@@ -224,10 +224,10 @@ class InProcessBackend(Turns):
     def _publish(self, turn: int, delta: OutputDelta) -> None:
         """Called in the engine's thread."""
         if delta.prefill is not None:
-            self._events.append(Prefill(turn, *delta.prefill))
+            self.tell(Prefill(turn, *delta.prefill))
         tokens = len(delta.token_ids)
         for kind, text in delta.parts:
-            self._events.append(Delta(turn, _KINDS.get(kind, "content"), text, tokens))
+            self.tell(Delta(turn, _KINDS.get(kind, "content"), text, tokens))
             tokens = 0
         if delta.error is not None:
             self._fail(turn, delta.error)
@@ -239,7 +239,7 @@ class InProcessBackend(Turns):
             return  # nobody waits for this model any more
         self._failure = Failed.of(-1, error)
         if not isinstance(error, Aborted) or not stop.is_set():
-            self._events.append(self._failure)
+            self.tell(self._failure)
         self._drop_queue(self._failure)
 
     def _drop_queue(self, failed: Failed | None) -> None:

@@ -121,13 +121,13 @@ class RemoteBackend(Turns):
         return httpx.Client(base_url=self.url, headers=headers, timeout=timeout, trust_env=False)
 
     def _start(self, model: str) -> None:
-        self._events.append(LoadProgress("resolve", detail=self.url))
+        self.tell(LoadProgress("resolve", detail=self.url))
         try:
             self._find(model)
         except LocalLLMError as error:
-            self._events.append(Failed.of(-1, error))
+            self.tell(Failed.of(-1, error))
         else:
-            self._events.append(LoadProgress("ready", detail=self.url))
+            self.tell(LoadProgress("ready", detail=self.url))
 
     def _find(self, model: str) -> None:
         """What is served. Raises what the server's refusal means, or ServerError."""
@@ -214,9 +214,9 @@ class RemoteBackend(Turns):
                         if text:
                             first = first or time.monotonic()
                             count += 1
-                            self._events.append(Delta(turn, kind, text))  # type: ignore[arg-type]
+                            self.tell(Delta(turn, kind, text))  # type: ignore[arg-type]
                 if not first:
-                    self._events.append(Prefill(turn, 0, usage.prompt_tokens))
+                    self.tell(Prefill(turn, 0, usage.prompt_tokens))
         except LocalLLMError:
             raise
         except Exception:

@@ -30,7 +30,7 @@ from localllm.errors import (
     OutOfMemory,
 )
 from localllm.interface import Check, Delta, Done, Facts, Failed, ModelChoice, Prefill
-from localllm.request import Constraint, LoadProgress, Message, SamplingParams, Timing, Usage
+from localllm.request import LoadProgress, Message, SamplingParams, Timing, Usage
 
 PAGE = 16  # tokens of a page
 _GIB = 1 << 30
@@ -74,24 +74,16 @@ class FakeBackend(Turns):
         load_s: float | None = None,
         ctx: int = 32_768,
         default_params: Callable[[], SamplingParams] = SamplingParams,
-        constraint: Constraint | None = None,
     ) -> None:
-        # what answers were to be, for tests: those written down beforehand are what they are
         super().__init__()
-        self.constraint = constraint
         self.tps = _setting("tps", 200.0) if tps is None else tps
         self.load_s = _setting("load", 0.02) if load_s is None else load_s
         self._default_params = default_params
         self.ctx = ctx
         self.model = ""
         self.answers: list[str] = []  # answers given next, before any rule applies: set by tests
-        self.sent: list[tuple[list[Message], SamplingParams | None]] = []  # what was asked, for tests
-        self.templates: list[dict[str, Any]] = []
-        self.started: list[tuple[str, dict[str, Any]]] = []
         self.kv, self.device = "bf16", "cpu"
         self.times_kernels = False
-        self.emitted: dict[int, str] = {}  # text of every turn, as the engine sees it
-        self.stopped_at: dict[int, float] = {}
         self._queue: deque[Turn] = deque()
         self._closed = False
         self._used = self._busy = self._steps = self._prompts = 0
@@ -104,21 +96,17 @@ class FakeBackend(Turns):
         self._end_thread()
         self._closed = False
         self.model = model or "fake"
-        self.started.append((self.model, dict(changes or {})))
         self.ctx = int((changes or {}).get("ctx") or (64 if self.model == "fake-small" else self.ctx))
         self.kv = str((changes or {}).get("kv") or self.kv)
         self._thread = threading.Thread(target=self._run, name="fake-engine", daemon=True)
         self._thread.start()
 
     def _accept(self, turn: Turn) -> None:
-        self.sent.append((turn.messages, turn.params))
-        self.templates.append(dict(turn.template))
         self._queue.append(turn)
         self._lock.notify()
 
     def stop(self, turn: int) -> None:
         self._stopped.add(turn)
-        self.stopped_at[turn] = time.monotonic()
 
     def rest(self) -> None:
         self.times_kernels = False
@@ -226,14 +214,14 @@ class FakeBackend(Turns):
             self._answer(turn.id, turn.messages, turn.params or self._default_params())
 
     def _load(self) -> bool:
-        self._events.append(LoadProgress("resolve", detail=self.model))
+        self.tell(LoadProgress("resolve", detail=self.model))
         if self.model == "fake-download":
             total = 400 << 20
             for step in range(21):
                 if self._pause(self.load_s):
                     return False
                 done = total * step // 20
-                self._events.append(
+                self.tell(
                     LoadProgress(
                         "download", done, total, rate=90 << 20, eta_s=(total - done) / (90 << 20), file="model.gguf"
                     )
@@ -241,16 +229,16 @@ class FakeBackend(Turns):
         if (error := fake_error(self.model)) is not None:
             if self._pause(self.load_s):
                 return False
-            self._events.append(Failed.of(-1, error))
+            self.tell(Failed.of(-1, error))
             return False
         for name in _LOAD:
             steps = 8 if name == "weights" else 1
             wait = 3.0 if name == "import" and self.model == "fake-slow" else self.load_s
             for step in range(steps):
-                self._events.append(LoadProgress(name, step, steps))
+                self.tell(LoadProgress(name, step, steps))
                 if self._pause(wait / steps):
                     return False
-        self._events.append(LoadProgress("ready", detail="cpu"))
+        self.tell(LoadProgress("ready", detail="cpu"))
         return True
 
     def _pause(self, seconds: float) -> bool:
@@ -280,9 +268,9 @@ class FakeBackend(Turns):
             with contextlib.suppress(OSError):
                 os.write(2, b"CORRUPT\n")
         for done in range(0, prompt_tokens, 512):
-            self._events.append(Prefill(turn, done, prompt_tokens))
+            self.tell(Prefill(turn, done, prompt_tokens))
         self._prompts += prompt_tokens
-        text, count, reasoning, stop = "", 0, 0, "stop"
+        count, reasoning, stop = 0, 0, "stop"
         first: float | None = None
         said = pieces(self.answers.pop(0)) if self.answers else pieces(" and so on.") if goes_on else None
         for kind, piece in (("content", p) for p in said) if said is not None else script(prompt):
@@ -301,15 +289,11 @@ class FakeBackend(Turns):
             if self.tps:
                 self._pause(1 / self.tps)
             first = first or time.monotonic()
-            self._events.append(Delta(turn, kind, piece))  # type: ignore[arg-type]
+            self.tell(Delta(turn, kind, piece))  # type: ignore[arg-type]
             count += 1
             self._steps += 1
             self._busy = prompt_tokens + count
-            if kind == "content":
-                text += piece
-            else:
-                reasoning += 1
-        self.emitted[turn] = text
+            reasoning += kind == "reasoning"
         self._used, self._busy = min(self.ctx, prompt_tokens + count), 0
         end = time.monotonic()
         spent = end - (first or end)

@@ -36,6 +36,10 @@ class Turns:
     def events(self) -> deque[ChatEvent]:
         return self._events
 
+    def tell(self, event: ChatEvent) -> None:
+        """Put an event into the queue that the interface drains."""
+        self._events.append(event)
+
     def send(
         self,
         messages: Sequence[Message],
@@ -58,7 +62,7 @@ class Turns:
             if self._running.pop(turn, self) is self:
                 return
             self._stopped.discard(turn)
-        self._events.append(event or Done(turn, FinishReason.ABORT, Usage(), Timing()))
+        self.tell(event or Done(turn, FinishReason.ABORT, Usage(), Timing()))
 
     def _fail(self, turn: int, error: LocalLLMError) -> None:
         self._end(turn, Failed.of(turn, error))

@@ -93,7 +93,7 @@ def make_backend(
     if fake_engine():
         from localllm.backend.scripted import FakeBackend
 
-        return FakeBackend(default_params=lambda: sampling.params(SamplingParams()), constraint=constraint)
+        return FakeBackend(default_params=lambda: sampling.params(SamplingParams()))
     from localllm.backend.in_process import InProcessBackend
 
     return InProcessBackend(

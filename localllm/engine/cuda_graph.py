@@ -65,22 +65,11 @@ class CapturableSampler(Protocol):
     def capture(self, buckets: tuple[Bucket, ...], capture: Callable[[Run], Captured]) -> None: ...
 
 
-def rerun(run: Run) -> Captured:
-    """In place of a capture where there is no GPU: a replay runs again and writes into the outputs of the first run."""
-    outputs = run()
-
-    def replay() -> None:
-        for kept, new in zip(outputs, run(), strict=True):
-            kept.copy_(new)
-
-    return outputs, replay
-
-
 class DecodeGraphs:
     """The graphs of one model.
 
     sizes    batch sizes to capture, ascending
-    capture  `CudaCapture()`; `rerun` in tests
+    capture  `CudaCapture()`, or what tests have in its place
     """
 
     def __init__(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from localllm.engine.cuda_graph import Bucket, rerun
+from localllm.engine.cuda_graph import Bucket
 from localllm.engine.device_sampler import DeviceSampler, has_device_form
 from localllm.engine.sampler import sample
 from localllm.engine.sequence import Sequence
@@ -15,6 +15,17 @@ from localllm.kernels.sampling import sample as twin
 from localllm.request import Request, SamplingParams
 
 VOCAB = 70
+
+
+def rerun(run):
+    """In place of a capture where there is no GPU: a replay runs again and writes into the outputs of the first run."""
+    outputs = run()
+
+    def replay():
+        for kept, new in zip(outputs, run(), strict=True):
+            kept.copy_(new)
+
+    return outputs, replay
 
 
 def sequence_of(prompt=(1, 2, 3), output=(), eos=(), mask=None, **params) -> Sequence:

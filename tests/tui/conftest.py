@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,14 @@ from typing import Any
 from textual.pilot import Pilot
 
 from localllm.backend.scripted import FakeBackend
+from localllm.backend.turns import Turn
 from localllm.config import Preset, UiConfig
 from localllm.conversation.saver import Saver
 from localllm.conversation.session import Session
 from localllm.conversation.tree import Conversation
 from localllm.history.store import History
+from localllm.interface import ChatEvent, Delta
+from localllm.request import Message, SamplingParams
 from localllm.tui.app import ChatApp
 from localllm.tui.frame import ScreenOptions
 from localllm.tui.screens.chat import ChatScreen
@@ -25,10 +28,40 @@ from localllm.tui.widgets.prompt import PromptArea
 WAIT_S = 30.0
 
 
+class RecordingBackend(FakeBackend):
+    """Keeps what was asked, and the text of every turn as the engine sees it."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.sent: list[tuple[list[Message], SamplingParams | None]] = []
+        self.templates: list[dict[str, Any]] = []
+        self.started: list[tuple[str, dict[str, Any]]] = []
+        self.emitted: dict[int, str] = {}
+        self.stopped_at: dict[int, float] = {}
+
+    def start(self, model: str | None, changes: Mapping[str, Any] | None = None) -> None:
+        self.started.append((model or "fake", dict(changes or {})))
+        super().start(model, changes)
+
+    def stop(self, turn: int) -> None:
+        self.stopped_at[turn] = time.monotonic()
+        super().stop(turn)
+
+    def tell(self, event: ChatEvent) -> None:
+        if isinstance(event, Delta) and event.kind == "content":
+            self.emitted[event.turn] = self.emitted.get(event.turn, "") + event.text
+        super().tell(event)
+
+    def _accept(self, turn: Turn) -> None:
+        self.sent.append((turn.messages, turn.params))
+        self.templates.append(dict(turn.template))
+        super()._accept(turn)
+
+
 class Chat:
     """The running application with what tests look at."""
 
-    def __init__(self, app: ChatApp, backend: FakeBackend, pilot: Pilot[None]) -> None:
+    def __init__(self, app: ChatApp, backend: RecordingBackend, pilot: Pilot[None]) -> None:
         self.app, self.backend, self.pilot = app, backend, pilot
 
     @property
@@ -91,7 +124,7 @@ async def chat(
     talk: Conversation | None = None, presets: dict[str, Preset] | None = None, **options: Any,
 ) -> AsyncIterator[Chat]:  # fmt: skip
     """Open a chat; it is closed at the end. `path` is a database to keep it in."""
-    backend = FakeBackend(tps=tps, load_s=load_s, ctx=ctx)
+    backend = RecordingBackend(tps=tps, load_s=load_s, ctx=ctx)
     saver = Saver(lambda: History(path)) if path is not None else Saver(None)
     conversation = talk or Conversation("", sampling)
     session = Session(backend, conversation, saver, model, presets or {}, first=first)
