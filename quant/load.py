@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from localllm.checkpoint.checkpoint import Checkpoint
     from localllm.checkpoint.formats.module import StoredFormat
 
-_LOADERS: dict[str, Callable[[WeightReader, dict], Weight]] = {
+LOADERS: dict[str, Callable[[WeightReader, dict], Weight]] = {
     "dense": load_dense,
     "gguf": load_gguf,
     "awq_gemm": load_gemm,
@@ -53,9 +53,9 @@ def load_weight(ckpt: Checkpoint, prefix: str, stored: StoredFormat, shape: tupl
     10 MB are touched. Raises BadModelFile for missing tensors, wrong dtypes or shapes and unsound scales, all named;
     UnsupportedFormat for a kind or variant that cannot be read.
     """
-    loader = _LOADERS.get(stored.kind)
+    loader = LOADERS.get(stored.kind)
     if loader is None:
         raise UnsupportedFormat(
-            f"{prefix} is stored as {stored.kind}, which cannot be read", f"known: {', '.join(sorted(_LOADERS))}"
+            f"{prefix} is stored as {stored.kind}, which cannot be read", f"known: {', '.join(sorted(LOADERS))}"
         )
     return loader(WeightReader(ckpt, prefix, shape), stored.params)

@@ -313,9 +313,7 @@ def _unknown_type(path: Path, name: str, type_id: int, at: int) -> UnsupportedFo
     else:
         what = f"is stored as type {type_id:,}, which is unknown (types of llama.cpp forks begin at 130)"
     hint = "fetch a Q4_K_M, Q8_0 or safetensors version of this model"
-    error = bad(path, what, offset=at, key=name, hint=hint, error=UnsupportedFormat)
-    assert isinstance(error, UnsupportedFormat)
-    return error
+    return bad(path, what, offset=at, key=name, hint=hint, error=UnsupportedFormat)
 
 
 def _place(file: MappedFile, entries: list[_Entry], data_start: int, alignment: int) -> dict[str, TensorInfo]:

@@ -12,11 +12,13 @@ import mmap
 import os
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from localllm.errors import REPAIR, BadModelFile, ModelNotFound, UnsupportedFormat
+
+E = TypeVar("E", bound=BadModelFile)
 
 
 def shown(value: object, limit: int = 80) -> str:
@@ -41,8 +43,8 @@ def bad(
     offset: int | None = None,
     key: str | None = None,
     hint: str = REPAIR,
-    error: type[BadModelFile] = BadModelFile,
-) -> BadModelFile:
+    error: type[E] = BadModelFile,  # type: ignore[assignment]
+) -> E:
     """The error for one defect of one file; `offset` is a byte position, `key` a metadata key, tensor or JSON field."""
     place = [f"at byte {offset:,}"] if offset is not None else []
     place += [f"{shown(key)}"] if key is not None else []
@@ -59,9 +61,7 @@ def pickle_error(path: Path) -> UnsupportedFormat:
     """The refusal of a pickle or an archive, by its first bytes or its name: such files run code when they are read."""
     what = "is a pickle or an archive; only safetensors and GGUF are read, since pickles can run code"
     hint = "fetch the safetensors or GGUF version of this model"
-    error = bad(path, what, offset=0, hint=hint, error=UnsupportedFormat)
-    assert isinstance(error, UnsupportedFormat)
-    return error
+    return bad(path, what, offset=0, hint=hint, error=UnsupportedFormat)
 
 
 class MappedFile:
@@ -91,8 +91,7 @@ class MappedFile:
             raise ValueError(f"{self.path.name} is closed")
         size = self.buffer.size()
         if size < offset + nbytes:
-            what = f"was cut from {self.size:,} to {size:,} bytes while it was read"
-            raise bad(self.path, what, offset=size)
+            raise bad(self.path, f"was cut from {self.size:,} to {size:,} bytes while it was read", offset=size)
         return self.data[offset : offset + nbytes]
 
     def forget(self, offset: int, nbytes: int) -> None:

@@ -135,8 +135,7 @@ def inside(folder: Path, name: str) -> Path:
         allowed.append(home.parent.parent / "blobs")
     if any(target.is_relative_to(root) for root in allowed):
         return path
-    what = f"is a link that leaves the folder: {shown(target)}"
-    raise bad(path, what, hint=_COPY)
+    raise bad(path, f"is a link that leaves the folder: {shown(target)}", hint=_COPY)
 
 
 def _open_gguf(path: Path, folder: Path | None = None) -> Checkpoint:
@@ -186,8 +185,7 @@ def _other_parts(path: Path, first: ModelFile, stack: ExitStack) -> Iterator[Mod
         name = f"{part[1]}-{number:05d}-of-{part[3]}.gguf"
         other = path.with_name(name)
         if not other.exists():
-            what = f"part {number} of {count} is missing: {shown(name)}"
-            raise bad(path, what, hint="fetch all parts of the model")
+            raise bad(path, f"part {number} of {count} is missing: {shown(name)}", hint="fetch all parts of the model")
         found = _opened(read_gguf, other, stack)
         _check_part(found, number - 1, count)
         yield found

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +17,8 @@ from localllm.errors import UnsupportedModel
 
 from .facts import Attention, Dense, LayerFacts, ModelFacts, RopeFacts
 from .names import NameMap
+
+SAMPLING = {"temperature": (0.0, 100.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (1e-3, 100.0)}
 
 
 class Config(ABC):
@@ -62,8 +65,7 @@ class Config(ABC):
         if self.head_dim % 2:
             raise bad(self.keys.path, f"the head size {self.head_dim} is odd", key="head_dim")
         if rope.dim > self.head_dim or rope.dim % 2 or rope.dim < 2:
-            what = f"{rope.dim} rotated elements do not fit a head of {self.head_dim}"
-            raise bad(self.keys.path, what, key="rope")
+            raise bad(self.keys.path, f"{rope.dim} rotated elements do not fit a head of {self.head_dim}", key="rope")
         values: dict[str, Any] = {
             "scale": self.head_dim**-0.5,
             "softcap": self.keys.optional_number("attn_logit_softcapping", 1e-3, 1e6),
@@ -91,6 +93,14 @@ class Config(ABC):
         }
         return ModelFacts(**values | self.usage() | changes)
 
+    def sampling(self, fields: Fields, keys: Mapping[str, str]) -> dict[str, Any]:
+        """What the files recommend; `keys` says what they call it."""
+        stated = {name: key for name, key in keys.items() if fields.raw(key) is not None}
+        return {
+            name: fields.integer(key, -1, 1 << 31) if name == "top_k" else fields.number(key, *SAMPLING[name])
+            for name, key in stated.items()
+        }
+
     @abstractmethod
     def read_vocab_size(self) -> int:
         """Rows of the embedding."""
@@ -105,5 +115,4 @@ def unsupported(path: Path, what: str, runs: str) -> UnsupportedModel:
     message = f"the architecture {shown(what)} is not supported by this version"
     error = bad(path, message, hint=f"it runs {runs}: try localllm chat qwen", error=UnsupportedModel)
     error.context |= {"key": "architecture", "architecture": shown(what)}
-    assert isinstance(error, UnsupportedModel)
     return error

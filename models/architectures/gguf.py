@@ -21,6 +21,12 @@ from .config import Config, unsupported
 from .facts import Attention, RopeFacts
 from .names import NameMap
 
+_SAMPLING = {
+    "temperature": "general.sampling.temp",
+    "top_p": "general.sampling.top_p",
+    "min_p": "general.sampling.min_p",
+    "top_k": "general.sampling.top_k",
+}
 _NOT_MODELS = {
     "adapter": ("is a LoRA adapter", "merge it into its base model first; adapters alone cannot run"),
     "mmproj": ("is a vision projector", "name the model's own .gguf beside it"),
@@ -137,7 +143,7 @@ class GgufConfig(Config):
             "tied_embeddings": f"{self.names.source('lm_head')}.weight" not in tensors,
             "eos_token_ids": special_ids(general, self.vocab_size, "eos", "eot", "eom"),
             "bos_token_id": next(iter(special_ids(general, self.vocab_size, "bos")), None),
-            "sampling_defaults": _sampling(general),
+            "sampling_defaults": self.sampling(general, _SAMPLING),
             "has_chat_template": bool(general.text("tokenizer.chat_template")),
             "license": general.text("general.license")[:200],
             "stored_format": _stored_format(metadata, tensors),
@@ -158,17 +164,6 @@ def source_of(checkpoint: Checkpoint) -> str:
         what, hint = _NOT_MODELS[kind]
         raise bad(path, f"{what}, not a model", key="general.type", hint=hint, error=UnsupportedModel)
     return source
-
-
-def _sampling(general: Fields) -> dict[str, Any]:
-    values = {
-        "temperature": general.optional_number("general.sampling.temp", 0.0, 100.0),
-        "top_p": general.optional_number("general.sampling.top_p", 0.0, 1.0),
-        "min_p": general.optional_number("general.sampling.min_p", 0.0, 1.0),
-    }
-    if general.raw("general.sampling.top_k") is not None:
-        values["top_k"] = general.integer("general.sampling.top_k", -1, 1 << 31)
-    return {key: value for key, value in values.items() if value is not None}
 
 
 def _stored_format(metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> str:

@@ -15,14 +15,13 @@ from localllm.checkpoint.fields import MAX_CONTEXT, MAX_VOCAB, Fields
 from localllm.checkpoint.json_file import MAX_CONFIG_BYTES
 from localllm.checkpoint.mapped_file import read_small
 
-from .config import Config
+from .config import SAMPLING, Config
 from .facts import RopeFacts
 from .hf_rope import object_of, rope_of
 from .names import NameMap
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _TEMPLATE = re.compile(rb'"chat_template"\s*+:\s*+(?!null)')
-_SAMPLING = {"temperature": (0.0, 100.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (1e-3, 100.0)}
 
 
 class HfConfig(Config):
@@ -109,7 +108,7 @@ class HfConfig(Config):
             "tied_embeddings": self._tied(),
             "eos_token_ids": _ids("eos_token_id", self.vocab_size, *places),
             "bos_token_id": next(iter(_ids("bos_token_id", self.vocab_size, *places)), None),
-            "sampling_defaults": _sampling(self.generation),
+            "sampling_defaults": self.sampling(self.generation, {name: name for name in (*SAMPLING, "top_k")}),
             "has_chat_template": _has_template(self.checkpoint.tokenizer_files),
             "license": self.checkpoint.license,
         }
@@ -144,17 +143,6 @@ def _ids(key: str, vocab_size: int, *places: Fields) -> tuple[int, ...]:
         if fields.raw(key) not in (None, -1):
             return fields.token_ids(key, vocab_size)
     return ()
-
-
-def _sampling(generation: Fields) -> dict[str, Any]:
-    values: dict[str, Any] = {
-        key: generation.number(key, low, high)
-        for key, (low, high) in _SAMPLING.items()
-        if generation.raw(key) is not None
-    }
-    if generation.raw("top_k") is not None:
-        values["top_k"] = generation.integer("top_k", -1, 1 << 31)
-    return values
 
 
 def _has_template(files: Mapping[str, Path]) -> bool:

@@ -92,9 +92,7 @@ class StoredModule:
     def unsupported(self, what: str) -> UnsupportedFormat:
         """The refusal of a format by name, with what would work."""
         file = next(iter(self.tensors.values())).file
-        error = bad(file, what, key=self.name, hint=WOULD_WORK, error=UnsupportedFormat)
-        assert isinstance(error, UnsupportedFormat)
-        return error
+        return bad(file, what, key=self.name, hint=WOULD_WORK, error=UnsupportedFormat)
 
     def setting(self, *names: str) -> Any:
         return next((self.config[name] for name in names if self.config.get(name) is not None), None)

@@ -1,0 +1,12 @@
+"""A stored format is two files: `checkpoint/formats/` tells it by its tensors, the file of the same name here loads it."""
+
+from __future__ import annotations
+
+from localllm.checkpoint.formats import FORMATS, gguf
+from localllm.quant.load import LOADERS
+
+
+def test_each_format_is_detected_and_loaded_under_one_name() -> None:
+    detected = {one.__name__.rpartition(".")[2] for one in (*FORMATS, gguf)}
+    loaded = {loader.__module__.rpartition(".")[2] for loader in LOADERS.values()}
+    assert detected == loaded
