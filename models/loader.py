@@ -30,7 +30,7 @@ from .architectures.facts import linear_shapes
 from .kv_cache import cache_groups
 from .kv_scales import read_kv_scales
 from .model import DecoderLayer, Model
-from .samples import layer_samples, model_shapes, rotations
+from .samples import POSITIONS, layer_samples, model_shapes
 
 _CHANGES_RESULT = {  # parts of tensor names -> what they belong to, none of which is implemented
     "lora_": "a LoRA adapter",
@@ -130,7 +130,11 @@ class Loading:
         ropes = [self.rope(rope) for rope in facts.ropes]
         groups = cache_groups(facts, read_kv_scales(self.checkpoint, self.checkpoint.names, facts.num_layers))
         if self.selftest is not None:
-            samples, turned = layer_samples(layers, groups), rotations(groups, ropes)
+            samples = layer_samples(layers, groups)
+
+            def turned(view: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+                return ropes[groups[view].rope].rows(positions, POSITIONS)
+
             table = self.selftest.segments(shapes, table, samples, embedding, head, turned, options.disabled)
             self.selftest.save()
         names = {layer_class: "+".join(found) for layer_class, found in self.chosen.items()}

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-from torch import Tensor
+from collections.abc import Sequence
 
 from localllm.kernels import OpFacts
 from localllm.kernels.layer_weights import LayerCall
-from localllm.kernels.rope import RopeTable
 from localllm.kernels.verify.cases import ModelShapes
 from localllm.kernels.verify.trial import layer_kind
 
@@ -45,14 +42,3 @@ def layer_samples(layers: Sequence[DecoderLayer], groups: Sequence[CacheGroup]) 
         call = (layer.attention, layer.mlp, group_of[index])
         found.setdefault(layer_kind(*call), call)
     return list(found.values())[:MAX_KINDS]
-
-
-def rotations(
-    groups: Sequence[CacheGroup], ropes: Sequence[RopeTable]
-) -> Callable[[int, Tensor], tuple[Tensor, Tensor]]:
-    """(view, positions int64 [n] below POSITIONS) -> cos and sin of the layers that see this view."""
-
-    def rows(view: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return ropes[groups[view].rope].rows(positions, POSITIONS)
-
-    return rows

@@ -63,9 +63,8 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
     if not model:
         raise BadModelFile("the file has no tokenizer (tokenizer.ggml.model is missing)")
     if model not in ("gpt2", "llama", "gemma4"):
-        kind = _REFUSED.get(model, "unknown")
         raise UnsupportedFormat(
-            f"the tokenizer type is {model!r} ({kind}); this version reads gpt2, llama and gemma4",
+            f"the tokenizer type is {model!r} ({_REFUSED.get(model, 'unknown')}); gpt2, llama and gemma4 are read",
             "use a safetensors version of the model, which brings tokenizer.json",
         )
     raw = _list(metadata, "tokens")
@@ -85,6 +84,7 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
     ids = _special_ids(metadata, len(tokens))
     if model == "llama" and len(tokens) > 2:
         ids = {"bos": 1, "eos": 2, "unknown": 0} | ids
+    add_bos, prefix = (metadata.get(f"tokenizer.ggml.add_{name}") for name in ("bos_token", "space_prefix"))
     digest.update(types.tobytes() + scores.tobytes())
     if model != "gpt2":
         _respell_spaces(tokens, types)
@@ -97,8 +97,8 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
         scores=scores,
         merges=_list(metadata, "merges"),
         ids=ids,
-        add_bos=_flag(metadata, "add_bos_token", model != "gpt2" or pre in ADD_BOS),
-        add_space_prefix=_flag(metadata, "add_space_prefix", model == "llama"),
+        add_bos=model != "gpt2" or pre in ADD_BOS if add_bos is None else bool(add_bos),
+        add_space_prefix=model == "llama" if prefix is None else bool(prefix),
         key=digest.hexdigest(),
     )
 
@@ -272,12 +272,7 @@ def _split_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
 
 def _first_ids(tokens: Sequence[str]) -> dict[str, int]:
     """token -> id; of equal tokens the first counts."""
-    ids = dict(zip(tokens, range(len(tokens)), strict=True))
-    if len(ids) < len(tokens):
-        ids = {}
-        for index, token in enumerate(tokens):
-            ids.setdefault(token, index)
-    return ids
+    return dict(zip(reversed(tokens), range(len(tokens) - 1, -1, -1), strict=True))
 
 
 def _respell_spaces(tokens: list[str], types: np.ndarray) -> None:
@@ -329,11 +324,6 @@ def _text(metadata: Mapping[str, Any], key: str, default: str) -> str:
     if value is None:
         return default
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
-
-
-def _flag(metadata: Mapping[str, Any], key: str, default: bool) -> bool:
-    value = metadata.get(f"tokenizer.ggml.{key}")
-    return default if value is None else bool(value)
 
 
 def _list(metadata: Mapping[str, Any], key: str) -> Sequence[Any]:

@@ -1,4 +1,4 @@
-"""A stored format is two files: `checkpoint/formats/` tells it by its tensors, the file of the same name here loads it."""
+"""A stored format is two files of one name: `checkpoint/formats/` tells it by its tensors, `quant/` loads it."""
 
 from __future__ import annotations
 
