@@ -166,16 +166,18 @@ async def test_bodies_held_together_are_bounded(make_client, service):
     """A slow sender holds what it has sent; sixteen of the largest are the most, and small ones pass all the same."""
     limit = 1 << 20
     async with make_client(service, max_body_bytes=limit) as client:
-        over = asyncio.Event()
+        over, arrived = asyncio.Event(), []
 
         async def slowly():
             yield b'{"model": "tiny", "x": "' + b"x" * (limit - 100)
+            arrived.append(True)
             await over.wait()
             yield b'"}'
 
         head = {"content-type": "application/json"}
         held = [asyncio.create_task(client.post(CHAT, content=slowly(), headers=head)) for _ in range(16)]
-        await asyncio.sleep(0.2)
+        while len(arrived) < 16:
+            await asyncio.sleep(0)
         refused = await client.post(CHAT, content=b" " * (limit - 10), headers=head)
         error = refused.json()["error"]
         assert (refused.status_code, error["code"], error["type"]) == (503, "overloaded", "unavailable_error")

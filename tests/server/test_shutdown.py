@@ -42,7 +42,8 @@ def post(served, **fields):
 
 def gone(served, children):
     """Nothing is left: no process, no file, and the port can be bound at once."""
-    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+    _, left = psutil.wait_procs(children, 5)
+    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in left)
     assert list((served.home / "run").glob("*")) == []
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -156,7 +157,6 @@ def test_a_second_signal_drops_what_runs(tiny_path, tmp_path):
         code, seconds = served.stop(signal.SIGINT)
         assert code in (0, 130) and seconds < 10
     streams.join(30)
-    time.sleep(0.5)
     gone(served, children)
 
 
@@ -271,7 +271,6 @@ def test_killed_leaves_a_file_that_nobody_believes(tiny_path, tmp_path):
     assert served.record() is not None
     assert json.loads(command(served, "ps", "--json")[1])["processes"] == []
     assert served.record() is None
-    time.sleep(1)
     gone(served, children)
     again = Served(tiny_path, tmp_path, "--port", str(served.port))
     again.wait()
