@@ -64,7 +64,7 @@ class Compiler:
         width     of the model's logits, in ids
         template  the chat template: added tokens that it writes count as control tokens, never as text of an answer
         """
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._width = width
         used = {text: index for text, index in tokenizer.added_text.ids.items() if text in template}
         self._control = ControlText({**used, **tokenizer.control_text.ids})
@@ -153,12 +153,12 @@ class Compiler:
 
     def _prepared(self) -> Vocabulary:
         if self._vocabulary is None:
-            tokens = self._tokenizer.vocabulary_bytes()[: self._width]
+            tokens = self.tokenizer.vocabulary_bytes()[: self._width]
             tokens += [b""] * (self._width - len(tokens))
             special = set(self._control.ids.values()) | {i for i, data in enumerate(tokens) if _FILLERS.fullmatch(data)}
-            ends = frozenset(i for i in self._tokenizer.eos_token_ids if i < self._width)
+            ends = frozenset(i for i in self.tokenizer.eos_token_ids if i < self._width)
             self._vocabulary = Vocabulary(
-                backend=_backend(self._tokenizer, tokens, sorted(i for i in special if i < self._width), sorted(ends)),
+                backend=_backend(self.tokenizer, tokens, sorted(i for i in special if i < self._width), sorted(ends)),
                 width=self._width,
                 special_ids=frozenset(special),
                 end_ids=ends,

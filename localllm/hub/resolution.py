@@ -174,15 +174,14 @@ def _as_path(text: str) -> Path | None:
         raise InvalidRequest(f"{shown(text, 40)!r} is not a model name: it takes 1 to 4096 characters", param="model")
     explicit = text.startswith(("/", "./", "../", "~")) or text in (".", "..")
     explicit = explicit or text.lower().endswith((".gguf", ".safetensors"))
+    missing = ModelNotFound(f"no file or folder {shown(text, 500)}", "localllm ls lists the models on this machine")
     try:
         path = Path(text).expanduser()
         exists = path.exists()
     except (RuntimeError, OSError) as error:
-        raise ModelNotFound(
-            f"no file or folder {shown(text, 500)}", "localllm ls lists the models on this machine"
-        ) from error
+        raise missing from error
     if explicit and not exists:
-        raise ModelNotFound(f"no file or folder {shown(text, 500)}", "localllm ls lists the models on this machine")
+        raise missing
     if explicit or (exists and path.is_dir() and any((path / n).exists() for n in ("config.json", "tokenizer.json"))):
         return path
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -258,16 +259,14 @@ def test_a_closed_child_starts_again(child: RenderChild) -> None:
 
 
 def _gone(pid: int, within_s: float) -> bool:
-    until = time.monotonic() + within_s
-    while time.monotonic() < until:
-        state = Path(f"/proc/{pid}/stat")
-        try:
-            if state.read_text().rsplit(")", 1)[1].split()[0] == "Z":
-                return True  # ended; nobody has asked for its status yet
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        time.sleep(0.02)
-    return False
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([process], [], [], within_s)[0])
+    finally:
+        os.close(process)
 
 
 PARENT = """

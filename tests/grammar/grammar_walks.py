@@ -68,7 +68,7 @@ def walk(
 ) -> tuple[list[int], bool]:
     """Ids of a random answer, and whether it came to its end: it leans there, or strings would go on indefinitely."""
     rng, ids = random.Random(seed), []
-    short, ends = leaning_ids(compiler._tokenizer), compiler.vocabulary.end_ids
+    short, ends = leaning_ids(compiler.tokenizer), compiler.vocabulary.end_ids
     while not mask.is_done and len(ids) < most:
         forced = mask.jump_forward() if jumps else []
         if not forced:

@@ -59,7 +59,7 @@ def test_every_finished_answer_validates(vocabulary: str, name: str, request: py
     finished = 0
     for seed in range(12):
         ids, ended = walk(compiler, mask_of(compiler, "json_schema", SCHEMAS[name]), seed, jumps=seed % 2 == 0)
-        text = compiler._tokenizer.decode(ids, continuing=True)
+        text = compiler.tokenizer.decode(ids, continuing=True)
         assert not compiler.vocabulary.special_ids & set(ids)
         if ended:
             finished += 1
@@ -72,7 +72,7 @@ def test_answers_are_spelled_as_templates_spell_json(smollm2: Compiler) -> None:
     for name, schema in SCHEMAS.items():
         for seed in range(4) if name != "map" else ():  # where a key may come twice
             ids, ended = walk(smollm2, mask_of(smollm2, "json_schema", schema), seed)
-            text = smollm2._tokenizer.decode(ids)
+            text = smollm2.tokenizer.decode(ids)
             if ended and "\\" not in text and not re.search(r"\d[eE.]|-0", text):
                 assert json.dumps(json.loads(text), ensure_ascii=False) == text, name
 
@@ -80,7 +80,7 @@ def test_answers_are_spelled_as_templates_spell_json(smollm2: Compiler) -> None:
 def test_forced_tokens_are_those_that_single_steps_allow(smollm2: Compiler) -> None:
     mask = mask_of(smollm2, "json_schema", PERSON)
     forced = mask.jump_forward()
-    assert smollm2._tokenizer.decode(forced).startswith('{"name":')
+    assert smollm2.tokenizer.decode(forced).startswith('{"name":')
     for index in forced:
         assert index in allowed(smollm2, mask)
         mask.accept(index)
@@ -101,7 +101,7 @@ def test_forced_tokens_are_those_that_single_steps_allow(smollm2: Compiler) -> N
 def test_kinds(kind: str, value: Any, right: str, wrong: str, smollm2: Compiler) -> None:
     def fits(text: str) -> bool:
         mask = mask_of(smollm2, kind, value)
-        for index in smollm2._tokenizer.encode(text):
+        for index in smollm2.tokenizer.encode(text):
             if index not in allowed(smollm2, mask):
                 return False
             mask.accept(index)
@@ -113,9 +113,9 @@ def test_kinds(kind: str, value: Any, right: str, wrong: str, smollm2: Compiler)
 
 def test_json_objects_have_no_endless_white_space(smollm2: Compiler) -> None:
     mask = mask_of(smollm2, "json_object")
-    mask.accept(smollm2._tokenizer.encode("{")[0])
+    mask.accept(smollm2.tokenizer.encode("{")[0])
     for _ in range(40):
-        blanks = [i for i in allowed(smollm2, mask) if smollm2._tokenizer.token_bytes(i).isspace()]
+        blanks = [i for i in allowed(smollm2, mask) if smollm2.tokenizer.token_bytes(i).isspace()]
         if not blanks:
             return
         mask.accept(blanks[0])
@@ -133,20 +133,20 @@ def test_control_tokens_never_pass(smollm2: Compiler, spm: Compiler) -> None:
         ):
             mask = mask_of(compiler, kind, value)
             assert not (special - compiler.vocabulary.end_ids) & set(allowed(compiler, mask)), kind
-    assert spm._tokenizer.token_to_id("<x>") in spm.vocabulary.special_ids  # the template writes it
+    assert spm.tokenizer.token_to_id("<x>") in spm.vocabulary.special_ids  # the template writes it
     mask = mask_of(smollm2, "choice", ["<|im_start|>x"])
     assert set(walk(smollm2, mask, 0)[0]).isdisjoint(smollm2.vocabulary.special_ids)
 
 
 def test_literals_of_ours_name_control_tokens_by_id(smollm2: Compiler) -> None:
-    index = smollm2._tokenizer.token_to_id("<|im_start|>")
+    index = smollm2.tokenizer.token_to_id("<|im_start|>")
     assert smollm2.words().literal('a"<|im_start|>b') == f'"a\\"" <[{index}]> "b"'
     assert smollm2.words(plain=True).literal('a"<|im_start|>b') == '"a\\"<|im_start|>b"'
 
 
 def test_what_was_sampled_is_spelled_as_the_tokenizer_would(smollm2: Compiler) -> None:
     """A branch taken with a short token: the rest is known, and so is how it is written."""
-    tokenizer = smollm2._tokenizer
+    tokenizer = smollm2.tokenizer
     mask = mask_of(smollm2, "choice", ["store_weather!", "now", "sun"])
     (letter,) = tokenizer.encode("st")
     mask.accept(letter)
@@ -167,11 +167,11 @@ def test_what_was_sampled_is_spelled_as_the_tokenizer_would(smollm2: Compiler) -
 
 def test_forks_go_their_own_ways_and_ids_can_be_taken_back(smollm2: Compiler) -> None:
     mask = mask_of(smollm2, "json_schema", PERSON)
-    for index in smollm2._tokenizer.encode('{"name": "Bo'):
+    for index in smollm2.tokenizer.encode('{"name": "Bo'):
         mask.accept(index)
     before = allowed(smollm2, mask)
     other = mask.fork()
-    rest = smollm2._tokenizer.encode('b", "age": 7}')
+    rest = smollm2.tokenizer.encode('b", "age": 7}')
     for index in rest:
         mask.accept(index)
     assert mask.is_done
@@ -182,7 +182,7 @@ def test_forks_go_their_own_ways_and_ids_can_be_taken_back(smollm2: Compiler) ->
     assert not mask.is_done
     assert allowed(smollm2, mask) == before
     with pytest.raises(ConstraintUnmet):
-        other.accept(smollm2._tokenizer.encode("\n")[0])
+        other.accept(smollm2.tokenizer.encode("\n")[0])
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ def test_nothing_is_fetched(smollm2: Compiler) -> None:
 def test_unsupported_keywords_may_be_left_out(smollm2: Compiler) -> None:
     schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True, "maxItems": 3}
     ids, ended = walk(smollm2, mask_of(smollm2, "json_schema", schema, lenient=True), 1)
-    assert ended and isinstance(json.loads(smollm2._tokenizer.decode(ids)), list)
+    assert ended and isinstance(json.loads(smollm2.tokenizer.decode(ids)), list)
     with pytest.raises(InvalidConstraint):
         mask_of(smollm2, "json_schema", {"type": "wrong"}, lenient=True)
 
@@ -423,7 +423,7 @@ def test_threads_share_a_compiler(smollm2: Compiler) -> None:
         try:
             for step in range(5):
                 mask = mask_of(smollm2, "choice", [f"one{number * step % 7}", "two"])
-                assert smollm2._tokenizer.decode(walk(smollm2, mask, number)[0]) in (f"one{number * step % 7}", "two")
+                assert smollm2.tokenizer.decode(walk(smollm2, mask, number)[0]) in (f"one{number * step % 7}", "two")
         except BaseException as error:
             failures.append(error)
 

@@ -44,7 +44,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, dict[str,
 def accepts(compiler: Compiler, schema: Any, value: Any) -> bool:
     mask = mask_of(compiler, "json_schema", schema)
     try:
-        for index in compiler._tokenizer.encode_inside(json.dumps(value, ensure_ascii=False)):
+        for index in compiler.tokenizer.encode_inside(json.dumps(value, ensure_ascii=False)):
             if mask.is_done:
                 return False
             mask.accept(index)

@@ -20,19 +20,19 @@ OPENED = Reasoning("<think>", "</think>", opened=True)
 
 def after(compiler: Compiler, tags: Reasoning) -> AfterReasoning:
     inner = mask_of(compiler, "json_schema", SCHEMA)
-    return AfterReasoning(inner, compiler.vocabulary, compiler._tokenizer.token_bytes, tags)
+    return AfterReasoning(inner, compiler.vocabulary, compiler.tokenizer.token_bytes, tags)
 
 
 def triggers(compiler: Compiler, **options: object) -> ToolTriggers:
     call = mask_of(compiler, "regex", "[0-9]{2}!")
-    return ToolTriggers(call, "<call>", compiler._tokenizer.token_bytes, **options)  # type: ignore[arg-type]
+    return ToolTriggers(call, "<call>", compiler.tokenizer.token_bytes, **options)  # type: ignore[arg-type]
 
 
 def say(compiler: Compiler, mask: TokenMask, text: str) -> list[int]:
     """Every token of a text, each of which must be allowed."""
-    ids = compiler._tokenizer.encode_inside(text)
+    ids = compiler.tokenizer.encode_inside(text)
     for index in ids:
-        assert index in set(allowed(compiler, mask)), repr(compiler._tokenizer.decode([index]))
+        assert index in set(allowed(compiler, mask)), repr(compiler.tokenizer.decode([index]))
         mask.accept(index)
     return ids
 
@@ -53,21 +53,21 @@ def test_reasoning_is_free_but_must_end(vocabulary: str, request: pytest.Fixture
 def test_line_ends_after_the_tag_are_few(smollm2: Compiler) -> None:
     mask = after(smollm2, OPENED)
     say(smollm2, mask, "x</think>")
-    newline = smollm2._tokenizer.encode("\n")[0]
+    newline = smollm2.tokenizer.encode("\n")[0]
     for _ in range(4):
         assert newline in allowed(smollm2, mask)
         mask.accept(newline)
     assert newline not in allowed(smollm2, mask)
-    assert smollm2._tokenizer.decode(walk(smollm2, mask, 0)[0]) in (ANSWER, '{"a": false}')
+    assert smollm2.tokenizer.decode(walk(smollm2, mask, 0)[0]) in (ANSWER, '{"a": false}')
 
 
 @pytest.mark.parametrize(("pattern", "taken"), [("[a-z]+!", True), ("[0-9]+", False)])
 def test_a_tag_that_ends_inside_a_token(pattern: str, taken: bool, smollm2: Compiler) -> None:
     """What follows it in the token counts when the grammar takes it; else the reasoning goes on."""
-    (about,) = smollm2._tokenizer.encode(" about")
+    (about,) = smollm2.tokenizer.encode(" about")
     inner = mask_of(smollm2, "regex", pattern)
     tags = Reasoning("", " ab", must=True)
-    mask = AfterReasoning(inner, smollm2.vocabulary, smollm2._tokenizer.token_bytes, tags)
+    mask = AfterReasoning(inner, smollm2.vocabulary, smollm2.tokenizer.token_bytes, tags)
     mask.accept(about)
     assert (len(allowed(smollm2, mask)) < 40_000) == taken
     mask.rollback(1)
@@ -81,7 +81,7 @@ def test_a_tag_that_ends_inside_a_token(pattern: str, taken: bool, smollm2: Comp
 
 
 def test_where_nothing_opens_the_reasoning_may_begin_or_not(spm: Compiler) -> None:
-    opens = spm._tokenizer.token_to_id("<x>")
+    opens = spm.tokenizer.token_to_id("<x>")
     assert opens is not None
     tags = Reasoning("<x>", "</s>", open_id=opens)
     mask = after(spm, tags)
@@ -121,8 +121,8 @@ def test_calls_are_held_to_their_grammar_once_begun(smollm2: Compiler) -> None:
 
 
 def test_a_call_that_begins_otherwise_is_left_to_the_parser(smollm2: Compiler) -> None:
-    (about,) = smollm2._tokenizer.encode(" about")
-    mask = ToolTriggers(mask_of(smollm2, "regex", "[0-9]{2}!"), " ab", smollm2._tokenizer.token_bytes)
+    (about,) = smollm2.tokenizer.encode(" about")
+    mask = ToolTriggers(mask_of(smollm2, "regex", "[0-9]{2}!"), " ab", smollm2.tokenizer.token_bytes)
     mask.accept(about)
     assert len(allowed(smollm2, mask)) == smollm2.vocabulary.width
     say(smollm2, mask, " ab")
@@ -160,7 +160,7 @@ def test_any_ids_can_be_taken_back(which: str, seed: int, smollm2: Compiler) -> 
         return after(smollm2, OPENED if which == "opened" else TAGS)
 
     rng = random.Random(seed)
-    ids = smollm2._tokenizer.encode(texts[which])
+    ids = smollm2.tokenizer.encode(texts[which])
     expected = []
     straight = make()
     for index in ids:
@@ -193,5 +193,5 @@ def test_any_ids_can_be_taken_back(which: str, seed: int, smollm2: Compiler) -> 
 def test_what_is_not_allowed_is_refused(smollm2: Compiler) -> None:
     mask = after(smollm2, TAGS)
     with pytest.raises(ConstraintUnmet):
-        mask.accept(smollm2._tokenizer.encode("x")[0])
+        mask.accept(smollm2.tokenizer.encode("x")[0])
     assert json.loads(ANSWER) == {"a": True}

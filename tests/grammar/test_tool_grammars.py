@@ -94,9 +94,9 @@ def test_calls_are_valid(
         if not ended:
             continue
         finished += 1
-        text = before + compiler._tokenizer.decode(ids, skip_special=False, continuing=True)
+        text = before + compiler.tokenizer.decode(ids, skip_special=False, continuing=True)
         for index in compiler.vocabulary.end_ids:
-            text = text.removesuffix(compiler._tokenizer.id_to_token(index) or "x")
+            text = text.removesuffix(compiler.tokenizer.id_to_token(index) or "x")
         content, calls = calls_in(tool_format, text)
         assert calls and not content, text
         assert len(calls) <= MAX_CALLS
@@ -114,13 +114,13 @@ def test_one_call_where_one_is_wanted(tool_format: ToolFormat, smollm2: Compiler
         mask = smollm2.mask(source(smollm2, tool_format, parallel=False))
         ids, ended = walk(smollm2, mask, seed, most=1200)
         if ended:
-            assert len(calls_in(tool_format, smollm2._tokenizer.decode(ids))[1]) == 1
+            assert len(calls_in(tool_format, smollm2.tokenizer.decode(ids))[1]) == 1
 
 
 def test_a_lone_tool_needs_few_choices(smollm2: Compiler) -> None:
     """Everything but the values is forced."""
     grammar = call_grammar(FORMATS[0], TOOLS[1:2], smollm2.words(), parallel=False)
     mask = smollm2.mask(Source("lark", grammar))
-    forced = smollm2._tokenizer.decode(mask.jump_forward())
+    forced = smollm2.tokenizer.decode(mask.jump_forward())
     assert forced.startswith('<tool_call>\n{"name": "now", "arguments": {}')
     assert set(allowed(smollm2, mask)) == {mask.jump_forward()[0]}
