@@ -325,5 +325,14 @@ class LoadProgress:
     eta_s: float | None = None
     file: str = ""
 
+    @property
+    def label(self) -> str:
+        """The name for people."""
+        return _LOAD_LABELS.get(self.name, self.name)
 
+
+_LOAD_LABELS = {
+    "resolve": "looking up", "import": "starting up", "verify": "checking", "quantize": "quantizing",
+    "calibrate": "calibrating", "evaluate": "measuring", "kv": "KV cache", "compile": "kernels", "warmup": "warm-up",
+}  # fmt: skip
 OnProgress = Callable[[LoadProgress], None]

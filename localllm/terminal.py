@@ -156,3 +156,8 @@ def seconds_short(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}:{whole % 60:02d}"
     return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
+
+
+def counted(count: int, what: str) -> str:
+    """'1 turn', '2,000 turns'."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"

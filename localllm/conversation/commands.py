@@ -12,7 +12,7 @@ from localllm.config import load_config, set_key
 from localllm.conversation import clipboard
 from localllm.conversation.attachments import Attachment, read_attachments
 from localllm.conversation.markdown import code_blocks
-from localllm.conversation.serving import wished_port
+from localllm.conversation.serving import parse_port
 from localllm.conversation.session import Session, write_new
 from localllm.conversation.slash import Typed
 from localllm.conversation.storage import saved_chat, saved_messages
@@ -232,7 +232,7 @@ def _stats(session: Session, text: str) -> str:
 
 
 def _serve(session: Session, text: str) -> str:
-    return session.serve(wished_port(text))
+    return session.serve(parse_port(text))
 
 
 COMMANDS: dict[str, Callable[[Session, str], str]] = {

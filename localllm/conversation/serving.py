@@ -7,7 +7,7 @@ from typing import Protocol
 from localllm.errors import ConfigError
 
 MAX_PORT = 65_535
-OFF = -1  # what `wished_port` makes of the word off
+OFF = -1  # what `parse_port` makes of the word off
 
 
 class Endpoint(Protocol):
@@ -30,7 +30,7 @@ class Endpoint(Protocol):
         ...
 
 
-def wished_port(text: str) -> int | None:
+def parse_port(text: str) -> int | None:
     """What follows /serve: a port, `OFF`, or None for the usual port. Raises ConfigError."""
     if not text:
         return None

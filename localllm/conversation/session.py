@@ -24,7 +24,7 @@ class Session:
     files        go with the next message
     first        the message to begin with
     endpoint     what /serve turns on and off; None where there is no engine of this chat's own
-    serves       the port that is wished for, `OFF`, or None for the usual one
+    serves       the port that is asked for, `OFF`, or None for the usual one
     copy         puts a text into the clipboard and returns how
     """
 

@@ -8,16 +8,12 @@ from typing import Any
 from localllm.errors import LocalLLMError
 from localllm.interface import Failed
 from localllm.request import Timing, Usage
+from localllm.terminal import counted
 
 
 def number(value: Any) -> str:
     """A setting's value for people: 0.3, 0, 42."""
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def counted(many: int, word: str) -> str:
-    """'1 turn', '2,000 turns'."""
-    return f"{many:,} {word}{'' if many == 1 else 's'}"
 
 
 def answer_stats(usage: Usage, timing: Timing, stop: str) -> str:

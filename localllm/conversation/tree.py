@@ -14,10 +14,10 @@ from typing import Any
 from localllm.config import KEYS, Preset
 from localllm.conversation.answer import Answer
 from localllm.conversation.attachments import Attachment, with_attachments
-from localllm.conversation.texts import counted
 from localllm.errors import ConfigError
 from localllm.history.records import new_chat_id, new_message_id
 from localllm.request import Message
+from localllm.terminal import counted
 
 THINK = ("auto", "off", "on", "low", "medium", "high")
 TITLE_CHARS = 60

@@ -20,7 +20,7 @@ from localllm.cli.commands.serve import taken_by_us
 from localllm.cli.commands.stop import stop
 from localllm.cli.endpoint import ChatEndpoint
 from localllm.cli.frame.command import Env, Options
-from localllm.conversation.serving import OFF, wished_port
+from localllm.conversation.serving import OFF, parse_port
 from localllm.conversation.session import Session
 from localllm.conversation.tree import Conversation
 from localllm.errors import ConfigError, ServerError
@@ -160,9 +160,9 @@ async def test_serve_without_an_engine_of_ones_own_says_so() -> None:
 def test_what_follows_serve(text: str, port: int | str | None) -> None:
     if port == "":
         with pytest.raises(ConfigError):
-            wished_port(text)
+            parse_port(text)
     else:
-        assert wished_port(text) == port
+        assert parse_port(text) == port
 
 
 @pytest.mark.parametrize(

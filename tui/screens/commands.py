@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from textual.widgets import Input
 
 from localllm.conversation import commands
-from localllm.conversation.serving import OFF, wished_port
+from localllm.conversation.serving import OFF, parse_port
 from localllm.conversation.slash import Typed
 from localllm.errors import ConfigError
 from localllm.tui.widgets.sidebar import Sidebar
@@ -54,7 +54,7 @@ class Commands:
     # --- the program -------------------------------------------------------------------------------------------------
 
     async def _do_serve(self, text: str) -> None:
-        screen, session, port = self._screen, self._screen.session, wished_port(text)
+        screen, session, port = self._screen, self._screen.session, parse_port(text)
         if session.endpoint is None or port == OFF or screen.phase == "ready":
             await screen.serve(port)
         else:

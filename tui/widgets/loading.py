@@ -12,17 +12,6 @@ from localllm.request import LoadProgress
 from localllm.terminal import clean_line, gib, seconds_short
 
 STALL_S = 10.0
-LABELS = {
-    "resolve": "looking up",
-    "import": "starting up",
-    "verify": "checking",
-    "weights": "weights",
-    "quantise": "packing",
-    "kv": "KV cache",
-    "compile": "kernels",
-    "graphs": "graphs",
-    "warmup": "warm-up",
-}
 
 
 class LoadCard(Vertical):
@@ -56,8 +45,7 @@ class LoadCard(Vertical):
         now = time.monotonic()
         if self._phase is None or phase.name != self._phase.name:
             if self._phase is not None and self._phase.name not in ("resolve", "download"):
-                label = LABELS.get(self._phase.name, self._phase.name)
-                self._finished.append(f"{label} ✓ {seconds_short(now - self._since)}")
+                self._finished.append(f"{clean_line(self._phase.label)} ✓ {seconds_short(now - self._since)}")
             self._since = now
             if self._loading_since is None and phase.name not in ("resolve", "download"):
                 self._loading_since = now
@@ -113,7 +101,7 @@ class LoadCard(Vertical):
         phase = self._phase
         if phase is None:
             return "starting…"
-        label = LABELS.get(phase.name, clean_line(phase.name))
+        label = clean_line(phase.label)
         if phase.name == "download":
             return f"downloading {self._done * 100 // phase.total} %" if phase.total else "downloading"
         if phase.total > 1:

@@ -27,7 +27,7 @@ from localllm.cli.question import Job, gather_prompt, messages_of
 from localllm.cli.session import Sampling
 from localllm.cli.start import Start, new_start, noted
 from localllm.config import UserConfig
-from localllm.conversation.serving import OFF, wished_port
+from localllm.conversation.serving import OFF, parse_port
 from localllm.errors import ConfigError, ModelNotFound
 from localllm.terminal import clean_line, dumb, is_tty
 
@@ -133,7 +133,7 @@ def _port(typed: str | None, is_not_here: bool, attach_to: str) -> int | None:
     if is_not_here or attach_to not in ("auto", "off"):
         raise ConfigError("--serve is for a chat in this terminal that runs its model itself", "localllm serve MODEL")
     try:
-        port = wished_port(typed)
+        port = parse_port(typed)
     except ConfigError:
         port = OFF
     if port == OFF:

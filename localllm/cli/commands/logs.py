@@ -10,10 +10,10 @@ from typer import Argument, Option
 
 from localllm.cli.chats import find
 from localllm.cli.frame.command import Env, command
-from localllm.cli.frame.console import counted, iso, picked
+from localllm.cli.frame.console import iso, picked
 from localllm.cli.frame.options import one_of
 from localllm.errors import ConfigError
-from localllm.terminal import clean, clean_line, fit
+from localllm.terminal import clean, clean_line, counted, fit
 
 if TYPE_CHECKING:
     from localllm.history.records import SavedChat

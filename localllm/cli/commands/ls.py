@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from localllm.cli.frame.command import Env, command
-from localllm.cli.frame.console import counted, iso, picked
+from localllm.cli.frame.console import iso, picked
 from localllm.cli.frame.options import one_of
 from localllm.errors import LocalLLMError
 from localllm.plan.quality import note as quality_note
 from localllm.plan.quality import saved as saved_quality
-from localllm.terminal import clean_line, gib, tokens_short
+from localllm.terminal import clean_line, counted, gib, tokens_short
 
 if TYPE_CHECKING:
     from localllm.hub import LocalModel

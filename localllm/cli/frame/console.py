@@ -175,11 +175,6 @@ def iso(seconds: float | None) -> str | None:
     return None if seconds is None else time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
-def counted(count: int, what: str) -> str:
-    """'1 model', '2 models'."""
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
-
-
 def picked(value: Any, names: str) -> dict[str, Any]:
     """Attributes by name, for JSON."""
     return {name: getattr(value, name) for name in names.split()}

@@ -22,21 +22,6 @@ STALL_S = 10.0  # Seconds without movement before the bar says so.
 PLAIN_EVERY_S = 5.0  # A plain line at the latest after this many seconds of movement.
 MODES = ("auto", "plain", "json", "none")
 
-_LABELS = {
-    "resolve": "looking up",
-    "import": "starting up",
-    "verify": "checking",
-    "weights": "weights",
-    "quantise": "packing",
-    "quantize": "quantizing",
-    "calibrate": "calibrating",
-    "evaluate": "measuring",
-    "kv": "KV cache",
-    "compile": "kernels",
-    "graphs": "graphs",
-    "warmup": "warm-up",
-}
-
 
 class Progress:
     """A way to show phases; this one shows nothing."""
@@ -190,7 +175,7 @@ class PlainProgress(Progress):
             elif time.monotonic() - self._shown_at < PLAIN_EVERY_S or phase.name == self._loading:
                 return
             else:
-                self._console.say(f"loading: {_LABELS.get(phase.name, clean_line(phase.name))}")
+                self._console.say(f"loading: {clean_line(phase.label)}")
             self._loading = phase.name
             self._shown_at = time.monotonic()
 
@@ -223,7 +208,7 @@ class BarProgress(Progress):
         changed = self._last is None or self._last.name != phase.name
         if changed and self._last is not None and self._last.name not in ("resolve", "download"):
             took = seconds_short(now - self._phase_start)
-            self._finished.append(f"{_LABELS.get(self._last.name, self._last.name)} ✓ {took}")
+            self._finished.append(f"{self._last.label} ✓ {took}")
         if changed:
             self._phase_start = now
         if phase.name == "download":
@@ -276,7 +261,7 @@ class BarProgress(Progress):
     def _load_line(self, phase: LoadProgress) -> str:
         if phase.name == "batch":
             return f"Answering  {self._title}  {_bar(phase.done, phase.total, 24)}  {phase.done:,}/{phase.total:,}"
-        label = _LABELS.get(phase.name, clean_line(phase.name))
+        label = clean_line(phase.label)
         if phase.name == "resolve":
             return f"Looking up {clean_line(phase.detail)}"
         if phase.total > 1:
