@@ -1,4 +1,4 @@
-"""The plain twin of every weight form: `Weight` to float32, in bounded chunks of rows.
+"""The reference of every weight form: `Weight` to float32, in bounded chunks of rows.
 
 Numbers come out as `kernels/weight.py` defines them; columns in natural order (`perm` undone) and `pre_scale` folded
 in, so that `x @ dequantize(w).T` is the layer.

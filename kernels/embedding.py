@@ -19,7 +19,7 @@ RowReader = Callable[[Tensor], Tensor]  # ids int64 [n] -> float32 [n, K], a fre
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """Token ids -> rows of the embedding, times a scale. Of a quantised table only the rows asked for are decoded."""
+    """Token ids -> rows of the embedding, times a scale. Of a quantized table only the rows asked for are decoded."""
 
     rows: RowReader
     scale: float

@@ -249,14 +249,14 @@ BLOCK_TYPES: dict[str, BlockType] = {
 def dequantize_blocks(data: Tensor, block_type: str) -> Tensor:
     """Rows of a GGUF tensor as stored, u8 [rows, row_bytes] -> float32 [rows, K], decoded in bounded chunks.
 
-    Raises ValueError for an unknown block type or a row that is no whole number of blocks.
+    Raises ValueError for an unknown block type or a row that is not a whole number of blocks.
     """
     layout = BLOCK_TYPES.get(block_type)
     if layout is None:
         raise ValueError(f"no decoder for GGUF block type {block_type}")
     rows, row_bytes = data.shape
     if row_bytes % layout.nbytes:
-        raise ValueError(f"a row of {row_bytes} bytes is no whole number of {layout.nbytes}-byte {block_type} blocks")
+        raise ValueError(f"a row of {row_bytes} bytes is not a whole number of {block_type} blocks of {layout.nbytes}")
     columns = row_bytes // layout.nbytes * layout.elems
     out = torch.empty(rows, columns, dtype=torch.float32, device=data.device)
     step = max(1, CHUNK_ELEMS // max(columns, 1))

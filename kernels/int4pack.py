@@ -85,9 +85,9 @@ def _fits(facts: LinearFacts) -> str | None:
     if facts.exact:
         return f"rounds activations to bfloat16 and {facts.dtype} was asked for"
     if facts.group_size not in GROUP_SIZES:
-        return f"group size {facts.group_size} is none of {', '.join(map(str, GROUP_SIZES))}"
+        return f"group size must be one of {', '.join(map(str, GROUP_SIZES))}, not {facts.group_size}"
     if n % BLOCK_ROWS or k % facts.group_size:
-        return f"shape {n}x{k} is no multiple of {BLOCK_ROWS}x{facts.group_size}"
+        return f"shape {n}x{k} is not a multiple of {BLOCK_ROWS}x{facts.group_size}"
     return None if layout() else "this CPU packs the codes in an unknown order"
 
 

@@ -132,7 +132,7 @@ def paged_attention(
     sinks          float32 [num_heads] or None
     returns        [num_tokens, num_heads, head_dim]   dtype of q
 
-    Raises ValueError when page_size does not divide 128, or num_heads is no multiple of num_kv_heads.
+    Raises ValueError when page_size does not divide 128, or num_heads is not a multiple of num_kv_heads.
     """
     num_heads, num_kv_heads, page_size = q.shape[1], pages.k.shape[1], pages.k.shape[2]
     if KEY_TILE % page_size or num_heads % num_kv_heads:
@@ -182,7 +182,7 @@ def _attend(
     Every matrix product has the shape of one (query tile, key tile, KV head), both tiles start at multiples of their
     size, the maximum is exact, and tiles are summed one after the other: so neither the queries beside this one nor
     keys it does not see change a bit. (A query's row in its tile matters to MKL, and so does the alignment of a tile:
-    with a head_dim that is no multiple of 16 it sums in another order; hence the padding.)
+    with a head_dim that is not a multiple of 16 it sums in another order; hence the padding.)
     """
     num_queries, num_heads, head_dim = q.shape
     spare = -head_dim % 16

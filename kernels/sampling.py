@@ -1,4 +1,4 @@
-"""One token per row of logits without the host: what the op takes and gives, and its twin in plain PyTorch.
+"""One token per row of logits without the host: what the op takes and gives, and its reference in plain PyTorch.
 
 Every row is on its own: its numbers stand in one row of fixed buffers (`SamplingInputs`), so the op can be captured in
 a CUDA graph and a batch cannot change it. The order is that of `request.SamplingParams`: mask, penalties and bias,
@@ -98,12 +98,12 @@ def sample(logits: Tensor, inputs: SamplingInputs, cuts: bool = True) -> Sampled
     count, vocab = logits.shape
     ids = torch.arange(vocab, device=logits.device)
     numbers, integers = inputs.numbers[:count], inputs.integers[:count]
-    penalised = logits.clone()
+    penalized = logits.clone()
     for row in torch.nonzero((integers[:, [SLOT, MASK]] >= 0).any(1) | (integers[:, NUM_BIAS] > 0)).flatten().tolist():
-        penalised[row] = _penalise(row, penalised[row], inputs)
+        penalized[row] = _penalize(row, penalized[row], inputs)
     temperature = numbers[:, TEMPERATURE, None]
     greedy = temperature < COLDEST
-    scaled = penalised / torch.where(greedy, 1.0, temperature)
+    scaled = penalized / torch.where(greedy, 1.0, temperature)
     top = scaled.amax(-1, keepdim=True)
     shifted = scaled - torch.where(top.isfinite(), top, 0.0)
     shares = shifted.exp()
@@ -132,7 +132,7 @@ def top_logprobs(logits: Tensor, log_sum: Tensor, count: int) -> tuple[Tensor, T
     return ids, values - log_sum[:, None]
 
 
-def _penalise(row: int, x: Tensor, inputs: SamplingInputs) -> Tensor:
+def _penalize(row: int, x: Tensor, inputs: SamplingInputs) -> Tensor:
     numbers, integers = inputs.numbers[row].tolist(), inputs.integers[row].tolist()
     if integers[MASK] >= 0:
         words = inputs.masks[integers[MASK]].long()

@@ -27,21 +27,18 @@ from .registry import OPS, OUTER_OPS, SEGMENTS
 
 @dataclass(frozen=True, slots=True)
 class KernelTable:
-    """The segments of one model, chosen once at load. Where a kernel fails, another table is built."""
+    """The segments of one model, chosen once at load. Where a kernel fails, another table is built.
 
-    # (x [num_tokens, hidden], AttentionWeights, cos, sin, KVPages, slot_mapping) -> q; stores k, v
+    Each is called as the function of its name below, less the ops and segments that it takes first; `step` wants the
+    logits of every token, and x may be overwritten.
+    """
+
     attn_in: Callable[..., Tensor]
-    # (q, AttentionWeights, KVPages, block_table, cu_query_lens, seq_lens) -> [num_tokens, heads * dim]
     attention: Callable[..., Tensor]
-    attn_out: Callable[..., Tensor]  # (attended, x, AttentionWeights) -> x; x may be overwritten
-    mlp: Callable[..., Tensor]  # (x, MlpWeights) -> x; x may be overwritten
-    head: Callable[..., Tensor]  # (x [rows, hidden], HeadWeights) -> float32 [rows, vocab]
-    # all layers: (x, LayerCalls, KVPages per layer, Views, cu_query_lens, seq_lens, wanted rows or None) -> x of all
-    # tokens or of those rows; x may be overwritten
+    attn_out: Callable[..., Tensor]
+    mlp: Callable[..., Tensor]
+    head: Callable[..., Tensor]
     decoder: Callable[..., Tensor]
-    # all of it, where every token's logits are wanted: (token ids, positions, Embedding, LayerCalls, KVPages per layer,
-    # Views whose cosines are those of all positions, cu_query_lens, seq_lens, HeadWeights, whether to look for the
-    # largest logits)
     step: Callable[..., Stepped]
     ops: tuple[tuple[str, str], ...]  # (op or fused segment, name of the implementation chosen)
 

@@ -59,7 +59,7 @@ INLINE float half_sum(const float *x)
     return vf_sum(s);
 }
 
-INLINE void quantise_block(const float *x, uint8_t *planes, xblock *meta, int pairs, int halves, int has_min, int32_t zero)
+INLINE void quantize_block(const float *x, uint8_t *planes, xblock *meta, int pairs, int halves, int has_min, int32_t zero)
 {
     vf top = vf_set1(0.0f);
     vi bad = vi_set1(0);
@@ -112,8 +112,8 @@ INLINE vi lane_sums(vi v[16])
     return v[0];
 }
 
-/* The same as `quantise_block`, for MANY_BLOCKS that lie end to end: no block waits for its own largest number. */
-static void quantise_blocks(const float *x, uint8_t *planes, xblock *meta, int pairs, int halves, int has_min, int32_t zero)
+/* The same as `quantize_block`, for MANY_BLOCKS that lie end to end: no block waits for its own largest number. */
+static void quantize_blocks(const float *x, uint8_t *planes, xblock *meta, int pairs, int halves, int has_min, int32_t zero)
 {
     vi bits[MANY_BLOCKS], sums[2][MANY_BLOCKS];
     for (int b = 0; b < MANY_BLOCKS; b++) {
@@ -122,7 +122,7 @@ static void quantise_blocks(const float *x, uint8_t *planes, xblock *meta, int p
     }
     const vi largest = largest_lanes(bits);
     if (vi_sum(largest > 0x7f7fffff)) { /* infinite or NaN, somewhere */
-        for (int b = 0; b < MANY_BLOCKS; b++) quantise_block(x + b * BLOCK, planes + b * XBYTES, meta + b, pairs, halves, has_min, zero);
+        for (int b = 0; b < MANY_BLOCKS; b++) quantize_block(x + b * BLOCK, planes + b * XBYTES, meta + b, pairs, halves, has_min, zero);
         return;
     }
     const vi some = (vf)largest > vf_set1(1e-30f);
@@ -155,9 +155,9 @@ static void quantise_blocks(const float *x, uint8_t *planes, xblock *meta, int p
     }
 }
 #else
-static void quantise_blocks(const float *x, uint8_t *planes, xblock *meta, int pairs, int halves, int has_min, int32_t zero)
+static void quantize_blocks(const float *x, uint8_t *planes, xblock *meta, int pairs, int halves, int has_min, int32_t zero)
 {
-    for (int b = 0; b < MANY_BLOCKS; b++) quantise_block(x + b * BLOCK, planes + b * XBYTES, meta + b, pairs, halves, has_min, zero);
+    for (int b = 0; b < MANY_BLOCKS; b++) quantize_block(x + b * BLOCK, planes + b * XBYTES, meta + b, pairs, halves, has_min, zero);
 }
 #endif
 
@@ -183,8 +183,8 @@ static void prepare_rows(void *arg, int64_t begin, int64_t end, int thread)
     if (!j->a->exact && !w->perm && !w->pre_scale && w->k % BLOCK == 0) { /* blocks of all rows lie end to end */
         int64_t b = begin * w->blocks;
         for (; b + MANY_BLOCKS <= end * w->blocks; b += MANY_BLOCKS)
-            quantise_blocks(j->a->x + b * BLOCK, j->planes + b * XBYTES, j->meta + b, pairs, halves, has_min, zero);
-        for (; b < end * w->blocks; b++) quantise_block(j->a->x + b * BLOCK, j->planes + b * XBYTES, j->meta + b, pairs, halves, has_min, zero);
+            quantize_blocks(j->a->x + b * BLOCK, j->planes + b * XBYTES, j->meta + b, pairs, halves, has_min, zero);
+        for (; b < end * w->blocks; b++) quantize_block(j->a->x + b * BLOCK, j->planes + b * XBYTES, j->meta + b, pairs, halves, has_min, zero);
         return;
     }
     for (int64_t row = begin; row < end; row++) {
@@ -193,7 +193,7 @@ static void prepare_rows(void *arg, int64_t begin, int64_t end, int thread)
             const float *xb = gather_block(w, x, b, buffer);
             xblock *meta = j->meta + row * w->blocks + b;
             if (!j->a->exact) {
-                quantise_block(xb, j->planes + (row * w->blocks + b) * XBYTES, meta, pairs, halves, has_min, zero);
+                quantize_block(xb, j->planes + (row * w->blocks + b) * XBYTES, meta, pairs, halves, has_min, zero);
                 continue;
             }
             if (has_min) {

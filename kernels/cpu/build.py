@@ -279,17 +279,8 @@ def _digest(path: Path) -> str:
 
 
 def _flags(isa: str) -> tuple[str, ...]:
-    return (
-        "-std=gnu11",
-        "-O3",
-        "-fPIC",
-        "-shared",
-        "-pthread",
-        "-ffp-contract=off",
-        "-fno-math-errno",
-        "-Wno-psabi",
-        *ISAS[isa],
-    )
+    plain = "-std=gnu11 -O3 -fPIC -shared -pthread -ffp-contract=off -fno-math-errno -Wno-psabi"
+    return (*plain.split(), *ISAS[isa])
 
 
 def _build(folder: Path, isa: str, compiler: tuple[str, ...]) -> Library:

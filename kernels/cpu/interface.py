@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from ctypes import c_double, c_int64, c_uint8, c_void_p
+from typing import Any
 
 from ..kv_pages import KVPages
 
@@ -37,14 +38,17 @@ class From:
     NIBBLES, BYTES_SIGNED, FLOATS, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS = range(12)
 
 
+def _each(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
 class CWeight(ctypes.Structure):
     """`ll_weight`."""
 
     _fields_ = [
-        *[(name, c_int64) for name in ("n", "k", "tiles", "blocks", "code", "scale_kind", "min_kind", "zero_offset")],
-        *[(name, c_int64) for name in ("group", "groups", "supers", "tile_bytes", "at_min", "at_super_scale")],
-        *[(name, c_int64) for name in ("at_super_min", "at_codes", "block_bytes")],
-        *[(name, c_void_p) for name in ("data", "row_scale", "perm", "pre_scale")],
+        *_each(c_int64, "n k tiles blocks code scale_kind min_kind zero_offset group groups supers tile_bytes at_min"),
+        *_each(c_int64, "at_super_scale at_super_min at_codes block_bytes"),
+        *_each(c_void_p, "data row_scale perm pre_scale"),
         ("table", c_uint8 * 16),
     ]
 
@@ -52,35 +56,28 @@ class CWeight(ctypes.Structure):
 class CSource(ctypes.Structure):
     """`ll_source`; the member called `from` in C is `kind` here."""
 
-    _fields_ = [("kind", c_int64), ("row_bytes", c_int64), ("q", c_void_p), ("scales", c_void_p), ("mins", c_void_p)]
+    _fields_ = [*_each(c_int64, "kind row_bytes"), *_each(c_void_p, "q scales mins")]
 
 
 class CNorm(ctypes.Structure):
     """`ll_norm`."""
 
-    _fields_ = [("weight", c_void_p), ("eps", c_double), ("offset", c_double)]
+    _fields_ = [("weight", c_void_p), *_each(c_double, "eps offset")]
 
 
 class CLinear(ctypes.Structure):
     """`ll_linear_op`."""
 
-    _fields_ = [
-        ("parts", c_int64),
-        ("n", c_int64),
-        ("weight", c_void_p * PARTS),
-        ("bias", c_void_p * PARTS),
-        ("exact", c_int64 * PARTS),
-    ]
+    _fields_ = [*_each(c_int64, "parts n"), *_each(c_void_p * PARTS, "weight bias"), ("exact", c_int64 * PARTS)]
 
 
 class CAttentionLayer(ctypes.Structure):
     """`ll_attention_layer`."""
 
     _fields_ = [
-        *[(name, c_int64) for name in ("hidden", "num_heads", "num_kv_heads", "head_dim", "interleaved")],
-        *[(name, CNorm) for name in ("norm", "q_norm", "k_norm", "post_norm")],
-        ("qkv", CLinear),
-        ("out", CLinear),
+        *_each(c_int64, "hidden num_heads num_kv_heads head_dim interleaved"),
+        *_each(CNorm, "norm q_norm k_norm post_norm"),
+        *_each(CLinear, "qkv out"),
     ]
 
 
@@ -88,10 +85,9 @@ class CMlpLayer(ctypes.Structure):
     """`ll_mlp_layer`."""
 
     _fields_ = [
-        *[(name, c_int64) for name in ("hidden", "intermediate", "gelu")],
-        *[(name, CNorm) for name in ("norm", "post_norm")],
-        ("gate_up", CLinear),
-        ("down", CLinear),
+        *_each(c_int64, "hidden intermediate gelu"),
+        *_each(CNorm, "norm post_norm"),
+        *_each(CLinear, "gate_up down"),
     ]
 
 
@@ -105,8 +101,8 @@ class CKVPages(ctypes.Structure):
     """`kv_pages`."""
 
     _fields_ = [
-        *[(name, c_void_p) for name in ("k", "v", "k_scales", "v_scales")],
-        *[(name, c_int64) for name in ("num_kv_heads", "page_size", "dim", "format", "one_scale")],
+        *_each(c_void_p, "k v k_scales v_scales"),
+        *_each(c_int64, "num_kv_heads page_size dim format one_scale"),
     ]
 
 
@@ -114,10 +110,10 @@ class CDecoderLayer(ctypes.Structure):
     """`ll_decoder_layer`."""
 
     _fields_ = [
-        *[(name, c_void_p) for name in ("attention", "mlp", "sinks")],
+        *_each(c_void_p, "attention mlp sinks"),
         ("pages", CKVPages),
-        *[(name, c_int64) for name in ("view", "window")],
-        *[(name, c_double) for name in ("scale", "softcap")],
+        *_each(c_int64, "view window"),
+        *_each(c_double, "scale softcap"),
     ]
 
 

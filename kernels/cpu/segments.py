@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -97,19 +97,9 @@ def run_attention(
     scale, window, softcap, sinks = how
     if q.shape[2] != pages.k.shape[3]:
         return -2
-    arguments = ATTENTION.pack(
-        q.data_ptr(),
-        out.data_ptr(),
-        block_table.data_ptr(),
-        cu_query_lens.data_ptr(),
-        seq_lens.data_ptr(),
-        0 if sinks is None else sinks.data_ptr(),
-        *block_table.shape,
-        q.shape[1],
-        window or 0,
-        scale,
-        softcap or 0.0,
-    )
+    places = (t.data_ptr() for t in (q, out, block_table, cu_query_lens, seq_lens))
+    more = (0 if sinks is None else sinks.data_ptr(), *block_table.shape, q.shape[1], window or 0)
+    arguments = ATTENTION.pack(*places, *more, scale, softcap or 0.0)
     failed: int = lib().ll_attention(pack_pages(pages) + arguments)
     return failed
 
@@ -209,20 +199,15 @@ class _StepCall:
     results: Stepped
 
 
+@dataclass(slots=True)
 class _Decoder:
     """The layers of a model and their pages as C knows them, and the last step."""
 
-    __slots__ = ("call", "kept", "layers", "pages", "structs")
-
-    def __init__(
-        self,
-        layers: Sequence[LayerCall],
-        pages: Sequence[KVPages],
-        structs: ctypes.Array[Any],
-        kept: list[_Layer],
-    ) -> None:
-        self.layers, self.pages, self.structs, self.kept = layers, pages, structs, kept
-        self.call: _StepCall | None = None
+    layers: Sequence[LayerCall]
+    pages: Sequence[KVPages]
+    structs: ctypes.Array[Any]
+    kept: list[_Layer]
+    call: _StepCall | None = None
 
 
 def _step_call(plan: _Decoder, given: tuple[Any, ...], views: Sequence[View]) -> _StepCall:
@@ -238,21 +223,12 @@ def _step_call(plan: _Decoder, given: tuple[Any, ...], views: Sequence[View]) ->
         hidden, logits, best = torch.empty(count, weights.norm.weight.shape[0]), torch.empty(count, vocab), None
     if finds_best and best is None:
         best = torch.empty(count, dtype=torch.int64)
+    prepared = embedding.prepared
+    table = prepared.address if isinstance(prepared, Prepared) else 0
+    found = best.data_ptr() if finds_best and best is not None else 0
     packed = PASS.pack(
-        len(plan.layers),
-        count,
-        seq_lens.shape[0],
-        0,
-        cu_query_lens.data_ptr(),
-        seq_lens.data_ptr(),
-        0,
-        positions.data_ptr(),
-        embedding.prepared.address if isinstance(embedding.prepared, Prepared) else 0,
-        token_ids.data_ptr(),
-        embedding.scale,
-        head.address,
-        logits.data_ptr(),
-        best.data_ptr() if finds_best and best is not None else 0,
+        *(len(plan.layers), count, seq_lens.shape[0], 0, cu_query_lens.data_ptr(), seq_lens.data_ptr(), 0),
+        *(positions.data_ptr(), table, token_ids.data_ptr(), embedding.scale, head.address, logits.data_ptr(), found),
     )
     results = hidden, logits, best if finds_best else None
     return _StepCall(given, plan.structs, packed + _packed(views), hidden.data_ptr(), results)
@@ -315,14 +291,16 @@ def _check(failed: int) -> None:
         raise MemoryError("no memory for a segment's intermediate results")
 
 
+@dataclass(slots=True)
 class _Layer:
     """A C struct and the tensors it points to."""
 
-    __slots__ = ("address", "kept", "struct")
+    struct: ctypes.Structure
+    kept: list[Any]
+    address: int = field(init=False)
 
-    def __init__(self, struct: ctypes.Structure, kept: list[Any]) -> None:
-        self.struct, self.kept = struct, kept
-        self.address = ctypes.addressof(struct)
+    def __post_init__(self) -> None:
+        self.address = ctypes.addressof(self.struct)
 
 
 def _attention_layer(w: AttentionWeights) -> _Layer | None:

@@ -62,15 +62,9 @@ class KernelRow(TypedDict):
 def compile_spec(spec: KernelSpec, capability: int) -> KernelRow:
     """Build `spec` for compute capability `capability` (as 90): what it needs, or the reason why it cannot be built."""
     row = KernelRow(
-        op=spec.label,
-        capability=capability,
-        impl=spec.impl,
-        reason=spec.reason,
-        shared_bytes=0,
-        registers=0,
-        spill_bytes=0,
-        mma="",
-    )
+        op=spec.label, capability=capability, impl=spec.impl, reason=spec.reason,
+        shared_bytes=0, registers=0, spill_bytes=0, mma="",
+    )  # fmt: skip
     if spec.reason:
         return row
     try:

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..dense_linear import gathered
 from ..layer_weights import Norm
 from ..verify.tuning import Shape, Tile, tuner
 from . import dequantize, gemm, gemv
@@ -73,8 +74,7 @@ def product(
     """
     if x.dim() != 2 or x.shape[1] != p.shape[1]:
         raise ValueError(f"x has shape {tuple(x.shape)}, the weight takes {p.shape[1]} inputs")
-    if p.pre_scale is not None or p.perm is not None:
-        x = _gathered(x, p)
+    x = gathered(x, p.perm, p.pre_scale)
     if p.is_float32:
         return torch.nn.functional.linear(x.float(), p.low, extras.bias).to(x.dtype)
     x = x.contiguous()
@@ -120,12 +120,6 @@ def fusable(x: Tensor, p: Any) -> bool:
     return x.shape[0] <= SMALL_TOKENS and x.dtype == torch.bfloat16 and card_of(x.device).capability >= 80
 
 
-def _gathered(x: Tensor, p: Prepared) -> Tensor:
-    if p.pre_scale is not None:
-        x = x * p.pre_scale.to(x.dtype)
-    return x if p.perm is None else x.index_select(1, p.perm)
-
-
 def _is_plain(x: Tensor, p: Prepared) -> bool:
     """A matrix of x's own type, which cuBLAS reads as it lies."""
     return p.code == {torch.bfloat16: "bf16", torch.float16: "f16"}.get(x.dtype) and p.low.shape[1] == p.shape[1]
@@ -136,14 +130,9 @@ def _is_plain(x: Tensor, p: Prepared) -> bool:
 
 def _pointers(p: Prepared) -> dict[str, Tensor]:
     """The weight's tensors by the kernels' names; what it lacks is not read there."""
-    named = {
-        "scale_ptr": p.scales,
-        "min_ptr": p.mins,
-        "super_ptr": p.supers,
-        "super_min_ptr": p.super_mins,
-        "row_scale_ptr": p.row_scale,
-    }
-    return {name: p.low if part is None else part for name, part in named.items()}
+    names = ("scale_ptr", "min_ptr", "super_ptr", "super_min_ptr", "row_scale_ptr")
+    parts = (p.scales, p.mins, p.supers, p.super_mins, p.row_scale)
+    return {name: p.low if part is None else part for name, part in zip(names, parts, strict=True)}
 
 
 def _constants(p: Prepared) -> dict[str, Any]:
@@ -164,21 +153,12 @@ def _constants(p: Prepared) -> dict[str, Any]:
 
 
 def _extra_arguments(extras: Extras, nothing: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
-    norm = extras.norm
-    args = {
-        "bias_ptr": nothing if extras.bias is None else extras.bias,
-        "norm_ptr": nothing if norm is None else norm.weight,
-        "residual_ptr": nothing if extras.residual is None else extras.residual,
-        "eps": 0.0 if norm is None else float(norm.eps),
-        "norm_offset": 0.0 if norm is None else float(norm.offset),
-    }
-    constants = {
-        "BIAS": extras.bias is not None,
-        "NORM": norm is not None,
-        "RESIDUAL": extras.residual is not None,
-        "GATE": extras.gate,
-    }
-    return args, constants
+    norm = extras.norm or Norm(nothing, 0.0)
+    given = {"bias_ptr": extras.bias, "norm_ptr": norm.weight, "residual_ptr": extras.residual}
+    args: dict[str, Any] = {name: nothing if part is None else part for name, part in given.items()}
+    args |= {"eps": float(norm.eps), "norm_offset": float(norm.offset)}
+    has = {"BIAS": extras.bias, "NORM": extras.norm, "RESIDUAL": extras.residual}
+    return args, {name: part is not None for name, part in has.items()} | {"GATE": extras.gate}
 
 
 def gemv_launch(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Tile) -> Launch:

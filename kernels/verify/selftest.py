@@ -1,4 +1,4 @@
-"""Kernels prove themselves: at first use on a device, each one against its plain twin, on the shapes of the model.
+"""Kernels prove themselves: at first use on a device, each one against its reference, on the shapes of the model.
 
 A verdict is kept per kernel sources, device, driver, versions and shapes (`records.py`), so a start costs it once. A
 kernel that is wrong, or fails, is disabled: the next one in the order of preference takes its place, and `failures`

@@ -6,7 +6,7 @@ Each trial says nothing where both agree, else what is wrong. `selftest` decides
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -53,6 +53,11 @@ def compare(found: Tensor, wanted: Tensor, tolerance: float) -> str:
 
 
 # what a launch that never ran says; the next one may run
+def compare_all(found: Iterable[Tensor], wanted: Iterable[Tensor], tolerance: float) -> str:
+    """The first difference of several."""
+    return next((said for a, b in zip(found, wanted, strict=True) if (said := compare(a, b, tolerance))), "")
+
+
 REFUSED = (
     "out of memory", "out of resource", "too many resources", "invalid argument", "invalid configuration",
     "invalid device function", "no kernel image",
@@ -113,8 +118,7 @@ def op_error(op: str, run: Callable[..., Any], shapes: ModelShapes) -> str:
             ours, theirs = make(), make()
             found, wanted = run(*ours), REFERENCES[op](*theirs)
             if found is None:
-                pairs = zip(_written(ours), _written(theirs), strict=True)
-                return next((said for a, b in pairs if (said := compare(a, b, tolerance))), "")
+                return compare_all(_written(ours), _written(theirs), tolerance)
             return compare(found, wanted, tolerance)
 
     for case in op_cases(op, shapes):
@@ -241,8 +245,7 @@ class SegmentTrial:
                 wanted = None if every else cu[2:].long() - 1
                 found = call(x, self.layers, kept, views, cu, lens, wanted)
                 outputs.append((found, *(n for c in kept for n in numbers(c))))
-            said = next((said for a, b in zip(*outputs, strict=True) if (said := compare(a, b, allowed))), "")
-            if said:
+            if said := compare_all(outputs[0], outputs[1], allowed):
                 return said
         return ""
 
@@ -262,7 +265,7 @@ class SegmentTrial:
                 return f"the largest logits are said to be at {best.tolist()}, they are at {logits.argmax(-1).tolist()}"
             outputs.append((hidden, logits, *(n for c in kept for n in numbers(c))))
         allowed = self._tolerance * (len(self.layers) + 1)
-        return next((said for a, b in zip(*outputs, strict=True) if (said := compare(a, b, allowed))), "")
+        return compare_all(outputs[0], outputs[1], allowed)
 
     @torch.inference_mode()
     def _one(self, name: str, run: Callable[..., Tensor]) -> str:
@@ -279,9 +282,7 @@ class SegmentTrial:
             }
             ours, theirs = arguments[name]
             found, wanted = run(*ours), REFERENCES[name](*theirs)
-            said = compare(found, wanted, self._tolerance)
-            pairs = zip(numbers(caches[0]), numbers(caches[1]), strict=True)
-            said = said or next((more for a, b in pairs if (more := compare(a, b, self._tolerance))), "")
-            if said:
+            results = (found, *numbers(caches[0])), (wanted, *numbers(caches[1]))
+            if said := compare_all(*results, self._tolerance):
                 return said
         return ""

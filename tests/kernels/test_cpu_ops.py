@@ -24,8 +24,8 @@ C_OPS = frozenset(f"{op}:c" for op in ops.IMPLS)
 COS_SIN = (torch.tensor([[0.6, 0.8, 1.0, 0.0]]), torch.tensor([[0.8, 0.6, 0.0, 1.0]]))
 
 
-def close(y: Tensor, twin: Tensor, atol: float = 3e-6) -> None:
-    torch.testing.assert_close(y, twin, rtol=2e-6, atol=atol)
+def close(y: Tensor, expected: Tensor, atol: float = 3e-6) -> None:
+    torch.testing.assert_close(y, expected, rtol=2e-6, atol=atol)
 
 
 @pytest.mark.parametrize("dim", [1, 7, 16, 64, 577])
@@ -69,13 +69,13 @@ def test_kv_write(isa: str, kv: str, dim: int) -> None:
             pages = pages._replace(k_scales=torch.tensor([0.37]), v_scales=torch.tensor([0.37]))
         write(k, v, pages, slots)
         results.append(pages)
-    for one, twin in zip(*results, strict=True):
+    for one, other in zip(*results, strict=True):
         if one is not None:
-            torch.testing.assert_close(one, twin, rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
     write(k[:1], v[:1], pages, slots[:1])
-    for one, twin in zip(*results, strict=True):
+    for one, other in zip(*results, strict=True):
         if one is not None:
-            torch.testing.assert_close(one, twin, rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def linear(n: int, k: int, impl: Impl, bias: bool = False) -> LinearPart:
@@ -153,8 +153,8 @@ def test_fused_segments_are_the_composed_ones(isa: str, kind: str, kv: str) -> N
                     segments.mlp(segments.attn_out(mixed, x.clone(), weights), mlp),
                 )
             )
-        for y, twin in zip(*results, strict=True):
-            close(y, twin, 2e-3 if impl is C_INT16 else 1e-4)
+        for y, other in zip(*results, strict=True):
+            close(y, other, 2e-3 if impl is C_INT16 else 1e-4)
 
 
 @pytest.mark.parametrize("softcap", [None, 8.0])

@@ -11,8 +11,8 @@ from localllm.kernels.cpu import build
 SIZES = [1, 5, 33, 4096, 4097, 49_152, 70_001]
 
 
-def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave the twin."""
+def without_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the reference."""
     monkeypatch.setattr(select, "library", lambda: build.Library(None, "none", "none"))
 
 
@@ -40,7 +40,7 @@ def test_the_most_likely(isa: str, n: int, monkeypatch: pytest.MonkeyPatch) -> N
                 continue
             values, ids = select.top_probabilities(logits, min(k, n), temperature)
             with monkeypatch.context() as patch:
-                plain(patch)
+                without_c(patch)
                 expected, order = select.top_probabilities(logits, min(k, n), temperature)
             assert torch.equal(ids, order)
             torch.testing.assert_close(values, expected, rtol=3e-5, atol=1e-12)
@@ -59,12 +59,12 @@ def test_drawing(isa: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     logits[n // 2] = -torch.inf if n > 1 else 0.0
     chances = [0.0, 0.3, 0.5, 0.99, 1 - 2.0**-53]
     found = [select.draw(logits, 0.8, chance) for chance in chances]
-    plain(monkeypatch)
+    without_c(monkeypatch)
     expected = [select.draw(logits, 0.8, chance) for chance in chances]
     cumulative = torch.softmax(logits.double() / 0.8, -1).cumsum(-1)
-    for place, twin, chance in zip(found, expected, chances, strict=True):
+    for place, other, chance in zip(found, expected, chances, strict=True):
         low, high = float(cumulative[place - 1]) if place else 0.0, float(cumulative[place])
-        assert low - 1e-6 <= chance <= high + 1e-6 and high > low, (place, twin)
+        assert low - 1e-6 <= chance <= high + 1e-6 and high > low, (place, other)
     assert found[0] == expected[0]
 
 
@@ -75,10 +75,10 @@ def test_what_is_drawn_is_spread_as_the_probabilities(isa: str) -> None:
     torch.testing.assert_close(shares, torch.softmax(logits, -1), rtol=0, atol=5e-4)
 
 
-@pytest.mark.parametrize("twin", [False, True])
-def test_rows_without_an_answer(isa: str, twin: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if twin:
-        plain(monkeypatch)
+@pytest.mark.parametrize("plain", [False, True])
+def test_rows_without_an_answer(isa: str, plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if plain:
+        without_c(monkeypatch)
     for bad, error in ((torch.nan, select.NotANumber), (torch.inf, select.NotANumber), (None, select.NothingLeft)):
         logits = torch.full((5000,), -torch.inf)
         if bad is not None:

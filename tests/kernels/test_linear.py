@@ -231,7 +231,7 @@ def test_the_last_one_fits_everything_and_reasons_are_given() -> None:
     assert choice.impl is REFERENCE
     assert all(reason == "failed its self-test" for _, reason in choice.passed_over)
     passed = dict(choose(IMPLS, facts(weight)).passed_over)
-    assert passed["torch_int4pack"] == "shape 30x64 is no multiple of 64x32"
+    assert passed["torch_int4pack"] == "shape 30x64 is not a multiple of 64x32"
     assert passed["torch_dense"] == "sums in an order that depends on the batch"
 
 

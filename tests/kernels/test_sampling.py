@@ -1,4 +1,4 @@
-"""The twin of device sampling against the engine's eager sampler: the same cuts, the same chances."""
+"""The reference of device sampling against the engine's eager sampler: the same cuts, the same chances."""
 
 from __future__ import annotations
 

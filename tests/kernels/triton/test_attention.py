@@ -1,4 +1,4 @@
-"""Paged attention kernels against their twin: formats, head sizes, page sizes, windows, sinks, and what batches do."""
+"""Paged attention kernels against their reference: formats, head and page sizes, windows, sinks, what batches do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from localllm.kernels.verify.tuning import AGREEMENT
 from localllm.plan.memory import DECODE_SPLITS, SPLIT_PART_BYTES
 
 CPU_TOLERANCE = {"f32": 2e-5, "bf16": 2e-5, "fp16": 2e-5, "int8": 4e-5, "fp8": 4e-5}
-"""largest difference to the twin relative to the largest value: the interpreter computes in float32"""
+"""largest difference to the reference relative to the largest value: the interpreter computes in float32"""
 GPU_TOLERANCE = {"f32": 2e-5, "bf16": 1.2e-2, "fp16": 2e-3, "int8": 2e-3, "fp8": 2e-3}
 """operands of matrix instructions are rounded to the format's 16 bits"""
 
@@ -43,7 +43,7 @@ class Shape:
 
 
 class Step:
-    """Pages filled by the twin, in no order; what nobody may read is NaN or -1."""
+    """Pages filled by the reference, in no order; what nobody may read is NaN or -1."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape = shape
@@ -91,7 +91,7 @@ def _poison(pages: KVPages) -> None:
 
 
 def check(shape: Shape, device: torch.device, op=attention.paged_attention) -> tuple[Step, Tensor]:  # type: ignore[no-untyped-def]
-    """The kernel's result, close to the twin's."""
+    """The kernel's result, close to the reference's."""
     step = Step(shape, device)
     found, expected = step.run(op), step.run(reference.paged_attention)
     tolerance = (CPU_TOLERANCE if device.type == "cpu" else GPU_TOLERANCE)[shape.kv_format]

@@ -1,4 +1,4 @@
-"""Norms, rotary positions, activations, embeddings and the writing of pages, each against its twin."""
+"""Norms, rotary positions, activations, embeddings and the writing of pages, each against its reference."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ def test_rope(heads: int, dim: int, half: int, interleaved: bool, device: torch.
 def test_activations(width: int, dtype: torch.dtype, device: torch.device) -> None:
     x = (torch.randn(3, 2 * width) * 3).to(device, dtype)
     close(activation.silu_mul(x), reference.silu_mul(x), 2)
-    close(activation.gelu_tanh_mul(x), reference.gelu_tanh_mul(x), 20)  # where 1 + tanh cancels, the twin is the worse
+    close(
+        activation.gelu_tanh_mul(x), reference.gelu_tanh_mul(x), 20
+    )  # where 1 + tanh cancels, the reference is the worse
 
 
 @pytest.mark.parametrize("extreme", [-1e6, -100.0, 0.0, 100.0, 1e6])

@@ -1,4 +1,4 @@
-"""The sampling kernels against their twin: the same token from the same row, whatever it wants."""
+"""The sampling kernels against their reference: the same token from the same row, whatever it wants."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from localllm.kernels import sampling as twin
+from localllm.kernels import sampling as reference
 from localllm.kernels.sampling import SamplingInputs
 from localllm.kernels.triton import sampling
 
@@ -31,28 +31,28 @@ def inputs_of(rows: list[dict[str, Any]], device: torch.device, vocab: int = VOC
         for column, name in ((0, "top_k"), (1, "seed"), (2, "position")):
             inputs.integers[row, column] = wants.get(name, 0)
         bias = wants.get("bias", {})
-        inputs.integers[row, twin.NUM_BIAS] = len(bias)
+        inputs.integers[row, reference.NUM_BIAS] = len(bias)
         inputs.bias_ids[row, : len(bias)] = torch.tensor(list(bias), dtype=torch.int32)
         inputs.bias_values[row, : len(bias)] = torch.tensor(list(bias.values()))
         if "history" in wants:
-            inputs.integers[row, twin.SLOT] = wants["history"]
+            inputs.integers[row, reference.SLOT] = wants["history"]
         if "allowed" in wants:
-            inputs.integers[row, twin.MASK] = row
+            inputs.integers[row, reference.MASK] = row
             for token in wants["allowed"]:
                 word = int(inputs.masks[row, token // 32]) & 0xFFFFFFFF | 1 << token % 32
                 inputs.masks[row, token // 32] = word - (word >> 31 << 32)
-    inputs.history[0, ::3] = twin.IN_PROMPT
+    inputs.history[0, ::3] = reference.IN_PROMPT
     inputs.history[0, 5::7] += 2
     inputs.history[1, 1::2] = 1
     return SamplingInputs(*(t.to(device) for t in inputs))
 
 
-def both(logits: Tensor, rows: list[dict[str, Any]], cuts: bool = True) -> tuple[twin.Sampled, twin.Sampled]:
-    """(kernels, twin), which agree in everything."""
+def both(logits: Tensor, rows: list[dict[str, Any]], cuts: bool = True) -> tuple[reference.Sampled, reference.Sampled]:
+    """(kernels, reference), which agree in everything."""
     inputs = inputs_of(rows, logits.device, logits.shape[1])
     other = SamplingInputs(*(t.clone() for t in inputs))
     before = logits.clone()
-    found, expected = sampling.sample(logits, inputs, cuts), twin.sample(logits, other, cuts)
+    found, expected = sampling.sample(logits, inputs, cuts), reference.sample(logits, other, cuts)
     assert torch.equal(logits, before)
     assert torch.equal(found.token_ids, expected.token_ids)
     torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=1e-5, atol=1e-5)
@@ -125,8 +125,8 @@ def test_damaged_rows_are_marked(device: torch.device) -> None:
     logits[0, 7], logits[1, 299] = torch.nan, torch.inf
     rows = [{"temperature": 1.0}, {}, {"temperature": 1.0, "bias": {}, "allowed": []}, {"temperature": 1.0}]
     status = sampling.sample(logits, inputs_of(rows, device, 300)).status.tolist()
-    assert status[0] & twin.NOT_A_NUMBER and status[1] & twin.NOT_A_NUMBER
-    assert status[2] == twin.NOTHING_LEFT and status[3] == 0
+    assert status[0] & reference.NOT_A_NUMBER and status[1] & reference.NOT_A_NUMBER
+    assert status[2] == reference.NOTHING_LEFT and status[3] == 0
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -138,10 +138,10 @@ def test_rows_of_nothing_but_nan_give_a_token_all_the_same(device: torch.device,
     rows = [{}, {"temperature": 1.0, "top_k": 5}, {}, {}]
     inputs = inputs_of(rows, device, vocab)
     found = sampling.sample(logits, inputs)
-    assert all(status & twin.NOT_A_NUMBER for status in found.status.tolist())
+    assert all(status & reference.NOT_A_NUMBER for status in found.status.tolist())
     assert found.token_ids.tolist()[0] == 0 and found.token_ids.tolist()[2:] == [5, vocab - 1]
     assert 0 <= int(found.token_ids[1]) < vocab
-    assert twin.sample(logits, inputs).token_ids.tolist()[2:] == [5, vocab - 1]
+    assert reference.sample(logits, inputs).token_ids.tolist()[2:] == [5, vocab - 1]
 
 
 def test_strided_rows_and_refusals(device: torch.device) -> None:
