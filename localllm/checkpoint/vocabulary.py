@@ -12,14 +12,9 @@ from .fields import Fields
 from .gguf_file import StringArray
 from .mapped_file import bad, shown
 
-_INT, _FLOAT = "iu", "f"
-_KEY_ARRAYS = {
-    # arrays the tokenizer and the facts rely on: what their elements must be
-    "tokenizer.ggml.tokens": "string",
-    "tokenizer.ggml.merges": "string",
-    "tokenizer.ggml.scores": _FLOAT,
-    "tokenizer.ggml.token_type": _INT,
-}
+# arrays the tokenizer and the facts rely on: what their elements must be
+_ARRAYS = {"tokens": "strings", "merges": "strings", "scores": "floats", "token_type": "integers"}
+_KINDS = {"floats": "f", "integers": "iu"}  # of numpy
 _TOKEN_IDS = ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask")
 _NO_TOKEN = (None, -1, 2**32 - 1)  # how converters write "none": nothing, -1, or -1 as u32
 _TEXT_KEYS = ("tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.chat_template", "tokenizer.huggingface.json")
@@ -40,38 +35,37 @@ def special_ids(general: Fields, vocab_size: int, *names: str) -> tuple[int, ...
 
 def check_vocabulary(path: Path, metadata: Mapping[str, Any], vocab_size: int) -> None:
     """Raise BadModelFile unless the vocabulary is sound and has `vocab_size` tokens."""
-    general = Fields(path, metadata)
-    for key, kind in _KEY_ARRAYS.items():
-        value = metadata.get(key)
-        fits = isinstance(value, StringArray) if kind == "string" else getattr(value, "dtype", None) is not None
-        if value is not None and not (fits and (kind == "string" or value.dtype.kind in kind)):
-            wanted = {"string": "strings", _FLOAT: "floats", _INT: "integers"}[kind]
-            raise bad(path, f"must be an array of {wanted}", key=key)
+    general, keys = Fields(path, metadata), Fields(path, metadata, "tokenizer.ggml.")
+    for key, kind in _ARRAYS.items():
+        value = keys.raw(key)
+        is_strings, is_numbers = isinstance(value, StringArray), isinstance(value, np.ndarray)
+        fits = is_strings if kind == "strings" else is_numbers and value.dtype.kind in _KINDS[kind]
+        if value is not None and not fits:
+            raise keys.fail(key, f"must be an array of {kind}")
     for key in _TEXT_KEYS:
         general.text(key)
     for key in _FLAG_KEYS:
         general.flag(key)
-    if len(general.text("tokenizer.chat_template")) > MAX_TEMPLATE_CHARS:
-        what = f"has {len(metadata['tokenizer.chat_template']):,} characters, the limit is {MAX_TEMPLATE_CHARS:,}"
-        raise bad(path, what, key="tokenizer.chat_template")
-    tokens = metadata.get("tokenizer.ggml.tokens")
+    template = len(general.text("tokenizer.chat_template"))
+    if template > MAX_TEMPLATE_CHARS:
+        what = f"has {template:,} characters, the limit is {MAX_TEMPLATE_CHARS:,}"
+        raise general.fail("tokenizer.chat_template", what)
+    tokens, scores, merges = keys.raw("tokens"), keys.raw("scores"), keys.raw("merges")
     if tokens is None:
-        raise bad(path, "is missing: the file has no vocabulary", key="tokenizer.ggml.tokens")
+        raise keys.fail("tokens", "is missing: the file has no vocabulary")
     if len(tokens) != vocab_size:
-        what = f"holds {len(tokens):,} tokens, the embedding has {vocab_size:,} rows"
-        raise bad(path, what, key="tokenizer.ggml.tokens")
-    for key in ("tokenizer.ggml.scores", "tokenizer.ggml.token_type"):
-        if metadata.get(key) is not None and len(metadata[key]) != vocab_size:
-            raise bad(path, f"has {len(metadata[key]):,} entries for {vocab_size:,} tokens", key=key)
-    scores = metadata.get("tokenizer.ggml.scores")
+        raise keys.fail("tokens", f"holds {len(tokens):,} tokens, the embedding has {vocab_size:,} rows")
+    for key in ("scores", "token_type"):
+        if keys.raw(key) is not None and len(keys.raw(key)) != vocab_size:
+            raise keys.fail(key, f"has {len(keys.raw(key)):,} entries for {vocab_size:,} tokens")
     if scores is not None and not np.isfinite(scores).all():
-        raise bad(path, "holds a value that is not finite", key="tokenizer.ggml.scores")
+        raise keys.fail("scores", "holds a value that is not finite")
     special_ids(general, vocab_size, *_TOKEN_IDS)
-    merges = metadata.get("tokenizer.ggml.merges")
     if merges is not None and len(merges):
-        if len(merges) > MAX_MERGES_PER_TOKEN * vocab_size:
-            what = f"holds {len(merges):,} merges, the limit for {vocab_size:,} tokens is"
-            raise bad(path, f"{what} {MAX_MERGES_PER_TOKEN * vocab_size:,}", key="tokenizer.ggml.merges")
+        limit = MAX_MERGES_PER_TOKEN * vocab_size
+        if len(merges) > limit:
+            what = f"holds {len(merges):,} merges, the limit for {vocab_size:,} tokens is {limit:,}"
+            raise keys.fail("merges", what)
         _check_merges(path, merges)
 
 

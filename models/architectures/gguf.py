@@ -93,9 +93,8 @@ class GgufConfig(Config):
         dim = keys.integer("rope.dimension_count", 2, MAX_HEAD_DIM, self.head_dim)
         if "rope_freqs.weight" in self.checkpoint.tensors:
             # Carries Llama 3's scaling; a scaling key beside it must not be applied as well.
-            return RopeFacts(
-                theta, dim, "factors", interleaved=interleaved, factors_tensor="rope_freqs.weight"
-            ), context
+            tensor = "rope_freqs.weight"
+            return RopeFacts(theta, dim, "factors", interleaved=interleaved, factors_tensor=tensor), context
         factor = keys.number("rope.scaling.factor", 1e-3, 1e6, 1.0)
         old = keys.raw("rope.scale_linear")
         kind = keys.text("rope.scaling.type", "none" if old is None else "linear")
