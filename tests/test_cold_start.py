@@ -16,6 +16,7 @@ CASES = {
     "localllm.plan.planner": HEAVY,
     "localllm.doctor": HEAVY,
     "localllm.checkpoint": HEAVY,
+    "localllm.models.architectures": HEAVY,
     "localllm.tui": ENGINE | {"huggingface_hub"},
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,3 +80,9 @@ def test_a_fifth_architecture_loads_plans_and_decodes(
 
     ids = list(range(1, 9))  # no longer than the window: the result is Llama's
     assert torch.allclose(paged(ours).all_logits(ids, [5]), model.logits(ids), atol=1e-4)
+
+
+def test_the_readme_lists_what_the_registry_has() -> None:
+    table = (Path(__file__).parents[2] / "README.md").read_text().partition("| architecture | models |")[2]
+    listed = [re.findall(r"`(\w+)`", row.split("|")[1]) for row in table.partition("\n\n")[0].splitlines()[2:]]
+    assert [name for names in listed for name in names] == list(registry.names())
