@@ -51,7 +51,7 @@ class Failed:
     hint: str = ""
     fixes: tuple[tuple[str, str], ...] = ()
     why: str = ""
-    context: Mapping[str, Any] = field(default_factory=dict)  # the values, for the JSON twin
+    context: Mapping[str, Any] = field(default_factory=dict)  # the values, for the JSON form
 
     @classmethod
     def of(cls, turn: int, error: LocalLLMError) -> Failed:

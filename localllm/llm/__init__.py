@@ -1,1 +1,1 @@
-"""The façade for one model, what an answer must be, and the answer as it grows."""
+"""The facade for one model, what an answer must be, and the answer as it grows."""

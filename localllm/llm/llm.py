@@ -291,10 +291,10 @@ class LLM(LoadedModel):
         stops = params.stop, params.min_tokens, params.include_stop
         return IncrementalDetokenizer(self.tokenizer, *stops, continuing=spec.continuing, keep_ids=spec.keep_ids)
 
-    def tune(self, seconds: float, told: Callable[[Any], None] = lambda one: None) -> list[Any]:
+    def tune(self, seconds: float, on_tuned: Callable[[Any], None] = lambda one: None) -> list[Any]:
         """Time the kernels' tile sizes on this card, for the shapes of this model; a list of `tuning.Tuned`.
 
-        told   called with each shape's result; KeyboardInterrupt stops, and what was timed stays
+        on_tuned  called with each shape's result; KeyboardInterrupt stops, and what was timed stays
         """
         self._boot.stop_tuning()
         self.engine.clear_prefix_cache()
@@ -304,7 +304,7 @@ class LLM(LoadedModel):
             self.generate([[1 + i] * (length if i == 0 else 8) for i in range(count)], quiet)
         stopped = threading.Event()
         try:
-            return self._boot.tune(seconds, told, stopped.is_set)
+            return self._boot.tune(seconds, on_tuned, stopped.is_set)
         except KeyboardInterrupt:
             stopped.set()
             return list(self._boot.tuned)

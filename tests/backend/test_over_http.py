@@ -76,7 +76,7 @@ class Fake(BaseHTTPRequestHandler):
         try:
             for delta in deltas:
                 self._event({"choices": [{"index": 0, "delta": delta, "finish_reason": None}], "usage": None})
-            while last == "for ever":
+            while last == "endless":
                 self._event({"choices": [{"index": 0, "delta": {"content": "x"}, "finish_reason": None}]})
                 time.sleep(0.01)
             if last == "break":
@@ -149,7 +149,7 @@ def test_a_turn_over_http(url: str) -> None:
 
 def test_stopping_hangs_up(url: str) -> None:
     backend = opened(url)
-    turn = backend.send([{"role": "user", "content": "for ever"}])
+    turn = backend.send([{"role": "user", "content": "endless"}])
     wait(backend, lambda e: isinstance(e, Delta), [])
     backend.stop(turn)
     done = wait(backend, lambda e: isinstance(e, Done), [])

@@ -11,7 +11,7 @@ from localllm.engine.device_sampler import DeviceSampler, has_device_form
 from localllm.engine.sampler import sample
 from localllm.engine.sequence import Sequence
 from localllm.errors import BadModelFile
-from localllm.kernels.sampling import sample as twin
+from localllm.kernels.sampling import sample as reference
 from localllm.request import Request, SamplingParams
 
 VOCAB = 70
@@ -42,7 +42,7 @@ def sequence_of(prompt=(1, 2, 3), output=(), eos=(), mask=None, **params) -> Seq
 
 
 def sampler(most: int = 8) -> DeviceSampler:
-    return DeviceSampler(twin, most, VOCAB, torch.device("cpu"))
+    return DeviceSampler(reference, most, VOCAB, torch.device("cpu"))
 
 
 GREEDY = {

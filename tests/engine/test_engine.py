@@ -207,6 +207,37 @@ def test_stops():
     assert all(t < 5 for t in ids_of(stream)[:4])
 
 
+class Letters:
+    """A stop check over an alphabet: the last letter waits, as what may begin a stop string does."""
+
+    def __init__(self, stop):
+        self.stop, self.held, self.stop_text = stop, "", None
+
+    def accept(self, token_id):
+        self.held += chr(65 + token_id)
+        if token_id == self.stop:
+            self.stop_text, self.held = self.held[-1], self.held[:-1]
+        return self.stop_text is not None
+
+    def take(self, last=False):
+        count = len(self.held) - (not last)
+        text, self.held = self.held[:count], self.held[count:]
+        return text
+
+    def fork(self):
+        return Letters(self.stop)
+
+
+@pytest.mark.parametrize("stop", [None, 4])
+def test_the_text_of_a_stop_check_comes_with_the_events(stop):
+    tokens = alone([1, 2, 3])
+    kept = tokens if stop is None else tokens[: tokens.index(tokens[stop])]
+    stream = run(make(), request([1, 2, 3], stop_check=Letters(None if stop is None else tokens[stop])))[0]
+    events = [e for e in collected(stream) if e.prefill is None]
+    assert "".join(e.text for e in events) == "".join(chr(65 + t) for t in kept)
+    assert len(events[-1].text) <= 2 and events[-1].stop_reason == (None if stop is None else chr(65 + tokens[stop]))
+
+
 def test_length_is_clamped_to_the_context():
     stream = run(make(max_context=16), request(list(range(10)), max_tokens=None))[0]
     assert len(ids_of(stream)) == 6

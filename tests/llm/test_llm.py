@@ -1,4 +1,4 @@
-"""The real models through the façade: transformers' greedy tokens, what the defaults cost, and the API a user sees."""
+"""The real models through the facade: transformers' greedy tokens, what the defaults cost, and the API a user sees."""
 
 import json
 from pathlib import Path
