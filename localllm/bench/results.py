@@ -64,7 +64,7 @@ class BenchResult:
     peer: PeerResult | None = None
     load: list[dict[str, Any]] = field(default_factory=list)  # `load.LoadRow`s, where requests were sent together
     machine: dict[str, Any] = field(default_factory=dict)
-    subject: dict[str, Any] = field(default_factory=dict)  # what was measured, as `calibrate.load` looks for it
+    subject: dict[str, Any] = field(default_factory=dict)  # what was measured, as `plan.speeds.load` looks for it
     versions: dict[str, str] = field(default_factory=dict)
     date: str = ""
     command: str = ""
