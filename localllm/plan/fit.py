@@ -7,7 +7,6 @@ reading; of its files the one that suits the card. Where none fits so, less cont
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from localllm import hub
@@ -70,13 +69,16 @@ def device_kind(planner: Planner) -> str:
 def judge(planner: Planner, min_ctx: int, made_before: Plans | None = None) -> catalog.Fits:
     """A verdict on candidates: whether one runs here with that context (or its own), and how fast.
 
-    Where there is a usable GPU, it must fit there: the CPU is no place that a family's name chooses by itself.
-    `made_before` keeps the plans for the next verdict.
+    Where there is a usable GPU, it must fit there: the CPU is no place that a family's name chooses by itself. A model
+    whose shape is not known is judged by its size. `made_before` keeps the plans for the next verdict.
     """
     kind, planner = device_kind(planner), planner.having(ctx="auto")
     plans = {} if made_before is None else made_before
+    by_size = catalog.default_fits(catalog.memory_of(planner.machine))
 
     def fits(candidate: catalog.Candidate) -> tuple[bool, float]:
+        if candidate.shape is None and not candidate.needs:
+            return by_size(candidate)
         if candidate not in plans:
             plans[candidate] = plan_of(candidate, planner)
         made = plans[candidate]
@@ -90,25 +92,12 @@ def judge(planner: Planner, min_ctx: int, made_before: Plans | None = None) -> c
 def plan_of(candidate: catalog.Candidate, planner: Planner) -> Plan | None:
     """The plan for a model that is not here; None when it cannot run at all."""
     facts = facts_of(candidate)
-    if facts is None:
-        return _guessed(candidate, planner)
-    if candidate.device == "gpu" and device_kind(planner) == "cpu":
+    if facts is None or (candidate.device == "gpu" and device_kind(planner) == "cpu"):
         return None
     try:
         return planner.plan_within(facts)
     except LocalLLMError:
         return None
-
-
-def _guessed(candidate: catalog.Candidate, planner: Planner) -> Plan | None:
-    """A local model that is in no catalogue was made a candidate without a shape: one of usual proportions."""
-    if candidate.needs or candidate.family:
-        return None
-    layers = 32
-    heads = max(1, round(candidate.kv_bytes_per_token / (4 * 128 * layers)))
-    hidden = max(256, round((candidate.params / (12 * layers)) ** 0.5 / 128) * 128)
-    shape = catalog.Shape(layers, hidden, 3 * hidden, max(heads, hidden // 128), heads, 128, 32_000)
-    return plan_of(replace(candidate, shape=shape, format=candidate.format or "Q4_K_M"), planner)
 
 
 def preference(planner: Planner) -> Callable[[catalog.Candidate], int]:
