@@ -8,33 +8,25 @@ and the default holds; a wrong flag or variable is a `ConfigError`. Knows nothin
 from .edit import set_key, unset_key
 from .keys import (
     KEYS,
-    SECTIONS,
-    ChatConfig,
     EngineOptions,
     Key,
     Preset,
-    PullConfig,
     SamplingConfig,
-    ServerConfig,
     UiConfig,
     UserConfig,
     environment,
     find_key,
 )
-from .kinds import parse_bytes, parse_seconds, parse_tokens
+from .kinds import parse_bytes, parse_seconds
 from .load import load_config, settings_file
 from .reference import reference
 
 __all__ = [
     "KEYS",
-    "SECTIONS",
-    "ChatConfig",
     "EngineOptions",
     "Key",
     "Preset",
-    "PullConfig",
     "SamplingConfig",
-    "ServerConfig",
     "UiConfig",
     "UserConfig",
     "environment",
@@ -42,7 +34,6 @@ __all__ = [
     "load_config",
     "parse_bytes",
     "parse_seconds",
-    "parse_tokens",
     "reference",
     "set_key",
     "settings_file",

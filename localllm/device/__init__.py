@@ -13,14 +13,13 @@ from localllm.testing import only_in_tests
 
 from .bandwidth import guessed_bandwidth, read_bandwidth
 from .cpu import cpu_facts
-from .facts import CpuFacts, GpuFacts, GpuLink, GpuProcess, MachineFacts
+from .facts import GpuFacts, GpuLink, GpuProcess, MachineFacts
 from .fake import fake_machine
 from .memory import memory_limits, rss_anon_bytes
 from .nvml import gpu_facts
 from .surroundings import compiler, container, torch_build, wsl_version
 
 __all__ = [
-    "CpuFacts",
     "GpuFacts",
     "GpuLink",
     "GpuProcess",
@@ -32,11 +31,10 @@ __all__ = [
 ]
 
 
-def machine(*, measure: bool = False, root: Path = Path("/")) -> MachineFacts:
+def machine(root: Path = Path("/")) -> MachineFacts:
     """What there is to compute with.
 
-    measure   read memory for about 100 ms to know the CPU's bandwidth; else a guess from its cores
-    root      where /proc and /sys are found: tests hand in a tree of their own
+    root   where /proc and /sys are found: tests hand in a tree of their own
 
     Never raises for a missing file or a broken driver: what is not known is 0, "" or empty, and `gpu_error` says why.
     With LOCALLLM_TESTING=1, LOCALLLM_FAKE_HW names an invented machine; without, it raises ConfigError.
@@ -45,10 +43,7 @@ def machine(*, measure: bool = False, root: Path = Path("/")) -> MachineFacts:
     if name:
         return fake_machine(name)
     cpu = cpu_facts(root)
-    if measure:
-        cpu = replace(cpu, bandwidth=read_bandwidth(cpu.cores_usable, cpu.cache_bytes), bandwidth_basis="measured")
-    else:
-        cpu = replace(cpu, bandwidth=guessed_bandwidth(cpu))
+    cpu = replace(cpu, bandwidth=guessed_bandwidth(cpu))
     memory = memory_limits(root)
     driver = gpu_facts(memory.available_bytes, root)
     version, cuda = torch_build()

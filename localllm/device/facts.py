@@ -19,7 +19,7 @@ class CpuFacts:
     quota: float = 0.0  # CPUs' worth of time a cgroup allows; 0 is no limit
     cache_bytes: int = 0  # last-level cache
     bandwidth: float = 0.0  # bytes per second all usable cores read from memory
-    bandwidth_basis: str = "guess"  # measured | guess
+    bandwidth_basis: str = "guess"  # guess
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from localllm import LLM
-from localllm.cli.session import engine_options
 from localllm.config import KEYS, EngineOptions, load_config
 from localllm.device.fake import MACHINES
 from localllm.errors import ConfigError
@@ -131,19 +130,20 @@ def test_all_settings_reach_a_running_engine(tiny_path: Path) -> None:
         assert llm.plan.deterministic and llm.plan.threads == llm.machine.cpu.cores_usable
 
 
-def test_the_command_line_hands_the_settings_to_the_engine_as_they_are() -> None:
-    config = load_config({f"engine.{path_of(f).partition('.')[2]}": typed for f, (typed, _) in GIVEN.items()})
-    env: Any = type("Env", (), {"debug_invariants": True})
-    assert engine_options(env, config) == replace(config.engine, debug_invariants=True)
-
-
-def test_the_pool_lets_go_of_a_model_after_the_time_in_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_and_serve_hand_the_settings_on_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     from localllm.cli.commands.serve import new_pool
     from localllm.cli.frame.command import Env, Options
+    from localllm.cli.session import Sampling, make_backend
 
+    env, given = Env(Options()), []
+    config = env.settings({path_of(field): typed for field, (typed, _) in GIVEN.items()})
+    monkeypatch.setattr("localllm.backend.in_process.InProcessBackend", lambda *_, options, **__: given.append(options))
+    monkeypatch.setattr("localllm.cli.offers.HubLoader", given.append)
     monkeypatch.setattr("localllm.server.pool.ModelPool", lambda offers, loader, machine, options: options)
-    env = Env(Options())
-    assert new_pool(env, env.settings({"engine.ttl": "90s"}), list, (), None).ttl_s == 90.0
+    make_backend(env, config, Sampling())
+    pool: Any = new_pool(env, config, list, (), None)
+    assert given == [config.engine, config.engine] == [EngineOptions(**{f: v for f, (_, v) in GIVEN.items()})] * 2
+    assert pool.ttl_s == 90.0, "after which a model is let go"
 
 
 @pytest.mark.parametrize(("field", "value"), [("kv", "fp4"), ("threads", 0), ("gpu_mem", 2), ("graphs", "maybe")])
