@@ -10,6 +10,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from localllm.cli.frame.command import Env, command
+from localllm.cli.frame.console import counted, picked
 from localllm.cli.frame.options import EngineFlags, Parallel
 from localllm.cli.session import fake_engine
 from localllm.errors import Aborted, ConfigError, LocalLLMError
@@ -92,18 +93,15 @@ def _report(env: Env, counts: object, output: Path) -> None:
     if env.console.as_json:
         env.console.emit(
             "batch/1",
-            {
-                "output": str(output), "total": counts.total, "skipped": counts.skipped, "answered": counts.done,
-                "failed": counts.failed, "prompt_tokens": counts.prompt_tokens,
-                "completion_tokens": counts.completion_tokens, "seconds": round(seconds, 3),
-                "finished": int(time.time()),
-            },
-        )  # fmt: skip
+            picked(counts, "total skipped failed prompt_tokens completion_tokens")
+            | {"output": str(output), "answered": counts.done}
+            | {"seconds": round(seconds, 3), "finished": int(time.time())},
+        )
         return
     failed = f", {counts.failed} of them with an error" if counts.failed else ""
     skipped = f" ({counts.skipped} were there already)" if counts.skipped else ""
     rate = f", {counts.completion_tokens / seconds:,.0f} tok/s" if counts.completion_tokens and seconds else ""
-    what = "request" if counts.done == 1 else "requests"
+    answered = counted(counts.done, "request")
     env.console.say(
-        f"{counts.done:,} {what} answered{skipped}{failed} in {seconds_short(seconds)}{rate}: {clean_line(str(output))}"
+        f"{answered} answered{skipped}{failed} in {seconds_short(seconds)}{rate}: {clean_line(str(output))}"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -46,12 +47,7 @@ def pull(
     if repair and (dry_run or revision or quant or include or exclude):
         raise ConfigError("--repair takes only names", "localllm pull NAME --repair")
     wish = Wish(dry_run, tuple(include or ()), tuple(exclude or ()), workers)
-    rows = []
-    for name in models:
-        if repair:
-            rows.append(_repair(env, name))
-        else:
-            rows.append(_pull(env, _full_name(name, quant, revision), wish))
+    rows = [_repair(env, n) if repair else _pull(env, _full_name(n, quant, revision), wish) for n in models]
     if env.console.as_json:
         env.console.emit("pull/1", {**rows[0], "models": rows})
     return 0
@@ -110,15 +106,14 @@ def _pull(env: Env, name: str, wish: Wish) -> dict[str, Any]:
         console.say(f"  license text: {clean_line(resolved.license_url)}")
     if wish.dry_run:
         if not console.as_json:
-            _list_files(env, resolved)
+            rows = [(f.name, gib(f.size)) for f in resolved.files] or [(resolved.name, gib(resolved.size_bytes))]
+            console.table(("FILE", "SIZE"), rows, right=("SIZE",))
         return _row(resolved, None, 0.0, env.config.engine) | {"fits": made.fits if made is not None else None}
     if not console.confirm("Download now?"):
         raise ConfigError("nothing was downloaded", f"localllm pull {clean_line(name)} -y")
     start = time.monotonic()
-    progress = env.progress(shown)
-    path = watched(
-        progress, lambda tell, cancel: hub.download(resolved, progress=tell, cancel=cancel, workers=wish.workers)
-    )
+    fetch = partial(hub.download, resolved, workers=wish.workers)
+    path = watched(env.progress(shown), lambda tell, cancel: fetch(progress=tell, cancel=cancel))
     took = time.monotonic() - start
     row = _row(resolved, path, took, env.config.engine)
     console.say(f"{shown}: {gib(resolved.size_bytes)}, verified, in {seconds_short(took)}")
@@ -155,13 +150,6 @@ def _fits(path: Path, options: EngineOptions) -> tuple[bool, bool]:
     with open_model(path) as checkpoint:
         made = Planner.here(options).plan_within(checkpoint.facts, path)
         return made.fits, checkpoint.facts.has_chat_template
-
-
-def _list_files(env: Env, resolved: Resolved) -> None:
-    rows = [(f.name, gib(f.size)) for f in resolved.files]
-    if not rows:
-        rows = [(resolved.name, gib(resolved.size_bytes))]
-    env.console.table(("FILE", "SIZE"), rows, right=("SIZE",))
 
 
 def _repair(env: Env, name: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from localllm.cli.frame.command import Env, command
+from localllm.cli.frame.console import counted
 from localllm.cli.frame.options import model_argument
 from localllm.errors import ConfigError
 from localllm.terminal import clean, clean_line, gib
@@ -45,7 +46,7 @@ def rm(
         console.say(f"{clean_line(name)}")
     for note in dict.fromkeys(item.note for item in planned if item.note):
         console.say(f"note: {clean(note)}")
-    console.say(f"{len(paths)} file{'' if len(paths) == 1 else 's'}, {gib(total)}")
+    console.say(f"{counted(len(paths), 'file')}, {gib(total)}")
     if paths and not dry_run and not console.confirm("Remove?", default=False):
         raise ConfigError("nothing was removed", "answer y, or pass -y")
     done = planned

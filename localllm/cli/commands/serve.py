@@ -12,6 +12,7 @@ from typer import Option
 
 from localllm._version import __version__
 from localllm.cli.frame.command import Env, command
+from localllm.cli.frame.console import counted
 from localllm.cli.frame.exits import leave_now
 from localllm.cli.frame.options import EngineFlags, Parallel, model_argument, one_of, read_text
 from localllm.cli.names import Choice, agree, choice_of, resolve
@@ -240,15 +241,9 @@ class _Life:
 
         self._record = Record("serve", url, self._token)
         if not self._options.preload:
-            self._hello(url)
-
-    def _hello(self, url: str) -> None:
-        console = self._console
-        console.say(f"localllm {__version__}")
-        if not url.startswith("http"):
-            console.say(f"ready  {url}")
-            return
-        console.say(f"ready  OpenAI  {url}/v1   Anthropic  {url}   Ollama  {url}")
+            self._console.say(f"localllm {__version__}")
+            apis = f"OpenAI  {url}/v1   Anthropic  {url}   Ollama  {url}"
+            self._console.say(f"ready  {apis if url.startswith('http') else url}")
 
     def ready(self, url: str, service: Service) -> None:
         """Requests are taken."""
@@ -304,8 +299,7 @@ class _Life:
             self._console.say("dropped what was running")
             self.end()
         elif running:
-            word = "request" if running == 1 else "requests"
-            self._console.say(f"stopping: {running} {word} running; once more drops them")
+            self._console.say(f"stopping: {counted(running, 'request')} running; once more drops them")
 
     def end(self) -> None:
         """Nobody listens any more."""

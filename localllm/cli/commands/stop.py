@@ -80,6 +80,5 @@ def _unload(env: Env, servers: list[Running], model: str, what: str) -> int:
     if env.console.as_json:
         env.console.emit("stop/1", {"stopped": [], "unloaded": done})
     for row in done:
-        word = "parked" if what == "park" else "unloaded"
-        env.console.say(f"{word} {clean_line(str(row['model']))} at {clean_line(str(row['url']))}")
+        env.console.say(f"{what}ed {clean_line(str(row['model']))} at {clean_line(str(row['url']))}")
     return 0

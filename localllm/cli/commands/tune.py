@@ -8,6 +8,7 @@ from typing import Annotated
 from typer import Option
 
 from localllm.cli.frame.command import Env, command
+from localllm.cli.frame.console import picked
 from localllm.cli.frame.options import Model, WindowFlags
 from localllm.cli.names import choose
 from localllm.terminal import clean_line
@@ -41,15 +42,7 @@ def tune(
         waiting = llm.num_untuned
     if console.as_json:
         rows = [
-            {
-                "op": one.shape.op,
-                "key": list(one.shape.key),
-                "tile": dict(one.tile),
-                "us": one.us,
-                "first_us": one.first_us,
-                "failed": list(one.failed),
-            }
-            for one in tuned
+            picked(one, "us first_us failed") | picked(one.shape, "op key") | {"tile": dict(one.tile)} for one in tuned
         ]
         took = time.monotonic() - started
         console.emit("tune/1", {"device": device, "tuned": rows, "waiting": waiting, "seconds": took})

@@ -26,7 +26,7 @@ MAX_FIXES = 5  # An error has at most eight lines: what, why, hint, and these.
 MIN_NOTE = 14  # cells of a table's note below which a column is left out for it
 
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36", "accent": "1;36"}
-_ASCII = str.maketrans("✓✗–·━╸─≈", "+x-|=>-~") | {ord("…"): "...", ord("→"): "->"}
+_ASCII = str.maketrans("✓✗–·━╸─≈╭╮╰╯│", "+x-|=>-~++++|") | {ord("…"): "...", ord("→"): "->"}
 _COMMAND = re.compile(r"`((?:localllm|hf|sudo|export|pip|uv) [^`]+)`")
 
 

@@ -99,12 +99,7 @@ def _box(console: Console, title: str, commands: Sequence[tuple[str, str]], name
             padding = " " * (inner - name_width - 3 - cell_width(part))
             rows.append(f"│ {text}{padding} │")
     rows.append("╰" + "─" * (columns - 2) + "╯")
-    return [_ascii_box(console, row) for row in rows]
-
-
-def _ascii_box(console: Console, row: str) -> str:
-    plain = console.glyphs("─") != "─"
-    return row.translate(str.maketrans("╭╮╰╯│─", "++++|-")) if plain else row
+    return [console.glyphs(row) for row in rows]
 
 
 class QuickParams:

@@ -60,14 +60,8 @@ class Root(QuickParams, TyperGroup):
         """Write the help of the program."""
         formatter.write(program_help(_groups(), ctx.terminal_width) + "\n")
 
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        windows_expand_args: bool = True,
-        **extra: Any,
+    def main(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any
     ) -> Any:
         """Run a command line; always ends in SystemExit with one of the documented codes."""
         words = list(sys.argv[1:] if args is None else args)
@@ -82,7 +76,7 @@ class Root(QuickParams, TyperGroup):
                 sys.exit(Console(as_json=as_json).fail(error))
             words = [*words[1:2], "--help"]
         try:
-            code = super().main(words, "localllm", complete_var, False, windows_expand_args, **extra)
+            code = super().main(words, "localllm", **extra | {"standalone_mode": False})
             sys.stdout.flush()
         except ConfigError as error:
             code = Console(as_json=as_json).fail(error)
