@@ -51,7 +51,6 @@ class Job:
 
     messages: list[Message]
     sampling: Sampling
-    ctx: str | None = None
     constraint: Constraint | None = None
     truncate: str = "never"
     extract: str | None = None  # the language of the code block that is the answer; "" for any
@@ -108,7 +107,7 @@ def shortened(
     while True:
         kept = count(cut := _without(text, keep, side))
         if kept <= room:
-            return [*messages[:-1], with_content(messages[-1], cut)], before, kept
+            return [*messages[:-1], Message(**messages[-1] | {"content": cut})], before, kept
         if keep == 0:
             raise ContextTooLong(
                 f"what comes before the question leaves {max(room, 0):,} of {ctx:,} tokens for it",
@@ -126,13 +125,6 @@ def _without(text: str, keep: int, side: str) -> str:
         return mark + text[len(text) - keep :]
     first = keep // 2
     return text[:first] + "\n" + mark + text[len(text) - (keep - first) :]
-
-
-def with_content(message: Message, text: str) -> Message:
-    """The message with another text."""
-    changed = message.copy()
-    changed["content"] = text
-    return changed
 
 
 def code_block(text: str, language: str) -> str:

@@ -8,19 +8,20 @@ import sys
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
 from localllm.cli import doctor_view
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.options import MaybeModel
+from localllm.doctor.advice import advice
+from localllm.doctor.rules import MAX_LOG_BYTES, match_log, match_machine
 from localllm.errors import ConfigError
 from localllm.interface import Check
 
 if TYPE_CHECKING:
     from localllm.doctor import Survey
-    from localllm.doctor.rules import Match
 
 FAILED = 11
 
@@ -93,10 +94,10 @@ def doctor(
         from localllm.doctor.markdown import report_markdown
 
         found += coming
-        env.console.answer(report_markdown(found, survey, _known(survey)))
+        env.console.answer(report_markdown(found, survey, match_machine(survey)))
     elif env.console.as_json:
         found += coming
-        env.console.write_json(checks.document(found, survey, _known(survey), _advice(env, survey)))
+        env.console.write_json(checks.document(found, survey, match_machine(survey), advice(survey, env.config)))
     else:
         width = max(len(name) for name in (*ids, *(measured or checks.MEASURED if deep else ())))
         shown = doctor_view.Findings(env.console, width)
@@ -104,21 +105,11 @@ def doctor(
             found.append(check)
             shown.add(check)
         whole = not only and not model
-        doctor_view.ending(env.console, found, _known(survey) if whole else [], _advice(env, survey) if whole else [])
+        doctor_view.ending(
+            env.console, found, match_machine(survey) if whole else [], advice(survey, env.config) if whole else []
+        )
     counts = checks.summary(found)
     return FAILED if counts["fail"] or (strict and counts["warn"]) else 0
-
-
-def _known(survey: Survey) -> list[Match]:
-    from localllm.doctor.rules import match_machine
-
-    return match_machine(survey)
-
-
-def _advice(env: Env, survey: Survey) -> list[Any]:
-    from localllm.doctor.advice import advice
-
-    return advice(survey, env.config)
 
 
 def _model_checks(env: Env, name: str, survey: Survey) -> Iterator[Check]:
@@ -170,10 +161,8 @@ def _kernels(env: Env, card: str | None) -> int:
 
 def _log(env: Env, source: str, survey: Survey) -> int:
     """Match a text against the known troubles."""
-    from localllm.doctor import rules
-
     text = read_log(source)
-    found = rules.match_log(text, survey)
+    found = match_log(text, survey)
     if env.console.as_json:
         env.console.emit("diagnosis/1", {"source": source, "matches": [doctor_view.match_json(m) for m in found]})
     else:
@@ -186,8 +175,6 @@ def read_log(source: str) -> str:
 
     Raises ConfigError when it cannot be read or holds nothing.
     """
-    from localllm.doctor.rules import MAX_LOG_BYTES
-
     if source == "-":
         if sys.stdin is None or sys.stdin.isatty():
             raise ConfigError("--log - reads the text from stdin", "vllm serve ... 2>&1 | localllm doctor --log -")
@@ -215,7 +202,7 @@ def _for(env: Env, engine: str, model: str | None, survey: Survey) -> int:
     if env.console.as_json:
         env.console.emit("launch/1", doctor_view.launch_json(found))
     else:
-        doctor_view.launch(env.console, found, _known(survey))
+        doctor_view.launch(env.console, found, match_machine(survey))
     return 0
 
 
