@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from localllm.cli.frame.command import Env, command
-from localllm.cli.frame.console import counted
 from localllm.cli.frame.options import model_argument
 from localllm.errors import ConfigError
-from localllm.terminal import clean, clean_line, gib
+from localllm.terminal import clean, clean_line, counted, gib
 
 if TYPE_CHECKING:
     pass
