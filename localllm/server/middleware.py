@@ -39,10 +39,13 @@ def host_is_local(host: str) -> bool:
         name = urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return False
-    if name == "localhost" or name.endswith(LOCAL_SUFFIXES):
-        return True
+    return name.endswith(LOCAL_SUFFIXES) or is_loopback(name)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address to bind is this machine's alone."""
     try:
-        return ipaddress.ip_address(name).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import ipaddress
 import logging
 import os
 import resource
@@ -20,6 +19,7 @@ from typing import Any, Protocol
 from localllm.errors import Aborted, ConfigError, DeviceError, ServerError
 
 from .app import AppOptions, create_app
+from .middleware import is_loopback
 from .pool import ModelPool
 from .service import Service, ServiceOptions
 
@@ -86,23 +86,16 @@ def bind(options: ServeOptions) -> socket.socket:
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     # the protocol is named because asyncio turns Nagle's delay of 40 ms off only where it can read it
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
+    with _listening(sock, f"{options.host} port {options.port}", f"add --port {options.port + 1}"):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((options.host, options.port))
-        sock.listen(BACKLOG)
-    except OSError as error:
-        sock.close()
-        raise ServerError(
-            f"cannot listen on {options.host} port {options.port}: {error.strerror or error}",
-            f"add --port {options.port + 1}",
-        ) from error
     return sock
 
 
 def _bind_unix(path: Path) -> socket.socket:
     """A socket file that only its owner may use; one that a dead server left is replaced."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
+    with _listening(sock, str(path), "choose another --unix PATH"):
         if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
                 if probe.connect_ex(str(path)) == 0:
@@ -113,26 +106,21 @@ def _bind_unix(path: Path) -> socket.socket:
             sock.bind(str(path))
         finally:
             os.umask(old)
-        sock.listen(BACKLOG)
-    except OSError as error:
-        sock.close()
-        raise ServerError(
-            f"cannot listen on {path}: {error.strerror or error}", "choose another --unix PATH"
-        ) from error
-    except ServerError:
-        sock.close()
-        raise
     return sock
 
 
-def is_loopback(host: str) -> bool:
-    """Whether an address to bind is this machine's alone."""
-    if host == "localhost":
-        return True
+@contextlib.contextmanager
+def _listening(sock: socket.socket, where: str, fix: str) -> Iterator[None]:
+    """The socket listens after the block, or is closed. Raises ServerError."""
     try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+        yield
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise ServerError(f"cannot listen on {where}: {error.strerror or error}", fix) from error
+    except ServerError:
+        sock.close()
+        raise
 
 
 def serve(pool: ModelPool, options: ServeOptions, hooks: Hooks) -> bool:
