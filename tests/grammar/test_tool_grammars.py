@@ -10,6 +10,7 @@ import pytest
 from grammar_walks import allowed, controlled_tokenizer, walk
 
 from localllm.chat.tools import FORMATS, ToolFormat
+from localllm.chat.tools.formats import HERMES
 from localllm.chat.tools.grammars import MAX_CALLS, call_grammar, trigger_of
 from localllm.grammar import Compiler, Source
 
@@ -104,7 +105,7 @@ def test_calls_are_valid(
         check(calls)
     assert finished >= 3
     shares = tool_format.name.startswith(("mistral", "phi", "deepseek")) and tool_format.name != "mistral-named"
-    one_only = tool_format.one_call or tool_format.writes == "harmony" or (after_trigger and not shares)
+    one_only = tool_format.one_call or tool_format.name == "harmony" or (after_trigger and not shares)
     assert (most == 1) if one_only else (most > 1)
 
 
@@ -119,7 +120,7 @@ def test_one_call_where_one_is_wanted(tool_format: ToolFormat, smollm2: Compiler
 
 def test_a_lone_tool_needs_few_choices(smollm2: Compiler) -> None:
     """Everything but the values is forced."""
-    grammar = call_grammar(FORMATS[0], TOOLS[1:2], smollm2.words(), parallel=False)
+    grammar = call_grammar(HERMES, TOOLS[1:2], smollm2.words(), parallel=False)
     mask = smollm2.mask(Source("lark", grammar))
     forced = smollm2.tokenizer.decode(mask.jump_forward())
     assert forced.startswith('<tool_call>\n{"name": "now", "arguments": {}')

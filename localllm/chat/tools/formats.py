@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..parser import Splitter
@@ -17,17 +17,58 @@ Tools = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
+class Json:
+    """What stands around the JSON of the arguments; NAME stands for the name."""
+
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """What stands around the name, and around each argument; KEY stands for its name."""
+
+    begin: str
+    end: str
+    text: tuple[str, str]  # around an argument that is text
+    json: tuple[str, str] | None = None  # around any other; None: the same
+
+
+@dataclass(frozen=True, slots=True)
+class Braces:
+    """`call:NAME{key:value}` with strings between quotes of its own."""
+
+    quote: str
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """How a call is written, for grammars (`grammars.py`) and for the way back into a prompt.
+
+    `open call (sep call)* close` when calls share a section, else `open call close (sep open call close)*`.
+    """
+
+    open: str
+    close: str
+    body: Json | Tags | Braces
+    sep: str = ""
+    shares: bool = False
+    spaced: str = ""  # after `open`, perhaps with a space before it
+
+
+@dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How one family writes calls."""
+    """How one family writes calls, and how they are read."""
 
     name: str
     reader: Reader | None  # None: harmony, which has channels instead
     triggers: tuple[str, ...] = ()
     at_start: tuple[str, ...] = ()  # calls that begin an answer without a trigger
     shown: tuple[str, ...] = ()  # texts of control tokens that the parser must see, where they are control tokens
-    writes: str = ""  # which of the grammars of `grammars.py` keeps calls valid
     short_ids: bool = False
     one_call: bool = False  # one call an answer, however many are allowed
+    marks: tuple[str, ...] = ()  # stand in the chat templates of models that write so
+    writes: Writing = field(kw_only=True)
 
     def parser(
         self,
@@ -45,8 +86,14 @@ class ToolFormat:
         return ToolParser(options, self.reader, self.triggers, self.at_start)
 
 
+_HERMES_CALLS = Writing("<tool_call>\n", "\n</tool_call>", Json('{"name": "NAME", "arguments": ', "}"), sep="\n")
 HERMES = ToolFormat(
-    "hermes", JsonCalls(end=("</tool_call>",)), ("<tool_call>",), shown=("<tool_call>", "</tool_call>"), writes="hermes"
+    "hermes",
+    JsonCalls(end=("</tool_call>",)),
+    ("<tool_call>",),
+    shown=("<tool_call>", "</tool_call>"),
+    marks=("<tool_call>",),
+    writes=_HERMES_CALLS,
 )
 # for templates that know nothing of tools: `messages.py` tells the model how. One call an answer: models that were
 # never taught to call repeat themselves
@@ -55,7 +102,7 @@ GENERIC = ToolFormat(
     JsonCalls(end=("</tool_call>",)),
     ("<tool_call>",),
     at_start=('{"',),
-    writes="hermes",
+    writes=_HERMES_CALLS,
     one_call=True,
 )
 QWEN_CODER = ToolFormat(
@@ -73,7 +120,13 @@ QWEN_CODER = ToolFormat(
     ),
     ("<tool_call>", "<function="),
     shown=("<tool_call>", "</tool_call>"),
-    writes="qwen-coder",
+    marks=("<tool_call>", "<function="),
+    writes=Writing(
+        "<tool_call>\n",
+        "</tool_call>",
+        Tags("<function=NAME>\n", "</function>\n", ("<parameter=KEY>\n", "\n</parameter>\n")),
+        sep="\n",
+    ),
 )
 GLM = ToolFormat(
     "glm",
@@ -87,7 +140,13 @@ GLM = ToolFormat(
     ),
     ("<tool_call>",),
     shown=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-    writes="glm",
+    marks=("<tool_call>", "<arg_key>"),
+    writes=Writing(
+        "<tool_call>",
+        "</tool_call>",
+        Tags("NAME\n", "", ("<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n")),
+        sep="\n",
+    ),
 )
 LLAMA3 = ToolFormat(
     "llama3",
@@ -95,18 +154,26 @@ LLAMA3 = ToolFormat(
     ("<|python_tag|>",),
     at_start=('{"', "{ "),
     shown=("<|python_tag|>",),
-    writes="llama3",
+    marks=('"parameters": ', "ipython"),
+    writes=Writing("", "", Json('{"name": "NAME", "parameters": ', "}")),
     one_call=True,
 )
 MISTRAL = ToolFormat(
-    "mistral", JsonCalls(), ("[TOOL_CALLS]",), shown=("[TOOL_CALLS]",), writes="mistral", short_ids=True
+    "mistral",
+    JsonCalls(),
+    ("[TOOL_CALLS]",),
+    shown=("[TOOL_CALLS]",),
+    marks=("[TOOL_CALLS]",),
+    writes=Writing("[TOOL_CALLS]", "]", Json('{"name": "NAME", "arguments": ', "}"), sep=", ", shares=True, spaced="["),
+    short_ids=True,
 )
 MISTRAL_NAMED = ToolFormat(
     "mistral-named",
     NamedCalls(("[ARGS]",), again="[TOOL_CALLS]"),
     ("[TOOL_CALLS]",),
     shown=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
-    writes="mistral-named",
+    marks=("[TOOL_CALLS]", "[ARGS]"),
+    writes=Writing("[TOOL_CALLS]", "", Json("NAME[ARGS]", "")),
     short_ids=True,
 )
 GEMMA = ToolFormat(
@@ -114,14 +181,16 @@ GEMMA = ToolFormat(
     BracedCalls('<|"|>', "<tool_call|>"),
     ("<|tool_call>",),
     shown=("<|tool_call>", "<tool_call|>", '<|"|>'),
-    writes="gemma",
+    marks=("<|tool_call>", "<tool_call|>"),
+    writes=Writing("<|tool_call>", "<tool_call|>", Braces('<|"|>')),
 )
 FUNCTION_GEMMA = ToolFormat(
     "function-gemma",
     BracedCalls("<escape>", "<end_function_call>"),
     ("<start_function_call>",),
     shown=("<start_function_call>", "<end_function_call>", "<escape>"),
-    writes="function-gemma",
+    marks=("<start_function_call>",),
+    writes=Writing("<start_function_call>", "<end_function_call>", Braces("<escape>")),
 )
 _DEEPSEEK_TOKENS = (
     "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
@@ -137,10 +206,27 @@ DEEPSEEK = ToolFormat(
     ),
     ("<｜tool▁calls▁begin｜>",),
     shown=_DEEPSEEK_TOKENS,
-    writes="deepseek",
+    marks=("<｜tool▁calls▁begin｜>",),
+    writes=Writing(
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+        Json("<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+        shares=True,
+    ),
 )
 DEEPSEEK_FENCED = ToolFormat(
-    "deepseek-fenced", DEEPSEEK.reader, DEEPSEEK.triggers, shown=_DEEPSEEK_TOKENS, writes="deepseek-fenced"
+    "deepseek-fenced",
+    DEEPSEEK.reader,
+    DEEPSEEK.triggers,
+    shown=_DEEPSEEK_TOKENS,
+    marks=("<｜tool▁calls▁begin｜>", "```json"),
+    writes=Writing(
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+        Json("<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n", "\n```<｜tool▁call▁end｜>"),
+        sep="\n",
+        shares=True,
+    ),
 )
 DEEPSEEK_TAGS = ToolFormat(
     "deepseek-tags",
@@ -157,44 +243,44 @@ DEEPSEEK_TAGS = ToolFormat(
         json_mark='" string="false">',
     ),
     ("<｜DSML｜function_calls>",),
-    writes="deepseek-tags",
+    marks=("<｜DSML｜invoke",),
+    writes=Writing(
+        "<｜DSML｜function_calls>\n",
+        "</｜DSML｜function_calls>",
+        Tags(
+            '<｜DSML｜invoke name="NAME">\n',
+            "</｜DSML｜invoke>\n",
+            ('<｜DSML｜parameter name="KEY" string="true">', "</｜DSML｜parameter>\n"),
+            ('<｜DSML｜parameter name="KEY" string="false">', "</｜DSML｜parameter>\n"),
+        ),
+        shares=True,
+    ),
 )
 PHI = ToolFormat(
     "phi",
     JsonCalls(end=("<|/tool_call|>", "</tool_call>")),
     ("<|tool_call|>",),
     shown=("<|tool_call|>", "<|/tool_call|>"),
-    writes="phi",
+    marks=("<|tool_call|>",),
+    writes=Writing(
+        "<|tool_call|>[", "]<|/tool_call|>", Json('{"name": "NAME", "arguments": ', "}"), sep=", ", shares=True
+    ),
 )
-HARMONY = ToolFormat("harmony", None, shown=CONTROL, writes="harmony")
+HARMONY = ToolFormat(
+    "harmony",
+    None,
+    shown=CONTROL,
+    marks=("<|channel|>", "<|message|>", "<|start|>"),
+    writes=Writing("<|channel|>commentary to=functions.", "", Json("NAME <|constrain|>json<|message|>", "")),
+)
 
+# in the order in which they are looked for: those whose marks stand in the templates of others, too, come last
 FORMATS = (
-    HERMES, GENERIC, QWEN_CODER, GLM, LLAMA3, MISTRAL, MISTRAL_NAMED, GEMMA, FUNCTION_GEMMA, DEEPSEEK, DEEPSEEK_FENCED,
-    DEEPSEEK_TAGS, PHI, HARMONY,
+    HARMONY, GEMMA, FUNCTION_GEMMA, MISTRAL_NAMED, MISTRAL, DEEPSEEK_TAGS, DEEPSEEK_FENCED, DEEPSEEK, GLM, QWEN_CODER,
+    HERMES, PHI, LLAMA3, GENERIC,
 )  # fmt: skip
 
 
 def find_format(template: str) -> ToolFormat:
-    """The format whose marks a chat template has; GENERIC for a template that has none of them."""
-    for marks, found in _MARKS:
-        if all(mark in template for mark in marks):
-            return found
-    return GENERIC
-
-
-# in order: the first whose marks all stand in the template
-_MARKS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
-    (("<|channel|>", "<|message|>", "<|start|>"), HARMONY),
-    (("<|tool_call>", "<tool_call|>"), GEMMA),
-    (("<start_function_call>",), FUNCTION_GEMMA),
-    (("[TOOL_CALLS]", "[ARGS]"), MISTRAL_NAMED),
-    (("[TOOL_CALLS]",), MISTRAL),
-    (("<｜DSML｜invoke",), DEEPSEEK_TAGS),
-    (("<｜tool▁calls▁begin｜>", "```json"), DEEPSEEK_FENCED),
-    (("<｜tool▁calls▁begin｜>",), DEEPSEEK),
-    (("<tool_call>", "<arg_key>"), GLM),
-    (("<tool_call>", "<function="), QWEN_CODER),
-    (("<tool_call>",), HERMES),
-    (("<|tool_call|>",), PHI),
-    (('"parameters": ', "ipython"), LLAMA3),
-)
+    """The first format whose marks all stand in a chat template; GENERIC has none."""
+    return next(found for found in FORMATS if all(mark in template for mark in found.marks))
