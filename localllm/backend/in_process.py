@@ -132,9 +132,6 @@ class InProcessBackend(Turns):
         return run_checks()
 
     def close(self) -> None:
-        self._end_thread()
-
-    def _end_thread(self) -> None:
         self._stop.set()
         with self._lock:
             self._lock.notify()

@@ -41,13 +41,17 @@ def uniform(seed: int, position: int, stream: int = 0) -> float:
 
 def is_plain_greedy(params: SamplingParams) -> bool:
     """Greedy and nothing else: the argmax of the raw logits is the answer."""
+    return params.temperature == 0 and not changes_logits(params)
+
+
+def changes_logits(params: SamplingParams) -> bool:
+    """Whether a penalty or a bias is added to what the model gives."""
     return (
-        params.temperature == 0
-        and params.repetition_penalty == 1.0
-        and params.presence_penalty == 0
-        and params.frequency_penalty == 0
-        and not params.logit_bias
-        and params.dry_multiplier == 0
+        params.repetition_penalty != 1.0
+        or params.presence_penalty != 0
+        or params.frequency_penalty != 0
+        or bool(params.logit_bias)
+        or params.dry_multiplier != 0
     )
 
 
@@ -108,15 +112,7 @@ def damaged(error: object) -> BadModelFile:
 
 def is_untouched(sequence: Sequence) -> bool:
     """Whether nothing changes its logits before they are sampled."""
-    params = sequence.params
-    penalised = (
-        params.repetition_penalty != 1.0
-        or params.presence_penalty != 0
-        or params.frequency_penalty != 0
-        or bool(params.logit_bias)
-        or params.dry_multiplier != 0
-    )
-    return not penalised and sequence.mask_row is None and not _bans_stop(sequence)
+    return not changes_logits(sequence.params) and sequence.mask_row is None and not _bans_stop(sequence)
 
 
 def sample_row(logits: Tensor, sequence: Sequence) -> int:
