@@ -66,7 +66,6 @@ class Frame(App[None]):
     TITLE = "localllm"
     HORIZONTAL_BREAKPOINTS = [(0, "-tiny"), (40, "-narrow"), (100, "-wide")]
     VERTICAL_BREAKPOINTS = [(0, "-low"), (12, "-high")]
-    ENABLE_COMMAND_PALETTE = True
 
     def __init__(self, session: Session, options: ScreenOptions | None = None) -> None:
         self.session, self.options = session, options or ScreenOptions()

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from localllm.backend.scripted import FakeBackend
 from localllm.conversation import clipboard
-from localllm.conversation.commands import run
 from localllm.conversation.markdown import code_blocks
-from localllm.conversation.session import Session
 from localllm.conversation.slash import matching, understand
 from localllm.conversation.texts import answer_stats, failure_lines
 from localllm.conversation.tree import Conversation
@@ -70,44 +66,6 @@ def test_what_is_offered_for_leaving_out() -> None:
         talk.ask(str(number)).text = "x"
     new = talk.ask("new")
     assert [e.user for e in talk.oldest_half(new)] == ["0", "1", "2"]
-
-
-def typing(talk: Conversation) -> Callable[[str], str]:
-    """What a slash command answers in this conversation; what is copied is answered as it is."""
-    session = Session(FakeBackend(), talk, copy=lambda text: text)
-    return lambda line: run(session, understand(line))
-
-
-def test_set_and_system() -> None:
-    talk = Conversation()
-    say = typing(talk)
-    assert "nothing" in say("/set")
-    assert say("/set top_p=0.9") == "top_p = 0.9, from the next message"
-    assert talk.sampling == {"top_p": 0.9}
-    assert "own again" in say("/set top_p off")
-    assert talk.sampling == {}
-    for bad in ("nope 1", "temp hot", "temp 500"):
-        with pytest.raises(ConfigError):
-            say(f"/set {bad}")
-    say("/system x y")
-    assert talk.system == "x y"
-    say("/system off")
-    assert talk.system == ""
-
-
-def test_what_is_copied() -> None:
-    talk = Conversation()
-    say = typing(talk)
-    with pytest.raises(ConfigError):
-        say("/copy")
-    talk.ask("q1").text = "a1"
-    talk.ask("q2").text = "see\n```py\nx = 1\n```\nand\n```\ny\n"
-    assert say("/copy 1") == "answer 1: a1"
-    assert say("/copy code") == "the last code block: y\n"
-    assert "**q1**" in say("/copy all")
-    for bad in ("3", "x"):
-        with pytest.raises(ConfigError):
-            say(f"/copy {bad}")
 
 
 def test_code_blocks() -> None:

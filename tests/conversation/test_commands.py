@@ -1,0 +1,89 @@
+"""What slash commands do to a chat, whichever interface they are typed into."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from localllm.backend.scripted import FakeBackend
+from localllm.conversation.commands import COMMANDS, run
+from localllm.conversation.session import Session
+from localllm.conversation.slash import SLASHES, understand
+from localllm.conversation.tree import Conversation
+from localllm.errors import ConfigError
+
+
+def typing(talk: Conversation) -> Callable[[str], str]:
+    """What a slash command answers in this conversation; what is copied is answered as it is."""
+    session = Session(FakeBackend(), talk, copy=lambda text: text)
+    return lambda line: run(session, understand(line))
+
+
+def test_set_and_system() -> None:
+    talk = Conversation()
+    say = typing(talk)
+    assert "nothing" in say("/set")
+    assert say("/set top_p=0.9") == "top_p = 0.9, from the next message"
+    assert talk.sampling == {"top_p": 0.9}
+    assert "own again" in say("/set top_p off")
+    assert talk.sampling == {}
+    for bad in ("nope 1", "temp hot", "temp 500"):
+        with pytest.raises(ConfigError):
+            say(f"/set {bad}")
+    say("/system x y")
+    assert talk.system == "x y"
+    say("/system off")
+    assert talk.system == ""
+
+
+def test_what_is_copied() -> None:
+    talk = Conversation()
+    say = typing(talk)
+    with pytest.raises(ConfigError):
+        say("/copy")
+    talk.ask("q1").text = "a1"
+    talk.ask("q2").text = "see\n```py\nx = 1\n```\nand\n```\ny\n"
+    assert say("/copy 1") == "answer 1: a1"
+    assert say("/copy code") == "the last code block: y\n"
+    assert "**q1**" in say("/copy all")
+    for bad in ("3", "x"):
+        with pytest.raises(ConfigError):
+            say(f"/copy {bad}")
+
+
+def test_line_mode_offers_what_is_shared_and_what_it_does_itself() -> None:
+    plain = {slash.name for slash in SLASHES if slash.plain}
+    assert plain == {*COMMANDS, "help", "regen", "continue", "quit"} - {"paste"}
+
+
+def test_every_branch_is_exported_into_a_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    talk = Conversation()
+    say = typing(talk)
+    with pytest.raises(ConfigError):
+        say("/export")
+    first = talk.ask("Which way?")
+    first.text, first.stop = "left", "stop"
+    other = talk.again(first)
+    other.text, other.stop = "right", "stop"
+    assert say("/export json") == "written to which-way.json"
+    assert say("/export json") == "written to which-way-2.json"
+    assert {m["content"] for m in json.loads((tmp_path / "which-way.json").read_text())["messages"]} == {
+        "Which way?", "left", "right",
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="is there already"):
+        say("/export json which-way.json")
+
+
+def test_undo_keeps_the_turn_as_a_branch() -> None:
+    talk = Conversation()
+    say = typing(talk)
+    with pytest.raises(ConfigError):
+        say("/undo")
+    talk.ask("one").text = "eins"
+    talk.ask("two").text = "zwei"
+    say("/undo")
+    assert [one.user for one in talk.exchanges] == ["one"] and talk.roots[0].children
