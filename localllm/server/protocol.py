@@ -41,10 +41,8 @@ class OneWrite:
         """Send, now or with what comes next."""
         if not self._held and data.startswith(b"HTTP/1.1 ") and b"\r\ncontent-length: " in data:
             self._held = data
-        elif self._held:
-            data, self._held = self._held + data, b""
-            self._transport.write(data)
         else:
+            data, self._held = self._held + data, b""
             self._transport.write(data)
 
     def close(self) -> None:

@@ -173,11 +173,11 @@ def test_items_become_messages():
 def test_calls_and_reasoning_become_items_and_events():
     from localllm.llm.outputs import OutputDelta
     from localllm.request import FinishReason, Usage
-    from localllm.server.openai.responses_events import Growing
+    from localllm.server.openai.responses_events import ResponseBuilder
     from localllm.server.openai.responses_schemas import ResponsesRequest
 
     body = ResponsesRequest.model_validate(respond())
-    one = Growing(body)
+    one = ResponseBuilder(body)
     call = [{"index": 0, "id": "call_1", "name": "f", "arguments": ""}, {"index": 0, "arguments": '{"a":1}'}]
     parts = [("reasoning", "so"), ("content", "well "), *(("tool_call", json.dumps(d)) for d in call)]
     raw = one.begin() + one.take(OutputDelta(0, parts))

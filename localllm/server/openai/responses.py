@@ -17,7 +17,7 @@ from localllm.server.generation import Conversation, Generation
 from localllm.server.openai import responses_schemas as schemas
 from localllm.server.openai.output import TokenNames
 from localllm.server.openai.reading import read_chat
-from localllm.server.openai.responses_events import Growing
+from localllm.server.openai.responses_events import ResponseBuilder
 from localllm.server.openai.responses_store import Stored
 from localllm.server.reply import unless_left
 from localllm.server.response_stream import rendered
@@ -34,23 +34,23 @@ async def create_response(request: Request) -> Response:
     chat = schemas.to_chat(body, items)
     with renaming(schemas.renamed):
         asked = read_chat(chat)
-    growing = Growing(body)
+    builder = ResponseBuilder(body)
 
     def take(delta: OutputDelta) -> list[bytes]:
-        events = growing.take(delta)
+        events = builder.take(delta)
         if delta.finish_reason is not None and body.store is not False:
-            service.responses.put(growing.json(), items)
+            service.responses.put(builder.json(), items)
         return events
 
     async def events(reservation: Reservation) -> AsyncIterator[bytes]:
-        yield b"".join(growing.begin())
+        yield b"".join(builder.begin())
         async for chunk in rendered(reservation.streams, lambda _, delta: take(delta)):
             yield chunk
 
     async def opened() -> Reservation:
         with renaming(schemas.renamed):
             reservation = await _open(service, request, asked, shortens=body.truncation == "auto")
-        growing.opened(reservation.model.name, TokenNames(reservation.llm.tokenizer))
+        builder.opened(reservation.model.name, TokenNames(reservation.llm.tokenizer))
         return reservation
 
     async def open_stream() -> Opened:
@@ -59,10 +59,10 @@ async def create_response(request: Request) -> Response:
 
     async with unless_left(request):
         if body.stream:
-            return await first_or_stream(open_stream(), StreamFormat(growing.fail))
+            return await first_or_stream(open_stream(), StreamFormat(builder.fail))
         async for _ in events(await opened()):
             pass
-    return JSONResponse(growing.json())
+    return JSONResponse(builder.json())
 
 
 async def _open(service: Service, request: Request, asked: Generation, *, shortens: bool) -> Reservation:

@@ -19,7 +19,7 @@ from localllm.server.response_stream import Blocks
 from localllm.server.sse import named
 
 
-class Growing:
+class ResponseBuilder:
     """One response."""
 
     def __init__(self, body: ResponsesRequest) -> None:
