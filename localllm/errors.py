@@ -20,7 +20,7 @@
     ├── HistoryError           exit 1    the database of chats (localllm.history)
     └── InternalError          exit 1    our own fault
 
-`console.py` turns one into a panel and an exit code, `server/app.py` into an OpenAI error body.
+`cli/frame/console.py` turns one into a panel and an exit code, the server's dialects into their own error bodies.
 """
 
 from __future__ import annotations
