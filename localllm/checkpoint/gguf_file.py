@@ -69,10 +69,6 @@ class StringArray(Sequence[bytes]):
         blob, ends = self.blob, self.ends.tolist()
         return [blob[begin + 8 : end] for begin, end in zip([0, *ends], ends, strict=False)]
 
-    def decoded(self) -> list[str]:
-        """All strings as text; bytes that are not UTF-8 become U+FFFD (for display, not for token bytes)."""
-        return [item.decode("utf-8", "replace") for item in self.tolist()]
-
     def __eq__(self, other: object) -> bool:
         return self.tolist() == list(other) if isinstance(other, Sequence) else NotImplemented
 

@@ -339,15 +339,9 @@ class _Work:
         if count > 1:
             index = {"metadata": {"total_size": report.bytes_after}, "weight_map": weight_map}
             self._write("model.safetensors.index.json", json.dumps(index, indent=2))
-        quantized = {name for layer in self.modules for name in layer.values()}
-        ignored = sorted(
-            name.removesuffix(".weight")
-            for name, info in self.checkpoint.tensors.items()
-            if name.endswith(".weight")
-            and len(info.shape) == 2
-            and "embed" not in name
-            and name.removesuffix(".weight") not in quantized
-        )
+        kept = [name for name in self._stored(0) if name.endswith(".weight") and "embed" not in name]
+        matrices = [name for name in kept if len(self.checkpoint.tensors[name].shape) == 2]
+        ignored = sorted(name.removesuffix(".weight") for name in matrices)
         head = self.checkpoint.names.source("lm_head")
         if self.facts.tied_embeddings and head not in ignored:
             ignored.append(head)

@@ -39,6 +39,10 @@ def assert_views(checkpoint: Checkpoint, wanted: dict[str, tuple[str, tuple[int,
         assert hashlib.sha256(data).hexdigest()[:16] == digest
 
 
+def decoded(strings: StringArray) -> list[str]:
+    return [item.decode("utf-8", "replace") for item in strings]
+
+
 def test_views_of_smollm2(smollm2_path: Path) -> None:
     with open_model(smollm2_path) as checkpoint:
         assert_views(checkpoint, SMOLLM2)
@@ -71,7 +75,7 @@ def test_everything_equals_ggufs_own_reader(smollm2_path: Path, gemma_path: Path
                 if key.startswith("GGUF."):
                     continue
                 value = ours.metadata[key]
-                plain = value.decoded() if isinstance(value, StringArray) else value
+                plain = decoded(value) if isinstance(value, StringArray) else value
                 assert (plain.tolist() if isinstance(plain, np.ndarray) else plain) == field.contents(), key
 
 
@@ -108,7 +112,7 @@ def test_every_value_type_comes_back(tmp_path: Path) -> None:
     for kind, value in scalars.items():
         assert metadata[f"x.{kind}"] == value and type(metadata[f"x.{kind}"]) is type(value)
         found = metadata[f"a.{kind}"]
-        assert (found.decoded() if isinstance(found, StringArray) else found.tolist()) == [value, value]
+        assert (decoded(found) if isinstance(found, StringArray) else found.tolist()) == [value, value]
     assert metadata["e.strings"].tolist() == [] and list(metadata["e.strings"].starts) == []
 
 
@@ -119,7 +123,7 @@ def test_string_arrays_are_sequences_of_bytes(tmp_path: Path) -> None:
     found = read_gguf(path).metadata["w"]
     assert found == words and list(found) == words and len(found) == 4
     assert (found[0], found[-1], found[1:3]) == (b"a", words[3], words[1:3])
-    assert found.decoded()[2] == "\ufffd\ufffd"
+    assert decoded(found)[2] == "\ufffd\ufffd"
     with pytest.raises(IndexError):
         found[4]
 
