@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import jsonschema
@@ -32,6 +33,20 @@ def emitted() -> set[str]:
 
 def test_what_is_emitted_has_a_schema_and_the_other_way_round() -> None:
     assert emitted() | NOT_EMITTED == SHIPPED
+
+
+def test_schemas_name_the_fields_of_the_dataclasses_that_are_printed() -> None:
+    from localllm.bench.results import BenchResult, BenchRow
+    from localllm.quality.evaluate import Quality
+
+    bench = schema("bench-1")["properties"]
+    described = {
+        BenchResult: bench.keys() - {"schema", "version"},
+        BenchRow: bench["rows"]["items"]["properties"].keys(),
+        Quality: schema("eval-1")["properties"]["rows"]["items"]["properties"].keys(),
+    }
+    for kind, names in described.items():
+        assert names == {field.name for field in fields(kind)}, kind.__name__
 
 
 @pytest.mark.parametrize("name", sorted(SHIPPED))
