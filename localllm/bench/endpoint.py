@@ -57,7 +57,6 @@ class Endpoint:
         self.model = model or self.models[0]
 
     def close(self) -> None:
-        """Close its connections."""
         self._client.close()
 
     def ask(self, prompt: str, count: int) -> Sample:

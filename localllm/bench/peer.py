@@ -59,7 +59,6 @@ class Peer:
         self.close()
 
     def close(self) -> None:
-        """End the child."""
         if self._child.stdin is not None:
             with suppress(BrokenPipeError):  # it is gone already
                 self._child.stdin.close()

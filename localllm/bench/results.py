@@ -70,7 +70,6 @@ class BenchResult:
     command: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """The `--json` object."""
         return {"schema": "localllm.bench/1", "version": __version__, **asdict(self)}
 
     def ratio(self, test: str) -> float | None:

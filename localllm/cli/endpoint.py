@@ -67,7 +67,6 @@ class ChatEndpoint:
         return self._beside.url
 
     def stop(self) -> None:
-        """Close the port."""
         beside, self._beside = self._beside, None
         if beside is not None:
             beside.stop()

@@ -77,7 +77,6 @@ class HubLoader:
         self._options = options
 
     def plan(self, model: ServedModel, machine: MachineFacts) -> Plan:
-        """What would run."""
         from localllm import hub
         from localllm.models.architectures import open_model
         from localllm.plan.planner import Planner

@@ -92,12 +92,10 @@ class Sheet:
     target_tps: float
 
     def of(self, subject: Subject) -> list[Row]:
-        """A subject's rows, in the order of the windows."""
         return [row for row in self.rows if row.subject is subject]
 
     @property
     def subjects(self) -> list[Subject]:
-        """Subjects in order."""
         return list(dict.fromkeys(row.subject for row in self.rows))
 
 

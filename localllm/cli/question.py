@@ -160,7 +160,6 @@ class KeptChat:
 
     @property
     def messages(self) -> list[Message]:
-        """What the model is sent."""
         return self.talk.messages(self._exchange)
 
     def save(self, answers: Sequence[Answer], model: str) -> str:

@@ -222,7 +222,7 @@ def test_error_codes_are_explained(invoke: Invoke) -> None:
 
 
 def test_every_error_of_the_program_is_on_the_page() -> None:
-    """Found in the source: a class that stands outside `localllm.errors` must be named in `error_help.kinds`."""
+    """Found in the source: a class that stands outside `localllm.errors` must be named in `frame.errors.kinds`."""
     from localllm.cli.frame.errors import kinds
 
     known = {kind.__name__ for kind in kinds()} | {"LocalLLMError"}

@@ -235,7 +235,6 @@ class _Life:
         pin_system_prompts(llm, self._prefixes)
 
     def listening(self, url: str) -> None:
-        """The address is ours."""
         from localllm.processes import Record
 
         self._record = Record("serve", url, self._token)
@@ -245,7 +244,6 @@ class _Life:
             self._console.say(f"ready  {apis if url.startswith('http') else url}")
 
     def ready(self, url: str, service: Service) -> None:
-        """Requests are taken."""
         self._close_progress()
         self._service = service
         console = self._console
@@ -292,7 +290,6 @@ class _Life:
             self._record.update(tuple(row.name for row in self._service.pool.loaded()))
 
     def draining(self, running: int, again: bool) -> None:
-        """A signal came."""
         self._close_progress()
         if again:
             self._console.say("dropped what was running")
@@ -301,7 +298,6 @@ class _Life:
             self._console.say(f"stopping: {counted(running, 'request')} running; once more drops them")
 
     def end(self) -> None:
-        """Nobody listens any more."""
         self._close_progress()
         if self._record is not None:
             self._record.remove()

@@ -98,7 +98,6 @@ class Env:
 
     @property
     def offline(self) -> bool:
-        """Whether the network may not be used."""
         return bool(self.config.offline)
 
     @property

@@ -154,7 +154,6 @@ class HelpCommand(QuickParams, TyperCommand):
         return list(super().parse_args(ctx, whole))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help of one command."""
         console = Console(stdout=sys.stdout)
         columns = ctx.terminal_width or width()
         names = [str(p.metavar or p.name.upper()) for p in self.params if p.param_type_name == "argument"]

@@ -32,11 +32,9 @@ class Root(QuickParams, TyperGroup):
     """The program: finds commands by name without importing the others, and shows every usage error our way."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Names in the order of the help."""
         return list(NAMES)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Import and build one command."""
         name = ALIASES.get(cmd_name, cmd_name)
         if name not in NAMES:
             return None
@@ -57,7 +55,6 @@ class Root(QuickParams, TyperGroup):
         return super().resolve_command(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help of the program."""
         formatter.write(program_help(_groups(), ctx.terminal_width) + "\n")
 
     def main(  # type: ignore[override]

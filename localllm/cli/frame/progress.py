@@ -86,7 +86,6 @@ class Monotonic:
         self.moved_at = clock()
 
     def push(self, done: int, total: int) -> None:
-        """Take a report."""
         self.total = max(self.total, total)
         if done > self.done:
             self.done = min(done, self.total) if self.total else done
