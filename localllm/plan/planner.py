@@ -127,7 +127,7 @@ class Planner:
         num_pages, work = memory.num_pages(ctx), memory.work_terms(ctx)
         held, read = memory.weights_and_read
         have, margin = memory.have_and_margin
-        speed = _speed(memory, ctx, self.measured.speeds)
+        expected = self.measured.speeds.expected(memory, ctx)
         made = Plan(
             device=where.device,
             dtype=formats.dtype,
@@ -147,7 +147,7 @@ class Planner:
             margin_bytes=margin,
             have_bytes=have,
             max_ctx=memory.max_ctx,
-            **speed._asdict(),
+            **expected._asdict(),
             read_bytes=read,
             sequence_bytes=memory.sequence_bytes(ctx),
             quant=formats.quant,
@@ -241,31 +241,6 @@ def _context(memory: Memory) -> tuple[int, str]:
     if wanted < own:
         return wanted, f"context {wanted:,}: the CPU's default; --ctx takes up to {min(most, own):,}"
     return wanted, f"context {wanted:,}: the model's own"
-
-
-class _Speed(NamedTuple):
-    """The fields of a `Plan` that say how fast it decodes."""
-
-    decode_tps: float
-    decode_tps_full: float
-    basis: str
-    eta: float
-    bandwidth: float
-
-
-def _speed(memory: Memory, ctx: int, known: speeds.Speeds) -> _Speed:
-    facts, kind, gpu = memory.facts, memory.where.kind, memory.where.gpu
-    bandwidth, name = (gpu.bandwidth, gpu.name) if gpu else (memory.machine.cpu.bandwidth, "cpu")
-    reached, measured = known.bytes_s(facts, name), known.tps(facts, name)
-    eta = reached / bandwidth if reached and bandwidth else speeds.ETA[kind]
-    read = memory.weights_and_read[1]
-    start, end = (
-        speeds.tps_of(eta * bandwidth, count, facts.num_layers, kind)
-        for count in (read, read + memory.sequence_bytes(ctx))
-    )
-    if measured:
-        return _Speed(measured, measured * end / start if start else end, "measured", eta, bandwidth)
-    return _Speed(start, end, "estimate", eta, bandwidth)
 
 
 def _weight_reason(memory: Memory) -> tuple[str, ...]:

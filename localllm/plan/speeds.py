@@ -11,13 +11,14 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from localllm import paths
 
 if TYPE_CHECKING:
     from localllm.device import MachineFacts
     from localllm.models.architectures.facts import ModelFacts
+    from localllm.plan.memory import Memory
     from localllm.plan.plan import Plan
 
 ETA = {"cpu": 0.7, "cuda": 0.75}
@@ -39,6 +40,16 @@ def bytes_s_of(tps: float, read_bytes: int, num_layers: int, kind: str) -> float
     """The rate that a measured pace means, by the same formula; 0 when it means none."""
     rest = 1 / tps - num_layers * LAYER_S[kind] if tps > 0 else 0.0
     return read_bytes / rest if rest > 0 else 0.0
+
+
+class Expected(NamedTuple):
+    """How fast a plan decodes: fields of `Plan`."""
+
+    decode_tps: float
+    decode_tps_full: float
+    basis: str
+    eta: float
+    bandwidth: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +79,21 @@ class Speeds:
         """Tokens per second of this very model at the start of its context, as the newest bench has it."""
         wanted = model_key(facts)
         return next((m.tps for m in self.measured if m.device == device and m.model == wanted), None)
+
+    def expected(self, memory: Memory, ctx: int) -> Expected:
+        """The pace at the start and at the end of a context: measured, else estimated from measured bandwidth."""
+        facts, kind, gpu = memory.facts, memory.where.kind, memory.where.gpu
+        bandwidth, name = (gpu.bandwidth, gpu.name) if gpu else (memory.machine.cpu.bandwidth, "cpu")
+        reached, measured = self.bytes_s(facts, name), self.tps(facts, name)
+        eta = reached / bandwidth if reached and bandwidth else ETA[kind]
+        read = memory.weights_and_read[1]
+        start, end = (
+            tps_of(eta * bandwidth, count, facts.num_layers, kind)
+            for count in (read, read + memory.sequence_bytes(ctx))
+        )
+        if measured:
+            return Expected(measured, measured * end / start if start else end, "measured", eta, bandwidth)
+        return Expected(start, end, "estimate", eta, bandwidth)
 
 
 def model_key(facts: ModelFacts) -> tuple[str, int, str, int]:

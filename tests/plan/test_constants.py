@@ -6,7 +6,6 @@ from localllm.boot.boot import ROUNDING
 from localllm.config import KEYS
 from localllm.kernels import rope, sampling
 from localllm.kernels.kv_pages import KV_DTYPES
-from localllm.kernels.triton import sampling as triton_sampling
 from localllm.models.architectures.facts import KV_BYTES
 from localllm.plan import memory
 from localllm.plan.planner import KV_COST, ON_LOAD_COST
@@ -16,7 +15,6 @@ from localllm.quant.encode import GROUP_SIZES
 def test_numbers_of_the_plan_are_those_of_the_kernels() -> None:
     assert memory.ROPE_BLOCK == rope.BLOCK
     assert memory.SAMPLER_ROW_BYTES == sampling.MAX_BIAS * (4 + 4)
-    assert memory.SAMPLED_BYTES == triton_sampling.TABLES * sampling.LEVEL * 8
 
 
 def test_formats_of_settings_and_plan_are_those_that_are_computed() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from localllm.kernels import sampling as reference
 from localllm.kernels.sampling import SamplingInputs
 from localllm.kernels.triton import sampling
+from localllm.plan.memory import SAMPLED_BYTES
 
 VOCAB = 1000
 
@@ -150,3 +151,7 @@ def test_strided_rows_and_refusals(device: torch.device) -> None:
     both(logits[:, :500], rows)
     with pytest.raises(TypeError, match="float16"):
         sampling.sample(logits.half(), inputs_of(rows, device, 600))
+
+
+def test_the_plan_counts_the_sums_of_cuts() -> None:
+    assert SAMPLED_BYTES == sampling.TABLES * reference.LEVEL * 8
