@@ -7,6 +7,7 @@ bits; what is left over is padded up to such a size.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -123,21 +124,14 @@ def _prove(w: DenseWeight, x: Tensor, sizes: list[int]) -> tuple[int, ...]:
     return tuple(good)
 
 
-def _prepare(weight: Weight, dtype: torch.dtype) -> DenseWeight:
+def _prepare(weight: Weight, *, keeps_bfloat16: bool = False) -> DenseWeight:
+    """In float32, where any stored number keeps its bits; stored bfloat16 may stay what it is."""
+    dtype = torch.bfloat16 if keeps_bfloat16 and weight.qweight.dtype == torch.bfloat16 else torch.float32
     matrix = _dense_matrix(weight, dtype)
     rows = matrix[_probe_rows(weight.shape[0], matrix.device)]
     matrix, packed = _pack(matrix)
     bare = DenseWeight(weight.shape, matrix, packed, (), weight.perm, weight.pre_scale)
     return bare._replace(tiles=_tiles(bare, rows))
-
-
-def _prepare_float32(weight: Weight) -> DenseWeight:
-    return _prepare(weight, torch.float32)
-
-
-def _prepare_bfloat16(weight: Weight) -> DenseWeight:
-    """Stored bfloat16 stays bfloat16; any other stored number keeps its bits in float32."""
-    return _prepare(weight, torch.bfloat16 if weight.qweight.dtype == torch.bfloat16 else torch.float32)
 
 
 def gathered(x: Tensor, perm: Tensor | None, pre_scale: Tensor | None) -> Tensor:
@@ -225,7 +219,9 @@ def _run_stored(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     return out.to(x.dtype)
 
 
-DENSE_BF16 = Impl("linear", "torch_dense_bf16", _fits_bfloat16, _run_tiled, _prepare_bfloat16, _rows)
-DENSE_TILED = Impl("linear", "torch_dense_tiled", _fits_float32, _run_tiled, _prepare_float32, _rows)
-DENSE = Impl("linear", "torch_dense", _fits_whole, _run_whole, _prepare_float32, _rows)
+DENSE_BF16 = Impl(
+    "linear", "torch_dense_bf16", _fits_bfloat16, _run_tiled, partial(_prepare, keeps_bfloat16=True), _rows
+)
+DENSE_TILED = Impl("linear", "torch_dense_tiled", _fits_float32, _run_tiled, _prepare, _rows)
+DENSE = Impl("linear", "torch_dense", _fits_whole, _run_whole, _prepare, _rows)
 REFERENCE = Impl("linear", "torch_dequant", fits_always, _run_stored, lambda weight: weight, weight_rows)

@@ -83,10 +83,6 @@ def _fp8(w: Weight, rows: slice | Tensor) -> Tensor:
     return values * w.scales[index].repeat_interleave(FP8_BLOCK, 1)[:, :k]
 
 
-def _gguf(w: Weight, rows: slice | Tensor) -> Tensor:
-    return dequantize_blocks(w.qweight[rows], w.block_type)
-
-
 _FORMS = {
     "dense": lambda w, rows: w.qweight[rows].float(),
     "int4g": _int4g,
@@ -95,7 +91,7 @@ _FORMS = {
     "fp4g32": _fp4g32,
     "fp8": _fp8,
     "fp8mx": _fp8mx,
-    "gguf": _gguf,
+    "gguf": lambda w, rows: dequantize_blocks(w.qweight[rows], w.block_type),
 }
 
 

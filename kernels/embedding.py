@@ -36,14 +36,10 @@ class Embedding:
 def weight_rows(weight: Weight) -> RowReader:
     """Reads rows of a canonical weight; only those asked for are decoded."""
     if is_plain_table(weight):
-        return partial(_dense_rows, weight.qweight)
+        return partial(reference.embedding, table=weight.qweight)
     return partial(dequantize_rows, weight)
 
 
 def is_plain_table(weight: Weight) -> bool:
     """Whether its rows lie in `qweight` as they are."""
     return weight.form == "dense" and weight.perm is None and weight.pre_scale is None
-
-
-def _dense_rows(table: Tensor, ids: Tensor) -> Tensor:
-    return reference.embedding(ids, table)

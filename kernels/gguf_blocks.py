@@ -33,14 +33,6 @@ class BlockType(NamedTuple):
     scale_offsets: tuple[int, ...]  # byte offsets of the float16 scales and minima: what must be finite
 
 
-def _f16(b: Tensor) -> Tensor:
-    return b.contiguous().view(torch.float16).float()
-
-
-def _i8(b: Tensor) -> Tensor:
-    return b.contiguous().view(torch.int8).float()
-
-
 def _planar(q: Tensor) -> Tensor:
     return torch.cat([q & 15, q >> 4], -1)
 
@@ -71,18 +63,6 @@ def exp2_e8m0(scale: Tensor) -> Tensor:
     b = scale.int()
     bits = torch.where(b < 2, torch.full_like(b, 0x00200000) << b.clamp(max=1), (b - 1).clamp(min=0) << 23)
     return bits.view(torch.float32)
-
-
-def _q4_0(b: Tensor) -> Tensor:
-    return _f16(b[:, :2]) * (_planar(b[:, 2:]).float() - 8)
-
-
-def _q4_1(b: Tensor) -> Tensor:
-    return _f16(b[:, :2]) * _planar(b[:, 4:]).float() + _f16(b[:, 2:4])
-
-
-def _q8_0(b: Tensor) -> Tensor:
-    return _f16(b[:, :2]) * _i8(b[:, 2:])
 
 
 def _mxfp4(b: Tensor) -> Tensor:
@@ -117,7 +97,7 @@ class Parts(NamedTuple):
 class Split(NamedTuple):
     """How blocks u8 [..., block_bytes] come apart: value = scale * (code - zero) + min, or scale * table[code] + min.
 
-    codes  u8 [..., block_elems]
+    codes  u8 [..., block_elems], of Q8_0 i8
     """
 
     codes: Callable[[Tensor], Tensor]
@@ -182,6 +162,9 @@ def _iq4_xs_parts(b: Tensor) -> Parts:
 
 
 SPLITS = {
+    "Q4_0": Split(lambda b: _planar(b[..., 2:]), lambda b: Parts(_half(b, 0)), 8),
+    "Q4_1": Split(lambda b: _planar(b[..., 4:]), lambda b: Parts(_half(b, 0), _half(b, 2))),
+    "Q8_0": Split(lambda b: b[..., 2:].contiguous().view(torch.int8), lambda b: Parts(_half(b, 0))),
     "Q5_0": Split(lambda b: _planar(b[..., 6:]) | (_bits(b[..., 2:6]) << 4), lambda b: Parts(_half(b, 0)), 16),
     "Q5_1": Split(lambda b: _planar(b[..., 8:]) | (_bits(b[..., 4:8]) << 4), lambda b: Parts(_half(b, 0), _half(b, 2))),
     "Q2_K": Split(
@@ -229,11 +212,11 @@ BLOCK_TYPES: dict[str, BlockType] = {
     "F32": BlockType(1, 4, _plain(torch.float32), ()),
     "F16": BlockType(1, 2, _plain(torch.float16), ()),
     "BF16": BlockType(1, 2, _plain(torch.bfloat16), ()),
-    "Q4_0": BlockType(32, 18, _q4_0, (0,)),
-    "Q4_1": BlockType(32, 20, _q4_1, (0, 2)),
+    "Q4_0": BlockType(32, 18, _joined("Q4_0"), (0,)),
+    "Q4_1": BlockType(32, 20, _joined("Q4_1"), (0, 2)),
     "Q5_0": BlockType(32, 22, _joined("Q5_0"), (0,)),
     "Q5_1": BlockType(32, 24, _joined("Q5_1"), (0, 2)),
-    "Q8_0": BlockType(32, 34, _q8_0, (0,)),
+    "Q8_0": BlockType(32, 34, _joined("Q8_0"), (0,)),
     "Q2_K": BlockType(256, 84, _joined("Q2_K"), (80, 82)),
     "Q3_K": BlockType(256, 110, _joined("Q3_K"), (108,)),
     "Q4_K": BlockType(256, 144, _joined("Q4_K"), (0, 2)),

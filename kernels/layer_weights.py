@@ -48,11 +48,6 @@ class Linear:
         biases = sum(part.bias.nbytes for part in self.parts if part.bias is not None)
         return biases + sum(part.prepared.nbytes for part in self.parts)
 
-    @property
-    def impl_names(self) -> tuple[str, ...]:
-        """Names of the implementations, each once, in order."""
-        return tuple(dict.fromkeys(part.impl.name for part in self.parts))
-
 
 @dataclass(frozen=True, slots=True)
 class Norm:

@@ -221,21 +221,33 @@ def _attend(
         steps = torch.arange(position - lead, position - lead + num_q * tile, device=q.device).clamp_(position, last)
         _hide(scores, base, steps.view(num_q, tile, 1).expand(-1, -1, per_kv), window)
 
-    top = scores.amax((0, 4), keepdim=True)
     sink = None
     if sinks is not None:
         sink = sinks.float().view(num_kv_heads, 1, 1, per_kv).expand(-1, -1, tile, -1).reshape(num_kv_heads, 1, -1, 1)
+    mixed = _mixed(scores, values, sink).view(num_kv_heads, num_q * tile, per_kv, -1)
+    mixed = mixed[:, lead : lead + num_queries, :, :head_dim]
+    return mixed.permute(1, 0, 2, 3).reshape(num_queries, num_heads, head_dim)
+
+
+def _mixed(scores: Tensor, values: Tensor, sink: Tensor | None) -> Tensor:
+    """Values weighted by the softmax of their scores, which are overwritten, tile by tile in order.
+
+    scores   [num_k, num_kv_heads, num_q, rows, KEY_TILE]
+    sink     [num_kv_heads, 1, rows, 1]: a score more, without a value
+    returns  [num_kv_heads, num_q, rows, d]
+    """
+    top = scores.amax((0, 4), keepdim=True)
+    if sink is not None:
         top = torch.maximum(top, sink)
     weights = scores.sub_(top).exp_()
     sums = weights.sum(-1, keepdim=True)
     parts = _weighted(weights, values)
     total, norm = parts[0], sums[0]
-    for index in range(1, num_k):
+    for index in range(1, scores.shape[0]):
         total, norm = total + parts[index], norm + sums[index]
     if sink is not None:
         norm = norm + torch.exp(sink - top[0])
-    mixed = (total / norm).view(num_kv_heads, num_q * tile, per_kv, -1)[:, lead : lead + num_queries, :, :head_dim]
-    return mixed.permute(1, 0, 2, 3).reshape(num_queries, num_heads, head_dim)
+    return total / norm
 
 
 def _page_rows(page_ids: Tensor, page_size: int, num_kv_heads: int, first_tile: int, end_tile: int) -> Tensor:

@@ -82,10 +82,8 @@ class RopeTable:
 
     def reserve(self, length: int) -> None:
         """Grow for positions below `length`."""
-        if length > self._cos.shape[0]:
-            self._grow(length)
-
-    def _grow(self, length: int) -> None:
+        if length <= self._cos.shape[0]:
+            return
         cos, sin = [self._cos], [self._sin]
         for start in range(self._cos.shape[0], length, BLOCK):
             positions = torch.arange(start, start + BLOCK, dtype=torch.float32)

@@ -155,7 +155,7 @@ def _describe(w: Weight, struct: CWeight) -> tuple[int, Tensor, Tensor | None, T
         raise ValueError(f"no CPU layout for weights of form {w.form}")
     struct.scale_kind = NUMBERS[scales.dtype]
     if w.form in ("int4g", "int8"):
-        struct.group = _whole_blocks(w.shape[1]) if scales.shape[1] == 1 else w.group_size
+        struct.group = -(-w.shape[1] // 32) * 32 if scales.shape[1] == 1 else w.group_size
     return kind, w.qweight, scales, mins
 
 
@@ -193,10 +193,6 @@ def _e8m0(exponents: Tensor, shift: int) -> Tensor:
     bits = torch.where(e > 0, e << 7, torch.where(e == 0, 0x40, 0x20))
     bits = torch.where(exponents.view(torch.uint8) == 255, 0x7FC0, bits)
     return bits.to(torch.int16).view(torch.bfloat16)
-
-
-def _whole_blocks(k: int) -> int:
-    return -(-k // 32) * 32
 
 
 def _padded(numbers: Tensor | None, struct: CWeight) -> Tensor | None:

@@ -20,7 +20,7 @@ from .attention import paged_attention
 from .cards import CLASSES, Card
 from .embedding import embedding
 from .kv_write import kv_write
-from .launch import recording
+from .launch import TYPES, recording
 from .layout import SUPER, Prepared
 from .layout_codes import CODES, HALVES
 from .narrow_product import fp8_product, nvfp4_product
@@ -176,7 +176,7 @@ def _pages(kv_format: str, kv_heads: int, page: int, dim: int) -> KVPages:
 
 def _page_calls(dtype: torch.dtype) -> Iterator[Call]:
     """Every format, with and without QK-norm."""
-    native, slots = _native(dtype), _meta(torch.int64, 1)
+    native, slots = TYPES[dtype].removeprefix("*"), _meta(torch.int64, 1)
     for kv_format, dim in ((native, 128), ("int8", 128), ("fp8", 128), ("int8", 96)):
         kv = _meta(dtype, 1, 8, dim)
         yield "kv_write", f"{kv_format} d{dim}", partial(kv_write, kv, kv, _pages(kv_format, 8, 16, dim), slots)
@@ -191,7 +191,7 @@ def _attention_calls(dtype: torch.dtype) -> Iterator[Call]:
     """Head sizes of the models, and windows, soft-caps and sinks together: (tokens, format, head_dim, query heads a KV
     head, KV heads, page size, extras).
     """
-    native = _native(dtype)
+    native = TYPES[dtype].removeprefix("*")
     for tokens, kv_format, dim, group, kv_heads, page, extras in (
         (1, native, 128, 4, 8, 16, False),
         (1, native, 64, 3, 3, 16, True),
@@ -212,10 +212,6 @@ def _attention_calls(dtype: torch.dtype) -> Iterator[Call]:
         more = {"window": 1024, "softcap": 30.0, "sinks": _meta(torch.float32, group * kv_heads)} if extras else {}
         label = f"{kv_format} d{dim} g{group} p{page}{' window softcap sinks' * extras}"
         yield "paged_attention", label, partial(paged_attention, *given, **more, by_token=extras and tokens == 1)
-
-
-def _native(dtype: torch.dtype) -> str:
-    return {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
 
 
 # ---- products

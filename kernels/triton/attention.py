@@ -105,21 +105,15 @@ class _Step:
             "PAGE": self.page,
             "HALF": triton.next_power_of_2(self.dim // 2 if self.format in SCALED_FORMATS else self.dim),
             "FORMAT": self.format,
-            "SCALES": self.scales_of(),
+            "SCALES": "none" if pages.k_scales is None else "layer" if pages.k_scales.dim() == 1 else "token",
             "RUN": run_length(self.dim),
             "STEPS": search_steps(self.num_seqs),
             "HAS_WINDOW": how.window is not None,
             "HAS_SOFTCAP": how.softcap is not None,
             "INTERPRET": interpreting(),
         }
-        k, v = (self._pairs(x) for x in (pages.k, pages.v))
+        k, v = (x.view(torch.int16) if self.format in SCALED_FORMATS else x for x in (pages.k, pages.v))
         self.kv = (k, v, *(lengths if s is None else s for s, lengths in ((pages.k_scales, k), (pages.v_scales, v))))
-
-    def scales_of(self) -> str:
-        """token | layer | none"""
-        if self.pages.k_scales is None:
-            return "none"
-        return "layer" if self.pages.k_scales.dim() == 1 else "token"
 
     def _picked(self, op: str, candidates: list[Tile], fixed: bool = False) -> Tile:
         """The winner on this card, or the first; with `fixed` always the first: tiles decide the order of sums."""
@@ -128,9 +122,6 @@ class _Step:
         shape = Shape(op, (self.format, self.dim, self.shared["GROUP"], self.kv_heads, self.page))
         trial = _trial(op, self.q, self.format, self.kv_heads, self.page)
         return Tile(**tuner().pick(shape, [tile._asdict() for tile in candidates], trial))
-
-    def _pairs(self, x: Tensor) -> Tensor:
-        return x.view(torch.int16) if self.format in SCALED_FORMATS else x
 
     @property
     def _numbers(self) -> tuple[float | int, ...]:

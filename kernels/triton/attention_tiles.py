@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..kv_pages import SCALED_FORMATS
+from .cards import ceil_power
 
 WGMMA = (90, 100)  # cards whose matrix instructions read 64 rows straight from shared memory
 
@@ -50,7 +51,7 @@ def splits_of(num_kv_heads: int, sms: int) -> Splits:
 
 def decode_tiles(cap: int, kv_format: str, head_dim: int, group: int) -> list[Tile]:
     """Candidates for sm_`cap` and `group` query heads a KV head, the expected best first; keys divide every split."""
-    width = _ceil_power(head_dim // 2 if kv_format in SCALED_FORMATS else head_dim)
+    width = ceil_power(head_dim // 2 if kv_format in SCALED_FORMATS else head_dim)
     if kv_format == "f32":
         return [Tile(16, 4, 2)]
     if cap < 80:  # no matrix instructions: what registers hold
@@ -65,7 +66,7 @@ def decode_tiles(cap: int, kv_format: str, head_dim: int, group: int) -> list[Ti
 
 def prefill_tiles(cap: int, kv_format: str, head_dim: int) -> list[Tile]:
     """Candidates for sm_`cap`: as many rows as registers hold, keys for two or three stages in shared memory."""
-    width = _ceil_power(head_dim)
+    width = ceil_power(head_dim)
     if cap < 80 or kv_format == "f32":  # no matrix instructions: small tiles, sums in registers
         return [Tile(16, 4, 2, rows=16)]
     if cap in WGMMA:
@@ -92,7 +93,7 @@ def part_bytes(num_rows: int, num_heads: int, head_dim: int, places: int) -> int
 
 def columns_of(group: int) -> int:
     """Columns of a decode tile: query heads of a KV head, at least what a matrix instruction has."""
-    return max(8, _ceil_power(group))
+    return max(8, ceil_power(group))
 
 
 def search_steps(num_seqs: int) -> int:
@@ -102,7 +103,3 @@ def search_steps(num_seqs: int) -> int:
 
 def _floor_power(x: int) -> int:
     return 1 << max(x.bit_length() - 1, 0)
-
-
-def _ceil_power(x: int) -> int:
-    return 1 << max(x - 1, 0).bit_length()

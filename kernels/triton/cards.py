@@ -45,3 +45,8 @@ class Card:
     def known(self) -> CardClass:
         """Its class."""
         return CLASSES[max(c for c in CLASSES if c <= max(self.capability, min(CLASSES)))]
+
+
+def ceil_power(number: int) -> int:
+    """The next power of two, for tiles."""
+    return 1 << max(number - 1, 0).bit_length()

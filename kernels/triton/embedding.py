@@ -7,10 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch
+from .launch import TYPES, launch
 
 BLOCK = 2048
-TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @triton.jit
@@ -36,5 +35,7 @@ def embedding(token_ids: Tensor, table: Tensor, scale: float = 1.0, dtype: torch
     out = torch.empty((token_ids.shape[0], dim), dtype=dtype, device=table.device)
     blocks = triton.cdiv(dim, BLOCK)
     grid = (token_ids.shape[0] * blocks,)
-    launch(_rows, grid, token_ids, table, out, scale, dim, blocks, BLOCK=BLOCK, TABLE=TYPES[table.dtype])
+    launch(
+        _rows, grid, token_ids, table, out, scale, dim, blocks, BLOCK=BLOCK, TABLE=TYPES[table.dtype].removeprefix("*")
+    )
     return out

@@ -58,13 +58,6 @@ def card_of(device: torch.device) -> Card:
     return _card_of(device) if _recording is None else _recording[0]
 
 
-def _overlaps(device: torch.device) -> bool:
-    """Whether programmatic dependent launch is used there."""
-    if interpreting() or not (device.type == "cuda" or _recording):
-        return False
-    return card_of(device).capability >= PDL_CAPABILITY
-
-
 @dataclass(frozen=True, slots=True)
 class Launch:
     """A kernel with everything it is started with, to run it or to compile it ahead of time.
@@ -110,7 +103,8 @@ def _type(value: torch.Tensor | int | float, is_specialized: bool) -> str:
 
 def overlap(device: torch.device) -> tuple[dict[str, bool], dict[str, Any]]:
     """The constant PDL and the options of a kernel that knows programmatic dependent launch."""
-    overlaps = _overlaps(device)
+    there = device.type == "cuda" or _recording is not None
+    overlaps = there and not interpreting() and card_of(device).capability >= PDL_CAPABILITY
     return {"PDL": overlaps}, {"launch_pdl": True} if overlaps else {}
 
 

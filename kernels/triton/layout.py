@@ -137,42 +137,39 @@ def _int8(w: Weight) -> Prepared:
     return Prepared(w.shape, "int8", low, None, "float", _rows(w.scales), zero=128, group=group)
 
 
-def _fp4g16(w: Weight) -> Prepared:
-    assert w.scales is not None and w.global_scale is not None
-    low, _ = _packed(w, "e2m1", 16)
-    scales = _rows(w.scales.view(torch.uint8))
-    return Prepared(w.shape, "e2m1", low, None, "e4m3", scales, row_scale=w.global_scale.float(), group=16)
-
-
-def _fp4g32(w: Weight) -> Prepared:
+def _fp4(w: Weight) -> Prepared:
     assert w.scales is not None
-    low, _ = _packed(w, "e2m1")
-    return Prepared(w.shape, "e2m1", low, None, "e8m0", _rows(w.scales.view(torch.uint8)), group=32)
+    kind, group = ("e4m3", 16) if w.form == "fp4g16" else ("e8m0", 32)
+    low, _ = _packed(w, "e2m1", group)
+    made = Prepared(w.shape, "e2m1", low, None, kind, _rows(w.scales.view(torch.uint8)), group=group)
+    return made if w.global_scale is None else made._replace(row_scale=w.global_scale.float())
 
 
 def _fp8(w: Weight) -> Prepared:
     assert w.scales is not None
     n, k = w.shape
     low, _ = _packed(w, "e4m3")
-    broken = ((w.qweight.view(torch.uint8) & 0x7F) == 0x7F).any(1)
+    row_scale = _nan_scale(w)
     if w.scales.numel() == 1 or w.scales.shape == (n, 1):
-        row_scale = w.scales.float().reshape(-1).expand(n).clone()
-        return Prepared(w.shape, "e4m3", low, row_scale=row_scale.masked_fill_(broken, float("nan")))
+        stored = w.scales.float().reshape(-1).expand(n)
+        return Prepared(w.shape, "e4m3", low, row_scale=stored.clone() if row_scale is None else stored * row_scale)
     if w.scales.shape != (-(-n // FP8_BLOCK), -(-k // FP8_BLOCK)):
         raise ValueError(f"fp8 scales of shape {tuple(w.scales.shape)} for a weight of shape {w.shape}")
-    row_scale = torch.where(broken, float("nan"), 1.0) if bool(broken.any()) else None
-    return Prepared(
-        w.shape, "e4m3", low, None, "float", _rows(w.scales.float()), row_scale=row_scale, group=128, scale_rows=128
-    )
+    made = Prepared(w.shape, "e4m3", low, None, "float", _rows(w.scales.float()), group=128, scale_rows=128)
+    return made._replace(row_scale=row_scale)
 
 
 def _fp8mx(w: Weight) -> Prepared:
     assert w.scales is not None
     low, _ = _packed(w, "e4m3")
-    broken = ((w.qweight.view(torch.uint8) & 0x7F) == 0x7F).any(1)
-    row_scale = torch.where(broken, float("nan"), 1.0) if bool(broken.any()) else None
     scales = _rows(w.scales.view(torch.uint8))
-    return Prepared(w.shape, "e4m3", low, None, "e8m0", scales, row_scale=row_scale, group=32)
+    return Prepared(w.shape, "e4m3", low, None, "e8m0", scales, row_scale=_nan_scale(w), group=32)
+
+
+def _nan_scale(w: Weight) -> Tensor | None:
+    """float32 [N]: NaN for rows of E4M3 codes that hold one, else 1; None where there is none."""
+    broken = ((w.qweight.view(torch.uint8) & 0x7F) == 0x7F).any(1)
+    return torch.where(broken, float("nan"), 1.0) if bool(broken.any()) else None
 
 
 def _gguf(w: Weight) -> Prepared:
@@ -197,8 +194,8 @@ _MAKERS = {
     "dense": _dense,
     "int4g": _int4g,
     "int8": _int8,
-    "fp4g16": _fp4g16,
-    "fp4g32": _fp4g32,
+    "fp4g16": _fp4,
+    "fp4g32": _fp4,
     "fp8": _fp8,
     "fp8mx": _fp8mx,
     "gguf": _gguf,

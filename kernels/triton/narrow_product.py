@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from . import narrow
@@ -20,19 +21,11 @@ from .quantize import quantize_e4m3, quantize_nvfp4
 BLOCK = 128  # elements of x that share a scale where W has a scale per block
 
 
-def _next_power(number: int) -> int:
-    return 1 << (number - 1).bit_length()
-
-
 def _tile(tokens: int, least: int = 64) -> tuple[dict[str, Any], int]:
     """Rows of x and of W in a program, and its warps. Not measured."""
     if max(tokens, least) <= 64:
         return {"TOKENS": 64, "ROWS": 64}, 4
     return {"TOKENS": 128, "ROWS": 128}, 8
-
-
-def _grid(out: Tensor, tile: dict[str, int]) -> tuple[int, int]:
-    return -(-out.shape[0] // tile["TOKENS"]), -(-out.shape[1] // tile["ROWS"])
 
 
 def fp8_product(x: Tensor, p: Prepared, bias: Tensor | None = None) -> Tensor:
@@ -44,7 +37,7 @@ def fp8_product(x: Tensor, p: Prepared, bias: Tensor | None = None) -> Tensor:
     codes = torch.empty(x.shape[0], padded, dtype=torch.uint8, device=x.device)
     scales = torch.empty(x.shape[0], groups, dtype=torch.float32, device=x.device)
     out = torch.empty(x.shape[0], p.shape[0], dtype=x.dtype, device=x.device)
-    block = BLOCK if groups > 1 or padded <= BLOCK else _next_power(padded)
+    block = BLOCK if groups > 1 or padded <= BLOCK else triton.next_power_of_2(padded)
     sizes: dict[str, Any] = {"K": x.shape[1], "PADDED": padded, "GROUP": block, "BLOCK": block}
     launch(quantize_e4m3, (x.shape[0], groups), x, codes, scales, num_warps=max(1, min(8, block // 256)), **sizes)
     hand = interpreting()
@@ -52,7 +45,7 @@ def fp8_product(x: Tensor, p: Prepared, bias: Tensor | None = None) -> Tensor:
     kind, stages = (torch.uint8, 2) if hand else (torch.float8_e4m3fn, 3)
     launch(
         narrow.w8a8_kernel,
-        _grid(out, tile),
+        (-(-out.shape[0] // tile["TOKENS"]), -(-out.shape[1] // tile["ROWS"])),
         *(codes.view(kind), scales, p.low.view(kind), scales if p.scales is None else p.scales),
         *(scales if part is None else part for part in (p.row_scale, bias)),
         *(out, *out.shape),
@@ -79,7 +72,7 @@ def nvfp4_product(x: Tensor, p: Prepared, bias: Tensor | None = None) -> Tensor:
     scales = torch.empty(tokens, padded // 16, dtype=torch.uint8, device=x.device)
     row_scales = torch.empty(tokens, dtype=torch.float32, device=x.device)
     out = torch.empty(tokens, p.shape[0], dtype=x.dtype, device=x.device)
-    block = _next_power(padded)
+    block = triton.next_power_of_2(padded)
     sizes: dict[str, Any] = {"K": x.shape[1], "PADDED": padded, "BLOCK": block}
     warps = max(1, min(8, block // 512))
     launch(quantize_nvfp4, (tokens,), x, codes, scales, row_scales, num_warps=warps, **sizes)
@@ -89,7 +82,7 @@ def nvfp4_product(x: Tensor, p: Prepared, bias: Tensor | None = None) -> Tensor:
     kind = torch.uint8 if hand else torch.float8_e4m3fn
     launch(
         narrow.w4a4_kernel,
-        _grid(out, tile),
+        (-(-out.shape[0] // tile["TOKENS"]), -(-out.shape[1] // tile["ROWS"])),
         *(codes, scales.view(kind), row_scales, p.low.view(torch.uint8), p.scales.view(kind), p.row_scale),
         *(row_scales if bias is None else bias, out, *out.shape),
         BYTES=padded // 2,

@@ -108,13 +108,14 @@ def _linear(name: str, fits: Callable[[LinearFacts], str | None], run: Callable[
 
 _fp8 = partial(_rounding_fits, activations="fp8", form="fp8")
 _nvfp4 = partial(_rounding_fits, activations="nvfp4", form="fp4g16")
+_PRODUCT = _lazily("product", "linear")
 _ATTENTION = _lazily("attention", "paged_attention")
 IMPLS: Mapping[str, tuple[Impl, ...]] = {
     "linear": (
         _linear("triton_fp8_w8a8", _fp8, _lazily("narrow_product", "fp8_product")),
         _linear("triton_nvfp4_w4a4", _nvfp4, _lazily("narrow_product", "nvfp4_product")),
-        _linear("triton", _linear_fits, _lazily("product", "linear")),
-        _linear("triton_invariant", partial(_linear_fits, fixed_order=True), _lazily("product", "invariant_linear")),
+        _linear("triton", _linear_fits, _PRODUCT),
+        _linear("triton_invariant", partial(_linear_fits, fixed_order=True), partial(_PRODUCT, fixed_order=True)),
     ),
     "rms_norm": _impl("rms_norm", "rms_norm"),
     "rope": _impl("rope", "rope"),

@@ -45,6 +45,7 @@ from .product_tiles import SMALL_TOKENS, gemm_tiles, may_be_fixed, one_row_tiles
 SLAB_BYTES = 32 << 20  # dense rows decoded at a time: what the plan reserves for long prompts
 SLAB_TOKENS = 256  # from so many rows of x weights are decoded once for all of them; not measured
 ROWS_WITHOUT_TENSOR_CORES = 4
+NATIVE = {torch.bfloat16: "bf16", torch.float16: "f16"}
 WHOLE_ROW = 1 << 20  # the group size that stands for one scale a row
 CUBLAS: Tile = {"cublas": 1}  # the candidate of dense weights that is no kernel of ours
 FIXED_TOKENS = 16  # rows of x in a tile when every row must be summed the same way
@@ -100,14 +101,9 @@ def product(
     return out
 
 
-def linear(x: Tensor, p: Prepared, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, p: Prepared, bias: Tensor | None = None, *, fixed_order: bool = False) -> Tensor:
     """x Wᵀ + bias."""
-    return product(x, p, Extras(bias))
-
-
-def invariant_linear(x: Tensor, p: Prepared, bias: Tensor | None = None) -> Tensor:
-    """The same, every row summed in one order."""
-    return product(x, p, Extras(bias), fixed_order=True)
+    return product(x, p, Extras(bias), fixed_order=fixed_order)
 
 
 def fusable(x: Tensor, p: Any) -> bool:
@@ -122,7 +118,7 @@ def fusable(x: Tensor, p: Any) -> bool:
 
 def _is_plain(x: Tensor, p: Prepared) -> bool:
     """A matrix of x's own type, which cuBLAS reads as it lies."""
-    return p.code == {torch.bfloat16: "bf16", torch.float16: "f16"}.get(x.dtype) and p.low.shape[1] == p.shape[1]
+    return p.code == NATIVE.get(x.dtype) and p.low.shape[1] == p.shape[1]
 
 
 # ---- launches
@@ -194,7 +190,9 @@ def gemm_launch(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Til
     partial, counter = x, p.low
     if split > 1:
         partial = torch.empty(grid[0] * grid[1] * split * (rows + 1) * tokens, dtype=torch.float32, device=x.device)
-        counter = _counters(x.device, grid[0] * grid[1])
+        counter = _counters(x.device)
+        if grid[0] * grid[1] > COUNTERS:
+            raise ValueError(f"{grid[0] * grid[1]} tiles share a split product, at most {COUNTERS}")
     args |= {
         "x_ptr": x,
         "low_ptr": p.low,
@@ -207,7 +205,7 @@ def gemm_launch(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Til
         **_pointers(p),
     }
     constants |= _constants(p) | {
-        "OPERAND": "f32" if interpreting() and x.dtype != torch.float16 else _operand(x.dtype),
+        "OPERAND": "f32" if interpreting() and x.dtype != torch.float16 else NATIVE[x.dtype],
         "PAIRS": not interpreting(),
         "ROWS": rows,
         "TOKENS": tokens,
@@ -221,23 +219,13 @@ def gemm_launch(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Til
     return Launch(gemm.gemm_kernel, grid, args, constants | pdl, choice["warps"], choice["stages"], options, True)
 
 
-def _operand(dtype: torch.dtype) -> str:
-    return {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
-
-
 COUNTERS = 4096  # programs that may take part in split products of one launch
 
 
 @cache
-def _zeros(device: torch.device) -> Tensor:
-    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-
-
-def _counters(device: torch.device, count: int) -> Tensor:
+def _counters(device: torch.device) -> Tensor:
     """int32 zeros, which every kernel leaves as zeros: one set a card, products of one stream at a time."""
-    if count > COUNTERS:
-        raise ValueError(f"{count} tiles share a split product, at most {COUNTERS}")
-    return _zeros(device)
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
 def dequantize_launch(p: Prepared, first_row: int, out: Tensor) -> Launch:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from .cards import Card
+from .cards import Card, ceil_power
 from .layout_codes import CODES, HALVES
 
 Tile = Mapping[str, int]
@@ -102,10 +102,6 @@ def _ordered(options: Iterable[tuple[float, Tile]]) -> tuple[Tile, ...]:
     return tuple(tile for us, tile in ranked[:MOST] if us != float("inf"))
 
 
-def _power(number: int) -> int:
-    return 1 << max(number - 1, 0).bit_length()
-
-
 @cache
 def one_row_tiles(
     n: int, k: int, code: str, card: Card, gated: bool, either: bool, fixed: bool = False
@@ -145,7 +141,7 @@ def gemv_tiles(n: int, k: int, code: str, card: Card, gated: bool = False, fixed
     options = []
     for rows in (4, 8) if fixed else (2, 4, 8) if gated else (1, 2, 4, 8):
         for warps, wide in ((1, 32), (2, 64), (4, 128), (8, 256)):
-            if wide > max(_power(chunks), 32) or _gemv_registers(rows, code, fixed) > 200:
+            if wide > max(ceil_power(chunks), 32) or _gemv_registers(rows, code, fixed) > 200:
                 continue
             tile = {"rows": rows, "chunks": wide, "warps": warps} | ({"fixed": 1} if fixed else {})
             options.append((_gemv_us(n, k, code, tile, card), tile))

@@ -50,26 +50,17 @@ def _group_values(p: Prepared, index: slice | Tensor) -> tuple[Tensor | None, Te
         return None, None
     of_scales = torch.arange(p.shape[0], device=p.low.device)[index] // p.scale_rows
     stored = p.scales[of_scales]
-    supers = super_mins = None
-    if p.supers is not None:
-        per_super = SUPER // p.group
-        supers = p.supers[index].float().repeat_interleave(per_super, 1)
-        if p.super_mins is not None:
-            super_mins = p.super_mins[index].float().repeat_interleave(per_super, 1)
+
+    def above(supers: Tensor) -> Tensor:
+        return supers[index].float().repeat_interleave(SUPER // p.group, 1)
+
     scales = scale_values(p.scale_kind, stored)
-    if supers is not None:
-        scales = supers * scales
+    if p.supers is not None:
+        scales = above(p.supers) * scales
     if p.min_kind == "none":
         return scales, None
-    if p.min_kind == "nibble":
-        assert super_mins is not None
-        return scales, -(super_mins * (stored >> 4).float())
-    assert p.mins is not None
-    mins = p.mins[index].float()
-    if p.min_kind == "sub":
-        assert super_mins is not None
-        return scales, -(super_mins * mins)
-    return scales, mins
+    mins = stored >> 4 if p.mins is None else p.mins[index]
+    return scales, mins.float() if p.super_mins is None else -(above(p.super_mins) * mins.float())
 
 
 def scale_values(kind: str, stored: Tensor) -> Tensor:

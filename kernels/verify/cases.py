@@ -112,11 +112,10 @@ LAYER_SCALES = (0.03, 0.05)  # of keys and values, where a checkpoint of FP8 key
 
 def empty_pages(facts: OpFacts, num_pages: int, *, layer_scales: bool = False) -> KVPages:
     """Pages of a model's format on its device."""
-    if layer_scales:
-        pages = empty_pages(facts, num_pages)
-        k, v = (torch.tensor([scale], device=facts.device) for scale in LAYER_SCALES)
-        return pages._replace(k_scales=k, v_scales=v)
     pages = KVPages.empty(facts.kv_format, num_pages, facts.num_kv_heads, facts.page_size, facts.head_dim)
+    if layer_scales:
+        k, v = (torch.tensor([scale]) for scale in LAYER_SCALES)
+        pages = pages._replace(k_scales=k, v_scales=v)
     return KVPages(*(None if part is None else part.to(facts.device) for part in pages))
 
 

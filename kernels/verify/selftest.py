@@ -56,8 +56,6 @@ class SelfTest:
         """As `choose` and `kernel_table` take them."""
         return frozenset(failure.name for failure in self.failures)
 
-    # --- ops -------------------------------------------------------------------------------------------------------
-
     def table(self, shapes: ModelShapes, disabled: frozenset[str] = frozenset()) -> KernelTable:
         """The kernel table of a model whose ops all passed."""
         for op in (*OPS, *OUTER_OPS):
@@ -66,8 +64,6 @@ class SelfTest:
                 if impl in PLAIN[op] or self._passed(impl.key, shapes.key, partial(op_error, op, impl.run, shapes)):
                     break
         return kernel_table(shapes.facts, disabled | self.disabled)
-
-    # --- products --------------------------------------------------------------------------------------------------
 
     def linear_passed(self, impl: Impl, facts: LinearFacts, weight: Weight, prepared: Any) -> bool:
         """Whether `impl` multiplies with what it prepared as the canonical `weight` says."""
@@ -79,8 +75,6 @@ class SelfTest:
             f" +{name}" for name in ("zeros", "mins", "perm", "pre_scale") if getattr(weight, name) is not None
         )
         return self._passed(impl.key, key, partial(linear_error, impl, facts, weight, prepared))
-
-    # --- segments --------------------------------------------------------------------------------------------------
 
     def segments(
         self,
@@ -115,8 +109,6 @@ class SelfTest:
     def sampler_passed(self, name: str, run: SampleOp, vocab: int, device: str) -> bool:
         """Whether `run` samples as `sampling.sample` does."""
         return self._passed(f"sample:{name}", f"{vocab}", partial(sampler_error, run, vocab, device))
-
-    # --- verdicts --------------------------------------------------------------------------------------------------
 
     def _passed(self, name: str, key: str, error: Callable[[], str]) -> bool:
         if any(failure.name == name for failure in self.failures):

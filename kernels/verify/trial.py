@@ -21,7 +21,7 @@ from ..layer_weights import AttentionWeights, HeadWeights, LayerCall, Linear, St
 from ..registry import Impl, LinearFacts
 from ..segments import REFERENCES, KernelTable
 from ..weight import Weight
-from .cases import ModelShapes, copied, empty_pages, numbers, op_cases
+from .cases import ModelShapes, block_table, copied, empty_pages, numbers, op_cases
 
 # Relative RMS error allowed, by dtype of the activations: several roundings of their mantissa. A wrong kernel is off by
 # the size of the numbers themselves. Our CPU products round activations to 16 bits, which leaves 4e-5.
@@ -118,18 +118,13 @@ def op_error(op: str, run: Callable[..., Any], shapes: ModelShapes) -> str:
             ours, theirs = make(), make()
             found, wanted = run(*ours), REFERENCES[op](*theirs)
             if found is None:
-                return compare_all(_written(ours), _written(theirs), tolerance)
+                return compare_all(numbers(ours[2]), numbers(theirs[2]), tolerance)
             return compare(found, wanted, tolerance)
 
     for case in op_cases(op, shapes):
         if said := tried(case.name, partial(differs, case.make)):
             return said
     return ""
-
-
-def _written(arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    pages = next(argument for argument in arguments if isinstance(argument, KVPages))
-    return numbers(pages)
 
 
 def linear_error(impl: Impl, facts: LinearFacts, weight: Weight, prepared: Any) -> str:
@@ -198,19 +193,16 @@ class SegmentTrial:
             device = torch.device(facts.device)
             generator = torch.Generator().manual_seed(22)
             size = facts.page_size
-            starts, slots, rows, next_page = [0], [], [], 0
+            rows, num_pages = block_table(SEGMENT_TOKENS, size)
+            starts, slots = [0], []
             positions: list[int] = []
-            width = max(-(-length // size) for _, length in SEGMENT_TOKENS)
-            for new, length in SEGMENT_TOKENS:
-                pages = list(range(next_page, next_page + -(-length // size)))
-                next_page += len(pages)
-                rows.append([*pages, *[-1] * (width - len(pages))])
+            for (new, length), pages in zip(SEGMENT_TOKENS, rows, strict=True):
                 positions += range(length - new, length)
                 slots += [pages[p // size] * size + p % size for p in range(length - new, length)]
                 starts.append(starts[-1] + new)
             x = torch.randn((starts[-1], self.shapes.hidden), generator=generator)
-            cache = empty_pages(facts, next_page)
-            count = next_page * size
+            cache = empty_pages(facts, num_pages)
+            count = num_pages * size
             kv = torch.randn((2, count, facts.num_kv_heads, facts.head_dim), generator=generator).to(device)
             REFERENCES["kv_write"](kv[0], kv[1], cache, torch.arange(count, device=device))
             at = torch.tensor(positions, device=device)

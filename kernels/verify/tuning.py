@@ -29,8 +29,6 @@ from .trial import compare, is_device_lost
 MAX_CANDIDATES = 8
 BUDGET_S = 20.0  # most seconds of one `tune`
 WARM_RUNS = 3
-ROUNDS = 5
-ROUND_S = 0.002  # on the CPU a candidate's time is the least of ROUNDS, each of as many calls as take about this long
 # by how much of their size the numbers of two candidates may differ: sums in another order, rounded to bfloat16
 AGREEMENT = 2e-2
 WORTH = 0.97  # a candidate replaces the one in use when it takes at most this share of its time: less is noise
@@ -205,22 +203,6 @@ def _disagreement(found: object, wanted: object) -> str:
 def tuner() -> Tuner:
     """The one of this process."""
     return Tuner()
-
-
-def seconds(call: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
-    """Least seconds of one call, over several rounds; for what returns when it is done (the CPU)."""
-    started = clock()
-    for _ in range(WARM_RUNS):
-        call()
-    each = max((clock() - started) / WARM_RUNS, 1e-7)
-    count = max(1, int(ROUND_S / each))
-    best = float("inf")
-    for _ in range(ROUNDS):
-        started = clock()
-        for _ in range(count):
-            call()
-        best = min(best, (clock() - started) / count)
-    return best
 
 
 def _replay(call: Callable[[], object]) -> Callable[[], None] | None:

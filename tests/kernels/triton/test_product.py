@@ -163,7 +163,7 @@ def test_a_row_does_not_see_the_others(form: str, device: torch.device) -> None:
     assert torch.equal(together[:5], product(x[:5], prepared, fixed_order=True))
 
 
-def test_parts_of_k_are_added_by_the_last(device: torch.device) -> None:
+def test_parts_of_k_are_added_by_the_last(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Split products give the whole sum, norm included, and leave their counters at zero for the next launch."""
     weight = make("int4g-32", 33, 512)
     prepared = prepare(on(device, weight))
@@ -178,9 +178,10 @@ def test_parts_of_k_are_added_by_the_last(device: torch.device) -> None:
         assert launch.grid == (1, 3, split)
         launch.start()
         assert error(out, normed @ dequantize(weight).double().t()) < ROUNDING[torch.float16]
-        assert not products._zeros(device).any()
-    with pytest.raises(ValueError, match="at most 4096"):
-        products._counters(device, 5000)
+        assert not products._counters(device).any()
+    monkeypatch.setattr(products, "COUNTERS", 2)
+    with pytest.raises(ValueError, match="3 tiles share a split product, at most 2"):
+        gemm_launch(x, prepared, out, Extras(norm=Norm(gain, EPS)), choice)
 
 
 def test_cublas_is_a_candidate_of_dense_weights(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
