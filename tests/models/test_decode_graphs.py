@@ -21,7 +21,7 @@ from localllm.engine.engine import Engine, LoopOptions
 from localllm.engine.pages import GroupPages
 from localllm.engine.runner import Runner
 from localllm.engine.scheduler import SchedulerLimits
-from localllm.kernels.sampling import sample as twin
+from localllm.kernels.sampling import sample as reference
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.models.architectures import open_model
 from localllm.models.kv_cache import KVCache
@@ -45,9 +45,9 @@ def rerun(run: Run) -> Captured:
 
 
 def _op(where: str) -> Any:
-    """The twin asks the device for numbers, which ends a capture."""
+    """The reference asks the device for numbers, which ends a capture."""
     if where == "cpu":
-        return twin
+        return reference
     from localllm.kernels.triton.sampling import sample
 
     return sample
