@@ -1,10 +1,10 @@
-"""Who may import whom, checked on the source text; and every package ships."""
+"""Who may import whom, checked on the source text; no file imports another in a circle."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
-from graphlib import TopologicalSorter
+from collections.abc import Iterator, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -77,8 +77,8 @@ def modules() -> list[tuple[Path, tuple[str, ...]]]:
     ]
 
 
-def imported_layers(path: Path, name: tuple[str, ...]) -> Iterator[str]:
-    """The layers under localllm that `path` imports, absolute or relative, at any depth, for types or not."""
+def imports(path: Path, name: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Dotted names under localllm that `path` imports, absolute or relative, at any depth, for types or not."""
     package = name[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
@@ -87,9 +87,9 @@ def imported_layers(path: Path, name: tuple[str, ...]) -> Iterator[str]:
             if not node.level:
                 target = target[1:] if target and target[0] == "localllm" else None
             if target is not None:
-                yield from {layer_of((*target, a.name)) for a in node.names}
+                yield from ((*target, a.name) for a in node.names)
         elif isinstance(node, ast.Import):
-            yield from (layer_of(a.name.split(".")[1:]) for a in node.names if a.name.startswith("localllm."))
+            yield from (tuple(a.name.split(".")[1:]) for a in node.names if a.name.startswith("localllm."))
 
 
 def layer_of(module: Sequence[str]) -> str:
@@ -103,8 +103,34 @@ def test_imports_point_down(path: Path, name: tuple[str, ...]) -> None:
     layer = layer_of(name)
     assert layer in MAY_IMPORT, f"{path.relative_to(ROOT)}: give {layer} a row in MAY_IMPORT and in the design"
     allowed = MAY_IMPORT[layer] | (set() if layer == "kernels" else OPEN) | FREE
-    bad = set(imported_layers(path, name)) - {layer} - allowed
+    bad = {layer_of(target) for target in imports(path, name)} - {layer} - allowed
     assert not bad, f"{path.relative_to(ROOT)} ({layer}) may not import {sorted(bad)}"
+
+
+def test_the_table_names_only_what_is_there() -> None:
+    there = {layer_of(name) for _, name in modules()}
+    assert set(MAY_IMPORT) == there
+    assert set().union(*MAY_IMPORT.values()) | OPEN <= there
+
+
+def file_circle(files: Mapping[tuple[str, ...], set[tuple[str, ...]]]) -> list[tuple[str, ...]]:
+    """Files that import each other in a circle, if any do."""
+    try:
+        list(TopologicalSorter(files).static_order())
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Types count: what needs a type from above takes a Protocol from its own floor."""
+    paths = {name[:-1] if name[-1] == "__init__" else name: (path, name) for path, name in modules()}
+    files = {}
+    for module, (path, name) in paths.items():
+        targets = ((t if t in paths else t[:-1]) for t in imports(path, name))
+        files[module] = {target for target in targets if target in paths and target != module}
+    assert not file_circle(files)
+    assert file_circle({("a",): {("b",)}, ("b",): {("c",)}, ("c",): {("a",)}}), "a circle is seen"
 
 
 def test_the_layers_have_no_cycle() -> None:
@@ -151,5 +177,5 @@ def test_seeded_faults_are_caught(tmp_path: Path) -> None:
         "from ..models import loader\n"
         "def late():\n    from ..quant.formats import x\n    from ..models.architectures.facts import y\n"
     )
-    found = set(imported_layers(source, ("tui", "screen")))
+    found = {layer_of(target) for target in imports(source, ("tui", "screen"))}
     assert found == {"engine", "llm", "kernels", "models", "models.architectures", "quant"}
