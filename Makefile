@@ -23,7 +23,7 @@ test-aot: dev
 	@exec .ci/test-aot $(TRITON)
 
 lint: dev
-	@.venv/bin/ruff check . && .venv/bin/ruff format --check .
+	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/vulture
 
 format: dev
 	@.venv/bin/ruff check --fix . ; .venv/bin/ruff format .

@@ -1,4 +1,4 @@
-"""Streamed answers to reasoning and content: `reasoning_parser(template, prompt_tail)` -> `ReasoningParser` or None.
+"""Streamed answers to reasoning and content: `reasoning_tags(template, prompt_tail)` -> tags for a `ReasoningParser`.
 
 Which tags a model thinks in is read from its chat template. A template may have opened the tag itself: then the prompt
 ends with it, and the answer begins inside. The concatenated pieces do not depend on how the text was cut.
@@ -36,12 +36,6 @@ def reasoning_tags(template: str, prompt_tail: str = "") -> tuple[str, str] | No
     found = [(template.find(closes), opens, closes) for opens, closes in TAGS if closes in template]
     found += [(template.find(opens), opens, closes) for opens, closes in TAGS if opens in template]
     return min(found)[1:] if found else None
-
-
-def reasoning_parser(template: str, prompt_tail: str = "") -> ReasoningParser | None:
-    """A fresh parser for one answer. `prompt_tail` is the end of the prompt, control tokens as text."""
-    tags = reasoning_tags(template, prompt_tail)
-    return None if tags is None else ReasoningParser(*tags, opened=prompt_tail.rstrip().endswith(tags[0]))
 
 
 class Splitter(Protocol):

@@ -6,8 +6,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from localllm.chat.parser import ChainedParser, ReasoningParser, reasoning_parser, reasoning_tags
+from localllm.chat.parser import ChainedParser, ReasoningParser, reasoning_tags
 from localllm.chat.tools.formats import HERMES
+
+
+def reasoning_parser(template: str, prompt_tail: str = "") -> ReasoningParser | None:
+    """A fresh parser for one answer. `prompt_tail` is the end of the prompt, control tokens as text."""
+    tags = reasoning_tags(template, prompt_tail)
+    return None if tags is None else ReasoningParser(*tags, opened=prompt_tail.rstrip().endswith(tags[0]))
 
 
 def split(parser: ReasoningParser, pieces: list[str]) -> tuple[str, str]:
