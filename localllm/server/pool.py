@@ -15,9 +15,10 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING
 
-from localllm.errors import Aborted, DeviceError, InternalError, LocalLLMError, ModelNotFound
+from localllm.errors import Aborted, DeviceError, LocalLLMError, ModelNotFound
 
 from .served_model import (
+    Lease,
     Loader,
     PoolEntry,
     PoolOptions,
@@ -38,20 +39,6 @@ PATIENCE_S = 10.0  # how long a model waits for room before those that hold it s
 LIST_S = 5.0  # how long a list of local models is believed
 RESTART_S = 60.0  # an engine that dies again within this time is not restarted
 RECOVERY_S = 0.1  # before the next step of the thread that loads, after one that failed
-
-
-class Lease:
-    """The right to use a loaded model, which stays at least until `release`."""
-
-    def __init__(self, llm: LLM, give_back: Callable[[], None]) -> None:
-        self.llm = llm
-        self._give_back: Callable[[], None] | None = give_back
-
-    def release(self) -> None:
-        """Give it back; twice does nothing."""
-        give_back, self._give_back = self._give_back, None
-        if give_back is not None:
-            give_back()
 
 
 class ModelPool:
@@ -280,10 +267,11 @@ class ModelPool:
         for entry in loaded:
             if entry.state is State.READY and entry.llm.engine.is_dead and not entry.broken:  # type: ignore[union-attr]
                 return partial(self._restart, entry)
-        for entry in loaded:
-            if entry.commands and not entry.users:
+        for entry in self._entries.values():
+            if entry.commands and not entry.users and (entry.llm is not None or entry.state is State.ABSENT):
                 return partial(self._obey, entry)
-            if entry.expiry is not None and entry.expiry <= now:
+        for entry in loaded:
+            if entry.expiry is not None and entry.expiry <= now and entry.model.name not in self._waiting:
                 return partial(self._unload, entry)
         for name in sorted(self._waiting, key=lambda n: self._waits_since[n]):
             entry = self._entries[name]
@@ -307,12 +295,8 @@ class ModelPool:
             if found is not None and not isinstance(found, PoolEntry):
                 doing = "loading"
                 self._load(entry, found)
-        except LocalLLMError as error:
-            self._fail(entry, error)
-            return
         except Exception as error:
-            log.exception("%s %s failed", doing, entry.model.name)
-            self._fail(entry, InternalError(f"{doing} failed: {type(error).__name__}", "see the log"))
+            self._fail(entry, entry.explained(doing, error))
             return
         if isinstance(found, PoolEntry):
             self._unload(found)
@@ -368,24 +352,34 @@ class ModelPool:
                 future.set_exception(error)
 
     def _obey(self, entry: PoolEntry) -> None:
+        was_loaded = entry.llm is not None
         for action, future in list(entry.commands):
-            if entry.llm is not None:
-                action(entry)
+            error: LocalLLMError | None = None
+            try:
+                if entry.llm is not None:
+                    action(entry)
+            except Exception as failed:  # it is told, and not tried again
+                error = entry.explained("putting to sleep", failed)
             with self._changed:
                 entry.commands.remove((action, future))
-            future.set_result(True)
+            if future.set_running_or_notify_cancel():
+                future.set_result(was_loaded) if error is None else future.set_exception(error)
 
     def _put_to_sleep(self, entry: PoolEntry) -> None:
         if entry.state is State.READY and entry.llm is not None:
-            entry.llm.sleep()
+            try:
+                entry.llm.sleep()
+            except Exception:
+                self._unload(entry)  # it is neither awake nor asleep: the next request loads it again
+                raise
             self._set(entry, State.ASLEEP)
 
     def _wake(self, entry: PoolEntry) -> None:
         assert entry.llm is not None
         try:
             entry.llm.wake()
-        except LocalLLMError as error:
-            self._fail(entry, error)
+        except Exception as error:
+            self._fail(entry, entry.explained("waking", error))
             self._unload(entry)
             return
         entry.last_used = time.monotonic()
@@ -398,7 +392,7 @@ class ModelPool:
             entry.state = State.ENDING
             llm, entry.llm = entry.llm, None
         if llm is not None:
-            llm.close()
+            entry.free(llm)
             log.info("unloaded %s", entry.model.name)
         self._set(entry, State.ABSENT)
 
@@ -435,9 +429,10 @@ class ModelPool:
                     future.set_exception(_closing())
         for entry in self._entries.values():
             for _, done in entry.commands:
-                done.set_result(False)
+                if done.set_running_or_notify_cancel():
+                    done.set_result(False)
             if entry.llm is not None and self._loader is not None:
-                entry.llm.close()
+                entry.free(entry.llm)
             entry.llm, entry.state = None, State.ABSENT
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -10,11 +11,14 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from localllm.errors import InternalError, LocalLLMError
 from localllm.request import LoadProgress, OnProgress
 
 if TYPE_CHECKING:
     from localllm.device import MachineFacts
     from localllm.llm.llm import LLM
+
+log = logging.getLogger(__name__)
 
 # a model that may stay as long as this stays; no wait is longer, which the system's would refuse
 MAX_TTL_S = 10 * 365 * 86_400
@@ -136,6 +140,34 @@ class PoolEntry:
         if self.pinned or self.ttl_s is None or self.users or self.llm is None:
             return None
         return self.last_used + self.ttl_s if self.ttl_s < MAX_TTL_S else None
+
+    def free(self, llm: LLM) -> None:
+        """Close its model; one that fails to close is given up all the same, and nobody waits for it."""
+        try:
+            llm.close()
+        except Exception:
+            log.exception("closing %s failed", self.model.name)
+
+    def explained(self, doing: str, error: Exception) -> LocalLLMError:
+        """An error that a user can be shown."""
+        if isinstance(error, LocalLLMError):
+            return error
+        log.error("%s %s failed", doing, self.model.name, exc_info=error)
+        return InternalError(f"{doing} failed: {type(error).__name__}", "see the log")
+
+
+class Lease:
+    """The right to use a loaded model, which stays at least until `release`."""
+
+    def __init__(self, llm: LLM, give_back: Callable[[], None]) -> None:
+        self.llm = llm
+        self._give_back: Callable[[], None] | None = give_back
+
+    def release(self) -> None:
+        """Give it back; twice does nothing."""
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,9 +28,9 @@ from .errors import ApiError, from_error
 from .exchange import Exchange, exchange_of
 from .generation import Conversation, Generation
 from .metrics import Metrics, RequestMeter
-from .pool import Lease, ModelPool
+from .pool import ModelPool
 from .response_stream import AsyncResponseStream, Listener, Mailbox
-from .served_model import ServedModel, State
+from .served_model import Lease, ServedModel, State
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

@@ -197,6 +197,84 @@ def test_an_idle_model_is_unloaded_after_its_time(make):
     assert pool.loaded() == []
 
 
+def test_a_model_that_was_asked_for_is_not_unloaded_before_it_has_answered(make):
+    """Its time is over when it is there: the request that waits for it comes first."""
+    world = World()
+    pool = make(world, ttl_s=0.0)
+    held = lease(pool, "a")
+    assert held.llm.log == [] and world.loads == ["a"]
+    held.release()
+    eventually(lambda: World.loaded == [])
+
+
+def fail(*_):
+    raise RuntimeError("the driver is odd")
+
+
+def test_a_model_that_does_not_close_is_gone_and_can_be_loaded_again(make, monkeypatch):
+    world = World()
+    pool = make(world)
+    lease(pool, "a").release()
+    monkeypatch.setattr(Model, "close", fail)
+    assert pool.unload("a").result(5) is True
+    World.loaded.remove("a")
+    monkeypatch.undo()
+    assert pool.loaded() == [] and pool.unload("a").result(5) is False
+    lease(pool, "a").release()
+    assert world.loads == ["a", "a"]
+
+
+def test_a_model_that_does_not_fall_asleep_says_so_once_and_is_loaded_again(make, monkeypatch):
+    world = World()
+    pool = make(world)
+    lease(pool, "a").release()
+    monkeypatch.setattr(Model, "sleep", fail)
+    with pytest.raises(InternalError, match="putting to sleep failed: RuntimeError"):
+        pool.sleep("a").result(5)
+    assert World.loaded == []
+    lease(pool, "a").release()
+    assert world.loads == ["a", "a"]
+
+
+def test_a_model_that_does_not_wake_fails_its_requests_and_is_loaded_again(make, monkeypatch):
+    world = World()
+    pool = make(world)
+    lease(pool, "a").release()
+    assert pool.sleep("a").result(5) is True
+    monkeypatch.setattr(Model, "wake", fail)
+    with pytest.raises(InternalError, match="waking failed: RuntimeError"):
+        lease(pool, "a")
+    lease(pool, "a").release()
+    assert world.loads == ["a", "a"]
+
+
+def test_a_command_given_while_a_model_loads_ends_when_the_load_fails(make):
+    world = World()
+    world.fail = "a"
+    world.gate.clear()
+    pool = make(world)
+    waits = pool.acquire(pool.find("a"))
+    eventually(lambda: pool.is_loading)
+    gone = pool.unload("a")
+    world.gate.set()
+    with pytest.raises(InternalError):
+        waits.result(5)
+    assert gone.result(5) is False
+
+
+def test_a_command_whose_caller_left_stops_nothing(make):
+    pool = make(World())
+    held, kept = lease(pool, "a"), lease(pool, "b")
+    assert pool.sleep("a").cancel()
+    held.release()
+    eventually(lambda: pool.loaded()[-1].state is State.ASLEEP or pool.loaded()[0].state is State.ASLEEP)
+    lease(pool, "a").release()
+    assert pool.sleep("b").cancel()
+    assert pool.close(5)
+    assert World.loaded == []
+    kept.release()
+
+
 def test_times_to_live_can_be_set_per_model(make):
     pool = make(World(), ttl_s=None)
     lease(pool, "a").release()
