@@ -75,8 +75,7 @@ class InProcessBackend(Turns):
                 before.join()
             for turn in doomed:
                 self._end(turn)
-            if not stop.is_set():
-                self._work(model, changes or {}, stop)
+            self._work(model, changes or {}, stop)
 
         self._thread = threading.Thread(target=work, name="backend", daemon=True)
         self._thread.start()
@@ -143,7 +142,9 @@ class InProcessBackend(Turns):
 
     def _work(self, model: str | None, changes: Mapping[str, Any], stop: threading.Event) -> None:
         try:
-            self._options = replace(self._options, **changes)
+            self._options = replace(self._options, **changes)  # they stay, also when another start has come since
+            if stop.is_set():
+                return
             llm = self._load(model, stop)
         except LocalLLMError as error:
             self._fail_all(error, stop)

@@ -140,6 +140,16 @@ def test_another_model_takes_over_and_the_first_ones_turn_ends(backend, tiny_pat
     wait(backend, lambda e: isinstance(e, Done) and e.turn == after, seen)
 
 
+def test_changes_stay_when_the_next_start_comes_at_once(backend, tiny_path):
+    backend.start(tiny_path)
+    backend.start(tiny_path, {"ctx": 64})
+    backend.start(tiny_path, {"kv": "f32"})
+    seen = []
+    while not (facts := backend.facts()).ctx:
+        wait(backend, is_ready, seen)
+    assert (facts.ctx, facts.kv) == (64, "f32")
+
+
 def test_facts_hold_what_a_panel_shows(backend, tiny_path):
     backend.start(tiny_path)
     seen = []
