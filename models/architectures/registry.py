@@ -38,7 +38,8 @@ def names() -> tuple[str, ...]:
 def canonical(source: str) -> str:
     """What we call an architecture that a hub, config.json or GGUF header names; the name itself when unknown."""
     for one in ARCHITECTURES:
-        if source in (one.name, *one.hf_types, *one.hf_wrappers, *one.hf_classes, *one.gguf_types):
+        # Not hf_wrappers: a GGUF file of the same name is another architecture (mistral3).
+        if source in (one.name, *one.hf_types, *one.hf_classes, *one.gguf_types):
             return one.name
     return source
 

@@ -104,6 +104,7 @@ def test_a_second_quant_of_a_cached_repository_is_asked_for(fake_hub: FakeHub) -
     [
         ({"config": {"architectures": ["GptOssForCausalLM"]}}, "GptOssForCausalLM"),
         ({"gguf": {"architecture": "phi3"}}, "phi3"),
+        ({"gguf": {"architecture": "mistral3"}}, "mistral3"),
         ({"config": {"architectures": ["\u001b[2JEvil"]}}, "Evil"),
     ],
 )
