@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: Llama with biases on q, k and v, which configurations do not mention."""
+"""Qwen2 and Qwen2.5: Llama with biases on q, k and v where the file has them; configurations do not mention them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Qwen2(Architecture):
     hf_types = {"qwen2": {"max_window_layers": 28, "sliding_window": 4096}}
     hf_classes = ("Qwen2ForCausalLM",)
     gguf_types = ("qwen2",)
-    own: dict[str, Any] = {"qkv_bias": True}
+    own: dict[str, Any] = {}
 
     def from_hf(self, config: HfConfig) -> ModelFacts:
         rope, context = config.rope()

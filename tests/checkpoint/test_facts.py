@@ -285,6 +285,7 @@ def test_gguf_qwen(tmp_path: Path) -> None:
     del biases["blk.1.attn_k.bias"]
     with pytest.raises(BadModelFile, match=r"blk.1.attn_k.bias: the tensor is missing"):
         gguf_facts_of(tmp_path / "c.gguf", "qwen2", biases)
+    assert not gguf_facts_of(tmp_path / "d.gguf", "qwen2").layers[0].mixer.qkv_bias, "as stored"
 
 
 def gemma_tensors() -> dict[str, tuple]:
