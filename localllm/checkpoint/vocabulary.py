@@ -28,7 +28,10 @@ def special_ids(general: Fields, vocab_size: int, *names: str) -> tuple[int, ...
     ids: list[int] = []
     for name in names:
         key = f"tokenizer.ggml.{name}_token_id"
-        if general.raw(key) not in _NO_TOKEN:
+        value = general.raw(key)
+        if isinstance(value, np.ndarray):
+            raise general.fail(key, f"is an array of {len(value):,}, one token id is expected")
+        if value not in _NO_TOKEN:
             ids += general.token_ids(key, vocab_size)
     return tuple(dict.fromkeys(ids))
 

@@ -76,8 +76,9 @@ class GgufConfig(Config):
         if rows > MAX_VOCAB:
             raise bad(path, f"has {rows:,} rows, the limit is {MAX_VOCAB:,}", key=name)
         check_vocabulary(path, self.checkpoint.metadata, rows)
-        if self.keys.integer("vocab_size", 1, MAX_VOCAB, rows) != rows:
-            raise self.keys.fail("vocab_size", f"is {self.keys.raw('vocab_size'):,}, the embedding has {rows:,} rows")
+        stated = self.keys.integer("vocab_size", 1, MAX_VOCAB, rows)
+        if stated != rows:
+            raise self.keys.fail("vocab_size", f"is {stated:,}, the embedding has {rows:,} rows")
         return rows
 
     def attention(self, rope: RopeFacts, *, scale: float | None = None, **changes: Any) -> Attention:
@@ -173,7 +174,8 @@ def _stored_format(metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo
             layers[info.dtype] += info.nbytes
     if not layers:
         return next(iter(tensors.values())).dtype
-    label = FILE_TYPES.get(metadata.get("general.file_type", -1), "") if tensors else ""
+    stated = metadata.get("general.file_type")
+    label = FILE_TYPES.get(stated, "") if isinstance(stated, int) else ""
     stem = "_".join(label.split("_")[:2]) if label.startswith("Q") and "_K" in label else label.split("_MOE")[0]
     if label and (stem in layers or label.startswith("IQ")):
         return label

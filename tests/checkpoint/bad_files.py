@@ -206,6 +206,8 @@ def _model_cases() -> dict[str, bytes]:
         "scores_short": keys(**{"tokenizer.ggml.scores": (ARRAY, array(F32, [0.0]))}),
         "scores_nan": keys(**{"tokenizer.ggml.scores": (ARRAY, array(F32, [float("nan")] * len(tokens)))}),
         "eos_out_of_range": keys(**{"tokenizer.ggml.eos_token_id": (U32, 271)}),
+        "eos_as_array": keys(**{"tokenizer.ggml.eos_token_id": (ARRAY, array(U32, [1, 2]))}),
+        "vocab_size_as_array": keys(llama__vocab_size=(ARRAY, array(U32, [7, 7]))),
         "bos_negative": keys(**{"tokenizer.ggml.bos_token_id": (I32, -5)}),
         "merge_no_space": keys(**{"tokenizer.ggml.merges": (ARRAY, array(STRING, ["t h", "the"]))}),
         "merge_one_side": keys(**{"tokenizer.ggml.merges": (ARRAY, array(STRING, ["t h", "x "]))}),

@@ -274,6 +274,8 @@ def test_gguf_tied_head_ids_and_sampling(tmp_path: Path) -> None:
     assert facts.tied_embeddings and facts.eos_token_ids == (2, 0)
     assert facts.sampling_defaults == {"temperature": 0.5, "top_k": 20}
     assert facts.stored_format == "F32", "the label Q8_0 is not borne out by any tensor"
+    odd = (tiny.ARRAY, tiny.array(tiny.STRING, ["Q8_0"]))
+    assert gguf_facts_of(tmp_path / "b.gguf", general__file_type=odd).stored_format == "F32"
 
 
 def test_gguf_qwen(tmp_path: Path) -> None:
