@@ -78,7 +78,8 @@ def assemble(
     sampler = _sampler(model, plan, device, selftest)
     if sampler is not None and decode is not None:
         decode.capture_sampler(sampler)
-    meter.note("graphs", reserved=True)
+    if decode is not None:
+        meter.note("graphs", reserved=True)
     groups = tuple(GroupPages(count, group.window) for count, group in zip(plan.num_pages, model.groups, strict=True))
     options = LoopOptions(
         max_context=plan.ctx,

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from localllm.boot.assembly import assemble
+from localllm.boot.memory_meter import Meter
 from localllm.config import EngineOptions
 from localllm.device.fake import MACHINES
 from localllm.engine.cuda_graph import Captured, CudaCapture, DecodeGraphs, Run
@@ -132,7 +133,9 @@ def test_sampling_on_the_device_is_the_same_alone_in_a_batch_captured_and_ahead(
     assert [alone[i] for i in greedy] == [eager[i] for i in greedy]
 
 
-def test_an_assembled_engine_has_graphs_a_spare_page_and_runs_the_plan(loaded: Callable[[str], Model]) -> None:
+def test_an_assembled_engine_has_graphs_a_spare_page_and_runs_the_plan(
+    loaded: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = loaded("gemma3")
     options = EngineOptions(ctx=CONTEXT, max_parallel=3, kv="f32", prefill_budget=24)
     made = Planner(MACHINES["cpu"], options).plan(model.facts)
@@ -142,6 +145,10 @@ def test_an_assembled_engine_has_graphs_a_spare_page_and_runs_the_plan(loaded: C
     assert answers(assembled.engine, requests(5)) == answers(engine_of(model), requests(5))
     plain = assemble(model, made)
     assert plain.runner.graphs is None and plain.graphs_note == "" and plain.cache.num_pages == made.num_pages
+
+    monkeypatch.setattr(Meter, "note", lambda self, name, reserved=False: self.found.update({name: 1}))
+    assert assemble(model, made).held == {"kv": 1}  # what the sampler takes is not taken for graphs
+    monkeypatch.undo()
 
     def fails(run: Any) -> Any:
         raise RuntimeError("no graphs here")
