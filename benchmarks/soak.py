@@ -1,4 +1,4 @@
-"""A server under load for hours (REL-02): does it grow, does it slow down, does it make mistakes?
+"""A server under load for hours: does it grow, does it slow down, does it make mistakes?
 
     python benchmarks/soak.py [--minutes 120] [--clients 32] [--json FILE]
 

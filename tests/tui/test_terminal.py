@@ -148,7 +148,7 @@ def test_a_chat_on_a_terminal_is_saved_and_continued_after_a_kill(
 
 @pytest.mark.slow  # without a terminal both are in test_chat.py
 def test_no_color_means_no_colour_and_resizing_breaks_nothing(open_terminal: Callable[..., Terminal]) -> None:
-    """R4, R6, T12 and REL-24's storm of sizes."""
+    """Nothing is drawn in colour, and nothing breaks while the window changes its size again and again."""
     terminal = open_terminal("chat", "fake", env={"NO_COLOR": "1", "COLORTERM": "truecolor", "LINES": "50"})
     terminal.has("commands")
     terminal.send("!md\r")

@@ -154,7 +154,7 @@ class Console:
         return default if not reply else reply in ("y", "yes")
 
     def fail(self, error: LocalLLMError) -> int:
-        """Show an error: lines on stderr, with --json also its twin on stdout. Returns the exit code."""
+        """Show an error: lines on stderr, with --json also as JSON on stdout. Returns the exit code."""
         self._err(error_text(error, lambda text, style: self.style(text, style, err=True)))
         if self.as_json:
             self.write_json(error_json(error))
@@ -231,7 +231,7 @@ def error_text(error: LocalLLMError, style: Any = lambda text, _: text) -> str:
 
 
 def error_json(error: LocalLLMError) -> dict[str, Any]:
-    """The JSON twin of an error."""
+    """An error as JSON."""
     return {
         "schema": "localllm.error/1",
         "version": __version__,
