@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from localllm.device import GpuFacts, read_bandwidth
 from localllm.device.facts import MachineFacts
+from localllm.errors import InternalError
 from localllm.hub.local import scan
 from localllm.interface import Check
 from localllm.sandbox.child import Child, ChildDied, ChildLate
@@ -52,6 +53,8 @@ class Measurements(Child):
             raise ProbeError(f"no answer within {limit:.0f} s: it hangs") from None
         except ChildDied as died:
             raise ProbeError(f"the measuring process ended with code {died.code}") from None
+        except InternalError as error:  # it did not even start
+            raise ProbeError(error.message) from None
         self._warm = self.pid
         if "error" in answer:
             raise ProbeError(str(answer["error"]))

@@ -228,6 +228,12 @@ def test_the_child_answers_fails_and_hangs() -> None:
         assert child.ask("peer", "cpu", "cpu", 1 << 16)["whole"] is True, "another takes its place"
 
 
+def test_a_child_that_does_not_start_fails_its_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localllm.sandbox.child.START_S", 0.0)
+    with closing(Measurements()) as child, pytest.raises(ProbeError, match="did not start"):
+        child.ask("matmul", "cpu", "float32", 64)
+
+
 def test_a_disk_is_read_past_the_cache(tmp_path: Path, empty_home: Path) -> None:
     file = tmp_path / "weights.bin"
     file.write_bytes(os.urandom(9 << 20))
