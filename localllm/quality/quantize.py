@@ -353,6 +353,8 @@ class _Work:
         self._write(RECORD, json.dumps(record, indent=2))
         self._write("config.json", json.dumps(config, indent=2))
         (self.folder / "state.json").unlink()
+        for left in self.folder.glob("*.part"):  # by a process that was killed
+            left.unlink()
         self.folder.replace(self.out)
 
     def _companions(self) -> list[tuple[str, Path]]:

@@ -129,6 +129,7 @@ def test_an_interrupted_run_goes_on(source: Path, tmp_path: Path, monkeypatch: p
         quantize(source, out, Target("nvfp4"), tell=tell, cancel=cancel)
     assert "goes on" in stopped.value.hint
     assert not out.exists()
+    (tmp_path / ".out.partial" / ".state.json.0a1b2c3d.part").write_text("left by a process that was killed")
     seen.clear()
     report = quantize(source, out, Target("nvfp4"), tell=lambda phase: seen.append(phase.detail))
     assert "layer 1/2" not in seen and "layer 2/2" in seen
