@@ -184,6 +184,8 @@ def test_pull_asks_lists_downloads_and_says_what_is_next(invoke: Invoke, hub: st
     again = invoke("pull", NAME)
     assert again.exit_code == 0
     assert "already here" in again.stderr
+    elsewhere = invoke("pull", NAME, "--device", "cuda:99", "--json")  # a card that is not there is no matter of files
+    assert elsewhere.exit_code == 0 and valid(elsewhere.stdout, "pull-1")["fits"] is None
     assert "all of them right" in invoke("pull", NAME, "--repair").stderr
     assert "org/tiny-GGUF" in invoke("ls").stdout
     assert invoke("rm", NAME, "-y").exit_code == 0

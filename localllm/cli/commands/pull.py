@@ -15,7 +15,7 @@ from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.options import Models
 from localllm.cli.loading import watched
 from localllm.cli.names import announce, foreseen, resolve
-from localllm.errors import ConfigError
+from localllm.errors import ConfigError, DeviceError
 from localllm.terminal import clean_line, gib, seconds_short
 
 if TYPE_CHECKING:
@@ -142,14 +142,17 @@ def _row(resolved: Resolved, path: Path | None, took_s: float, options: EngineOp
     }
 
 
-def _fits(path: Path, options: EngineOptions) -> tuple[bool, bool]:
-    """(whether it fits this machine, whether it has a chat template)."""
+def _fits(path: Path, options: EngineOptions) -> tuple[bool | None, bool]:
+    """(whether it fits this machine; None where the device of the settings is not there, whether it can chat)."""
     from localllm.models.architectures import open_model
     from localllm.plan.planner import Planner
 
     with open_model(path) as checkpoint:
-        made = Planner.here(options).plan_within(checkpoint.facts, path)
-        return made.fits, checkpoint.facts.has_chat_template
+        chat = checkpoint.facts.has_chat_template
+        try:
+            return Planner.here(options).plan_within(checkpoint.facts, path).fits, chat
+        except DeviceError:  # the files are here all the same
+            return None, chat
 
 
 def _repair(env: Env, name: str) -> dict[str, Any]:

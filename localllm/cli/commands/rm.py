@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from typer import Option
 
@@ -10,9 +10,6 @@ from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.options import model_argument
 from localllm.errors import ConfigError
 from localllm.terminal import clean, clean_line, counted, gib
-
-if TYPE_CHECKING:
-    pass
 
 
 @command("localllm rm smollm2", "localllm rm org/repo:Q4_K_M -y", "localllm rm --partial")
