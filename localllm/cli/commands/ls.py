@@ -46,10 +46,10 @@ def ls(
     found = sorted(hub.list_local(), key=SORTS[sort])
     shown = [m for m in found if everything or m.supported]
     planner = Planner.here(env.config.engine)
-    planned = [(model, _plan(model, planner)) for model in shown]
+    planned = [(model, *_plan(model, planner)) for model in shown]
     console = env.console
     if console.as_json:
-        rows = [_ls_row(model, made) for model, made in planned]
+        rows = [_ls_row(*one) for one in planned]
         console.emit("ls/1", {"cache": str(hub.cache.hub_dir()), "free_bytes": _free(), "models": rows})
         return 0
     total = sum(m.size_bytes for m in shown)
@@ -57,7 +57,7 @@ def ls(
     console.say(f"{counted(len(shown), 'model')} · {gib(total)} · {gib(_free())} free in {place}")
     if shown:
         columns = ("NAME", "PARAMS", "FORMAT", "SIZE", "CTX", "FITS", "SPEED", "USED", "")
-        cells = [_cells(model, made) for model, made in planned]
+        cells = [_cells(*one) for one in planned]
         console.table(columns, cells, right=columns[1:2] + columns[3:5], spare=("USED", "", "PARAMS", "CTX", "FORMAT"))
     hidden = len(found) - len(shown)
     if hidden:
@@ -67,20 +67,21 @@ def ls(
     return 0
 
 
-def _plan(model: LocalModel, planner: Planner) -> Plan | None:
+def _plan(model: LocalModel, planner: Planner) -> tuple[Plan | None, str]:
+    """(the plan, why there is none)"""
     if model.facts is None or not model.supported:
-        return None
+        return None, model.reason
     try:
-        return planner.plan_within(model.facts, model.path)
-    except LocalLLMError:
-        return None
+        return planner.plan_within(model.facts, model.path), model.reason
+    except LocalLLMError as error:
+        return None, error.message
 
 
-def _cells(model: LocalModel, made: Plan | None) -> tuple[str, ...]:
+def _cells(model: LocalModel, made: Plan | None, reason: str) -> tuple[str, ...]:
     from localllm import hub
 
     if made is None:
-        return (model.name, "", model.format, gib(model.size_bytes), "", "✗", "–", _ago(model.last_used), model.reason)
+        return (model.name, "", model.format, gib(model.size_bytes), "", "✗", "–", _ago(model.last_used), reason)
     mark = "✓" if made.basis == "measured" else "≈"
     note = _FROM[model.source] if model.source != "hub" else ""
     if (model.path / hub.local.QUANTIZED).is_file():
@@ -101,7 +102,7 @@ def _cells(model: LocalModel, made: Plan | None) -> tuple[str, ...]:
     )
 
 
-def _ls_row(model: LocalModel, made: Plan | None) -> dict[str, Any]:
+def _ls_row(model: LocalModel, made: Plan | None, reason: str) -> dict[str, Any]:
     return picked(model, "params size_bytes chat supported broken source") | {
         "id": model.name,
         "revision": model.revision or None,
@@ -109,7 +110,7 @@ def _ls_row(model: LocalModel, made: Plan | None) -> dict[str, Any]:
         "dtype": model.format or None,
         "architecture": model.architecture or None,
         "max_ctx": model.max_context,
-        "reason": model.reason or None,
+        "reason": reason or None,
         "fits": {"ok": made.fits, "max_ctx": made.max_ctx} if made else {"ok": False, "max_ctx": 0},
         "speed": {"tps": round(made.decode_tps, 1), "basis": made.basis} if made else None,
         "quality": next(iter(saved_quality(model.path)), None),
