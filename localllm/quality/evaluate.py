@@ -12,7 +12,6 @@ The mean hides rare tokens that go wrong; the tail shows them.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 import re
@@ -124,9 +123,9 @@ def _rows(
     import numpy as np
 
     ours = model.score(window, chunk=ROWS)
-    theirs = reference.score(window, chunk=ROWS) if reference is not None else itertools.repeat(None)
+    theirs = None if reference is None else reference.score(window, chunk=ROWS)
     row = 0
-    for q, p in zip(ours, theirs, strict=False):
+    for q, p in ((q, None) for q in ours) if theirs is None else zip(ours, theirs, strict=True):
         first, last = max(row, CONTEXT_FREE), min(row + len(q), len(window) - 1)  # the last row has no next token
         rows = slice(first - row, last - row)
         row += len(q)
