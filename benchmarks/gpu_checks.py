@@ -16,12 +16,11 @@ from localllm.kernels.verify.sampling_trial import sampler_error
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.kernels.verify.trial import linear_error, op_error
 
-Found = Iterator[tuple[str, str]]
-"""(what was checked, nothing or what is wrong)"""
+Found = Iterator[tuple[str, str]]  # (what was checked, nothing or what is wrong)
+# query heads, KV heads, head_dim: Qwen3, SmolLM2, Gemma 3, gpt-oss, Qwen2, and an odd one
 HEADS = ((16, 8, 128), (32, 8, 128), (9, 3, 64), (4, 1, 256), (64, 8, 64), (14, 2, 64), (6, 2, 80))
-"""query heads, KV heads, head_dim: Qwen3, SmolLM2, Gemma 3, gpt-oss, Qwen2, and an odd one"""
+# N, K of products: small, odd, and those of an 8B
 SHAPES = ((256, 512), (1000, 768), (4096, 4096), (6144, 4096), (4096, 12288))
-"""N, K of products: small, odd, and those of an 8B"""
 FLOATS = {  # block type: bytes, elements, offsets of its float16 numbers
     "Q5_0": (22, 32, (0,)),
     "Q5_1": (24, 32, (0, 2)),
@@ -127,8 +126,8 @@ def _gguf(n: int, k: int, block: str, device: torch.device) -> tuple[str, Weight
     return f"gguf {block}", Weight("gguf", (n, k), data.flatten(1), block_type=block)
 
 
+# (deterministic, what activations are rounded to): each implementation is tried with the first it takes
 WISHES = ((False, ""), (True, ""), (False, "fp8"), (False, "nvfp4"))
-"""(deterministic, what activations are rounded to): each implementation is tried with the first it takes"""
 
 
 def products(device: str, dtype: str, part: int, parts: int) -> Found:

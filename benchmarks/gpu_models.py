@@ -37,8 +37,8 @@ SIZES: dict[str, tuple[int, int, int, int, int, bool]] = {
     "14B": (5120, 17408, 40, 40, 8, False),
     "32B": (5120, 25600, 64, 64, 8, False),
 }
+# format of the linear layers -> bytes a weight; head and embedding are bfloat16 in all of them
 FORMATS = {"bf16": 2.0, "fp8": 1.0, "int4": 0.5 + 2 / 128, "nvfp4": 0.5 + 1 / 16}
-"""format of the linear layers -> bytes a weight; head and embedding are bfloat16 in all of them"""
 STD = 0.02
 INT4_GROUP = 128
 

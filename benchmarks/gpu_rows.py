@@ -81,8 +81,7 @@ class Bench:
         self.device = device
         torch.cuda.reset_peak_memory_stats() if device != "cpu" else None
         self.assembled: Assembled = assemble(model, self.plan)
-        self.tokens = self.plan.num_pages[0] * self.plan.page_size
-        """that the pages hold"""
+        self.tokens = self.plan.num_pages[0] * self.plan.page_size  # that the pages hold
 
     def fits(self, batch: int, ctx: int) -> bool:
         """Whether there are pages for so many sequences of this length."""

@@ -35,8 +35,7 @@ class Speed:
     ) -> None:
         self.device, self.report, self.only, self.tune_s = device, report, only, tune_s
         self.child = child
-        self.prefills: dict[tuple[str, str], float] = {}
-        """seconds of a prompt, by size and form"""
+        self.prefills: dict[tuple[str, str], float] = {}  # seconds of a prompt, by size and form
         self.machine = machine()
         self.bandwidth = gpu_rows.copy_bandwidth(device)
         self.peak = gpu_rows.matmul_peak(device)

@@ -38,10 +38,8 @@ from server_client import Connection, Server, percentile, pulse, rss_anon_mb
 
 MESSAGES = [{"role": "user", "content": "Write about the sea."}]
 TOKENS = {1: 128, 32: 48}
-WORKING = 4
-"""connections that work beside slow ones: 32 would fill the server, and /health would measure its queue"""
-OTHER = "gemma3-270m"
-"""the model that is loaded while /health is asked"""
+WORKING = 4  # connections that work beside slow ones: 32 would fill the server, and /health would measure its queue
+OTHER = "gemma3-270m"  # the model that is loaded while /health is asked
 Rows = list[dict[str, Any]]
 
 

@@ -10,20 +10,17 @@ from pathlib import Path
 
 from server_client import Connection, Server, percentile, pulse
 
-PLACES, QUEUE = 8, 16
-"""sequences at a time, and requests that may wait for a place"""
-TOKENS = 240
-"""of an answer: 25 to 40 a second"""
+PLACES, QUEUE = 8, 16  # sequences at a time, and requests that may wait for a place
+TOKENS = 240  # of an answer: 25 to 40 a second
 GIVES_UP_S = 0.5
-WARM_S = 1.0
-"""until as many requests are under way as always"""
+WARM_S = 1.0  # until as many requests are under way as always
+# of too much and of just enough, in turns: one may be off by a quarter, as the machine gets faster or slower
 ROUNDS = 30
-"""of too much and of just enough, in turns: one may be off by a quarter, as the machine gets faster or slower"""
+# between the first requests of clients, as when too much is asked for: answers of one length that begin together end
+# together, and eight prompts in one step take 5 % less of all time than one prompt in each of eight
 APART_S = 0.013
-"""between the first requests of clients, as when too much is asked for: answers of one length that begin together end
-together, and eight prompts in one step take 5 % less of all time than one prompt in each of eight"""
+# as long an answer as T's context holds
 LONG = {"prompt": [5, 6, 7], "max_tokens": 240, "ignore_eos": True, "temperature": 1}
-"""as long an answer as T's context holds"""
 FOREVER = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 BOMB = "{% if messages[0].content == 'bomb' %}" + FOREVER + "{% endif %}"
 

@@ -35,10 +35,8 @@ PARTS = 6
 GROWTH_LINE_MB, SLOPE_LINE_MB = 64.0, 0.5
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"], "additionalProperties": False}
 TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": SCHEMA}}]
-CONTEXT = 2048
-"""the words that explain a tool are 500 tokens of the tiny model"""
-KNOWN = 8
-"""greedy requests whose answers are asked for before the load begins"""
+CONTEXT = 2048  # the words that explain a tool are 500 tokens of the tiny model
+KNOWN = 8  # greedy requests whose answers are asked for before the load begins
 
 
 def greedy(number: int) -> dict[str, Any]:

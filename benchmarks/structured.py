@@ -27,8 +27,8 @@ from localllm.request import Constraint, FinishReason, ToolUse
 
 MODEL = "smollm2"
 TOKENS = 160
+# nothing is forced and it does not end: what a mask costs, and nothing saved
 FREE_TEXT = Constraint("json_schema", {"type": "string", "minLength": 100_000})
-"""nothing is forced and it does not end: what a mask costs, and nothing saved"""
 RECORD = Constraint(
     "json_schema",
     {

@@ -11,13 +11,12 @@ import gguf
 import numpy as np
 
 HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 256, 512, 3, 4, 2, 64, 1024
+# block types that the CPU kernels take
 TYPES = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
     *("IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4", "BF16", "F16"),
 )
-"""block types that the CPU kernels take"""
-LOGIT_SCALE = 2.5
-"""standard deviation of the logits: a real model is about as sure of its next token"""
+LOGIT_SCALE = 2.5  # standard deviation of the logits: a real model is about as sure of its next token
 
 
 def write_model(path: Path, block_type: str, seed: int = 0) -> Path:
@@ -95,6 +94,7 @@ def blocks(random: np.random.Generator, block_type: str, rows: int, columns: int
     return with_scales(deviation / float(found.std()))
 
 
+# where a block's float16 scales lie, and what centres its values: scale of the codes, then that of the mins
 SCALES = {
     "Q2_K": ((80, 1.0), (82, 1.5)),
     "Q3_K": ((108, 1.0),),
@@ -102,4 +102,3 @@ SCALES = {
     "Q5_K": ((0, 1.0), (2, 15.5)),
     "Q6_K": ((208, 1.0),),
 }
-"""where a block's float16 scales lie, and what centres its values: scale of the codes, then that of the mins"""

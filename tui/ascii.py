@@ -9,6 +9,7 @@ from rich.segment import Segment
 from textual.color import Color
 from textual.filter import LineFilter
 
+# One cell for one cell.
 _MARKS = {
     **dict.fromkeys("─━┄┅┈┉╌╍═╴╶╸╺╼╾–—▔‐‑", "-"),
     **dict.fromkeys("│┃┆┇┊┋╎╏║╵╷╹╻╽╿▌▐▏▎▍▋▊▉·", "|"),
@@ -25,7 +26,6 @@ _MARKS = {
     "✓": "+", "≈": "~", "▒": ":", "○": "o",
     "▁": "_", "▂": ".", "▃": "-", "▄": "=", "▅": "+", "▆": "*", "▇": "%",
 }  # fmt: skip
-"""One cell for one cell."""
 
 
 def plain(char: str) -> str:

@@ -57,6 +57,7 @@ KEYS: Mapping[str, Key] = {
     "browse.last": Key("G,upper_g,end", "to the last message", where="browse"),
     "browse.leave": Key("i,enter,escape", "back to the prompt (as any other letter)", where="browse"),
 }
+# What `--keys vim` binds another way.
 VIM: Mapping[str, str] = {
     "chat.new": "ctrl+n",
     "browse.up": "alt+up,alt+k",
@@ -68,7 +69,6 @@ VIM: Mapping[str, str] = {
     "browse.delete": "d,x",
     "browse.again": "r,u",
 }
-"""What `--keys vim` binds another way."""
 _NAMES = {
     "escape": "esc", "enter": "⏎", "slash": "/", "left_square_bracket": "[", "right_square_bracket": "]",
     "space": "Space", "up": "↑", "down": "↓", "colon": ":",

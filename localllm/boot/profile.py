@@ -33,8 +33,8 @@ from localllm.request import Request, SamplingParams
 
 log = logging.getLogger(__name__)
 
+# for touching pages on a CPU; the rest of very many pages is counted, since a page's bytes are known exactly
 TOUCH_S = 6.0
-"""for touching pages on a CPU; the rest of very many pages is counted, since a page's bytes are known exactly"""
 PAGES_AT_ONCE = 256
 
 

@@ -186,8 +186,7 @@ class _Marker:
         if not self._begin:
             raise InvalidRequest("the messages use every private-use character there is", "send plain text")
         self._finders = finders
-        self.marked: set[str] = set()
-        """the texts that were wrapped"""
+        self.marked: set[str] = set()  # the texts that were wrapped
 
     def mark(self, value: Any, *, outsider: bool) -> Any:
         """A copy with the texts wrapped, in keys too. `outsider`: the strings are a user's or a tool's."""

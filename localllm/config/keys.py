@@ -31,6 +31,7 @@ from .kinds import (
 Auto = Literal["auto"]
 PROJECT_FILE = ".localllm.toml"
 
+# Names that mirror no key. Every other name is `LOCALLLM_` + a key's path.
 ENVIRONMENT: Mapping[str, str] = MappingProxyType(
     {
         "LOCALLLM_HOME": "one folder for data, cache, config and state, instead of the XDG ones",
@@ -50,7 +51,6 @@ ENVIRONMENT: Mapping[str, str] = MappingProxyType(
         "NO_COLOR": "any value: no colours",
     }
 )
-"""Names that mirror no key. Every other name is `LOCALLLM_` + a key's path."""
 
 
 def _key(kind: Kind, default: Any, meaning: str, name: str = "") -> Any:

@@ -24,8 +24,8 @@ class Kind:
     expects: str
     parse: Callable[[Any], Any]
     show: Callable[[Any], str] = as_text
+    # the words it takes, if it takes words: what a wrong one was meant to be is looked for among them
     names: Callable[[], Iterable[str]] = tuple
-    """the words it takes, if it takes words: what a wrong one was meant to be is looked for among them"""
 
 
 def _text(value: Any) -> str:

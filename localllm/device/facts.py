@@ -144,5 +144,5 @@ class HostFacts:
     hub_ms: float = 0.0  # time to open a connection to the hub; 0 when that did not work or was not tried
     hub_error: str = ""
     port_holder: str = ""  # who listens on the server's usual port, nothing when it is free
+    # variables of CUDA, NCCL, Triton and other engines; secrets are left out
     variables: Mapping[str, str] = field(default_factory=dict)
-    """variables of CUDA, NCCL, Triton and other engines; secrets are left out"""

@@ -134,11 +134,11 @@ MACHINES = {
     "rtx2070": _with(_card("NVIDIA GeForce RTX 2070", 75, 8192, 7.5, 448, power_limit_w=185.0, power_max_w=185.0)),
 }  # fmt: skip
 MACHINES["4060"], MACHINES["4090"] = MACHINES["rtx4060"], MACHINES["rtx4090"]
+# the machines whose pages are kept as golden files
 PROFILES = (
     "rtx3060", "rtx3090", "rtx4090", "rtx5070ti", "rtx5090", "rtxpro6000", "gb10", "h100", "rtx5090x2", "laptop",
     "wsl2", "cpu",
 )  # fmt: skip
-"""the machines whose pages are kept as golden files"""
 
 _HOSTS: dict[str, dict[str, Any]] = {
     "cpu": {

@@ -24,8 +24,8 @@ DEADLINE_S = 5.0
 MEMORY_CLOCK = 2
 CELSIUS_OF_GPU = 0
 MAX_PROCESSES = 64
+# bits of the clocks' limits that mean trouble, and the power limit, which does so only at rest
 THROTTLE = ((0x8, "hardware slowdown"), (0x20, "heat"), (0x40, "heat"), (0x80, "power brake"), (0x4, "power limit"))
-"""bits of the clocks' limits that mean trouble, and the power limit, which does so only at rest"""
 PATHS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 P2P = {
     0: "ok",

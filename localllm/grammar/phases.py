@@ -43,8 +43,8 @@ class AfterReasoning:
         self._open_id = tags.open_id
         begins = tags.opened or tags.must
         self._state = _Thinking("reasoning" if begins else "start" if self._open_id is not None else "inner")
+        # per accepted id: the state before it, and how many ids the grammar took
         self._before: deque[tuple[_Thinking, int]] = deque(maxlen=MAX_ROLLBACK)
-        """per accepted id: the state before it, and how many ids the grammar took"""
 
     def fill(self, bitmask_row: np.ndarray) -> bool:
         phase = self._state.phase

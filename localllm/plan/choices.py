@@ -18,8 +18,8 @@ from localllm.plan.plan import Plan
 from localllm.plan.planner import Planner
 from localllm.plan.quality import note as quality_note
 
+# Parts of a plain name that say how a model is stored.
 _STORED = re.compile(r"(it|instruct|gguf|awq|fp8|nvfp4|mxfp4|bf16|f16|f32|int4|int8|i?q[0-9](k|[0-9])*(xxs|[xsml])*)*")
-"""Parts of a plain name that say how a model is stored."""
 
 
 def model_choices(planner: Planner) -> list[ModelChoice]:

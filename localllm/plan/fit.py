@@ -19,13 +19,13 @@ from localllm.plan.planner import Planner
 
 FLOORS = {"cuda": (32_768, 8_192, 2_048), "cpu": (8_192, 2_048)}  # tokens of context that must fit, tried in this order
 COMFORTABLE_TPS = {"cuda": 30.0, "cpu": 10.0}  # tokens per second that reading a chat wants
+# compute capability and up -> kinds of weights of those that fit and are fast enough, the best first: eight bits cost
+# no quality one would notice, sixteen only take room, and a card without FP8 arithmetic is quickest in four
 ORDERS: tuple[tuple[int, tuple[str, ...]], ...] = (
     (100, ("fp8", "nvfp4", "int4", "gguf", "bf16")),
     (89, ("fp8", "int4", "nvfp4", "gguf", "bf16")),
     (75, ("int4", "gguf", "nvfp4", "fp8", "bf16")),
 )
-"""compute capability and up -> kinds of weights of those that fit and are fast enough, the best first: eight bits cost
-no quality one would notice, sixteen only take room, and a card without FP8 arithmetic is quickest in four"""
 
 
 Plans = dict[catalog.Candidate, Plan | None]

@@ -20,21 +20,22 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 HOST_BYTES = 150 * MIB  # Python, torch and the engine imported: 147 MiB with torch 2.13 for the CPU
 CUDA_HOST_BYTES = 350 * MIB  # the same with a torch that was built with CUDA
+# of the tokenizer for each token of the vocabulary: 36 MiB for 49,152 (smollm2), 134 MiB for 262,144 (gemma3)
 TOKEN_BYTES = 550
-"""of the tokenizer for each token of the vocabulary: 36 MiB for 49,152 (smollm2), 134 MiB for 262,144 (gemma3)"""
+# a CUDA context, loaded kernels and library workspaces, which torch's allocator does not count
 CONTEXT_BYTES = 600 * MIB
-"""a CUDA context, loaded kernels and library workspaces, which torch's allocator does not count"""
 GRAPH_BYTES = 8 * MIB  # what the driver keeps of one captured decode step beside the memory its tensors take
+# most pieces that decode attention cuts a sequence into (`kernels.triton.attention_tiles`), summed up afterwards
 DECODE_SPLITS = 129
-"""most pieces that decode attention cuts a sequence into (`kernels.triton.attention_tiles`), summed up afterwards"""
+# most results of pieces held at once where prompts go through the decode kernels, too (`triton_invariant`)
 SPLIT_PART_BYTES = 64 * MIB
-"""most results of pieces held at once where prompts go through the decode kernels, too (`triton_invariant`)"""
 SAMPLED_BYTES = 4 * 2048 * 8  # of a row's cuts while it is sampled on a GPU: `kernels.triton.sampling`
 SAMPLER_ROW_BYTES = 320 * 8  # of a row's biases: `kernels.sampling.SamplingInputs`
 INT4_FORMATS = ("Q4_0", "Q4_1", "awq", "gptq", "compressed-tensors")
+# stored formats of plain numbers -> bytes each
 DENSE_FORMATS = {"bf16": 2, "fp16": 2, "f16": 2, "f32": 4, "BF16": 2, "F16": 2, "F32": 4}
-"""stored formats of plain numbers -> bytes each"""
 QUANTIZED_EMBEDDING = 34 / 32  # bytes a value of a Q8_0 table: what quantized files keep the embedding in, at most
+# target of a quantization -> bytes of a weight with its scales
 TARGET_BYTES = {
     "int8": 1.0,
     "fp8": 1.0,
@@ -44,7 +45,6 @@ TARGET_BYTES = {
     "nvfp4": 0.5 + 1 / 16,
     "mxfp4": 0.5 + 1 / 32,
 }
-"""target of a quantization -> bytes of a weight with its scales"""
 ROPE_BLOCK = 1024  # positions that a RoPE table grows by
 
 

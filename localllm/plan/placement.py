@@ -11,8 +11,8 @@ from localllm.terminal import GIB, gib
 if TYPE_CHECKING:
     from localllm.device import GpuFacts, MachineFacts
 
+# what libraries and thread stacks reserve of the address space without touching it: counts under `ulimit -v` only
 ADDRESS_BYTES = GIB
-"""what libraries and thread stacks reserve of the address space without touching it: counts under `ulimit -v` only"""
 UNIFIED_SHARE = 0.85  # of the machine's memory on a card without its own: the system and other programs live there, too
 
 

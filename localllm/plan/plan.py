@@ -38,8 +38,8 @@ class Plan:
     eta: float = 0.0  # share of the memory bandwidth behind the estimate
     bandwidth: float = 0.0  # bytes per second of the device's memory, 0 when not known
     read_bytes: int = 0  # weights read for one token
+    # pages one sequence takes at full context; `kv_bytes` holds those of all that may run or be kept for reuse
     sequence_bytes: int = 0
-    """pages one sequence takes at full context; `kv_bytes` holds those of all that may run or be kept for reuse"""
     quant: str = ""  # what linear layers become while loading; "" keeps them as they are stored
     graph_buckets: tuple[int, ...] = ()  # batch sizes whose decode step is captured as a CUDA graph
     work_terms: tuple[tuple[str, int], ...] = ()  # what `work_bytes` consists of

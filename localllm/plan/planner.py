@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 
 CPU_CTX = 8192  # The CPU's context when none is asked for: reading a longer prompt takes minutes there.
 USEFUL_CTX = 4096  # A model whose weights leave less room than this is quantized while loading, if it is not yet.
+# A GPU's key/value cache stays in 16 bits while it holds so many tokens, or all the model can; then 8 bits.
 FULL_CTX = 32768
-"""A GPU's key/value cache stays in 16 bits while it holds so many tokens, or all the model can; then 8 bits."""
 PREFILL = {"cpu": (512,), "cuda": (2048, 1024, 512)}  # prompt tokens per step, the first that leaves room
+# KV format -> what it costs in quality, against float32
 KV_COST = {
     "bf16": "half the bytes of float32, mean KL below 0.0001",
     "int8": "a scale per token and head, keys rotated: mean KL 0.0004 to 0.002, p99 below 0.02 (two small models)",
     "fp8": "E4M3, a scale per token and head: mean KL 0.009 to 0.013, p99 about 0.1 (two small models)",
 }
-"""KV format -> what it costs in quality, against float32"""
+# what plain weights become while loading when they do not fit -> what it costs; best quality first
 ON_LOAD_COST = {
     "fp8": "weights off by 2.7 % (E4M3, a scale per row)",
     "int8": "weights off by 1 % (a scale per row)",
     "int4": "weights off by 8 to 9 % (groups of 64 with zero points)",
 }
-"""what plain weights become while loading when they do not fit -> what it costs; best quality first"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,7 @@ class AppOptions:
     origins: tuple[str, ...] = ()  # browser origins that may call
     max_body_bytes: int = MAX_BODY_BYTES
     log_format: str = "text"  # text | json
-    token: str = ""
-    """counts as a key, and is the only one for the routes that manage models; "" for no such routes"""
+    token: str = ""  # counts as a key, and is the only one for the routes that manage models; "" for no such routes
 
 
 def create_app(service: Service, options: AppOptions | None = None) -> Any:

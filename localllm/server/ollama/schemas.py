@@ -14,12 +14,12 @@ from localllm.server.openai.schemas import MAX_MESSAGES, TEXTS_OR_IDS, Body, Cha
 
 DURATION = re.compile(r"(-?\d+(?:\.\d+)?)(ms|s|m|h)")
 SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+# their sampling options -> ours; what concerns loading (num_ctx, num_gpu, ...) was decided when the server started
 OPTIONS = {
     "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "typical_p": "typical_p",
     "repeat_penalty": "repetition_penalty", "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty", "seed": "seed", "stop": "stop",
 }  # fmt: skip
-"""their sampling options -> ours; what concerns loading (num_ctx, num_gpu, ...) was decided when the server started"""
 
 
 Model = TypeVar("Model", ChatRequest, CompletionRequest)

@@ -24,11 +24,12 @@ RESERVED_KWARGS = {
 }  # fmt: skip
 MAX_KWARGS_BYTES = 64 << 10
 DEFAULT_COMPLETION_TOKENS = 16
+# fields of `SamplingParams` that have the same name in a body
 SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "seed", "n", "min_tokens", "ignore_eos",
 )  # fmt: skip
-"""fields of `SamplingParams` that have the same name in a body"""
+# fields that would change what comes out and that this version does not have -> values that ask for nothing
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
     "bad_words": ([],),
@@ -42,13 +43,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "audio": (),
 }
-"""fields that would change what comes out and that this version does not have -> values that ask for nothing"""
+# fields of a chat request that say how its answer is shaped, or nothing at all
 OF_CHAT_ALONE = {
     "model", "messages", "stream", "stream_options", "n", "logprobs", "top_logprobs", "max_tokens",
     "max_completion_tokens", "return_token_ids", "return_tokens_as_token_ids", "timings_per_token",
     "include_reasoning", "request_id", "metadata", "store", "service_tier", "verbosity",
 }  # fmt: skip
-"""fields of a chat request that say how its answer is shaped, or nothing at all"""
 
 
 def further(body: Body) -> dict[str, Any]:
