@@ -14,7 +14,6 @@ from localllm.testing import only_in_tests
 from .bandwidth import guessed_bandwidth, read_bandwidth
 from .cpu import cpu_facts
 from .facts import GpuFacts, GpuLink, GpuProcess, MachineFacts
-from .fake import fake_machine
 from .memory import memory_limits, rss_anon_bytes
 from .nvml import gpu_facts
 from .surroundings import compiler, container, torch_build, wsl_version
@@ -41,6 +40,8 @@ def machine(root: Path = Path("/")) -> MachineFacts:
     """
     name = only_in_tests("LOCALLLM_FAKE_HW")
     if name:
+        from .fake import fake_machine
+
         return fake_machine(name)
     cpu = cpu_facts(root)
     cpu = replace(cpu, bandwidth=guessed_bandwidth(cpu))
