@@ -9,7 +9,7 @@ import torch
 
 from localllm.device import GpuFacts, MachineFacts
 from localllm.device.assembler import BLACKWELL, assembler
-from localllm.device.gpu_table import min_cuda
+from localllm.device.gpu_table import generation
 from localllm.device.host import version_key
 from localllm.errors import DeviceError
 from localllm.kernels.cpu.build import name_compiler
@@ -50,7 +50,7 @@ def check_assembler(capability: int) -> None:
     """Raise DeviceError where Triton's assembler does not know the card: the process would end, past all handlers."""
     if capability < BLACKWELL:
         return
-    found, least = assembler(capability), min_cuda(capability)
+    found, least = assembler(capability), generation(capability).min_cuda
     if not found.version or version_key(found.version) >= version_key(least):
         return
     raise DeviceError(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .facts import GpuFacts, GpuLink, GpuProcess
-from .gpu_table import table_bandwidth
+from .gpu_table import table_row
 from .procfs import read
 
 LIBRARIES = ("libnvidia-ml.so.1", "/usr/lib/wsl/lib/libnvidia-ml.so.1")
@@ -174,7 +174,8 @@ def _bandwidth(nvml: Nvml, handle: c_void_p, name: str) -> tuple[float, str]:
     nvml.call("nvmlDeviceGetMaxClockInfo", handle, c_uint(MEMORY_CLOCK), byref(clock))
     nvml.call("nvmlDeviceGetMemoryBusWidth", handle, byref(width))
     speed = clock.value * 1e6 * 2 * width.value / 8
-    known = table_bandwidth(name)
+    row = table_row(name)
+    known = row.bandwidth_gbs * 1e9 if row else 0.0
     if speed and (not known or 0.5 < speed / known < 1.5):
         return speed, "driver"
     return (known, "table") if known else (0.0, "unknown")

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from localllm.device import GpuFacts
-from localllm.device.gpu_table import min_driver, table_row
+from localllm.device.gpu_table import generation, table_row
 from localllm.interface import Check
 from localllm.terminal import gib
 
@@ -67,7 +67,7 @@ def gpu_driver(survey: Survey) -> Check:
     if not machine.driver:
         return skip(NO_GPU)
     title = f"{machine.driver} (CUDA up to {machine.driver_cuda or '?'})"
-    least = max((min_driver(gpu.capability) for gpu in machine.gpus), default=0)
+    least = max((generation(gpu.capability).min_driver for gpu in machine.gpus), default=0)
     branch = int(machine.driver.split(".")[0]) if machine.driver.split(".")[0].isdigit() else 0
     data: dict[str, Any] = {"driver": machine.driver, "cuda": machine.driver_cuda, "least_branch": least}
     if branch and branch < least:

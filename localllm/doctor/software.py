@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.device.gpu_table import min_cuda, min_torch_cuda
+from localllm.device.gpu_table import generation, min_torch_cuda
 from localllm.device.host import version_key
 from localllm.interface import Check
 from localllm.terminal import GIB, gib
@@ -76,7 +76,7 @@ def triton_ptxas(survey: Survey) -> Check:
     has = survey.host.ptxas
     if newest < 75 or not has:
         return skip("no GPU" if newest < 75 else "its version is not known")
-    least = min_cuda(newest)
+    least = generation(newest).min_cuda
     variable = survey.host.ptxas_variable
     named = survey.host.variables.get(variable, "") if variable else ""
     data: dict[str, Any] = {"version": has, "least": least, "path": named or None}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from localllm.device.gpu_table import min_driver, min_torch_cuda
+from localllm.device.gpu_table import generation, min_torch_cuda
 from localllm.errors import DeviceError
 from localllm.terminal import GIB, gib
 
@@ -65,8 +65,9 @@ def unusable(machine: MachineFacts, gpu: GpuFacts) -> str:
             f"torch {machine.torch_version} is built with CUDA {machine.torch_cuda}, which has no code for {gpu.name}"
             f" (sm_{gpu.capability}): CUDA {min_torch_cuda(gpu.capability)} or later is needed"
         )
-    if machine.driver and _version(machine.driver)[0] < min_driver(gpu.capability):
-        return f"driver {machine.driver} is too old for {gpu.name}: {min_driver(gpu.capability)} or later is needed"
+    least = generation(gpu.capability).min_driver
+    if machine.driver and _version(machine.driver)[0] < least:
+        return f"driver {machine.driver} is too old for {gpu.name}: {least} or later is needed"
     if machine.driver_cuda and _version(machine.torch_cuda)[0] > _version(machine.driver_cuda)[0]:
         return (
             f"driver {machine.driver} supports CUDA up to {machine.driver_cuda}, torch is built with"

@@ -12,16 +12,7 @@ import pytest
 from localllm.device import machine, read_bandwidth, torch_build
 from localllm.device.cgroup import cpu_quota, memory_groups
 from localllm.device.cpu import cpu_facts
-from localllm.device.gpu_table import (
-    TABLE,
-    GpuModel,
-    min_cuda,
-    min_driver,
-    named_gpu,
-    shared_bytes,
-    table_bandwidth,
-    table_row,
-)
+from localllm.device.gpu_table import TABLE, GpuModel, generation, named_gpu, table_row
 from localllm.device.memory import memory_limits
 from localllm.device.surroundings import container, wsl_version
 from localllm.errors import ConfigError
@@ -163,17 +154,15 @@ def test_fake_machines_need_the_testing_switch(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_table_has_no_row_that_another_hides() -> None:
-    names = {"NVIDIA GeForce RTX 4070 Ti": 504e9, "NVIDIA RTX A6000": 768e9, "NVIDIA L4": 300e9, "NVIDIA L40S": 864e9}
-    names |= {"NVIDIA A100-SXM4-80GB": 2039e9, "NVIDIA A100 80GB PCIe": 1935e9, "NVIDIA A100-SXM4-40GB": 1555e9}
-    names |= {"NVIDIA RTX PRO 6000 Blackwell Server Edition": 1597e9, "NVIDIA H100 PCIe": 2039e9, "Voodoo": 0.0}
-    names |= {"NVIDIA GeForce RTX 4080 SUPER": 736e9, "NVIDIA GeForce RTX 5090 Laptop GPU": 896e9}
-    assert {name: table_bandwidth(name) for name in names} == names
+    names = {"NVIDIA GeForce RTX 4070 Ti": 504, "NVIDIA RTX A6000": 768, "NVIDIA L4": 300, "NVIDIA L40S": 864}
+    names |= {"NVIDIA A100-SXM4-80GB": 2039, "NVIDIA A100 80GB PCIe": 1935, "NVIDIA A100-SXM4-40GB": 1555}
+    names |= {"NVIDIA RTX PRO 6000 Blackwell Server Edition": 1597, "NVIDIA H100 PCIe": 2039}
+    names |= {"NVIDIA GeForce RTX 4080 SUPER": 736, "NVIDIA GeForce RTX 5090 Laptop GPU": 896}
+    assert {name: row.bandwidth_gbs for name in names if (row := table_row(name))} == names
+    assert table_row("Voodoo") is None
     assert len({row.pattern for row in TABLE}) == len({row.name for row in TABLE}) == len(TABLE)
-    assert (min_driver(120), min_driver(89), min_driver(70)) == (570, 520, 0)
-    assert (min_cuda(121), min_cuda(120), min_cuda(86), min_cuda(70)) == ("12.9", "12.8", "11.1", "")
-    assert [shared_bytes(c) for c in (121, 120, 103, 90, 89, 86, 80, 75, 70)] == [
-        101_376, 101_376, 232_448, 232_448, 101_376, 101_376, 166_912, 65_536, 0
-    ]  # fmt: skip
+    assert [generation(c).min_driver for c in (120, 89, 70)] == [570, 520, 0]
+    assert [generation(c).min_cuda for c in (121, 120, 86, 70)] == ["12.9", "12.8", "11.1", ""]
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
