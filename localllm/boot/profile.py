@@ -200,7 +200,7 @@ class CpuProfiler:
         """Whether the machine still has what the pages need, and there are enough of them to write to."""
         wanted = sum(len(pages) for pages in free) / max(1, sum(self._plan.num_pages)) * self._plan.kv_bytes
         rows = max(self._plan.prefill_budget // self._plan.page_size + 2, self._plan.max_parallel)
-        return memory_limits().available_bytes > wanted + self._plan.margin_bytes // 2 and all(
+        return memory_limits().ram_available_bytes > wanted + self._plan.margin_bytes // 2 and all(
             len(pages) >= min(rows, count) for pages, count in zip(free, self._plan.num_pages, strict=True)
         )
 

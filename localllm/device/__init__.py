@@ -6,13 +6,11 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import replace
 from pathlib import Path
 
 from localllm.testing import only_in_tests
 
-from .bandwidth import guessed_bandwidth, read_bandwidth
-from .cpu import cpu_facts
+from .cpu import cpu_facts, read_bandwidth
 from .facts import GpuFacts, GpuLink, GpuProcess, MachineFacts
 from .memory import memory_limits, rss_anon_bytes
 from .nvml import gpu_facts
@@ -43,23 +41,12 @@ def machine(root: Path = Path("/")) -> MachineFacts:
         from .fake import fake_machine
 
         return fake_machine(name)
-    cpu = cpu_facts(root)
-    cpu = replace(cpu, bandwidth=guessed_bandwidth(cpu))
     memory = memory_limits(root)
-    driver = gpu_facts(memory.available_bytes, root)
     version, cuda = torch_build()
     return MachineFacts(
-        cpu=cpu,
-        ram_total_bytes=memory.total_bytes,
-        ram_available_bytes=memory.available_bytes,
-        ram_limit=memory.limit,
-        swap_total_bytes=memory.swap_total_bytes,
-        swap_free_bytes=memory.swap_free_bytes,
-        gpus=driver.gpus,
-        gpu_links=driver.links,
-        gpu_error=driver.error,
-        driver=driver.driver,
-        driver_cuda=driver.cuda,
+        cpu=cpu_facts(root),
+        **memory._asdict(),
+        **gpu_facts(memory.ram_available_bytes, root)._asdict(),
         torch_version=version,
         torch_cuda=cuda,
         compiler=compiler(),

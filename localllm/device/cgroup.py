@@ -30,9 +30,10 @@ def memory_groups(root: Path = Path("/")) -> list[tuple[int, int]]:
         ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
         for folder in _groups(root, controller, "memory"):
-            limit = _number(folder / limited)
+            limit = _number(read(folder / limited))
             if 0 < limit < UNLIMITED:
-                used = _number(folder / in_use) - _stat(folder, reclaimable)
+                stat = dict(line.split(" ", 1) for line in read(folder / "memory.stat").splitlines() if " " in line)
+                used = _number(read(folder / in_use)) - _number(stat.get(reclaimable, ""))
                 found.append((limit, max(0, limit - max(0, used))))
     return found
 
@@ -58,14 +59,5 @@ def _groups(root: Path, controller: str, mount: str) -> Iterator[Path]:
             folder = folder.parent
 
 
-def _number(path: Path) -> int:
-    text = read(path)
+def _number(text: str) -> int:
     return int(text) if text.isdigit() else 0
-
-
-def _stat(folder: Path, name: str) -> int:
-    for line in read(folder / "memory.stat").splitlines():
-        key, _, value = line.partition(" ")
-        if key == name and value.isdigit():
-            return int(value)
-    return 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from ctypes import Structure, byref, c_char, c_int, c_uint, c_ulonglong, c_void_p
+from ctypes import Structure, byref, c_char, c_char_p, c_int, c_uint, c_ulonglong, c_void_p
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -38,13 +38,13 @@ P2P = {
 
 
 class Answer(NamedTuple):
-    """What the driver says."""
+    """What the driver says, as fields of `MachineFacts`."""
 
     gpus: tuple[GpuFacts, ...] = ()
     driver: str = ""
-    cuda: str = ""  # the newest CUDA the driver knows
-    error: str = ""  # why it failed
-    links: tuple[GpuLink, ...] = ()
+    driver_cuda: str = ""
+    gpu_error: str = ""
+    gpu_links: tuple[GpuLink, ...] = ()
 
 
 class _Memory(Structure):
@@ -64,7 +64,7 @@ def gpu_facts(ram_available: int, root: Path = Path("/"), library: Any = None) -
     if library is None:
         loaded = (root / "proc/driver/nvidia/version").exists()
         error = "the kernel module is loaded, but libnvidia-ml.so.1 is not installed or not in this container"
-        return Answer(error=error if loaded else "")
+        return Answer(gpu_error=error if loaded else "")
     answers: list[Answer] = []
 
     def ask() -> None:
@@ -74,20 +74,13 @@ def gpu_facts(ram_available: int, root: Path = Path("/"), library: Any = None) -
     thread.start()
     thread.join(DEADLINE_S)
     if not answers:
-        return Answer(error=f"the driver did not answer within {DEADLINE_S:g} s")
+        return Answer(gpu_error=f"the driver did not answer within {DEADLINE_S:g} s")
     answer = answers[0]
     shown = visible(answer.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    return answer._replace(gpus=shown, links=_renumbered(answer, shown))
-
-
-def _renumbered(answer: Answer, shown: tuple[GpuFacts, ...]) -> tuple[GpuLink, ...]:
-    """The links between the GPUs that are left, by their places among them."""
-    place = {answer.gpus.index(gpu): number for number, gpu in enumerate(shown)}
-    return tuple(
-        replace(link, first=place[link.first], second=place[link.second])
-        for link in answer.links
-        if link.first in place and link.second in place
-    )
+    place = {answer.gpus.index(gpu): number for number, gpu in enumerate(shown)}  # links count the GPUs that are left
+    links = [k for k in answer.gpu_links if k.first in place and k.second in place]
+    links = [replace(link, first=place[link.first], second=place[link.second]) for link in links]
+    return answer._replace(gpus=shown, gpu_links=tuple(links))
 
 
 def visible(gpus: tuple[GpuFacts, ...], setting: str | None) -> tuple[GpuFacts, ...]:
@@ -119,33 +112,47 @@ def load_library() -> Any:
 def _ask(nvml: Nvml, ram_available: int, root: Path) -> Answer:
     code = nvml.call("nvmlInit_v2")
     if code:
-        return Answer(error=nvml.reason(code))
+        return Answer(gpu_error=nvml.reason(code))
     try:
-        driver = nvml.text("nvmlSystemGetDriverVersion")
-        cuda = nvml.integer("nvmlSystemGetCudaDriverVersion_v2")
-        count = nvml.integer("nvmlDeviceGetCount_v2")
-        gpus = tuple(g for index in range(min(count, 64)) if (g := _gpu(nvml, index, ram_available, root)))
-        error = "" if count else "the driver is there, but sees no GPU"
-        known = f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else ""
-        return Answer(gpus, driver, known, error, _links(nvml, gpus))
+        cuda = nvml.ask("nvmlSystemGetCudaDriverVersion_v2") or 0
+        count = nvml.ask("nvmlDeviceGetCount_v2") or 0
+        handles = {index: handle for index in range(min(count, 64)) if (handle := nvml.handle(index))}
+        return Answer(
+            gpus=tuple(_gpu(nvml, index, handle, ram_available, root) for index, handle in handles.items()),
+            driver=nvml.text("nvmlSystemGetDriverVersion"),
+            driver_cuda=f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else "",
+            gpu_error="" if count else "the driver is there, but sees no GPU",
+            gpu_links=_links(nvml, list(handles.values())),
+        )
     finally:
         nvml.call("nvmlShutdown")
 
 
-def _gpu(nvml: Nvml, index: int, ram_available: int, root: Path) -> GpuFacts | None:
-    handle = c_void_p()
-    if nvml.call("nvmlDeviceGetHandleByIndex_v2", c_uint(index), byref(handle)):
-        return None
+def _gpu(nvml: Nvml, index: int, handle: c_void_p, ram_available: int, root: Path) -> GpuFacts:
+    def number(what: str, *arguments: c_uint) -> int:
+        return nvml.ask(f"nvmlDeviceGet{what}", handle, *arguments) or 0
+
+    def switch(what: str, *then: Any) -> bool | None:
+        value = nvml.ask(f"nvmlDeviceGet{what}", handle, then=then)
+        return None if value is None else bool(value)
+
     name = nvml.text("nvmlDeviceGetName", handle)
-    major, minor = c_int(), c_int()
-    nvml.call("nvmlDeviceGetCudaComputeCapability", handle, byref(major), byref(minor))
-    memory = _Memory()
-    unified = bool(nvml.call("nvmlDeviceGetMemoryInfo", handle, byref(memory))) or not memory.total
-    speed, basis = _bandwidth(nvml, handle, name)
+    minor, after_restart = c_int(), byref(c_uint())
+    major = nvml.ask("nvmlDeviceGetCudaComputeCapability", handle, then=(byref(minor),)) or 0
+    memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle, kind=_Memory)
+    # a card without memory of its own answers "not supported": it lives in the machine's RAM
+    unified = memory is None or not memory.total
+    bits = nvml.ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle, kind=c_ulonglong) or 0
+    # the clock, two transfers in each of its cycles, the width of the bus in bits
+    speed = number("MaxClockInfo", c_uint(MEMORY_CLOCK)) * 1e6 * 2 * number("MemoryBusWidth") / 8
+    row = table_row(name)
+    known = row.bandwidth_gbs * 1e9 if row else 0.0
+    basis = "driver"
+    if not speed or (known and not 0.5 < speed / known < 1.5):
+        speed, basis = known, "table" if known else "unknown"
     return GpuFacts(
         name=name,
-        capability=major.value * 10 + minor.value,
-        # a card without memory of its own answers "not supported": it lives in the machine's RAM
+        capability=major * 10 + minor.value,
         total_bytes=ram_available if unified else memory.total,
         free_bytes=ram_available if unified else memory.free,
         bandwidth=speed,
@@ -153,54 +160,30 @@ def _gpu(nvml: Nvml, index: int, ram_available: int, root: Path) -> GpuFacts | N
         index=index,
         uuid=nvml.text("nvmlDeviceGetUUID", handle),
         unified=unified,
-        power_limit_w=nvml.integer("nvmlDeviceGetEnforcedPowerLimit", handle) / 1000,
-        power_max_w=nvml.integer("nvmlDeviceGetPowerManagementDefaultLimit", handle) / 1000,
-        power_draw_w=nvml.integer("nvmlDeviceGetPowerUsage", handle) / 1000,
-        pcie_width=nvml.integer("nvmlDeviceGetCurrPcieLinkWidth", handle),
-        pcie_width_max=nvml.integer("nvmlDeviceGetMaxPcieLinkWidth", handle),
-        pcie_gen_max=nvml.integer("nvmlDeviceGetMaxPcieLinkGeneration", handle),
-        temperature_c=nvml.integer("nvmlDeviceGetTemperature", handle, c_uint(CELSIUS_OF_GPU)),
-        throttle=_throttle(nvml, handle),
-        ecc=nvml.switch("nvmlDeviceGetEccMode", handle, pair=True),
-        mig=bool(nvml.switch("nvmlDeviceGetMigMode", handle, pair=True)),
-        display=nvml.switch("nvmlDeviceGetDisplayActive", handle),
+        power_limit_w=number("EnforcedPowerLimit") / 1000,
+        power_max_w=number("PowerManagementDefaultLimit") / 1000,
+        power_draw_w=number("PowerUsage") / 1000,
+        pcie_width=number("CurrPcieLinkWidth"),
+        pcie_width_max=number("MaxPcieLinkWidth"),
+        pcie_gen_max=number("MaxPcieLinkGeneration"),
+        temperature_c=number("Temperature", c_uint(CELSIUS_OF_GPU)),
+        throttle=tuple(dict.fromkeys(word for bit, word in THROTTLE if bits & bit)),
+        ecc=switch("EccMode", after_restart),
+        mig=bool(switch("MigMode", after_restart)),
+        display=switch("DisplayActive"),
         processes=_processes(nvml, handle, root),
     )
 
 
-def _bandwidth(nvml: Nvml, handle: c_void_p, name: str) -> tuple[float, str]:
-    """Clock x bus width x 2 transfers; the table where the driver does not tell, or is off by more than a half."""
-    clock, width = c_uint(), c_uint()
-    nvml.call("nvmlDeviceGetMaxClockInfo", handle, c_uint(MEMORY_CLOCK), byref(clock))
-    nvml.call("nvmlDeviceGetMemoryBusWidth", handle, byref(width))
-    speed = clock.value * 1e6 * 2 * width.value / 8
-    row = table_row(name)
-    known = row.bandwidth_gbs * 1e9 if row else 0.0
-    if speed and (not known or 0.5 < speed / known < 1.5):
-        return speed, "driver"
-    return (known, "table") if known else (0.0, "unknown")
-
-
-def _throttle(nvml: Nvml, handle: c_void_p) -> tuple[str, ...]:
-    """Why the clocks are held down, in words."""
-    bits = c_ulonglong()
-    if nvml.call("nvmlDeviceGetCurrentClocksThrottleReasons", handle, byref(bits)):
-        return ()
-    return tuple(dict.fromkeys(word for bit, word in THROTTLE if bits.value & bit))
-
-
-def _links(nvml: Nvml, gpus: tuple[GpuFacts, ...]) -> tuple[GpuLink, ...]:
+def _links(nvml: Nvml, handles: list[c_void_p]) -> tuple[GpuLink, ...]:
     """How each pair of GPUs is connected, and whether one may read the other's memory."""
-    handles = [c_void_p() for _ in gpus]
-    for gpu, handle in zip(gpus, handles, strict=True):
-        nvml.call("nvmlDeviceGetHandleByIndex_v2", c_uint(gpu.index), byref(handle))
     found = []
-    for first, second in combinations(range(len(gpus)), 2):
-        path, status = c_uint(), c_uint()
-        near = nvml.call("nvmlDeviceGetTopologyCommonAncestor", handles[first], handles[second], byref(path))
-        p2p = nvml.call("nvmlDeviceGetP2PStatus", handles[first], handles[second], c_uint(0), byref(status))
-        word = "unknown" if p2p else P2P.get(status.value, "unknown")
-        found.append(GpuLink(first, second, "unknown" if near else PATHS.get(path.value, "unknown"), word))
+    for first, second in combinations(range(len(handles)), 2):
+        pair = handles[first], handles[second]
+        path = PATHS.get(nvml.ask("nvmlDeviceGetTopologyCommonAncestor", *pair), "unknown")
+        found.append(
+            GpuLink(first, second, path, P2P.get(nvml.ask("nvmlDeviceGetP2PStatus", *pair, c_uint(0)), "unknown"))
+        )
     return tuple(found)
 
 
@@ -230,45 +213,41 @@ class Nvml:
         function = getattr(self.library, name, None)
         return int(function(*arguments)) if function is not None else self.NOT_FOUND
 
+    def ask(self, name: str, *arguments: Any, kind: Any = c_uint, then: tuple[Any, ...] = ()) -> Any:
+        """What a function fills a value of `kind` with, its argument before those in `then`; None where it fails."""
+        value = kind()
+        return None if self.call(name, *arguments, byref(value), *then) else getattr(value, "value", value)
+
     def text(self, name: str, *handle: c_void_p) -> str:
-        """A function that fills a buffer."""
-        buffer = (c_char * 96)()
-        return buffer.value.decode(errors="replace") if not self.call(name, *handle, buffer, c_uint(96)) else ""
+        """What a function fills a buffer with."""
+        return (self.ask(name, *handle, kind=c_char * 96, then=(c_uint(96),)) or b"").decode(errors="replace")
 
-    def integer(self, name: str, *arguments: Any) -> int:
-        """A function that fills an unsigned integer."""
-        value = c_uint()
-        return value.value if not self.call(name, *arguments, byref(value)) else 0
-
-    def switch(self, name: str, handle: c_void_p, pair: bool = False) -> bool | None:
-        """A function that fills an on/off value, or a pair of them (now, and after a restart); None where unknown."""
-        now, later = c_uint(), c_uint()
-        more = (byref(later),) if pair else ()
-        return None if self.call(name, handle, byref(now), *more) else bool(now.value)
+    def handle(self, index: int) -> c_void_p | None:
+        """The card of a number; None for one that is lost."""
+        found = self.ask("nvmlDeviceGetHandleByIndex_v2", c_uint(index), kind=c_void_p)
+        return c_void_p(found) if found is not None else None
 
     def reason(self, code: int) -> str:
         """The library's own words for a code."""
         function = getattr(self.library, "nvmlErrorString", None)
         if function is None:
             return f"the driver's library answered with code {code}"
-        function.restype = ctypes.c_char_p
+        function.restype = c_char_p
         words = function(code)
         return f"{words.decode(errors='replace')} (code {code})" if words else f"code {code}"
 
 
 class PowerMeter:
-    """Watts of one card, through one handle kept open. `library` answers instead of the driver's own, in tests."""
+    """Watts of one card, through one handle kept open."""
 
-    def __init__(self, index: int, library: Any = None) -> None:
-        found = library or load_library()
+    def __init__(self, index: int) -> None:
+        found = load_library()
         self._nvml = Nvml(found) if found is not None else None
-        self._handle = c_void_p()
-        if self._nvml is not None and (
-            self._nvml.call("nvmlInit_v2")
-            or self._nvml.call("nvmlDeviceGetHandleByIndex_v2", c_uint(index), byref(self._handle))
-        ):
-            self._nvml = None
+        ready = self._nvml is not None and not self._nvml.call("nvmlInit_v2")
+        self._handle = self._nvml.handle(index) if self._nvml is not None and ready else None
 
     def watts(self) -> float:
         """Now; 0 where the card does not say."""
-        return self._nvml.integer("nvmlDeviceGetPowerUsage", self._handle) / 1000 if self._nvml is not None else 0.0
+        if self._nvml is None or self._handle is None:
+            return 0.0
+        return (self._nvml.ask("nvmlDeviceGetPowerUsage", self._handle) or 0) / 1000

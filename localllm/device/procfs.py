@@ -11,11 +11,3 @@ def read(path: Path) -> str:
         return path.read_text(errors="replace").strip()
     except OSError:
         return ""
-
-
-def statm(root: Path, column: int) -> int:
-    """Bytes in a column of this process's /proc/self/statm; 0 where unknown."""
-    import resource
-
-    parts = read(root / "proc/self/statm").split()
-    return int(parts[column]) * resource.getpagesize() if len(parts) > column and parts[column].isdigit() else 0

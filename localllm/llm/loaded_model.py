@@ -264,12 +264,12 @@ class LoadedModel:
 
     def live_state(self) -> Facts:
         """The same with what the process or its share of the card holds now, and what the card draws."""
-        from localllm.device.memory import resident_bytes
+        from localllm.device import rss_anon_bytes
         from localllm.device.nvml import PowerMeter
 
         state = self.state()
         if not state.device.startswith("cuda"):
-            return replace(state, held_bytes=resident_bytes())
+            return replace(state, held_bytes=rss_anon_bytes())
         import torch
 
         if self._meter is None:

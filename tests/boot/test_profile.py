@@ -174,7 +174,7 @@ def test_no_profile_where_others_took_the_memory(monkeypatch: pytest.MonkeyPatch
 
     found: list[MemoryProfile] = []
     job, _ = cpu_profiler(planned(), found)
-    monkeypatch.setattr(module, "memory_limits", lambda: SimpleNamespace(available_bytes=MIB))
+    monkeypatch.setattr(module, "memory_limits", lambda: SimpleNamespace(ram_available_bytes=MIB))
     assert job(lambda: False) and not found
 
 

@@ -44,7 +44,7 @@ def test_cgroup_2_the_smallest_on_the_way_up_counts(tmp_path: Path) -> None:
     put(tmp_path, "sys/fs/cgroup/user/memory.stat", f"anon 1\ninactive_file {GIB}\n")
     put(tmp_path, "sys/fs/cgroup/user/cpu.max", "150000 100000\n")
     limits = memory_limits(tmp_path)
-    assert (limits.total_bytes, limits.available_bytes, limits.limit) == (4 * GIB, 2 * GIB, "cgroup")
+    assert (limits.ram_total_bytes, limits.ram_available_bytes, limits.ram_limit) == (4 * GIB, 2 * GIB, "cgroup")
     assert cpu_quota(tmp_path) == 1.5
 
 

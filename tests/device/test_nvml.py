@@ -35,7 +35,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 def test_facts(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     told = gpu_facts(100 * GIB, library=library)
-    assert (told.driver, told.cuda, told.error) == ("580.95.05", "13.0", "")
+    assert (told.driver, told.driver_cuda, told.gpu_error) == ("580.95.05", "13.0", "")
     card, spark = told.gpus  # the third one is lost
     assert (card.name, card.capability, card.total_bytes) == ("NVIDIA GeForce RTX 4090", 89, 25757220864)
     assert card.bandwidth == pytest.approx(1008e9, rel=0.01)
@@ -52,13 +52,15 @@ def test_facts(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert card.throttle == ("heat", "power limit")
     assert (card.ecc, card.mig, card.display) == (False, False, True)
     assert (spark.ecc, spark.mig, spark.display) == (None, False, None)
-    assert [(k.first, k.second, k.path, k.p2p) for k in told.links] == [(0, 1, "PHB", "these cards do not support it")]
+    assert [(k.first, k.second, k.path, k.p2p) for k in told.gpu_links] == [
+        (0, 1, "PHB", "these cards do not support it")
+    ]
 
 
 def test_a_driver_that_refuses_says_why(tmp_path: Path) -> None:
     told = gpu_facts(0, library=build(tmp_path, "-DINIT_CODE=18"))
     assert not told.gpus
-    assert "version mismatch" in told.error
+    assert "version mismatch" in told.gpu_error
 
 
 def test_no_driver_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +68,7 @@ def test_no_driver_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert gpu_facts(0, tmp_path) == Answer()
     (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
     (tmp_path / "proc/driver/nvidia/version").touch()
-    assert "libnvidia-ml" in gpu_facts(0, tmp_path).error
+    assert "libnvidia-ml" in gpu_facts(0, tmp_path).gpu_error
 
 
 def test_an_old_library_lacks_functions() -> None:
@@ -74,7 +76,7 @@ def test_an_old_library_lacks_functions() -> None:
         def nvmlInit_v2(self) -> int:
             return 0
 
-    assert gpu_facts(0, library=Bare()) == Answer(error="the driver is there, but sees no GPU")
+    assert gpu_facts(0, library=Bare()) == Answer(gpu_error="the driver is there, but sees no GPU")
 
 
 def test_a_hanging_driver_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +88,7 @@ def test_a_hanging_driver_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
             return 1
 
     monkeypatch.setattr(nvml, "DEADLINE_S", 0.01)
-    assert "did not answer" in gpu_facts(0, library=Stuck()).error
+    assert "did not answer" in gpu_facts(0, library=Stuck()).gpu_error
     over.set()
 
 
@@ -103,6 +105,6 @@ def test_links_are_numbered_among_the_visible_cards(library: Any, monkeypatch: p
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
     told = gpu_facts(0, library=library)
     assert [gpu.index for gpu in told.gpus] == [1, 0]
-    assert [(link.first, link.second) for link in told.links] == [(1, 0)]
+    assert [(link.first, link.second) for link in told.gpu_links] == [(1, 0)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert gpu_facts(0, library=library).links == ()
+    assert gpu_facts(0, library=library).gpu_links == ()
