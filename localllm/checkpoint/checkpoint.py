@@ -21,7 +21,7 @@ class Checkpoint:
     kind: str  # "gguf" or "safetensors"
     tensors: dict[str, TensorInfo]
     files: Mapping[Path, MappedFile]  # every file that `tensors` lie in
-    # GGUF key-values; arrays of strings as `StringArray` (a lazy list of bytes), numeric ones as numpy
+    # GGUF key-values; arrays of strings as lists of bytes, numeric ones as numpy
     metadata: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     generation_config: dict[str, Any] = field(default_factory=dict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ class Fields:
                 raise self.fail(key, "is missing")
             return default
         if type(value) not in kinds:
-            raise self.fail(key, f"is {shown(repr(value))}, it must be {what}")
+            raise self.fail(key, f"is {shown(reprlib.repr(value))}, it must be {what}")
         return value
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
@@ -88,11 +89,7 @@ class Fields:
         if values.dtype.kind not in "iu" or len(values) == 0:
             raise self.fail(key, f"is an array of {len(values):,} {values.dtype}, it must hold integers")
         if (values != values[0]).any():
-            raise bad(
-                self.path,
-                f"differs from layer to layer ({int(values.min()):,} to {int(values.max()):,})",
-                key=self.prefix + key,
-                hint="models whose layers have different sizes are not run by this version",
-                error=UnsupportedModel,
-            )
+            what = f"differs from layer to layer ({int(values.min()):,} to {int(values.max()):,})"
+            hint = "models whose layers have different sizes are not run by this version"
+            raise bad(self.path, what, key=self.prefix + key, hint=hint, error=UnsupportedModel)
         return int(values[0])

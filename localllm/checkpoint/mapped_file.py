@@ -57,11 +57,11 @@ def bad(
     return error(message, hint, context=context)
 
 
-def pickle_error(path: Path) -> UnsupportedFormat:
+def pickle_error(path: Path, offset: int | None = None) -> UnsupportedFormat:
     """The refusal of a pickle or an archive, by its first bytes or its name: such files run code when they are read."""
     what = "is a pickle or an archive; only safetensors and GGUF are read, since pickles can run code"
     hint = "fetch the safetensors or GGUF version of this model"
-    return bad(path, what, offset=0, hint=hint, error=UnsupportedFormat)
+    return bad(path, what, offset=offset, hint=hint, error=UnsupportedFormat)
 
 
 class MappedFile:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,9 @@ from .checkpoint import Checkpoint
 from .fields import Fields
 from .gguf_file import read_gguf
 from .json_file import read_json_object
-from .mapped_file import bad, read_small, shown
+from .mapped_file import MappedFile, bad, pickle_error, read_small, shown
 from .safetensors_file import read_safetensors
-from .tensor_info import ModelFile, TensorInfo
+from .tensor_info import TensorInfo
 
 PICKLES = (
     ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".npy", ".npz", ".msgpack", ".h5", ".onnx", ".zip", ".tar",
@@ -53,15 +51,10 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     if path.is_dir():
         return _open_folder(path)
     if path.name.endswith(PICKLES):
-        raise _refuse_pickle(path)
+        raise pickle_error(path)
     if path.suffix == ".safetensors":
         return _open_safetensors_file(path)
     return _open_gguf(path)
-
-
-def _refuse_pickle(path: Path) -> BadModelFile:
-    what = f"{path.suffix} files are not read; only safetensors and GGUF are, since pickles can run code"
-    return bad(path, what, hint="fetch the safetensors or GGUF version of this model", error=UnsupportedFormat)
 
 
 def _open_folder(folder: Path) -> Checkpoint:
@@ -74,7 +67,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     models = [name for name in names if name.endswith(".gguf") and not name.lower().startswith("mmproj")]
     firsts = [name for name in models if not (found := _PART.match(name)) or int(found[2]) == 1]
     if len(firsts) == 1:
-        return _open_gguf(inside(folder, firsts[0]), folder)
+        return _open_gguf(inside(folder, firsts[0]), _tokenizer_files(folder, names))
     if len(firsts) > 1:
         listed = ", ".join(shown(name, 60) for name in sorted(firsts)[:6])
         raise ModelNotFound(
@@ -104,7 +97,7 @@ def _open_other_safetensors(folder: Path, names: set[str], safetensors: list[str
         raise bad(folder, f"is missing beside {len(safetensors)} safetensors files", key=INDEX_NAME)
     pickles = sorted(name for name in names if name.endswith(PICKLES))
     if pickles:
-        raise _refuse_pickle(folder / pickles[0])
+        raise pickle_error(folder / pickles[0])
     raise ModelNotFound(
         f"{shown(folder, 500)} holds no model (no .safetensors, no .gguf)", "localllm ls lists the models here"
     )
@@ -138,65 +131,47 @@ def inside(folder: Path, name: str) -> Path:
     raise bad(path, f"is a link that leaves the folder: {shown(target)}", hint=_COPY)
 
 
-def _open_gguf(path: Path, folder: Path | None = None) -> Checkpoint:
+def _open_gguf(path: Path, beside: dict[str, Path] | None = None) -> Checkpoint:
+    """`beside` are the tokenizer files of its folder."""
     part = _PART.match(path.name)
-    if part and int(part[2]) != 1:
+    named = max(int(part[3]), 1) if part else 1
+    if part:
         path = path.with_name(f"{part[1]}-00001-of-{part[3]}.gguf")
-    with ExitStack() as stack:  # closes what is open when something is wrong
-        first = _opened(read_gguf, path, stack)
-        parts = [first, *_other_parts(path, first, stack)]
-        tensors = _together(parts)
-        expected = Fields(path, first.metadata).integer("split.tensors.count", 0, 1 << 31, len(tensors))
-        if len(parts) > 1 and expected != len(tensors):
-            raise bad(path, f"is {expected:,}, the parts hold {len(tensors):,} tensors", key="split.tensors.count")
-        stack.pop_all()
-    files = {one.file.path: one.file for one in parts}
-    beside = _tokenizer_files(folder, _names(folder)) if folder else {}
-    return Checkpoint(path, "gguf", tensors, files, metadata=first.metadata, tokenizer_files=beside)
-
-
-def _opened(read: Callable[[Path], ModelFile], path: Path, stack: ExitStack) -> ModelFile:
-    part = read(path)
-    stack.callback(part.file.close)
-    return part
-
-
-def _together(parts: Sequence[ModelFile]) -> dict[str, TensorInfo]:
-    """The tensors of all parts. Raises BadModelFile for one that is in two of them."""
-    tensors: dict[str, TensorInfo] = {}
-    for part in parts:
-        for name, info in part.tensors.items():
-            if name in tensors:
-                raise bad(info.file, f"the tensor is in {tensors[name].file.name} too", key=name)
-            tensors[name] = info
-    return tensors
-
-
-def _other_parts(path: Path, first: ModelFile, stack: ExitStack) -> Iterator[ModelFile]:
-    part = _PART.match(path.name)
-    count = Fields(path, first.metadata).integer("split.count", 0, MAX_PARTS, 1)
-    named = int(part[3]) if part else 1
-    if max(count, 1) != max(named, 1):
+    files = {path: MappedFile(path)}
+    tensors, metadata = read_gguf(files[path])
+    count = max(Fields(path, metadata).integer("split.count", 0, MAX_PARTS, 1), 1)
+    if count != named:
         raise bad(path, f"is {count}, the file name says {named}", key="split.count")
-    if count < 2 or part is None:
-        return
-    _check_part(first, 0, count)
+    if count > 1:
+        _check_split(path, metadata, {"split.no": 0})
     for number in range(2, count + 1):
-        name = f"{part[1]}-{number:05d}-of-{part[3]}.gguf"
-        other = path.with_name(name)
+        other = path.with_name(path.name.replace("-00001-of-", f"-{number:05d}-of-"))
         if not other.exists():
-            raise bad(path, f"part {number} of {count} is missing: {shown(name)}", hint="fetch all parts of the model")
-        found = _opened(read_gguf, other, stack)
-        _check_part(found, number - 1, count)
-        yield found
+            what = f"part {number} of {count} is missing: {shown(other.name)}"
+            raise bad(path, what, hint="fetch all parts of the model")
+        files[other] = MappedFile(other)
+        more, values = read_gguf(files[other])
+        _check_split(other, values, {"split.no": number - 1, "split.count": count})
+        _add(tensors, more)
+    if count > 1 and "split.tensors.count" in metadata:
+        _check_split(path, metadata, {"split.tensors.count": len(tensors)})
+    return Checkpoint(path, "gguf", tensors, files, metadata, tokenizer_files=beside or {})
 
 
-def _check_part(gguf: ModelFile, number: int, count: int) -> None:
-    fields = Fields(gguf.file.path, gguf.metadata)
-    for key, expected in (("split.no", number), ("split.count", count)):
-        found = fields.integer(key, 0, 1 << 16)
-        if found != expected:
-            raise bad(gguf.file.path, f"is {found:,}, {expected} is expected", key=key)
+def _check_split(path: Path, metadata: dict[str, Any], expected: dict[str, int]) -> None:
+    fields = Fields(path, metadata)
+    for key, value in expected.items():
+        found = fields.integer(key, 0, 1 << 31)
+        if found != value:
+            raise fields.fail(key, f"is {found:,}, {value:,} is expected")
+
+
+def _add(tensors: dict[str, TensorInfo], more: dict[str, TensorInfo]) -> None:
+    """Add another file's tensors. Raises BadModelFile for one that is in both."""
+    for name, info in more.items():
+        if name in tensors:
+            raise bad(info.file, f"the tensor is in {tensors[name].file.name} too", key=name)
+        tensors[name] = info
 
 
 def _open_safetensors_file(path: Path) -> Checkpoint:
@@ -205,7 +180,7 @@ def _open_safetensors_file(path: Path) -> Checkpoint:
     if _PART.match(path.name) and INDEX_NAME in names:
         return _open_sharded(folder, names)
     if "config.json" not in names:
-        read_safetensors(path).file.close()  # a damaged file is to be called that first
+        read_safetensors(MappedFile(path))  # a damaged file is to be called that first
         what = "is missing beside it: the tensors alone do not say what model they are"
         raise bad(path, what, key="config.json", hint="give the folder of the whole model", error=UnsupportedFormat)
     return _open_parts(folder, [path], names)
@@ -236,7 +211,6 @@ def _open_sharded(folder: Path, names: set[str]) -> Checkpoint:
     for name, shard in weight_map.items():
         info = checkpoint.tensors.get(name)
         if info is None or info.file.name != shard:
-            checkpoint.close()
             raise bad(folder / shard, f"the tensor is listed by {INDEX_NAME} and not in this file", key=name)
     return checkpoint
 
@@ -251,15 +225,14 @@ def _open_parts(folder: Path, paths: list[Path], names: set[str]) -> Checkpoint:
     if "generation_config.json" in names:
         generation = read_json_object(inside(folder, "generation_config.json"))
     quantization = _quantization_config(folder, names, config)
-    with ExitStack() as stack:
-        parts = [_opened(read_safetensors, path, stack) for path in paths]
-        tensors = _together(parts)
-        stack.pop_all()
+    files, tensors = {path: MappedFile(path) for path in paths}, dict[str, TensorInfo]()
+    for file in files.values():
+        _add(tensors, read_safetensors(file))
     return Checkpoint(
         folder,
         "safetensors",
         tensors,
-        {part.file.path: part.file for part in parts},
+        files,
         config=config,
         generation_config=generation,
         quantization_config=quantization,

@@ -1,12 +1,9 @@
-"""`TensorInfo`: where one stored tensor lies, and as what; `ModelFile`: all of one file."""
+"""`TensorInfo`: where one stored tensor lies, and as what."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from .mapped_file import MappedFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +16,3 @@ class TensorInfo:
     nbytes: int
     file: Path
     offset: int  # Bytes from the start of `file`.
-
-
-@dataclass(frozen=True)
-class ModelFile:
-    """One open file of a model: its map, and where each tensor lies."""
-
-    file: MappedFile
-    tensors: dict[str, TensorInfo]
-    metadata: dict[str, Any] = field(default_factory=dict)  # GGUF; see `Checkpoint.metadata`

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from .fields import Fields
-from .gguf_file import StringArray
-from .mapped_file import bad, shown
+from .mapped_file import shown
 
-# arrays the tokenizer and the facts rely on: what their elements must be
-_ARRAYS = {"tokens": "strings", "merges": "strings", "scores": "floats", "token_type": "integers"}
-_KINDS = {"floats": "f", "integers": "iu"}  # of numpy
+# arrays the tokenizer and the facts rely on -> what their elements must be, and numpy's kinds of it ("" for bytes)
+_ARRAYS = {"tokens": ("strings", ""), "merges": ("strings", "")}
+_ARRAYS |= {"scores": ("floats", "f"), "token_type": ("integers", "iu")}
 _TOKEN_IDS = ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask")
 _NO_TOKEN = (None, -1, 2**32 - 1)  # how converters write "none": nothing, -1, or -1 as u32
 _TEXT_KEYS = ("tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.chat_template", "tokenizer.huggingface.json")
@@ -39,18 +38,16 @@ def special_ids(general: Fields, vocab_size: int, *names: str) -> tuple[int, ...
 def check_vocabulary(path: Path, metadata: Mapping[str, Any], vocab_size: int) -> None:
     """Raise BadModelFile unless the vocabulary is sound and has `vocab_size` tokens."""
     general, keys = Fields(path, metadata), Fields(path, metadata, "tokenizer.ggml.")
-    for key, kind in _ARRAYS.items():
+    for key, (what, kinds) in _ARRAYS.items():
         value = keys.raw(key)
-        is_strings, is_numbers = isinstance(value, StringArray), isinstance(value, np.ndarray)
-        fits = is_strings if kind == "strings" else is_numbers and value.dtype.kind in _KINDS[kind]
+        fits = value.dtype.kind in kinds if isinstance(value, np.ndarray) else isinstance(value, list) and not kinds
         if value is not None and not fits:
-            raise keys.fail(key, f"must be an array of {kind}")
+            raise keys.fail(key, f"must be an array of {what}")
     for key in _TEXT_KEYS:
         general.text(key)
     for key in _FLAG_KEYS:
         general.flag(key)
-    template = len(general.text("tokenizer.chat_template"))
-    if template > MAX_TEMPLATE_CHARS:
+    if (template := len(general.text("tokenizer.chat_template"))) > MAX_TEMPLATE_CHARS:
         what = f"has {template:,} characters, the limit is {MAX_TEMPLATE_CHARS:,}"
         raise general.fail("tokenizer.chat_template", what)
     tokens, scores, merges = keys.raw("tokens"), keys.raw("scores"), keys.raw("merges")
@@ -64,22 +61,11 @@ def check_vocabulary(path: Path, metadata: Mapping[str, Any], vocab_size: int) -
     if scores is not None and not np.isfinite(scores).all():
         raise keys.fail("scores", "holds a value that is not finite")
     special_ids(general, vocab_size, *_TOKEN_IDS)
-    if merges is not None and len(merges):
-        limit = MAX_MERGES_PER_TOKEN * vocab_size
-        if len(merges) > limit:
-            what = f"holds {len(merges):,} merges, the limit for {vocab_size:,} tokens is {limit:,}"
-            raise keys.fail("merges", what)
-        _check_merges(path, merges)
-
-
-def _check_merges(path: Path, merges: StringArray) -> None:
-    """Each merge is `left right`: a space that is neither its first nor its last byte."""
-    blob = np.frombuffer(merges.blob, np.uint8)
-    spaces = np.flatnonzero(blob == 0x20)
-    found = np.searchsorted(spaces, merges.starts + 1)
-    at = np.append(spaces, len(blob))[found]
-    wrong = at >= merges.ends - 1
-    if wrong.any():
-        index = int(np.argmax(wrong))
-        what = f"entry {index:,}, '{shown(merges[index])}', is not two parts with a space between them"
-        raise bad(path, what, key="tokenizer.ggml.merges")
+    limit = MAX_MERGES_PER_TOKEN * vocab_size
+    if merges and len(merges) > limit:
+        raise keys.fail("merges", f"holds {len(merges):,} merges, the limit for {vocab_size:,} tokens is {limit:,}")
+    # `left right`: a space that is neither its first nor its last byte
+    wrong = [index for index, merge in enumerate(merges or ()) if merge.find(b" ", 1, -1) < 0]
+    if wrong:
+        what = f"entry {wrong[0]:,}, '{shown(merges[wrong[0]])}', is not two parts with a space between them"
+        raise keys.fail("merges", what)

@@ -14,6 +14,7 @@ import pytest
 import tiny_models as tiny
 
 from localllm.checkpoint.gguf_file import read_gguf
+from localllm.checkpoint.mapped_file import MappedFile
 from localllm.checkpoint.safetensors_file import read_safetensors
 from localllm.errors import LocalLLMError
 from localllm.models.architectures import open_model
@@ -98,7 +99,7 @@ def run(seeds: dict[str, bytes], count: int, path: Path, read: Callable[[Path], 
 
 def _gguf_header(seed: bytes, path: Path) -> int:
     path.write_bytes(seed)
-    return min((info.offset for info in read_gguf(path).tensors.values()), default=len(seed))
+    return min((info.offset for info in read_gguf(MappedFile(path))[0].values()), default=len(seed))
 
 
 def read_model(path: Path) -> None:
@@ -117,7 +118,7 @@ def fuzz_safetensors(count: int, tmp_path: Path) -> dict[str, int]:
     path = folder / "model.safetensors"
 
     def read(path: Path) -> None:
-        read_safetensors(path).file.close()
+        read_safetensors(MappedFile(path))
         read_model(path.parent)
 
     return run(safetensors_seeds(), count, path, read)

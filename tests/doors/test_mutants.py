@@ -25,7 +25,7 @@ def accepted(count: int, folder: Path) -> list[Path]:
         draw = random.Random(f"{name}{count}")
         path = folder / f"{name}-0.gguf"
         path.write_bytes(seed)
-        header = min((info.offset for info in fuzz.read_gguf(path).tensors.values()), default=len(seed))
+        header = min((info.offset for info in fuzz.read_gguf(fuzz.MappedFile(path))[0].values()), default=len(seed))
         other = list(SEEDS.values())[number - 1]
         for index in range(count):
             path = folder / f"{name}-{index}.gguf"
