@@ -91,10 +91,10 @@ def test_the_reference_is_what_the_program_says(invoke: Invoke) -> None:
 
 def test_every_exit_code_of_an_error_is_documented() -> None:
     from localllm import errors
-    from localllm.cli.frame.help import EXIT_CODES
+    from localllm.cli.frame.errors import explanations
 
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
-    assert {kind.exit_code for kind in kinds} <= {code for code, _ in EXIT_CODES}  # type: ignore[attr-defined]
+    assert {kind.exit_code for kind in kinds} <= set(map(int, explanations()["exits"]))  # type: ignore[attr-defined]
 
 
 def test_a_command_is_added_by_one_file() -> None:
@@ -209,11 +209,11 @@ def test_odd_environments_end_without_a_traceback(env: dict[str, str]) -> None:
 
 
 def test_error_codes_are_explained(invoke: Invoke) -> None:
-    from localllm.cli.frame.errors import STEPS, code_of, kinds
+    from localllm.cli.frame.errors import explanations, kinds
 
     text = invoke("help", "e501").stdout
     assert text.startswith(" E501   exit 5") and "$ localllm plan NAME" in text
-    assert set(STEPS) <= {code_of(kind) for kind in kinds()}, "no code that is none"
+    assert explanations()["steps"].keys() <= kinds().keys(), "no code that is none"
     assert "Usage: localllm plan" in invoke("help", "plan").stdout
     unknown = invoke("help", "E999")
     assert unknown.exit_code == 2 and "there is no error E999" in unknown.stderr and "E501" in unknown.stderr
@@ -225,7 +225,7 @@ def test_every_error_of_the_program_is_on_the_page() -> None:
     """Found in the source: a class that stands outside `localllm.errors` must be named in `frame.errors.kinds`."""
     from localllm.cli.frame.errors import kinds
 
-    known = {kind.__name__ for kind in kinds()} | {"LocalLLMError"}
+    known = {kind.__name__ for kind in kinds().values()} | {"LocalLLMError"}
     root = Path(__file__).parents[2]
     named = set()
     for folder in ("localllm", "kernels", "quant", "models", "tui"):

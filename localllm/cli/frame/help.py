@@ -15,6 +15,7 @@ from typing import Any
 from typer.core import TyperCommand
 
 from localllm.cli.frame.console import Console
+from localllm.cli.frame.errors import explanations
 from localllm.terminal import cell_width
 
 EXAMPLES = (
@@ -24,24 +25,6 @@ EXAMPLES = (
     ("localllm doctor", "check hardware, drivers and best flags"),
 )
 SUMMARY = "Run open-weight models on this machine: terminal chat, scripts, OpenAI-compatible API."
-EXIT_CODES = (
-    (0, "success, also with an empty list"),
-    (1, "failed, for a reason nobody foresaw; the log has the details"),
-    (2, "wrong usage or settings, or a question that could not be asked"),
-    (3, "no such model, or it is not on this machine"),
-    (4, "a token or an accepted license is needed"),
-    (5, "memory or disk is too small"),
-    (6, "the device is missing or unusable"),
-    (7, "the network or the hub failed; the same command resumes"),
-    (8, "port busy, or no server"),
-    (9, "the input is longer than the context window"),
-    (10, "the output was cut (`--strict`)"),
-    (11, "`doctor` or `bench --check` found a failure"),
-    (12, "a model file is damaged or not supported"),
-    (130, "stopped by Ctrl-C"),
-    (141, "the reader of stdout went away"),
-    (143, "stopped by SIGTERM"),
-)
 GLOBAL_PANEL = "Global options"
 OPTIONAL_NUMBER = "[PORT]"  # The metavar of an option that may stand without its number.
 GLOBALS = "-q -v --json --progress --color --offline -y --no-input --config --device --log-file"
@@ -76,7 +59,7 @@ def program_help(groups: Sequence[tuple[str, Sequence[tuple[str, str]]]], column
 
 def reference(program: str, commands: Iterable[tuple[str, str]]) -> str:
     """docs/cli.md: the help of everything, and the exit codes. `commands` are (name, help) pairs."""
-    codes = [f"| {code} | {meaning} |" for code, meaning in EXIT_CODES]
+    codes = [f"| {code} | {meaning} |" for code, meaning in explanations()["exits"].items()]
     parts = ["# Commands", "", "Made by `localllm --reference > docs/cli.md`; a test compares.", ""]
     parts += ["```", program.rstrip(), "```", "", "## Exit codes", "", "| code | meaning |", "|---|---|", *codes, ""]
     parts += [

@@ -20,7 +20,7 @@ from localllm._version import __version__
 from localllm.cli.commands import ALIASES, COMMANDS
 from localllm.cli.frame.command import HELP_NAMES, SETTINGS, Options, Spec, build, guarded, options_of, with_parameters
 from localllm.cli.frame.console import Console
-from localllm.cli.frame.errors import CODE, code_of, explained, kinds, page
+from localllm.cli.frame.errors import CODE, explained, kinds, page
 from localllm.cli.frame.exits import broken_pipe, explain, leave_now
 from localllm.cli.frame.help import QuickParams, program_help, reference
 from localllm.errors import ConfigError
@@ -68,8 +68,9 @@ class Root(QuickParams, TyperGroup):
                 sys.stdout.write(text)
                 sys.exit(0)
             if len(words) > 1 and CODE.fullmatch(words[1]):
-                known = ", ".join(code_of(kind) for kind in kinds())
-                error = ConfigError(f"there is no error {words[1].upper()}; there are {known}", "localllm help E501")
+                error = ConfigError(
+                    f"there is no error {words[1].upper()}; there are {', '.join(kinds())}", "localllm help E501"
+                )
                 sys.exit(Console(as_json=as_json).fail(error))
             words = [*words[1:2], "--help"]
         try:
