@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from localllm.cli.commands.connect import APPS, Server
+from localllm.cli.commands.connect import snippet as snippet_of
 
 from .conftest import Invoke, valid
 
@@ -43,7 +44,7 @@ def endpoint() -> Iterator[str]:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_snippet_holds_the_name_as_it_is(name: str) -> None:
     def snippet(app: str, needs_key: bool = False) -> str:
-        return APPS[app].snippet(Server("http://127.0.0.1:8000", name, 8192, needs_key))
+        return snippet_of(APPS[app], Server("http://127.0.0.1:8000", name, 8192, needs_key))
 
     assert json.loads(snippet("opencode"))["model"] == f"localllm/{name}"
     models = json.loads(snippet("zed"))["language_models"]["openai_compatible"]["localllm"]["available_models"]

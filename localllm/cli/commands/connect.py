@@ -7,8 +7,10 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Callable
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
+from string import Template
 from typing import Annotated, Any
 
 from typer import Argument, Option
@@ -28,132 +30,27 @@ class Server:
     ctx: int
     needs_key: bool
 
-    @property
-    def key(self) -> str:
-        """What to write where a key belongs."""
-        return "YOUR-KEY" if self.needs_key else "none"
+
+# connect.toml: name -> about, snippet and, where there are any, file and note
+APPS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
-@dataclass(frozen=True, slots=True)
-class App:
-    """A program: where its settings are, and how they read."""
-
-    about: str
-    file: str  # where the snippet goes; "" for commands to run
-    snippet: Callable[[Server], str]
-    note: str = ""
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False)
-
-
-def _yaml(name: str) -> str:
-    """A name as YAML reads it back."""
+def snippet(app: dict[str, str], server: Server) -> str:
+    """The settings of a program, with the server's values in the places that connect.toml leaves for them."""
+    name = server.model
     plain = re.fullmatch(r"[A-Za-z][\w./-]*(:[\w./-]+)*", name) and name.lower() not in ("true", "yes", "on", "null")
-    return name if plain else json.dumps(name, ensure_ascii=False)
-
-
-def _opencode(s: Server) -> str:
-    models = {s.model: {"name": s.model, "limit": {"context": s.ctx, "output": max(256, s.ctx // 4)}}}
-    options = {"baseURL": f"{s.url}/v1"} | ({"apiKey": s.key} if s.needs_key else {})
-    provider = {"npm": "@ai-sdk/openai-compatible", "name": "localllm", "options": options, "models": models}
-    return _json(
-        {
-            "$schema": "https://opencode.ai/config.json",
-            "provider": {"localllm": provider},
-            "model": f"localllm/{s.model}",
-        }
+    quoted = json.dumps(name, ensure_ascii=False)
+    text = re.sub("<<(.*?)>>", r"\1" if server.needs_key else "", app["snippet"], flags=re.DOTALL)
+    return Template(text.strip()).substitute(
+        url=server.url,
+        ctx=server.ctx,
+        output=max(256, server.ctx // 4),
+        key="YOUR-KEY" if server.needs_key else "none",
+        json=quoted[1:-1],
+        yaml=name if plain else quoted,
+        shell=shlex.quote(name),
+        body=shlex.quote(json.dumps({"model": name, "messages": [{"role": "user", "content": "hi"}]})),
     )
-
-
-def _continue(s: Server) -> str:
-    return (
-        "name: localllm\nversion: 1.0.0\nschema: v1\nmodels:\n"
-        f"  - name: {_yaml(s.model)}\n    provider: openai\n    model: {_yaml(s.model)}\n"
-        f"    apiBase: {s.url}/v1\n    apiKey: {s.key}\n"
-        "    roles: [chat, edit, apply]\n"
-        f"    defaultCompletionOptions:\n      contextLength: {s.ctx}"
-    )
-
-
-def _zed(s: Server) -> str:
-    capabilities = {"tools": True, "images": False, "parallel_tool_calls": True, "prompt_cache_key": False}
-    model = {"name": s.model, "display_name": s.model, "max_tokens": s.ctx, "capabilities": capabilities}
-    provider = {"localllm": {"api_url": f"{s.url}/v1", "available_models": [model]}}
-    return _json({"language_models": {"openai_compatible": provider}})
-
-
-def _llm(s: Server) -> str:
-    key = "  api_key_name: localllm\n" if s.needs_key else ""
-    name = _yaml(s.model)
-    return (
-        f'- model_id: {name}\n  model_name: {name}\n  api_base: "{s.url}/v1"\n{key}'
-        "  supports_schema: true\n  supports_tools: true"
-    )
-
-
-def _codex(s: Server) -> str:
-    key = 'env_key = "CODEX_LOCALLLM_KEY"\n' if s.needs_key else ""  # a name of the user's, read by codex only
-    return (
-        f'model = {json.dumps(s.model)}\nmodel_provider = "localllm"\n\n[model_providers.localllm]\nname = "localllm"\n'
-        f'base_url = "{s.url}/v1"\nwire_api = "responses"\n{key}'.rstrip()
-    )
-
-
-def _python(s: Server) -> str:
-    return (
-        "from openai import OpenAI\n\n"
-        f'client = OpenAI(base_url="{s.url}/v1", api_key="{s.key}")\n'
-        "answer = client.chat.completions.create(\n"
-        f'    model={json.dumps(s.model)}, messages=[{{"role": "user", "content": "hi"}}]\n)\n'
-        "print(answer.choices[0].message.content)"
-    )
-
-
-def _curl(s: Server) -> str:
-    key = f" -H 'authorization: Bearer {s.key}'" if s.needs_key else ""
-    body = json.dumps({"model": s.model, "messages": [{"role": "user", "content": "hi"}]})
-    return f"curl {s.url}/v1/chat/completions -H 'content-type: application/json'{key} \\\n  -d {shlex.quote(body)}"
-
-
-APPS: dict[str, App] = {
-    "opencode": App("coding agent in the terminal", "~/.config/opencode/opencode.json", _opencode),
-    "continue": App("VS Code and JetBrains", "~/.continue/config.yaml", _continue),
-    "zed": App(
-        "editor",
-        "~/.config/zed/settings.json",
-        _zed,
-        "the key is read from LOCALLLM_API_KEY; any value where none is needed",
-    ),
-    "open-webui": App(
-        "chat in a browser",
-        "",
-        lambda s: f"OPENAI_API_BASE_URLS={s.url}/v1 OPENAI_API_KEYS={s.key} open-webui serve --port 3000",
-        "or in its settings: Connections, OpenAI API; from a container the address is http://host.docker.internal:PORT/v1",
-    ),
-    "llm": App("command line", "extra-openai-models.yaml in the folder that `llm logs path` shows", _llm),
-    "aider": App(
-        "pair programmer in the terminal",
-        "",
-        lambda s: f"OPENAI_API_BASE={s.url}/v1 OPENAI_API_KEY={s.key} aider --model {shlex.quote('openai/' + s.model)}",
-    ),
-    "claude-code": App(
-        "coding agent, through /v1/messages",
-        "",
-        lambda s: (
-            f"ANTHROPIC_BASE_URL={s.url} ANTHROPIC_AUTH_TOKEN={s.key} ANTHROPIC_MODEL={shlex.quote(s.model)} \\\n"
-            f"  ANTHROPIC_DEFAULT_HAIKU_MODEL={shlex.quote(s.model)} claude"
-        ),
-        "its own prompts are long: start the server with --ctx 32k or more",
-    ),
-    "codex": App("coding agent, through /v1/responses", "~/.codex/config.toml", _codex),
-    "ollama": App(
-        "whatever speaks its API", "", lambda s: f"OLLAMA_HOST={s.url}", "the address to give instead of port 11434"
-    ),
-    "python": App("the openai package", "", _python),
-    "curl": App("a request by hand", "", _curl),
-}
 
 
 @command("localllm connect opencode", "localllm connect zed --model qwen", "localllm connect")
@@ -170,9 +67,9 @@ def connect(
     """Print settings with which another program uses `localllm serve`, and the file they belong in."""
     if app is None:
         if env.console.as_json:
-            env.console.emit("connect/1", {"apps": {name: one.about for name, one in APPS.items()}})
+            env.console.emit("connect/1", {"apps": {name: one["about"] for name, one in APPS.items()}})
             return 0
-        rows = [(n, a.about, a.file.split(" in ")[0] or "–") for n, a in APPS.items()]
+        rows = [(n, a["about"], a.get("file", "–").split(" in ")[0]) for n, a in APPS.items()]
         env.console.table(("APP", "WHAT IT IS", "SETTINGS"), rows, spare=("SETTINGS",))
         return 0
     name = app.lower().replace("_", "-").replace(" ", "-")
@@ -183,19 +80,19 @@ def connect(
         meant = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"there are no settings for {clean_line(app)}{meant}", "localllm connect lists the programs")
     one, server = APPS[name], _server(env, url, model)
-    snippet = one.snippet(server)
+    text, file, note = snippet(one, server), one.get("file"), one.get("note")
     if env.console.as_json:
-        fields = {"app": name, "file": one.file or None, "snippet": snippet, "note": one.note or None}
+        fields = {"app": name, "file": file, "snippet": text, "note": note}
         env.console.emit("connect/1", fields | {"url": server.url, "model": server.model})
         return 0
-    if one.file:
-        env.console.say(f"# {one.file}")
-    env.console.line(clean(snippet))
-    for line in (one.note, "put your key in the place of YOUR-KEY" if server.needs_key else ""):
+    if file:
+        env.console.say(f"# {file}")
+    env.console.line(clean(text))
+    for line in (note, "put your key in the place of YOUR-KEY" if server.needs_key else ""):
         if line:
             env.console.say(f"# {line}")
     if copy:
-        _copy(env, snippet)
+        _copy(env, text)
     return 0
 
 
