@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from contextlib import closing
 
 from localllm.cli.frame.command import Env
@@ -45,7 +44,7 @@ def talk(env: Env, config: UserConfig, start: Start) -> int:
             console.warn(warning)
         session = session_of(env, config, start, backend)
         session.model = start.choice.name
-        session.copy = lambda text: clipboard.copy(text, lambda sequence: _to_terminal(env, sequence))
+        session.copy = lambda text: clipboard.copy(text, console.to_terminal)
         try:
             Lines(env, config, session).loop()
         finally:
@@ -187,9 +186,3 @@ def ask(env: Env) -> str | None:
             parts.append(line[:-1])
             continue
         return "\n".join([*parts, line])
-
-
-def _to_terminal(env: Env, sequence: str) -> None:
-    if env.console.err_tty and sys.stderr is not None:
-        env.console.stderr.write(sequence)
-        env.console.stderr.flush()

@@ -90,13 +90,9 @@ def _report(env: Env, counts: object, output: Path) -> None:
 
     assert isinstance(counts, BatchCounts)
     seconds = counts.seconds
-    if env.console.as_json:
-        env.console.emit(
-            "batch/1",
-            picked(counts, "total skipped failed prompt_tokens completion_tokens")
-            | {"output": str(output), "answered": counts.done}
-            | {"seconds": round(seconds, 3), "finished": int(time.time())},
-        )
+    told = picked(counts, "total skipped failed prompt_tokens completion_tokens")
+    told |= {"output": str(output), "answered": counts.done}
+    if env.console.emit("batch/1", told | {"seconds": round(seconds, 3), "finished": int(time.time())}):
         return
     failed = f", {counts.failed} of them with an error" if counts.failed else ""
     skipped = f" ({counts.skipped} were there already)" if counts.skipped else ""

@@ -80,6 +80,8 @@ def chat(
     flags |= {"ui.mouse": False if no_mouse else None, "ui.animations": False if no_animations else None}
     flags["chat.save"] = False if no_save else None
     config = engine.config(env, flags, exits=False)
+    if env.console.as_json and (list_keys or web or is_tty(sys.stdin)):
+        raise ConfigError("chat has no --json", 'localllm run MODEL "Hello" --json')
     if list_keys:
         return _list_keys(env, config)
     first = " ".join(prompt or [])
@@ -90,8 +92,6 @@ def chat(
         if attach_to not in ("auto", "off"):  # what is asked once is answered by a model of one's own
             raise ConfigError("--attach-to is for a chat in a terminal, and standard input is not one", "localllm chat")
         return once(env, config, model, first, instructions, sampling)
-    if env.console.as_json:
-        raise ConfigError("chat has no --json", 'localllm run MODEL "Hello" --json')
     start = new_start(config, sampling, instructions, resume or ("last" if resume_last else None))
     start.first, start.ctx, start.inline, start.serve = first, engine.ctx, inline, port
     _prepare(start, config, preset, think, attach or [])

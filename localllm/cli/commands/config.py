@@ -56,12 +56,10 @@ def config(
         _edit(env, file)
     elif action == "schema":
         told["keys"] = [_described(known) for known in KEYS.values()]
-        if not env.console.as_json:
-            env.console.answer(reference())
-    elif not env.console.as_json:
+        env.console.line(reference().removesuffix("\n"))
+    else:
         env.console.line(str(file))
-    if env.console.as_json:
-        env.console.emit("config/1", told)
+    env.console.emit("config/1", told)
     return 0
 
 
@@ -86,10 +84,9 @@ def _list(env: Env, origin: bool, file: Path) -> dict[str, Any]:
     rows = [(path, found.get(path)) for path in KEYS]
     for table in TABLES:
         rows += [(f"{table}.{name}", value) for name, value in getattr(found, table).items()]
-    if not env.console.as_json:
-        shown = 3 if origin else 2
-        cells = [(path, _text(path, value), found.origin(path))[:shown] for path, value in rows]
-        env.console.table(("KEY", "VALUE", "ORIGIN")[:shown], cells)
+    shown = 3 if origin else 2
+    cells = [(path, _text(path, value), found.origin(path))[:shown] for path, value in rows]
+    env.console.table(("KEY", "VALUE", "ORIGIN")[:shown], cells)
     return {"file": str(file), "settings": {p: {"value": v, "origin": found.origin(p)} for p, v in rows}}
 
 
@@ -104,8 +101,7 @@ def _text(path: str, value: Any) -> str:
 def _get(env: Env, key: str, origin: bool) -> dict[str, Any]:
     value = env.config.get(key)
     where = env.config.origin(key)
-    if not env.console.as_json:
-        env.console.line(clean_line(_text(key, value)) + (f"   ({where})" if origin else ""))
+    env.console.line(clean_line(_text(key, value)) + (f"   ({where})" if origin else ""))
     return {"settings": {key: {"value": value, "origin": where}}}
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 import shlex
-import sys
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from localllm.cli.frame.command import Env, command
+from localllm.conversation.clipboard import osc52
 from localllm.errors import ConfigError
 from localllm.processes import running
 from localllm.terminal import clean, clean_line
@@ -66,9 +65,7 @@ def connect(
 ) -> int:
     """Print settings with which another program uses `localllm serve`, and the file they belong in."""
     if app is None:
-        if env.console.as_json:
-            env.console.emit("connect/1", {"apps": {name: one["about"] for name, one in APPS.items()}})
-            return 0
+        env.console.emit("connect/1", {"apps": {name: one["about"] for name, one in APPS.items()}})
         rows = [(n, a["about"], a.get("file", "–").split(" in ")[0]) for n, a in APPS.items()]
         env.console.table(("APP", "WHAT IT IS", "SETTINGS"), rows, spare=("SETTINGS",))
         return 0
@@ -81,9 +78,8 @@ def connect(
         raise ConfigError(f"there are no settings for {clean_line(app)}{meant}", "localllm connect lists the programs")
     one, server = APPS[name], _server(env, url, model)
     text, file, note = snippet(one, server), one.get("file"), one.get("note")
-    if env.console.as_json:
-        fields = {"app": name, "file": file, "snippet": text, "note": note}
-        env.console.emit("connect/1", fields | {"url": server.url, "model": server.model})
+    fields = {"app": name, "file": file, "snippet": text, "note": note, "url": server.url, "model": server.model}
+    if env.console.emit("connect/1", fields):
         return 0
     if file:
         env.console.say(f"# {file}")
@@ -92,7 +88,9 @@ def connect(
         if line:
             env.console.say(f"# {line}")
     if copy:
-        _copy(env, text)
+        if not env.console.err_tty:
+            raise ConfigError("--copy needs a terminal", "localllm connect APP | xclip -selection clipboard")
+        env.console.to_terminal(osc52(text))  # also works over ssh
     return 0
 
 
@@ -153,11 +151,3 @@ def _asked(base: str, token: str) -> tuple[bool | None, list[dict[str, Any]]]:
         return None, []
     listed = value.get("data") if isinstance(value, dict) else None
     return needs_key, [row for row in listed if isinstance(row, dict)] if isinstance(listed, list) else []
-
-
-def _copy(env: Env, text: str) -> None:
-    """Through the terminal (OSC 52), which also works over ssh."""
-    if not env.console.err_tty:
-        raise ConfigError("--copy needs a terminal", "localllm connect APP | xclip -selection clipboard")
-    sys.stderr.write(f"\x1b]52;c;{base64.b64encode(text.encode()).decode()}\x07")
-    sys.stderr.flush()

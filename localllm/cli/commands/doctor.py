@@ -14,6 +14,7 @@ from typer import Option
 
 from localllm.cli import doctor_view
 from localllm.cli.frame.command import Env, command
+from localllm.cli.frame.console import picked
 from localllm.cli.frame.options import MaybeModel
 from localllm.doctor.advice import advice
 from localllm.doctor.rules import MAX_LOG_BYTES, match_log, match_machine
@@ -71,10 +72,8 @@ def doctor(
     if report and env.console.as_json:
         raise ConfigError("--report is Markdown, --json is JSON", "localllm doctor --report")
     if listing:
-        if env.console.as_json:
-            env.console.emit("checks/1", {"checks": [{"id": i, "group": checks.GROUP_OF[i]} for i in checks.CHECKS]})
-        else:
-            env.console.line("\n".join(checks.CHECKS))
+        env.console.emit("checks/1", {"checks": [{"id": i, "group": checks.GROUP_OF[i]} for i in checks.CHECKS]})
+        env.console.line("\n".join(checks.CHECKS))
         return 0
     named = [name for name in (only or "").split(",") if name]
     measured = [n for n in named if deep and n in checks.MEASURED]
@@ -144,8 +143,7 @@ def _kernels(env: Env, card: str | None) -> int:
     console = env.console
     capability = wanted_capability(card, machine())
     rows = rows_of(capability, lambda done, of: console.say(f"compiling {done + 1}/{of}") if done < of else None)
-    if console.as_json:
-        console.emit("kernels/1", {"capability": capability, "kernels": rows})
+    if console.emit("kernels/1", {"capability": capability, "kernels": rows}):
         return 0
     if capability == 0:
         console.table(("OP", "KERNEL", "WHY NOT ANOTHER"), [(r["op"], r["impl"], r["reason"]) for r in rows])
@@ -163,9 +161,7 @@ def _log(env: Env, source: str, survey: Survey) -> int:
     """Match a text against the known troubles."""
     text = read_log(source)
     found = match_log(text, survey)
-    if env.console.as_json:
-        env.console.emit("diagnosis/1", {"source": source, "matches": [doctor_view.match_json(m) for m in found]})
-    else:
+    if not env.console.emit("diagnosis/1", {"source": source, "matches": list(map(doctor_view.match_json, found))}):
         doctor_view.diagnosis(env.console, found, len(text.splitlines()))
     return 0 if found else FAILED
 
@@ -199,10 +195,8 @@ def _for(env: Env, engine: str, model: str | None, survey: Survey) -> int:
     from localllm.doctor.engines import launch
 
     found = launch(engine, env.config.aliases.get(model, model) if model else None, survey)
-    if env.console.as_json:
-        env.console.emit("launch/1", doctor_view.launch_json(found))
-    else:
-        doctor_view.launch(env.console, found, match_machine(survey))
+    env.console.emit("launch/1", doctor_view.launch_json(found))
+    doctor_view.launch(env.console, found, match_machine(survey))
     return 0
 
 
@@ -214,8 +208,7 @@ def _apply(env: Env, checks: Iterable[Check], survey: Survey, dry_run: bool) -> 
     settings = [one for one in found if one.kind == "setting"]
     diff = repair.settings_diff(settings, env.options.config) if settings else []
     done = []
-    if not console.as_json:
-        doctor_view.actions(console, found, diff)
+    doctor_view.actions(console, found, diff)
     if settings and not dry_run and console.confirm("Change the settings file?", default=False):
         repair.apply_settings(settings, env.options.config)
         done += [{"check": one.check_id, "command": one.command, "code": 0} for one in settings]
@@ -230,7 +223,6 @@ def _apply(env: Env, checks: Iterable[Check], survey: Survey, dry_run: bool) -> 
         code = repair.run(one)
         done.append({"check": one.check_id, "command": one.command, "code": code})
         console.say(f"{one.command}: {'done' if code == 0 else f'ended with code {code}'}")
-    if console.as_json:
-        listed = [{"check": a.check_id, "title": a.title, "command": a.command, "kind": a.kind} for a in found]
-        console.emit("repair/1", {"dry_run": dry_run, "actions": listed, "diff": diff, "done": done})
+    listed = [picked(one, "title command kind") | {"check": one.check_id} for one in found]
+    console.emit("repair/1", {"dry_run": dry_run, "actions": listed, "diff": diff, "done": done})
     return FAILED if any(one["code"] for one in done) else 0

@@ -49,9 +49,7 @@ def eval(  # noqa: A001
     found = compare(env, model, against, text, tokens, _list(quant), _list(kv))
     for quality in found if save else ():
         keep(quality)
-    if env.console.as_json:
-        env.console.emit("eval/1", {"rows": [asdict(quality) for quality in found]})
-    else:
+    if not env.console.emit("eval/1", {"rows": [asdict(quality) for quality in found]}):
         print_table(env, found)
     return 0
 

@@ -81,8 +81,7 @@ def row(chat: SavedChat) -> dict[str, Any]:
 def _list(env: Env, history: History, query: str, limit: int) -> None:
     chats = history.chats(limit, query)
     console = env.console
-    if console.as_json:
-        console.emit("logs/1", {"chats": [row(chat) for chat in chats]})
+    if console.emit("logs/1", {"chats": [row(chat) for chat in chats]}):
         return
     if not chats:
         console.say("no saved chats yet: localllm chat")
@@ -102,12 +101,11 @@ def _title(chat: SavedChat) -> str:
 def _search(env: Env, history: History, query: str, limit: int) -> None:
     hits = history.search(query, limit)
     console = env.console
-    if console.as_json:
-        rows = [
-            picked(hit, "chat_id title role") | {"snippet": _unmarked(hit.snippet), "created": iso(hit.created)}
-            for hit in hits
-        ]
-        console.emit("logs/1", {"query": query, "hits": rows})
+    rows = [
+        picked(hit, "chat_id title role") | {"snippet": _unmarked(hit.snippet), "created": iso(hit.created)}
+        for hit in hits
+    ]
+    if console.emit("logs/1", {"query": query, "hits": rows}):
         return
     if not hits:
         console.say(f"nothing found for {clean_line(query)}")
@@ -139,9 +137,7 @@ def _show(env: Env, history: History, chats: list[SavedChat], reasoning: bool) -
 
     for chat in chats:
         messages = history.messages(chat.id)
-        if env.console.as_json:
-            env.console.emit("logs/1", {"chat": as_json(chat, messages)})
-        else:
+        if not env.console.emit("logs/1", {"chat": as_json(chat, messages)}):
             env.console.answer(as_markdown(chat, messages, reasoning=reasoning))
 
 

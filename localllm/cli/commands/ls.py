@@ -48,9 +48,8 @@ def ls(
     planner = Planner.here(env.config.engine)
     planned = [(model, *_plan(model, planner)) for model in shown]
     console = env.console
-    if console.as_json:
-        rows = [_ls_row(*one) for one in planned]
-        console.emit("ls/1", {"cache": str(hub.cache.hub_dir()), "free_bytes": _free(), "models": rows})
+    rows = [_ls_row(*one) for one in planned]
+    if console.emit("ls/1", {"cache": str(hub.cache.hub_dir()), "free_bytes": _free(), "models": rows}):
         return 0
     total = sum(m.size_bytes for m in shown)
     place = clean_line(home_short(hub.cache.hub_dir()))

@@ -83,10 +83,8 @@ def plan(
         best = _star(rows, planner, limit, target_tps)
         star = best and (best if ctx else _row(best.subject, "auto", planner))
     sheet = Sheet(planner, rows, windows, star, facts is not real, target_tps)
-    if env.console.as_json:
-        listed = [_json(row, star is not None and row.subject is star.subject) for row in rows]
-        env.console.emit("plan/1", {"machine": asdict(facts), "rows": listed})
-    else:
+    listed = [_json(row, star is not None and row.subject is star.subject) for row in rows]
+    if not env.console.emit("plan/1", {"machine": asdict(facts), "rows": listed}):
         show(env, sheet, models or [])
     return 5 if any(not any(r.fits for r in rows if r.subject.asked == name) for name in models or ()) else 0
 

@@ -16,8 +16,7 @@ def ps(env: Env) -> int:
     """What is loaded, where, and how busy it is: servers and chats of this user, and who else uses a GPU."""
     rows = [row for one in running() for row in _rows(one)]
     others = _others({one.pid for one in running()})
-    if env.console.as_json:
-        env.console.emit("ps/1", {"processes": rows, "gpu_processes": others})
+    if env.console.emit("ps/1", {"processes": rows, "gpu_processes": others}):
         return 0
     if rows:
         columns = ("PID", "KIND", "MODEL", "DEVICE", "MEMORY", "CTX", "BUSY", "SPEED", "UP", "TTL", "URL")

@@ -48,8 +48,7 @@ def pull(
         raise ConfigError("--repair takes only names", "localllm pull NAME --repair")
     wish = Wish(dry_run, tuple(include or ()), tuple(exclude or ()), workers)
     rows = [_repair(env, n) if repair else _pull(env, _full_name(n, quant, revision), wish) for n in models]
-    if env.console.as_json:
-        env.console.emit("pull/1", {**rows[0], "models": rows})
+    env.console.emit("pull/1", {**rows[0], "models": rows})
     return 0
 
 
@@ -105,9 +104,8 @@ def _pull(env: Env, name: str, wish: Wish) -> dict[str, Any]:
     if resolved.license_url:
         console.say(f"  license text: {clean_line(resolved.license_url)}")
     if wish.dry_run:
-        if not console.as_json:
-            rows = [(f.name, gib(f.size)) for f in resolved.files] or [(resolved.name, gib(resolved.size_bytes))]
-            console.table(("FILE", "SIZE"), rows, right=("SIZE",))
+        rows = [(f.name, gib(f.size)) for f in resolved.files] or [(resolved.name, gib(resolved.size_bytes))]
+        console.table(("FILE", "SIZE"), rows, right=("SIZE",))
         return _row(resolved, None, 0.0, env.config.engine) | {"fits": made.fits if made is not None else None}
     if not console.confirm("Download now?"):
         raise ConfigError("nothing was downloaded", f"localllm pull {clean_line(name)} -y")

@@ -73,11 +73,9 @@ def quantize(
     for module, why in report.kept:
         console.say(f"  kept as it was: {clean_line(module)} ({why})")
     found = compare(env, str(folder), str(source), None, CALIBRATION_TOKENS, ["auto"], ["auto"]) if evaluate else []
-    if console.as_json:
-        row = asdict(report) | {"path": str(folder), "source": str(source), "mean_error": report.mean_error}
-        kept = [{"module": module, "why": why} for module, why in report.kept]
-        console.emit("quantize/1", row | {"kept": kept, "quality": list(map(asdict, found))})
-    elif found:
+    row = asdict(report) | {"path": str(folder), "source": str(source), "mean_error": report.mean_error}
+    kept = [{"module": module, "why": why} for module, why in report.kept]
+    if not console.emit("quantize/1", row | {"kept": kept, "quality": list(map(asdict, found))}) and found:
         print_table(env, found)
     console.say(f"Next: localllm chat {clean_line(str(folder))}")
     return 0

@@ -49,12 +49,11 @@ def rm(
     if paths and not dry_run:
         done = remove(dry_run=False)
         console.say(f"removed {gib(sum(item.num_bytes for item in done))}")
-    if console.as_json:
-        fields = {
-            "removed": bool(paths) and not dry_run,
-            "models": names,
-            "bytes": sum(item.num_bytes for item in done),
-            "paths": [str(path) for item in done for path in item.paths],
-        }
-        console.emit("rm/1", fields)
+    fields = {
+        "removed": bool(paths) and not dry_run,
+        "models": names,
+        "bytes": sum(item.num_bytes for item in done),
+        "paths": [str(path) for item in done for path in item.paths],
+    }
+    console.emit("rm/1", fields)
     return 0

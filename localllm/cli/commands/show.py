@@ -36,16 +36,12 @@ def show(
     with opened(resolved) as checkpoint:
         if template:
             text = _template(checkpoint)
-            if env.console.as_json:
-                env.console.emit("template/1", {"id": resolved.name, "template": text})
-                return 0
-            env.console.answer(text if text.endswith("\n") else text + "\n")
+            if not env.console.emit("template/1", {"id": resolved.name, "template": text}):
+                env.console.answer(text if text.endswith("\n") else text + "\n")
             return 0
         fields = _show_fields(checkpoint, resolved.name, resolved.revision, env.config.engine)
-        if env.console.as_json:
-            env.console.emit("show/1", fields)
-        else:
-            _print_facts(env, checkpoint.facts, fields)
+        env.console.emit("show/1", fields)
+        _print_facts(env, checkpoint.facts, fields)
     return 0
 
 

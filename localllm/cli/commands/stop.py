@@ -57,8 +57,7 @@ def stop(
     if left:
         raise ServerError(f"process {min(left)} still answers requests", "localllm stop again drops them")
     stopped = [{"pid": one.pid, "url": one.url} for one in chosen]
-    if env.console.as_json:
-        env.console.emit("stop/1", {"stopped": stopped, "unloaded": []})
+    env.console.emit("stop/1", {"stopped": stopped, "unloaded": []})
     for one in chosen:
         env.console.say(f"stopped {clean_line(one.url)} (pid {one.pid})")
     return 0
@@ -77,8 +76,7 @@ def _unload(env: Env, servers: list[Running], model: str, what: str) -> int:
             done.append({"pid": one.pid, "url": one.url, "model": answer["model"]})
     if not done:
         raise ServerError(f"no server has {clean_line(model)} loaded", "localllm ps")
-    if env.console.as_json:
-        env.console.emit("stop/1", {"stopped": [], "unloaded": done})
+    env.console.emit("stop/1", {"stopped": [], "unloaded": done})
     for row in done:
         env.console.say(f"{what}ed {clean_line(str(row['model']))} at {clean_line(str(row['url']))}")
     return 0

@@ -80,8 +80,9 @@ class Console:
         self.stdout.flush()
 
     def line(self, text: str = "") -> None:
-        """One line of a result on stdout; data in it was cleaned by the caller."""
-        self.raw(self.glyphs(text) + "\n")
+        """One line of a result on stdout, nothing with --json; data in it was cleaned by the caller."""
+        if not self.as_json:
+            self.raw(self.glyphs(text) + "\n")
 
     def heading(self, text: str) -> None:
         """A line in bold."""
@@ -96,9 +97,14 @@ class Console:
         """A warning on stderr, also with --quiet."""
         self._err(self.style("warning: ", "yellow", err=True) + clean(text) + "\n")
 
-    def emit(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """The one JSON object of a command on stdout. `kind` is 'run/1', 'ls/1' and so on."""
-        self.write_json({"schema": f"localllm.{kind}", "version": __version__, **fields})
+    def emit(self, kind: str, fields: Mapping[str, Any]) -> bool:
+        """With --json the one JSON object of a command on stdout, else nothing; says which.
+
+        kind   'run/1', 'ls/1' and so on
+        """
+        if self.as_json:
+            self.write_json({"schema": f"localllm.{kind}", "version": __version__, **fields})
+        return self.as_json
 
     def write_json(self, value: Mapping[str, Any]) -> None:
         """One JSON value and a newline on stdout: indented on a terminal, compact otherwise."""
@@ -152,6 +158,11 @@ class Console:
             return False
         reply = reply.strip().lower()
         return default if not reply else reply in ("y", "yes")
+
+    def to_terminal(self, sequence: str) -> None:
+        """Something that the terminal obeys; nothing where stderr is none."""
+        if self.err_tty:
+            self._err(sequence)
 
     def fail(self, error: LocalLLMError) -> int:
         """Show an error: lines on stderr, with --json also as JSON on stdout. Returns the exit code."""
