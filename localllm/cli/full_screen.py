@@ -13,9 +13,14 @@ from localllm.config import UserConfig
 from localllm.terminal import locale_encoding
 
 
+def in_tab() -> bool:
+    """Whether this process draws a browser's tab (`web.py`): it has pipes instead of a terminal."""
+    return "TEXTUAL_DRIVER" in os.environ
+
+
 def full_screen(env: Env, config: UserConfig, start: Start) -> int:
     """The Textual interface; afterwards one line on the normal screen."""
-    if not env.console.out_tty and "TEXTUAL_DRIVER" not in os.environ:  # a browser's tab has a pipe instead
+    if not env.console.out_tty and not in_tab():
         env.console.warn("stdout is not a terminal; the chat is drawn on stderr and nothing is written to stdout")
     from localllm.tui.stderr_guard import stderr_to
 
@@ -27,7 +32,7 @@ def full_screen(env: Env, config: UserConfig, start: Start) -> int:
 
         session = session_of(env, config, start, backend_of(env, config, start))
         os.environ.setdefault("ESCDELAY", "50")
-        if "TEXTUAL_DRIVER" not in os.environ:  # a shell that exports them would fix the size
+        if not in_tab():  # a shell that exports them would fix the size
             for name in ("LINES", "COLUMNS"):
                 os.environ.pop(name, None)
         options = ScreenOptions(

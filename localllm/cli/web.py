@@ -27,7 +27,7 @@ from .session import fake_engine
 
 COOKIE = "localllm"
 START_S = 600.0  # for a server to load its model
-_TAB = [sys.executable, "-P", "-m", "localllm.cli.tab"]
+_TAB = [sys.executable, "-P", "-m", "localllm", "chat", "-q"]
 
 
 class Gate:
@@ -65,9 +65,7 @@ def serve_web(env: Env, start: Start) -> int:
         if attached is None:
             name = start.choice.name if start.choice else ""
             child, attached = _start_server(env, name, start.ctx)
-        words, key = ["--attach-to", attached.url], attached.key
-        if attached.model:
-            words += ["--model", attached.model]
+        words, key = ["--attach-to", attached.url, *([attached.model] if attached.model else [])], attached.key
     try:
         return _serve(env, [*_TAB, *words], key)
     finally:

@@ -21,7 +21,7 @@ from localllm.cli.frame.options import (
     setting,
     text_or_file,
 )
-from localllm.cli.full_screen import full_screen
+from localllm.cli.full_screen import full_screen, in_tab
 from localllm.cli.names import Choice, choose
 from localllm.cli.question import Job, gather_prompt, messages_of
 from localllm.cli.session import Sampling
@@ -87,8 +87,9 @@ def chat(
     first = " ".join(prompt or [])
     sampling = Sampling(config.sampling.given(), tuple(sampled.stop or ()))
     instructions = text_or_file(system, "--system") or config.chat.system
-    port = _port(serve, web or not is_tty(sys.stdin), attach_to)
-    if not is_tty(sys.stdin) and not web:
+    typed = in_tab() or is_tty(sys.stdin)
+    port = _port(serve, web or not typed, attach_to)
+    if not typed and not web:
         if attach_to not in ("auto", "off"):  # what is asked once is answered by a model of one's own
             raise ConfigError("--attach-to is for a chat in a terminal, and standard input is not one", "localllm chat")
         return once(env, config, model, first, instructions, sampling)
@@ -102,6 +103,8 @@ def chat(
         from localllm.cli.web import serve_web
 
         return serve_web(env, start)
+    if in_tab():  # `localllm ps` has its server
+        return full_screen(env, config, start)
     with noted(start):
         if plain or dumb() or not env.console.err_tty:
             from localllm.cli.plain import talk
