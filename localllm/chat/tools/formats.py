@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -284,3 +285,21 @@ FORMATS = (
 def find_format(template: str) -> ToolFormat:
     """The first format whose marks all stand in a chat template; GENERIC has none."""
     return next(found for found in FORMATS if all(mark in template for mark in found.marks))
+
+
+def write_call(tool_format: ToolFormat, name: str, arguments: Mapping[str, Any]) -> str:
+    """One call as `grammar/call_rules.py` has a model write it; values are texts and plain JSON values."""
+    way, form = tool_format.writes, tool_format.writes.body
+    if isinstance(form, Tags):
+        body = form.begin.replace("NAME", name)
+        for key, value in arguments.items():
+            before, after = form.text if isinstance(value, str) else form.json or form.text
+            body += before.replace("KEY", key) + (value if isinstance(value, str) else json.dumps(value)) + after
+        body += form.end
+    elif isinstance(form, Braces):
+        quote = form.quote
+        written = {k: f"{quote}{v}{quote}" if isinstance(v, str) else json.dumps(v) for k, v in arguments.items()}
+        body = f"call:{name}{{{','.join(f'{key}:{written[key]}' for key in sorted(written))}}}"
+    else:
+        body = form.before.replace("NAME", name) + json.dumps(arguments, ensure_ascii=False) + form.after
+    return way.open + way.spaced + body + way.close

@@ -11,8 +11,7 @@ from localllm.tokenizer.tokenizer import Tokenizer
 
 from ..parser import reasoning_tags
 from ..template import ChatTemplate, encode_chat
-from .formats import GENERIC, ToolFormat, find_format
-from .grammars import write_call
+from .formats import GENERIC, ToolFormat, find_format, write_call
 from .messages import plain_messages, template_messages, template_tools
 
 _NAME, _RESULT, _THOUGHT = "look_up_weather", "RAIN-4711", "Look outside."
