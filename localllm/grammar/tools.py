@@ -7,8 +7,8 @@ from typing import Any
 
 from localllm.chat.tools.calls import called_tools, tool_function
 from localllm.chat.tools.formats import HARMONY, ToolFormat
-from localllm.chat.tools.grammars import call_grammar, parameters_of, trigger_of
 from localllm.errors import InvalidConstraint
+from localllm.grammar.call_rules import call_grammar, parameters_of, trigger_of
 from localllm.request import Constraint, ToolUse
 
 from .compiler import Compiler

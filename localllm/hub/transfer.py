@@ -24,10 +24,10 @@ from localllm.terminal import gib
 
 from . import cache
 from .client import HubClient, TransientError, pause, shut
-from .growing import GrowingFile
 from .listing import RepoFile
 from .meter import Meter
 from .names import shown
+from .partial_file import GrowingFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

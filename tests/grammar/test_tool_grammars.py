@@ -11,8 +11,8 @@ from grammar_walks import allowed, controlled_tokenizer, walk
 
 from localllm.chat.tools import FORMATS, ToolFormat
 from localllm.chat.tools.formats import HERMES
-from localllm.chat.tools.grammars import MAX_CALLS, call_grammar, trigger_of
 from localllm.grammar import Compiler, Source
+from localllm.grammar.call_rules import MAX_CALLS, call_grammar, trigger_of
 
 PARAMETERS: list[Any] = [
     {

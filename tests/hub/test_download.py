@@ -18,7 +18,7 @@ import pytest
 from localllm import hub
 from localllm.errors import Aborted, AuthRequired, ConfigError, DoesNotFit, DownloadError, LocalLLMError, ModelNotFound
 from localllm.hub import Patience, cache, client, meter
-from localllm.hub.growing import GrowingFile
+from localllm.hub.partial_file import GrowingFile
 from localllm.hub.redirects import judge_redirect
 from localllm.request import LoadProgress
 

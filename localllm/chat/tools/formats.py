@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..parser import Splitter
+from .call_reader import JsonCalls, NamedCalls
 from .calls import new_call_id, short_call_id
 from .harmony import CONTROL, HarmonyParser
-from .json_calls import JsonCalls, NamedCalls
 from .parser import AnswerOptions, Reader, ToolParser
 from .tagged_calls import BracedCalls, TaggedCalls
 

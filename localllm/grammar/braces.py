@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .calls import fixed_values
+from localllm.chat.tools.calls import fixed_values
+
 from .spelling import Spelling, text_before, text_pattern
 
 MAX_NESTING = 8  # of schemas; deeper values may be anything

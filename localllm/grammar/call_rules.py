@@ -7,13 +7,13 @@ the `Spelling`'s business, which knows the vocabulary.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from localllm.chat.tools.calls import fixed_values, is_text, quoted, tool_function
+from localllm.chat.tools.formats import HARMONY, Braces, Json, Tags, ToolFormat
+
 from .braces import BracedValues
-from .calls import fixed_values, is_text, quoted, tool_function
-from .formats import HARMONY, Braces, Json, Tags, ToolFormat
 from .spelling import Spelling, text_before, text_pattern
 
 MAX_CALLS = 8  # in one answer: small models would go on indefinitely
