@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from localllm import LLM, SamplingParams
-from localllm.chat.tools.formats import HERMES
+from localllm.chat.tools.formats import BY_NAME
+from localllm.chat.tools.parser import answer_parser
 from localllm.errors import LocalLLMError
 from localllm.grammar import Compiler, source_of
 from localllm.request import Constraint, FinishReason, ToolUse
@@ -181,7 +182,7 @@ def reading(rows: Rows, repeat: int) -> None:
     pieces = [text[i : i + 10] for i in range(0, len(text), 10)]
     times = []
     for _ in range(repeat):
-        parser = HERMES.parser(tools)
+        parser = answer_parser(BY_NAME["hermes"], tools)
         began = time.perf_counter()
         for piece in pieces:
             parser.push(piece)

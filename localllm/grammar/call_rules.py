@@ -2,34 +2,31 @@
 
 Each format writes calls its own way, JSON or tags, and the way its chat template would write the same call back: so a
 conversation that goes on finds its pages in the prefix cache. How text, control tokens and JSON schemas are spelled is
-the `Spelling`'s business, which knows the vocabulary.
+the business of `Words`, which know the vocabulary.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from localllm.chat.tools.calls import fixed_values, is_text, quoted, tool_function
-from localllm.chat.tools.formats import HARMONY, Braces, Json, Tags, ToolFormat
+from localllm.chat.tools.calls import fixed_values, is_text, tool_function
+from localllm.chat.tools.formats import HARMONY, ToolFormat
 
-from .braces import BracedValues
-from .spelling import Spelling, text_before, text_pattern
+from .compiler import Words
+from .source import quoted
 
 MAX_CALLS = 8  # in one answer: small models would go on indefinitely
-
-
-def trigger_of(tool_format: ToolFormat) -> str:
-    """The text after which `call_grammar(after_trigger=True)` goes on; "" for a format that has none."""
-    if not tool_format.writes.open:
-        return ""
-    return tool_format.triggers[0] if tool_format.triggers else tool_format.writes.open
+MAX_NESTING = 8  # of schemas in Gemma's notation; deeper values may be anything
+MAX_RULES = 500
+_SCALARS = ("integer", "number", "boolean", "null")
 
 
 def call_grammar(
     tool_format: ToolFormat,
     tools: Sequence[Mapping[str, Any]],
-    spelling: Spelling,
+    words: Words,
     *,
     parallel: bool = True,
     after_trigger: bool = False,
@@ -38,93 +35,178 @@ def call_grammar(
     """An answer that is one or more calls of these tools.
 
     parallel       up to MAX_CALLS calls, else one
-    after_trigger  the text goes on after `trigger_of`, and ends with the call, or section of calls, begun there
+    after_trigger  the text goes on after the format's trigger, and ends with the call, or section of calls, begun there
     lenient        for each tool: keywords of its schema that cannot be enforced are left out
     """
-    way, is_harmony = tool_format.writes, tool_format is HARMONY
+    is_harmony = tool_format is HARMONY
     rules = []
     for number, tool in enumerate(tools):
-        writer = _Writer(way.body, spelling, bool(lenient and lenient[number]), f"c{number}")
-        body = writer.call(tool_function(tool))
-        rules += [f"call_{number}: {body}", *writer.rules]
+        one = _CallRules(tool_format, words, bool(lenient and lenient[number]), f"c{number}")
+        rules += [f"call_{number}: {one.call(tool_function(tool))}", *one.rules]
     rules.append("any: " + " | ".join(f"call_{number}" for number in range(len(tools))))
-    opens = way.open.split(trigger_of(tool_format), 1)[1] if after_trigger else way.open
+    opens = tool_format.open.split(tool_format.trigger, 1)[1] if after_trigger else tool_format.open
     more = MAX_CALLS - 1 if parallel and not tool_format.one_call and not is_harmony else 0
-    begin, end, sep = (spelling.literal(text) if text else "" for text in (opens, way.close, way.sep))
-    if way.spaced:
-        begin += f' " "? {spelling.literal(way.spaced)}'
+    begin, end, sep = map(words.literal, (opens, tool_format.close, tool_format.separator))
+    if tool_format.spaced:
+        begin += f' " "? {words.literal(tool_format.spaced)}'
     again = f"({sep} any){{0,{more}}}" if more else ""
-    if way.shares:
+    if tool_format.shares:
         start = f"{begin} any {again} {end}"
     elif after_trigger:
         start = f"{begin} any {end}"
     else:
         rules.append(f"one: {begin} any {end}")
         start = f"one ({sep} one){{0,{more}}}" if more else "one"
-    if is_harmony and not after_trigger and spelling.is_control("<|end|>"):
-        rules.append(f"thought: {spelling.literal('<|channel|>analysis<|message|>')} TEXT")
-        rules.append(f"TEXT: {_ANY_TEXT}")
-        start = f"(thought {spelling.literal('<|end|><|start|>assistant')})? {start}"
+    if is_harmony and not after_trigger and words.is_control("<|end|>"):
+        rules.append(f"thought: {words.literal('<|channel|>analysis<|message|>')} TEXT")
+        rules.append("TEXT: /(?s:.*)/")
+        start = f"(thought {words.literal('<|end|><|start|>assistant')})? {start}"
     return "\n".join([f"start: {start}", *rules]) + "\n"
 
 
-_ANY_TEXT = "/(?s:.*)/"
+class _CallRules:
+    """The rules of one tool's calls; `rules` fills as the call is written."""
 
-
-class _Writer:
-    """The rules of one tool's calls."""
-
-    def __init__(self, form: Json | Tags | Braces, spelling: Spelling, lenient: bool, prefix: str) -> None:
-        self._form = form
-        self._spelling = spelling
+    def __init__(self, tool_format: ToolFormat, words: Words, lenient: bool, prefix: str) -> None:
+        self._format = tool_format
+        self._words = words
         self._lenient = lenient
         self._prefix = prefix
+        self._root: Mapping[str, Any] = {}
+        self._any = ""
         self.rules: list[str] = []
 
     def call(self, function: Mapping[str, Any]) -> str:
         """One call, from its name to the end of its arguments."""
-        name, parameters = str(function["name"]), parameters_of(function)
-        form = self._form
-        if isinstance(form, Tags):
-            return self._tagged(name, parameters, form)
-        if isinstance(form, Braces):
-            values = BracedValues(form.quote, self._spelling, self._lenient, self._prefix)
-            body = f"{self._spelling.literal('call:' + name)} {values.arguments(parameters)}"
-            self.rules += values.rules
-            return body
-        ends = f" {self._spelling.literal(form.after)}" if form.after else ""
-        schema = self._spelling.schema(parameters, self._lenient)
-        return f"{self._spelling.literal(form.before.replace('NAME', name))} {self._rule(schema)}{ends}"
-
-    def _tagged(self, name: str, parameters: Mapping[str, Any], tags: Tags) -> str:
-        required = parameters.get("required")
-        parts = [self._spelling.literal(tags.begin.replace("NAME", name))]
-        for key, schema in properties_of(parameters).items():
-            before, after = tags.text if is_text(schema) else tags.json or tags.text
-            value = self._text(schema, after) if is_text(schema) else self._json(schema, parameters, after)
-            rule = self._rule(f"{self._spelling.literal(before.replace('KEY', key))} {value}")
-            parts.append(rule if isinstance(required, list) and key in required else f"{rule}?")
-        if tags.end:
-            parts.append(self._spelling.literal(tags.end))
-        return " ".join(parts)
-
-    def _json(self, schema: Any, root: Mapping[str, Any], after: str) -> str:
-        return (
-            f"{self._rule(self._spelling.schema(rooted(schema, root), self._lenient))} {self._spelling.literal(after)}"
-        )
-
-    def _text(self, schema: Mapping[str, Any], after: str) -> str:
-        """Plain text and the tag that ends it."""
-        values = fixed_values(schema)
-        if values:
-            end = self._spelling.literal(after)
-            return "(" + " | ".join(quoted(str(value)) for value in values) + f") {end}"
-        return text_before(after, text_pattern(schema), self._spelling, self._rule)
+        self._root = parameters_of(function)
+        before, after = map(self._words.literal, self._format.around_call(str(function["name"])))
+        if self._format.argument:
+            body = self._tagged()
+        elif self._format.quote:
+            body = self._object(self._root, 0)
+        else:
+            body = self._json(self._root)
+        return f"{before} {body} {after}"
 
     def _rule(self, body: str, options: str = "") -> str:
         name = f"{self._prefix}_{len(self.rules)}"
         self.rules.append(f"{name}{options}: {body}")
         return name
+
+    def _json(self, schema: Mapping[str, Any]) -> str:
+        return self._rule(self._words.schema(schema, self._lenient))
+
+    def _text_before(self, after: str, schema: Mapping[str, Any]) -> str:
+        """Any text of the schema's lengths up to where `after` first stands, and that."""
+        low, high = (schema.get(name) for name in ("minLength", "maxLength"))
+        low, high = (size if isinstance(size, int) else None for size in (low, high))
+        pattern = "(?s:.*)" if low is None and high is None else f"(?s:.{{{low or 0},{'' if high is None else high}}})"
+        if self._words.is_control(after.strip("\n")):  # which text never holds
+            return f"/{pattern}/ {self._words.literal(after)}"
+        ending = re.sub(r"[.^$*+?()\[\]{}|\\/]", r"\\\g<0>", after).replace("\n", r"\n")
+        return self._rule(f"/{pattern}{ending}/", "[lazy]")
+
+    # --- arguments between tags --------------------------------------------------------------------------------------
+
+    def _tagged(self) -> str:
+        required = self._root.get("required")
+        parts = []
+        for key, schema in _properties(self._root).items():
+            before, after = self._format.around_value(key, is_text=is_text(schema))
+            if not is_text(schema):
+                value = f"{self._json(self._rooted(schema))} {self._words.literal(after)}"
+            elif values := fixed_values(schema):
+                value = f"({' | '.join(quoted(str(value)) for value in values)}) {self._words.literal(after)}"
+            else:
+                value = self._text_before(after, schema)
+            rule = self._rule(f"{self._words.literal(before)} {value}")
+            parts.append(rule if isinstance(required, list) and key in required else f"{rule}?")
+        return " ".join(parts)
+
+    def _rooted(self, schema: Any) -> Mapping[str, Any]:
+        """A part of the schema as a schema of its own, with the definitions that it may refer to."""
+        part: dict[str, Any] = dict(schema) if isinstance(schema, Mapping) else {}
+        return {name: self._root[name] for name in ("$defs", "definitions") if name in self._root} | part
+
+    # --- Gemma's `{key:value,...}`: keys bare and sorted, strings quoted ---------------------------------------------
+
+    def _object(self, schema: Mapping[str, Any], depth: int) -> str:
+        properties = schema.get("properties")
+        if not isinstance(properties, Mapping):
+            return '"{" "}"' if depth == 0 and schema.get("additionalProperties") is False else self._anything("object")
+        required = schema.get("required")
+        needed = set(required) if isinstance(required, list) else set()
+        # templates write the keys sorted, whatever their case
+        keys = sorted(map(str, properties), key=lambda key: (key.lower(), key))
+        first, more = '""', '""'
+        for key in reversed(keys):
+            value = self._rule(f"{self._words.literal(key + ':')} {self._value(properties[key], depth + 1)}")
+            with_it, after_one = f"{value} {more}", f'"," {value} {more}'
+            if key not in needed:
+                with_it, after_one = f"({with_it} | {first})", f"({after_one} | {more})"
+            first, more = self._rule(with_it), self._rule(after_one)
+        return f'"{{" {first} "}}"'
+
+    def _value(self, schema: Any, depth: int) -> str:
+        if not isinstance(schema, Mapping) or depth > MAX_NESTING or len(self.rules) > MAX_RULES:
+            return self._anything("value")
+        schema = self._resolved(schema)
+        for name in ("anyOf", "oneOf"):
+            branches = schema.get(name)
+            if isinstance(branches, list) and branches:
+                return "(" + " | ".join(self._value(branch, depth + 1) for branch in branches) + ")"
+        values = fixed_values(schema)
+        if isinstance(values, list):
+            return "(" + " | ".join(self._constant(value) for value in values) + ")"
+        kind = schema.get("type")
+        if isinstance(kind, Sequence) and not isinstance(kind, str):
+            return "(" + " | ".join(self._value({**schema, "type": one}, depth + 1) for one in kind) + ")"
+        if kind == "string":
+            return self._string(schema)
+        if kind in _SCALARS:
+            return self._json(schema)
+        if kind == "array":
+            item = self._rule(self._value(schema.get("items"), depth + 1))
+            rest = f'({item} ("," {item})*)'
+            return f'"[" {rest}{"" if schema.get("minItems") else "?"} "]"'
+        return self._object(schema, depth) if kind == "object" else self._anything("value")
+
+    def _resolved(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What a reference inside the same schema leads to; a few steps at most."""
+        for _ in range(4):
+            path = schema.get("$ref")
+            if not isinstance(path, str):
+                return schema
+            found: Any = self._root
+            for name in path.removeprefix("#/").split("/"):
+                found = found.get(name) if isinstance(found, Mapping) else None
+            if not isinstance(found, Mapping):
+                return {}
+            schema = found
+        return {}
+
+    def _string(self, schema: Mapping[str, Any]) -> str:
+        return f"{self._words.literal(self._format.quote)} {self._text_before(self._format.quote, schema)}"
+
+    def _constant(self, value: Any) -> str:
+        if isinstance(value, str):
+            return self._words.literal(f"{self._format.quote}{value}{self._format.quote}")
+        return self._words.schema({"const": value}, False)
+
+    def _anything(self, kind: str) -> str:
+        """A value of any shape."""
+        if not self._any:
+            self._any = f"{self._prefix}_any"
+            string = self._string({})
+            scalar = self._rule(self._words.schema({"type": list(_SCALARS)}, False))
+            key = self._rule("/[A-Za-z_][A-Za-z0-9_-]*/")
+            value = f"{self._any}_value"
+            self.rules += [
+                f"{value}: {string} | {scalar} | {self._any}_list | {self._any}_object",
+                f'{self._any}_list: "[" ({value} ("," {value})*)? "]"',
+                f'{self._any}_object: "{{" ({key} ":" {value} ("," {key} ":" {value})*)? "}}"',
+            ]
+        return f"{self._any}_{kind}"
 
 
 def parameters_of(function: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -135,13 +217,7 @@ def parameters_of(function: Mapping[str, Any]) -> Mapping[str, Any]:
     return parameters
 
 
-def properties_of(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+def _properties(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
     """The arguments by name."""
     found = parameters.get("properties")
     return found if isinstance(found, Mapping) else {}
-
-
-def rooted(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A part of a schema as a schema of its own, with the definitions that it may refer to."""
-    part: dict[str, Any] = dict(schema) if isinstance(schema, Mapping) else {}
-    return part | {name: root[name] for name in ("$defs", "definitions") if name in root and name not in part}

@@ -191,7 +191,7 @@ def _backend(tokenizer: Tokenizer, tokens: list[bytes], special: list[int], ends
 
 
 class Words:
-    """Parts of Lark rules for one vocabulary (`chat.tools.spelling.Spelling`)."""
+    """Parts of Lark rules for one vocabulary: control tokens by id."""
 
     def __init__(self, control: ControlText) -> None:
         self._control = control

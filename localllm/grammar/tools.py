@@ -8,7 +8,7 @@ from typing import Any
 from localllm.chat.tools.calls import called_tools, tool_function
 from localllm.chat.tools.formats import HARMONY, ToolFormat
 from localllm.errors import InvalidConstraint
-from localllm.grammar.call_rules import call_grammar, parameters_of, trigger_of
+from localllm.grammar.call_rules import call_grammar, parameters_of
 from localllm.request import Constraint, ToolUse
 
 from .compiler import Compiler
@@ -21,7 +21,7 @@ def begun_call(compiler: Compiler, tool_format: ToolFormat, tools: ToolUse) -> t
 
     Raises InvalidConstraint for a tool whose schema is wrong.
     """
-    trigger = trigger_of(tool_format)
+    trigger = tool_format.trigger
     called = called_tools(tools)
     try:
         mask = _compiled(compiler, tool_format, called, parallel=tools.parallel, after_trigger=bool(trigger))

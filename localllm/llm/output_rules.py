@@ -16,6 +16,7 @@ from localllm.chat.parser import ChainedParser, ReasoningParser, Splitter, reaso
 from localllm.chat.tools.calls import called_tools
 from localllm.chat.tools.formats import GENERIC, HARMONY, ToolFormat, find_format
 from localllm.chat.tools.messages import plain_messages, template_messages, template_tools
+from localllm.chat.tools.parser import answer_parser
 from localllm.chat.tools.roundtrip import NO_TEMPLATE, ToolSupport, check_tools
 from localllm.errors import InvalidRequest
 from localllm.llm.outputs import OutputSpec
@@ -150,7 +151,7 @@ class OutputRules:
         most = 1 if tools is not None and not tools.parallel else None
 
         def content() -> Splitter:
-            return reads.parser(called, streams=is_kept, most_calls=most)
+            return answer_parser(reads, called, streams=is_kept, most_calls=most)
 
         if reads is HARMONY:
             return content

@@ -17,7 +17,7 @@ from grammar_walks import allowed, controlled_tokenizer, walk
 
 from localllm.chat.render_child import RenderChild
 from localllm.chat.template import ChatTemplate, encode_chat
-from localllm.chat.tools import FORMATS
+from localllm.chat.tools.formats import FORMATS
 from localllm.chat.tools.messages import plain_messages, template_messages, template_tools
 from localllm.chat.tools.roundtrip import check_tools
 from localllm.errors import InvalidConstraint, InvalidRequest

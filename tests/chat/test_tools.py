@@ -12,24 +12,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from localllm.chat.tools import FORMATS, ToolFormat, find_format
 from localllm.chat.tools.calls import json_loads
-from localllm.chat.tools.formats import (
-    DEEPSEEK,
-    DEEPSEEK_FENCED,
-    DEEPSEEK_TAGS,
-    FUNCTION_GEMMA,
-    GEMMA,
-    GENERIC,
-    GLM,
-    HARMONY,
-    HERMES,
-    LLAMA3,
-    MISTRAL,
-    MISTRAL_NAMED,
-    PHI,
-    QWEN_CODER,
-)  # fmt: skip
+from localllm.chat.tools.formats import BY_NAME, FORMATS, ToolFormat, find_format, read_format
+from localllm.chat.tools.parser import answer_parser
+
+(HARMONY, GEMMA, FUNCTION_GEMMA, MISTRAL_NAMED, MISTRAL, DEEPSEEK_TAGS, DEEPSEEK_FENCED, DEEPSEEK, GLM, QWEN_CODER,
+ HERMES, PHI, LLAMA3, GENERIC) = FORMATS  # fmt: skip
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -51,7 +39,6 @@ TOOLS: list[dict[str, Any]] = [
     },
     {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}},
 ]
-BY_NAME = {one.name: one for one in FORMATS}
 
 Read = tuple[str, str, list[tuple[str, str]]]
 
@@ -59,7 +46,7 @@ Read = tuple[str, str, list[tuple[str, str]]]
 def read(tool_format: ToolFormat, pieces: list[str], **options: Any) -> Read:
     """(content, reasoning, calls as (name, arguments))"""
     ids = iter(range(10_000))
-    parser = tool_format.parser(TOOLS, new_id=lambda: f"id{next(ids)}", **options)
+    parser = answer_parser(tool_format, TOOLS, new_id=lambda: f"id{next(ids)}", **options)
     content, reasoning = "", ""
     calls: list[dict[str, str]] = []
     for kind, text in [part for piece in pieces for part in parser.push(piece)] + parser.finish():
@@ -161,12 +148,12 @@ def test_every_format_is_tried() -> None:
 
 def test_arguments_stream_where_calls_are_kept_valid() -> None:
     text = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGS}}}\n</tool_call>'
-    parser = HERMES.parser(TOOLS, streams=True)
+    parser = answer_parser(HERMES, TOOLS, streams=True)
     parts = [parser.push(char) for char in text]
     first = next(i for i, part in enumerate(parts) if part)
     assert text[: first + 1].endswith('"arguments": {')
     assert sum(map(len, parts)) > len(ARGS) // 2
-    whole = HERMES.parser(TOOLS)
+    whole = answer_parser(HERMES, TOOLS)
     assert not any(whole.push(char) for char in text[: -len("\n</tool_call>") - 1])
 
 
@@ -340,7 +327,7 @@ def test_formats_are_found_in_templates() -> None:
 
 def test_ids() -> None:
     def ids(tool_format: ToolFormat, text: str) -> list[str]:
-        parser = tool_format.parser(TOOLS)
+        parser = answer_parser(tool_format, TOOLS)
         parts = [json.loads(part) for kind, part in parser.push(text) + parser.finish() if kind == "tool_call"]
         return [delta["id"] for delta in parts if "id" in delta]
 
@@ -348,3 +335,18 @@ def test_ids() -> None:
     assert len(one) == 9 and one.isalnum()
     (one,) = ids(HERMES, '<tool_call>{"name": "now"}')
     assert one.startswith("call_") and len(one) == 29
+
+
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        ({"colour": "red"}, "colour"),
+        ({"triggers": "<tool_call>"}, "triggers"),
+        ({"shares": "yes"}, "shares"),
+        ({"call": '{"name": "NAME"}'}, '{"name": "NAME"}'),
+        ({"argument": "<KEY>"}, "<KEY>"),
+    ],
+)
+def test_wrong_rows_of_the_table_are_refused(row: dict[str, Any], named: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(named)):
+        read_format({"name": "new", "call": "NAMEARGUMENTS"} | row)

@@ -9,10 +9,10 @@ import jsonschema
 import pytest
 from grammar_walks import allowed, controlled_tokenizer, walk
 
-from localllm.chat.tools import FORMATS, ToolFormat
-from localllm.chat.tools.formats import HERMES
+from localllm.chat.tools.formats import BY_NAME, FORMATS, ToolFormat
+from localllm.chat.tools.parser import answer_parser
 from localllm.grammar import Compiler, Source
-from localllm.grammar.call_rules import MAX_CALLS, call_grammar, trigger_of
+from localllm.grammar.call_rules import MAX_CALLS, call_grammar
 
 PARAMETERS: list[Any] = [
     {
@@ -56,7 +56,7 @@ def source(compiler: Compiler, tool_format: ToolFormat, **options: Any) -> Sourc
 
 
 def calls_in(tool_format: ToolFormat, text: str) -> tuple[str, list[tuple[str, Any]]]:
-    parser = tool_format.parser(TOOLS)
+    parser = answer_parser(tool_format, TOOLS)
     content, calls = "", []
     for kind, part in parser.push(text) + parser.finish():
         if kind != "tool_call":
@@ -83,7 +83,7 @@ def check(calls: list[tuple[str, Any]]) -> None:
 def test_calls_are_valid(
     tool_format: ToolFormat, vocabulary: str, after_trigger: bool, request: pytest.FixtureRequest
 ) -> None:
-    trigger = trigger_of(tool_format)
+    trigger = tool_format.trigger
     if after_trigger and not trigger:
         return
     compiler: Compiler = request.getfixturevalue(vocabulary)
@@ -120,7 +120,7 @@ def test_one_call_where_one_is_wanted(tool_format: ToolFormat, smollm2: Compiler
 
 def test_a_lone_tool_needs_few_choices(smollm2: Compiler) -> None:
     """Everything but the values is forced."""
-    grammar = call_grammar(HERMES, TOOLS[1:2], smollm2.words(), parallel=False)
+    grammar = call_grammar(BY_NAME["hermes"], TOOLS[1:2], smollm2.words(), parallel=False)
     mask = smollm2.mask(Source("lark", grammar))
     forced = smollm2.tokenizer.decode(mask.jump_forward())
     assert forced.startswith('<tool_call>\n{"name": "now", "arguments": {}')

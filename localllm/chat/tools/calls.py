@@ -18,6 +18,7 @@ from ..parser import Part
 from .cursor import Malformed
 
 MAX_NAME_CHARS = 256
+Tools = Sequence[Mapping[str, Any]]
 _ALPHABET = string.ascii_letters + string.digits
 
 
@@ -54,7 +55,7 @@ class Calls:
     def __init__(
         self,
         out: Callable[[Part], None],
-        tools: Sequence[Mapping[str, Any]],
+        tools: Tools,
         *,
         streams: bool = False,
         new_id: Callable[[], str] = new_call_id,

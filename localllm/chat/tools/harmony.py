@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import re
 
+from .answers import MAX_FAILURES, AnswerParser, HeldSpace
 from .cursor import Malformed, Reading
-from .parser import MAX_FAILURES, AnswerParser, HeldSpace
 
-CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
+CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>", START)
-CONTROL = (CHANNEL, MESSAGE, CONSTRAIN, *ENDS)  # control tokens that the parser must see
 MAX_HEADER_CHARS = 512
 _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 

@@ -11,8 +11,9 @@ from localllm.tokenizer.tokenizer import Tokenizer
 
 from ..parser import reasoning_tags
 from ..template import ChatTemplate, encode_chat
-from .formats import GENERIC, ToolFormat, find_format, write_call
+from .formats import GENERIC, ToolFormat, find_format
 from .messages import plain_messages, template_messages, template_tools
+from .parser import answer_parser
 
 _NAME, _RESULT, _THOUGHT = "look_up_weather", "RAIN-4711", "Look outside."
 _ARGUMENTS = {"city": "Oslo", "days": 2}
@@ -108,9 +109,7 @@ def _try(template: ChatTemplate, tokenizer: Tokenizer, tool_format: ToolFormat, 
         return verdict("the call that the template writes is not read back", answers=answers)
     if not answers:
         return verdict("the template leaves the result of a call out", reads_back=True)
-    if write_call(tool_format, _NAME, _ARGUMENTS) not in rest.split(_RESULT)[0].replace(
-        "[TOOL_CALLS] [", "[TOOL_CALLS]["
-    ):
+    if tool_format.write(_NAME, _ARGUMENTS) not in rest.split(_RESULT)[0].replace("[TOOL_CALLS] [", "[TOOL_CALLS]["):
         return verdict("the template writes a call differently from how models do", True, True)
     if thinks and _THOUGHT not in after:
         return verdict("the template drops the reasoning before a call", True, True)
@@ -130,7 +129,7 @@ def _rendered(
 
 def _read(tool_format: ToolFormat, text: str) -> list[tuple[str, str]]:
     """The calls in a text as (name, arguments)."""
-    parser = tool_format.parser(_TOOLS)
+    parser = answer_parser(tool_format, _TOOLS)
     calls: list[tuple[str, str]] = []
     for kind, part in parser.push(text) + parser.finish():
         if kind == "tool_call":
