@@ -158,13 +158,12 @@ class CallReader:
             yield from cursor.space()
             if ended != opens and (yield from cursor.expect(opens, self._end)) == self._end:
                 break
-            calls.piece(separator)
-            yield from self._argument()
+            yield from self._argument(separator)
             ended, separator = "", ", "
         calls.piece("}")
         calls.end()
 
-    def _argument(self) -> Reading[None]:
+    def _argument(self, separator: str) -> Reading[None]:
         cursor, calls, tool_format = self._cursor, self._calls, self._format
         _, text_mark, after = re.split("KEY|VALUE", tool_format.argument)
         _, json_mark, _ = re.split("KEY|VALUE", tool_format.json_argument or tool_format.argument)
@@ -173,7 +172,7 @@ class CallReader:
         key = key.strip()
         if text_mark.endswith("\n"):
             yield from cursor.literal("\n")
-        calls.piece(quoted(key) + ": ")
+        calls.piece(separator + quoted(key) + ": ")
         says_kind = tool_format.json_argument and mark in (text_mark, json_mark)
         ends = after.rstrip("\n"), after.strip("\n")
         if mark == text_mark if says_kind else calls.takes_text(key):
