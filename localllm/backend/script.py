@@ -1,60 +1,21 @@
-"""What the scripted engine says: Markdown of every kind, text that attacks a terminal, long prose."""
+"""What the scripted engine says: Markdown of every kind, text that attacks a terminal, long prose (script.toml)."""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator
-from typing import Literal
+from importlib import resources
+from typing import Any, Literal
 
 Piece = tuple[Literal["content", "reasoning"], str]
-MARKDOWN = """\
-# A heading
-
-Some *prose* with **bold**, `code`, [markup] and 日本語, 😀 and e\u0301.
-
-1. First item
-   - nested **one**
-   - nested two
-2. Second item
-
-| name | size |
-|------|-----:|
-| one  | 1    |
-| two  | 22   |
-
-> A quotation, over
-> two lines.
-
-```python
-def double(x):
-    return [2 * x]  # [red]not markup[/red]
-```
-
----
-
-The end, and a fence that is never closed:
-
-```
-left open [/]
-"""
-HOSTILE = (
-    "\x1b]52;c;ZXZpbA==\x07 \x1b]8;;http://evil\x1b\\x\x1b]0;title\x07 \x1b[6n \x1bP1$r\x1b\\ \x9b31m \x1b[2J"
-    + "\x07" * 50
-    + " over\rwritten \u202egnp.exe\u202c [link=file:///etc/passwd]x[/link] [/] [red]literal[/red] a"
-    + "\u0301" * 500
-    + " end"
-)
-# Prose, a list of thirty and sixty lines of code: what the interface's cost is measured with.
-MIXED = (
-    "".join(
-        f"Paragraph {n} says something about **kernels**, `tiles` and memory, long enough to take a few lines of a "
-        "wide terminal, because that is what most answers look like when somebody wants an explanation.\n\n"
-        for n in range(4)
-    )
-    + "".join(f"{n}. point number {n} of a list, with a few words behind it\n" for n in range(1, 31))
-    + "\n```python\n"
-    + "".join(f"value_{n} = compute({n}, scale={n * 0.5})  # step {n}\n" for n in range(60))
-    + "```\n\n"
-)
+SCRIPT: dict[str, Any] = tomllib.loads(resources.files(__package__).joinpath("script.toml").read_text(encoding="utf-8"))
+ANSWERS = {
+    message: "".join(text.replace("{n}", str(n)) for times, text in parts for n in range(times))
+    for message, parts in SCRIPT["answers"].items()
+}
+MARKDOWN, HOSTILE = ANSWERS["!md"], ANSWERS["!escape"]
+ANSWERS["!mixed"] *= 20
+ANSWERS["!oom"] = ANSWERS["!crash"] = ANSWERS["long"]
 
 
 def script(prompt: str) -> Iterator[Piece]:
@@ -62,16 +23,7 @@ def script(prompt: str) -> Iterator[Piece]:
     if prompt == "!think":
         for word in pieces("First I look at it from every side.\nThen I decide.\n"):
             yield "reasoning", word
-    text = {
-        "!md": MARKDOWN,
-        "!escape": HOSTILE,
-        "!mixed": MIXED * 20,
-        "!list": "".join(f"- item number {i} of a list that goes on\n" for i in range(500)),
-        "!think": "The answer is 42.",
-    }.get(prompt, prompt)
-    if prompt in ("long", "!oom", "!crash"):
-        text = "".join(f"Sentence number {i} goes on for a while. " for i in range(2000))
-    for piece in pieces(text):
+    for piece in pieces(ANSWERS.get(prompt, prompt)):
         yield "content", piece
 
 

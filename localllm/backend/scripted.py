@@ -17,46 +17,15 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from localllm.backend.script import pieces, script
+from localllm import errors
+from localllm.backend.script import SCRIPT, pieces, script
 from localllm.backend.turns import Turn, Turns
-from localllm.errors import (
-    AuthRequired,
-    ContextTooLong,
-    DeviceError,
-    DoesNotFit,
-    InternalError,
-    LocalLLMError,
-    ModelNotFound,
-    OutOfMemory,
-)
 from localllm.interface import Check, Delta, Done, Facts, Failed, ModelChoice, Prefill
 from localllm.request import LoadProgress, Message, SamplingParams, Timing, Usage
 
 PAGE = 16  # tokens of a page
-_GIB = 1 << 30
+HAVE_BYTES = 8 << 30
 _LOAD = ("import", "weights", "kv", "warmup")
-
-
-def fake_error(name: str) -> LocalLLMError | None:
-    """The error that loading the model called `name` ends in."""
-    if name == "fake-gated":
-        return AuthRequired(
-            "fake-gated asks you to accept its license first",
-            "open https://hub.invalid/fake-gated, accept it, then `hf auth login`",
-            fixes=(("hf auth login", "after accepting the license"),),
-        )
-    if name == "fake-huge":
-        return DoesNotFit(
-            "fake-huge needs 26.4 GiB at 32k context, 23.5 GiB are free",
-            "a smaller context fits",
-            why="weights 17.2 + KV 8.0 + work 1.2 GiB",
-            fixes=(("localllm chat fake-huge --ctx 16k", "fits (22.4 GiB)"),),
-        )
-    if name == "fake-missing":
-        return ModelNotFound("fake-missing is not on this machine", "localllm pull fake-missing")
-    if name == "fake-crash":
-        return InternalError("the engine stopped while loading", "see the log")
-    return None
 
 
 class FakeBackend(Turns):
@@ -132,7 +101,7 @@ class FakeBackend(Turns):
             kv_bytes=45 << 20,
             kv=self.kv,
             plan_parts=(("weights", 98 << 20), ("kv", 45 << 20), ("work", 310 << 20), ("margin", 0)),
-            have_bytes=8 * _GIB,
+            have_bytes=HAVE_BYTES,
             held_bytes=402 << 20,
             num_running=int(self._busy > 0),
             num_steps=self._steps,
@@ -148,46 +117,10 @@ class FakeBackend(Turns):
         return len(text.split())
 
     def choices(self, ctx: int | None = None) -> list[ModelChoice]:
-        """One of every kind: here, here and broken, to be fetched, too large."""
-        window = ctx or 8192
-        parts = (("weights", 98 << 20), ("kv", window * 23040), ("work", 310 << 20), ("margin", 200 << 20))
-        have = 8 * _GIB
-        return [
-            ModelChoice(
-                "fake", "Q4_1", 98 << 20, local=True, supported=True, max_ctx=131_072, tps=200.0, basis="measured",
-                ctx=window, params=135_000_000, license="apache-2.0", need_bytes=sum(size for _, size in parts),
-                have_bytes=have, parts=parts, last_used=2.0, quality="KL 0.03512, p99 0.4210 (KV bf16)",
-            ),
-            ModelChoice(
-                "fake-small", "Q8_0", 45 << 20, local=True, supported=True, max_ctx=64, tps=410.0, ctx=64,
-                params=60_000_000, license="mit", need_bytes=600 << 20, have_bytes=have, last_used=1.0,
-            ),
-            ModelChoice(
-                "fake-broken", "", 12 << 20, local=True, supported=False, fits=False,
-                reason="model.gguf ends in the middle of a tensor",
-            ),
-            ModelChoice(
-                "fake-download", "Q4_K_M", 400 << 20, local=False, supported=True, max_ctx=40_960, tps=120.0,
-                ctx=window, params=596_000_000, license="apache-2.0", need_bytes=_GIB, have_bytes=have,
-                quants=(
-                    ModelChoice(
-                        "fake-download:Q8_0", "Q8_0", 650 << 20, local=False, supported=True, max_ctx=40_960, tps=80.0,
-                        ctx=window, params=596_000_000, license="apache-2.0", need_bytes=_GIB * 3 // 2, have_bytes=have,
-                    ),
-                ),
-            ),
-            ModelChoice(
-                "fake-huge", "Q4_K_M", 18 * _GIB, local=False, supported=True, fits=False, max_ctx=131_072,
-                params=32_800_000_000, license="apache-2.0", need_bytes=26 * _GIB, have_bytes=have,
-            ),
-        ]  # fmt: skip
+        return [_choice(row, ctx or 8192) for row in SCRIPT["choices"]]
 
     def checks(self) -> list[Check]:
-        return [
-            Check("gpu.present", "hardware", "skip", "CPU only: no NVIDIA driver found"),
-            Check("cpu", "hardware", "ok", "a scripted engine, 2 cores"),
-            Check("ram", "hardware", "warn", "8.0 GiB free"),
-        ]
+        return [Check(**row) for row in SCRIPT["checks"]]
 
     def close(self) -> None:
         self._end_thread()
@@ -226,10 +159,10 @@ class FakeBackend(Turns):
                         "download", done, total, rate=90 << 20, eta_s=(total - done) / (90 << 20), file="model.gguf"
                     )
                 )
-        if (error := fake_error(self.model)) is not None:
-            if self._pause(self.load_s):
-                return False
-            self.tell(Failed.of(-1, error))
+        if self.model in SCRIPT["errors"]:
+            if not self._pause(self.load_s):
+                failure = dict(SCRIPT["errors"][self.model])
+                self.tell(Failed.of(-1, getattr(errors, failure.pop("kind"))(**failure)))
             return False
         for name in _LOAD:
             steps = 8 if name == "weights" else 1
@@ -259,7 +192,7 @@ class FakeBackend(Turns):
             needed = max(prompt_tokens, self.ctx + 1332)
             told = f"prompt has {needed:,} tokens, the window holds {self.ctx:,}"
             fixes = (("localllm chat fake --ctx 40k", "fits"),)
-            self._fail(turn, ContextTooLong(told, "start with --ctx 40k, or shorten it", fixes=fixes))
+            self._fail(turn, errors.ContextTooLong(told, "start with --ctx 40k, or shorten it", fixes=fixes))
             return
         if prompt == "!error":
             self._end(turn, Failed(turn, "E101", "the engine lost this request", "send it again"))
@@ -281,8 +214,10 @@ class FakeBackend(Turns):
                 stop = "length"
                 break
             if prompt in ("!oom", "!crash") and count == 20:
-                oom = OutOfMemory("memory ran out at 29k tokens", "use a smaller --ctx")
-                failure = oom if prompt == "!oom" else DeviceError("the engine stopped: an illegal address", "restart")
+                oom = errors.OutOfMemory("memory ran out at 29k tokens", "use a smaller --ctx")
+                failure = (
+                    oom if prompt == "!oom" else errors.DeviceError("the engine stopped: an illegal address", "restart")
+                )
                 self._fail(turn, failure)
                 self._busy = 0
                 return
@@ -304,6 +239,21 @@ class FakeBackend(Turns):
             decode_tps=(count - 1) / spent if count > 1 and spent > 0 else 0.0,
         )
         self._end(turn, Done(turn, stop, Usage(prompt_tokens, 0, count, reasoning), timing))
+
+
+def _choice(row: Mapping[str, Any], window: int) -> ModelChoice:
+    """A row of script.toml with that window, or the largest it has."""
+    ctx = min(window, row.get("ctx", 0))
+    parts = {name: size * ctx if name == "kv" else size for name, size in row.get("parts", {}).items()}
+    made = {
+        "have_bytes": HAVE_BYTES,
+        "need_bytes": sum(parts.values()),
+        "parts": tuple(parts.items()),
+        "quants": tuple(_choice(one, window) for one in row.get("quants", ())),
+    }
+    return ModelChoice(
+        **(made | {name: value for name, value in row.items() if name not in ("parts", "quants")} | {"ctx": ctx})
+    )
 
 
 def _setting(name: str, default: float) -> float:
