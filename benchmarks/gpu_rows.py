@@ -9,10 +9,11 @@ from dataclasses import replace
 
 import torch
 
-from localllm.boot.assembly import Assembled, assemble
+from localllm.boot.assembly import assemble
 from localllm.boot.profile import WorstSteps
 from localllm.config import EngineOptions
 from localllm.device import MachineFacts
+from localllm.engine.engine import Engine
 from localllm.kernels.verify.tuning import gpu_seconds
 from localllm.models.model import Model
 from localllm.plan.plan import Plan
@@ -80,7 +81,7 @@ class Bench:
         self.model = model
         self.device = device
         torch.cuda.reset_peak_memory_stats() if device != "cpu" else None
-        self.assembled: Assembled = assemble(model, self.plan)
+        self.engine: Engine = assemble(model, self.plan)
         self.tokens = self.plan.num_pages[0] * self.plan.page_size  # that the pages hold
 
     def fits(self, batch: int, ctx: int) -> bool:
@@ -90,7 +91,7 @@ class Bench:
     def _steps(self, ctx: int) -> WorstSteps:
         made = replace(self.plan, ctx=ctx)
         pages = [range(count) for count in self.plan.num_pages]
-        return WorstSteps(self.assembled.runner, self.assembled.engine.builder, made, pages)
+        return WorstSteps(self.engine.runner, made, pages)
 
     def decode_seconds(self, batch: int, ctx: int, steps: int = 24) -> float:
         """Seconds of one step for `batch` sequences of `ctx` tokens, sampling and the copy of its tokens included."""
@@ -131,7 +132,7 @@ class Bench:
     def attention_seconds(self, ctx: int) -> float:
         """Seconds of decode attention alone, of one layer, for one sequence."""
         facts, size = self.model.facts, self.plan.page_size
-        pages = self.assembled.cache.layer(0)
+        pages = self.engine.runner.cache.layer(0)
         count = -(-ctx // size)
         table = torch.randperm(self.plan.num_pages[0], device=self.device)[:count].to(torch.int32).view(1, -1)
         q = torch.randn(1, facts.num_heads, facts.head_dim, device=self.device, dtype=torch.bfloat16)
@@ -146,7 +147,7 @@ class Bench:
 
     def answer(self, prompt: int, tokens: int, batch: int = 1) -> dict[str, float]:
         """Whole answers through the engine: TTFT and TPOT in seconds, tokens per second of all together."""
-        engine = self.assembled.engine
+        engine = self.engine
         quiet = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         prompts = [[(7 * i + 13 * j) % 900 + 3 for i in range(prompt)] for j in range(batch)]
         if engine._thread is None:
@@ -166,8 +167,8 @@ class Bench:
 
     def close(self) -> None:
         """Stop the engine and give the pages back."""
-        self.assembled.engine.close()
-        del self.assembled
+        self.engine.close()
+        del self.engine
         if self.device != "cpu":
             torch.cuda.empty_cache()
 
@@ -179,8 +180,7 @@ def generate(
     from localllm.device import machine
 
     options = EngineOptions(device=device, kv=kv, ctx=600, quant="", prefill_budget=256, graphs=graphs)
-    assembled = assemble(model, Planner(machine(), options).plan(model.facts))
-    engine = assembled.engine
+    engine = assemble(model, Planner(machine(), options).plan(model.facts))
     engine.stepper.runs_ahead = ahead
     streams = []
     for index, length in enumerate((3, 300, 17, 64, 130, 5)):

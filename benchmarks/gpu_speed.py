@@ -76,10 +76,7 @@ class Speed:
         bench.prefill_seconds(512)
         for one in tuner().tune(gpu_seconds, self.tune_s):
             self.report.row(f"{name}: tile {one.shape.name}", one.us, "us", tile=dict(one.tile), first_us=one.first_us)
-        graphs = bench.assembled.runner.graphs
-        if graphs is not None:
-            graphs.capture()
-            graphs.capture_sampler(bench.assembled.runner.sampler)
+        bench.engine.runner.capture()
 
     def lines(self, bench: Any, name: str) -> None:
         """The lines that decide: one person's decoding, attention, prefill, throughput."""

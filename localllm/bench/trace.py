@@ -97,8 +97,8 @@ def _named(label: Label, name: str, call: Callable[..., Any]) -> Callable[..., A
 def _labelled(llm: LLM, label: Label) -> Iterator[None]:
     """Names on what a step consists of, while the block runs."""
     engine: Any = llm.engine
-    model: Any = engine.stepper.runner.model
-    places = [(engine.scheduler, "schedule"), (engine.builder, "build"), (model, "forward"), (model, "logits")]
+    model: Any = engine.runner.model
+    places = [(engine.scheduler, "schedule"), (engine.runner.builder, "build"), (model, "forward"), (model, "logits")]
     places += [(model, "step"), *((engine.stepper, name) for name in ("_launch", "_sample", "_commit"))]
     table = model.table
     for owner, name in places:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -24,38 +23,19 @@ from localllm.plan.plan import Plan
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Assembled:
-    """An engine that was not started yet, and what it is made of."""
-
-    engine: Engine
-    runner: Runner
-    cache: KVCache
-    held: dict[str, int]  # on a GPU: what torch's allocator took for kv, tables and graphs
-
-    @property
-    def graphs_note(self) -> str:
-        """For the run summary: what is captured, or why not."""
-        graphs = self.runner.graphs
-        if graphs is None:
-            return ""
-        if graphs.failure:
-            rest = f", {', '.join(map(str, graphs.captured))} captured" if graphs.captured else ""
-            return f"CUDA graphs failed ({graphs.failure}){rest}"
-        return f"graphs {','.join(map(str, graphs.captured))}"
-
-
 def assemble(
     model: Model,
     plan: Plan,
     *,
+    meter: Meter | None = None,
     selftest: SelfTest | None = None,
     check_invariants: bool = False,
     capture: Callable[[Run], Captured] | None = None,
     fault: Callable[[int], None] | None = None,
-) -> Assembled:
+) -> Engine:
     """Everything between the weights and `Engine.start`. Raises what the device raises when memory is short.
 
+    meter     notes what torch's allocator took for kv, tables and graphs
     selftest  tries the sampler
     capture   what captures instead of `CudaCapture()`
     fault     as of `Engine`
@@ -64,9 +44,9 @@ def assemble(
     if device.type == "cuda":
         torch.cuda.set_device(device)  # streams and kernels of this thread go there
     spare = 1 if plan.graph_buckets else 0  # a page that belongs to nobody, for the idle rows of a bucket
-    meter = Meter(device)
+    meter = meter or Meter(device)
     counts = [count + spare for count in plan.num_pages]
-    cache = KVCache(model.groups, counts, plan.page_size, plan.kv, device=str(device))
+    cache = KVCache(model.groups, counts, plan.page_size, plan.kv, device=device)
     meter.note("kv")
     decode = None
     if plan.graph_buckets:
@@ -74,23 +54,19 @@ def assemble(
         inputs = DecodeInputs(plan.graph_buckets[-1], plan.ctx, plan.page_size, plan.num_pages, device)
         meter.note("tables")
         decode = DecodeGraphs(model, cache, inputs, plan.graph_buckets, capture or CudaCapture())
-        decode.capture()
-    sampler = _sampler(model, plan, device, selftest)
-    if sampler is not None and decode is not None:
-        decode.capture_sampler(sampler)
+    runner = Runner(model, cache, model.facts.vocab_size, decode, _sampler(model, plan, device, selftest))
+    runner.capture()
     if decode is not None:
         meter.note("graphs", reserved=True)
     groups = tuple(GroupPages(count, group.window) for count, group in zip(plan.num_pages, model.groups, strict=True))
     options = LoopOptions(
         max_context=plan.ctx,
-        page_size=plan.page_size,
         prefix_cache=plan.prefix_cache,
         limits=SchedulerLimits(plan.max_parallel, plan.prefill_budget),
         check_invariants=check_invariants,
         runs_ahead=device.type == "cuda",
     )
-    runner = Runner(model, cache, model.facts.vocab_size, decode, sampler)
-    return Assembled(Engine(runner, groups, options, device, fault), runner, cache, meter.found)
+    return Engine(runner, groups, options, fault)
 
 
 def _sampler(model: Model, plan: Plan, device: torch.device, selftest: SelfTest | None) -> DeviceSampler | None:

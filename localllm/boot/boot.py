@@ -11,8 +11,11 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from localllm.boot.assembly import Assembled, assemble
-from localllm.boot.profile import CpuProfiler, HostMemory, profile_gpu
+import torch
+
+from localllm.boot.assembly import assemble
+from localllm.boot.memory_meter import Meter
+from localllm.boot.profile import CpuProfiler, profile_gpu
 from localllm.boot.tuning_job import TuningJob
 from localllm.errors import OutOfMemory
 from localllm.kernels.cpu.build import library
@@ -66,7 +69,6 @@ class Boot:
         self._model = model
         self._planner = planner
         self._selftest = selftest
-        self._base_bytes, self._program_bytes = base_bytes, program_bytes
         self._profiles = planner.measured.profiles or MemoryProfiles()
         self._shrunk = ""
         taken = " ".join(model.kernels.values())
@@ -74,14 +76,15 @@ class Boot:
         self.profile_note = ""  # what is known of the plan: profiled, pending, or not held
         self.tuned: list[Tuned] = []
         self._tunes_when_idle: TuningJob | None = None
-        self._held: Assembled | None = None
+        self._engine: Engine | None = None
         self._hold()
         known = self._profiles.known(model.facts, planner.machine, self.plan)
         if known is not None:
             self.profile_note = str(known)
         elif plan.device == "cpu":
             self.profile_note = "profile pending"
-            self.engine.when_idle(self._cpu_profiler())
+            pages, host = self.engine.scheduler.pages, (base_bytes, program_bytes)
+            self.engine.when_idle(CpuProfiler(self.engine.runner, pages, self.plan, *host, self._on_cpu_profile))
         else:
             self._profile_gpu()
         if plan.device != "cpu":
@@ -89,35 +92,25 @@ class Boot:
             self.engine.when_idle(self._tunes_when_idle)
 
     @property
-    def _assembled(self) -> Assembled:
-        assert self._held is not None, "asleep"
-        return self._held
-
-    @property
     def engine(self) -> Engine:
         """Not started by this class."""
-        return self._assembled.engine
+        assert self._engine is not None, "asleep"
+        return self._engine
 
     def release(self) -> None:
         """Let the pages go, with all that runs over them; what is known stays."""
-        self._held = None
+        self._engine = None
         self._model.forget_pages()
 
     def _hold(self) -> None:
-        self._held = None  # the previous pages go first
-        self._held = self._assemble()
-        self._graphs_note = self._held.graphs_note
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of all pages."""
-        return self._assembled.cache.nbytes
-
-    def _assemble(self) -> Assembled:
+        """Raises OutOfMemory where there is no room for the pages."""
+        self._engine = None  # the previous pages go first
+        self._meter = Meter(torch.device(self.plan.device))
         try:
-            return assemble(
+            self._engine = assemble(
                 self._model,
                 self.plan,
+                meter=self._meter,
                 selftest=self._selftest,
                 check_invariants=self._planner.options.debug_invariants,
                 fault=step_fault(),
@@ -129,26 +122,16 @@ class Boot:
                 f"no room for {gib(self.plan.kv_bytes, 1)} of key/value pages on {self.plan.place}",
                 "use a smaller --ctx, or close what else uses the memory",
             ) from error
+        graphs = self._engine.runner.graphs
+        self._graphs_note = graphs.note if graphs is not None else ""
 
     # --- memory -------------------------------------------------------------------------------------------------------
-
-    def _cpu_profiler(self) -> CpuProfiler:
-        engine, runner = self._assembled.engine, self._assembled.runner
-        return CpuProfiler(
-            runner,
-            engine.builder,
-            engine.scheduler.pages,
-            self.plan,
-            HostMemory(self._base_bytes, self._program_bytes, self._model.weight_bytes),
-            self._model.num_kinds,
-            self._on_cpu_profile,
-        )
 
     def _on_cpu_profile(self, profile: MemoryProfile) -> None:
         """Called in the engine's thread: what is missing is taken from the pages that are free."""
         self._keep(profile)
         if not profile.held:
-            pages = self._assembled.engine.scheduler.pages
+            pages = self.engine.scheduler.pages
             share = profile.excess_bytes / max(1, self.plan.kv_bytes)
             longest = -(-self.plan.ctx // self.plan.page_size) + 1  # a full context must stay possible
             taken = [
@@ -177,8 +160,8 @@ class Boot:
         log.info("profiled in %.1f s: %s", time.monotonic() - started, profile)
 
     def _measure_gpu(self) -> MemoryProfile:
-        held = {"weights": self._model.weight_bytes, **self._assembled.held}
-        return profile_gpu(self._assembled.runner, self._assembled.engine.builder, self.plan, held)
+        held = {"weights": self._model.weight_bytes, **self._meter.found}
+        return profile_gpu(self.engine.runner, self.plan, held)
 
     def _keep(self, profile: MemoryProfile) -> None:
         self._profiles.keep(self._model.facts, self._planner.machine, self.plan, profile)
@@ -223,11 +206,8 @@ class Boot:
     def _on_tuned(self, tuned: list[Tuned]) -> None:
         """Called in the engine's thread; graphs hold the old tiles until they are captured again."""
         self.tuned += tuned
-        graphs = self._assembled.runner.graphs
-        if graphs is not None and any(one.us < one.first_us for one in tuned):
-            graphs.capture()
-            if self._assembled.runner.sampler is not None:
-                graphs.capture_sampler(self._assembled.runner.sampler)
+        if any(one.us < one.first_us for one in tuned):
+            self.engine.runner.capture()
 
     @property
     def facts_line(self) -> str:
@@ -249,7 +229,7 @@ class Boot:
                 found.insert(0, f"{missing}; PyTorch's own products are used, slower")
             if note:
                 found.append(note)
-        graphs = self._held.runner.graphs if self._held is not None else None
+        graphs = self._engine.runner.graphs if self._engine is not None else None
         if graphs is not None and graphs.failure:
             found.append(f"CUDA graphs: {graphs.failure}; decoding launches every kernel, slower")
         if self._unrounded:
@@ -259,7 +239,7 @@ class Boot:
             )
         if self._shrunk:
             found.append(f"{self.profile_note}: {self._shrunk}")
-        note = self._held.engine.pressure.note if self._held is not None else ""
+        note = self._engine.pressure.note if self._engine is not None else ""
         if note:
             found.append(f"{note}; close what else uses the memory, or start with a smaller --ctx")
         return tuple(found)

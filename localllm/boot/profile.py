@@ -14,13 +14,11 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
 from localllm.boot.memory_meter import Peak, gpu_peak
 from localllm.device.memory import memory_limits
-from localllm.engine.batch import BatchBuilder
 from localllm.engine.failures import is_out_of_memory
 from localllm.engine.pages import Pages
 from localllm.engine.runner import Runner
@@ -44,11 +42,8 @@ class WorstSteps:
     pages   per cache group: ids to read and write; fewer than the depth needs are read again and again
     """
 
-    def __init__(
-        self, runner: Runner, builder: BatchBuilder, plan: Plan, pages: Many[Many[int]], num_layers: int | None = None
-    ) -> None:
+    def __init__(self, runner: Runner, plan: Plan, pages: Many[Many[int]], num_layers: int | None = None) -> None:
         self._runner = runner
-        self._builder = builder
         self._plan = plan
         self.pages = pages
         self._num_layers = num_layers
@@ -93,15 +88,13 @@ class WorstSteps:
     @torch.inference_mode()
     def _run(self, sequences: list[Sequence], news: list[int], waits: bool = True) -> None:
         step = Step([Scheduled(s, s.num_tokens - new, new) for s, new in zip(sequences, news, strict=True)])
-        output = self._runner.forward(self._builder, step, num_layers=self._num_layers)
+        output = self._runner.forward(step, num_layers=self._num_layers)
         draw = self._runner.sample(output, list(range(len(sequences))), sequences)
         if waits:
             draw.results()
 
 
-def profile_gpu(
-    runner: Runner, builder: BatchBuilder, plan: Plan, held: Mapping[str, int], context_bytes: int | None = None
-) -> MemoryProfile:
+def profile_gpu(runner: Runner, plan: Plan, held: Mapping[str, int], context_bytes: int | None = None) -> MemoryProfile:
     """Run the worst steps now.
 
     held            what torch's allocator took for "weights", "kv", "tables" and "graphs"
@@ -110,7 +103,7 @@ def profile_gpu(
     started = time.monotonic()
     planned = dict(plan.work_terms)
     device = torch.device(plan.device)
-    worst = WorstSteps(runner, builder, plan, [range(count) for count in plan.num_pages])
+    worst = WorstSteps(runner, plan, [range(count) for count in plan.num_pages])
     drivers = GRAPH_BYTES * len(plan.graph_buckets)
     terms = [
         Term("weights", plan.weight_bytes, held["weights"]),
@@ -119,7 +112,7 @@ def profile_gpu(
         Term("graphs", planned["graphs"] - drivers, held.get("graphs", 0)),
     ]
     failure = ""
-    eager = WorstSteps(runner, builder, plan, worst.pages, num_layers=1 << 30)  # every layer, without graphs
+    eager = WorstSteps(runner, plan, worst.pages, num_layers=1 << 30)  # every layer, without graphs
     steps: tuple[tuple[str, Callable[[], None]], ...] = (
         ("activations", eager.prefill),
         ("logits", partial(eager.decode, plan.max_parallel)),
@@ -139,38 +132,28 @@ def profile_gpu(
     return MemoryProfile(tuple(terms), "cuda", time.monotonic() - started, failure)
 
 
-class HostMemory(NamedTuple):
-    """Anonymous memory of the process, in bytes."""
-
-    base: int  # with everything but this model in it
-    program: int  # what of it our own imports and the tokenizer took
-    weights: int  # what the loaded weights hold
-
-
 class CpuProfiler:
     """An idle job (`Engine.when_idle`) that profiles a plan on the CPU; a request stops it, and it begins anew.
 
-    num_layers   so many layers have one of each kind
-    done         called with the profile, in the engine's thread
+    base_bytes     anonymous memory of the process with everything but this model in it
+    program_bytes  what of it our own imports and the tokenizer took
+    done           called with the profile, in the engine's thread
     """
 
     def __init__(
         self,
         runner: Runner,
-        builder: BatchBuilder,
         pages: Pages,
         plan: Plan,
-        host: HostMemory,
-        num_layers: int,
+        base_bytes: int,
+        program_bytes: int,
         done: Callable[[MemoryProfile], None],
     ) -> None:
         self._runner = runner
-        self._builder = builder
         self._pages = pages
         self._cache = runner.cache
         self._plan = plan
-        self._host = host
-        self._num_layers = num_layers
+        self._base_bytes, self._program_bytes = base_bytes, program_bytes
         self._done = done
         self._failed: MemoryProfile | None = None
 
@@ -223,7 +206,7 @@ class CpuProfiler:
         return left
 
     def _steps(self, free: list[list[int]], must_stop: Callable[[], bool]) -> bool:
-        worst = WorstSteps(self._runner, self._builder, self._plan, free, self._num_layers)
+        worst = WorstSteps(self._runner, self._plan, free, self._runner.model.num_kinds)
         # a decode step leaves its logits to the next one (`kernels.cpu.segments`), which may have a prompt in it
         left = torch.ones(self._plan.max_parallel, self._runner.vocab_size)
         for step in (worst.prefill, lambda: worst.decode(self._plan.max_parallel)):
@@ -234,12 +217,12 @@ class CpuProfiler:
         return True
 
     def _profile(self, peak_bytes: int, seconds: float) -> MemoryProfile:
-        plan, pages = self._plan, self._cache.nbytes
+        plan, pages, weights = self._plan, self._cache.nbytes, self._runner.model.weight_bytes
         program = dict(plan.work_terms)["program"]
         terms = (
-            Term("weights", plan.weight_bytes, self._host.weights),
+            Term("weights", plan.weight_bytes, weights),
             Term("kv", plan.kv_bytes, pages),
-            Term("program", program, self._host.program),
-            Term("work", plan.work_bytes - program, peak_bytes - self._host.base - self._host.weights - pages),
+            Term("program", program, self._program_bytes),
+            Term("work", plan.work_bytes - program, peak_bytes - self._base_bytes - weights - pages),
         )
         return MemoryProfile(terms, "cpu", seconds)

@@ -7,9 +7,9 @@ stays the oracle: what is not captured, or cannot be, runs there, and `failure` 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -59,12 +59,6 @@ class CudaCapture:
         return outputs, graph.replay
 
 
-class CapturableSampler(Protocol):
-    """What samples from the logits of a bucket."""
-
-    def capture(self, buckets: tuple[Bucket, ...], capture: Callable[[Run], Captured]) -> None: ...
-
-
 class DecodeGraphs:
     """The graphs of one model.
 
@@ -84,31 +78,35 @@ class DecodeGraphs:
         self._cache = cache
         self._inputs = inputs
         self._sizes = sizes
-        self._capture = capture
-        self._buckets: list[Bucket] = []
+        self.capture_run = capture
+        self.buckets: tuple[Bucket, ...] = ()  # what was captured, ascending
         self.failure = ""  # why a bucket was not captured; it and larger ones run eagerly
 
-    def capture_sampler(self, sampler: CapturableSampler) -> None:
-        """Capture sampling from every bucket's logits; where that fails it is launched, and `failure` says so."""
+    @contextmanager
+    def noting(self, what: str) -> Iterator[None]:
+        """A capture that fails is told as `failure`: what belongs to it is launched instead."""
         try:
-            sampler.capture(self.buckets, self._capture)
+            yield
         except Exception as error:
-            self.failure = f"sampling: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            self.failure = f"{what}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             log.warning("CUDA graphs: %s", self.failure, exc_info=error)
 
     @property
-    def buckets(self) -> tuple[Bucket, ...]:
-        """What was captured, ascending."""
-        return tuple(self._buckets)
+    def captured(self) -> tuple[int, ...]:
+        return tuple(bucket.size for bucket in self.buckets)
 
     @property
-    def captured(self) -> tuple[int, ...]:
-        return tuple(bucket.size for bucket in self._buckets)
+    def note(self) -> str:
+        """For the run summary: what is captured, or why not."""
+        if self.failure:
+            rest = f", {', '.join(map(str, self.captured))} captured" if self.captured else ""
+            return f"CUDA graphs failed ({self.failure}){rest}"
+        return f"graphs {','.join(map(str, self.captured))}"
 
     @torch.inference_mode()
     def capture(self) -> None:
         """Capture every bucket, the largest first: the smaller ones fit into its memory. Failures are noted."""
-        self._buckets, self.failure = [], ""
+        self.buckets, self.failure = (), ""
         self._inputs.load(())
         found = []
         for size in sorted(self._sizes, reverse=True):
@@ -118,22 +116,16 @@ class DecodeGraphs:
                 hidden = self._model.forward(batch, self._cache)
                 return hidden, self._model.logits(hidden)
 
-            try:
-                (hidden, logits), replay = self._capture(run)
-            except Exception as error:
-                self.failure = (
-                    f"batch {size}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-                )
-                log.warning("CUDA graphs: %s", self.failure, exc_info=error)
-                continue
-            found.append(Bucket(size, hidden, logits, replay))
-        self._buckets = sorted(found, key=lambda bucket: bucket.size)
+            with self.noting(f"batch {size}"):
+                (hidden, logits), replay = self.capture_run(run)
+                found.append(Bucket(size, hidden, logits, replay))
+        self.buckets = tuple(reversed(found))
 
     def takes(self, step: Step) -> bool:
         """Whether a step is one token for each of no more sequences than the largest graph has."""
         return (
-            bool(self._buckets)
-            and len(step.scheduled) <= self._buckets[-1].size
+            bool(self.buckets)
+            and len(step.scheduled) <= self.buckets[-1].size
             and all(part.num_tokens == 1 for part in step.scheduled)
         )
 
@@ -142,7 +134,7 @@ class DecodeGraphs:
 
         before   gives tokens that are not known yet
         """
-        bucket = next(bucket for bucket in self._buckets if bucket.size >= len(step.scheduled))
+        bucket = next(bucket for bucket in self.buckets if bucket.size >= len(step.scheduled))
         self._inputs.load(step.scheduled, before)
         bucket.replay()
         return bucket

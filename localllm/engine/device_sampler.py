@@ -7,7 +7,6 @@ the others do not notice.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -32,7 +31,7 @@ from localllm.kernels.sampling import (
 )
 from localllm.request import TokenLogprob
 
-from .cuda_graph import Bucket, Captured
+from .cuda_graph import Bucket, Captured, Run
 from .sampled_tokens import RowResult, SampledTokens, ToHost, from_host
 from .sampler import banned_stops, damaged, sample_row, token_logprob
 from .sequence import Sequence
@@ -59,12 +58,6 @@ def counts_tokens(sequence: Sequence) -> bool:
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0 or params.frequency_penalty != 0
 
 
-@dataclass(slots=True)
-class _Captured:
-    result: Sampled
-    replay: Callable[[], None]
-
-
 class DeviceSampler:
     """Draws tokens for up to `most` rows at once; more go through in pieces."""
 
@@ -78,15 +71,14 @@ class DeviceSampler:
         self._integers = np.array([IDLE_INTEGERS] * most, dtype=np.int64)
         # per row of the history: the sequence counted there, and how many tokens it will have
         self._slots: list[tuple[int, int]] = [(0, 0)] * most
-        self._graphs: dict[tuple[int, bool], _Captured] = {}
+        # by size of the bucket, with cuts or without: what its graph leaves, and what runs it
+        self._graphs: dict[tuple[int, bool], tuple[Sampled, Callable[[], None]]] = {}
 
-    def capture(
-        self, buckets: tuple[Bucket, ...], capture: Callable[[Callable[[], tuple[Tensor, ...]]], Captured]
-    ) -> None:
+    def capture(self, buckets: tuple[Bucket, ...], capture: Callable[[Run], Captured]) -> None:
         """A graph for every bucket's logits, with cuts and without. Raises what the capture raises."""
         self._graphs = {}
         self._load([], [])
-        found: dict[tuple[int, bool], _Captured] = {}
+        found = {}
         for bucket in sorted(buckets, key=lambda one: -one.size):
             for cuts in (True, False):
 
@@ -94,7 +86,7 @@ class DeviceSampler:
                     return tuple(self._op(logits, self.inputs, cuts))
 
                 outputs, replay = capture(run)
-                found[bucket.size, cuts] = _Captured(Sampled(*outputs), replay)
+                found[bucket.size, cuts] = Sampled(*outputs), replay
         self._graphs = found
 
     def sample(self, logits: Tensor, rows: list[int], sequences: list[Sequence], bucket: int = 0) -> SampledTokens:
@@ -126,9 +118,8 @@ class DeviceSampler:
         here = [has_device_form(s) and not isinstance(s.mask_row, Exception) for s in sequences]
         cuts = self._load([p if ok else -1 for p, ok in zip(places, here, strict=True)], sequences)
         if bucket:
-            graph = self._graphs[bucket, cuts]
-            graph.replay()
-            out = graph.result
+            out, replay = self._graphs[bucket, cuts]
+            replay()
         else:
             out = self._op(logits, self.inputs, cuts)
         tops = max((s.params.logprobs or 0 for s in sequences), default=0)

@@ -21,7 +21,6 @@ import torch
 from localllm.errors import DeviceError, InternalError, LocalLLMError, OutOfMemory
 from localllm.request import FinishReason, Request
 
-from .batch import BatchBuilder
 from .invariant import InvariantViolated, violated
 from .metrics import EngineStats
 from .pages import GroupPages, Pages
@@ -53,7 +52,6 @@ class LoopOptions:
     """
 
     max_context: int
-    page_size: int = 16
     prefix_cache: bool = True
     limits: SchedulerLimits = SchedulerLimits()
     check_invariants: bool = False
@@ -72,17 +70,14 @@ class Engine:
         runner: Runner,
         groups: tuple[GroupPages, ...],
         options: LoopOptions,
-        device: torch.device,
         fault: Callable[[int], None] | None = None,
     ) -> None:
         self.options = options
-        self._vocab_size = runner.vocab_size
-        self._device = device
-        self._pages = Pages(groups, options.page_size, options.prefix_cache)
+        self.runner = runner
+        self._pages = Pages(groups, runner.cache.page_size, options.prefix_cache)
         self.scheduler = Scheduler(self._pages, options.limits)
-        self.builder = BatchBuilder(len(groups), options.page_size, device)
         self._publisher = Publisher(self.scheduler)
-        self.stepper = Stepper(runner, self.scheduler, self.builder, self._publisher, options.runs_ahead, fault)
+        self.stepper = Stepper(runner, self.scheduler, self._publisher, options.runs_ahead, fault)
         self._streams = self._publisher.streams
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
@@ -118,7 +113,7 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raise InvalidRequest, ContextTooLong or OutOfMemory for a request that can never run."""
-        request.check(self._vocab_size, self.options.max_context)
+        request.check(self.runner.vocab_size, self.options.max_context)
         if not self._pages.fits_ever(len(request.prompt_token_ids) + 1, self.options.limits.prefill_budget):
             raise OutOfMemory(
                 f"the prompt has {len(request.prompt_token_ids):,} tokens, more than the key/value cache can ever hold",
@@ -211,8 +206,8 @@ class Engine:
     @torch.inference_mode()  # entered once: each time takes some 50 us between two steps
     def _loop(self) -> None:
         try:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # a thread's own: streams and kernels go there
+            if (device := self.runner.cache.device).type == "cuda":
+                torch.cuda.set_device(device)  # a thread's own: streams and kernels go there
             while True:
                 with self._wake:
                     while not self._is_wanted():

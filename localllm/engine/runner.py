@@ -12,7 +12,6 @@ from localllm.models.model import Model
 from .batch import BatchBuilder
 from .cuda_graph import DecodeGraphs
 from .device_sampler import DeviceSampler
-from .pages import PageCopy
 from .sampled_tokens import SampledTokens
 from .sampler import is_plain_greedy, sample_batch
 from .scheduler import Step
@@ -94,20 +93,28 @@ class Runner:
         self.vocab_size = vocab_size
         self.graphs = graphs
         self.sampler = sampler
+        self.builder = BatchBuilder(len(cache.groups), cache.page_size, cache.device)
 
-    def forward(
-        self, builder: BatchBuilder, step: Step, before: SampledTokens | None = None, num_layers: int | None = None
-    ) -> ForwardOutput:
+    def capture(self) -> None:
+        """Capture decode steps, and sampling from their logits, anew; `graphs.failure` says what could not be."""
+        if self.graphs is not None:
+            self.graphs.capture()
+            if self.sampler is not None:
+                with self.graphs.noting("sampling"):
+                    self.sampler.capture(self.graphs.buckets, self.graphs.capture_run)
+
+    def forward(self, step: Step, before: SampledTokens | None = None, num_layers: int | None = None) -> ForwardOutput:
         """Copy shared pages that are about to be written, then run the model.
 
         before      where the tokens of a step that is ahead come from
         num_layers  only the first so many layers, without graphs, to see what a step takes
         """
-        self._copy_pages(step.copies)
+        for copy in step.copies:
+            self.cache.copy_page(copy.group, copy.source, copy.target)
         if self.graphs is not None and num_layers is None and self.graphs.takes(step):
             bucket, count = self.graphs.forward(step, before), len(step.scheduled)
             return ForwardOutput(self.model, bucket.hidden[:count], bucket.logits[:count], bucket.size)
-        batch = builder.build(step)
+        batch = self.builder.build(step)
         if before is not None:
             before.fill(batch.token_ids, step.scheduled)
         samples = any(not part.sequence.request.pooling for part in step.scheduled)
@@ -127,7 +134,3 @@ class Runner:
         if output.bucket:
             return self.sampler.sample(output.all_logits, rows, sequences, output.bucket)
         return self.sampler.sample(output.logits(rows), list(range(len(rows))), sequences)
-
-    def _copy_pages(self, copies: list[PageCopy]) -> None:
-        for copy in copies:
-            self.cache.copy_page(copy.group, copy.source, copy.target)

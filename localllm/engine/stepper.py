@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from localllm.errors import DeviceError, LocalLLMError, OutOfMemory
 from localllm.request import FinishReason, TokenEvent
 
-from .batch import BatchBuilder, row_range
+from .batch import row_range
 from .failures import explained, is_device_lost, is_out_of_memory
 from .masks import Filling, MaskFiller
 from .metrics import StepTokens
@@ -51,7 +51,6 @@ class Stepper:
         self,
         runner: Runner,
         scheduler: Scheduler,
-        builder: BatchBuilder,
         publisher: Publisher,
         runs_ahead: bool,
         fault: Callable[[int], None] | None = None,
@@ -62,7 +61,6 @@ class Stepper:
         self.pressure = Pressure(scheduler)
         self.masks = MaskFiller(runner.vocab_size)
         self._scheduler = scheduler
-        self._builder = builder
         self._publisher = publisher
         self._ahead: PendingStep | None = None  # the step that was launched ahead
         self.num_steps = self.num_ahead = self.num_prompt_tokens = self.num_output_tokens = 0
@@ -111,7 +109,7 @@ class Stepper:
                 self.fault(self.num_steps)
             if before is None:  # else their last tokens are not known yet
                 pending.masks = self.masks.begin(part.sequence for part in step.scheduled if part.is_last_chunk)
-            pending.output = self.runner.forward(self._builder, step, before.sampled if before is not None else None)
+            pending.output = self.runner.forward(step, before.sampled if before is not None else None)
         except Exception as error:
             pending.error = error
             if pending.masks is not None:

@@ -198,8 +198,8 @@ class LoadedModel:
             program_bytes=self._base_bytes - self._start_bytes,
         )
         self.plan = self._boot.plan
-        self._kv_bytes = self._boot.kv_bytes
         self._engine = self._boot.engine
+        self._kv_bytes = self._engine.runner.cache.nbytes
         self._engine.start()
 
     def _on_weights(self, done: int, total: int) -> None:

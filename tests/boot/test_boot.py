@@ -75,7 +75,7 @@ class IdleProfile:
     def __init__(self, missing_share: float) -> None:
         self._share = missing_share
 
-    def __call__(self, runner: Any, builder: Any, pages: Any, plan: Plan, *rest: Any) -> Callable[[Any], bool]:
+    def __call__(self, runner: Any, pages: Any, plan: Plan, *rest: Any) -> Callable[[Any], bool]:
         taken = 100 + int(self._share * plan.kv_bytes)
         done = rest[-1]
         return lambda must_stop: done(MemoryProfile((Term("work", 100, taken),), "cpu", 1.0)) is None
@@ -126,16 +126,19 @@ def test_on_a_card_a_plan_that_does_not_hold_is_made_again_once(
     assert plan.device == "cuda:0" and plan.fits
     taken = [plan.need_bytes + (2 << 30), plan.need_bytes - 1]
     made: list[Plan] = []
-    engine = SimpleNamespace(when_idle=lambda job: None, builder=None, pressure=SimpleNamespace(note=""))
+    engine = SimpleNamespace(
+        when_idle=lambda job: None, runner=SimpleNamespace(graphs=None), pressure=SimpleNamespace(note="")
+    )
 
     def assemble(model: Any, plan: Plan, **rest: Any) -> Any:
         made.append(plan)
-        return SimpleNamespace(engine=engine, runner=SimpleNamespace(graphs=None), graphs_note="", held={})
+        return engine
 
-    def profile(runner: Any, builder: Any, plan: Plan, held: Any) -> MemoryProfile:
+    def profile(runner: Any, plan: Plan, held: Any) -> MemoryProfile:
         return MemoryProfile((Term("all", made[0].need_bytes, taken.pop(0)),), "cuda", 1.0)
 
     monkeypatch.setattr("localllm.boot.boot.assemble", assemble)
+    monkeypatch.setattr("localllm.boot.boot.Meter", lambda device: SimpleNamespace(found={}))
     monkeypatch.setattr("localllm.boot.boot.profile_gpu", profile)
     model: Any = SimpleNamespace(facts=facts, weight_bytes=plan.weight_bytes, kernels={})
     boot = Boot(model, plan, planner, SelfTest())
@@ -181,13 +184,13 @@ def test_a_sleeping_model_has_no_pages_and_a_closed_one_no_weights(tiny_path: Pa
     try:
         llm = LLM(tiny_path, ctx=256)
         first = tokens(llm)
-        held = [weakref.ref(llm._boot._assembled.cache.layers[0].k)]
+        held = [weakref.ref(llm.engine.runner.cache.layers[0].k)]
         llm.sleep()
         assert llm.run_summary and [one() for one in held] == [None]
         llm.sleep()
         llm.wake()
         assert tokens(llm) == first
-        held.append(weakref.ref(llm._boot._assembled.cache.layers[0].k))
+        held.append(weakref.ref(llm.engine.runner.cache.layers[0].k))
         held.append(weakref.ref(llm._model.layers[0].attention.qkv.parts[0].prepared.data))
         model = weakref.ref(llm._model)
         llm.close()

@@ -18,11 +18,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from localllm.boot.memory_meter import Peak
-from localllm.boot.profile import CpuProfiler, HostMemory, WorstSteps
+from localllm.boot.profile import CpuProfiler, WorstSteps
 from localllm.config import EngineOptions
 from localllm.device import rss_anon_bytes
 from localllm.device.fake import MACHINES
-from localllm.engine.batch import BatchBuilder
 from localllm.engine.pages import GroupPages, Pages
 from localllm.engine.runner import Runner
 from localllm.kernels import segments
@@ -60,6 +59,8 @@ def model_facts(inner: int = 768, **changes: Any) -> ModelFacts:
 class Noting:
     """A model that notes its batches."""
 
+    num_kinds, weight_bytes = 1, 0
+
     def __init__(self) -> None:
         self.batches: list[tuple[Any, int | None]] = []
 
@@ -83,7 +84,7 @@ def test_the_worst_steps_are_the_deepest() -> None:
     made, model = planned(max_parallel=3), Noting()
     cache = KVCache(cache_groups(model_facts()), made.num_pages, made.page_size, made.kv)
     pages = list(range(7, made.num_pages[0]))  # 0 to 6 belong to somebody
-    worst = WorstSteps(Runner(model, cache, 1000), BatchBuilder(1, 16, torch.device("cpu")), made, [pages], 2)
+    worst = WorstSteps(Runner(model, cache, 1000), made, [pages], 2)
     worst.prefill()
     worst.decode(3)
     (chunk, layers), (step, _) = model.batches
@@ -114,8 +115,7 @@ def cpu_profiler(made: Plan, found: list[MemoryProfile]) -> tuple[CpuProfiler, P
     cache = KVCache(cache_groups(model_facts()), made.num_pages, made.page_size, made.kv)
     pages = Pages([GroupPages(made.num_pages[0])], made.page_size)
     runner = Runner(Noting(), cache, 1000)
-    builder = BatchBuilder(1, made.page_size, torch.device("cpu"))
-    return CpuProfiler(runner, builder, pages, made, HostMemory(rss_anon_bytes(), 0, 0), 1, found.append), pages
+    return CpuProfiler(runner, pages, made, rss_anon_bytes(), 0, found.append), pages
 
 
 def test_a_cpu_profiler_fills_the_pages_and_gives_them_back() -> None:
@@ -196,7 +196,7 @@ def test_a_gpu_profile_compares_term_by_term_and_survives_a_card_that_is_full(mo
         return took.get(next(order), 0)
 
     monkeypatch.setattr(module, "gpu_peak", peak)
-    profile = module.profile_gpu(runner, BatchBuilder(1, 16, torch.device("cpu")), made, held, took["context"])
+    profile = module.profile_gpu(runner, made, held, took["context"])
     assert profile.held and all(abs(term.error) < 0.05 for term in profile.terms if term.planned_bytes)
     sizes = [(len(batch.query_lens), batch.seq_lens[0], layers) for batch, layers in model.batches]
     every = 1 << 30
@@ -207,7 +207,7 @@ def test_a_gpu_profile_compares_term_by_term_and_survives_a_card_that_is_full(mo
 
     monkeypatch.setattr(module, "gpu_peak", full)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    profile = module.profile_gpu(runner, BatchBuilder(1, 16, torch.device("cpu")), made, held)
+    profile = module.profile_gpu(runner, made, held)
     assert not profile.held and "worst step of activations" in str(profile)
     assert profile.excess_bytes > 0.09 * profile.total.planned_bytes
 
@@ -318,7 +318,7 @@ def test_the_plan_counts_what_is_alive_in_the_worst_moment(inner: int) -> None:
     runner = Runner(model, cache, 1000)
     made = planned(ctx=2048, prefill_budget=rows)
     with live:
-        WorstSteps(runner, BatchBuilder(1, 16, torch.device("cpu")), made, [range(200)]).prefill()
+        WorstSteps(runner, made, [range(200)]).prefill()
     small = rows * 3 * 8 + 4 * 1000 * 4  # ids, positions and slots; the logits of the last row
     assert live.most == pytest.approx(activation_bytes(facts, rows, 2) + small, rel=0.03)
 

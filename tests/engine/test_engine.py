@@ -29,7 +29,10 @@ def mode(request):
 
 
 class FakeCache:
+    page_size, device = PAGE, torch.device("cpu")
+
     def __init__(self, groups):
+        self.groups = groups
         self.slots = [torch.zeros(g.num_pages * PAGE, dtype=torch.long) for g in groups]
 
     def copy_page(self, group, source, target):
@@ -82,8 +85,8 @@ def make(num_pages=64, window=None, broken=None, prefix_cache=True, max_context=
     groups = tuple([GroupPages(num_pages)] + ([GroupPages(num_pages, window)] if window else []))
     runner = Runner(FakeModel(groups, broken), FakeCache(groups), VOCAB)
     limits = SchedulerLimits(**({"max_parallel": 4, "prefill_budget": 16} | limits))
-    options = LoopOptions(max_context, PAGE, prefix_cache, limits, True, runs_ahead[0])
-    return Engine(runner, groups, options, torch.device("cpu"), fault)
+    options = LoopOptions(max_context, prefix_cache, limits, True, runs_ahead[0])
+    return Engine(runner, groups, options, fault)
 
 
 def drain(engine, *streams):
@@ -301,8 +304,8 @@ def test_a_listener_that_fails_ends_its_request_only():
 
 def test_a_window_smaller_than_a_page_without_full_attention_leaks_nothing():
     groups = (GroupPages(30, 3),)
-    options = LoopOptions(200, PAGE, True, SchedulerLimits(4, 7), True, runs_ahead[0])
-    engine = Engine(Runner(FakeModel(groups), FakeCache(groups), VOCAB), groups, options, torch.device("cpu"))
+    options = LoopOptions(200, True, SchedulerLimits(4, 7), True, runs_ahead[0])
+    engine = Engine(Runner(FakeModel(groups), FakeCache(groups), VOCAB), groups, options)
     rng = random.Random(3)
     for _ in range(25):
         prompts = [[rng.randrange(3) for _ in range(rng.randrange(1, 30))] for _ in range(4)]
@@ -491,7 +494,7 @@ def test_ahead_is_ahead():
 def test_memory_that_runs_out_in_use_makes_steps_smaller_and_ends_nothing(monkeypatch):
     """preempt, shrink, tell: every request gets the tokens of a lone one"""
     engine = make(prefill_budget=64)
-    engine.stepper.runner.model.most_sequences, engine.stepper.runner.model.most_tokens = 2, 18
+    engine.runner.model.most_sequences, engine.runner.model.most_tokens = 2, 18
     assert engine.pressure.note == ""
     prompts = [*PROMPTS, list(range(50))]
     streams = run(engine, *[request(p) for p in prompts])
@@ -499,7 +502,7 @@ def test_memory_that_runs_out_in_use_makes_steps_smaller_and_ends_nothing(monkey
     assert engine.scheduler.limits.max_parallel == 2
     assert "2 of 4 sequences" in engine.pressure.note and "chunks of" in engine.pressure.note
     assert engine.stats().num_relieved >= 2
-    engine.stepper.runner.model.most_sequences = engine.stepper.runner.model.most_tokens = 10**9
+    engine.runner.model.most_sequences = engine.runner.model.most_tokens = 10**9
     monkeypatch.setattr(pressure, "GOOD_STEPS", 8)
     run(engine, *[request(p, max_tokens=30) for p in PROMPTS])
     assert engine.pressure.note == ""
@@ -507,10 +510,10 @@ def test_memory_that_runs_out_in_use_makes_steps_smaller_and_ends_nothing(monkey
 
 def test_memory_that_does_not_even_suffice_for_one_token_fails_the_request_only():
     engine = make()
-    engine.stepper.runner.model.most_tokens = 0
+    engine.runner.model.most_tokens = 0
     streams = run(engine, *[request(p) for p in PROMPTS[:3]])
     assert [type(collected(s)[-1].error) for s in streams] == [OutOfMemory] * 3
-    engine.stepper.runner.model.most_tokens = 10**9
+    engine.runner.model.most_tokens = 10**9
     assert ids_of(run(engine, request([1, 2, 3]))[0]) == alone([1, 2, 3])
 
 

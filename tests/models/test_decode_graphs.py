@@ -76,9 +76,9 @@ def engine_of(
     if sampler is not None and graphs is not None:
         sampler.capture(graphs.buckets, capture)
     groups = tuple(GroupPages(PAGES, group.window) for group in model.groups)
-    options = LoopOptions(CONTEXT, PAGE, True, SchedulerLimits(parallel, 24), True, ahead)
+    options = LoopOptions(CONTEXT, True, SchedulerLimits(parallel, 24), True, ahead)
     runner = Runner(model, cache, model.facts.vocab_size, graphs, sampler)
-    return Engine(runner, groups, options, torch.device(where))
+    return Engine(runner, groups, options)
 
 
 def answers(engine: Engine, requests: list[Request]) -> list[list[int]]:
@@ -139,23 +139,26 @@ def test_an_assembled_engine_has_graphs_a_spare_page_and_runs_the_plan(
     model = loaded("gemma3")
     options = EngineOptions(ctx=CONTEXT, max_parallel=3, kv="f32", prefill_budget=24)
     made = Planner(MACHINES["cpu"], options).plan(model.facts)
-    assembled = assemble(model, replace(made, graph_buckets=(1, 2, 3)), capture=rerun, check_invariants=True)
-    assert assembled.graphs_note == "graphs 1,2,3"
-    assert [p + 1 for p in made.num_pages] == list(assembled.cache.num_pages)
-    assert answers(assembled.engine, requests(5)) == answers(engine_of(model), requests(5))
+    engine = assemble(model, replace(made, graph_buckets=(1, 2, 3)), capture=rerun, check_invariants=True)
+    assert engine.runner.graphs is not None and engine.runner.graphs.note == "graphs 1,2,3"
+    assert [p + 1 for p in made.num_pages] == list(engine.runner.cache.num_pages)
+    assert answers(engine, requests(5)) == answers(engine_of(model), requests(5))
     plain = assemble(model, made)
-    assert plain.runner.graphs is None and plain.graphs_note == "" and plain.cache.num_pages == made.num_pages
+    assert plain.runner.graphs is None and plain.runner.cache.num_pages == made.num_pages
 
     monkeypatch.setattr(Meter, "note", lambda self, name, reserved=False: self.found.update({name: 1}))
-    assert assemble(model, made).held == {"kv": 1}  # what the sampler takes is not taken for graphs
+    meter = Meter(torch.device("cpu"))
+    assemble(model, made, meter=meter)
+    assert meter.found == {"kv": 1}  # what the sampler takes is not taken for graphs
     monkeypatch.undo()
 
     def fails(run: Any) -> Any:
         raise RuntimeError("no graphs here")
 
     broken = assemble(model, replace(made, graph_buckets=(1, 2)), capture=fails)
-    assert broken.graphs_note == "CUDA graphs failed (batch 1: RuntimeError: no graphs here)"
-    assert answers(broken.engine, requests(5)) == answers(engine_of(model), requests(5))
+    assert broken.runner.graphs is not None
+    assert broken.runner.graphs.note == "CUDA graphs failed (batch 1: RuntimeError: no graphs here)"
+    assert answers(broken, requests(5)) == answers(engine_of(model), requests(5))
 
 
 def test_a_capture_that_fails_is_named_and_its_sizes_run_eagerly(loaded: Callable[[str], Model]) -> None:
@@ -165,7 +168,7 @@ def test_a_capture_that_fails_is_named_and_its_sizes_run_eagerly(loaded: Callabl
         return rerun(run)
 
     engine = engine_of(loaded("qwen3"), (1, 2, 4), True, capture)
-    graphs = engine.stepper.runner.graphs
+    graphs = engine.runner.graphs
     assert graphs.captured == (1, 2)
     assert graphs.failure == "batch 4: RuntimeError: operation not permitted when stream is capturing"
     assert answers(engine, requests(2)) == answers(engine_of(loaded("qwen3")), requests(2))
