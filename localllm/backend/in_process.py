@@ -10,7 +10,6 @@ import contextlib
 import gc
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -54,7 +53,6 @@ class InProcessBackend(Turns):
         self._options = replace(options or EngineOptions(), **settings)
         self._default_params = default_params
         self._llm: LLM | None = None
-        self._queue: deque[Turn] = deque()
         self._takes_turns = False
         self._failure: Failed | None = None  # why the model did not load
         self._stop = threading.Event()  # ends the present thread, also while it loads
@@ -81,8 +79,7 @@ class InProcessBackend(Turns):
         self._thread.start()
 
     def _accept(self, turn: Turn) -> None:
-        self._queue.append(turn)
-        self._lock.notify()
+        super()._accept(turn)
         if not self._takes_turns:
             self._drop_queue(self._failure or Failed(-1, "E601", "no model is loaded", "choose a model"))
 
@@ -100,7 +97,7 @@ class InProcessBackend(Turns):
         llm = self._llm
         if llm is not None:
             with contextlib.suppress(LocalLLMError, AttributeError):  # closed a moment ago
-                llm.stop_tuning()
+                llm.boot.stop_tuning()
 
     def facts(self) -> Facts:
         """What is running; empty before the model is ready."""
@@ -146,21 +143,11 @@ class InProcessBackend(Turns):
             if stop.is_set():
                 return
             llm = self._load(model, stop)
-        except LocalLLMError as error:
-            self._fail_all(error, stop)
-            return
         except Exception as error:
-            log.exception("loading failed")
-            self._fail_all(InternalError(f"loading failed: {type(error).__name__}", "see the log"), stop)
+            self._fail_all(_explained(error, "loading"), stop)
             return
         try:
-            while True:
-                with self._lock:
-                    while not self._queue and not stop.is_set():
-                        self._lock.wait()
-                    if stop.is_set():
-                        break
-                    queued = self._queue.popleft()
+            for queued in self._queued(stop.is_set):
                 self._answer(llm, queued)
         finally:
             self._llm = None
@@ -198,12 +185,8 @@ class InProcessBackend(Turns):
                 spec=None if bound is None else llm.output_rules.spec(prompt, chat=True, constraint=bound),
                 listener=lambda delta: self._publish(turn, delta),
             )
-        except LocalLLMError as error:
-            self._fail(turn, error)
-            return
         except Exception as error:
-            log.exception("a turn failed before it started")
-            self._fail(turn, InternalError(f"the turn failed: {type(error).__name__}", "see the log"))
+            self._fail(turn, _explained(error, "the turn"))
             return
         with self._lock:
             if turn in self._running:
@@ -248,3 +231,11 @@ class InProcessBackend(Turns):
             turns = list(self._running)
         for turn in turns:
             self._end(turn, None if failed is None else replace(failed, turn=turn))
+
+
+def _explained(error: Exception, what: str) -> LocalLLMError:
+    """An error that a user can be shown."""
+    if isinstance(error, LocalLLMError):
+        return error
+    log.error("%s failed", what, exc_info=error)
+    return InternalError(f"{what} failed: {type(error).__name__}", "see the log")

@@ -13,13 +13,12 @@ import contextlib
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from localllm import errors
 from localllm.backend.script import SCRIPT, pieces, script
-from localllm.backend.turns import Turn, Turns
+from localllm.backend.turns import Turns
 from localllm.interface import Check, Delta, Done, Facts, Failed, ModelChoice, Prefill
 from localllm.request import LoadProgress, Message, SamplingParams, Timing, Usage
 
@@ -53,7 +52,6 @@ class FakeBackend(Turns):
         self.answers: list[str] = []  # answers given next, before any rule applies: set by tests
         self.kv, self.device = "bf16", "cpu"
         self.times_kernels = False
-        self._queue: deque[Turn] = deque()
         self._closed = False
         self._used = self._busy = self._steps = self._prompts = 0
         self._thread: threading.Thread | None = None
@@ -69,10 +67,6 @@ class FakeBackend(Turns):
         self.kv = str((changes or {}).get("kv") or self.kv)
         self._thread = threading.Thread(target=self._run, name="fake-engine", daemon=True)
         self._thread.start()
-
-    def _accept(self, turn: Turn) -> None:
-        self._queue.append(turn)
-        self._lock.notify()
 
     def stop(self, turn: int) -> None:
         self._stopped.add(turn)
@@ -137,13 +131,7 @@ class FakeBackend(Turns):
     def _run(self) -> None:
         if not self._load():
             return
-        while True:
-            with self._lock:
-                while not self._queue and not self._closed:
-                    self._lock.wait()
-                if self._closed:
-                    return
-                turn = self._queue.popleft()
+        for turn in self._queued(lambda: self._closed):
             self._answer(turn.id, turn.messages, turn.params or self._default_params())
 
     def _load(self) -> bool:
@@ -176,11 +164,8 @@ class FakeBackend(Turns):
 
     def _pause(self, seconds: float) -> bool:
         """Wait; True when closed meanwhile."""
-        end = time.monotonic() + seconds
         with self._lock:
-            while not self._closed and (left := end - time.monotonic()) > 0:
-                self._lock.wait(left)
-            return self._closed
+            return self._lock.wait_for(lambda: self._closed, seconds)
 
     def _answer(self, turn: int, messages: list[Message], params: SamplingParams) -> None:
         begin = time.monotonic()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ class Turns:
     def __init__(self) -> None:
         self._events: deque[ChatEvent] = deque()
         self._lock = threading.Condition()
+        self._queue: deque[Turn] = deque()
         self._running: dict[int, Any] = {}
         self._stopped: set[int] = set()
         self._next_turn = 0
@@ -54,7 +55,18 @@ class Turns:
 
     def _accept(self, turn: Turn) -> None:
         """Begin or queue a turn. Called under the lock."""
-        raise NotImplementedError
+        self._queue.append(turn)
+        self._lock.notify()
+
+    def _queued(self, has_ended: Callable[[], bool]) -> Iterator[Turn]:
+        """The turns that were queued, in order, as they come; whoever changes what ends this notifies `_lock`."""
+        while True:
+            with self._lock:
+                self._lock.wait_for(lambda: self._queue or has_ended())
+                if has_ended():
+                    return
+                turn = self._queue.popleft()
+            yield turn
 
     def _end(self, turn: int, event: Done | Failed | None = None) -> None:
         """Tell of the end of a turn, unless that was done; without an event it was stopped."""

@@ -296,7 +296,7 @@ class LLM(LoadedModel):
 
         on_tuned  called with each shape's result; KeyboardInterrupt stops, and what was timed stays
         """
-        self._boot.stop_tuning()
+        self.boot.stop_tuning()
         self.engine.clear_prefix_cache()
         length = min(self.plan.prefill_budget + 16, self.plan.ctx - 8)
         quiet = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -304,7 +304,7 @@ class LLM(LoadedModel):
             self.generate([[1 + i] * (length if i == 0 else 8) for i in range(count)], quiet)
         stopped = threading.Event()
         try:
-            return self._boot.tune(seconds, on_tuned, stopped.is_set)
+            return self.boot.tune(seconds, on_tuned, stopped.is_set)
         except KeyboardInterrupt:
             stopped.set()
-            return list(self._boot.tuned)
+            return list(self.boot.tuned)

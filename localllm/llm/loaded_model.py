@@ -8,13 +8,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from importlib import import_module
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from localllm.config import EngineOptions
@@ -119,7 +118,7 @@ class LoadedModel:
         from localllm.llm.output_rules import OutputRules
         from localllm.tokenizer.tokenizer import load_tokenizer
 
-        text = _in_background(lambda: load_tokenizer(self._checkpoint))  # beside the imports, which mostly read files
+        text = ThreadPoolExecutor(1).submit(load_tokenizer, self._checkpoint)  # beside imports, which mostly read files
         self._notify(LoadProgress("import"))
         device = self._claim_device()
         self.tokenizer: Tokenizer = text.result()
@@ -141,7 +140,7 @@ class LoadedModel:
         if self.plan.device != "cpu":
             os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as the plan numbers cards
         # in a thread of its own: torch keeps an error of its import, with it the frames of who called, and this model
-        _in_background(lambda: import_module("torch")).result()
+        ThreadPoolExecutor(1).submit(import_module, "torch").result()
         import torch
 
         from localllm.boot.threads import set_threads
@@ -189,7 +188,7 @@ class LoadedModel:
         from localllm.boot.boot import Boot
 
         assert self._selftest is not None
-        self._boot = Boot(
+        self.boot = Boot(
             self._model,
             self.plan,
             self._planner,
@@ -197,8 +196,8 @@ class LoadedModel:
             base_bytes=self._base_bytes,
             program_bytes=self._base_bytes - self._start_bytes,
         )
-        self.plan = self._boot.plan
-        self._engine = self._boot.engine
+        self.plan = self.boot.plan
+        self._engine = self.boot.engine
         self._kv_bytes = self._engine.runner.cache.nbytes
         self._engine.start()
 
@@ -226,7 +225,7 @@ class LoadedModel:
     @property
     def run_summary(self) -> str:
         """What is running, in one line."""
-        kernels, noted = kernel_words(self._model.kernels), self._boot.facts_line
+        kernels, noted = kernel_words(self._model.kernels), self.boot.facts_line
         plan = self.plan
         threads = f" × {plan.threads} threads" if plan.device == "cpu" else ""
         exact = "" if plan.deterministic else " · not batch-invariant"
@@ -257,8 +256,8 @@ class LoadedModel:
             have_bytes=plan.have_bytes,
             decode_tps=plan.decode_tps,
             has_chat_template=self.has_chat_template,
-            times_kernels=self._boot.is_tuning,
-            warnings=(*plan.warnings, *((self._doubt,) if self._doubt else ()), *self._boot.warnings),
+            times_kernels=self.boot.is_tuning,
+            warnings=(*plan.warnings, *((self._doubt,) if self._doubt else ()), *self.boot.warnings),
             **{f.name: counters[f.name] for f in fields(Facts) if f.name in counters},
         )
 
@@ -276,15 +275,6 @@ class LoadedModel:
             self._meter = PowerMeter(int(state.device.partition(":")[2] or 0))
         held = int(torch.cuda.memory_reserved(state.device))
         return replace(state, held_bytes=held, power_w=float(self._meter.watts()))
-
-    def stop_tuning(self) -> None:
-        """End the timing of tile sizes in idle moments; what was timed stays."""
-        self._boot.stop_tuning()
-
-    @property
-    def num_untuned(self) -> int:
-        """Shapes of kernels in use whose tiles were not timed on this card."""
-        return self._boot.num_untuned
 
     # --- life --------------------------------------------------------------------------------------------------------
 
@@ -320,7 +310,7 @@ class LoadedModel:
         if engine is None:
             return
         engine.close()
-        self._boot.release()
+        self.boot.release()
         if self.plan.device != "cpu" and self._parked is None:
             from localllm.models.parking import park
 
@@ -341,7 +331,7 @@ class LoadedModel:
         if engine is not None:
             engine.close()
         self._parked = None
-        boot, model = self.__dict__.pop("_boot", None), self.__dict__.pop("_model", None)
+        boot, model = self.__dict__.pop("boot", None), self.__dict__.pop("_model", None)
         if boot is not None:
             boot.release()
         if model is not None:
@@ -355,9 +345,7 @@ class LoadedModel:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -380,17 +368,3 @@ def kernel_words(kernels: Mapping[str, str]) -> str:
     if fused:
         words.append(f"fused {fused[0]} {kernels[fused[0]]}")
     return ", ".join([*words, *(f"{name} torch" for name in slow)])
-
-
-def _in_background(call: Callable[[], Any]) -> Future[Any]:
-    """Call it in a daemon thread; its result, or its error, is the future's."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future

@@ -39,7 +39,7 @@ def tune(
                 f"{one.shape.name}: {one.us:.1f} us with {dict(one.tile)}, {one.first_us:.1f} us with the first"
             ),
         )
-        waiting = llm.num_untuned
+        waiting = llm.boot.num_untuned
     if console.as_json:
         rows = [
             picked(one, "us first_us failed") | picked(one.shape, "op key") | {"tile": dict(one.tile)} for one in tuned
