@@ -16,12 +16,11 @@ import torch
 from localllm.boot.assembly import assemble
 from localllm.boot.memory_meter import Meter
 from localllm.boot.profile import CpuProfiler, profile_gpu
-from localllm.boot.tuning_job import TuningJob
 from localllm.errors import OutOfMemory
 from localllm.kernels.cpu.build import library
 from localllm.kernels.verify.records import Records, default_folder, identity
 from localllm.kernels.verify.selftest import SelfTest
-from localllm.kernels.verify.tuning import Tuned, gpu_seconds, is_measured, tuner
+from localllm.kernels.verify.tuning import BUDGET_S, Tuned, gpu_seconds, is_measured, tuner
 from localllm.plan.profiles import MemoryProfile, MemoryProfiles
 from localllm.terminal import gib
 from localllm.testing import step_fault
@@ -75,7 +74,8 @@ class Boot:
         self._unrounded = plan.activations if plan.activations and ROUNDING[plan.activations] not in taken else ""
         self.profile_note = ""  # what is known of the plan: profiled, pending, or not held
         self.tuned: list[Tuned] = []
-        self._tunes_when_idle: TuningJob | None = None
+        self.is_tuning = False  # right now, in the engine's thread, in an idle moment
+        self._tuning_left_s = BUDGET_S
         self._engine: Engine | None = None
         self._hold()
         known = self._profiles.known(model.facts, planner.machine, self.plan)
@@ -88,8 +88,7 @@ class Boot:
         else:
             self._profile_gpu()
         if plan.device != "cpu":
-            self._tunes_when_idle = TuningJob(tuner(), self._on_tuned)
-            self.engine.when_idle(self._tunes_when_idle)
+            self.engine.when_idle(self._tune_when_idle)
 
     @property
     def engine(self) -> Engine:
@@ -167,15 +166,25 @@ class Boot:
         self._profiles.keep(self._model.facts, self._planner.machine, self.plan, profile)
         self.profile_note = str(profile)  # whoever reads it finds the profile
 
-    @property
-    def is_tuning(self) -> bool:
-        """Whether tiles are being timed in an idle moment."""
-        return self._tunes_when_idle is not None and self._tunes_when_idle.is_running
+    # --- tiles --------------------------------------------------------------------------------------------------------
+
+    def _tune_when_idle(self, must_stop: Callable[[], bool]) -> bool:
+        """An idle job (`Engine.when_idle`). Takes at most BUDGET_S in all, however often it is interrupted."""
+        if self._tuning_left_s <= 0:
+            return True
+        started, self.is_tuning = time.monotonic(), True
+        try:
+            tuned = tuner().tune(gpu_seconds, self._tuning_left_s, lambda: self._tuning_left_s <= 0 or must_stop())
+        finally:
+            self.is_tuning = False
+            self._tuning_left_s = max(0.0, self._tuning_left_s - (time.monotonic() - started))
+        if tuned:
+            self._on_tuned(tuned)
+        return not tuner().waiting or self._tuning_left_s <= 0
 
     def stop_tuning(self) -> None:
         """No tuning in idle moments any more: `tune` follows, or somebody wants quiet."""
-        if self._tunes_when_idle is not None:
-            self._tunes_when_idle.cancel()
+        self._tuning_left_s = 0.0
 
     def tune(self, budget_s: float, on_progress: Callable[[Tuned], None], stop: Callable[[], bool]) -> list[Tuned]:
         """Time the tiles of the shapes that were used, now; in the engine's thread, this one waits."""
@@ -196,18 +205,13 @@ class Boot:
         done.wait()
         return found
 
-    @property
-    def num_untuned(self) -> int:
-        """Shapes of kernels in use whose tiles were not timed on this card."""
-        return len(tuner().waiting) if self.plan.device != "cpu" else 0
-
-    # --- words -------------------------------------------------------------------------------------------------------
-
     def _on_tuned(self, tuned: list[Tuned]) -> None:
         """Called in the engine's thread; graphs hold the old tiles until they are captured again."""
         self.tuned += tuned
         if any(one.us < one.first_us for one in tuned):
             self.engine.runner.capture()
+
+    # --- words -------------------------------------------------------------------------------------------------------
 
     @property
     def facts_line(self) -> str:

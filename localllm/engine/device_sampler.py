@@ -29,11 +29,12 @@ from localllm.kernels.sampling import (
     SamplingInputs,
     top_logprobs,
 )
+from localllm.kernels.select import NotANumber
 from localllm.request import TokenLogprob
 
 from .cuda_graph import Bucket, Captured, Run
 from .sampled_tokens import RowResult, SampledTokens, ToHost, from_host
-from .sampler import banned_stops, damaged, sample_row, token_logprob
+from .sampler import banned_stops, sample_row, token_logprob
 from .sequence import Sequence
 
 SampleOp = Callable[[Tensor, SamplingInputs, bool], Sampled]
@@ -227,7 +228,7 @@ class DeviceSampler:
 
 def _problem(status: int) -> Exception | None:
     if status & NOT_A_NUMBER:
-        return damaged("NaN or infinity")
+        return NotANumber("NaN or infinity")
     if status & NOTHING_LEFT:
         return ValueError("no token has a finite probability")
     return None

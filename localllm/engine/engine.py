@@ -24,7 +24,6 @@ from localllm.request import FinishReason, Request
 from .invariant import InvariantViolated, violated
 from .metrics import EngineStats
 from .pages import GroupPages, Pages
-from .pressure import Pressure
 from .publisher import Publisher
 from .request_stream import Listener, RequestStream
 from .runner import Runner
@@ -78,6 +77,7 @@ class Engine:
         self.scheduler = Scheduler(self._pages, options.limits)
         self._publisher = Publisher(self.scheduler)
         self.stepper = Stepper(runner, self.scheduler, self._publisher, options.runs_ahead, fault)
+        self.pressure = self.stepper.pressure
         self._streams = self._publisher.streams
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
@@ -170,10 +170,6 @@ class Engine:
             step_tokens=stepper.step_tokens,
             longest_step_s=self._longest_step_s,
         )
-
-    @property
-    def pressure(self) -> Pressure:
-        return self.stepper.pressure
 
     @property
     def step_age_s(self) -> float:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from localllm.errors import InternalError, LocalLLMError, OutOfMemory
+from localllm.errors import BadModelFile, InternalError, LocalLLMError, OutOfMemory
+from localllm.kernels.select import NotANumber
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -30,8 +31,11 @@ def explained(error: Exception) -> LocalLLMError:
     """An error that a user can be shown."""
     if isinstance(error, LocalLLMError):
         return error
-    if is_out_of_memory(error):
-        wrapped: LocalLLMError = OutOfMemory("memory ran out during this step", "use a smaller --ctx or fewer requests")
+    wrapped: LocalLLMError
+    if isinstance(error, NotANumber):
+        wrapped = BadModelFile(f"what the model computes is not a number ({error}): its weights are damaged")
+    elif is_out_of_memory(error):
+        wrapped = OutOfMemory("memory ran out during this step", "use a smaller --ctx or fewer requests")
     else:
         wrapped = InternalError(f"the request failed inside the engine: {type(error).__name__}", "see the log")
     wrapped.__cause__ = error

@@ -17,9 +17,9 @@ class PagePool:
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self._free = deque(range(num_pages))
-        self._refs = [0] * num_pages
-        self._in_tree = bytearray(num_pages)
-        self._num_reclaimable = 0
+        self.refs = [0] * num_pages  # holders of each page
+        self.in_tree = bytearray(num_pages)  # 1 for a page that the prefix tree holds
+        self.num_reclaimable = 0  # pages that the tree alone holds
         self._withdrawn: set[int] = set()
 
     @property
@@ -31,13 +31,9 @@ class PagePool:
         return len(self._free)
 
     @property
-    def num_reclaimable(self) -> int:
-        return self._num_reclaimable
-
-    @property
     def num_available(self) -> int:
         """Free pages plus those that eviction could free."""
-        return len(self._free) + self._num_reclaimable
+        return len(self._free) + self.num_reclaimable
 
     def states(self, most: int = 4096) -> bytes:
         """One byte a page: 0 free, 1 held by the prefix tree alone, 2 in use; of a large pool every n-th, up to `most`.
@@ -45,7 +41,7 @@ class PagePool:
         May be called from another thread: what it sees is a moment old.
         """
         step = -(-self.num_pages // most) or 1
-        refs, in_tree = self._refs[::step], self._in_tree[::step]
+        refs, in_tree = self.refs[::step], self.in_tree[::step]
         return bytes(
             0 if not held else 1 if held == 1 and kept else 2 for held, kept in zip(refs, in_tree, strict=True)
         )
@@ -58,50 +54,44 @@ class PagePool:
         taken = min(count, len(self._free))
         for _ in range(taken):
             page = self._free.popleft()
-            self._refs[page] = 1
+            self.refs[page] = 1
             self._withdrawn.add(page)
         return taken
-
-    def refs(self, page: int) -> int:
-        return self._refs[page]
-
-    def in_tree(self, page: int) -> bool:
-        return bool(self._in_tree[page])
 
     def take(self) -> int | None:
         """A free page with one reference, or None when there is none."""
         if not self._free:
             return None
         page = self._free.popleft()
-        self._refs[page] = 1
+        self.refs[page] = 1
         return page
 
     def retain(self, page: int) -> None:
-        assert self._refs[page] > 0, f"page {page} is free"
-        if self._refs[page] == 1 and self._in_tree[page]:
-            self._num_reclaimable -= 1
-        self._refs[page] += 1
+        assert self.refs[page] > 0, f"page {page} is free"
+        if self.refs[page] == 1 and self.in_tree[page]:
+            self.num_reclaimable -= 1
+        self.refs[page] += 1
 
     def release(self, page: int) -> None:
         """One holder less; the last one frees the page."""
-        assert self._refs[page] > 0, f"page {page} is free already"
-        self._refs[page] -= 1
-        if self._refs[page] == 0:
-            assert not self._in_tree[page], f"page {page} freed while in the tree"
+        assert self.refs[page] > 0, f"page {page} is free already"
+        self.refs[page] -= 1
+        if self.refs[page] == 0:
+            assert not self.in_tree[page], f"page {page} freed while in the tree"
             self._free.append(page)
-        elif self._refs[page] == 1 and self._in_tree[page]:
-            self._num_reclaimable += 1
+        elif self.refs[page] == 1 and self.in_tree[page]:
+            self.num_reclaimable += 1
 
     def enter_tree(self, page: int) -> None:
-        assert not self._in_tree[page], f"page {page} is in the tree already"
+        assert not self.in_tree[page], f"page {page} is in the tree already"
         self.retain(page)
-        self._in_tree[page] = 1
+        self.in_tree[page] = 1
 
     def leave_tree(self, page: int) -> None:
-        assert self._in_tree[page], f"page {page} is not in the tree"
-        if self._refs[page] == 1:
-            self._num_reclaimable -= 1
-        self._in_tree[page] = 0
+        assert self.in_tree[page], f"page {page} is not in the tree"
+        if self.refs[page] == 1:
+            self.num_reclaimable -= 1
+        self.in_tree[page] = 0
         self.release(page)
 
     def check_integrity(self, held: dict[int, int]) -> None:
@@ -110,11 +100,11 @@ class PagePool:
         if len(free) != len(self._free):
             raise InvariantViolated("a page is free twice")
         for page in range(self.num_pages):
-            want = held.get(page, 0) + self._in_tree[page] + (page in self._withdrawn)
-            if self._refs[page] != want:
-                raise InvariantViolated(f"page {page}: {self._refs[page]} references, {want} holders")
+            want = held.get(page, 0) + self.in_tree[page] + (page in self._withdrawn)
+            if self.refs[page] != want:
+                raise InvariantViolated(f"page {page}: {self.refs[page]} references, {want} holders")
             if (page in free) != (want == 0):
                 raise InvariantViolated(f"page {page}: {want} holders, in free list: {page in free}")
-        alone = sum(1 for p in range(self.num_pages) if self._in_tree[p] and self._refs[p] == 1)
-        if alone != self._num_reclaimable:
-            raise InvariantViolated(f"{alone} pages held by the tree alone, counted {self._num_reclaimable}")
+        alone = sum(1 for p in range(self.num_pages) if self.in_tree[p] and self.refs[p] == 1)
+        if alone != self.num_reclaimable:
+            raise InvariantViolated(f"{alone} pages held by the tree alone, counted {self.num_reclaimable}")

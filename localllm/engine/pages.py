@@ -112,7 +112,7 @@ class Pages:
         for group, pool in enumerate(self.pools):
             index = start // self.page_size
             table = sequence.block_tables[group]
-            if index >= len(table) or pool.refs(table[index]) == 1:
+            if index >= len(table) or pool.refs[table[index]] == 1:
                 continue
             if pool.num_free == 0:
                 self.tree.evict(group, 1)

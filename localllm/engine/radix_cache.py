@@ -153,8 +153,10 @@ class RadixCache:
 
     def evict(self, group: int, num_pages: int) -> int:
         """Free at least `num_pages` pages of a group, least recently used first; returns how many it could."""
-        if self.windows[group] is not None:
-            return self._evict_window(group, num_pages)
+        evict = self._evict_leaves if self.windows[group] is None else self._evict_window
+        return evict(group, num_pages)
+
+    def _evict_leaves(self, group: int, num_pages: int) -> int:
         freed = 0
         goal = max(num_pages, EVICT_BATCH)
         order = count()
@@ -162,9 +164,12 @@ class RadixCache:
         heapify(heap)
         while heap and (freed < num_pages or (freed < goal and not heap[0][0][0])):  # pinned ones only if they must
             _, _, node = heappop(heap)
-            parent = node.parent
-            freed += self._drop(node, group)
-            if parent is not None and parent.parent is not None and not parent.children and self._idle(parent):
+            freed += node.pages[group] is not None
+            for pool, page in zip(self.pools, node.pages, strict=True):
+                if page is not None:
+                    pool.leave_tree(page)
+            parent = self._detach(node)
+            if parent.parent is not None and not parent.children and self._idle(parent):
                 heappush(heap, (parent.rank, next(order), parent))
         return freed
 
@@ -173,7 +178,7 @@ class RadixCache:
         pool = self.pools[group]
         freed = 0
         goal = max(num_pages, EVICT_BATCH)
-        held = [n for n in self._nodes() if (page := n.pages[group]) is not None and pool.refs(page) == 1]
+        held = [n for n in self._nodes() if (page := n.pages[group]) is not None and pool.refs[page] == 1]
         for node in sorted(held, key=lambda n: n.rank)[:goal]:
             if node.pins is not None and freed >= num_pages:
                 break
@@ -187,15 +192,7 @@ class RadixCache:
         return freed
 
     def _idle(self, node: Node) -> bool:
-        return all(page is None or pool.refs(page) == 1 for pool, page in zip(self.pools, node.pages, strict=True))
-
-    def _drop(self, node: Node, group: int) -> int:
-        freed = int(node.pages[group] is not None)
-        for pool, page in zip(self.pools, node.pages, strict=True):
-            if page is not None:
-                pool.leave_tree(page)
-        self._detach(node)
-        return freed
+        return all(page is None or pool.refs[page] == 1 for pool, page in zip(self.pools, node.pages, strict=True))
 
     def _detach(self, node: Node) -> Node:
         assert node.parent is not None
@@ -208,13 +205,7 @@ class RadixCache:
 
     def clear(self) -> None:
         """Forget every prefix that nobody uses at the moment."""
-        leaves = [n for n in self._nodes() if not n.children and self._idle(n)]
-        while leaves:
-            node = leaves.pop()
-            parent = node.parent
-            self._drop(node, 0)
-            if parent is not None and parent.parent is not None and not parent.children and self._idle(parent):
-                leaves.append(parent)
+        self._evict_leaves(0, self.num_nodes)
 
     def _nodes(self) -> Iterator[Node]:
         stack = [child for root in self._roots.values() for child in root.children.values()]
@@ -238,12 +229,12 @@ class RadixCache:
                     continue
                 if page in seen[group]:
                     raise InvariantViolated(f"page {page} of group {group} is in two nodes")
-                if not self.pools[group].in_tree(page):
+                if not self.pools[group].in_tree[page]:
                     raise InvariantViolated(f"page {page} of group {group} is not marked as cached")
                 seen[group].add(page)
         if num_nodes != self.num_nodes:
             raise InvariantViolated(f"{num_nodes} nodes, counted {self.num_nodes}")
         for group, pool in enumerate(self.pools):
-            marked = {p for p in range(pool.num_pages) if pool.in_tree(p)}
+            marked = {page for page, kept in enumerate(pool.in_tree) if kept}
             if marked != seen[group]:
                 raise InvariantViolated(f"group {group}: pages marked but in no node: {sorted(marked - seen[group])}")

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from localllm.errors import BadModelFile
 from localllm.kernels import select
 from localllm.request import SamplingParams, TokenLogprob
 
@@ -60,18 +59,13 @@ def sample_batch(logits: Tensor, sequences: list[Sequence], best: list[int] | No
     if (
         best is None
         and logits.device.type != "cpu"
-        and all(is_argmax(s) and s.params.logprobs is None for s in sequences)
+        and all(s.params.temperature == 0 and is_untouched(s) and s.params.logprobs is None for s in sequences)
     ):
         ids = logits.argmax(-1)
         copy = ToHost(ids)
         return SampledTokens(sequences, lambda: [(token, None) for token in copy.wait()[0].tolist()], ids)
     results = sample(logits, sequences, best)
     return SampledTokens(sequences, lambda: results)
-
-
-def is_argmax(sequence: Sequence) -> bool:
-    """Whether the largest of the raw logits is its next token, whatever else happens."""
-    return is_plain_greedy(sequence.params) and sequence.mask_row is None and not _bans_stop(sequence)
 
 
 def sample(logits: Tensor, sequences: list[Sequence], best: list[int] | None = None) -> list[RowResult]:
@@ -98,16 +92,9 @@ def sample(logits: Tensor, sequences: list[Sequence], best: list[int] | None = N
                 token = sample_row(logits[row].to("cpu", copy=not is_untouched(sequence)), sequence)
             wanted = sequence.params.logprobs
             results.append((token, None if wanted is None else token_logprob(logits[row], token, wanted)))
-        except select.NotANumber as error:
-            results.append(damaged(error))
         except Exception as error:  # one request's failure must not reach its neighbours
             results.append(error)
     return results
-
-
-def damaged(error: object) -> BadModelFile:
-    """What NaN among logits means."""
-    return BadModelFile(f"what the model computes is not a number ({error}): its weights are damaged")
 
 
 def is_untouched(sequence: Sequence) -> bool:
@@ -118,15 +105,8 @@ def is_untouched(sequence: Sequence) -> bool:
 def sample_row(logits: Tensor, sequence: Sequence) -> int:
     """One token from one row of logits [vocab] on the CPU, which is overwritten unless it `is_untouched`.
 
-    Raises BadModelFile for a NaN among them, ValueError when nothing is left.
+    Raises NotANumber for a NaN among them, ValueError when nothing is left.
     """
-    try:
-        return _sample_row(logits, sequence)
-    except select.NotANumber as error:
-        raise damaged(error) from error
-
-
-def _sample_row(logits: Tensor, sequence: Sequence) -> int:
     params = sequence.params
     if sequence.mask_row is not None:
         _apply_mask(logits, sequence.mask_row)

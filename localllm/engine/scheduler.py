@@ -107,7 +107,7 @@ class Scheduler:
         self._steps += 1
         every = self.limits.preempt_every
         if every and self._steps % every == 0 and len(self.running) > 1:
-            self._preempt(self._victim())
+            self.preempt_latest()
         self._schedule_decodes(step)
         budget = self._schedule_prefills(step)
         self._admit(step, budget)
@@ -217,16 +217,14 @@ class Scheduler:
                 if self.pages.extend(sequence, sequence.num_computed_tokens + count):
                     return True
             victim = self._victim()
-            if victim is sequence and len(self.running) == 1 and not self._release_waiting():
+            if len(self.running) > 1 or victim is not sequence:
+                self._preempt(victim)
+                step.scheduled = [part for part in step.scheduled if part.sequence is not victim]
+                if victim is sequence:
+                    return False
+            elif not self._release_waiting():
                 self._starve(step, sequence)
                 return False
-            if victim is sequence and len(self.running) > 1:
-                self._preempt(sequence)
-                self._unschedule(step, sequence)
-                return False
-            if victim is not sequence:
-                self._preempt(victim)
-                self._unschedule(step, victim)
 
     def _release_waiting(self) -> bool:
         """Take the pages of a waiting fork; True when there was one."""
@@ -251,9 +249,6 @@ class Scheduler:
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self._enqueue(sequence)
-
-    def _unschedule(self, step: Step, sequence: Sequence) -> None:
-        step.scheduled = [s for s in step.scheduled if s.sequence is not sequence]
 
     def _starve(self, step: Step, sequence: Sequence) -> None:
         step.out_of_pages.append(sequence)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from localllm.errors import DeviceError, LocalLLMError, OutOfMemory
@@ -16,7 +17,7 @@ from localllm.request import FinishReason, TokenEvent
 
 from .batch import row_range
 from .failures import explained, is_device_lost, is_out_of_memory
-from .masks import Filling, MaskFiller
+from .masks import MaskFiller
 from .metrics import StepTokens
 from .pressure import Pressure
 from .prompt_rows import pooled_event, take_rows
@@ -36,7 +37,7 @@ class PendingStep:
     step: Step
     output: ForwardOutput | None = None
     sampled: SampledTokens | None = None
-    masks: Filling | None = None
+    masks: Future[None] | None = None
     error: Exception | None = None  # why it came to nothing
 
 
@@ -113,7 +114,7 @@ class Stepper:
         except Exception as error:
             pending.error = error
             if pending.masks is not None:
-                pending.masks.wait()
+                pending.masks.result()
         return pending
 
     def _launch_ahead(self, pending: PendingStep) -> PendingStep | None:
@@ -134,7 +135,7 @@ class Stepper:
         start = row = 0
         assert pending.output is not None
         if pending.masks is not None:
-            pending.masks.wait()
+            pending.masks.result()
         try:
             for part in pending.step.scheduled:
                 count = len(row_range(part, start))

@@ -9,6 +9,8 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from queue import Queue
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +19,6 @@ import torch
 
 from localllm import LLM, SamplingParams
 from localllm.boot.boot import Boot
-from localllm.boot.tuning_job import TuningJob
 from localllm.device.fake import MACHINES
 from localllm.kernels import Impl, reference, table
 from localllm.kernels.registry import fits_always
@@ -108,6 +109,12 @@ def test_a_plan_that_did_not_hold_shrinks_once_says_so_and_is_remembered(
         assert any("1 of 8 sequences at once" in line and "--ctx" in line for line in llm.state().warnings)
 
 
+def idle_engine(when_idle: Callable[[Any], object]) -> Any:
+    """Hands on what it is asked to do when idle."""
+    runner = SimpleNamespace(graphs=None, capture=lambda: None)
+    return SimpleNamespace(when_idle=when_idle, runner=runner, pressure=SimpleNamespace(note=""))
+
+
 @pytest.mark.parametrize(
     ("ctx", "said"),
     [("auto", "context "), (4096, "pages of keys and values instead of"), (None, "start with a smaller --ctx")],
@@ -126,13 +133,10 @@ def test_on_a_card_a_plan_that_does_not_hold_is_made_again_once(
     assert plan.device == "cuda:0" and plan.fits
     taken = [plan.need_bytes + (2 << 30), plan.need_bytes - 1]
     made: list[Plan] = []
-    engine = SimpleNamespace(
-        when_idle=lambda job: None, runner=SimpleNamespace(graphs=None), pressure=SimpleNamespace(note="")
-    )
 
     def assemble(model: Any, plan: Plan, **rest: Any) -> Any:
         made.append(plan)
-        return engine
+        return idle_engine(lambda job: None)
 
     def profile(runner: Any, plan: Plan, held: Any) -> MemoryProfile:
         return MemoryProfile((Term("all", made[0].need_bytes, taken.pop(0)),), "cuda", 1.0)
@@ -279,17 +283,32 @@ def test_a_tile_that_computes_something_else_is_never_used() -> None:
     assert dict(tuned.tile) == {"rows": 16} and "{'rows': 8}: off by" in tuned.failed[0]
 
 
-def test_who_tunes_on_purpose_is_told_of_every_shape() -> None:
+def test_who_tunes_on_purpose_is_told_of_every_shape(empty_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The job of idle moments stands first in the queue of the engine's thread, and tells nobody."""
-    tuner = tuning.Tuner()
+    from localllm.hub import catalog
+
+    facts = fit.facts_of(next(one for one in catalog.members("qwen3-8b") if one.quant))
+    assert facts is not None
+    planner = Planner(replace(MACHINES["rtx4090"], torch_cuda="12.8"))
+    plan, tuner, jobs = planner.plan(facts), tuning.Tuner(), Queue[Any]()
+    held = MemoryProfile((Term("all", plan.need_bytes, plan.need_bytes),), "cuda", 1.0)
+    for name, value in (
+        ("assemble", lambda *_, **__: idle_engine(jobs.put)),
+        ("Meter", lambda device: SimpleNamespace(found={})),
+        ("profile_gpu", lambda *_: held),
+        ("tuner", lambda: tuner),
+        ("gpu_seconds", timed({4: 9e-6, 8: 5e-6})),
+    ):
+        monkeypatch.setattr(f"localllm.boot.boot.{name}", value)
+    model: Any = SimpleNamespace(facts=facts, weight_bytes=plan.weight_bytes, kernels={})
     tuner.pick(SHAPE, TILES, trial)
-    silent: list[list[tuning.Tuned]] = []
-    idle = TuningJob(tuner, silent.append, timed({4: 9e-6, 8: 5e-6}))
-    idle.cancel()
-    assert idle(lambda: False) is True and silent == [] and tuner.waiting == (SHAPE,)
+    boot = Boot(model, plan, planner, SelfTest())
+    boot.stop_tuning()
+    assert jobs.get()(lambda: False) is True and boot.tuned == [] and tuner.waiting == (SHAPE,)
     told: list[tuning.Tuned] = []
-    tuner.tune(timed({4: 9e-6, 8: 5e-6}), told=told.append)
-    assert [one.shape for one in told] == [SHAPE]
+    Thread(target=lambda: boot.tune(1.0, told.append, lambda: False)).start()
+    assert jobs.get(timeout=10)(lambda: False) is True
+    assert [one.shape for one in told] == [SHAPE] and [one.shape for one in boot.tuned] == [SHAPE]
 
 
 def test_activations_that_cannot_be_rounded_are_named(tiny_path: Path) -> None:

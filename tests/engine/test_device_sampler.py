@@ -8,10 +8,12 @@ import torch
 
 from localllm.engine.cuda_graph import Bucket
 from localllm.engine.device_sampler import DeviceSampler, has_device_form
+from localllm.engine.failures import explained
 from localllm.engine.sampler import sample
 from localllm.engine.sequence import Sequence
 from localllm.errors import BadModelFile
 from localllm.kernels.sampling import sample as reference
+from localllm.kernels.select import NotANumber
 from localllm.request import Request, SamplingParams
 
 VOCAB = 70
@@ -125,7 +127,7 @@ def test_damaged_weights_are_named() -> None:
     logits = torch.randn(2, VOCAB)
     logits[0, 7] = torch.nan
     first, second = sampler().sample(logits, [0, 1], [sequence_of(temperature=1.0, seed=1), sequence_of()]).results()
-    assert isinstance(first, BadModelFile) and "not a number" in str(first)
+    assert isinstance(first, NotANumber) and isinstance(explained(first), BadModelFile)
     assert second[0] == int(logits[1].argmax())
 
 

@@ -184,7 +184,7 @@ def test_slow_masks_are_waited_for_and_filled_beside_the_forward_pass():
     streams = run(make(), masked([1, 2, 3], mask=slow), request([1, 2, 3]))
     assert fits(ids_of(streams[0]), slow.steps)
     assert ids_of(streams[1]) == alone([1, 2, 3])
-    assert "masks" in slow.threads
+    assert any(name.startswith("masks") for name in slow.threads)
 
 
 def test_min_tokens_and_masks():

@@ -54,10 +54,10 @@ def test_random_operations_keep_the_books():
             held[page] -= 1
         elif action == 3 and pages:
             page = rng.choice(pages)
-            if not pool.in_tree(page):
+            if not pool.in_tree[page]:
                 pool.enter_tree(page)
         elif action == 4:
-            cached = [p for p in range(12) if pool.in_tree(p)]
+            cached = [p for p in range(12) if pool.in_tree[p]]
             if cached:
                 pool.leave_tree(rng.choice(cached))
         pool.check_integrity(+held)

@@ -31,7 +31,7 @@ def test_a_second_copy_is_exchanged_for_the_first():
     mine = pool.take()
     node, used = tree.insert(tree.root(""), (1, 2), [mine])
     assert used == node.pages != [mine]
-    assert pool.refs(mine) == 0
+    assert pool.refs[mine] == 0
     pool.release(used[0])
     tree.check_integrity()
 

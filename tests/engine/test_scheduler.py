@@ -30,7 +30,7 @@ class Memory:
                 for group, table in enumerate(part.sequence.block_tables):
                     page = table[position // PAGE]
                     assert page >= 0
-                    shared = self.pages.pools[group].refs(page) > 1
+                    shared = self.pages.pools[group].refs[page] > 1
                     slot = page * PAGE + position % PAGE
                     assert not shared, "a shared page is written"
                     self.slots[group][slot] = part.sequence.token_ids[position]

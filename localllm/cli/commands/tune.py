@@ -26,6 +26,7 @@ def tune(
     Without this command the same happens in idle moments after the first answer. Ctrl-C stops; what was timed stays.
     """
     from localllm.cli.loading import load_llm
+    from localllm.kernels.verify.tuning import tuner
 
     console = env.console
     config = env.settings(window.settings())
@@ -39,7 +40,7 @@ def tune(
                 f"{one.shape.name}: {one.us:.1f} us with {dict(one.tile)}, {one.first_us:.1f} us with the first"
             ),
         )
-        waiting = llm.boot.num_untuned
+        waiting = len(tuner().waiting)
     if console.as_json:
         rows = [
             picked(one, "us first_us failed") | picked(one.shape, "op key") | {"tile": dict(one.tile)} for one in tuned
