@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 def find(history: History, name: str) -> SavedChat:
     """A chat by the beginning of its id, or `last`. Raises ChatNotFound."""
-    latest = history.latest() if name == "last" else None
-    return latest or history.find(name)
+    latest = history.chats(limit=1) if name == "last" else []
+    return latest[0] if latest else history.find(name)
 
 
 def load_chat(name: str, sampling: dict[str, Any]) -> Conversation:

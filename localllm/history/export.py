@@ -11,29 +11,14 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from importlib import resources
+from string import Template
 from typing import Any
 
 from .records import SavedChat, SavedMessage, active_path
 
 FORMATS = ("md", "json", "html")
 _NAMES = {"user": "You", "assistant": "Assistant", "system": "System"}
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark }}
-body {{ font: 16px/1.55 system-ui, sans-serif; max-width: 46rem; margin: 2rem auto; padding: 0 1rem }}
-h1 {{ font-size: 1.4rem }} .meta {{ color: gray; font-size: .85rem }}
-section {{ margin: 1.6rem 0 }} .user {{ border-left: 3px solid #7aa2f7; padding-left: 1rem }}
-pre {{ overflow-x: auto; padding: .7rem; background: #8881 }} code {{ font-family: ui-monospace, monospace }}
-table {{ border-collapse: collapse }} td, th {{ border: 1px solid #8886; padding: .2rem .5rem }}
-details {{ color: gray }} .text {{ white-space: pre-wrap }}
-</style></head><body>
-<h1>{title}</h1><p class="meta">{meta}</p>
-{body}
-</body></html>
-"""
 
 
 def as_markdown(chat: SavedChat, messages: Sequence[SavedMessage], *, reasoning: bool = False) -> str:
@@ -71,19 +56,17 @@ def as_html(chat: SavedChat, messages: Sequence[SavedMessage]) -> str:
     if chat.system:
         body.append(f'<section class="system"><p class="meta">System</p>{parser.render(chat.system)}</section>')
     for message in active_path(messages, chat.leaf_id):
-        name = html.escape(_NAMES.get(message.role, message.role))
-        thought = (
-            f'<details><summary>Thinking</summary><div class="text">{html.escape(message.reasoning)}</div></details>'
-            if message.reasoning
-            else ""
-        )
-        attached = "".join(f'<p class="meta">Attached: {html.escape(name)}</p>' for name in _attached(message))
-        role = message.role if message.role in _NAMES else "other"
-        body.append(
-            f'<section class="{role}"><p class="meta">{name}</p>{attached}{thought}'
-            f"{parser.render(message.content)}</section>"
-        )
-    return _PAGE.format(title=html.escape(_title(chat)), meta=html.escape(_meta(chat)), body="\n".join(body))
+        thought = f'<div class="text">{html.escape(message.reasoning)}</div>'
+        parts = [
+            f'<section class="{message.role if message.role in _NAMES else "other"}">',
+            f'<p class="meta">{html.escape(_NAMES.get(message.role, message.role))}</p>',
+            *(f'<p class="meta">Attached: {html.escape(name)}</p>' for name in _attached(message)),
+            f"<details><summary>Thinking</summary>{thought}</details>" if message.reasoning else "",
+            f"{parser.render(message.content)}</section>",
+        ]
+        body.append("".join(parts))
+    page = Template(resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
+    return page.substitute(title=html.escape(_title(chat)), meta=html.escape(_meta(chat)), body="\n".join(body))
 
 
 def render(chat: SavedChat, messages: Sequence[SavedMessage], kind: str) -> str:

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from typing import Any
 
 STREAMING = "streaming"  # a message that is being written
@@ -87,15 +88,10 @@ def active_path(messages: Sequence[SavedMessage], leaf_id: int | None) -> list[S
 
 def day_of(when: float, now: float | None = None) -> str:
     """Today, Yesterday, Last week, or the month: the headings of a list of chats."""
-    today = time.localtime(time.time() if now is None else now)
-    day = time.localtime(when)
-    gap = (_date(today) - _date(day)) // 86400
+    day = date.fromtimestamp(when)
+    gap = (date.fromtimestamp(time.time() if now is None else now) - day).days
     if gap <= 0:
         return "Today"
     if gap == 1:
         return "Yesterday"
-    return "Last week" if gap < 7 else time.strftime("%B %Y", day)
-
-
-def _date(when: time.struct_time) -> int:
-    return int(time.mktime((when.tm_year, when.tm_mon, when.tm_mday, 12, 0, 0, 0, 0, -1)))
+    return "Last week" if gap < 7 else day.strftime("%B %Y")

@@ -9,6 +9,7 @@ import re
 import sqlite3
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,15 @@ from localllm.paths import data_dir
 from .database import explain, open_database, transaction
 from .records import PARTIAL, STREAMING, Hit, SavedChat, SavedMessage
 
-_CHAT = "c.id, c.title, c.model, c.system, c.params_json, c.created, c.updated, c.leaf_id"
-_COUNT = "(SELECT count(*) FROM messages m WHERE m.chat_id = c.id AND m.role <> 'system')"
+# columns in the order of the fields of SavedChat and SavedMessage; `_values` reads those marked [mapping]
+_CHATS = (
+    'SELECT c.id, c.title, c.model, c.system, c.params_json AS "params [mapping]", c.created, c.updated, c.leaf_id,'
+    " (SELECT count(*) FROM messages m WHERE m.chat_id = c.id AND m.role <> 'system') FROM chats c "
+)
+_MESSAGES = (
+    'SELECT id, chat_id, parent_id, role, content, reasoning, model, params_json AS "params [mapping]",'
+    ' stats_json AS "stats [mapping]", created, status FROM messages '
+)
 
 
 class ChatNotFound(ModelNotFound):
@@ -84,33 +92,12 @@ class History:
 
     def save(self, chat: SavedChat, messages: Sequence[SavedMessage] = ()) -> None:
         """Write a chat and the messages that are new or have changed: all of it, or nothing."""
+        chat_row = _row(chat)
+        del chat_row["num_messages"]
+        rows = [_row(m) | {"writer": self._writer if m.status == STREAMING else ""} for m in messages]
         with self._writing() as connection:
-            connection.execute(
-                "INSERT INTO chats (id, title, model, system, params_json, created, updated, leaf_id)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET title = excluded.title,"
-                " model = excluded.model, system = excluded.system, params_json = excluded.params_json,"
-                " updated = excluded.updated, leaf_id = excluded.leaf_id",
-                (
-                    chat.id, _text(chat.title), _text(chat.model), _text(chat.system), _json(chat.params),
-                    chat.created, chat.updated, chat.leaf_id,
-                ),
-            )  # fmt: skip
-            connection.executemany(
-                "INSERT INTO messages (id, chat_id, parent_id, role, content, reasoning, model, params_json,"
-                " stats_json, created, status, writer) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
-                " ON CONFLICT (id) DO UPDATE SET parent_id = excluded.parent_id, content = excluded.content,"
-                " reasoning = excluded.reasoning, model = excluded.model, params_json = excluded.params_json,"
-                " stats_json = excluded.stats_json, status = excluded.status, writer = excluded.writer",
-                [self._row(message) for message in messages],
-            )
-
-    def _row(self, message: SavedMessage) -> tuple[Any, ...]:
-        writer = self._writer if message.status == STREAMING else ""
-        return (
-            message.id, message.chat_id, message.parent_id, message.role, _text(message.content),
-            _text(message.reasoning), _text(message.model), _json(message.params), _json(message.stats),
-            message.created, message.status, writer,
-        )  # fmt: skip
+            _upsert(connection, "chats", [chat_row], {"id", "created"})
+            _upsert(connection, "messages", rows, {"id", "chat_id", "role", "created"})
 
     def rename(self, chat_id: str, title: str) -> None:
         with self._writing() as connection:
@@ -132,59 +119,36 @@ class History:
 
     def chats(self, limit: int = 1000, query: str = "") -> list[SavedChat]:
         """Chats, the one changed last first; with `query` those that hold its words in title or text."""
-        if not query.strip():
-            with self._reading() as connection:
-                rows = connection.execute(
-                    f"SELECT {_CHAT}, {_COUNT} FROM chats c ORDER BY c.updated DESC LIMIT ?", (limit,)
-                )
-                return [_chat(row) for row in rows.fetchall()]
-        wanted = dict.fromkeys(hit.chat_id for hit in self.search(query, limit))
-        with self._reading() as connection:
-            like = f"%{_escaped(query.strip())}%"
-            rows = connection.execute(
-                f"SELECT {_CHAT}, {_COUNT} FROM chats c WHERE c.title LIKE ? ESCAPE '\\' ORDER BY c.updated DESC"
-                " LIMIT ?",
-                (like, limit),
-            )
-            found = {chat.id: chat for chat in map(_chat, rows.fetchall())}
-        for chat_id in wanted:
+        titled = "WHERE c.title LIKE ? ESCAPE '\\' ORDER BY c.updated DESC LIMIT ?"
+        found = {chat.id: chat for chat in self._chats(titled, f"%{_escaped(query.strip())}%", limit)}
+        for chat_id in dict.fromkeys(hit.chat_id for hit in self.search(query, limit)):
             if chat_id not in found and len(found) < limit:
                 found[chat_id] = self.chat(chat_id)
         return list(found.values())
 
+    def _chats(self, which: str, *values: Any) -> list[SavedChat]:
+        with self._reading() as connection:
+            return [SavedChat(*row) for row in connection.execute(_CHATS + which, values)]
+
     def chat(self, chat_id: str) -> SavedChat:
         """One chat by its whole id. Raises ChatNotFound."""
-        with self._reading() as connection:
-            row = connection.execute(f"SELECT {_CHAT}, {_COUNT} FROM chats c WHERE c.id = ?", (chat_id,)).fetchone()
-        if row is None:
-            raise ChatNotFound(f"there is no chat {chat_id}", "localllm logs list")
-        return _chat(row)
+        for chat in self._chats("WHERE c.id = ?", chat_id):
+            return chat
+        raise ChatNotFound(f"there is no chat {chat_id}", "localllm logs list")
 
     def find(self, name: str) -> SavedChat:
         """The chat whose id begins with `name`. Raises ChatNotFound when there is none, or more than one."""
-        with self._reading() as connection:
-            rows = connection.execute(
-                f"SELECT {_CHAT}, {_COUNT} FROM chats c WHERE c.id LIKE ? ESCAPE '\\' LIMIT 2",
-                (_escaped(name.lower()) + "%",),
-            ).fetchall()
-        if len(rows) != 1 or not name:
-            what = f"the ids of several chats begin with {name!r}" if rows and name else f"there is no chat {name!r}"
+        found = self._chats("WHERE c.id LIKE ? ESCAPE '\\' LIMIT 2", _escaped(name.lower()) + "%") if name else []
+        if len(found) != 1:
+            what = f"the ids of several chats begin with {name!r}" if found else f"there is no chat {name!r}"
             raise ChatNotFound(what, "localllm logs list")
-        return _chat(rows[0])
-
-    def latest(self) -> SavedChat | None:
-        found = self.chats(limit=1)
-        return found[0] if found else None
+        return found[0]
 
     def messages(self, chat_id: str) -> list[SavedMessage]:
         """All messages of a chat, oldest first, all branches."""
         with self._reading() as connection:
-            rows = connection.execute(
-                "SELECT id, chat_id, parent_id, role, content, reasoning, model, params_json, stats_json, created,"
-                " status FROM messages WHERE chat_id = ? ORDER BY created, rowid",
-                (chat_id,),
-            )
-            return [_message(row) for row in rows.fetchall()]
+            rows = connection.execute(_MESSAGES + "WHERE chat_id = ? ORDER BY created, rowid", (chat_id,))
+            return [SavedMessage(*row) for row in rows]
 
     def search(self, query: str, limit: int = 50) -> list[Hit]:
         """Messages with all words of `query`; questions before answers, then by relevance. Half words count."""
@@ -210,25 +174,31 @@ class History:
                 ).fetchall()
         return [Hit(*row) for row in rows]
 
-    def check(self) -> str:
-        """ "ok", or what SQLite finds wrong with the whole file."""
-        with self._reading() as connection:
-            return str(connection.execute("PRAGMA integrity_check(1)").fetchone()[0])
 
-
-def _chat(row: Sequence[Any]) -> SavedChat:
-    identity, title, model, system, params, created, updated, leaf, count = row
-    return SavedChat(identity, title, model, system, _values(params), created, updated, leaf, count)
-
-
-def _message(row: Sequence[Any]) -> SavedMessage:
-    identity, chat, parent, role, content, reasoning, model, params, stats, created, status = row
-    return SavedMessage(
-        identity, chat, parent, role, content, reasoning, model, _values(params), _values(stats), created, status
+def _upsert(connection: sqlite3.Connection, table: str, rows: Sequence[Mapping[str, Any]], fixed: set[str]) -> None:
+    """Add rows, or change those whose id is there already, save for the `fixed` columns."""
+    if not rows:
+        return
+    columns = list(rows[0])
+    changed = ", ".join(f"{name} = excluded.{name}" for name in columns if name not in fixed)
+    connection.executemany(
+        f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({', '.join(f':{name}' for name in columns)})"
+        f" ON CONFLICT (id) DO UPDATE SET {changed}",
+        rows,
     )
 
 
-def _values(text: str) -> dict[str, Any]:
+def _row(record: SavedChat | SavedMessage) -> dict[str, Any]:
+    """The columns of a record: mappings as JSON, text as SQLite can store it."""
+    row = {}
+    for name, value in ((f.name, getattr(record, f.name)) for f in fields(record)):
+        if isinstance(value, Mapping):
+            name, value = f"{name}_json", json.dumps(dict(value), ensure_ascii=False, default=str)
+        row[name] = _text(value) if isinstance(value, str) else value
+    return row
+
+
+def _values(text: bytes) -> dict[str, Any]:
     """A stored mapping; a broken one is empty, the message is worth more."""
     try:
         found = json.loads(text)
@@ -237,8 +207,7 @@ def _values(text: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _json(values: Mapping[str, Any]) -> str:
-    return _text(json.dumps(dict(values), ensure_ascii=False, default=str))
+sqlite3.register_converter("mapping", _values)
 
 
 def _text(text: str) -> str:
