@@ -11,7 +11,7 @@ import json
 import time
 import zipfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -94,117 +94,106 @@ def _read(entry: Mapping[str, Any]) -> tuple[str, SavedChat, list[SavedMessage]]
     if isinstance(entry.get("mapping"), dict):
         return "ChatGPT", *_chatgpt(entry)
     if isinstance(entry.get("chat"), dict):
-        return "Open WebUI", *_open_webui(entry)
+        return "Open WebUI", *_open_webui(entry, entry["chat"])
     if "leaf_id" in entry:
         return "localllm", *_own(entry)
     raise ValueError("an unknown kind of chat")
 
 
-# --- the three shapes ------------------------------------------------------------------------------------------------
+# --- the three shapes: each collects the fields of the messages that are kept, and the parents of all ---------------
 
 
 def _chatgpt(entry: Mapping[str, Any]) -> tuple[SavedChat, list[SavedMessage]]:
-    source = "chatgpt:" + str(entry.get("conversation_id") or entry.get("id") or entry.get("title"))
-    chat_id = _chat_id(source)
     mapping: dict[str, Any] = entry["mapping"]
     created = _time(entry.get("create_time"))
-    kept: dict[str, SavedMessage] = {}
+    kept: dict[str, dict[str, Any]] = {}
     model, system = "", ""
     for key, node in list(mapping.items())[:MAX_MESSAGES]:
         message = node.get("message") if isinstance(node, dict) else None
         if not isinstance(message, dict):
             continue
         role = str((message.get("author") or {}).get("role", ""))
-        text = _parts(message.get("content") or {})
+        content = message.get("content") or {}
+        parts = content.get("parts")
+        text = str(content.get("text") or "")
+        if isinstance(parts, list):
+            text = "\n".join(part if isinstance(part, str) else "[not text]" for part in parts)
         if role == "system":
             system = system or text
         if role not in ("user", "assistant") or not text.strip():
             continue
         model = str((message.get("metadata") or {}).get("model_slug") or model)
-        kept[key] = SavedMessage(
-            _message_id(source, key), chat_id, None, role, text,
-            model=model if role == "assistant" else "", created=_time(message.get("create_time"), created),
-        )  # fmt: skip
+        when = _time(message.get("create_time"), created)
+        kept[key] = {"role": role, "content": text, "model": model if role == "assistant" else "", "created": when}
     parents = {key: node.get("parent") for key, node in mapping.items() if isinstance(node, dict)}
-    leaf = str(entry.get("current_node") or "")
-    return _tree(chat_id, entry, kept, parents, leaf, model, system, created)
+    source = f"chatgpt:{entry.get('conversation_id') or entry.get('id') or entry.get('title')}"
+    about = {"model": model, "system": system, "created": created, "updated": _time(entry.get("update_time"), created)}
+    return _tree(source, kept, parents, entry.get("current_node"), entry.get("title"), about)
 
 
-def _parts(content: Mapping[str, Any]) -> str:
-    parts = content.get("parts")
-    if isinstance(parts, list):
-        return "\n".join(part if isinstance(part, str) else "[not text]" for part in parts)
-    return str(content.get("text") or "")
-
-
-def _open_webui(entry: Mapping[str, Any]) -> tuple[SavedChat, list[SavedMessage]]:
-    inner = entry["chat"]
-    source = "open-webui:" + str(entry.get("id") or inner.get("id") or inner.get("title"))
-    chat_id = _chat_id(source)
+def _open_webui(entry: Mapping[str, Any], inner: Mapping[str, Any]) -> tuple[SavedChat, list[SavedMessage]]:
     history = inner.get("history") or {}
     nodes = history.get("messages") or {str(m["id"]): m for m in inner.get("messages") or () if "id" in m}
     created = _time(entry.get("created_at") or inner.get("timestamp"))
-    models = inner.get("models") or [""]
-    kept: dict[str, SavedMessage] = {}
+    kept: dict[str, dict[str, Any]] = {}
     parents: dict[str, Any] = {}
     for key, node in list(nodes.items())[:MAX_MESSAGES]:
         if not isinstance(node, dict) or node.get("role") not in ("user", "assistant"):
             continue
         content = node.get("content")
         parents[key] = node.get("parentId")
-        kept[key] = SavedMessage(
-            _message_id(source, key), chat_id, None, str(node["role"]), content if isinstance(content, str) else "",
-            model=str(node.get("model") or ""), created=_time(node.get("timestamp"), created),
-        )  # fmt: skip
-    system = str((inner.get("params") or {}).get("system") or "")
-    titled = {"title": inner.get("title") or entry.get("title"), "update_time": entry.get("updated_at")}
-    return _tree(chat_id, titled, kept, parents, str(history.get("currentId") or ""), str(models[0]), system, created)
+        kept[key] = {
+            "role": str(node["role"]), "content": content if isinstance(content, str) else "",
+            "model": str(node.get("model") or ""), "created": _time(node.get("timestamp"), created),
+        }  # fmt: skip
+    about = {
+        "model": str((inner.get("models") or [""])[0]), "system": str((inner.get("params") or {}).get("system") or ""),
+        "created": created, "updated": _time(entry.get("updated_at"), created),
+    }  # fmt: skip
+    title = inner.get("title") or entry.get("title")
+    source = f"open-webui:{entry.get('id') or inner.get('id') or inner.get('title')}"
+    return _tree(source, kept, parents, history.get("currentId"), title, about)
 
 
 def _own(entry: Mapping[str, Any]) -> tuple[SavedChat, list[SavedMessage]]:
-    source = "localllm:" + str(entry["id"])
-    chat_id = _chat_id(source)
     created = _time(entry.get("created"))
-    kept: dict[str, SavedMessage] = {}
+    kept: dict[str, dict[str, Any]] = {}
     parents: dict[str, Any] = {}
     for node in entry["messages"][:MAX_MESSAGES]:
         key = str(node["id"])
-        parents[key] = None if node.get("parent_id") is None else str(node["parent_id"])
-        kept[key] = SavedMessage(
-            _message_id(source, key), chat_id, None, str(node["role"]), str(node["content"]),
-            str(node.get("reasoning") or ""), str(node.get("model") or ""), dict(node.get("params") or {}),
-            dict(node.get("stats") or {}), _time(node.get("created"), created),
-        )  # fmt: skip
-    titled = {"title": entry.get("title"), "update_time": entry.get("updated")}
-    return _tree(
-        chat_id, titled, kept, parents, str(entry.get("leaf_id")), str(entry.get("model") or ""),
-        str(entry.get("system") or ""), created,
-    )  # fmt: skip
+        parents[key] = node.get("parent_id")
+        kept[key] = {"role": str(node["role"]), "content": str(node["content"])}
+        kept[key] |= {name: str(node.get(name) or "") for name in ("reasoning", "model")}
+        kept[key] |= {name: dict(node.get(name) or {}) for name in ("params", "stats")}
+        kept[key]["created"] = _time(node.get("created"), created)
+    about: dict[str, Any] = {name: str(entry.get(name) or "") for name in ("model", "system")}
+    about |= {"created": created, "updated": _time(entry.get("updated"), created)}
+    return _tree(f"localllm:{entry['id']}", kept, parents, entry.get("leaf_id"), entry.get("title"), about)
 
 
 def _tree(
-    chat_id: str, entry: Mapping[str, Any], kept: dict[str, SavedMessage], parents: Mapping[str, Any], leaf: str,
-    model: str, system: str, created: float,
+    source: str, kept: dict[str, dict[str, Any]], parents: Mapping[str, Any], leaf: Any, title: Any,
+    about: Mapping[str, Any],
 ) -> tuple[SavedChat, list[SavedMessage]]:  # fmt: skip
-    """Messages with their parents; what was left out between two of them is bridged, a circle is cut."""
+    """Messages with their parents; what was left out between two of them is bridged, a circle is cut.
+
+    source   names the program and its chat: ids are derived from it
+    about    fields of `SavedChat`
+    """
+    chat_id = _digest(source).hex()[:12]
+    ids = {key: int.from_bytes(_digest(f"{source}\0{key}")[:8], "big") >> 2 or 1 for key in kept}
     above = _kept_parents(kept, parents)
     messages = []
-    for place, (key, message) in enumerate(kept.items()):
+    for place, (key, fields) in enumerate(kept.items()):
         parent = above[key]
-        # in the source's order, also where its times are equal
-        messages.append(
-            replace(message, parent_id=kept[parent].id if parent else None, created=message.created + place * 1e-6)
-        )
-    at: Any = leaf
-    for _ in range(len(parents) + 1):
-        if at is None or str(at) in kept:
+        fields["created"] += place * 1e-6  # in the source's order, also where its times are equal
+        messages.append(SavedMessage(ids[key], chat_id, ids[parent] if parent else None, **fields))
+    for _ in parents:
+        if leaf is None or str(leaf) in kept:
             break
-        at = parents.get(str(at))
-    title = " ".join(str(entry.get("title") or "").split())[:200]
-    chat = SavedChat(
-        chat_id, title or "Imported chat", model, system, {}, created, _time(entry.get("update_time"), created),
-        kept[str(at)].id if str(at) in kept else None, len(messages),
-    )  # fmt: skip
+        leaf = parents.get(str(leaf))
+    name = " ".join(str(title or "").split())[:200] or "Imported chat"
+    chat = SavedChat(chat_id, name, **about, leaf_id=ids.get(str(leaf)), num_messages=len(messages))
     return chat, messages
 
 
@@ -227,13 +216,8 @@ def _kept_parents(kept: Mapping[str, Any], parents: Mapping[str, Any]) -> dict[s
     return above
 
 
-def _chat_id(source: str) -> str:
-    return hashlib.sha256(source.encode("utf-8", "replace")).hexdigest()[:12]
-
-
-def _message_id(source: str, key: str) -> int:
-    digest = hashlib.sha256(f"{source}\0{key}".encode("utf-8", "replace")).digest()
-    return int.from_bytes(digest[:8], "big") >> 2 or 1
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "replace")).digest()
 
 
 def _time(value: Any, otherwise: float | None = None) -> float:
