@@ -27,7 +27,7 @@ from typing import Any
 from plot import line_chart
 
 from localllm import LLM
-from localllm.bench.ours import Engine, Ours, words
+from localllm.bench.throughput import Engine, Ours, words
 from localllm.bench.peer import Peer
 from localllm.bench.results import OtherWork, versions
 

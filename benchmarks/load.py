@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from localllm import LLM, SamplingParams
-from localllm.bench.ours import Ours, words
+from localllm.bench.throughput import Ours, words
 from localllm.bench.results import OtherWork, rss_anon_bytes, versions
 from localllm.errors import LocalLLMError
 

@@ -1,11 +1,11 @@
 """Measuring: our engine alone, beside another engine on the same files, or beside any OpenAI endpoint.
 
-ours      tests in llama-bench's words, taken in turns with a peer      peer     llama.cpp or transformers, as a child
+throughput  tests in llama-bench's words, taken in turns with a peer      peer     llama.cpp or transformers, as a child
 load      many requests together: ours, or an endpoint                  trace    one step as a Chrome trace
 results   rows, versions, memory, files
 """
 
-from .ours import BenchOptions, prompt_words, run_bench
+from .throughput import BenchOptions, prompt_words, run_bench
 from .results import BenchResult, BenchRow, PeerResult, rss_anon_bytes, save
 
 __all__ = [

@@ -18,7 +18,7 @@ from localllm.errors import LocalLLMError
 from localllm.request import SamplingParams
 
 from .endpoint import Endpoint, Sample
-from .ours import finish, new_result, words
+from .throughput import finish, new_result, words
 from .results import BenchResult, spread
 
 if TYPE_CHECKING:
