@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from localllm import LLM, SamplingParams
-from localllm.bench import BenchOptions, rss_anon_bytes, run_bench
+from localllm.bench import BenchOptions, run_bench
+from localllm.device.memory import rss_anon_bytes
 
 LOCALLLM = [str(Path(sys.executable).with_name("localllm"))]
 MODEL = "smollm2"

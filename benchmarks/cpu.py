@@ -27,9 +27,9 @@ from typing import Any
 from plot import line_chart
 
 from localllm import LLM
-from localllm.bench.throughput import Engine, Ours, words
 from localllm.bench.peer import Peer
 from localllm.bench.results import OtherWork, versions
+from localllm.bench.throughput import Engine, OurEngine, words
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- table by benchmarks/cpu.py -->", "<!-- end of the table -->"
@@ -133,7 +133,7 @@ def engines(bench: Bench, model: str, streams: int, ctx: int = CTX) -> Iterator[
         bench.kept["peer"] = peer.versions
         bench.kept["cpu"] = llm.machine.cpu.name
         bench.kept["truth_line"] = llm.run_summary
-        named: list[tuple[str, Engine]] = [("localllm", Ours(llm)), ("llama.cpp", peer)]
+        named: list[tuple[str, Engine]] = [("localllm", OurEngine(llm)), ("llama.cpp", peer)]
         for _, engine in named:
             engine.prefill([], words(llm, random.Random(0), 64))
             engine.decode([words(llm, random.Random(0), 8)], 16)

@@ -25,8 +25,9 @@ from typing import Any
 import numpy as np
 
 from localllm import LLM, SamplingParams
-from localllm.bench.throughput import Ours, words
-from localllm.bench.results import OtherWork, rss_anon_bytes, versions
+from localllm.bench.results import OtherWork, versions
+from localllm.bench.throughput import OurEngine, words
+from localllm.device.memory import rss_anon_bytes
 from localllm.errors import LocalLLMError
 
 AT_ONCE = 4
@@ -113,7 +114,7 @@ def main() -> int:
     samples: list[dict[str, float]] = []
     with LLM(options.model, ctx=4096, max_parallel=8, device="cpu") as llm:
         array = np.ones(llm.state().weight_bytes // 4, dtype=np.int32)
-        ours, load = Ours(llm), Load(llm)
+        ours, load = OurEngine(llm), Load(llm)
         started = time.monotonic()
         try:
             while time.monotonic() - started < options.minutes * 60:
@@ -132,7 +133,7 @@ def main() -> int:
     return 0 if found["holds"] and not counts["failed"] else 1
 
 
-def sample(ours: Ours, array: np.ndarray, at_s: float) -> dict[str, float]:
+def sample(ours: OurEngine, array: np.ndarray, at_s: float) -> dict[str, float]:
     """The best of a few repetitions of both loops, in turns: what else the machine does makes them slower."""
     tps, rate = 0.0, 0.0
     with OtherWork() as others:

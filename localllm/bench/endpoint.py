@@ -16,6 +16,7 @@ from localllm.errors import ConfigError, LocalLLMError
 
 from .results import peak_rss_bytes
 
+TIMEOUT_S = 600.0  # for a request that waits behind others
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 # fields that not every server takes; they are left out, one after the other, where one is refused
 OPTIONAL = ("ignore_eos", "stream_options")
@@ -39,11 +40,11 @@ class Sample:
 class Endpoint:
     """A server. Safe to ask from many threads. Raises ConfigError when there is none, or it serves no model."""
 
-    def __init__(self, url: str, *, model: str | None = None, key: str | None = None, timeout_s: float = 600.0) -> None:
+    def __init__(self, url: str, *, model: str | None = None, key: str | None = None) -> None:
         self.base = url.rstrip("/").removesuffix("/v1")
         self.name = urlsplit(self.base).netloc or self.base
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._client = httpx.Client(headers=headers, timeout=timeout_s, limits=httpx.Limits(max_connections=None))
+        self._client = httpx.Client(headers=headers, timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=None))
         self._left_out: set[str] = set()
         try:
             found = self._client.get(f"{self.base}/v1/models").raise_for_status().json()

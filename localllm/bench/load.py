@@ -18,13 +18,11 @@ from localllm.errors import LocalLLMError
 from localllm.request import SamplingParams
 
 from .endpoint import Endpoint, Sample
-from .throughput import finish, new_result, words
-from .results import BenchResult, spread
+from .results import BenchResult, PeerResult, spread
+from .throughput import result_of, words
 
 if TYPE_CHECKING:
     from localllm.llm.llm import LLM
-
-CONCURRENCY = (1, 8, 16, 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +60,8 @@ def run_load(
     llm: LLM,
     endpoint: Endpoint,
     *,
-    concurrency: Sequence[int] = CONCURRENCY,
-    shapes: Sequence[Shape] = SHAPES,
-    repeat: int = 3,
+    concurrency: Sequence[int],
+    repeat: int,
     on_test: Callable[[str], None] | None = None,
 ) -> BenchResult:
     """Our engine and an endpoint in turns, over every shape and concurrency."""
@@ -75,7 +72,6 @@ def run_load(
         timing, usage = answer.timing, answer.usage
         return Sample(timing.ttft_s, timing.total_s, usage.prompt_tokens, usage.completion_tokens)
 
-    result = new_result(llm)
     rng = random.Random(0)
 
     def prompt(shape: Shape) -> str:
@@ -84,10 +80,9 @@ def run_load(
     engines: dict[str, Ask] = {"localllm": ours, endpoint.name: endpoint.ask}
     for ask in engines.values():
         ask(prompt(Shape("warm-up", 16, 4)), 4)
-    rows = measure(engines, prompt, concurrency, shapes, repeat, on_test)
-    result.load = [asdict(row) for row in rows]
-    finish(result)
-    return result
+    rows = measure(engines, prompt, concurrency, SHAPES, repeat, on_test)
+    theirs = PeerResult(endpoint.name, (), endpoint.peak_rss_bytes(), endpoint.versions())
+    return result_of(llm, load=[asdict(row) for row in rows], peer=theirs)
 
 
 def measure(

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ from .results import BenchRow, PeerResult, peak_rss_bytes
 PACKAGES = {"llama.cpp": "llama-cpp-python", "transformers": "transformers"}
 
 
-class Peer:
-    """A child that loads the model and answers lines of JSON. A context manager; raises ConfigError when it fails."""
+class Peer(AbstractContextManager["Peer"]):
+    """A child that loads the model and answers lines of JSON. Raises ConfigError when it fails."""
 
     def __init__(
         self, name: str, path: Path, *, threads: int, ctx: int, streams: int = 1, python: str | None = None
@@ -48,27 +48,16 @@ class Peer:
         try:
             facts = self.ask(do="load", path=str(path), threads=threads, ctx=ctx, streams=streams)
         except BaseException:
-            self.close()
+            self.__exit__()
             raise
         self.versions: dict[str, str] = facts["versions"]
 
-    def __enter__(self) -> Peer:
-        return self
-
     def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        if self._child.stdin is not None:
-            with suppress(BrokenPipeError):  # it is gone already
-                self._child.stdin.close()
         try:
-            self._child.wait(timeout=5)
+            self._child.communicate(timeout=5)  # it ends with its input
         except subprocess.TimeoutExpired:
             self._child.kill()
-            self._child.wait()
-        if self._child.stdout is not None:
-            self._child.stdout.close()
+            self._child.communicate()
         self._log.close()
 
     def ask(self, **asked: Any) -> dict[str, Any]:

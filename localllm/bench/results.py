@@ -18,8 +18,7 @@ import psutil
 
 from localllm import paths
 from localllm._version import __version__
-
-VERSIONED = ("torch", "triton", "numpy", "tokenizers")
+from localllm.device.memory import sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,33 +85,18 @@ def spread(rates: Sequence[float]) -> float:
 
 def versions() -> dict[str, str]:
     """Of what computes here."""
-    return {name: version_of(name) for name in VERSIONED} | {"python": platform.python_version()}
-
-
-def version_of(package: str) -> str:
-    """A package's version, or "absent"."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "absent"
-
-
-def rss_anon_bytes(pid: int | None = None) -> int:
-    """Anonymous memory of a process (ours without a pid): what it really takes, without mapped files."""
-    return _status_bytes("RssAnon", pid)
+    found = {"python": platform.python_version()}
+    for package in ("torch", "triton", "numpy", "tokenizers"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "absent"
+    return found
 
 
 def peak_rss_bytes(pid: int | None = None) -> int:
     """The most memory a process (ours without a pid) ever had resident."""
-    return _status_bytes("VmHWM", pid)
-
-
-def _status_bytes(name: str, pid: int | None) -> int:
-    try:
-        status = Path(f"/proc/{pid or 'self'}/status").read_text()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(name)), 0)
+    return sizes(Path(f"/proc/{pid or 'self'}/status")).get("VmHWM", 0)
 
 
 def save(result: BenchResult) -> Path:
@@ -153,8 +137,7 @@ def _ours_s() -> float:
 def _busy_s() -> float:
     """Seconds that all cores together were busy since the machine started."""
     try:
-        with open("/proc/stat") as file:
-            ticks = [int(part) for part in file.readline().split()[1:]]
+        times = psutil.cpu_times()
     except OSError:
         return 0.0
-    return float(sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0))

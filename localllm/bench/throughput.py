@@ -14,16 +14,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from localllm.device.memory import rss_anon_bytes
 from localllm.errors import ConfigError
 from localllm.plan.speeds import subject
 from localllm.request import SamplingParams, Timing
 
-from .results import BenchResult, BenchRow, OtherWork, PeerResult, peak_rss_bytes, rss_anon_bytes, versions
+from .results import BenchResult, BenchRow, OtherWork, peak_rss_bytes, versions
 
 if TYPE_CHECKING:
     from localllm.llm.llm import LLM
+
+    from .peer import Peer
 
 RETRIES = 20  # of a run that other processes disturbed, where `most_other_cores` says so
 
@@ -54,14 +57,8 @@ class Engine(Protocol):
         ...
 
 
-class Peer(Engine, Protocol):
-    """Another engine, on the same files."""
-
-    def result(self, rows: Sequence[BenchRow]) -> PeerResult: ...
-
-
-class Ours:
-    """Our engine, through the façade."""
+class OurEngine:
+    """Through the façade."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
@@ -103,48 +100,43 @@ def run_bench(
         raise ConfigError(
             f"the bench needs {longest:,} tokens, the context window holds {llm.plan.ctx:,}", f"add --ctx {longest + 1}"
         )
-    tell = on_test or (lambda name: None)
-    result = new_result(llm)
-    engines: list[Engine] = [Ours(llm)] if peer is None else [Ours(llm), peer]
+    engines: list[Engine] = [OurEngine(llm)] if peer is None else [OurEngine(llm), peer]
     rng = random.Random(0)
     for _ in range(options.warmup):
         for engine in engines:
             engine.prefill([], words(llm, rng, 32))
             engine.decode([words(llm, rng, 8)], 8)
+    ours: list[BenchRow] = []
     theirs: list[BenchRow] = []
     for name, test in _tests(llm, options).items():
-        tell(name)
+        if on_test is not None:
+            on_test(name)
         found: list[list[tuple[float, float | None]]] = [[] for _ in engines]
         for number in range(options.repeat):
             for runs, engine in zip(found, engines, strict=True):
                 runs.append(_one_run(test, engine, f"{name} {number}", options.most_other_cores))
         rows = [BenchRow.of(name, [r for r, _ in runs], [t for _, t in runs]) for runs in found]
-        result.rows.append(rows[0])
+        ours.append(rows[0])
         theirs += rows[1:]
-    finish(result)
-    result.peer = peer.result(theirs) if peer is not None else None
-    return result
+    return result_of(llm, rows=ours, peer=peer.result(theirs) if peer is not None else None)
 
 
-def new_result(llm: LLM) -> BenchResult:
-    """A result without rows."""
-    result = BenchResult(llm.name, llm.run_summary, llm.load_s, llm.state().weight_bytes)
-    result.machine = {"cpu": llm.machine.cpu.name, "cores": llm.machine.cpu.cores_usable, "threads": llm.plan.threads}
-    result.subject = subject(llm.facts, llm.plan, llm.machine)
-    result.versions = versions()
-    result.date = datetime.date.today().isoformat()
-    return result
-
-
-def finish(result: BenchResult) -> None:
-    """Add what is known at the end."""
-    result.rss_anon_bytes = rss_anon_bytes()
-    result.peak_rss_bytes = peak_rss_bytes()
-
-
-def prompt_words(llm: LLM, count: int) -> list[int]:
-    """`count` ordinary ids, the same every time."""
-    return words(llm, random.Random(0), count)
+def result_of(llm: LLM, **found: Any) -> BenchResult:
+    """What was found (fields of `BenchResult`), with the model, the machine and the memory taken by now."""
+    cpu = llm.machine.cpu
+    return BenchResult(
+        model=llm.name,
+        truth_line=llm.run_summary,
+        load_s=llm.load_s,
+        weight_bytes=llm.state().weight_bytes,
+        rss_anon_bytes=rss_anon_bytes(),
+        peak_rss_bytes=peak_rss_bytes(),
+        machine={"cpu": cpu.name, "cores": cpu.cores_usable, "threads": llm.plan.threads},
+        subject=subject(llm.facts, llm.plan, llm.machine),
+        versions=versions(),
+        date=datetime.date.today().isoformat(),
+        **found,
+    )
 
 
 def words(llm: LLM, rng: random.Random, count: int) -> list[int]:

@@ -22,7 +22,7 @@ class MemoryLimits(NamedTuple):
 
 def memory_limits(root: Path = Path("/")) -> MemoryLimits:
     """The smallest of installed RAM, each cgroup's limit, and the address space a `ulimit -v` leaves."""
-    info = _sizes(root / "proc/meminfo")
+    info = sizes(root / "proc/meminfo")
     total = info.get("MemTotal", 0)
     free = info.get("MemAvailable", info.get("MemFree", 0) + info.get("Cached", 0))
     limit = ""
@@ -34,16 +34,16 @@ def memory_limits(root: Path = Path("/")) -> MemoryLimits:
     if space != resource.RLIM_INFINITY:
         if space < total:
             total, limit = space, "ulimit"
-        free = min(free, max(0, space - _sizes(root / "proc/self/status").get("VmSize", 0)))
+        free = min(free, max(0, space - sizes(root / "proc/self/status").get("VmSize", 0)))
     return MemoryLimits(total, free, limit, info.get("SwapTotal", 0), info.get("SwapFree", 0))
 
 
 def rss_anon_bytes() -> int:
     """Anonymous memory of this process: what it really takes, without mapped files; 0 where the system does not say."""
-    return _sizes(Path("/proc/self/status")).get("RssAnon", 0)
+    return sizes(Path("/proc/self/status")).get("RssAnon", 0)
 
 
-def _sizes(path: Path) -> dict[str, int]:
+def sizes(path: Path) -> dict[str, int]:
     """The lines of a file of /proc that give a size, `Name:  123 kB`, in bytes."""
     lines = (line.split() for line in read(path).splitlines())
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[2:] == ["kB"]}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from random import Random
 
 import psutil
 import pytest
 
 from localllm import LLM, SamplingParams
-from localllm.bench import BenchOptions, BenchRow, PeerResult, prompt_words, run_bench, save
+from localllm.bench import BenchOptions, BenchRow, PeerResult, run_bench, save, words
 from localllm.bench.endpoint import Sample
 from localllm.bench.load import LoadRow, Shape, measure
 from localllm.bench.results import OtherWork
@@ -78,13 +79,13 @@ def test_a_test_that_does_not_fit_says_what_would(llm: LLM) -> None:
 
 def test_a_trace_names_the_parts_of_one_step(llm: LLM, tmp_path: Path) -> None:
     file = tmp_path / "step.json"
-    write_trace(llm, file, prompt_words(llm, 16))
+    write_trace(llm, file, words(llm, Random(0), 16))
     events = json.loads(file.read_text())["traceEvents"]
     count = {name: sum(event["name"] == name for event in events) for name in ("step", "decoder", "mlp", "head")}
     assert count == {"step": 1, "decoder": 1, "mlp": 30, "head": 1}
     step = next(event for event in events if event["name"] == "step")
     assert all(step["ts"] <= e["ts"] and e["ts"] + e["dur"] <= step["ts"] + step["dur"] + 1 for e in events)
-    again = llm.submit(prompt_words(llm, 4), SamplingParams(max_tokens=2))
+    again = llm.submit(words(llm, Random(0), 4), SamplingParams(max_tokens=2))
     assert len(again.answer().completions) == 1  # everything is as it was
     with pytest.raises(ConfigError, match="cannot be written"):
         write_trace(llm, tmp_path / "no" / "step.json", [1])

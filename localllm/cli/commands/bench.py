@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import random
 import shlex
 import sys
 from collections.abc import Sequence
@@ -90,7 +91,7 @@ def bench(
         if trace is not None:
             from localllm.bench.trace import write_trace
 
-            write_trace(llm, trace, benches.prompt_words(llm, 16))
+            write_trace(llm, trace, benches.words(llm, random.Random(0), 16))
             env.console.say(f"one decode step is in {clean_line(str(trace))}: open it in ui.perfetto.dev")
     result.command = shlex.join(["localllm", *sys.argv[1:]])
     if save and (result.rows or result.load):
@@ -116,15 +117,12 @@ def _measure(
     if "://" in against:
         from localllm.bench.endpoint import Endpoint
         from localllm.bench.load import run_load
-        from localllm.bench.results import PeerResult
 
         endpoint = Endpoint(against, key=_key(key_file))
         try:
-            result = run_load(llm, endpoint, concurrency=options.concurrency, repeat=options.repeat, on_test=tell)
-            result.peer = PeerResult(endpoint.name, (), endpoint.peak_rss_bytes(), endpoint.versions())
+            return run_load(llm, endpoint, concurrency=options.concurrency, repeat=options.repeat, on_test=tell)
         finally:
             endpoint.close()
-        return result
     from localllm.bench.peer import Peer
 
     needed = max(options.depths) + options.prompt_tokens + options.output_tokens + 1
