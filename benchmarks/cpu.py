@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +128,7 @@ def engines(bench: Bench, model: str, streams: int, ctx: int = CTX) -> Iterator[
     threads, python = bench.options.threads, bench.options.peer_python
     with (
         LLM(model, ctx=ctx, threads=threads, max_parallel=max(STREAMS), device="cpu") as llm,
-        Peer("llama.cpp", llm.path, threads=threads, ctx=ctx, streams=streams, python=python) as peer,
+        closing(Peer("llama.cpp", llm.path, threads=threads, ctx=ctx, streams=streams, python=python)) as peer,
     ):
         bench.kept["peer"] = peer.versions
         bench.kept["cpu"] = llm.machine.cpu.name

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from .results import BenchRow, PeerResult, peak_rss_bytes
 PACKAGES = {"llama.cpp": "llama-cpp-python", "transformers": "transformers"}
 
 
-class Peer(AbstractContextManager["Peer"]):
+class Peer:
     """A child that loads the model and answers lines of JSON. Raises ConfigError when it fails."""
 
     def __init__(
@@ -48,11 +47,11 @@ class Peer(AbstractContextManager["Peer"]):
         try:
             facts = self.ask(do="load", path=str(path), threads=threads, ctx=ctx, streams=streams)
         except BaseException:
-            self.__exit__()
+            self.close()
             raise
         self.versions: dict[str, str] = facts["versions"]
 
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
         try:
             self._child.communicate(timeout=5)  # it ends with its input
         except subprocess.TimeoutExpired:

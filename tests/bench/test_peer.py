@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -83,7 +84,7 @@ def python(tmp_path: Path) -> str:
 
 
 def test_llama_cpp_decodes_what_it_is_asked(python: str, tmp_path: Path) -> None:
-    with Peer("llama.cpp", Path("model.gguf"), threads=2, ctx=700, streams=2, python=python) as peer:
+    with closing(Peer("llama.cpp", Path("model.gguf"), threads=2, ctx=700, streams=2, python=python)) as peer:
         tps, ttft = peer.prefill([1, 2], list(range(100, 700)))
         assert ttft is not None and tps == pytest.approx(600 / ttft)
         assert peer.decode([[3, 4], [5, 6]], 2) > 0
@@ -104,7 +105,7 @@ def test_llama_cpp_decodes_what_it_is_asked(python: str, tmp_path: Path) -> None
 def test_what_goes_wrong_with_a_peer_is_told(python: str) -> None:
     with pytest.raises(ConfigError, match="cannot load missing.gguf"):
         Peer("llama.cpp", Path("missing.gguf"), threads=1, ctx=64, python=python)
-    with Peer("llama.cpp", Path("model.gguf"), threads=1, ctx=64, python=python) as peer:
+    with closing(Peer("llama.cpp", Path("model.gguf"), threads=1, ctx=64, python=python)) as peer:
         with pytest.raises(ConfigError, match="llama_decode failed for 1 tokens"):
             peer.decode([[13]], 1)
         with pytest.raises(ConfigError, match="process ended"):
@@ -126,7 +127,7 @@ def test_an_interpreter_without_the_package_is_told_what_to_install(tmp_path: Pa
 
 @pytest.mark.slow
 def test_transformers_runs_the_same_file(smollm2_path: Path) -> None:
-    with Peer("transformers", smollm2_path, threads=2, ctx=64) as peer:
+    with closing(Peer("transformers", smollm2_path, threads=2, ctx=64)) as peer:
         assert peer.prefill([1, 2, 3], [4, 5, 6])[0] > 0
         assert peer.decode([[3, 4], [5, 6]], 2) > 0
         assert "torch" in peer.result([]).versions

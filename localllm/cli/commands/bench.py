@@ -8,7 +8,8 @@ import json
 import random
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -87,7 +88,9 @@ def bench(
     from localllm.cli.loading import load_llm
 
     with load_llm(env, choice, config.engine) as llm:
-        result = _measure(env, llm, options, against, peer_python, key_file)
+        result = _measure(
+            llm, options, lambda test: env.console.say(f"measuring {test}"), against, peer_python, key_file
+        )
         if trace is not None:
             from localllm.bench.trace import write_trace
 
@@ -105,12 +108,14 @@ def bench(
 
 
 def _measure(
-    env: Env, llm: LLM, options: BenchOptions, against: str | None, python: Path | None, key_file: Path | None
+    llm: LLM,
+    options: BenchOptions,
+    tell: Callable[[str], None],
+    against: str | None,
+    python: Path | None,
+    key_file: Path | None,
 ) -> BenchResult:
     from localllm import bench as benches
-
-    def tell(test: str) -> None:
-        env.console.say(f"measuring {test}")
 
     if against is None:
         return benches.run_bench(llm, options, tell)
@@ -118,16 +123,13 @@ def _measure(
         from localllm.bench.endpoint import Endpoint
         from localllm.bench.load import run_load
 
-        endpoint = Endpoint(against, key=_key(key_file))
-        try:
+        with closing(Endpoint(against, key=_key(key_file))) as endpoint:
             return run_load(llm, endpoint, concurrency=options.concurrency, repeat=options.repeat, on_test=tell)
-        finally:
-            endpoint.close()
     from localllm.bench.peer import Peer
 
     needed = max(options.depths) + options.prompt_tokens + options.output_tokens + 1
-    streams, interpreter = max(options.concurrency), str(python) if python is not None else None
-    with Peer(against, llm.path, threads=llm.plan.threads, ctx=needed, streams=streams, python=interpreter) as peer:
+    limits = {"threads": llm.plan.threads, "ctx": needed, "streams": max(options.concurrency)}
+    with closing(Peer(against, llm.path, **limits, python=str(python) if python is not None else None)) as peer:
         return benches.run_bench(llm, options, tell, peer)
 
 
