@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from localllm.tui.chat.screen import ChatScreen
 from localllm.tui.frame import Frame
-from localllm.tui.keys import KEYS
-from localllm.tui.screens.chat import ChatScreen
+from localllm.tui.keymap import KEYS
 
 
 def _palette() -> type:

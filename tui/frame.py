@@ -24,7 +24,7 @@ from localllm.conversation.attention import Attention
 from localllm.conversation.session import Session
 from localllm.terminal import clean_line, no_color
 from localllm.tui.downloads import Downloads
-from localllm.tui.keys import Keymap
+from localllm.tui.keymap import Keymap
 from localllm.tui.themes import DARK, LIGHT
 
 HANGUP_S = 1.0  # between two looks whether the terminal is still there

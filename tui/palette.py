@@ -12,8 +12,8 @@ from textual.command import DiscoveryHit, Hit, Hits, Provider
 from localllm.errors import LocalLLMError
 from localllm.history.records import SavedChat
 from localllm.terminal import clean_line
-from localllm.tui.keys import KEYS
-from localllm.tui.screens.chat import ChatScreen
+from localllm.tui.chat.screen import ChatScreen
+from localllm.tui.keymap import KEYS
 
 CHATS = 200
 ACTIONS = {

@@ -1,6 +1,6 @@
 """What slash commands do, without Textual: each takes the session and its argument, and returns what to say.
 
-What only the full screen has (panels, the prompt, branches on the screen) is in `tui.screens.commands`.
+What only the full screen has (panels, the prompt, branches on the screen) is in `tui.chat.commands`.
 """
 
 from __future__ import annotations

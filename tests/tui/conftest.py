@@ -20,8 +20,8 @@ from localllm.history.store import History
 from localllm.interface import ChatEvent, Delta
 from localllm.request import Message, SamplingParams
 from localllm.tui.app import ChatApp
+from localllm.tui.chat.screen import ChatScreen
 from localllm.tui.frame import ScreenOptions
-from localllm.tui.screens.chat import ChatScreen
 from localllm.tui.widgets.messages import AssistantMessage
 from localllm.tui.widgets.prompt import PromptArea
 

@@ -10,7 +10,7 @@ from textual.containers import Horizontal, VerticalScroll
 from textual.widgets import Static
 
 from localllm.conversation.slash import SLASHES
-from localllm.tui.keys import KEYS, Keymap
+from localllm.tui.keymap import KEYS, Keymap
 
 from .dialogs import Modal
 

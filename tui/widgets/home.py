@@ -17,7 +17,7 @@ from textual.widgets.option_list import Option
 from localllm.history.records import SavedChat
 from localllm.interface import Check, ModelChoice
 from localllm.terminal import clean_line, fit, gib, tokens_short
-from localllm.tui.keys import Keymap
+from localllm.tui.keymap import Keymap
 
 CHATS = 3
 MODELS = 6

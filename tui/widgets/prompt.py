@@ -15,7 +15,7 @@ from textual.widgets import Static, TextArea
 from localllm.conversation.attachments import Attachment, matching_files
 from localllm.conversation.slash import matching
 from localllm.terminal import clean
-from localllm.tui.keys import Keymap
+from localllm.tui.keymap import Keymap
 
 MAX_HINTS = 8
 _AT = re.compile(r"(?:^|\s)@([^\s]*)$")

@@ -145,7 +145,7 @@ def _port(typed: str | None, is_not_here: bool, attach_to: str) -> int | None:
 
 
 def _list_keys(env: Env, config: UserConfig) -> int:
-    from localllm.tui.keys import KEYS, Keymap
+    from localllm.tui.keymap import KEYS, Keymap
 
     keymap = Keymap(config.ui.keys, config.keys)
     env.console.table(("ID", "KEYS", "MEANING"), [(n, ",".join(keymap.keys(n)), k.meaning) for n, k in KEYS.items()])

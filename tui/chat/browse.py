@@ -10,11 +10,11 @@ from localllm.conversation.markdown import code_blocks
 from localllm.conversation.session import write_new
 from localllm.errors import ConfigError
 from localllm.terminal import clean_line
+from localllm.tui.screens.dialogs import AskScreen
+from localllm.tui.screens.viewer import Viewer
 from localllm.tui.widgets.messages import AssistantMessage, UserMessage
 
-from .dialogs import AskScreen
 from .turns import Turns
-from .viewer import Viewer
 
 TWICE_S = 0.6  # two presses of Esc within this time edit the last question
 

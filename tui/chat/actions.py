@@ -1,4 +1,4 @@
-"""What the keys of the chat screen do: each action by its name in `keys.py`."""
+"""What the keys of the chat screen do: each action by its name in `keymap.py`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ from textual.widgets import TextArea
 
 from localllm.conversation.session import Session
 from localllm.terminal import clean, clean_line
+from localllm.tui.screens.dialogs import PickScreen
+from localllm.tui.screens.help import HelpScreen
+from localllm.tui.screens.models import ModelsScreen
+from localllm.tui.screens.params import ParamsScreen
+from localllm.tui.screens.viewer import Viewer, log_text
 from localllm.tui.widgets.choices import Choices
 from localllm.tui.widgets.engine import EnginePanel
 from localllm.tui.widgets.home import BROWSE, Home
@@ -23,12 +28,7 @@ from localllm.tui.widgets.messages import AssistantMessage
 from localllm.tui.widgets.prompt import Hints
 from localllm.tui.widgets.sidebar import Sidebar
 
-from .dialogs import PickScreen
-from .help import HelpScreen
-from .models import ModelsScreen
-from .params import ParamsScreen
 from .saved import SavedChats
-from .viewer import Viewer, log_text
 
 AGAIN_S = 2.0  # a second Ctrl+C within this time quits
 

@@ -20,7 +20,7 @@ from localllm.conversation.session import Session
 from localllm.conversation.slash import understand
 from localllm.errors import LocalLLMError
 from localllm.history.prompts import PromptHistory
-from localllm.tui.keys import bindings
+from localllm.tui.keymap import bindings
 from localllm.tui.widgets.choices import Choices
 from localllm.tui.widgets.copying import CopyCode
 from localllm.tui.widgets.engine import EnginePanel

@@ -6,9 +6,9 @@ from localllm._version import __version__
 from localllm.conversation.tree import Exchange
 from localllm.interface import ChatEvent, Done, Failed
 from localllm.terminal import clean_line, fit, tokens_short
+from localllm.tui.screens.dialogs import REPORT, CrashScreen
 from localllm.tui.widgets.choices import Choice, Choices
 
-from .dialogs import REPORT, CrashScreen
 from .turns import Turns
 
 FULL, MEMORY, CRASH, LOADING, FETCHING = "full", "memory", "crash", "loading", "fetching"

@@ -22,6 +22,7 @@ from localllm.errors import LocalLLMError
 from localllm.request import Message
 from localllm.terminal import clean_line
 from localllm.tui.frame import Frame
+from localllm.tui.screens.viewer import show_command
 from localllm.tui.widgets.choices import Choices
 from localllm.tui.widgets.engine import Times
 from localllm.tui.widgets.home import Home
@@ -30,8 +31,6 @@ from localllm.tui.widgets.messages import AssistantMessage, UserMessage
 from localllm.tui.widgets.prompt import PromptArea
 from localllm.tui.widgets.status import State
 from localllm.tui.widgets.transcript import Transcript
-
-from .viewer import show_command
 
 
 class Turns(Screen[None]):
