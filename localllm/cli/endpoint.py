@@ -21,7 +21,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class ChatEndpoint:
-    """See `conversation.serving.Endpoint`. The model is the backend's: nothing is loaded a second time.
+    """See `conversation.session.Endpoint`. The model is the backend's: nothing is loaded a second time.
 
     record   this process in `localllm ps`; None where that cannot be written
     """

@@ -10,10 +10,8 @@ from localllm.cli.question import Job
 from localllm.cli.start import Start, backend_of, farewell, session_of
 from localllm.config import UserConfig
 from localllm.conversation import clipboard, commands
-from localllm.conversation.serving import OFF
-from localllm.conversation.session import Session
-from localllm.conversation.slash import SLASHES, Typed, understand
-from localllm.conversation.texts import complaint
+from localllm.conversation.session import Session, complaint
+from localllm.conversation.slash import OFF, SLASHES, Typed, understand
 from localllm.conversation.tree import Exchange
 from localllm.errors import ConfigError, LocalLLMError, OutOfMemory
 from localllm.terminal import clean, clean_line

@@ -14,7 +14,7 @@ from localllm.cli.frame.command import Env
 from localllm.cli.names import Choice
 from localllm.cli.session import Sampling, make_backend
 from localllm.config import UserConfig
-from localllm.conversation.serving import OFF
+from localllm.conversation.slash import OFF
 from localllm.errors import LocalLLMError
 from localllm.terminal import clean_line
 

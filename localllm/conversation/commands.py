@@ -12,12 +12,10 @@ from localllm.config import load_config, set_key
 from localllm.conversation import clipboard
 from localllm.conversation.attachments import Attachment, read_attachments
 from localllm.conversation.markdown import code_blocks
-from localllm.conversation.serving import parse_port
 from localllm.conversation.session import Session, write_new
-from localllm.conversation.slash import Typed
+from localllm.conversation.slash import Typed, parse_port
 from localllm.conversation.storage import saved_chat, saved_messages
-from localllm.conversation.texts import number
-from localllm.conversation.tree import THINK, parse_sampling, sampling_keys, walked
+from localllm.conversation.tree import THINK, number, parse_sampling, sampling_keys, walked
 from localllm.errors import ConfigError
 from localllm.terminal import clean_line, gib, tokens_short
 

@@ -15,28 +15,29 @@ MODELS = 200
 log = logging.getLogger(__name__)
 
 
-class LoadTimes:
-    """Seconds by model, in one small file. One that cannot be read or written costs the forecast, nothing else."""
+def expected_s(model: str) -> float | None:
+    """Seconds from the first phase to ready, the median of the last loads; None when there was none."""
+    times = _read().get(model)
+    return median(times) if times else None
 
-    def __init__(self, file: Path | None = None) -> None:
-        self._file = file or paths.state_dir() / "load-times.json"
 
-    def expected(self, model: str) -> float | None:
-        """Seconds from the first phase to ready, the median of the last loads; None when there was none."""
-        times = self._read().get(model)
-        return median(times) if times else None
+def add(model: str, seconds: float) -> None:
+    """Keep the time of a load. A file that cannot be written costs the forecast, nothing else."""
+    known = _read()
+    times = [*known.pop(model, []), round(seconds, 3)][-KEPT:]
+    known[model] = times  # at the end: those not loaded for the longest time are dropped first
+    try:
+        paths.replace_file(_file(), json.dumps(dict(list(known.items())[-MODELS:])))
+    except OSError:
+        log.warning("load times are not kept", exc_info=True)
 
-    def add(self, model: str, seconds: float) -> None:
-        known = self._read()
-        times = [*known.pop(model, []), round(seconds, 3)][-KEPT:]
-        known[model] = times  # at the end: those not loaded for the longest time are dropped first
-        try:
-            paths.replace_file(self._file, json.dumps(dict(list(known.items())[-MODELS:])))
-        except OSError:
-            log.warning("load times are not kept", exc_info=True)
 
-    def _read(self) -> dict[str, list[float]]:
-        return {model: times for model, times in paths.read_json(self._file).items() if _sound(times)}
+def _file() -> Path:
+    return paths.state_dir() / "load-times.json"
+
+
+def _read() -> dict[str, list[float]]:
+    return {model: times for model, times in paths.read_json(_file()).items() if _sound(times)}
 
 
 def _sound(times: Any) -> bool:

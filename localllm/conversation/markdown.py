@@ -27,18 +27,8 @@ def closes_fence(line: str, fence: str) -> bool:
 
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
     """(what stands behind the fence, contents) of the fenced blocks of a text; one that is left open counts."""
-    blocks: list[tuple[str, list[str]]] = []
-    fence = ""
-    for line in text.split("\n"):
-        if fence:
-            if closes_fence(line, fence):
-                fence = ""
-            else:
-                blocks[-1][1].append(line)
-        elif found := opened_fence(line.strip()):  # at any depth: a list may hold it
-            fence = found[0]
-            blocks.append((found[1], []))
-    return [(mark, "\n".join(lines)) for mark, lines in blocks]
+    fences = (token for token in new_parser().parse(text) if token.type == "fence")
+    return [(token.info.strip(), token.content.removesuffix("\n")) for token in fences]
 
 
 def code_blocks(text: str) -> list[str]:

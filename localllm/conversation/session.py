@@ -5,15 +5,39 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from localllm.config import Preset
 from localllm.conversation.attachments import Attachment
 from localllm.conversation.saver import Saver
-from localllm.conversation.serving import OFF, Endpoint
+from localllm.conversation.slash import OFF
 from localllm.conversation.tree import Conversation
-from localllm.errors import ConfigError
+from localllm.errors import ConfigError, LocalLLMError
 from localllm.interface import ChatBackend
 from localllm.terminal import clean_line
+
+
+class Endpoint(Protocol):
+    """The engine of a chat as an endpoint for other programs of this machine.
+
+    Made by the command that opened the chat, since the interface knows neither engine nor server.
+    """
+
+    @property
+    def url(self) -> str:
+        """Where it answers; "" while it does not"""
+        ...
+
+    def start(self, model: str, port: int | None) -> str:
+        """Answer for the model that is loaded, called `model`; None is the usual port. Returns the URL.
+
+        Takes a moment. Raises LocalLLMError: the port is taken, nothing is loaded, there is nothing to serve.
+        """
+        ...
+
+    def stop(self) -> None:
+        """Close the port; twice does nothing. Takes a moment"""
+        ...
 
 
 @dataclass
@@ -70,3 +94,8 @@ def write_new(path: str, text: str) -> str:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{shown} cannot be written: {reason}", "choose another place") from None
     return f"written to {shown}"
+
+
+def complaint(error: LocalLLMError) -> str:
+    """An error of the user's, in one line."""
+    return f"! {error.message}" + (f" ({error.hint})" if error.hint else "")

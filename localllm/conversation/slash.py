@@ -2,55 +2,29 @@
 
 from __future__ import annotations
 
+import tomllib
+from importlib import resources
 from typing import NamedTuple
 
 from localllm.errors import ConfigError
 
 
 class Slash(NamedTuple):
-    """A slash command: its name, the shape of its argument, its meaning, whether the line mode has it too."""
+    """A slash command: its name, its meaning, the shape of its argument, whether the line mode has it too."""
 
     name: str
-    argument: str
     meaning: str
+    argument: str = ""
     plain: bool = True
 
 
-SLASHES = (
-    Slash("help", "", "keys and commands"),
-    Slash("model", "[name]", "choose another model; the conversation stays", False),
-    Slash("new", "", "start a new chat"),
-    Slash("chats", "[query]", "saved chats, searched", False),
-    Slash("rename", "title", "give this chat a title"),
-    Slash("system", "[text|off]", "show or set the instructions for the model"),
-    Slash("preset", "[name|save name]", "use or save a set of instructions and sampling"),
-    Slash("set", "[key value]", "show or set sampling: temperature, top_p, seed, …"),
-    Slash("params", "", "all parameters in a panel", False),
-    Slash("think", "[auto|off|low|medium|high]", "reasoning of models that can switch it"),
-    Slash("attach", "path…", "add text files to the next message"),
-    Slash("paste", "", "attach what the clipboard of this machine holds", False),
-    Slash("regen", "[n]", "answer again, as a new branch"),
-    Slash("edit", "[n]", "change a question of yours, as a new branch", False),
-    Slash("undo", "", "take the last question and its answer back"),
-    Slash("branch", "[n]", "go on from answer n; what came after stays as another branch", False),
-    Slash("continue", "", "go on with an answer that was cut short"),
-    Slash("copy", "[n|code [k]|all]", "copy the last answer, answer n, a code block, or all"),
-    Slash("save", "path", "write the last code block to a file"),
-    Slash("export", "[md|json|html] [path]", "write this chat to a file"),
-    Slash("ctx", "", "what fills the context window"),
-    Slash("stats", "", "speeds, memory and what runs"),
-    Slash("engine", "", "the engine panel: pages, batches, speeds, memory", False),
-    Slash("serve", "[port|off]", "let other programs on this machine use this model: an OpenAI-compatible API"),
-    Slash("ps", "", "what is loaded on this machine", False),
-    Slash("plan", "", "what fits on this machine", False),
-    Slash("doctor", "", "check this machine", False),
-    Slash("bench", "", "measure this model", False),
-    Slash("theme", "[name]", "colours", False),
-    Slash("keys", "", "keys and how they are bound", False),
-    Slash("logs", "", "the log of this program", False),
-    Slash("quit", "", "leave"),
+SLASHES = tuple(
+    Slash(name, **row)
+    for name, row in tomllib.loads(resources.files(__package__).joinpath("slash.toml").read_text("utf-8")).items()
 )
 ALIASES = {"bye": "quit", "exit": "quit", "q": "quit", "?": "help", "clear": "new", "retry": "regen", "models": "model"}
+MAX_PORT = 65_535
+OFF = -1  # what `parse_port` makes of the word off
 _BARE_QUIT = ("exit", "quit", ":q")
 
 
@@ -93,3 +67,14 @@ def matching(prefix: str, plain: bool = False) -> list[Slash]:
 def _subsequence(letters: str, name: str) -> bool:
     rest = iter(name)
     return all(letter in rest for letter in letters)
+
+
+def parse_port(text: str) -> int | None:
+    """What follows /serve: a port, `OFF`, or None for the usual port. Raises ConfigError."""
+    if not text:
+        return None
+    if text == "off":
+        return OFF
+    if not text.isascii() or not text.isdigit() or int(text) > MAX_PORT:
+        raise ConfigError(f"/serve {text}: it can be a port up to {MAX_PORT}, or off", "/serve 8000")
+    return int(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -74,31 +75,30 @@ def saved_messages(exchange: Exchange) -> Iterator[SavedMessage]:
 
 def _restore(made: Conversation, messages: list[SavedMessage], leaf_id: int | None) -> Exchange | None:
     """Build the tree. Returns the exchange that holds `leaf_id`."""
-    children: dict[int | None, list[SavedMessage]] = {}
-    known = {message.id for message in messages}
+    by_id = {message.id: message for message in messages}
+    children: defaultdict[int | None, list[SavedMessage]] = defaultdict(list)
     for message in messages:
-        children.setdefault(message.parent_id if message.parent_id in known else None, []).append(message)
-    leaf: Exchange | None = None
-    waiting: list[tuple[Exchange | None, SavedMessage]] = [(None, m) for m in reversed(children.get(None, []))]
+        children[message.parent_id if message.parent_id in by_id else None].append(message)
+    exchanges: dict[int | None, Exchange] = {}  # by the message that they end with
+    waiting = children[None][::-1]
     while waiting:
-        above, message = waiting.pop()
+        message = waiting.pop()
+        below = children[message.id]
+        waiting += reversed(below)
+        above = by_id.get(message.parent_id) if message.parent_id is not None else None
         if message.role == "user":
-            answers = [m for m in children.get(message.id, []) if m.role == "assistant"]
-            others = [m for m in children.get(message.id, []) if m.role != "assistant"]
-            made_here = [_exchange(above, message, answer) for answer in answers]
-            if others or not answers:
-                made_here.append(_exchange(above, message, None))
-            pairs = list(zip(made_here, [*([a] for a in answers), others], strict=False))
+            if below and all(one.role == "assistant" for one in below):
+                continue  # each answer makes an exchange with this question
+            question, answer = message, None
         else:
-            made_here = [_exchange(above, None, message)]
-            pairs = [(made_here[0], [message])]
-        for one, held in pairs:
-            made.attach(one)
-            below = [c for m in held for c in (children.get(m.id, []) if m.role == "assistant" else [m])]
-            waiting += [(one, child) for child in reversed(below)]
-            if leaf_id in (one.answer_id, one.question_id) and (leaf is None or leaf_id == one.answer_id):
-                leaf = one
-    return leaf
+            is_answer = message.role == "assistant" and above is not None and above.role == "user"
+            question, answer = above if is_answer else None, message
+        one = _exchange(exchanges.get((question or message).parent_id), question, answer)
+        made.attach(one)
+        exchanges[message.id] = one
+        if question is not None:
+            exchanges.setdefault(question.id, one)
+    return exchanges.get(leaf_id)
 
 
 def _exchange(above: Exchange | None, question: SavedMessage | None, answer: SavedMessage | None) -> Exchange:

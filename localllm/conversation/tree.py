@@ -283,6 +283,11 @@ def sampling_keys() -> list[str]:
     return [path.removeprefix("sampling.") for path in KEYS if path.startswith("sampling.")]
 
 
+def number(value: Any) -> str:
+    """A setting's value for people: 0.3, 0, 42."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def parse_sampling(name: str, text: str) -> Any:
     """The value of a sampling key. Raises ConfigError."""
     kind = KEYS[f"sampling.{name}"].kind

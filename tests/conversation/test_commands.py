@@ -47,7 +47,7 @@ def test_what_is_copied() -> None:
     talk.ask("q1").text = "a1"
     talk.ask("q2").text = "see\n```py\nx = 1\n```\nand\n```\ny\n"
     assert say("/copy 1") == "answer 1: a1"
-    assert say("/copy code") == "the last code block: y\n"
+    assert say("/copy code") == "the last code block: y"
     assert "**q1**" in say("/copy all")
     for bad in ("3", "x"):
         with pytest.raises(ConfigError):

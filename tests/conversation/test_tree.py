@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from localllm.conversation import clipboard
+from localllm.conversation.answer import failure_lines
 from localllm.conversation.markdown import code_blocks
 from localllm.conversation.slash import matching, understand
-from localllm.conversation.texts import answer_stats, failure_lines
 from localllm.conversation.tree import Conversation
 from localllm.errors import ConfigError
 from localllm.interface import Failed
@@ -77,9 +77,9 @@ def test_lines_below_an_answer() -> None:
     talk = Conversation()
     exchange = talk.ask("q")
     exchange.usage, exchange.timing = Usage(1204, 1024, 312), Timing(ttft_s=0.041, total_s=3.4, decode_tps=91.43)
-    line = answer_stats(exchange.usage, exchange.timing, "stop")
-    assert line == "↑ 1,204 (cached 1,024)  ↓ 312  ·  91.4 tok/s  ·  TTFT 41 ms"
-    assert "stopped by you · 312 tokens · /continue" in answer_stats(exchange.usage, exchange.timing, "abort")
+    assert exchange.stats == "↑ 1,204 (cached 1,024)  ↓ 312  ·  91.4 tok/s  ·  TTFT 41 ms"
+    exchange.stop = "abort"
+    assert "stopped by you · 312 tokens · /continue" in exchange.stats
     assert talk.summary == "1 turn · 312 tokens · 91 tok/s avg"
     lines = failure_lines(Failed(0, "E501", "too big", "smaller", (("localllm chat x --ctx 8k", "fits"),)))
     assert lines[0] == "✗ too big   [E501]" and lines[-1].strip() == "localllm chat x --ctx 8k   fits"

@@ -7,47 +7,49 @@ from pathlib import Path
 
 import pytest
 
-from localllm.conversation.load_times import KEPT, LoadTimes
+from localllm.conversation import load_times
 from localllm.tui.widgets.loading import LoadCard
 
 from .conftest import chat
 
 
-def test_the_median_of_the_last_loads_is_expected(tmp_path: Path) -> None:
-    file = tmp_path / "new" / "times.json"
-    times = LoadTimes(file)
-    assert times.expected("a") is None
+@pytest.fixture
+def file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("LOCALLLM_HOME", str(tmp_path))
+    return tmp_path / "state" / "load-times.json"
+
+
+def test_the_median_of_the_last_loads_is_expected(file: Path) -> None:
+    assert load_times.expected_s("a") is None
     for seconds in (100.0, 1.0, 2.0, 30.0, 4.0, 5.0):
-        times.add("a", seconds)
-    times.add("b", 9.0)
-    assert times.expected("a") == 4.0 and times.expected("b") == 9.0  # the first one is forgotten
-    assert len(json.loads(file.read_text())["a"]) == KEPT
+        load_times.add("a", seconds)
+    load_times.add("b", 9.0)
+    assert load_times.expected_s("a") == 4.0 and load_times.expected_s("b") == 9.0  # the first one is forgotten
+    assert len(json.loads(file.read_text())["a"]) == load_times.KEPT
     for number in range(250):
-        times.add(f"model {number}", 1.0)
-    assert times.expected("a") is None and len(json.loads(file.read_text())) == 200
+        load_times.add(f"model {number}", 1.0)
+    assert load_times.expected_s("a") is None and len(json.loads(file.read_text())) == 200
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"a": "x"}', '{"a": [null]}', '{"a": [-1]}', '{"a": []}', "\x00"])
-def test_a_damaged_file_expects_nothing_and_is_written_anew(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "times.json"
+def test_a_damaged_file_expects_nothing_and_is_written_anew(file: Path, text: str) -> None:
+    file.parent.mkdir()
     file.write_text(text)
-    times = LoadTimes(file)
-    assert times.expected("a") is None
-    times.add("a", 2.0)
-    assert times.expected("a") == 2.0
+    assert load_times.expected_s("a") is None
+    load_times.add("a", 2.0)
+    assert load_times.expected_s("a") == 2.0
 
 
-def test_a_folder_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    LoadTimes(tmp_path / "file" / "times.json").add("a", 1.0)
+def test_a_folder_that_cannot_be_written_is_no_failure(file: Path) -> None:
+    file.parent.write_text("")
+    load_times.add("a", 1.0)
 
 
-async def test_the_second_load_says_how_long_it_may_take(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("LOCALLLM_HOME", str(tmp_path))
+async def test_the_second_load_says_how_long_it_may_take(file: Path) -> None:
     async with chat(load_s=0.1) as running:
         await running.ready()
-        await running.until(lambda: LoadTimes().expected("fake") and not running.screen.query(LoadCard))
-    LoadTimes().add("fake-slow", 42.0)
+        await running.until(lambda: load_times.expected_s("fake") and not running.screen.query(LoadCard))
+    load_times.add("fake-slow", 42.0)
     async with chat(model="fake-slow") as running:
         await running.until(lambda: "of about 42 s" in running.text("#load-title"))
         assert "Loading fake-slow · 0." in running.text("#load-title")

@@ -20,8 +20,8 @@ from localllm.cli.commands.serve import taken_by_us
 from localllm.cli.commands.stop import stop
 from localllm.cli.endpoint import ChatEndpoint
 from localllm.cli.frame.command import Env, Options
-from localllm.conversation.serving import OFF, parse_port
 from localllm.conversation.session import Session
+from localllm.conversation.slash import OFF, parse_port
 from localllm.conversation.tree import Conversation
 from localllm.errors import ConfigError, ServerError
 from localllm.request import SamplingParams

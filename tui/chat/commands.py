@@ -8,8 +8,7 @@ from collections.abc import Awaitable, Callable
 from textual.widgets import Input
 
 from localllm.conversation import commands
-from localllm.conversation.serving import OFF, parse_port
-from localllm.conversation.slash import Typed
+from localllm.conversation.slash import OFF, Typed, parse_port
 from localllm.errors import ConfigError
 from localllm.tui.widgets.sidebar import Sidebar
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from localllm.conversation.load_times import LoadTimes
+from localllm.conversation import load_times
 from localllm.conversation.saver import AUTOSAVE_S
-from localllm.conversation.serving import OFF
 from localllm.conversation.session import Session
+from localllm.conversation.slash import OFF
 from localllm.conversation.tree import Exchange
 from localllm.interface import ChatEvent, Delta, Done, Failed, Prefill
 from localllm.request import LoadProgress
@@ -139,7 +139,7 @@ class Stream(Turns):
             await transcript.say(f"! {warning}", "warning", after=card)
         if card:
             if card.elapsed_s is not None and not facts.url:
-                LoadTimes().add(self.session.model, card.elapsed_s)
+                load_times.add(self.session.model, card.elapsed_s)
             await card.remove()
         if self.session.endpoint is not None and self.session.serves != OFF:
             await self.serve(self.session.serves)

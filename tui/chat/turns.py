@@ -15,8 +15,8 @@ from typing import Any, cast
 
 from textual.screen import Screen
 
-from localllm.conversation.session import OFF, Session
-from localllm.conversation.texts import complaint
+from localllm.conversation.session import Session, complaint
+from localllm.conversation.slash import OFF
 from localllm.conversation.tree import Conversation, Exchange
 from localllm.errors import LocalLLMError
 from localllm.request import Message

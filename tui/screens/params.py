@@ -12,8 +12,7 @@ from textual.containers import Horizontal, VerticalScroll
 from textual.widgets import Input, Select, Static, TextArea
 
 from localllm.config import KEYS, Preset
-from localllm.conversation.texts import number
-from localllm.conversation.tree import THINK, Conversation, parse_sampling, sampling_keys
+from localllm.conversation.tree import THINK, Conversation, number, parse_sampling, sampling_keys
 from localllm.errors import ConfigError
 
 from .dialogs import Modal

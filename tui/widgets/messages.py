@@ -12,7 +12,7 @@ from textual.geometry import Size
 from textual.reactive import Reactive
 from textual.widgets import Static
 
-from localllm.conversation.texts import answer_stats, failure_lines
+from localllm.conversation.answer import failure_lines
 from localllm.conversation.tree import Exchange
 from localllm.interface import Delta, Failed
 from localllm.terminal import Cleaner, clean, seconds_short
@@ -181,10 +181,9 @@ class AssistantMessage(Vertical):
             self._footer.add_class("-failed")
             return
         branch = f"‹{self._place[0]}/{self._place[1]}›  " if self._place[1] > 1 else ""
-        stats = answer_stats(exchange.usage, exchange.timing, exchange.stop)
         silent = self.screen.has_class("-no-stats") and exchange.stop in ("stop", "length")
         left = "left out of the context · " if exchange.forgotten else ""
-        self._footer.update(left + branch + ("" if silent else stats))
+        self._footer.update(left + branch + ("" if silent else exchange.stats))
         self._footer.remove_class("-failed")
         self._footer.add_class("-done")
 

@@ -9,7 +9,7 @@ from textual.containers import Horizontal
 from textual.content import Content
 from textual.widgets import Static
 
-from localllm.conversation.texts import number
+from localllm.conversation.tree import number
 from localllm.interface import Facts
 from localllm.terminal import cell_width, clean_line, fit, tokens_short
 

@@ -17,7 +17,7 @@ from textual.reactive import Reactive
 from textual.widget import Widget
 from textual.widgets import Static
 
-from localllm.conversation.load_times import LoadTimes
+from localllm.conversation import load_times
 from localllm.conversation.tree import Conversation, Exchange
 from localllm.interface import Failed
 from localllm.terminal import clean
@@ -66,7 +66,7 @@ class Transcript(VerticalScroll):
 
     async def begin_loading(self, model: str) -> None:
         await self.query("LoadCard, Failure").remove()
-        await self.mount(LoadCard(model, LoadTimes().expected(model)))
+        await self.mount(LoadCard(model, load_times.expected_s(model)))
         self.anchor()
 
     # --- following the end -------------------------------------------------------------------------------------------

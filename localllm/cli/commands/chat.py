@@ -27,7 +27,7 @@ from localllm.cli.question import Job, gather_prompt, messages_of
 from localllm.cli.session import Sampling
 from localllm.cli.start import Start, new_start, noted
 from localllm.config import UserConfig
-from localllm.conversation.serving import OFF, parse_port
+from localllm.conversation.slash import OFF, parse_port
 from localllm.errors import ConfigError, ModelNotFound
 from localllm.terminal import clean_line, dumb, is_tty
 
