@@ -7,19 +7,14 @@ from typing import Any, ClassVar
 from localllm.tui.chat.screen import ChatScreen
 from localllm.tui.frame import Frame
 from localllm.tui.keymap import KEYS
-
-
-def _palette() -> type:
-    from localllm.tui.palette import Everything
-
-    return Everything
+from localllm.tui.palette import Everything
 
 
 class ChatApp(Frame):
     """`chat` in a terminal."""
 
     CSS_PATH = "app.tcss"
-    COMMANDS: ClassVar[set[Any]] = {_palette}
+    COMMANDS: ClassVar[set[Any]] = {Everything}
 
     @property
     def chat(self) -> ChatScreen:

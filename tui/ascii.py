@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import unicodedata
+from functools import cache
 
 from rich.cells import cell_len
 from rich.segment import Segment
@@ -28,6 +30,7 @@ _MARKS = {
 }  # fmt: skip
 
 
+@cache
 def plain(char: str) -> str:
     """What stands for a character in ASCII, as wide as it is."""
     width = cell_len(char)
@@ -39,36 +42,28 @@ def plain(char: str) -> str:
     return known if len(known) == width else "?" * width
 
 
+def _replaced(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    return "".join(map(plain, error.object[error.start : error.end])), error.end
+
+
+codecs.register_error("localllm.plain", _replaced)
+
+
 class Encodable(LineFilter):
     """Everything on the screen in the characters of one encoding."""
 
     def __init__(self, encoding: str) -> None:
         super().__init__()
-        self._table = _Table(encoding)
+        self._encoding = encoding
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
         """The segments of a line, each as wide as it was."""
         return [segment if segment.control or segment.text.isascii() else self._of(segment) for segment in segments]
 
     def _of(self, segment: Segment) -> Segment:
-        text, width = segment.text.translate(self._table), cell_len(segment.text)
+        text = segment.text.encode(self._encoding, "localllm.plain").decode(self._encoding)
+        width = cell_len(segment.text)
         if cell_len(text) != width:  # joined characters are narrower together than alone
             text = text[:width].ljust(width) if text.isascii() else "?" * width
         return Segment(text, segment.style)
-
-
-class _Table(dict[int, str]):
-    """For `str.translate`: filled as characters come."""
-
-    def __init__(self, encoding: str) -> None:
-        super().__init__()
-        self._encoding = encoding
-
-    def __missing__(self, code: int) -> str:
-        char = chr(code)
-        try:
-            char.encode(self._encoding)
-        except UnicodeEncodeError:
-            char = plain(char)
-        self[code] = char
-        return char

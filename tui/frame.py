@@ -9,14 +9,17 @@ import logging
 import os
 import select
 import threading
+import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from textual.app import App, SystemCommand
 from textual.screen import Screen
+from textual.theme import Theme
 
 from localllm.config import UiConfig
 from localllm.conversation import clipboard
@@ -25,7 +28,6 @@ from localllm.conversation.session import Session
 from localllm.terminal import clean_line, no_color
 from localllm.tui.downloads import Downloads
 from localllm.tui.keymap import Keymap
-from localllm.tui.themes import DARK, LIGHT
 
 HANGUP_S = 1.0  # between two looks whether the terminal is still there
 GONE_S = 5.0
@@ -93,8 +95,9 @@ class Frame(App[None]):
 
     def _begin_with_theme(self) -> list[str]:
         """Colours from the start: setting `theme` later would parse every style sheet a second time."""
-        self.register_theme(DARK)
-        self.register_theme(LIGHT)
+        own = tomllib.loads(resources.files(__package__).joinpath("themes.toml").read_text("utf-8"))
+        for name, colours in own.items():
+            self.register_theme(Theme(name, **colours))
         wanted = "ansi-dark" if self._colorless else self.options.ui.theme
         known = wanted in self.available_themes
         self.set_reactive(App.theme, wanted if known else "localllm-dark")

@@ -2,73 +2,27 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
+from difflib import get_close_matches
+from importlib import resources
 from typing import NamedTuple
 
 from textual.binding import Binding
 
 
 class Key(NamedTuple):
-    """An action's keys, comma-separated, and what it does."""
+    """An action's keys, comma-separated, what it does, and what it belongs to: chat, prompt or browse."""
 
     keys: str
     meaning: str
-    action: str = ""  # the screen's action; empty where a widget looks the key up itself
-    where: str = "chat"  # chat | prompt | browse
+    where: str
+    action: str = ""
 
 
-KEYS: Mapping[str, Key] = {
-    "prompt.send": Key("enter", "send; while an answer runs, the message waits its turn", where="prompt"),
-    "prompt.newline": Key("shift+enter,alt+enter,ctrl+j", "new line (so does a \\ before Enter)", where="prompt"),
-    "prompt.search": Key("ctrl+r", "search the messages sent earlier", "search_prompts"),
-    "prompt.editor": Key("ctrl+g", "write in $EDITOR", "editor"),
-    "chat.stop": Key("escape", "stop the answer; else close what is open; else browse", "escape"),
-    "app.interrupt": Key("ctrl+c", "copy the selection, stop, clear the prompt; twice to quit", "interrupt"),
-    "app.quit": Key("ctrl+q", "quit (so does Ctrl+D when the prompt is empty)", "quit_chat"),
-    "chat.new": Key("ctrl+n", "new chat", "new_chat"),
-    "chats.open": Key("ctrl+s", "saved chats, searched as you type", "chats"),
-    "ui.sidebar": Key("f3,ctrl+b", "show or hide the list of chats", "sidebar"),
-    "models.open": Key("ctrl+o", "models: choose, download, remove", "models"),
-    "params.open": Key("f2", "parameters: sampling, thinking, instructions", "params"),
-    "engine.open": Key("f4", "the engine: pages, batches, speeds, memory", "engine"),
-    "ui.thinking": Key("ctrl+t", "show or hide thinking", "thinking"),
-    "browse.up": Key("alt+up", "browse: the message above", "browse_up"),
-    "browse.down": Key("alt+down", "browse: the message below", "browse_down"),
-    "app.help": Key("f1", "this help", "help"),
-    "app.doctor": Key("f9", "check this machine", "doctor"),
-    "app.log": Key("f12", "the log of this program", "logs"),
-    "browse.copy": Key("y", "copy the message as Markdown", where="browse"),
-    "browse.code": Key("c", "copy a code block; again for the next", where="browse"),
-    "browse.save": Key("s", "write a code block to a file", where="browse"),
-    "browse.edit": Key("e", "edit: a question is asked anew, an answer rewritten", where="browse"),
-    "browse.again": Key("r", "answer again, as a new branch", where="browse"),
-    "browse.branch": Key("b", "go on from here; what follows stays as a branch", where="browse"),
-    "browse.previous": Key("left_square_bracket", "the previous branch", where="browse"),
-    "browse.next": Key("right_square_bracket", "the next branch", where="browse"),
-    "browse.fold": Key("space", "open or close the thinking", where="browse"),
-    "browse.delete": Key("d", "remove the message and what follows; twice", where="browse"),
-    "browse.search": Key("slash", "search in this chat", where="browse"),
-    "browse.search_next": Key("n", "the next match", where="browse"),
-    "browse.search_back": Key("N,upper_n", "the previous match", where="browse"),
-    "browse.raw": Key("o", "the message as the model wrote it", where="browse"),
-    "browse.move_up": Key("k,up", "move up", where="browse"),
-    "browse.move_down": Key("j,down", "move down", where="browse"),
-    "browse.first": Key("g,home", "to the first message", where="browse"),
-    "browse.last": Key("G,upper_g,end", "to the last message", where="browse"),
-    "browse.leave": Key("i,enter,escape", "back to the prompt (as any other letter)", where="browse"),
-}
-# What `--keys vim` binds another way.
-VIM: Mapping[str, str] = {
-    "chat.new": "ctrl+n",
-    "browse.up": "alt+up,alt+k",
-    "browse.down": "alt+down,alt+j",
-    "browse.move_up": "k,up,ctrl+p,ctrl+y",
-    "browse.move_down": "j,down,ctrl+n,ctrl+e",
-    "browse.leave": "i,a,o,enter,escape,colon",
-    "browse.raw": "K,upper_k",
-    "browse.delete": "d,x",
-    "browse.again": "r,u",
-}
+_TABLES = tomllib.loads(resources.files(__package__).joinpath("keymap.toml").read_text("utf-8"))
+VIM: Mapping[str, str] = _TABLES.pop("vim")
+KEYS = {name: Key(where=where, **row) for where, rows in _TABLES.items() for name, row in rows.items()}
 _NAMES = {
     "escape": "esc", "enter": "⏎", "slash": "/", "left_square_bracket": "[", "right_square_bracket": "]",
     "space": "Space", "up": "↑", "down": "↓", "colon": ":",
@@ -80,9 +34,11 @@ class Keymap:
 
     def __init__(self, style: str = "default", own: Mapping[str, str] | None = None) -> None:
         self.own = {**(VIM if style == "vim" else {}), **(own or {})}
-        self.problems = [
-            f"[keys] {name!r} is not a key binding" + _meant(name) for name in self.own if name not in KEYS
-        ]
+        self.problems = []
+        for name in (name for name in self.own if name not in KEYS):
+            near = get_close_matches(name, list(KEYS), 1)
+            meant = f"did you mean {near[0]}?" if near else "`localllm chat --list-keys` lists them"
+            self.problems.append(f"[keys] {name!r} is not a key binding; {meant}")
         self.own = {name: keys for name, keys in self.own.items() if name in KEYS and keys.strip()}
 
     def keys(self, name: str) -> tuple[str, ...]:
@@ -118,10 +74,3 @@ def bindings() -> list[Binding]:
         for name, key in KEYS.items()
         if key.action
     ]
-
-
-def _meant(name: str) -> str:
-    from difflib import get_close_matches
-
-    near = get_close_matches(name, list(KEYS), 1, 0.6)
-    return f"; did you mean {near[0]}?" if near else "; `localllm chat --list-keys` lists them"
