@@ -85,15 +85,15 @@ def _restore(made: Conversation, messages: list[SavedMessage], leaf_id: int | No
         message = waiting.pop()
         below = children[message.id]
         waiting += reversed(below)
-        above = by_id.get(message.parent_id) if message.parent_id is not None else None
         if message.role == "user":
             if below and all(one.role == "assistant" for one in below):
                 continue  # each answer makes an exchange with this question
-            question, answer = message, None
+            question: SavedMessage | None = message
         else:
-            is_answer = message.role == "assistant" and above is not None and above.role == "user"
-            question, answer = above if is_answer else None, message
-        one = _exchange(exchanges.get((question or message).parent_id), question, answer)
+            above = by_id.get(message.parent_id or 0)
+            question = above if above and (above.role, message.role) == ("user", "assistant") else None
+        first = question or message
+        one = _exchange(exchanges.get(first.parent_id), question, None if question is message else message)
         made.attach(one)
         exchanges[message.id] = one
         if question is not None:

@@ -1,4 +1,4 @@
-"""What the keys of the chat screen do: each action by its name in `keymap.py`."""
+"""What the keys of the chat screen do, each action by its name in `keymap.toml`, and what is chosen in its lists."""
 
 from __future__ import annotations
 
@@ -8,36 +8,41 @@ import shlex
 import subprocess
 import tempfile
 import time
-from functools import partialmethod
 from pathlib import Path
 
 from textual import on, work
-from textual.widgets import TextArea
+from textual.widgets import Input, OptionList, TextArea
 
 from localllm.conversation.session import Session
+from localllm.conversation.storage import restored
+from localllm.history.records import SavedChat, SavedMessage
+from localllm.history.store import History
 from localllm.terminal import clean, clean_line
 from localllm.tui.screens.dialogs import PickScreen
 from localllm.tui.screens.help import HelpScreen
 from localllm.tui.screens.models import ModelsScreen
 from localllm.tui.screens.params import ParamsScreen
-from localllm.tui.screens.viewer import Viewer, log_text
+from localllm.tui.screens.viewer import Viewer, log_text, show_command
 from localllm.tui.widgets.choices import Choices
 from localllm.tui.widgets.engine import EnginePanel
-from localllm.tui.widgets.home import BROWSE, Home
+from localllm.tui.widgets.home import Home
 from localllm.tui.widgets.messages import AssistantMessage
 from localllm.tui.widgets.prompt import Hints
 from localllm.tui.widgets.sidebar import Sidebar
 
-from .saved import SavedChats
+from .browse import Browse
+from .stream import Stream
 
+WIDE = 120  # columns from which on the list of chats is shown by itself
 AGAIN_S = 2.0  # a second Ctrl+C within this time quits
 
 
-class Actions(SavedChats):
+class Actions(Stream):
     """The part of `ChatScreen` that answers to keys."""
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
+        self.browse = Browse(self)
         self._interrupted_at = -AGAIN_S
 
     def live_keys(self) -> str:
@@ -87,7 +92,7 @@ class Actions(SavedChats):
         elif self.query_one(EnginePanel).display and self.has_class("-narrow"):
             self.action_engine()
         elif self.query_one(Home).display:
-            self.focus_home()
+            self.query_one("#home-list").focus()
         elif not self.browse.enter():
             self.prompt.focus()
         else:
@@ -120,9 +125,6 @@ class Actions(SavedChats):
         if event.text_area.text:  # whoever types goes on: the next Ctrl+C is a first one again
             self._interrupted_at = -AGAIN_S
 
-    def action_quit_chat(self) -> None:
-        self.app.exit()
-
     # --- panels ------------------------------------------------------------------------------------------------------
 
     def action_engine(self) -> None:
@@ -154,7 +156,7 @@ class Actions(SavedChats):
         self.app.push_screen(HelpScreen(self.frame.keymap))
 
     def action_doctor(self) -> None:
-        self.show_command("doctor")
+        show_command(self.app, "doctor")
 
     def action_logs(self) -> None:
         self.app.push_screen(Viewer("Log", log_text(self.frame.options.log_file), at_end=True))
@@ -167,31 +169,115 @@ class Actions(SavedChats):
                 return
         self.flash("there is no thinking here")
 
-    def focus_home(self) -> None:
-        self.query_one("#home-list").focus()
-
-    @on(Home.Typed)
-    def _home_typed(self, event: Home.Typed) -> None:
-        self.prompt.focus()
-        self.prompt.insert(event.character)
-
-    @on(Home.Chosen)
-    async def _home_chosen(self, event: Home.Chosen) -> None:
-        if event.kind == BROWSE:
-            self.action_models()
-        elif event.kind == "chat":
-            await self.open_chat(event.name)
-        else:
-            await self.use_model(event.name)
+    @on(OptionList.OptionSelected, "#home-list")
+    async def _home_chosen(self, event: OptionList.OptionSelected) -> None:
+        kind, _, name = str(event.option_id).partition(":")
+        if kind == "chat":
+            await self.open_chat(name)
+        elif kind == "model":
+            await self.use_model(name)
             self.prompt.focus()
+        else:
+            self.action_models()
+
+    # --- saved chats -------------------------------------------------------------------------------------------------
+
+    async def action_new_chat(self) -> None:
+        async with self.changing:
+            await self.clear()
+        self.flash("new chat")
+
+    async def action_sidebar(self) -> None:
+        bar = self.query_one(Sidebar)
+        bar.display = not bar.display
+        if bar.display:
+            await self.list_chats()
+        elif bar.has_focus_within:
+            self.prompt.focus()
+
+    async def show_chats_if_wide(self) -> None:
+        """At the start: the list, where there is room for it and something in it."""
+        wanted = self.frame.options.ui.sidebar
+        wide = wanted is True or (wanted == "auto" and self.app.size.width >= WIDE)
+        if not wide or not self.session.saver.kept or self.query_one(Home).display:
+            return
+        chats = await self.read_history(lambda history: history.chats())
+        if chats:
+            bar = self.query_one(Sidebar)
+            bar.show(chats, self.conversation.id)
+            bar.display = True
+
+    async def action_chats(self) -> None:
+        bar = self.query_one(Sidebar)
+        if not bar.display:
+            await self.action_sidebar()
+        bar.focus_filter()
+
+    async def list_chats(self, query: str = "") -> None:
+        chats = await self.read_history(lambda history: history.chats(query=query))
+        if chats is not None:
+            self.query_one(Sidebar).show(chats, self.conversation.id)
+
+    @on(Input.Changed, "#chat-filter")
+    async def _filtered(self, event: Input.Changed) -> None:
+        await self.list_chats(event.value)
+
+    @on(OptionList.OptionSelected, "#chat-list")
+    @on(Input.Submitted, "#chat-filter")
+    async def _chat_chosen(self, event: OptionList.OptionSelected | Input.Submitted) -> None:
+        chosen = event.option_id if isinstance(event, OptionList.OptionSelected) else self.query_one(Sidebar).first
+        if chosen:
+            await self.open_chat(chosen)
+
+    async def action_leave_chats(self) -> None:
+        if self.has_class("-narrow"):
+            await self.action_sidebar()
+        self.prompt.focus()
+
+    async def open_chat(self, chat_id: str) -> None:
+        """Put a saved chat on the screen; what runs is stopped and kept."""
+
+        def read(history: History) -> tuple[SavedChat, list[SavedMessage]]:
+            return history.chat(chat_id), history.messages(chat_id)
+
+        async with self.changing:
+            self.give_up()
+            found = await self.read_history(read)
+            if found is None:
+                return
+            chat, messages = found
+            titles_itself = self.conversation.titles_itself
+            self.session.conversation = restored(chat, messages, self.conversation.sampling)
+            self.conversation.titles_itself = titles_itself
+            self.browse.at = None
+            self.show_home(False)
+            await self.transcript.clear()
+            await self.transcript.sync(self.conversation)
+            self.state.used_tokens = self.conversation.used_tokens
+            await self._model_of(chat)
+        if self.query_one(Sidebar).display:
+            if self.has_class("-narrow"):
+                self.query_one(Sidebar).display = False
+            else:
+                await self.list_chats()
+        self.prompt.focus()
+        self.refresh_lines()
+
+    async def _model_of(self, chat: SavedChat) -> None:
+        """A chat opened from the first screen brings its model; else the one that is loaded goes on."""
+        if self.phase == "none":
+            name = chat.model if self.query_one(Home).has(chat.model) else self.query_one(Home).default_model
+            if name:
+                await self.load(name)
+        elif chat.model and self.session.model and chat.model != self.session.model:
+            name = clean_line(chat.model)
+            await self.transcript.say(f"this chat was with {name}; /model {name} goes back to it")
 
     # --- the prompt --------------------------------------------------------------------------------------------------
 
-    def _browse(self, step: int) -> None:
+    def action_browse(self, step: int) -> None:
         self.browse.enter(step)
         self.refresh_lines()
-
-    action_browse_up, action_browse_down = partialmethod(_browse, -1), partialmethod(_browse, 1)
 
     def action_search_prompts(self) -> None:
         rows = list(dict.fromkeys(reversed(self.prompt.sent_before)))

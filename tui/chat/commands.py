@@ -10,11 +10,12 @@ from textual.widgets import Input
 from localllm.conversation import commands
 from localllm.conversation.slash import OFF, Typed, parse_port
 from localllm.errors import ConfigError
+from localllm.tui.screens.viewer import show_command
 from localllm.tui.widgets.sidebar import Sidebar
 
 from .turns import Turns
 
-ACTIONS = {"help": "help", "keys": "help", "logs": "logs", "engine": "engine", "params": "params", "quit": "quit_chat"}
+ACTIONS = {"help": "help", "keys": "help", "logs": "logs", "engine": "engine", "params": "params", "quit": "app.quit"}
 SHOWN = ("ps", "plan", "doctor")  # other commands of this program, shown in a panel
 SAID = ("system", "think", "set", "preset", "ctx", "stats")  # answered in the transcript, the others in the status line
 
@@ -33,7 +34,7 @@ class Commands:
         elif name in ACTIONS:
             await screen.run_action(ACTIONS[name])
         elif name in SHOWN:
-            screen.show_command(name, *(typed.text.split() if name == "plan" else ()))
+            show_command(screen.app, name, *(typed.text.split() if name == "plan" else ()))
         else:
             await self._shared(typed)
 
@@ -62,7 +63,7 @@ class Commands:
 
     async def _do_bench(self, text: str) -> None:
         if self._screen.may_change():
-            self._screen.show_command("bench", self._screen.session.model, *(text.split() or ["-r", "2"]))
+            show_command(self._screen.app, "bench", self._screen.session.model, *(text.split() or ["-r", "2"]))
 
     async def _do_theme(self, text: str) -> None:
         app = self._screen.app

@@ -5,11 +5,12 @@ One timer drains the backend's events; everything a key does ends in a call of t
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from textual import events, on
+from textual import events, on, work
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Horizontal
@@ -69,7 +70,7 @@ class ChatScreen(Actions):
         self.query_one(Sidebar).display = False
         self.show_home(options.home and not self.conversation.exchanges)
         if self.query_one(Home).display:
-            self.focus_home()
+            self.query_one("#home-list").focus()
         if not options.home:
             self.phase = "loading"
             await self.transcript.begin_loading(self.session.model)
@@ -81,7 +82,7 @@ class ChatScreen(Actions):
         """The first frame is out: begin to load. The prompt can be typed into while torch is imported."""
         options = self.frame.options
         if options.home:
-            self.run_worker(self._look_around, thread=True, exit_on_error=False, group="home")
+            self._look_around()
         else:
             self.session.backend.start(options.name or self.session.model or None)
         for problem in self.frame.problems:
@@ -94,20 +95,20 @@ class ChatScreen(Actions):
         if self.session.first:
             await self.submit(self.session.first)
 
-    def _look_around(self) -> None:
-        """What the first screen shows, piece by piece; in a thread."""
-        home, session = self.query_one(Home), self.session
-
-        def show(what: Callable[[Any], None], reads: Callable[[], Any]) -> None:
+    @work(exit_on_error=False, group="home")
+    async def _look_around(self) -> None:
+        """What the first screen shows, piece by piece."""
+        home, backend = self.query_one(Home), self.session.backend
+        if self.session.saver.kept:
+            home.show_chats(await self.read_history(lambda history: history.chats(limit=5)) or ())
+        pieces: tuple[tuple[Callable[[Any], None], Callable[[], Any]], ...] = (
+            (home.show_models, backend.choices), (home.show_machine, backend.checks)
+        )  # fmt: skip
+        for show, reads in pieces:
             try:
-                self.app.call_from_thread(what, reads())
+                show(await asyncio.to_thread(reads))
             except LocalLLMError as error:
-                self.app.call_from_thread(self.flash, error.message)
-
-        if session.saver.kept:
-            show(home.show_chats, lambda: session.saver.run(lambda history: history.chats(limit=5)).result())
-        show(home.show_models, session.backend.choices)
-        show(home.show_machine, session.backend.checks)
+                self.flash(error.message)
 
     def on_descendant_focus(self, event: events.DescendantFocus) -> None:
         """Whoever types again has left the messages."""
@@ -150,7 +151,7 @@ class ChatScreen(Actions):
         models = self.frame.keymap.label("models.open")
         if self.phase == "none":
             self.flash(f"choose a model first: ↑ ↓ ⏎ above, or {models}")
-            self.focus_home()
+            self.query_one("#home-list").focus()
         else:
             await self.transcript.say(f"! no model is loaded: {models} chooses another one", "warning")
         return False
@@ -171,7 +172,7 @@ class ChatScreen(Actions):
     @on(Choices.Chosen)
     async def _chosen(self, event: Choices.Chosen) -> None:
         async with self.change():
-            await self.questions.answer(event.topic, event.name)
+            await self.questions.answer(event.choice)
 
     @on(PromptArea.Sent)
     async def _sent(self, event: PromptArea.Sent) -> None:
@@ -185,24 +186,25 @@ class ChatScreen(Actions):
         area.text = ""
         await self.submit(event.text)
 
-    @on(PromptArea.Scroll)
-    async def _scroll(self, event: PromptArea.Scroll) -> None:
+    async def action_scroll_to(self, key: str) -> None:
         transcript, animate = self.transcript, self.frame.moving
-        if event.where == "pageup":
+        if key == "pageup":
             transcript.scroll_page_up(animate=animate)
-        elif event.where == "pagedown":
+        elif key == "pagedown":
             transcript.scroll_page_down(animate=animate)
-        elif event.where == "home":
+        elif key == "home":
             if transcript.scroll_y <= 0:
                 await transcript.load_earlier()
             transcript.scroll_home(animate=animate)
         else:
             transcript.anchor()
 
-    @on(Transcript.Browsed)
-    async def _browsed(self, event: Transcript.Browsed) -> None:
-        await self.browse.key(event.key, event.character)
-        self.refresh_lines()
+    async def on_key(self, event: events.Key) -> None:
+        """Keys are those of browse mode while the transcript has the focus."""
+        if self.transcript.has_focus:
+            event.stop()
+            await self.browse.key(event.key, event.character)
+            self.refresh_lines()
 
     @on(CopyCode)
     def _copy_code(self, event: CopyCode) -> None:
@@ -221,7 +223,7 @@ class ChatScreen(Actions):
         state.think = self.conversation.think
         state.api = self.session.url
         self._tell_problem()
-        shown = replace(state, text=message, sampling={}, think="auto") if (message := self.message) else state
+        shown = replace(state, text=self.message, sampling={}, think="auto") if self.message else state
         self.query_one(StatusLine).show(shown, self.live_keys())
         self.query_one(TitleLine).show(self.conversation.shown_title, self.session.model, state.facts)
         title = f"{len(self.waiting)} queued" if self.waiting else ""

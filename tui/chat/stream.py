@@ -46,7 +46,7 @@ class Stream(Turns):
         """Everything that happened since the last time, then one redraw."""
         events = self.session.backend.events()
         busy = bool(events) or self.current is not None or self.phase == "loading"
-        if not busy and not self.flashing and not self._idle_news():
+        if not busy and not self._idle_news():
             return
         async with self.changing:
             while events:

@@ -1,7 +1,7 @@
 """The chat screen's state, and the turns: what is asked waits here, is sent when the model is free, and is given up.
 
-`ChatScreen` is a chain of classes, each knowing those before it: `turns`, `stream` (events of the backend), `saved`
-(chats on disk), `actions` (keys), `chat` (layout and messages of the widgets).
+`ChatScreen` is a chain of classes, each knowing those before it: `turns`, `stream` (events of the backend),
+`actions` (keys and lists), `screen` (layout and messages of the widgets).
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, cast
 
 from textual.screen import Screen
+from textual.timer import Timer
 
 from localllm.conversation.session import Session, complaint
 from localllm.conversation.slash import OFF
@@ -22,7 +24,6 @@ from localllm.errors import LocalLLMError
 from localllm.request import Message
 from localllm.terminal import clean_line
 from localllm.tui.frame import Frame
-from localllm.tui.screens.viewer import show_command
 from localllm.tui.widgets.choices import Choices
 from localllm.tui.widgets.engine import Times
 from localllm.tui.widgets.home import Home
@@ -41,6 +42,7 @@ class Turns(Screen[None]):
     stuck    the question that waits for an answer to a question of ours
     side     a turn that is no part of the conversation, and what it has said
     editing  (what is being edited, whether it is the question)
+    message  what is said in the status line for a moment
     """
 
     def __init__(self, session: Session) -> None:
@@ -54,7 +56,8 @@ class Turns(Screen[None]):
         self.editing: tuple[Exchange, bool] | None = None
         self.times = Times()
         self.state = State(sampling=session.conversation.sampling)
-        self._message, self._message_until = "", 0.0
+        self.message = ""
+        self._fading: Timer | None = None
         self._saved_at = self._sent_at = 0.0
         # the timer that drains and the handlers of keys are different tasks: one at a time changes the conversation
         self.changing = asyncio.Lock()
@@ -89,27 +92,15 @@ class Turns(Screen[None]):
         raise NotImplementedError
 
     def flash(self, text: str, seconds: float = 4.0) -> None:
-        """Say something in the status line for a moment."""
-        self._message, self._message_until = clean_line(text), time.monotonic() + seconds
+        """Say something in the status line for a moment; "" ends it."""
+        if self._fading is not None:
+            self._fading.stop()
+        self.message = clean_line(text)
+        self._fading = self.set_timer(seconds, partial(self.flash, "")) if text else None
         self.refresh_lines()
-
-    @property
-    def message(self) -> str:
-        """What is being said in the status line; empty when its time is over."""
-        if time.monotonic() >= self._message_until:
-            self._message = ""
-        return self._message
-
-    @property
-    def flashing(self) -> bool:
-        """Whether a message's time has just run out: the line must be drawn once more."""
-        return bool(self._message) and time.monotonic() >= self._message_until
 
     async def complain(self, error: LocalLLMError) -> None:
         await self.transcript.say(complaint(error), "warning")
-
-    def show_command(self, *words: str) -> None:
-        show_command(self.app, *words)
 
     def show_home(self, shown: bool) -> None:
         """The list of chats and models in place of the transcript."""
@@ -202,11 +193,11 @@ class Turns(Screen[None]):
         free = self.current is None and self.side is None and self.stuck is None
         if self.phase == "ready" and free and self.waiting:
             exchange, widget = self.waiting.popleft()
-            widget.set_queued(False)
+            widget.remove_class("-queued")
             message = await self.transcript.add_answer(exchange, widget)
             self._send(message, self.conversation.messages(exchange))
         for _, widget in self.waiting:
-            widget.set_queued(True)
+            widget.add_class("-queued")
 
     def _send(self, message: AssistantMessage, messages: list[Message]) -> None:
         message.exchange.model = self.session.model
@@ -252,7 +243,7 @@ class Turns(Screen[None]):
             self.side = None
         self.waiting.clear()
         self.stuck = None
-        self.query_one(Choices).close()
+        self.query_one(Choices).display = False
 
     async def clear(self) -> None:
         self.give_up()

@@ -11,14 +11,12 @@ from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.screen import ModalScreen, ScreenResultType
 from textual.widgets import Input, OptionList, Static
-from textual.widgets.option_list import Option
 
 from localllm.terminal import clean, fit
 from localllm.tui.frame import Frame
 from localllm.tui.widgets.choices import Choice, Choices
 
 SHOWN = 200
-REPORT = "report"
 
 
 class Modal(ModalScreen[ScreenResultType]):
@@ -80,8 +78,7 @@ class PickScreen(Modal[str | None]):
         words = text.casefold().split()
         self._found = [row for row in self._rows if all(word in row[1].casefold() for word in words)][:SHOWN]
         listing = self.query_one(OptionList)
-        listing.clear_options()
-        listing.add_options([Option(fit(shown, 200)) for _, shown in self._found])
+        listing.set_options(fit(shown, 200) for _, shown in self._found)
         listing.highlighted = 0 if self._found else None
 
     def on_key(self, event: events.Key) -> None:
@@ -101,8 +98,8 @@ class PickScreen(Modal[str | None]):
         self.dismiss(self._found[event.option_index][0])
 
 
-class CrashScreen(Modal[str]):
-    """The engine stopped. Answers with the choice's name; the last choice is what Esc means.
+class CrashScreen(Modal[Choice]):
+    """The engine stopped. Answers with one of the choices; the last is what Esc means.
 
     said    one sentence
     log     where more is, if anywhere
@@ -110,6 +107,7 @@ class CrashScreen(Modal[str]):
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,ctrl+c", "leave", "Close", priority=True)]
+    REPORT = "p"  # the letter of the choice that reports
 
     def __init__(self, said: str, log: str, choices: Sequence[Choice], report: Callable[[], str]) -> None:
         super().__init__()
@@ -125,16 +123,16 @@ class CrashScreen(Modal[str]):
             yield Choices()
 
     def on_mount(self) -> None:
-        self.query_one(Choices).offer("crash", "", self._choices)
+        self.query_one(Choices).offer("", self._choices)
 
     @on(Choices.Chosen)
     def _chosen(self, event: Choices.Chosen) -> None:
         event.stop()
-        if event.name == REPORT:
+        if event.choice.key == self.REPORT:
             self.query_one(".box", Vertical).border_subtitle = f"report: {self._report()}"
             self.on_mount()
         else:
-            self.dismiss(event.name)
+            self.dismiss(event.choice)
 
     def action_leave(self) -> None:
-        self.dismiss(self._choices[-1].name)
+        self.dismiss(self._choices[-1])

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from textual import events, on
 from textual.message import Message
 from textual.widgets import OptionList
-from textual.widgets.option_list import Option
 
 
 class Choice(NamedTuple):
-    """One way on: the letter that takes it, its name, what it does."""
+    """One way on: the letter that takes it, what it does in words, and in deeds."""
 
     key: str
-    name: str
     text: str
+    take: Callable[[], Awaitable[None]]
 
 
 class Choices(OptionList):
@@ -25,47 +24,39 @@ class Choices(OptionList):
 
     @dataclass
     class Chosen(Message):
-        """`name` is that of the choice; `topic` what it was about."""
+        """What was chosen."""
 
-        topic: str
-        name: str
+        choice: Choice
 
     def __init__(self) -> None:
         super().__init__(id="choices", markup=False)
         self.display = False
-        self.topic = ""
         self._choices: Sequence[Choice] = ()
 
-    def offer(self, topic: str, title: str, choices: Sequence[Choice]) -> None:
+    def offer(self, title: str, choices: Sequence[Choice]) -> None:
         """Ask. The last choice is what Esc means."""
-        self.topic, self._choices = topic, choices
+        self._choices = choices
         self.border_title = title
-        self.clear_options()
-        self.add_options([Option(f"[{choice.key}] {choice.text}", id=choice.name) for choice in choices])
+        self.set_options(f"[{choice.key}] {choice.text}" for choice in choices)
         self.display = True
         self.focus()
         self.highlighted = 0
 
-    def close(self) -> None:
-        self.topic = ""
-        self.display = False
-
     def cancel(self) -> None:
         if self._choices:
-            self._answer(self._choices[-1].name)
+            self._answer(self._choices[-1])
 
-    def _answer(self, name: str) -> None:
-        topic = self.topic
-        self.close()
-        self.post_message(self.Chosen(topic, name))
+    def _answer(self, choice: Choice) -> None:
+        self.display = False
+        self.post_message(self.Chosen(choice))
 
     def on_key(self, event: events.Key) -> None:
-        found = [choice for choice in self._choices if choice.key == event.key]
-        if found:
-            event.stop()
-            self._answer(found[0].name)
+        for choice in self._choices:
+            if choice.key == event.key:
+                event.stop()
+                self._answer(choice)
 
     @on(OptionList.OptionSelected)
     def _selected(self, event: OptionList.OptionSelected) -> None:
         event.stop()
-        self._answer(str(event.option_id))
+        self._answer(self._choices[event.option_index])

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-from textual import events, on
+from textual import events
 from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.content import Content
-from textual.message import Message
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
@@ -19,27 +17,15 @@ from localllm.interface import Check, ModelChoice
 from localllm.terminal import clean_line, fit, gib, tokens_short
 from localllm.tui.keymap import Keymap
 
+from .prompt import PromptArea
+
 CHATS = 3
 MODELS = 6
 SLOW_TPS = 5.0  # a model that is slower here is not offered by itself
-BROWSE = "browse"
 
 
 class Home(Vertical):
-    """Rows to choose from. Answers with `Chosen`."""
-
-    @dataclass
-    class Chosen(Message):
-        """`kind` is chat, model or browse; `name` the chat's id or the model's name."""
-
-        kind: str
-        name: str
-
-    @dataclass
-    class Typed(Message):
-        """A letter that means nothing here."""
-
-        character: str
+    """Rows to choose from; the id of each is chat:ID, model:NAME or browse."""
 
     def __init__(self, keys: Keymap) -> None:
         super().__init__(id="home")
@@ -87,8 +73,7 @@ class Home(Vertical):
     def _fill(self) -> None:
         listing = self.query_one(OptionList)
         at = listing.highlighted
-        listing.clear_options()
-        listing.add_options(list(self._options()))
+        listing.set_options(self._options())
         listing.highlighted = at if at is not None else next(
             (place for place, option in enumerate(listing.options) if not option.disabled), None
         )  # fmt: skip
@@ -115,18 +100,14 @@ class Home(Vertical):
         yield Option("New chat with" if here else "No models yet. Enter fetches one of these:", disabled=True)
         for row in rows:
             yield Option(f"  {model_line(row, width)}", id=f"model:{row.name}")
-        yield Option("  … browse all models", id=f"{BROWSE}:")
+        yield Option("  … browse all models", id="browse")
 
     def on_key(self, event: events.Key) -> None:
         if event.character and event.is_printable:
             event.stop()
-            self.post_message(self.Typed(event.character))
-
-    @on(OptionList.OptionSelected)
-    def _selected(self, event: OptionList.OptionSelected) -> None:
-        event.stop()
-        kind, _, name = str(event.option_id).partition(":")
-        self.post_message(self.Chosen(kind, name))
+            prompt = self.screen.query_one(PromptArea)
+            prompt.focus()
+            prompt.insert(event.character)
 
 
 def _offered(models: Sequence[ModelChoice]) -> list[ModelChoice]:

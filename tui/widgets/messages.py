@@ -45,9 +45,6 @@ class UserMessage(Horizontal):
     def on_mount(self) -> None:
         self.set_branch((1, 1))
 
-    def set_queued(self, queued: bool) -> None:
-        self.set_class(queued, "-queued")
-
     def set_branch(self, place: tuple[int, int]) -> None:
         when = time.strftime("%H:%M", time.localtime(self.exchange.asked_at))
         branch = f"‹{place[0]}/{place[1]}›  " if place[1] > 1 else ""

@@ -30,12 +30,6 @@ class PromptArea(TextArea):
 
         text: str
 
-    @dataclass
-    class Scroll(Message):
-        """A key that moves the transcript, because the prompt has no use for it."""
-
-        where: str
-
     def __init__(self, keymap: Keymap, *, enter_sends: bool = True) -> None:
         super().__init__(
             soft_wrap=True,
@@ -91,10 +85,10 @@ class PromptArea(TextArea):
             await self.screen.run_action("interrupt")
         elif key == "ctrl+d" and not self.text:
             self._take(event)
-            await self.screen.run_action("quit_chat")
+            await self.screen.run_action("app.quit")
         elif key in ("pageup", "pagedown") or (key in ("home", "end") and not self.text):
             self._take(event)
-            self.post_message(self.Scroll(key))
+            await self.screen.run_action(f"scroll_to('{key}')")  # the transcript: the prompt has no use for it
         elif self._at_edge(key) and self._recall(-1 if key == "up" else 1):
             self._take(event)
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import ClassVar
 
-from textual import events, on
 from textual.app import ComposeResult
+from textual.binding import BindingType
 from textual.containers import Vertical
-from textual.message import Message
 from textual.widgets import Input, OptionList
 from textual.widgets.option_list import Option
 
@@ -19,22 +18,9 @@ SHOWN = 200
 
 
 class Sidebar(Vertical):
-    """Chats and their filter. Knows no database: the screen fills it, and is asked for more with `Wanted`."""
+    """Chats and their filter. Knows no database: the screen fills it, and hears what is typed and chosen."""
 
-    @dataclass
-    class Wanted(Message):
-        """The filter has changed."""
-
-        query: str
-
-    @dataclass
-    class Opened(Message):
-        """A chat was chosen."""
-
-        chat_id: str
-
-    class Left(Message):
-        """Esc."""
+    BINDINGS: ClassVar[list[BindingType]] = [("escape", "screen.leave_chats"), ("down", "list")]
 
     def __init__(self) -> None:
         super().__init__(id="sidebar")
@@ -49,8 +35,7 @@ class Sidebar(Vertical):
         """Fill the list; `now` is the id of the chat on the screen."""
         self._now = now
         listing = self.query_one(OptionList)
-        listing.clear_options()
-        listing.add_options(list(self._options(chats[:SHOWN])))
+        listing.set_options(self._options(chats[:SHOWN]))
         ids = [option.id for option in listing.options]
         if now in ids:
             listing.highlighted = ids.index(now)
@@ -71,29 +56,10 @@ class Sidebar(Vertical):
         box.focus()
         box.select_all()
 
-    @on(Input.Changed)
-    def _typed(self, event: Input.Changed) -> None:
-        event.stop()
-        self.post_message(self.Wanted(event.value))
+    @property
+    def first(self) -> str | None:
+        """The id of the first chat in the list."""
+        return next((option.id for option in self.query_one(OptionList).options if option.id), None)
 
-    @on(Input.Submitted)
-    def _entered(self, event: Input.Submitted) -> None:
-        event.stop()
-        listing = self.query_one(OptionList)
-        first = next((option.id for option in listing.options if option.id), None)
-        if first is not None:
-            self.post_message(self.Opened(first))
-
-    @on(OptionList.OptionSelected)
-    def _chosen(self, event: OptionList.OptionSelected) -> None:
-        event.stop()
-        if event.option_id:
-            self.post_message(self.Opened(event.option_id))
-
-    def on_key(self, event: events.Key) -> None:
-        if event.key == "escape":
-            event.stop()
-            self.post_message(self.Left())
-        elif event.key == "down" and self.query_one(Input).has_focus:
-            event.stop()
-            self.query_one(OptionList).focus()
+    def action_list(self) -> None:
+        self.query_one(OptionList).focus()

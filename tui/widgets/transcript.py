@@ -5,14 +5,11 @@ A hundred mounted answers make every key slow (1.9 s per resize), so only the la
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-from textual import events
 from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.geometry import Size
-from textual.message import Message
 from textual.reactive import Reactive
 from textual.widget import Widget
 from textual.widgets import Static
@@ -33,13 +30,6 @@ class Transcript(VerticalScroll):
     """What was said, newest below. `window` is how many messages stay on the screen."""
 
     virtual_size = Reactive(Size(0, 0))  # as with all that grows in it: a new size needs no second layout
-
-    @dataclass
-    class Browsed(Message):
-        """A key that was pressed while the transcript has the focus."""
-
-        key: str
-        character: str | None
 
     def __init__(self, conversation: Conversation, *, window: int, thinking: str) -> None:
         super().__init__(id="transcript")
@@ -223,10 +213,3 @@ class Transcript(VerticalScroll):
         line = self.query_one("#earlier", Static)
         line.display = self._first > 0
         line.update(f"↑ {self._first:,} earlier: click or Home to show")
-
-    # --- keys of browse mode -----------------------------------------------------------------------------------------
-
-    async def _on_key(self, event: events.Key) -> None:
-        event.stop()
-        event.prevent_default()
-        self.post_message(self.Browsed(event.key, event.character))
