@@ -144,7 +144,7 @@ async def test_an_answer_that_runs_is_kept_when_another_chat_is_opened(tmp_path:
         await running.ready()
         first = running.screen.conversation.id
         await running.send("long")
-        await running.until(lambda: running.answers and running.answers[0].exchange.text)
+        await running.until(lambda: running.answers and running.answers[0].exchange.text.startswith("Sentence"))
         await running.screen.open_chat(name)
         await running.until(lambda: len(running.answers) == 2)
         await running.screen.open_chat(first)
