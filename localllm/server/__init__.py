@@ -1,6 +1,7 @@
 """The HTTP endpoint: OpenAI's API, Anthropic's, Ollama's, over the models of a `ModelPool`."""
 
-from .app import AppOptions, create_app
+from .app import create_app
+from .middleware import AppOptions
 from .run import ServeOptions, serve
 from .service import Service, ServiceOptions
 

@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match
 
 from localllm._version import __version__
 from localllm.errors import LocalLLMError
 
-from .errors import ApiError, ClientLeft, bug, from_error, gone, respond
-from .exchange import Exchanges, note_error
-from .middleware import Gate, QueueLimit
+from .errors import ApiError, bug
+from .exchange import Exchanges, refuse
+from .middleware import AppOptions, Gate
 from .openapi import document
-from .routes import ROUTES
+from .routes import RENAMES, ROUTES
 from .service import Service
-
-MAX_BODY_BYTES = 16 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class AppOptions:
-    """How the server treats its callers."""
-
-    loopback: bool = True  # reachable from this machine only: Host must be local
-    api_keys: tuple[str, ...] = ()  # one of them must come with every request; none: no key is needed
-    origins: tuple[str, ...] = ()  # browser origins that may call
-    max_body_bytes: int = MAX_BODY_BYTES
-    log_format: str = "text"  # text | json
-    token: str = ""  # counts as a key, and is the only one for the routes that manage models; "" for no such routes
 
 
 def create_app(service: Service, options: AppOptions | None = None) -> Any:
@@ -46,49 +31,38 @@ def create_app(service: Service, options: AppOptions | None = None) -> Any:
     app.openapi = cache(document)  # type: ignore[method-assign]
     for route in ROUTES:  # plain routes: FastAPI's own would check and convert everything a second time
         app.router.add_route(route.path, route.endpoint, methods=[route.method])
-    app.add_exception_handler(ApiError, _on_api_error)
-    app.add_exception_handler(LocalLLMError, _on_our_error)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(Exception, _on_bug)
+    for kind in (LocalLLMError, HTTPException, Exception):
+        app.add_exception_handler(kind, _on_error)
     keys = [key.encode() for key in options.api_keys]
     if keys and options.token:
         keys.append(options.token.encode())
     crowded = frozenset(route.path for route in ROUTES if route.needs_room)
-    limit = QueueLimit(app, service.check_room, crowded)  # type: ignore[arg-type]
-    gate = Gate(limit, options.loopback, keys, options.origins, options.max_body_bytes)
+    gate = Gate(app, keys, options, service.check_room, crowded)  # type: ignore[arg-type]
     return Exchanges(gate, service.metrics.ended, options.log_format)
 
 
-async def _on_api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    note_error(request.scope, error.code)
-    return respond(error, request.scope["path"])
-
-
-async def _on_our_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, LocalLLMError)
-    return await _on_api_error(request, from_error(error))
-
-
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    if error.status_code == 404:
-        return await _on_api_error(request, ApiError(404, "There is no such route.", code="unknown_url"))
-    if error.status_code == 405:
-        failed = ApiError(405, "This route does not take that method.", code="method_not_supported")
-        response = await _on_api_error(request, failed)
+async def _on_error(request: Request, error: Exception) -> Response:
+    """Whatever failed, in the shape of the API that was called."""
+    match error:
+        case LocalLLMError():
+            shown = error
+            if rename := RENAMES.get(request.scope["path"]):
+                shown.param = rename(shown.param)
+        case HTTPException(status_code=404):
+            shown = ApiError(404, "There is no such route.", code="unknown_url")
+        case HTTPException(status_code=405):
+            shown = ApiError(405, "This route does not take that method.", code="method_not_supported")
+        case HTTPException():
+            shown = ApiError(error.status_code, str(error.detail))
+        case _:  # Starlette raises it again afterwards: `Exchanges` logs it
+            shown = bug()
+    response = refuse(request.scope, shown)
+    if shown.status == 405:
         response.headers["Allow"] = ", ".join(sorted(_methods(request)))
-        return response
-    return await _on_api_error(request, ApiError(error.status_code, str(error.detail)))
+    return response
 
 
 def _methods(request: Request) -> set[str]:
     """The methods that a path takes: each has a route of its own, and an error knows only the first."""
     matching = (route for route in request.app.router.routes if route.matches(request.scope)[0] is not Match.NONE)
     return {method for route in matching for method in route.methods or ()}
-
-
-async def _on_bug(request: Request, error: Exception) -> Response:
-    """Starlette raises the error again afterwards: `Exchanges` logs it."""
-    left = isinstance(error, ClientLeft | ClientDisconnect)
-    return respond(gone() if left else bug(), request.scope["path"])

@@ -13,7 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from localllm.errors import LocalLLMError
 
 from .errors import ClientLeft, bug, respond
 
@@ -25,6 +28,7 @@ KEY = "localllm.exchange"
 POLLED = {"/health", "/ping", "/metrics"}  # asked for every few seconds by whoever watches: no line each
 # a full queue is logged once in so long, with the number of refusals since: a line costs a fifth of one
 REFUSALS_S = 1.0
+Headers = list[tuple[bytes, bytes]]
 MAX_LOGGED = 120  # characters of a path or model name that a log line shows
 
 
@@ -96,11 +100,28 @@ def exchange_of(request: Request) -> Exchange:
     return found if isinstance(found, Exchange) else _of(request.scope)
 
 
-def note_error(scope: Scope, code: str | None) -> None:
+def note_error(scope: Scope, error: LocalLLMError) -> None:
     """Remember for the log why a request was refused."""
     found = scope.get(KEY)
-    if isinstance(found, Exchange) and code:
-        found.note = code
+    if isinstance(found, Exchange) and error.api_code:
+        found.note = error.api_code
+
+
+def refuse(scope: Scope, error: LocalLLMError) -> Response:
+    """The error as a response, remembered for the log."""
+    note_error(scope, error)
+    return respond(error, scope["path"])
+
+
+def with_headers(send: Send, headers: Callable[[Message], Headers]) -> Send:
+    """`send`, whose answer begins with these headers, too."""
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", []), *headers(message)]}
+        await send(message)
+
+    return sending
 
 
 class Exchanges:
@@ -120,30 +141,24 @@ class Exchanges:
             await self.app(scope, receive, send)
             return
         exchange = scope[KEY] = _of(scope)
-        begun = False
 
-        async def sending(message: Message) -> None:
-            nonlocal begun
-            if message["type"] == "http.response.start":
-                begun = True
-                exchange.status = message["status"]
-                took = 1000 * (time.monotonic() - exchange.started)
-                extra = [
-                    (b"x-request-id", exchange.request_id.encode()),
-                    (b"openai-processing-ms", f"{took:.0f}".encode()),
-                ]
-                message = {**message, "headers": [*message.get("headers", []), *extra]}
-            await send(message)
+        def begin(message: Message) -> Headers:
+            exchange.status = message["status"]
+            took = 1000 * (time.monotonic() - exchange.started)
+            return [
+                (b"x-request-id", exchange.request_id.encode()), (b"openai-processing-ms", f"{took:.0f}".encode()),
+            ]  # fmt: skip
 
+        send = with_headers(send, begin)
         try:
-            await self.app(scope, receive, sending)
+            await self.app(scope, receive, send)
         except (ClientLeft, ClientDisconnect):
             exchange.status = 499
         except Exception:
             log.exception("request %s failed", exchange.request_id)
             exchange.note = "internal_error"
-            if not begun:
-                await respond(bug(), scope["path"])(scope, receive, sending)
+            if not exchange.status:
+                await refuse(scope, bug())(scope, receive, send)
         finally:
             self._ended(exchange)
 

@@ -7,10 +7,12 @@ is told), and an `AsyncResponseStream` per prompt, which the answer is read from
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from localllm.errors import ContextTooLong
 from localllm.llm.llm import LLM
 from localllm.request import Constraint, Message, ToolUse
 
@@ -46,6 +48,7 @@ class Generation:
     priority    lower is earlier
     deadline    on the monotonic clock
     cache_salt  requests with different ones share no cached pages
+    shortens    a conversation longer than the window loses its oldest turns
     """
 
     model: str | None
@@ -59,9 +62,33 @@ class Generation:
     priority: int = 0
     deadline: float | None = None
     cache_salt: str = ""
+    shortens: bool = False
 
     @property
     def num_sequences(self) -> int:
         """Sequences that the engine runs for it."""
         prompts = 1 if isinstance(self.prompts, Conversation) else len(self.prompts)
         return prompts * int(self.sampling.get("n", 1))
+
+    def shorter(self, error: ContextTooLong) -> Generation | None:
+        """One that may fit where this was too long; None where nothing may be left out, or no more can."""
+        if not self.shortens or not isinstance(self.prompts, Conversation):
+            return None
+        share = 1 - error.context["max_context"] / error.context["prompt_tokens"]
+        messages = without_oldest(self.prompts.messages, share)
+        return None if messages is None else replace(self, prompts=replace(self.prompts, messages=messages))
+
+
+def without_oldest(messages: Sequence[Message], share: float) -> list[Message] | None:
+    """The messages without the oldest turns, at least this share of the text; None when only the last turn is left.
+
+    What the system says at the beginning stays, and a turn goes as a whole: from a user's message to before the next.
+    """
+    begin = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
+    turns = [i for i in range(begin + 1, len(messages)) if messages[i]["role"] == "user"]
+    if not turns:
+        return None
+    sizes = [len(json.dumps(m, ensure_ascii=False)) for m in messages]
+    wanted = share * sum(sizes)
+    cut = next((i for i in turns if sum(sizes[begin:i]) >= wanted), turns[-1])
+    return [*messages[:begin], *messages[cut:]]

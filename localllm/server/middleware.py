@@ -9,13 +9,14 @@ from __future__ import annotations
 import hmac
 import ipaddress
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ApiError, respond
-from .exchange import note_error
+from .exchange import Headers, note_error, refuse, with_headers
 
 PREFLIGHT = {
     "Access-Control-Allow-Methods": "GET, POST, DELETE",
@@ -28,9 +29,8 @@ MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 << 10  # all header lines together
 MAX_TARGET_BYTES = 8 << 10  # path and query
 SMALL_BODY_BYTES = 64 << 10  # up to here a body is read whatever else is held
+MAX_BODY_BYTES = 16 << 20
 MAX_BODIES = 16  # of the largest size: together no more bytes are held, until their requests have ended
-
-Headers = list[tuple[bytes, bytes]]
 
 
 def host_is_local(host: str) -> bool:
@@ -54,33 +54,35 @@ def _one(headers: Headers, wanted: bytes) -> str | None:
     return next((value.decode("latin-1") for name, value in headers if name == wanted), None)
 
 
-def _with_origin(send: Send, origin: str) -> Send:
-    """Tell the browser that this origin, which the gate let in, may read the answer."""
-    extra = [(b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"Origin")]
+@dataclass(frozen=True, slots=True)
+class AppOptions:
+    """How the server treats its callers."""
 
-    async def sending(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message.get("headers", []), *extra]}
-        await send(message)
-
-    return sending
+    loopback: bool = True  # reachable from this machine only: Host must be local
+    api_keys: tuple[str, ...] = ()  # one of them must come with every request; none: no key is needed
+    origins: tuple[str, ...] = ()  # browser origins that may call
+    max_body_bytes: int = MAX_BODY_BYTES
+    log_format: str = "text"  # text | json
+    token: str = ""  # counts as a key, and is the only one for the routes that manage models; "" for no such routes
 
 
 class Gate:
-    """Refuses what may not enter.
+    """Refuses what may not enter, and what there is no room for before any route is looked for: thrice the capacity may
+    be asked for, and each refusal takes time from an answer.
 
-    loopback    reachable from this machine only: only local Host headers pass
     api_keys    bytes each; none for no key
-    origins     browser origins that may call; none by default
-    max_body    bytes
+    check_room  raises ApiError where the queue is full
+    crowded     the paths to which that matters
     """
 
     def __init__(
-        self, app: ASGIApp, loopback: bool, api_keys: Sequence[bytes], origins: tuple[str, ...], max_body: int
-    ) -> None:
-        self.app, self.loopback, self.origins, self.max_body = app, loopback, origins, max_body
-        self.api_keys = tuple(api_keys)
+        self, app: ASGIApp, api_keys: Sequence[bytes], options: AppOptions, check_room: Callable[[], None],
+        crowded: frozenset[str],
+    ) -> None:  # fmt: skip
+        self.app, self.api_keys, self.check_room, self.crowded = app, tuple(api_keys), check_room, crowded
+        self.loopback, self.origins, self.max_body = options.loopback, options.origins, options.max_body_bytes
         self.held_bytes = 0  # of bodies whose requests have not ended
+        self._full: dict[tuple[str, str], Response] = {}  # the last refusal by message and path, which many get
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -89,14 +91,20 @@ class Gate:
         headers: Headers = scope["headers"]
         error = self._malformed(scope, headers) or self._refusal(scope["path"], scope["method"], headers)
         if error is not None:
-            note_error(scope, error.code)
-            await respond(error, scope["path"])(scope, receive, send)
+            await refuse(scope, error)(scope, receive, send)
             return
         origin = _one(headers, b"origin")
-        if origin is not None:
-            send = _with_origin(send, origin)
+        if origin is not None:  # the gate let it in: the browser may read the answer
+            extra = [(b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"Origin")]
+            send = with_headers(send, lambda _: extra)
             if scope["method"] == "OPTIONS":
                 await Response(status_code=204, headers=PREFLIGHT)(scope, receive, send)
+                return
+        if scope["method"] == "POST" and scope["path"] in self.crowded:
+            try:
+                self.check_room()
+            except ApiError as full:
+                await self._refused(scope, full)(scope, receive, send)
                 return
         seen = 0
 
@@ -119,6 +127,13 @@ class Gate:
             await self.app(scope, limited, send)
         finally:
             self.held_bytes -= seen
+
+    def _refused(self, scope: Scope, full: ApiError) -> Response:
+        note_error(scope, full)
+        key = full.message, scope["path"]
+        if key not in self._full:
+            self._full = {key: respond(full, scope["path"])}
+        return self._full[key]
 
     def _malformed(self, scope: Scope, headers: Headers) -> ApiError | None:
         """What HTTP itself forbids, and sizes that no client needs."""
@@ -179,28 +194,3 @@ def _both_kinds(headers: Headers) -> bool:
     """One header of each kind: the anthropic SDK sends both when both are configured."""
     names = [name for name, _ in headers if name in (b"authorization", b"x-api-key")]
     return sorted(names) == [b"authorization", b"x-api-key"]
-
-
-class QueueLimit:
-    """Refuses what there is no room for before any route is looked for: thrice the capacity may be asked for, and each
-    refusal takes time from an answer.
-
-    check_room   raises ApiError where it is full
-    paths        to which that matters
-    """
-
-    def __init__(self, app: ASGIApp, check_room: Callable[[], None], paths: frozenset[str]) -> None:
-        self.app, self.check_room, self.paths = app, check_room, paths
-        self._kept: dict[tuple[str, str], Response] = {}  # the last refusal by message and path, which many get
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self.paths:
-            try:
-                self.check_room()
-            except ApiError as error:
-                note_error(scope, error.code)
-                if (error.message, scope["path"]) not in self._kept:
-                    self._kept = {(error.message, scope["path"]): respond(error, scope["path"])}
-                await self._kept[error.message, scope["path"]](scope, receive, send)
-                return
-        await self.app(scope, receive, send)

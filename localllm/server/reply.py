@@ -1,66 +1,144 @@
-"""From a `Generation` to the response: opened in one place, whole or streamed, in the shape that an API gives it."""
+"""From a `Generation` to the response: opened in one place, whole or streamed, in the shape that an API gives it.
+
+A stream may begin before its answer does: when the first piece takes longer than `PATIENCE_S`, the headers go out and
+comments keep the connection open; what fails from then on is an event of the stream.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
+from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
-from localllm.llm.outputs import RequestOutput
+from localllm.errors import LocalLLMError
 
-from .errors import ClientLeft, Rename, renaming
+from .errors import ClientLeft, bug
 from .generation import Generation
 from .service import Reservation, service_of
-from .sse import Opened, StreamFormat, first_or_stream
+from .sse import StreamFormat
+
+log = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 15.0
+PATIENCE_S = 5.0  # how long an error before the first piece still gets a status of its own
+HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 class Rendering(Protocol):
     """How an API shows the answers of one request."""
 
-    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        """The body of a request that does not stream"""
+    async def whole(self) -> dict[str, Any]:
+        """The body of a request that does not stream; raises the error that ended an answer"""
 
     def chunks(self) -> AsyncIterator[bytes]:
         """The stream but its end; raises the error that ended an answer"""
 
 
 async def reply(
-    request: Request, asked: Generation, render: Callable[[Reservation], Rendering], stream_format: StreamFormat,
-    rename: Rename = lambda param: param,
-) -> Response:  # fmt: skip
-    """Answer a request. Raises ApiError, LocalLLMError, ClientLeft.
-
-    rename  a field of a chat request -> its name in this API, for errors
-    """
+    request: Request, asked: Generation, render: Callable[[Reservation], Rendering], stream_format: StreamFormat
+) -> Response:
+    """Answer a request. Raises LocalLLMError, ClientLeft."""
     service = service_of(request)
 
-    async def opened() -> Opened:
-        with renaming(rename):
-            reservation = await service.open(request, asked)
+    async def chunks() -> AsyncGenerator[bytes]:
+        reservation = await service.open(request, asked)
         try:
             rendering = render(reservation)
             await reservation.streams[0].ready()
-        except BaseException:
+            async for chunk in rendering.chunks():
+                yield chunk
+        finally:
             reservation.abort()
-            raise
-        return Opened(rendering.chunks(), reservation.abort)
 
-    async with unless_left(request):
+    async with unless_left(request.receive):
         if asked.streams:
-            return await first_or_stream(opened(), stream_format)
-        with renaming(rename):
-            reservation = await service.open(request, asked)
-        rendering = render(reservation)
-        outputs = await reservation.outputs()
-    return JSONResponse(rendering.whole(outputs))
+            stream = Stream(chunks(), stream_format)
+            await stream.begin()
+            return stream
+        reservation = await service.open(request, asked)
+        try:
+            return JSONResponse(await render(reservation).whole())
+        finally:
+            reservation.abort()
+
+
+class Stream(Response):
+    """Bytes as they come."""
+
+    def __init__(self, chunks: AsyncGenerator[bytes], stream_format: StreamFormat) -> None:
+        self.status_code = 200
+        self.media_type = stream_format.media_type
+        self.background: BackgroundTask | None = None
+        self.init_headers(HEADERS)
+        self._chunks, self._format = chunks, stream_format
+        self._first = asyncio.ensure_future(anext(chunks))
+        self._sent_at = 0.0
+
+    async def begin(self) -> None:
+        """Wait for the first piece, at most `PATIENCE_S`; an error before that is raised, for a status of its own."""
+        try:
+            done, _ = await asyncio.wait({self._first}, timeout=PATIENCE_S)
+            if done:
+                self._first.result()
+        except BaseException:
+            await self._close()
+            raise
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI. Raises ClientLeft when the client does."""
+        loop = asyncio.get_running_loop()
+        self._sent_at = loop.time()
+        pinging = asyncio.ensure_future(self._ping(send))
+        try:
+            async with unless_left(receive):
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                async for chunk in self._guarded():
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                    self._sent_at = loop.time()
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            pinging.cancel()
+            await self._close()
+
+    async def _ping(self, send: Send) -> None:
+        """Keep the connection open while nothing comes."""
+        loop = asyncio.get_running_loop()
+        while self._format.ping:
+            await asyncio.sleep(max(0.01, self._sent_at + KEEP_ALIVE_S - loop.time()))
+            if loop.time() - self._sent_at >= KEEP_ALIVE_S:
+                await send({"type": "http.response.body", "body": self._format.ping, "more_body": True})
+                self._sent_at = loop.time()
+
+    async def _guarded(self) -> AsyncIterator[bytes]:
+        """The pieces, and what ends them: an error is the last of them."""
+        end = self._format.done
+        try:
+            yield await asyncio.shield(self._first)
+            async for chunk in self._chunks:
+                yield chunk
+        except LocalLLMError as error:
+            end = self._format.on_error(error) + end
+        except Exception:
+            log.exception("a stream failed")
+            end = self._format.on_error(bug()) + end
+        yield end
+
+    async def _close(self) -> None:
+        """End the request behind it, wherever it is."""
+        self._first.cancel()
+        await asyncio.gather(self._first, return_exceptions=True)
+        await self._chunks.aclose()
 
 
 @asynccontextmanager
-async def unless_left(request: Request) -> AsyncIterator[None]:
+async def unless_left(receive: Receive) -> AsyncIterator[None]:
     """The block ends with ClientLeft when the client leaves first. Not to be used while the body is still read."""
     task = asyncio.current_task()
     assert task is not None
@@ -68,7 +146,7 @@ async def unless_left(request: Request) -> AsyncIterator[None]:
 
     async def watch() -> None:
         nonlocal left
-        while (await request.receive())["type"] != "http.disconnect":
+        while (await receive())["type"] != "http.disconnect":
             pass
         left = True
         task.cancel()

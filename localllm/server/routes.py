@@ -11,14 +11,16 @@ from starlette.responses import Response
 
 from localllm.server.anthropic import messages as anthropic
 from localllm.server.anthropic.schemas import CountRequest, MessagesRequest
+from localllm.server.anthropic.schemas import renamed as anthropic_renamed
+from localllm.server.errors import Rename
 from localllm.server.ollama import routes as ollama
 from localllm.server.ollama import schemas as ollama_bodies
 from localllm.server.openai import embeddings as vectors
 from localllm.server.openai import responses
-from localllm.server.openai.chat import chat_completions
-from localllm.server.openai.completions import completions
+from localllm.server.openai.completions import chat_completions, completions
 from localllm.server.openai.models import model, models
 from localllm.server.openai.responses_schemas import ResponsesRequest
+from localllm.server.openai.responses_schemas import renamed as responses_renamed
 from localllm.server.openai.schemas import ChatRequest, CompletionRequest
 from localllm.server.other import control, status
 from localllm.server.other import schemas as bodies
@@ -42,6 +44,14 @@ class Route:
 
 SSE = "text/event-stream"
 LINES = "application/x-ndjson"
+# where a field of a chat request has a name of its own: for errors
+RENAMES: dict[str, Rename] = {
+    "/v1/responses": responses_renamed,
+    "/v1/messages": anthropic_renamed,
+    "/v1/messages/count_tokens": anthropic_renamed,
+    "/api/chat": ollama_bodies.renamed,
+    "/api/generate": ollama_bodies.renamed,
+}
 COMPLETION = ("id", "object", "created", "model", "choices", "usage")
 RESPONSE = ("id", "object", "status", "output")
 MESSAGE = ("id", "type", "role", "content", "usage")

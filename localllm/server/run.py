@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 from localllm.errors import Aborted, ConfigError, DeviceError, ServerError
 
-from .app import AppOptions, create_app
-from .middleware import is_loopback
+from .app import create_app
+from .middleware import AppOptions, is_loopback
 from .pool import ModelPool
 from .service import Service, ServiceOptions
 

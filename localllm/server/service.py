@@ -17,14 +17,14 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from localllm.errors import ContextTooLong, LocalLLMError
+from localllm.errors import ContextTooLong
 from localllm.llm.llm import LLM
 from localllm.llm.outputs import RequestOutput
 from localllm.request import SamplingParams
 from localllm.server.openai.responses_store import ResponseStore
 
 from .admission import Admission, Ticket
-from .errors import ApiError, from_error
+from .errors import ApiError
 from .exchange import Exchange, exchange_of
 from .generation import Conversation, Generation
 from .metrics import Metrics, RequestMeter
@@ -116,7 +116,7 @@ class Service:
         return await self.in_thread(self.pool.models)
 
     async def find(self, asked: str | None) -> ServedModel:
-        """The model a request means. Raises ApiError 404."""
+        """The model a request means. Raises ApiError or ModelNotFound, 404."""
         name = asked if asked is not None else self.options.default_model
         known = self.pool.known(name) if name else None
         if known is not None:
@@ -126,10 +126,7 @@ class Service:
             if not models:
                 raise ApiError(404, "No model is on this machine.", code="model_not_found", param="model")
             return models[0]
-        try:
-            return await self.in_thread(lambda: self.pool.find(name))
-        except LocalLLMError as error:
-            raise from_error(error) from None
+        return await self.in_thread(lambda: self.pool.find(name))
 
     # --- readiness ---------------------------------------------------------------------------------------------------
 
@@ -225,7 +222,17 @@ class Service:
         return await self.text_work(size, lambda: [llm.encode_prompt(p) for p in prompts])
 
     async def open(self, request: Request, asked: Generation) -> Reservation:
-        """Wait, tokenise, submit: a reservation with a stream per prompt. Raises ApiError, LocalLLMError."""
+        """Wait, tokenise, submit: a reservation with a stream per prompt. Raises LocalLLMError."""
+        while True:
+            try:
+                return await self._open(request, asked)
+            except ContextTooLong as error:
+                shorter = asked.shorter(error)
+                if shorter is None:
+                    raise
+                asked = shorter
+
+    async def _open(self, request: Request, asked: Generation) -> Reservation:
         is_chat = isinstance(asked.prompts, Conversation)
         async with self.reserve(
             request, asked.model, user=asked.user, priority=asked.priority, cost=asked.num_sequences,

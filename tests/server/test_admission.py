@@ -74,7 +74,7 @@ async def test_a_deadline_that_passes_while_waiting_is_refused():
     with pytest.raises(ApiError) as caught:
         await late.granted()
     late.release()
-    assert (caught.value.status, caught.value.code) == (503, "deadline_exceeded")
+    assert (caught.value.status, caught.value.api_code) == (503, "deadline_exceeded")
     first.release()
     assert queue.num_reserved == queue.num_waiting == 0
 
@@ -84,7 +84,7 @@ async def test_a_full_house_is_refused_at_once():
     tickets = [queue.reserve("a") for _ in range(5)]
     with pytest.raises(ApiError) as caught:
         queue.reserve("b")
-    assert (caught.value.status, caught.value.code) == (429, "queue_full") and 1 <= caught.value.retry_after <= 5
+    assert (caught.value.status, caught.value.api_code) == (429, "queue_full") and 1 <= caught.value.retry_after <= 5
     tickets[0].release()
     tickets[0].release()
     queue.reserve("b")

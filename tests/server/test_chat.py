@@ -189,10 +189,10 @@ async def test_a_deadline_ends_an_answer_with_what_it_has(client, make_service, 
 
 async def test_a_stream_begins_before_its_answer_when_that_takes_long(make_service, make_client, tiny_llm, monkeypatch):
     """Headers at admission, comments while nothing comes; a failure is then an event."""
-    from localllm.server import sse
+    from localllm.server import reply
 
-    monkeypatch.setattr(sse, "PATIENCE_S", 0.02)
-    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(reply, "PATIENCE_S", 0.02)
+    monkeypatch.setattr(reply, "KEEP_ALIVE_S", 0.05)
     service = make_service()
     slow = tiny_llm.encode_chat
 

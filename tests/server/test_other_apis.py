@@ -11,7 +11,7 @@ import pytest
 
 from localllm.request import Message
 from localllm.server import AppOptions, create_app
-from localllm.server.openai.responses_schemas import without_oldest
+from localllm.server.generation import without_oldest
 
 from .conftest import MESSAGES, RESPONSES, named_events
 

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from localllm import LLM
-from localllm.server import Service, ServiceOptions, sse
+from localllm.server import Service, ServiceOptions, reply
 from localllm.server.pool import ModelPool
 
 from .conftest import CHAT, TEXT, ask, events, live_server, opened, settled
@@ -368,7 +368,7 @@ def test_a_template_bomb_stops_nobody(own, own_llm, monkeypatch):
 
 
 def test_pings_do_not_disturb_the_sdk(live, monkeypatch):
-    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.0)
+    monkeypatch.setattr(reply, "KEEP_ALIVE_S", 0.0)
     with openai.OpenAI(api_key="x", base_url=f"{live.url}/v1") as sdk:
         stream = sdk.chat.completions.create(**ask(max_tokens=100, stream=True), extra_body={"ignore_eos": True})
         assert sum(1 for chunk in stream if chunk.choices[0].delta.content) > 10

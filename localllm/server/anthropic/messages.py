@@ -9,11 +9,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from localllm.llm.outputs import CompletionOutput, OutputDelta, RequestOutput
+from localllm.errors import LocalLLMError
+from localllm.llm.outputs import CompletionOutput, OutputDelta
 from localllm.request import FinishReason, Usage
 from localllm.server.anthropic.schemas import CountRequest, MessagesRequest, renamed, to_chat
 from localllm.server.body import read_body
-from localllm.server.errors import renaming
+from localllm.server.errors import anthropic_body
 from localllm.server.openai.output import new_id
 from localllm.server.openai.reading import read_chat, read_conversation
 from localllm.server.reply import reply, unless_left
@@ -22,16 +23,20 @@ from localllm.server.service import Reservation, service_of
 from localllm.server.sse import StreamFormat, named
 
 KINDS = {"content": "text", "reasoning": "thinking"}  # what a block of text is called
-ANTHROPIC_EVENTS = StreamFormat(lambda error: named("error", error.anthropic_body))
+
+
+def _failed(error: LocalLLMError) -> bytes:
+    error.param = renamed(error.param)
+    return named("error", anthropic_body(error))
+
+
+ANTHROPIC_EVENTS = StreamFormat(_failed)
 
 
 async def messages(request: Request) -> Response:
     """Answer a conversation."""
     body = await read_body(request, MessagesRequest)
-    chat = to_chat(body)
-    with renaming(renamed):
-        asked = read_chat(chat)
-    return await reply(request, asked, MessageRendering, ANTHROPIC_EVENTS, renamed)
+    return await reply(request, read_chat(to_chat(body)), MessageRendering, ANTHROPIC_EVENTS)
 
 
 async def count_tokens(request: Request) -> Response:
@@ -39,7 +44,7 @@ async def count_tokens(request: Request) -> Response:
     service = service_of(request)
     body = await read_body(request, CountRequest)
     conversation = read_conversation(to_chat(body))
-    async with unless_left(request), service.reserve(request, body.model) as reservation:
+    async with unless_left(request.receive), service.reserve(request, body.model) as reservation:
         (ids,) = await service.encode(reservation.llm, conversation)
     return JSONResponse({"input_tokens": len(ids)})
 
@@ -88,7 +93,8 @@ class MessageRendering:
         self._reservation = reservation
         self._blocks, self._index, self._called = Blocks(), -1, False
 
-    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+    async def whole(self) -> dict[str, Any]:
+        outputs = await self._reservation.outputs()
         (one,) = outputs[0].completions
         reason, sequence = _stop(one.finish_reason, one.stop_reason, has_tool_calls=bool(one.tool_calls))
         return _message(self._reservation.model.name) | {

@@ -74,7 +74,7 @@ def to_chat(body: CountRequest) -> ChatRequest:
         fields |= _choice(body.tool_choice)
     if isinstance(body, MessagesRequest):
         fields |= _sampled(body)
-    return chat_request(body, fields, "output_config.format", renamed)
+    return chat_request(body, fields, "output_config.format")
 
 
 def renamed(param: str | None) -> str | None:

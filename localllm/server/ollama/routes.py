@@ -14,23 +14,23 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from localllm._version import __version__
-from localllm.llm.outputs import OutputDelta, RequestOutput, add_tool_call
+from localllm.llm.outputs import OutputDelta, add_tool_call
 from localllm.request import FinishReason, Timing, Usage
 from localllm.server.body import read_body
-from localllm.server.errors import renaming
+from localllm.server.errors import openai_body
 from localllm.server.ollama import schemas
 from localllm.server.openai.embeddings import pooled_texts, unit
 from localllm.server.openai.reading import read_chat, read_completion, split_prompts
 from localllm.server.openai.schemas import ChatRequest, CompletionRequest
 from localllm.server.other.schemas import MAX_TEXTS
 from localllm.server.reply import reply, unless_left
-from localllm.server.response_stream import AsyncResponseStream, rendered
+from localllm.server.response_stream import rendered
 from localllm.server.served_model import ServedModel
 from localllm.server.service import Reservation, service_of
 from localllm.server.sse import StreamFormat, line
 
 OLLAMA_LINES = StreamFormat(
-    lambda error: line({"error": error.body["error"]["message"]}), media_type="application/x-ndjson", ping=b""
+    lambda error: line({"error": openai_body(error)["error"]["message"]}), media_type="application/x-ndjson", ping=b""
 )
 # (texts by kind, tool calls) -> the fields of a line that show them
 Fields = Callable[[dict[str, str], list[dict[str, str]]], dict[str, Any]]
@@ -73,34 +73,34 @@ async def _answer(
     request: Request, body: schemas.Asked, asked: ChatRequest | CompletionRequest, fields: Fields
 ) -> Response:
     keep, started = schemas.keep_alive_s(body.keep_alive), time.monotonic()
-    with renaming(schemas.renamed):
-        generation = read_chat(asked) if isinstance(asked, ChatRequest) else read_completion(asked)
+    generation = read_chat(asked) if isinstance(asked, ChatRequest) else read_completion(asked)
 
     def render(reservation: Reservation) -> LineRendering:
         if keep != "default":
             service_of(request).pool.keep(reservation.model.name, keep)
-        return LineRendering(reservation.streams, body.model, fields, started)
+        return LineRendering(reservation, body.model, fields, started)
 
-    return await reply(request, generation, render, OLLAMA_LINES, schemas.renamed)
+    return await reply(request, generation, render, OLLAMA_LINES)
 
 
 @dataclass(slots=True)
 class LineRendering:
     """One answer, whole or as lines; `started` on the monotonic clock."""
 
-    streams: list[AsyncResponseStream]
+    reservation: Reservation
     model: str
     fields: Fields
     started: float
     calls: list[dict[str, str]] = field(default_factory=list)
 
-    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+    async def whole(self) -> dict[str, Any]:
+        outputs = await self.reservation.outputs()
         (one,) = outputs[0].completions
         end = _end(one.finish_reason, outputs[0].usage, outputs[0].timing, self.started)
         return self._line({"content": one.text, "reasoning": one.reasoning}, one.tool_calls) | end
 
     def chunks(self) -> AsyncIterator[bytes]:
-        return rendered(self.streams, self._lines)
+        return rendered(self.reservation.streams, self._lines)
 
     def _line(self, texts: dict[str, str], calls: list[dict[str, str]]) -> dict[str, Any]:
         return _head(self.model) | self.fields(texts, calls)
@@ -143,7 +143,7 @@ async def _load_or_unload(request: Request, body: schemas.Asked, empty: dict[str
     if keep == 0:
         service.pool.keep(model.name, 0.0)
         return JSONResponse(_head(body.model) | empty | {"done": True, "done_reason": "unload"})
-    async with unless_left(request), service.reserve(request, body.model):
+    async with unless_left(request.receive), service.reserve(request, body.model):
         if keep != "default":
             service.pool.keep(model.name, keep)
     return JSONResponse(_head(body.model) | empty | {"done": True, "done_reason": "load"})
@@ -155,7 +155,7 @@ async def embed(request: Request) -> Response:
     body = await read_body(request, schemas.OllamaEmbedRequest)
     texts = split_prompts(body.input, "input", MAX_TEXTS)
     started = time.monotonic()
-    async with unless_left(request), service.reserve(request, body.model) as reservation:
+    async with unless_left(request.receive), service.reserve(request, body.model) as reservation:
         truncate = body.truncate is not False  # Ollama's default
         vectors, count = await pooled_texts(service, reservation, texts, "mean", "input", truncate=truncate)
     took = _ns(time.monotonic() - started)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from localllm.server.body import checked
-from localllm.server.errors import invalid, renaming, unsupported
+from localllm.server.errors import invalid, unsupported
 from localllm.server.openai.reading import with_further
 from localllm.server.openai.schemas import MAX_MESSAGES, TEXTS_OR_IDS, Body, ChatRequest, CompletionRequest
 
@@ -171,8 +171,7 @@ def _common(body: Asked) -> dict[str, Any]:
 
 
 def _checked(fields: dict[str, Any], model: type[Model]) -> Model:
-    with renaming(renamed):
-        return checked({k: v for k, v in fields.items() if v is not None}, model)
+    return checked({k: v for k, v in fields.items() if v is not None}, model)
 
 
 def renamed(param: str | None) -> str | None:

@@ -20,7 +20,8 @@ from typing import IO, Any
 import httpx
 
 from localllm.errors import ConfigError
-from localllm.server.app import AppOptions, create_app
+from localllm.server.app import create_app
+from localllm.server.middleware import AppOptions
 from localllm.server.service import Service
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")

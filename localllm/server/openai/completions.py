@@ -1,23 +1,38 @@
-"""POST /v1/completions: text in, text on; with echo and logprobs it scores a prompt."""
+"""POST /v1/chat/completions and /v1/completions; the latter, with echo and logprobs, scores a prompt."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localllm.llm.outputs import CompletionOutput, OutputDelta, RequestOutput
-from localllm.request import TokenLogprob
+from localllm.llm.outputs import CompletionOutput, OutputDelta, RequestOutput, add_usage
+from localllm.request import TokenLogprob, Usage
 from localllm.server.body import read_body
-from localllm.server.openai.output import finish_name
-from localllm.server.openai.reading import read_completion
-from localllm.server.openai.rendering import Rendering
-from localllm.server.openai.schemas import CompletionRequest
+from localllm.server.openai.output import (
+    TokenNames,
+    finish_name,
+    new_id,
+    timings_json,
+    tool_calls_json,
+    tool_delta,
+    usage_json,
+)
+from localllm.server.openai.reading import read_chat, read_completion
+from localllm.server.openai.schemas import ChatRequest, CompletionRequest, Sampled
 from localllm.server.reply import reply
+from localllm.server.response_stream import rendered
 from localllm.server.service import Reservation
-from localllm.server.sse import EVENTS
+from localllm.server.sse import EVENTS, data, dumps
+
+
+async def chat_completions(request: Request) -> Response:
+    """Answer a conversation, whole or streamed."""
+    body = await read_body(request, ChatRequest)
+    return await reply(request, read_chat(body), lambda reservation: ChatRendering(reservation, body), EVENTS)
 
 
 async def completions(request: Request) -> Response:
@@ -27,73 +42,214 @@ async def completions(request: Request) -> Response:
     return await reply(request, asked, lambda reservation: CompletionRendering(reservation, body), EVENTS)
 
 
-class CompletionRendering(Rendering):
-    """How the answers of one request look; those to several prompts are numbered through."""
+class OpenAIRendering:
+    """The frame of an answer, whole and streamed; each API makes its own choices.
+
+    objects  what the whole answer and a chunk call themselves
+    """
+
+    objects = ("", "")
+    prefix = ""
+    generates = True
+
+    def __init__(self, reservation: Reservation, body: Sampled) -> None:
+        self._reservation, self.streams, self._asked = reservation, reservation.streams, body
+        self.names = TokenNames(reservation.llm.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
+        self.head = {"id": new_id(self.prefix), "created": int(time.time()), "model": reservation.model.name}
+        options = body.stream_options
+        self.continuous = bool(options and options.continuous_usage_stats)
+        self.wants_usage = self.continuous or bool(options and options.include_usage)
+        self._usages = [Usage() for _ in self.streams]
+        self._running = [Usage(len(stream.prompt_token_ids)) for stream in self.streams]
+
+    def choices(self, outputs: list[RequestOutput]) -> list[dict[str, Any]]:
+        raise NotImplementedError
+
+    def choices_of(self, number: int, delta: OutputDelta) -> list[dict[str, Any]]:
+        """The choices that a delta of the stream of this number becomes: a chunk each."""
+        raise NotImplementedError
+
+    async def whole(self) -> dict[str, Any]:
+        outputs = await self._reservation.outputs()
+        usage = self._sum([output.usage for output in outputs])
+        whole = {
+            **self.head, "object": self.objects[0], "choices": self.choices(outputs), "usage": usage_json(usage),
+        }  # fmt: skip
+        return whole | ({"timings": timings_json(usage, outputs[0].timing)} if self._asked.timings_per_token else {})
+
+    async def stream(self, head: dict[str, Any]) -> AsyncIterator[bytes]:
+        """The chunks of all deltas, then the usage where that is wanted.
+
+        head  what all chunks begin with
+        """
+        begin = b"data: " + dumps(head)[:-1] + b',"choices":['  # written once
+
+        def render(number: int, delta: OutputDelta) -> list[bytes]:
+            if self.continuous:
+                used = Usage(self._running[number].prompt_tokens, 0, len(delta.token_ids))
+                self._running[number] = add_usage(self._running[number], used)
+                stats = {"usage": usage_json(self._sum(self._running))}
+                chunks = [data(head | stats | {"choices": [choice]}) for choice in self.choices_of(number, delta)]
+            else:
+                chunks = [begin + dumps(choice) + b"]}\n\n" for choice in self.choices_of(number, delta)]
+            if delta.usage is not None:
+                self._usages[number] = add_usage(self._usages[number], delta.usage)
+            if delta.finish_reason is not None and self._asked.timings_per_token and delta.timing is not None:
+                timings = timings_json(self._sum([self._usages[number]]), delta.timing)
+                chunks.append(data(head | {"choices": [], "timings": timings}))
+            return chunks
+
+        async for chunk in rendered(self.streams, render):
+            yield chunk
+        if self.wants_usage:
+            yield data(head | {"choices": [], "usage": usage_json(self._sum(self._usages))})
+
+    def _sum(self, usages: list[Usage]) -> Usage:
+        return Usage(
+            sum(u.prompt_tokens for u in usages),
+            sum(u.cached_tokens for u in usages),
+            sum(u.completion_tokens for u in usages) if self.generates else 0,
+            sum(u.reasoning_tokens for u in usages),
+        )
+
+
+class ChatRendering(OpenAIRendering):
+    """How the answers to a conversation look."""
+
+    objects = ("chat.completion", "chat.completion.chunk")
+    prefix = "chatcmpl"
+
+    def __init__(self, reservation: Reservation, body: ChatRequest) -> None:
+        super().__init__(reservation, body)
+        self._body = body
+        self._shows_reasoning = body.include_reasoning is not False
+        self.head["service_tier"] = "default"
+        self._called: set[int] = set()  # answers that called a tool
+
+    async def whole(self) -> dict[str, Any]:
+        whole = await super().whole()
+        prompt = list(self.streams[0].prompt_token_ids)
+        return whole | ({"prompt_token_ids": prompt} if self._body.return_token_ids else {})
+
+    def choices(self, outputs: list[RequestOutput]) -> list[dict[str, Any]]:
+        return [self._choice(one) for one in outputs[0].completions]
+
+    def _choice(self, one: CompletionOutput) -> dict[str, Any]:
+        calls = tool_calls_json(one.tool_calls)
+        message: dict[str, Any] = {"role": "assistant", "content": one.text, "refusal": None}
+        if calls:
+            message |= {"content": one.text or None, "tool_calls": calls}
+        if one.reasoning and self._shows_reasoning:
+            message |= {"reasoning": one.reasoning, "reasoning_content": one.reasoning}
+        choice = {
+            "index": one.index,
+            "message": message,
+            "logprobs": self.names.chat(one.logprobs) if self._body.logprobs else None,
+            "finish_reason": finish_name(one.finish_reason, has_tool_calls=bool(calls)),
+            "stop_reason": one.stop_reason,
+        }
+        return choice | ({"token_ids": one.token_ids} if self._body.return_token_ids else {})
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        options, (stream,) = self._body.stream_options, self.streams
+        head = {**self.head, "object": self.objects[1]}
+        if options and options.include_usage:
+            head["usage"] = None
+        first = {"prompt_token_ids": list(stream.prompt_token_ids)} if self._body.return_token_ids else {}
+        yield b"".join(
+            data(head | ({} if index else first) | {"choices": [_delta(index, {"role": "assistant", "content": ""})]})
+            for index in range(stream.num_answers)
+        )
+        async for chunk in self.stream(head):
+            yield chunk
+
+    def choices_of(self, number: int, delta: OutputDelta) -> list[dict[str, Any]]:
+        """A choice per part of the delta; log-probabilities and token ids go with the first."""
+        choices = []
+        logprobs = self.names.chat(delta.logprobs) if self._body.logprobs and delta.logprobs else None
+        more = {"token_ids": delta.token_ids} if self._body.return_token_ids and delta.token_ids else {}
+        for part in self._parts(delta):
+            choices.append(_delta(delta.index, part, logprobs) | more)
+            logprobs, more = None, {}
+        if logprobs or more:
+            choices.append(_delta(delta.index, {}, logprobs) | more)
+        if delta.finish_reason is not None:
+            finish = finish_name(delta.finish_reason, has_tool_calls=delta.index in self._called)
+            choices.append(_delta(delta.index, {}, None, finish) | {"stop_reason": delta.stop_reason})
+        return choices
+
+    def _parts(self, delta: OutputDelta) -> list[dict[str, Any]]:
+        parts: list[dict[str, Any]] = []
+        for kind, text in delta.parts:
+            if kind == "tool_call":
+                self._called.add(delta.index)
+                parts.append({"tool_calls": [tool_delta(text)]})
+            elif kind == "content":
+                parts.append({"content": text})
+            elif self._shows_reasoning:
+                parts.append({"reasoning": text, "reasoning_content": text})
+        return parts
+
+
+def _delta(
+    index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, finish: str | None = None
+) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+
+
+class CompletionRendering(OpenAIRendering):
+    """How the answers to prompts look; those to several prompts are numbered through."""
 
     objects = ("text_completion", "text_completion")
     prefix = "cmpl"
 
     def __init__(self, reservation: Reservation, body: CompletionRequest) -> None:
-        super().__init__(reservation, body, generates=body.max_tokens != 0)
-        self._body = body
-        self._echo, self._logprobs = bool(body.echo), body.logprobs is not None
-        self._per_prompt = self.streams[0].num_answers
+        super().__init__(reservation, body)
+        self.generates = body.max_tokens != 0
+        self._body, self._per_prompt = body, self.streams[0].num_answers
         self._seen: set[int] = set()  # choices whose first chunk is out
         self._lengths = [0] * (len(self.streams) * self._per_prompt)  # characters that log-probabilities have covered
 
     def choices(self, outputs: list[RequestOutput]) -> list[dict[str, Any]]:
-        return [
-            self._choice(output, one, number * self._per_prompt + one.index)
-            for number, output in enumerate(outputs)
-            for one in output.completions
-        ]
-
-    def _choice(self, output: RequestOutput, one: CompletionOutput, index: int) -> dict[str, Any]:
-        text = one.text if self.generates else ""
-        entries: list[TokenLogprob | None] = list(one.logprobs) if self.generates else []
-        ids = list(one.token_ids) if self.generates else []
-        if self._logprobs:
-            ids = [e.token_id for e in entries if e is not None]
-        if self._echo:
-            text = self._prompt_text(output.prompt_token_ids) + text
-            entries = [*(output.prompt_logprobs or []), *entries]
-            ids = [*output.prompt_token_ids, *ids]
-        logprobs = self.names.completion(entries, ids, 0) if self._logprobs else None
-        finish = finish_name(one.finish_reason) if self.generates else "length"
-        choice = {
-            "text": text, "index": index, "logprobs": logprobs, "finish_reason": finish, "stop_reason": one.stop_reason,
-        }  # fmt: skip
-        if self._body.return_token_ids:
-            choice |= {"token_ids": one.token_ids, "prompt_token_ids": output.prompt_token_ids}
-        return choice
-
-    def _prompt_text(self, ids: Any) -> str:
-        return self.tokenizer.decode(ids, skip_special=False)
+        choices = []
+        for number, output in enumerate(outputs):
+            for one in output.completions:
+                all_of_it = OutputDelta(
+                    one.index, [("content", one.text)], one.token_ids, one.logprobs, one.finish_reason,
+                    one.stop_reason, prompt_logprobs=output.prompt_logprobs,
+                )  # fmt: skip
+                (choice,) = self.choices_of(number, all_of_it)
+                if self._body.logprobs is not None:
+                    choice["logprobs"] = choice["logprobs"] or self.names.completion([], [], 0)
+                if self._body.return_token_ids:
+                    choice |= {"token_ids": one.token_ids, "prompt_token_ids": output.prompt_token_ids}
+                choices.append(choice)
+        return choices
 
     def chunks(self) -> AsyncIterator[bytes]:
         return self.stream({**self.head, "object": self.objects[1], **({"usage": None} if self.wants_usage else {})})
 
     def choices_of(self, number: int, delta: OutputDelta) -> list[dict[str, Any]]:
         """One choice, or none for a delta that shows nothing."""
-        stream = self.streams[number]
+        body, prompt = self._body, self.streams[number].prompt_token_ids
         index = number * self._per_prompt + delta.index
         ended = delta.finish_reason is not None
         text = delta.text if self.generates else ""
         more: dict[str, Any] = {}
-        if self._body.return_token_ids and self.generates and delta.token_ids:
+        if body.return_token_ids and self.generates and delta.token_ids:
             more["token_ids"] = delta.token_ids
         if index not in self._seen and (delta.token_ids or ended):
             self._seen.add(index)
-            if self._echo:
-                text = self._prompt_text(stream.prompt_token_ids) + text
-            if self._body.return_token_ids:
-                more["prompt_token_ids"] = list(stream.prompt_token_ids)
+            if body.echo:
+                text = self._reservation.llm.tokenizer.decode(prompt, skip_special=False) + text
+            if body.return_token_ids:
+                more["prompt_token_ids"] = list(prompt)
         logprobs = None
         entries: list[TokenLogprob | None] = list(delta.logprobs) if self.generates else []
         ids = [e.token_id for e in delta.logprobs] if self.generates else []
-        if self._echo and delta.prompt_logprobs:
-            entries, ids = [*delta.prompt_logprobs, *entries], [*stream.prompt_token_ids, *ids]
-        if self._logprobs and entries:
+        if body.echo and delta.prompt_logprobs:
+            entries, ids = [*delta.prompt_logprobs, *entries], [*prompt, *ids]
+        if body.logprobs is not None and entries:
             logprobs = self.names.completion(entries, ids, self._lengths[index])
             self._lengths[index] += sum(map(len, logprobs["tokens"]))
         if not (text or logprobs or more or ended):

@@ -14,7 +14,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from localllm.errors import InvalidRequest, LocalLLMError
+from localllm.errors import LocalLLMError
 from localllm.llm.outputs import OutputDelta
 from localllm.request import FinishReason, SamplingParams, TokenEvent
 from localllm.server.body import read_body
@@ -87,7 +87,7 @@ async def _vectors(
 ) -> tuple[Vectors, dict[str, Any]]:
     """(a vector per text, the fields that every answer has). `param`: the field to name when a text is too long."""
     service, pooling = service_of(request), body.pooling or "mean"
-    async with unless_left(request), service.reserve(request, body.model, user=body.user or "") as reservation:
+    async with unless_left(request.receive), service.reserve(request, body.model, user=body.user or "") as reservation:
         hidden = reservation.llm.facts.hidden_size
         if isinstance(body, EmbeddingRequest) and body.dimensions is not None and body.dimensions > hidden:
             raise invalid(f"dimensions is {body.dimensions}, this model has {hidden}.", "dimensions")
@@ -117,7 +117,7 @@ async def pooled_texts(
     try:
         for prompt in prompts:
             llm.check_prompt(prompt, SamplingParams(max_tokens=1))
-    except (InvalidRequest, LocalLLMError) as error:
+    except LocalLLMError as error:
         error.param = param
         raise
     asking = asyncio.Lock()

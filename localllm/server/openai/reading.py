@@ -11,7 +11,7 @@ from typing import Any
 
 from localllm.request import Constraint, Message, ToolUse
 from localllm.server.body import checked
-from localllm.server.errors import Rename, invalid, not_text, renaming, unsupported
+from localllm.server.errors import invalid, not_text, unsupported
 from localllm.server.generation import Conversation, Generation
 from localllm.server.openai.schemas import MAX_PROMPTS, Body, ChatMessage, ChatRequest, CompletionRequest, Sampled
 
@@ -76,11 +76,9 @@ def with_further(body: Body, fields: dict[str, Any], own_format: str) -> dict[st
     return extra | known | ({"chat_template_kwargs": kwargs} if kwargs else {})
 
 
-def chat_request(body: Body, fields: dict[str, Any], own_format: str, rename: Rename) -> ChatRequest:
-    """The chat request that answers a body of another API; see `with_further`. Errors name fields as `rename` does."""
-    given = with_further(body, fields, own_format)
-    with renaming(rename):
-        return checked(given, ChatRequest)
+def chat_request(body: Body, fields: dict[str, Any], own_format: str) -> ChatRequest:
+    """The chat request that answers a body of another API; see `with_further`."""
+    return checked(with_further(body, fields, own_format), ChatRequest)
 
 
 def passed(body: Body, *names: str) -> dict[str, Any]:

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from localllm.errors import ContextTooLong
-from localllm.llm.outputs import OutputDelta
 from localllm.server.body import read_body
-from localllm.server.errors import ApiError, invalid, renaming
-from localllm.server.generation import Conversation, Generation
+from localllm.server.errors import ApiError, invalid
 from localllm.server.openai import responses_schemas as schemas
-from localllm.server.openai.output import TokenNames
 from localllm.server.openai.reading import read_chat
 from localllm.server.openai.responses_events import ResponseBuilder
 from localllm.server.openai.responses_store import Stored
-from localllm.server.reply import unless_left
-from localllm.server.response_stream import rendered
+from localllm.server.reply import reply
 from localllm.server.service import Reservation, Service, service_of
-from localllm.server.sse import Opened, StreamFormat, first_or_stream
+from localllm.server.sse import StreamFormat
 
 
 async def create_response(request: Request) -> Response:
@@ -31,52 +25,18 @@ async def create_response(request: Request) -> Response:
     body = await read_body(request, schemas.ResponsesRequest)
     schemas.refuse(body)
     items = [*_earlier(service, body), *_named(service, schemas.input_items(body))]
-    chat = schemas.to_chat(body, items)
-    with renaming(schemas.renamed):
-        asked = read_chat(chat)
-    builder = ResponseBuilder(body)
+    asked = replace(read_chat(schemas.to_chat(body, items)), shortens=body.truncation == "auto")
+    builder = ResponseBuilder(body, asked.tool_use)
 
-    def take(delta: OutputDelta) -> list[bytes]:
-        events = builder.take(delta)
-        if delta.finish_reason is not None and body.store is not False:
+    def keep() -> None:
+        if body.store is not False:
             service.responses.put(builder.json(), items)
-        return events
 
-    async def events(reservation: Reservation) -> AsyncIterator[bytes]:
-        yield b"".join(builder.begin())
-        async for chunk in rendered(reservation.streams, lambda _, delta: take(delta)):
-            yield chunk
+    def render(reservation: Reservation) -> ResponseBuilder:
+        builder.opened(reservation, keep)
+        return builder
 
-    async def opened() -> Reservation:
-        with renaming(schemas.renamed):
-            reservation = await _open(service, request, asked, shortens=body.truncation == "auto")
-        builder.opened(reservation.model.name, TokenNames(reservation.llm.tokenizer))
-        return reservation
-
-    async def open_stream() -> Opened:
-        reservation = await opened()
-        return Opened(events(reservation), reservation.abort)
-
-    async with unless_left(request):
-        if body.stream:
-            return await first_or_stream(open_stream(), StreamFormat(builder.fail))
-        async for _ in events(await opened()):
-            pass
-    return JSONResponse(builder.json())
-
-
-async def _open(service: Service, request: Request, asked: Generation, *, shortens: bool) -> Reservation:
-    """`Service.open`; with `shortens`, of a conversation longer than the window what its end leaves room for."""
-    while True:
-        try:
-            return await service.open(request, asked)
-        except ContextTooLong as error:
-            assert isinstance(asked.prompts, Conversation)
-            share = 1 - error.context["max_context"] / error.context["prompt_tokens"]
-            shorter = schemas.without_oldest(asked.prompts.messages, share) if shortens else None
-            if shorter is None:
-                raise
-            asked = replace(asked, prompts=replace(asked.prompts, messages=shorter))
+    return await reply(request, asked, render, StreamFormat(builder.fail))
 
 
 def _discarded(what: str, code: str, param: str) -> ApiError:

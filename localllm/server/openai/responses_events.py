@@ -7,24 +7,28 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+from localllm.errors import LocalLLMError
 from localllm.llm.outputs import OutputDelta
-from localllm.request import FinishReason, TokenLogprob, Usage
-from localllm.server.errors import ApiError
+from localllm.request import FinishReason, TokenLogprob, ToolUse, Usage
+from localllm.server.errors import openai_body
 from localllm.server.openai.output import TokenNames, new_id
 from localllm.server.openai.responses_schemas import ResponsesRequest
-from localllm.server.response_stream import Blocks
+from localllm.server.response_stream import AsyncResponseStream, Blocks, rendered
+from localllm.server.service import Reservation
 from localllm.server.sse import named
 
 
 class ResponseBuilder:
     """One response."""
 
-    def __init__(self, body: ResponsesRequest) -> None:
-        self._body, self._model = body, body.model or ""
+    def __init__(self, body: ResponsesRequest, tool_use: ToolUse | None = None) -> None:
+        self._body, self._model, self._tool_use = body, body.model or "", tool_use
         self._names: TokenNames | None = None
+        self._streams: list[AsyncResponseStream] = []
+        self._keep: Callable[[], None] = lambda: None
         self.id = new_id("resp_")
         self._created = int(time.time())
         self.output: list[dict[str, Any]] = []
@@ -37,9 +41,20 @@ class ResponseBuilder:
         self._completed_at: int | None = None
         self._number = -1
 
-    def opened(self, model: str, names: TokenNames) -> None:
-        """The model is there. `names`: for log-probabilities."""
-        self._model, self._names = model, names
+    def opened(self, reservation: Reservation, keep: Callable[[], None]) -> None:
+        """The model is there. `keep` is called when the response is whole."""
+        self._model, self._streams, self._keep = reservation.model.name, reservation.streams, keep
+        self._names = TokenNames(reservation.llm.tokenizer)
+
+    async def whole(self) -> dict[str, Any]:
+        async for _ in self.chunks():
+            pass
+        return self.json()
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        yield b"".join(self.begin())
+        async for chunk in rendered(self._streams, lambda _, delta: self.take(delta)):
+            yield chunk
 
     # --- events ------------------------------------------------------------------------------------------------------
 
@@ -68,10 +83,10 @@ class ResponseBuilder:
             events += self._finish(delta)
         return events
 
-    def fail(self, error: ApiError) -> bytes:
+    def fail(self, error: LocalLLMError) -> bytes:
         """The last event of a response that broke on the way."""
         self._status = "failed"
-        self._error = {"code": error.code or "server_error", "message": error.body["error"]["message"]}
+        self._error = {"code": error.api_code or "server_error", "message": openai_body(error)["error"]["message"]}
         return self._event("response.failed", response=self.json())
 
     def _event(self, kind: str, **fields: Any) -> bytes:
@@ -132,12 +147,19 @@ class ResponseBuilder:
         events = [*opened, *self._close(self._status)]
         self._reason = "max_output_tokens" if cut else None
         self._completed_at = None if cut else int(time.time())
+        self._keep()
         return [*events, self._event(f"response.{self._status}", response=self.json())]
 
     def _shown(self, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
         if self._names is None or not self._body.wants_logprobs:
             return []
         return [self._names.entry(entry) for entry in logprobs]
+
+    @property
+    def _parallel(self) -> bool:
+        if self._tool_use is not None:
+            return self._tool_use.parallel
+        return self._body.parallel_tool_calls is not False
 
     # --- the object --------------------------------------------------------------------------------------------------
 
@@ -153,7 +175,7 @@ class ResponseBuilder:
             "incomplete_details": {"reason": self._reason} if self._reason else None,
             "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
             "max_tool_calls": body.max_tool_calls, "metadata": body.metadata or {}, "model": self._model,
-            "output": json.loads(json.dumps(self.output)), "parallel_tool_calls": body.calls_in_parallel,
+            "output": json.loads(json.dumps(self.output)), "parallel_tool_calls": self._parallel,
             "previous_response_id": body.previous_response_id, "prompt_cache_key": body.prompt_cache_key,
             "reasoning": {
                 "effort": reasoning.effort if reasoning else None, "summary": reasoning.summary if reasoning else None,

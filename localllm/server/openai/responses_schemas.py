@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
-from localllm.request import Message
 from localllm.server.errors import invalid, not_text, unsupported
 from localllm.server.openai.reading import chat_request, passed
 from localllm.server.openai.schemas import (
@@ -77,15 +74,6 @@ class ResponsesRequest(Body):
         """Whether the log-probabilities of the output are to be shown."""
         return "message.output_text.logprobs" in (self.include or [])
 
-    @property
-    def calls_in_parallel(self) -> bool:
-        """Whether several calls may be made, as asked for, or as is done without a word: not when one is forced."""
-        if self.parallel_tool_calls is not None:
-            return self.parallel_tool_calls
-        if not isinstance(self.tool_choice, dict):
-            return bool(self.tool_choice != "required")
-        return self.tool_choice.get("type") != "function" and self.tool_choice.get("mode") != "required"
-
 
 def refuse(body: ResponsesRequest) -> None:
     """Raise ApiError for what only a hosted service has."""
@@ -116,7 +104,7 @@ def to_chat(body: ResponsesRequest, items: list[dict[str, Any]]) -> ChatRequest:
         fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)]
     if body.tool_choice is not None and (body.tools is not None or body.tool_choice not in ("none", "auto")):
         fields["tool_choice"] = _choice(body.tool_choice)
-    return chat_request(body, fields, "text.format", renamed)
+    return chat_request(body, fields, "text.format")
 
 
 def renamed(param: str | None) -> str | None:
@@ -169,21 +157,6 @@ def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
         else:
             raise invalid(f"Items of type {str(kind)[:40]!r} are not supported.", where, "unsupported_value")
     return messages
-
-
-def without_oldest(messages: Sequence[Message], share: float) -> list[Message] | None:
-    """The messages without the oldest turns, at least this share of the text; None when only the last turn is left.
-
-    What the system says at the beginning stays, and a turn goes as a whole: from a user's message to before the next.
-    """
-    begin = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
-    turns = [i for i in range(begin + 1, len(messages)) if messages[i]["role"] == "user"]
-    if not turns:
-        return None
-    sizes = [len(json.dumps(m, ensure_ascii=False)) for m in messages]
-    wanted = share * sum(sizes)
-    cut = next((i for i in turns if sum(sizes[begin:i]) >= wanted), turns[-1])
-    return [*messages[:begin], *messages[cut:]]
 
 
 def _content(content: Any, where: str) -> Any:

@@ -32,7 +32,7 @@ async def tokenize(request: Request) -> Response:
     if body.messages is not None:
         named = body.model_dump(include={"messages", "chat_template_kwargs", "add_generation_prompt"})
         conversation = read_conversation(checked(further(body) | named, ChatRequest))
-    async with unless_left(request), service.reserve(request, body.model) as reservation:
+    async with unless_left(request.receive), service.reserve(request, body.model) as reservation:
         llm = reservation.llm
         work = partial(_tokens, llm, body, conversation)
         size = len(body.prompt or body.content or "")
@@ -60,7 +60,7 @@ async def detokenize(request: Request) -> Response:
     """Token ids as text, under both names that clients look for."""
     service = service_of(request)
     body = await read_body(request, DetokenizeRequest)
-    async with unless_left(request), service.reserve(request, body.model) as reservation:
+    async with unless_left(request.receive), service.reserve(request, body.model) as reservation:
         llm = reservation.llm
         for token in body.tokens:
             if not 0 <= token < llm.facts.vocab_size:
@@ -76,7 +76,7 @@ async def apply_template(request: Request) -> Response:
     service = service_of(request)
     body = await read_body(request, ChatRequest)
     conversation = read_conversation(body)
-    async with unless_left(request), service.reserve(request, body.model) as reservation:
+    async with unless_left(request.receive), service.reserve(request, body.model) as reservation:
         llm = reservation.llm
         (ids,) = await service.encode(llm, conversation)
         text = llm.tokenizer.decode(ids, skip_special=False)
