@@ -137,7 +137,6 @@ def gemma_path() -> Path:
 @pytest.fixture(scope="session")
 def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model with a tokenizer, 32 kB."""
-    sys.path.append(str(Path(__file__).parent / "checkpoint"))
     import tiny_models
 
     return tiny_models.tiny_gguf(tmp_path_factory.mktemp("models") / "tiny.gguf", "Q8_0")  # type: ignore[no-any-return]

@@ -14,7 +14,7 @@ from .mapped_file import shown
 # arrays the tokenizer and the facts rely on -> what their elements must be, and numpy's kinds of it ("" for bytes)
 _ARRAYS = {"tokens": ("strings", ""), "merges": ("strings", "")}
 _ARRAYS |= {"scores": ("floats", "f"), "token_type": ("integers", "iu")}
-_TOKEN_IDS = ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask")
+TOKEN_IDS = ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask")
 _NO_TOKEN = (None, -1, 2**32 - 1)  # how converters write "none": nothing, -1, or -1 as u32
 _TEXT_KEYS = ("tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.chat_template", "tokenizer.huggingface.json")
 _FLAG_KEYS = tuple(f"tokenizer.ggml.add_{name}" for name in ("bos_token", "eos_token", "sep_token", "space_prefix"))
@@ -35,8 +35,8 @@ def special_ids(general: Fields, vocab_size: int, *names: str) -> tuple[int, ...
     return tuple(dict.fromkeys(ids))
 
 
-def check_vocabulary(path: Path, metadata: Mapping[str, Any], vocab_size: int) -> None:
-    """Raise BadModelFile unless the vocabulary is sound and has `vocab_size` tokens."""
+def check_vocabulary(path: Path, metadata: Mapping[str, Any], rows: int | None = None) -> None:
+    """Raise BadModelFile unless the vocabulary is sound, and has a token for each of the embedding's `rows`."""
     general, keys = Fields(path, metadata), Fields(path, metadata, "tokenizer.ggml.")
     for key, (what, kinds) in _ARRAYS.items():
         value = keys.raw(key)
@@ -53,6 +53,7 @@ def check_vocabulary(path: Path, metadata: Mapping[str, Any], vocab_size: int) -
     tokens, scores, merges = keys.raw("tokens"), keys.raw("scores"), keys.raw("merges")
     if tokens is None:
         raise keys.fail("tokens", "is missing: the file has no vocabulary")
+    vocab_size = len(tokens) if rows is None else rows
     if len(tokens) != vocab_size:
         raise keys.fail("tokens", f"holds {len(tokens):,} tokens, the embedding has {vocab_size:,} rows")
     for key in ("scores", "token_type"):
@@ -60,7 +61,7 @@ def check_vocabulary(path: Path, metadata: Mapping[str, Any], vocab_size: int) -
             raise keys.fail(key, f"has {len(keys.raw(key)):,} entries for {vocab_size:,} tokens")
     if scores is not None and not np.isfinite(scores).all():
         raise keys.fail("scores", "holds a value that is not finite")
-    special_ids(general, vocab_size, *_TOKEN_IDS)
+    special_ids(general, vocab_size, *TOKEN_IDS)
     limit = MAX_MERGES_PER_TOKEN * vocab_size
     if merges and len(merges) > limit:
         raise keys.fail("merges", f"holds {len(merges):,} merges, the limit for {vocab_size:,} tokens is {limit:,}")

@@ -19,7 +19,8 @@ from localllm.plan import fit
 from localllm.plan.plan import Plan
 from localllm.plan.planner import Planner
 from localllm.terminal import gib
-from localllm.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from localllm.tokenizer.files import load_tokenizer
+from localllm.tokenizer.tokenizer import Tokenizer
 
 from .finding import MODEL, fail, found, ok, skip, warn
 

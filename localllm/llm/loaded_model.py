@@ -116,7 +116,7 @@ class LoadedModel:
 
     def _start(self) -> None:
         from localllm.llm.output_rules import OutputRules
-        from localllm.tokenizer.tokenizer import load_tokenizer
+        from localllm.tokenizer.files import load_tokenizer
 
         text = ThreadPoolExecutor(1).submit(load_tokenizer, self._checkpoint)  # beside imports, which mostly read files
         self._notify(LoadProgress("import"))

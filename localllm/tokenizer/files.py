@@ -1,14 +1,13 @@
-"""What a checkpoint's files say about its tokenizer: `tokenizer_parts(ckpt)` -> `TokenizerParts`, for both containers.
+"""What a checkpoint's files say about its tokenizer: `load_tokenizer(ckpt)` -> `Tokenizer`, for both containers.
 
 tokenizer.json with its companions, or the metadata of a GGUF file; chat templates are found here too, only inside the
-model's own folder and only under plain names. Called by `tokenizer.load_tokenizer`.
+model's own folder and only under plain names.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,6 +16,7 @@ from localllm.checkpoint.mapped_file import bad, read_small
 from localllm.checkpoint.opening import inside
 from localllm.errors import BadModelFile, UnsupportedFormat
 from localllm.tokenizer.gguf_vocabulary import CONTROL, Vocabulary, build_backend, read_vocabulary
+from localllm.tokenizer.tokenizer import Tokenizer
 from localllm.tokenizer.tokenizer_json import read_backend
 
 if TYPE_CHECKING:
@@ -43,42 +43,30 @@ _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
 
-@dataclass
-class TokenizerParts:
-    """A tokenizer's back end and the facts around it."""
+def load_tokenizer(ckpt: Checkpoint) -> Tokenizer:
+    """The tokenizer of an open checkpoint.
 
-    backend: Backend
-    named_tokens: dict[str, str]  # bos_token, eos_token, unk_token, pad_token, ... -> text
-    add_bos: bool
-    eos_token_ids: frozenset[int]
-    vocab_size: int | None = None  # None: as the back end counts
-    chat_template: str | None = None
-    chat_templates: dict[str, str] = field(default_factory=dict)
-
-
-def tokenizer_parts(ckpt: Checkpoint) -> TokenizerParts:
-    """Read them. Raises UnsupportedFormat for kinds this version cannot read, BadModelFile for damaged files."""
-    return _from_gguf(ckpt.metadata) if ckpt.kind == "gguf" else _from_folder(ckpt)
+    Raises UnsupportedFormat for vocabulary types this version cannot read, by name, and BadModelFile for damaged ones.
+    """
+    return _from_gguf(ckpt.path, ckpt.metadata) if ckpt.kind == "gguf" else _from_folder(ckpt)
 
 
 # --- GGUF ------------------------------------------------------------------------------------------------------------
 
 
-def _from_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
+def _from_gguf(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
+    vocabulary = read_vocabulary(path, metadata)
     main, named = _gguf_templates(metadata)
-    vocabulary = read_vocabulary(metadata)
     ends = _gguf_ends(vocabulary)
     stored = metadata.get("tokenizer.huggingface.json")
     if stored is None:
         backend = _guarded(lambda: build_backend(vocabulary, ends), "the vocabulary")
     else:
-        backend = parse_backend(_as_text(stored).encode(), "tokenizer.huggingface.json")
+        backend = parse_backend(stored.encode(), "tokenizer.huggingface.json")
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    return TokenizerParts(
+    return Tokenizer(
         backend,
-        named_tokens={
-            name: vocabulary.tokens[vocabulary.ids[key]] for name, key in names.items() if key in vocabulary.ids
-        },
+        {name: vocabulary.tokens[vocabulary.ids[key]] for name, key in names.items() if key in vocabulary.ids},
         add_bos=vocabulary.add_bos,
         eos_token_ids=frozenset(ends),
         vocab_size=len(vocabulary.tokens),
@@ -104,22 +92,18 @@ def _only_ends_a_message(text: str, have: Container[str]) -> bool:
 
 
 def _gguf_templates(metadata: Mapping[str, Any]) -> tuple[str | None, dict[str, str]]:
-    main = metadata.get("tokenizer.chat_template")
-    names = metadata.get("tokenizer.chat_templates")
-    if names is not None and (isinstance(names, str | bytes) or not isinstance(names, Iterable)):
-        raise BadModelFile("tokenizer.chat_templates is not a list")
-    named = {}
-    for name in [_as_text(name) for name in names or ()]:
-        text = metadata.get(f"tokenizer.chat_template.{name}")
-        if text is not None:
-            named[_plain_name(name)] = _template(_as_text(text))
-    return (None if main is None else _template(_as_text(main))) or named.get("default"), named
+    names = metadata.get("tokenizer.chat_templates", [])
+    if not isinstance(names, list):
+        raise BadModelFile("tokenizer.chat_templates is not a list of names")
+    texts = {name: metadata.get(f"tokenizer.chat_template.{name}") for name in map(_as_text, names)}
+    named = {_plain_name(name): _template(text) for name, text in texts.items() if text is not None}
+    return metadata.get("tokenizer.chat_template") or named.get("default"), named
 
 
 # --- tokenizer.json --------------------------------------------------------------------------------------------------
 
 
-def _from_folder(ckpt: Checkpoint) -> TokenizerParts:
+def _from_folder(ckpt: Checkpoint) -> Tokenizer:
     files = ckpt.tokenizer_files
     if "tokenizer.json" not in files:
         raise UnsupportedFormat(
@@ -139,9 +123,9 @@ def _from_folder(ckpt: Checkpoint) -> TokenizerParts:
     flag = config.get("add_bos_token")
     first = _guarded(lambda: backend.encode_batch([""], add_special_tokens=True)[0].ids, "tokenizer.json")
     main, named = _folder_templates(ckpt, config)
-    return TokenizerParts(
+    return Tokenizer(
         backend,
-        named_tokens=texts,
+        texts,
         add_bos=bos is not None and (flag if isinstance(flag, bool) else first[:1] == [bos]),
         eos_token_ids=_folder_ends(ckpt, backend, backend.token_to_id(texts.get("eos_token", ""))),
         chat_template=main,

@@ -1,7 +1,7 @@
 """A GGUF file's vocabulary to a `tokenizers` back end: byte-level BPE (`gpt2`), SentencePiece BPE (`llama`), `gemma4`.
 
-Called by `tokenizer_files.py` only. SentencePiece files hold scores instead of merges: the merges are derived once (two
-to three seconds for 262k tokens) and cached below `paths.cache_dir()`, keyed by the vocabulary.
+SentencePiece files hold scores instead of merges: the merges are derived once (two to three seconds for 262k tokens)
+and cached below `paths.cache_dir()`, keyed by the vocabulary.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from localllm.checkpoint.fields import Fields
+from localllm.checkpoint.vocabulary import TOKEN_IDS, check_vocabulary, special_ids
 from localllm.errors import BadModelFile, UnsupportedFormat
-from localllm.paths import cache_dir, replace_file
+from localllm.paths import cache_dir, read_json, replace_file
 from localllm.tokenizer.regex import ADD_BOS, IGNORE_MERGES, NFC, PRE_TOKENIZERS
 from localllm.tokenizer.tokenizer_json import PIECE, Patient
 
@@ -30,9 +32,9 @@ log = logging.getLogger(__name__)
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # values of tokenizer.ggml.token_type
 
 _REFUSED = {"t5": "unigram", "bert": "WordPiece", "rwkv": "RWKV", "plamo2": "PLaMo 2", "none": "no vocabulary"}
-_ID_KEYS = "bos eos eot eom unknown seperator padding mask fim_pre fim_suf fim_mid fim_pad fim_rep fim_sep"
-_ID_NAMES = tuple(_ID_KEYS.split())
+_ID_NAMES = (*TOKEN_IDS, "fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep")
 _CACHE_VERSION = 1
+MAX_CACHE_BYTES = 64 << 20  # Gemma's half a million merges take 7 MB
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Vocabulary:
     token_ids: dict[str, int]  # token -> id; of equal tokens the first counts
     types: np.ndarray  # [num_tokens] int32: NORMAL, CONTROL, ...
     scores: np.ndarray  # [num_tokens] float64, or empty
-    merges: Sequence[Any]
+    merges: list[bytes]  # `left right`; none for SentencePiece, which has scores
     # bos, eos, eot, eom, unknown, seperator, padding, mask, fim_pad, fim_rep, fim_sep -> token id, where given
     ids: dict[str, int]
     add_bos: bool
@@ -53,39 +55,35 @@ class Vocabulary:
     key: str  # SHA-256 over tokens, scores and types
 
 
-def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
-    """Check and normalise the `tokenizer.ggml.*` keys.
+def read_vocabulary(path: Path, metadata: Mapping[str, Any]) -> Vocabulary:
+    """The `tokenizer.ggml.*` keys, checked by `check_vocabulary`. `path` names the file in errors.
 
     Raises UnsupportedFormat for vocabulary types and pre-tokenizers this version does not know, by name, and
-    BadModelFile for lists that are missing, of different lengths, or ids outside the vocabulary.
+    BadModelFile for what is missing, of another type or length, or outside the vocabulary.
     """
-    model = _text(metadata, "model", "")
+    fields = Fields(path, metadata, "tokenizer.ggml.")
+    check_vocabulary(path, metadata)
+    raw, model = fields.raw("tokens"), fields.text("model")
     if not model:
-        raise BadModelFile("the file has no tokenizer (tokenizer.ggml.model is missing)")
+        raise fields.fail("model", "is missing: the file has no tokenizer")
     if model not in ("gpt2", "llama", "gemma4"):
         raise UnsupportedFormat(
             f"the tokenizer type is {model!r} ({_REFUSED.get(model, 'unknown')}); gpt2, llama and gemma4 are read",
             "use a safetensors version of the model, which brings tokenizer.json",
         )
-    raw = _list(metadata, "tokens")
     if not raw:
-        raise BadModelFile("the vocabulary is empty (tokenizer.ggml.tokens)")
-    tokens, digest = _strings(raw)
-    types = _numbers(metadata, "token_type", np.int32)
-    scores = _numbers(metadata, "scores", np.float64)
-    if not len(types):
-        types = np.full(len(tokens), NORMAL, np.int32)
+        raise fields.fail("tokens", "is empty: the file has no vocabulary")
+    types, scores = fields.raw("token_type"), fields.raw("scores")
+    types = np.full(len(raw), NORMAL, np.int32) if types is None else types.astype(np.int32)
+    scores = np.empty(0) if scores is None else scores.astype(np.float64)
     if model == "llama" and not len(scores):
-        raise BadModelFile("a SentencePiece vocabulary without scores (tokenizer.ggml.scores)")
-    for name, values in (("token_type", types), ("scores", scores)):
-        if len(values) not in (0, len(tokens)):
-            raise BadModelFile(f"tokenizer.ggml.{name} has {len(values):,} entries for {len(tokens):,} tokens")
-    pre = _pre_name(metadata, model, len(tokens))
-    ids = _special_ids(metadata, len(tokens))
-    if model == "llama" and len(tokens) > 2:
+        raise fields.fail("scores", "is missing: a SentencePiece vocabulary has one for each token")
+    pre = _pre_name(fields, model, len(raw))
+    general = Fields(path, metadata)
+    ids = {name: found[0] for name in _ID_NAMES if (found := special_ids(general, len(raw), name))}
+    if model == "llama" and len(raw) > 2:
         ids = {"bos": 1, "eos": 2, "unknown": 0} | ids
-    add_bos, prefix = (metadata.get(f"tokenizer.ggml.add_{name}") for name in ("bos_token", "space_prefix"))
-    digest.update(types.tobytes() + scores.tobytes())
+    tokens = _strings(raw)
     if model != "gpt2":
         _respell_spaces(tokens, types)
     return Vocabulary(
@@ -95,11 +93,11 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
         token_ids=_first_ids(tokens),
         types=types,
         scores=scores,
-        merges=_list(metadata, "merges"),
+        merges=fields.raw("merges") or [],
         ids=ids,
-        add_bos=model != "gpt2" or pre in ADD_BOS if add_bos is None else bool(add_bos),
-        add_space_prefix=model == "llama" if prefix is None else bool(prefix),
-        key=digest.hexdigest(),
+        add_bos=fields.flag("add_bos_token", model != "gpt2" or pre in ADD_BOS),
+        add_space_prefix=fields.flag("add_space_prefix", model == "llama"),
+        key=hashlib.sha256(b"\0".join(raw) + types.tobytes() + scores.tobytes()).hexdigest(),
     )
 
 
@@ -220,53 +218,32 @@ def derive_merges(tokens: Sequence[str], types: np.ndarray, scores: np.ndarray) 
 
 def _cached_merges(vocabulary: Vocabulary) -> list[int]:
     """`derive_merges` through the cache; a file that cannot be read or does not fit is made again."""
-    path = cache_dir() / "tokenizers" / f"{vocabulary.key}.json"
-    merges = _read_merges(path, len(vocabulary.tokens))
-    if merges is None:
-        merges = derive_merges(vocabulary.tokens, vocabulary.types, vocabulary.scores)
-        _write_cache(path, json.dumps({"version": _CACHE_VERSION, "merges": merges}, separators=(",", ":")))
-    return merges
-
-
-def _read_merges(path: Path, num_tokens: int) -> list[int] | None:
-    try:
-        stored = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError) as error:
-        log.warning("tokenizer cache %s cannot be read (%s): made again", path, error)
-        return None
-    merges = stored.get("merges") if isinstance(stored, dict) and stored.get("version") == _CACHE_VERSION else None
-    if not isinstance(merges, list) or len(merges) % 2 or set(map(type, merges)) - {int}:
+    path, num_tokens = cache_dir() / "tokenizers" / f"{vocabulary.key}.json", len(vocabulary.tokens)
+    stored = read_json(path, MAX_CACHE_BYTES)
+    merges: Any = stored.get("merges") if stored.get("version") == _CACHE_VERSION else None
+    sound = isinstance(merges, list) and len(merges) % 2 == 0 and not set(map(type, merges)) - {int}
+    if sound and min(merges, default=0) >= 0 and max(merges, default=0) < num_tokens:
+        return list(merges)
+    if path.exists():
         log.warning("tokenizer cache %s is damaged: made again", path)
-        return None
-    if merges and not (min(merges) >= 0 and max(merges) < num_tokens):
-        log.warning("tokenizer cache %s does not fit its vocabulary: made again", path)
-        return None
-    return merges
-
-
-def _write_cache(path: Path, text: str) -> None:
-    """A cache that cannot be written is only slower next time."""
+    merges = derive_merges(vocabulary.tokens, vocabulary.types, vocabulary.scores)
     try:
-        replace_file(path, text)
-    except OSError as error:
+        replace_file(path, json.dumps({"version": _CACHE_VERSION, "merges": merges}, separators=(",", ":")))
+    except OSError as error:  # only slower next time
         log.warning("tokenizer cache %s cannot be written (%s)", path, error)
+    return merges
 
 
 def _split_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """The stored `"a b"` strings as pairs; `tokenizers` checks that halves and joins are tokens."""
-    strings, _ = _strings(vocabulary.merges) if vocabulary.merges else ([], None)
+    """The stored merges as pairs; `tokenizers` checks that halves and joins are tokens."""
+    strings = _strings(vocabulary.merges)
     if not strings:
         raise BadModelFile("a BPE vocabulary without merges (tokenizer.ggml.merges)")
     pairs: list[Any] = [tuple(merge.split(" ")) for merge in strings]
-    for number, merge in enumerate(strings):
-        if len(pairs[number]) == 2:
-            continue
-        at = merge.find(" ", 1)  # a token may itself begin with a space
-        if at < 1 or at == len(merge) - 1:
-            raise BadModelFile(f"merge {number:,} of the tokenizer is not two tokens: {merge[:40]!r}")
-        pairs[number] = (merge[:at], merge[at + 1 :])
+    for number, pair in enumerate(pairs):
+        if len(pair) != 2:  # a token may itself begin with a space
+            at = strings[number].index(" ", 1)
+            pairs[number] = (strings[number][:at], strings[number][at + 1 :])
     return pairs
 
 
@@ -282,13 +259,13 @@ def _respell_spaces(tokens: list[str], types: np.ndarray) -> None:
             tokens[index] = "▁" * len(tokens[index])
 
 
-def _pre_name(metadata: Mapping[str, Any], model: str, num_tokens: int) -> str:
-    name = _text(metadata, "pre", "default")
+def _pre_name(fields: Fields, model: str, num_tokens: int) -> str:
+    name = fields.text("pre", "default")
     if model != "gpt2":
         return name
     if name == "default":
         # files made before the key existed (llama.cpp issue 7476)
-        architecture = str(metadata.get("general.architecture", ""))
+        architecture = str(fields.values.get("general.architecture", ""))
         if architecture == "llama" and num_tokens == 128256:
             return "llama-bpe"
         if architecture in ("qwen2", "qwen3", "qwen2moe", "qwen3moe"):
@@ -302,59 +279,10 @@ def _pre_name(metadata: Mapping[str, Any], model: str, num_tokens: int) -> str:
     return name
 
 
-def _special_ids(metadata: Mapping[str, Any], num_tokens: int) -> dict[str, int]:
-    found = {}
-    for name in _ID_NAMES:
-        value = metadata.get(f"tokenizer.ggml.{name}_token_id")
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) and not hasattr(value, "__index__"):
-            raise BadModelFile(f"tokenizer.ggml.{name}_token_id is not a number: {value!r:.40}")
-        index = int(value)
-        if index in (-1, 0xFFFFFFFF):  # how converters write "none"
-            continue
-        if not 0 <= index < num_tokens:
-            raise BadModelFile(f"tokenizer.ggml.{name}_token_id is {index:,}, the vocabulary has {num_tokens:,} tokens")
-        found[name] = index
-    return found
-
-
-def _text(metadata: Mapping[str, Any], key: str, default: str) -> str:
-    value = metadata.get(f"tokenizer.ggml.{key}")
-    if value is None:
-        return default
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
-
-
-def _list(metadata: Mapping[str, Any], key: str) -> Sequence[Any]:
-    value = metadata.get(f"tokenizer.ggml.{key}")
-    if value is None:
-        return []
-    if isinstance(value, str | bytes | int | float) or not hasattr(value, "__len__"):
-        raise BadModelFile(f"tokenizer.ggml.{key} is not a list")
-    return value
-
-
-def _numbers(metadata: Mapping[str, Any], key: str, dtype: type[np.generic]) -> np.ndarray:
+def _strings(items: Sequence[bytes]) -> list[str]:
     try:
-        values = np.asarray(_list(metadata, key))
-        if values.ndim != 1 or (len(values) and values.dtype.kind not in "iuf"):
-            raise ValueError("not numbers")
-        return values.astype(dtype)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise BadModelFile(f"tokenizer.ggml.{key} is not a list of numbers") from error
-
-
-def _strings(values: Sequence[Any]) -> tuple[list[str], Any]:
-    """Strings, and a running SHA-256 over them. The reader hands over bytes or str."""
-    items = list(values)
-    try:
-        joined = b"\0".join(items) if items and isinstance(items[0], bytes) else "\0".join(items).encode()
-        strings = joined.decode().split("\0")
-        if len(strings) != len(items):  # a token holds a zero byte
-            strings = [item.decode() if isinstance(item, bytes) else item for item in items]
-    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        strings = b"\0".join(items).decode().split("\0")  # at once: one by one takes longer
+        # more or fewer: a token holds a zero byte, or there are none
+        return strings if len(strings) == len(items) else [item.decode() for item in items]
+    except UnicodeDecodeError as error:
         raise BadModelFile(f"the vocabulary is not UTF-8 ({error.reason})") from error
-    except (TypeError, AttributeError) as error:
-        raise BadModelFile("the vocabulary holds something that is not text") from error
-    return (strings if items else []), hashlib.sha256(joined)

@@ -1,8 +1,8 @@
-"""Text to token ids and back: `load_tokenizer(ckpt)` -> `Tokenizer`.
+"""Text to token ids and back: `Tokenizer`.
 
 Text of users never becomes control tokens unless `special=True`. No BOS is added here; `encode_chat` and the façade
 add it once. Encoding runs through `encode_batch_fast`, which does not hold the interpreter lock while it works.
-Streaming text out of ids is `stream.py`'s business, reading files `tokenizer_files.py`'s.
+Streaming text out of ids is the business of `detokenizer.py`, reading files that of `files.py`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,10 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from localllm.errors import BadModelFile, InvalidRequest, UnsupportedFormat
-from localllm.tokenizer.files import TokenizerParts, tokenizer_parts
 from localllm.tokenizer.regex import PRE_TOKENIZERS
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
-
-    from localllm.checkpoint.checkpoint import Checkpoint
 
 Span = tuple[int, int]
 _SURROGATES = re.compile("[\ud800-\udfff]")
@@ -32,14 +29,6 @@ UNWATCHED_CHARS = {True: 10_000, False: 16}
 LIMIT_S, CHARS_PER_S = 2.0, 50_000  # The time limit: 2 s, and one more for each 50,000 characters.
 _KNOWN_PATTERNS = frozenset(pattern for patterns in PRE_TOKENIZERS.values() for pattern in patterns)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-def load_tokenizer(ckpt: Checkpoint) -> Tokenizer:
-    """The tokenizer of an open checkpoint.
-
-    Raises UnsupportedFormat for vocabulary types this version cannot read, by name, and BadModelFile for damaged ones.
-    """
-    return Tokenizer(tokenizer_parts(ckpt))
 
 
 class ControlText:
@@ -77,9 +66,19 @@ class ControlText:
 class Tokenizer:
     """One model's vocabulary. Safe to share between threads."""
 
-    def __init__(self, parts: TokenizerParts) -> None:
-        """Made by `load_tokenizer`."""
-        self._backend = backend = parts.backend
+    def __init__(
+        self,
+        backend: Backend,
+        named_tokens: Mapping[str, str],
+        *,
+        add_bos: bool,
+        eos_token_ids: frozenset[int],
+        vocab_size: int | None = None,
+        chat_template: str | None = None,
+        chat_templates: Mapping[str, str] | None = None,
+    ) -> None:
+        """`load_tokenizer` makes it. `vocab_size` None: as the back end counts."""
+        self._backend = backend
         self._lock = threading.Lock()  # encode_special_tokens is a switch on the shared back end
         self._unwatched_chars = UNWATCHED_CHARS[_patterns(backend) <= _KNOWN_PATTERNS]
         self._added = dict(backend.get_added_tokens_decoder())
@@ -88,17 +87,17 @@ class Tokenizer:
         self._prefix = _prefix_kind(backend)
         self._bytes: dict[int, bytes] = {}
         # ids are below this; the model's logits may be wider (padding rows)
-        self.vocab_size: int = parts.vocab_size or max(backend.get_vocab_size(), max(self._added, default=-1) + 1)
+        self.vocab_size: int = vocab_size or max(backend.get_vocab_size(), max(self._added, default=-1) + 1)
         # control tokens: never made from users' text, left out of decoded text
         self.special_ids = frozenset(index for index, token in self._added.items() if token.special)
-        self.eos_token_ids = parts.eos_token_ids  # every token that ends a turn or a text
-        self.named_tokens = dict(parts.named_tokens)  # bos_token, eos_token, ... -> text: what chat templates see
+        self.eos_token_ids = eos_token_ids  # every token that ends a turn or a text
+        self.named_tokens = dict(named_tokens)  # bos_token, eos_token, ... -> text: what chat templates see
         bos = self.named_tokens.get("bos_token")
         self.bos_token_id = None if bos is None else self.token_to_id(bos)
         # the model expects the BOS token before every text
-        self.add_bos = parts.add_bos and self.bos_token_id is not None
-        self.chat_template = parts.chat_template
-        self.chat_templates = dict(parts.chat_templates)  # named templates besides, such as "tool_use"
+        self.add_bos = add_bos and self.bos_token_id is not None
+        self.chat_template = chat_template
+        self.chat_templates = dict(chat_templates or {})  # named templates besides, such as "tool_use"
 
     # --- vocabulary --------------------------------------------------------------------------------------------------
 
@@ -276,18 +275,20 @@ def _gave_up(text: str, why: str) -> BadModelFile:
 def _patterns(backend: Backend) -> set[str]:
     """The regular expressions with which a back end changes and cuts text."""
     found: set[str] = set()
-    waiting: list[Any] = [
-        json.loads(step.__getstate__()) for step in (backend.normalizer, backend.pre_tokenizer) if step is not None
-    ]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, dict):
-            if isinstance(item.get("Regex"), str):
-                found.add(item["Regex"])
-            waiting.extend(item.values())
-        elif isinstance(item, list):
-            waiting.extend(item)
+
+    def note(item: dict[str, Any]) -> None:
+        if isinstance(item.get("Regex"), str):
+            found.add(item["Regex"])
+
+    for part in filter(None, (backend.normalizer, backend.pre_tokenizer)):
+        json.loads(part.__getstate__(), object_hook=note)
     return found
+
+
+def _steps(part: Any) -> list[dict[str, Any]]:
+    """The steps of a normalizer, pre-tokenizer or decoder."""
+    state = json.loads(part.__getstate__()) if part is not None else {}
+    return next((state[key] for key in ("normalizers", "pretokenizers", "decoders") if state.get(key)), [state])
 
 
 class _Spans:
@@ -304,8 +305,7 @@ class _Spans:
 
 def _decoder_kind(backend: Backend) -> tuple[bool, bool]:
     """(byte-level, a leading space is stripped). Raises UnsupportedFormat for decoders that are neither kind of BPE."""
-    decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
-    steps = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
+    steps = _steps(backend.decoder)
     kinds = {step.get("type") for step in steps}
     if "ByteLevel" in kinds:
         return True, False
@@ -322,12 +322,8 @@ def _decoder_kind(backend: Backend) -> tuple[bool, bool]:
 
 def _prefix_kind(backend: Backend) -> str:
     """Where a space is put before text: "never", "first" (start of the text) or "always" (after control tokens too)."""
-    parts: list[dict[str, Any]] = []
-    for step in (backend.normalizer, backend.pre_tokenizer):
-        state = json.loads(step.__getstate__()) if step is not None else {}
-        parts += state.get("normalizers") or state.get("pretokenizers") or [state]
     kind = "never"
-    for part in parts:
+    for part in _steps(backend.normalizer) + _steps(backend.pre_tokenizer):
         if part.get("type") == "Prepend" or (part.get("type") == "ByteLevel" and part.get("add_prefix_space")):
             return "always"
         if part.get("type") == "Metaspace" and part.get("prepend_scheme", "always") != "never":

@@ -9,7 +9,8 @@ import pytest
 from localllm.chat.render_child import RenderChild
 from localllm.checkpoint.opening import open_checkpoint
 from localllm.paths import models_dir
-from localllm.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from localllm.tokenizer.files import load_tokenizer
+from localllm.tokenizer.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,6 @@ import pytest
 from localllm.chat.render_child import RenderChild
 from localllm.chat.template import ChatTemplate, RenderedPrompt, encode_chat
 from localllm.errors import InvalidRequest, LocalLLMError
-from localllm.tokenizer.files import TokenizerParts
 from localllm.tokenizer.tokenizer import ControlText, Tokenizer
 
 TEMPLATES = {path.stem: path.read_text() for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))}
@@ -158,7 +157,7 @@ def toy() -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in CONTROL])
     backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in ADDED])
-    return Tokenizer(TokenizerParts(backend, NAMED, add_bos=True, eos_token_ids=frozenset({259})))
+    return Tokenizer(backend, NAMED, add_bos=True, eos_token_ids=frozenset({259}))
 
 
 def tokens(tokenizer: Tokenizer, ids: list[int]) -> list[str]:

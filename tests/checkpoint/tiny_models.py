@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from localllm.checkpoint import Checkpoint
+
 U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
 _CODES = {U8: "B", I8: "b", U16: "H", I16: "h", U32: "I", I32: "i", F32: "f", BOOL: "?", U64: "Q", I64: "q", F64: "d"}
 TENSOR_TYPES = {"F32": (0, 1, 4), "F16": (1, 1, 2), "Q4_0": (2, 32, 18), "Q4_1": (3, 32, 20), "Q8_0": (8, 32, 34)}
@@ -311,3 +313,19 @@ def tiny_safetensors(folder: Path, *, shards: int = 1, hidden: int = 64, layers:
     settings = {"bos_token": SPECIALS[1], "eos_token": SPECIALS[2], "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
+
+
+def as_read(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Lists as the GGUF reader hands them over: of bytes, or numpy arrays."""
+    return {key: _as_read(value) if isinstance(value, list) else value for key, value in metadata.items()}
+
+
+def _as_read(values: list[Any]) -> Any:
+    if all(isinstance(value, str | bytes) for value in values):
+        return [value.encode() if isinstance(value, str) else value for value in values]
+    return np.array(values, np.float32 if any(isinstance(value, float) for value in values) else np.int32)
+
+
+def gguf_checkpoint(metadata: dict[str, Any]) -> Checkpoint:
+    """A GGUF file that has only these keys."""
+    return Checkpoint(Path("tiny.gguf"), "gguf", {}, {}, as_read(metadata))

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+from tiny_models import gguf_checkpoint
 
 sys.path.append(str(Path(__file__).parent))
 
 from localllm.checkpoint.opening import open_checkpoint
 from localllm.grammar import Compiler
-from localllm.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from localllm.tokenizer.files import load_tokenizer
+from localllm.tokenizer.tokenizer import Tokenizer
 
 
 def opened(path: Path) -> Tokenizer:
@@ -38,7 +39,7 @@ def spm() -> Compiler:
     scores += [-1.0 - i / 100 for i in range(len(words))]
     keys = {"model": "llama", "tokens": tokens, "token_type": types, "scores": scores, "eos_token_id": 2}
     metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
-    tokenizer = load_tokenizer(SimpleNamespace(kind="gguf", metadata=metadata))  # type: ignore[arg-type]
+    tokenizer = load_tokenizer(gguf_checkpoint(metadata))
     return Compiler(tokenizer, tokenizer.vocab_size + 13, "the template writes <x>")
 
 

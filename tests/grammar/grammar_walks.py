@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import random
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from tiny_models import gguf_checkpoint
 
 from localllm.errors import LocalLLMError
 from localllm.grammar import Compiler, GrammarMask, source_of
 from localllm.request import Constraint, TokenMask
-from localllm.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from localllm.tokenizer.files import load_tokenizer
+from localllm.tokenizer.tokenizer import Tokenizer
 
 ENDS = [b'"', b"}", b"]", b'"}', b'",', b"1", b"true"]
 
@@ -55,7 +56,7 @@ def controlled_tokenizer(control: list[str]) -> Tokenizer:
     keys = {"model": "llama", "tokens": tokens, "token_type": types, "scores": scores, "bos_token_id": 1,
             "eos_token_id": 2, "add_bos_token": False, "add_space_prefix": False}  # fmt: skip
     metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
-    return load_tokenizer(SimpleNamespace(kind="gguf", metadata=metadata))  # type: ignore[arg-type]
+    return load_tokenizer(gguf_checkpoint(metadata))
 
 
 @cache

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import sys
 import threading
 import warnings
 from pathlib import Path
@@ -15,8 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
 from tiny_models import tiny_gguf, tiny_safetensors
 
 from localllm import LLM

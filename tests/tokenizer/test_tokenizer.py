@@ -13,14 +13,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import gguf_checkpoint
 
 from localllm.checkpoint.opening import open_checkpoint
 from localllm.errors import BadModelFile, LocalLLMError, UnsupportedFormat
 from localllm.paths import cache_dir, models_dir
 from localllm.tokenizer import gguf_vocabulary as tokenizer_gguf
+from localllm.tokenizer.files import load_tokenizer
 from localllm.tokenizer.gguf_vocabulary import derive_merges
 from localllm.tokenizer.regex import PRE_TOKENIZERS
-from localllm.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from localllm.tokenizer.tokenizer import Tokenizer
 
 FILES = {
     "smollm2": "smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -39,7 +41,7 @@ def real(request: pytest.FixtureRequest) -> tuple[str, Tokenizer]:
 
 
 def from_gguf(metadata: dict[str, Any]) -> Tokenizer:
-    return load_tokenizer(SimpleNamespace(kind="gguf", metadata=metadata))  # type: ignore[arg-type]
+    return load_tokenizer(gguf_checkpoint(metadata))
 
 
 def from_folder(folder: Path, **more: Any) -> Tokenizer:
@@ -349,25 +351,25 @@ def test_what_ends_a_turn(texts: list[tuple[str, int]], ends: list[str]) -> None
         ("gpt2", {"model": "no_vocab"}, UnsupportedFormat, "no_vocab"),
         ("gpt2", {"model": None}, BadModelFile, "no tokenizer"),
         ("gpt2", {"pre": "martian"}, UnsupportedFormat, "'martian'"),
-        ("gpt2", {"tokens": []}, BadModelFile, "empty"),
-        ("gpt2", {"tokens": 5}, BadModelFile, "not a list"),
-        ("gpt2", {"tokens": [b"\xff\xfe", b"a"]}, BadModelFile, "UTF-8"),
-        ("gpt2", {"tokens": [1, 2]}, BadModelFile, "not text"),
+        ("gpt2", {"tokens": [], "token_type": None, "merges": None}, BadModelFile, "is empty"),
+        ("gpt2", {"tokens": 5}, BadModelFile, "array of strings"),
+        ("gpt2", {"tokens": [b"\xff\xfe", b"a"], "token_type": None}, BadModelFile, "UTF-8"),
+        ("gpt2", {"tokens": [1, 2]}, BadModelFile, "array of strings"),
         ("gpt2", {"token_type": [1]}, BadModelFile, "1 entries"),
-        ("gpt2", {"token_type": "abc"}, BadModelFile, "not a list"),
+        ("gpt2", {"token_type": "abc"}, BadModelFile, "array of integers"),
         ("gpt2", {"merges": []}, BadModelFile, "without merges"),
         ("gpt2", {"merges": ["ab"]}, BadModelFile, "'ab'"),
-        ("gpt2", {"merges": [""]}, BadModelFile, "not two tokens"),
-        ("gpt2", {"merges": ["a "]}, BadModelFile, "usable"),
+        ("gpt2", {"merges": [""]}, BadModelFile, "not two parts"),
+        ("gpt2", {"merges": ["a "]}, BadModelFile, "not two parts"),
         ("gpt2", {"merges": ["a nowhere"]}, BadModelFile, "nowhere"),
         ("gpt2", {"merges": ["a b c"]}, BadModelFile, "usable"),
-        ("gpt2", {"bos_token_id": 10**6}, BadModelFile, "1,000,000"),
+        ("gpt2", {"bos_token_id": 10**6}, BadModelFile, "1000000"),
         ("gpt2", {"eos_token_id": -5}, BadModelFile, "-5"),
-        ("gpt2", {"eos_token_id": "x"}, BadModelFile, "not a number"),
-        ("gpt2", {"eos_token_id": True}, BadModelFile, "not a number"),
+        ("gpt2", {"eos_token_id": "x"}, BadModelFile, "'x' is not in the vocabulary"),
+        ("gpt2", {"eos_token_id": True}, BadModelFile, "True is not in the vocabulary"),
         ("llama", {"scores": None}, BadModelFile, "scores"),
         ("llama", {"scores": [1.0]}, BadModelFile, "1 entries"),
-        ("llama", {"scores": ["x"]}, BadModelFile, "numbers"),
+        ("llama", {"scores": ["x"]}, BadModelFile, "array of floats"),
         ("llama", {"padding_token_id": 2**40}, BadModelFile, "padding"),
     ],
 )
@@ -382,7 +384,7 @@ def test_damaged_vocabularies(base: str, change: dict[str, Any], error: type[Loc
 
 
 def test_odd_but_harmless_vocabularies() -> None:
-    metadata = bpe_metadata("gpt-2") | {"tokenizer.ggml.eos_token_id": np.uint32(3)}
+    metadata = bpe_metadata("gpt-2") | {"tokenizer.ggml.eos_token_id": 3}
     metadata["tokenizer.ggml.padding_token_id"] = 2**32 - 1  # how converters write "none"
     metadata["tokenizer.ggml.tokens"] = [t.encode() for t in [*metadata["tokenizer.ggml.tokens"], "a", "\x00", ""]]
     metadata["tokenizer.ggml.token_type"] = np.array([*metadata["tokenizer.ggml.token_type"], 1, 1, 3], np.int32)

@@ -94,7 +94,7 @@ def _sequences(source: Path, calib: str) -> list[list[int]]:
     from localllm.checkpoint import open_checkpoint
     from localllm.quality.evaluate import sample_text
     from localllm.quality.quantize import calibration_ids
-    from localllm.tokenizer.tokenizer import load_tokenizer
+    from localllm.tokenizer.files import load_tokenizer
 
     if calib == "none":
         return []

@@ -46,7 +46,7 @@ def show(
 
 
 def _template(checkpoint: OpenModel) -> str:
-    from localllm.tokenizer.tokenizer import load_tokenizer
+    from localllm.tokenizer.files import load_tokenizer
 
     text = load_tokenizer(checkpoint).chat_template
     if not text:
@@ -98,7 +98,7 @@ def _capabilities(checkpoint: OpenModel) -> dict[str, Any]:
     from localllm.chat.parser import reasoning_tags
     from localllm.chat.template import ChatTemplate
     from localllm.chat.tools.roundtrip import NO_TEMPLATE, check_tools
-    from localllm.tokenizer.tokenizer import load_tokenizer
+    from localllm.tokenizer.files import load_tokenizer
 
     tools, thinks = NO_TEMPLATE, False
     if checkpoint.facts.has_chat_template:
