@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from localllm.cli.frame.console import Console
-from localllm.cli.frame.progress import phase_event
+from localllm.cli.frame.progress import EventLines, phase_event
 from localllm.conversation.answer import Answer
 from localllm.interface import ChatEvent, Delta, Done, Facts, Prefill
 from localllm.request import LoadProgress, Timing, Usage
-from localllm.terminal import Cleaner, json_safe
+from localllm.terminal import Cleaner
 
 if TYPE_CHECKING:
     from localllm.cli.question import Job
@@ -38,41 +36,30 @@ def timing_json(timing: Timing) -> dict[str, float]:
     }
 
 
-class EventLines:
+class RunEvents:
     """`--json --stream`: every event as one line on stdout."""
 
     def __init__(self, console: Console) -> None:
-        self._console = console
-        self._start = time.monotonic()
+        self._lines = EventLines(console.stdout)
 
     def phase(self, phase: LoadProgress) -> None:
         if phase.name != "ready":
-            self._write(phase_event(phase, self._elapsed()))
+            self._lines.write(phase_event(phase))
 
     def ready(self, facts: Facts) -> None:
-        line = {"t": round(self._elapsed(), 3), "event": "ready", "device": facts.device, "ctx": facts.ctx}
-        self._write(line | {"detail": facts.run_summary})
+        self._lines.write({"event": "ready", "device": facts.device, "ctx": facts.ctx, "detail": facts.run_summary})
 
     def event(self, event: ChatEvent) -> None:
-        line: dict[str, Any] = {"t": round(self._elapsed(), 3)}
         if isinstance(event, Prefill):
-            line |= {"event": "prefill", "done": event.done, "total": event.total}
+            line: dict[str, Any] = {"event": "prefill", "done": event.done, "total": event.total}
         elif isinstance(event, Delta):
-            line |= {"event": "token", "kind": event.kind, "text": event.text}
+            line = {"event": "token", "kind": event.kind, "text": event.text}
         elif isinstance(event, Done):
-            line |= {"event": "done", "stop": str(event.stop)}
+            line = {"event": "done", "stop": str(event.stop)}
             line |= {"usage": usage_json(event.usage), "timing": timing_json(event.timing)}
         else:
             return
-        if hasattr(event, "turn"):
-            line["index"] = event.turn
-        self._write(line)
-
-    def _elapsed(self) -> float:
-        return time.monotonic() - self._start
-
-    def _write(self, line: dict[str, Any]) -> None:
-        self._console.raw(json_safe(json.dumps(line, ensure_ascii=False)) + "\n")
+        self._lines.write(line | {"index": event.turn})
 
 
 class Text:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.cli.frame.console import Console, error_json, error_text
-from localllm.cli.frame.progress import BarProgress, JsonProgress, Monotonic, PlainProgress
+from localllm.cli.frame.progress import BarProgress, JsonProgress, PlainProgress, Progress
 from localllm.cli.markdown import MarkdownStream
 from localllm.errors import DoesNotFit, ModelNotFound
 from localllm.request import LoadProgress as Told
@@ -190,10 +190,10 @@ def test_a_sentence_of_the_hub_stays_on_the_screen() -> None:
     assert err.getvalue() == "the hub does not answer; taking the index\n"
 
 
-def test_monotonic_without_a_total() -> None:
-    count = Monotonic()
-    count.push(10, 0)
-    assert (count.percent, count.paused) == (0, "")
+def test_a_download_of_unknown_size_has_nothing_to_resume() -> None:
+    progress = Progress(Console())
+    progress.update(Told("download", 10, 0))
+    assert progress.interrupted() == ""
 
 
 # --- Markdown as it streams ------------------------------------------------------------------------------------------

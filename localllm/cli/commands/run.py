@@ -22,7 +22,7 @@ from localllm.cli.question import (
     messages_of,
     shortened,
 )
-from localllm.cli.run_view import EventLines, Text, timing_json, usage_json
+from localllm.cli.run_view import RunEvents, Text, timing_json, usage_json
 from localllm.cli.session import Sampling, follow, open_backend, stats_line, wait_ready
 from localllm.config import UserConfig
 from localllm.conversation.answer import Answer
@@ -113,7 +113,7 @@ def answer(env: Env, config: UserConfig, model: str | None, job: Job) -> int:
     """Load the model, answer, show. Returns the exit code."""
     console = env.console
     choice = choose(env, config, model)
-    events = EventLines(console) if console.as_json and job.stream else None
+    events = RunEvents(console) if console.as_json and job.stream else None
     progress = env.progress(choice.shown)
     with open_backend(env, config, job.sampling, completes=True, constraint=job.constraint) as backend:
         backend.start(choice.name)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import IO, Any
 
 from localllm.cli.frame.console import Console
 from localllm.errors import ConfigError
@@ -24,26 +24,60 @@ MODES = ("auto", "plain", "json", "none")
 
 
 class Progress:
-    """A way to show phases; this one shows nothing."""
+    """A way to show phases; this one shows nothing. Bytes of a download never fall back, whatever a retry reports."""
 
     def __init__(self, console: Console, title: str = "", clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._title = clean_line(title)
         self._clock = clock
-        self._bytes = Monotonic(clock)
+        self._done = self._total = 0
+        self._moved_at = clock()
+        self._resumed = -1  # per cent that an earlier run had downloaded; -1 where there was none
 
     def update(self, phase: LoadProgress) -> None:
         """A phase moved."""
+        if phase.name == "download":
+            is_first = not self._total
+            self._total = max(self._total, phase.total)
+            if phase.done > self._done:
+                self._done = min(phase.done, self._total) if self._total else phase.done
+                self._moved_at = self._clock()
+            if is_first and 0 < phase.done < phase.total:
+                self._resumed = self._percent
+            phase = replace(phase, done=self._done, total=self._total)
+        self._show(phase)
 
     def tick(self) -> None:
         """Time passed; called a few times a second."""
 
     def interrupted(self) -> str:
         """Ctrl-C: what to say about going on; empty when there is nothing to go on with."""
-        return self._bytes.paused
+        return f"paused at {self._percent} %; run the same command to resume" if self._done < self._total else ""
 
     def close(self) -> None:
         """Wipe what should not stay."""
+
+    def _show(self, phase: LoadProgress) -> None:
+        pass
+
+    @property
+    def _percent(self) -> int:
+        """Of the download, rounded down."""
+        return self._done * 100 // self._total if self._total else 0
+
+    @property
+    def _stalled(self) -> str:
+        """How long nothing has come, when that is worth a word."""
+        still = self._clock() - self._moved_at
+        return seconds_short(still) if still >= STALL_S and self._done < self._total else ""
+
+    @property
+    def _amount(self) -> str:
+        """'13.2/27.6 GiB': both numbers in the unit of the second."""
+        total = gib(self._total)
+        unit = total.split()[1]
+        scale = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}[unit]
+        return f"{self._done / scale:.1f}/{total}" if unit != "B" else f"{self._done}/{total}"
 
 
 def make_progress(console: Console, mode: str = "auto", title: str = "") -> Progress:
@@ -58,55 +92,34 @@ def make_progress(console: Console, mode: str = "auto", title: str = "") -> Prog
     return kinds[mode](console, title)
 
 
-def phase_event(phase: LoadProgress, elapsed_s: float) -> dict[str, Any]:
-    """A phase as a progress event (schema progress/1)."""
-    event: dict[str, Any] = {"t": round(elapsed_s, 3)}
+def phase_event(phase: LoadProgress) -> dict[str, Any]:
+    """A phase as an event of events/1."""
     if phase.name == "download":
-        event |= {"event": "download", "done": phase.done, "total": phase.total, "rate": round(phase.rate)}
+        event: dict[str, Any] = {"done": phase.done, "total": phase.total, "rate": round(phase.rate)}
         if phase.eta_s is not None:
             event["eta_s"] = round(phase.eta_s, 1)
         if phase.file:
             event["file"] = phase.file
     elif phase.name == "resolve":
-        event |= {"event": "resolve", "model": phase.detail}
+        event = {"model": phase.detail}
     elif phase.name == "ready":
-        event |= {"event": "ready", "detail": phase.detail}
+        event = {"detail": phase.detail}
     else:
-        event |= {"event": "load", "phase": phase.name, "done": phase.done, "total": phase.total}
-    return event
+        return {"event": "load", "phase": phase.name, "done": phase.done, "total": phase.total}
+    return {"event": phase.name, **event}
 
 
-class Monotonic:
-    """Byte counts that never fall back, whatever a retry reports, and the time since they last rose."""
+class EventLines:
+    """Events as lines of JSON, each with the seconds since the first (schema events/1)."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self.done = 0
-        self.total = 0
-        self.moved_at = clock()
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+        self._start = time.monotonic()
 
-    def push(self, done: int, total: int) -> None:
-        self.total = max(self.total, total)
-        if done > self.done:
-            self.done = min(done, self.total) if self.total else done
-            self.moved_at = self._clock()
-
-    @property
-    def percent(self) -> int:
-        """Whole per cent, rounded down."""
-        return self.done * 100 // self.total if self.total else 0
-
-    @property
-    def paused(self) -> str:
-        """What an interrupted download says."""
-        unfinished = self.total and self.done < self.total
-        return f"paused at {self.percent} %; run the same command to resume" if unfinished else ""
-
-    @property
-    def stalled_s(self) -> float:
-        """Seconds without movement; 0 below the limit and when all is there."""
-        still = self._clock() - self.moved_at
-        return still if still >= STALL_S and self.done < self.total else 0.0
+    def write(self, event: Mapping[str, Any]) -> None:
+        line = {"t": round(time.monotonic() - self._start, 3), **event}
+        self._stream.write(json_safe(json.dumps(line, ensure_ascii=False)) + "\n")
+        self._stream.flush()
 
 
 class JsonProgress(Progress):
@@ -114,24 +127,16 @@ class JsonProgress(Progress):
 
     def __init__(self, console: Console, title: str = "") -> None:
         super().__init__(console, title)
-        self._start = time.monotonic()
+        self._lines = EventLines(console.stderr)
 
-    def update(self, phase: LoadProgress) -> None:
-        if phase.name == "download":
-            self._bytes.push(phase.done, phase.total)
-            phase = replace(phase, done=self._bytes.done, total=self._bytes.total)
-        self._write(phase_event(phase, time.monotonic() - self._start))
+    def _show(self, phase: LoadProgress) -> None:
+        self._lines.write(phase_event(phase))
 
     def interrupted(self) -> str:
         """The last line of an interrupted download."""
-        if self._bytes.total:
-            paused = {"event": "paused", "done": self._bytes.done, "total": self._bytes.total}
-            self._write({"t": round(time.monotonic() - self._start, 3), **paused})
-        return self._bytes.paused
-
-    def _write(self, event: dict[str, Any]) -> None:
-        self._console.stderr.write(json_safe(json.dumps(event, ensure_ascii=False)) + "\n")
-        self._console.stderr.flush()
+        if self._total:
+            self._lines.write({"event": "paused", "done": self._done, "total": self._total})
+        return super().interrupted()
 
 
 class PlainProgress(Progress):
@@ -144,45 +149,41 @@ class PlainProgress(Progress):
         self._loading = ""
         self._stall_shown = False
 
-    def update(self, phase: LoadProgress) -> None:
+    def _show(self, phase: LoadProgress) -> None:
+        now = time.monotonic()
+        is_due = now - self._shown_at >= PLAIN_EVERY_S
         if _is_note(phase):
             self._console.say(clean_line(phase.detail))
         elif phase.name == "download":
-            first = not self._bytes.total
-            self._bytes.push(phase.done, phase.total)
-            if first and phase.done and phase.done < phase.total:
-                self._console.say(f"download resumes at {self._bytes.percent} %")
-            now = time.monotonic()
-            percent = self._bytes.percent
-            if percent - self._shown_percent >= 10 or (now - self._shown_at >= PLAIN_EVERY_S and percent < 100):
-                self._shown_percent = percent - percent % 10
+            if self._shown_percent < 0 <= self._resumed:
+                self._console.say(f"download resumes at {self._resumed} %")
+            if self._percent - self._shown_percent >= 10 or (is_due and self._percent < 100):
+                self._shown_percent = self._percent - self._percent % 10
                 self._shown_at = now
                 self._stall_shown = False
-                self._console.say(f"download {percent} % {_of(self._bytes)}")
+                self._console.say(f"download {self._percent} % {self._amount}")
         elif phase.name == "batch":
-            if not self._loading or time.monotonic() - self._shown_at >= PLAIN_EVERY_S:
+            if not self._loading or is_due:
                 self._console.say(f"answering {self._title}: {phase.done:,} of {phase.total:,}")
-                self._loading, self._shown_at = phase.name, time.monotonic()
+                self._loading, self._shown_at = phase.name, now
         elif phase.name not in ("resolve", "ready"):
             if self._loading == "compile" != phase.name:
-                self._console.say(f"the kernels took {seconds_short(time.monotonic() - self._shown_at)}")
-                self._shown_at = -PLAIN_EVERY_S
+                self._console.say(f"the kernels took {seconds_short(now - self._shown_at)}")
+                is_due = True
             if not self._loading:
                 self._console.say(f"loading {self._title}".rstrip())
             elif phase.name == "compile":
                 self._console.say("building the kernels for this CPU, once")
-            elif time.monotonic() - self._shown_at < PLAIN_EVERY_S or phase.name == self._loading:
+            elif not is_due or phase.name == self._loading:
                 return
             else:
                 self._console.say(f"loading: {clean_line(phase.label)}")
-            self._loading = phase.name
-            self._shown_at = time.monotonic()
+            self._loading, self._shown_at = phase.name, now
 
     def tick(self) -> None:
-        if self._bytes.stalled_s and not self._stall_shown:
+        if self._stalled and not self._stall_shown:
             self._stall_shown = True
-            stalled = seconds_short(self._bytes.stalled_s)
-            self._console.say(f"download stalled {stalled} at {self._bytes.percent} %, retrying")
+            self._console.say(f"download stalled {self._stalled} at {self._percent} %, retrying")
 
 
 class BarProgress(Progress):
@@ -195,10 +196,9 @@ class BarProgress(Progress):
         self._phase_start = clock()
         self._width = 0
         self._drawn_at = 0.0
-        self._resumed = 0
 
-    def update(self, phase: LoadProgress) -> None:
-        """Take a phase in and redraw, at most 20 times a second."""
+    def _show(self, phase: LoadProgress) -> None:
+        """Redraw, at most 20 times a second."""
         if _is_note(phase):
             self.close()
             self._console.say(clean_line(phase.detail))
@@ -210,10 +210,6 @@ class BarProgress(Progress):
             self._finished.append(f"{self._last.label} ✓ {took}")
         if changed:
             self._phase_start = now
-        if phase.name == "download":
-            if not self._bytes.total and 0 < phase.done < phase.total:
-                self._resumed = phase.done * 100 // phase.total
-            self._bytes.push(phase.done, phase.total)
         self._last = phase
         if changed or now - self._drawn_at > 0.05:
             self._draw()
@@ -244,17 +240,17 @@ class BarProgress(Progress):
         self._width = max(width, self._width)
 
     def _download_line(self, phase: LoadProgress, columns: int) -> str:
-        if stalled := self._bytes.stalled_s:
-            tail = f"stalled {seconds_short(stalled)}, retrying"
+        if self._stalled:
+            tail = f"stalled {self._stalled}, retrying"
         else:
             left = "" if phase.eta_s is None else f"  {seconds_short(phase.eta_s)} left"
             tail = f"{gib(phase.rate)}/s{left}" if phase.rate else ""
-            if self._resumed:
+            if self._resumed > 0:
                 tail += f"  (resumed at {self._resumed} %)"
         title = f"Downloading {self._title or clean_line(phase.file)}".rstrip()
-        numbers = f"{self._bytes.percent:3d} %  {_of(self._bytes)}  {tail}"
+        numbers = f"{self._percent:3d} %  {self._amount}  {tail}"
         room = columns - cell_width(title) - cell_width(numbers) - 4
-        middle = f"  {_bar(self._bytes.done, self._bytes.total, min(30, room))}  " if room >= 8 else "  "
+        middle = f"  {_bar(phase.done, phase.total, min(30, room))}  " if room >= 8 else "  "
         return title + middle + numbers
 
     def _load_line(self, phase: LoadProgress) -> str:
@@ -279,11 +275,3 @@ def _bar(done: int, total: int, width: int) -> str:
     filled = min(width, done * width // total) if total else 0
     head = "╸" if 0 < filled < width else ""
     return "━" * (filled - len(head)) + head + "─" * (width - filled)
-
-
-def _of(count: Monotonic) -> str:
-    """'13.2/27.6 GiB': both numbers in the unit of the second."""
-    total = gib(count.total)
-    unit = total.split()[1]
-    scale = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}[unit]
-    return f"{count.done / scale:.1f}/{total}" if unit != "B" else f"{count.done}/{total}"
