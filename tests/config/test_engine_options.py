@@ -138,7 +138,7 @@ def test_chat_and_serve_hand_the_settings_on_as_they_are(monkeypatch: pytest.Mon
     env, given = Env(Options()), []
     config = env.settings({path_of(field): typed for field, (typed, _) in GIVEN.items()})
     monkeypatch.setattr("localllm.backend.in_process.InProcessBackend", lambda *_, options, **__: given.append(options))
-    monkeypatch.setattr("localllm.cli.offers.HubLoader", given.append)
+    monkeypatch.setattr("localllm.cli.served_models.HubLoader", given.append)
     monkeypatch.setattr("localllm.server.pool.ModelPool", lambda offers, loader, machine, options: options)
     make_backend(env, config, Sampling())
     pool: Any = new_pool(env, config, list, (), None)

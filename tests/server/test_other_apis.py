@@ -364,7 +364,7 @@ def test_ollama_details_are_those_of_the_files(tmp_path, tiny_path, empty_home):
 
     from localllm import paths
     from localllm.cli.names import Choice
-    from localllm.cli.offers import named_offers
+    from localllm.cli.served_models import named_offers
     from localllm.server.ollama.routes import _details
 
     folder = tiny_models.tiny_safetensors(tmp_path / "dense")

@@ -151,7 +151,7 @@ def offered(
 
     every  offer all local models beside those that were named
     """
-    from localllm.cli.offers import local_offers, named_offers
+    from localllm.cli.served_models import local_offers, named_offers
     from localllm.llm.local_models import default_model
 
     if choices:
@@ -171,7 +171,7 @@ def offered(
 
 def new_pool(env: Env, config: UserConfig, offers: Any, pinned: tuple[str, ...], life: _Life | None) -> ModelPool:
     """What loads these models when they are asked for, with the options of the command."""
-    from localllm.cli.offers import HubLoader
+    from localllm.cli.served_models import HubLoader
     from localllm.device import machine
     from localllm.server.pool import ModelPool
     from localllm.server.served_model import PoolOptions
