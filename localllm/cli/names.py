@@ -127,7 +127,7 @@ def agree(env: Env, resolved: Resolved, *, asked_for: bool) -> None:
         return
     asked = clean_line(resolved.asked)
     command = f"localllm pull {asked}"
-    if not env.interactive:
+    if not console.can_ask:
         raise ModelNotFound(
             f"{asked} is not on this machine", f"{command} -y", fixes=((f"{command} -y", "download it"),)
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localllm.cli.frame.console import Console, wrapped
+from localllm.cli.frame.console import Console, columns, wrapped
 from localllm.terminal import GIB, cell_width, clean, clean_line, gib, tokens_short
 
 if TYPE_CHECKING:
@@ -125,12 +125,12 @@ def show(env: Env, sheet: Sheet, names: Sequence[str]) -> None:
 
 def _broken(console: Console, line: str) -> None:
     """A line on stdout, broken at words on a terminal that is too narrow."""
-    columns = shutil.get_terminal_size().columns - 1 if console.out_tty else 10_000
+    room = columns(console.out_tty)
     indent = " " * (len(line) - len(line.lstrip()))
-    if cell_width(line) <= columns:
+    if cell_width(line) <= room:
         console.line(line)
         return
-    for part in wrapped(line.strip(), max(30, columns), initial_indent=indent, subsequent_indent=f"{indent}  "):
+    for part in wrapped(line.strip(), max(30, room), initial_indent=indent, subsequent_indent=f"{indent}  "):
         console.line(part)
 
 

@@ -37,11 +37,8 @@ def named_offers(choices: Sequence[Choice], aliases: Sequence[str]) -> list[Serv
     for number, choice in enumerate(choices):
         extra = tuple(alias for alias in aliases if alias != choice.shown) if number == 0 else ()
         model = known.get(choice.name) or _described(choice.name)
-        offers.append(
-            ServedModel(choice.shown, choice.name, extra)
-            if model is None
-            else _offer(model, choice.shown, choice.name, extra)
-        )
+        offer = _offer(model) if model is not None else ServedModel(choice.shown, choice.name)
+        offers.append(replace(offer, name=choice.shown, source=choice.name, aliases=extra))
     return offers
 
 
@@ -58,15 +55,14 @@ def _described(name: str) -> LocalModel | None:
     return hub.local.describe(hub.local.Found(name, path, "folder", size_bytes=size))
 
 
-def _offer(model: LocalModel, name: str = "", source: str = "", aliases: tuple[str, ...] = ()) -> ServedModel:
+def _offer(model: LocalModel) -> ServedModel:
     try:
         modified = model.path.stat().st_mtime
     except OSError:
         modified = 0.0
     return ServedModel(
-        name or model.name, source or model.name, aliases, model.size_bytes, model.params, model.format,
-        model.architecture, model.max_context, model.chat, model.license, modified,
-        container_of(model.path),
+        model.name, model.name, (), model.size_bytes, model.params, model.format, model.architecture,
+        model.max_context, model.chat, model.license, modified, container_of(model.path),
     )  # fmt: skip
 
 
@@ -86,13 +82,7 @@ class HubLoader:
         with open_model(resolved.path) as checkpoint:
             return Planner.here(self._options, machine).plan_within(checkpoint.facts, checkpoint.path)
 
-    def load(
-        self,
-        model: ServedModel,
-        machine: MachineFacts,
-        on_progress: OnProgress,
-        cancel: threading.Event,
-    ) -> LLM:
+    def load(self, model: ServedModel, machine: MachineFacts, on_progress: OnProgress, cancel: threading.Event) -> LLM:
         """The loaded model, with the context of its plan."""
         from localllm import hub
         from localllm.llm.llm import LLM

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -99,11 +98,6 @@ class Env:
     @property
     def offline(self) -> bool:
         return bool(self.config.offline)
-
-    @property
-    def interactive(self) -> bool:
-        """Whether a question can be asked."""
-        return not self.options.no_input and self.console.err_tty and sys.stdin is not None and sys.stdin.isatty()
 
     def progress(self, title: str) -> Progress:
         """How slow phases are shown. Raises ConfigError."""

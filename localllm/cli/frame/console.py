@@ -139,15 +139,19 @@ class Console:
 
     def paragraph(self, text: str) -> None:
         """A message on stderr, broken at words where a terminal is too narrow for it."""
-        width = shutil.get_terminal_size().columns - 1 if self.err_tty else 10_000
-        for line in wrapped(text, max(20, width)):
+        for line in wrapped(text, max(20, columns(self.err_tty))):
             self.say(line)
+
+    @property
+    def can_ask(self) -> bool:
+        """Whether a question can be asked."""
+        return self.ask and self.err_tty and is_tty(sys.stdin)
 
     def confirm(self, question: str, *, default: bool = True, flag: str = "-y") -> bool:
         """Ask on the terminal. --yes answers; without a terminal it is a ConfigError naming the flag to pass."""
         if self.yes:
             return True
-        if not self.ask or not self.err_tty or not is_tty(sys.stdin):
+        if not self.can_ask:
             raise ConfigError(
                 f"{clean_line(question)} needs an answer, and this is not a terminal", f"pass {flag} to agree"
             )
@@ -174,6 +178,11 @@ class Console:
     def _err(self, text: str) -> None:
         self.stderr.write(text)
         self.stderr.flush()
+
+
+def columns(is_terminal: bool) -> int:
+    """Columns to fill; off a terminal a line is never broken, so that grep finds the whole of it."""
+    return shutil.get_terminal_size().columns - 1 if is_terminal else 10_000
 
 
 def wrapped(text: str, width: int, **indents: str) -> list[str]:

@@ -149,18 +149,13 @@ class HelpCommand(QuickParams, TyperCommand):
             parts.append(" " + console.style("Examples", "bold"))
             parts += [f"   $ {line}" for line in self.epilog.splitlines()]
             parts.append("")
-        arguments, options, shared = [], [], []
+        panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": [], GLOBAL_PANEL: []}
         for param in self.get_params(ctx):
-            record = param.get_help_record(ctx)
-            if record is None:
-                continue
             if param.param_type_name == "argument":
-                arguments.append((str(param.metavar or param.name.upper()), str(getattr(param, "help", "") or "")))
-            elif getattr(param, "rich_help_panel", None) == GLOBAL_PANEL:
-                shared.append(record)
-            else:
-                options.append(record)
-        for title, rows in (("Arguments", arguments), ("Options", options), (GLOBAL_PANEL, shared)):
+                panels["Arguments"].append((str(param.metavar or param.name.upper()), str(param.help or "")))
+            elif record := param.get_help_record(ctx):
+                panels[param.rich_help_panel or "Options"].append(record)
+        for title, rows in panels.items():
             if rows:
                 parts += [" " + console.style(title, "bold"), *_definitions(rows, columns), ""]
         formatter.write("\n".join(parts).rstrip() + "\n")
@@ -168,11 +163,11 @@ class HelpCommand(QuickParams, TyperCommand):
 
 def _definitions(rows: Sequence[tuple[str, str]], columns: int) -> Iterable[str]:
     left = min(28, max(len(name) for name, _ in rows)) + 3
+    indent = " " * (left + 3)
     for name, text in rows:
-        wrapped = textwrap.wrap(text, max(20, columns - left - 3)) or [""]
+        head = f"   {name.ljust(left)}"
         if len(name) > left - 3:
-            yield f"   {name}"
-            yield from (f"   {' ' * left}{line}" for line in wrapped)
-        else:
-            yield f"   {name.ljust(left)}{wrapped[0]}".rstrip()
-            yield from (f"   {' ' * left}{line}" for line in wrapped[1:])
+            yield head.rstrip()
+            head = indent
+        wrapped = textwrap.wrap(text, max(20 + len(indent), columns), initial_indent=head, subsequent_indent=indent)
+        yield from wrapped or [head.rstrip()]

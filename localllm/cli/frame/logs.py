@@ -42,45 +42,43 @@ class _LazyFile(logging.handlers.RotatingFileHandler):
 
 def path() -> Path:
     """The log file in use."""
-    for handler in logging.getLogger().handlers:
-        if isinstance(handler, _LazyFile):
-            return Path(handler.baseFilename)
-    return log_dir() / "localllm.log"
+    return next((Path(one.baseFilename) for one in _ours() if isinstance(one, _LazyFile)), log_dir() / "localllm.log")
 
 
 def start(file: Path | None = None, verbose: int = 0) -> None:
     """Send all loggers to the file, warnings of libraries included; with `verbose` ours to stderr as well."""
-    root = logging.getLogger()
     stop()
     target = file or log_dir() / "localllm.log"
-    handler = _LazyFile(target, maxBytes=MAX_BYTES, backupCount=2, delay=True, encoding="utf-8", errors="replace")
-    handler.setFormatter(_Lines("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    handler.setLevel(logging.DEBUG if verbose >= 2 else logging.INFO)
-    root.addHandler(handler)
-    root.setLevel(logging.DEBUG if verbose >= 2 else logging.INFO)
+    handlers: dict[logging.Handler, str] = {
+        _LazyFile(target, maxBytes=MAX_BYTES, backupCount=2, delay=True, encoding="utf-8", errors="replace"): (
+            "%(asctime)s %(levelname)s %(name)s: %(message)s"
+        )
+    }
+    if verbose:
+        handlers[logging.StreamHandler(sys.stderr)] = "%(levelname)s %(name)s: %(message)s"
+    for handler, form in handlers.items():
+        handler.setFormatter(_Lines(form))
+        logging.getLogger().addHandler(handler)
+    logging.getLogger().setLevel(logging.DEBUG if verbose >= 2 else logging.INFO)
     for noisy in ("httpx", "httpcore", "filelock", "markdown_it", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     logging.captureWarnings(True)
-    if verbose:
-        lines = logging.StreamHandler(sys.stderr)
-        lines.setFormatter(_Lines("%(levelname)s %(name)s: %(message)s"))
-        lines.setLevel(logging.DEBUG if verbose >= 2 else logging.INFO)
-        lines.set_name("localllm.stderr")
-        root.addHandler(lines)
 
 
 def no_stderr() -> None:
     """Take log lines off stderr: before a full-screen interface opens."""
-    root = logging.getLogger()
-    for handler in [h for h in root.handlers if h.get_name() == "localllm.stderr"]:
-        root.removeHandler(handler)
+    for handler in _ours():
+        if not isinstance(handler, _LazyFile):
+            logging.getLogger().removeHandler(handler)
 
 
 def stop() -> None:
     """Remove what `start` added."""
-    root = logging.getLogger()
-    for handler in list(root.handlers):
-        if isinstance(handler, _LazyFile) or handler.get_name() == "localllm.stderr":
-            root.removeHandler(handler)
-            handler.close()
+    for handler in _ours():
+        logging.getLogger().removeHandler(handler)
+        handler.close()
     logging.captureWarnings(False)
+
+
+def _ours() -> list[logging.Handler]:
+    return [handler for handler in logging.getLogger().handlers if isinstance(handler.formatter, _Lines)]
