@@ -19,7 +19,7 @@ from localllm.request import SamplingParams
 
 from .endpoint import Endpoint, Sample
 from .results import BenchResult, PeerResult, spread
-from .throughput import result_of, words
+from .throughput import BenchOptions, result_of, words
 
 if TYPE_CHECKING:
     from localllm.llm.llm import LLM
@@ -57,12 +57,7 @@ Ask = Callable[[str, int], Sample]  # (prompt, output tokens) -> what happened
 
 
 def run_load(
-    llm: LLM,
-    endpoint: Endpoint,
-    *,
-    concurrency: Sequence[int],
-    repeat: int,
-    on_test: Callable[[str], None] | None = None,
+    llm: LLM, endpoint: Endpoint, options: BenchOptions, on_test: Callable[[str], None] | None = None
 ) -> BenchResult:
     """Our engine and an endpoint in turns, over every shape and concurrency."""
 
@@ -80,7 +75,7 @@ def run_load(
     engines: dict[str, Ask] = {"localllm": ours, endpoint.name: endpoint.ask}
     for ask in engines.values():
         ask(prompt(Shape("warm-up", 16, 4)), 4)
-    rows = measure(engines, prompt, concurrency, SHAPES, repeat, on_test)
+    rows = measure(engines, prompt, options.concurrency, SHAPES, options.repeat, on_test)
     theirs = PeerResult(endpoint.name, (), endpoint.peak_rss_bytes(), endpoint.versions())
     return result_of(llm, load=[asdict(row) for row in rows], peer=theirs)
 

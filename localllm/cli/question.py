@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localllm.cli.chats import load_chat
 from localllm.cli.frame.options import read_text
 from localllm.conversation.answer import Answer
 from localllm.errors import ConfigError, ConstraintUnmet, ContextTooLong
 from localllm.request import Constraint, Message
 
 from .session import Sampling
+from .start import load_chat
 
 if TYPE_CHECKING:
     from localllm.conversation.tree import Conversation, Exchange

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from localllm.cli.attach import process_at
 from localllm.cli.endpoint import ChatEndpoint
@@ -45,6 +45,19 @@ class Start:
     record: Record | None = None
 
 
+def load_chat(name: str, sampling: dict[str, Any]) -> Conversation:
+    """A saved chat, by the beginning of its id or `last`; `sampling` is filled with what it had set.
+
+    Raises ChatNotFound, HistoryError.
+    """
+    from localllm.conversation.storage import restored
+    from localllm.history.store import History
+
+    with History() as history:
+        chat = history.find(name)
+        return restored(chat, history.messages(chat.id), sampling)
+
+
 def new_start(config: UserConfig, sampling: Sampling, system: str, resumed: str | None = None) -> Start:
     """A new conversation, or a saved one. Raises ChatNotFound."""
     from localllm.conversation.saver import Saver
@@ -55,8 +68,6 @@ def new_start(config: UserConfig, sampling: Sampling, system: str, resumed: str 
         think = {True: "on", False: "off"}.get(config.chat.think, "auto") if config.chat.think != "auto" else "auto"
         talk = Conversation(system, sampling.given, think)
     else:
-        from localllm.cli.chats import load_chat
-
         typed = {name: v for name, v in sampling.given.items() if config.origins.get(f"sampling.{name}") == "flag"}
         talk = load_chat(resumed, sampling.given)
         # what the settings say gives way to what the chat had, what was typed now does not

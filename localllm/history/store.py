@@ -137,7 +137,9 @@ class History:
         raise ChatNotFound(f"there is no chat {chat_id}", "localllm logs list")
 
     def find(self, name: str) -> SavedChat:
-        """The chat whose id begins with `name`. Raises ChatNotFound when there is none, or more than one."""
+        """The chat whose id begins with `name`; `last` is the one changed last. Raises ChatNotFound."""
+        if name == "last" and (latest := self.chats(1)):
+            return latest[0]
         found = self._chats("WHERE c.id LIKE ? ESCAPE '\\' LIMIT 2", _escaped(name.lower()) + "%") if name else []
         if len(found) != 1:
             what = f"the ids of several chats begin with {name!r}" if found else f"there is no chat {name!r}"

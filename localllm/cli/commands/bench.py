@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import random
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +17,7 @@ from typer import Option
 
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.console import picked
-from localllm.cli.frame.options import LoadFlags, Model, one_of
+from localllm.cli.frame.options import LoadFlags, Model, one_of, read_text
 from localllm.cli.names import choose
 from localllm.cli.session import fake_engine
 from localllm.config.kinds import parse_tokens
@@ -88,9 +87,7 @@ def bench(
     from localllm.cli.loading import load_llm
 
     with load_llm(env, choice, config.engine) as llm:
-        result = _measure(
-            llm, options, lambda test: env.console.say(f"measuring {test}"), against, peer_python, key_file
-        )
+        result = _measure(env, llm, options, against, peer_python, key_file)
         if trace is not None:
             from localllm.bench.trace import write_trace
 
@@ -108,14 +105,12 @@ def bench(
 
 
 def _measure(
-    llm: LLM,
-    options: BenchOptions,
-    tell: Callable[[str], None],
-    against: str | None,
-    python: Path | None,
-    key_file: Path | None,
+    env: Env, llm: LLM, options: BenchOptions, against: str | None, python: Path | None, key_file: Path | None
 ) -> BenchResult:
     from localllm import bench as benches
+
+    def tell(test: str) -> None:
+        env.console.say(f"measuring {test}")
 
     if against is None:
         return benches.run_bench(llm, options, tell)
@@ -123,23 +118,15 @@ def _measure(
         from localllm.bench.endpoint import Endpoint
         from localllm.bench.load import run_load
 
-        with closing(Endpoint(against, key=_key(key_file))) as endpoint:
-            return run_load(llm, endpoint, concurrency=options.concurrency, repeat=options.repeat, on_test=tell)
+        key = read_text(key_file, "--key-file").strip() if key_file is not None else None
+        with closing(Endpoint(against, key=key)) as endpoint:
+            return run_load(llm, endpoint, options, tell)
     from localllm.bench.peer import Peer
 
     needed = max(options.depths) + options.prompt_tokens + options.output_tokens + 1
     limits = {"threads": llm.plan.threads, "ctx": needed, "streams": max(options.concurrency)}
     with closing(Peer(against, llm.path, **limits, python=str(python) if python is not None else None)) as peer:
         return benches.run_bench(llm, options, tell, peer)
-
-
-def _key(file: Path | None) -> str | None:
-    if file is None:
-        return None
-    try:
-        return file.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--key-file {file}: {error}", "give a file that holds the key and nothing else") from error
 
 
 def _numbers(text: str, option: str, least: int = 0) -> tuple[int, ...]:
@@ -165,11 +152,9 @@ def _print(env: Env, result: BenchResult, form: str) -> None:
             console.raw(json.dumps({"model": Path(result.model).name, **row}) + "\n")
         return
     if form == "csv":
-        out = io.StringIO()
-        writer = csv.DictWriter(out, list(records[0]), lineterminator="\n")
+        writer = csv.DictWriter(console.stdout, list(records[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(records)
-        console.raw(out.getvalue())
         return
     columns, rows = _load_cells(records) if result.load else _test_cells(result, records)
     numbers = columns[3 if result.load else 2 :]

@@ -12,6 +12,7 @@ from typer import Argument, Option
 
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.console import picked
+from localllm.cli.frame.options import nearest
 from localllm.config import KEYS, Key, find_key, load_config, reference, set_key, settings_file, unset_key
 from localllm.config.keys import TABLES
 from localllm.errors import ConfigError
@@ -65,14 +66,12 @@ def config(
 
 def _no_action(action: str, key: str | None) -> ConfigError:
     """What was probably meant: a key alone is to be read, with a value to be written."""
-    from difflib import get_close_matches
-
     if action in KEYS or action.split(".")[0] in TABLES:
         meant = f"localllm config set {action} {key}" if key is not None else f"localllm config get {action}"
         return ConfigError(f"config {clean_line(action)}: what of it, get, set or unset?", meant)
-    near = get_close_matches(action, ACTIONS, 1)
-    known = f"did you mean {near[0]}?" if near else f"there is {', '.join(ACTIONS)}"
-    return ConfigError(f"config {clean_line(action)}: {known}", f"localllm config {near[0] if near else 'list'}")
+    near = nearest(action, ACTIONS)
+    known = f"did you mean {near}?" if near else f"there is {', '.join(ACTIONS)}"
+    return ConfigError(f"config {clean_line(action)}: {known}", f"localllm config {near or 'list'}")
 
 
 def _described(key: Key) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from localllm.cli.frame.command import Env, command
+from localllm.cli.frame.options import nearest
 from localllm.conversation.clipboard import osc52
 from localllm.errors import ConfigError
 from localllm.processes import running
@@ -71,10 +72,7 @@ def connect(
         return 0
     name = app.lower().replace("_", "-").replace(" ", "-")
     if name not in APPS:
-        from difflib import get_close_matches
-
-        near = get_close_matches(name, APPS, 1, 0.5)
-        meant = f"; did you mean {near[0]}?" if near else ""
+        meant = f"; did you mean {near}?" if (near := nearest(name, APPS, 0.5)) else ""
         raise ConfigError(f"there are no settings for {clean_line(app)}{meant}", "localllm connect lists the programs")
     one, server = APPS[name], _server(env, url, model)
     text, file, note = snippet(one, server), one.get("file"), one.get("note")

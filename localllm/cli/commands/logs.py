@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from localllm.cli.chats import find
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.console import iso, picked
 from localllm.cli.frame.options import one_of
@@ -56,7 +55,7 @@ def logs(
     with History() as history:
         if history.notice:
             env.console.warn(history.notice)
-        chats = [find(history, word) for word in words] if action in ("show", "export", "rm") else []
+        chats = [history.find(word) for word in words] if action in ("show", "export", "rm") else []
         if action == "list":
             _list(env, history, " ".join(words), limit)
         elif action == "search":

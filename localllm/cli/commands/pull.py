@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from localllm.hub import Resolved
 
 
+WEIGHTS = (".gguf", ".safetensors")
+
+
 @command(
     "localllm pull qwen",
     "localllm pull Qwen/Qwen3-8B-GGUF:Q4_K_M -y",
@@ -46,19 +49,19 @@ def pull(
     """
     if repair and (dry_run or revision or quant or include or exclude):
         raise ConfigError("--repair takes only names", "localllm pull NAME --repair")
-    wish = Wish(dry_run, tuple(include or ()), tuple(exclude or ()), workers)
+    wish = Wish(dry_run, include or [], exclude or [], workers)
     rows = [_repair(env, n) if repair else _pull(env, _full_name(n, quant, revision), wish) for n in models]
     env.console.emit("pull/1", {**rows[0], "models": rows})
     return 0
 
 
 class Wish(NamedTuple):
-    """How a model is to be fetched."""
+    """How a model is to be fetched; file names are globs."""
 
-    dry_run: bool = False
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    workers: int = 4
+    dry_run: bool
+    include: list[str]
+    exclude: list[str]
+    workers: int
 
     def narrowed(self, resolved: Resolved) -> Resolved:
         """Only the files that are wanted. Raises ConfigError when no weights are among them."""
@@ -66,14 +69,10 @@ class Wish(NamedTuple):
             return resolved
         from localllm.hub.transfer import Job, missing_bytes
 
-        files = tuple(
-            file
-            for file in resolved.files
-            if (not self.include or any(fnmatch(file.name, glob) for glob in self.include))
-            and not any(fnmatch(file.name, glob) for glob in self.exclude)
-        )
-        if not any(file.name.endswith((".gguf", ".safetensors")) for file in files):
-            weights = next((f.name for f in resolved.files if f.name.endswith((".gguf", ".safetensors"))), "")
+        included = (f for f in resolved.files if any(fnmatch(f.name, glob) for glob in self.include or ["*"]))
+        files = tuple(f for f in included if not any(fnmatch(f.name, glob) for glob in self.exclude))
+        if not any(file.name.endswith(WEIGHTS) for file in files):
+            weights = next((f.name for f in resolved.files if f.name.endswith(WEIGHTS)), "")
             raise ConfigError(
                 f"--include and --exclude leave no weights of {clean_line(resolved.name)}",
                 f"let {clean_line(weights)} pass, or choose another file with --quant",
@@ -92,8 +91,7 @@ def _full_name(name: str, quant: str | None, revision: str | None) -> str:
 def _pull(env: Env, name: str, wish: Wish) -> dict[str, Any]:
     from localllm import hub
 
-    console = env.console
-    config = env.config
+    console, config = env.console, env.config
     resolved = wish.narrowed(resolve(env, config, name, refresh="@" in name and not env.offline))
     shown = clean_line(resolved.name)
     if resolved.path is not None:

@@ -6,7 +6,7 @@ from the settings (`localllm.config`). A command takes a group of options as one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -128,6 +128,13 @@ class SamplingFlags:
         given = asdict(self)
         del given["stop"]
         return {"sampling.temperature": given.pop("temp")} | {f"sampling.{name}": v for name, v in given.items()}
+
+
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """The known word that was probably meant; "" where none is near."""
+    from difflib import get_close_matches
+
+    return next(iter(get_close_matches(word, known, 1, cutoff)), "")
 
 
 def one_of(option: str, value: str, known: Sequence[str], hint: str) -> None:
