@@ -1,4 +1,4 @@
-"""Where things live on this machine (XDG), and how a small file there is read and replaced.
+"""Where things live on this machine (XDG), how a small file there is read and replaced; data beside the code.
 
 `LOCALLLM_HOME`, when set, puts data, cache, config and state below one folder: used by tests and portable installs.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import tomllib
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +95,9 @@ def read_json(path: Path, max_bytes: int = 1 << 20) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def package_toml(package: str | None, name: str) -> dict[str, Any]:
+    """A TOML file that a package brings."""
+    assert package
+    return tomllib.loads(resources.files(package).joinpath(name).read_text(encoding="utf-8"))

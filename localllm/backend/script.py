@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator
-from importlib import resources
 from typing import Any, Literal
 
+from localllm.paths import package_toml
+
 Piece = tuple[Literal["content", "reasoning"], str]
-SCRIPT: dict[str, Any] = tomllib.loads(resources.files(__package__).joinpath("script.toml").read_text(encoding="utf-8"))
+SCRIPT: dict[str, Any] = package_toml(__package__, "script.toml")
 ANSWERS = {
     message: "".join(text.replace("{n}", str(n)) for times, text in parts for n in range(times))
     for message, parts in SCRIPT["answers"].items()

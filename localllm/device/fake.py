@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import tomllib
-from importlib import resources
 from typing import Any
 
 from localllm.errors import ConfigError
+from localllm.paths import package_toml
 from localllm.terminal import GIB
 
 from .facts import CpuFacts, DiskFacts, GpuFacts, GpuLink, GpuProcess, HostFacts, MachineFacts
 
 _BYTES = {"mib": 1 << 20, "gib": GIB}
 _PARTS = {"gpus": GpuFacts, "gpu_links": GpuLink, "processes": GpuProcess, "disk": DiskFacts}
-_DATA = tomllib.loads(resources.files(__package__).joinpath("machines.toml").read_text(encoding="utf-8"))
+_DATA = package_toml(__package__, "machines.toml")
 PROFILES: list[str] = _DATA["profiles"]
 
 

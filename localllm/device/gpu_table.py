@@ -6,9 +6,9 @@ Sizes and bandwidth that the driver tells at run time count more than this table
 from __future__ import annotations
 
 import re
-import tomllib
-from importlib import resources
 from typing import NamedTuple
+
+from localllm.paths import package_toml
 
 
 class GpuModel(NamedTuple):
@@ -30,7 +30,7 @@ class Generation(NamedTuple):
     min_cuda: str
 
 
-_DATA = tomllib.loads(resources.files(__package__).joinpath("gpus.toml").read_text(encoding="utf-8"))
+_DATA = package_toml(__package__, "gpus.toml")
 TABLE = tuple(GpuModel(**row) for row in _DATA["model"])
 _GENERATIONS = tuple(Generation(**row) for row in _DATA["generation"])
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import functools
 import re
-import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass
-from importlib import resources
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from localllm.paths import package_toml
 from localllm.terminal import clean_line, fit
 
 from .conditions import holds, unmet
@@ -41,21 +40,20 @@ class Fix:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One known trouble."""
+    """One known trouble: an entry of rules.toml, which explains the fields."""
 
     id: str
     title: str
-    patterns: tuple[re.Pattern[str], ...]
-    # (one, other, characters): the other follows the one within so many
-    near: tuple[tuple[re.Pattern[str], re.Pattern[str], int], ...]
+    patterns: Sequence[str]
     cause: str
-    versions: str
     confidence: str
-    sources: tuple[str, ...]
-    fixes: tuple[Fix, ...]
-    when: Mapping[str, Any]  # machines it can happen on
-    here: Mapping[str, Any] | None  # when it is worth saying without a log; None: never
-    unless: tuple[str, ...] = ()  # rules that say more about the same
+    sources: Sequence[str]
+    fixes: Sequence[Fix]
+    versions: str = ""
+    near: Sequence[tuple[str, str, int]] = ()
+    when: Mapping[str, Any] = field(default_factory=dict)
+    here: Mapping[str, Any] | None = None
+    unless: Sequence[str] = ()
 
     @property
     def rank(self) -> tuple[bool, int]:
@@ -78,28 +76,9 @@ class Match:
 @functools.cache
 def rules() -> tuple[Rule, ...]:
     """All rules, in the order of the file."""
-    text = resources.files(__package__).joinpath("rules.toml").read_text(encoding="utf-8")
-    return tuple(_rule(entry) for entry in tomllib.loads(text)["rule"])
-
-
-def _rule(entry: dict[str, Any]) -> Rule:
-    return Rule(
-        id=entry["id"],
-        title=entry["title"],
-        patterns=tuple(re.compile(pattern, re.IGNORECASE) for pattern in entry["patterns"]),
-        near=tuple(
-            (re.compile(one, re.IGNORECASE), re.compile(other, re.IGNORECASE), reach)
-            for one, other, reach in entry.get("near", ())
-        ),
-        cause=entry["cause"],
-        versions=entry.get("versions", ""),
-        confidence=entry["confidence"],
-        sources=tuple(entry["sources"]),
-        fixes=tuple(sorted((Fix(**fix) for fix in entry["fix"]), key=lambda fix: fix.unconfirmed)),
-        when=entry.get("when", {}),
-        here=entry.get("here"),
-        unless=tuple(entry.get("unless", ())),
-    )
+    entries = package_toml(__package__, "rules.toml")["rule"]
+    fixes = [sorted((Fix(**fix) for fix in entry["fixes"]), key=lambda fix: fix.unconfirmed) for entry in entries]
+    return tuple(Rule(**entry | {"fixes": cures}) for entry, cures in zip(entries, fixes, strict=True))
 
 
 def match_machine(survey: Survey) -> list[Match]:
@@ -120,7 +99,7 @@ def match_log(text: str, survey: Survey) -> list[Match]:
 
 
 def _match(rule: Rule, text: str, survey: Survey) -> Match | None:
-    hits = [hit.start() for pattern in rule.patterns if (hit := pattern.search(text))]
+    hits = [hit.start() for pattern in rule.patterns if (hit := re.search(pattern, text, re.IGNORECASE))]
     hits += [at for pair in rule.near if (at := _near(*pair, text)) is not None]
     if not hits:
         return None
@@ -133,11 +112,11 @@ def _match(rule: Rule, text: str, survey: Survey) -> Match | None:
     return Match(rule, not doubts, number, fit(clean_line(line), EXCERPT_CELLS), len(hits), doubts)
 
 
-def _near(one: re.Pattern[str], other: re.Pattern[str], reach: int, text: str) -> int | None:
+def _near(one: str, other: str, reach: int, text: str) -> int | None:
     """Where `other` stands within `reach` characters behind `one`. Walks through each once, whatever their number."""
-    ends = [hit.end() for hit in one.finditer(text)]
+    ends = [hit.end() for hit in re.finditer(one, text, re.IGNORECASE)]
     at = 0
-    for hit in other.finditer(text) if ends else ():
+    for hit in re.finditer(other, text, re.IGNORECASE) if ends else ():
         while at + 1 < len(ends) and ends[at + 1] <= hit.start():
             at += 1
         if ends[at] <= hit.start() <= ends[at] + reach:
