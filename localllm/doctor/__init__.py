@@ -11,14 +11,15 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, replace
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from localllm._version import __version__
 from localllm.errors import ConfigError, LocalLLMError
 from localllm.interface import Check
+from localllm.terminal import counted
 
 from . import gpu, hardware, settings, software, storage, terminal
-from .finding import CheckFunction, Survey, fail
+from .finding import CheckFunction, Status, Survey, fail
 from .repair import kind_of
 
 if TYPE_CHECKING:
@@ -69,22 +70,15 @@ def wanted(only: Collection[str] = ()) -> list[str]:
 
 def summary(checks: Iterable[Check]) -> dict[str, int]:
     """How many of each status."""
-    counts = {"ok": 0, "warn": 0, "fail": 0, "skip": 0}
-    for check in checks:
-        counts[check.status] += 1
-    return counts
+    found = [check.status for check in checks]
+    return {status: found.count(status) for status in get_args(Status)}
 
 
 def verdict(checks: Iterable[Check]) -> str:
     """One sentence about all of them."""
     counts = summary(checks)
-    words = [
-        f"{counts['ok']} ok",
-        _count(counts["warn"], "warning"),
-        _count(counts["fail"], "failure"),
-        f"{counts['skip']} skipped",
-    ]
-    return f"{sum(counts.values())} checks: {', '.join(words)}"
+    troubles = f"{counted(counts['warn'], 'warning')}, {counted(counts['fail'], 'failure')}"
+    return f"{sum(counts.values())} checks: {counts['ok']} ok, {troubles}, {counts['skip']} skipped"
 
 
 def document(
@@ -124,7 +118,3 @@ def _run(check_id: str, survey: Survey) -> Check:
         log.exception("check %s broke", check_id)
         found = fail(f"this check broke: {type(error).__name__}", fix="localllm doctor -vv")
     return replace(found, id=check_id, group=GROUP_OF[check_id], ms=(time.perf_counter() - start) * 1000)
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"

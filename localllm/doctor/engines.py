@@ -8,15 +8,15 @@ from __future__ import annotations
 import functools
 import re
 import shlex
-import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from localllm.device import GpuFacts
 from localllm.errors import ConfigError, DeviceError
+from localllm.paths import package_toml
 from localllm.terminal import gib
 
 from .conditions import holds
@@ -27,15 +27,6 @@ from .rules import Rule, rules
 # tokens per second that a model suggested for a CPU should reach: so many times its bytes are read in a second
 CPU_TPS = 8
 _CTX = re.compile(r"\{ctx:(\d+)\}")
-ALIASES = {
-    "trt": "tensorrt-llm",
-    "trtllm": "tensorrt-llm",
-    "tensorrt": "tensorrt-llm",
-    "trt-llm": "tensorrt-llm",
-    "llamacpp": "llama.cpp",
-    "llama-server": "llama.cpp",
-    "llama": "llama.cpp",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +47,8 @@ class Heard:
     claim: str
     truth: str
     source: str
+    engines: Sequence[str]
+    when: Mapping[str, Any] = field(default_factory=dict)  # a machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +72,8 @@ class Launch:
     @property
     def lines(self) -> list[str]:
         """The shell lines: variables, then the command with a flag a line."""
-        exports = [f"export {piece.text}" for piece in self.env]
-        flags = [piece.text for piece in self.flags]
-        return [*exports, self.command + (" \\" if flags else ""), *continued(flags)]
-
-
-def continued(flags: list[str]) -> list[str]:
-    """Flags as the lines that follow a command, each but the last with a backslash."""
-    return [f"  {flag}" + (" \\" if i < len(flags) - 1 else "") for i, flag in enumerate(flags)]
+        command = " \\\n  ".join([self.command, *(piece.text for piece in self.flags)])
+        return [*(f"export {piece.text}" for piece in self.env), *command.split("\n")]
 
 
 def engine_names() -> list[str]:
@@ -100,13 +87,14 @@ def launch(engine: str, model: ModelKind | str | None, survey: Survey) -> Launch
     Raises ConfigError for an engine that is not known, DeviceError where it cannot run, ModelNotFound for a name that
     stands for nothing this engine reads.
     """
-    name = ALIASES.get(engine.casefold(), engine.casefold())
-    found = next((one for one in _data()["engine"] if one["name"] == name), None)
+    engines = {name: one for one in _data()["engine"] for name in (one["name"], *one.get("aliases", ()))}
+    found = engines.get(engine.casefold())
     if found is None:
-        near = get_close_matches(name, [*engine_names(), *ALIASES], 1)
-        meant = ALIASES.get(near[0], near[0]) if near else "vllm"
+        near = get_close_matches(engine.casefold(), engines, 1)
+        meant = engines[near[0]]["name"] if near else "vllm"
         known = f"did you mean {meant}?" if near else f"there is some for {', '.join(engine_names())}"
         raise ConfigError(f"there is no advice for {engine!r}; {known}", f"localllm doctor --for {meant}")
+    name = found["name"]
     gpus = survey.machine.gpus
     best = max(gpus, key=lambda gpu: gpu.total_bytes, default=None)
     if found["least"] and (best is None or best.capability < found["least"]):
@@ -126,6 +114,7 @@ def launch(engine: str, model: ModelKind | str | None, survey: Survey) -> Launch
     too_large = bool(gpus) and asked.size_bytes > 0.92 * room * len(gpus)
     chosen = _chosen(name, asked, too_large, survey)
     values = {"{tp}": str(len(gpus)), "{cores}": str(survey.machine.cpu.cores_usable)}
+    heard = [Heard(**entry) for entry in _data()["heard"]]
     sure = [entry for entry in chosen if not entry.get("unconfirmed")]
     doubtful = [entry for entry in chosen if entry.get("unconfirmed")]
     return Launch(
@@ -133,62 +122,47 @@ def launch(engine: str, model: ModelKind | str | None, survey: Survey) -> Launch
         title=found["title"],
         version=found["version"],
         model=asked,
-        device=_device(survey),
+        device=_device(survey, best),
         command=command.replace("{model}", shlex.quote(asked.name)),
         env=_pieces(sure, "env", values),
         flags=tuple(_within(piece, asked.context) for piece in _pieces(sure, "flags", values)),
         file=next((entry["file"] for entry in sure if "file" in entry), ""),
         build=_pieces(sure, "build", values),
         unconfirmed=(*_pieces(doubtful, "env", values), *_pieces(doubtful, "flags", values)),
-        heard=tuple(
-            Heard(one["claim"], one["truth"], one["source"])
-            for one in _data()["heard"]
-            if name in one["engines"] and holds(one.get("when", {}), survey)
-        ),
+        heard=tuple(one for one in heard if name in one.engines and holds(one.when, survey)),
         rules=tuple(r for r in rules() if r.id in found["rules"] and holds(r.when, survey)),
     )
 
 
 def _chosen(engine: str, model: ModelKind, too_large: bool, survey: Survey) -> list[Mapping[str, Any]]:
     """The entries that hold; of each slot the first."""
-    taken: set[str] = set()
-    chosen = []
+    chosen: list[Mapping[str, Any]] = []
     for entry in _data()["flag"]:
-        slot = entry.get("slot", "")
-        if entry["engine"] != engine or slot in taken:
+        taken = "slot" in entry and any(entry["slot"] == one.get("slot") for one in chosen)
+        if entry["engine"] != engine or taken:
             continue
         if holds(entry.get("when", {}), survey) and suits(entry.get("model", {}), model, too_large):
             chosen.append(entry)
-            if slot:
-                taken.add(slot)
     return chosen
 
 
 def suits(table: Mapping[str, Any], model: ModelKind, too_large: bool = False) -> bool:
     """Whether a model is of the kind a table describes. Raises KeyError for a key that is none."""
-    has: dict[str, Any] = {
-        "kind": model.kind, "format": model.format, "hybrid": model.hybrid, "mtp": model.mtp, "too_large": too_large,
-    }  # fmt: skip
-    for key, wanted in table.items():
-        if key == "name":
-            if not re.search(wanted, model.name, re.IGNORECASE):
-                return False
-        elif has[key] not in wanted:
-            return False
-    return True
+    has = asdict(model) | {"too_large": too_large}
+    return all(
+        re.search(wanted, model.name, re.IGNORECASE) if key == "name" else has[key] in wanted
+        for key, wanted in table.items()
+    )
 
 
 def _pieces(entries: list[Mapping[str, Any]], key: str, values: Mapping[str, str]) -> tuple[Piece, ...]:
     found = []
-    for entry in entries:
-        if key not in entry:
-            continue
+    for entry in (entry for entry in entries if key in entry):
         text = entry[key]
         for name, value in values.items():
             text = text.replace(name, value)
-        found.append(
-            Piece(text, entry["why"], entry["confidence"], entry.get("source", ""), entry.get("unconfirmed", False))
-        )
+        more = {name: entry[name] for name in ("why", "confidence", "source", "unconfirmed") if name in entry}
+        found.append(Piece(text, **more))
     return tuple(found)
 
 
@@ -197,23 +171,22 @@ def _within(piece: Piece, context: int) -> Piece:
     asked = _CTX.search(piece.text)
     if asked is None:
         return piece
-    wanted = int(asked.group(1))
+    wanted = int(asked[1])
     tokens = min(wanted, context or wanted)
-    text = _CTX.sub(str(tokens), piece.text)
+    piece = replace(piece, text=_CTX.sub(str(tokens), piece.text))
     if tokens == wanted:
-        return replace(piece, text=text)
-    return replace(piece, text=text, why=f"the model's own limit; {wanted} for one that can", confidence="A", source="")
+        return piece
+    return replace(piece, why=f"the model's own limit; {wanted} for one that can", confidence="A", source="")
 
 
-def _device(survey: Survey) -> str:
-    gpus = survey.machine.gpus
-    if not gpus:
-        return f"{survey.machine.cpu.name}, {survey.machine.cpu.cores_usable} cores, no GPU"
-    best = max(gpus, key=lambda gpu: gpu.total_bytes)
-    count = f"{len(gpus)} × " if len(gpus) > 1 else ""
+def _device(survey: Survey, best: GpuFacts | None) -> str:
+    machine = survey.machine
+    if best is None:
+        return f"{machine.cpu.name}, {machine.cpu.cores_usable} cores, no GPU"
+    count = f"{len(machine.gpus)} × " if len(machine.gpus) > 1 else ""
     return f"{count}{best.name}, {sm(best.capability)}, {gib(best.free_bytes, 1)} free"
 
 
 @functools.cache
 def _data() -> dict[str, Any]:
-    return tomllib.loads(resources.files(__package__).joinpath("engines.toml").read_text(encoding="utf-8"))
+    return package_toml(__package__, "engines.toml")

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import unified_diff
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from localllm.config import settings_file
 from localllm.interface import Check
@@ -20,10 +20,16 @@ from localllm.interface import Check
 from .finding import Survey
 
 Kind = Literal["setting", "command", "root", "shell", "step"]
-RUNNABLE = ("pip install ", "localllm config set ")
-ROOT = ("sudo apt-get install ", "sudo dnf install ", "sudo pacman -S ", "sudo nvidia-smi -i ", "sudo cpupower ",
-        "sudo rmmod nvidia_uvm ", "apt-get install ", "dnf install ", "pacman -S ")  # fmt: skip
-SHELL = ("export ", "unset ", "ulimit ", "echo ", "hf auth ", "localllm ")
+# how a cure that begins so is carried out, what can be run first; every other one is a step
+BEGINNINGS: dict[Kind, tuple[str, ...]] = {
+    "setting": ("localllm config set ",),
+    "command": ("pip install ",),
+    "root": (
+        "sudo apt-get install ", "sudo dnf install ", "sudo pacman -S ", "sudo nvidia-smi -i ", "sudo cpupower ",
+        "sudo rmmod nvidia_uvm ", "apt-get install ", "dnf install ", "pacman -S ",
+    ),
+    "shell": ("export ", "unset ", "ulimit ", "echo ", "hf auth ", "localllm "),
+}  # fmt: skip
 COMMAND_S = 1800
 
 
@@ -43,38 +49,26 @@ def actions(checks: Iterable[Check], survey: Survey) -> list[Action]:
     found = [Action(c.id, c.title, c.fix, kind_of(c.fix)) for c in checks if c.fix and c.status in ("warn", "fail")]
     if any(one.check_id == "compiler" and one.kind == "root" for one in found) and not survey.machine.compiler:
         found.insert(0, Action("compiler", "no C compiler", "pip install ziglang", "command"))
-    order = ("setting", "command", "root", "shell", "step")
-    return sorted(found, key=lambda one: order.index(one.kind))
+    return sorted(found, key=lambda one: get_args(Kind).index(one.kind))
 
 
 def kind_of(fix: str) -> Kind:
     """How a cure can be carried out."""
-    if fix.startswith("localllm config set "):
-        return "setting"
-    if fix.startswith(RUNNABLE):
-        return "command"
-    if fix.startswith(ROOT):
-        return "root"
-    return "shell" if fix.startswith(SHELL) else "step"
+    return next((kind for kind, beginnings in BEGINNINGS.items() if fix.startswith(beginnings)), "step")
 
 
 def settings_diff(chosen: Iterable[Action], file: Path | None = None) -> list[str]:
     """What the settings file would become, as a unified diff. Nothing is written."""
     import tempfile
 
-    from localllm.config import set_key
-
     place = file or settings_file()
     before = place.read_text(encoding="utf-8") if place.is_file() else ""
     with tempfile.TemporaryDirectory() as folder:
         trial = Path(folder) / "config.toml"
         trial.write_text(before, encoding="utf-8")
-        for one in chosen:
-            _, _, _, key, value = shlex.split(one.command)
-            set_key(key, value, trial)
+        apply_settings(chosen, trial)
         after = trial.read_text(encoding="utf-8")
-    lines = unified_diff(before.splitlines(), after.splitlines(), str(place), str(place), lineterm="")
-    return list(lines)
+    return list(unified_diff(before.splitlines(), after.splitlines(), str(place), str(place), lineterm=""))
 
 
 def apply_settings(chosen: Iterable[Action], file: Path | None = None) -> None:
@@ -88,7 +82,6 @@ def apply_settings(chosen: Iterable[Action], file: Path | None = None) -> None:
 
 def run(action: Action) -> int:
     """Run a command of the kinds command and root, its output on stderr; its exit code, 124 when it takes too long."""
-    words: list[str] = []
     code = 0
     for part in action.command.split(" && "):
         words = shlex.split(part)
@@ -97,9 +90,9 @@ def run(action: Action) -> int:
         try:
             code = subprocess.run(words, stdout=sys.stderr, timeout=COMMAND_S, check=False).returncode
         except FileNotFoundError:
-            return 127
+            code = 127
         except subprocess.TimeoutExpired:
-            return 124
+            code = 124
         if code:
-            return code
+            break
     return code

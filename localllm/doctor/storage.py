@@ -13,7 +13,7 @@ from localllm.hub.cache import hf_home, hub_dir
 from localllm.hub.local import scan
 from localllm.interface import Check
 from localllm.processes import running
-from localllm.terminal import GIB, gib
+from localllm.terminal import GIB, counted, gib
 
 from .finding import STORAGE, Checks, Survey, fail, ok, proxy, skip, warn
 from .settings import short
@@ -38,7 +38,7 @@ KINDS = {
 def disk_free(survey: Survey) -> Check:
     """Room where models are downloaded to."""
     disk = survey.host.disk
-    title = f"{gib(disk.free_bytes)} free for models in {_tilde(disk.path)}"
+    title = f"{gib(disk.free_bytes)} free for models in {short(Path(disk.path)) if disk.path else 'the cache'}"
     data: dict[str, Any] = {"path": disk.path, "free_bytes": disk.free_bytes}
     if disk.free_bytes < NO_DISK:
         return fail(title, fix="export HF_HOME=/a/larger/disk/hf", **data)
@@ -95,7 +95,7 @@ def hf_cache(survey: Survey) -> Check:
         title = f"{short(place)} cannot be written: models that are there run, downloads do not"
         return warn(title, fix="export HF_HOME=~/hf", **data)
     repos = sum(1 for _ in place.glob("models--*")) if place.is_dir() else 0
-    title = f"{short(place)}, {_count(repos, 'repository', 'repositories')}"
+    title = f"{short(place)}, {repos} {'repository' if repos == 1 else 'repositories'}"
     return ok(title, repos=repos, **data)
 
 
@@ -165,19 +165,9 @@ def models(survey: Survey) -> Check:
     broken = [m for m in rows if m.problem]
     data: dict[str, Any] = {"models": [m.name for m in rows], "broken": [m.name for m in broken]}
     if broken:
-        title = (
-            f"{_count(len(broken), 'model', 'models')} of {len(rows)} damaged: {broken[0].name}: {broken[0].problem}"
-        )
+        title = f"{counted(len(broken), 'model')} of {len(rows)} damaged: {broken[0].name}: {broken[0].problem}"
         return warn(title, fix=f"localllm pull --repair {broken[0].name}", **data)
     if not rows:
         return warn("no model on this machine yet", fix="localllm pull smollm2", **data)
     total = sum(m.size_bytes for m in rows)
-    return ok(f"{_count(len(rows), 'model', 'models')}, {gib(total)}", **data)
-
-
-def _tilde(path: str) -> str:
-    return short(Path(path)) if path else "the cache"
-
-
-def _count(number: int, one: str, more: str) -> str:
-    return f"{number} {one if number == 1 else more}"
+    return ok(f"{counted(len(rows), 'model')}, {gib(total)}", **data)
