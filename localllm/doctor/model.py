@@ -47,19 +47,19 @@ def _checks(resolved: Resolved, planner: Planner) -> Iterator[Named]:
     except UnsupportedModel as error:
         yield "arch", fail(error.message, fix=error.hint)
     except LocalLLMError as error:
-        yield "files", fail(error.message, fix=_repair(resolved, error))
+        known = resolved.pulled_as
+        repair = f"localllm pull {known} --repair" if known else error.hint or "localllm ls --all"
+        yield "files", fail(error.message, fix=repair)
 
 
 def _here(checkpoint: OpenModel, name: str, planner: Planner) -> Iterator[Named]:
     facts = checkpoint.facts
-    source = facts.source_architecture
-    count = facts.num_params
-    params = f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.0f} M"
-    title = f"{facts.architecture} ({source}), {params} parameters, {facts.num_layers} layers"
+    params = f"{facts.num_params / 1e9:.1f} B" if facts.num_params >= 1e9 else f"{facts.num_params / 1e6:.0f} M"
+    title = f"{facts.architecture} ({facts.source_architecture}), {params} parameters, {facts.num_layers} layers"
     yield "arch", ok(title, architecture=facts.architecture)
-    doubt, count = checkpoint.doubt, len(checkpoint.tensors)
+    doubt = checkpoint.doubt
     fix = "localllm pull NAME --repair, or correct quantization_config" if doubt else ""
-    yield "format", found("warn" if doubt else "ok", facts.stored_format, doubt, fix, tensors=count)
+    yield "format", found("warn" if doubt else "ok", facts.stored_format, doubt, fix, tensors=len(checkpoint.tensors))
     yield from _scales(checkpoint)
     try:
         tokenizer = load_tokenizer(checkpoint)
@@ -69,7 +69,10 @@ def _here(checkpoint: OpenModel, name: str, planner: Planner) -> Iterator[Named]
         yield "tokenizer", _tokenizer(tokenizer, facts)
         yield from _template(tokenizer, name)
     yield "licence", _license(facts.license)
-    yield "fit", _fit(_plan(checkpoint, planner), name)
+    try:
+        yield "fit", _fit(planner.plan(facts, checkpoint.path), name)
+    except LocalLLMError as error:
+        yield "fit", fail(error.message, fix=error.hint)
 
 
 def _scales(checkpoint: Checkpoint) -> Iterator[Named]:
@@ -79,9 +82,8 @@ def _scales(checkpoint: Checkpoint) -> Iterator[Named]:
     for name, info in checkpoint.tensors.items():
         if "scale" in name.rpartition(".")[2] and info.dtype in _NO_NUMBER:
             read += 1
-            bad = int(np.count_nonzero(_NO_NUMBER[info.dtype](checkpoint.read(name))))
-            if bad:
-                wrong[name] = bad
+            wrong[name] = int(np.count_nonzero(_NO_NUMBER[info.dtype](checkpoint.read(name))))
+    wrong = {name: bad for name, bad in wrong.items() if bad}
     if wrong:
         name, bad = next(iter(wrong.items()))
         more = f", so do {len(wrong) - 1} more" if len(wrong) > 1 else ""
@@ -108,8 +110,7 @@ def _tokenizer(tokenizer: Tokenizer, facts: ModelFacts) -> Check:
     except LocalLLMError as error:
         return fail(error.message, fix=error.hint)
     if text not in back:
-        title = "a text does not come back as it was"
-        return warn(title, repr(back)[:80], "localllm pull NAME --repair")
+        return warn("a text does not come back as it was", repr(back)[:80], "localllm pull NAME --repair")
     if tokenizer.vocab_size > facts.vocab_size:
         title = f"{tokenizer.vocab_size:,} tokens, but the model has rows for {facts.vocab_size:,}"
         return fail(title, fix="localllm pull NAME --repair")
@@ -123,8 +124,8 @@ def _template(tokenizer: Tokenizer, name: str) -> Iterator[Named]:
     from localllm.chat.tools.roundtrip import check_tools
 
     if not tokenizer.chat_template:
-        title = "none: a base model, which completes text"
-        yield "template", ok(title, "", f'localllm run {name} "Once upon a time"', chat=False)
+        again = f'localllm run {name} "Once upon a time"'
+        yield "template", ok("none: a base model, which completes text", "", again, chat=False)
         return
     try:
         template = ChatTemplate.for_tokenizer(tokenizer)
@@ -149,23 +150,13 @@ def _template(tokenizer: Tokenizer, name: str) -> Iterator[Named]:
 def _license(terms: str) -> Check:
     if not terms:
         return ok("not stated in the files; see the model's page", licence=None)
-    free = terms.lower().startswith(OPEN_LICENSES)
-    detail = "" if free else "with terms of its own: read them before you build on it"
-    return ok(terms, detail, licence=terms)
+    own = "" if terms.lower().startswith(OPEN_LICENSES) else "with terms of its own: read them before you build on it"
+    return ok(terms, own, licence=terms)
 
 
-def _plan(checkpoint: OpenModel, planner: Planner) -> Plan | LocalLLMError:
-    try:
-        return planner.plan(checkpoint.facts, checkpoint.path)
-    except LocalLLMError as error:
-        return error
-
-
-def _fit(made: Plan | LocalLLMError | None, name: str) -> Check:
+def _fit(made: Plan | None, name: str) -> Check:
     if made is None:
         return skip("not known before its files are here")
-    if isinstance(made, LocalLLMError):
-        return fail(made.message, fix=made.hint)
     if not made.fits:
         error = made.error(name)
         return fail(error.message, error.why, error.hint)
@@ -174,8 +165,7 @@ def _fit(made: Plan | LocalLLMError | None, name: str) -> Check:
         f"{gib(made.need_bytes)} of {gib(made.have_bytes)} on {made.device} with {made.ctx:,} tokens of context,"
         f" {mark} {made.decode_tps:.0f} tok/s"
     )
-    detail = "; ".join(made.warnings)
-    return ok(title, detail, need_bytes=made.need_bytes, have_bytes=made.have_bytes)
+    return ok(title, "; ".join(made.warnings), need_bytes=made.need_bytes, have_bytes=made.have_bytes)
 
 
 def _not_here(resolved: Resolved, planner: Planner) -> Iterator[Named]:
@@ -188,11 +178,6 @@ def _not_here(resolved: Resolved, planner: Planner) -> Iterator[Named]:
     entry = next((c for c in catalog.candidates() if c.spec.casefold() == name.casefold()), None)
     yield "licence", _license(resolved.license or (entry.license if entry else ""))
     yield "fit", _fit(fit.plan_of(entry, planner) if entry else None, name)
-
-
-def _repair(resolved: Resolved, error: LocalLLMError) -> str:
-    known = resolved.pulled_as
-    return f"localllm pull {known} --repair" if known else error.hint or "localllm ls --all"
 
 
 def resolve_quietly(name: str, planner: Planner, config: UserConfig | None = None) -> Resolved:

@@ -38,6 +38,14 @@ FORMATS: tuple[tuple[str, str], ...] = (
 )
 
 
+# (lowest compute capability, formats): which weights suit it, the best first
+ORDERS = (
+    (100, ("nvfp4", "int4", "fp8", "bf16", "gguf", "mxfp4")),
+    (89, ("fp8", "int4", "bf16", "nvfp4", "gguf", "mxfp4")),
+    (0, ("int4", "nvfp4", "fp8", "bf16", "gguf", "mxfp4")),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelKind:
     """One model, as far as its flags depend on it."""
@@ -65,8 +73,7 @@ def model_kind(name: str) -> ModelKind:
     """What is known of a model: a path, a name of `ls`, a catalogue entry, or any name on the hub."""
     config = _config(name)
     if config is not None:
-        folder, values = config
-        return _from_config(name, folder, values)
+        return _from_config(name, *config)
     entry = next((c for c in catalog.candidates() if name.casefold() in (c.spec.casefold(), c.name.casefold())), None)
     if entry is not None:
         return from_catalogue(entry)
@@ -136,15 +143,10 @@ def _suited(pool: Sequence[catalog.Candidate], memory_bytes: int, capability: in
     fitting = [c for c in dense or pool if c.need_bytes(32_768) <= 0.92 * memory_bytes]
     if not fitting:
         return None
-    order = ("nvfp4", "int4", "fp8", "bf16") if capability >= 100 else ("fp8", "int4", "bf16", "nvfp4")
-    order = order if capability >= 89 else ("int4", "nvfp4", "fp8", "bf16")
-    kinds = {c.spec: from_catalogue(c) for c in fitting}
-    ranked = {spec: order.index(k.format) if k.format in order else 9 for spec, k in kinds.items()}
-    dates = [c.released or "9999" for c in fitting]
-    newest = max(dates)
-    best = [c for c, date in zip(fitting, dates, strict=True) if date == newest]
-    chosen = max(best, key=lambda c: (c.params, c.generation, -ranked[c.spec]))
-    return kinds[chosen.spec]
+    order = next(formats for least, formats in ORDERS if capability >= least)
+    newest = max(c.released or "9999" for c in fitting)
+    kinds = [(c, from_catalogue(c)) for c in fitting if (c.released or "9999") == newest]
+    return max(kinds, key=lambda pair: (pair[0].params, pair[0].generation, -order.index(pair[1].format)))[1]
 
 
 def _from_name(name: str) -> ModelKind:
@@ -169,13 +171,9 @@ def _size_of(name: str, stored: str) -> int:
 def _config(name: str) -> tuple[Path, dict[str, Any]] | None:
     """The folder and config.json of a model on this machine; None for GGUF and for one that is not here."""
     path = Path(name).expanduser()
-    folder: Path | None = path if path.is_dir() else None
-    if folder is None:
-        found = [f for f in _here(name) if f.path.is_dir()]
-        folder = found[0].path if found else None
-    file = folder / "config.json" if folder else None
-    values = read_json(file, MAX_CONFIG_BYTES) if file else {}
-    return (file.parent, values) if file and values else None
+    folders = [path] if path.is_dir() else [found.path for found in _here(name) if found.path.is_dir()]
+    values = read_json(folders[0] / "config.json", MAX_CONFIG_BYTES) if folders else {}
+    return (folders[0], values) if values else None
 
 
 def _from_config(name: str, folder: Path, config: dict[str, Any]) -> ModelKind:
