@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from localllm import paths
 from localllm.errors import ConfigError
 
 from .keys import TABLES, Key, find_key
 from .load import read_toml, settings_file
-
-if TYPE_CHECKING:
-    from tomlkit import TOMLDocument
 
 
 def set_key(path: str, text: str, file: Path | None = None) -> Any:
@@ -21,35 +19,35 @@ def set_key(path: str, text: str, file: Path | None = None) -> Any:
     Raises ConfigError for an unknown key, a wrong value, or a file that cannot be read or written; nothing is changed
     then.
     """
-    file = file or settings_file()
     parts, key = _split(path)
     value: Any = text if key is None else key.parse(text, "given here")
-    document = _document(file)
-    table: Any = document
-    for part in parts[:-1]:
-        if not isinstance(table.get(part), dict):
-            import tomlkit
-
-            table[part] = tomlkit.table()
-        table = table[part]
-    table[parts[-1]] = _stored(text, value)
-    _write(file, document.as_string())
+    _change(file, parts, _stored(text, value))
     return value
 
 
 def unset_key(path: str, file: Path | None = None) -> bool:
     """Remove a key from the file; False when it was not there. Raises ConfigError as `set_key` does."""
+    return _change(file, _split(path)[0], None)
+
+
+def _change(file: Path | None, parts: list[str], value: Any) -> bool:
+    """Write a value, or remove it with None; False when there is nothing to remove."""
+    import tomlkit
+
     file = file or settings_file()
-    parts, _ = _split(path)
-    document = _document(file)
+    read_toml(file)  # the same checks and messages as for reading
+    document = tomlkit.parse(file.read_text(encoding="utf-8")) if file.exists() else tomlkit.document()
     table: Any = document
     for part in parts[:-1]:
-        table = table.get(part)
-        if not isinstance(table, dict):
-            return False
-    if parts[-1] not in table:
+        if not isinstance(table.get(part), dict):
+            if value is None:
+                return False
+            table[part] = tomlkit.table()
+        table = table[part]
+    if value is not None:
+        table[parts[-1]] = value
+    elif table.pop(parts[-1], None) is None:
         return False
-    del table[parts[-1]]
     _write(file, document.as_string())
     return True
 
@@ -76,20 +74,10 @@ def _stored(text: str, value: Any) -> Any:
         return list(value)
     if isinstance(value, (bool, str)):
         return value
-    try:
-        return int(text)
-    except ValueError:
-        try:
-            return float(text)
-        except ValueError:
-            return text
-
-
-def _document(file: Path) -> TOMLDocument:
-    import tomlkit
-
-    read_toml(file)  # the same checks and messages as for reading
-    return tomlkit.parse(file.read_text(encoding="utf-8")) if file.exists() else tomlkit.document()
+    for number in (int, float):
+        with contextlib.suppress(ValueError):
+            return number(text)
+    return text
 
 
 def _write(file: Path, text: str) -> None:

@@ -28,19 +28,23 @@ class Kind:
     names: Callable[[], Iterable[str]] = tuple
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError
-    return value
+def _only(suits: Callable[[Any], bool]) -> Callable[[Any], Any]:
+    """Passes on a value that suits; ValueError for another."""
+
+    def parse(value: Any) -> Any:
+        if not suits(value):
+            raise ValueError
+        return value
+
+    return parse
 
 
 def _flag(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    known = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-    if str(value).lower() not in known:
-        raise ValueError
-    return known[str(value).lower()]
+    if str(value).lower() in ("1", "true", "yes", "on"):
+        return True
+    if str(value).lower() in ("0", "false", "no", "off"):
+        return False
+    raise ValueError
 
 
 def _texts(value: Any) -> tuple[str, ...]:
@@ -107,13 +111,7 @@ def _tokens(value: Any) -> int:
 
 def choice(*names: str) -> Kind:
     """One of a few words."""
-
-    def parse(value: Any) -> str:
-        if value not in names:
-            raise ValueError
-        return str(value)
-
-    return Kind(" | ".join(names), parse, names=lambda: names)
+    return Kind(" | ".join(names), _only(lambda value: value in names), names=lambda: names)
 
 
 def or_auto(kind: Kind) -> Kind:
@@ -125,23 +123,11 @@ def or_auto(kind: Kind) -> Kind:
     )
 
 
-def _device(value: Any) -> str:
-    if not isinstance(value, str) or not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", value):
-        raise ValueError
-    return value
-
-
 def _styles() -> Iterable[str]:
     """Pygments' styles; looked up only when a setting names one."""
     from pygments.styles import get_all_styles
 
     return get_all_styles()
-
-
-def _style(value: Any) -> str:
-    if not isinstance(value, str) or value not in set(_styles()):
-        raise ValueError
-    return value
 
 
 def _whole_units(*units: tuple[int, str]) -> Callable[[float], str]:
@@ -151,9 +137,15 @@ def _whole_units(*units: tuple[int, str]) -> Callable[[float], str]:
     return show
 
 
-TEXT, FLAG, TEXTS = Kind("text", _text), Kind("true | false", _flag), Kind("a list of texts", _texts)
-DEVICE = Kind("auto | cpu | cuda | cuda:N", _device)
-CODE_THEME = or_auto(Kind("a style of Pygments, such as monokai", _style, names=_styles))
+TEXT = Kind("text", _only(lambda value: isinstance(value, str)))
+FLAG, TEXTS = Kind("true | false", _flag), Kind("a list of texts", _texts)
+DEVICE = Kind(
+    "auto | cpu | cuda | cuda:N",
+    _only(lambda value: isinstance(value, str) and re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", value) is not None),
+)
+CODE_THEME = or_auto(
+    Kind("a style of Pygments, such as monokai", _only(lambda value: value in set(_styles())), names=_styles)
+)
 TOKENS = Kind(
     "auto, max, or a number of tokens from 16, such as 8192 or 32k",
     lambda value: value if value in ("auto", "max") else _tokens(value),

@@ -33,16 +33,8 @@ def reference() -> str:
     for section, holder in {"": None, **SECTIONS}.items():
         meaning = (holder.__doc__ or "").partition("\n")[0] if holder else ""
         parts.append(f"## [{section}]\n\n{meaning}\n" if section else "## Top of the file\n")
-        rows = [
-            (
-                f"`{key.path}`",
-                f"`{key.kind.show(key.default)}`" if key.kind.show(key.default) else "unset",
-                key.kind.expects,
-                key.meaning,
-            )
-            for key in KEYS.values()
-            if key.section == section
-        ]
+        keys = [(key, key.kind.show(key.default)) for key in KEYS.values() if key.section == section]
+        rows = [(f"`{key.path}`", f"`{d}`" if d else "unset", key.kind.expects, key.meaning) for key, d in keys]
         parts.append(_table(("key", "default", "takes", "meaning"), rows))
     parts.append(_OWN_TABLES)
     parts.append(_table(("name", "meaning"), [(f"`{name}`", meaning) for name, meaning in ENVIRONMENT.items()]))
