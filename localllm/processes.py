@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import stat
 import time
 from dataclasses import asdict, dataclass, replace
@@ -35,11 +34,6 @@ class Running:
         """The name of its file: serve-8000, chat-4711."""
         tail = self.url.rsplit(":", 1)[-1]
         return f"{self.kind}-{tail if tail.isdigit() else self.pid}"
-
-
-def new_token() -> str:
-    """A secret for `Running.token`."""
-    return secrets.token_urlsafe(24)
 
 
 class Record:

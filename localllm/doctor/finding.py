@@ -68,20 +68,16 @@ def read_host(capability: int) -> HostFacts:
 def proxy() -> str:
     """The proxy that requests to the hub go through, without the name and password in it."""
     from urllib.parse import urlsplit
+    from urllib.request import getproxies, proxy_bypass
 
     from localllm import hub
 
-    hosts = [h.strip().lstrip(".") for h in (os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "").split(",")]
-    target = urlsplit(hub.endpoint())
-    name = target.hostname or ""
-    if any(h == "*" or (h and (name == h or name.endswith(f".{h}"))) for h in hosts):
+    target, proxies = urlsplit(hub.endpoint()), getproxies()
+    found = proxies.get(target.scheme or "https") or proxies.get("all", "")
+    if not found or proxy_bypass(target.hostname or "", proxies):
         return ""
-    upper = f"{(target.scheme or 'https').upper()}_PROXY"
-    found = next((v for n in (upper.lower(), upper, "all_proxy", "ALL_PROXY") if (v := os.environ.get(n))), "")
-    parts = urlsplit(found if "://" in found else f"http://{found}") if found else None
-    if parts is None or not parts.hostname:
-        return ""
-    return f"{parts.scheme}://{parts.hostname}" + (f":{parts.port}" if parts.port else "")
+    parts = urlsplit(found if "://" in found else f"http://{found}")
+    return f"{parts.scheme}://{parts.hostname}" + (f":{parts.port}" if parts.port else "") if parts.hostname else ""
 
 
 CheckFunction = Callable[[Survey], Check]

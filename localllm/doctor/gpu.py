@@ -104,12 +104,9 @@ def gpu_arch(survey: Survey) -> Check:
     if len(old) == len(gpus):
         return fail(title, fix="localllm chat --device cpu")
     worst = min((gpu for gpu in gpus if gpu not in old), key=lambda gpu: gpu.capability)
-    formats = [
-        "fp16",
-        *(n for n, has in (("bf16", worst.has_bf16), ("fp8", worst.has_fp8), ("fp4", worst.has_fp4)) if has),
-    ]
+    has = {"bf16": worst.has_bf16, "fp8": worst.has_fp8, "fp4": worst.has_fp4}
+    formats, lacks = ["fp16", *(n for n in has if has[n])], [n for n in has if not has[n]]
     title = f"{sm(worst.capability)} computes in {', '.join(formats)}" + (f"; {title}" if old else "")
-    lacks = [n for n in ("bf16", "fp8", "fp4") if n not in formats]
     wide = "bf16" if worst.has_bf16 else "fp16"
     detail = f"weights in {' and '.join(lacks)} run too, computed in {wide}" if lacks else ""
     status: Status = "warn" if old else "ok"

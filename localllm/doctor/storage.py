@@ -22,7 +22,6 @@ CHECKS = Checks(STORAGE)
 
 LITTLE_DISK = 10 * GIB
 NO_DISK = GIB // 2
-HDD_BYTES_S = 180e6  # what a hard disk reads in one go
 # file systems where the cache's symbolic links fail or need a mount option
 WITHOUT_LINKS = ("9p", "drvfs", "cifs", "smb3", "vfat", "exfat", "ntfs", "ntfs3", "fuseblk")
 KINDS = {
@@ -31,6 +30,12 @@ KINDS = {
     "hdd": "hard disk",
     "network": "over a network or a VM's border",
     "memory": "RAM",
+}
+# kind -> (what is wrong with it, a better place)
+SLOW = {
+    "hdd": ("about 180 MB/s, so a 14B model in 4 bits takes 50 s to load", "/an/nvme/disk/hf"),
+    "network": ("loading a model takes as long as the network does", "/a/local/disk/hf"),
+    "memory": ("models take memory twice and are gone after a restart", "/a/real/disk/hf"),
 }
 
 
@@ -53,23 +58,15 @@ def disk_speed(survey: Survey) -> Check:
     disk = survey.host.disk
     data: dict[str, Any] = {"kind": disk.kind, "filesystem": disk.filesystem}
     title = f"{KINDS.get(disk.kind, 'kind not known')}, {disk.filesystem or 'file system not known'}"
-    if disk.kind == "hdd":
-        seconds = 9e9 / HDD_BYTES_S
-        title += f": about 180 MB/s, so a 14B model in 4 bits takes {seconds:.0f} s to load"
-        return warn(title, "", "export HF_HOME=/an/nvme/disk/hf", **data)
     if disk.kind == "network" and survey.machine.wsl:
         title = "Windows' own disk, read through the border of WSL: several times slower than WSL's"
         return warn(title, "", "export HF_HOME=~/.cache/huggingface", **data)
-    if disk.kind == "network":
-        title += ": loading a model takes as long as the network does"
-        return warn(title, "", "export HF_HOME=/a/local/disk/hf", **data)
-    if disk.kind == "memory":
-        title += ": models take memory twice and are gone after a restart"
-        return warn(title, "", "export HF_HOME=/a/real/disk/hf", **data)
+    if disk.kind in SLOW:
+        trouble, better = SLOW[disk.kind]
+        return warn(f"{title}: {trouble}", "", f"export HF_HOME={better}", **data)
     if disk.filesystem == "overlay" and survey.machine.container:
         title = "a layer of the container: models are gone with it"
-        fix = "docker run -v ~/.cache/huggingface:/root/.cache/huggingface ..."
-        return warn(title, "", fix, **data)
+        return warn(title, "", "docker run -v ~/.cache/huggingface:/root/.cache/huggingface ...", **data)
     return ok(title, **data)
 
 
@@ -116,8 +113,7 @@ def hf_endpoint(survey: Survey) -> Check:
     if hub.is_offline():
         return warn("offline: only models that are here", fix="unset HF_HUB_OFFLINE")
     where = hub.endpoint()
-    own = bool(os.environ.get("HF_ENDPOINT"))
-    return ok(where + (" (HF_ENDPOINT)" if own else ""), endpoint=where)
+    return ok(where + (" (HF_ENDPOINT)" if os.environ.get("HF_ENDPOINT") else ""), endpoint=where)
 
 
 @CHECKS.add("net.hub")
@@ -137,9 +133,7 @@ def net_hub(survey: Survey) -> Check:
 def net_proxy(survey: Survey) -> Check:
     """Whether requests go through a proxy."""
     where = proxy()
-    if not where:
-        return skip("none")
-    return ok(where, proxy=where)
+    return ok(where, proxy=where) if where else skip("none")
 
 
 @CHECKS.add("server.port")

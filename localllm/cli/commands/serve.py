@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,11 +73,10 @@ def serve(
     flags = {"server.host": host, "server.port": port, "engine.max_parallel": parallel, "engine.ttl": ttl}
     config = engine.config(env, flags, strict=True)  # a server runs as it was told, or not
     from localllm import server
-    from localllm.processes import new_token
 
     console = env.console
     keys = api_keys(env, config, api_key, api_key_file)
-    token = new_token()
+    token = secrets.token_urlsafe(24)  # lets the owner in, see `processes.Running`
     prefixes = [read_text(path, "--pin-prefix") for path in pin_prefix or ()]
     prefixes += [preset.system for preset in config.presets.values() if preset.system]
     choices = [here(env, config, name) for name in (*(models or ()), *(pin or ()))]
