@@ -52,7 +52,7 @@ def _described(name: str) -> LocalModel | None:
         found = hub.local.find(parse_name(name))
         return hub.local.describe(found[0]) if found else None
     size = path.stat().st_size if path.is_file() else sum(f.stat().st_size for f in path.glob("*.safetensors"))
-    return hub.local.describe(hub.local.Found(name, path, "folder", size_bytes=size))
+    return hub.local.describe(hub.LocalModel(name, path, "folder", size_bytes=size))
 
 
 def _offer(model: LocalModel) -> ServedModel:

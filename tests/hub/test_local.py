@@ -288,10 +288,10 @@ def test_the_model_used_last_comes_first(empty_home: Path) -> None:
 
 
 def test_the_largest_chat_model_that_is_fast_enough(empty_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = local.LocalModel("x", Path("x"), "hub", "", "", "", 10)
+    row = local.LocalModel("x", Path("x"), "hub", size_bytes=10)
     sizes = {"small": 1, "large": 9, "base": 99, "slow": 50, "broken": 70}
     rows = [
-        local.LocalModel(n, Path(n), "hub", "", "", "", 10, params=p, chat=n != "base", broken=n == "broken")
+        local.LocalModel(n, Path(n), "hub", size_bytes=10, params=p, chat=n != "base", broken=n == "broken")
         for n, p in sizes.items()
     ]
     monkeypatch.setattr(local, "list_local", lambda: rows)

@@ -67,7 +67,7 @@ class Wish(NamedTuple):
         """Only the files that are wanted. Raises ConfigError when no weights are among them."""
         if not (self.include or self.exclude) or resolved.kind != "hub" or resolved.path is not None:
             return resolved
-        from localllm.hub.transfer import Job, missing_bytes
+        from localllm.hub.transfer import missing_bytes
 
         included = (f for f in resolved.files if any(fnmatch(f.name, glob) for glob in self.include or ["*"]))
         files = tuple(f for f in included if not any(fnmatch(f.name, glob) for glob in self.exclude))
@@ -77,8 +77,8 @@ class Wish(NamedTuple):
                 f"--include and --exclude leave no weights of {clean_line(resolved.name)}",
                 f"let {clean_line(weights)} pass, or choose another file with --quant",
             )
-        job = Job(resolved.repo, resolved.revision, files)
-        return replace(resolved, files=files, size_bytes=sum(f.size for f in files), download_bytes=missing_bytes(job))
+        missing = missing_bytes(resolved.repo, files)
+        return replace(resolved, files=files, size_bytes=sum(f.size for f in files), download_bytes=missing)
 
 
 def _full_name(name: str, quant: str | None, revision: str | None) -> str:
