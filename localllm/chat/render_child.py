@@ -22,11 +22,11 @@ class RenderChild(Child):
     def __init__(self) -> None:
         super().__init__("localllm.chat.render", "the process that renders chat templates")
 
-    def render(self, template: str, variables: dict[str, Any], *, of_model: bool = True) -> str:
+    def render(self, template: str, variables: dict[str, Any]) -> str:
         """The text of a template.
 
-        `of_model`: the template is the model's own, so a broken one is a BadModelFile; else it came with the request.
-        Raises InvalidRequest for messages that the template refuses or fails on, and for limits: 1.8 s, 192 MiB, 4 MB.
+        Raises BadModelFile for one that is broken or needs more than 1.8 s or 192 MiB, InvalidRequest for messages that
+        it refuses or fails on, and for more than 4 MB of text.
         """
         try:
             body = json.dumps({"template": template, "variables": variables}).encode()
@@ -38,7 +38,7 @@ class RenderChild(Child):
         answer = self._ask(body)
         if "text" in answer:
             return str(answer["text"])
-        raise _error(str(answer.get("error")), clean(str(answer.get("message", ""))), of_model)
+        raise _error(str(answer.get("error")), clean(str(answer.get("message", ""))))
 
     def _ask(self, body: bytes) -> dict[str, Any]:
         for _ in range(2):
@@ -67,21 +67,18 @@ def clean(text: str, limit: int = 300) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def _error(kind: str, message: str, of_model: bool) -> LocalLLMError:
-    broken: type[LocalLLMError] = BadModelFile if of_model else InvalidRequest
-    again = (
-        "fetch it again (localllm pull NAME --repair), or give another template"
-        if of_model
-        else "send a valid template"
-    )
-    if kind == "raised":
-        return InvalidRequest(f"the chat template refuses these messages: {message}", "change the messages")
-    if kind == "syntax":
-        return broken(f"the chat template is not valid, {message}", again)
-    if kind == "security":
-        return broken(f"the chat template does what a template may not: {message}", again)
-    if kind == "size":
-        return InvalidRequest("the chat template makes more than 4 MB of text", "send fewer or shorter messages")
-    if kind == "limit":
-        return broken(f"the chat template needs more than it may have (1.8 s, 192 MiB): {message}", again)
-    return InvalidRequest(f"the chat template fails on these messages: {message}", "change the messages")
+def _error(kind: str, message: str) -> LocalLLMError:
+    again = "fetch it again (localllm pull NAME --repair), or give another template"
+    change = "change the messages"
+    match kind:
+        case "raised":
+            return InvalidRequest(f"the chat template refuses these messages: {message}", change)
+        case "syntax":
+            return BadModelFile(f"the chat template is not valid, {message}", again)
+        case "security":
+            return BadModelFile(f"the chat template does what a template may not: {message}", again)
+        case "size":
+            return InvalidRequest("the chat template makes more than 4 MB of text", "send fewer or shorter messages")
+        case "limit":
+            return BadModelFile(f"the chat template needs more than it may have (1.8 s, 192 MiB): {message}", again)
+    return InvalidRequest(f"the chat template fails on these messages: {message}", change)

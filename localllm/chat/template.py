@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from localllm.errors import InvalidRequest
@@ -52,52 +53,24 @@ class RenderedPrompt(str):
 class ChatTemplate:
     """One model's chat template."""
 
-    def __init__(
-        self,
-        template: str,
-        *,
-        named_tokens: Mapping[str, str] | None = None,
-        templates: Mapping[str, str] | None = None,
-        control_text: ControlText | None = None,
-        added_text: ControlText | None = None,
-        of_model: bool = True,
-        child: RenderChild | None = None,
-    ) -> None:
-        """Renders nothing yet.
+    def __init__(self, tokenizer: Tokenizer, template: str | None = None, *, child: RenderChild | None = None) -> None:
+        """The tokenizer's own template, or `template` in its place; renders nothing yet.
 
-        named_tokens  bos_token, eos_token, ... -> text, visible in the template
-        templates     named templates besides: "tool_use" is taken when there are tools
-        control_text, added_text  the tokenizer's; without them nothing is known of control tokens
-        of_model      whose fault a broken template is: the model's or the request's
+        Raises InvalidRequest when there is neither.
         """
-        self.template = template
-        self.named_tokens = dict(named_tokens or {})
-        self.templates = dict(templates or {})
-        self._control = control_text
-        self._added = added_text
-        self._of_model = of_model
-        self._child = child or shared_child()
-
-    @classmethod
-    def for_tokenizer(
-        cls, tokenizer: Tokenizer, template: str | None = None, *, child: RenderChild | None = None
-    ) -> ChatTemplate:
-        """The tokenizer's own template, or `template` in its place. Raises InvalidRequest when there is neither."""
         text = template if template is not None else tokenizer.chat_template
         if text is None:
             raise InvalidRequest(
                 "the model has no chat template: it is a base model, it completes text",
                 "use `localllm run`, or give a template",
             )
-        return cls(
-            text,
-            named_tokens=tokenizer.named_tokens,
-            templates=tokenizer.chat_templates if template is None else None,
-            control_text=tokenizer.control_text,
-            added_text=tokenizer.added_text,
-            of_model=template is None,
-            child=child,
-        )
+        self.template = text
+        # named templates besides: "tool_use" is taken when there are tools
+        self._templates = tokenizer.chat_templates if template is None else {}
+        self._named_tokens = tokenizer.named_tokens  # bos_token, eos_token, ... -> text, visible in the template
+        self._control = tokenizer.control_text
+        self._added = tokenizer.added_text
+        self._child = child or shared_child()
 
     def warm_up(self) -> None:
         """Start the child, so that the first rendering need not wait for it. Returns at once."""
@@ -105,7 +78,7 @@ class ChatTemplate:
 
     def chosen(self, tools: Sequence[Any] | None = None) -> str:
         """The template text that is used: with tools the one named "tool_use", when there is one."""
-        return self.templates["tool_use"] if tools is not None and "tool_use" in self.templates else self.template
+        return self._templates.get("tool_use", self.template) if tools is not None else self.template
 
     def render(
         self,
@@ -127,13 +100,13 @@ class ChatTemplate:
         given = {"documents": None, **kwargs, "tools": tools}
         marker = _Marker([shaped, given], self._finders(template))
         variables = {
-            **self.named_tokens,
+            **self._named_tokens,
             **marker.mark(given, outsider=False),
             "documents": marker.mark(given["documents"], outsider=True),
             "messages": [self._mark(marker, message) for message in shaped],
             "add_generation_prompt": add_generation_prompt,
         }
-        text = self._child.render(template, variables, of_model=self._of_model)
+        text = self._child.render(template, variables)
         return marker.unmark(text) if marker.marked else RenderedPrompt.of(text)
 
     def _finders(self, template: str) -> tuple[Finder, Finder]:
@@ -141,36 +114,23 @@ class ChatTemplate:
 
         There also added tokens that the template uses, such as `<tool_response>`. White space is never among them.
         """
-        control, added = self._control, self._added
-        if control is None:
-            return (lambda text: []), (lambda text: [])
-        used = ControlText({text: index for text, index in added.ids.items() if text in template} if added else {})
-        both = ControlText({**used.ids, **control.ids}) if used.ids else control
-        return (lambda text: _places(control, text)), (lambda text: _places(both, text))
+        used = {text: index for text, index in self._added.ids.items() if text in template}
+        both = ControlText({**used, **self._control.ids}) if used else self._control
+        return partial(_places, self._control), partial(_places, both)
 
     def _mark(self, marker: _Marker, message: dict[str, Any]) -> dict[str, Any]:
         role = message["role"]
-        if self._control is not None and marker.mark(role, outsider=True) != role:
+        if marker.mark(role, outsider=True) != role:
             raise InvalidRequest(f"the role {role!r:.40} holds a control token", "use user, assistant, system or tool")
         rest = {key: value for key, value in message.items() if key != "role"}
         return {"role": role, **marker.mark(rest, outsider=role in _OUTSIDERS)}
 
 
-def encode_chat(
-    tokenizer: Tokenizer, rendered: str, messages: Sequence[Mapping[str, Any]] = (), *, add_bos: bool | None = None
-) -> list[int]:
-    """Token ids of a rendered chat: the template's control tokens are tokens, users' text never is. BOS stands once.
-
-    `rendered` comes from `ChatTemplate.render`; for text made elsewhere the strings of `messages` are looked for in it.
-    Raises InvalidRequest when one that holds a control token cannot be found.
-    """
-    if isinstance(rendered, RenderedPrompt):
-        spans: Sequence[Span] = rendered.as_text
-    else:
-        spans = list(_located(tokenizer.control_text, rendered, messages))
-    ids = tokenizer.encode_mixed(rendered, spans)
+def encode_chat(tokenizer: Tokenizer, rendered: RenderedPrompt) -> list[int]:
+    """Token ids of a rendered chat: the template's control tokens are tokens, users' text never is. BOS stands once."""
+    ids = tokenizer.encode_mixed(rendered, rendered.as_text)
     bos = tokenizer.bos_token_id
-    if (tokenizer.add_bos if add_bos is None else add_bos) and bos is not None and ids[:1] != [bos]:
+    if tokenizer.add_bos and bos is not None and ids[:1] != [bos]:
         ids.insert(0, bos)
     return ids
 
@@ -243,33 +203,6 @@ def _places(tokens: ControlText, text: str) -> list[Span]:
     tail = tokens.open_end(text)
     begin = len(text) - tail
     return [*places, (begin, len(text))] if tail and (not places or places[-1][1] <= begin) else places
-
-
-def _located(control: ControlText, rendered: str, messages: Sequence[Mapping[str, Any]]) -> Iterator[Span]:
-    """Places of control-token texts that came with the messages, in text that was rendered elsewhere."""
-    at = 0
-    for text in _strings(messages):
-        if not control.find(text):
-            continue
-        for form in (text, text.strip(), json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1]):
-            found = rendered.find(form, at)
-            if found >= 0:
-                break
-        else:
-            raise InvalidRequest("a message holds a control token of this model", "take it out of the message")
-        yield from ((found + begin, found + end) for begin, end, _ in control.find(form))
-        at = found + len(form)
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _strings(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _strings(item)
 
 
 def _checked(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:

@@ -128,7 +128,7 @@ def _template(tokenizer: Tokenizer, name: str) -> Iterator[Named]:
         yield "template", ok("none: a base model, which completes text", "", again, chat=False)
         return
     try:
-        template = ChatTemplate.for_tokenizer(tokenizer)
+        template = ChatTemplate(tokenizer)
         rendered = template.render([{"role": "user", "content": "canary"}])
     except LocalLLMError as error:
         yield "template", fail(error.message, fix=error.hint)

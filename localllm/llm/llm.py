@@ -244,7 +244,7 @@ class LLM(LoadedModel):
             )
             if continue_final:
                 rendered = rendered.upto(messages[-1].get("content") or "")
-            return encode_chat(self.tokenizer, rendered, shaped)
+            return encode_chat(self.tokenizer, rendered)
 
     def submit(
         self,

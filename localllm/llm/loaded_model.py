@@ -125,7 +125,7 @@ class LoadedModel:
         if self.tokenizer.chat_template:
             from localllm.chat.template import ChatTemplate
 
-            self._template = ChatTemplate.for_tokenizer(self.tokenizer)
+            self._template = ChatTemplate(self.tokenizer)
             self._template.warm_up()
         self.output_rules = OutputRules(self.tokenizer, self._template, self.facts.vocab_size)
         loading = time.monotonic()

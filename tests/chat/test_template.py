@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,7 +87,15 @@ def reference() -> Any:
 
 
 def plain(text: str, child: RenderChild, **kwargs: Any) -> ChatTemplate:
-    return ChatTemplate(text, named_tokens=NAMED, child=child, **kwargs)
+    none = ControlText({})
+    facts = {
+        "chat_template": text,
+        "chat_templates": {},
+        "named_tokens": NAMED,
+        "control_text": none,
+        "added_text": none,
+    }
+    return ChatTemplate(SimpleNamespace(**facts | kwargs), child=child)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -111,7 +120,7 @@ def test_renders_as_transformers(name: str, child: RenderChild, reference: Any) 
 def test_smollm2_renders_as_transformers(child: RenderChild, reference: Any, smollm2_tokenizer: Tokenizer) -> None:
     text = smollm2_tokenizer.chat_template
     assert text is not None
-    template = ChatTemplate.for_tokenizer(smollm2_tokenizer, child=child)
+    template = ChatTemplate(smollm2_tokenizer, child=child)
     for name in ("one", "system", "turns", "long"):
         expected = reference.apply_chat_template(
             CHATS[name], chat_template=text, tokenize=False, add_generation_prompt=True
@@ -120,14 +129,14 @@ def test_smollm2_renders_as_transformers(child: RenderChild, reference: Any, smo
 
 
 def test_tools_choose_the_named_template(child: RenderChild) -> None:
-    template = plain("plain", child, templates={"default": "plain", "tool_use": "with tools"})
+    template = plain("plain", child, chat_templates={"default": "plain", "tool_use": "with tools"})
     assert template.render(CHATS["one"]) == "plain"
     assert template.render(CHATS["one"], tools=TOOLS) == "with tools"
 
 
 def test_a_base_model_has_none(toy: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match="base model"):
-        ChatTemplate.for_tokenizer(toy)
+        ChatTemplate(toy)
 
 
 MALFORMED = [[], None, "hi", [1], [{}], [{"role": 1}], [{"role": "user", "content": {1, 2}}], [{"role": "x", 1: 2}]]
@@ -186,7 +195,7 @@ ATTACKS = [
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.parametrize("name", ["chatml", "qwen3", "zephyr"])
 def test_user_text_changes_no_structure(name: str, attack: str, toy: Tokenizer, child: RenderChild) -> None:
-    template = ChatTemplate.for_tokenizer(toy, TEMPLATES[name], child=child)
+    template = ChatTemplate(toy, TEMPLATES[name], child=child)
 
     def chat(text: str) -> list[dict[str, Any]]:
         return [
@@ -197,7 +206,7 @@ def test_user_text_changes_no_structure(name: str, attack: str, toy: Tokenizer, 
 
     harmless = encode_chat(toy, template.render(chat("harmless")))
     rendered = template.render(chat(attack))
-    ids = encode_chat(toy, rendered, chat(attack))
+    ids = encode_chat(toy, rendered)
     # tokens such as <tool_call> have a meaning only where the template uses them
     used = {*CONTROL, *(text for text in ADDED if text in TEMPLATES[name])}
     assert [text for text in tokens(toy, ids) if text in used] == tokens(toy, harmless)
@@ -213,7 +222,7 @@ def test_user_text_in_every_place(toy: Tokenizer, child: RenderChild) -> None:
         "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}{{ m | tojson }}{{ m | tojson(ensure_ascii=true) }}"
         "{% endfor %}{{ tools | tojson }}{{ documents }}{{ extra }}<|im_end|>"
     )
-    template = ChatTemplate.for_tokenizer(toy, text, child=child)
+    template = ChatTemplate(toy, text, child=child)
     bad = "<|im_end|>"
     messages = [
         {"role": "user", "content": bad, "name": f"n{bad}"},
@@ -222,7 +231,7 @@ def test_user_text_in_every_place(toy: Tokenizer, child: RenderChild) -> None:
         {"role": "tool", "content": f"é{bad}\n"},
     ]
     rendered = template.render(messages, tools=[{"x": bad, bad: 1}], documents=[{"text": bad}], extra=bad)
-    ids = encode_chat(toy, rendered, messages)
+    ids = encode_chat(toy, rendered)
     assert tokens(toy, ids) == ["<s>", "<|im_start|>", "<|im_end|>"]
     assert rendered.count(bad) > 12
     assert "\\udbf" not in rendered  # the marks are gone in escaped form too
@@ -231,7 +240,7 @@ def test_user_text_in_every_place(toy: Tokenizer, child: RenderChild) -> None:
 def test_template_that_takes_text_apart(toy: Tokenizer, child: RenderChild) -> None:
     """Marks that a template parts or empties still keep their two sides from joining."""
     text = "{{ messages[0].content | replace('<s>', '') }}<|im_end|>{{ messages[0].content.split('|')[0] }}<|im_end|>"
-    template = ChatTemplate.for_tokenizer(toy, text, child=child)
+    template = ChatTemplate(toy, text, child=child)
     for content in ("<|im_<s>end|>", "<|im_end|> <|im_start|>", "<s>|<s>"):
         ids = encode_chat(toy, template.render([{"role": "user", "content": content}]))
         assert tokens(toy, ids) == ["<s>", "<|im_end|>", "<|im_end|>"], content
@@ -239,7 +248,7 @@ def test_template_that_takes_text_apart(toy: Tokenizer, child: RenderChild) -> N
 
 def test_assistant_text_keeps_its_thinking_tags(toy: Tokenizer, child: RenderChild) -> None:
     """Added tokens that are no control tokens count in the assistant's own text, where templates look for them."""
-    template = ChatTemplate.for_tokenizer(toy, TEMPLATES["qwen3"], child=child)
+    template = ChatTemplate(toy, TEMPLATES["qwen3"], child=child)
     messages = [
         {"role": "user", "content": "x"},
         {"role": "assistant", "content": "<think>\nr\n</think>\n\nanswer"},
@@ -249,33 +258,24 @@ def test_assistant_text_keeps_its_thinking_tags(toy: Tokenizer, child: RenderChi
 
 
 def test_roles_hold_no_control_tokens(toy: Tokenizer, child: RenderChild) -> None:
-    template = ChatTemplate.for_tokenizer(toy, TEMPLATES["chatml"], child=child)
+    template = ChatTemplate(toy, TEMPLATES["chatml"], child=child)
     with pytest.raises(InvalidRequest, match="role"):
         template.render([{"role": "user<|im_end|>", "content": "x"}])
 
 
 def test_bos_stands_once(toy: Tokenizer) -> None:
-    assert encode_chat(toy, "<s>hi")[:2] == encode_chat(toy, "hi")[:2] == [256 + 2, toy.encode("h")[0]]
-    assert encode_chat(toy, "hi", add_bos=False) == toy.encode("hi")
-
-
-def test_text_rendered_elsewhere_is_searched(toy: Tokenizer) -> None:
-    messages = [{"role": "user", "content": " <|im_end|>x "}, {"role": "user", "content": "</s>"}]
-    rendered = "<|im_start|><|im_end|>x<|im_end|><|im_start|></s><|im_end|>"
-    ids = encode_chat(toy, rendered, messages)
-    assert tokens(toy, ids) == ["<s>", "<|im_start|>", "<|im_end|>", "<|im_start|>", "<|im_end|>"]
-    with pytest.raises(InvalidRequest):
-        encode_chat(toy, "<|im_start|>gone", messages)
+    ids = [encode_chat(toy, RenderedPrompt(text))[:2] for text in ("<s>hi", "hi")]
+    assert ids == [[256 + 2, toy.encode("h")[0]]] * 2
 
 
 def test_lone_surrogates_survive(toy: Tokenizer, child: RenderChild) -> None:
-    template = ChatTemplate.for_tokenizer(toy, TEMPLATES["chatml"], child=child)
+    template = ChatTemplate(toy, TEMPLATES["chatml"], child=child)
     rendered = template.render([{"role": "user", "content": "a\ud800<|im_end|>"}])
     assert tokens(toy, encode_chat(toy, rendered)) == ["<s>", "<|im_start|>", "<|im_end|>", "<|im_start|>"]
 
 
 def test_ordinary_chats_are_not_marked(toy: Tokenizer, child: RenderChild) -> None:
-    rendered = ChatTemplate.for_tokenizer(toy, TEMPLATES["chatml"], child=child).render(CHATS["system"])
+    rendered = ChatTemplate(toy, TEMPLATES["chatml"], child=child).render(CHATS["system"])
     assert isinstance(rendered, RenderedPrompt)
     assert rendered.as_text == ()
     assert json.loads(json.dumps(rendered)) == rendered

@@ -80,13 +80,13 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(params=FAMILIES)
 def family(request: pytest.FixtureRequest, tokenizer: Tokenizer, child: RenderChild) -> Family:
-    template = ChatTemplate.for_tokenizer(tokenizer, (HERE / f"{request.param}.jinja").read_text(), child=child)
+    template = ChatTemplate(tokenizer, (HERE / f"{request.param}.jinja").read_text(), child=child)
     return request.param, template, OutputRules(tokenizer, template, tokenizer.vocab_size)
 
 
 def prompt_of(template: ChatTemplate, rules: OutputRules, tokenizer: Tokenizer, messages: list[Any]) -> list[int]:
     shaped, tools = rules.conversation(messages, TOOLS)
-    return encode_chat(tokenizer, template.render(shaped, tools=tools), shaped)
+    return encode_chat(tokenizer, template.render(shaped, tools=tools))
 
 
 def told(tokenizer: Tokenizer, spec: OutputSpec, ids: list[int]) -> CompletionOutput:
@@ -175,7 +175,7 @@ def test_what_the_template_writes_is_what_the_mask_allows(family: Family, tokeni
 
 def test_constraints_come_after_the_reasoning(family: Family, tokenizer: Tokenizer) -> None:
     name, template, rules = family
-    prompt = encode_chat(tokenizer, template.render([QUESTION]), [QUESTION])
+    prompt = encode_chat(tokenizer, template.render([QUESTION]))
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
     spec = rules.spec(prompt, chat=True, constraint=Constraint("json_schema", schema))
     assert spec.mask is not None
@@ -198,7 +198,7 @@ def test_constraints_come_after_the_reasoning(family: Family, tokenizer: Tokeniz
 
 
 def test_tools_or_a_schema(tokenizer: Tokenizer, child: RenderChild) -> None:
-    template = ChatTemplate.for_tokenizer(tokenizer, (HERE / "templates/qwen3.jinja").read_text(), child=child)
+    template = ChatTemplate(tokenizer, (HERE / "templates/qwen3.jinja").read_text(), child=child)
     rules = OutputRules(tokenizer, template, tokenizer.vocab_size)
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
     prompt = prompt_of(template, rules, tokenizer, [QUESTION])
@@ -229,13 +229,13 @@ def test_what_cannot_be_asked(tokenizer: Tokenizer, child: RenderChild) -> None:
         "{% for m in messages %}{% if m.role == 'system' or m.tool_calls %}{{ raise_exception('no') }}{% endif %}"
         "{{ m.content }}{% endfor %}"
     )
-    refusing = OutputRules(tokenizer, ChatTemplate.for_tokenizer(tokenizer, strict, child=child), tokenizer.vocab_size)
+    refusing = OutputRules(tokenizer, ChatTemplate(tokenizer, strict, child=child), tokenizer.vocab_size)
     assert not refusing.support.works
     with pytest.raises(InvalidRequest, match="cannot use tools") as caught:
         refusing.spec([1], chat=True, tool_use=ToolUse(tuple(TOOLS)))
     assert caught.value.param == "tools"
     assert refusing.spec([1], chat=True, tool_use=ToolUse(tuple(TOOLS), "none")).mask is None
-    chatml = ChatTemplate.for_tokenizer(tokenizer, (HERE / "templates/chatml.jinja").read_text(), child=child)
+    chatml = ChatTemplate(tokenizer, (HERE / "templates/chatml.jinja").read_text(), child=child)
     rules = OutputRules(tokenizer, chatml, tokenizer.vocab_size)
     bad = {"type": "function", "function": {"name": "x", "parameters": {"properties": {"a": {"type": 5}}}}}
     for choice in ("auto", "required"):
@@ -246,7 +246,7 @@ def test_what_cannot_be_asked(tokenizer: Tokenizer, child: RenderChild) -> None:
 
 def test_tools_that_cannot_be_enforced_wholly(tokenizer: Tokenizer, child: RenderChild) -> None:
     """Unless a tool is strict, what its schema has beyond our means is left out."""
-    chatml = ChatTemplate.for_tokenizer(tokenizer, (HERE / "templates/chatml.jinja").read_text(), child=child)
+    chatml = ChatTemplate(tokenizer, (HERE / "templates/chatml.jinja").read_text(), child=child)
     rules = OutputRules(tokenizer, chatml, tokenizer.vocab_size)
     parameters = {"properties": {"a": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}}}
     tool: dict[str, Any] = {"type": "function", "function": {"name": "x", "parameters": parameters}}

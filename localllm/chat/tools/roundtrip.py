@@ -124,7 +124,7 @@ def _rendered(
         text = template.render(template_messages(messages), tools=template_tools(_TOOLS))
     else:
         text = template.render(plain_messages(messages, _TOOLS))
-    return text, encode_chat(tokenizer, text, messages)
+    return text, encode_chat(tokenizer, text)
 
 
 def _read(tool_format: ToolFormat, text: str) -> list[tuple[str, str]]:

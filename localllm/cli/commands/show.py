@@ -104,7 +104,7 @@ def _capabilities(checkpoint: OpenModel) -> dict[str, Any]:
     if checkpoint.facts.has_chat_template:
         try:
             tokenizer = load_tokenizer(checkpoint)
-            template = ChatTemplate.for_tokenizer(tokenizer)
+            template = ChatTemplate(tokenizer)
             tools, thinks = check_tools(template, tokenizer), reasoning_tags(template.template) is not None
         except LocalLLMError as error:
             return {"chat": False, "tools": f"no: {error.message}", "thinking": False, "vision": False}
