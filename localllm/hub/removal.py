@@ -119,9 +119,9 @@ def _carry_out(repo: str, planned: Removal) -> None:
             if ref.read_text(encoding="utf-8", errors="replace").strip() not in left:
                 ref.unlink()
         if not left:
-            for path, _, _ in os.walk(folder, topdown=False):
+            for place, _, _ in os.walk(folder, topdown=False):
                 with contextlib.suppress(OSError):  # not empty: a download has just begun, or someone's files
-                    os.rmdir(path)
+                    os.rmdir(place)
 
 
 def remove_partials(*, dry_run: bool = False) -> Removal:
