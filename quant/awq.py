@@ -11,10 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from localllm.errors import BadModelFile
 from localllm.kernels import Weight
 
 from .packing import Codes, Groups, from_codes, unpack_stream
-from .stored import WeightReader, bad
+from .stored import WeightReader
 
 _COLUMN_SHIFTS = 4 * torch.tensor([0, 4, 1, 5, 2, 6, 3, 7], dtype=torch.int32)
 
@@ -36,17 +37,14 @@ def unpack_gemv_fast(words: Tensor) -> Tensor:
 def load_gemm(module: WeightReader, params: dict) -> Weight:
     """AWQ `version: gemm`, nearly all files."""
     n, k = module.shape
-    if n % 8:
-        raise bad(f"{module.prefix} has {n} outputs, AWQ packs 8 in a word")
     words = module.get("qweight", ("I32",), (k, n // 8))
-    groups = module.get("scales", ("F16", "BF16", "F32")).shape[0]
-    size = module.group_size("scales", groups)
+    groups = k // params["group_size"]
     scales = module.scales("scales", (groups, n)).t().contiguous()
     zeros = None
     if params["zero_point"]:
         zeros = unpack_gemm(module.get("qzeros", ("I32",), (groups, n // 8))).t().contiguous()
     codes = Codes(4, lambda rows: unpack_gemm(words[:, rows.start // 8 : -(-rows.stop // 8)]).t(), multiple=8)
-    return from_codes(module, codes, Groups(scales, zeros, size, None))
+    return from_codes(module, codes, Groups(scales, zeros, params["group_size"], None))
 
 
 def load_gemv(module: WeightReader, params: dict) -> Weight:
@@ -67,8 +65,8 @@ def load_gemv_fast(module: WeightReader, params: dict) -> Weight:
     """AWQ `version: gemv_fast`: w = q * s + qzeros."""
     n, k = module.shape
     groups = k // params["group_size"]
-    if n % 4 or k % 64:
-        raise bad(f"{module.prefix} is {n} x {k}, AWQ's fast GEMV layout needs multiples of 4 x 64")
+    if k % 64:
+        raise BadModelFile(f"{module.prefix} has {k} inputs, AWQ's fast GEMV layout needs a multiple of 64")
     words = module.get("qweight", ("I16",), (n // 4, k))
     scales = _columns(module, "scales", module.scales("scales").t(), (n, groups))
     mins = None
@@ -81,5 +79,5 @@ def load_gemv_fast(module: WeightReader, params: dict) -> Weight:
 def _columns(module: WeightReader, suffix: str, padded: Tensor, shape: tuple[int, int]) -> Tensor:
     """The first columns of a padded [N, >= K/g] tensor."""
     if padded.shape[0] != shape[0] or padded.shape[1] < shape[1]:
-        raise bad(f"tensor {module.name(suffix)} holds {list(padded.shape)} values, at least {list(shape)} are needed")
+        raise module.bad(suffix, f"holds {list(padded.shape)} values, at least {list(shape)} are needed")
     return padded[:, : shape[1]].contiguous()

@@ -14,7 +14,7 @@ from torch import Tensor
 from localllm.kernels import Weight
 
 from .packing import Codes, from_codes, group_order, unpack_stream, unpack_words
-from .stored import WeightReader, bad
+from .stored import WeightReader
 
 
 def load_pack(module: WeightReader, params: dict) -> Weight:
@@ -23,17 +23,15 @@ def load_pack(module: WeightReader, params: dict) -> Weight:
     bits, dense = params["bits"], params["dense"]
     width = -(-k * bits // 32) if dense else -(-k // (32 // bits))
     words = module.get("weight_packed", ("I32",), (n, width))
-    scales = module.scales("weight_scale")
-    if scales.dim() != 2 or scales.shape[0] != n:
-        raise bad(f"tensor {module.name('weight_scale')} has shape {list(scales.shape)}, expected [{n}, groups]")
-    size = module.group_size("weight_scale", scales.shape[1])
-    zeros = _zeros(module, bits, scales.shape[1], params)
+    groups = k // params["group_size"]
+    scales = module.scales("weight_scale", (n, groups))
+    zeros = _zeros(module, bits, groups, params)
     g_idx = module.get("weight_g_idx", ("I32", "I64"), (k,)) if params["g_idx"] else None
     if g_idx is not None and bool((g_idx < 0).all()):
         g_idx = None  # -1 everywhere: allocated and never filled
     unpack = unpack_stream if dense else unpack_words
     codes = Codes(bits, lambda rows: unpack(words[rows], bits)[:, :k])
-    return from_codes(module, codes, group_order(module, scales, zeros, size, g_idx))
+    return from_codes(module, codes, group_order(module, scales, zeros, params["group_size"], g_idx))
 
 
 def _zeros(module: WeightReader, bits: int, groups: int, params: dict) -> Tensor | None:
@@ -47,5 +45,5 @@ def _zeros(module: WeightReader, bits: int, groups: int, params: dict) -> Tensor
         return unpack_stream(words.t().contiguous(), bits)[:, :n].t().contiguous()
     plain = module.get("weight_zero_point", ("I8",), (n, groups)).short() + (1 << (bits - 1))
     if int(plain.min()) < 0 or int(plain.max()) >= 1 << bits:
-        raise bad(f"tensor {module.name('weight_zero_point')} has zero points outside {bits} bits")
+        raise module.bad("weight_zero_point", f"has zero points outside {bits} bits")
     return plain.to(torch.uint8)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from localllm.kernels import Weight
+from localllm.kernels.dequant import unpack_nibbles
 
 from .encode import Target
-from .packing import unpack_nibbles
 
 VERSION = "0.13.0"  # of compressed-tensors, whose layout this is
 

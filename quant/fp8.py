@@ -14,27 +14,21 @@ from torch import Tensor
 from localllm.kernels import Weight
 from localllm.kernels.dequant import FP8_BLOCK
 
-from .stored import FLOATS, WeightReader, bad
+from .stored import FLOATS, WeightReader
 
 
 def load_fp8(module: WeightReader, params: dict) -> Weight:
     """`fp8` with float32 scales: [1], [N, 1] or one per 128 x 128 block."""
     n, k = module.shape
     weight = module.e4m3("weight", module.shape)
-    suffix = params["scale"]
-    scales = _float32(module, suffix)
+    scales = _float32(module, params["scale"])
     blocks = (-(-n // FP8_BLOCK), -(-k // FP8_BLOCK))
     if scales.numel() == 1:
         scales = scales.view(1)
     elif tuple(scales.shape) in ((n,), (n, 1)):
         scales = scales.view(n, 1)
-    elif tuple(scales.shape) in (blocks, (blocks[0], 1, blocks[1], 1)):
-        scales = scales.view(blocks)
     else:
-        raise bad(
-            f"tensor {module.name(suffix)} has shape {list(scales.shape)}; a weight of {n} x {k} needs 1 value, {n}, "
-            f"or {blocks[0]} x {blocks[1]}"
-        )
+        scales = scales.view(blocks)
     size = FP8_BLOCK if scales.dim() == 2 and scales.shape[1] != 1 else 0
     return Weight("fp8", module.shape, weight, scales, pre_scale=module.pre_scale(), group_size=size)
 
@@ -42,8 +36,6 @@ def load_fp8(module: WeightReader, params: dict) -> Weight:
 def load_mxfp8(module: WeightReader, params: dict) -> Weight:
     """`fp8mx`: one power of two per 32 inputs."""
     n, k = module.shape
-    if k % 32:
-        raise bad(f"{module.prefix} has {k} inputs, MXFP8 needs a multiple of 32")
     weight = module.e4m3("weight", module.shape)
     scales = module.e8m0(params["scale"], (n, k // 32))
     return Weight("fp8mx", module.shape, weight, scales, pre_scale=module.pre_scale(), group_size=32)

@@ -22,8 +22,9 @@ from localllm.errors import UnsupportedFormat
 from localllm.kernels import Weight, gguf_blocks
 from localllm.kernels.gguf_blocks import BLOCK_TYPES
 
+from .dense import load_dense
 from .packing import chunks
-from .stored import DTYPES, FLOATS, WeightReader, bad, stored_bytes
+from .stored import FLOATS, WeightReader, stored_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -31,48 +32,25 @@ _log = logging.getLogger(__name__)
 def load_gguf(module: WeightReader, _params: dict) -> Weight:
     """`<prefix>.weight` in its canonical form.
 
-    Raises BadModelFile for a size that contradicts the shape and for scales that are not finite; UnsupportedFormat for
-    a block type that nothing here can decode.
+    Raises BadModelFile for scales that are not finite; UnsupportedFormat for a block type that nothing here can decode.
     """
     name = module.name("weight")
-    info = module.ckpt.tensors.get(name)
-    if info is None:
-        raise bad(f"tensor {name} is missing")
-    n, k = module.shape
-    elements = 1
-    for size in info.shape:
-        elements *= size
-    if not info.shape or info.shape[-1] != k or elements != n * k:
-        raise bad(f"tensor {name} has shape {list(info.shape)}, expected {[n, k]}")
-    if info.dtype not in BLOCK_TYPES and info.dtype not in CODEBOOK_TYPES:
+    block_type = module.ckpt.tensors[name].dtype
+    if block_type in FLOATS:
+        return load_dense(module, {})
+    if block_type not in BLOCK_TYPES and block_type not in CODEBOOK_TYPES:
         known = ", ".join([*BLOCK_TYPES, *sorted(CODEBOOK_TYPES)])
-        raise UnsupportedFormat(f"tensor {name} has block type {info.dtype}, which cannot be read", f"known: {known}")
-    rows = stored_bytes(module.ckpt, name)
-    if n == 0 or rows.numel() % n:
-        raise bad(f"tensor {name} has {rows.numel()} bytes for {n} rows")
-    return _by_type(module, rows.view(n, -1), info.dtype)
-
-
-def _by_type(module: WeightReader, rows: Tensor, block_type: str) -> Weight:
-    k = module.shape[1]
+        raise UnsupportedFormat(f"tensor {name} has block type {block_type}, which cannot be read", f"known: {known}")
+    rows = stored_bytes(module.ckpt, name).view(module.shape[0], -1)
     if block_type in CODEBOOK_TYPES:
         return _codebook(module, rows, block_type)
     layout = BLOCK_TYPES[block_type]
-    if rows.shape[1] * layout.elems != k * layout.nbytes:
-        raise bad(
-            f"tensor {module.name('weight')} has {rows.shape[1]} bytes a row, {k} {block_type} values need others"
-        )
-    if block_type in FLOATS:
-        itemsize = DTYPES[block_type].itemsize
-        aligned = rows.clone() if rows.data_ptr() % itemsize else rows
-        return Weight("dense", module.shape, aligned.view(DTYPES[block_type]))
     blocks = rows.view(rows.shape[0], -1, layout.nbytes)
     for offset in layout.scale_offsets:
         module.finite("weight", _halves(blocks, offset))
-    repack = _REPACK.get(block_type)
-    if repack is None:
-        return Weight("gguf", module.shape, rows, group_size=layout.elems, block_type=block_type)
-    return repack(module, blocks)
+    if block_type in _REPACK:
+        return _REPACK[block_type](module, blocks)
+    return Weight("gguf", module.shape, rows, group_size=layout.elems, block_type=block_type)
 
 
 def _halves(blocks: Tensor, offset: int) -> Tensor:
@@ -113,7 +91,7 @@ def _q8_0(module: WeightReader, blocks: Tensor) -> Weight:
 def _mxfp4(module: WeightReader, blocks: Tensor) -> Weight:
     scales = blocks[:, :, 0].contiguous()
     if bool((scales == 0xFF).any()):
-        raise bad(f"tensor {module.name('weight')} holds E8M0 scales that are NaN (0xFF)")
+        raise module.bad("weight", "holds E8M0 scales that are NaN (0xFF)")
     return Weight("fp4g32", module.shape, _nibbles(module, blocks, 1), scales, group_size=32)
 
 
@@ -121,7 +99,7 @@ def _nvfp4(module: WeightReader, blocks: Tensor) -> Weight:
     n = module.shape[0]
     stored = blocks[:, :, :4].reshape(n, -1)
     if bool((stored == 0xFF).any()):
-        raise bad(f"tensor {module.name('weight')} holds E4M3 scales that are NaN (0xFF)")
+        raise module.bad("weight", "holds E4M3 scales that are NaN (0xFF)")
     scales = stored & 0x7F  # ggml ignores the sign and reads 0x7F as 0
     scales = scales.masked_fill(scales == 0x7F, 0).view(torch.float8_e4m3fn)
     alpha = module.scalar("scale") if module.has("scale") else 1.0

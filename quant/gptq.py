@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from localllm.errors import BadModelFile
 from localllm.kernels import Weight
 
 from .packing import Codes, from_codes, group_order, unpack_stream
-from .stored import FLOATS, WeightReader, bad
+from .stored import WeightReader
 
 # qzeros words of a symmetric file: (v1, v2 as a signed word).
 _SYMMETRIC_WORDS = {4: (0x77777777, -0x77777778), 8: (0x7F7F7F7F, -0x7F7F7F80)}
@@ -23,10 +24,10 @@ def load_gptq(module: WeightReader, params: dict) -> Weight:
     """`int4g`, or `int8` for 8 bits; `perm` is set where g_idx really reorders columns, whatever the flag says."""
     n, k = module.shape
     bits = params["bits"]
-    if k * bits % 32 or n * bits % 32:
-        raise bad(f"{module.prefix} is {n} x {k}, {bits}-bit GPTQ needs whole 32-bit words along both")
+    if n * bits % 32:
+        raise BadModelFile(f"{module.prefix} has {n} outputs, {bits}-bit GPTQ needs whole 32-bit words")
     words = module.get("qweight", ("I32",), (k * bits // 32, n))
-    groups = module.get("scales", FLOATS).shape[0]
+    groups = -(-k // params["group_size"])
     scales = module.scales("scales", (groups, n)).t().contiguous()
     zeros = _zeros(module, bits, groups, params)
     g_idx = module.get("g_idx", ("I32", "I64"), (k,)) if params["g_idx"] else None

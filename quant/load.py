@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from localllm.errors import UnsupportedFormat
 from localllm.kernels import Weight
 
 from .awq import load_gemm, load_gemv, load_gemv_fast
@@ -51,11 +50,6 @@ def load_weight(ckpt: Checkpoint, prefix: str, stored: StoredFormat, shape: tupl
 
     Tensors may be views of the mapped file: read them, never write. Above the result, one stored tensor and about
     10 MB are touched. Raises BadModelFile for missing tensors, wrong dtypes or shapes and unsound scales, all named;
-    UnsupportedFormat for a kind or variant that cannot be read.
+    UnsupportedFormat for a variant that cannot be read.
     """
-    loader = LOADERS.get(stored.kind)
-    if loader is None:
-        raise UnsupportedFormat(
-            f"{prefix} is stored as {stored.kind}, which cannot be read", f"known: {', '.join(sorted(LOADERS))}"
-        )
-    return loader(WeightReader(ckpt, prefix, shape), stored.params)
+    return LOADERS[stored.kind](WeightReader(ckpt, prefix, shape), stored.params)

@@ -13,19 +13,15 @@ from torch import Tensor
 from localllm.kernels import Weight
 
 from .packing import Codes, Groups, from_codes
-from .stored import WeightReader, bad
+from .stored import WeightReader
 
 
-def load_modelopt_int4(module: WeightReader, _params: dict) -> Weight:
+def load_modelopt_int4(module: WeightReader, params: dict) -> Weight:
     """`int4g`: code 8 is 0, as the sign bit flipped makes it."""
     n, k = module.shape
-    if n % 2:
-        raise bad(f"{module.prefix} has {n} outputs, two share a byte in ModelOpt INT4")
     stored = module.get("weight", ("U8",), (n // 2, k))
-    scales = module.scales("weight_scale")
-    if scales.dim() != 2 or scales.shape[0] != n:
-        raise bad(f"tensor {module.name('weight_scale')} has shape {list(scales.shape)}, expected [{n}, groups]")
-    size = module.group_size("weight_scale", scales.shape[1])
+    size = params["group_size"]
+    scales = module.scales("weight_scale", (n, k // size))
 
     def rows(part: slice) -> Tensor:
         pairs = stored[part.start // 2 : -(-part.stop // 2)] ^ 0x88

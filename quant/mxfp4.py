@@ -6,15 +6,17 @@ gpt-oss                        <prefix>_blocks u8 [E, N, K/32, 16]; <prefix>_sca
 
 from __future__ import annotations
 
+from localllm.errors import BadModelFile
 from localllm.kernels import Weight
 
-from .stored import WeightReader, bad
+from .stored import WeightReader
 
 
 def load_mxfp4(module: WeightReader, params: dict) -> Weight:
     """One linear layer."""
     n, k = module.shape
-    _check(module)
+    if k % 32:
+        raise BadModelFile(f"{module.prefix} has {k} inputs, MXFP4 needs a multiple of 32")
     qweight = module.get(params["codes"], ("U8",), (n, k // 2))
     scales = module.e8m0("weight_scale", (n, k // 32))
     return Weight("fp4g32", module.shape, qweight, scales, pre_scale=module.pre_scale(), group_size=32)
@@ -23,16 +25,8 @@ def load_mxfp4(module: WeightReader, params: dict) -> Weight:
 def load_gptoss(module: WeightReader, params: dict) -> Weight:
     """All experts of a layer stacked along N: shape is [experts * N, K]. Gate and up rows stay interleaved."""
     rows, k = module.shape
-    _check(module)
     experts = params["experts"]
-    if rows % experts:
-        raise bad(f"{module.prefix} has {rows} rows for {experts} experts")
     n = rows // experts
     blocks = module.get("_blocks", ("U8",), (experts, n, k // 32, 16))
     scales = module.e8m0("_scales", (experts, n, k // 32))
     return Weight("fp4g32", module.shape, blocks.view(rows, k // 2), scales.view(rows, k // 32), group_size=32)
-
-
-def _check(module: WeightReader) -> None:
-    if module.shape[1] % 32:
-        raise bad(f"{module.prefix} has {module.shape[1]} inputs, MXFP4 needs a multiple of 32")

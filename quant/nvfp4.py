@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import torch
 
+from localllm.errors import BadModelFile
 from localllm.kernels import Weight
 
-from .stored import WeightReader, bad
+from .stored import WeightReader
 
 
 def load_nvfp4(module: WeightReader, params: dict) -> Weight:
     """W4A16 and AWQ variants too; `pre_quant_scale` is kept."""
     n, k = module.shape
     if k % 16:
-        raise bad(f"{module.prefix} has {k} inputs, NVFP4 needs a multiple of 16")
+        raise BadModelFile(f"{module.prefix} has {k} inputs, NVFP4 needs a multiple of 16")
     world = module.scalar(params["world"])
     alpha = 1.0 / world if params["divides"] else world
     return Weight(

@@ -10,22 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from localllm.errors import BadModelFile
 from localllm.kernels import Weight
-from localllm.kernels.dequant import row_chunk, unpack_nibbles
+from localllm.kernels.dequant import row_chunk
 
-from .stored import WeightReader, bad
-
-__all__ = [
-    "Codes",
-    "Groups",
-    "chunks",
-    "from_codes",
-    "group_order",
-    "pack_nibbles",
-    "unpack_nibbles",
-    "unpack_stream",
-    "unpack_words",
-]
+from .stored import WeightReader
 
 _log = logging.getLogger(__name__)
 
@@ -90,7 +79,9 @@ def group_order(
     groups = plain if g_idx is None else g_idx.long()
     if int(groups.min()) < 0 or int(groups.max()) >= count:
         low, high = int(groups.min()), int(groups.max())
-        raise bad(f"{module.prefix}: group numbers go from {low} to {high}, there are scales for 0 to {count - 1}")
+        raise BadModelFile(
+            f"{module.prefix}: group numbers go from {low} to {high}, there are scales for 0 to {count - 1}"
+        )
     perm = None
     if not torch.equal(groups, plain):
         ordered, perm = torch.sort(groups, stable=True)
@@ -99,7 +90,9 @@ def group_order(
     used, sizes = torch.unique_consecutive(groups, return_counts=True)
     size = gcd(*sizes.tolist())
     if size < 2 and k > 1:
-        raise bad(f"{module.prefix}: groups of {int(sizes.min())} to {int(sizes.max())} columns cannot be aligned")
+        raise BadModelFile(
+            f"{module.prefix}: groups of {int(sizes.min())} to {int(sizes.max())} columns cannot be aligned"
+        )
     order = used.repeat_interleave(sizes // size)
     if order.numel() != count or not torch.equal(order, torch.arange(count)):
         scales, zeros = scales[:, order], None if zeros is None else zeros[:, order]
@@ -132,7 +125,7 @@ def _ordered(codes: Codes, groups: Groups, rows: slice) -> Tensor:
 def _int4g(module: WeightReader, codes: Codes, groups: Groups) -> Weight:
     n, k = module.shape
     if k % 2:
-        raise bad(f"{module.prefix} has {k} inputs, packed codes need an even number")
+        raise BadModelFile(f"{module.prefix} has {k} inputs, packed codes need an even number")
     shift = 8 - (1 << (codes.bits - 1)) if groups.zeros is None else 0  # the middle code of int4g is 8
     qweight = torch.empty(n, k // 2, dtype=torch.uint8)
     for rows in chunks(n, k, codes.multiple):

@@ -16,31 +16,16 @@ if TYPE_CHECKING:
     from localllm.checkpoint.checkpoint import Checkpoint
 
 DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.uint8,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-}
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.uint8, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
+    "I32": torch.int32, "I64": torch.int64,
+}  # fmt: skip
 FLOATS = ("F32", "BF16", "F16")
-
-
-def bad(message: str) -> BadModelFile:
-    """A damaged or contradictory checkpoint, said in one sentence."""
-    return BadModelFile(message)
 
 
 def stored_bytes(ckpt: Checkpoint, name: str) -> Tensor:
     """u8 [nbytes], a view of the mapped file: read it, never write to it. It keeps the mapping alive."""
     data = ckpt.read(name)
-    if data.nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
     # torch.from_numpy warns about read-only memory on every call; a ctypes array is the same memory without a flag.
     memory = (ctypes.c_uint8 * data.nbytes).from_address(data.ctypes.data)
     memory.owner = data  # type: ignore[attr-defined]
@@ -50,22 +35,15 @@ def stored_bytes(ckpt: Checkpoint, name: str) -> Tensor:
 def read_tensor(ckpt: Checkpoint, name: str, dtypes: Collection[str] = ()) -> Tensor:
     """A tensor in its stored dtype and shape, a view of the file where its address allows.
 
-    Raises BadModelFile when it is missing, of another dtype than `dtypes`, or its bytes are not what its shape needs.
+    Raises BadModelFile when it is missing or of another dtype than `dtypes`.
     """
     info = ckpt.tensors.get(name)
     if info is None:
-        raise bad(f"tensor {name} is missing")
+        raise BadModelFile(f"tensor {name} is missing")
     dtype = DTYPES.get(info.dtype)
     if dtype is None or (dtypes and info.dtype not in dtypes):
-        raise bad(f"tensor {name} is stored as {info.dtype}, expected {' or '.join(dtypes or DTYPES)}")
+        raise BadModelFile(f"tensor {name} is stored as {info.dtype}, expected {' or '.join(dtypes or DTYPES)}")
     data = stored_bytes(ckpt, name)
-    count = 1
-    for size in info.shape:
-        count *= size
-    if data.numel() != count * dtype.itemsize:
-        raise bad(
-            f"tensor {name} has {data.numel()} bytes, its shape {list(info.shape)} needs {count * dtype.itemsize}"
-        )
     if data.data_ptr() % dtype.itemsize:
         data = data.clone()
     return data.view(dtype).view(info.shape)
@@ -86,21 +64,22 @@ class WeightReader:
     def has(self, suffix: str) -> bool:
         return self.name(suffix) in self.ckpt.tensors
 
+    def bad(self, suffix: str, what: str) -> BadModelFile:
+        return BadModelFile(f"tensor {self.name(suffix)} {what}")
+
     def get(self, suffix: str, dtypes: Collection[str], shape: tuple[int, ...] | None = None) -> Tensor:
         """The tensor, with its dtype and shape checked. Raises BadModelFile, naming tensor, value and expectation."""
         tensor = read_tensor(self.ckpt, self.name(suffix), dtypes)
         if shape is not None and tuple(tensor.shape) != shape:
-            raise bad(
-                f"tensor {self.name(suffix)} has shape {list(tensor.shape)}, a layer of {self.shape[0]} outputs and "
-                f"{self.shape[1]} inputs needs {list(shape)}"
-            )
+            layer = f"a layer of {self.shape[0]} outputs and {self.shape[1]} inputs"
+            raise self.bad(suffix, f"has shape {list(tensor.shape)}, {layer} needs {list(shape)}")
         return tensor
 
     def finite(self, suffix: str, scales: Tensor) -> Tensor:
         """`scales` unchanged. Raises BadModelFile when one is infinite or not a number."""
         if not bool(torch.isfinite(scales).all()):
             wrong = int((~torch.isfinite(scales)).sum())
-            raise bad(f"tensor {self.name(suffix)} has {wrong} of {scales.numel()} values that are not finite")
+            raise self.bad(suffix, f"has {wrong} of {scales.numel()} values that are not finite")
         return scales
 
     def scales(self, suffix: str, shape: tuple[int, ...] | None = None) -> Tensor:
@@ -110,30 +89,26 @@ class WeightReader:
         """One positive finite number, stored as [] or [1]."""
         tensor = self.get(suffix, FLOATS)
         if tensor.numel() != 1:
-            raise bad(f"tensor {self.name(suffix)} has {tensor.numel()} values, expected 1")
-        value = float(tensor.float().flatten()[0])
+            raise self.bad(suffix, f"has {tensor.numel()} values, expected 1")
+        value = tensor.item()
         if not 0 < value < float("inf"):
-            raise bad(f"tensor {self.name(suffix)} is {value}, expected a positive finite number")
+            raise self.bad(suffix, f"is {value}, expected a positive finite number")
         return value
 
     def e4m3(self, suffix: str, shape: tuple[int, ...]) -> Tensor:
-        """E4M3 numbers without NaN bytes."""
+        """E4M3 numbers without the NaN bytes 0x7F and 0xFF: one such scale makes a whole row NaN."""
         tensor = self.get(suffix, ("F8_E4M3",), shape)
-        self.no_nan_bytes(suffix, tensor)
-        return tensor
-
-    def no_nan_bytes(self, suffix: str, tensor: Tensor) -> None:
-        """Raises BadModelFile when an E4M3 tensor holds 0x7F or 0xFF: one such scale makes a whole row NaN."""
         wrong = sum(int(((part & 0x7F) == 0x7F).sum()) for part in tensor.view(torch.uint8).flatten().split(1 << 22))
         if wrong:
-            raise bad(f"tensor {self.name(suffix)} holds {wrong} NaN bytes (0x7F or 0xFF) of {tensor.numel()}")
+            raise self.bad(suffix, f"holds {wrong} NaN bytes (0x7F or 0xFF) of {tensor.numel()}")
+        return tensor
 
     def e8m0(self, suffix: str, shape: tuple[int, ...]) -> Tensor:
         """Power-of-two scales u8 without the NaN byte."""
         tensor = self.get(suffix, ("U8", "F8_E8M0"), shape)
         wrong = int((tensor == 0xFF).sum())
         if wrong:
-            raise bad(f"tensor {self.name(suffix)} holds {wrong} NaN bytes (0xFF) of {tensor.numel()}")
+            raise self.bad(suffix, f"holds {wrong} NaN bytes (0xFF) of {tensor.numel()}")
         return tensor
 
     def pre_scale(self) -> Tensor | None:
@@ -141,10 +116,3 @@ class WeightReader:
         if not self.has("pre_quant_scale"):
             return None
         return self.scales("pre_quant_scale").flatten().expand(self.shape[1]).clone()
-
-    def group_size(self, suffix: str, groups: int) -> int:
-        """K / groups. Raises BadModelFile when K is not a multiple."""
-        k = self.shape[1]
-        if groups < 1 or k % groups:
-            raise bad(f"tensor {self.name(suffix)} has {groups} groups for {k} inputs, expected a divisor")
-        return k // groups

@@ -162,7 +162,7 @@ CASES: dict[str, tuple[dict, dict, str, dict]] = {
         "modelopt_int4",
         {},
     ),
-    "int8": ({"weight": ("I8", (N, K)), "weight_scale": ("BF16", (N, 1))}, {}, "int8", {"scale": "weight_scale"}),
+    "int8": ({"weight": ("I8", (N, K)), "weight_scale": ("BF16", (N, 1))}, {}, "int8", {}),
     "fp8_block": (F8_BLOCK, {"quant_method": "fp8"}, "fp8", {"scale": "weight_scale_inv"}),
     "fp8_tensor": ({"weight": ("F8_E4M3", (N, K)), "weight_scale": ("F32", ())}, {}, "fp8", {"scale": "weight_scale"}),
     "fp8_channel": (

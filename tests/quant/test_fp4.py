@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from localllm.errors import BadModelFile, UnsupportedFormat
-from localllm.quant import Weight, dequantize, fuse, load_weight
+from localllm.quant import Weight, dequantize, fuse
 
 Load = Callable[..., Weight]
 N, K = 24, 96
@@ -148,10 +148,3 @@ def test_gptoss_experts(load: Load) -> None:
     tensors = {"_blocks": packed.view(experts, n, K // 32, 16), "_scales": e.view(experts, n, K // 32)}
     weight = load(tensors, (experts * n, K), {"quant_method": "mxfp4"}, "gptoss_mxfp4")
     assert torch.equal(dequantize(weight), mxfp4(codes, e))
-
-
-def test_a_kind_nobody_reads() -> None:
-    from types import SimpleNamespace
-
-    with pytest.raises(UnsupportedFormat, match="stored as exl9"):
-        load_weight(SimpleNamespace(tensors={}), "a.b", SimpleNamespace(kind="exl9", params={}), (1, 1))

@@ -137,20 +137,9 @@ def test_every_codebook_type_is_known_to_the_gguf_package() -> None:
     assert {gguf.GGMLQuantizationType[name] for name in CODEBOOK_TYPES} <= set(gguf.quants._type_traits)
 
 
-def test_unknown_and_damaged_tensors_are_refused_by_name() -> None:
+def test_unknown_block_types_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedFormat, match=r"blk\.0\.up\.weight has block type Q1_0"):
         load(np.zeros((2, 18), np.uint8), "Q1_0", (2, 128))
-    with pytest.raises(BadModelFile, match=r"shape \[2, 32\], expected \[2, 64\]"):
-        load_weight(
-            OneTensor(a__weight=("Q4_0", (2, 32), np.zeros((2, 18), np.uint8))),
-            "a",
-            SimpleNamespace(kind="gguf", params={}),
-            (2, 64),
-        )
-    with pytest.raises(BadModelFile, match="bytes a row"):
-        load(np.zeros((2, 20), np.uint8), "Q4_0", (2, 32))
-    with pytest.raises(BadModelFile, match="is missing"):
-        load_weight(OneTensor(), "a", SimpleNamespace(kind="gguf", params={}), (2, 64))
 
 
 @pytest.mark.parametrize("block_type", [name for name in BLOCKS if BLOCK_TYPES[name].scale_offsets])

@@ -1,7 +1,4 @@
-"""INT8 with one scale per row. kind: int8
-
-params: scale: suffix
-"""
+"""INT8 with one scale per row. kind: int8"""
 
 from __future__ import annotations
 
@@ -15,4 +12,4 @@ def detect(module: StoredModule) -> StoredFormat | None:
     n, k = module.matrix("weight")
     module.need("weight_scale", "an INT8 weight")
     module.expect("weight_scale", (n, 1), (n,), (1,), (), (1, 1))
-    return StoredFormat("int8", "int8", (n, k), {"scale": "weight_scale"})
+    return StoredFormat("int8", "int8", (n, k))

@@ -1,4 +1,7 @@
-"""ModelOpt INT4 AWQ: `weight` U8 [N/2, K] with float scales. kind: modelopt_int4"""
+"""ModelOpt INT4 AWQ: `weight` U8 [N/2, K] with float scales. kind: modelopt_int4
+
+params: group_size
+"""
 
 from __future__ import annotations
 
@@ -14,4 +17,4 @@ def detect(module: StoredModule) -> StoredFormat | None:
     if n != rows * 2 or columns % groups:
         what = f"has shape {[n, groups]}, [{rows * 2}, groups that divide {columns}] is expected"
         raise module.bad(module.tensor("weight_scale"), what)
-    return StoredFormat("modelopt_int4", "w4a16", (n, columns))
+    return StoredFormat("modelopt_int4", "w4a16", (n, columns), {"group_size": columns // groups})
