@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from localllm.engine.metrics import EngineStats
     from localllm.models.architectures import ModelFacts
     from localllm.models.loader import Model
-    from localllm.models.parking import Parked
+    from localllm.models.sleep import Parked
     from localllm.plan.plan import Plan
     from localllm.tokenizer.tokenizer import Tokenizer
 
@@ -312,7 +312,7 @@ class LoadedModel:
         engine.close()
         self.boot.release()
         if self.plan.device != "cpu" and self._parked is None:
-            from localllm.models.parking import park
+            from localllm.models.sleep import park
 
             self._parked = park(self._model)
 
@@ -337,7 +337,7 @@ class LoadedModel:
         if model is not None:
             model.forget_layers()
         if model is not None and self.plan.device != "cpu":
-            from localllm.models.parking import free_cached
+            from localllm.models.sleep import free_cached
 
             free_cached()
         self._checkpoint.close()
