@@ -132,7 +132,7 @@ class Bench:
     def attention_seconds(self, ctx: int) -> float:
         """Seconds of decode attention alone, of one layer, for one sequence."""
         facts, size = self.model.facts, self.plan.page_size
-        pages = self.engine.runner.cache.layer(0)
+        pages = self.engine.runner.cache.layers[0]
         count = -(-ctx // size)
         table = torch.randperm(self.plan.num_pages[0], device=self.device)[:count].to(torch.int32).view(1, -1)
         q = torch.randn(1, facts.num_heads, facts.head_dim, device=self.device, dtype=torch.bfloat16)

@@ -88,7 +88,7 @@ def _run(layer: DecoderLayer, x: Tensor, table: RopeTable, device: str) -> Tenso
     cos, sin = table.rows(positions, length)
     block_table = torch.arange(num_pages, dtype=torch.int32, device=device).unsqueeze(0)
     bounds = torch.tensor([0, length], dtype=torch.int32, device=device)
-    pages = cache.layer(0)
+    pages = cache.layers[0]
     q = REFERENCES["attn_in"](x, attention, cos, sin, pages, positions)
     attended = REFERENCES["attention"](q, attention, pages, block_table, bounds, bounds[1:])
     x = REFERENCES["attn_out"](attended, x, attention)

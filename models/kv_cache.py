@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -96,14 +96,11 @@ class KVCache:
         self.page_size = page_size
         self.format = kv_format
         self.device = torch.device(device)
-        self._layers: dict[int, KVPages] = {}
-        self._group_of: dict[int, int] = {}
-        for index, (group, pages) in enumerate(zip(self.groups, self.num_pages, strict=True)):
+        layers: dict[int, KVPages] = {}
+        for group, pages in zip(self.groups, self.num_pages, strict=True):
             shape = (pages, group.num_kv_heads, page_size, group.head_dim)
-            for layer in group.layers:
-                self._layers[layer] = self._pages(shape, group.scales.get(layer))
-                self._group_of[layer] = index
-        self._ordered = tuple(self._layers[layer] for layer in sorted(self._layers))
+            layers |= {layer: self._pages(shape, group.scales.get(layer)) for layer in group.layers}
+        self.layers = tuple(layers[layer] for layer in sorted(layers))  # what every layer keeps, in order
 
     def _pages(self, shape: tuple[int, ...], fixed: tuple[float, float] | None) -> KVPages:
         k, v = (_zeros(shape, KV_DTYPES[self.format], self.device) for _ in range(2))
@@ -114,35 +111,25 @@ class KVCache:
         return KVPages(k, v, *(_zeros(shape[:3], torch.float32, self.device) for _ in range(2)))
 
     @property
-    def layers(self) -> tuple[KVPages, ...]:
-        """What every layer keeps, in order: the same tuple every time."""
-        return self._ordered
-
-    def layer(self, layer: int) -> KVPages:
-        return self._layers[layer]
-
-    def group_of(self, layer: int) -> int:
-        return self._group_of[layer]
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all pages, used or not."""
-        return sum(part.nbytes for pages in self._layers.values() for part in pages if part is not None)
+        return sum(part.nbytes for pages in self.layers for part in pages if part is not None)
 
     def forget(self, group_index: int, pages: Sequence[int]) -> None:
         """Give the system back the memory of pages that hold nothing (CPU only); they are zeros afterwards."""
         if self.device.type != "cpu":
             return
         runs = _runs(pages)
-        for layer in self.groups[group_index].layers:
-            for part in self._layers[layer]:
-                if part is not None and part.dim() > 1:
-                    for first, last in runs:
-                        _give_back(part[first:last])
+        for part in self._parts(group_index):
+            for first, last in runs:
+                _give_back(part[first:last])
 
     def copy_page(self, group_index: int, src: int, dst: int) -> None:
         """Copy what page `src` holds into page `dst`, in every layer of the group (copy on write)."""
+        for part in self._parts(group_index):
+            part[dst].copy_(part[src])
+
+    def _parts(self, group_index: int) -> Iterator[Tensor]:
+        """What a group's layers keep in pages; a scale of a whole layer belongs to no page."""
         for layer in self.groups[group_index].layers:
-            for part in self._layers[layer]:
-                if part is not None and part.dim() > 1:  # a scale of the whole layer belongs to no page
-                    part[dst].copy_(part[src])
+            yield from (part for part in self.layers[layer] if part is not None and part.dim() > 1)

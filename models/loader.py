@@ -81,19 +81,6 @@ def load_model(checkpoint: OpenModel, options: LoadOptions | None = None) -> Mod
         raise DeviceError(str(error), "start again: that kernel is left out from now on") from error
 
 
-def _capability(device: torch.device) -> int:
-    """Compute capability of a GPU as 90, 120; 0 on the CPU."""
-    if device.type != "cuda":
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return major * 10 + minor
-
-
-def _shares_memory(device: torch.device) -> bool:
-    """Whether a GPU has no memory of its own (GB10, Jetson)."""
-    return device.type == "cuda" and bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", 0))
-
-
 class Loading:
     """One load in progress: what has been read, and which implementations were chosen."""
 
@@ -102,8 +89,12 @@ class Loading:
         self.facts = facts
         self.options = options
         self.device = torch.device(options.device)
-        self.capability = _capability(self.device)
-        self.shares_memory = _shares_memory(self.device)
+        self.capability = 0  # of a GPU as 90, 120
+        self.shares_memory = False  # whether a GPU has no memory of its own (GB10, Jetson)
+        if self.device.type == "cuda":
+            major, minor = torch.cuda.get_device_capability(self.device)
+            self.capability = major * 10 + minor
+            self.shares_memory = bool(getattr(torch.cuda.get_device_properties(self.device), "is_integrated", 0))
         self.selftest = options.selftest
         self.target = Target(options.weights) if options.weights else None
         self.chosen: dict[str, dict[str, None]] = {}

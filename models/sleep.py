@@ -1,7 +1,7 @@
-"""Weights on the way to sleep: every tensor of a model copied to host memory and its device memory given back.
+"""Weights that sleep: every tensor of a model copied to host memory and its device memory given back.
 
 Tensors stay the same objects, so that whoever holds one (layers, prepared kernels, closures) finds it again after
-`Parked.restore`: only the storage behind them goes and comes.
+`SleepingWeights.wake`: only the storage behind them goes and comes.
 """
 
 from __future__ import annotations
@@ -18,17 +18,13 @@ from torch import Tensor, UntypedStorage
 _STOP = (type, types.ModuleType, str, bytes, int, float, complex, torch.dtype, torch.device)
 
 
-class Parked:
+class SleepingWeights:
     """Storages in host memory."""
 
     def __init__(self, pairs: list[tuple[UntypedStorage, UntypedStorage]]) -> None:
         self._pairs = pairs  # (storage on the device, now empty; its bytes on the host)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(host.nbytes() for _, host in self._pairs)
-
-    def restore(self) -> None:
+    def wake(self) -> None:
         """Take the device memory again and copy everything back. Raises torch's out-of-memory error."""
         for storage, host in self._pairs:
             storage.resize_(host.nbytes())
@@ -38,15 +34,11 @@ class Parked:
         self._pairs = []
 
 
-def park(holder: Any) -> Parked:
+def put_to_sleep(holder: Any) -> SleepingWeights:
     """Copy the storage of every tensor that can be reached from `holder` to the host and empty it."""
+    storages = {storage.data_ptr(): storage for storage in map(Tensor.untyped_storage, tensors_of(holder))}
     pairs: list[tuple[UntypedStorage, UntypedStorage]] = []
-    seen: set[int] = set()
-    for tensor in tensors_of(holder):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() in seen or storage.nbytes() == 0:
-            continue
-        seen.add(storage.data_ptr())
+    for storage in (storage for storage in storages.values() if storage.nbytes()):
         host = UntypedStorage(storage.nbytes())
         if storage.device.type == "cuda":
             host = host.pin_memory()
@@ -55,7 +47,7 @@ def park(holder: Any) -> Parked:
     for storage, _ in pairs:
         storage.resize_(0)
     free_cached()
-    return Parked(pairs)
+    return SleepingWeights(pairs)
 
 
 def tensors_of(holder: Any) -> Iterator[Tensor]:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from localllm.engine.metrics import EngineStats
     from localllm.models.architectures import ModelFacts
     from localllm.models.loader import Model
-    from localllm.models.sleep import Parked
+    from localllm.models.sleep import SleepingWeights
     from localllm.plan.plan import Plan
     from localllm.tokenizer.tokenizer import Tokenizer
 
@@ -76,7 +76,7 @@ class LoadedModel:
         self._doubt = self._checkpoint.doubt
         self._template: ChatTemplate | None = None
         self._engine: Engine | None = None
-        self._parked: Parked | None = None
+        self._sleeping: SleepingWeights | None = None
         self._meter: PowerMeter | None = None
         try:
             with self._naming():
@@ -311,18 +311,18 @@ class LoadedModel:
             return
         engine.close()
         self.boot.release()
-        if self.plan.device != "cpu" and self._parked is None:
-            from localllm.models.sleep import park
+        if self.plan.device != "cpu" and self._sleeping is None:
+            from localllm.models.sleep import put_to_sleep
 
-            self._parked = park(self._model)
+            self._sleeping = put_to_sleep(self._model)
 
     def wake(self) -> None:
         """Be ready again after `sleep`. Raises OutOfMemory when the memory is taken."""
         if self._engine is not None:
             return
-        if self._parked is not None:
-            self._parked.restore()
-            self._parked = None
+        if self._sleeping is not None:
+            self._sleeping.wake()
+            self._sleeping = None
         self._start_engine()
 
     def close(self) -> None:
@@ -330,7 +330,7 @@ class LoadedModel:
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
-        self._parked = None
+        self._sleeping = None
         boot, model = self.__dict__.pop("boot", None), self.__dict__.pop("_model", None)
         if boot is not None:
             boot.release()

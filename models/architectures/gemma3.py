@@ -10,8 +10,7 @@ from localllm.checkpoint.fields import MAX_LAYERS
 from .architecture import Architecture
 from .facts import LayerFacts, ModelFacts, Norms, RopeFacts, repeated
 from .gguf import GgufConfig
-from .hf import HfConfig
-from .hf_rope import object_of
+from .hf import HfConfig, object_of
 from .names import GGUF_LAYER, NameMap, gguf_names
 
 FULL_EVERY = 6  # five windowed layers, then one that sees all: files often leave the pattern out

@@ -5,19 +5,19 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from localllm.checkpoint import Checkpoint
-from localllm.checkpoint.fields import MAX_CONTEXT, MAX_VOCAB, Fields
+from localllm.checkpoint.fields import MAX_CONTEXT, MAX_HEAD_DIM, MAX_VOCAB, Fields
 from localllm.checkpoint.json_file import MAX_CONFIG_BYTES
-from localllm.checkpoint.mapped_file import read_small
+from localllm.checkpoint.mapped_file import read_small, shown
 
 from .config import SAMPLING, Config
 from .facts import RopeFacts
-from .hf_rope import object_of, rope_of
 from .names import NameMap
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -69,8 +69,45 @@ class HfConfig(Config):
         return self.rope_from(values)
 
     def rope_from(self, values: Mapping[str, Any]) -> tuple[RopeFacts, int]:
-        """A rotation from values that may lie in several places of the file, and the context it reaches."""
-        return rope_of(self.given, values, self.head_dim, self.context, self.unsupported)
+        """A rotation from theta and scaling, which may lie in several places of the file, and the context it reaches.
+
+        `rope_scaling` beside `rope_theta`, or transformers 5's `rope_parameters`.
+        """
+        given, context, fields = self.given, self.context, Fields(self.given.path, values)
+        partial = given.number("partial_rotary_factor", 1e-3, 1.0, 1.0)  # it may lie outside of the rope's own object
+        dim = int(self.head_dim * fields.number("partial_rotary_factor", 1e-3, 1.0, partial))
+        if not 2 <= dim <= MAX_HEAD_DIM:
+            raise fields.fail("partial_rotary_factor", f"leaves {dim} rotated elements of a head of {self.head_dim}")
+        theta = fields.number("rope_theta", 1.0, 1e15)
+        kind = fields.text("rope_type", fields.text("type", "default"))
+        if kind in ("default", "none", "dynamic"):
+            # dynamic changes frequencies only beyond the trained context, which is not offered.
+            return RopeFacts(theta, dim), context
+        factor = fields.number("factor", 1e-3, 1e6)
+        if kind == "linear":
+            return RopeFacts(theta, dim, "linear", factor), context
+        if kind not in ("llama3", "yarn"):
+            raise self.unsupported(f"rope scaling of type {shown(kind)}")
+        stated = given.integer("original_max_position_embeddings", 1, MAX_CONTEXT, context)
+        original = fields.integer("original_max_position_embeddings", 1, MAX_CONTEXT, stated)
+        if kind == "llama3":
+            low = fields.number("low_freq_factor", 1e-6, 1e6)
+            high = fields.number("high_freq_factor", 1e-6, 1e6)
+            if low >= high:
+                raise fields.fail("high_freq_factor", f"is {high:g}, it must be over low_freq_factor {low:g}")
+            return RopeFacts(theta, dim, "llama3", factor, low, high, original), context
+        rope = RopeFacts(
+            theta,
+            dim,
+            "yarn",
+            factor,
+            original_context=original,
+            attention_factor=_yarn_attention(fields, factor),
+            beta_fast=fields.number("beta_fast", 1e-3, 1e6, 32.0),
+            beta_slow=fields.number("beta_slow", 1e-3, 1e6, 1.0),
+            truncate=fields.flag("truncate", True),
+        )
+        return rope, max(context, min(int(original * factor), MAX_CONTEXT))
 
     def activation(self, key: str = "hidden_act") -> str:
         """The feed-forward layer's activation, as `Dense` names it."""
@@ -129,6 +166,16 @@ class HfConfig(Config):
         return bool(stated) and head <= {"weight"}
 
 
+def object_of(fields: Fields, key: str) -> dict[str, Any]:
+    """The object under `key`; {} where there is none."""
+    value = fields.raw(key)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise fields.fail(key, f"is {shown(repr(value))}, an object is expected")
+    return value
+
+
 def source_of(top: Fields) -> str:
     """What config.json calls its architecture; "" where it does not say."""
     listed = top.raw("architectures")
@@ -157,3 +204,17 @@ def _name(path: Path) -> str:
     if path.parent.name == "snapshots":
         return path.parent.parent.name.removeprefix("models--").replace("--", "/")
     return path.resolve().name
+
+
+def _yarn_attention(fields: Fields, factor: float) -> float:
+    """What multiplies cos and sin: as stated, or from the factor as in the paper."""
+    stated = fields.optional_number("attention_factor", 1e-3, 1e3)
+    if stated is not None:
+        return stated
+
+    def grown(strength: float) -> float:
+        return 0.1 * strength * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    mscale = fields.optional_number("mscale", 0.0, 1e3)
+    over = fields.optional_number("mscale_all_dim", 0.0, 1e3)
+    return grown(mscale) / grown(over) if mscale and over else grown(1.0)

@@ -162,11 +162,11 @@ def test_pages_in_use_are_left_alone() -> None:
     mine = [pages.pools[0].take() for _ in range(5)]
     cache = job._cache
     for layer in range(4):
-        cache.layer(layer).k[mine] = 7.0
+        cache.layers[layer].k[mine] = 7.0
     assert job(lambda: False)
     for layer in range(4):
-        assert bool((cache.layer(layer).k[mine] == 7.0).all())
-        assert not bool(cache.layer(layer).k[5:].any())
+        assert bool((cache.layers[layer].k[mine] == 7.0).all())
+        assert not bool(cache.layers[layer].k[5:].any())
 
 
 def test_no_profile_where_others_took_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,7 @@ def test_pages_cost_what_the_plan_counts(kv: str, loaded: Callable) -> None:
     kept = [[model.facts.layers[layer] for layer in group.layers] for group in groups]
     counted = [32 * kv_bytes_per_token(layers, kv) for layers in kept]
     assert cache.nbytes == 5 * counted[0] + 7 * counted[1]
-    assert all(part is None or not part.any() for layer in range(4) for part in cache.layer(layer))
+    assert all(part is None or not part.any() for layer in range(4) for part in cache.layers[layer])
 
 
 @pytest.mark.parametrize("kv", ["bf16", "int8"])
@@ -134,12 +134,12 @@ def test_a_copied_page_holds_the_same(kv: str, loaded: Callable) -> None:
     cache = KVCache(loaded("gemma3").groups, [5, 7], 16, kv)
     layers = cache.groups[1].layers
     for layer in layers:
-        for part in cache.layer(layer):
+        for part in cache.layers[layer]:
             if part is not None:
                 part.view(torch.uint8).random_(0, 255)
     cache.copy_page(1, 2, 4)
     for layer in layers:
-        for part in cache.layer(layer):
+        for part in cache.layers[layer]:
             assert part is None or torch.equal(part[2].view(torch.uint8), part[4].view(torch.uint8))
 
 
@@ -147,10 +147,10 @@ def test_a_checkpoints_scales_take_the_place_of_each_tokens_own(loaded: Callable
     groups = loaded("gemma3").groups
     layer = groups[0].layers[0]
     cache = KVCache((replace(groups[0], scales={layer: (0.5, 0.25)}), groups[1]), [2, 2], kv_format="fp8")
-    pages = cache.layer(layer)
+    pages = cache.layers[layer]
     assert pages.k_scales is not None and pages.k_scales.tolist() == [0.5]
     assert pages.v_scales is not None and pages.v_scales.tolist() == [0.25]
-    assert cache.layer(groups[1].layers[0]).k_scales.shape == (2, groups[1].num_kv_heads, 16)
+    assert cache.layers[groups[1].layers[0]].k_scales.shape == (2, groups[1].num_kv_heads, 16)
     cache.copy_page(0, 0, 1)
 
 
