@@ -112,15 +112,15 @@ class _Loading:
             self.warnings.append(f"{error.message}; ignored, the defaults hold")
             return
         for name, value in tables.items():
-            if name in TABLES:
+            if name not in (*SECTIONS, *TABLES):
+                self._take(name, value, origin)
+            elif not isinstance(value, dict):
+                self.warnings.append(f"{file}: {name} must be a table, [{name}]; ignored")
+            elif name in TABLES:
                 self._take_table(name, value, origin)
-            elif name in SECTIONS and isinstance(value, dict):
+            else:
                 for leaf, inner in value.items():
                     self._take(f"{name}.{leaf}", inner, origin)
-            elif name in SECTIONS:
-                self.warnings.append(f"{file}: {name} must be a table, [{name}]; ignored")
-            else:
-                self._take(name, value, origin)
 
     def take_environment(self, environ: Mapping[str, str]) -> None:
         by_env = {key.env: key for key in KEYS.values()}
@@ -129,10 +129,8 @@ class _Loading:
                 self.put(by_env[name].path, by_env[name].parse(text, name), f"env {name}")
             elif name.startswith("LOCALLLM_") and name not in ENVIRONMENT:
                 self.warnings.append(f"unknown variable {name}{did_you_mean(nearest(name, environment()))}")
-        if (
-            environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
-            and "LOCALLLM_OFFLINE" not in environ
-        ):
+        hub_offline = environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
+        if hub_offline and "LOCALLLM_OFFLINE" not in environ:
             self.put("offline", True, "env HF_HUB_OFFLINE")
 
     def _take(self, path: str, value: Any, origin: str) -> None:
@@ -144,10 +142,7 @@ class _Loading:
         except ConfigError as error:
             self.warnings.append(f"{error.message}; ignored")
 
-    def _take_table(self, name: str, value: Any, origin: str) -> None:
-        if not isinstance(value, dict):
-            self.warnings.append(f"{origin[5:]}: {name} must be a table, [{name}]; ignored")
-            return
+    def _take_table(self, name: str, value: Mapping[str, Any], origin: str) -> None:
         for key, inner in value.items():
             where = f"{name}.{key}"
             if name == "presets" and isinstance(inner, dict):
@@ -182,6 +177,5 @@ class _Loading:
             key = KEYS[path]
             held[key.section][key.attribute] = value
         sections = {name: holder(**held[name]) for name, holder in SECTIONS.items()}
-        rest: dict[str, Any] = {**self.tables, "origins": self.origins, "warnings": tuple(self.warnings)}
-        rest["broken"] = self.broken
-        return UserConfig(**held[""], **sections, **rest)
+        rest: dict[str, Any] = {**self.tables, "origins": self.origins, "broken": self.broken}
+        return UserConfig(**held[""], **sections, **rest, warnings=tuple(self.warnings))

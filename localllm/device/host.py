@@ -13,6 +13,7 @@ import sys
 import sysconfig
 import threading
 import time
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -34,6 +35,7 @@ VARIABLES = re.compile(
     r"(CUDA_VISIBLE_DEVICES|CUDA_DEVICE_ORDER|CUDA_HOME|NCCL_\w+|TRITON_\w+|PYTORCH_\w*ALLOC_CONF|TORCH_CUDA_ARCH_LIST|"
     r"VLLM_\w+|SGLANG_\w+|FLASHINFER_\w+|OLLAMA_\w+|TIKTOKEN_\w+|LD_LIBRARY_PATH|LLAMA_\w+|GGML_\w+)"
 )
+KERNEL_ARGUMENTS = re.compile(r"(intel_|amd_)?iommu|pcie_aspm|pcie_port_pm|pci=|nvidia")
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")
 CPUFREQ = "sys/devices/system/cpu/cpu0/cpufreq"
 CONNECT_S = 1.2  # a hub that has not answered by then does not answer quickly enough to be called reachable
@@ -61,23 +63,25 @@ def host(
     if trying:
         trying.start()
     ptxas = assembler(capability) if capability else Assembler()
+    release = read(root / "proc/sys/kernel/osrelease")
+    installed = {name: one for name in PACKAGES for one in [*metadata.distributions(name=name)][:1]}
     facts = {
-        "packages": _packages(),
+        "packages": {name: distribution.version for name, distribution in installed.items()},
         "programs": {name: path for name in PROGRAMS if (path := shutil.which(name))},
-        "conflicts": _conflicts(),
+        "conflicts": _conflicts(installed),
         "toolkit": _toolkit(),
         "ptxas": ptxas.version,
         "ptxas_variable": ptxas.variable,
         "python": sys.version.split()[0],
         "prefix": sys.prefix,
-        "headers": _headers(),
+        "headers": str(headers) if (headers := Path(sysconfig.get_path("include")) / "Python.h").exists() else "",
         "governor": read(root / CPUFREQ / "scaling_governor"),
         "governor_driver": read(root / CPUFREQ / "scaling_driver"),
         "numa_nodes": max(1, len(list(root.glob("sys/devices/system/node/node[0-9]*")))),
-        "kernel_arguments": _kernel_arguments(root),
+        "kernel_arguments": tuple(filter(KERNEL_ARGUMENTS.match, read(root / "proc/cmdline").split())),
         "iommu": any(root.glob("sys/class/iommu/*")),
         "on_battery": _on_battery(root),
-        "wsl_release": _wsl_release(root),
+        "wsl_release": release if "microsoft" in release.lower() else "",
         "wsl_mirrored": (root / "sys/class/net/loopback0").exists(),
         "disk": disk_facts(models, root),
         "port_holder": _port_holder(port),
@@ -104,36 +108,22 @@ def connect(url: str) -> tuple[float, str]:
         return 0.0, reason.lower()
 
 
-def _packages() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def _conflicts() -> tuple[str, ...]:
+def _conflicts(installed: Mapping[str, metadata.Distribution]) -> tuple[str, ...]:
     """Requirements of torch and of other engines on each other that what is installed does not meet."""
     from packaging.requirements import InvalidRequirement, Requirement
 
     found = []
-    for name in PACKAGES:
-        try:
-            wanted = metadata.requires(name) or []
-        except metadata.PackageNotFoundError:
-            continue
-        for text in wanted:
+    for name, distribution in installed.items():
+        for text in distribution.requires or ():
             try:
                 need = Requirement(text)
-                if need.name.lower() not in PACKAGES or (need.marker and not need.marker.evaluate({"extra": ""})):
-                    continue
-                has = metadata.version(need.name)
-            except (InvalidRequirement, metadata.PackageNotFoundError):
+            except InvalidRequirement:
                 continue
-            if not need.specifier.contains(has, prereleases=True):
-                found.append(f"{name} wants {need.name}{need.specifier}, {has} is installed")
+            other = installed.get(need.name.lower())
+            if other is None or (need.marker and not need.marker.evaluate({"extra": ""})):
+                continue
+            if not need.specifier.contains(other.version, prereleases=True):
+                found.append(f"{name} wants {need.name}{need.specifier}, {other.version} is installed")
     return tuple(found)
 
 
@@ -155,25 +145,10 @@ def version_key(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", re.split(r"[^\d.]", text, maxsplit=1)[0]))
 
 
-def _headers() -> str:
-    path = Path(sysconfig.get_path("include")) / "Python.h"
-    return str(path) if path.exists() else ""
-
-
-def _kernel_arguments(root: Path) -> tuple[str, ...]:
-    words = read(root / "proc/cmdline").split()
-    return tuple(w for w in words if re.match(r"(intel_|amd_)?iommu|pcie_aspm|pcie_port_pm|pci=|nvidia", w))
-
-
 def _on_battery(root: Path) -> bool:
     """Whether there is a mains adapter and it is not plugged in."""
     online = [read(p / "online") for p in root.glob("sys/class/power_supply/*") if read(p / "type") == "Mains"]
     return bool(online) and "1" not in online
-
-
-def _wsl_release(root: Path) -> str:
-    release = read(root / "proc/sys/kernel/osrelease")
-    return release if "microsoft" in release.lower() else ""
 
 
 def _port_holder(port: int) -> str:

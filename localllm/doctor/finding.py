@@ -74,7 +74,7 @@ def proxy() -> str:
 
     target, proxies = urlsplit(hub.endpoint()), getproxies()
     found = proxies.get(target.scheme or "https") or proxies.get("all", "")
-    if not found or proxy_bypass(target.hostname or "", proxies):
+    if not found or proxy_bypass(target.hostname or ""):
         return ""
     parts = urlsplit(found if "://" in found else f"http://{found}")
     return f"{parts.scheme}://{parts.hostname}" + (f":{parts.port}" if parts.port else "") if parts.hostname else ""

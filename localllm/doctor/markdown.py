@@ -13,7 +13,7 @@ from pathlib import Path
 from localllm._version import __version__
 from localllm.interface import Check
 from localllm.paths import log_dir
-from localllm.terminal import clean
+from localllm.terminal import clean, clean_line
 
 from .finding import Survey
 from .rules import Match
@@ -42,7 +42,8 @@ def report_markdown(checks: Iterable[Check], survey: Survey, matches: Iterable[M
         if check.status == "skip":
             continue
         text = check.title + (f" ({check.detail})" if check.detail else "") + (f" → `{check.fix}`" if check.fix else "")
-        lines.append(f"| `{check.id}` | {MARKS[check.status]} | {_cell(text)} |")
+        cell = clean_line(text.replace("|", "\\|"))
+        lines.append(f"| `{check.id}` | {MARKS[check.status]} | {cell} |")
     lines += ["", "Packages: " + ", ".join(f"{name} {version}" for name, version in host.packages.items())]
     if host.variables:
         lines += ["", "Variables: " + ", ".join(f"`{n}={v}`" for n, v in sorted(host.variables.items()))]
@@ -80,14 +81,11 @@ def redact(text: str) -> str:
     if len(home) > 1:
         text = text.replace(home, "~")
     text = re.sub(r"/(home|Users)/[^/\s`'\"]+", "~", text)
-    for name, instead in ((_host(), "[host]"), (_user(), "[user]")):
+    host = (socket.gethostname() or platform.node()).split(".")[0]
+    for name, instead in ((host, "[host]"), (_user(), "[user]")):
         if len(name) > 2:
             text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", instead, text)
     return ADDRESSES.sub("[address]", text)
-
-
-def _host() -> str:
-    return (socket.gethostname() or platform.node()).split(".")[0]
 
 
 def _user() -> str:
@@ -96,7 +94,3 @@ def _user() -> str:
     except (KeyError, OSError):
         return ""
     return "" if name == "root" else name
-
-
-def _cell(text: str) -> str:
-    return " ".join(clean(text).replace("|", "\\|").split())

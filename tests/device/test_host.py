@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from localllm.device import host as host_module
 from localllm.device.assembler import assembler
 from localllm.device.disk import disk_facts, existing
 from localllm.device.fake import MACHINES
@@ -70,9 +69,9 @@ def test_the_toolkit_is_read_from_its_files(tmp_path: Path, monkeypatch: pytest.
     nvcc = tmp_path / "cuda-12.8/bin/nvcc"
     nvcc.chmod(nvcc.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", str(nvcc.parent))
-    assert host_module._toolkit() == "12.8"
+    assert host(tmp_path).toolkit == "12.8"
     put(tmp_path, "cuda-12.8/version.json", '{"cuda" : {"name": "CUDA SDK", "version" : "12.9.1"}}')
-    assert host_module._toolkit() == "12.9"
+    assert host(tmp_path).toolkit == "12.9"
 
 
 def test_the_assembler_that_a_variable_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,18 +110,24 @@ def test_an_assembler_that_does_not_know_the_card_is_refused_at_load(
     check_assembler(90)
 
 
-def test_conflicts_between_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    wants = {"vllm": ["torch==2.9.0", "triton>=3.0; python_version > '3'", "nonsense @@"], "torch": []}
-    has = {"vllm": "0.27.1", "torch": "2.13.0+cu130", "triton": "3.9.0"}
+def test_conflicts_between_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def install(name: str, version: str, *wants: str) -> None:
+        lines = [
+            "Metadata-Version: 2.1",
+            f"Name: {name}",
+            f"Version: {version}",
+            *(f"Requires-Dist: {w}" for w in wants),
+        ]
+        put(tmp_path, f"{name}-{version}.dist-info/METADATA", "\n".join(lines))
 
-    def missing(name: str, table: dict) -> object:
-        if name not in table:
-            raise host_module.metadata.PackageNotFoundError(name)
-        return table[name]
-
-    monkeypatch.setattr(host_module.metadata, "requires", lambda name: missing(name, wants))
-    monkeypatch.setattr(host_module.metadata, "version", lambda name: missing(name, has))
-    assert host_module._conflicts() == ("vllm wants torch==2.9.0, 2.13.0+cu130 is installed",)
+    install("vllm", "0.27.1", "torch==2.9.0", "triton>=3.0; python_version > '3'", "nonsense @@", "lmdeploy")
+    install("torch", "2.13.0+cu130")
+    install("triton", "3.9.0")
+    monkeypatch.syspath_prepend(tmp_path)  # found before those that are really installed
+    facts = host(tmp_path)
+    assert {"torch": "2.13.0+cu130", "triton": "3.9.0", "vllm": "0.27.1"}.items() <= facts.packages.items()
+    wrong = [text for text in facts.conflicts if text.startswith("vllm")]
+    assert wrong == ["vllm wants torch==2.9.0, 2.13.0+cu130 is installed"]
 
 
 def test_connecting_and_the_port(tmp_path: Path) -> None:

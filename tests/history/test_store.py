@@ -112,7 +112,8 @@ def test_a_message_being_written_is_not_searched_and_marked_when_its_writer_dies
         with History(path) as other:  # the writer lives: nobody else touches it
             assert other.messages("aa11")[-1].status == "streaming"
         assert history.search("half") == []
-        history._connection.execute("UPDATE messages SET writer = '999999999:1' WHERE status = 'streaming'")
+        with contextlib.closing(sqlite3.connect(path)) as beside, beside:
+            beside.execute("UPDATE messages SET writer = '999999999:1' WHERE status = 'streaming'")
     with History(path) as history:
         assert history.messages("aa11")[-1].status == "partial"
         assert len(history.search("half answer")) == 1
