@@ -2,7 +2,7 @@
 
 A request is six objects in all: its `Exchange` (who asks: id, client, log line), the checked body of its API, a
 `Generation`, a `Reservation` (its place in the model's queue, then the loaded model), `SamplingParams` (what the engine
-is told), and an `AsyncResponseStream` per prompt, which the answer is read from.
+is told), and an `AsyncResponseStream`, which the answers are read from.
 """
 
 from __future__ import annotations

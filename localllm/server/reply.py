@@ -51,7 +51,7 @@ async def reply(
         reservation = await service.open(request, asked)
         try:
             rendering = render(reservation)
-            await reservation.streams[0].ready()
+            await reservation.stream.ready()
             async for chunk in rendering.chunks():
                 yield chunk
         finally:

@@ -12,14 +12,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 
 from localllm.errors import ContextTooLong
 from localllm.llm.llm import LLM
-from localllm.llm.outputs import RequestOutput
 from localllm.request import SamplingParams
 from localllm.server.openai.responses_store import ResponseStore
 
@@ -29,7 +28,7 @@ from .exchange import Exchange, exchange_of
 from .generation import Conversation, Generation
 from .metrics import Metrics, RequestMeter
 from .pool import ModelPool
-from .response_stream import AsyncResponseStream, Listener, Mailbox
+from .response_stream import AsyncResponseStream, Mailbox
 from .served_model import Lease, ServedModel, State
 
 T = TypeVar("T")
@@ -56,29 +55,27 @@ class ServiceOptions:
 
 @dataclass(slots=True)
 class Reservation:
-    """A request's place with a model: a ticket of its queue, then the loaded model, then a stream per prompt."""
+    """A request's place with a model: a ticket of its queue, then the loaded model, then the stream of its answers."""
 
     model: ServedModel
     ticket: Ticket
     exchange: Exchange
     lease: Lease | None = None
-    streams: list[AsyncResponseStream] = field(default_factory=list)
+    running: AsyncResponseStream | None = None
 
     @property
     def llm(self) -> LLM:
         assert self.lease is not None
         return self.lease.llm
 
-    async def outputs(self) -> list[RequestOutput]:
-        """The whole answers, one per prompt. Raises the error that ended one."""
-        try:
-            return [await stream.output() for stream in self.streams]
-        finally:
-            self.abort()
+    @property
+    def stream(self) -> AsyncResponseStream:
+        assert self.running is not None
+        return self.running
 
     def abort(self) -> None:
-        for stream in self.streams:
-            stream.abort()
+        if self.running is not None:
+            self.running.abort()
 
     def release(self) -> None:
         """Give ticket and lease back; twice does nothing."""
@@ -169,7 +166,7 @@ class Service:
         self, request: Request, name: str | None, *, user: str = "", priority: int = 0, cost: int = 1,
         deadline: float | None = None,
     ) -> AsyncIterator[Reservation]:  # fmt: skip
-        """A place with a loaded model, given back at the end of the block unless streams have taken it over.
+        """A place with a loaded model, given back at the end of the block unless a stream has taken it over.
 
         cost      sequences that the engine will run
         deadline  on the monotonic clock
@@ -189,7 +186,7 @@ class Service:
             reservation.abort()
             raise
         finally:
-            if not reservation.streams:  # else the last of them gives it back
+            if reservation.running is None:  # else the end of its stream gives it back
                 reservation.release()
 
     async def lease(self, model: ServedModel) -> Lease:
@@ -222,7 +219,7 @@ class Service:
         return await self.text_work(size, lambda: [llm.encode_prompt(p) for p in prompts])
 
     async def open(self, request: Request, asked: Generation) -> Reservation:
-        """Wait, tokenise, submit: a reservation with a stream per prompt. Raises LocalLLMError."""
+        """Wait, tokenise, submit: a reservation with a stream. Raises LocalLLMError."""
         while True:
             try:
                 return await self._open(request, asked)
@@ -262,37 +259,30 @@ class Service:
         self, reservation: Reservation, prompts: list[list[int]], params: SamplingParams, asked: Generation,
         more: dict[str, Any],
     ) -> None:  # fmt: skip
-        """Hand every prompt to the engine. The reservation is given back when the last stream ends."""
-        self._mailbox = mailbox = self._mailbox or Mailbox(asyncio.get_running_loop())
-        remaining = len(prompts)
+        """Hand every prompt to the engine. The reservation is given back when the last answer ends."""
+        self._mailbox = self._mailbox or Mailbox(asyncio.get_running_loop())
 
         def on_end(stream: AsyncResponseStream) -> None:
-            nonlocal remaining
             self._streams.discard(stream)
-            remaining -= 1
-            if remaining == 0:
-                reservation.release()
+            reservation.release()
 
-        for number, prompt in enumerate(prompts):
+        stream = AsyncResponseStream(self._mailbox, params.n, on_end, streams=asked.streams)
+        for prompt in prompts:
             meter = RequestMeter(
                 self.metrics, reservation.model.name, params, reservation.exchange, generates=asked.generates
             )
-            stream = AsyncResponseStream(params.n, on_end)
-            listener = Listener(mailbox, stream, meter.take, streams=asked.streams)
-            try:
-                started = reservation.llm.submit(prompt, params, priority=-asked.priority, listener=listener, **more)
-            except BaseException:
-                remaining -= len(prompts) - number  # these never start; `reserve` aborts those that did
-                raise
+            listener = stream.listener(meter.take)
+            stream.started(reservation.llm.submit(prompt, params, priority=-asked.priority, listener=listener, **more))
             self._streams.add(stream)
-            reservation.streams.append(stream)
-            stream.started(started, asked.deadline)
+            reservation.running = stream  # from now on the stream gives it back
+        if asked.deadline is not None:
+            stream.end_at(asked.deadline)
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
     @property
     def num_streams(self) -> int:
-        """Prompts that are with an engine."""
+        """Requests that are with an engine."""
         return len(self._streams)
 
     @property

@@ -111,7 +111,7 @@ async def opened(service, **fields):
     """The stream of a small chat request, opened as the route does it."""
     scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
     asked = read_chat(ChatRequest.model_validate(ask(**fields)))
-    return (await service.open(Request(scope), asked)).streams[0]
+    return (await service.open(Request(scope), asked)).stream
 
 
 def events(body):

@@ -219,10 +219,10 @@ async def test_an_error_on_the_way_is_an_event(client, tiny_llm, monkeypatch):
 
     take = AsyncResponseStream.take
 
-    def failing(self, delta):
+    def failing(self, number, delta):
         if delta.usage is not None:
             delta.error = OutOfMemory("memory ran out at 0x7f00deadbeef in /home/me/secret.py")
-        take(self, delta)
+        take(self, number, delta)
 
     monkeypatch.setattr(AsyncResponseStream, "take", failing)
     streamed = events((await client.post(CHAT, json=ask(stream=True))).text)

@@ -79,7 +79,7 @@ async def aborted_at(service, wanted, **fields):
     """A request that ends at the first piece that is `wanted`."""
     stream = await opened(service, stream=True, **fields)
     async for pieces in stream.batches():
-        if any(wanted(piece) for piece in pieces):
+        if any(wanted(piece) for _, piece in pieces):
             return
     raise AssertionError("it ended before that")
 
@@ -138,7 +138,7 @@ async def test_who_leaves_in_any_phase(roomy, roomy_llm, phase, times):
     fields = VICTIM | {"model": "tiny"}
 
     async def victim():
-        (one,) = (await (await opened(roomy, **fields)).output()).completions
+        (one,) = (await (await opened(roomy, **fields)).outputs())[0].completions
         return one.token_ids, one.logprobs
 
     alone = await victim()

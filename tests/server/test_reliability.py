@@ -606,12 +606,12 @@ async def test_deltas_nobody_reads_are_merged(service, tiny_llm):
     from localllm.server.response_stream import MAX_PENDING
 
     sent = {"max_tokens": 180, "ignore_eos": True, "logprobs": True}
-    whole = await (await opened(service, **sent)).output()
+    (whole,) = await (await opened(service, **sent)).outputs()
     stream = await opened(service, **sent)
     while tiny_llm.stats().num_running or service.num_streams:
         await asyncio.sleep(0.01)
     assert stream.num_pending <= MAX_PENDING + 1
-    late = await stream.output()
+    (late,) = await stream.outputs()
     assert late.completions[0].text == whole.completions[0].text
     assert late.completions[0].token_ids == whole.completions[0].token_ids
     assert late.completions[0].logprobs == whole.completions[0].logprobs

@@ -18,7 +18,7 @@ from localllm.server.errors import anthropic_body
 from localllm.server.openai.output import new_id
 from localllm.server.openai.reading import read_chat, read_conversation
 from localllm.server.reply import reply, unless_left
-from localllm.server.response_stream import Blocks, rendered
+from localllm.server.response_stream import Blocks
 from localllm.server.service import Reservation, service_of
 from localllm.server.sse import StreamFormat, named
 
@@ -94,7 +94,7 @@ class MessageRendering:
         self._blocks, self._index, self._called = Blocks(), -1, False
 
     async def whole(self) -> dict[str, Any]:
-        outputs = await self._reservation.outputs()
+        outputs = await self._reservation.stream.outputs()
         (one,) = outputs[0].completions
         reason, sequence = _stop(one.finish_reason, one.stop_reason, has_tool_calls=bool(one.tool_calls))
         return _message(self._reservation.model.name) | {
@@ -103,10 +103,10 @@ class MessageRendering:
         }  # fmt: skip
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        streams = self._reservation.streams
-        begin = _message(self._reservation.model.name) | {"usage": _usage(Usage(len(streams[0].prompt_token_ids)))}
+        stream = self._reservation.stream
+        begin = _message(self._reservation.model.name) | {"usage": _usage(Usage(len(stream.prompts[0])))}
         yield named("message_start", {"type": "message_start", "message": begin}) + named("ping", {"type": "ping"})
-        async for chunk in rendered(streams, lambda _, delta: self.take(delta)):
+        async for chunk in stream.rendered(lambda _, delta: self.take(delta)):
             yield chunk
 
     def take(self, delta: OutputDelta) -> list[bytes]:

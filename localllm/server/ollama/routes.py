@@ -24,7 +24,6 @@ from localllm.server.openai.reading import read_chat, read_completion, split_pro
 from localllm.server.openai.schemas import ChatRequest, CompletionRequest
 from localllm.server.other.schemas import MAX_TEXTS
 from localllm.server.reply import reply, unless_left
-from localllm.server.response_stream import rendered
 from localllm.server.served_model import ServedModel
 from localllm.server.service import Reservation, service_of
 from localllm.server.sse import StreamFormat, line
@@ -94,13 +93,13 @@ class LineRendering:
     calls: list[dict[str, str]] = field(default_factory=list)
 
     async def whole(self) -> dict[str, Any]:
-        outputs = await self.reservation.outputs()
+        outputs = await self.reservation.stream.outputs()
         (one,) = outputs[0].completions
         end = _end(one.finish_reason, outputs[0].usage, outputs[0].timing, self.started)
         return self._line({"content": one.text, "reasoning": one.reasoning}, one.tool_calls) | end
 
     def chunks(self) -> AsyncIterator[bytes]:
-        return rendered(self.reservation.streams, self._lines)
+        return self.reservation.stream.rendered(self._lines)
 
     def _line(self, texts: dict[str, str], calls: list[dict[str, str]]) -> dict[str, Any]:
         return _head(self.model) | self.fields(texts, calls)

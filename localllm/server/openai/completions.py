@@ -24,7 +24,6 @@ from localllm.server.openai.output import (
 from localllm.server.openai.reading import read_chat, read_completion
 from localllm.server.openai.schemas import ChatRequest, CompletionRequest, Sampled
 from localllm.server.reply import reply
-from localllm.server.response_stream import rendered
 from localllm.server.service import Reservation
 from localllm.server.sse import EVENTS, data, dumps
 
@@ -53,14 +52,14 @@ class OpenAIRendering:
     generates = True
 
     def __init__(self, reservation: Reservation, body: Sampled) -> None:
-        self._reservation, self.streams, self._asked = reservation, reservation.streams, body
+        self._reservation, self._stream, self._asked = reservation, reservation.stream, body
         self.names = TokenNames(reservation.llm.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
         self.head = {"id": new_id(self.prefix), "created": int(time.time()), "model": reservation.model.name}
         options = body.stream_options
         self.continuous = bool(options and options.continuous_usage_stats)
         self.wants_usage = self.continuous or bool(options and options.include_usage)
-        self._usages = [Usage() for _ in self.streams]
-        self._running = [Usage(len(stream.prompt_token_ids)) for stream in self.streams]
+        self._usages = [Usage() for _ in self._stream.prompts]
+        self._running = [Usage(len(ids)) for ids in self._stream.prompts]
 
     def choices(self, outputs: list[RequestOutput]) -> list[dict[str, Any]]:
         raise NotImplementedError
@@ -70,7 +69,7 @@ class OpenAIRendering:
         raise NotImplementedError
 
     async def whole(self) -> dict[str, Any]:
-        outputs = await self._reservation.outputs()
+        outputs = await self._stream.outputs()
         usage = self._sum([output.usage for output in outputs])
         whole = {
             **self.head, "object": self.objects[0], "choices": self.choices(outputs), "usage": usage_json(usage),
@@ -99,7 +98,7 @@ class OpenAIRendering:
                 chunks.append(data(head | {"choices": [], "timings": timings}))
             return chunks
 
-        async for chunk in rendered(self.streams, render):
+        async for chunk in self._stream.rendered(render):
             yield chunk
         if self.wants_usage:
             yield data(head | {"choices": [], "usage": usage_json(self._sum(self._usages))})
@@ -128,7 +127,7 @@ class ChatRendering(OpenAIRendering):
 
     async def whole(self) -> dict[str, Any]:
         whole = await super().whole()
-        prompt = list(self.streams[0].prompt_token_ids)
+        prompt = list(self._stream.prompts[0])
         return whole | ({"prompt_token_ids": prompt} if self._body.return_token_ids else {})
 
     def choices(self, outputs: list[RequestOutput]) -> list[dict[str, Any]]:
@@ -151,14 +150,14 @@ class ChatRendering(OpenAIRendering):
         return choice | ({"token_ids": one.token_ids} if self._body.return_token_ids else {})
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        options, (stream,) = self._body.stream_options, self.streams
+        options = self._body.stream_options
         head = {**self.head, "object": self.objects[1]}
         if options and options.include_usage:
             head["usage"] = None
-        first = {"prompt_token_ids": list(stream.prompt_token_ids)} if self._body.return_token_ids else {}
+        first = {"prompt_token_ids": list(self._stream.prompts[0])} if self._body.return_token_ids else {}
         yield b"".join(
             data(head | ({} if index else first) | {"choices": [_delta(index, {"role": "assistant", "content": ""})]})
-            for index in range(stream.num_answers)
+            for index in range(self._stream.num_answers)
         )
         async for chunk in self.stream(head):
             yield chunk
@@ -206,9 +205,11 @@ class CompletionRendering(OpenAIRendering):
     def __init__(self, reservation: Reservation, body: CompletionRequest) -> None:
         super().__init__(reservation, body)
         self.generates = body.max_tokens != 0
-        self._body, self._per_prompt = body, self.streams[0].num_answers
+        self._body, self._per_prompt = body, self._stream.num_answers
         self._seen: set[int] = set()  # choices whose first chunk is out
-        self._lengths = [0] * (len(self.streams) * self._per_prompt)  # characters that log-probabilities have covered
+        self._lengths = [0] * (
+            len(self._stream.prompts) * self._per_prompt
+        )  # characters that log-probabilities have covered
 
     def choices(self, outputs: list[RequestOutput]) -> list[dict[str, Any]]:
         choices = []
@@ -231,7 +232,7 @@ class CompletionRendering(OpenAIRendering):
 
     def choices_of(self, number: int, delta: OutputDelta) -> list[dict[str, Any]]:
         """One choice, or none for a delta that shows nothing."""
-        body, prompt = self._body, self.streams[number].prompt_token_ids
+        body, prompt = self._body, self._stream.prompts[number]
         index = number * self._per_prompt + delta.index
         ended = delta.finish_reason is not None
         text = delta.text if self.generates else ""

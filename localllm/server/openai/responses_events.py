@@ -16,7 +16,7 @@ from localllm.request import FinishReason, TokenLogprob, ToolUse, Usage
 from localllm.server.errors import openai_body
 from localllm.server.openai.output import TokenNames, new_id
 from localllm.server.openai.responses_schemas import ResponsesRequest
-from localllm.server.response_stream import AsyncResponseStream, Blocks, rendered
+from localllm.server.response_stream import AsyncResponseStream, Blocks
 from localllm.server.service import Reservation
 from localllm.server.sse import named
 
@@ -27,7 +27,7 @@ class ResponseBuilder:
     def __init__(self, body: ResponsesRequest, tool_use: ToolUse | None = None) -> None:
         self._body, self._model, self._tool_use = body, body.model or "", tool_use
         self._names: TokenNames | None = None
-        self._streams: list[AsyncResponseStream] = []
+        self._stream: AsyncResponseStream | None = None
         self._keep: Callable[[], None] = lambda: None
         self.id = new_id("resp_")
         self._created = int(time.time())
@@ -43,7 +43,7 @@ class ResponseBuilder:
 
     def opened(self, reservation: Reservation, keep: Callable[[], None]) -> None:
         """The model is there. `keep` is called when the response is whole."""
-        self._model, self._streams, self._keep = reservation.model.name, reservation.streams, keep
+        self._model, self._stream, self._keep = reservation.model.name, reservation.stream, keep
         self._names = TokenNames(reservation.llm.tokenizer)
 
     async def whole(self) -> dict[str, Any]:
@@ -52,8 +52,9 @@ class ResponseBuilder:
         return self.json()
 
     async def chunks(self) -> AsyncIterator[bytes]:
+        assert self._stream is not None
         yield b"".join(self.begin())
-        async for chunk in rendered(self._streams, lambda _, delta: self.take(delta)):
+        async for chunk in self._stream.rendered(lambda _, delta: self.take(delta)):
             yield chunk
 
     # --- events ------------------------------------------------------------------------------------------------------
