@@ -12,22 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from localllm.errors import Aborted, DeviceError, LocalLLMError, ModelNotFound
 
-from .served_model import (
-    Lease,
-    Loader,
-    PoolEntry,
-    PoolOptions,
-    PoolRow,
-    ServedModel,
-    State,
-    with_freed,
-    without_promised,
-)
+from .served_model import Lease, Loader, PoolEntry, PoolOptions, ServedModel, State, with_freed, without_promised
 
 if TYPE_CHECKING:
     from localllm.device import MachineFacts
@@ -60,8 +51,6 @@ class ModelPool:
         self._options = options or PoolOptions()
         self._changed = threading.Condition()
         self._entries: dict[str, PoolEntry] = {}
-        self._waiting: dict[str, list[Future[Lease]]] = {}
-        self._waits_since: dict[str, float] = {}
         self._blocked: set[str] = set()  # models that found no room; tried again when something changed
         self._models: tuple[ServedModel, ...] = ()
         self._models_at = -LIST_S
@@ -125,24 +114,17 @@ class ModelPool:
                 pinned = model.name in self._options.pinned
                 entry = self._entries[model.name] = PoolEntry(model, pinned, ttl_s=self._options.ttl_s)
             if not self._grant(entry, future):
-                self._waiting.setdefault(model.name, []).append(future)
-                self._waits_since.setdefault(model.name, time.monotonic())
+                entry.waiting.append(future)
+                if entry.waits_since is None:
+                    entry.waits_since = time.monotonic()
                 self._changed.notify_all()
         return future
 
-    def loaded(self) -> list[PoolRow]:
-        """Models that are loaded, loading or asleep, the last used first."""
-        now = time.monotonic()
+    def loaded(self) -> list[PoolEntry]:
+        """Copies of those that are loaded, loading or asleep, the last used first: the rows of `localllm ps`."""
         with self._changed:
-            entries = [e for e in self._entries.values() if e.state is not State.ABSENT]
-            entries.sort(key=lambda e: -e.last_used)
-            return [
-                PoolRow(
-                    e.model.name, e.state, e.pinned, e.users, e.loaded_at,
-                    None if (expiry := e.expiry) is None else max(0.0, expiry - now), e.llm,
-                )
-                for e in entries
-            ]  # fmt: skip
+            entries = [replace(e) for e in self._entries.values() if e.state is not State.ABSENT]
+        return sorted(entries, key=lambda e: -e.last_used)
 
     def llm_of(self, name: str) -> LLM | None:
         """The model of that name, where it is loaded."""
@@ -217,8 +199,9 @@ class ModelPool:
         """Whether another model has waited too long for the room this one holds."""
         limit = time.monotonic() - PATIENCE_S
         return not entry.pinned and any(
-            since < limit and name != entry.model.name and self._entries[name].state is State.ABSENT
-            for name, since in self._waits_since.items()
+            other.waits_since is not None and other.waits_since < limit and other is not entry
+            for other in self._entries.values()
+            if other.state is State.ABSENT
         )
 
     def _command(self, name: str, action: Callable[[PoolEntry], None]) -> Future[bool]:
@@ -258,7 +241,8 @@ class ModelPool:
         """Seconds until something is due by itself."""
         now = time.monotonic()
         due = [expiry for entry in self._entries.values() if (expiry := entry.expiry) is not None]
-        due += [since + PATIENCE_S for since in self._waits_since.values() if since + PATIENCE_S > now]
+        patient = [e.waits_since + PATIENCE_S for e in self._entries.values() if e.waits_since is not None]
+        due += [until for until in patient if until > now]
         return max(0.01, min(due) - now) if due else None
 
     def _next_job(self) -> Callable[[], None] | None:
@@ -271,19 +255,19 @@ class ModelPool:
             if entry.commands and not entry.users and (entry.llm is not None or entry.state is State.ABSENT):
                 return partial(self._obey, entry)
         for entry in loaded:
-            if entry.expiry is not None and entry.expiry <= now and entry.model.name not in self._waiting:
+            if entry.expiry is not None and entry.expiry <= now and entry.waits_since is None:
                 return partial(self._unload, entry)
-        for name in sorted(self._waiting, key=lambda n: self._waits_since[n]):
-            entry = self._entries[name]
-            futures = self._waiting[name] = [f for f in self._waiting[name] if not f.cancelled()]
-            while futures and self._grant(entry, futures[0]):
-                futures.pop(0)
-            if not futures:
-                del self._waiting[name], self._waits_since[name]
+        asked = [entry for entry in self._entries.values() if entry.waits_since is not None]
+        for entry in sorted(asked, key=lambda e: e.waits_since or 0.0):
+            entry.waiting = [future for future in entry.waiting if not future.cancelled()]
+            while entry.waiting and self._grant(entry, entry.waiting[0]):
+                entry.waiting.pop(0)
+            if not entry.waiting:
+                entry.waits_since = None
                 return lambda: None  # what it stood in the way of may go on
             if entry.state is State.ASLEEP and not entry.commands:
                 return partial(self._wake, entry)
-            if entry.state is State.ABSENT and name not in self._blocked:
+            if entry.state is State.ABSENT and entry.name not in self._blocked:
                 return partial(self._try_to_load, entry)
         return None
 
@@ -303,9 +287,8 @@ class ModelPool:
 
     def _find_room(self, entry: PoolEntry) -> MachineFacts | PoolEntry | None:
         """What to load it with; or the idle model to unload first; or None: it waits for busy ones."""
-        name = entry.model.name
         if self._loader is None:
-            raise ModelNotFound(f"{name} was unloaded", "start the server again")
+            raise ModelNotFound(f"{entry.name} was unloaded", "start the server again")
         loaded = [e for e in list(self._entries.values()) if e.llm is not None]
         others = [e for e in loaded if not e.pinned]
         machine = without_promised(self._machine(), loaded)
@@ -315,18 +298,18 @@ class ModelPool:
         if now.fits and (now.ctx >= best.ctx or not idle):
             return machine
         if not (others and best.fits):
-            raise now.error(name)
+            raise now.error(entry.name)
         if idle:
             return idle[0]
         with self._changed:
             if all(e.users for e in others):
-                self._blocked.add(name)
+                self._blocked.add(entry.name)
         return None
 
     def _load(self, entry: PoolEntry, machine: MachineFacts) -> None:
         assert self._loader is not None
         self._set(entry, State.LOADING)
-        started, name = time.monotonic(), entry.model.name
+        started, name = time.monotonic(), entry.name
         tell = self._options.on_progress
         llm = self._loader.load(entry.model, machine, lambda phase: tell(name, phase) if tell else None, self._cancel)
         if self._options.on_loaded is not None:
@@ -342,28 +325,25 @@ class ModelPool:
 
     def _fail(self, entry: PoolEntry, error: LocalLLMError) -> None:
         if not isinstance(error, Aborted):
-            log.warning("%s cannot be loaded: %s", entry.model.name, error.message)
+            log.warning("%s cannot be loaded: %s", entry.name, error.message)
         with self._changed:
             entry.state = State.ABSENT
-            futures = self._waiting.pop(entry.model.name, [])
-            self._waits_since.pop(entry.model.name, None)
+            futures, entry.waiting, entry.waits_since = entry.waiting, [], None
         for future in futures:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error)
+            _settle(future, error)
 
     def _obey(self, entry: PoolEntry) -> None:
         was_loaded = entry.llm is not None
         for action, future in list(entry.commands):
-            error: LocalLLMError | None = None
+            outcome: bool | LocalLLMError = was_loaded
             try:
                 if entry.llm is not None:
                     action(entry)
             except Exception as failed:  # it is told, and not tried again
-                error = entry.explained("putting to sleep", failed)
+                outcome = entry.explained("putting to sleep", failed)
             with self._changed:
                 entry.commands.remove((action, future))
-            if future.set_running_or_notify_cancel():
-                future.set_result(was_loaded) if error is None else future.set_exception(error)
+            _settle(future, outcome)
 
     def _put_to_sleep(self, entry: PoolEntry) -> None:
         if entry.state is State.READY and entry.llm is not None:
@@ -393,13 +373,13 @@ class ModelPool:
             llm, entry.llm = entry.llm, None
         if llm is not None:
             entry.free(llm)
-            log.info("unloaded %s", entry.model.name)
+            log.info("unloaded %s", entry.name)
         self._set(entry, State.ABSENT)
 
     def _restart(self, entry: PoolEntry) -> None:
         """A new engine over the same weights, once; a device whose context is poisoned cannot be used again."""
         assert entry.llm is not None
-        now, stopped = time.monotonic(), f"the engine of {entry.model.name} stopped"
+        now, stopped = time.monotonic(), f"the engine of {entry.name} stopped"
         again = entry.restarted_at is not None and now - entry.restarted_at < RESTART_S
         if again or entry.llm.plan.device != "cpu":
             entry.broken = stopped
@@ -411,7 +391,7 @@ class ModelPool:
                 entry.llm.sleep()
                 entry.llm.wake()
             except Exception:
-                log.exception("the engine of %s could not be restarted", entry.model.name)
+                log.exception("the engine of %s could not be restarted", entry.name)
                 entry.broken = stopped
         self._set(entry, State.READY)
 
@@ -423,17 +403,20 @@ class ModelPool:
 
     def _end(self) -> None:
         """Fail what waits, free what is loaded."""
-        for futures in self._waiting.values():
-            for future in futures:
-                if future.set_running_or_notify_cancel():
-                    future.set_exception(_closing())
         for entry in self._entries.values():
+            for future in entry.waiting:
+                _settle(future, _closing())
             for _, done in entry.commands:
-                if done.set_running_or_notify_cancel():
-                    done.set_result(False)
+                _settle(done, False)
             if entry.llm is not None and self._loader is not None:
                 entry.free(entry.llm)
             entry.llm, entry.state = None, State.ABSENT
+
+
+def _settle(future: Future[Any], outcome: object) -> None:
+    """Give a result, or raise an error, where somebody still waits."""
+    if future.set_running_or_notify_cancel():
+        future.set_exception(outcome) if isinstance(outcome, Exception) else future.set_result(outcome)
 
 
 def _closing() -> DeviceError:

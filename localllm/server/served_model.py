@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -85,13 +86,7 @@ class Loader(Protocol):
     def plan(self, model: ServedModel, machine: MachineFacts) -> Any:
         """What would run, given these facts: a `plan.planner.Plan`"""
 
-    def load(
-        self,
-        model: ServedModel,
-        machine: MachineFacts,
-        on_progress: OnProgress,
-        cancel: threading.Event,
-    ) -> LLM:
+    def load(self, model: ServedModel, machine: MachineFacts, on_progress: OnProgress, cancel: threading.Event) -> LLM:
         """The loaded model"""
 
 
@@ -117,8 +112,9 @@ class PoolEntry:
 
     users         leases that are held
     loaded_at     on the wall clock
-    last_used     on the monotonic clock, like `restarted_at`
+    last_used     on the monotonic clock, like `restarted_at` and `waits_since`
     broken        why its engine is not started again; "" while it is well
+    waiting       requests that get a lease when it is ready
     commands      what a person asked for, done when nobody uses the model
     """
 
@@ -132,7 +128,13 @@ class PoolEntry:
     last_used: float = 0.0
     restarted_at: float | None = None
     broken: str = ""
+    waits_since: float | None = None
+    waiting: list[Future[Lease]] = field(default_factory=list)
     commands: list[tuple[Callable[[PoolEntry], None], Future[bool]]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.model.name
 
     @property
     def expiry(self) -> float | None:
@@ -141,18 +143,23 @@ class PoolEntry:
             return None
         return self.last_used + self.ttl_s if self.ttl_s < MAX_TTL_S else None
 
+    @property
+    def expires_in_s(self) -> float | None:
+        """Seconds until it is unloaded if nobody asks; None: it stays."""
+        return None if (expiry := self.expiry) is None else max(0.0, expiry - time.monotonic())
+
     def free(self, llm: LLM) -> None:
         """Close its model; one that fails to close is given up all the same, and nobody waits for it."""
         try:
             llm.close()
         except Exception:
-            log.exception("closing %s failed", self.model.name)
+            log.exception("closing %s failed", self.name)
 
     def explained(self, doing: str, error: Exception) -> LocalLLMError:
         """An error that a user can be shown."""
         if isinstance(error, LocalLLMError):
             return error
-        log.error("%s %s failed", doing, self.model.name, exc_info=error)
+        log.error("%s %s failed", doing, self.name, exc_info=error)
         return InternalError(f"{doing} failed: {type(error).__name__}", "see the log")
 
 
@@ -168,22 +175,6 @@ class Lease:
         give_back, self._give_back = self._give_back, None
         if give_back is not None:
             give_back()
-
-
-@dataclass(frozen=True, slots=True)
-class PoolRow:
-    """A row of `localllm ps`.
-
-    expires_in_s  seconds until it is unloaded if nobody asks; None: it stays
-    """
-
-    name: str
-    state: State
-    pinned: bool
-    users: int
-    loaded_at: float
-    expires_in_s: float | None
-    llm: LLM | None
 
 
 def without_promised(machine: MachineFacts, loaded: Iterable[PoolEntry]) -> MachineFacts:
