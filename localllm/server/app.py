@@ -17,8 +17,7 @@ from localllm.errors import LocalLLMError
 from .errors import ApiError, bug
 from .exchange import Exchanges, refuse
 from .middleware import AppOptions, Gate
-from .openapi import document
-from .routes import RENAMES, ROUTES
+from .routes import RENAMES, ROUTES, document
 from .service import Service
 
 

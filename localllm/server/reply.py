@@ -7,9 +7,11 @@ comments keep the connection open; what fails from then on is an event of the st
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from starlette.background import BackgroundTask
@@ -19,16 +21,30 @@ from starlette.types import Receive, Scope, Send
 
 from localllm.errors import LocalLLMError
 
-from .errors import ClientLeft, bug
+from .errors import ClientLeft, bug, openai_body
 from .generation import Generation
 from .service import Reservation, service_of
-from .sse import StreamFormat
 
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 15.0
 PATIENCE_S = 5.0  # how long an error before the first piece still gets a status of its own
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+@dataclass(frozen=True, slots=True)
+class StreamFormat:
+    """How a stream is written.
+
+    on_error  the last chunk when something fails
+    done      the end
+    ping      sent when nothing came for a while; b"" for formats without comments
+    """
+
+    on_error: Callable[[LocalLLMError], bytes]
+    done: bytes = b""
+    media_type: str = "text/event-stream; charset=utf-8"
+    ping: bytes = b": ping\n\n"
 
 
 class Rendering(Protocol):
@@ -161,3 +177,33 @@ async def unless_left(receive: Receive) -> AsyncIterator[None]:
         raise ClientLeft from None
     finally:
         watcher.cancel()
+
+
+# --- how pieces are written -------------------------------------------------------------------------------------------
+
+
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+def dumps(item: dict[str, Any]) -> bytes:
+    """Compact JSON."""
+    return _encode(item).encode()
+
+
+def data(item: dict[str, Any]) -> bytes:
+    """One unnamed event."""
+    return b"data: " + dumps(item) + b"\n\n"
+
+
+def named(name: str, item: dict[str, Any]) -> bytes:
+    """One named event."""
+    return b"event: " + name.encode() + b"\n" + data(item)
+
+
+def line(item: dict[str, Any]) -> bytes:
+    """One line of JSON."""
+    return dumps(item) + b"\n"
+
+
+# OpenAI's server-sent events: an error is an event, `[DONE]` is the end
+EVENTS = StreamFormat(lambda error: data(openai_body(error)), b"data: [DONE]\n\n")

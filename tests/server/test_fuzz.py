@@ -10,8 +10,7 @@ import time
 import httpx
 import pytest
 
-from localllm.server.openapi import document
-from localllm.server.routes import ROUTES
+from localllm.server.routes import ROUTES, document
 
 from .conftest import CHAT, MESSAGES, RESPONSES, TEXT, ask, settled
 

@@ -17,10 +17,9 @@ from localllm.server.body import read_body
 from localllm.server.errors import anthropic_body
 from localllm.server.openai.output import new_id
 from localllm.server.openai.reading import read_chat, read_conversation
-from localllm.server.reply import reply, unless_left
+from localllm.server.reply import StreamFormat, named, reply, unless_left
 from localllm.server.response_stream import Blocks
 from localllm.server.service import Reservation, service_of
-from localllm.server.sse import StreamFormat, named
 
 KINDS = {"content": "text", "reasoning": "thinking"}  # what a block of text is called
 

@@ -19,14 +19,12 @@ from localllm.request import FinishReason, Timing, Usage
 from localllm.server.body import read_body
 from localllm.server.errors import openai_body
 from localllm.server.ollama import schemas
-from localllm.server.openai.embeddings import pooled_texts, unit
+from localllm.server.openai.embeddings import MAX_TEXTS, pooled_texts, unit
 from localllm.server.openai.reading import read_chat, read_completion, split_prompts
 from localllm.server.openai.schemas import ChatRequest, CompletionRequest
-from localllm.server.other.schemas import MAX_TEXTS
-from localllm.server.reply import reply, unless_left
+from localllm.server.reply import StreamFormat, line, reply, unless_left
 from localllm.server.served_model import ServedModel
 from localllm.server.service import Reservation, service_of
-from localllm.server.sse import StreamFormat, line
 
 OLLAMA_LINES = StreamFormat(
     lambda error: line({"error": openai_body(error)["error"]["message"]}), media_type="application/x-ndjson", ping=b""

@@ -23,9 +23,8 @@ from localllm.server.openai.output import (
 )
 from localllm.server.openai.reading import read_chat, read_completion
 from localllm.server.openai.schemas import ChatRequest, CompletionRequest, Sampled
-from localllm.server.reply import reply
+from localllm.server.reply import EVENTS, data, dumps, reply
 from localllm.server.service import Reservation
-from localllm.server.sse import EVENTS, data, dumps
 
 
 async def chat_completions(request: Request) -> Response:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field, StrictBool, StrictInt, StrictStr
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -22,13 +23,57 @@ from localllm.server.errors import ApiError, invalid
 from localllm.server.metrics import RequestMeter
 from localllm.server.openai.output import new_id
 from localllm.server.openai.reading import split_prompts
-from localllm.server.other.schemas import MAX_TEXTS, Document, EmbeddingRequest, RerankRequest, ScoreRequest
+from localllm.server.openai.schemas import TEXTS_OR_IDS, Body, Name
 from localllm.server.reply import unless_left
 from localllm.server.service import Reservation, Service, service_of
 
 Pooling = Literal["mean", "last"]
 Vectors = list[np.ndarray]
 METHOD = "cosine of pooled hidden states"
+MAX_TEXTS = 2048
+Texts = StrictStr | Annotated[list[StrictStr], Field(fail_fast=True, min_length=1, max_length=MAX_TEXTS)]
+
+
+class Pooled(Body):
+    """What all ask for; `pooling` is ours: how token vectors become one, mean by default."""
+
+    model: StrictStr | None = None
+    pooling: Pooling | None = None
+    user: Name | None = None
+
+
+class EmbeddingRequest(Pooled):
+    """POST /v1/embeddings"""
+
+    # str | [str] | [int] | [[int]], checked by hand
+    input: Annotated[Any, Field(json_schema_extra={"anyOf": TEXTS_OR_IDS})]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[StrictInt, Field(ge=1, le=65536)] | None = None
+    normalize: StrictBool | None = None  # ours: to length 1, which is the default
+
+
+class ScoreRequest(Pooled):
+    """POST /v1/score: vLLM's text_1 and text_2, or queries and documents."""
+
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    queries: Texts | None = None
+    documents: Texts | None = None
+
+
+class Document(Body):
+    """A document of a rerank request."""
+
+    text: StrictStr
+
+
+class RerankRequest(Pooled):
+    """POST /rerank: Cohere's and Jina's."""
+
+    query: StrictStr
+    documents: Annotated[list[StrictStr | Document], Field(fail_fast=True, min_length=1, max_length=MAX_TEXTS)]
+    top_n: Annotated[StrictInt, Field(ge=0)] | None = None
+    return_documents: StrictBool | None = None
 
 
 async def embeddings(request: Request) -> Response:
@@ -80,10 +125,7 @@ async def rerank(request: Request) -> Response:
 
 
 async def _vectors(
-    request: Request,
-    body: EmbeddingRequest | ScoreRequest | RerankRequest,
-    texts: Sequence[str | list[int]],
-    param: str,
+    request: Request, body: Pooled, texts: Sequence[str | list[int]], param: str
 ) -> tuple[Vectors, dict[str, Any]]:
     """(a vector per text, the fields that every answer has). `param`: the field to name when a text is too long."""
     service, pooling = service_of(request), body.pooling or "mean"

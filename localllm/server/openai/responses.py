@@ -14,9 +14,8 @@ from localllm.server.openai import responses_schemas as schemas
 from localllm.server.openai.reading import read_chat
 from localllm.server.openai.responses_events import ResponseBuilder
 from localllm.server.openai.responses_store import Stored
-from localllm.server.reply import reply
+from localllm.server.reply import StreamFormat, reply
 from localllm.server.service import Reservation, Service, service_of
-from localllm.server.sse import StreamFormat
 
 
 async def create_response(request: Request) -> Response:

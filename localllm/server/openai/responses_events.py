@@ -16,9 +16,9 @@ from localllm.request import FinishReason, TokenLogprob, ToolUse, Usage
 from localllm.server.errors import openai_body
 from localllm.server.openai.output import TokenNames, new_id
 from localllm.server.openai.responses_schemas import ResponsesRequest
+from localllm.server.reply import named
 from localllm.server.response_stream import AsyncResponseStream, Blocks
 from localllm.server.service import Reservation
-from localllm.server.sse import named
 
 
 class ResponseBuilder:

@@ -1,13 +1,20 @@
-"""How the server is: /, /health, /ping, /version, /metrics."""
+"""How the server is: /, /health, /ping, /version, /metrics; and for its owner what is loaded, and the end of it."""
 
 from __future__ import annotations
 
+import asyncio
+import hmac
+import time
 from typing import Any
 
+from pydantic import StrictStr
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from localllm._version import __version__
+from localllm.server.body import read_body
+from localllm.server.errors import ApiError
+from localllm.server.openai.schemas import Body
 from localllm.server.service import service_of
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -49,3 +56,62 @@ async def metrics(request: Request) -> Response:
     """Counters and gauges for Prometheus."""
     service = service_of(request)
     return Response(service.metrics.text(), headers={"content-type": METRICS_TYPE})
+
+
+# --- for the owner: `localllm ps` and `stop`; only the owner's token opens these routes, a key does not ---------------
+
+
+class ModelRequest(Body):
+    """Which model."""
+
+    model: StrictStr
+
+
+async def processes(request: Request) -> Response:
+    """The loaded models, with what they hold and do."""
+    service = service_of(request)
+    _check_owner(request)
+    rows = []
+    for row in service.pool.loaded():
+        facts: dict[str, Any] = {
+            "model": row.name, "state": str(row.state), "pinned": row.pinned, "users": row.users,
+            "up_s": max(0.0, time.time() - row.loaded_at) if row.loaded_at else 0.0, "expires_in_s": row.expires_in_s,
+        }  # fmt: skip
+        llm = row.llm
+        if llm is not None:
+            plan, queue = llm.plan, service.queues.get(row.name)
+            facts |= {
+                "device": plan.device, "ctx": plan.ctx, "parallel": plan.max_parallel, "bytes": llm.resident_bytes,
+                "waiting": queue.num_waiting if queue else 0,
+            }  # fmt: skip
+            if llm.is_awake:
+                facts["running"] = llm.stats().num_running
+                facts |= {"truth_line": llm.run_summary, "warnings": llm.state().warnings}
+        rows.append(facts)
+    return JSONResponse({"models": rows, "draining": service.is_draining, "decode_tps": service.metrics.decode_tps})
+
+
+async def unload(request: Request) -> Response:
+    """Unload a model when its requests have ended."""
+    return await _wish(request, "unload")
+
+
+async def park(request: Request) -> Response:
+    """Put a model to sleep when its requests have ended."""
+    return await _wish(request, "park")
+
+
+async def _wish(request: Request, what: str) -> Response:
+    service = service_of(request)
+    _check_owner(request)
+    body = await read_body(request, ModelRequest)
+    model = await service.find(body.model)
+    future = service.pool.unload(model.name) if what == "unload" else service.pool.sleep(model.name)
+    return JSONResponse({"model": model.name, "done": await asyncio.wrap_future(future)})
+
+
+def _check_owner(request: Request) -> None:
+    token = request.app.state.token
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    if not token or scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), token.encode()):
+        raise ApiError(401, "Only the server's owner may do this.", "authentication_error", "invalid_api_key")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field, StrictBool, StrictInt, StrictStr
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -14,10 +15,33 @@ from localllm.server.errors import invalid
 from localllm.server.generation import Conversation
 from localllm.server.openai.output import TokenNames
 from localllm.server.openai.reading import further, read_conversation
-from localllm.server.openai.schemas import ChatRequest
-from localllm.server.other.schemas import DetokenizeRequest, TokenizeRequest
+from localllm.server.openai.schemas import MAX_MESSAGES, Body, ChatMessage, ChatRequest
 from localllm.server.reply import unless_left
 from localllm.server.service import service_of
+
+MAX_TOKENS = 1 << 20
+
+
+class TokenizeRequest(Body):
+    """POST /tokenize, in vLLM's dialect (prompt or messages) or llama.cpp's (content)."""
+
+    model: StrictStr | None = None
+    prompt: StrictStr | None = None
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = None
+    content: StrictStr | None = None
+    add_special_tokens: StrictBool | None = None
+    add_special: StrictBool | None = None
+    add_generation_prompt: StrictBool | None = None
+    return_token_strs: StrictBool | None = None
+    with_pieces: StrictBool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize"""
+
+    model: StrictStr | None = None
+    tokens: Annotated[list[StrictInt], Field(fail_fast=True, max_length=MAX_TOKENS)]
 
 
 async def tokenize(request: Request) -> Response:
