@@ -39,7 +39,7 @@ class Ticket:
 
     async def granted(self) -> None:
         """Wait for its turn. Raises ApiError 503 when the deadline comes first; the place is then given back."""
-        self.queue._enqueue(self)
+        self.queue.enter(self)
         if self.is_granted:
             return
         self._granted = asyncio.get_running_loop().create_future()
@@ -47,7 +47,8 @@ class Ticket:
         try:
             await asyncio.wait_for(self._granted, left)
         except TimeoutError:
-            raise late() from None
+            message = "The deadline passed before the answer began."
+            raise ApiError(503, message, "timeout_error", "deadline_exceeded") from None
 
     def part(self) -> Ticket:
         """For one of many sequences, each of which waits for its own turn: granted and released like a ticket."""
@@ -56,9 +57,10 @@ class Ticket:
     def release(self) -> None:
         if not self.is_released:
             self.is_released = True
-            self.queue._release(self)
+            self.queue.leave(self)
 
-    def _grant(self) -> None:
+    def grant(self) -> None:
+        """Its turn has come; called by the queue."""
         self.is_granted = True
         if self._granted is not None and not self._granted.done():
             self._granted.set_result(None)
@@ -73,7 +75,7 @@ class Admission:
         self.max_queue = max_queue
         self.ahead = max(1, parallel // 4) if ahead is None else ahead
         self.num_reserved = 0  # requests that hold a place, waiting or not
-        self._running = 0
+        self.num_running = 0  # sequences handed to the engine
         self._waiting: list[Ticket] = []
         self._per_client: Counter[str] = Counter()
         self._served: dict[str, int] = {}  # client -> number of its last grant
@@ -84,11 +86,6 @@ class Admission:
     def num_waiting(self) -> int:
         """Requests that the engine has not seen yet."""
         return len(self._waiting)
-
-    @property
-    def num_running(self) -> int:
-        """Sequences handed to the engine."""
-        return self._running
 
     def reserve(self, client: str, *, priority: int = 0, cost: int = 1, deadline: float | None = None) -> Ticket:
         """A place for a request. Raises ApiError 429 when there is none."""
@@ -106,19 +103,23 @@ class Admission:
                 retry_after=1 + min(4, self.max_queue // max(1, 4 * self.parallel)),
             )  # fmt: skip
 
-    def _enqueue(self, ticket: Ticket) -> None:
+    def enter(self, ticket: Ticket) -> None:
+        """Wait for a turn, or have it at once."""
         self._waiting.append(ticket)
         self._grant()
 
     def _grant(self) -> None:
-        while self._waiting and self._running < self.parallel + self.ahead:
+        while self._waiting and self.num_running < self.parallel + self.ahead:
             ticket = min(self._waiting, key=self._order)
             self._waiting.remove(ticket)
-            self._running += ticket.cost
+            self.num_running += ticket.cost
             self._per_client[ticket.client] += ticket.cost
             self._grants += 1
-            self._remember(ticket.client)
-            ticket._grant()
+            self._served.pop(ticket.client, None)
+            self._served[ticket.client] = self._grants
+            if len(self._served) > MAX_CLIENTS:
+                del self._served[next(iter(self._served))]
+            ticket.grant()
 
     def _order(self, ticket: Ticket) -> tuple[float, ...]:
         return (
@@ -129,24 +130,14 @@ class Admission:
             ticket.number,
         )
 
-    def _remember(self, client: str) -> None:
-        self._served.pop(client, None)
-        self._served[client] = self._grants
-        if len(self._served) > MAX_CLIENTS:
-            del self._served[next(iter(self._served))]
-
-    def _release(self, ticket: Ticket) -> None:
+    def leave(self, ticket: Ticket) -> None:
+        """Give a place back, whether or not its turn has come."""
         self.num_reserved -= not ticket.is_part
         if ticket.is_granted:
-            self._running -= ticket.cost
+            self.num_running -= ticket.cost
             self._per_client[ticket.client] -= ticket.cost
             if self._per_client[ticket.client] <= 0:
                 del self._per_client[ticket.client]
         elif ticket in self._waiting:
             self._waiting.remove(ticket)
         self._grant()
-
-
-def late() -> ApiError:
-    """The deadline a client gave passed before its answer began."""
-    return ApiError(503, "The deadline passed before the answer began.", "timeout_error", "deadline_exceeded")

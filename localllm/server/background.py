@@ -7,7 +7,6 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from localllm.llm.llm import LLM
 
@@ -39,14 +38,14 @@ class BackgroundServer:
         """
         sock = bind(options)
         self.url = url_of(sock)
+        self._ended = ended
         self._pool = ModelPool.holding(llm, names)
         self._pool.models()
+        self._service = Service(self._pool, options.service)
+        self._server = make_server(self._service, options.app)
         self._loop = asyncio.new_event_loop()
-        self._server: Any = None
-        self._service: Service | None = None
-        self._ended = ended
         self._ending: asyncio.Task[None] | None = None
-        self._thread = threading.Thread(target=self._run, args=(sock, options), name="endpoint", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(sock,), name="endpoint", daemon=True)
         self._thread.start()
 
     @property
@@ -64,32 +63,17 @@ class BackgroundServer:
 
     # --- in the thread -----------------------------------------------------------------------------------------------
 
-    def _run(self, sock: socket.socket, options: ServeOptions) -> None:
+    def _run(self, sock: socket.socket) -> None:
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-                runner.run(self._serve(sock, options))
+                runner.run(self._server.serve(sockets=[sock]))
         except Exception:
             log.exception("the endpoint ended")
         finally:
+            self._service.close()
             sock.close()
             self._pool.close(0)
-            if self._ended is not None:
-                self._ended(self)
-
-    async def _serve(self, sock: socket.socket, options: ServeOptions) -> None:
-        service = self._service = Service(self._pool, options.service)
-        self._server = make_server(service, options.app)
-        try:
-            await self._server.serve(sockets=[sock])
-        finally:
-            service.close()
+            self._ended(self)
 
     def _begin_to_end(self) -> None:
-        if self._ending is None:
-            self._ending = self._loop.create_task(self._end())
-
-    async def _end(self) -> None:
-        while self._server is None:  # asked to stop before it began
-            await asyncio.sleep(0.01)
-        assert self._service is not None
-        await drain(self._service, self._server, 0.0)
+        self._ending = self._ending or self._loop.create_task(drain(self._service, self._server, 0.0))

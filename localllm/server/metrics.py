@@ -19,7 +19,6 @@ from prometheus_client.core import CounterMetricFamily as CounterFamily
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from localllm.llm.llm import LLM
 from localllm.llm.outputs import OutputDelta
 from localllm.request import SamplingParams
 
@@ -116,10 +115,10 @@ class Gaps:
         self._counts[bisect_left(GAPS, seconds)] += count
         self._sum += seconds * count
 
-    def add_to(self, family: HistogramMetricFamily, model: str) -> None:
+    def row(self, model: str) -> tuple[list[str], list[tuple[str, int]], float]:
+        """Labels, buckets and sum."""
         bounds = (*(str(float(bound)) for bound in GAPS), "+Inf")
-        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
-        family.add_metric([model], buckets, self._sum)
+        return [model], list(zip(bounds, accumulate(self._counts), strict=True)), self._sum
 
 
 class RequestMeter:
@@ -211,45 +210,44 @@ class _Engines(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        generated = CounterFamily("vllm:generation_tokens", "Tokens generated.", labels=MODEL)
-        for name, number in self._metrics.generated.items():
-            generated.add_metric([name], number)
+        rows = [([name], number) for name, number in self._metrics.generated.items()]
+        yield _family(CounterFamily, "vllm:generation_tokens", "Tokens generated.", rows)
+        gaps = [gaps.row(name) for name, gaps in self._metrics.gaps.items()]
         itl = "vllm:inter_token_latency_seconds"
-        between = HistogramMetricFamily(itl, "Between two tokens of an answer.", labels=MODEL)
-        for name, gaps in self._metrics.gaps.items():
-            gaps.add_to(between, name)
-        yield from (generated, between)
+        yield _family(HistogramMetricFamily, itl, "Between two tokens of an answer.", gaps)
         models = self._pool.awake()
         stats = {name: llm.stats() for name, llm in models}
         for family, table in ((GaugeMetricFamily, GAUGES), (CounterFamily, COUNTERS)):
             for title, (text, read) in table.items():
-                shown = family(title, text, labels=MODEL)
-                for name, one in stats.items():
-                    shown.add_metric([name], read(one))
-                yield shown
-        steps = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of a step.", labels=MODEL)
-        for name, one in stats.items():
-            steps.add_metric([name], list(one.step_tokens.buckets()), one.step_tokens.total)
-        loaded = GaugeMetricFamily("localllm:models_loaded", "Models in memory.")
-        loaded.add_metric([], len(models))
-        yield from (steps, loaded, *self._waiting(stats), self._caches(models))
-
-    def _waiting(self, stats: dict[str, Any]) -> Iterator[Metric]:
-        waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Requests that wait for their turn.", labels=MODEL)
+                yield _family(family, title, text, [([name], read(one)) for name, one in stats.items()])
+        steps = [([name], list(one.step_tokens.buckets()), one.step_tokens.total) for name, one in stats.items()]
+        yield _family(HistogramMetricFamily, "vllm:iteration_tokens_total", "Tokens of a step.", steps)
+        gauge = partial(_family, GaugeMetricFamily)
+        yield gauge("localllm:models_loaded", "Models in memory.", [([], len(models))], labels=())
+        waiting = {
+            name: one.num_waiting + (self._queues[name].num_waiting if name in self._queues else 0)
+            for name, one in stats.items()
+        }
+        text = "Requests that wait for their turn."
+        yield gauge("vllm:num_requests_waiting", text, [([name], number) for name, number in waiting.items()])
+        reasons = [
+            ([name, reason], number if reason == "capacity" else 0)
+            for name, number in waiting.items()
+            for reason in ("capacity", "deferred")
+        ]
         text = "What they wait for: here it is always room."
-        reasons = GaugeMetricFamily("vllm:num_requests_waiting_by_reason", text, labels=(*MODEL, "reason"))
-        for name, one in stats.items():
-            queue = self._queues.get(name)
-            num_waiting = one.num_waiting + (queue.num_waiting if queue else 0)
-            waiting.add_metric([name], num_waiting)
-            reasons.add_metric([name, "capacity"], num_waiting)
-            reasons.add_metric([name, "deferred"], 0)
-        yield from (waiting, reasons)
-
-    def _caches(self, models: Sequence[tuple[str, LLM]]) -> Metric:
+        yield gauge("vllm:num_requests_waiting_by_reason", text, reasons, labels=(*MODEL, "reason"))
         labels = (*MODEL, "block_size", "cache_dtype", "num_gpu_blocks", "enable_prefix_caching")
-        info = GaugeMetricFamily("vllm:cache_config_info", "How keys and values are kept.", labels=labels)
-        for name, llm in models:
-            plan, cached = llm.plan, str(llm.plan.prefix_cache).lower()
-            info.add_metric([name, str(plan.page_size), plan.kv, str(sum(plan.num_pages)), cached], 1)
-        return info
+        caches = [
+            ([name, str(p.page_size), p.kv, str(sum(p.num_pages)), str(p.prefix_cache).lower()], 1)
+            for name, p in ((name, llm.plan) for name, llm in models)
+        ]
+        yield gauge("vllm:cache_config_info", "How keys and values are kept.", caches, labels=labels)
+
+
+def _family(kind: Any, name: str, text: str, rows: Iterable[Any], labels: Sequence[str] = MODEL) -> Metric:
+    """A metric with these rows: the values of its labels, then its value, or its buckets and their sum."""
+    made: Metric = kind(name, text, labels=labels)
+    for row in rows:
+        made.add_metric(*row)  # type: ignore[attr-defined]
+    return made

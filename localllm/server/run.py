@@ -115,12 +115,11 @@ def _listening(sock: socket.socket, where: str, fix: str) -> Iterator[None]:
     try:
         yield
         sock.listen(BACKLOG)
-    except OSError as error:
+    except (OSError, ServerError) as error:
         sock.close()
+        if isinstance(error, ServerError):
+            raise
         raise ServerError(f"cannot listen on {where}: {error.strerror or error}", fix) from error
-    except ServerError:
-        sock.close()
-        raise
 
 
 def serve(pool: ModelPool, options: ServeOptions, hooks: Hooks) -> bool:
@@ -162,15 +161,13 @@ async def _run(sock: socket.socket, pool: ModelPool, options: ServeOptions, hook
     service.is_loading = bool(options.preload)
     server = make_server(service, options.app)
     url = url_of(sock)
-    running = asyncio.ensure_future(server.serve(sockets=[sock]))
     try:
         with _signals(service, server, options.drain_s, hooks):
             hooks.listening(url)
-            loading = asyncio.ensure_future(_preload(service, options.preload))
+            loading = asyncio.ensure_future(_preload(service, options.preload, server, hooks, url))
             watch = asyncio.ensure_future(_watch(service, server, hooks))
-            loading.add_done_callback(lambda task: _loaded(task, service, server, hooks, url))
             try:
-                await running
+                await server.serve(sockets=[sock])
             finally:
                 watch.cancel()
                 loading.cancel()
@@ -215,20 +212,17 @@ def url_of(sock: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-async def _preload(service: Service, names: tuple[str, ...]) -> None:
-    for name in names:
-        model = await service.find(name)
-        (await service.lease(model)).release()
+async def _preload(service: Service, names: tuple[str, ...], server: Any, hooks: Hooks, url: str) -> None:
+    try:
+        for name in names:
+            model = await service.find(name)
+            (await service.lease(model)).release()
+    except Exception:
+        server.should_exit = True
+        raise
     gc.freeze()  # what stays for as long as the server runs: nobody waits while it is looked through
     service.is_loading = False
-
-
-def _loaded(task: asyncio.Task[None], service: Service, server: Any, hooks: Hooks, url: str) -> None:
-    if task.cancelled():
-        return
-    if task.exception() is not None:
-        server.should_exit = True
-    elif not service.is_draining:
+    if not service.is_draining:
         hooks.ready(url, service)
 
 

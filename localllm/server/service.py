@@ -115,15 +115,13 @@ class Service:
     async def find(self, asked: str | None) -> ServedModel:
         """The model a request means. Raises ApiError or ModelNotFound, 404."""
         name = asked if asked is not None else self.options.default_model
-        known = self.pool.known(name) if name else None
-        if known is not None:
-            return known
-        if not name:
-            models = await self.models()
-            if not models:
-                raise ApiError(404, "No model is on this machine.", code="model_not_found", param="model")
-            return models[0]
-        return await self.in_thread(lambda: self.pool.find(name))
+        if name:
+            known = self.pool.known(name)
+            return known if known is not None else await self.in_thread(lambda: self.pool.find(name))
+        models = await self.models()
+        if not models:
+            raise ApiError(404, "No model is on this machine.", code="model_not_found", param="model")
+        return models[0]
 
     # --- readiness ---------------------------------------------------------------------------------------------------
 
