@@ -29,7 +29,7 @@ def create_app(service: Service, options: AppOptions | None = None) -> Any:
     app.state.tells_details = options.loopback and not options.api_keys
     app.openapi = cache(document)  # type: ignore[method-assign]
     for route in ROUTES:  # plain routes: FastAPI's own would check and convert everything a second time
-        app.router.add_route(route.path, route.endpoint, methods=[route.method])
+        app.router.add_route(route.path, route.__call__, methods=[route.method])
     for kind in (LocalLLMError, HTTPException, Exception):
         app.add_exception_handler(kind, _on_error)
     keys = [key.encode() for key in options.api_keys]

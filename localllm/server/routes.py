@@ -11,12 +11,13 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from localllm._version import __version__
 from localllm.server.anthropic import messages as anthropic
 from localllm.server.anthropic.schemas import CountRequest, MessagesRequest
 from localllm.server.anthropic.schemas import renamed as anthropic_renamed
+from localllm.server.body import read_body
 from localllm.server.errors import Rename, is_anthropic
 from localllm.server.ollama import routes as ollama
 from localllm.server.ollama import schemas as ollama_bodies
@@ -37,13 +38,22 @@ class Route:
 
     method: str
     path: str  # `{name:path}` takes slashes, too
-    endpoint: Callable[[Request], Awaitable[Response]]
+    endpoint: Callable[..., Awaitable[Response | dict[str, Any]]]  # of the request, and of its body where it has one
     body: type[BaseModel] | None = None
     answer: tuple[str, ...] = ()  # keys that a JSON answer always has
     streams: str = ""  # the media type of a streamed answer
     media: str = "application/json"
     # refused while the queue is full, before anything is read; not Ollama's, which also unload models
     needs_room: bool = False
+    for_owner: bool = False  # only the owner's token opens it, a key does not
+
+    async def __call__(self, request: Request) -> Response:
+        """Answer. Raises LocalLLMError, ClientLeft."""
+        if self.for_owner:
+            status.check_owner(request)
+        body = () if self.body is None else (await read_body(request, self.body),)
+        answer = await self.endpoint(request, *body)
+        return JSONResponse(answer) if isinstance(answer, dict) else answer
 
 
 SSE = "text/event-stream"
@@ -88,15 +98,15 @@ ROUTES: tuple[Route, ...] = (
     Route("POST", "/api/show", ollama.show, ollama_bodies.ShowRequest, ("details", "model_info")),
     Route("GET", "/api/tags", ollama.tags, None, ("models",)),
     Route("GET", "/api/ps", ollama.running, None, ("models",)),
-    Route("GET", "/api/version", ollama.api_version, None, ("version",)),
+    Route("GET", "/api/version", status.version, None, ("version",)),
     Route("GET", "/", status.root, None, ("name", "version", "apis")),
     Route("GET", "/health", status.health, None, ("status",)),
     Route("GET", "/ping", status.ping),
     Route("GET", "/version", status.version, None, ("version",)),
     Route("GET", "/metrics", status.metrics, media="text/plain"),
-    Route("GET", "/localllm/ps", status.processes, None, ("models",)),
-    Route("POST", "/localllm/unload", status.unload, status.ModelRequest, ("model", "done")),
-    Route("POST", "/localllm/park", status.park, status.ModelRequest, ("model", "done")),
+    Route("GET", "/localllm/ps", status.processes, None, ("models",), for_owner=True),
+    Route("POST", "/localllm/unload", status.unload, status.ModelRequest, ("model", "done"), for_owner=True),
+    Route("POST", "/localllm/park", status.park, status.ModelRequest, ("model", "done"), for_owner=True),
 )
 
 

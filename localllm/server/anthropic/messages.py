@@ -7,13 +7,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from localllm.errors import LocalLLMError
 from localllm.llm.outputs import CompletionOutput, OutputDelta
 from localllm.request import FinishReason, Usage
 from localllm.server.anthropic.schemas import CountRequest, MessagesRequest, renamed, to_chat
-from localllm.server.body import read_body
 from localllm.server.errors import anthropic_body
 from localllm.server.openai.output import new_id
 from localllm.server.openai.reading import read_chat, read_conversation
@@ -32,20 +31,18 @@ def _failed(error: LocalLLMError) -> bytes:
 ANTHROPIC_EVENTS = StreamFormat(_failed)
 
 
-async def messages(request: Request) -> Response:
+async def messages(request: Request, body: MessagesRequest) -> Response:
     """Answer a conversation."""
-    body = await read_body(request, MessagesRequest)
     return await reply(request, read_chat(to_chat(body)), MessageRendering, ANTHROPIC_EVENTS)
 
 
-async def count_tokens(request: Request) -> Response:
+async def count_tokens(request: Request, body: CountRequest) -> dict[str, Any]:
     """How many tokens a conversation has."""
     service = service_of(request)
-    body = await read_body(request, CountRequest)
     conversation = read_conversation(to_chat(body))
     async with unless_left(request.receive), service.reserve(request, body.model) as reservation:
         (ids,) = await service.encode(reservation.llm, conversation)
-    return JSONResponse({"input_tokens": len(ids)})
+    return {"input_tokens": len(ids)}
 
 
 def _message(model: str) -> dict[str, Any]:

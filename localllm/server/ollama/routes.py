@@ -6,76 +6,53 @@ import datetime
 import hashlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from localllm._version import __version__
 from localllm.llm.outputs import OutputDelta, add_tool_call
 from localllm.request import FinishReason, Timing, Usage
-from localllm.server.body import read_body
 from localllm.server.errors import openai_body
 from localllm.server.ollama import schemas
 from localllm.server.openai.embeddings import MAX_TEXTS, pooled_texts, unit
 from localllm.server.openai.reading import read_chat, read_completion, split_prompts
 from localllm.server.openai.schemas import ChatRequest, CompletionRequest
 from localllm.server.reply import StreamFormat, line, reply, unless_left
-from localllm.server.served_model import ServedModel
+from localllm.server.response_stream import AsyncResponseStream
+from localllm.server.served_model import MAX_TTL_S, ServedModel
 from localllm.server.service import Reservation, service_of
 
 OLLAMA_LINES = StreamFormat(
     lambda error: line({"error": openai_body(error)["error"]["message"]}), media_type="application/x-ndjson", ping=b""
 )
-# (texts by kind, tool calls) -> the fields of a line that show them
-Fields = Callable[[dict[str, str], list[dict[str, str]]], dict[str, Any]]
 
 
-async def chat(request: Request) -> Response:
+async def chat(request: Request, body: schemas.OllamaChatRequest) -> Response | dict[str, Any]:
     """Answer a conversation; streamed unless told otherwise."""
-    body = await read_body(request, schemas.OllamaChatRequest)
     if not body.messages:
         return await _load_or_unload(request, body, {"message": {"role": "assistant", "content": ""}})
-    return await _answer(request, body, schemas.chat_of(body), _chat_fields)
+    return await _answer(request, body, schemas.chat_of(body))
 
 
-async def generate(request: Request) -> Response:
+async def generate(request: Request, body: schemas.OllamaGenerateRequest) -> Response | dict[str, Any]:
     """Answer a prompt, through the model's template or raw."""
-    body = await read_body(request, schemas.OllamaGenerateRequest)
     schemas.check_generate(body)
     if not body.prompt:
         return await _load_or_unload(request, body, {"response": ""})
-    return await _answer(request, body, schemas.generate_of(body), _generate_fields)
+    return await _answer(request, body, schemas.generate_of(body))
 
 
-def _chat_fields(texts: dict[str, str], calls: list[dict[str, str]]) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": texts.get("content", "")}
-    if texts.get("reasoning"):
-        message["thinking"] = texts["reasoning"]
-    if calls:
-        message["tool_calls"] = [
-            {"function": {"name": c["name"], "arguments": json.loads(c["arguments"] or "{}")}} for c in calls
-        ]
-    return {"message": message}
-
-
-def _generate_fields(texts: dict[str, str], calls: list[dict[str, str]]) -> dict[str, Any]:
-    fields: dict[str, Any] = {"response": texts.get("content", "")}
-    return fields | ({"thinking": texts["reasoning"]} if texts.get("reasoning") else {})
-
-
-async def _answer(
-    request: Request, body: schemas.Asked, asked: ChatRequest | CompletionRequest, fields: Fields
-) -> Response:
+async def _answer(request: Request, body: schemas.Asked, asked: ChatRequest | CompletionRequest) -> Response:
     keep, started = schemas.keep_alive_s(body.keep_alive), time.monotonic()
     generation = read_chat(asked) if isinstance(asked, ChatRequest) else read_completion(asked)
 
     def render(reservation: Reservation) -> LineRendering:
         if keep != "default":
             service_of(request).pool.keep(reservation.model.name, keep)
-        return LineRendering(reservation, body.model, fields, started)
+        return LineRendering(reservation.stream, body, started)
 
     return await reply(request, generation, render, OLLAMA_LINES)
 
@@ -84,23 +61,30 @@ async def _answer(
 class LineRendering:
     """One answer, whole or as lines; `started` on the monotonic clock."""
 
-    reservation: Reservation
-    model: str
-    fields: Fields
+    stream: AsyncResponseStream
+    body: schemas.Asked
     started: float
     calls: list[dict[str, str]] = field(default_factory=list)
 
     async def whole(self) -> dict[str, Any]:
-        outputs = await self.reservation.stream.outputs()
-        (one,) = outputs[0].completions
-        end = _end(one.finish_reason, outputs[0].usage, outputs[0].timing, self.started)
+        (output,) = await self.stream.outputs()
+        (one,) = output.completions
+        end = _end(one.finish_reason, output.usage, output.timing, self.started)
         return self._line({"content": one.text, "reasoning": one.reasoning}, one.tool_calls) | end
 
     def chunks(self) -> AsyncIterator[bytes]:
-        return self.reservation.stream.rendered(self._lines)
+        return self.stream.rendered(self._lines)
 
     def _line(self, texts: dict[str, str], calls: list[dict[str, str]]) -> dict[str, Any]:
-        return _head(self.model) | self.fields(texts, calls)
+        """What shows these texts by kind, and calls."""
+        content = texts.get("content", "")
+        more: dict[str, Any] = {"thinking": texts["reasoning"]} if texts.get("reasoning") else {}
+        if not isinstance(self.body, schemas.OllamaChatRequest):
+            return _head(self.body.model) | {"response": content} | more
+        if calls:
+            named = ((call["name"], json.loads(call["arguments"] or "{}")) for call in calls)
+            more["tool_calls"] = [{"function": {"name": name, "arguments": values}} for name, values in named]
+        return _head(self.body.model) | {"message": {"role": "assistant", "content": content} | more}
 
     def _lines(self, number: int, delta: OutputDelta) -> list[bytes]:
         lines = []
@@ -132,45 +116,41 @@ def _end(reason: FinishReason | None, usage: Usage, timing: Timing, started: flo
     }  # fmt: skip
 
 
-async def _load_or_unload(request: Request, body: schemas.Asked, empty: dict[str, Any]) -> Response:
+async def _load_or_unload(request: Request, body: schemas.Asked, empty: dict[str, Any]) -> dict[str, Any]:
     """A request without anything to answer loads the model, or with keep_alive 0 unloads it."""
     service = service_of(request)
     keep = schemas.keep_alive_s(body.keep_alive)
     model = await service.find(body.model)
     if keep == 0:
         service.pool.keep(model.name, 0.0)
-        return JSONResponse(_head(body.model) | empty | {"done": True, "done_reason": "unload"})
+        return _head(body.model) | empty | {"done": True, "done_reason": "unload"}
     async with unless_left(request.receive), service.reserve(request, body.model):
         if keep != "default":
             service.pool.keep(model.name, keep)
-    return JSONResponse(_head(body.model) | empty | {"done": True, "done_reason": "load"})
+    return _head(body.model) | empty | {"done": True, "done_reason": "load"}
 
 
-async def embed(request: Request) -> Response:
+async def embed(request: Request, body: schemas.OllamaEmbedRequest) -> dict[str, Any]:
     """One vector per text, of length 1."""
     service = service_of(request)
-    body = await read_body(request, schemas.OllamaEmbedRequest)
     texts = split_prompts(body.input, "input", MAX_TEXTS)
     started = time.monotonic()
     async with unless_left(request.receive), service.reserve(request, body.model) as reservation:
         truncate = body.truncate is not False  # Ollama's default
         vectors, count = await pooled_texts(service, reservation, texts, "mean", "input", truncate=truncate)
     took = _ns(time.monotonic() - started)
-    return JSONResponse(
-        {
-            "model": body.model, "embeddings": [unit(v).tolist() for v in vectors], "total_duration": took,
-            "load_duration": 0, "prompt_eval_count": count, "pooling": "mean",
-        }
-    )  # fmt: skip
+    return {
+        "model": body.model, "embeddings": [unit(v).tolist() for v in vectors], "total_duration": took,
+        "load_duration": 0, "prompt_eval_count": count, "pooling": "mean",
+    }  # fmt: skip
 
 
-async def tags(request: Request) -> Response:
+async def tags(request: Request) -> dict[str, Any]:
     """The models on this machine."""
-    service = service_of(request)
-    return JSONResponse({"models": [_tag(model) for model in await service.models()]})
+    return {"models": [_tag(model) for model in await service_of(request).models()]}
 
 
-async def running(request: Request) -> Response:
+async def running(request: Request) -> dict[str, Any]:
     """The models in memory."""
     service = service_of(request)
     rows = []
@@ -178,39 +158,31 @@ async def running(request: Request) -> Response:
         model = service.pool.known(row.name)
         if model is None or row.llm is None:
             continue
-        expires = time.time() + row.expires_in_s if row.expires_in_s is not None else time.time() + 10 * 365 * 86400
+        expires = time.time() + (MAX_TTL_S if row.expires_in_s is None else row.expires_in_s)
         size = row.llm.resident_bytes
         on_gpu = size if row.llm.plan.device != "cpu" and row.llm.is_awake else 0
         rows.append(
             _tag(model)
             | {"size": size, "size_vram": on_gpu, "expires_at": _iso(expires), "context_length": row.llm.plan.ctx}
         )
-    return JSONResponse({"models": rows})
+    return {"models": rows}
 
 
-async def show(request: Request) -> Response:
+async def show(request: Request, body: schemas.ShowRequest) -> dict[str, Any]:
     """What a model is."""
     service = service_of(request)
-    body = await read_body(request, schemas.ShowRequest)
     model = await service.find(body.model or body.name)
     arch = model.architecture
     llm = service.pool.llm_of(model.name)
-    return JSONResponse(
-        {
-            "modelfile": "", "parameters": "", "template": (llm.tokenizer.chat_template or "") if llm else "",
-            "license": model.license, "details": _details(model), "modified_at": _iso(model.modified),
-            "model_info": {
-                "general.architecture": arch, "general.parameter_count": model.params,
-                f"{arch}.context_length": model.max_context,
-            },
-            "capabilities": ["completion", "embedding", *(["tools"] if model.chat else [])],
-        }
-    )  # fmt: skip
-
-
-async def api_version(request: Request) -> Response:
-    """Our version; clients ask for it to see whether somebody is there."""
-    return JSONResponse({"version": __version__})
+    return {
+        "modelfile": "", "parameters": "", "template": (llm.tokenizer.chat_template or "") if llm else "",
+        "license": model.license, "details": _details(model), "modified_at": _iso(model.modified),
+        "model_info": {
+            "general.architecture": arch, "general.parameter_count": model.params,
+            f"{arch}.context_length": model.max_context,
+        },
+        "capabilities": ["completion", "embedding", *(["tools"] if model.chat else [])],
+    }  # fmt: skip
 
 
 def _tag(model: ServedModel) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from starlette.responses import Response
 
 from localllm.llm.outputs import CompletionOutput, OutputDelta, RequestOutput, add_usage
 from localllm.request import TokenLogprob, Usage
-from localllm.server.body import read_body
 from localllm.server.openai.output import (
     TokenNames,
     finish_name,
@@ -27,15 +26,13 @@ from localllm.server.reply import EVENTS, data, dumps, reply
 from localllm.server.service import Reservation
 
 
-async def chat_completions(request: Request) -> Response:
+async def chat_completions(request: Request, body: ChatRequest) -> Response:
     """Answer a conversation, whole or streamed."""
-    body = await read_body(request, ChatRequest)
     return await reply(request, read_chat(body), lambda reservation: ChatRendering(reservation, body), EVENTS)
 
 
-async def completions(request: Request) -> Response:
+async def completions(request: Request, body: CompletionRequest) -> Response:
     """Complete one or more prompts, whole or streamed."""
-    body = await read_body(request, CompletionRequest)
     asked = read_completion(body)
     return await reply(request, asked, lambda reservation: CompletionRendering(reservation, body), EVENTS)
 

@@ -13,12 +13,10 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 
 from localllm.errors import LocalLLMError
 from localllm.llm.outputs import OutputDelta
 from localllm.request import FinishReason, SamplingParams, TokenEvent
-from localllm.server.body import read_body
 from localllm.server.errors import ApiError, invalid
 from localllm.server.metrics import RequestMeter
 from localllm.server.openai.output import new_id
@@ -76,9 +74,8 @@ class RerankRequest(Pooled):
     return_documents: StrictBool | None = None
 
 
-async def embeddings(request: Request) -> Response:
+async def embeddings(request: Request, body: EmbeddingRequest) -> dict[str, Any]:
     """One vector per text."""
-    body = await read_body(request, EmbeddingRequest)
     texts = split_prompts(body.input, "input", MAX_TEXTS)
     vectors, facts = await _vectors(request, body, texts, "input")
     data = []
@@ -89,12 +86,11 @@ async def embeddings(request: Request) -> Response:
         if body.encoding_format == "base64":
             shown = base64.b64encode(short.astype("<f4").tobytes()).decode()
         data.append({"object": "embedding", "index": index, "embedding": shown})
-    return JSONResponse({"object": "list", "data": data, **facts})
+    return {"object": "list", "data": data, **facts}
 
 
-async def score(request: Request) -> Response:
+async def score(request: Request, body: ScoreRequest) -> dict[str, Any]:
     """How near texts are to each other: pairs, or one against many."""
-    body = await read_body(request, ScoreRequest)
     first_name = "text_1" if body.queries is None else "queries"
     second_name = "text_2" if body.documents is None else "documents"
     first, second = _list(getattr(body, first_name), first_name), _list(getattr(body, second_name), second_name)
@@ -105,12 +101,11 @@ async def score(request: Request) -> Response:
     scores = [_cosine(ones[0 if len(ones) == 1 else i], other) for i, other in enumerate(others)]
     data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)]
     head = {"id": new_id("score"), "object": "list", "created": service_of(request).created}
-    return JSONResponse({**head, "data": data, "method": METHOD, **facts})
+    return {**head, "data": data, "method": METHOD, **facts}
 
 
-async def rerank(request: Request) -> Response:
+async def rerank(request: Request, body: RerankRequest) -> dict[str, Any]:
     """Documents by how near they are to a query, the nearest first."""
-    body = await read_body(request, RerankRequest)
     texts = [d.text if isinstance(d, Document) else d for d in body.documents]
     vectors, facts = await _vectors(request, body, [body.query, *texts], "documents")
     scores = [_cosine(vectors[0], other) for other in vectors[1:]]
@@ -121,7 +116,7 @@ async def rerank(request: Request) -> Response:
         if body.return_documents is not False:
             row["document"] = {"text": texts[i]}
         results.append(row)
-    return JSONResponse({"id": new_id("rerank"), "results": results, "method": METHOD, **facts})
+    return {"id": new_id("rerank"), "results": results, "method": METHOD, **facts}
 
 
 async def _vectors(

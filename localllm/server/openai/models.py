@@ -5,24 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 
 from localllm.server.served_model import ServedModel
 from localllm.server.service import Service, service_of
 
 
-async def models(request: Request) -> Response:
+async def models(request: Request) -> dict[str, Any]:
     """Every model, and its aliases."""
     service = service_of(request)
     data = [_json(service, model, name) for model in await service.models() for name in model.ids]
-    return JSONResponse({"object": "list", "data": data})
+    return {"object": "list", "data": data}
 
 
-async def model(request: Request) -> Response:
+async def model(request: Request) -> dict[str, Any]:
     """One model by its id, slashes and all."""
     service = service_of(request)
     name = request.path_params["model_id"]
-    return JSONResponse(_json(service, await service.find(name), name))
+    return _json(service, await service.find(name), name)
 
 
 def _json(service: Service, model: ServedModel, name: str) -> dict[str, Any]:

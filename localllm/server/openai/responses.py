@@ -6,9 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from localllm.server.body import read_body
 from localllm.server.errors import ApiError, invalid
 from localllm.server.openai import responses_schemas as schemas
 from localllm.server.openai.reading import read_chat
@@ -18,10 +17,9 @@ from localllm.server.reply import StreamFormat, reply
 from localllm.server.service import Reservation, Service, service_of
 
 
-async def create_response(request: Request) -> Response:
+async def create_response(request: Request, body: schemas.ResponsesRequest) -> Response:
     """Answer, with what an earlier response left as its beginning."""
     service = service_of(request)
-    body = await read_body(request, schemas.ResponsesRequest)
     schemas.refuse(body)
     items = [*_earlier(service, body), *_named(service, schemas.input_items(body))]
     asked = replace(read_chat(schemas.to_chat(body, items)), shortens=body.truncation == "auto")
@@ -73,33 +71,31 @@ def _stored(request: Request) -> Stored:
     return found
 
 
-async def get_response(request: Request) -> Response:
+async def get_response(request: Request) -> dict[str, Any]:
     """A response by its id."""
-    return JSONResponse(_stored(request).response)
+    return _stored(request).response
 
 
-async def delete_response(request: Request) -> Response:
+async def delete_response(request: Request) -> dict[str, Any]:
     """Forget a response."""
     response_id = _stored(request).response["id"]
     service_of(request).responses.remove(response_id)
-    return JSONResponse({"id": response_id, "object": "response.deleted", "deleted": True})
+    return {"id": response_id, "object": "response.deleted", "deleted": True}
 
 
-async def list_input_items(request: Request) -> Response:
+async def list_input_items(request: Request) -> dict[str, Any]:
     """What a response was asked with, the newest first."""
     stored = _stored(request)
     items = [{"id": f"{stored.response['id']}_{i}", **item} for i, item in enumerate(stored.input_items)]
     if request.query_params.get("order") != "asc":
         items.reverse()
-    return JSONResponse(
-        {
-            "object": "list", "data": items, "first_id": items[0]["id"] if items else None,
-            "last_id": items[-1]["id"] if items else None, "has_more": False,
-        }
-    )  # fmt: skip
+    return {
+        "object": "list", "data": items, "first_id": items[0]["id"] if items else None,
+        "last_id": items[-1]["id"] if items else None, "has_more": False,
+    }  # fmt: skip
 
 
-async def cancel_response(request: Request) -> Response:
+async def cancel_response(request: Request) -> dict[str, Any]:
     """Only background responses can be cancelled, and there are none: leaving the connection ends a response."""
     _stored(request)
     raise invalid("This response does not run in the background.", "response_id", "invalid_value")

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from pydantic import StrictStr
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from localllm._version import __version__
-from localllm.server.body import read_body
 from localllm.server.errors import ApiError
 from localllm.server.openai.schemas import Body
 from localllm.server.service import service_of
@@ -20,13 +21,13 @@ from localllm.server.service import service_of
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-async def root(request: Request) -> Response:
+async def root(request: Request) -> dict[str, Any]:
     """Who answers here, and where its APIs begin; what Ollama's clients look at first."""
     apis = {"openai": "/v1", "anthropic": "/v1/messages", "ollama": "/api", "openapi": "/openapi.json"}
-    return JSONResponse({"name": "localllm", "version": __version__, "apis": apis})
+    return {"name": "localllm", "version": __version__, "apis": apis}
 
 
-async def health(request: Request) -> Response:
+async def health(request: Request) -> dict[str, Any]:
     """200 while requests are taken, 503 with the reason otherwise.
 
     `?details` adds what runs how, where no key is needed anyway; elsewhere /localllm/ps tells the owner.
@@ -39,23 +40,22 @@ async def health(request: Request) -> Response:
             {"model": name, "truth_line": llm.run_summary, "warnings": llm.state().warnings}
             for name, llm in service.pool.awake()
         ]
-    return JSONResponse(answer)
+    return answer
 
 
-async def ping(request: Request) -> Response:
+async def ping(request: Request) -> dict[str, Any]:
     """200 as long as the process answers at all."""
-    return JSONResponse({})
+    return {}
 
 
-async def version(request: Request) -> Response:
+async def version(request: Request) -> dict[str, Any]:
     """The program's version."""
-    return JSONResponse({"version": __version__})
+    return {"version": __version__}
 
 
 async def metrics(request: Request) -> Response:
     """Counters and gauges for Prometheus."""
-    service = service_of(request)
-    return Response(service.metrics.text(), headers={"content-type": METRICS_TYPE})
+    return Response(service_of(request).metrics.text(), headers={"content-type": METRICS_TYPE})
 
 
 # --- for the owner: `localllm ps` and `stop`; only the owner's token opens these routes, a key does not ---------------
@@ -67,10 +67,9 @@ class ModelRequest(Body):
     model: StrictStr
 
 
-async def processes(request: Request) -> Response:
+async def processes(request: Request) -> dict[str, Any]:
     """The loaded models, with what they hold and do."""
     service = service_of(request)
-    _check_owner(request)
     rows = []
     for row in service.pool.loaded():
         facts: dict[str, Any] = {
@@ -88,29 +87,26 @@ async def processes(request: Request) -> Response:
                 facts["running"] = llm.stats().num_running
                 facts |= {"truth_line": llm.run_summary, "warnings": llm.state().warnings}
         rows.append(facts)
-    return JSONResponse({"models": rows, "draining": service.is_draining, "decode_tps": service.metrics.decode_tps})
+    return {"models": rows, "draining": service.is_draining, "decode_tps": service.metrics.decode_tps}
 
 
-async def unload(request: Request) -> Response:
+async def unload(request: Request, body: ModelRequest) -> dict[str, Any]:
     """Unload a model when its requests have ended."""
-    return await _wish(request, "unload")
+    return await _done(request, body, service_of(request).pool.unload)
 
 
-async def park(request: Request) -> Response:
+async def park(request: Request, body: ModelRequest) -> dict[str, Any]:
     """Put a model to sleep when its requests have ended."""
-    return await _wish(request, "park")
+    return await _done(request, body, service_of(request).pool.sleep)
 
 
-async def _wish(request: Request, what: str) -> Response:
-    service = service_of(request)
-    _check_owner(request)
-    body = await read_body(request, ModelRequest)
-    model = await service.find(body.model)
-    future = service.pool.unload(model.name) if what == "unload" else service.pool.sleep(model.name)
-    return JSONResponse({"model": model.name, "done": await asyncio.wrap_future(future)})
+async def _done(request: Request, body: ModelRequest, command: Callable[[str], Future[bool]]) -> dict[str, Any]:
+    model = await service_of(request).find(body.model)
+    return {"model": model.name, "done": await asyncio.wrap_future(command(model.name))}
 
 
-def _check_owner(request: Request) -> None:
+def check_owner(request: Request) -> None:
+    """Raise ApiError 401 for whoever does not have the owner's token."""
     token = request.app.state.token
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     if not token or scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), token.encode()):

@@ -7,10 +7,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 
 from localllm.llm.llm import LLM
-from localllm.server.body import checked, read_body
+from localllm.server.body import checked
 from localllm.server.errors import invalid
 from localllm.server.generation import Conversation
 from localllm.server.openai.output import TokenNames
@@ -44,10 +43,9 @@ class DetokenizeRequest(Body):
     tokens: Annotated[list[StrictInt], Field(fail_fast=True, max_length=MAX_TOKENS)]
 
 
-async def tokenize(request: Request) -> Response:
+async def tokenize(request: Request, body: TokenizeRequest) -> dict[str, Any]:
     """Text, or a conversation, as token ids."""
     service = service_of(request)
-    body = await read_body(request, TokenizeRequest)
     given = [name for name in ("prompt", "messages", "content") if getattr(body, name) is not None]
     if len(given) != 1:
         what = "one of prompt, messages and content is needed"
@@ -60,8 +58,7 @@ async def tokenize(request: Request) -> Response:
         llm = reservation.llm
         work = partial(_tokens, llm, body, conversation)
         size = len(body.prompt or body.content or "")
-        result = await (service.text_work(size, work) if conversation is None else service.in_thread(work))
-    return JSONResponse(result)
+        return await (service.text_work(size, work) if conversation is None else service.in_thread(work))
 
 
 def _tokens(llm: LLM, body: TokenizeRequest, conversation: Conversation | None) -> dict[str, Any]:
@@ -80,10 +77,9 @@ def _tokens(llm: LLM, body: TokenizeRequest, conversation: Conversation | None) 
     return {"count": len(ids), "max_model_len": llm.plan.ctx, "tokens": ids, "token_strs": strings}
 
 
-async def detokenize(request: Request) -> Response:
+async def detokenize(request: Request, body: DetokenizeRequest) -> dict[str, Any]:
     """Token ids as text, under both names that clients look for."""
     service = service_of(request)
-    body = await read_body(request, DetokenizeRequest)
     async with unless_left(request.receive), service.reserve(request, body.model) as reservation:
         llm = reservation.llm
         for token in body.tokens:
@@ -92,16 +88,15 @@ async def detokenize(request: Request) -> Response:
                 raise invalid(f"tokens holds {str(token)[:40]}, there are {known}.", "tokens")
         decode = llm.tokenizer.decode
         text = await service.text_work(len(body.tokens), lambda: decode(body.tokens, skip_special=False))
-    return JSONResponse({"prompt": text, "content": text})
+    return {"prompt": text, "content": text}
 
 
-async def apply_template(request: Request) -> Response:
+async def apply_template(request: Request, body: ChatRequest) -> dict[str, Any]:
     """A conversation as the text the model reads: {"prompt": ...}."""
     service = service_of(request)
-    body = await read_body(request, ChatRequest)
     conversation = read_conversation(body)
     async with unless_left(request.receive), service.reserve(request, body.model) as reservation:
         llm = reservation.llm
         (ids,) = await service.encode(llm, conversation)
         text = llm.tokenizer.decode(ids, skip_special=False)
-    return JSONResponse({"prompt": text})
+    return {"prompt": text}
