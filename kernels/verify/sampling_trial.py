@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import sampling
 from ..sampling import Sampled, SamplingInputs, sample
-from .trial import compare, tried
+from .trial import compare, first_error
 
 SampleOp = Callable[[Tensor, SamplingInputs, bool], Sampled]
 GREEDY_ROWS = 4  # plain, biased, masked, penalized
@@ -79,11 +79,9 @@ def sampler_error(run: SampleOp, vocab: int, device: str) -> str:
         return "" if bool(inside.all()) else f"rows of NaN gave {found.token_ids.tolist()}"
 
     rows = GREEDY_ROWS + len(RANDOM)
-    for name, call in (
+    cases = (
         ("rows that cut", partial(differs, True, rows)),
         ("rows that do not", partial(differs, False, GREEDY_ROWS)),
         ("rows of NaN", damaged),
-    ):
-        if said := tried(name, call):
-            return said
-    return ""
+    )
+    return first_error(cases)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..embedding import Embedding
 from ..layer_weights import HeadWeights, LayerCall
-from ..registry import OPS, OUTER_OPS, Impl, LinearFacts, choose
+from ..registry import OPS, Impl, LinearFacts, choose
 from ..segments import KernelTable
 from ..table import PLAIN, implementations, kernel_table
 from ..weight import Weight
@@ -58,7 +58,7 @@ class SelfTest:
 
     def table(self, shapes: ModelShapes, disabled: frozenset[str] = frozenset()) -> KernelTable:
         """The kernel table of a model whose ops all passed."""
-        for op in (*OPS, *OUTER_OPS):
+        for op in OPS:
             while True:
                 impl = choose(implementations(op), shapes.facts, disabled | self.disabled).impl
                 if impl in PLAIN[op] or self._passed(impl.key, shapes.key, partial(op_error, op, impl.run, shapes)):

@@ -52,12 +52,12 @@ def compare(found: Tensor, wanted: Tensor, tolerance: float) -> str:
     return ""
 
 
-# what a launch that never ran says; the next one may run
 def compare_all(found: Iterable[Tensor], wanted: Iterable[Tensor], tolerance: float) -> str:
     """The first difference of several."""
     return next((said for a, b in zip(found, wanted, strict=True) if (said := compare(a, b, tolerance))), "")
 
 
+# what a launch that never ran says; the next one may run
 REFUSED = (
     "out of memory", "out of resource", "too many resources", "invalid argument", "invalid configuration",
     "invalid device function", "no kernel image",
@@ -107,24 +107,28 @@ def tried(name: str, call: Callable[[], str]) -> str:
     return f"{name}: {found}" if found else ""
 
 
+def first_error(cases: Iterable[tuple[str, Callable[[], str]]]) -> str:
+    """What the first case that fails says; (name, call) each."""
+    return next((said for name, call in cases if (said := tried(name, call))), "")
+
+
 def op_error(op: str, run: Callable[..., Any], shapes: ModelShapes) -> str:
     """Nothing, or what is wrong with `run` as op `op` on these shapes."""
     tolerance = TOLERANCE[shapes.facts.dtype]
     if op == "kv_write":
         tolerance = max(tolerance, KV_SLACK[shapes.facts.kv_format])
 
-    def differs(make: Callable[[], tuple[Any, ...]]) -> str:
+    def differs(arguments: tuple[Any, ...]) -> str:
         with torch.inference_mode():
-            ours, theirs = make(), make()
+            ours, theirs = (  # each with pages of its own
+                [copied(part) if isinstance(part, KVPages) else part for part in arguments] for _ in range(2)
+            )
             found, wanted = run(*ours), REFERENCES[op](*theirs)
             if found is None:
                 return compare_all(numbers(ours[2]), numbers(theirs[2]), tolerance)
             return compare(found, wanted, tolerance)
 
-    for case in op_cases(op, shapes):
-        if said := tried(case.name, partial(differs, case.make)):
-            return said
-    return ""
+    return first_error((name, partial(differs, arguments)) for name, arguments in op_cases(op, shapes))
 
 
 def linear_error(impl: Impl, facts: LinearFacts, weight: Weight, prepared: Any) -> str:
@@ -144,10 +148,9 @@ def linear_error(impl: Impl, facts: LinearFacts, weight: Weight, prepared: Any) 
                 return f"shape {list(y.shape)} instead of {[count, n]}"
             return compare(y[:, rows.to(device)], x.double() @ values.T, tolerance)
 
-    for count in LINEAR_TOKENS.get(device.type, LINEAR_TOKENS["cuda"]):
-        if said := tried(f"{facts.form}{facts.block_type} {n} x {k}, {count} tokens", partial(differs, count)):
-            return said
-    return ""
+    counts = LINEAR_TOKENS.get(device.type, LINEAR_TOKENS["cuda"])
+    form = f"{facts.form}{facts.block_type}"
+    return first_error((f"{form} {n} x {k}, {count} tokens", partial(differs, count)) for count in counts)
 
 
 def _products(*linears: Linear) -> str:

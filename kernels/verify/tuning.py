@@ -2,8 +2,8 @@
 
 A kernel with choices asks `tuner().pick(...)` at launch. It gets the winner that was measured on this card, else the
 first of its candidates, which runs at once; the others are timed later, in idle moments (`tune`), and the winner is
-kept per card, driver, Triton and shape (`records.py`). Candidates come from the kernel, at most eight, ordered by what
-a model expects of them (bytes, occupancy, shared memory).
+kept per card, driver, Triton and shape (`records.py`). Candidates come from the kernel, at most eight, the expected
+best first.
 
     shape = Shape("linear_gemv", (n, k, group_size))
     tile = tuner().pick(shape, candidates, trial)        # {"block_n": 64, "num_warps": 4, ...}
@@ -49,32 +49,14 @@ class Shape(NamedTuple):
         return f"{self.op}:{','.join(str(part) for part in self.key)}"
 
 
-class StartingPoint(NamedTuple):
-    """A tile that was the best on one card: the first candidate on cards like it."""
-
-    op: str
-    capability: int  # compute capability as 90, 120
-    key: tuple[int | str, ...]
-    tile: Tile
-    card: str  # where it was measured
-
-
+# (compute capability as 90, shape) -> the best tile of one card, the first candidate on cards like it, and that card.
 # Filled from `localllm tune --json` on real cards, never by guess; candidates of a kernel stand beside the kernel.
-STARTING_POINTS: tuple[StartingPoint, ...] = ()
+STARTING_POINTS: dict[tuple[int, Shape], tuple[Tile, str]] = {}
 
 
 def is_measured(capability: int) -> bool:
     """Whether any starting point comes from a card of this compute capability."""
-    return any(point.capability == capability for point in STARTING_POINTS)
-
-
-@dataclass(slots=True)
-class Job:
-    """A shape in use whose candidates were not timed yet."""
-
-    shape: Shape
-    candidates: tuple[Tile, ...]
-    trial: Trial
+    return any(known == capability for known, _ in STARTING_POINTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +77,7 @@ class Tuner:
     records: Records | None = None
     capability: int = 0
     _picked: dict[Shape, Tile] = field(default_factory=dict)
-    _jobs: dict[Shape, Job] = field(default_factory=dict)
+    _jobs: dict[Shape, tuple[tuple[Tile, ...], Trial]] = field(default_factory=dict)  # not timed yet
 
     def use(self, records: Records, capability: int = 0) -> None:
         """Take the winners of this card; what was picked before is looked up again."""
@@ -110,13 +92,12 @@ class Tuner:
     def _first(self, shape: Shape, candidates: Sequence[Tile], trial: Trial | None) -> Tile:
         if not candidates:
             raise ValueError(f"{shape.name} has no candidates")
-        here = (p for p in STARTING_POINTS if p[:3] == (shape.op, self.capability, shape.key))
-        start = next((dict(point.tile) for point in here), None)
-        kept = tuple(sorted(candidates[:MAX_CANDIDATES], key=lambda tile: dict(tile) != start))
+        start, _ = STARTING_POINTS.get((self.capability, shape), ({}, ""))
+        kept = tuple(sorted(candidates[:MAX_CANDIDATES], key=lambda tile: tile != start))
         known = self.records.get(shape.name) if self.records is not None else None
-        winner = next((tile for tile in kept if known is not None and dict(tile) == known.get("tile")), None)
+        winner = next((tile for tile in kept if known is not None and tile == known.get("tile")), None)
         if winner is None and trial is not None and len(kept) > 1:
-            self._jobs[shape] = Job(shape, kept, trial)
+            self._jobs[shape] = kept, trial
         self._picked[shape] = winner if winner is not None else kept[0]
         return self._picked[shape]
 
@@ -135,7 +116,7 @@ class Tuner:
         measure: Callable[[Callable[[], object]], float],
         budget_s: float = BUDGET_S,
         stop: Callable[[], bool] = lambda: False,
-        told: Callable[[Tuned], None] = lambda tuned: None,
+        on_tuned: Callable[[Tuned], None] = lambda tuned: None,
     ) -> list[Tuned]:
         """Time the waiting shapes until `budget_s` is over or `stop` says so; winners are used from the next launch.
 
@@ -145,58 +126,55 @@ class Tuner:
         """
         ends = time.monotonic() + budget_s
         results: list[Tuned] = []
-        for job in list(self._jobs.values()):
-            tuned = self._tune_one(job, measure, lambda: stop() or time.monotonic() >= ends)
+        for shape in list(self._jobs):
+            tuned = self._tune_one(shape, measure, lambda: stop() or time.monotonic() >= ends)
             if tuned is None:
                 break
             results.append(tuned)
-            told(tuned)
+            on_tuned(tuned)
         if self.records is not None:
             self.records.save()
         return results
 
     def _tune_one(
-        self, job: Job, measure: Callable[[Callable[[], object]], float], stop: Callable[[], bool]
+        self, shape: Shape, measure: Callable[[Callable[[], object]], float], stop: Callable[[], bool]
     ) -> Tuned | None:
+        candidates, trial = self._jobs[shape]
         times: list[tuple[float, Tile]] = []
         failed: list[str] = []
         first_result: object = None
-        for tile in job.candidates:
+        for tile in candidates:
             if stop():
                 return None
             try:
-                call = job.trial(tile)
+                call = trial(tile)
                 result = call()
-                if not times:
-                    first_result = _copied(result)
+                if not times:  # kept: the next launch overwrites it
+                    first_result = result.clone() if isinstance(result, torch.Tensor) else result
                 elif reason := _disagreement(result, first_result):
                     failed.append(f"{dict(tile)}: {reason}")
                     continue
                 times.append((measure(call), tile))
             except Exception as error:  # too much shared memory, a compiler's refusal: the others are still good
                 failed.append(f"{dict(tile)}: {type(error).__name__}: {str(error)[:120]}")
-        del self._jobs[job.shape]
+        del self._jobs[shape]
         if not times:
-            return Tuned(job.shape, job.candidates[0], 0.0, 0.0, tuple(failed))
+            return Tuned(shape, candidates[0], 0.0, 0.0, tuple(failed))
         first_s, first = times[0]
         best_s, best = min(times, key=lambda entry: entry[0])
         if best_s > WORTH * first_s:
             best_s, best = first_s, first
-        self._picked[job.shape] = best
+        self._picked[shape] = best
         if self.records is not None:
-            self.records.put(job.shape.name, {"tile": dict(best), "us": best_s * 1e6, "first_us": first_s * 1e6})
-        return Tuned(job.shape, best, best_s * 1e6, first_s * 1e6, tuple(failed))
-
-
-def _copied(result: object) -> object:
-    """A result that the next launch does not overwrite."""
-    return result.clone() if isinstance(result, torch.Tensor) else result
+            self.records.put(shape.name, {"tile": dict(best), "us": best_s * 1e6, "first_us": first_s * 1e6})
+        return Tuned(shape, best, best_s * 1e6, first_s * 1e6, tuple(failed))
 
 
 def _disagreement(found: object, wanted: object) -> str:
     """How a tensor differs from that of the first candidate; nothing is said of anything else."""
-    both = isinstance(found, torch.Tensor) and isinstance(wanted, torch.Tensor)
-    return compare(found, wanted, AGREEMENT) if both else ""  # type: ignore[arg-type]
+    if isinstance(found, torch.Tensor) and isinstance(wanted, torch.Tensor):
+        return compare(found, wanted, AGREEMENT)
+    return ""
 
 
 @cache
