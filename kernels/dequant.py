@@ -105,12 +105,14 @@ def stored_rows(weight: Weight, rows: slice | Tensor) -> Tensor:
 
 def dequantize_rows(weight: Weight, rows: slice | Tensor) -> Tensor:
     """float32 [len(rows), K] of the rows a slice or an index tensor names: the embedding's gather, too."""
-    out = stored_rows(weight, rows)
-    if weight.perm is not None:
-        out = out[:, torch.argsort(weight.perm)]
-    if weight.pre_scale is not None:
-        out = out * weight.pre_scale.float()
-    return out
+    return natural(stored_rows(weight, rows), weight.perm, weight.pre_scale)
+
+
+def natural(rows: Tensor, perm: Tensor | None, pre_scale: Tensor | None) -> Tensor:
+    """Stored rows with their columns in natural order and `pre_scale` folded in."""
+    if perm is not None:
+        rows = rows[:, torch.argsort(perm)]
+    return rows if pre_scale is None else rows * pre_scale.float()
 
 
 def dequantize(weight: Weight) -> Tensor:

@@ -8,7 +8,6 @@ Passed over when a dtype was asked for by name. A row's result does not depend o
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -42,38 +41,8 @@ class Int4Pack(NamedTuple):
         return sum(t.nbytes for t in self if isinstance(t, Tensor))
 
 
-@lru_cache(maxsize=1)
-def layout() -> tuple[int, Tensor] | None:
-    """How this CPU interleaves the codes: (rows of a block, source row of each nibble), or None when not recognised.
-
-    Row numbers are packed as codes, one hexadecimal digit at a time, and read back; random codes then confirm it.
-    """
-    columns = 32
-    numbers = torch.arange(BLOCK_ROWS, dtype=torch.int32)
-    codes = torch.arange(BLOCK_ROWS * columns, dtype=torch.int32).mul_(40503).bitwise_right_shift_(7).bitwise_and_(15)
-    for rows in (64, 32, 16):
-        digits = [
-            unpack_nibbles(_convert(digit.view(-1, 1).repeat(1, columns)).flatten()[: rows // 2])
-            for digit in (numbers & 15, numbers >> 4)
-        ]
-        source = digits[0].int() + 16 * digits[1].int()
-        if sorted(source.tolist()) != list(range(rows)):
-            continue
-        q = codes.view(BLOCK_ROWS, columns)
-        if torch.equal(unpack_codes(_convert(q), q.shape, rows, source), q.to(torch.uint8)):
-            return rows, source
-    return None
-
-
 def _convert(codes: Tensor) -> Tensor:
     return torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int().contiguous(), 1)
-
-
-def unpack_codes(packed: Tensor, shape: tuple[int, ...], rows: int, source: Tensor) -> Tensor:
-    """u8 [N, K]: blocks of `rows` rows, column after column, each column's nibbles in the order `source`."""
-    n, k = shape
-    nibbles = unpack_nibbles(packed.view(n // rows, k, rows // 2))  # [blocks, K, rows]
-    return nibbles[..., torch.argsort(source)].transpose(1, 2).reshape(n, k)
 
 
 def _fits(facts: LinearFacts) -> str | None:
@@ -88,7 +57,7 @@ def _fits(facts: LinearFacts) -> str | None:
         return f"group size must be one of {', '.join(map(str, GROUP_SIZES))}, not {facts.group_size}"
     if n % BLOCK_ROWS or k % facts.group_size:
         return f"shape {n}x{k} is not a multiple of {BLOCK_ROWS}x{facts.group_size}"
-    return None if layout() else "this CPU packs the codes in an unknown order"
+    return None
 
 
 def _prepare(weight: Weight) -> Int4Pack:

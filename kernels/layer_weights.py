@@ -51,11 +51,10 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """An RMSNorm: weight [dim], and what is added to it."""
+    """An RMSNorm: weight [dim]."""
 
     weight: Tensor
     eps: float
-    offset: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ QUERY_ROWS = 16  # Rows of a query tile: as many query tokens as fit, times the 
 SCORE_LIMIT = 1 << 20
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """y = x / sqrt(mean(x², -1) + eps) · (offset + weight), computed in float32.
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """y = x / sqrt(mean(x², -1) + eps) · weight, computed in float32.
 
     x       [..., dim]   f32 | bf16 | f16
     weight  [dim]        any float type
@@ -29,8 +29,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     """
     wide = x.float()
     scale = (wide * wide).mean(-1, keepdim=True).add_(eps).sqrt_().reciprocal_()
-    gain = weight.float() if offset == 0.0 else weight.float() + offset
-    return (wide * scale).mul_(gain).to(x.dtype)
+    return (wide * scale).mul_(weight.float()).to(x.dtype)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:

@@ -12,7 +12,6 @@ from typing import Any
 
 # what segments are composed of, besides `linear`
 OPS = ("rms_norm", "rope", "silu_mul", "gelu_tanh_mul", "kv_write", "paged_attention")
-OUTER_OPS = ("embedding",)  # around the layers: in no `KernelTable`
 SEGMENTS = ("attn_in", "attention", "attn_out", "mlp", "head", "decoder", "step")  # each after those it is composed of
 
 
@@ -73,7 +72,7 @@ def _has_no_weights(_given: Any) -> Any:
 class Impl:
     """One way to compute an op or a segment.
 
-    op       one of OPS, OUTER_OPS, SEGMENTS, or "linear"
+    op       one of OPS, SEGMENTS, or "linear"
     fits     facts -> None, or the reason why not
     run      an op: as its reference; a segment: the composed one, to fall back on, then what `KernelTable` says;
              linear: (x [num_tokens, K], prepared, bias [N] | None) -> [num_tokens, N], dtype of x

@@ -22,7 +22,7 @@ from . import reference
 from .embedding import Embedding
 from .kv_pages import KVPages
 from .layer_weights import AttentionWeights, HeadWeights, LayerCall, MlpWeights, Norm, Stepped, View
-from .registry import OPS, OUTER_OPS, SEGMENTS
+from .registry import OPS, SEGMENTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class KernelTable:
 
 
 def _normed(rms_norm: Callable[..., Tensor], x: Tensor, norm: Norm) -> Tensor:
-    return rms_norm(x, norm.weight, norm.eps, norm.offset)
+    return rms_norm(x, norm.weight, norm.eps)
 
 
 def _added(rms_norm: Callable[..., Tensor], x: Tensor, out: Tensor, post_norm: Norm | None) -> Tensor:
@@ -195,7 +195,7 @@ def composed(segment: str, runs: Mapping[str, Callable[..., Any]]) -> Callable[.
 
 
 def _references() -> dict[str, Callable[..., Any]]:
-    runs: dict[str, Callable[..., Any]] = {op: getattr(reference, op) for op in (*OPS, *OUTER_OPS)}
+    runs: dict[str, Callable[..., Any]] = {op: getattr(reference, op) for op in OPS}
     for segment in SEGMENTS:
         runs[segment] = composed(segment, runs)
     return runs

@@ -8,14 +8,14 @@ from functools import partial
 from .cpu import ops as cpu
 from .dense_linear import DENSE, DENSE_BF16, DENSE_TILED, REFERENCE
 from .int4pack import INT4PACK
-from .registry import OPS, OUTER_OPS, SEGMENTS, Impl, OpFacts, choose, fits_always
+from .registry import OPS, SEGMENTS, Impl, OpFacts, choose, fits_always
 from .segments import REFERENCES, KernelTable, composed
 from .triton import ops as triton
 
 # in PyTorch alone; the last of each fits everything: the reference, or the composed segment
 PLAIN: Mapping[str, tuple[Impl, ...]] = {
     "linear": (INT4PACK, DENSE_BF16, DENSE, DENSE_TILED, REFERENCE),
-    **{op: (Impl(op, "torch", fits_always, REFERENCES[op]),) for op in (*OPS, *OUTER_OPS)},
+    **{op: (Impl(op, "torch", fits_always, REFERENCES[op]),) for op in OPS},
     **{name: (Impl(name, "composed", fits_always, REFERENCES[name]),) for name in SEGMENTS},
 }
 BACK_ENDS = (cpu.IMPLS, triton.IMPLS, PLAIN)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from localllm.errors import BadModelFile, DeviceError, OutOfMemory, UnsupportedModel
-from localllm.kernels import LinearFacts, OpFacts, Weight, choose, rope
+from localllm.kernels import LinearFacts, OpFacts, Weight, choose, reference, rope
 from localllm.kernels.embedding import Embedding, is_plain_table, weight_rows
 from localllm.kernels.layer_weights import AttentionWeights, HeadWeights, Linear, LinearPart, MlpWeights, Norm
 from localllm.kernels.table import implementations, kernel_table
@@ -160,9 +160,8 @@ class Loading:
             if shared is not None:
                 return Embedding(shared, self.facts.embedding_scale, dtype, nbytes=0, prepared=part.prepared)
         weight = self.owned(weight)
-        impl = choose(implementations("embedding"), self.op_facts(), self.options.disabled | self.wrong).impl
-        if impl.name != "torch" and is_plain_table(weight):  # scaled and cast by the lookup itself
-            rows = partial(impl.run, table=weight.qweight, scale=self.facts.embedding_scale, dtype=dtype)
+        if is_plain_table(weight):  # one launch where there is nothing to scale
+            rows = partial(reference.embedding, table=weight.qweight, scale=self.facts.embedding_scale, dtype=dtype)
             return Embedding(rows, 1.0, dtype, nbytes=weight.nbytes)
         return Embedding(weight_rows(weight), self.facts.embedding_scale, dtype, nbytes=weight.nbytes)
 

@@ -98,7 +98,7 @@ class Model:
     def normed(self, hidden: Tensor) -> Tensor:
         """Rows of `forward` -> float32 [rows, hidden] after the last norm: what embeddings are pooled from."""
         norm = self.head.norm
-        return rms_norm(hidden.float(), norm.weight.float(), norm.eps, norm.offset)
+        return rms_norm(hidden.float(), norm.weight.float(), norm.eps)
 
     def reserve_positions(self, length: int) -> None:
         """Let the RoPE tables grow for sequences of this length now: what is captured must not."""

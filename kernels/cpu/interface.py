@@ -62,7 +62,7 @@ class CSource(ctypes.Structure):
 class CNorm(ctypes.Structure):
     """`ll_norm`."""
 
-    _fields_ = [("weight", c_void_p), *_each(c_double, "eps offset")]
+    _fields_ = [("weight", c_void_p), ("eps", c_double)]
 
 
 class CLinear(ctypes.Structure):
@@ -126,7 +126,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ll_pack": (c_int64, (c_void_p, c_void_p)),
     "ll_unpack": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p)),
     "ll_attention": (c_int64, (c_void_p,)),
-    "ll_rms_norm": (None, (c_void_p, *[c_int64] * 4, c_void_p, c_double, c_double, c_void_p)),
+    "ll_rms_norm": (None, (c_void_p, *[c_int64] * 4, c_void_p, c_double, c_void_p)),
     "ll_activate": (None, (c_void_p, c_int64, c_int64, c_int64, c_void_p)),
     "ll_rope": (None, (c_void_p, *[c_int64] * 4, c_void_p, c_void_p, c_int64, c_int64, c_void_p)),
     "ll_kv_write": (None, (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p)),

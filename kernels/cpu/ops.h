@@ -8,8 +8,8 @@
 #include "activations.h"
 #include "kv.h"
 
-/* y[i] = x[i] / sqrt(mean(x^2) + eps) * (offset + weight[i]) */
-static void norm_row(const float *x, const float *weight, float eps, float offset, int64_t dim, float *y)
+/* y[i] = x[i] / sqrt(mean(x^2) + eps) * weight[i] */
+static void norm_row(const float *x, const float *weight, float eps, int64_t dim, float *y)
 {
     vf sums[4];
     float tail = 0.0f;
@@ -25,8 +25,8 @@ static void norm_row(const float *x, const float *weight, float eps, float offse
     const float total = vf_sum((sums[0] + sums[1]) + (sums[2] + sums[3])) + tail;
     const float scale = 1.0f / sqrtf(total / (float)dim + eps);
     for (i = 0; i + VW <= dim; i += VW)
-        vf_store(y + i, vf_load(x + i) * vf_set1(scale) * (vf_load(weight + i) + vf_set1(offset)));
-    for (; i < dim; i++) y[i] = x[i] * scale * (weight[i] + offset);
+        vf_store(y + i, vf_load(x + i) * vf_set1(scale) * vf_load(weight + i));
+    for (; i < dim; i++) y[i] = x[i] * scale * weight[i];
 }
 
 /* y = act(gate) * up; gate_up holds both, dim each */
@@ -77,7 +77,7 @@ typedef struct {
     const float *x, *weight, *cos, *sin;
     float *y;
     int64_t inner, dim, stride, half; /* rows [outer][inner][dim], `stride` floats between outer ones */
-    float eps, offset;
+    float eps;
     int flag; /* gelu, interleaved */
 } row_job;
 
@@ -86,7 +86,7 @@ static void norm_rows(void *arg, int64_t begin, int64_t end, int thread)
     (void)thread;
     const row_job *j = arg;
     for (int64_t i = begin; i < end; i++)
-        norm_row(j->x + i / j->inner * j->stride + i % j->inner * j->dim, j->weight, j->eps, j->offset, j->dim, j->y + i * j->dim);
+        norm_row(j->x + i / j->inner * j->stride + i % j->inner * j->dim, j->weight, j->eps, j->dim, j->y + i * j->dim);
 }
 
 static void activate_rows(void *arg, int64_t begin, int64_t end, int thread)
@@ -126,9 +126,9 @@ static void run_rows_alone(task_fn fn, row_job *job, int64_t rows)
 }
 
 /* x [outer][inner][dim], outer ones `stride` floats apart -> y contiguous */
-void ll_rms_norm(const float *x, int64_t outer, int64_t inner, int64_t dim, int64_t stride, const float *weight, double eps, double offset, float *y)
+void ll_rms_norm(const float *x, int64_t outer, int64_t inner, int64_t dim, int64_t stride, const float *weight, double eps, float *y)
 {
-    row_job job = {.x = x, .weight = weight, .y = y, .inner = inner, .dim = dim, .stride = stride, .eps = (float)eps, .offset = (float)offset};
+    row_job job = {.x = x, .weight = weight, .y = y, .inner = inner, .dim = dim, .stride = stride, .eps = (float)eps};
     run_rows_alone(norm_rows, &job, outer * inner);
 }
 

@@ -50,12 +50,12 @@ def _checked(x: Tensor, name: str) -> Tensor:
     return x
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As `reference.rms_norm`; with three dimensions tokens of x may be strided."""
     out = torch.empty(x.shape)
     x, outer, inner, stride = _rows(_checked(x, "x"))
     weight = weight.float().contiguous()
-    lib().ll_rms_norm(x.data_ptr(), outer, inner, x.shape[-1], stride, weight.data_ptr(), eps, offset, out.data_ptr())
+    lib().ll_rms_norm(x.data_ptr(), outer, inner, x.shape[-1], stride, weight.data_ptr(), eps, out.data_ptr())
     return out
 
 

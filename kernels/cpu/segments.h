@@ -12,7 +12,7 @@
 
 typedef struct {
     const float *weight; /* NULL: no norm */
-    double eps, offset;
+    double eps;
 } ll_norm;
 
 typedef struct {
@@ -37,7 +37,7 @@ typedef struct {
 
 static void norm_into(const ll_norm *norm, const float *x, int64_t m, int64_t dim, float *y)
 {
-    row_job job = {.x = x, .weight = norm->weight, .y = y, .inner = 1, .dim = dim, .stride = dim, .eps = (float)norm->eps, .offset = (float)norm->offset};
+    row_job job = {.x = x, .weight = norm->weight, .y = y, .inner = 1, .dim = dim, .stride = dim, .eps = (float)norm->eps};
     run_rows(norm_rows, &job, m);
 }
 
@@ -54,7 +54,7 @@ static void norm_onto_rows(void *arg, int64_t begin, int64_t end, int thread)
     const norm_onto_job *j = arg;
     for (int64_t i = begin; i < end; i++) {
         float *spare = j->spare + i * j->dim, *x = j->x + i * j->dim;
-        norm_row(spare, j->norm->weight, (float)j->norm->eps, (float)j->norm->offset, j->dim, spare);
+        norm_row(spare, j->norm->weight, (float)j->norm->eps, j->dim, spare);
         for (int64_t d = 0; d < j->dim; d++) x[d] += spare[d];
     }
 }
@@ -96,7 +96,7 @@ static void split_tokens(void *arg, int64_t begin, int64_t end, int thread)
             const float *from = row + h * dim;
             float *to = h < heads ? j->q + (t * heads + h) * dim : head;
             if (norm->weight) {
-                norm_row(from, norm->weight, (float)norm->eps, (float)norm->offset, dim, to);
+                norm_row(from, norm->weight, (float)norm->eps, dim, to);
                 from = to;
             }
             rope_head(from, cos, sin, half, dim, (int)l->interleaved, to);

@@ -355,7 +355,7 @@ def _norm(norm: Norm | None, kept: list[Any]) -> CNorm:
         return CNorm()
     weight = norm.weight.float().contiguous()
     kept.append(weight)
-    return CNorm(weight.data_ptr(), norm.eps, norm.offset)
+    return CNorm(weight.data_ptr(), norm.eps)
 
 
 def _linear(linear: Linear, kept: list[Any]) -> CLinear | None:

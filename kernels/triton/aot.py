@@ -1,5 +1,6 @@
 """The table of kernels compiled ahead of time for every card, made in child processes without TRITON_INTERPRET.
 
+Shared memory, registers, spills and matrix instructions are read from what was compiled; no card need be there.
 `python -P -m localllm.kernels.triton.aot CAPABILITY...` prints one JSON row a line; `table` runs it and collects.
 """
 
@@ -8,15 +9,37 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
+from typing import Any, TypedDict
 
-from .aot_cases import all_specs
-from .aot_spec import KernelRow, KernelSpec, compile_spec, complaint
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from .aot_cases import KernelSpec, all_specs
 from .cards import CLASSES
+
+HINT = ":16"
+
+
+class KernelRow(TypedDict):
+    """A row of `localllm.kernels/1`."""
+
+    op: str
+    capability: int
+    impl: str
+    reason: str  # empty, or why there is no such kernel
+    shared_bytes: int
+    registers: int
+    spill_bytes: int
+    mma: str  # the matrix instructions it uses, as in the PTX; empty for none
 
 
 def shard(specs: Sequence[KernelSpec], index: int, count: int) -> list[KernelSpec]:
@@ -67,20 +90,98 @@ def table(
     return sorted(rows, key=lambda row: capabilities.index(row["capability"]))
 
 
+def compile_spec(spec: KernelSpec, capability: int) -> KernelRow:
+    """Build `spec` for compute capability `capability` (as 90): what it needs, or the reason why it cannot be built."""
+    row = KernelRow(
+        op=spec.label, capability=capability, impl=spec.impl, reason=spec.reason,
+        shared_bytes=0, registers=0, spill_bytes=0, mma="",
+    )  # fmt: skip
+    if spec.launch is None:
+        return row
+    try:
+        compiled = build(spec, capability)
+    except Exception as error:  # whatever the compiler raises is the reason
+        row["reason"] = f"does not compile: {_last_line(error)}"
+        return row
+    if spec.launch.subnormals and re.search(r"\b(?:fma|mul|add|sub)(?:\.rn)?\.ftz\.f32", compiled.asm["ptx"]):
+        row["reason"] = "compiled to instructions that flush subnormal numbers"
+    row["shared_bytes"] = int(compiled.metadata.shared)
+    row["registers"], row["spill_bytes"] = resource_usage(compiled.asm["cubin"])
+    row["mma"] = matrix_instructions(compiled.asm["ptx"])
+    return row
+
+
+def complaint(spec: KernelSpec, row: KernelRow) -> str:
+    """What is wrong with a kernel as it was compiled; empty when nothing is."""
+    capability = row["capability"]
+    name = f"sm_{capability} {spec.label} ({spec.impl})"
+    if row["reason"] != spec.reason:
+        return f"{name}: {row['reason']}"
+    there = CLASSES[capability].shared_bytes
+    if row["shared_bytes"] > there:
+        return f"{name}: {row['shared_bytes']} bytes of shared memory, the card has {there}"
+    if spec.decode and capability >= 80 and row["spill_bytes"]:
+        return f"{name}: a decoding kernel with {row['spill_bytes']} bytes of spills or local memory a thread"
+    if spec.expect_mma not in row["mma"]:
+        return f"{name}: expected {spec.expect_mma}, found {row['mma'] or 'no matrix instruction'}"
+    return ""
+
+
+def build(spec: KernelSpec, capability: int) -> Any:
+    """The compiled kernel (`asm`, `metadata`). Raises what Triton raises."""
+    launch = spec.launch
+    assert launch is not None
+    names, types = launch.kernel.arg_names, launch.signature
+    missing = [n for n in names if n not in types and n not in launch.constexprs]
+    unknown = [n for n in (*types, *launch.constexprs) if n not in names]
+    if missing or unknown:
+        raise ValueError(f"{spec.label}: arguments without a type {missing}, unknown {unknown}")
+    signature = {n: types.get(n, "constexpr").removesuffix(HINT) for n in names}
+    attrs = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types.get(n, "").endswith(HINT)}
+    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=dict(launch.constexprs), attrs=attrs)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(launch.options))
+
+
+@cache
+def _cuobjdump() -> str:
+    assert triton.__file__ is not None
+    return str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
+
+
+def resource_usage(cubin: bytes) -> tuple[int, int]:
+    """(registers a thread, bytes of stack and local memory a thread) of a compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [_cuobjdump(), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = {name: max(map(int, re.findall(rf"\b{name}:(\d+)", text))) for name in ("REG", "STACK", "LOCAL")}
+    return found["REG"], found["STACK"] + found["LOCAL"]
+
+
+def matrix_instructions(ptx: str) -> str:
+    """The distinct matrix instructions of a kernel, without operands, comma separated."""
+    found = re.findall(r"\b((?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)[\w.:]*)", ptx)
+    return ", ".join(sorted(set(found)))
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1][:200] if lines else ''}"
+
+
 def main() -> None:
     """Compile one part for the capabilities named, one JSON row a line."""
     parser = argparse.ArgumentParser(prog="aot", description=main.__doc__)
     parser.add_argument("capability", type=int, nargs="+")
     parser.add_argument("--part", type=int, nargs=3, default=(0, 1, 1), metavar=("INDEX", "COUNT", "STRIDE"))
-    parser.add_argument("--only", default="", help="kernels whose op and shape class contain this")
     parser.add_argument("--check", action="store_true", help="fail where a kernel is not as it must be")
     parser.add_argument("--may-differ", default="", help="but not for kernels whose op and shape class contain this")
     args = parser.parse_args()
     complaints: list[str] = []
     index, count, stride = args.part
     for place, capability in enumerate(args.capability):
-        specs = [spec for spec in all_specs(capability) if args.only in spec.label]
-        for spec in shard(specs, index + place * stride, count):
+        for spec in shard(all_specs(capability), index + place * stride, count):
             row = compile_spec(spec, capability)
             sys.stdout.write(json.dumps(row) + "\n")
             sys.stdout.flush()

@@ -5,6 +5,7 @@ common models. Ops are called on tensors of the `meta` device while their launch
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,26 +16,47 @@ from ..kv_pages import KVPages
 from ..layer_weights import Norm
 from ..sampling import SamplingInputs
 from .activation import gelu_tanh_mul, silu_mul
-from .aot_spec import KernelSpec
 from .attention import paged_attention
 from .cards import CLASSES, Card
-from .embedding import embedding
-from .kv_write import kv_write
-from .launch import TYPES, recording
-from .layout import SUPER, Prepared
-from .layout_codes import CODES, HALVES
+from .heads import kv_write, qk_norm_rope_kv, rope
+from .launch import TYPES, Launch, recording
+from .layout import CODES, HALVES, SUPER, Prepared
 from .narrow_product import fp8_product, nvfp4_product
-from .probe import FP4_CAPABILITY, FP8_CAPABILITY, NVFP4_INSTRUCTION, NVFP4_LABEL
-from .product import PLAIN, Extras, dequantize_launch, gemm_launch, gemv_launch
-from .product_tiles import gemm_tiles, gemv_tiles, may_be_fixed
-from .qk_norm_rope_kv import qk_norm_rope_kv
+from .ops import FP4_CAPABILITY, FP8_CAPABILITY
+from .product import PLAIN, Extras, dequantized, launch_gemm, product
+from .product_tiles import gemm_tiles
 from .rms_norm import rms_norm
-from .rope import rope
 from .sampling import sample
 
 HIDDEN, INTERMEDIATE = 4096, 14336
 # compiled for more shapes, fused ones among them
 MAIN_FORMS = frozenset({"bf16", "f16", "int4 g128", "int4 sub", "e2m1 e4m3", "e4m3 row"})
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """One kernel as its launcher would start it.
+
+    op           the op it implements: linear, rms_norm, paged_attention_decode, ...
+    impl         name of the implementation, as in the run summary
+    shape_class  what distinguishes this launch: form, rows, head_dim, KV format, ...
+    launch       None where there is a reason why this card has no such kernel
+    decode       runs in every decoding step: no spills or local memory allowed from sm_80 on
+    expect_mma   what `mma` of the row must contain, empty for anything
+    """
+
+    op: str
+    impl: str
+    shape_class: str
+    launch: Launch | None = None
+    decode: bool = False
+    expect_mma: str = ""
+    reason: str = ""
+
+    @property
+    def label(self) -> str:
+        """op and shape class, as the table shows them."""
+        return f"{self.op} {self.shape_class}"
 
 
 class Form(NamedTuple):
@@ -115,15 +137,13 @@ def all_specs(capability: int) -> list[KernelSpec]:
     dtype = torch.float16 if capability < 80 else torch.bfloat16
     card = Card(capability, CLASSES[capability].num_sms)
     found = list(_op_specs(dtype, card))
-    with recording(card):  # what overlaps is decided where a launch is made
-        for form in FORMS:
-            if form.code == "bf16" and capability < 80:
-                continue
-            found += _decode_specs(form, dtype, card)
-            found += _batch_specs(form, dtype, card)
-            if CODES[form.code].low < 16 or dtype != {"bf16": torch.bfloat16, "f16": torch.float16}[form.code]:
-                slab = dequantize_launch(described(form, HIDDEN, HIDDEN), 0, _meta(dtype, HIDDEN, HIDDEN))
-                found.append(_linear(f"{form.name} slab", slab))
+    for form in FORMS:
+        if form.code == "bf16" and capability < 80:
+            continue
+        found += [*_decode_specs(form, dtype, card), *_batch_specs(form, dtype, card)]
+        if CODES[form.code].low < 16:
+            slab = partial(dequantized, described(form, HIDDEN, HIDDEN), slice(0, HIDDEN), dtype)
+            found.append(_linear(f"{form.name} slab", card, slab))
     return found + list(_rounding_specs(card))
 
 
@@ -138,9 +158,7 @@ def _op_specs(dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:
         "prefill": {90: "wgmma", 75: ""}.get(card.capability, "mma"),
     }
     for op, label, call in (*_row_calls(dtype), *_page_calls(dtype), *_attention_calls(dtype)):
-        with recording(card) as launches:
-            call()
-        for launch in launches:
+        for launch in _recorded(card, call):
             kernel = launch.kernel.__name__
             if kernel == "merge_splits" and "sinks" not in label:
                 continue
@@ -153,10 +171,8 @@ Call = tuple[str, str, Callable[[], object]]  # op, shape class, the call
 
 
 def _row_calls(dtype: torch.dtype) -> Iterator[Call]:
-    """Hidden states of 4,096, heads of 128, a row in blocks; whole heads, and partly turned ones with neighbours as
-    pairs; a vocabulary of 151,936.
-    """
-    for shape in ((1, HIDDEN), (32, 128), (1, 20480)):
+    """Hidden states of 4,096, heads of 128; whole heads, and partly turned ones in pairs; a vocabulary of 151,936."""
+    for shape in ((1, HIDDEN), (32, 128)):
         weight = _meta(torch.float32, shape[1])
         yield "rms_norm", str(shape[1]), partial(rms_norm, _meta(dtype, *shape), weight, 1e-6)
     for label, dim, half, interleaved in (("d128", 128, 64, False), ("d96 partial interleaved", 96, 16, True)):
@@ -164,7 +180,6 @@ def _row_calls(dtype: torch.dtype) -> Iterator[Call]:
         yield "rope", label, partial(rope, _meta(dtype, 1, 12, dim), angles, angles, interleaved)
     for op in (silu_mul, gelu_tanh_mul):
         yield op.__name__, "rows", partial(op, _meta(dtype, 1, 2 * INTERMEDIATE))
-    yield "embedding", "rows", partial(embedding, _meta(torch.int64, 1), _meta(dtype, 99, HIDDEN), 1.0, dtype)
     logits = _meta(torch.float32, 1, 151_936)
     yield "sample", "", partial(sample, logits, SamplingInputs.empty(1, 1, 151_936, "meta"))
 
@@ -181,8 +196,9 @@ def _page_calls(dtype: torch.dtype) -> Iterator[Call]:
         kv = _meta(dtype, 1, 8, dim)
         yield "kv_write", f"{kv_format} d{dim}", partial(kv_write, kv, kv, _pages(kv_format, 8, 16, dim), slots)
     for kv_format, dim, has_norm in ((native, 128, True), ("int8", 128, True), ("fp8", 96, False)):
-        angles, norm = _meta(torch.float32, 1, dim // 2), Norm(_meta(torch.float32, dim), 1e-6) if has_norm else None
-        given = (_meta(dtype, 1, 48, dim), angles, angles, _pages(kv_format, 8, 16, dim), slots, 32, norm, norm)
+        angles, norm = _meta(torch.float32, 1, dim // 2), Norm(_meta(torch.float32, dim), 1e-6)
+        kept, norms = (_pages(kv_format, 8, 16, dim), slots), (norm, norm) if has_norm else None
+        given = (_meta(dtype, 1, 48, dim), 32, (angles, angles), kept, norms)
         label = f"{kv_format} d{dim}{' norm' if has_norm else ''}"
         yield "qk_norm_rope_kv", label, partial(qk_norm_rope_kv, *given)
 
@@ -217,65 +233,64 @@ def _attention_calls(dtype: torch.dtype) -> Iterator[Call]:
 # ---- products
 
 
-def _linear(label: str, launch: Any, impl: str = "triton", **more: Any) -> KernelSpec:
-    return KernelSpec("linear", impl, label, launch, **more)
+def _recorded(card: Card, call: Callable[[], object]) -> list[Launch]:
+    with recording(card) as launches:
+        call()
+    return launches
+
+
+def _linear(label: str, card: Card, call: Callable[[], object], **more: Any) -> KernelSpec:
+    return KernelSpec("linear", "triton", label, _recorded(card, call)[-1], **more)
 
 
 def _decode_specs(form: Form, dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:
     p = described(form, HIDDEN, HIDDEN)
     wide = described(form, 2 * INTERMEDIATE, HIDDEN)
     x, out = _meta(dtype, 1, HIDDEN), _meta(dtype, 1, HIDDEN)
-    for fixed in (False, True) if may_be_fixed(form.code, p.run, card) else (False,):
-        label = f"{form.name} M=1" + " fixed" * fixed
-        first = gemv_tiles(HIDDEN, HIDDEN, form.code, card, fixed=fixed)[0]
-        yield _linear(label, gemv_launch(x, p, out, PLAIN, first), decode=True)
-        if form.name in MAIN_FORMS:
-            fused = Extras(_meta(torch.float32, HIDDEN), Norm(_meta(torch.float32, HIDDEN), 1e-6), out)
-            yield _linear(f"{label} norm residual", gemv_launch(x, p, out, fused, first), decode=True)
-            first = gemv_tiles(2 * INTERMEDIATE, HIDDEN, form.code, card, True, fixed)[0]
-            fused = fused._replace(bias=None, residual=None, gate="silu")
-            launch = gemv_launch(x, wide, _meta(dtype, 1, INTERMEDIATE), fused, first)
-            yield _linear(f"{label} norm gated", launch, decode=True)
+    fused = Extras(_meta(torch.float32, HIDDEN), Norm(_meta(torch.float32, HIDDEN), 1e-6), out)
+    yield _linear(f"{form.name} M=1", card, partial(product, x, p), decode=True)
+    if form.name in MAIN_FORMS:
+        yield _linear(f"{form.name} M=1 norm residual", card, partial(product, x, p, fused), decode=True)
+        fused = Extras(norm=fused.norm, gate="silu")
+        yield _linear(f"{form.name} M=1 norm gated", card, partial(product, x, wide, fused), decode=True)
 
 
 def _batch_specs(form: Form, dtype: torch.dtype, card: Card) -> Iterator[KernelSpec]:
     if card.capability < 80:
         why = "Triton has no tensor cores there: up to 4 rows one by one, more through a slab and torch.matmul"
-        yield _linear(f"{form.name} M=16", None, reason=why)
+        yield KernelSpec("linear", "triton", f"{form.name} M=16", reason=why)
         return
-    wide = {90: "wgmma", 100: "tcgen05"}.get(card.capability, "mma.sync")
+    mma = {90: "wgmma", 100: "tcgen05"}.get(card.capability, "mma.sync")
+    p, wide = described(form, HIDDEN, HIDDEN), described(form, 2 * INTERMEDIATE, HIDDEN)
     for tokens in (8, 16, 64, 128) if form.name in MAIN_FORMS else (16, 64):
-        p = described(form, HIDDEN, HIDDEN)
         x, out = _meta(dtype, tokens, HIDDEN), _meta(dtype, tokens, HIDDEN)
-        first = gemm_tiles(HIDDEN, HIDDEN, form.code, tokens, card)[0]
-        launch, expected = gemm_launch(x, p, out, PLAIN, first), wide if tokens >= 64 else ""
-        yield _linear(f"{form.name} M={tokens}", launch, decode=tokens <= 16, expect_mma=expected)
+        call = partial(launch_gemm, x, p, out, PLAIN, gemm_tiles(HIDDEN, HIDDEN, form.code, tokens, card)[0])
+        expected = mma if tokens >= 64 else ""
+        yield _linear(f"{form.name} M={tokens}", card, call, decode=tokens <= 16, expect_mma=expected)
     if form.name in MAIN_FORMS:
-        p, out = described(form, 2 * INTERMEDIATE, HIDDEN), _meta(dtype, 16, INTERMEDIATE)
-        first = gemm_tiles(2 * INTERMEDIATE, HIDDEN, form.code, 16, card)[0]
-        fused = Extras(None, Norm(_meta(torch.float32, HIDDEN), 1e-6), None, "silu")
-        launch = gemm_launch(_meta(dtype, 16, HIDDEN), p, out, fused, first)
-        yield _linear(f"{form.name} M=16 norm gated", launch, decode=True)
+        gated = partial(product, _meta(dtype, 16, HIDDEN), wide, Extras(gate="silu"))
+        yield _linear(f"{form.name} M=16 gated", card, gated, decode=True)
 
 
 def _rounding_specs(card: Card) -> Iterator[KernelSpec]:
     """Products of x rounded to FP8 and to NVFP4."""
     forms = {form.name: form for form in FORMS}
+    fp8, nvfp4 = "triton_fp8_w8a8", "triton_nvfp4_w4a4"
     if card.capability < FP8_CAPABILITY:
         why = "no FP8 instructions below compute capability 8.9"
-        yield _linear("e4m3 w8a8 M=256", None, "triton_fp8_w8a8", reason=why)
+        yield KernelSpec("linear", fp8, "e4m3 w8a8 M=256", reason=why)
     for name in ("e4m3 row", "e4m3 block128") if card.capability >= FP8_CAPABILITY else ():
         for tokens in (64, 256):
-            with recording(card) as launches:
-                fp8_product(_meta(torch.bfloat16, tokens, HIDDEN), described(forms[name], HIDDEN, HIDDEN))
+            x = _meta(torch.bfloat16, tokens, HIDDEN)
+            launches = _recorded(card, partial(fp8_product, x, described(forms[name], HIDDEN, HIDDEN)))
             if tokens == 64:
                 yield KernelSpec("quantize", "triton", name, launches[0])
-            yield _linear(f"{name} w8a8 M={tokens}", launches[1], "triton_fp8_w8a8")
+            yield KernelSpec("linear", fp8, f"{name} w8a8 M={tokens}", launches[1])
+    label = "nvfp4 w4a4 dot_scaled"
     if card.capability < FP4_CAPABILITY:
-        why = "no FP4 instructions below compute capability 10.0"
-        yield _linear(NVFP4_LABEL, None, "triton_nvfp4_w4a4", reason=why)
+        yield KernelSpec("linear", nvfp4, label, reason="no FP4 instructions below compute capability 10.0")
         return
-    with recording(card) as launches:
-        nvfp4_product(_meta(torch.bfloat16, 256, HIDDEN), described(forms["e2m1 e4m3"], HIDDEN, HIDDEN))
+    x, p = _meta(torch.bfloat16, 256, HIDDEN), described(forms["e2m1 e4m3"], HIDDEN, HIDDEN)
+    launches = _recorded(card, partial(nvfp4_product, x, p))
     yield KernelSpec("quantize", "triton", "nvfp4", launches[0])
-    yield _linear(NVFP4_LABEL, launches[1], "triton_nvfp4_w4a4", expect_mma=NVFP4_INSTRUCTION)
+    yield KernelSpec("linear", nvfp4, label, launches[1], expect_mma="mxf4nvf4.block_scale")

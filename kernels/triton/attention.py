@@ -135,7 +135,6 @@ class _Step:
         places = (count, self.heads, self.places)
         sums = torch.empty((*places, self.dim), dtype=torch.float32, device=self.q.device)
         norms = torch.empty((*places, 2), dtype=torch.float32, device=self.q.device)
-        most = decode_registers(self.cap, self.format, self.dim, group)
         split = {"FIRST": self.splits.first, "SPLITS": self.splits.most, "BY_TOKEN": by_token}
         shared = self.shared | split | ({} if by_token else {"STEPS": 0})
         launch(
@@ -149,7 +148,7 @@ class _Step:
             STAGES=tile.num_stages,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
-            options={"maxnreg": most} if most else {},
+            registers=decode_registers(self.cap, self.format, self.dim, group),
             **shared,
         )
         sinks = norms if self.how.sinks is None else self.how.sinks

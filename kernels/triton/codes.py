@@ -84,6 +84,20 @@ def end_factor(CODE: tl.constexpr):
 
 
 @triton.jit
+def load_high(high_ptr, row, half, H: tl.constexpr, CODE: tl.constexpr, HIGH: tl.constexpr):
+    """The high bits of halves [HALVES] of rows [ROWS], int32 [ROWS, HALVES]; 0 where the code has none."""
+    inside = (half < H)[None, :]
+    if HIGH == 0:
+        high = 0
+    elif CODE == "int5":
+        shared = tl.load(high_ptr + (row * (H // 2))[:, None] + (half // 2)[None, :], mask=inside, other=0)
+        high = shared.to(tl.int32) >> (4 * (half % 2))[None, :]
+    else:
+        high = tl.load(high_ptr + (row * H)[:, None] + half[None, :], mask=inside, other=0).to(tl.int32)
+    return high
+
+
+@triton.jit
 def half_value(
     h, high, PLANE: tl.constexpr, CODE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr
 ):

@@ -12,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .codes import group_scale, group_terms, half_value, spread
-from .gemv import gated
+from .activation import gate
+from .codes import group_scale, group_terms, half_value, load_high, spread
 from .pairs import e2m1_pairs, e4m3_pairs, int4_pairs, int8_pairs
 
 
@@ -67,13 +67,13 @@ def _fetch(places):
 
 @triton.jit
 def gemm_kernel(
-    x_ptr, low_ptr, high_ptr, scale_ptr, min_ptr, super_ptr, super_min_ptr, row_scale_ptr, bias_ptr, norm_ptr,
-    residual_ptr, out_ptr, partial_ptr, counter_ptr, m, n, eps, norm_offset,
+    x_ptr, low_ptr, high_ptr, scale_ptr, min_ptr, super_ptr, super_min_ptr, row_scale_ptr, bias_ptr, residual_ptr,
+    out_ptr, partial_ptr, counter_ptr, m, n,
     K: tl.constexpr, CODE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALE: tl.constexpr, MIN: tl.constexpr,
     ZERO: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, SCALE_ROWS: tl.constexpr, ROW_SCALE: tl.constexpr,
-    BIAS: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr, OPERAND: tl.constexpr,
-    PAIRS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, HALVES: tl.constexpr, SPLIT: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr, OPERAND: tl.constexpr, PAIRS: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, HALVES: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS outputs (ROWS / 2 where gated) of TOKENS rows of x, over one of SPLIT parts of K."""
     PLANES: tl.constexpr = 16 // LOW
@@ -110,20 +110,13 @@ def gemm_kernel(
         tl.extra.cuda.gdc_wait()
 
     acc = tl.zeros((ROWS, TOKENS), tl.float32)
-    squares = tl.zeros((TOKENS,), tl.float32)
     for step in tl.range(first, tl.minimum(first + PART, STEPS), num_stages=STAGES):
         half = step * HALVES + lane
         if EVEN:
             h = tl.load(low_rows + half[None, :])
         else:
             h = tl.load(low_rows + half[None, :], mask=(half < H)[None, :], other=0)
-        if HIGH == 0:
-            high = 0
-        elif CODE == "int5":
-            shared = tl.load(high_ptr + (row64 * (H // 2))[:, None] + (half // 2)[None, :], mask=(half < H)[None, :])
-            high = shared.to(tl.int32) >> (4 * (half % 2))[None, :]
-        else:
-            high = tl.load(high_ptr + (row64 * H)[:, None] + half[None, :], mask=(half < H)[None, :]).to(tl.int32)
+        high = load_high(high_ptr, row64, half, H, CODE, HIGH)
         place = half // RUN * (RUN * PLANES) + half % RUN
         if SCALE != "none" and not AFTER:
             scale, least = group_terms(
@@ -143,10 +136,6 @@ def gemm_kernel(
                 x = tl.load(x_rows + k[:, None], mask=token_ok[None, :], other=0.0)
             else:
                 x = tl.load(x_rows + k[:, None], mask=(k < K)[:, None] & token_ok[None, :], other=0.0)
-            if NORM:
-                x = x.to(tl.float32)
-                squares += tl.sum(x * x, 0)
-                x *= (tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32) + norm_offset)[:, None]
             if SCALE == "none":
                 w = _exact_operand(h, high, i, CODE, LOW, HIGH, ZERO, OPERAND, PAIRS)
             elif AFTER:
@@ -171,39 +160,31 @@ def gemm_kernel(
             acc += part
 
     if SPLIT > 1:
-        # [SPLIT, number of tiles, ROWS, TOKENS] partial sums; the sums of squares behind them
+        # [SPLIT, number of tiles, ROWS, TOKENS] partial sums
         spot = tile * tl.num_programs(0) + tl.program_id(0)
         tiles = tl.num_programs(0) * tl.num_programs(1)
         inside = t[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
-        size: tl.constexpr = (ROWS + 1) * TOKENS
-        mine = partial_ptr + (tl.program_id(2) * tiles + spot).to(tl.int64) * size
-        tl.store(mine + inside, acc)
-        if NORM:
-            tl.store(mine + ROWS * TOKENS + tl.arange(0, TOKENS), squares)
+        size: tl.constexpr = ROWS * TOKENS
+        tl.store(partial_ptr + (tl.program_id(2) * tiles + spot).to(tl.int64) * size + inside, acc)
         tl.debug_barrier()
         done = tl.atomic_add(counter_ptr + spot, 1, sem="acq_rel")
         if done != SPLIT - 1:
             return
         tl.store(counter_ptr + spot, 0)
         acc = tl.zeros((ROWS, TOKENS), tl.float32)
-        squares = tl.zeros((TOKENS,), tl.float32)
         for other in range(SPLIT):
             theirs = partial_ptr + (other * tiles + spot).to(tl.int64) * size
             acc += tl.load(theirs + inside, cache_modifier=".cg")
-            if NORM:
-                squares += tl.load(theirs + ROWS * TOKENS + tl.arange(0, TOKENS), cache_modifier=".cg")
 
     if NARROW:
         acc *= 2.0**26 if CODE == "e2m1" else 2.0**20
-    if NORM:
-        acc *= (1.0 / tl.sqrt_rn(squares / K + eps))[None, :]
     if ROW_SCALE:
         acc *= tl.load(row_scale_ptr + rows)[:, None]
     if BIAS:
         acc += tl.load(bias_ptr + rows).to(tl.float32)[:, None]
     if GATE != "":
-        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, ROWS // 2, TOKENS)), (1, 2, 0)))
-        y = gated(gate, up, GATE)
+        g, up = tl.split(tl.permute(tl.reshape(acc, (2, ROWS // 2, TOKENS)), (1, 2, 0)))
+        y = gate(g, GATE == "gelu_tanh") * up
         outputs = tile * (ROWS // 2) + tl.arange(0, ROWS // 2)
     else:
         y = acc

@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .activation import gate
 from .codes import add_part, end_factor, group_min, group_scale
 from .fixed import fixed_part
 
@@ -73,7 +74,7 @@ def _load_plane(
 
 @triton.jit
 def _activations(
-    x_ptr, norm_ptr, norm_offset, chunk, PLANE: tl.constexpr, K: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr,
+    x_ptr, norm_ptr, chunk, PLANE: tl.constexpr, K: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr,
     RUN: tl.constexpr, CHUNKS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """`_load_plane` of x, times the norm's weight, and the sum of their squares before that, float32 [CHUNKS]."""
@@ -81,24 +82,14 @@ def _activations(
     squares = tl.zeros((CHUNKS,), tl.float32)
     if NORM:
         squares = tl.sum(x * x, 1)
-        x *= _load_plane(norm_ptr, chunk, PLANE, K, C, CHUNK, RUN, CHUNKS) + norm_offset
+        x *= _load_plane(norm_ptr, chunk, PLANE, K, C, CHUNK, RUN, CHUNKS)
     return x, squares
-
-
-@triton.jit
-def gated(gate, up, KIND: tl.constexpr):
-    """act(gate) * up, float32; KIND silu or gelu_tanh: 0.5 g (1 + tanh(u)) = g sigmoid(2u)."""
-    if KIND == "silu":
-        value = gate / (1.0 + tl.exp(-gate))
-    else:
-        value = gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
-    return value * up
 
 
 @triton.jit
 def gemv_kernel(
     x_ptr, low_ptr, high_ptr, scale_ptr, min_ptr, super_ptr, super_min_ptr, row_scale_ptr, bias_ptr, norm_ptr,
-    residual_ptr, out_ptr, n, eps, norm_offset,
+    residual_ptr, out_ptr, n, eps,
     K: tl.constexpr, CODE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALE: tl.constexpr, MIN: tl.constexpr,
     ZERO: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, SCALE_ROWS: tl.constexpr, ROW_SCALE: tl.constexpr,
     BIAS: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr, ROWS: tl.constexpr,
@@ -141,10 +132,10 @@ def gemv_kernel(
         if c0 + CHUNKS < C and FIXED == "":
             w_next, high_next = _load_words(low_ptr, high_ptr, row_ok, rows, c0 + CHUNKS, C, HIGH, ROWS, CHUNKS)
         if FIXED != "":
-            x0, squares0 = _activations(x_row, norm_ptr, norm_offset, chunk, 0, K, C, CHUNK, RUN, CHUNKS, NORM)
-            x1, squares1 = _activations(x_row, norm_ptr, norm_offset, chunk, 1, K, C, CHUNK, RUN, CHUNKS, NORM)
-            x2, squares2 = _activations(x_row, norm_ptr, norm_offset, chunk, 2, K, C, CHUNK, RUN, CHUNKS, NORM)
-            x3, squares3 = _activations(x_row, norm_ptr, norm_offset, chunk, 3, K, C, CHUNK, RUN, CHUNKS, NORM)
+            x0, squares0 = _activations(x_row, norm_ptr, chunk, 0, K, C, CHUNK, RUN, CHUNKS, NORM)
+            x1, squares1 = _activations(x_row, norm_ptr, chunk, 1, K, C, CHUNK, RUN, CHUNKS, NORM)
+            x2, squares2 = _activations(x_row, norm_ptr, chunk, 2, K, C, CHUNK, RUN, CHUNKS, NORM)
+            x3, squares3 = _activations(x_row, norm_ptr, chunk, 3, K, C, CHUNK, RUN, CHUNKS, NORM)
             squares += squares0 + squares1 + squares2 + squares3
             part, xs = fixed_part(w, x0, x1, x2, x3, ROWS, CHUNKS, RUNS, CODE, ZERO, FIXED == "assembly")
             if c0 + CHUNKS < C:  # after the sums: twice as many rows fit, and x of the next chunks takes a while
@@ -153,7 +144,7 @@ def gemv_kernel(
             p = tl.zeros((ROWS, CHUNKS, 4), tl.float32)
             xs = tl.zeros((CHUNKS, RUNS), tl.float32)
             for i in tl.static_range(PLANES):
-                x, plane_squares = _activations(x_row, norm_ptr, norm_offset, chunk, i, K, C, CHUNK, RUN, CHUNKS, NORM)
+                x, plane_squares = _activations(x_row, norm_ptr, chunk, i, K, C, CHUNK, RUN, CHUNKS, NORM)
                 squares += plane_squares
                 if MIN != "none" or ZERO != 0:
                     xs += tl.sum(tl.reshape(x, (CHUNKS, RUNS, RUN)), 2)
@@ -188,8 +179,8 @@ def gemv_kernel(
     if BIAS:
         y += tl.load(bias_ptr + rows, mask=row_ok, other=0.0).to(tl.float32)
     if GATE != "":
-        gate, up = tl.split(tl.trans(tl.reshape(y, (2, ROWS // 2))))
-        y = gated(gate, up, GATE)
+        g, up = tl.split(tl.trans(tl.reshape(y, (2, ROWS // 2))))
+        y = gate(g, GATE == "gelu_tanh") * up
         rows = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
         row_ok = rows < n
     place = token.to(tl.int64) * n + rows

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -60,29 +60,18 @@ def card_of(device: torch.device) -> Card:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A kernel with everything it is started with, to run it or to compile it ahead of time.
+    """A kernel with everything it would have been started with, to compile it ahead of time.
 
-    args        every argument that is no constant, by name; tensors may be on the `meta` device when it is not started
-    options     more compile options: launch_pdl, maxnreg
+    args        every argument that is no constant, by name; tensors may be on the `meta` device
+    options     compile options: num_warps, num_stages, enable_fp_fusion, launch_pdl, maxnreg
     subnormals  reads bits as subnormal numbers: instructions that flush those to zero would make it wrong
     """
 
     kernel: Any
-    grid: tuple[int, ...]
     args: Mapping[str, torch.Tensor | int | float]
     constexprs: Mapping[str, Any]
-    num_warps: int = 4
-    num_stages: int = 3
-    options: Mapping[str, Any] = field(default_factory=dict)
-    subnormals: bool = False
-
-    def start(self) -> None:
-        """Run it on the current stream; nothing runs for an empty grid, nor while launches are recorded."""
-        if _recording is not None:
-            _recording[1].append(self)
-        elif 0 not in self.grid:
-            how = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
-            self.kernel[self.grid](**self.args, **self.constexprs, **how, **self.options)
+    options: Mapping[str, Any]
+    subnormals: bool
 
     @property
     def signature(self) -> dict[str, str]:
@@ -101,33 +90,38 @@ def _type(value: torch.Tensor | int | float, is_specialized: bool) -> str:
     return "i32:16" if value % 16 == 0 and is_specialized else "i32"
 
 
-def overlap(device: torch.device) -> tuple[dict[str, bool], dict[str, Any]]:
-    """The constant PDL and the options of a kernel that knows programmatic dependent launch."""
-    there = device.type == "cuda" or _recording is not None
-    overlaps = there and not interpreting() and card_of(device).capability >= PDL_CAPABILITY
-    return {"PDL": overlaps}, {"launch_pdl": True} if overlaps else {}
-
-
 def launch(
     kernel: Any,
     grid: tuple[int, ...],
     *args: Any,
     num_warps: int = 4,
     num_stages: int = 3,
-    options: Mapping[str, Any] | None = None,
+    registers: int = 0,
+    fuses: bool = True,
+    subnormals: bool = False,
     **constexprs: Any,
 ) -> None:
-    """Start `kernel` on `grid` programs, overlapping the kernel before it where it knows how to."""
-    given = options or {}
+    """Start `kernel` on `grid` programs, overlapping the kernel before it where it knows how to.
+
+    registers   most a thread may take; 0 leaves it to the compiler
+    fuses       a product and a sum may be rounded once
+    subnormals  see `Launch`
+
+    Nothing runs for an empty grid, nor while launches are recorded.
+    """
+    options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": fuses}
+    if registers:
+        options["maxnreg"] = registers
     if "PDL" in kernel.arg_names:
-        pdl, more = overlap(args[0].device)
-        constexprs, given = constexprs | pdl, {**given, **more}
+        there = args[0].is_cuda or _recording is not None
+        constexprs["PDL"] = there and not interpreting() and card_of(args[0].device).capability >= PDL_CAPABILITY
+        if constexprs["PDL"]:
+            options["launch_pdl"] = True
     if _recording is not None:
         named = dict(zip(kernel.arg_names, args, strict=False))
-        Launch(kernel, grid, named, constexprs, num_warps, num_stages, given).start()
+        _recording[1].append(Launch(kernel, named, constexprs, options, subnormals))
     elif 0 not in grid:
-        how = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
-        kernel[grid](*args, **constexprs, **how, **given)
+        kernel[grid](*args, **constexprs, **options)
 
 
 _recording: tuple[Card, list[Launch]] | None = None

@@ -17,11 +17,10 @@ from typing import Any
 
 from ..embedding import RowReader
 from ..registry import Facts, Impl, LinearFacts, OpFacts
-from .layout import FORMS, GGUF, Prepared, prepare
-from .layout_codes import CODES
-from .probe import FP8_CAPABILITY, nvfp4_reason
-from .unpack import rows
+from .layout import CODES, FORMS, GGUF, Prepared, prepare
 
+FP8_CAPABILITY = 89  # from here on tensor cores take E4M3
+FP4_CAPABILITY = 100  # from here on they take block-scaled E2M1
 LARGEST_HEAD = 256
 PAGE_SIZES = (16, 32, 64)
 GROUPED = {"int4g": "int4", "int8": "int8"}
@@ -74,12 +73,11 @@ def _rounding_fits(facts: LinearFacts, *, activations: str, form: str) -> str | 
         return f"rounds activations to {activations}, which was not asked for"
     if facts.form != form:
         return f"multiplies {form} weights, not {facts.form}"
-    reason = _linear_fits(facts)
-    if reason is not None:
-        return reason
-    if activations == "nvfp4":
-        return nvfp4_reason(facts.capability)
-    return None if facts.capability >= FP8_CAPABILITY else "no FP8 instructions below compute capability 8.9"
+    if activations == "nvfp4" and facts.capability < FP4_CAPABILITY:
+        return f"no FP4 instructions on compute capability {facts.capability / 10}"
+    if facts.capability < FP8_CAPABILITY:
+        return "no FP8 instructions below compute capability 8.9"
+    return _linear_fits(facts)
 
 
 def _lazily(module: str, function: str) -> Callable[..., Any]:
@@ -95,7 +93,7 @@ def _lazily(module: str, function: str) -> Callable[..., Any]:
 
 
 def _rows(prepared: Prepared) -> RowReader:
-    return partial(rows, prepared)
+    return partial(_lazily("product", "rows"), prepared)
 
 
 def _impl(op: str, module: str, fits: Callable[[OpFacts], str | None] = _fits) -> tuple[Impl, ...]:
@@ -118,11 +116,10 @@ IMPLS: Mapping[str, tuple[Impl, ...]] = {
         _linear("triton_invariant", partial(_linear_fits, fixed_order=True), partial(_PRODUCT, fixed_order=True)),
     ),
     "rms_norm": _impl("rms_norm", "rms_norm"),
-    "rope": _impl("rope", "rope"),
+    "rope": _impl("rope", "heads"),
     "silu_mul": _impl("silu_mul", "activation"),
     "gelu_tanh_mul": _impl("gelu_tanh_mul", "activation"),
-    "embedding": _impl("embedding", "embedding"),
-    "kv_write": _impl("kv_write", "kv_write", _attention_fits),
+    "kv_write": _impl("kv_write", "heads", _attention_fits),
     "paged_attention": (
         Impl("paged_attention", "triton", partial(_attention_fits, whole_chunks=True), _ATTENTION),
         Impl("paged_attention", "triton_invariant", _attention_fits, partial(_ATTENTION, by_token=True)),

@@ -4,43 +4,27 @@ one row            `gemv`: a program per few rows of W
 2 to 255 rows      `gemm`: tensor cores, W decoded in registers (dense weights: cuBLAS from 17 rows)
 more               `dequantize` into a slab that stays in the L2 cache, then cuBLAS
 below sm_80        Triton has no tensor cores there: `gemv` for up to 4 rows, else the slab
-
-On paper (nothing here ran on a card yet), products of one row of an 8B model's layer, 218 M weights: qkv 6144 x 4096, o
-4096 x 4096, gate and up 28672 x 4096, down 4096 x 14336. Bytes at the nominal bandwidth, what the model of
-`product_tiles` makes of instructions, residency and waves without launches, and their ratio; registers as compiled.
-
-                    H100, 3.35 TB/s                                RTX 5090, 1.79 TB/s
-    bf16            130 us  145 us  0.90   57..117 registers       244 us  261 us  0.93   37..56
-    FP8 row          65 us   81 us  0.80   80..128                 122 us  139 us  0.88   42..74
-    int4, g 128      34 us   45 us  0.75   80..122 (51 us)          63 us   75 us  0.84   60..74
-    Q4_K             38 us   45 us  0.85   95..128 (51 us)          70 us   75 us  0.94   48..96
-    NVFP4            37 us   58 us  0.63   95..168 (66 us)          69 us   77 us  0.90   52..117
-
-Programs: 512 to 7168 of one to four warps, 8 to 36 warps resident on a multiprocessor, 4 to 16 KB asked for by each
-at a time. A copy reaches some nine tenths of the nominal bandwidth, so MBU is to be expected a tenth higher. With four
-bits a weight an H100 at full bandwidth can issue 4.4 instructions for each: in float32 `gemv` needs 3 to 5 and the
-time in brackets, in whole numbers (`fixed.py`) 2.6 to 3.6, and `gemm`, a candidate for one row as well, 2 to 3. No
-other card is near that bound.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..dense_linear import gathered
+from ..dequant import natural
 from ..layer_weights import Norm
 from ..verify.tuning import Shape, Tile, tuner
 from . import dequantize, gemm, gemv
 from .cards import Card
-from .launch import Launch, card_of, interpreting, overlap
-from .layout import Prepared
-from .layout_codes import CODES
-from .product_tiles import SMALL_TOKENS, gemm_tiles, may_be_fixed, one_row_tiles, token_class
+from .launch import card_of, interpreting, launch
+from .layout import CODES, Prepared
+from .product_tiles import SMALL_TOKENS, gemm_tiles, gemv_tiles, is_fixed, token_class
+from .rms_norm import rms_norm
 
 SLAB_BYTES = 32 << 20  # dense rows decoded at a time: what the plan reserves for long prompts
 SLAB_TOKENS = 256  # from so many rows of x weights are decoded once for all of them; not measured
@@ -82,23 +66,28 @@ def product(
     n, tokens = p.shape[0] // (2 if extras.gate else 1), x.shape[0]
     if out is None:
         out = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
+    if extras.norm is not None and tokens > 1:  # for each program to see all of every row would cost more than a launch
+        x, extras = rms_norm(x, extras.norm.weight, extras.norm.eps), extras._replace(norm=None)
     card = card_of(x.device)
     if fixed_order:
-        choice = gemm_tiles(*p.shape, p.code, FIXED_TOKENS, card, whole=True)[0]
-        gemm_launch(x, p, out, extras, choice).start()
+        launch_gemm(x, p, out, extras, gemm_tiles(*p.shape, p.code, FIXED_TOKENS, card, whole=True)[0])
     elif tokens == 1 or (card.capability < 80 and tokens <= ROWS_WITHOUT_TENSOR_CORES):
-        choice = _picked(x, p, extras, card)
-        build = gemv_launch if "chunks" in choice else gemm_launch
-        build(x, p, out, extras, choice).start()
+        _run(x, p, out, extras, _picked(x, p, extras, card))
     elif tokens >= SLAB_TOKENS or card.capability < 80 or (_is_plain(x, p) and tokens > SMALL_TOKENS):
-        _slab_product(x, p, out, extras.bias)
+        _run(x, p, out, extras, CUBLAS)
     else:
-        choice = _picked(x, p, extras, card)
-        if choice is CUBLAS:
-            _slab_product(x, p, out, extras.bias)
-        else:
-            gemm_launch(x, p, out, extras, choice).start()
+        _run(x, p, out, extras, _picked(x, p, extras, card))
     return out
+
+
+def _run(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Tile) -> None:
+    """The product by the kernel that the choice is for."""
+    if choice is CUBLAS:
+        _slab_product(x, p, out, extras.bias)
+    elif "chunks" in choice:
+        launch_gemv(x, p, out, extras, choice)
+    else:
+        launch_gemm(x, p, out, extras, choice)
 
 
 def linear(x: Tensor, p: Prepared, bias: Tensor | None = None, *, fixed_order: bool = False) -> Tensor:
@@ -110,10 +99,7 @@ def fusable(x: Tensor, p: Any) -> bool:
     """Whether norm, gate and residual may be part of the product: few rows, x read as it is, float32 inside."""
     if not isinstance(p, Prepared) or p.perm is not None or p.pre_scale is not None or p.is_float32:
         return False
-    if x.shape[0] == 1:
-        return True
-    # in float16 the product of x and the norm's weight may overflow before it is divided by the root mean square
-    return x.shape[0] <= SMALL_TOKENS and x.dtype == torch.bfloat16 and card_of(x.device).capability >= 80
+    return x.shape[0] == 1 or (x.shape[0] <= SMALL_TOKENS and card_of(x.device).capability >= 80)
 
 
 def _is_plain(x: Tensor, p: Prepared) -> bool:
@@ -124,11 +110,10 @@ def _is_plain(x: Tensor, p: Prepared) -> bool:
 # ---- launches
 
 
-def _pointers(p: Prepared) -> dict[str, Tensor]:
-    """The weight's tensors by the kernels' names; what it lacks is not read there."""
-    names = ("scale_ptr", "min_ptr", "super_ptr", "super_min_ptr", "row_scale_ptr")
+def _scales(p: Prepared) -> tuple[Tensor, ...]:
+    """Scales, minima, super scales, super minima and row scales; what the weight lacks is not read there."""
     parts = (p.scales, p.mins, p.supers, p.super_mins, p.row_scale)
-    return {name: p.low if part is None else part for name, part in zip(names, parts, strict=True)}
+    return tuple(p.low if part is None else part for part in parts)
 
 
 def _constants(p: Prepared) -> dict[str, Any]:
@@ -148,75 +133,68 @@ def _constants(p: Prepared) -> dict[str, Any]:
     }
 
 
-def _extra_arguments(extras: Extras, nothing: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
-    norm = extras.norm or Norm(nothing, 0.0)
-    given = {"bias_ptr": extras.bias, "norm_ptr": norm.weight, "residual_ptr": extras.residual}
-    args: dict[str, Any] = {name: nothing if part is None else part for name, part in given.items()}
-    args |= {"eps": float(norm.eps), "norm_offset": float(norm.offset)}
-    has = {"BIAS": extras.bias, "NORM": extras.norm, "RESIDUAL": extras.residual}
-    return args, {name: part is not None for name, part in has.items()} | {"GATE": extras.gate}
-
-
-def gemv_launch(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Tile) -> Launch:
+def launch_gemv(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Tile) -> None:
     """`gemv.gemv_kernel` for x [num_tokens, K], a row at a time."""
     high = p.low if p.high is None else p.high
-    args, constants = _extra_arguments(extras, p.low)
-    args |= {
-        "x_ptr": x,
-        "low_ptr": p.low.view(torch.int32),
+    bias, norm, residual, gate = extras
+    outputs = choice["rows"] // (2 if gate else 1)
+    launch(
+        gemv.gemv_kernel,
+        (-(-out.shape[1] // outputs), x.shape[0]),
+        *(x, p.low.view(torch.int32)),
         # the high bits that go with a word of two halves: a byte for int5, two for int6 and int3
-        "high_ptr": high.view(torch.int16) if p.high is not None and p.code != "int5" else high,
-        "out_ptr": out,
-        "n": out.shape[1],
-        **_pointers(p),
-    }
-    outputs = choice["rows"] // (2 if extras.gate else 1)
-    grid = (-(-out.shape[1] // outputs), x.shape[0])
-    constants |= _constants(p) | {
-        "ROWS": choice["rows"],
-        "CHUNKS": choice["chunks"],
-        "FIXED": "" if "fixed" not in choice else "plain" if interpreting() else "assembly",
-    }
-    pdl, options = overlap(x.device)
-    return Launch(gemv.gemv_kernel, grid, args, constants | pdl, choice["warps"], options=options, subnormals=True)
+        high.view(torch.int16) if p.high is not None and p.code != "int5" else high,
+        *_scales(p),
+        *(p.low if part is None else part for part in (bias, norm and norm.weight, residual)),
+        *(out, out.shape[1], 0.0 if norm is None else float(norm.eps)),
+        BIAS=bias is not None,
+        NORM=norm is not None,
+        RESIDUAL=residual is not None,
+        GATE=gate,
+        ROWS=choice["rows"],
+        CHUNKS=choice["chunks"],
+        FIXED="" if "fixed" not in choice else "plain" if interpreting() else "assembly",
+        num_warps=choice["warps"],
+        subnormals=True,
+        **_constants(p),
+    )
 
 
-def gemm_launch(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Tile) -> Launch:
-    """`gemm.gemm_kernel` for x [num_tokens, K]."""
+def launch_gemm(x: Tensor, p: Prepared, out: Tensor, extras: Extras, choice: Tile) -> None:
+    """`gemm.gemm_kernel` for x [num_tokens, K]; knows no norm."""
     rows, tokens, split = choice["rows"], choice["tokens"], choice["split"]
-    outputs = rows // (2 if extras.gate else 1)
+    bias, _, residual, gate = extras
+    outputs = rows // (2 if gate else 1)
     grid = (-(-x.shape[0] // tokens), -(-out.shape[1] // outputs), split)
-    args, constants = _extra_arguments(extras, p.low)
-    partial, counter = x, p.low
+    partial_sums, counter = x, p.low
     if split > 1:
-        partial = torch.empty(grid[0] * grid[1] * split * (rows + 1) * tokens, dtype=torch.float32, device=x.device)
+        partial_sums = torch.empty(grid[0] * grid[1] * split * rows * tokens, dtype=torch.float32, device=x.device)
         counter = _counters(x.device)
         if grid[0] * grid[1] > COUNTERS:
             raise ValueError(f"{grid[0] * grid[1]} tiles share a split product, at most {COUNTERS}")
-    args |= {
-        "x_ptr": x,
-        "low_ptr": p.low,
-        "high_ptr": p.low if p.high is None else p.high,
-        "out_ptr": out,
-        "partial_ptr": partial,
-        "counter_ptr": counter,
-        "m": x.shape[0],
-        "n": out.shape[1],
-        **_pointers(p),
-    }
-    constants |= _constants(p) | {
-        "OPERAND": "f32" if interpreting() and x.dtype != torch.float16 else NATIVE[x.dtype],
-        "PAIRS": not interpreting(),
-        "ROWS": rows,
-        "TOKENS": tokens,
-        "HALVES": choice["halves"],
-        "SPLIT": split,
-        "STAGES": choice["stages"],
-    }
-    pdl, options = overlap(x.device)
-    # said aloud, since the compiler's own limit of 64 registers made it keep two values in memory (sm_121, M = 16)
-    options["maxnreg"] = 168 if tokens <= SMALL_TOKENS else 248
-    return Launch(gemm.gemm_kernel, grid, args, constants | pdl, choice["warps"], choice["stages"], options, True)
+    launch(
+        gemm.gemm_kernel,
+        grid,
+        *(x, p.low, p.low if p.high is None else p.high, *_scales(p)),
+        *(p.low if part is None else part for part in (bias, residual)),
+        *(out, partial_sums, counter, x.shape[0], out.shape[1]),
+        BIAS=bias is not None,
+        RESIDUAL=residual is not None,
+        GATE=gate,
+        OPERAND="f32" if interpreting() and x.dtype != torch.float16 else NATIVE[x.dtype],
+        PAIRS=not interpreting(),
+        ROWS=rows,
+        TOKENS=tokens,
+        HALVES=choice["halves"],
+        SPLIT=split,
+        STAGES=choice["stages"],
+        num_warps=choice["warps"],
+        num_stages=choice["stages"],
+        # said aloud, since the compiler's own limit of 64 registers made it keep two values in memory (sm_121, M = 16)
+        registers=168 if tokens <= SMALL_TOKENS else 248,
+        subnormals=True,
+        **_constants(p),
+    )
 
 
 COUNTERS = 4096  # programs that may take part in split products of one launch
@@ -228,31 +206,33 @@ def _counters(device: torch.device) -> Tensor:
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
-def dequantize_launch(p: Prepared, first_row: int, out: Tensor) -> Launch:
-    """`dequantize.dequantize_kernel`: rows first_row.. of the weight into out [rows, K]."""
-    kind = CODES[p.code]
-    rows, halves = 4, 128 if kind.planes <= 4 else 64
-    in_row = p.low.shape[1]
-    args = {
-        "low_ptr": p.low,
-        "high_ptr": p.low if p.high is None else p.high,
-        "out_ptr": out,
-        "first_row": first_row,
-        "num_rows": out.shape[0],
-        **_pointers(p),
-    }
-    grid = (-(-out.shape[0] // rows), -(-in_row // halves))
-    constants = _constants(p) | {"ROWS": rows, "HALVES": halves}
-    return Launch(dequantize.dequantize_kernel, grid, args, constants, subnormals=True)
-
-
-def dequantized(p: Prepared, first_row: int, num_rows: int, dtype: torch.dtype) -> Tensor:
-    """Rows of the weight as a dense matrix [num_rows, K], in stored column order and rounded to `dtype`."""
-    if _is_plain(torch.empty(0, dtype=dtype), p):
-        return p.low[first_row : first_row + num_rows].view(dtype)
-    out = torch.empty(num_rows, p.shape[1], dtype=dtype, device=p.low.device)
-    dequantize_launch(p, first_row, out).start()
+def dequantized(p: Prepared, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of the weight, a range or by index, as a dense matrix in stored column order, rounded to `dtype`."""
+    if p.code in NATIVE.values():
+        stored = p.low[rows, : p.shape[1]]
+        kinds = {code: kind for kind, code in NATIVE.items()}
+        return (stored if p.is_float32 else stored.view(kinds[p.code])).to(dtype)
+    gathers = isinstance(rows, Tensor)
+    first, count = (0, rows.shape[0]) if isinstance(rows, Tensor) else (rows.start, rows.stop - rows.start)
+    out = torch.empty(count, p.shape[1], dtype=dtype, device=p.low.device)
+    tile, halves = 4, 128 if CODES[p.code].planes <= 4 else 64
+    launch(
+        dequantize.dequantize_kernel,
+        (-(-count // tile), -(-p.low.shape[1] // halves)),
+        *(p.low, p.low if p.high is None else p.high, *_scales(p), rows if gathers else p.low, out, first, count),
+        GATHER=gathers,
+        ROWS=tile,
+        HALVES=halves,
+        subnormals=True,
+        fuses=False,
+        **_constants(p),
+    )
     return out
+
+
+def rows(p: Prepared, ids: Tensor) -> Tensor:
+    """Rows `ids` of the values, exact, float32 [len(ids), K]: an embedding's look-up."""
+    return natural(dequantized(p, ids, torch.float32), p.perm, p.pre_scale)
 
 
 def _slab_product(x: Tensor, p: Prepared, out: Tensor, bias: Tensor | None) -> None:
@@ -260,7 +240,7 @@ def _slab_product(x: Tensor, p: Prepared, out: Tensor, bias: Tensor | None) -> N
     step = n if _is_plain(x, p) else max(128, SLAB_BYTES // (k * x.element_size()) // 128 * 128)
     for first in range(0, n, step):
         part = slice(first, min(first + step, n))
-        slab = dequantized(p, first, part.stop - first, x.dtype)
+        slab = dequantized(p, part, x.dtype)
         if bias is None:
             torch.mm(x, slab.t(), out=out[:, part])
         else:
@@ -271,20 +251,20 @@ def _slab_product(x: Tensor, p: Prepared, out: Tensor, bias: Tensor | None) -> N
 
 
 def _picked(x: Tensor, p: Prepared, extras: Extras, card: Card) -> Tile:
-    """The constants for this shape: the winner on this card, or what the model expects to be best."""
+    """The constants for this shape: the winner on this card, or what is expected to be best."""
     n, k = p.shape
     tokens = token_class(x.shape[0])
     if x.shape[0] == 1 or card.capability < 80:
         shape = Shape("linear_gemv", (n, k, p.code, p.group, extras.gate))
-        either = card.capability >= 80 and x.dtype == torch.bfloat16
-        fixed = may_be_fixed(p.code, p.run, card)
-        candidates = one_row_tiles(n, k, p.code, card, bool(extras.gate), either, fixed)
+        candidates = gemv_tiles(n, k, p.code, card, bool(extras.gate), is_fixed(p.code, p.run, card))
     elif _is_plain(x, p) and extras[1:] == PLAIN[1:]:
         shape = Shape("linear_dense", (n, k, p.code, tokens))
-        candidates = (*gemm_tiles(n, k, p.code, tokens, card)[:-1], CUBLAS)
+        candidates = (*gemm_tiles(n, k, p.code, tokens, card), CUBLAS)
     else:
         shape = Shape("linear_gemm", (n, k, p.code, p.group, tokens, extras.gate))
         candidates = gemm_tiles(n, k, p.code, tokens, card)
+    if x.is_meta:  # recorded for a card that need not be there
+        return candidates[0]
     return tuner().pick(shape, candidates, None if x.device.type != "cuda" else _trial(x, p, extras))
 
 
@@ -295,25 +275,22 @@ def _trial(x: Tensor, p: Prepared, extras: Extras) -> Callable[[Tile], Callable[
     empty = p._replace(**no_tensors)
     device, dtype, tokens = x.device, x.dtype, x.shape[0]
     n, k = p.shape[0] // (2 if extras.gate else 1), p.shape[1]
-    gate = extras.gate
-    made: list[tuple[Tensor, Prepared, Tensor]] = []
+    gate, has_norm, has_residual = extras.gate, extras.norm is not None, extras.residual is not None
+    made: list[tuple[Tensor, Prepared, Tensor, Extras]] = []
 
-    def trial(choice: Tile) -> Callable[[], object]:
+    def trial(choice: Tile) -> Callable[[], Tensor]:
         if not made:
             noise = {name: _noise(name, empty, *kind, device) for name, kind in kinds.items()}
             sample = torch.randn(tokens, k, device=device, dtype=dtype)
-            made.append((sample, empty._replace(**noise), torch.empty(tokens, n, device=device, dtype=dtype)))
-        sample, weight, out = made[0]
+            out = torch.empty(tokens, n, device=device, dtype=dtype)
+            norm = Norm(torch.ones(k, device=device), 1e-6) if has_norm else None
+            more = Extras(None, norm, torch.zeros_like(out) if has_residual else None, gate)
+            made.append((sample, empty._replace(**noise), out, more))
+        sample, weight, out, more = made[0]
         out.fill_(float("nan"))  # what a kernel leaves out does not pass for the result of the one before it
-        start: Callable[[], None]
-        if choice is CUBLAS:
-            start = partial(_slab_product, sample, weight, out, None)
-        else:
-            build = gemv_launch if "chunks" in choice else gemm_launch
-            start = build(sample, weight, out, Extras(gate=gate), choice).start
 
         def run() -> Tensor:
-            start()
+            _run(sample, weight, out, more, choice)
             return out
 
         return run

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..kv_pages import KVPages
 from ..layer_weights import AttentionWeights, HeadWeights, Linear, LinearPart, MlpWeights, Norm
+from .heads import qk_norm_rope_kv
 from .product import Extras, fusable, product
-from .qk_norm_rope_kv import qk_norm_rope_kv
 from .rms_norm import rms_norm
 
 # implementations whose products of few rows take norm, gate and residual with them
@@ -31,22 +31,19 @@ def attn_in(
     pages: KVPages,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """Norm and QKV product in one launch; QK-norm, RoPE and page write in another.
-
-    With many rows, or where a row's result must not depend on their number, the norm is a launch of its own.
-    """
+    """Norm and QKV product of one row in one launch; QK-norm, RoPE and page write in another."""
     parts = weights.qkv.parts
     if (weights.q_norm is None) != (weights.k_norm is None):
         return composed(x, weights, cos, sin, pages, slot_mapping)
-    if all(part.impl.name == "triton" and fusable(x, part.prepared) for part in parts):
+    if x.shape[0] == 1 and all(part.impl.name in FUSED and fusable(x, part.prepared) for part in parts):
         outputs = [product(x, part.prepared, Extras(part.bias, weights.norm)) for part in parts]
         qkv = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
     else:
         qkv = weights.qkv(_normed(x, weights.norm))
     heads = qkv.view(x.shape[0], -1, weights.head_dim)
-    return qk_norm_rope_kv(
-        heads, cos, sin, pages, slot_mapping, weights.num_heads, weights.q_norm, weights.k_norm, weights.interleaved
-    )
+    norms = None if weights.q_norm is None or weights.k_norm is None else (weights.q_norm, weights.k_norm)
+    given = (heads, weights.num_heads, (cos, sin), (pages, slot_mapping), norms)
+    return qk_norm_rope_kv(*given, weights.interleaved)
 
 
 def attn_out(composed: Callable[..., Tensor], attended: Tensor, x: Tensor, weights: AttentionWeights) -> Tensor:
@@ -81,7 +78,7 @@ def head(composed: Callable[..., Tensor], x: Tensor, weights: HeadWeights) -> Te
 
 
 def _normed(x: Tensor, norm: Norm) -> Tensor:
-    return rms_norm(x, norm.weight, norm.eps, norm.offset)
+    return rms_norm(x, norm.weight, norm.eps)
 
 
 def _only_part(linear: Linear, x: Tensor) -> LinearPart | None:

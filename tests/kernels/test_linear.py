@@ -13,7 +13,7 @@ from localllm.kernels import Impl, LinearFacts, Weight, choose
 from localllm.kernels.dense_linear import REFERENCE, DenseWeight, _next_tile
 from localllm.kernels.dequant import dequantize, dequantize_rows
 from localllm.kernels.gguf_blocks import BLOCK_TYPES
-from localllm.kernels.int4pack import Int4Pack, layout, unpack_codes
+from localllm.kernels.int4pack import Int4Pack, _product
 from localllm.kernels.table import PLAIN, implementations
 
 IMPLS = PLAIN["linear"]
@@ -93,9 +93,9 @@ def fitting(weight: Weight) -> list[Impl]:
 def unpacked(prepared: Weight | DenseWeight | Int4Pack, weight: Weight) -> Tensor:
     """float32 [N, K]: the stored numbers that a prepared weight still holds."""
     if isinstance(prepared, Int4Pack):
-        recognised = layout()
-        assert recognised is not None
-        codes = unpack_codes(prepared.packed, weight.shape, *recognised)
+        n, k = weight.shape
+        plain = torch.tensor([1.0, 0.0]).expand(k // prepared.group_size, n, 2).contiguous().bfloat16()
+        codes = (_product(torch.eye(k).bfloat16(), prepared, plain).t() + 8).to(torch.uint8)
         return dequantize(weight._replace(qweight=codes[:, 0::2] | (codes[:, 1::2] << 4)))
     if isinstance(prepared, DenseWeight):
         matrix = prepared.matrix.to_dense() if prepared.packed else prepared.matrix

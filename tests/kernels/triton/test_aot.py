@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from localllm.kernels.triton import aot
-from localllm.kernels.triton.aot_spec import KernelRow, KernelSpec, compile_spec, complaint, matrix_instructions
+from localllm.kernels.triton.aot import KernelRow, compile_spec, complaint, matrix_instructions
+from localllm.kernels.triton.aot_cases import KernelSpec
 from localllm.kernels.triton.cards import CLASSES
 from localllm.kernels.verify.records import source_hash
 

@@ -26,7 +26,7 @@ def weights_of(norm: bool, bias: bool, parts: int, device: torch.device) -> Atte
         made.append(LinearPart(impl, impl.prepare(Weight("dense", (n, HIDDEN), dense)), given, (n, HIDDEN)))
     qkv = Linear(tuple(made))
     norms = [Norm(torch.rand(DIM).to(device) + 0.5, 1e-6) if norm else None for _ in range(2)]
-    first = Norm(torch.rand(HIDDEN).to(device) + 0.5, 1e-5, 0.5)
+    first = Norm(torch.rand(HIDDEN).to(device) + 0.5, 1e-5)
     return AttentionWeights(first, qkv, qkv, HEADS, KV_HEADS, DIM, 0.125, *norms)
 
 

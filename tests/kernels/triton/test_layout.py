@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from localllm.kernels.dequant import dequantize
-from localllm.kernels.triton.layout import prepare
-from localllm.kernels.triton.layout_codes import CODES
-from localllm.kernels.triton.unpack import rows
+from localllm.kernels.triton.layout import CODES, prepare
+from localllm.kernels.triton.product import rows
 from localllm.kernels.weight import Weight
 
 from .weights import FORMS, SMALLEST_K, make
@@ -27,7 +26,7 @@ def test_values_come_back(form: str) -> None:
     for n, k in shapes(form):
         weight = make(form, n, k)
         prepared = prepare(weight)
-        assert torch.equal(rows(prepared, slice(None)), dequantize(weight))
+        assert torch.equal(rows(prepared, torch.arange(prepared.shape[0])), dequantize(weight))
         ids = torch.tensor([n - 1, 0, n // 2])
         assert torch.equal(rows(prepared, ids), dequantize(weight)[ids])
 
@@ -50,12 +49,12 @@ def test_columns_that_end_within_a_chunk() -> None:
         }[code]
         prepared = prepare(weight)
         assert prepared.low.shape[1] % 8 == 0
-        assert torch.equal(rows(prepared, slice(None)), dequantize(weight))
+        assert torch.equal(rows(prepared, torch.arange(prepared.shape[0])), dequantize(weight))
 
 
 def test_input_order_and_scale_are_undone() -> None:
     weight = make("int4g-32", 6, 64)._replace(perm=torch.randperm(64).int(), pre_scale=torch.rand(64) + 0.5)
-    assert torch.equal(rows(prepare(weight), slice(None)), dequantize(weight))
+    assert torch.equal(rows(prepare(weight), torch.arange(6)), dequantize(weight))
 
 
 def test_a_nan_makes_its_row_nan() -> None:
@@ -65,7 +64,7 @@ def test_a_nan_makes_its_row_nan() -> None:
         codes = weight.qweight.view(torch.uint8).clone()
         codes[7, 5] = 0x7F
         weight = weight._replace(qweight=codes.view(torch.float8_e4m3fn))
-        values = rows(prepare(weight), slice(None))
+        values = rows(prepare(weight), torch.arange(130))
         assert values[7].isnan().all()
         others = torch.arange(130) != 7
         assert torch.equal(values[others], dequantize(weight)[others])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from localllm.kernels.dequant import dequantize
 from localllm.kernels.layer_weights import AttentionWeights, HeadWeights, Linear, LinearPart, MlpWeights, Norm
 from localllm.kernels.segments import REFERENCES as COMPOSED
 from localllm.kernels.table import implementations
-from localllm.kernels.triton import ops, probe, quantize, segments
+from localllm.kernels.triton import ops, quantize, segments
 from localllm.kernels.triton.aot_cases import all_specs
 from localllm.kernels.triton.launch import launch
 from localllm.kernels.weight import Weight
@@ -51,6 +50,7 @@ def facts(**more: Any) -> LinearFacts:
         ({"form": "fp8", "activations": "fp8", "capability": 86}, "triton"),
         ({"form": "fp8", "activations": "fp8", "deterministic": True}, "triton_invariant"),
         ({"form": "fp4g16", "group_size": 16, "activations": "nvfp4"}, "triton"),
+        ({"form": "fp4g16", "group_size": 16, "activations": "nvfp4", "capability": 120}, "triton_nvfp4_w4a4"),
     ],
 )
 def test_choice(more: dict[str, Any], name: str) -> None:
@@ -166,26 +166,6 @@ def test_rounded_activations(form: str, k: int, device: torch.device) -> None:
     assert error(few, exact_product(x[:2], weight) + bias) < CLOSE, "few rows stay exact"
 
 
-def test_the_probe_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = iter(["CompilationError: scales of type fp8e4nv", ""])
-    asked: list[int] = []
-
-    def answer(capability: int, label: str, instruction: str) -> str:
-        asked.append(capability)
-        return next(answers)
-
-    monkeypatch.setattr(probe, "_probe", answer)
-    probe.nvfp4_reason.cache_clear()
-    assert probe.nvfp4_reason(90, tmp_path) == "no FP4 instructions on compute capability 9.0"
-    assert probe.nvfp4_reason(121, tmp_path) == "CompilationError: scales of type fp8e4nv"
-    assert probe.nvfp4_reason(120, tmp_path) is None
-    probe.nvfp4_reason.cache_clear()  # as a new process
-    assert probe.nvfp4_reason(121, tmp_path) == "CompilationError: scales of type fp8e4nv"
-    assert probe.nvfp4_reason(120, tmp_path) is None
-    assert asked == [121, 120]
-    probe.nvfp4_reason.cache_clear()
-
-
 # ---- segments
 
 
@@ -201,7 +181,7 @@ def attention_weights(device: torch.device, impl: Impl, **more: Any) -> Attentio
 
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_fused_segments(tokens: int, device: torch.device) -> None:
-    impl, post = IMPLS["triton"], Norm(torch.rand(32).to(device), 1e-5, 1.0)
+    impl, post = IMPLS["triton"], Norm(torch.rand(32).to(device), 1e-5)
     x, attended = (torch.randn(tokens, width).bfloat16().to(device) for width in (32, 64))
     gate_up = part_of(device, make("fp4g16", 64, 32), impl)
     down = part_of(device, make("fp8-row", 32, 32), impl, torch.randn(32))

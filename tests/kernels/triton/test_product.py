@@ -15,8 +15,7 @@ from localllm.kernels.triton import product as products
 from localllm.kernels.triton import product_tiles
 from localllm.kernels.triton.cards import CLASSES, Card
 from localllm.kernels.triton.layout import prepare
-from localllm.kernels.triton.product import Extras, dequantized, fusable, gemm_launch, product
-from localllm.kernels.triton.unpack import rows
+from localllm.kernels.triton.product import Extras, dequantized, fusable, launch_gemm, product
 from localllm.kernels.verify.trial import compare
 from localllm.kernels.verify.tuning import AGREEMENT
 
@@ -42,7 +41,7 @@ def test_one_row(form: str, device: torch.device) -> None:
     wide = product(x, prepared, out=torch.empty(1, 5, device=device))
     assert wide.dtype is torch.float32 and error(wide, exact) < 5e-5
     choice = {"rows": 2, "chunks": 32, "warps": 1}
-    products.gemv_launch(x, prepared, wide, products.PLAIN, choice).start()
+    products.launch_gemv(x, prepared, wide, products.PLAIN, choice)
     assert error(wide, exact) < 1e-6
 
 
@@ -58,7 +57,7 @@ def test_rows_longer_than_a_program_holds(form: str, k: int, device: torch.devic
         if tokens == 1:
             choice = {"rows": 2, "chunks": 32, "warps": 1}
             out = torch.empty(1, 3, dtype=torch.float16, device=device)
-            products.gemv_launch(x, prepared, out, products.PLAIN, choice).start()
+            products.launch_gemv(x, prepared, out, products.PLAIN, choice)
         else:
             out = product(x, prepared)
         assert error(out, exact_product(x, weight)) < ROUNDING[torch.float16]
@@ -106,11 +105,11 @@ def test_long_prompts_go_slab_by_slab(device: torch.device, monkeypatch: pytest.
 
 @pytest.mark.parametrize("form", FORMS)
 def test_dense_rows(form: str, device: torch.device) -> None:
-    """The slab's values are those of the layout, up to one rounding of float32."""
+    """The slab's values are those of the weight, bit for bit."""
     weight = make(form, 10, smallest_k(form))
     prepared = prepare(on(device, weight))
-    slab = dequantized(prepared, 3, 6, torch.float32)
-    torch.testing.assert_close(slab, rows(prepared, slice(None))[3:9], rtol=3e-7, atol=1e-9)
+    slab = dequantized(prepared, slice(3, 9), torch.float32)
+    assert torch.equal(slab.cpu(), dequantize(weight)[3:9])
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
@@ -121,9 +120,9 @@ def test_norm_gate_and_residual(form: str, tokens: int, device: torch.device) ->
     prepared = prepare(on(device, weight))
     x = (torch.randn(tokens, k) * 3).bfloat16().to(device)
     assert fusable(x, prepared)
-    norm = Norm(gain.to(device), EPS, 1.0)
+    norm = Norm(gain.to(device), EPS)
     wide = x.double().cpu()
-    normed = wide / (wide.square().mean(1, keepdim=True) + EPS).sqrt() * (1 + gain)
+    normed = wide / (wide.square().mean(1, keepdim=True) + EPS).sqrt() * gain
     exact = normed @ dequantize(weight).double().t()
     residual = torch.randn(tokens, n).bfloat16().to(device)
     expected = exact + residual.double().cpu()
@@ -164,24 +163,19 @@ def test_a_row_does_not_see_the_others(form: str, device: torch.device) -> None:
 
 
 def test_parts_of_k_are_added_by_the_last(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Split products give the whole sum, norm included, and leave their counters at zero for the next launch."""
+    """Split products give the whole sum, and leave their counters at zero for the next launch."""
     weight = make("int4g-32", 33, 512)
     prepared = prepare(on(device, weight))
     x = torch.randn(3, 512).half().to(device)
-    gain = torch.rand(512).to(device)
-    wide = x.double()
-    normed = (wide / (wide.square().mean(1, keepdim=True) + EPS).sqrt() * gain).cpu()
     for split in (2, 4):
         out = torch.empty(3, 33, dtype=torch.float16, device=device)
         choice = {"rows": 16, "tokens": 8, "halves": 32, "split": split, "stages": 2, "warps": 1}
-        launch = gemm_launch(x, prepared, out, Extras(norm=Norm(gain, EPS)), choice)
-        assert launch.grid == (1, 3, split)
-        launch.start()
-        assert error(out, normed @ dequantize(weight).double().t()) < ROUNDING[torch.float16]
+        launch_gemm(x, prepared, out, products.PLAIN, choice)
+        assert error(out, exact_product(x, weight)) < ROUNDING[torch.float16]
         assert not products._counters(device).any()
     monkeypatch.setattr(products, "COUNTERS", 2)
     with pytest.raises(ValueError, match="3 tiles share a split product, at most 2"):
-        gemm_launch(x, prepared, out, Extras(norm=Norm(gain, EPS)), choice)
+        launch_gemm(x, prepared, out, products.PLAIN, choice)
 
 
 def test_cublas_is_a_candidate_of_dense_weights(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,35 +195,20 @@ def test_cublas_is_a_candidate_of_dense_weights(device: torch.device, monkeypatc
     assert len(offered[0]) <= product_tiles.MOST
 
 
-def test_one_row_may_go_through_tensor_cores(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both kernels are candidates in bfloat16; in float16, where a norm's product may overflow, the first alone."""
-
-    def tensor_cores(shape: Any, candidates: Any, trial: Any = None) -> Any:
-        return next((c for c in candidates if "tokens" in c), candidates[0])
-
-    monkeypatch.setattr(products, "tuner", lambda: SimpleNamespace(pick=tensor_cores))
-    monkeypatch.setattr(products, "gemv_launch", lambda *_: pytest.fail("not asked for"))
-    weight = make("fp4g16", 20, 64)
-    prepared, x = prepare(on(device, weight)), torch.randn(1, 64).bfloat16().to(device)
-    assert error(product(x, prepared), exact_product(x, weight)) < ROUNDING[torch.bfloat16]
-    with pytest.raises(pytest.fail.Exception):
-        product(x.half(), prepared)
-
-
 @pytest.mark.parametrize("form", ["dense-bf16", "fp8-row", "int4g-32", "gguf-Q4_K", "fp4g16", "fp4g32", "int8-row"])
 def test_candidates_agree_on_made_up_weights(form: str, device: torch.device) -> None:
     """What the tuner compares is finite, not zero, and the same by every way to compute it."""
     prepared = prepare(on(device, make(form, 16, smallest_k(form))))
     x = torch.zeros(1, prepared.shape[1], dtype=torch.bfloat16, device=device)
-    trial = products._trial(x, prepared, products.PLAIN)
-    card = Card(90, 8)
-    fixed = product_tiles.may_be_fixed(prepared.code, prepared.run, card)
-    candidates = product_tiles.one_row_tiles(*prepared.shape, prepared.code, card, False, True, fixed)
-    kinds = {("fixed" in c, "tokens" in c): c for c in candidates}
-    assert len(kinds) == (3 if fixed else 2)
-    found = [trial(choice)().clone() for choice in (*kinds.values(), products.CUBLAS)]  # type: ignore[attr-defined]
-    assert found[0].isfinite().all() and found[0].abs().max() > 0.1
-    assert all(compare(other, found[0], AGREEMENT) == "" for other in found[1:])
+    norm = Norm(torch.ones(prepared.shape[1], device=device), EPS)
+    for extras in (products.PLAIN, Extras(norm=norm, gate="silu")):
+        trial = products._trial(x, prepared, extras)
+        fixed = product_tiles.is_fixed(prepared.code, prepared.run, Card(90, 8))
+        candidates = product_tiles.gemv_tiles(*prepared.shape, prepared.code, Card(90, 8), bool(extras.gate), fixed)
+        ways = (*candidates[:2], {"rows": 2, "chunks": 32, "warps": 1})
+        found = [trial(choice)().clone() for choice in (*ways, *[products.CUBLAS][: extras == products.PLAIN])]  # type: ignore[attr-defined]
+        assert found[0].isfinite().all() and found[0].abs().max() > 0.1
+        assert all(compare(other, found[0], AGREEMENT) == "" for other in found[1:])
 
 
 def test_wrong_columns_are_refused(device: torch.device) -> None:
@@ -240,28 +219,22 @@ def test_wrong_columns_are_refused(device: torch.device) -> None:
 
 def test_candidates_fit_their_cards() -> None:
     """At most eight for every card and shape, all within its shared memory; one that keeps the order of sums."""
-    for capability, (_, limit, *_) in CLASSES.items():
+    for capability, (_, limit) in CLASSES.items():
         card = Card(capability, 100)
         for n, k in ((1024, 2048), (4096, 4096), (28672, 4096), (151936, 1024), (1, 64)):
             for code in product_tiles.CODES:
-                vectors = product_tiles.gemv_tiles(n, k, code, card)
-                assert 0 < len(vectors) <= product_tiles.MOST
-                either = product_tiles.one_row_tiles(n, k, code, card, False, capability >= 80)
-                assert len(either) <= product_tiles.MOST and any("chunks" in tile for tile in either)
+                for gated in (False, True):
+                    rows = product_tiles.gemv_tiles(n, k, code, card, gated, product_tiles.is_fixed(code, 8, card))
+                    assert 0 < len(rows) <= product_tiles.MOST and all(tile["rows"] > gated for tile in rows)
                 for tokens in (8, 16, 64, 128) if capability >= 80 else ():
                     tiles = product_tiles.gemm_tiles(n, k, code, tokens, card)
-                    assert 0 < len(tiles) <= product_tiles.MOST, (code, n, k, tokens)
+                    assert 0 < len(tiles) < product_tiles.MOST, (code, n, k, tokens)
                     assert {tile["split"] for tile in product_tiles.gemm_tiles(n, k, code, tokens, card, True)} == {1}
                     sizes = [product_tiles._shared(t["rows"], tokens, t["halves"], t["stages"], code) for t in tiles]
                     assert max(sizes) <= limit
 
 
-def test_the_model_prefers_what_reads_less_and_waits_less() -> None:
-    card = Card(90, 132)
-    usual = product_tiles.Load(1024, 8192, 4096, 128, 64, 0, 600)
-    base = product_tiles.expected_us(usual, card)
-    for change in ({"program_bytes": 16384}, {"instructions": 6000}, {"passes": 2}):
-        values = {name: getattr(usual, name) for name in usual.__slots__} | change
-        assert product_tiles.expected_us(product_tiles.Load(**values), card) > base
-    huge = product_tiles.Load(1024, 8192, 4096, 128, 64, 300_000, 600)
-    assert product_tiles.expected_us(huge, card) == float("inf")
+def test_codes_of_four_bits_are_multiplied_in_whole_numbers_where_there_are_such_instructions() -> None:
+    for code, fixed in (("int4", True), ("e2m1", True), ("int5", False), ("bf16", False)):
+        assert product_tiles.is_fixed(code, 8, Card(90, 132)) is fixed
+        assert not product_tiles.is_fixed(code, 2, Card(90, 132)) and not product_tiles.is_fixed(code, 8, Card(75, 40))

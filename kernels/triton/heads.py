@@ -1,0 +1,204 @@
+"""Between the QKV product and attention, in one launch: QK-norm, RoPE, and keys and values into their slots.
+
+A program takes a few heads of one token, of whatever kind: a row is normalised and turned when it is a query or a key,
+rotated (`hadamard`) when it is a key of int8 pages, and stored as its kind asks. All in float32 from the product's
+output on, where the single ops round to 16 bits in between. What goes where is decided by rows, so a tile may hold the
+last queries and the first keys; tiles have one size for every number of tokens, so that a sum has one order. The ops
+`rope` and `kv_write` are the same kernel with queries alone, and with keys and values that nothing turns.
+
+Codes and scales are those of `kv_codes.encode`, bit for bit: divisions are IEEE, E4M3 is made by its bits. Negative
+slots are passed over, so a bucket of a captured graph may have rows that nothing fills.
+
+Bytes, 8B shapes (32 + 8 + 8 heads of 128, bf16), a token: 12 KB read, 12 KB written; 12 programs of 4 warps. Four
+launches (two norms, RoPE on q and k, the write) become one.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..kv_pages import KVPages
+from ..layer_weights import Norm
+from .e4m3 import encode_e4m3, round_even
+from .hadamard import rotate_rows, run_length
+from .launch import launch, wait_for_previous
+
+TILE = 512  # elements of a program
+
+
+@triton.jit
+def _partner(d, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The dimension that is turned together with `d`; itself beyond the turned ones."""
+    if INTERLEAVED:
+        other = d ^ 1
+    else:
+        other = tl.where(d < HALF, d + HALF, d - HALF)
+    return tl.where(d < 2 * HALF, other, d)
+
+
+@triton.jit
+def _turned(own, other, cosines, sines, d, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Vectors [rows, dims] by the angles of a token, from themselves and their partners; all float32."""
+    if INTERLEAVED:
+        place, first = d // 2, d % 2 == 0
+    else:
+        place, first = tl.where(d < HALF, d, d - HALF), d < HALF
+    cosine = tl.load(cosines + place, mask=d < 2 * HALF, other=1.0)
+    sine = tl.load(sines + place, mask=d < 2 * HALF, other=0.0)
+    return tl.where(d < 2 * HALF, own * cosine + other * (sine * tl.where(first, -1.0, 1.0)), own)
+
+
+@triton.jit
+def _store_vectors(
+    x, pages, scales, slot, head, d, ok,
+    DIM: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, FORMAT: tl.constexpr, LAYER_SCALE: tl.constexpr,
+):  # fmt: skip
+    """Put float32 vectors x [rows, dims] of heads [rows, 1] into a token's slot; `ok` says which elements there are."""
+    place = ((slot // PAGE) * KV_HEADS + head) * PAGE + slot % PAGE
+    at = pages + place * DIM + d
+    if (FORMAT == "int8") | (FORMAT == "fp8"):
+        largest: tl.constexpr = 127.0 if FORMAT == "int8" else 448.0
+        if LAYER_SCALE:
+            wide = tl.div_rn(x, tl.load(scales) + tl.zeros_like(x))
+        else:
+            size = tl.abs(x)
+            finite = tl.max((size < float("inf")).to(tl.int32) ^ 1, 1, keep_dims=True) == 0
+            peak = tl.max(tl.where(finite, size, 0.0), 1, keep_dims=True)
+            none = peak <= 1e-30
+            safe = tl.where(none, 1.0, peak)
+            inverse = tl.where(none, 0.0, tl.div_rn(tl.zeros_like(safe) + largest, safe))
+            scale = tl.where(none, 0.0, tl.div_rn(peak, tl.zeros_like(peak) + largest))
+            scale = tl.where(finite, scale, float("nan"))
+            wide = tl.where(finite, x, 0.0) * inverse
+            tl.store(scales + place, scale, mask=tl.max(ok.to(tl.int32), 1, keep_dims=True) > 0)
+        if FORMAT == "fp8":
+            codes = encode_e4m3(wide)
+        else:
+            codes = tl.minimum(tl.maximum(round_even(wide), -largest), largest).to(tl.int8)
+        tl.store(at, codes, mask=ok)
+    else:
+        tl.store(at, x.to(pages.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _heads(
+    qkv, cosines, sines, q_weight, k_weight, q_out, k_pages, v_pages, k_scales, v_scales, slot_mapping,
+    token_stride, q_eps, k_eps,
+    DIM: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr,
+    ROWS: tl.constexpr, HALF: tl.constexpr, RUN: tl.constexpr, FORMAT: tl.constexpr, LAYER_SCALE: tl.constexpr,
+    INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * ROWS
+    head = first + tl.arange(0, ROWS)[:, None]
+    d = tl.arange(0, PADDED)[None, :]
+    other_d = _partner(d, HALF, INTERLEAVED)
+    is_query, is_value = head < HEADS, head >= HEADS + KV_HEADS
+    is_key = (head >= HEADS) & (head < HEADS + KV_HEADS)
+    real = (head < HEADS + 2 * KV_HEADS) & (d < DIM)
+    if HAS_NORM:
+        q_gain = tl.load(q_weight + d, mask=d < DIM, other=0.0).to(tl.float32)
+        k_gain = tl.load(k_weight + d, mask=d < DIM, other=0.0).to(tl.float32)
+        gain = tl.where(is_query, q_gain, k_gain)
+        q_gain = tl.load(q_weight + other_d, mask=d < DIM, other=0.0).to(tl.float32)
+        k_gain = tl.load(k_weight + other_d, mask=d < DIM, other=0.0).to(tl.float32)
+        other_gain = tl.where(is_query, q_gain, k_gain)
+    if KV_HEADS > 0:
+        slot = tl.load(slot_mapping + token) + tl.zeros([ROWS, 1], tl.int64)
+    wait_for_previous(PDL)
+    row = qkv + token * token_stride + head * DIM
+    plain = tl.load(row + d, mask=real, other=0.0).to(tl.float32)
+    turned = plain
+    if HALF > 0:
+        other = tl.load(row + other_d, mask=real, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            mean = tl.sum(plain * plain, 1, keep_dims=True) * (1.0 / DIM)
+            scale = 1.0 / tl.sqrt_rn(mean + tl.where(is_query, q_eps, k_eps))
+            turned, other = plain * scale * gain, other * scale * other_gain
+        turned = _turned(turned, other, cosines + token * HALF, sines + token * HALF, d, HALF, INTERLEAVED)
+    q_at = q_out + (token * HEADS + head) * DIM + d
+    tl.store(q_at, turned.to(q_out.dtype.element_ty), mask=real & is_query)
+    if KV_HEADS > 0:
+        if first + ROWS > HEADS:  # some row is a key or a value
+            real = real & (slot >= 0)
+            slot = tl.maximum(slot, 0)
+            if FORMAT == "int8":
+                turned = rotate_rows(turned, RUN)
+            kv_head = tl.where(is_value, head - HEADS - KV_HEADS, head - HEADS)
+            kv_head = tl.maximum(kv_head, 0)
+            _store_vectors(
+                turned, k_pages, k_scales, slot, kv_head, d, real & is_key, DIM, KV_HEADS, PAGE, FORMAT, LAYER_SCALE
+            )
+            _store_vectors(
+                plain, v_pages, v_scales, slot, kv_head, d, real & is_value, DIM, KV_HEADS, PAGE, FORMAT, LAYER_SCALE
+            )
+
+
+def qk_norm_rope_kv(
+    qkv: Tensor,
+    num_heads: int,
+    angles: tuple[Tensor, Tensor] | None,
+    kept: tuple[KVPages, Tensor] | None,
+    norms: tuple[Norm, Norm] | None = None,
+    interleaved: bool = False,
+) -> Tensor:
+    """Queries ready for attention; keys and values in their slots.
+
+    qkv      [num_tokens, num_heads + 2 · num_kv_heads, head_dim]   f32 | bf16 | f16; tokens may be strided
+    angles   cos and sin, float32 [num_tokens, half]; None: nothing is turned
+    kept     pages, and slots int64 [num_tokens], a negative one being passed over; None where there are queries alone
+    norms    of queries and of keys, over head_dim, before RoPE; None for models without
+    returns  q [num_tokens, num_heads, head_dim], dtype of qkv
+
+    Reference: `segments.attn_in` without its first norm and product.
+    """
+    num_tokens, heads, dim = qkv.shape
+    if qkv.stride(2) != 1 or qkv.stride(1) != dim:
+        qkv = qkv.contiguous()
+    q = torch.empty((num_tokens, num_heads, dim), dtype=qkv.dtype, device=qkv.device)
+    stored, page, kv_format, layer_scale = (qkv,) * 5, 1, "", False
+    if kept is not None:
+        pages, slots = kept
+        if not (pages.k.is_contiguous() and pages.v.is_contiguous()):
+            raise ValueError("pages must be contiguous")
+        k_scales = pages.k if pages.k_scales is None else pages.k_scales  # pages in the place of what is not there
+        stored = pages.k, pages.v, k_scales, pages.v if pages.v_scales is None else pages.v_scales, slots
+        page, kv_format = pages.k.shape[2], pages.format
+        layer_scale = pages.k_scales is not None and pages.k_scales.dim() == 1
+    padded = triton.next_power_of_2(dim)
+    rows = max(1, TILE // padded)
+    launch(
+        _heads,
+        (num_tokens, triton.cdiv(heads, rows)),
+        qkv,
+        *((qkv, qkv) if angles is None else (part.contiguous() for part in angles)),
+        *((qkv, qkv) if norms is None else (norm.weight for norm in norms)),
+        *(q, *stored, qkv.stride(0)),
+        *((0.0, 0.0) if norms is None else (norm.eps for norm in norms)),
+        DIM=dim,
+        PADDED=padded,
+        HEADS=num_heads,
+        KV_HEADS=(heads - num_heads) // 2,
+        PAGE=page,
+        ROWS=rows,
+        HALF=0 if angles is None else angles[0].shape[-1],
+        RUN=run_length(dim),
+        FORMAT=kv_format,
+        LAYER_SCALE=layer_scale,
+        INTERLEAVED=interleaved,
+        HAS_NORM=norms is not None,
+    )
+    return q
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """As `reference.rope`; tokens of x may be strided, the result is contiguous."""
+    return qk_norm_rope_kv(x, x.shape[1], (cos, sin), None, None, interleaved)
+
+
+def kv_write(k: Tensor, v: Tensor, pages: KVPages, slot_mapping: Tensor) -> None:
+    """As `reference.kv_write`; a negative slot is passed over."""
+    qk_norm_rope_kv(torch.cat([k, v], 1), 0, None, (pages, slot_mapping))
