@@ -211,13 +211,13 @@ async def engine(path: Path) -> str:
         app.chat.state.text = "ready"
         await pilot.press("f4")
         panel = app.chat.query_one(EnginePanel)
-        panel._timer.stop()  # type: ignore[union-attr]
+        panel._timer.stop()
         for number in range(38):
             panel._prefill.append([0, 0, 0, 4100, 900, 0, 0, 0, 0][number % 9])
             panel._decode.append(150 + 13 * (number % 5) + (90 if number % 9 > 4 else 0))
         panel._step_ms = 6.1
         for number in range(40):
-            app.chat.times.add(Timing(ttft_s=0.03 + 0.02 * (number % 4), decode_tps=150 + 4.0 * (number % 5)))
+            panel.add(Timing(ttft_s=0.03 + 0.02 * (number % 4), decode_tps=150 + 4.0 * (number % 5)))
         panel._before = None
         await pilot.pause(0.2)
         panel.look()

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from textual.widgets import DataTable, Input, OptionList, Static
 
+from localllm.backend.scripted import FakeBackend
 from localllm.config import UiConfig
+from localllm.conversation.session import Session
 from localllm.conversation.tree import Conversation
 from localllm.history.records import SavedChat, SavedMessage
 from localllm.history.store import History
@@ -16,7 +18,7 @@ from localllm.interface import Facts
 from localllm.tui.screens.models import ModelsScreen
 from localllm.tui.screens.params import ParamsScreen
 from localllm.tui.screens.viewer import Viewer
-from localllm.tui.widgets.engine import EnginePanel, Times, page_map
+from localllm.tui.widgets.engine import EnginePanel, page_map
 from localllm.tui.widgets.home import Home
 from localllm.tui.widgets.messages import AssistantMessage, UserMessage
 from localllm.tui.widgets.sidebar import Sidebar
@@ -255,7 +257,7 @@ def test_the_map_of_pages_draws_every_state() -> None:
     assert [line.plain for line in lines] == ["█" * 10, "▒" * 5 + "░" * 5, "░" * 10, "░" * 10]
     large = "".join(line.plain for line in page_map(bytes([0] * 9000 + [2]), 40, 6))
     assert len(large) <= 240 and large.endswith("█") and large.count("█") == 1
-    panel = EnginePanel(Facts, Times())
+    panel = EnginePanel(Session(FakeBackend(), Conversation()))
     full = Facts(model="m", run_summary="t\x1b[2J", pages_total=1, power_w=200.0, num_preemptions=3)
     text = "\n".join(line.plain for line in panel.lines(full, 40))
     assert "\x1b" not in text and "200 W" in text and "preempted" in text

@@ -53,7 +53,7 @@ class ChatScreen(Actions):
             yield Sidebar()
             yield Home(app.keymap)
             yield Transcript(self.conversation, window=ui.history_window, thinking=ui.thinking)
-            yield EnginePanel(self.session.backend.facts, self.times, lambda: self.session.url)
+            yield EnginePanel(self.session)
         yield Choices()
         yield Prompt(app.keymap, enter_sends=ui.enter == "send")
         yield StatusLine()

@@ -13,9 +13,10 @@ from localllm.conversation.tree import Exchange
 from localllm.interface import ChatEvent, Delta, Done, Failed, Prefill
 from localllm.request import LoadProgress
 from localllm.terminal import clean_line, tokens_short
-from localllm.tui.widgets.engine import sparkline
+from localllm.tui.widgets.engine import EnginePanel, sparkline
 from localllm.tui.widgets.loading import LoadCard
 from localllm.tui.widgets.messages import AssistantMessage
+from localllm.tui.widgets.status import bar
 
 from .questions import Questions
 from .turns import Turns
@@ -155,14 +156,12 @@ class Stream(Turns):
     def _prefill(self, message: AssistantMessage, event: Prefill) -> None:
         self.state.used_tokens = max(self.state.used_tokens, event.total)
         share = event.done / event.total if event.total else 0.0
-        filled = round(share * 6)
-        bar = "▓" * filled + "░" * (6 - filled)
         now = time.monotonic()
         if event.done == 0 or self._reading is None or event.done < self._reading[1]:
             self._reading = now, event.done  # tokens that were cached are no speed
         rate = (event.done - self._reading[1]) / (now - self._reading[0]) if now > self._reading[0] else 0.0
         speed = f" · {tokens_short(round(rate))} tok/s" if rate else ""
-        message.footer(f"reading {event.total:,} tokens {bar} {share * 100:.0f} %{speed}")
+        message.footer(f"reading {event.total:,} tokens {bar(share, 6)} {share * 100:.0f} %{speed}")
         self.state.text = f"reading {share * 100:.0f} %"
 
     def _live_footer(self, message: AssistantMessage) -> None:
@@ -187,7 +186,7 @@ class Stream(Turns):
         exchange, usage = message.exchange, event.usage
         exchange.add(event)
         self.state.used_tokens = usage.prompt_tokens + usage.completion_tokens
-        self.times.add(event.timing)
+        self.query_one(EnginePanel).add(event.timing)
         self._end()
         await message.finish()
         self.keep(exchange)

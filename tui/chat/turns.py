@@ -25,7 +25,6 @@ from localllm.request import Message
 from localllm.terminal import clean_line
 from localllm.tui.frame import Frame
 from localllm.tui.widgets.choices import Choices
-from localllm.tui.widgets.engine import Times
 from localllm.tui.widgets.home import Home
 from localllm.tui.widgets.loading import LoadCard
 from localllm.tui.widgets.messages import AssistantMessage, UserMessage
@@ -54,7 +53,6 @@ class Turns(Screen[None]):
         self.stuck: Exchange | None = None
         self.side: tuple[int, list[str]] | None = None
         self.editing: tuple[Exchange, bool] | None = None
-        self.times = Times()
         self.state = State(sampling=session.conversation.sampling)
         self.message = ""
         self._fading: Timer | None = None

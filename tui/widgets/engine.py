@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from typing import cast
 
 from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.content import Content
-from textual.timer import Timer
 from textual.widgets import Static
 
+from localllm.conversation.session import Session
 from localllm.interface import Facts
 from localllm.request import Timing
 from localllm.terminal import clean, gib
+from localllm.tui.frame import Frame
 
 LOOK_S = 0.5
+KEPT = 200  # values drawn as bars
 STILL_S = 2.0  # between two looks while nothing is computed
 MAP_ROWS = 6
 LOW = 34  # lines of a panel; in a lower one the map of pages is lower too
@@ -29,36 +33,20 @@ _FREE, _CACHED, _USED = 0, 1, 2
 _MARKS = {_FREE: ("░", "dim"), _CACHED: ("▒", "$secondary"), _USED: ("█", "$accent")}
 
 
-class Times:
-    """Times of the turns of this session: kept whether or not anybody looks."""
-
-    def __init__(self) -> None:
-        self.ttft_s: deque[float] = deque(maxlen=200)
-        self.decode_tps: deque[float] = deque(maxlen=200)
-
-    def add(self, timing: Timing) -> None:
-        if timing.ttft_s > 0:
-            self.ttft_s.append(timing.ttft_s)
-        if timing.decode_tps > 0:
-            self.decode_tps.append(timing.decode_tps)
-
-
 class EnginePanel(VerticalScroll):
     """Hidden until `open`; looks at the facts only while it is on the screen."""
 
     can_focus = False
 
-    def __init__(self, facts: Callable[[], Facts], times: Times, api: Callable[[], str] = str) -> None:
-        """`api`: where other programs reach the model, or "" """
+    def __init__(self, session: Session) -> None:
         super().__init__(id="engine")
-        self._facts = facts
-        self._times = times
-        self._api = api
+        self._session = session
         self._before: tuple[float, Facts] | None = None
-        self._prefill: deque[float] = deque(maxlen=200)
-        self._decode: deque[float] = deque(maxlen=200)
+        # of the turns of this session, kept whether or not anybody looks
+        self._ttft_s, self._decode_tps = deque[float](maxlen=KEPT), deque[float](maxlen=KEPT)
+        # tokens a second between two looks
+        self._prefill, self._decode = deque[float](maxlen=KEPT), deque[float](maxlen=KEPT)
         self._step_ms = 0.0
-        self._timer: Timer | None = None
         self.display = False
 
     def compose(self) -> ComposeResult:
@@ -66,14 +54,19 @@ class EnginePanel(VerticalScroll):
 
     def on_mount(self) -> None:
         self.border_title = "Engine"
-        keymap = getattr(self.app, "keymap", None)
-        self.border_subtitle = f"{keymap.label('engine.open') if keymap else 'F4'} closes"
+        self.border_subtitle = f"{cast(Frame, self.app).keymap.label('engine.open')} closes"
         self._timer = self.set_interval(LOOK_S, self.look, pause=True)
+
+    def add(self, timing: Timing) -> None:
+        """Keep the times of a turn that has ended."""
+        if timing.ttft_s > 0:
+            self._ttft_s.append(timing.ttft_s)
+        if timing.decode_tps > 0:
+            self._decode_tps.append(timing.decode_tps)
 
     def open(self, shown: bool) -> None:
         """Show or hide; hidden it costs nothing."""
         self.display = shown
-        assert self._timer is not None
         if shown:
             self._before = None
             self._timer.resume()
@@ -82,7 +75,7 @@ class EnginePanel(VerticalScroll):
             self._timer.pause()
 
     def look(self) -> None:
-        facts, now = self._facts(), time.monotonic()
+        facts, now = self._session.backend.facts(), time.monotonic()
         busy = facts.num_running or facts.num_waiting
         if not busy and self._before is not None and now - self._before[0] < STILL_S:
             return
@@ -104,7 +97,7 @@ class EnginePanel(VerticalScroll):
         yield from Content(clean(facts.run_summary)).wrap(width)
         if facts.url:
             yield Content(f"computed by {clean(facts.url)}")
-        if url := self._api():
+        if url := self._session.url:
             yield Content(f"api {url}/v1")
         yield Content("")
         yield from self._pages(facts, width)
@@ -140,22 +133,21 @@ class EnginePanel(VerticalScroll):
         step = f" · {self._step_ms:.1f} ms/step" if self._step_ms else ""
         yield _head("Batch", f"{facts.num_running} running · {facts.num_waiting} waiting{step}")
         room = width - 10
-        most = max([*self._prefill, 1.0])
-        yield Content.styled("prefill   ", "dim") + Content.styled(sparkline(self._prefill, room, most), "$secondary")
-        most = max([*self._decode, 1.0])
-        yield Content.styled("decode    ", "dim") + Content.styled(sparkline(self._decode, room, most), "$accent")
+        for name, rates, style in (("prefill", self._prefill, "$secondary"), ("decode", self._decode, "$accent")):
+            bars = sparkline(rates, room, max([*rates, 1.0]))
+            yield Content.styled(f"{name:10}", "dim") + Content.styled(bars, style)
         if facts.num_preemptions:
             yield Content(f"{facts.num_preemptions:,} preempted: there were too few pages")
         yield Content("")
 
     def _speed(self, facts: Facts, width: int) -> Iterator[Content]:
-        rate = self._times.decode_tps[-1] if self._times.decode_tps else 0.0
+        rate = self._decode_tps[-1] if self._decode_tps else 0.0
         expected = f" · ≈ {facts.decode_tps:.0f} expected" if facts.decode_tps else ""
         yield _head("Speed", (f"{rate:.1f} tok/s" if rate else "–") + expected)
-        yield _row(self._times.decode_tps, width)
-        ttft = f"{self._times.ttft_s[-1] * 1000:,.0f} ms" if self._times.ttft_s else "–"
+        yield _row(self._decode_tps, width)
+        ttft = f"{self._ttft_s[-1] * 1000:,.0f} ms" if self._ttft_s else "–"
         yield _head("TTFT", ttft)
-        yield _row(self._times.ttft_s, width)
+        yield _row(self._ttft_s, width)
 
     def _memory(self, facts: Facts, width: int) -> Iterator[Content]:
         parts = dict(facts.plan_parts)
@@ -187,16 +179,8 @@ def page_map(states: bytes, width: int, rows: int) -> Iterator[Content]:
     each = -(-len(states) // (width * rows)) or 1
     cells = bytes(_cell(states[at : at + each]) for at in range(0, len(states), each))
     for start in range(0, len(cells), width):
-        line, row = Content(""), cells[start : start + width]
-        at = 0
-        while at < len(row):
-            end = at
-            while end < len(row) and row[end] == row[at]:
-                end += 1
-            mark, style = _MARKS[row[at]]
-            line += Content.styled(mark * (end - at), style)
-            at = end
-        yield line
+        runs = ((len(list(run)), *_MARKS[state]) for state, run in groupby(cells[start : start + width]))
+        yield Content.assemble(*((mark * count, style) for count, mark, style in runs))
 
 
 def _cell(pages: bytes) -> int:
@@ -206,7 +190,7 @@ def _cell(pages: bytes) -> int:
     return _USED if used >= cached else _CACHED
 
 
-def sparkline(values: Sequence[float] | deque[float], width: int, most: float) -> str:
+def sparkline(values: Iterable[float], width: int, most: float) -> str:
     """The last values as bars, `most` being the highest."""
     shown = list(values)[-width:]
     return "".join(_BARS[min(8, round(value / most * 8))] if most > 0 else " " for value in shown)

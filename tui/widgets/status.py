@@ -30,6 +30,12 @@ class State:
     api: str = ""  # where other programs reach this model
 
 
+def bar(share: float, cells: int = 10) -> str:
+    """'▓▓▓▓░░░░░░' for 0.4."""
+    filled = min(cells, round(share * cells))
+    return "▓" * filled + "░" * (cells - filled)
+
+
 class _Line(Horizontal):
     """Two sides. Nothing is drawn when nothing has changed."""
 
@@ -37,11 +43,21 @@ class _Line(Horizontal):
 
     def __init__(self) -> None:
         super().__init__()
-        self._shown: tuple[object, ...] = ()
+        self._shown: tuple[Content, str] | None = None
 
     def compose(self) -> ComposeResult:
         yield Static("", id=self.LEFT, markup=False)
         yield Static("", id=self.RIGHT, markup=False)
+
+    def _put(self, left: Content, right: str) -> None:
+        if (left, right) == self._shown:
+            return
+        moves = self._shown is None or right != self._shown[1]
+        self._shown = left, right
+        # the left side has all the room there is: only the right one moves anything
+        self.query_one(f"#{self.LEFT}", Static).update(left, layout=moves)
+        if moves:
+            self.query_one(f"#{self.RIGHT}", Static).update(f"{right} ")
 
 
 class TitleLine(_Line):
@@ -50,23 +66,14 @@ class TitleLine(_Line):
     LEFT, RIGHT = "title", "model"
 
     def show(self, title: str, model: str, facts: Facts) -> None:
-        """Set both sides."""
         width = self.app.size.width
-        memory = memory_meter(facts) if width >= 100 else ""
-        new = (title, model, facts.model, facts.device, facts.url, width, memory)
-        if new == self._shown:
-            return
-        self._shown = new
         name = clean_line(facts.model or model)
         name = fit(name.rstrip("/").rsplit("/", 1)[-1], max(12, width // 2 - 8))
         process = f" (pid {facts.pid})" if facts.pid and width >= 80 else ""
-        via = f"via {facts.url}{process}" if facts.url else facts.device
-        device = f" · {clean_line(via)}" if via else ""
-        device += f" · {memory}" if memory else ""
-        room = max(10, width - cell_width(name + device) - 16)
-        bold = Content.styled(" localllm", "bold $primary")
-        self.query_one("#title", Static).update(bold + Content(f"   {fit(clean_line(title), room)}"))
-        self.query_one("#model", Static).update(f"{name}{device} ")
+        device = f"via {facts.url}{process}" if facts.url else clean_line(facts.device)
+        right = " · ".join(filter(None, [name, device, memory_meter(facts) if width >= 100 else ""]))
+        room = max(10, width - cell_width(right) - 16)
+        self._put(Content.styled(" localllm", "bold $primary") + Content(f"   {fit(clean_line(title), room)}"), right)
 
 
 def memory_meter(facts: Facts) -> str:
@@ -74,9 +81,8 @@ def memory_meter(facts: Facts) -> str:
     if not facts.held_bytes or not facts.have_bytes:
         return ""
     kind = "VRAM" if facts.device.startswith("cuda") else "RAM"
-    filled = min(10, round(10 * facts.held_bytes / facts.have_bytes))
-    bar = "▓" * filled + "░" * (10 - filled)
-    return f"{kind} {facts.held_bytes / 2**30:.1f}/{facts.have_bytes / 2**30:.1f} GiB {bar}"
+    meter = bar(facts.held_bytes / facts.have_bytes)
+    return f"{kind} {facts.held_bytes / 2**30:.1f}/{facts.have_bytes / 2**30:.1f} GiB {meter}"
 
 
 class StatusLine(_Line):
@@ -85,11 +91,11 @@ class StatusLine(_Line):
     LEFT, RIGHT = "state", "keys"
 
     def show(self, state: State, keys: str) -> None:
-        """Set both sides; what does not fit is left out, the state last."""
+        """What does not fit is left out, the state last."""
         wide = self.app.size.width >= 100
         parts = [Content(f" {state.text}")]
         if state.facts.ctx:
-            parts.append(self._meter(state, wide))
+            parts.append(_context_meter(state, wide))
         if state.offline:
             parts.append(Content.styled("offline", "$text-warning"))
         if state.unsaved:
@@ -100,27 +106,17 @@ class StatusLine(_Line):
             parts.append(Content(f"think {state.think}"))
         if state.api:
             parts.append(Content(f"api :{state.api.rsplit(':', 1)[-1]}"))  # the whole address was said, and is in F4
-        left = Content(" │ ").join(parts)
-        if (left, keys) != self._shown:
-            same_keys = self._shown[1:] == (keys,)
-            self._shown = (left, keys)
-            # the left side has all the room there is: only the right one moves anything
-            self.query_one("#state", Static).update(left, layout=not same_keys)
-            if not same_keys:
-                self.query_one("#keys", Static).update(f"{keys} ")
+        self._put(Content(" │ ").join(parts), keys)
 
-    @staticmethod
-    def _meter(state: State, wide: bool) -> Content:
-        used, ctx = state.used_tokens, state.facts.ctx
-        share = min(1.0, used / ctx)
-        text = f"ctx {tokens_short(used)}/{tokens_short(ctx)}"
-        if wide:
-            filled = round(share * 10)
-            text += " " + "▓" * filled + "░" * (10 - filled)
-        text += f" {share:.0%}".replace("%", " %")
-        if share >= WARN_SHARE:
-            return Content.styled(f"! {text}" + (": /ctx" if wide else ""), "$text-warning")
-        return Content(text)
+
+def _context_meter(state: State, wide: bool) -> Content:
+    used, ctx = state.used_tokens, state.facts.ctx
+    share = min(1.0, used / ctx)
+    meter = f" {bar(share)}" if wide else ""
+    text = f"ctx {tokens_short(used)}/{tokens_short(ctx)}{meter} {share * 100:.0f} %"
+    if share >= WARN_SHARE:
+        return Content.styled(f"! {text}" + (": /ctx" if wide else ""), "$text-warning")
+    return Content(text)
 
 
 _SHORT = {"temperature": "temp", "max_tokens": "max"}
