@@ -21,40 +21,24 @@ async def start_own(*words: str, **streams: Any) -> Process:
     return await asyncio.create_subprocess_exec(*OWN, *words, stdin=DEVNULL, limit=1 << 20, **streams)
 
 
-class Downloads:
-    """At most one for each model. `tell` gets a line whenever there is something to say."""
-
-    def __init__(self) -> None:
-        self._running: dict[str, asyncio.Task[None]] = {}
-
-    def begin(self, name: str, tell: Callable[[str], None]) -> None:
-        """Fetch a model; once is enough."""
-        if name not in self._running:
-            self._running[name] = asyncio.create_task(self._fetch(name, tell))
-
-    async def _fetch(self, name: str, tell: Callable[[str], None]) -> None:
-        process = await start_own("pull", name, "-y", "--progress", "json", stdout=DEVNULL, stderr=PIPE)
-        assert process.stderr is not None
-        shown, last = -1, ""
-        try:
-            async for raw in process.stderr:
-                last = raw.decode("utf-8", "replace").strip() or last
-                done, total = _progress(last)
-                if total and done * 20 // total != shown:
-                    shown = done * 20 // total
-                    tell(f"fetching {clean_line(name)}: {gib(done)} of {gib(total)}")
-            code = await process.wait()
-            end = "is here: ^O chooses it" if code == 0 else f"could not be fetched: {clean_line(last)[:200]}"
-            tell(f"{clean_line(name)} {end}")
-        finally:
-            self._running.pop(name, None)
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
-
-    def stop(self) -> None:
-        """Pause all; the same download goes on where it was."""
-        for task in list(self._running.values()):
-            task.cancel()
+async def fetch(name: str, tell: Callable[[str], None]) -> None:
+    """Fetch a model; `tell` gets a line whenever there is something to say. The same download goes on where it was."""
+    process = await start_own("pull", name, "-y", "--progress", "json", stdout=DEVNULL, stderr=PIPE)
+    assert process.stderr is not None
+    shown, last = -1, ""
+    try:
+        async for raw in process.stderr:
+            last = raw.decode("utf-8", "replace").strip() or last
+            done, total = _progress(last)
+            if total and done * 20 // total != shown:
+                shown = done * 20 // total
+                tell(f"fetching {clean_line(name)}: {gib(done)} of {gib(total)}")
+        code = await process.wait()
+        end = "is here: ^O chooses it" if code == 0 else f"could not be fetched: {clean_line(last)[:200]}"
+        tell(f"{clean_line(name)} {end}")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
 
 
 def _progress(line: str) -> tuple[int, int]:

@@ -26,7 +26,6 @@ from localllm.conversation import clipboard
 from localllm.conversation.attention import Attention
 from localllm.conversation.session import Session
 from localllm.terminal import clean_line, no_color
-from localllm.tui.downloads import Downloads
 from localllm.tui.keymap import Keymap
 
 HANGUP_S = 1.0  # between two looks whether the terminal is still there
@@ -83,7 +82,6 @@ class Frame(App[None]):
         self.code_theme = ui.code_theme
         self.keymap = Keymap(ui.keys, self.options.keys)
         self.attention = Attention(ui.notify, self._to_terminal)
-        self.downloads = Downloads()
         self.failure: Exception | None = None
         self.wants_restart = False
         still = ui.animations is False or (ui.animations == "auto" and "SSH_CONNECTION" in os.environ)
@@ -143,7 +141,6 @@ class Frame(App[None]):
             self._driver.write(sequence)
 
     def copy(self, text: str) -> str:
-        """Copy, and say how."""
         self._clipboard = text
         return clipboard.copy(text, self._to_terminal)
 

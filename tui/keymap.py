@@ -9,6 +9,7 @@ from importlib import resources
 from typing import NamedTuple
 
 from textual.binding import Binding
+from textual.keys import format_key
 
 
 class Key(NamedTuple):
@@ -23,10 +24,6 @@ class Key(NamedTuple):
 _TABLES = tomllib.loads(resources.files(__package__).joinpath("keymap.toml").read_text("utf-8"))
 VIM: Mapping[str, str] = _TABLES.pop("vim")
 KEYS = {name: Key(where=where, **row) for where, rows in _TABLES.items() for name, row in rows.items()}
-_NAMES = {
-    "escape": "esc", "enter": "⏎", "slash": "/", "left_square_bracket": "[", "right_square_bracket": "]",
-    "space": "Space", "up": "↑", "down": "↓", "colon": ":",
-}  # fmt: skip
 
 
 class Keymap:
@@ -60,11 +57,11 @@ class Keymap:
 def shown(key: str) -> str:
     """A key for people."""
     *modifiers, last = key.split("+")
-    name = _NAMES.get(last, last.upper() if len(last) > 1 and last[0] == "f" and last[1:].isdigit() else last)
-    marks = {"ctrl": "^", "shift": "⇧", "alt": "alt+"}
-    if "ctrl" in modifiers and len(name) == 1:
+    name = format_key(last)
+    if "ctrl" in modifiers and len(name) == 1 or last[0] == "f" and last[1:].isdigit():
         name = name.upper()
-    return "".join(marks.get(m, f"{m}+") for m in modifiers) + name
+    marks = {"ctrl": "^", "shift": "⇧", "alt": "alt+"}
+    return "".join(marks.get(m, f"{m}+") for m in modifiers) + {"space": "Space"}.get(name, name)
 
 
 def bindings() -> list[Binding]:

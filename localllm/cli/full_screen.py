@@ -41,7 +41,6 @@ def full_screen(env: Env, config: UserConfig, start: Start) -> int:
         )  # fmt: skip
         app = ChatApp(session, options)
         app.run(mouse=config.ui.mouse, inline=start.inline, inline_no_clear=start.inline)
-        app.downloads.stop()
         start.saver.close()
         if session.endpoint is not None:
             session.endpoint.stop()

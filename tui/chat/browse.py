@@ -8,6 +8,7 @@ from inspect import isawaitable
 
 from localllm.conversation.markdown import code_blocks
 from localllm.conversation.session import write_new
+from localllm.conversation.tree import Exchange
 from localllm.errors import ConfigError
 from localllm.terminal import clean_line
 from localllm.tui.screens.dialogs import AskScreen
@@ -16,6 +17,7 @@ from localllm.tui.widgets.messages import AssistantMessage, UserMessage
 
 from .turns import Turns
 
+Turn = UserMessage | AssistantMessage
 TWICE_S = 0.6  # two presses of Esc within this time edit the last question
 
 
@@ -24,11 +26,11 @@ class Browse:
 
     def __init__(self, screen: Turns) -> None:
         self._screen = screen
-        self.at: UserMessage | AssistantMessage | None = None
+        self.at: Turn | None = None
         self.wanted = ""  # what is searched for in this chat
         self._code = -1
         self._entered = 0.0
-        self._armed: UserMessage | AssistantMessage | None = None
+        self._armed: Turn | None = None
 
     @property
     def active(self) -> bool:
@@ -53,7 +55,7 @@ class Browse:
     def unmark(self) -> None:
         self._put(None)
 
-    def _put(self, message: UserMessage | AssistantMessage | None) -> None:
+    def _put(self, message: Turn | None) -> None:
         if self.at is not None:
             self.at.remove_class("-at")
         self.at, self._code, self._armed = message, -1, None
@@ -74,7 +76,7 @@ class Browse:
         elif name == "browse.leave" or self.at is None:
             self.leave()
         elif name:
-            done = getattr(self, f"_do_{name.removeprefix('browse.')}")()
+            done = getattr(self, f"_do_{name.removeprefix('browse.')}")(self.at)
             if isawaitable(done):
                 await done
         elif character and character.isprintable() and len(character) == 1:
@@ -85,19 +87,19 @@ class Browse:
 
     # --- moving ------------------------------------------------------------------------------------------------------
 
-    async def _do_move_up(self) -> None:
-        messages = self._screen.transcript.messages
-        if self.at is messages[0]:
+    async def _do_move_up(self, at: Turn) -> None:
+        if at is self._screen.transcript.messages[0]:
             await self._screen.transcript.load_earlier()
         self.enter(-1)
 
-    _do_move_down = partialmethod(enter, 1)
+    def _do_move_down(self, at: Turn) -> None:
+        self.enter(1)
 
-    async def _do_first(self) -> None:
+    async def _do_first(self, at: Turn) -> None:
         await self._screen.transcript.load_earlier()
         self._put(self._screen.transcript.messages[0])
 
-    def _do_last(self) -> None:
+    def _do_last(self, at: Turn) -> None:
         self._put(self._screen.transcript.messages[-1])
         self._screen.transcript.anchor()
 
@@ -109,7 +111,7 @@ class Browse:
             return ""
         return self.at.exchange.user if isinstance(self.at, UserMessage) else self.at.exchange.text
 
-    def _do_copy(self) -> None:
+    def _do_copy(self, at: Turn) -> None:
         self._screen.flash(f"message: {self._screen.session.copy(self.text)}")
 
     def _blocks(self) -> list[str]:
@@ -118,15 +120,14 @@ class Browse:
             self._screen.flash("this message has no code block")
         return blocks
 
-    def _do_code(self) -> None:
+    def _do_code(self, at: Turn) -> None:
         if blocks := self._blocks():
             self._code = (self._code + 1) % len(blocks)
             how = self._screen.session.copy(blocks[self._code])
             self._screen.flash(f"code block {self._code + 1} of {len(blocks)}: {how}")
 
-    def _do_save(self) -> None:
-        blocks = self._blocks()
-        if not blocks:
+    def _do_save(self, at: Turn) -> None:
+        if not (blocks := self._blocks()):
             return
         code = blocks[max(0, self._code)]
 
@@ -139,64 +140,57 @@ class Browse:
 
         self._screen.app.push_screen(AskScreen("Write the code block to", "path"), write)
 
-    def _do_edit(self) -> None:
-        at = self.at
-        if at is not None:
-            self.leave()
-            self._screen.edit(at.exchange, isinstance(at, UserMessage))
+    def _do_edit(self, at: Turn) -> None:
+        self.leave()
+        self._screen.edit(at.exchange, isinstance(at, UserMessage))
 
-    async def _do_again(self) -> None:
-        if self.at is not None and self._screen.may_change():
-            exchange = self.at.exchange
+    async def _do_again(self, at: Turn) -> None:
+        if self._screen.may_change():
             self.leave()
             async with self._screen.change():
-                await self._screen.ask_again(self._screen.conversation.again(exchange))
+                await self._screen.ask_again(self._screen.conversation.again(at.exchange))
 
-    async def _do_branch(self) -> None:
-        if self.at is not None and self._screen.may_change():
-            exchange = self.at.exchange
+    async def _do_branch(self, at: Turn) -> None:
+        if self._screen.may_change():
             self.leave()
             async with self._screen.change():
-                await self._screen.branch(exchange)
+                await self._screen.branch(at.exchange)
 
-    async def _step(self, step: int) -> None:
-        at = self.at
-        if at is None or not self._screen.may_change():
-            return
+    async def _step(self, at: Turn, step: int) -> None:
+        talk, transcript = self._screen.conversation, self._screen.transcript
         of_question = isinstance(at, UserMessage)
-        talk = self._screen.conversation
+        if not self._screen.may_change():
+            return
         if talk.place(at.exchange, of_question)[1] < 2:
             self._screen.flash("there is no other branch here")
             return
         async with self._screen.changing:
             other = talk.step(at.exchange, step, of_question)
             self.at = None
-            await self._screen.transcript.sync()
+            await transcript.sync()
             self._screen.keep()
-        found = [m for m in self._screen.transcript.messages if m.exchange is other]
+        found = [m for m in transcript.messages if m.exchange is other]
         self._put(found[0 if of_question else -1] if found else None)
-        self._screen.transcript.focus()
+        transcript.focus()
 
-    _do_previous, _do_next = partialmethod(_step, -1), partialmethod(_step, 1)
+    _do_previous, _do_next = partialmethod(_step, step=-1), partialmethod(_step, step=1)
 
-    def _do_fold(self) -> None:
-        if isinstance(self.at, AssistantMessage) and self.at.exchange.reasoning:
-            self.at.thought.toggle()
+    def _do_fold(self, at: Turn) -> None:
+        if isinstance(at, AssistantMessage) and at.exchange.reasoning:
+            at.thought.toggle()
 
-    def _do_raw(self) -> None:
+    def _do_raw(self, at: Turn) -> None:
         self._screen.app.push_screen(Viewer("As the model wrote it", self.text))
 
-    async def _do_delete(self) -> None:
-        at = self.at
-        if at is None or not self._screen.may_change():
+    async def _do_delete(self, at: Turn) -> None:
+        if not self._screen.may_change():
             return
-        exchange = at.exchange
         if self._armed is not at:
             self._armed = at
             self._screen.flash("d again removes this turn and all that follows it")
             return
         async with self._screen.changing:
-            self._screen.conversation.remove(exchange)
+            self._screen.conversation.remove(at.exchange)
             self.at = None
             await self._screen.transcript.sync()
             self._screen.keep()
@@ -205,34 +199,34 @@ class Browse:
 
     # --- searching ---------------------------------------------------------------------------------------------------
 
-    def _do_search(self) -> None:
+    def _do_search(self, at: Turn) -> None:
         def found(text: str | None) -> None:
             self.wanted = (text or "").casefold()
             if self.wanted:
-                self._screen.call_later(self.find, -1)
+                self._screen.call_later(self._find, self.at, -1)
 
         self._screen.app.push_screen(AskScreen("Search in this chat", "text", self.wanted), found)
 
-    async def find(self, step: int) -> None:
-        """The next (1) or previous (-1) message that holds what is searched for."""
-        turns = self._screen.conversation.exchanges
-        parts = [(n, part, text) for n, one in enumerate(turns) for part, text in enumerate((one.user, one.text))]
-        places = [(n, part) for n, part, text in parts if self.wanted in text.casefold()]
+    async def _find(self, at: Turn | None, step: int) -> None:
+        """Go to the next (1) or previous (-1) message that holds what is searched for."""
+        screen, turns = self._screen, self._screen.conversation.exchanges
+        places = [(n, part) for n, one in enumerate(turns) for part in (0, 1) if self.wanted in _parts(one)[part]]
         if not self.wanted or not places:
-            self._screen.flash(
-                f"“{clean_line(self.wanted)}” is not in this chat" if self.wanted else "press / to search"
-            )
+            screen.flash(f"“{clean_line(self.wanted)}” is not in this chat" if self.wanted else "press / to search")
             return
-        here = (1 << 60, 0)
-        if self.at is not None:
-            here = turns.index(self.at.exchange), int(isinstance(self.at, AssistantMessage))
+        here = (turns.index(at.exchange), int(isinstance(at, AssistantMessage))) if at is not None else (1 << 60, 0)
         later, earlier = [p for p in places if p > here], [p for p in places if p < here]
-        at = (later or places)[0] if step > 0 else (earlier or places)[-1]
-        await self._screen.transcript.reveal(turns[at[0]])
-        for message in self._screen.transcript.messages:
-            if message.exchange is turns[at[0]] and isinstance(message, AssistantMessage) == bool(at[1]):
-                self._screen.transcript.focus()
+        found = (later or places)[0] if step > 0 else (earlier or places)[-1]
+        exchange = turns[found[0]]
+        await screen.transcript.reveal(exchange)
+        for message in screen.transcript.messages:
+            if message.exchange is exchange and isinstance(message, AssistantMessage) == bool(found[1]):
+                screen.transcript.focus()
                 self._put(message)
-        self._screen.flash(f"{places.index(at) + 1} of {len(places)}")
+        screen.flash(f"{places.index(found) + 1} of {len(places)}")
 
-    _do_search_next, _do_search_back = partialmethod(find, 1), partialmethod(find, -1)
+    _do_search_next, _do_search_back = partialmethod(_find, step=1), partialmethod(_find, step=-1)
+
+
+def _parts(exchange: Exchange) -> tuple[str, str]:
+    return exchange.user.casefold(), exchange.text.casefold()

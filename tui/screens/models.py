@@ -17,6 +17,7 @@ from textual.widgets import DataTable, Input, Static
 
 from localllm.interface import ModelChoice
 from localllm.terminal import clean_line, fit, gib, tokens_short
+from localllm.tui.downloads import fetch
 from localllm.tui.widgets.engine import MEMORY_MARKS, memory_bar
 
 from .dialogs import Modal
@@ -192,7 +193,8 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
     def action_download(self) -> None:
         row = self.row
         if row is not None and not row.local and not self.frame.options.offline:
-            self.frame.downloads.begin(row.name, self._tell)
+            if not any(w.name == row.name and w.is_running for w in self.app.workers):  # it outlives this screen
+                self.app.run_worker(fetch(row.name, self._tell), row.name, "downloads", exit_on_error=False)
             self._say(f"fetching {clean_line(row.name)} in the background")
 
     def action_info(self) -> None:
