@@ -119,8 +119,6 @@ class Frame(App[None]):
         """None of Textual's: ours are in the palette."""
         return ()
 
-    # --- the terminal ------------------------------------------------------------------------------------------------
-
     def watch_terminal(self) -> None:
         """End with a terminal that went away without SIGHUP: reading from it would spin indefinitely."""
         if not self.is_headless:
@@ -156,8 +154,6 @@ class Frame(App[None]):
 
     def on_unmount(self) -> None:
         self.attention.end()
-
-    # --- the end -----------------------------------------------------------------------------------------------------
 
     def restart(self) -> None:
         """Leave, to be started again with this chat: a device error can outlive everything else."""

@@ -25,9 +25,6 @@ def run(session: Session, typed: Typed) -> str:
     return COMMANDS[typed.command](session, typed.text)
 
 
-# --- chats -----------------------------------------------------------------------------------------------------------
-
-
 def _new(session: Session, text: str) -> str:
     session.conversation.clear()
     return "new chat"
@@ -66,9 +63,6 @@ def _free_path(name: str) -> str:
         count += 1
         path = Path(f"{Path(name).stem}-{count}{Path(name).suffix}")
     return str(path)
-
-
-# --- what the model gets ---------------------------------------------------------------------------------------------
 
 
 def _system(session: Session, text: str) -> str:
@@ -149,9 +143,6 @@ def _paste(session: Session, text: str) -> str:
     return ""
 
 
-# --- answers ---------------------------------------------------------------------------------------------------------
-
-
 def _picked(session: Session, what: str) -> tuple[str, str]:
     """(text, what it is) of what /copy names. Raises ConfigError when there is no such thing."""
     answers = [exchange for exchange in session.conversation.exchanges if exchange.text]
@@ -188,9 +179,6 @@ def _save(session: Session, text: str) -> str:
     if not text:
         raise ConfigError("/save needs a path", "/save script.py")
     return write_new(text, code)
-
-
-# --- what runs -------------------------------------------------------------------------------------------------------
 
 
 def _ctx(session: Session, text: str) -> str:

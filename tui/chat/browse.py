@@ -85,8 +85,6 @@ class Browse:
         elif key in ("pageup", "pagedown"):
             getattr(screen.transcript, f"scroll_page_{key.removeprefix('page')}")(animate=False)
 
-    # --- moving ------------------------------------------------------------------------------------------------------
-
     async def _do_move_up(self, at: Turn) -> None:
         if at is self._screen.transcript.messages[0]:
             await self._screen.transcript.load_earlier()
@@ -102,8 +100,6 @@ class Browse:
     def _do_last(self, at: Turn) -> None:
         self._put(self._screen.transcript.messages[-1])
         self._screen.transcript.anchor()
-
-    # --- what is under the cursor ------------------------------------------------------------------------------------
 
     @property
     def text(self) -> str:
@@ -196,8 +192,6 @@ class Browse:
             self._screen.keep()
         if not self.enter():
             self.leave()
-
-    # --- searching ---------------------------------------------------------------------------------------------------
 
     def _do_search(self, at: Turn) -> None:
         def found(text: str | None) -> None:

@@ -51,8 +51,6 @@ class Commands:
         elif said:
             screen.flash(said)
 
-    # --- the program -------------------------------------------------------------------------------------------------
-
     async def _do_serve(self, text: str) -> None:
         screen, session, port = self._screen, self._screen.session, parse_port(text)
         if session.endpoint is None or port == OFF or screen.phase == "ready":
@@ -85,8 +83,6 @@ class Commands:
         self._screen.call_later(self._screen.run_action, "chats")
         if text:
             self._screen.query_one(Sidebar).query_one(Input).value = text
-
-    # --- turns -------------------------------------------------------------------------------------------------------
 
     async def _do_new(self, text: str) -> None:
         await self._screen.clear()

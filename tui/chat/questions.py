@@ -50,8 +50,6 @@ class Questions:
         await screen.load(screen.session.model, changes)
         screen.waiting.extend(waiting)
 
-    # --- loading -----------------------------------------------------------------------------------------------------
-
     def not_loaded(self, failed: Failed) -> None:
         """Ask what to do about a model that could not be loaded."""
         choices = [Choice("r", "try again", self._load), Choice("m", "choose another model", self._models), self._leave]
@@ -71,8 +69,6 @@ class Questions:
         """Ask about a download that goes on."""
         pause = Choice("p", "pause it; the same model goes on where it was", self._screen.pause)
         self._offer("The model is being downloaded", [pause, Choice("k", "keep downloading", self._nothing)])
-
-    # --- a turn that failed ------------------------------------------------------------------------------------------
 
     def about(self, exchange: Exchange, failed: Failed) -> bool:
         """Ask what to do about a turn that failed. False when there is nothing to choose."""
@@ -126,8 +122,6 @@ class Questions:
     async def _after_crash(self, choice: Choice | None) -> None:
         async with self._screen.change():
             await self.answer(choice or self._leave)
-
-    # --- a full context ----------------------------------------------------------------------------------------------
 
     def _full(self, exchange: Exchange) -> None:
         talk, facts = self._screen.conversation, self._screen.session.backend.facts()

@@ -167,8 +167,6 @@ class ChatScreen(Actions):
             self.keep(other)
             await self.transcript.sync()
 
-    # --- messages of the widgets -------------------------------------------------------------------------------------
-
     @on(Choices.Chosen)
     async def _chosen(self, event: Choices.Chosen) -> None:
         async with self.change():
@@ -209,8 +207,6 @@ class ChatScreen(Actions):
     @on(CopyCode)
     def _copy_code(self, event: CopyCode) -> None:
         self.flash(f"code: {self.session.copy(event.code)}")
-
-    # --- what is on the screen ---------------------------------------------------------------------------------------
 
     def refresh_lines(self) -> None:
         if not self.is_mounted:

@@ -41,8 +41,6 @@ class Stream(Turns):
         self._reading: tuple[float, int] | None = None  # since when the prompt is read, and how much of it was cached
         self._drawn = (0.0, 0.0)
 
-    # --- events of the backend ---------------------------------------------------------------------------------------
-
     async def drain(self) -> None:
         """Everything that happened since the last time, then one redraw."""
         events = self.session.backend.events()

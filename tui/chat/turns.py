@@ -83,8 +83,6 @@ class Turns(Screen[None]):
             yield
         self.refresh_lines()
 
-    # --- saying something --------------------------------------------------------------------------------------------
-
     def refresh_lines(self) -> None:
         """Title, status and keys, as things stand."""
         raise NotImplementedError
@@ -104,8 +102,6 @@ class Turns(Screen[None]):
         """The list of chats and models in place of the transcript."""
         self.query_one(Home).display = shown
         self.transcript.display = not shown
-
-    # --- the model ---------------------------------------------------------------------------------------------------
 
     async def load(self, name: str, changes: Mapping[str, Any] | None = None) -> None:
         """Load another model, or the same with other settings; the conversation stays."""
@@ -140,8 +136,6 @@ class Turns(Screen[None]):
             await self.complain(error)
         else:
             self.flash(said) if port == OFF else await self.transcript.say(said)
-
-    # --- turns -------------------------------------------------------------------------------------------------------
 
     def keep(self, *exchanges: Exchange) -> None:
         """Write the chat and these turns of it to the disk, in another thread."""

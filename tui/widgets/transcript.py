@@ -59,8 +59,6 @@ class Transcript(VerticalScroll):
         await self.mount(LoadCard(model, load_times.expected_s(model)))
         self.anchor()
 
-    # --- following the end -------------------------------------------------------------------------------------------
-
     def anchor(self, anchor: bool = True) -> None:
         """Follow the end, once there is more than fits: Textual would move a short text to the bottom."""
         self._follows = anchor
@@ -71,8 +69,6 @@ class Transcript(VerticalScroll):
         more = size.height > self.size.height
         if self._follows and more != self.is_anchored:
             super().anchor(more)
-
-    # --- turns -------------------------------------------------------------------------------------------------------
 
     async def add_question(self, exchange: Exchange) -> UserMessage:
         """Show a question, follow the end again."""
@@ -168,8 +164,6 @@ class Transcript(VerticalScroll):
             question.set_branch(self._conversation.place(question.exchange, True))
             if answer is not None and answer.is_mounted:
                 answer.set_branch(self._conversation.place(answer.exchange, False))
-
-    # --- what is not on the screen -----------------------------------------------------------------------------------
 
     async def trim(self) -> None:
         """Take the oldest finished turns off the screen."""
