@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import ClassVar, cast
 
-from textual import events, on
+from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
@@ -29,7 +29,6 @@ class Modal(ModalScreen[ScreenResultType]):
         return cast(Frame, self.app)
 
     def action_leave(self) -> None:
-        """No answer."""
         self.dismiss(None)
 
 
@@ -55,11 +54,13 @@ class AskScreen(Modal[str | None]):
 class PickScreen(Modal[str | None]):
     """A list narrowed by typing. `rows` are (value, what is shown); answers with the chosen value."""
 
+    BINDINGS: ClassVar[list[BindingType]] = [("up", "move('up')"), ("down", "move('down')")]
+
     def __init__(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
         super().__init__()
         self._title = title
         self._rows = rows
-        self._found = list(rows[:SHOWN])
+        self._found: list[tuple[str, str]] = []
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="box -tall") as box:
@@ -67,31 +68,21 @@ class PickScreen(Modal[str | None]):
             yield Input(placeholder="search", compact=True)
             yield OptionList(markup=False, compact=True)
 
-    def on_mount(self) -> None:
-        self._show("")
-
     @on(Input.Changed)
-    def _typed(self, event: Input.Changed) -> None:
-        self._show(event.value)
-
-    def _show(self, text: str) -> None:
-        words = text.casefold().split()
+    def on_mount(self) -> None:
+        words = self.query_one(Input).value.casefold().split()
         self._found = [row for row in self._rows if all(word in row[1].casefold() for word in words)][:SHOWN]
         listing = self.query_one(OptionList)
         listing.set_options(fit(shown, 200) for _, shown in self._found)
         listing.highlighted = 0 if self._found else None
 
-    def on_key(self, event: events.Key) -> None:
-        """Arrows move the list while one types."""
-        if event.key in ("up", "down"):
-            event.stop()
-            listing = self.query_one(OptionList)
-            listing.action_cursor_up() if event.key == "up" else listing.action_cursor_down()
+    async def action_move(self, where: str) -> None:
+        await self.query_one(OptionList).run_action(f"cursor_{where}")
 
     @on(Input.Submitted)
     def _entered(self) -> None:
         at = self.query_one(OptionList).highlighted
-        self.dismiss(self._found[at][0] if at is not None and self._found else None)
+        self.dismiss(None if at is None else self._found[at][0])
 
     @on(OptionList.OptionSelected)
     def _chosen(self, event: OptionList.OptionSelected) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from rich.text import Text
-from textual import events, on, work
+from textual import on, work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
@@ -33,6 +33,7 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("ctrl+o", "leave", "Close"),
         Binding("slash", "filter", "Filter"),
+        Binding("down", "table", "Table"),
         Binding("tab", "scope", "Scope", priority=True),
         Binding("left", "window(-1)", "Less context"),
         Binding("right", "window(1)", "More context"),
@@ -109,8 +110,7 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
         other = next((one for one in row.quants if one.name == name), None)
         if other is None:
             return row
-        rest = sorted((replace(row, quants=()), *row.quants), key=lambda one: one.size_bytes)
-        return replace(other, quants=tuple(one for one in rest if one.name != other.name))
+        return replace(other, quants=tuple(one for one in _formats(row) if one.name != other.name))
 
     @property
     def row(self) -> ModelChoice | None:
@@ -121,11 +121,10 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
         self.query_one("#model-detail", Static).update(text)
 
     def _detail(self) -> None:
-        row = self.row
-        if row is None:
+        if row := self.row:
+            self._say(Content("\n").join(detail_lines(row, max(30, self.query_one("#models").size.width - 4))))
+        else:
             self._say("nothing fits this filter" if self._rows else "no models")
-            return
-        self._say(Content("\n").join(detail_lines(row, max(30, self.query_one("#models").size.width - 4))))
 
     # --- keys --------------------------------------------------------------------------------------------------------
 
@@ -136,8 +135,7 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
 
     @on(DataTable.RowSelected)
     def _selected(self) -> None:
-        row = self.row
-        if row is None:
+        if not (row := self.row):
             return
         if not row.supported:
             self._say(f"✗ {clean_line(row.reason)}")
@@ -151,13 +149,8 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
         self._fill()
 
     @on(Input.Submitted)
-    def _entered(self) -> None:
+    def action_table(self) -> None:
         self.query_one(DataTable).focus()
-
-    def on_key(self, event: events.Key) -> None:
-        if event.key == "down" and self.query_one(Input).has_focus:
-            event.stop()
-            self.query_one(DataTable).focus()
 
     def action_filter(self) -> None:
         self.query_one(Input).focus()
@@ -169,14 +162,14 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
 
     def action_quant(self) -> None:
         """The next format of the same model, by size; after the largest the smallest."""
-        row = self.row
-        if row is None:
+        if not (row := self.row):
             return
         if not row.quants:
             self._say(f"{clean_line(row.name)} comes in one format only")
             return
-        forms = sorted((row, *row.quants), key=lambda one: one.size_bytes)
-        other = forms[(forms.index(row) + 1) % len(forms)]
+        forms = _formats(row)
+        place = [one.name for one in forms].index(row.name)
+        other = forms[(place + 1) % len(forms)]
         at = next((number for number, one in enumerate(self._shown) if one.name == other.name), None)
         if at is not None:  # it is on this machine too: a row of its own
             self.query_one(DataTable).move_cursor(row=at)
@@ -191,20 +184,17 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
         self._look()
 
     def action_download(self) -> None:
-        row = self.row
-        if row is not None and not row.local and not self.frame.options.offline:
+        if (row := self.row) and not row.local and not self.frame.options.offline:
             if not any(w.name == row.name and w.is_running for w in self.app.workers):  # it outlives this screen
                 self.app.run_worker(fetch(row.name, self._tell), row.name, "downloads", exit_on_error=False)
             self._say(f"fetching {clean_line(row.name)} in the background")
 
     def action_info(self) -> None:
-        row = self.row
-        if row is not None:
+        if row := self.row:
             show_command(self.app, "show" if row.local else "plan", row.name)
 
     async def action_remove(self) -> None:
-        row = self.row
-        if row is None or not row.local:
+        if not (row := self.row) or not row.local:
             return
         if row.name == self._now:
             self._say("it is running: choose another model first")
@@ -215,12 +205,17 @@ class ModelsScreen(Modal[tuple[str, int | None] | None]):
             show_command(self.app, "rm", row.name, "-y", then=self._look)
 
     def action_leave(self) -> None:
-        """No answer."""
-        if self.query_one(Input).has_focus and self.query_one(Input).value:
-            self.query_one(Input).value = ""
-            self.query_one(DataTable).focus()
+        box = self.query_one(Input)
+        if box.has_focus and box.value:
+            box.value = ""
+            self.action_table()
         else:
             self.dismiss(None)
+
+
+def _formats(row: ModelChoice) -> list[ModelChoice]:
+    """The formats of a model, by size."""
+    return sorted((replace(row, quants=()), *row.quants), key=lambda one: one.size_bytes)
 
 
 def _cells(row: ModelChoice, wide: bool, now: str) -> Sequence[str]:
@@ -249,8 +244,7 @@ def detail_lines(row: ModelChoice, width: int) -> list[Content]:
     if row.quality:
         lines.append(Content(fit(f"quality against the original, measured: {clean_line(row.quality)}", width)))
     if row.quants:
-        forms = sorted((row, *row.quants), key=lambda one: one.size_bytes)
-        names = [f"{'▸ ' if one is row else ''}{one.format} {gib(one.size_bytes)}" for one in forms]
+        names = [f"{'▸ ' if one.name == row.name else ''}{one.format} {gib(one.size_bytes)}" for one in _formats(row)]
         lines.append(Content(fit(clean_line("q " + " · ".join(names)), width)))
     if row.parts:
         whole = max(row.have_bytes, row.need_bytes, 1)

@@ -27,15 +27,11 @@ def code_colours(name: str) -> CodeColours | None:
         style = get_style_by_name(name)
     except ClassNotFound:
         return None
-    words = {kind: _words(look) for kind, look in style}
-    theme = type("PygmentsTheme", (HighlightTheme,), {"STYLES": {kind: text for kind, text in words.items() if text}})
-    return CodeColours(theme, style.background_color)
-
-
-def _words(look: dict[str, str | bool | None]) -> str:
-    parts = [word for word in ("bold", "italic", "underline") if look.get(word)]
-    if look.get("color"):
-        parts.append(f"#{look['color']}")
-    if look.get("bgcolor"):
-        parts.append(f"on #{look['bgcolor']}")
-    return " ".join(parts)
+    words = {}
+    for kind, look in style:
+        parts = [word for word in ("bold", "italic", "underline") if look[word]]
+        parts += [f"#{look['color']}"] if look["color"] else []
+        parts += [f"on #{look['bgcolor']}"] if look["bgcolor"] else []
+        if parts:
+            words[kind] = " ".join(parts)
+    return CodeColours(type("PygmentsTheme", (HighlightTheme,), {"STYLES": words}), style.background_color)

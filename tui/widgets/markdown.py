@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from textual.app import ComposeResult
 from textual.containers import Vertical
@@ -39,21 +39,19 @@ LONG_CODE = 20  # lines; a longer block can be copied at its end too
 # --- settled blocks --------------------------------------------------------------------------------------------------
 
 
-class _Row:
+class _Row(NamedTuple):
     """A paragraph of a list item: how far in, its bullet on the first line, its text."""
 
-    def __init__(self, indent: int, bullet: str, content: Content) -> None:
-        self.indent = indent
-        self.bullet = bullet
-        self.content = content
+    indent: int
+    bullet: str
+    content: Content
 
     def lines(self, width: int) -> Iterator[Content]:
         """Wrapped lines, the following ones below the text of the first."""
-        lead = " " * self.indent
-        room = max(8, width - self.indent - len(self.bullet))
-        for number, line in enumerate(self.content.wrap(room)):
-            mark = Content(lead) + Content.styled(self.bullet, "$text-primary") if number == 0 else None
-            yield (mark or Content(lead + " " * len(self.bullet))) + line.rstrip()
+        lead = Content(" " * self.indent) + Content.styled(self.bullet, "$text-primary")
+        for line in self.content.wrap(max(8, width - len(lead.plain))):
+            yield lead + line.rstrip()
+            lead = Content(" " * len(lead.plain))
 
 
 class _FlatList(MarkdownList):
@@ -94,11 +92,9 @@ class FlatOrderedList(_FlatList, MarkdownOrderedList):
 
 def _is_simple(block: MarkdownBlock) -> bool:
     return all(
-        all(
-            isinstance(part, MarkdownParagraph) or (isinstance(part, _FlatList) and _is_simple(part))
-            for part in item._blocks
-        )
+        isinstance(part, MarkdownParagraph) or (isinstance(part, _FlatList) and _is_simple(part))
         for item in block._blocks
+        for part in item._blocks
     )
 
 
