@@ -41,12 +41,8 @@ class Everything(Provider):
     async def startup(self) -> None:
         """Read the lists once, when the palette opens."""
         chat, session = self._chat, self._chat.session
-        self._chats: list[SavedChat] = []
-        if session.saver.kept:
-            try:
-                self._chats = await asyncio.wrap_future(session.saver.run(lambda history: history.chats(CHATS)))
-            except LocalLLMError as error:
-                chat.flash(error.message)
+        kept = await chat.read_history(lambda history: history.chats(CHATS)) if session.saver.kept else None
+        self._chats: list[SavedChat] = kept or []
         self._models = [row.name for row in await asyncio.to_thread(session.backend.choices) if row.local]
 
     def _commands(self) -> Iterator[Row]:

@@ -27,11 +27,15 @@ AUTOSAVE_S = 1.0  # between two writes of an answer that is being written
 
 
 class Saver:
-    """Writes and reads of one `History`, in order. `opens` is called in the thread; None: nothing is kept."""
+    """Writes and reads of one `History`, in order.
+
+    opens    is called in the thread; None: nothing is kept
+    problem  why chats are not being saved at the moment
+    notice   what happened when the database was opened: shown once
+    """
 
     def __init__(self, opens: Callable[[], History] | None) -> None:
-        # why chats are not being saved at the moment, or what was found wrong when the file was opened
-        self.problem = ""
+        self.problem = self.notice = ""
         self.kept = opens is not None
         self._opens = opens
         self._history: History | None = None
@@ -110,5 +114,3 @@ class Saver:
                 log.warning("%s", self._history.notice)
                 self.notice = self._history.notice
         return self._history
-
-    notice = ""  # what happened when the database was opened: shown once

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from localllm.config import KEYS, Preset
@@ -172,13 +173,11 @@ class Conversation:
     def show(self, exchange: Exchange) -> None:
         """Put the branch through `exchange` on the screen, down to where it was left."""
         path = [*self._above(exchange), exchange]
-        for above, below in zip(path, path[1:], strict=False):
+        for above, below in pairwise(path):
             above.chosen = below
-        at: Exchange | None = exchange
-        while at is not None:
-            at = at.chosen if at.chosen in at.children else (at.children[-1] if at.children else None)
-            if at is not None:
-                path.append(at)
+        while children := path[-1].children:
+            chosen = path[-1].chosen
+            path.append(chosen if chosen in children else children[-1])
         self.exchanges = path
 
     def remove(self, exchange: Exchange) -> None:

@@ -131,24 +131,18 @@ class Actions(Stream):
         panel = self.query_one(EnginePanel)
         panel.open(not panel.display)
 
-    def action_models(self) -> None:
-        self.app.push_screen(ModelsScreen(self.session.model, self.flash), self._model_chosen)
+    @work
+    async def action_models(self) -> None:
+        if chosen := await self.app.push_screen_wait(ModelsScreen(self.session.model, self.flash)):
+            await self.use_model(*chosen)
 
-    async def _model_chosen(self, chosen: tuple[str, int | None] | None) -> None:
-        if chosen is None:
-            return
-        name, ctx = chosen
+    async def use_model(self, name: str, ctx: int | None = None) -> None:
         async with self.change():
             await self.load(name, {"ctx": ctx} if ctx else None)
 
-    async def use_model(self, name: str) -> None:
-        await self._model_chosen((name, None))
-
-    def action_params(self) -> None:
-        self.app.push_screen(ParamsScreen(self.conversation, self.session.presets), self._params_set)
-
-    def _params_set(self, changed: bool | None) -> None:
-        if changed:
+    @work
+    async def action_params(self) -> None:
+        if await self.app.push_screen_wait(ParamsScreen(self.conversation, self.session.presets)):
             self.keep()
             self.flash("parameters hold from the next message")
 
@@ -279,11 +273,10 @@ class Actions(Stream):
         self.browse.enter(step)
         self.refresh_lines()
 
-    def action_search_prompts(self) -> None:
-        rows = list(dict.fromkeys(reversed(self.prompt.sent_before)))
-        self.app.push_screen(PickScreen("Sent before", [(text, clean_line(text)) for text in rows]), self._put)
-
-    def _put(self, text: str | None) -> None:
+    @work
+    async def action_search_prompts(self) -> None:
+        rows = [(text, clean_line(text)) for text in dict.fromkeys(reversed(self.prompt.sent_before))]
+        text = await self.app.push_screen_wait(PickScreen("Sent before", rows))
         if text is not None:
             self.prompt.put(text)
         self.prompt.focus()

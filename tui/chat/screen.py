@@ -225,8 +225,7 @@ class ChatScreen(Actions):
         title = f"{len(self.waiting)} queued" if self.waiting else ""
         if self.editing is not None:
             title = f"editing {'a question' if self.editing[1] else 'an answer'} · esc leaves it"
-        self.query_one(Prompt).set_title(title)
-        self.query_one(Prompt).set_files(self.session.files)
+        self.query_one(Prompt).show(title, self.session.files)
 
     def _tell_problem(self) -> None:
         saver = self.session.saver

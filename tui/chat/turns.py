@@ -150,20 +150,22 @@ class Turns(Screen[None]):
             self.flash(error.message)
             return None
 
+    @property
+    def busy(self) -> bool:
+        return self.current is not None or self.side is not None or bool(self.waiting)
+
     def may_change(self) -> bool:
         """Whether the branch may be changed now; says why not."""
-        if self.current is None and not self.waiting and self.side is None:
-            return True
-        self.flash(f"{self.frame.keymap.label('chat.stop')} stops the answer first")
-        return False
+        if self.busy:
+            self.flash(f"{self.frame.keymap.label('chat.stop')} stops the answer first")
+        return not self.busy
 
     @property
     def can_go_on(self) -> bool:
         """Whether the last answer was stopped, or reached its limit, and nothing else is under way."""
-        busy = self.current is not None or self.side is not None or self.waiting or self.editing is not None
         last = self.conversation.exchanges[-1] if self.conversation.exchanges else None
         cut = last is not None and last.text != "" and last.stop in ("abort", "length")
-        return cut and not busy and self.phase == "ready"
+        return cut and self.phase == "ready" and self.editing is None and not self.busy
 
     async def enqueue(self, exchange: Exchange) -> None:
         """Show a question and send it when its turn comes."""

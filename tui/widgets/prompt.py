@@ -44,22 +44,18 @@ class PromptArea(TextArea):
         swapped = not enter_sends and "enter" in send
         self._send = frozenset(k for k in newline if k != "shift+enter") if swapped else frozenset(send)
         self._newline = frozenset({"enter", "shift+enter"}) if swapped else frozenset(newline)
-        self._sent: list[str] = []
+        self.sent_before: list[str] = []
         self._place = 0
         self._draft = ""
 
-    @property
-    def sent_before(self) -> list[str]:
-        return self._sent
-
     def load_history(self, lines: list[str]) -> None:
-        self._sent = [*lines, *self._sent]
-        self._place = len(self._sent)
+        self.sent_before[:0] = lines
+        self._place = len(self.sent_before)
 
     def remember(self, text: str) -> None:
-        if not self._sent or self._sent[-1] != text:
-            self._sent.append(text)
-        self._place = len(self._sent)
+        if self.sent_before[-1:] != [text]:
+            self.sent_before.append(text)
+        self._place = len(self.sent_before)
 
     def put(self, text: str) -> None:
         self.text = text
@@ -122,12 +118,12 @@ class PromptArea(TextArea):
 
     def _recall(self, step: int) -> bool:
         place = self._place + step
-        if not 0 <= place <= len(self._sent):
+        if not 0 <= place <= len(self.sent_before):
             return False
-        if self._place == len(self._sent):
+        if self._place == len(self.sent_before):
             self._draft = self.text
         self._place = place
-        self.put(self._draft if place == len(self._sent) else self._sent[place])
+        self.put(self._draft if place == len(self.sent_before) else self.sent_before[place])
         return True
 
 
@@ -171,10 +167,11 @@ class Hints(Static):
 
     def _draw(self) -> None:
         width = max((len(word) for word, _ in self._rows), default=0) + 2
-        lines = []
-        for place, (word, meaning) in enumerate(self._rows):
-            style = "reverse" if place == self._at else ""
-            lines.append(Content.styled(f" {word:{width}}", style or "bold") + Content.styled(clean(meaning), "dim"))
+        lines = (
+            Content.styled(f" {word:{width}}", "reverse" if place == self._at else "bold")
+            + Content.styled(clean(meaning), "dim")
+            for place, (word, meaning) in enumerate(self._rows)
+        )
         self.update(Content("\n").join(lines))
 
 
@@ -202,12 +199,10 @@ class Prompt(Vertical):
         hints.offer(area.text if at_end and len(area.text) < 1000 else "")
         hints.styles.offset = (2, -(self.outer_size.height + 1))
 
-    def set_title(self, text: str) -> None:
-        """What stands on the upper edge of the frame: that messages are queued, or what is being edited."""
-        if self.area.border_title != text:
-            self.area.border_title = text
-
-    def set_files(self, attachments: list[Attachment]) -> None:
+    def show(self, title: str, attachments: list[Attachment]) -> None:
+        """What is queued or being edited, on the upper edge of the frame, and the files that go with the message."""
+        if self.area.border_title != title:
+            self.area.border_title = title
         files = self.query_one("#files", Static)
         files.display = bool(attachments)
         files.update("   ".join(f"+ {one.label}" for one in attachments))
