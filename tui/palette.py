@@ -9,7 +9,6 @@ from typing import Any
 
 from textual.command import DiscoveryHit, Hit, Hits, Provider
 
-from localllm.errors import LocalLLMError
 from localllm.history.records import SavedChat
 from localllm.terminal import clean_line
 from localllm.tui.chat.screen import ChatScreen

@@ -15,7 +15,7 @@ STALL_S = 10.0
 
 
 class LoadCard(Vertical):
-    """Phases as they come. `lines` is what it says, for tests and the status line."""
+    """Phases as they come: 'Loading smollm2 · 2.1 s of about 4.2 s', 'starting up ✓ 1.1 s · weights 3/8'."""
 
     def __init__(self, model: str, expected_s: float | None = None) -> None:
         """`expected_s`: from the first phase after downloading to ready, as earlier loads took."""
@@ -66,8 +66,10 @@ class LoadCard(Vertical):
             bar.update(total=phase.total or None, progress=self._done)
             line.update(self._bytes(phase))
         else:
-            title.update(f"Loading {self._model}{self._times()}")
-            line.update(self.phases())
+            of = f" of about {seconds_short(self._expected_s)}" if self._expected_s else ""
+            times = f" · {seconds_short(self.elapsed_s)}{of}" if self.elapsed_s is not None else ""
+            title.update(f"Loading {self._model}{times}")
+            line.update(" · ".join([*self._finished, self.current()]))
 
     def _bytes(self, phase: LoadProgress) -> str:
         still = time.monotonic() - self._moved_at
@@ -84,17 +86,6 @@ class LoadCard(Vertical):
     def elapsed_s(self) -> float | None:
         """Since loading began, without the download; None before."""
         return None if self._loading_since is None else time.monotonic() - self._loading_since
-
-    def _times(self) -> str:
-        """' · 2.1 s of about 4.2 s', where earlier loads are known."""
-        if self.elapsed_s is None:
-            return ""
-        of = f" of about {seconds_short(self._expected_s)}" if self._expected_s else ""
-        return f" · {seconds_short(self.elapsed_s)}{of}"
-
-    def phases(self) -> str:
-        """'starting up ✓ 1.1 s · weights 3/8'."""
-        return " · ".join([*self._finished, self.current()])
 
     def current(self) -> str:
         """The phase that runs: for the status line."""

@@ -5,6 +5,7 @@ A hundred mounted answers make every key slow (1.9 s per resize), so only the la
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import Any
 
 from textual.app import ComposeResult
@@ -23,7 +24,6 @@ from .loading import LoadCard
 from .messages import AssistantMessage, Failure, Notice, UserMessage
 
 EARLIER_STEP = 5  # turns brought back at once
-Pair = tuple[UserMessage, AssistantMessage | None]
 
 
 class Transcript(VerticalScroll):
@@ -36,7 +36,6 @@ class Transcript(VerticalScroll):
         self._conversation = conversation
         self._window = max(2, (window + 1) // 2)
         self._thinking = thinking
-        self._pairs: list[Pair] = []
         self._follows = False
         self._first = 0  # the branch's number of the first turn that is mounted
 
@@ -52,7 +51,7 @@ class Transcript(VerticalScroll):
 
     @property
     def messages(self) -> list[UserMessage | AssistantMessage]:
-        return [one for pair in self._pairs for one in pair if one is not None]
+        return [one for one in self.children if isinstance(one, UserMessage | AssistantMessage)]
 
     async def begin_loading(self, model: str) -> None:
         await self.query("LoadCard, Failure").remove()
@@ -74,34 +73,23 @@ class Transcript(VerticalScroll):
         """Show a question, follow the end again."""
         question = UserMessage(exchange)
         await self.mount(question)
-        self._pairs.append((question, None))
         self.anchor()
         self._mark_branches()
         return question
 
     async def add_answer(self, exchange: Exchange, question: UserMessage) -> AssistantMessage:
-        """Open the answer to a question."""
         answer = AssistantMessage(exchange, self._thinking)
         await self.mount(answer, after=question)
-        self._pairs = [(user, answer if user is question else old) for user, old in self._pairs]
         self._mark_branches()
         return answer
 
     async def drop_answer(self, exchange: Exchange) -> UserMessage | None:
         """Take an answer off, to be written anew under its question."""
-        for place, (question, answer) in enumerate(self._pairs):
-            if question.exchange is exchange:
-                self._pairs[place] = (question, None)
-                if answer is not None:
-                    await answer.remove()
-                return question
-        return None
+        await self.remove_children([one for one in self.query(AssistantMessage) if one.exchange is exchange])
+        return next((one for one in self.query(UserMessage) if one.exchange is exchange), None)
 
     async def take_back(self, exchange: Exchange) -> None:
-        question = await self.drop_answer(exchange)
-        if question is not None:
-            self._pairs.remove((question, None))
-            await question.remove()
+        await self.remove_children([one for one in self.messages if one.exchange is exchange])
 
     async def say(self, text: str, kind: str = "", after: Widget | None = None) -> None:
         """Something from the program. `kind` is "" or "warning"."""
@@ -115,7 +103,6 @@ class Transcript(VerticalScroll):
         await self.mount(Failure(failed))
 
     async def clear(self) -> None:
-        self._pairs.clear()
         self._first = 0
         await self.query("UserMessage, AssistantMessage, Notice").remove()
         self._show_earlier_line()
@@ -124,57 +111,40 @@ class Transcript(VerticalScroll):
         """Show the branch as it is now: what still holds stays, the rest goes, what is missing comes."""
         self._conversation = conversation or self._conversation
         turns = self._conversation.exchanges
-        same = 0
-        while same < len(self._pairs) and self._first + same < len(turns):
-            if self._pairs[same][0].exchange is not turns[self._first + same]:
-                break
-            same += 1
-        gone = [one for pair in self._pairs[same:] for one in pair if one is not None]
-        self._pairs = self._pairs[:same]
-        if not self._pairs:
-            self._first = max(0, len(turns) - self._window)
+        both = takewhile(lambda pair: pair[0] is pair[1], zip(self._shown, turns[self._first :], strict=False))
+        same = [exchange for exchange, _ in both]
+        if not same or len(turns) - self._first - len(same) > self._window:
+            same, self._first = [], max(0, len(turns) - self._window)
         with self.app.batch_update():
-            if gone:
-                await self.remove_children(gone)
-            missing = turns[self._first + same :]
-            if len(missing) > self._window:
-                await self.remove_children(self.messages)
-                self._pairs, self._first = [], len(turns) - self._window
-                missing = missing[-self._window :]
-            made = [await self._restored(exchange) for exchange in missing]
-            self._pairs += made
+            await self.remove_children([one for one in self.messages if one.exchange not in same])
+            for exchange in turns[self._first + len(same) :]:
+                await self._restored(exchange)
         self._mark_branches()
         self._show_earlier_line()
         self.anchor()
 
-    async def _restored(self, exchange: Exchange, before: Widget | None = None) -> Pair:
-        question = UserMessage(exchange)
-        if not exchange.stop:
-            await self.mount(question, before=before)
-            return question, None
-        answer = AssistantMessage(exchange, self._thinking)
-        await self.mount(question, answer, before=before)
-        await answer.restore()
-        return question, answer
+    @property
+    def _shown(self) -> list[Exchange]:
+        return list(dict.fromkeys(one.exchange for one in self.messages))
+
+    async def _restored(self, exchange: Exchange, before: Widget | None = None) -> None:
+        await self.mount(UserMessage(exchange), before=before)
+        if exchange.stop:
+            answer = AssistantMessage(exchange, self._thinking)
+            await self.mount(answer, before=before)
+            await answer.restore()
 
     def _mark_branches(self) -> None:
-        for question, answer in self._pairs:
-            if not question.is_mounted:
-                continue
-            question.set_branch(self._conversation.place(question.exchange, True))
-            if answer is not None and answer.is_mounted:
-                answer.set_branch(self._conversation.place(answer.exchange, False))
+        for one in self.messages:
+            if one.is_mounted:
+                one.set_branch(self._conversation.place(one.exchange, isinstance(one, UserMessage)))
 
     async def trim(self) -> None:
         """Take the oldest finished turns off the screen."""
-        while len(self._pairs) > self._window:
-            question, answer = self._pairs[0]
-            if answer is None or not answer.exchange.stop:
-                break  # it waits, or is being written
-            self._pairs.pop(0)
+        shown = self._shown
+        while len(shown) > self._window and shown[0].stop:  # else it waits, or is being written
             self._first += 1
-            await question.remove()
-            await answer.remove()
+            await self.take_back(shown.pop(0))
         self._show_earlier_line()
 
     async def on_click(self, event: Any) -> None:
@@ -183,16 +153,15 @@ class Transcript(VerticalScroll):
 
     async def load_earlier(self) -> None:
         """Bring some earlier turns back; the place one looks at stays."""
-        if not self._pairs or not self._first:
+        messages = self.messages
+        if not messages or not self._first:
             return
-        height = self.virtual_size.height
-        at = self.scroll_y
-        last = self._pairs[0][0]
+        height, at = self.virtual_size.height, self.scroll_y
+        start = max(0, self._first - EARLIER_STEP)
         with self.app.batch_update():
-            for number in range(self._first - 1, max(-1, self._first - 1 - EARLIER_STEP), -1):
-                pair = await self._restored(self._conversation.exchanges[number], before=last)
-                self._pairs.insert(0, pair)
-                self._first, last = number, pair[0]
+            for exchange in self._conversation.exchanges[start : self._first]:
+                await self._restored(exchange, before=messages[0])
+        self._first = start
         self._mark_branches()
         self._show_earlier_line()
         self.call_after_refresh(lambda: self.scroll_to(y=at + self.virtual_size.height - height, animate=False))
