@@ -6,6 +6,7 @@ What only the full screen has (panels, the prompt, branches on the screen) is in
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain, count
 from pathlib import Path
 
 from localllm.config import load_config, set_key
@@ -58,11 +59,9 @@ def _export(session: Session, text: str) -> str:
 
 def _free_path(name: str) -> str:
     """A file of this name in the working folder that does not exist yet."""
-    path, count = Path(name), 1
-    while path.exists():
-        count += 1
-        path = Path(f"{Path(name).stem}-{count}{Path(name).suffix}")
-    return str(path)
+    first = Path(name)
+    paths = chain([first], (first.with_stem(f"{first.stem}-{number}") for number in count(2)))
+    return str(next(path for path in paths if not path.exists()))
 
 
 def _system(session: Session, text: str) -> str:
@@ -154,19 +153,13 @@ def _picked(session: Session, what: str) -> tuple[str, str]:
         blocks = code_blocks(answers[-1].text)
         if not blocks:
             raise ConfigError("the last answer has no code block", "")
-        which = what.removeprefix("code").strip()
-        if not which:
-            return blocks[-1], "the last code block"
-        if not which.isdigit() or not 1 <= int(which) <= len(blocks):
-            raise ConfigError(f"/copy {what}: there are code blocks 1 to {len(blocks)}", "/copy code 1")
-        return blocks[int(which) - 1], f"code block {which}"
-    if not what:
-        return answers[-1].text, "the last answer"
-    if not what.isdigit() or not 1 <= int(what) <= len(answers):
-        raise ConfigError(
-            f"/copy {what}: there are answers 1 to {len(answers)}", "/copy, /copy 2, /copy code, /copy all"
-        )
-    return answers[int(what) - 1].text, f"answer {what}"
+        found, kind, which, usage = blocks, "code block", what.removeprefix("code").strip(), "/copy code 1"
+    else:
+        found, kind, which = [one.text for one in answers], "answer", what
+        usage = "/copy, /copy 2, /copy code, /copy all"
+    if which and (not which.isdigit() or not 1 <= int(which) <= len(found)):
+        raise ConfigError(f"/copy {what}: there are {kind}s 1 to {len(found)}", usage)
+    return (found[int(which) - 1], f"{kind} {which}") if which else (found[-1], f"the last {kind}")
 
 
 def _copy(session: Session, text: str) -> str:

@@ -40,8 +40,7 @@ class Saver:
         self._opens = opens
         self._history: History | None = None
         self._jobs: queue.SimpleQueue[tuple[Callable[[History], Any], Future[Any]] | None] = queue.SimpleQueue()
-        self._chats: dict[str, SavedChat] = {}
-        self._messages: dict[int, SavedMessage] = {}
+        self._chats: dict[str, tuple[SavedChat, dict[int, SavedMessage]]] = {}
         self._removed: list[int] = []
         self._thread: threading.Thread | None = None
 
@@ -54,18 +53,17 @@ class Saver:
         removed, conversation.removed = conversation.removed, []
 
         def write(history: History) -> None:
-            self._chats[chat.id] = chat
-            self._messages |= {message.id: message for message in messages}
+            _, waiting = self._chats.get(chat.id, (chat, {}))
+            self._chats[chat.id] = chat, waiting | {message.id: message for message in messages}
             self._removed += removed
             self._write(history)
 
         return self.run(write)
 
     def _write(self, history: History) -> None:
-        for chat in list(self._chats.values()):
-            history.save(chat, [m for m in self._messages.values() if m.chat_id == chat.id])
+        for chat, messages in list(self._chats.values()):
+            history.save(chat, list(messages.values()))
             del self._chats[chat.id]
-            self._messages = {key: m for key, m in self._messages.items() if m.chat_id != chat.id}
         if self._removed:
             history.remove_messages(self._removed)
             self._removed = []

@@ -25,19 +25,16 @@ class Endpoint(Protocol):
 
     @property
     def url(self) -> str:
-        """Where it answers; "" while it does not"""
-        ...
+        """Where it answers; "" while it does not."""
 
     def start(self, model: str, port: int | None) -> str:
         """Answer for the model that is loaded, called `model`; None is the usual port. Returns the URL.
 
         Takes a moment. Raises LocalLLMError: the port is taken, nothing is loaded, there is nothing to serve.
         """
-        ...
 
     def stop(self) -> None:
-        """Close the port; twice does nothing. Takes a moment"""
-        ...
+        """Close the port; twice does nothing. Takes a moment."""
 
 
 @dataclass

@@ -266,10 +266,9 @@ class Conversation:
     @property
     def shown_title(self) -> str:
         """The title, else the first line of the first question."""
-        first = self.exchanges[0].user if self.exchanges and self.titles_itself else ""
-        if self.title:
+        if self.title or not self.titles_itself or not self.exchanges:
             return self.title
-        line = " ".join(first.strip().split("\n")[0].split())
+        line = " ".join(self.exchanges[0].user.strip().split("\n")[0].split())
         if len(line) <= TITLE_CHARS:
             return line
         cut = line[: TITLE_CHARS - 1]

@@ -15,8 +15,7 @@ from textual.widgets import Input, OptionList, TextArea
 
 from localllm.conversation.session import Session
 from localllm.conversation.storage import restored
-from localllm.history.records import SavedChat, SavedMessage
-from localllm.history.store import History
+from localllm.history.records import SavedChat
 from localllm.terminal import clean, clean_line
 from localllm.tui.screens.dialogs import PickScreen
 from localllm.tui.screens.help import HelpScreen
@@ -195,11 +194,7 @@ class Actions(Stream):
         wide = wanted is True or (wanted == "auto" and self.app.size.width >= WIDE)
         if not wide or not self.session.saver.kept or self.query_one(Home).display:
             return
-        chats = await self.read_history(lambda history: history.chats())
-        if chats:
-            bar = self.query_one(Sidebar)
-            bar.show(chats, self.conversation.id)
-            bar.display = True
+        self.query_one(Sidebar).display = await self.list_chats()
 
     async def action_chats(self) -> None:
         bar = self.query_one(Sidebar)
@@ -207,10 +202,12 @@ class Actions(Stream):
             await self.action_sidebar()
         bar.focus_filter()
 
-    async def list_chats(self, query: str = "") -> None:
+    async def list_chats(self, query: str = "") -> bool:
+        """Fill the list. Returns whether there is something in it."""
         chats = await self.read_history(lambda history: history.chats(query=query))
         if chats is not None:
             self.query_one(Sidebar).show(chats, self.conversation.id)
+        return bool(chats)
 
     @on(Input.Changed, "#chat-filter")
     async def _filtered(self, event: Input.Changed) -> None:
@@ -230,13 +227,9 @@ class Actions(Stream):
 
     async def open_chat(self, chat_id: str) -> None:
         """Put a saved chat on the screen; what runs is stopped and kept."""
-
-        def read(history: History) -> tuple[SavedChat, list[SavedMessage]]:
-            return history.chat(chat_id), history.messages(chat_id)
-
         async with self.changing:
             self.give_up()
-            found = await self.read_history(read)
+            found = await self.read_history(lambda history: (history.chat(chat_id), history.messages(chat_id)))
             if found is None:
                 return
             chat, messages = found

@@ -22,7 +22,7 @@ from localllm.conversation.slash import OFF
 from localllm.conversation.tree import Conversation, Exchange
 from localllm.errors import LocalLLMError
 from localllm.request import Message
-from localllm.terminal import clean_line
+from localllm.terminal import clean, clean_line
 from localllm.tui.frame import Frame
 from localllm.tui.widgets.choices import Choices
 from localllm.tui.widgets.home import Home
@@ -207,7 +207,7 @@ class Turns(Screen[None]):
             return
         exchange.text, exchange.stop, exchange.failed = exchange.text.rstrip(), "", None
         message = await self.transcript.add_answer(exchange, widget)
-        message.prefill(exchange.text)
+        message.answer.feed(clean(exchange.text))
         answer: Message = {"role": "assistant", "content": exchange.text}
         self._send(message, [*self.conversation.messages(exchange), answer])
 

@@ -32,25 +32,21 @@ class HelpScreen(Modal[None]):
         self._keymap = keymap
 
     def compose(self) -> ComposeResult:
-
-        def keys(where: tuple[str, ...]) -> list[tuple[str, str]]:
-            return [(self._keymap.labels(n), key.meaning) for n, key in KEYS.items() if key.where in where]
-
         commands = [(f"/{s.name} {s.argument}".rstrip(), s.meaning) for s in SLASHES]
-        commands.append(("//text", "send a message that begins with /"))
+        tables = {
+            "Keys": [*self._keys("prompt"), *self._keys("chat"), *FIXED],
+            "Browse: Esc, then": self._keys("browse"),
+            "Commands": [*commands, ("//text", "send a message that begins with /")],
+        }
         with VerticalScroll(id="help"):
-            yield Static("Keys", classes="head", markup=False)
-            yield from self._rows([*keys(("prompt", "chat")), *FIXED])
-            yield Static("Browse: Esc, then", classes="head second", markup=False)
-            yield from self._rows(keys(("browse",)))
-            yield Static("Commands", classes="head second", markup=False)
-            yield from self._rows(commands)
-            yield Static(
-                "Esc closes this. Keys are changed under [keys] in the settings.", classes="note", markup=False
-            )
+            for title, rows in tables.items():
+                yield Static(title, classes="head" if title == "Keys" else "head second", markup=False)
+                for key, meaning in rows:
+                    with Horizontal():
+                        yield Static(key, classes="key", markup=False)
+                        yield Static(meaning, classes="meaning", markup=False)
+            note = "Esc closes this. Keys are changed under [keys] in the settings."
+            yield Static(note, classes="note", markup=False)
 
-    def _rows(self, rows: list[tuple[str, str]]) -> ComposeResult:
-        for key, meaning in rows:
-            with Horizontal():
-                yield Static(key, classes="key", markup=False)
-                yield Static(meaning, classes="meaning", markup=False)
+    def _keys(self, where: str) -> list[tuple[str, str]]:
+        return [(self._keymap.labels(name), key.meaning) for name, key in KEYS.items() if key.where == where]

@@ -141,10 +141,6 @@ class AssistantMessage(Vertical):
             self.answer.feed(self._cleaner.push(delta.text))
         self.exchange.add(delta)
 
-    def prefill(self, text: str) -> None:
-        """An answer that is being continued: what there is of it."""
-        self.answer.feed(self._cleaner.push(text))
-
     async def draw(self) -> None:
         if not self.exchange.text:
             self.thought.draw()
@@ -164,7 +160,6 @@ class AssistantMessage(Vertical):
                 self._end_footer()
 
     async def finish(self) -> None:
-        """The turn has ended, one way or the other."""
         exchange = self.exchange
         self.thought.end(exchange.usage.reasoning_tokens, exchange.thought_s)
         exchange.thought_s = self.thought.took or 0.0
@@ -185,7 +180,6 @@ class AssistantMessage(Vertical):
         self._footer.add_class("-done")
 
     async def restore(self) -> None:
-        """Show a saved turn."""
         if self.exchange.reasoning:
             self.thought.feed(clean(self.exchange.reasoning))
         self.answer.feed(clean(self.exchange.text))
