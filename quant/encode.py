@@ -208,18 +208,11 @@ def _error(groups: Tensor, fit: Fit, target: Target, importance: Tensor | None) 
     return (error if importance is None else error.mul_(importance)).sum(-1, keepdim=True)
 
 
-def _better(old: Fit, new: Fit, wins: Tensor) -> Fit:
-    pairs = zip(old, new, strict=True)
-    return Fit(*(None if a is None or b is None else torch.where(wins, b, a) for a, b in pairs))  # type: ignore[arg-type]
-
-
 def _best(groups: Tensor, fits: list[Fit], target: Target, importance: Tensor | None) -> Fit:
-    best, least = fits[0], _error(groups, fits[0], target, importance)
-    for fit in fits[1:]:
-        error = _error(groups, fit, target, importance)
-        wins = error < least
-        best, least = _better(best, fit, wins), torch.where(wins, error, least)
-    return best
+    """Group by group the fit with the least squared error, the first of equals."""
+    least = torch.stack([_error(groups, fit, target, importance) for fit in fits]).argmin(0, keepdim=True)
+    fields = zip(*fits, strict=True)
+    return Fit(*(None if field[0] is None else torch.stack(field).gather(0, least)[0] for field in fields))
 
 
 def _fit_int4(groups: Tensor, importance: Tensor | None, target: Target) -> Fit:

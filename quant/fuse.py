@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,31 +19,26 @@ def fuse(weights: Sequence[Weight]) -> Weight | None:
     """
     first = weights[0]
     for other in weights[1:]:
-        same = (
-            other.form == first.form
-            and other.shape[1] == first.shape[1]
-            and other.group_size == first.group_size
-            and other.block_type == first.block_type
-            and other.qweight.dtype == first.qweight.dtype
-            and _same_input(first.perm, other.perm)
-            and _same_input(first.pre_scale, other.pre_scale)
-        )
-        if not same:
+        inputs = ((first.perm, other.perm), (first.pre_scale, other.pre_scale))
+        if _kind(other) != _kind(first) or not all(_same_input(a, b) for a, b in inputs):
             return None
     if len(weights) == 1:
         return first
-    scales = _fp8_scales(weights) if first.form == "fp8" else _stacked([w.scales for w in weights])
-    zeros = _zeros(weights)
-    mins = _stacked([w.mins for w in weights])
-    global_scale = _stacked([w.global_scale for w in weights])
-    for name, part in (("scales", scales), ("zeros", zeros), ("mins", mins), ("global_scale", global_scale)):
-        if part is None and any(getattr(w, name) is not None for w in weights):
-            return None
+    parts: dict[str, Any] = {
+        "scales": _fp8_scales(weights) if first.form == "fp8" else _stacked([w.scales for w in weights]),
+        "zeros": _zeros(weights),
+        "mins": _stacked([w.mins for w in weights]),
+        "global_scale": _stacked([w.global_scale for w in weights]),
+    }
+    if any(part is None and any(getattr(w, name) is not None for w in weights) for name, part in parts.items()):
+        return None
     shape = (sum(w.shape[0] for w in weights), first.shape[1])
-    qweight = torch.cat([w.qweight for w in weights])
-    return first._replace(
-        shape=shape, qweight=qweight, scales=scales, zeros=zeros, mins=mins, global_scale=global_scale
-    )
+    return first._replace(shape=shape, qweight=torch.cat([w.qweight for w in weights]), **parts)
+
+
+def _kind(weight: Weight) -> tuple[object, ...]:
+    """What must be equal for one product of both."""
+    return weight.form, weight.shape[1], weight.group_size, weight.block_type, weight.qweight.dtype
 
 
 def _same_input(a: Tensor | None, b: Tensor | None) -> bool:

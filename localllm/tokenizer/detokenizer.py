@@ -10,16 +10,10 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-
-class TokenBytes(Protocol):
-    """What is needed of a tokenizer."""
-
-    special_ids: frozenset[int]
-    strips_first_space: bool
-
-    def token_bytes(self, index: int) -> bytes: ...
+if TYPE_CHECKING:
+    from localllm.tokenizer.tokenizer import Tokenizer
 
 
 class _Needle:
@@ -78,7 +72,7 @@ class IncrementalDetokenizer:
 
     def __init__(
         self,
-        tokenizer: TokenBytes,
+        tokenizer: Tokenizer,
         stop: Sequence[str] = (),
         min_tokens: int = 0,
         include_stop: bool = False,

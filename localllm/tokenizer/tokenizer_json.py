@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator, Sequence
+from collections import UserList
+from collections.abc import Iterator
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
 
@@ -28,21 +29,11 @@ _OPTIONS = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_su
 _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 
-class Patient(Sequence[tuple[str, str]]):
+class Patient(UserList[tuple[str, str]]):
     """Merges that let other threads run while `tokenizers` reads them."""
 
-    def __init__(self, pairs: list[tuple[str, str]]) -> None:
-        self._pairs = pairs
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def __getitem__(self, at: Any) -> Any:
-        return self._pairs[at]
-
     def __iter__(self) -> Iterator[tuple[str, str]]:
-        pairs = self._pairs
-        return chain.from_iterable(pairs[at : at + PIECE] for at in range(0, len(pairs), PIECE))
+        return chain.from_iterable(self.data[at : at + PIECE] for at in range(0, len(self), PIECE))
 
 
 def read_backend(data: bytes) -> Backend:
