@@ -144,8 +144,9 @@ def test_other_threads_run_while_merges_are_read():
             return super().__getitem__(part) if len(read) != 25 or begun.wait(5) else []
 
     read = []
-    pairs = Watched([("l", "l")] * (50 * tokenizer_json.PIECE))
+    merges = Patient()
+    merges.data = Watched([("l", "l")] * (50 * tokenizer_json.PIECE))
     threading.Timer(0.05, begun.set).start()
-    models.BPE(vocab={"l": 0, "ll": 1}, merges=Patient(pairs))
+    models.BPE(vocab={"l": 0, "ll": 1}, merges=merges)
     assert len(read) == 50 and begun.is_set()
-    assert len(list(Patient(pairs))) == len(Patient(pairs)) == len(pairs) and Patient(pairs)[3] == ("l", "l")
+    assert len(list(merges)) == len(merges) == 50 * tokenizer_json.PIECE and merges[3] == ("l", "l")
