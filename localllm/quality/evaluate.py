@@ -15,31 +15,26 @@ import hashlib
 import json
 import math
 import re
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+import numpy as np
 
 from localllm.errors import Aborted, InvalidRequest
+from localllm.llm.llm import LLM
 from localllm.paths import replace_file
 from localllm.plan.quality import folder
 from localllm.request import LoadProgress, OnProgress
-
-if TYPE_CHECKING:
-    import threading
-
-    import numpy as np
-
-    from localllm.llm.llm import LLM
 
 WINDOW = 512  # tokens read at once; each window starts without context
 ROWS = 64  # rows of logits held at once: 64 of a 262k vocabulary are 67 MB, and as much again for the reference
 CONTEXT_FREE = 32  # tokens at the start of a window that are read but not counted: without context every model guesses
 MIN_TOKENS = CONTEXT_FREE + 2
-
-Tell = OnProgress
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +71,7 @@ def evaluate(
     *,
     max_tokens: int = 4096,
     text_name: str = "sample",
-    tell: Tell = lambda phase: None,
+    tell: OnProgress = lambda phase: None,
     cancel: threading.Event | None = None,
 ) -> Quality:
     """Measure `model` against `reference` (None: perplexity only) on the first `max_tokens` of `text`.
@@ -120,8 +115,6 @@ def _rows(
     window: list[int], model: LLM, reference: LLM | None
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
     """Of each counted token of a window: (next tokens [n], log-probabilities [n, vocab], the reference's)."""
-    import numpy as np
-
     ours = model.score(window, chunk=ROWS)
     theirs = None if reference is None else reference.score(window, chunk=ROWS)
     row = 0
@@ -142,8 +135,6 @@ class _Sums:
         self.kl: list[np.ndarray] = []
 
     def add(self, targets: np.ndarray, q: np.ndarray, p: np.ndarray | None) -> None:
-        import numpy as np
-
         kept = np.arange(len(targets))
         self.loss -= float(q[kept, targets].sum(dtype=np.float64))
         self.counted += len(targets)
@@ -158,8 +149,6 @@ class _Sums:
 
     def against_reference(self) -> dict[str, float]:
         """Those fields of `Quality` that need a reference; {} without one."""
-        import numpy as np
-
         if not self.kl:
             return {}
         found = np.concatenate(self.kl)
@@ -187,8 +176,6 @@ def windows(ids: Sequence[int], model: LLM) -> Iterator[list[int]]:
 
 def divergence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     """KL(p || q) per row from log-probabilities float32 [rows, vocab], float64 [rows], never under 0."""
-    import numpy as np
-
     return np.maximum((np.exp(p) * (p - q)).sum(-1, dtype=np.float64), 0.0)
 
 

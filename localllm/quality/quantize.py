@@ -15,27 +15,32 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+from safetensors.torch import save_file
+from torch import Tensor
 
 from localllm import paths
 from localllm.errors import Aborted, BadModelFile, ConfigError, DoesNotFit, InternalError, UnsupportedFormat
+from localllm.models.architectures import OpenModel, open_model
+from localllm.models.architectures.facts import linear_shapes
+from localllm.models.calibration import hessians
+from localllm.quant import dequantize
+from localllm.quant.encode import Target, encode, relative_error
+from localllm.quant.export import configuration
+from localllm.quant.export import tensors as stored_tensors
+from localllm.quant.stored import read_tensor
 from localllm.request import LoadProgress, OnProgress
 from localllm.terminal import gib
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from localllm.models.architectures import OpenModel
-    from localllm.quant.encode import Target
 
 SHARD_BYTES = 1 << 30  # a shard is written when it holds so much; it is also what an interrupted run loses at most
 RECORD = "localllm-quantize.json"  # in the result: where it came from and what it cost
 # modules that engines run as one product: NVFP4 gives them one number per tensor in common
 FUSED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
-
-Tell = OnProgress
 
 
 @dataclass(slots=True)
@@ -70,7 +75,7 @@ def quantize(
     *,
     calibration: Sequence[Sequence[int]] = (),
     device: str = "cpu",
-    tell: Tell = lambda phase: None,
+    tell: OnProgress = lambda phase: None,
     cancel: threading.Event | None = None,
 ) -> Report:
     """Write `source`, quantized, to the new folder `out`. Run again after an interruption it goes on.
@@ -82,10 +87,6 @@ def quantize(
     Raises UnsupportedFormat for GGUF and for weights that are quantized already, ConfigError when `out` exists,
     DoesNotFit when the disk is too small, Aborted when `cancel` is set; and what opening the source raises.
     """
-    from filelock import FileLock, Timeout
-
-    from localllm.models.architectures import open_model
-
     began = time.monotonic()
     if out.exists():
         raise ConfigError(f"{out} exists", "name another folder with -o, or remove it")
@@ -97,42 +98,37 @@ def quantize(
         try:
             with lock.acquire(timeout=0):
                 try:
-                    report = work.run()
-                    report.seconds = time.monotonic() - began
-                    work.finish(report)
+                    work.run()
+                    work.report.seconds = time.monotonic() - began
+                    work.finish()
                 finally:  # by its holder alone: without the file a third process would take itself for the first
                     Path(lock.lock_file).unlink(missing_ok=True)
         except Timeout:
             raise ConfigError(f"another process is writing {out}", "wait for it, or name another folder") from None
-    return report
+    return work.report
 
 
+@dataclass
 class _Work:
     """One run: what becomes of every tensor, and which shards are done."""
 
-    def __init__(
-        self,
-        checkpoint: OpenModel,
-        out: Path,
-        target: Target,
-        calibration: Sequence[Sequence[int]],
-        device: str,
-        tell: Tell,
-        cancel: threading.Event,
-    ) -> None:
-        self.checkpoint, self.out, self.target, self.device = checkpoint, out, target, device
-        self.calibration, self.tell, self.cancel = calibration, tell, cancel
-        self.folder = out.with_name(f".{out.name}.partial")
-        self.facts = checkpoint.facts
-        self.report = Report(out, target.name, target.group_size, checkpoint.nbytes)
-        self.report.calibration_tokens = sum(map(len, calibration))
+    checkpoint: OpenModel
+    out: Path
+    target: Target
+    calibration: Sequence[Sequence[int]]
+    device: str
+    tell: OnProgress
+    cancel: threading.Event
+
+    def __post_init__(self) -> None:
+        self.folder = self.out.with_name(f".{self.out.name}.partial")
+        self.report = Report(self.out, self.target.name, self.target.group_size, self.checkpoint.nbytes)
+        self.report.calibration_tokens = sum(map(len, self.calibration))
         self.modules = self._modules()
         self.done = 0
 
     def _modules(self) -> list[dict[str, str]]:
         """Per layer: module below `model.layers.{i}.` -> its name in the file; only those that will be quantized."""
-        from localllm.models.architectures.facts import linear_shapes
-
         path = self.checkpoint.path.name
         if self.checkpoint.kind != "safetensors":
             raise UnsupportedFormat(
@@ -140,9 +136,9 @@ class _Work:
                 "name the model's BF16 repository, or make another GGUF with llama-quantize",
             )
         layers: list[dict[str, str]] = []
-        for index, facts in enumerate(self.facts.layers):
+        for index, facts in enumerate(self.checkpoint.facts.layers):
             layer = {}
-            for module, shape in linear_shapes(facts, self.facts.hidden_size).items():
+            for module, shape in linear_shapes(facts, self.checkpoint.facts.hidden_size).items():
                 name = self.checkpoint.names.source(f"model.layers.{index}.{module}")
                 found = self.checkpoint.formats.get(name)
                 if found is not None and found.kind != "dense":
@@ -186,10 +182,8 @@ class _Work:
 
     # --- the work ----------------------------------------------------------------------------------------------------
 
-    def run(self) -> Report:
+    def run(self) -> None:
         """Write every shard that is not there yet: what stays as it is, then each layer."""
-        from localllm.models.calibration import hessians
-
         state = self._state()
         last = max((row["parts"] for row in state["shards"]), default=-1)
         seen: Iterator[dict[str, Tensor]] = iter(())
@@ -216,7 +210,6 @@ class _Work:
         for row in state["shards"]:
             self.report.errors |= row["errors"]
         self.report.quantised = len(self.report.errors)
-        return self.report
 
     def _stored(self, index: int) -> list[str]:
         """The stored tensors of a part: 0 is what stays as it is, then each layer's weights."""
@@ -226,8 +219,6 @@ class _Work:
         return [name for name in self.checkpoint.tensors if name not in inside]
 
     def _rest(self) -> dict[str, Tensor]:
-        from localllm.quant.stored import read_tensor
-
         kept = {}
         for name in self._stored(0):
             self._stop_if_asked()
@@ -237,10 +228,6 @@ class _Work:
 
     def _layer(self, index: int, weighed: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, float]]:
         """(tensors, errors of the modules)"""
-        from localllm.quant.encode import encode
-        from localllm.quant.export import tensors as stored_tensors
-        from localllm.quant.stored import read_tensor
-
         layer = self.modules[index]
         tensors: dict[str, Tensor] = {}
         errors: dict[str, float] = {}
@@ -265,17 +252,11 @@ class _Work:
 
     def _typed(self, stored: Tensor) -> Target:
         """The target with scales of the checkpoint's own type, which is what other programs load them as."""
-        from dataclasses import replace
-
-        import torch
-
         scales = stored.dtype if stored.dtype in (torch.bfloat16, torch.float16) else torch.float32
         return replace(self.target, scale_dtype=scales)
 
     def _largest(self, layer: dict[str, str]) -> dict[str, float]:
         """Largest absolute value over the modules that will be fused, for each of them."""
-        from localllm.quant.stored import read_tensor
-
         found = {m: float(read_tensor(self.checkpoint, f"{n}.weight").abs().max()) for m, n in layer.items()}
         for together in FUSED:
             members = [module for module in together if module in found]
@@ -293,25 +274,23 @@ class _Work:
         return hashlib.sha256(json.dumps([stats, asked]).encode()).hexdigest()
 
     def _state(self) -> dict[str, Any]:
-        fresh: dict[str, Any] = {"identity": self._identity(), "shards": []}
+        identity = self._identity()
         state = paths.read_json(self.folder / "state.json", 64 << 20)
-        if state.get("identity") != fresh["identity"] or not all(self._has(row, state) for row in state["shards"]):
+        kept = state.get("identity") == identity
+        for row, last in _final_names(state) if kept else ():
+            # a shard has its first name or, from an end that was interrupted, its last
+            kept &= any((self.folder / name).is_file() for name in (row["file"], last))
+        if not kept:
             for old in self.folder.iterdir():
                 old.unlink()
-            return fresh
+            return {"identity": identity, "shards": []}
         return state
-
-    def _has(self, row: dict[str, Any], state: dict[str, Any]) -> bool:
-        """Whether a shard is there, under its first name or, from an end that was interrupted, under its last."""
-        return any((self.folder / name).is_file() for name in (row["file"], _final_name(row, state)))
 
     def _write(self, name: str, text: str) -> None:
         with _disk(self.folder):
             paths.replace_file(self.folder / name, text, sync=True)
 
     def _save(self, name: str, tensors: dict[str, Tensor]) -> None:
-        from safetensors.torch import save_file
-
         partial = self.folder / f"{name}.part"
         with _disk(self.folder):
             partial.unlink(missing_ok=True)
@@ -323,33 +302,28 @@ class _Work:
                 os.fsync(file.fileno())
         partial.replace(self.folder / name)
 
-    def finish(self, report: Report) -> None:
+    def finish(self) -> None:
         """Give the shards their names, write configuration and index, and put the folder in its place."""
-        from localllm.quant.export import configuration
-
-        state = self._state()
-        count = len(state["shards"])
         weight_map: dict[str, str] = {}
-        for row in state["shards"]:
-            name = _final_name(row, state)
+        for row, name in _final_names(self._state()):
             if (self.folder / row["file"]).is_file():
                 (self.folder / row["file"]).replace(self.folder / name)
             weight_map |= dict.fromkeys(row["tensors"], name)
-            report.bytes_after += (self.folder / name).stat().st_size
-        if count > 1:
-            index = {"metadata": {"total_size": report.bytes_after}, "weight_map": weight_map}
+            self.report.bytes_after += (self.folder / name).stat().st_size
+        if len(set(weight_map.values())) > 1:
+            index = {"metadata": {"total_size": self.report.bytes_after}, "weight_map": weight_map}
             self._write("model.safetensors.index.json", json.dumps(index, indent=2))
         kept = [name for name in self._stored(0) if name.endswith(".weight") and "embed" not in name]
         matrices = [name for name in kept if len(self.checkpoint.tensors[name].shape) == 2]
         ignored = sorted(name.removesuffix(".weight") for name in matrices)
         head = self.checkpoint.names.source("lm_head")
-        if self.facts.tied_embeddings and head not in ignored:
+        if self.checkpoint.facts.tied_embeddings and head not in ignored:
             ignored.append(head)
         config = dict(self.checkpoint.config) | {"quantization_config": configuration(self.target, ignored)}
         for name, path in self._companions():
             with _disk(self.folder):
                 shutil.copyfile(path, self.folder / name)
-        record = asdict(report) | {"path": str(self.out), "source": str(self.checkpoint.path)}
+        record = asdict(self.report) | {"path": str(self.out), "source": str(self.checkpoint.path)}
         self._write(RECORD, json.dumps(record, indent=2))
         self._write("config.json", json.dumps(config, indent=2))
         (self.folder / "state.json").unlink()
@@ -377,10 +351,11 @@ class _Work:
             raise Aborted("stopped; what is finished is kept", "the same command goes on")
 
 
-def _final_name(row: dict[str, Any], state: dict[str, Any]) -> str:
+def _final_names(state: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+    """Each shard's row, and what its file is called in the end."""
     count = len(state["shards"])
-    number = state["shards"].index(row) + 1
-    return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    return list(zip(state["shards"], names if count > 1 else ["model.safetensors"], strict=False))
 
 
 @contextmanager
@@ -396,9 +371,6 @@ def _disk(folder: Path) -> Iterator[None]:
 
 
 def _error(values: Tensor, weight: Any, hessian: Tensor | None) -> float:
-    from localllm.quant import dequantize
-    from localllm.quant.encode import relative_error
-
     decoded = dequantize(weight)
     if hessian is None:
         return relative_error(values, decoded)
