@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import math
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from localllm.errors import DoesNotFit, UnsupportedModel
 from localllm.models.architectures import registry
@@ -24,6 +24,8 @@ CPU_CLASSES = (4 * GIB, 8 * GIB, 16 * GIB, 32 * GIB)  # free RAM
 GPU_CLASSES = (6 * GIB, 8 * GIB, 12 * GIB, 16 * GIB, 24 * GIB, 32 * GIB, 48 * GIB, 96 * GIB)  # free GPU memory
 
 NEWER = "a newer localllm"
+
+Row = TypeVar("Row", "Shape", "Candidate", "Starter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +102,6 @@ class Candidate:
         tokens = min(context, self.context)
         return self.download_bytes + self.kv_fixed_bytes + tokens * self.kv_bytes_per_token + GIB // 2
 
-    @property
-    def min_free_bytes(self) -> int:
-        """Least free memory worth trying it with."""
-        return self.need_bytes()
-
 
 @dataclass(frozen=True, slots=True)
 class Starter:
@@ -124,7 +121,6 @@ class Starter:
     verified: bool
 
 
-_FIELDS = frozenset(field.name for field in fields(Candidate))
 # whether a candidate runs here, and the decode rate expected (tokens per second)
 Fits = Callable[[Candidate], tuple[bool, float]]
 
@@ -202,7 +198,7 @@ def default_fits(memory: Memory) -> Fits:
     def fits(candidate: Candidate) -> tuple[bool, float]:
         read = candidate.download_bytes * candidate.active_params / candidate.params
         runs = candidate.device != "gpu" or memory.kind == "gpu"
-        return runs and candidate.min_free_bytes <= memory.free_bytes, memory.bandwidth / read
+        return runs and candidate.need_bytes() <= memory.free_bytes, memory.bandwidth / read
 
     return fits
 
@@ -210,7 +206,7 @@ def default_fits(memory: Memory) -> Fits:
 @functools.cache
 def candidates() -> tuple[Candidate, ...]:
     """All candidates in the order of the file."""
-    return tuple(_candidate(model, file) for model in _data()["model"] for file in model["file"])
+    return tuple(read_candidate(model, file) for model in tomllib.loads(_text())["model"] for file in model["file"])
 
 
 @functools.cache
@@ -218,7 +214,7 @@ def starters() -> dict[str, Starter]:
     """Starter models by name."""
     text = _text()
     part = text[: text.find("\n[[model]]\n")]  # they stand first, and a shell that completes has no time for the rest
-    return {entry["name"]: _starter(entry) for entry in tomllib.loads(part)["starter"]}
+    return {entry["name"]: read_starter(entry) for entry in tomllib.loads(part)["starter"]}
 
 
 def families() -> dict[str, tuple[Candidate, ...]]:
@@ -297,7 +293,7 @@ def _weigh(
     if runs and candidate.download_bytes > limit.num_bytes:
         note = f"download of {gib(candidate.download_bytes, 1)} is over the limit of {limit}"
         return Considered(candidate, False, tps, note, over_limit=True)
-    note = "" if runs else "needs a GPU" if candidate.device == "gpu" else f"needs {gib(candidate.min_free_bytes, 1)}"
+    note = "" if runs else "needs a GPU" if candidate.device == "gpu" else f"needs {gib(candidate.need_bytes(), 1)}"
     return Considered(candidate, runs, tps, note)
 
 
@@ -359,7 +355,7 @@ def _refusal(alias: str, considered: Sequence[Considered], fits: Fits, free_labe
             f"{alias} needs {NEWER}: this version cannot run the architecture {kinds}", hint, why=why
         )
     notes = ", ".join(dict.fromkeys(f"{c.candidate.spec}: {c.note}" for c in runnable if c.note)) or "none fits"
-    need = gib(wanted.min_free_bytes, 1)
+    need = gib(wanted.need_bytes(), 1)
     return DoesNotFit(
         f"no {alias} fits {free_label}: the smallest, {wanted.name}, needs {need}", hint, why=f"{notes}; {why}"
     )
@@ -372,29 +368,32 @@ def nearest(params: int, fits: Fits) -> Candidate | None:
     return min(runs, key=key, default=None)
 
 
-def _data() -> dict[str, Any]:
-    return tomllib.loads(_text())
-
-
 def _text() -> str:
     return Path(__file__).with_name("catalog.toml").read_text(encoding="utf-8")
 
 
-def _starter(entry: dict[str, Any]) -> Starter:
-    return Starter(**(entry | {"packages": tuple(entry["packages"]), "repos": tuple(entry["repos"])}))
+def read_starter(row: Mapping[str, Any]) -> Starter:
+    """A [[starter]] of the file. Raises TypeError or ValueError for a wrong row."""
+    return _checked(Starter(**{**row, "packages": tuple(row["packages"]), "repos": tuple(row["repos"])}))
 
 
-def _shape(model: dict[str, Any]) -> Shape | None:
-    if "shape" not in model:
-        return None
-    layers, hidden, intermediate, heads, kv_heads, head_dim, vocab = model["shape"]
-    window, full_every = model.get("window", (0, 1))
-    tied = model.get("tied", False)
-    return Shape(layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied, window, full_every)
+def read_candidate(model: Mapping[str, Any], file: Mapping[str, Any]) -> Candidate:
+    """A [[model.file]] of the file with what its [[model]] says. Raises TypeError or ValueError for wrong rows."""
+    row: dict[str, Any] = {"active_params": model["params"], **model, **file}
+    del row["file"]
+    tied, window = row.pop("tied", False), row.pop("window", (0, 1))
+    if sizes := row.pop("shape", None):
+        shape = _checked(Shape(*[*sizes, tied, *window]))
+        row |= {"shape": shape, "kv_bytes_per_token": shape.kv_per_token, "kv_fixed_bytes": shape.kv_fixed}
+    return _checked(Candidate(**row))
 
 
-def _candidate(model: dict[str, Any], file: dict[str, Any]) -> Candidate:
-    shape = _shape(model)
-    kv = {"kv_bytes_per_token": shape.kv_per_token, "kv_fixed_bytes": shape.kv_fixed} if shape else {}
-    known = {"active_params": model["params"]} | model | file | kv
-    return Candidate(**{name: known[name] for name in _FIELDS if name in known} | {"shape": shape})
+def _checked(row: Row) -> Row:
+    kinds = {field.name: _KINDS.get(str(field.type), object) for field in fields(row)}
+    wrong = [name for name, kind in kinds.items() if not isinstance(getattr(row, name), kind)]
+    if wrong:
+        raise ValueError(f"catalog.toml: wrong type of {', '.join(wrong)} in {row}")
+    return row
+
+
+_KINDS = {"str": str, "int": int, "bool": bool}

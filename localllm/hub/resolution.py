@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 import shutil
@@ -267,20 +268,19 @@ def _check_architecture(info: RepoInfo, ask: _Ask) -> str:
 def _family(parsed: ModelName, ask: _Ask) -> Resolved:
     """The best local member, else the best the hub has."""
     alias = parsed.base.casefold()
-    on_gpu = ask.memory.kind == "gpu"
     limit = download_limit(ask.config)
     here = _best_local(alias, parsed.quant, ask)
     skip: frozenset[str] = frozenset()
     refused: LocalLLMError | None = None
-    client: HubClient | None = None
-    try:
+    with contextlib.ExitStack() as stack:
+        client: HubClient | None = None
         while True:
             try:
                 choice = catalog.choose(
                     alias,
                     ask.fits,
                     free_label=ask.memory.label,
-                    on_gpu=on_gpu,
+                    on_gpu=ask.memory.kind == "gpu",
                     quant=parsed.quant,
                     limit=limit,
                     skip=skip,
@@ -298,7 +298,7 @@ def _family(parsed: ModelName, ask: _Ask) -> Resolved:
                 return _local(here, ask, f"on this machine, the largest {alias} here that fits", also)
             if ask.offline:
                 raise _offline(ask, alias)
-            client = client or HubClient(ask.patience)
+            client = client or stack.enter_context(HubClient(ask.patience))
             best = choice.best
             try:
                 found = _from_hub(client, ModelName(best.repo, best.quant or None, parsed.revision), ask)
@@ -307,9 +307,6 @@ def _family(parsed: ModelName, ask: _Ask) -> Resolved:
                 continue
             terms = found.license or best.license
             return replace(found, reason=choice.reason, also=choice.also, candidates=choice.considered, license=terms)
-    finally:
-        if client:
-            client.__exit__()
 
 
 def download_limit(config: UserConfig | None = None, *, disk: bool = True) -> catalog.DownloadLimit:

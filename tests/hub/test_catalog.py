@@ -34,7 +34,7 @@ def test_entries_are_well_formed(candidate: catalog.Candidate) -> None:
     assert 1024 <= candidate.kv_bytes_per_token <= 1 << 19
     assert candidate.context >= 8192
     assert candidate.license
-    assert candidate.min_free_bytes > candidate.download_bytes
+    assert candidate.need_bytes() > candidate.download_bytes
     assert candidate.released or candidate.needs, "what can run has a date"
 
 
@@ -120,3 +120,26 @@ def test_memory_classes_have_labels() -> None:
     assert catalog.Memory("cpu", int(15 * GIB), 1).label == "CPU with 8 GiB free"
     assert catalog.Memory("gpu", int(23.5 * GIB), 1).label == "GPU with 24 GiB free"
     assert catalog.memory_of(None).kind == "cpu"
+
+
+MODEL = {
+    "name": "a-1b", "family": "a", "generation": "a1", "title": "A", "architecture": "llama", "params": 1_000_000_000,
+    "context": 8192, "license": "mit", "shape": [1, 64, 128, 2, 2, 32, 100], "file": [],
+}  # fmt: skip
+FILE = {"repo": "a/b", "format": "bf16", "download_bytes": 2_000_000_000}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"colour": "red"}, "colour"),
+        ({"params": "1B"}, "params"),
+        ({"shape": ["1", 64, 128, 2, 2, 32, 100]}, "layers"),
+        ({"shape": [1, 64]}, "missing"),
+        ({"title": None}, "title"),
+    ],
+)
+def test_wrong_rows_are_refused(wrong: dict[str, object], named: str) -> None:
+    assert catalog.read_candidate(MODEL, FILE).kv_bytes_per_token == 4 * 2 * 32
+    with pytest.raises((TypeError, ValueError), match=named):
+        catalog.read_candidate(MODEL | wrong, FILE)
