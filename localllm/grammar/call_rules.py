@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from localllm.chat.tools.calls import fixed_values, is_text, tool_function
+from localllm.chat.tools.calls import fixed_values, is_text, properties_of, tool_function
 from localllm.chat.tools.formats import HARMONY, ToolFormat
 
 from .compiler import Words
@@ -111,7 +111,7 @@ class _CallRules:
     def _tagged(self) -> str:
         required = self._root.get("required")
         parts = []
-        for key, schema in _properties(self._root).items():
+        for key, schema in properties_of(self._root).items():
             before, after = self._format.around_value(key, is_text=is_text(schema))
             if not is_text(schema):
                 value = f"{self._json(self._rooted(schema))} {self._words.literal(after)}"
@@ -215,9 +215,3 @@ def parameters_of(function: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(parameters, Mapping) or not parameters:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     return parameters
-
-
-def _properties(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The arguments by name."""
-    found = parameters.get("properties")
-    return found if isinstance(found, Mapping) else {}

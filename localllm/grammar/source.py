@@ -12,13 +12,22 @@ from localllm.errors import InvalidConstraint
 from localllm.request import Constraint
 
 from . import limits
-from .closing import closed
 
 # the spelling of Python's json.dumps and of the `tojson` of chat templates: an answer that comes back in a later prompt
 # has the same tokens; and most of it is forced, so it costs no forward pass
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # one line end with its indentation, or one space: pretty-printed JSON, but no endless white space
 _FREE = {"whitespace_pattern": r"(\n {0,16}| )"}
+
+
+_COMBINING = frozenset(
+    ("allOf", "not", "if", "dependentSchemas", "unevaluatedProperties", "$dynamicRef", "$recursiveRef")
+)
+_SAYS_MORE = frozenset(("additionalProperties", "patternProperties", "unevaluatedProperties"))
+_BESIDE = frozenset(("anyOf", "oneOf", "$ref"))
+_SCHEMAS_BY_NAME = frozenset(("properties", "$defs", "definitions", "patternProperties"))
+_SCHEMA_LISTS = frozenset(("anyOf", "oneOf", "prefixItems"))
+_SCHEMAS = frozenset(("items", "additionalProperties", "contains"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +65,18 @@ def source_of(constraint: Constraint) -> Source:
 
 
 def schema_text(schema: Any, param: str) -> str:
-    """A JSON schema as text, closed, its size and depth checked; without `x-guidance`, which sets llguidance's options.
+    """A JSON schema as text, its size and depth checked; without `x-guidance`, which sets llguidance's options.
 
-    Raises InvalidConstraint.
+    Objects that say nothing of further properties get none: models hold to what is declared, and end. What is closed
+    still validates: a closed schema allows less. Where schemas are combined a closed part could contradict the others,
+    so a schema that combines anywhere is left as it is. Raises InvalidConstraint.
     """
     if schema is not True and not isinstance(schema, Mapping):
         raise _refuse(f"a JSON schema is an object, this one is {_kind(schema)}", param)
-    _check_nesting(schema, param)
+    combines = _check_nesting(schema, param)
     try:
-        text = json.dumps({} if schema is True else {k: v for k, v in closed(schema).items() if k != "x-guidance"})
+        made = {} if schema is True else schema if combines else _closed(schema)
+        text = json.dumps({key: value for key, value in made.items() if key != "x-guidance"})
     except (TypeError, ValueError, RecursionError) as error:
         raise _refuse("the JSON schema is not plain JSON", param) from error
     if len(text) > limits.MAX_SCHEMA_BYTES:
@@ -78,20 +90,43 @@ def inline_schema(schema: Any, lenient: bool, param: str) -> str:
     return "%json " + json.dumps({**made, "x-guidance": {**_COMPACT, "lenient": lenient}})
 
 
-def _check_nesting(schema: Any, param: str) -> None:
-    """Depth and patterns, without recursion."""
+def _check_nesting(schema: Any, param: str) -> bool:
+    """Check depth and patterns, without recursion. Returns whether schemas are combined anywhere."""
+    combines = False
     waiting: list[tuple[Any, int]] = [(schema, 1)]
     while waiting:
         value, depth = waiting.pop()
         if depth > limits.MAX_SCHEMA_DEPTH:
             raise _refuse(f"the JSON schema is nested deeper than {limits.MAX_SCHEMA_DEPTH} levels", param)
         if isinstance(value, Mapping):
-            pattern = value.get("pattern")
-            if isinstance(pattern, str):
-                _pattern(pattern, param)
-            waiting += [(item, depth + 1) for item in value.values() if isinstance(item, Mapping | list | tuple)]
-        elif isinstance(value, list | tuple):
-            waiting += [(item, depth + 1) for item in value if isinstance(item, Mapping | list | tuple)]
+            if isinstance(value.get("pattern"), str):
+                _pattern(value["pattern"], param)
+            combines |= not _COMBINING.isdisjoint(value) or ("properties" in value and not _BESIDE.isdisjoint(value))
+            value = value.values()
+        elif not isinstance(value, list | tuple):
+            continue
+        waiting += [(item, depth + 1) for item in value if isinstance(item, Mapping | list | tuple)]
+    return combines
+
+
+def _closed(schema: Any) -> Any:
+    """A copy whose objects with declared properties allow no others, unless they say so themselves."""
+    if not isinstance(schema, Mapping):
+        return schema
+    made: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _SCHEMAS_BY_NAME and isinstance(value, Mapping):
+            made[key] = {name: _closed(part) for name, part in value.items()}
+        elif key in _SCHEMA_LISTS and isinstance(value, list | tuple):
+            made[key] = [_closed(part) for part in value]
+        else:
+            made[key] = _closed(value) if key in _SCHEMAS else value
+    if isinstance(made.get("properties"), Mapping) and _SAYS_MORE.isdisjoint(made):
+        needed = made.get("required")
+        names = needed if isinstance(needed, list) else []
+        if all(name in made["properties"] for name in names):
+            made["additionalProperties"] = False
+    return made
 
 
 def _pattern(value: Any, param: str) -> str:

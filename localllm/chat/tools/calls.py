@@ -62,7 +62,7 @@ class Calls:
     ) -> None:
         self._out = out
         self._properties = {
-            str(function["name"]): _properties(function.get("parameters"))
+            str(function["name"]): properties_of(function.get("parameters"))
             for function in map(tool_function, tools)
             if "name" in function
         }
@@ -70,11 +70,7 @@ class Calls:
         self._new_id = new_id
         self._name: str | None = None
         self._pieces: list[str] = []
-        self._num_calls = 0
-
-    @property
-    def count(self) -> int:
-        return self._num_calls
+        self.count = 0
 
     def begin(self, name: str) -> None:
         """A call of this name. Raises Malformed for a name that no tool has."""
@@ -104,12 +100,12 @@ class Calls:
             self._write({"id": self._new_id(), "name": self._name, "arguments": ""})
             self._write({"arguments": arguments})
         self._name = None
-        self._num_calls += 1
+        self.count += 1
 
     def drop(self) -> bool:
         """The call that was begun came to nothing. True when part of it was written already."""
         written = self._name is not None and self.streams
-        self._num_calls += written
+        self.count += written
         self._name = None
         return written
 
@@ -131,7 +127,7 @@ class Calls:
         return stripped
 
     def _write(self, delta: dict[str, str]) -> None:
-        body = {"index": self._num_calls, **delta}
+        body = {"index": self.count, **delta}
         self._out(("tool_call", json.dumps(body, ensure_ascii=False)))
 
 
@@ -171,9 +167,10 @@ def object_text(text: str) -> str:
     return text
 
 
-def _properties(parameters: Any) -> dict[str, Any]:
+def properties_of(parameters: Any) -> Mapping[str, Any]:
+    """The schemas of a function's arguments by name."""
     found = parameters.get("properties") if isinstance(parameters, Mapping) else None
-    return dict(found) if isinstance(found, Mapping) else {}
+    return found if isinstance(found, Mapping) else {}
 
 
 def is_text(schema: Any) -> bool:
