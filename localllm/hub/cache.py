@@ -275,18 +275,14 @@ def read_ref(repo: str, revision: str) -> str | None:
 def files_in(folder: Path) -> list[str]:
     """File names below a snapshot folder, `/`-separated, broken links included. Two levels are enough for models."""
     found: list[str] = []
-    try:
+    with suppress(OSError):
         for entry in os.scandir(folder):
             if entry.is_dir(follow_symlinks=False):
-                found += [
-                    f"{entry.name}/{e.name}" for e in os.scandir(entry.path) if not e.is_dir(follow_symlinks=False)
-                ]
+                inner = os.scandir(entry.path)
+                found += [f"{entry.name}/{e.name}" for e in inner if not e.is_dir(follow_symlinks=False)]
             else:
                 found.append(entry.name)
-        found = [n for n in found if not n.endswith(_SCRAP)]
-    except OSError:
-        return sorted(found)
-    return sorted(found)
+    return sorted(name for name in found if not name.endswith(_SCRAP))
 
 
 def cached_repos() -> list[tuple[str, list[str]]]:

@@ -98,22 +98,16 @@ def check_file_names(names: Sequence[str], repo: str) -> None:
     if len(names) > MAX_FILES:
         raise BadModelFile(f"{repo} lists {len(names):,} files, the limit is {MAX_FILES:,}", _SUSPECT)
     for name in names:
-        parts = name.split("/")
-        problem = (
-            "leaves its folder"
-            if name.startswith("/") or any(p in ("", ".", "..") for p in parts)
-            else "has a backslash or a colon"
-            if "\\" in name or ":" in name
-            else "is longer than 255 characters"
-            if len(name.encode(errors="replace")) > 255
-            else "has control characters"
-            if not name.isprintable()
-            else None
-        )
+        problems = {
+            "leaves its folder": any(part in ("", ".", "..") for part in name.split("/")),
+            "has a backslash or a colon": "\\" in name or ":" in name,
+            "is longer than 255 characters": len(name.encode(errors="replace")) > 255,
+            "has control characters": not name.isprintable(),
+        }
+        problem = next((problem for problem, is_so in problems.items() if is_so), None)
         if problem:
-            raise BadModelFile(
-                f"{repo} lists the file {shown(name)!r}, which {problem}; nothing was downloaded", _SUSPECT
-            )
+            message = f"{repo} lists the file {shown(name)!r}, which {problem}; nothing was downloaded"
+            raise BadModelFile(message, _SUSPECT)
 
 
 _SUSPECT = "the repository is damaged or hostile: use another one"

@@ -57,7 +57,7 @@ class AnswerParser(ABC):
     def __init__(self, tools: Tools, streams: bool, most_calls: int | None, new_id: Callable[[], str]) -> None:
         self._cursor = Cursor()
         self._parts: list[Part] = []
-        self._calls = Calls(self._emit_call, tools, streams=streams, new_id=new_id)
+        self._calls = Calls(self._emit_call, tools, streams, new_id)
         self._most_calls = most_calls
         self._failures = 0
         self._run: Generator[None, None, None] | None = self._answer()

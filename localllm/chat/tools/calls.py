@@ -52,14 +52,7 @@ class Calls:
     streams  arguments are written as they come: only where a grammar keeps them valid
     """
 
-    def __init__(
-        self,
-        out: Callable[[Part], None],
-        tools: Tools,
-        *,
-        streams: bool = False,
-        new_id: Callable[[], str] = new_call_id,
-    ) -> None:
+    def __init__(self, out: Callable[[Part], None], tools: Tools, streams: bool, new_id: Callable[[], str]) -> None:
         self._out = out
         self._properties = {
             str(function["name"]): properties_of(function.get("parameters"))

@@ -118,14 +118,11 @@ class Cursor:
     def literal(self, *options: str) -> Reading[str | None]:
         """Whichever of the options the text goes on with; None when with none of them. The longest counts."""
         while True:
-            ahead = self._text[self._at :] if len(self._text) - self._at < 64 else self._text[self._at : self._at + 64]
-            waits = [option for option in options if option.startswith(ahead) and option != ahead]
+            ahead = self._text[self._at : self._at + 64]
+            waits = any(option.startswith(ahead) and option != ahead for option in options)
             if not waits or self._ended:
-                fitting = [option for option in options if ahead.startswith(option)]
-                if not fitting:
-                    return None
-                best = max(fitting, key=len)
-                self._take(self._at + len(best))
+                best = max((option for option in options if ahead.startswith(option)), key=len, default=None)
+                self._take(self._at + len(best or ""))
                 return best
             yield
 
