@@ -6,17 +6,7 @@ and the default holds; a wrong flag or variable is a `ConfigError`. Knows nothin
 """
 
 from .edit import set_key, unset_key
-from .keys import (
-    KEYS,
-    EngineOptions,
-    Key,
-    Preset,
-    SamplingConfig,
-    UiConfig,
-    UserConfig,
-    environment,
-    find_key,
-)
+from .keys import KEYS, EngineOptions, Key, Preset, SamplingConfig, UiConfig, UserConfig, environment, find_key
 from .kinds import parse_bytes, parse_seconds
 from .load import load_config, settings_file
 from .reference import reference

@@ -8,25 +8,10 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from localllm.errors import ConfigError
-from localllm.request import RANGES
+from localllm.request import RANGES, Range
 from localllm.testing import TEST_ONLY
 
-from .kinds import (
-    CODE_THEME,
-    DEVICE,
-    DURATION,
-    FLAG,
-    SIZE,
-    TEXT,
-    TEXTS,
-    TOKENS,
-    Kind,
-    choice,
-    number,
-    or_auto,
-    whole,
-    within,
-)
+from .kinds import CODE_THEME, DEVICE, DURATION, FLAG, SIZE, TEXT, TEXTS, TOKENS, Kind, choice, or_auto, within
 
 Auto = Literal["auto"]
 PROJECT_FILE = ".localllm.toml"
@@ -51,6 +36,10 @@ ENVIRONMENT: Mapping[str, str] = MappingProxyType(
         "NO_COLOR": "any value: no colours",
     }
 )
+
+
+def _whole(low: int, high: int) -> Kind:
+    return within(Range(low, high, "", whole=True))
 
 
 def _key(kind: Kind, default: Any, meaning: str, name: str = "") -> Any:
@@ -115,12 +104,12 @@ class EngineOptions:
     )
     ctx: int | Literal["auto", "max"] = _key(TOKENS, "auto", "context window; auto is what fits, up to the model's own")
     kv: str = _key(choice("auto", "bf16", "fp16", "f32", "int8", "fp8"), "auto", "how keys and values are stored")
-    gpu_mem: float = _key(number(0.05, 1), 0.92, "largest share of a GPU's memory to use")
+    gpu_mem: float = _key(within(Range(0.05, 1, "")), 0.92, "largest share of a GPU's memory to use")
     graphs: bool = _key(FLAG, True, "replay decode steps as CUDA graphs")
-    threads: int | Auto = _key(or_auto(whole(1, 1024)), "auto", "CPU threads; auto is the usable cores")
+    threads: int | Auto = _key(or_auto(_whole(1, 1024)), "auto", "CPU threads; auto is the usable cores")
     deterministic: bool | Auto = _key(or_auto(FLAG), "auto", "a batch never changes an answer; auto: on the CPU")
     prefix_cache: bool = _key(FLAG, True, "keep pages of finished prompts for the next one that starts alike")
-    max_parallel: int = _key(whole(1, 1024), 4, "requests computed side by side")
+    max_parallel: int = _key(_whole(1, 1024), 4, "requests computed side by side")
     ttl_s: float = _key(DURATION, 1800.0, "an unused model is unloaded after this time", "ttl")
     # arguments of the Python API that are no settings
     quant: str = "auto"  # what linear layers become while loading: auto, "" (as stored), or a target of `quant.encode`
@@ -189,8 +178,8 @@ class UiConfig:
     sidebar: bool | Auto = _key(or_auto(FLAG), "auto", "list of saved chats; auto: from 120 columns on")
     keys: str = _key(choice("default", "vim"), "default", "keyboard style")
     notify: str = _key(choice("never", "unfocused", "always"), "unfocused", "bell, title and OSC 9 when an answer ends")
-    column: int = _key(whole(0, 1000), 100, "largest text width in columns; 0 is all")
-    history_window: int = _key(whole(1, 10_000), 16, "messages kept on screen")
+    column: int = _key(_whole(0, 1000), 100, "largest text width in columns; 0 is all")
+    history_window: int = _key(_whole(1, 10_000), 16, "messages kept on screen")
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +187,7 @@ class ServerConfig:
     """The HTTP endpoint."""
 
     host: str = _key(TEXT, "127.0.0.1", "address to listen on")
-    port: int = _key(whole(0, 65535), 8000, "port; 0 takes a free one")
+    port: int = _key(_whole(0, 65535), 8000, "port; 0 takes a free one")
     api_key_file: str = _key(TEXT, "", "file with the key that clients must send")
     cors: tuple[str, ...] = _key(TEXTS, (), "web origins that may call")
 

@@ -92,16 +92,6 @@ def within(allowed: Range) -> Kind:
     return Kind(f"{noun}, {allowed.low:g} to {allowed.high:g}", parse)
 
 
-def number(low: float, high: float) -> Kind:
-    """A number with a fraction, within bounds."""
-    return within(Range(low, high, ""))
-
-
-def whole(low: int, high: int) -> Kind:
-    """A whole number within bounds."""
-    return within(Range(low, high, "", whole=True))
-
-
 def _tokens(value: Any) -> int:
     count = parse_tokens(value)
     if count != int(count) or not 16 <= count <= 1 << 24:

@@ -9,11 +9,12 @@ from localllm.errors import ConfigError
 from localllm.terminal import GIB, gib
 
 from .facts import GpuFacts, MachineFacts
-from .gpu_table import TABLE, named_gpu
+from .gpu_table import TABLE, GpuModel, named_gpu
 
 FREE_SHARE = 0.98  # of a card's memory, what is free on one that no screen hangs on: a 5090 has 31.4 of 32 GiB to use
-DEFAULT_CAPABILITY = 89
+UNKNOWN = GpuModel("", "", capability=89, memory_gib=0, bandwidth_gbs=0)  # a card of which only the memory is named
 UNIFIED = ("GB10", "Thor", "Orin")
+UNIFIED_FREE_SHARE = 0.84  # CUDA tells at most 102 of a GB10's 121.7 GiB as free
 
 
 def imagined(
@@ -40,7 +41,7 @@ def imagined(
         if not machine.gpus:
             raise ConfigError("--bw is the speed of a GPU's memory, and there is no GPU here", "add --vram 24G")
         return replace(machine, gpus=tuple(replace(g, bandwidth=bandwidth, bandwidth_basis="given") for g in here.gpus))
-    card = _card(gpu, vram_bytes, bandwidth, machine)
+    card = _card(gpu, vram_bytes, bandwidth)
     return replace(
         machine,
         gpus=(card,),
@@ -53,24 +54,22 @@ def imagined(
     )
 
 
-def _card(gpu: str | None, vram_bytes: int | None, bandwidth: float | None, machine: MachineFacts) -> GpuFacts:
-    if gpu is None:
-        assert vram_bytes is not None
-        size = vram_bytes
-        name, capability = f"a GPU with {gib(size, 0)}", DEFAULT_CAPABILITY
-        speed, basis = bandwidth or 0.0, "given" if bandwidth else "unknown"
-        return GpuFacts(name, capability, size, int(size * FREE_SHARE), speed, basis)
-    row = named_gpu(gpu)
+def _card(gpu: str | None, vram_bytes: int | None, bandwidth: float | None) -> GpuFacts:
+    row = UNKNOWN if gpu is None else named_gpu(gpu)
     if row is None:
-        names = [row.name for row in TABLE]
-        near = get_close_matches(gpu.upper(), names, 2, 0.4)
+        assert gpu is not None
+        near = get_close_matches(gpu.upper(), [row.name for row in TABLE], 2, 0.4)
         meant = f"; did you mean {' or '.join(near)}?" if near else ""
         hint = f"localllm plan --gpu {near[0]!r}" if near else "localllm plan --vram 24G --bw 1008"
         raise ConfigError(f"no known GPU is called {gpu!r}{meant}", hint)
     size = vram_bytes or int(row.memory_gib * GIB)
-    speed = bandwidth or row.bandwidth_gbs * 1e9
     unified = row.name in UNIFIED
-    free = int(size * (0.84 if unified else FREE_SHARE))  # CUDA tells at most 102 of a GB10's 121.7 GiB as free
     return GpuFacts(
-        f"NVIDIA {row.name}", row.capability, size, free, speed, "given" if bandwidth else "table", unified=unified
+        name=f"a GPU with {gib(size, 0)}" if gpu is None else f"NVIDIA {row.name}",
+        capability=row.capability,
+        total_bytes=size,
+        free_bytes=int(size * (UNIFIED_FREE_SHARE if unified else FREE_SHARE)),
+        bandwidth=bandwidth or row.bandwidth_gbs * 1e9,
+        bandwidth_basis="given" if bandwidth else "unknown" if gpu is None else "table",
+        unified=unified,
     )

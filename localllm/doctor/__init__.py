@@ -47,7 +47,16 @@ def run_checks(only: Collection[str] = (), survey: Survey | None = None) -> list
 
 def running(ids: Iterable[str], survey: Survey) -> Iterator[Check]:
     """Run checks one after the other, so that the first can be shown before the last is done."""
-    return (_run(check_id, survey) for check_id in ids)
+    for check_id in ids:
+        start = time.perf_counter()
+        try:
+            found = CHECKS[check_id](survey)
+        except LocalLLMError as error:
+            found = fail(error.message, fix=error.hint)
+        except Exception as error:
+            log.exception("check %s broke", check_id)
+            found = fail(f"this check broke: {type(error).__name__}", fix="localllm doctor -vv")
+        yield replace(found, id=check_id, group=GROUP_OF[check_id], ms=(time.perf_counter() - start) * 1000)
 
 
 # what --deep adds, where there is something to measure
@@ -106,15 +115,3 @@ def _as_json(check: Check) -> dict[str, Any]:
         "safe": kind in ("setting", "command", "shell"),
     }
     return asdict(check) | {"fix": fix if check.fix else None, "data": dict(check.data), "ms": round(check.ms, 1)}
-
-
-def _run(check_id: str, survey: Survey) -> Check:
-    start = time.perf_counter()
-    try:
-        found = CHECKS[check_id](survey)
-    except LocalLLMError as error:
-        found = fail(error.message, fix=error.hint)
-    except Exception as error:
-        log.exception("check %s broke", check_id)
-        found = fail(f"this check broke: {type(error).__name__}", fix="localllm doctor -vv")
-    return replace(found, id=check_id, group=GROUP_OF[check_id], ms=(time.perf_counter() - start) * 1000)

@@ -15,6 +15,15 @@ from localllm.terminal import gib, tokens_short
 
 from .finding import Survey
 
+# (lowest compute capability, which kind of weights suits it); 0 is the CPU
+WEIGHTS = (
+    (100, "FP8 where it fits at a good pace, else NVFP4 or W4A16"),
+    (89, "FP8 where it fits at a good pace, else W4A16"),
+    (80, "W4A16 (AWQ, GPTQ), else GGUF: this card has no FP8 arithmetic"),
+    (1, "W4A16 or GGUF with float16: this card has no BF16"),
+    (0, "GGUF in 4 bits (Q4_K_M): on a CPU the bytes read per token decide the pace"),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Advice:
@@ -64,17 +73,7 @@ def _pace(made: Plan) -> str:
 def _format(survey: Survey) -> Advice | None:
     """Which kind of weights suits the card."""
     _, gpu, _ = chosen_device(survey.machine, "auto")
-    if gpu is None:
-        text = "GGUF in 4 bits (Q4_K_M): on a CPU the bytes read per token decide the pace"
-    elif gpu.capability >= 100:
-        text = "FP8 where it fits at a good pace, else NVFP4 or W4A16"
-    elif gpu.capability >= 89:
-        text = "FP8 where it fits at a good pace, else W4A16"
-    elif gpu.capability >= 80:
-        text = "W4A16 (AWQ, GPTQ), else GGUF: this card has no FP8 arithmetic"
-    else:
-        text = "W4A16 or GGUF with float16: this card has no BF16"
-    return Advice("weights", text)
+    return Advice("weights", next(text for least, text in WEIGHTS if (gpu.capability if gpu else 0) >= least))
 
 
 def _power(survey: Survey) -> Advice | None:

@@ -33,8 +33,7 @@ def gpu_present(survey: Survey) -> Check:
         return fail(title, detail, fix, error=machine.gpu_error)
     if not machine.gpus and machine.driver:
         setting = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        title = f"CUDA_VISIBLE_DEVICES={setting!r} hides every GPU"
-        return warn(title, fix="unset CUDA_VISIBLE_DEVICES")
+        return warn(f"CUDA_VISIBLE_DEVICES={setting!r} hides every GPU", fix="unset CUDA_VISIBLE_DEVICES")
     if not machine.gpus:
         return skip(NO_GPU)
     title = "; ".join(_describe(gpu) for gpu in machine.gpus)
@@ -56,8 +55,7 @@ def cuda_visible_devices(survey: Survey) -> Check:
     setting = survey.host.variables.get("CUDA_VISIBLE_DEVICES")
     if setting is None:
         return skip("CUDA_VISIBLE_DEVICES is not set")
-    title = f"CUDA_VISIBLE_DEVICES={setting} leaves {len(survey.machine.gpus)}"
-    return ok(title, setting=setting)
+    return ok(f"CUDA_VISIBLE_DEVICES={setting} leaves {len(survey.machine.gpus)}", setting=setting)
 
 
 @CHECKS.add("gpu.driver")
@@ -148,14 +146,12 @@ def gpu_power(survey: Survey) -> Check:
     if gpu.power_limit_w >= 0.99 * gpu.power_max_w:
         return ok(f"limit {gpu.power_limit_w:.0f} W, the card's own", **data)
     if knee and gpu.power_limit_w >= knee:
-        detail = f"decoding loses less than 5 % down to {knee} W, prefill more"
-        return ok(title, detail, **data)
+        return ok(title, f"decoding loses less than 5 % down to {knee} W, prefill more", **data)
     if not knee and gpu.power_limit_w >= 0.7 * gpu.power_max_w:
         return ok(title, "decoding waits for memory and hardly notices", **data)
     if "laptop" in gpu.name.lower():
         detail = "laptops set it themselves: on mains power, in the performance profile"
-        fix = "powerprofilesctl set performance"
-        return warn(title, detail, fix, **data)
+        return warn(title, detail, "powerprofilesctl set performance", **data)
     why = f"below {knee} W decoding slows down too" if knee else "prefill and decoding are slower"
     fix = f"sudo nvidia-smi -i {number} -pl {knee or round(gpu.power_max_w)}"
     return warn(f"{title}: {why}", "", fix, **data)
@@ -213,9 +209,8 @@ def gpu_p2p(survey: Survey) -> Check:
         return warn(title, detail, "export NCCL_P2P_DISABLE=1", **data)
     if granted:
         return ok(f"granted over {far.path}; --deep times it", **data)
-    title = f"none over {far.path}: {links[0].p2p}"
     detail = "copies between cards go through RAM; one model on one card does not notice"
-    return ok(title, detail, **data)
+    return ok(f"none over {far.path}: {links[0].p2p}", detail, **data)
 
 
 @CHECKS.add("gpu.ecc", _no_gpu)
@@ -230,8 +225,7 @@ def gpu_ecc(survey: Survey) -> Check:
 @CHECKS.add("gpu.mig", _no_gpu)
 def gpu_mig(survey: Survey) -> Check:
     """Cards cut into instances."""
-    gpus = survey.machine.gpus
-    if not any(gpu.mig for gpu in gpus):
+    if not any(gpu.mig for gpu in survey.machine.gpus):
         return skip("not cut into instances")
     title = "cut into instances: the sizes shown here are those of the whole card"
     fix = "nvidia-smi -L; export CUDA_VISIBLE_DEVICES=MIG-..."
@@ -242,10 +236,9 @@ def gpu_mig(survey: Survey) -> Check:
 def gpu_display(survey: Survey) -> Check:
     """Whether a screen takes some of the memory."""
     gpus = survey.machine.gpus
-    told = [gpu for gpu in gpus if gpu.display is not None]
-    if not told:
+    if all(gpu.display is None for gpu in gpus):
         return skip("the driver does not report it")
-    shown = [gpu for gpu in told if gpu.display]
+    shown = [gpu for gpu in gpus if gpu.display]
     if not shown:
         return ok("no display is attached", display=False)
     detail = "programs with windows take memory from it as they open: leave 1 GiB, or use the CPU's own graphics"

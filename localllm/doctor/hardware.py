@@ -7,7 +7,7 @@ from typing import Any
 from localllm.interface import Check
 from localllm.terminal import GIB, gib
 
-from .finding import HARDWARE, Checks, Survey, ok, skip, warn
+from .finding import HARDWARE, Checks, Survey, ok, warn
 
 CHECKS = Checks(HARDWARE)
 
@@ -41,16 +41,13 @@ def cpu_cores(survey: Survey) -> Check:
     return ok(title, **data)
 
 
-@CHECKS.add("cpu.governor")
+@CHECKS.add("cpu.governor", lambda survey: "" if survey.host.governor else "the kernel does not report it")
 def cpu_governor(survey: Survey) -> Check:
     """Whether the operating system holds the clock down."""
     name, driver = survey.host.governor, survey.host.governor_driver
-    if not name:
-        return skip("the kernel does not report it")
     if name in ("powersave", "conservative") and driver not in SELF_REGULATING:
-        title = f"{name}: the clock stays low"
         fix = "sudo cpupower frequency-set -g schedutil"
-        return warn(title, "", fix, governor=name, driver=driver)
+        return warn(f"{name}: the clock stays low", "", fix, governor=name, driver=driver)
     return ok(name + (f" ({driver})" if driver else ""), governor=name)
 
 
@@ -79,20 +76,18 @@ def ram(survey: Survey) -> Check:
 def swap(survey: Survey) -> Check:
     """Whether the machine already lives on swap."""
     machine = survey.machine
-    used = machine.swap_total_bytes - machine.swap_free_bytes
     if not machine.swap_total_bytes:
         return ok("none")
+    used = machine.swap_total_bytes - machine.swap_free_bytes
     title = f"{gib(used)} of {gib(machine.swap_total_bytes)} used"
     if used > machine.swap_total_bytes // 2 and machine.ram_available_bytes < 4 * GIB:
         return warn(f"{title}: a model would swap", fix="free -h", used_bytes=used)
     return ok(title, used_bytes=used)
 
 
-@CHECKS.add("numa")
+@CHECKS.add("numa", lambda survey: "" if survey.host.numa_nodes > 1 else "one memory node")
 def numa(survey: Survey) -> Check:
     """Memory that is nearer to some cores than to others."""
     nodes = survey.host.numa_nodes
-    if nodes < 2:
-        return skip("one memory node")
     detail = "numactl --cpunodebind=0 --membind=0 localllm ... keeps a model on the CPU beside its memory"
     return ok(f"{nodes} memory nodes", detail, nodes=nodes)

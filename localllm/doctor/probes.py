@@ -130,18 +130,14 @@ def _vram(child: Measurements, device: str, gpu: GpuFacts, where: str) -> Check:
     title += f", {share:.0%} of {gpu.bandwidth / 1e9:,.0f} GB/s"
     if share < GOOD_SHARE["bw.vram"]:
         detail = "another program on the card, a low memory clock, or a power limit"
-        fix = "nvidia-smi -q -d PERFORMANCE,CLOCK"
-        return warn(title, detail, fix, **data)
+        return warn(title, detail, "nvidia-smi -q -d PERFORMANCE,CLOCK", **data)
     return ok(title, **data)
 
 
 def _gemm(child: Measurements, device: str, dtype: str, size: int, where: str = "") -> Check:
     speed = child.ask("matmul", device, dtype, size)
-    return ok(f"{where}{_operations(speed)} in {dtype}", **{dtype: speed})
-
-
-def _operations(speed: float) -> str:
-    return f"{speed / 1e12:,.1f} TFLOPS" if speed >= 1e12 else f"{speed / 1e9:,.0f} GFLOPS"
+    operations = f"{speed / 1e12:,.1f} TFLOPS" if speed >= 1e12 else f"{speed / 1e9:,.0f} GFLOPS"
+    return ok(f"{where}{operations} in {dtype}", **{dtype: speed})
 
 
 def _h2d(child: Measurements, device: str, gpu: GpuFacts, where: str) -> Check:
@@ -171,28 +167,25 @@ def _peer(child: Measurements, first: int, second: int) -> Check:
 
 
 def _selftest(child: Measurements, machine: MachineFacts) -> Check:
-    usable = machine.gpus if machine.torch_cuda else ()
-    card = max(usable, key=lambda gpu: gpu.free_bytes, default=None)
     arguments: tuple[Any, ...] = ("cpu", 0, "float32")
-    if card is not None:
+    if machine.torch_cuda and machine.gpus:
+        card = max(machine.gpus, key=lambda gpu: gpu.free_bytes)
         dtype = "bfloat16" if card.has_bf16 else "float16"
         arguments = (f"cuda:{machine.gpus.index(card)}", card.capability, dtype)
     told = child.ask("selftest", *arguments, limit_s=300.0)
     if told["failures"]:
         title = f"{len(told['failures'])} of {told['run']} kernels are wrong here; the next ones take over"
-        fix = "localllm doctor --report"
-        return warn(title, told["failures"][0], fix, **told)
-    title = f"{told['run']} kernels agree with their reference"
-    return ok(title, **told)
+        return warn(title, told["failures"][0], "localllm doctor --report", **told)
+    return ok(f"{told['run']} kernels agree with their reference", **told)
 
 
 # --- without ----------------------------------------------------------------------------------------------------------
 
 
 def _ram(machine: MachineFacts) -> Check:
-    speed = read_bandwidth(machine.cpu.cores_usable, machine.cpu.cache_bytes)
-    title = f"{speed / 1e9:.1f} GB/s read by {machine.cpu.cores_usable} cores"
-    return ok(title, bytes_s=speed)
+    cores = machine.cpu.cores_usable
+    speed = read_bandwidth(cores, machine.cpu.cache_bytes)
+    return ok(f"{speed / 1e9:.1f} GB/s read by {cores} cores", bytes_s=speed)
 
 
 def disk_read() -> Check:

@@ -64,9 +64,7 @@ def torch_cuda(survey: Survey) -> Check:
 def triton_version(survey: Survey) -> Check:
     """Which Triton is installed, for GPUs."""
     version = survey.host.packages.get("triton", "")
-    if not version:
-        return fail("triton is not installed", fix="pip install triton")
-    return ok(version, version=version)
+    return ok(version, version=version) if version else fail("triton is not installed", fix="pip install triton")
 
 
 @CHECKS.add("triton.ptxas")
@@ -120,12 +118,10 @@ def conflicts(survey: Survey) -> Check:
     return ok("none among the packages that matter here")
 
 
-@CHECKS.add("wsl")
+@CHECKS.add("wsl", lambda survey: "" if survey.machine.wsl else "not inside WSL")
 def wsl(survey: Survey) -> Check:
     """Which WSL, if any."""
     machine = survey.machine
-    if not machine.wsl:
-        return skip("not inside WSL")
     if machine.wsl == 1:
         return fail("WSL 1 has no GPU and slow files", fix="wsl.exe --set-version Debian 2")
     title = f"WSL 2 with {gib(machine.ram_total_bytes)} of memory (by default half of Windows' own)"
@@ -135,21 +131,16 @@ def wsl(survey: Survey) -> Check:
     return ok(title, detail, version=2, release=survey.host.wsl_release)
 
 
-@CHECKS.add("container")
+@CHECKS.add("container", lambda survey: "" if survey.machine.container else "not inside a container")
 def container(survey: Survey) -> Check:
     """Which container, if any."""
-    kind = survey.machine.container
-    if not kind:
-        return skip("not inside a container")
-    return ok(kind, kind=kind)
+    return ok(survey.machine.container, kind=survey.machine.container)
 
 
-@CHECKS.add("cgroup.mem")
+@CHECKS.add("cgroup.mem", lambda survey: "" if survey.machine.ram_limit else "no limit below the installed RAM")
 def cgroup_memory(survey: Survey) -> Check:
     """Whether a control group or `ulimit -v` makes memory smaller than it looks."""
     machine = survey.machine
-    if not machine.ram_limit:
-        return skip("no limit below the installed RAM")
     title = f"a {machine.ram_limit} limits memory to {gib(machine.ram_total_bytes)}"
     data: dict[str, Any] = {"limit": machine.ram_limit, "limit_bytes": machine.ram_total_bytes}
     if machine.ram_total_bytes < 2 * GIB:
