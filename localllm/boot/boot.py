@@ -9,28 +9,25 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
 from localllm.boot.assembly import assemble
 from localllm.boot.memory_meter import Meter
 from localllm.boot.profile import CpuProfiler, profile_gpu
+from localllm.device import MachineFacts
+from localllm.engine.engine import Engine
 from localllm.errors import OutOfMemory
 from localllm.kernels.cpu.build import library
 from localllm.kernels.verify.records import Records, default_folder, identity
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.kernels.verify.tuning import BUDGET_S, Tuned, gpu_seconds, is_measured, tuner
+from localllm.models.model import Model
+from localllm.plan.plan import Plan
+from localllm.plan.planner import Planner
 from localllm.plan.profiles import MemoryProfile, MemoryProfiles
 from localllm.terminal import gib
 from localllm.testing import step_fault
-
-if TYPE_CHECKING:
-    from localllm.device import MachineFacts
-    from localllm.engine.engine import Engine
-    from localllm.models.model import Model
-    from localllm.plan.plan import Plan
-    from localllm.plan.planner import Planner
 
 log = logging.getLogger(__name__)
 

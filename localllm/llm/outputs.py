@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
 from localllm.chat.parser import Splitter
@@ -164,8 +164,7 @@ class OutputProcessor:
             self._num_reasoning_tokens[index] += len(event.token_ids)
         usage = event.usage
         if usage is not None:
-            reasoning = self._num_reasoning_tokens[index]
-            usage = Usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, reasoning)
+            usage = replace(usage, reasoning_tokens=self._num_reasoning_tokens[index])
         error = event.error if isinstance(event.error, LocalLLMError) else None
         return OutputDelta(
             index, parts, event.token_ids, event.logprobs, event.finish_reason, event.stop_reason, event.prefill,

@@ -7,15 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
-from localllm.models.architectures.facts import cache_layers, count_linear_params, kv_bytes_per_token
+from localllm.config import EngineOptions
+from localllm.device import MachineFacts
+from localllm.models.architectures.facts import ModelFacts, cache_layers, count_linear_params, kv_bytes_per_token
 from localllm.plan.placement import Placement, room_of
-
-if TYPE_CHECKING:
-    from localllm.config import EngineOptions
-    from localllm.device import MachineFacts
-    from localllm.models.architectures.facts import ModelFacts
 
 MIB = 1 << 20
 HOST_BYTES = 150 * MIB  # Python, torch and the engine imported: 147 MiB with torch 2.13 for the CPU

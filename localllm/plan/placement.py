@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from localllm.device import GpuFacts, MachineFacts
 from localllm.device.gpu_table import generation, min_torch_cuda
 from localllm.errors import DeviceError
 from localllm.terminal import GIB, gib
-
-if TYPE_CHECKING:
-    from localllm.device import GpuFacts, MachineFacts
 
 # what libraries and thread stacks reserve of the address space without touching it: counts under `ulimit -v` only
 ADDRESS_BYTES = GIB

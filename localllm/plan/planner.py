@@ -6,14 +6,17 @@ choice (here). No torch, no measurement. `llm` builds exactly what the plan says
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from localllm.config import EngineOptions
+from localllm.device import GpuFacts, MachineFacts
 from localllm.device import machine as this_machine
 from localllm.errors import ConfigError, LocalLLMError
+from localllm.models.architectures.facts import ModelFacts
 from localllm.plan import speeds
 from localllm.plan.memory import DENSE_FORMATS, TARGET_BYTES, Memory
 from localllm.plan.placement import Placement, chosen_device, idle_card
@@ -21,10 +24,6 @@ from localllm.plan.plan import MIN_CTX, Plan
 from localllm.plan.profiles import MemoryProfiles
 from localllm.plan.quality import kl_by_kv
 from localllm.terminal import GIB, gib
-
-if TYPE_CHECKING:
-    from localllm.device import GpuFacts, MachineFacts
-    from localllm.models.architectures.facts import ModelFacts
 
 CPU_CTX = 8192  # The CPU's context when none is asked for: reading a longer prompt takes minutes there.
 USEFUL_CTX = 4096  # A model whose weights leave less room than this is quantized while loading, if it is not yet.
@@ -109,20 +108,31 @@ class Planner:
 
     def _on(self, where: Placement, facts: ModelFacts) -> Plan:
         """The plan for one device: the best formats that leave room for a useful context, else those with most."""
-        most: Plan | None = None
-        for formats in _formats(facts, self, where):
-            made = self._with(where, formats, facts)
-            if made.max_ctx >= formats.enough_ctx:
-                return made
-            if most is None or made.max_ctx > most.max_ctx:
-                most = made
+        most: Memory | None = None
+        for memory, enough_ctx in self._formats(where, facts):
+            if memory.max_ctx >= enough_ctx:
+                return self._with(memory)
+            if most is None or memory.max_ctx > most.max_ctx:
+                most = memory
         assert most is not None
-        return most
+        return self._with(most)
 
-    def _with(self, where: Placement, formats: _Formats, facts: ModelFacts) -> Plan:
+    def _formats(self, where: Placement, facts: ModelFacts) -> Iterator[tuple[Memory, int]]:
+        """What is left to choose, and with room for how many tokens nothing smaller is tried.
+
+        Best quality first: weights, then KV formats, then prompt tokens of a step.
+        """
         options, machine, profiles = self.options, self.machine, self.measured.profiles
         excess = profiles.excess_bytes(facts, machine, where.device) if profiles else 0
-        memory = Memory(facts, machine, options, where, formats.dtype, formats.quant, formats.kv, formats.rows, excess)
+        budgets = (options.prefill_budget,) if options.prefill_budget else PREFILL[where.kind]
+        dtype, kvs = _dtype(options, where.gpu), _kv_formats(options, where.gpu, self.measured.kl_by_kv)
+        for quant, kv, rows in itertools.product(_quants(facts, options, where.gpu), kvs, budgets):
+            enough = min(facts.max_context, USEFUL_CTX if kv == kvs[-1] else FULL_CTX)
+            memory = Memory(facts, machine, options, where, dtype, quant, kv, rows, excess)
+            yield memory, options.ctx if isinstance(options.ctx, int) else enough
+
+    def _with(self, memory: Memory) -> Plan:
+        options, machine, facts, where = memory.options, memory.machine, memory.facts, memory.where
         ctx, why = _context(memory)
         num_pages, work = memory.num_pages(ctx), memory.work_terms(ctx)
         held, read = memory.weights_and_read
@@ -130,14 +140,14 @@ class Planner:
         expected = self.measured.speeds.expected(memory, ctx)
         made = Plan(
             device=where.device,
-            dtype=formats.dtype,
+            dtype=memory.dtype,
             activations="" if options.activations == "auto" else options.activations,
-            kv=formats.kv,
+            kv=memory.kv,
             ctx=ctx,
             page_size=options.page_size,
             num_pages=num_pages,
             max_parallel=options.max_parallel,
-            prefill_budget=formats.rows,
+            prefill_budget=memory.rows,
             threads=max(1, machine.cpu.cores_usable) if options.threads == "auto" else options.threads,
             deterministic=where.gpu is None if options.deterministic == "auto" else options.deterministic,
             prefix_cache=options.prefix_cache,
@@ -150,7 +160,7 @@ class Planner:
             **expected._asdict(),
             read_bytes=read,
             sequence_bytes=memory.sequence_bytes(ctx),
-            quant=formats.quant,
+            quant=memory.quant,
             graph_buckets=memory.graph_buckets,
             work_terms=tuple(work.items()),
             idle=idle_card(machine, where.device),
@@ -175,29 +185,6 @@ def _check(facts: ModelFacts, options: EngineOptions) -> None:
 
 
 # --- formats ----------------------------------------------------------------------------------------------------------
-
-
-class _Formats(NamedTuple):
-    """What is left to choose on a device, and with room for how many tokens nothing smaller is tried."""
-
-    dtype: str
-    quant: str
-    kv: str
-    rows: int
-    enough_ctx: int
-
-
-def _formats(facts: ModelFacts, planner: Planner, where: Placement) -> Iterator[_Formats]:
-    """Best quality first: weights, then KV formats, then prompt tokens of a step."""
-    options = planner.options
-    budgets = (options.prefill_budget,) if options.prefill_budget else PREFILL[where.kind]
-    kvs = _kv_formats(options, where.gpu, planner.measured.kl_by_kv)
-    for quant in _quants(facts, options, where.gpu):
-        for kv in kvs:
-            for rows in budgets:
-                enough = USEFUL_CTX if kv == kvs[-1] else FULL_CTX
-                enough = options.ctx if isinstance(options.ctx, int) else min(facts.max_context, enough)
-                yield _Formats(_dtype(options, where.gpu), quant, kv, rows, enough)
 
 
 def _quants(facts: ModelFacts, options: EngineOptions, gpu: GpuFacts | None) -> tuple[str, ...]:

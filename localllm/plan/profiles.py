@@ -11,16 +11,14 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from localllm import paths
 from localllm._version import __version__
+from localllm.device import MachineFacts
+from localllm.models.architectures.facts import ModelFacts
+from localllm.plan.plan import Plan
 from localllm.terminal import gib
-
-if TYPE_CHECKING:
-    from localllm.device import MachineFacts
-    from localllm.models.architectures.facts import ModelFacts
-    from localllm.plan.plan import Plan
 
 MAX_ENTRIES = 200  # the oldest go first
 

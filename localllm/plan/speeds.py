@@ -11,15 +11,13 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from localllm import paths
-
-if TYPE_CHECKING:
-    from localllm.device import MachineFacts
-    from localllm.models.architectures.facts import ModelFacts
-    from localllm.plan.memory import Memory
-    from localllm.plan.plan import Plan
+from localllm.device import MachineFacts
+from localllm.models.architectures.facts import ModelFacts
+from localllm.plan.memory import Memory
+from localllm.plan.plan import Plan
 
 # share of the memory bandwidth that decoding reaches: gemma3-270m 0.78 on two EPYC cores that read 27 GB/s
 ETA = {"cpu": 0.7, "cuda": 0.75}
