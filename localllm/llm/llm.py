@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from localllm.errors import InvalidRequest
 from localllm.llm.loaded_model import LoadedModel
 from localllm.llm.outputs import OutputDelta, OutputProcessor, OutputSpec, RequestOutput, ResponseStream
-from localllm.request import Constraint, Message, Request, SamplingParams, StopCheck, TokenEvent, ToolUse
-from localllm.tokenizer.detokenizer import IncrementalDetokenizer
+from localllm.request import Constraint, Message, Request, SamplingParams, TokenEvent, ToolUse
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,20 +33,9 @@ class LLM(LoadedModel):
     machine        the facts to plan with; None looks at this machine
     on_progress    called with a `LoadProgress` for everything that takes time
     cancel         an event that stops a download
-    settings       fields of `config.EngineOptions` that differ from `options`:
-                   device         auto | cpu | cuda:N
-                   dtype          activations: auto | float32 | bfloat16 | float16; float32 also asks for exact products
-                   activations    what those of long prompts are rounded to: auto (nothing) | fp8 | nvfp4
-                   kv             key/value cache: auto | bf16 | fp16 | f32 | int8 | fp8
-                   quant          what linear layers become while loading: int4 | int8 | fp8 | nvfp4 | mxfp4; auto: as
-                                  stored where that fits
-                   ctx            context window in tokens, "auto" (what fits), or "max" (the model's own)
-                   gpu_mem        largest share of a GPU's memory to use
-                   graphs         replay decode steps as CUDA graphs
-                   threads        CPU threads; auto is one per usable core
-                   deterministic  same tokens whatever else is in the batch; auto is on for the CPU
-                   max_parallel   sequences decoded together
-                   prefix_cache   reuse the keys and values of shared prefixes
+    settings       fields of `config.EngineOptions` that differ from `options`, such as device, ctx, kv and
+                   max_parallel; dtype="float32" also asks for exact products, and quant is what linear layers become
+                   while loading: int4 | int8 | fp8 | nvfp4 | mxfp4, or auto: as stored where that fits
 
     Raises the errors of `localllm.errors`. A context manager; `close()` frees everything.
     """
@@ -266,17 +254,17 @@ class LLM(LoadedModel):
         params.check(self.facts.vocab_size)  # before anything is built from it
         params = self._with_control_stops(params)
         spec = spec or self.output_rules.spec(prompt_token_ids, chat=splits_reasoning)
+        processor = OutputProcessor(self.tokenizer, spec, params)
         request = Request(
             prompt_token_ids=list(prompt_token_ids),
             params=params,
             eos_token_ids=self.tokenizer.eos_token_ids,
             request_id=request_id,
-            stop_check=self._stop_check(params, spec),
+            stop_check=processor.stop_check,
             token_mask=None if spec.mask is None else spec.mask.fork(),
             cache_salt=cache_salt,
             priority=priority,
         )
-        processor = OutputProcessor(self.tokenizer, spec, params.n)
         tell = processor.listener(listener, lambda: self.engine.abort(request.request_id)) if listener else None
         return ResponseStream(self.engine.submit(request, tell), processor)
 
@@ -284,12 +272,6 @@ class LLM(LoadedModel):
         """A stop string that is a control token's text never shows in the text: stop at the token."""
         ids = [i for stop in params.stop if (i := self.tokenizer.control_text.ids.get(stop)) is not None]
         return replace(params, stop_token_ids=(*params.stop_token_ids, *ids)) if ids else params
-
-    def _stop_check(self, params: SamplingParams, spec: OutputSpec) -> StopCheck | None:
-        if not params.stop:
-            return None
-        stops = params.stop, params.min_tokens, params.include_stop
-        return IncrementalDetokenizer(self.tokenizer, *stops, continuing=spec.continuing, keep_ids=spec.keep_ids)
 
     def tune(self, seconds: float, on_tuned: Callable[[Any], None] = lambda one: None) -> list[Any]:
         """Time the kernels' tile sizes on this card, for the shapes of this model; a list of `tuning.Tuned`.

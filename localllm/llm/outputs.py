@@ -14,7 +14,7 @@ from typing import Any
 
 from localllm.chat.parser import Splitter
 from localllm.errors import InternalError, LocalLLMError
-from localllm.request import FinishReason, Timing, TokenEvent, TokenLogprob, TokenMask, Usage
+from localllm.request import FinishReason, SamplingParams, Timing, TokenEvent, TokenLogprob, TokenMask, Usage
 from localllm.tokenizer.detokenizer import IncrementalDetokenizer
 from localllm.tokenizer.tokenizer import Tokenizer
 
@@ -140,12 +140,13 @@ def add_usage(total: Usage, one: Usage) -> Usage:
 
 
 class OutputProcessor:
-    """The ids of one request's answers -> text by kind."""
+    """The ids of one request's answers -> text by kind; with stop strings `stop_check` decodes, in the engine."""
 
-    def __init__(self, tokenizer: Tokenizer, spec: OutputSpec, n: int = 1) -> None:
-        self._detokenizers = [
-            IncrementalDetokenizer(tokenizer, continuing=spec.continuing, keep_ids=spec.keep_ids) for _ in range(n)
-        ]
+    def __init__(self, tokenizer: Tokenizer, spec: OutputSpec, params: SamplingParams = SamplingParams()) -> None:
+        n, stops = params.n, (params.stop, params.min_tokens, params.include_stop)
+        detokenizer = IncrementalDetokenizer(tokenizer, *stops, continuing=spec.continuing, keep_ids=spec.keep_ids)
+        self.stop_check = detokenizer if params.stop else None
+        self._detokenizers = [detokenizer.fork() for _ in range(n)]
         self._splitters = [spec.new_splitter() if spec.new_splitter else None for _ in range(n)]
         self._num_reasoning_tokens = [0] * n
 
