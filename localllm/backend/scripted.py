@@ -91,12 +91,8 @@ class FakeBackend(Turns):
             pages_cached=states.count(1),
             page_size=PAGE,
             page_map=states.ljust(pages, b"\0"),
-            weight_bytes=98 << 20,
-            kv_bytes=45 << 20,
             kv=self.kv,
-            plan_parts=(("weights", 98 << 20), ("kv", 45 << 20), ("work", 310 << 20), ("margin", 0)),
-            have_bytes=HAVE_BYTES,
-            held_bytes=402 << 20,
+            **SCRIPT["facts"],
             num_running=int(self._busy > 0),
             num_steps=self._steps,
             num_prompt_tokens=self._prompts,
@@ -149,8 +145,7 @@ class FakeBackend(Turns):
                 )
         if self.model in SCRIPT["errors"]:
             if not self._pause(self.load_s):
-                failure = dict(SCRIPT["errors"][self.model])
-                self.tell(Failed.of(-1, getattr(errors, failure.pop("kind"))(**failure)))
+                self.tell(Failed.of(-1, _error(self.model)))
             return False
         for name in _LOAD:
             steps = 8 if name == "weights" else 1
@@ -180,7 +175,7 @@ class FakeBackend(Turns):
             self._fail(turn, errors.ContextTooLong(told, "start with --ctx 40k, or shorten it", fixes=fixes))
             return
         if prompt == "!error":
-            self._end(turn, Failed(turn, "E101", "the engine lost this request", "send it again"))
+            self._fail(turn, _error(prompt))
             return
         if prompt == "!fd2":
             with contextlib.suppress(OSError):
@@ -199,11 +194,7 @@ class FakeBackend(Turns):
                 stop = "length"
                 break
             if prompt in ("!oom", "!crash") and count == 20:
-                oom = errors.OutOfMemory("memory ran out at 29k tokens", "use a smaller --ctx")
-                failure = (
-                    oom if prompt == "!oom" else errors.DeviceError("the engine stopped: an illegal address", "restart")
-                )
-                self._fail(turn, failure)
+                self._fail(turn, _error(prompt))
                 self._busy = 0
                 return
             if self.tps:
@@ -224,6 +215,11 @@ class FakeBackend(Turns):
             decode_tps=(count - 1) / spent if count > 1 and spent > 0 else 0.0,
         )
         self._end(turn, Done(turn, stop, Usage(prompt_tokens, 0, count, reasoning), timing))
+
+
+def _error(name: str) -> errors.LocalLLMError:
+    values = dict(SCRIPT["errors"][name])
+    return getattr(errors, values.pop("kind"))(**values)
 
 
 def _choice(row: Mapping[str, Any], window: int) -> ModelChoice:

@@ -183,23 +183,30 @@ class Boot:
         """No tuning in idle moments any more: `tune` follows, or somebody wants quiet."""
         self._tuning_left_s = 0.0
 
-    def tune(self, budget_s: float, on_progress: Callable[[Tuned], None], stop: Callable[[], bool]) -> list[Tuned]:
-        """Time the tiles of the shapes that were used, now; in the engine's thread, this one waits."""
+    def tune(self, budget_s: float, on_progress: Callable[[Tuned], None]) -> list[Tuned]:
+        """Time the tiles of the shapes that were used, now; in the engine's thread, this one waits.
+
+        KeyboardInterrupt stops, and what was timed stays.
+        """
         if self.plan.device == "cpu":
             return []
         found: list[Tuned] = []
-        done = threading.Event()
+        stopped, done = threading.Event(), threading.Event()
 
         def job(must_stop: Callable[[], bool]) -> bool:
             try:
-                found.extend(tuner().tune(gpu_seconds, budget_s, lambda: stop() or must_stop(), on_progress))
+                found.extend(tuner().tune(gpu_seconds, budget_s, lambda: stopped.is_set() or must_stop(), on_progress))
                 self._on_tuned(found)
             finally:
                 done.set()
             return True
 
         self.engine.when_idle(job)
-        done.wait()
+        try:
+            done.wait()
+        except KeyboardInterrupt:
+            stopped.set()
+            return list(self.tuned)
         return found
 
     def _on_tuned(self, tuned: list[Tuned]) -> None:

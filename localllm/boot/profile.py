@@ -94,22 +94,20 @@ class WorstSteps:
             draw.results()
 
 
-def profile_gpu(runner: Runner, plan: Plan, held: Mapping[str, int], context_bytes: int | None = None) -> MemoryProfile:
+def profile_gpu(runner: Runner, plan: Plan, held: Mapping[str, int]) -> MemoryProfile:
     """Run the worst steps now.
 
-    held            what torch's allocator took for "weights", "kv", "tables" and "graphs"
-    context_bytes   what the process takes of the card beside torch's allocator, where that is known
+    held   what torch's allocator took for "weights", "kv", "tables" and "graphs"
     """
     started = time.monotonic()
     planned = dict(plan.work_terms)
     device = torch.device(plan.device)
     worst = WorstSteps(runner, plan, [range(count) for count in plan.num_pages])
-    drivers = GRAPH_BYTES * len(plan.graph_buckets)
     terms = [
         Term("weights", plan.weight_bytes, held["weights"]),
         Term("kv", plan.kv_bytes, held["kv"]),
         Term("tables", planned["tables"], held.get("tables", 0)),
-        Term("graphs", planned["graphs"] - drivers, held.get("graphs", 0)),
+        Term("graphs", planned["graphs"] - GRAPH_BYTES * len(plan.graph_buckets), held.get("graphs", 0)),
     ]
     failure = ""
     eager = WorstSteps(runner, plan, worst.pages, num_layers=1 << 30)  # every layer, without graphs
@@ -127,8 +125,6 @@ def profile_gpu(runner: Runner, plan: Plan, held: Mapping[str, int], context_byt
             torch.cuda.empty_cache()
             failure = f"memory ran out in the worst step of {name}"
             break
-    if context_bytes is not None:
-        terms.append(Term("context", planned["context"] + drivers, context_bytes))
     return MemoryProfile(tuple(terms), "cuda", time.monotonic() - started, failure)
 
 

@@ -21,7 +21,6 @@ import torch
 from localllm.errors import DeviceError, InternalError, LocalLLMError, OutOfMemory
 from localllm.request import FinishReason, Request
 
-from .invariant import InvariantViolated, violated
 from .metrics import EngineStats
 from .pages import GroupPages, Pages
 from .publisher import Publisher
@@ -250,11 +249,7 @@ class Engine:
             self._longest_step_s = max(self._longest_step_s, time.monotonic() - self._step_started)
             self._step_started = 0.0
         if self.options.check_invariants:
-            try:
-                self.scheduler.check_integrity()
-            except InvariantViolated as error:
-                violated(error)
-                raise
+            self.scheduler.check_integrity()
 
     def _take_inbox(self) -> None:
         while self._inbox:

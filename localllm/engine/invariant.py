@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import NoReturn
 
 EXIT_CODE = 3
 
@@ -20,9 +21,9 @@ def exit_on_violation() -> None:
     _exits = True
 
 
-def violated(error: InvariantViolated) -> None:
-    """End the process if that was asked for, whichever thread this is."""
+def violated(what: str) -> NoReturn:
+    """Raise InvariantViolated, or end the process if that was asked for, whichever thread this is."""
     if not _exits:
-        return
-    print(f"invariant violated: {error}", file=sys.stderr, flush=True)
+        raise InvariantViolated(what)
+    print(f"invariant violated: {what}", file=sys.stderr, flush=True)
     os._exit(EXIT_CODE)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from .invariant import InvariantViolated
+from .invariant import violated
 
 
 class PagePool:
@@ -98,13 +98,11 @@ class PagePool:
         """Raise InvariantViolated unless counts match `held`: page -> references by sequences; the tree's are added."""
         free = set(self._free)
         if len(free) != len(self._free):
-            raise InvariantViolated("a page is free twice")
+            violated("a page is free twice")
         for page in range(self.num_pages):
             want = held.get(page, 0) + self.in_tree[page] + (page in self._withdrawn)
-            if self.refs[page] != want:
-                raise InvariantViolated(f"page {page}: {self.refs[page]} references, {want} holders")
-            if (page in free) != (want == 0):
-                raise InvariantViolated(f"page {page}: {want} holders, in free list: {page in free}")
+            if self.refs[page] != want or (page in free) != (want == 0):
+                violated(f"page {page}: {self.refs[page]} references, {want} holders, free: {page in free}")
         alone = sum(1 for p in range(self.num_pages) if self.in_tree[p] and self.refs[p] == 1)
         if alone != self.num_reclaimable:
-            raise InvariantViolated(f"{alone} pages held by the tree alone, counted {self.num_reclaimable}")
+            violated(f"{alone} pages held by the tree alone, counted {self.num_reclaimable}")

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count
 
-from .invariant import InvariantViolated
+from .invariant import violated
 from .page_pool import PagePool
 
 # nodes evicted at least, once eviction starts: it scans the tree, so it should not run for every single page
@@ -221,20 +221,20 @@ class RadixCache:
         for node in self._nodes():
             num_nodes += 1
             if len(node.key) != self.page_size:
-                raise InvariantViolated(f"a node holds {len(node.key)} tokens")
+                violated(f"a node holds {len(node.key)} tokens")
             if node.parent is None or node.parent.children[node.key] is not node:
-                raise InvariantViolated("a node its parent does not know")
+                violated("a node its parent does not know")
             for group, page in enumerate(node.pages):
                 if page is None:
                     continue
                 if page in seen[group]:
-                    raise InvariantViolated(f"page {page} of group {group} is in two nodes")
+                    violated(f"page {page} of group {group} is in two nodes")
                 if not self.pools[group].in_tree[page]:
-                    raise InvariantViolated(f"page {page} of group {group} is not marked as cached")
+                    violated(f"page {page} of group {group} is not marked as cached")
                 seen[group].add(page)
         if num_nodes != self.num_nodes:
-            raise InvariantViolated(f"{num_nodes} nodes, counted {self.num_nodes}")
+            violated(f"{num_nodes} nodes, counted {self.num_nodes}")
         for group, pool in enumerate(self.pools):
             marked = {page for page, kept in enumerate(pool.in_tree) if kept}
             if marked != seen[group]:
-                raise InvariantViolated(f"group {group}: pages marked but in no node: {sorted(marked - seen[group])}")
+                violated(f"group {group}: pages marked but in no node: {sorted(marked - seen[group])}")

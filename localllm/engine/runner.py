@@ -40,15 +40,15 @@ class ForwardOutput:
     ) -> None:
         self._model = model
         self._hidden = hidden
-        self._ready = ready
+        self.ready = ready
         self.bucket = bucket
         self._best = best
 
     def logits(self, rows: list[int]) -> Tensor:
         """float32 [len(rows), vocab]"""
-        source = self._hidden if self._ready is None else self._ready
+        source = self._hidden if self.ready is None else self.ready
         picked = source if rows == list(range(source.shape[0])) else source[rows]
-        return self._model.logits(picked) if self._ready is None else picked
+        return self._model.logits(picked) if self.ready is None else picked
 
     def best(self, rows: list[int]) -> list[int] | None:
         """The place of the largest logit of each of these rows, -1 where one is NaN; None where nobody looked."""
@@ -56,10 +56,6 @@ class ForwardOutput:
             return None
         found = self._best.tolist()
         return [found[row] for row in rows]
-
-    @property
-    def all_logits(self) -> Tensor:
-        return self._ready if self._ready is not None else self._model.logits(self._hidden)
 
     def normed(self, start: int, end: int) -> Tensor:
         """Rows [start, end) after the last norm, float32 [rows, hidden]."""
@@ -70,7 +66,7 @@ class ForwardOutput:
         step = max(1, LOGIT_BYTES // (4 * vocab_size))
         for at in range(start, end, step):
             piece = slice(at, min(at + step, end))
-            yield self._model.logits(self._hidden[piece]) if self._ready is None else self._ready[piece]
+            yield self._model.logits(self._hidden[piece]) if self.ready is None else self.ready[piece]
 
 
 class Runner:
@@ -131,6 +127,6 @@ class Runner:
             return SampledTokens([], list)
         if self.sampler is None:
             return sample_batch(output.logits(rows), sequences, output.best(rows))
-        if output.bucket:
-            return self.sampler.sample(output.all_logits, rows, sequences, output.bucket)
+        if output.bucket and output.ready is not None:
+            return self.sampler.sample(output.ready, rows, sequences, output.bucket)
         return self.sampler.sample(output.logits(rows), list(range(len(rows))), sequences)

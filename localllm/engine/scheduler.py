@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from .invariant import InvariantViolated
+from .invariant import violated
 from .pages import PageCopy, Pages
 from .sequence import Sequence, SequenceState
 
@@ -275,14 +275,14 @@ class Scheduler:
         self.pages.check_integrity(self.sequences())
         for sequence in self.running:
             if sequence.state is not SequenceState.RUNNING:
-                raise InvariantViolated(f"a sequence that runs is {sequence.state.name}")
+                violated(f"a sequence that runs is {sequence.state.name}")
             for group, table in enumerate(sequence.block_tables):
                 have = len(table) * self.pages.page_size
                 if have < sequence.num_computed_tokens:
-                    raise InvariantViolated(f"group {group}: {have} slots, {sequence.num_computed_tokens} computed")
+                    violated(f"group {group}: {have} slots, {sequence.num_computed_tokens} computed")
         for sequence in self.waiting:
             if sequence.state is not SequenceState.WAITING:
-                raise InvariantViolated(f"a sequence that waits is {sequence.state.name}")
+                violated(f"a sequence that waits is {sequence.state.name}")
 
 
 def _is_decoding(sequence: Sequence) -> bool:

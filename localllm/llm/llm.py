@@ -6,7 +6,6 @@ module loads no torch; constructing an `LLM` does.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -284,9 +283,4 @@ class LLM(LoadedModel):
         quiet = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         for count in self.plan.graph_buckets or (1,):  # every kernel is used once, in all its shapes
             self.generate([[1 + i] * (length if i == 0 else 8) for i in range(count)], quiet)
-        stopped = threading.Event()
-        try:
-            return self.boot.tune(seconds, on_tuned, stopped.is_set)
-        except KeyboardInterrupt:
-            stopped.set()
-            return list(self.boot.tuned)
+        return self.boot.tune(seconds, on_tuned)

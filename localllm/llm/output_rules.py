@@ -8,8 +8,8 @@ call `spec` with a constraint or tools in an event loop.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from localllm.chat.parser import ChainedParser, ReasoningParser, Splitter, reasoning_tags
@@ -41,19 +41,13 @@ class OutputRules:
         self._tokenizer = tokenizer
         self._template = template
         self._width = width
-        self._lock = threading.Lock()
-        self._compiler: Compiler | None = None
-        self._support: ToolSupport | None = None
 
     # --- what the model can ------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def support(self) -> ToolSupport:
         """What the chat template can do with tools; tried at the first look, some 50 ms."""
-        with self._lock:
-            if self._support is None:
-                self._support = NO_TEMPLATE if self._template is None else check_tools(self._template, self._tokenizer)
-            return self._support
+        return NO_TEMPLATE if self._template is None else check_tools(self._template, self._tokenizer)
 
     @property
     def tool_format(self) -> ToolFormat:
@@ -61,15 +55,12 @@ class OutputRules:
             return GENERIC
         return find_format(self._template.chosen([]))
 
-    @property
+    @cached_property
     def compiler(self) -> Compiler:
-        with self._lock:
-            if self._compiler is None:
-                from localllm.grammar import Compiler
+        """Two threads that ask first at the same time may each get one: they give the same masks."""
+        from localllm.grammar import Compiler
 
-                template = "" if self._template is None else self._template.chosen([])
-                self._compiler = Compiler(self._tokenizer, self._width, template)
-            return self._compiler
+        return Compiler(self._tokenizer, self._width, "" if self._template is None else self._template.chosen([]))
 
     def prepare(self) -> None:
         """Build what the first constrained request would wait for: for servers, while they load."""

@@ -306,7 +306,7 @@ def test_who_tunes_on_purpose_is_told_of_every_shape(empty_home: Path, monkeypat
     boot.stop_tuning()
     assert jobs.get()(lambda: False) is True and boot.tuned == [] and tuner.waiting == (SHAPE,)
     told: list[tuning.Tuned] = []
-    Thread(target=lambda: boot.tune(1.0, told.append, lambda: False)).start()
+    Thread(target=lambda: boot.tune(1.0, told.append)).start()
     assert jobs.get(timeout=10)(lambda: False) is True
     assert [one.shape for one in told] == [SHAPE] and [one.shape for one in boot.tuned] == [SHAPE]
 

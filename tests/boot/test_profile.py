@@ -196,7 +196,7 @@ def test_a_gpu_profile_compares_term_by_term_and_survives_a_card_that_is_full(mo
         return took.get(next(order), 0)
 
     monkeypatch.setattr(module, "gpu_peak", peak)
-    profile = module.profile_gpu(runner, made, held, took["context"])
+    profile = module.profile_gpu(runner, made, held)
     assert profile.held and all(abs(term.error) < 0.05 for term in profile.terms if term.planned_bytes)
     sizes = [(len(batch.query_lens), batch.seq_lens[0], layers) for batch, layers in model.batches]
     every = 1 << 30
