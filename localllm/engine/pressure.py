@@ -68,10 +68,7 @@ class Pressure:
         self._good += 1
         if self._good >= GOOD_STEPS:
             self._good = 0
-            now = self._scheduler.limits
-            self._scheduler.limits = replace(
-                now,
-                max_parallel=min(self._full.max_parallel, 2 * now.max_parallel),
-                prefill_budget=min(self._full.prefill_budget, 2 * now.prefill_budget),
-                score_rows=min(self._full.score_rows, 2 * now.score_rows),
-            )
+            now, full = self._scheduler.limits, self._full
+            names = ("max_parallel", "prefill_budget", "score_rows")
+            doubled = {name: min(getattr(full, name), 2 * getattr(now, name)) for name in names}
+            self._scheduler.limits = replace(now, **doubled)

@@ -7,6 +7,7 @@ ones are admitted, oldest and highest priority first. Preemption is by recompute
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -92,14 +93,7 @@ class Scheduler:
 
     def _enqueue(self, sequence: Sequence) -> None:
         sequence.state = SequenceState.WAITING
-        key = (-sequence.request.priority, sequence.order, sequence.index)
-        at = len(self.waiting)
-        while at > 0:
-            other = self.waiting[at - 1]
-            if (-other.request.priority, other.order, other.index) <= key:
-                break
-            at -= 1
-        self.waiting.insert(at, sequence)
+        insort(self.waiting, sequence, key=_rank)
 
     def schedule(self) -> Step:
         """The next step; empty when nothing can run."""
@@ -153,9 +147,7 @@ class Scheduler:
         for sequence in [s for s in self.running if _is_decoding(s)]:
             if sequence.state is not SequenceState.RUNNING:
                 continue  # preempted for an earlier one in this loop
-            count = sequence.num_uncomputed_tokens
-            if self._take_slots(step, sequence, count):
-                step.scheduled.append(Scheduled(sequence, sequence.num_computed_tokens, count))
+            self._take_slots(step, sequence, sequence.num_uncomputed_tokens)
 
     def _schedule_prefills(self, step: Step) -> int:
         budget = self.limits.prefill_budget
@@ -163,9 +155,7 @@ class Scheduler:
             if budget <= 0 or sequence.state is not SequenceState.RUNNING or sequence.is_paused:
                 continue
             count = self._chunk(sequence, budget)
-            if self._take_slots(step, sequence, count):
-                step.scheduled.append(Scheduled(sequence, sequence.num_computed_tokens, count))
-                budget -= count
+            budget -= self._take_slots(step, sequence, count)
         return budget
 
     def _admit(self, step: Step, budget: int) -> None:
@@ -196,11 +186,9 @@ class Scheduler:
             self.waiting.popleft()
             sequence.state = SequenceState.RUNNING
             self.running.append(sequence)
-            if self._take_slots(step, sequence, count):
-                step.scheduled.append(Scheduled(sequence, sequence.num_computed_tokens, count))
-                budget -= count
-            else:
+            if not self._take_slots(step, sequence, count):
                 return
+            budget -= count
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
         count = min(sequence.num_uncomputed_tokens, budget)
@@ -208,23 +196,24 @@ class Scheduler:
             count = min(count, sequence.request.score_chunk)
         return min(count, self.limits.score_rows) if sequence.wants_all_rows else count
 
-    def _take_slots(self, step: Step, sequence: Sequence, count: int) -> bool:
-        """Slots for the next `count` tokens, preempting later arrivals. False when `sequence` itself had to go."""
+    def _take_slots(self, step: Step, sequence: Sequence, count: int) -> int:
+        """Schedule the next `count` tokens, preempting later arrivals. 0 when `sequence` itself had to go."""
         while True:
             copies = self.pages.own_tail(sequence, sequence.num_computed_tokens)
             if copies is not None:
                 step.copies.extend(copies)
                 if self.pages.extend(sequence, sequence.num_computed_tokens + count):
-                    return True
+                    step.scheduled.append(Scheduled(sequence, sequence.num_computed_tokens, count))
+                    return count
             victim = self._victim()
             if len(self.running) > 1 or victim is not sequence:
                 self._preempt(victim)
                 step.scheduled = [part for part in step.scheduled if part.sequence is not victim]
                 if victim is sequence:
-                    return False
+                    return 0
             elif not self._release_waiting():
                 self._starve(step, sequence)
-                return False
+                return 0
 
     def _release_waiting(self) -> bool:
         """Take the pages of a waiting fork; True when there was one."""
@@ -236,7 +225,7 @@ class Scheduler:
         return False
 
     def _victim(self) -> Sequence:
-        return max(self.running, key=lambda s: (-s.request.priority, s.order, s.index))
+        return max(self.running, key=_rank)
 
     def preempt_latest(self) -> None:
         """Send the latest arrival of the lowest priority back to the queue; its pages are free, its tokens stay."""
@@ -283,6 +272,11 @@ class Scheduler:
         for sequence in self.waiting:
             if sequence.state is not SequenceState.WAITING:
                 violated(f"a sequence that waits is {sequence.state.name}")
+
+
+def _rank(sequence: Sequence) -> tuple[int, int, int]:
+    """The order of admission; who is preempted comes from its end."""
+    return -sequence.request.priority, sequence.order, sequence.index
 
 
 def _is_decoding(sequence: Sequence) -> bool:

@@ -240,7 +240,6 @@ class LoadedModel:
     def state(self) -> Facts:
         """Plain data for status lines: of the plan, and the engine's counters by their names."""
         stats, plan = self.stats(), self.plan
-        counters = {f.name: getattr(stats, f.name) for f in fields(stats)}
         return Facts(
             model=self.name,
             run_summary=self.run_summary,
@@ -258,7 +257,7 @@ class LoadedModel:
             has_chat_template=self.has_chat_template,
             times_kernels=self.boot.is_tuning,
             warnings=(*plan.warnings, *((self._doubt,) if self._doubt else ()), *self.boot.warnings),
-            **{f.name: counters[f.name] for f in fields(Facts) if f.name in counters},
+            **{f.name: getattr(stats, f.name) for f in fields(Facts) if hasattr(stats, f.name)},
         )
 
     def live_state(self) -> Facts:
