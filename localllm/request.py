@@ -327,7 +327,6 @@ class LoadProgress:
 
     @property
     def label(self) -> str:
-        """The name for people."""
         return _LOAD_LABELS.get(self.name, self.name)
 
 

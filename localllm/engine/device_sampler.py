@@ -7,6 +7,7 @@ the others do not notice.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -38,6 +39,7 @@ from .sampler import banned_stops, sample_row, token_logprob
 from .sequence import Sequence
 
 SampleOp = Callable[[Tensor, SamplingInputs, bool], Sampled]
+NUMBERS = attrgetter("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 IDLE_NUMBERS = (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)
 IDLE_INTEGERS = (0, 0, 0, -1, 0, -1)  # of a row that nobody waits for: greedy, nothing counted
 
@@ -184,14 +186,7 @@ class DeviceSampler:
 
     def _row(self, numbers: np.ndarray, integers: np.ndarray, place: int, sequence: Sequence, mine: set[int]) -> None:
         params = sequence.params
-        numbers[:] = (
-            params.temperature,
-            params.top_p,
-            params.min_p,
-            params.repetition_penalty,
-            params.presence_penalty,
-            params.frequency_penalty,
-        )
+        numbers[:] = NUMBERS(params)
         if numbers[TEMPERATURE] > 0:
             integers[TOP_K] = params.top_k if 0 < params.top_k < self._vocab else 0
             integers[SEED] = (sequence.seed + (1 << 63)) % (1 << 64) - (1 << 63)

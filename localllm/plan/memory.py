@@ -157,15 +157,12 @@ class Memory:
         return weights_in_use(self.facts, self.where.device, self.dtype, bool(self.machine.compiler), self.quant)
 
     def groups(self, ctx: int) -> tuple[PageGroup, ...]:
-        """Cache groups with the pages one sequence takes."""
         return page_groups(self.facts, self.kv, ctx, self.options.page_size, self.rows)
 
     def sequence_bytes(self, ctx: int) -> int:
-        """Bytes of the pages one sequence takes."""
         return sum(g.page_bytes * g.needed for g in self.groups(ctx))
 
     def room(self, ctx: int) -> int:
-        """Bytes left for pages."""
         have, margin = self.have_and_margin
         return have - margin - self.weights_and_read[0] - sum(self.work_terms(ctx).values())
 
@@ -197,7 +194,6 @@ class Memory:
 
     @property
     def graph_buckets(self) -> tuple[int, ...]:
-        """Batch sizes whose decode step is captured."""
         return graph_buckets(self.options.max_parallel) if self.where.gpu and self.options.graphs else ()
 
     def work_terms(self, ctx: int) -> dict[str, int]:

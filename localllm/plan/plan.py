@@ -49,7 +49,6 @@ class Plan:
 
     @property
     def need_bytes(self) -> int:
-        """Everything together."""
         return self.weight_bytes + self.kv_bytes + self.work_bytes + self.margin_bytes
 
     @property
@@ -59,7 +58,6 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether it may be started."""
         return self.need_bytes <= self.have_bytes
 
     @property
@@ -68,7 +66,6 @@ class Plan:
         return "this machine" if self.device == "cpu" else f"GPU {self.device.removeprefix('cuda:')}"
 
     def parts(self) -> dict[str, int]:
-        """The terms of `need_bytes`."""
         return {
             "weights": self.weight_bytes,
             "kv": self.kv_bytes,

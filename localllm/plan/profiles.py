@@ -54,7 +54,6 @@ class MemoryProfile:
 
     @property
     def total(self) -> Term:
-        """All terms together."""
         return Term("all", sum(term.planned_bytes for term in self.terms), sum(t.measured_bytes for t in self.terms))
 
     @property
@@ -94,7 +93,6 @@ class MemoryProfiles:
         return found if isinstance(found, int) and found > 0 else 0
 
     def known(self, facts: ModelFacts, machine: MachineFacts, plan: Plan) -> MemoryProfile | None:
-        """The profile of just this plan."""
         with contextlib.suppress(KeyError, TypeError, ValueError):
             found = dict(self._entries[_plan_key(facts, machine, plan)])
             return MemoryProfile(**(found | {"terms": tuple(Term(*term) for term in found["terms"])}))
