@@ -53,60 +53,6 @@ class PageGroup:
     needed: int  # pages one sequence takes at full context
 
 
-def graph_buckets(max_parallel: int) -> tuple[int, ...]:
-    """Batch sizes that decode steps are captured for: 1, 2, 4, 8, ... and `max_parallel` itself."""
-    sizes = [1]
-    while sizes[-1] < max_parallel:
-        sizes.append(min(2 * sizes[-1], max_parallel))
-    return tuple(sizes)
-
-
-def weights_in_use(facts: ModelFacts, device: str, dtype: str, has_compiler: bool, quant: str = "") -> tuple[int, int]:
-    """(bytes the loaded weights take, bytes of them that decoding one token reads).
-
-    quant   what linear layers become while loading (a key of TARGET_BYTES); "" keeps them as they are stored
-
-    Our kernels, in C and in Triton, keep the stored bits, and look rows of a tied embedding up in the head; so does
-    what takes their place on a card. Without a compiler for the C ones, quantized weights are multiplied as float32
-    beside the stored table; int4 goes through torch's own product.
-    """
-    table = facts.vocab_size * facts.hidden_size
-    per_value = facts.weight_bytes / max(1, facts.num_params)
-    table_bytes = int(table * (max(per_value, QUANTIZED_EMBEDDING) if per_value < 1.6 else per_value))
-    tables = 1 if facts.tied_embeddings else 2
-    inner = facts.num_params - table * tables
-    if quant and (device != "cpu" or has_compiler):
-        layers = count_linear_params(facts)
-        held = facts.weight_bytes - int(layers * per_value) + int(layers * TARGET_BYTES[quant])
-        return held, held - (0 if facts.tied_embeddings else table_bytes)
-    if device != "cpu" or has_compiler:
-        held = facts.weight_bytes + facts.decoded_bytes
-        if device != "cpu" and DENSE_FORMATS.get(facts.stored_format) == 4 and dtype != "float32":
-            held, table_bytes = held // 2, table_bytes // 2
-        return held, held - (0 if facts.tied_embeddings else table_bytes)
-    if not quant and facts.stored_format == "bf16" and dtype == "bfloat16":
-        held = facts.weight_bytes + (table_bytes if facts.tied_embeddings else 0)
-    elif (quant or facts.stored_format).startswith((*INT4_FORMATS, "int4")):
-        held = int(inner * 0.75) + table * 4 + table_bytes
-    else:
-        held = (inner + table) * 4 + table_bytes
-    return held, held - table_bytes
-
-
-def page_groups(facts: ModelFacts, kv: str, ctx: int, page_size: int, prefill_budget: int) -> tuple[PageGroup, ...]:
-    """The cache groups, in the order of `models.kv_cache.cache_groups`: full attention first, then the widest window.
-
-    A window group keeps the window, the chunk being computed, and a page for where both start.
-    """
-    groups = []
-    for layers in cache_layers(facts):
-        window = facts.windows[layers[0]]
-        page_bytes = page_size * kv_bytes_per_token((facts.layers[layer] for layer in layers), kv)
-        tokens = ctx if window is None else min(ctx, window + prefill_budget)
-        groups.append(PageGroup(window, page_bytes, -(-tokens // page_size) + 1))
-    return tuple(groups)
-
-
 def activation_bytes(facts: ModelFacts, rows: int, width: int) -> int:
     """The most that a step of `rows` tokens holds of intermediate results of `width` bytes, in a layer's worst moment.
 
@@ -153,11 +99,45 @@ class Memory:
 
     @cached_property
     def weights_and_read(self) -> tuple[int, int]:
-        """(bytes the loaded weights take, bytes of them that decoding one token reads)."""
-        return weights_in_use(self.facts, self.where.device, self.dtype, bool(self.machine.compiler), self.quant)
+        """(bytes the loaded weights take, bytes of them that decoding one token reads).
+
+        Our kernels, in C and in Triton, keep the stored bits, and look rows of a tied embedding up in the head; so does
+        what takes their place on a card. Without a compiler for the C ones, quantized weights are multiplied as float32
+        beside the stored table; int4 goes through torch's own product.
+        """
+        facts, quant, on_cpu = self.facts, self.quant, self.where.device == "cpu"
+        table = facts.vocab_size * facts.hidden_size
+        per_value = facts.weight_bytes / max(1, facts.num_params)
+        table_bytes = int(table * (max(per_value, QUANTIZED_EMBEDDING) if per_value < 1.6 else per_value))
+        tables = 1 if facts.tied_embeddings else 2
+        inner = facts.num_params - table * tables
+        if not on_cpu or self.machine.compiler:
+            held, layers = facts.weight_bytes + facts.decoded_bytes, count_linear_params(facts)
+            if quant:
+                held = facts.weight_bytes - int(layers * per_value) + int(layers * TARGET_BYTES[quant])
+            elif not on_cpu and DENSE_FORMATS.get(facts.stored_format) == 4 and self.dtype != "float32":
+                held, table_bytes = held // 2, table_bytes // 2
+            return held, held - (0 if facts.tied_embeddings else table_bytes)
+        if not quant and facts.stored_format == "bf16" and self.dtype == "bfloat16":
+            held = facts.weight_bytes + (table_bytes if facts.tied_embeddings else 0)
+        elif (quant or facts.stored_format).startswith((*INT4_FORMATS, "int4")):
+            held = int(inner * 0.75) + table * 4 + table_bytes
+        else:
+            held = (inner + table) * 4 + table_bytes
+        return held, held - table_bytes
 
     def groups(self, ctx: int) -> tuple[PageGroup, ...]:
-        return page_groups(self.facts, self.kv, ctx, self.options.page_size, self.rows)
+        """Those of `models.kv_cache.cache_groups`, in its order: full attention first, then the widest window.
+
+        A window group keeps the window, the chunk being computed, and a page for where both start.
+        """
+        groups, size = [], self.options.page_size
+        for layers in cache_layers(self.facts):
+            window = self.facts.windows[layers[0]]
+            page_bytes = size * kv_bytes_per_token((self.facts.layers[layer] for layer in layers), self.kv)
+            tokens = ctx if window is None else min(ctx, window + self.rows)
+            groups.append(PageGroup(window, page_bytes, -(-tokens // size) + 1))
+        return tuple(groups)
 
     def sequence_bytes(self, ctx: int) -> int:
         return sum(g.page_bytes * g.needed for g in self.groups(ctx))
@@ -194,7 +174,11 @@ class Memory:
 
     @property
     def graph_buckets(self) -> tuple[int, ...]:
-        return graph_buckets(self.options.max_parallel) if self.where.gpu and self.options.graphs else ()
+        """Batch sizes that decode steps are captured for: 1, 2, 4, 8, ... and `max_parallel` itself."""
+        if not (self.where.gpu and self.options.graphs):
+            return ()
+        most = self.options.max_parallel
+        return (*(1 << n for n in range((most - 1).bit_length())), most)
 
     def work_terms(self, ctx: int) -> dict[str, int]:
         """What a step holds at most beside weights and pages, by name."""

@@ -16,7 +16,8 @@ from localllm.device import MachineFacts
 from localllm.device.fake import MACHINES
 from localllm.errors import ConfigError, DeviceError, DoesNotFit
 from localllm.models.architectures.facts import Attention, Dense, LayerFacts, ModelFacts, RopeFacts, repeated
-from localllm.plan.memory import MIB, SPLIT_PART_BYTES, graph_buckets, page_groups, weights_in_use
+from localllm.plan.memory import MIB, SPLIT_PART_BYTES, Memory
+from localllm.plan.placement import Placement
 from localllm.plan.plan import Plan
 from localllm.plan.planner import Measured, Planner
 from localllm.plan.profiles import MemoryProfile, MemoryProfiles, Term
@@ -63,6 +64,18 @@ SMALL |= {
 SMALL |= {"stored_format": "Q4_1", "tied_embeddings": True, "name": "small"}
 
 
+def memory(
+    facts: ModelFacts, device: str = "cpu", has_compiler: bool = True, quant: str = "", kv: str = "bf16", **more: Any
+) -> Memory:
+    machine = MACHINES["cpu"] if has_compiler else replace(MACHINES["cpu"], compiler="")
+    made = Memory(facts, machine, EngineOptions(), Placement(device, None), "float32", quant, kv, rows=512)
+    return replace(made, **more)
+
+
+def held_bytes(*what: Any) -> int:
+    return memory(*what).weights_and_read[0]
+
+
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("shape", [{}, SMALL, {"stored_format": "bf16", "weight_bytes": 16 * 10**9}])
 def test_the_terms_add_up(machine: str, shape: dict) -> None:
@@ -73,7 +86,7 @@ def test_the_terms_add_up(machine: str, shape: dict) -> None:
     assert made.ctx <= made.max_ctx or not made.fits
     assert made.num_pages[0] * made.page_size >= made.ctx
     assert len(made.reasons) >= 2
-    groups = page_groups(model(**shape), made.kv, made.ctx, made.page_size, made.prefill_budget)
+    groups = memory(model(**shape), kv=made.kv, rows=made.prefill_budget).groups(made.ctx)
     assert made.kv_bytes == sum(g.page_bytes * n for g, n in zip(groups, made.num_pages, strict=True))
 
 
@@ -188,7 +201,8 @@ def test_a_busy_card_and_a_missing_compiler_are_warnings() -> None:
 
 
 def test_graph_buckets() -> None:
-    assert [graph_buckets(n) for n in (1, 2, 4, 6)] == [(1,), (1, 2), (1, 2, 4), (1, 2, 4, 6)]
+    for most, sizes in ((1, (1,)), (2, (1, 2)), (4, (1, 2, 4)), (6, (1, 2, 4, 6))):
+        assert plan(model(), MACHINES["rtx4090"], EngineOptions(max_parallel=most)).graph_buckets == sizes
 
 
 def test_unified_memory_counts_the_process_and_leaves_room_for_the_system() -> None:
@@ -255,10 +269,10 @@ def test_auto_context_shrinks_to_what_fits() -> None:
 def test_windows_need_pages_for_the_window_only() -> None:
     windows = tuple(None if layer % 6 == 5 else 512 for layer in range(18))
     facts = model(windows=windows, heads=(32, 1, 256))
-    full, window = page_groups(facts, "bf16", 32768, 16, 512)
+    full, window = memory(facts).groups(32768)
     assert (full.window, full.needed, full.page_bytes) == (None, 2049, 16 * 2 * 3 * 256 * 2)
     assert (window.window, window.needed, window.page_bytes) == (512, 65, 16 * 2 * 15 * 256 * 2)
-    short = page_groups(facts, "bf16", 256, 16, 512)
+    short = memory(facts).groups(256)
     assert [g.needed for g in short] == [17, 17]
 
 
@@ -267,19 +281,19 @@ def test_groups_are_in_the_order_of_the_cache() -> None:
 
     for windows in [(None,) * 4, (64, None, 32, 64), (512,) * 3, (None, 128)]:
         facts = model(windows=windows)
-        ours = [g.window for g in page_groups(facts, "bf16", 1024, 16, 512)]
+        ours = [g.window for g in memory(facts).groups(1024)]
         assert ours == [g.window for g in cache_groups(facts)]
 
 
 def test_weights_without_a_compiler_are_larger() -> None:
     facts = model(**SMALL)
-    held, read = weights_in_use(facts, "cpu", "float32", True)
+    held, read = memory(facts).weights_and_read
     assert (held, read) == (facts.weight_bytes, facts.weight_bytes)
     untied = replace(facts, tied_embeddings=False, num_params=facts.num_params + 49152 * 576)
-    assert weights_in_use(untied, "cpu", "float32", True)[1] < facts.weight_bytes * 0.8
-    assert held < weights_in_use(facts, "cpu", "float32", False)[0] < 300 * MIB  # torch's int4 product
+    assert memory(untied).weights_and_read[1] < facts.weight_bytes * 0.8
+    assert held < held_bytes(facts, "cpu", False) < 300 * MIB  # torch's int4 product
     other = replace(facts, stored_format="Q5_K_M")
-    assert weights_in_use(other, "cpu", "float32", False)[0] > 500 * MIB
+    assert held_bytes(other, "cpu", False) > 500 * MIB
     bare = plan(other, replace(MACHINES["cpu"], compiler=""))
     assert "compiler" in " ".join(bare.warnings)
     assert not plan(other, MACHINES["cpu"]).warnings
@@ -289,13 +303,13 @@ def test_what_becomes_larger_while_loading_is_planned_for() -> None:
     """Codebooks become bfloat16; without a compiler int8 made while loading is float32 as well."""
     facts = replace(model(**SMALL), stored_format="IQ2_XXS", weight_bytes=40 * MIB, decoded_bytes=220 * MIB)
     for device in ("cpu", "cuda"):
-        assert weights_in_use(facts, device, "float32", True)[0] == 260 * MIB
+        assert held_bytes(facts, device) == 260 * MIB
     warning = " ".join(plan(facts, MACHINES["cpu"]).warnings)
     assert "IQ2_XXS is decoded to bfloat16 while loading: 0.3 GiB instead of 0.0" in warning
     dense = replace(model(**SMALL), stored_format="bf16", weight_bytes=270 * MIB)
-    bare = weights_in_use(dense, "cpu", "float32", False, "int8")[0]
-    assert bare > 500 * MIB and weights_in_use(dense, "cpu", "float32", True, "int8")[0] < 200 * MIB
-    assert weights_in_use(dense, "cpu", "float32", False, "int4")[0] < 300 * MIB  # torch's int4 product
+    bare = held_bytes(dense, "cpu", False, "int8")
+    assert bare > 500 * MIB and held_bytes(dense, "cpu", True, "int8") < 200 * MIB
+    assert held_bytes(dense, "cpu", False, "int4") < 300 * MIB  # torch's int4 product
 
 
 @pytest.mark.parametrize(
@@ -345,7 +359,7 @@ def test_any_machine_gives_a_plan_that_holds(
     options = EngineOptions(max_parallel=parallel, page_size=page, kv=kv)
     made = plan(facts, machine, options)
     assert made.fits == (made.max_ctx >= made.ctx)
-    groups = page_groups(facts, made.kv, made.ctx, page, made.prefill_budget)
+    groups = memory(facts, kv=made.kv, rows=made.prefill_budget, options=options).groups(made.ctx)
     assert all(count >= group.needed for group, count in zip(groups, made.num_pages, strict=True))
     if made.fits and made.max_ctx + 256 <= own:
         bigger = plan(facts, machine, replace(options, ctx=made.max_ctx + 256))
