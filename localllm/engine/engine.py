@@ -23,8 +23,7 @@ from localllm.request import FinishReason, Request
 
 from .metrics import EngineStats
 from .pages import GroupPages, Pages
-from .publisher import Publisher
-from .request_stream import Listener, RequestStream
+from .publisher import Listener, Publisher, RequestStream
 from .runner import Runner
 from .scheduler import Scheduler, SchedulerLimits
 from .sequence import Sequence

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
+from queue import Empty, Queue
 
 import pytest
 
-from localllm.engine import request_stream
-from localllm.engine.request_stream import RequestStream
+from localllm.engine import publisher
+from localllm.engine.publisher import RequestStream
 from localllm.request import FinishReason, Request, SamplingParams, TokenEvent
 
 
@@ -16,24 +16,22 @@ from localllm.request import FinishReason, Request, SamplingParams, TokenEvent
 def test_gathered_events_are_all_of_them_and_the_last_ones_come_at_once(
     pause: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_stream, "GATHER_S", pause)
+    monkeypatch.setattr(publisher, "GATHER_S", pause)
     stream = RequestStream(Request([1], SamplingParams(n=2)), lambda request: None)
     events = [TokenEvent("r", number % 2, [number]) for number in range(9)]
     events += [TokenEvent("r", index, finish_reason=FinishReason.STOP) for index in (1, 0)]
-    found: list[TokenEvent] = []
-    reader = threading.Thread(target=lambda: found.extend(stream.gathered()))
+    found: Queue[TokenEvent] = Queue()
+    reader = threading.Thread(target=lambda: [found.put(event) for event in stream.gathered()])
     reader.start()
     for event in events[:-1]:
         stream.put(event)
     if pause < 1:
-        until = time.monotonic() + 10
-        while stream._events.qsize() and time.monotonic() < until:
-            time.sleep(0.001)
-        assert not stream._events.qsize()
+        assert [found.get(timeout=10) for _ in events[:-1]] == events[:-1]
+        events = events[-1:]
     else:
-        time.sleep(0.02)
-        assert stream._events.qsize() == len(events) - 1  # nobody woke
+        with pytest.raises(Empty):  # nobody woke
+            found.get(timeout=0.02)
     stream.put(events[-1])
     reader.join(10)
-    assert found == events
+    assert [found.get(timeout=10) for _ in events] == events and found.empty()
     assert list(stream.gathered()) == []
