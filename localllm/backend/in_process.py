@@ -52,7 +52,7 @@ class InProcessBackend(Turns):
         self._offline = offline
         self._options = replace(options or EngineOptions(), **settings)
         self._default_params = default_params
-        self._llm: LLM | None = None
+        self.llm: LLM | None = None  # while one is ready; also for an endpoint beside the chat
         self._takes_turns = False
         self._failure: Failed | None = None  # why the model did not load
         self._stop = threading.Event()  # ends the present thread, also while it loads
@@ -94,14 +94,14 @@ class InProcessBackend(Turns):
 
     def rest(self) -> None:
         """No kernels are timed any more while nobody asks."""
-        llm = self._llm
+        llm = self.llm
         if llm is not None:
             with contextlib.suppress(LocalLLMError, AttributeError):  # closed a moment ago
                 llm.boot.stop_tuning()
 
     def facts(self) -> Facts:
         """What is running; empty before the model is ready."""
-        llm = self._llm
+        llm = self.llm
         if llm is None:
             return Facts()
         try:
@@ -109,14 +109,9 @@ class InProcessBackend(Turns):
         except (LocalLLMError, AttributeError):  # closed a moment ago, in the backend's thread
             return Facts()
 
-    @property
-    def llm(self) -> LLM | None:
-        """The model, while one is ready: for an endpoint beside the chat."""
-        return self._llm
-
     def count_tokens(self, text: str) -> int:
         """Tokens of a text, by the model's own tokenizer once it is there."""
-        llm = self._llm
+        llm = self.llm
         return len(llm.tokenizer.encode(text)) if llm is not None else -(-len(text) // 4)
 
     def choices(self, ctx: int | None = None) -> list[ModelChoice]:
@@ -150,7 +145,7 @@ class InProcessBackend(Turns):
             for queued in self._queued(stop.is_set):
                 self._answer(llm, queued)
         finally:
-            self._llm = None
+            self.llm = None
             llm.close()
             if stop is self._stop:  # else another model takes over, and ends what this one left
                 self._drop_queue(None)
@@ -162,11 +157,11 @@ class InProcessBackend(Turns):
         def on_progress(phase: LoadProgress) -> None:
             (held if phase.name == "ready" else self._events).append(phase)
 
-        self._llm = LLM(name, self._options, offline=self._offline, on_progress=on_progress, cancel=stop)
+        self.llm = LLM(name, self._options, offline=self._offline, on_progress=on_progress, cancel=stop)
         gc.freeze()  # torch and the model's facts stay: looking through them stops every thread for 75 ms at a time
         local_models.remember_model(name)
         self._events.extend(held)
-        return self._llm
+        return self.llm
 
     def _answer(self, llm: LLM, queued: Turn) -> None:
         turn = queued.id

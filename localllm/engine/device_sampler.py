@@ -35,7 +35,7 @@ from localllm.request import TokenLogprob
 
 from .cuda_graph import Bucket, Captured, Run
 from .sampled_tokens import RowResult, SampledTokens, ToHost, from_host
-from .sampler import banned_stops, sample_row, token_logprob
+from .sampler import banned_stops, counts_tokens, sample_row, token_logprob
 from .sequence import Sequence
 
 SampleOp = Callable[[Tensor, SamplingInputs, bool], Sampled]
@@ -53,12 +53,6 @@ def has_device_form(sequence: Sequence) -> bool:
         and params.xtc_probability == 0
         and len(params.logit_bias) + len(params.stop_token_ids) + len(sequence.request.eos_token_ids) <= MAX_BIAS
     )
-
-
-def counts_tokens(sequence: Sequence) -> bool:
-    """Whether what came before changes what it samples."""
-    params = sequence.params
-    return params.repetition_penalty != 1.0 or params.presence_penalty != 0 or params.frequency_penalty != 0
 
 
 class DeviceSampler:
@@ -193,7 +187,7 @@ class DeviceSampler:
             integers[POSITION] = sequence.num_tokens
         else:
             numbers[TOP_P], numbers[2] = 1.0, 0.0
-        if counts_tokens(sequence):
+        if counts_tokens(params):
             integers[SLOT] = self._slot(sequence, mine)
         bias = dict(params.logit_bias) | dict.fromkeys(banned_stops(sequence, self._vocab), -np.inf)
         if bias:

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -84,7 +84,6 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._idle_jobs: deque[IdleJob] = deque()
         self._step_started = 0.0
-        self._longest_step_s = 0.0
         self._counter = 0
 
     # --- called from any thread --------------------------------------------------------------------------------------
@@ -150,23 +149,18 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot of counters; may be a step old."""
         pool, tree, scheduler, stepper = self._pages.pools[0], self._pages.tree, self.scheduler, self.stepper
-        return EngineStats(
+        return replace(
+            stepper.stats,
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             pages_total=pool.num_usable,
             pages_free=pool.num_free,
             pages_cached=pool.num_reclaimable,
-            num_steps=stepper.num_steps,
-            num_prompt_tokens=stepper.num_prompt_tokens,
-            num_output_tokens=stepper.num_output_tokens,
             num_preemptions=scheduler.num_preemptions,
-            num_ahead=stepper.num_ahead,
             num_relieved=stepper.pressure.num_relieved,
             prefix_query_tokens=tree.num_query_tokens,
             prefix_hit_tokens=tree.num_hit_tokens,
             used_tokens=sum(s.num_computed_tokens for s in list(scheduler.running)),
-            step_tokens=stepper.step_tokens,
-            longest_step_s=self._longest_step_s,
         )
 
     @property
@@ -205,7 +199,7 @@ class Engine:
             while True:
                 with self._wake:
                     while not self._is_wanted():
-                        if not (self._idle_jobs and self.stepper.num_output_tokens):
+                        if not (self._idle_jobs and self.stepper.stats.num_output_tokens):
                             self._wake.wait()
                         elif not self._wake.wait(IDLE_GRACE_S):
                             break
@@ -245,7 +239,8 @@ class Engine:
             self._step_started = time.monotonic()
             if not self.stepper.step():
                 time.sleep(IDLE_S)  # all that runs waits for its reader
-            self._longest_step_s = max(self._longest_step_s, time.monotonic() - self._step_started)
+            stats = self.stepper.stats
+            stats.longest_step_s = max(stats.longest_step_s, time.monotonic() - self._step_started)
             self._step_started = 0.0
         if self.options.check_invariants:
             self.scheduler.check_integrity()

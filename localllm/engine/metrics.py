@@ -31,9 +31,9 @@ class StepTokens:
         return zip(bounds, accumulate(self._counts), strict=True)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineStats:
-    """A snapshot."""
+    """What was counted so far, and where things stand."""
 
     num_running: int = 0
     num_waiting: int = 0

@@ -1,4 +1,4 @@
-"""From sequences to streams: the events that a step has made, the terminal event of every answer, and who reads them."""
+"""From sequences to streams: the events of a step, the terminal event of every answer, and those who read them."""
 
 from __future__ import annotations
 

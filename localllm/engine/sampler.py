@@ -45,13 +45,12 @@ def is_plain_greedy(params: SamplingParams) -> bool:
 
 def changes_logits(params: SamplingParams) -> bool:
     """Whether a penalty or a bias is added to what the model gives."""
-    return (
-        params.repetition_penalty != 1.0
-        or params.presence_penalty != 0
-        or params.frequency_penalty != 0
-        or bool(params.logit_bias)
-        or params.dry_multiplier != 0
-    )
+    return counts_tokens(params) or bool(params.logit_bias) or params.dry_multiplier != 0
+
+
+def counts_tokens(params: SamplingParams) -> bool:
+    """Whether how often a token came before changes its logit."""
+    return params.repetition_penalty != 1.0 or params.presence_penalty != 0 or params.frequency_penalty != 0
 
 
 def sample_batch(logits: Tensor, sequences: list[Sequence], best: list[int] | None = None) -> SampledTokens:

@@ -18,7 +18,7 @@ from localllm.request import FinishReason, TokenEvent
 from .batch import row_range
 from .failures import explained, is_device_lost, is_out_of_memory
 from .masks import MaskFiller
-from .metrics import StepTokens
+from .metrics import EngineStats
 from .pressure import Pressure
 from .prompt_rows import pooled_event, take_rows
 from .publisher import Publisher
@@ -64,8 +64,7 @@ class Stepper:
         self._scheduler = scheduler
         self._publisher = publisher
         self._ahead: PendingStep | None = None  # the step that was launched ahead
-        self.num_steps = self.num_ahead = self.num_prompt_tokens = self.num_output_tokens = 0
-        self.step_tokens = StepTokens()
+        self.stats = EngineStats()  # its counters of steps and tokens
 
     @property
     def has_work(self) -> bool:
@@ -103,11 +102,11 @@ class Stepper:
         started = time.monotonic()
         for part in step.scheduled:
             part.sequence.start_time = part.sequence.start_time or started
-        self.num_steps += 1
+        self.stats.num_steps += 1
         pending = PendingStep(step)
         try:
             if self.fault is not None:
-                self.fault(self.num_steps)
+                self.fault(self.stats.num_steps)
             if before is None:  # else their last tokens are not known yet
                 pending.masks = self.masks.begin(part.sequence for part in step.scheduled if part.is_last_chunk)
             pending.output = self.runner.forward(step, before.sampled if before is not None else None)
@@ -123,7 +122,7 @@ class Stepper:
         step = self._scheduler.schedule_ahead(pending.step)
         if step is None:
             return None
-        self.num_ahead += 1
+        self.stats.num_ahead += 1
         return self._launch(step, pending)
 
     def _sample(self, pending: PendingStep) -> None:
@@ -171,7 +170,7 @@ class Stepper:
         sequences = pending.sampled.sequences
         self._scheduler.commit(pending.step)
         self.pressure.count_good()
-        self.step_tokens.observe(sum(part.num_tokens for part in pending.step.scheduled))
+        self.stats.step_tokens.observe(sum(part.num_tokens for part in pending.step.scheduled))
         now = time.monotonic()
         self._commit_prompts(pending.step, now)
         parents = {s.request.request_id: s for s in sequences if s.index == 0}
@@ -191,7 +190,7 @@ class Stepper:
             if sequence.state is SequenceState.FINISHED:
                 continue
             end = min(part.start + part.num_tokens, sequence.num_prompt_tokens)
-            self.num_prompt_tokens += max(0, end - part.start)
+            self.stats.num_prompt_tokens += max(0, end - part.start)
             if part.is_last_chunk or left == 0:
                 sequence.prefill_time = sequence.prefill_time or now
             if sequence.request.only_reads and left == 0:
@@ -219,7 +218,7 @@ class Stepper:
             sequence.stop_check = None
             self._publisher.fail(sequence, explained(error))
             return
-        self.num_output_tokens += len(event.token_ids)
+        self.stats.num_output_tokens += len(event.token_ids)
         sequence.first_token_time = sequence.first_token_time or now
         sequence.last_token_time = now
         if logprob is not None:
