@@ -15,7 +15,6 @@ from localllm.request import LoadProgress, OnProgress
 from .names import Choice
 
 if TYPE_CHECKING:
-    from localllm.cli.frame.progress import Progress
     from localllm.config import EngineOptions
     from localllm.llm.llm import LLM
 
@@ -30,15 +29,15 @@ def load_llm(env: Env, choice: Choice, options: EngineOptions) -> LLM:
     from localllm import hub
     from localllm.llm.llm import LLM
 
-    progress = env.progress(choice.shown)
     load = partial(LLM, choice.name, options, offline=env.offline)
-    llm = watched(progress, lambda tell, cancel: load(on_progress=tell, cancel=cancel))
+    llm = watched(env, choice.shown, lambda tell, cancel: load(on_progress=tell, cancel=cancel))
     hub.remember_model(choice.name)
     return llm
 
 
-def watched(progress: Progress, work: Callable[[OnProgress, threading.Event], T]) -> T:
+def watched(env: Env, title: str, work: Callable[[OnProgress, threading.Event], T]) -> T:
     """Run `work(tell, cancel)` in a thread and show its phases. Ctrl-C cancels it and becomes Aborted."""
+    progress = env.progress(title)
     phases: deque[LoadProgress] = deque()
     cancel = threading.Event()
     results: list[T] = []

@@ -196,7 +196,7 @@ def test_what_is_measured_against_is_as_stored(source: Path, monkeypatch: pytest
 
     monkeypatch.setattr("localllm.llm.llm.LLM", fake)
     monkeypatch.setattr("localllm.quality.evaluate.evaluate", lambda *given, **more: None)
-    monkeypatch.setattr(quality, "watched", lambda progress, work: work(None, None))
+    monkeypatch.setattr(quality, "watched", lambda env, title, work: work(None, None))
     env = SimpleNamespace(config=UserConfig(), offline=True, progress=lambda title: None)
     monkeypatch.setattr(quality, "local", lambda env, config, name: SimpleNamespace(path=source))
     quality.compare(env, "m", None, None, 64, ["auto", "int4"], ["auto"])  # type: ignore[arg-type]

@@ -19,8 +19,11 @@ if TYPE_CHECKING:
     from localllm.quality.evaluate import Quality
 
 
-# what was measured -> how it is written
-MEASURES = {"reference_perplexity": ".3f", "kl_mean": ".5f", "kl_p99": ".4f", "kl_p999": ".4f", "agreement": ".2%"}
+# column -> what was measured, how it is written
+MEASURES = {
+    "PERPLEXITY": ("perplexity", ".3f"), "REFERENCE": ("reference_perplexity", ".3f"), "KL MEAN": ("kl_mean", ".5f"),
+    "P99": ("kl_p99", ".4f"), "P99.9": ("kl_p999", ".4f"), "SAME TOP TOKEN": ("agreement", ".2%"),
+}  # fmt: skip
 
 
 @command(
@@ -72,7 +75,6 @@ def compare(
     options = replace(env.config.engine, ctx=ctx, max_parallel=1)
     # as stored, whatever fits better: what is measured against something smaller would look better than it is
     exact = replace(options, dtype="float32", kv="f32", quant="")
-    progress = env.progress(clean_line(model))
 
     def work(tell: Any, cancel: Any) -> list[Quality]:
         found = []
@@ -89,7 +91,7 @@ def compare(
                         found.append(measure(other, reference, words))
         return found
 
-    return watched(progress, work)
+    return watched(env, clean_line(model), work)
 
 
 def _max_context(path: str) -> int:
@@ -101,16 +103,11 @@ def _max_context(path: str) -> int:
 
 def print_table(env: Env, found: list[Quality]) -> None:
     """The rows, for people."""
-    columns = ("WEIGHTS", "KV", "PERPLEXITY", "REFERENCE", "KL MEAN", "P99", "P99.9", "SAME TOP TOKEN")
-    rows = [
-        (q.weights, q.kv, f"{q.perplexity:.3f}", *(_number(getattr(q, name), form) for name, form in MEASURES.items()))
-        for q in found
-    ]
-    env.console.table(columns, rows, right=columns[2:])
+    rows = []
+    for q in found:
+        values = [(getattr(q, name), form) for name, form in MEASURES.values()]
+        rows.append([q.weights, q.kv, *("–" if value is None else format(value, form) for value, form in values)])
+    env.console.table(("WEIGHTS", "KV", *MEASURES), rows, right=tuple(MEASURES))
     if found:
         q = found[0]
         env.console.say(f"{clean_line(q.model)} against {q.reference}, {q.tokens:,} tokens of {clean_line(q.text)}")
-
-
-def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)

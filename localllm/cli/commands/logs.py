@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -101,7 +102,8 @@ def _search(env: Env, history: History, query: str, limit: int) -> None:
     hits = history.search(query, limit)
     console = env.console
     rows = [
-        picked(hit, "chat_id title role") | {"snippet": _unmarked(hit.snippet), "created": iso(hit.created)}
+        picked(hit, "chat_id title role")
+        | {"snippet": re.sub("[\x02\x03]", "", hit.snippet), "created": iso(hit.created)}
         for hit in hits
     ]
     if console.emit("logs/1", {"query": query, "hits": rows}):
@@ -114,21 +116,10 @@ def _search(env: Env, history: History, query: str, limit: int) -> None:
         console.line(f"  {'❯' if hit.role == 'user' else ' '} {_marked(env, hit.snippet)}")
 
 
-def _unmarked(snippet: str) -> str:
-    return snippet.replace("\x02", "").replace("\x03", "")
-
-
 def _marked(env: Env, snippet: str) -> str:
     """The words that were found in bold."""
-    parts = []
-    for number, piece in enumerate(snippet.split("\x02")):
-        found, _, rest = piece.partition("\x03") if number else ("", "", piece)
-        parts.append(env.console.style(_flat(found), "bold") + _flat(rest))
-    return "".join(parts).strip()
-
-
-def _flat(text: str) -> str:
-    return clean(text).replace("\n", " ")
+    parts = (clean(part).replace("\n", " ") for part in re.split("[\x02\x03]", snippet))
+    return "".join(env.console.style(part, "bold") if n % 2 else part for n, part in enumerate(parts)).strip()
 
 
 def _show(env: Env, history: History, chats: list[SavedChat], reasoning: bool) -> None:

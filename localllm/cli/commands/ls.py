@@ -127,10 +127,8 @@ def _free() -> int:
     from localllm import hub
 
     folder = hub.cache.hub_dir()
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
     try:
-        return shutil.disk_usage(folder).free
+        return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
     except OSError:
         return 0
 

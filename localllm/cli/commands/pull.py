@@ -109,7 +109,7 @@ def _pull(env: Env, name: str, wish: Wish) -> dict[str, Any]:
         raise ConfigError("nothing was downloaded", f"localllm pull {clean_line(name)} -y")
     start = time.monotonic()
     fetch = partial(hub.download, resolved, workers=wish.workers)
-    path = watched(env.progress(shown), lambda tell, cancel: fetch(progress=tell, cancel=cancel))
+    path = watched(env, shown, lambda tell, cancel: fetch(progress=tell, cancel=cancel))
     took = time.monotonic() - start
     row = _row(resolved, path, took, env.config.engine)
     console.say(f"{shown}: {gib(resolved.size_bytes)}, verified, in {seconds_short(took)}")
@@ -154,9 +154,8 @@ def _fits(path: Path, options: EngineOptions) -> tuple[bool | None, bool]:
 def _repair(env: Env, name: str) -> dict[str, Any]:
     from localllm import hub
 
-    progress = env.progress(name)
-    offline = env.offline
-    done = watched(progress, lambda tell, cancel: hub.repair(name, progress=tell, cancel=cancel, offline=offline))
+    repair = partial(hub.repair, name, offline=env.offline)
+    done = watched(env, name, lambda tell, cancel: repair(progress=tell, cancel=cancel))
     found = f"{len(done.bad)} fetched again: {', '.join(done.bad)}" if done.bad else "all of them right"
     env.console.say(f"{clean_line(done.name)}: {done.checked} files checked, {clean_line(found)}")
     return {"name": done.name, "path": str(done.path), "checked": done.checked, "repaired": list(done.bad)}

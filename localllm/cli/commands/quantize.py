@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from typer import Option
 
@@ -16,12 +17,7 @@ from localllm.cli.names import local
 from localllm.errors import ConfigError
 from localllm.terminal import clean_line, gib, seconds_short
 
-if TYPE_CHECKING:
-    from localllm.quant.encode import Target
-
 CALIBRATION_TOKENS = 4096  # of a calibration text, at most: more changes the third digit of the error on a small model
-
-
 CARRIED = ("int4", "int4-sym", "nvfp4", "mxfp4")  # the formats whose error is large enough to be worth calibrating
 
 
@@ -48,28 +44,27 @@ def quantize(
     from localllm import paths
     from localllm.checkpoint.mapped_file import label
     from localllm.quality.quantize import quantize as write
+    from localllm.quant.encode import Target
 
     console = env.console
     source = Path(str(local(env, env.config, model).path))
-    target = _target(to, group)
+    try:
+        target = Target(to, group)
+    except ValueError as error:
+        raise ConfigError(str(error), "localllm quantize MODEL --to int4") from None
     name = label(source).rpartition("/")[2].removesuffix(".safetensors")
     folder = (out or paths.models_dir() / f"{name}-{to}").expanduser()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sequences = _sequences(source, calib) if to in CARRIED else []
-    progress = env.progress(label(source))
-    report = watched(
-        progress,
-        lambda tell, cancel: write(
-            source, folder, target, calibration=sequences, device=device, tell=tell, cancel=cancel
-        ),
-    )
-    name, error = report.worst
+    made = partial(write, source, folder, target, calibration=sequences, device=device)
+    report = watched(env, label(source), lambda tell, cancel: made(tell=tell, cancel=cancel))
+    name, worst = report.worst
     kind = "of what layers compute" if report.calibration_tokens else "of weights"
     console.say(
         f"{clean_line(str(folder))}: {gib(report.bytes_before)} → {gib(report.bytes_after)}, "
         f"{report.quantised} modules as {to}, in {seconds_short(report.seconds)}"
     )
-    console.say(f"relative error {kind}: mean {report.mean_error:.3%}, largest {error:.3%} ({clean_line(name)})")
+    console.say(f"relative error {kind}: mean {report.mean_error:.3%}, largest {worst:.3%} ({clean_line(name)})")
     for module, why in report.kept:
         console.say(f"  kept as it was: {clean_line(module)} ({why})")
     found = compare(env, str(folder), str(source), None, CALIBRATION_TOKENS, ["auto"], ["auto"]) if evaluate else []
@@ -79,15 +74,6 @@ def quantize(
         print_table(env, found)
     console.say(f"Next: localllm chat {clean_line(str(folder))}")
     return 0
-
-
-def _target(name: str, group: int) -> Target:
-    from localllm.quant.encode import Target
-
-    try:
-        return Target(name, group)
-    except ValueError as error:
-        raise ConfigError(str(error), "localllm quantize MODEL --to int4") from None
 
 
 def _sequences(source: Path, calib: str) -> list[list[int]]:

@@ -138,8 +138,9 @@ def here(env: Env, config: UserConfig, name: str) -> Choice:
         from localllm.cli.loading import watched
 
         agree(env, resolved, asked_for=True)
-        progress = env.progress(clean_line(resolved.name))
-        watched(progress, lambda tell, cancel: hub.download(resolved, progress=tell, cancel=cancel))
+        watched(
+            env, clean_line(resolved.name), lambda tell, cancel: hub.download(resolved, progress=tell, cancel=cancel)
+        )
         resolved = resolve(env, config, name)
     return choice_of(resolved)
 
