@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from localllm.grammar import Compiler, source_of
 from localllm.grammar import compiler as compiler_module
 from localllm.grammar.compiler import shared_child
 from localllm.request import Constraint
+from localllm.sandbox.child import Child
 
 PERSON = {
     "type": "object",
@@ -353,6 +355,20 @@ def distinct(compiler: Compiler, count: int) -> list[float]:
     return sizes
 
 
+def exchanges(monkeypatch: pytest.MonkeyPatch, wait: Callable[[], None] = lambda: None) -> list[bytes]:
+    """What is asked of the child from now on. `wait` is called before it is."""
+    asked: list[bytes] = []
+    exchange = Child.exchange
+
+    def told(self: Child, request: bytes, deadline_s: float) -> bytes:
+        asked.append(request)
+        wait()
+        return exchange(self, request, deadline_s)
+
+    monkeypatch.setattr(Child, "exchange", told)
+    return asked
+
+
 def test_the_cache_is_bounded(smollm2: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler_module, "MAX_CACHE_ENTRIES", 20)
     distinct(smollm2, 60)
@@ -363,7 +379,9 @@ def test_the_cache_is_bounded(smollm2: Compiler, monkeypatch: pytest.MonkeyPatch
     assert smollm2.num_cached <= 5 and smollm2.cached_bytes <= 5 * compiler_module.BASE_BYTES
     for number in range(300):
         assert refusal(smollm2, "regex", f"(?<=a{number})") is not None
-    assert len(smollm2._refused) <= compiler_module.MAX_REFUSALS
+    asked = exchanges(monkeypatch)
+    assert refusal(smollm2, "regex", "(?<=a299)") is not None and not asked, "the last refusals are kept"
+    assert refusal(smollm2, "regex", "(?<=a0)") is not None and len(asked) == 1, "older ones are not"
 
 
 @pytest.mark.slow
@@ -375,10 +393,9 @@ def test_five_thousand_schemas(smollm2: Compiler) -> None:
 
 def test_what_was_compiled_is_kept(smollm2: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     mask_of(smollm2, "json_schema", PERSON)
-    calls: list[Any] = []
-    monkeypatch.setattr(compiler_module, "_check", lambda source: calls.append(source))
+    asked = exchanges(monkeypatch)
     mask_of(smollm2, "json_schema", PERSON)
-    assert not calls
+    assert not asked
     assert (
         source_of(Constraint("json_schema", PERSON)).key
         != source_of(Constraint("json_schema", PERSON, lenient=True)).key
@@ -399,14 +416,12 @@ def test_the_child_comes_back(smollm2: Compiler) -> None:
 def test_known_grammars_do_not_wait_for_new_ones(smollm2: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     mask_of(smollm2, "regex", "known")
     go, began = threading.Event(), threading.Event()
-    check = compiler_module._check
 
-    def slow(source: Any) -> tuple[str, int]:
+    def wait() -> None:
         began.set()
         assert go.wait(30)
-        return check(source)
 
-    monkeypatch.setattr(compiler_module, "_check", slow)
+    exchanges(monkeypatch, wait)
     new = threading.Thread(target=lambda: mask_of(smollm2, "regex", "new one"))
     new.start()
     assert began.wait(30)
