@@ -76,9 +76,9 @@ def _error(kind: str, message: str) -> LocalLLMError:
         case "syntax":
             return BadModelFile(f"the chat template is not valid, {message}", again)
         case "security":
-            return BadModelFile(f"the chat template does what a template may not: {message}", again)
+            return BadModelFile(f"the chat template does something that a template may not: {message}", again)
         case "size":
             return InvalidRequest("the chat template makes more than 4 MB of text", "send fewer or shorter messages")
         case "limit":
-            return BadModelFile(f"the chat template needs more than it may have (1.8 s, 192 MiB): {message}", again)
+            return BadModelFile(f"the chat template exceeds its limits (1.8 s, 192 MiB): {message}", again)
     return InvalidRequest(f"the chat template fails on these messages: {message}", change)

@@ -237,7 +237,7 @@ def _check(source: Source) -> tuple[str, int]:
             raise _Refused(f"it is too complex: over {CHECK_WALL_S} s") from None
         except ChildDied as died:
             if -died.code in _OWN_SIGNALS or attempt:  # else it was ended from outside: once more with a new one
-                raise _Refused(f"it is too complex: it needs more than it may have ({limits})") from None
+                raise _Refused(f"it is too complex: it exceeds its limits ({limits})") from None
             continue
         if "error" in answer:
             raise _Refused(str(answer["error"]))

@@ -137,7 +137,7 @@ def _choice(value: Any, param: str) -> str:
     if not isinstance(value, list | tuple) or not all(isinstance(one, str) and one for one in value):
         raise _refuse("choice is not a list of non-empty texts", param)
     if not 1 <= len(value) <= limits.MAX_CHOICES:
-        raise _refuse(f"choice has {len(value):,} texts, 1 to {limits.MAX_CHOICES:,} are taken", param)
+        raise _refuse(f"choice has {len(value):,} texts, 1 to {limits.MAX_CHOICES:,} are allowed", param)
     _text("".join(value), "choice", limits.MAX_CHOICE_CHARS, param)
     return "start: " + " | ".join(quoted(one) for one in dict.fromkeys(value)) + "\n"
 

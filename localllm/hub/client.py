@@ -63,7 +63,7 @@ class TransientError(Exception):
 
 
 def endpoint() -> str:
-    """HF_ENDPOINT without its trailing slash, or the public hub. Raises ConfigError when it is no http(s) address."""
+    """HF_ENDPOINT without its trailing slash, or the public hub. Raises ConfigError when it is not an http(s) address."""
     text = (os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
     try:
         scheme, host, _ = origin_of(text)
@@ -100,7 +100,7 @@ def token() -> str | None:
                 "the stored hub token cannot be read", "hf auth login", why=str(error.strerror)
             ) from error
     if named and not (named.isascii() and named.isprintable() and " " not in named):
-        raise ConfigError("HF_TOKEN holds characters that no token has", "hf auth login")
+        raise ConfigError("HF_TOKEN contains characters that no token has", "hf auth login")
     return named or None
 
 
@@ -148,7 +148,7 @@ class HubClient:
                 return json.loads(body)
             except (ValueError, RecursionError) as error:
                 raise DownloadError(
-                    f"{self.endpoint} answered something else than a listing of {repo}", _LATER
+                    f"{self.endpoint} did not answer with a listing of {repo}", _LATER
                 ) from error
 
         return parse_info(repo, with_retries(ask, self.patience, f"the listing of {repo}", retries=retries))
@@ -222,7 +222,7 @@ class HubClient:
             raise ModelNotFound(f"{self.endpoint} has no such {missing}", f"localllm pull {repo}")
         if status in (401, 403):
             why = (
-                "the token was refused: it is wrong, expired or lacks the right" if self._token else "it wants a token"
+                "the token was refused: it is wrong, expired or lacks permission" if self._token else "it requires a token"
             )
             raise AuthRequired(f"{self.endpoint} refused access to {repo} ({status}): {why}", "hf auth login")
         if status in (408, 425, 429) or status >= 500:

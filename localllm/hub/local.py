@@ -230,7 +230,7 @@ def _from_models_dir() -> list[LocalModel]:
 
 
 def remember_model(name: str) -> None:
-    """Record that a model was used now. A state folder that cannot be written is no reason to fail a chat."""
+    """Record that a model was used now. A state folder that cannot be written must not fail a chat."""
     state = _state()
     used = state.get("used")
     try:

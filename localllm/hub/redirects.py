@@ -14,7 +14,7 @@ _CHECK = "check HF_ENDPOINT and the network"
 
 
 def origin_of(url: str) -> tuple[str, str, int]:
-    """(scheme, host, port): what a token is bound to. Raises ValueError for what is no address."""
+    """(scheme, host, port): what a token is bound to. Raises ValueError for what is not an address."""
     parts = urlsplit(url)
     return parts.scheme, (parts.hostname or "").lower(), parts.port or (443 if parts.scheme == "https" else 80)
 

@@ -161,7 +161,7 @@ def _by_name(parsed: ModelName, ask: _Ask) -> Resolved:
         raise local.ambiguous(parsed, found)
     close = difflib.get_close_matches(parsed.base.casefold(), catalog.aliases(), 3)
     raise ModelNotFound(
-        f"no model {shown(str(parsed))!r}: not an alias, and in no local model's name",
+        f"no model {shown(str(parsed))!r}: not an alias, and not part of a local model's name",
         f"did you mean {', '.join(close)}?"
         if close
         else "localllm ls lists local models; from the hub: localllm pull org/repo",
@@ -170,7 +170,7 @@ def _by_name(parsed: ModelName, ask: _Ask) -> Resolved:
 
 
 def _as_path(text: str) -> Path | None:
-    """The file or folder a name means, or None when it is no path."""
+    """The file or folder a name means, or None when it is not a path."""
     if not text or "\0" in text or len(text) > 4096:
         raise InvalidRequest(f"{shown(text, 40)!r} is not a model name: it takes 1 to 4096 characters", param="model")
     explicit = text.startswith(("/", "./", "../", "~")) or text in (".", "..")

@@ -117,7 +117,7 @@ def select_files(info: RepoInfo, quant: str | None) -> tuple[str, tuple[RepoFile
         raise UnsupportedFormat(f"{info.repo} has pickled weights only (.bin, .pt), which are never loaded",
                                 "use a version of it in safetensors or GGUF")  # fmt: skip
     else:
-        raise ModelNotFound(f"{info.repo} holds no model weights", "localllm ls lists the models on this machine")
+        raise ModelNotFound(f"{info.repo} contains no model weights", "localllm ls lists the models on this machine")
     check_no_collision(wanted, info.repo)
     heavy = (".gguf", ".safetensors")
     files = tuple(f for f in info.files if f.name in wanted and (f.name.endswith(heavy) or f.size <= MAX_SMALL_BYTES))

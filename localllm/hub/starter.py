@@ -153,7 +153,7 @@ class _Fetch:
             message = f"no space left in {self._work.parent} for {self._starter.name}"
             raise DoesNotFit(message, "free some space and run it again")
         if "No module named pip" in said:
-            message = "neither pip nor uv is there to fetch from the package index"
+            message = "neither pip nor uv is installed to fetch from the package index"
             raise DownloadError(message, f"{sys.executable} -m ensurepip")
         raise DownloadError(
             f"the package index has no {packages[0]}, or cannot be reached",

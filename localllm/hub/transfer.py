@@ -65,7 +65,7 @@ def fetch(job: Job, client: HubClient, progress: OnProgress, cancel: threading.E
                 for file in job.files:  # where a process was killed between the last byte and the clean-up
                     cache.partial_of(job.repo, file.digest).facts.unlink(missing_ok=True)
                 return cache.link_snapshot(job.repo, job.revision, {f.name: f.digest for f in job.files}, job.ref)
-    raise DownloadError(f"files of {job.repo} are removed while they arrive", "is another localllm rm running?")
+    raise DownloadError(f"files of {job.repo} were removed while they arrived", "is another localllm rm running?")
 
 
 def is_stored(repo: str, file: RepoFile) -> bool:

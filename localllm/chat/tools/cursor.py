@@ -91,7 +91,7 @@ class Cursor:
             yield from self._more()
 
     def rest(self, *needles: str, into: Sink) -> Reading[str | None]:
-        """As `until`, but the end of the text is no mistake: None instead of the needle."""
+        """As `until`, but None instead of the needle at the end of the text."""
         search = _any_of(needles) if needles else None
         while True:
             found = search.search(self._text, self._at) if search else None
