@@ -121,7 +121,9 @@ class ChatTemplate:
     def _mark(self, marker: _Marker, message: dict[str, Any]) -> dict[str, Any]:
         role = message["role"]
         if marker.mark(role, outsider=True) != role:
-            raise InvalidRequest(f"the role {role!r:.40} contains a control token", "use user, assistant, system or tool")
+            raise InvalidRequest(
+                f"the role {role!r:.40} contains a control token", "use user, assistant, system or tool"
+            )
         rest = {key: value for key, value in message.items() if key != "role"}
         return {"role": role, **marker.mark(rest, outsider=role in _OUTSIDERS)}
 

@@ -63,7 +63,7 @@ class TransientError(Exception):
 
 
 def endpoint() -> str:
-    """HF_ENDPOINT without its trailing slash, or the public hub. Raises ConfigError when it is not an http(s) address."""
+    """HF_ENDPOINT without its trailing slash, or the public hub. Raises ConfigError for another kind of address."""
     text = (os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
     try:
         scheme, host, _ = origin_of(text)
@@ -147,9 +147,7 @@ class HubClient:
             try:
                 return json.loads(body)
             except (ValueError, RecursionError) as error:
-                raise DownloadError(
-                    f"{self.endpoint} did not answer with a listing of {repo}", _LATER
-                ) from error
+                raise DownloadError(f"{self.endpoint} did not answer with a listing of {repo}", _LATER) from error
 
         return parse_info(repo, with_retries(ask, self.patience, f"the listing of {repo}", retries=retries))
 
@@ -221,9 +219,8 @@ class HubClient:
             missing = f"revision for {repo}" if code == "RevisionNotFound" else f"file {shown(name)} in {repo}"
             raise ModelNotFound(f"{self.endpoint} has no such {missing}", f"localllm pull {repo}")
         if status in (401, 403):
-            why = (
-                "the token was refused: it is wrong, expired or lacks permission" if self._token else "it requires a token"
-            )
+            refused = "the token was refused: it is wrong, expired or lacks permission"
+            why = refused if self._token else "it requires a token"
             raise AuthRequired(f"{self.endpoint} refused access to {repo} ({status}): {why}", "hf auth login")
         if status in (408, 425, 429) or status >= 500:
             raise TransientError(f"the hub answered {status}", _retry_after(response.headers.get("retry-after")))

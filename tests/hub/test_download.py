@@ -265,7 +265,7 @@ def test_retry_after_is_honoured(fake_hub: FakeHub) -> None:
     assert time.monotonic() - started >= 1
 
 
-@pytest.mark.parametrize(("mode", "text"), [("junk", "something else"), ("huge", "over 64 MiB")])
+@pytest.mark.parametrize(("mode", "text"), [("junk", "did not answer with a listing"), ("huge", "over 64 MiB")])
 def test_a_listing_that_is_none(fake_hub: FakeHub, mode: str, text: str) -> None:
     fake_hub.add("a/junk", FILES)
     fake_hub.fault(mode)
