@@ -517,6 +517,6 @@ def test_the_token_is_never_shown(fake_hub: FakeHub, empty_home: Path, caplog: p
 
 def test_tokens_with_odd_characters_are_refused(monkeypatch: pytest.MonkeyPatch, empty_home: Path) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_é\n")
-    with pytest.raises(ConfigError, match="HF_TOKEN holds characters") as caught:
+    with pytest.raises(ConfigError, match="HF_TOKEN contains characters") as caught:
         hub.resolve("a/b", patience=QUICK)
     assert "é" not in caught.value.message

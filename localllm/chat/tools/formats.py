@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,16 +40,16 @@ class ToolFormat:
         """The text after which a grammar can go on with a call; "" for a format that has none."""
         return (self.triggers or (self.open,))[0] if self.open else ""
 
-    def around_call(self, name: str) -> Around:
-        """What stands around the arguments of a call."""
+    def around_call(self, name: str) -> tuple[str, str]:
+        """What stands before and after the arguments of a call."""
         before, after = self.call.split("ARGUMENTS")
-        return Around(before.replace("NAME", name), after)
+        return before.replace("NAME", name), after
 
-    def around_value(self, key: str, *, is_text: bool) -> Around:
-        """What stands around the value of an argument."""
+    def around_value(self, key: str, *, is_text: bool) -> tuple[str, str]:
+        """What stands before and after the value of an argument."""
         form = self.argument if is_text else self.json_argument or self.argument
         before, after = form.split("VALUE")
-        return Around(before.replace("KEY", key), after)
+        return before.replace("KEY", key), after
 
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
         """One call as a grammar has a model write it; values are texts and plain JSON values."""
@@ -60,19 +60,12 @@ class ToolFormat:
         }
         if self.argument:
             around = {key: self.around_value(key, is_text=isinstance(arguments[key], str)) for key in texts}
-            body = "".join(around[key].before + text + around[key].after for key, text in texts.items())
+            body = "".join(text.join(around[key]) for key, text in texts.items())
         elif self.quote:
             body = "{" + ",".join(f"{key}:{texts[key]}" for key in sorted(texts)) + "}"
         else:
             body = json.dumps(arguments, ensure_ascii=False)
         return self.open + self.spaced + before + body + after + self.close
-
-
-class Around(NamedTuple):
-    """What stands before and after a part."""
-
-    before: str
-    after: str
 
 
 _KINDS = {"str": str, "bool": bool}
