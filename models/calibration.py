@@ -63,12 +63,8 @@ def hessians(source: OpenModel, sequences: Sequence[Sequence[int]], device: str 
         for index in range(facts.num_layers):
             layer = loading.layer(index)
             table = rotations[facts.layers[index].mixer.rope]
-            seen = {
-                "qkv": Observed(layer.attention.qkv),
-                "out": Observed(layer.attention.out),
-                "gate_up": Observed(layer.mlp.gate_up),
-                "down": Observed(layer.mlp.down),
-            }
+            parts = (layer.attention, "qkv"), (layer.attention, "out"), (layer.mlp, "gate_up"), (layer.mlp, "down")
+            seen = {name: Observed(getattr(weights, name)) for weights, name in parts}
             watched = DecoderLayer(
                 dataclasses.replace(layer.attention, qkv=seen["qkv"], out=seen["out"]),  # type: ignore[arg-type]
                 dataclasses.replace(layer.mlp, gate_up=seen["gate_up"], down=seen["down"]),  # type: ignore[arg-type]

@@ -205,16 +205,14 @@ class Loading:
         """Read linear modules and prepare them, as one weight if their forms allow it exactly."""
         weights = [self.weight(name, shape) for name, shape in zip(names, shapes, strict=True)]
         biases = [self.bias(name, shape[0]) for name, shape in zip(names, shapes, strict=True)]
-        whole = fuse(weights) if len(weights) > 1 else weights[0]
+        whole = fuse(weights)
         if whole is None:
             parts = zip(weights, biases, strict=True)
             return Linear(tuple(self.prepare(layer_class, weight, bias) for weight, bias in parts))
         bias = None
         if any(b is not None for b in biases):
-            rows = [
-                torch.zeros(s[0], device=self.device) if b is None else b for b, s in zip(biases, shapes, strict=True)
-            ]
-            bias = torch.cat(rows)
+            pairs = zip(biases, shapes, strict=True)
+            bias = torch.cat([torch.zeros(n, device=self.device) if part is None else part for part, (n, _) in pairs])
         return Linear((self.prepare(layer_class, whole, bias),))
 
     def prepare(self, layer_class: str, weight: Weight, bias: Tensor | None) -> LinearPart:
@@ -307,11 +305,6 @@ class Loading:
         elif facts.scaling == "yarn":
             ramp = facts.beta_fast, facts.beta_slow, facts.original_context, facts.truncate
             inv_freq = rope.scale_yarn(inv_freq, facts.theta, facts.factor, *ramp)
-        elif facts.scaling != "none":
-            raise UnsupportedModel(
-                f"{self.checkpoint.path.name}: RoPE scaling {facts.scaling} cannot be computed",
-                "none, linear, llama3 and yarn can",
-            )
         return rope.RopeTable(inv_freq, facts.attention_factor, self.options.device)
 
     def count(self, prefix: str) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from localllm.checkpoint.formats.gguf import CODEBOOK_TYPES
 from localllm.errors import UnsupportedFormat
-from localllm.kernels import Weight, gguf_blocks
+from localllm.kernels import Weight
 from localllm.kernels.gguf_blocks import BLOCK_TYPES
 
 from .dense import load_dense
@@ -116,22 +116,12 @@ def _warn_once(block_type: str) -> None:
 
 
 def _codebook(module: WeightReader, rows: Tensor, block_type: str) -> Weight:
-    _warn_once(block_type)
-    out = torch.empty(module.shape, dtype=torch.bfloat16)
-    for part in chunks(*module.shape):
-        out[part] = dequantize_blocks(rows[part], block_type)
-    module.finite("weight", out)
-    return Weight("dense", module.shape, out)
-
-
-def dequantize_blocks(data: Tensor, block_type: str) -> Tensor:
-    """Rows as stored, u8 [rows, row_bytes] -> float32 [rows, K], bit for bit as `gguf.quants` gives them.
-
-    Raises ValueError for an unknown block type or a row that is not a whole number of blocks.
-    """
-    if block_type not in CODEBOOK_TYPES:
-        return gguf_blocks.dequantize_blocks(data, block_type)
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize  # slow, for types that are decoded once
 
-    return torch.from_numpy(dequantize(data.numpy(), GGMLQuantizationType[block_type]))
+    _warn_once(block_type)
+    out = torch.empty(module.shape, dtype=torch.bfloat16)
+    for part in chunks(*module.shape):
+        out[part] = torch.from_numpy(dequantize(rows[part].numpy(), GGMLQuantizationType[block_type]))
+    module.finite("weight", out)
+    return Weight("dense", module.shape, out)

@@ -7,7 +7,6 @@ import signal
 import struct
 import sys
 from collections.abc import Callable
-from typing import BinaryIO
 
 HEADER = struct.Struct("<I")
 
@@ -27,21 +26,14 @@ def confine(memory_bytes: int, stack_bytes: int | None = None) -> None:
         resource.setrlimit(resource.RLIMIT_STACK, (stack_bytes, stack_bytes))
 
 
-def serve(
-    answer: Callable[[bytes], bytes],
-    *,
-    alarm_s: float = 0.0,
-    cpu_s: float | None = None,
-    requests: BinaryIO | None = None,
-    answers: BinaryIO | None = None,
-) -> None:
+def serve(answer: Callable[[bytes], bytes], *, alarm_s: float = 0.0, cpu_s: float = 0.0) -> None:
     """Say that all is ready (an empty answer), then answer until the input ends.
 
     alarm_s  ends a wedged child whose parent is gone; the parent gives up sooner; 0: never
-    cpu_s    processor time that one answer may take, by the default action of SIGPROF
+    cpu_s    processor time that one answer may take, by the default action of SIGPROF; 0: any
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
-    requests, answers = requests or sys.stdin.buffer, answers or sys.stdout.buffer
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
     answers.write(HEADER.pack(0))
     answers.flush()
     while True:
@@ -49,11 +41,9 @@ def serve(
         if len(header) < HEADER.size:
             return
         signal.setitimer(signal.ITIMER_REAL, alarm_s)  # the default action of the signals ends the process
-        if cpu_s is not None:
-            signal.setitimer(signal.ITIMER_PROF, cpu_s)
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
         said = answer(requests.read(HEADER.unpack(header)[0]))
-        if cpu_s is not None:
-            signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         answers.write(HEADER.pack(len(said)) + said)
         answers.flush()

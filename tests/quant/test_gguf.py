@@ -11,10 +11,11 @@ from gguf.quants import dequantize as reference
 from torch import Tensor
 
 from localllm.checkpoint import stored_formats
+from localllm.checkpoint.formats.gguf import CODEBOOK_TYPES
 from localllm.checkpoint.opening import open_checkpoint
 from localllm.errors import BadModelFile, UnsupportedFormat
+from localllm.kernels.gguf_blocks import BLOCK_TYPES, dequantize_blocks
 from localllm.quant import dequantize, dequantize_rows, fuse, load_weight
-from localllm.quant.gguf import BLOCK_TYPES, CODEBOOK_TYPES, dequantize_blocks
 
 BLOCKS = sorted(name for name, layout in BLOCK_TYPES.items() if layout.elems > 1)
 FORMS = {"Q4_0": "int4g", "Q4_1": "int4g", "Q8_0": "int8", "MXFP4": "fp4g32", "NVFP4": "fp4g16"}

@@ -51,7 +51,7 @@ def detect(module: StoredModule) -> StoredFormat | None:
 
 def _bits(module: StoredModule) -> int | None:
     """`num_bits` when all groups of the config agree on it; else the shapes tell."""
-    groups = module.config.get("config_groups")
+    groups = module.model.quantization_config.get("config_groups")
     if not isinstance(groups, dict):
         return None
     found = set()

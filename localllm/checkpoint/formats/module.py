@@ -14,7 +14,6 @@ from ..checkpoint import Checkpoint
 from ..mapped_file import bad
 from ..tensor_info import TensorInfo
 
-WOULD_WORK = "fetch a BF16, FP8, AWQ, GPTQ, NVFP4 or GGUF version of this model"
 DENSE = {"BF16": "bf16", "F16": "fp16", "F32": "f32", "F64": "f64"}  # dtypes of plain numbers -> label
 POWERS_OF_TWO = ("U8", "F8_E8M0")  # dtypes of MX scales
 
@@ -29,15 +28,13 @@ class StoredFormat:
     params: dict[str, Any] = field(default_factory=dict)  # what the loader wants to know; suffixes name tensors
 
 
+@dataclass(frozen=True)
 class StoredModule:
-    """One module prefix with the tensors below it, and the config that may resolve ambiguities."""
+    """One module prefix with the tensors below it; the model's config may resolve ambiguities."""
 
-    def __init__(self, model: Checkpoint, name: str, tensors: Mapping[str, TensorInfo]) -> None:
-        """`tensors` by their last name component."""
-        self.model = model
-        self.name = name
-        self.tensors = tensors
-        self.config = model.quantization_config
+    model: Checkpoint
+    name: str
+    tensors: Mapping[str, TensorInfo]  # by their last name component
 
     def get(self, suffix: str) -> TensorInfo | None:
         return self.tensors.get(suffix)
@@ -76,9 +73,6 @@ class StoredModule:
             wanted = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
             raise self.bad(info.name, f"has shape {list(info.shape)}, {wanted} is expected")
 
-    def one_number(self, suffix: str) -> None:
-        self.expect(suffix, (), (1,), (1, 1))
-
     def matrix(self, suffix: str) -> tuple[int, int]:
         """The shape of `module.suffix`, which must have two dimensions."""
         info = self.tensors[suffix]
@@ -91,11 +85,12 @@ class StoredModule:
 
     def unsupported(self, what: str) -> UnsupportedFormat:
         """The refusal of a format by name, with what would work."""
-        file = next(iter(self.tensors.values())).file
-        return bad(file, what, key=self.name, hint=WOULD_WORK, error=UnsupportedFormat)
+        hint = "fetch a BF16, FP8, AWQ, GPTQ, NVFP4 or GGUF version of this model"
+        return bad(next(iter(self.tensors.values())).file, what, key=self.name, hint=hint, error=UnsupportedFormat)
 
     def setting(self, *names: str) -> Any:
-        return next((self.config[name] for name in names if self.config.get(name) is not None), None)
+        config = self.model.quantization_config
+        return next((config[name] for name in names if config.get(name) is not None), None)
 
 
 def positive(value: object) -> int | None:

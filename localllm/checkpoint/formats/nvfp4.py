@@ -23,7 +23,7 @@ def detect(module: StoredModule) -> StoredFormat | None:
     world = "weight_global_scale" if divides else "weight_scale_2"
     module.need(world, "an NVFP4 weight")
     module.expect("weight_scale", (n, half // 8))
-    module.one_number(world)
+    module.expect(world, (), (1,), (1, 1))
     if module.get("svdquant_lora_a") is not None and not divides:
         raise module.unsupported("is NVFP4 with a low-rank branch (NVFP4_SVD), which is not read")
     return StoredFormat("nvfp4", "nvfp4", (n, half * 2), {"codes": codes, "world": world, "divides": divides})
