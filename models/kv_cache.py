@@ -10,6 +10,7 @@ import math
 import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -57,15 +58,11 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
-def _runs(pages: Sequence[int]) -> list[tuple[int, int]]:
+def _runs(pages: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Neighbouring numbers together: half-open ranges."""
-    runs: list[tuple[int, int]] = []
-    for page in sorted(pages):
-        if runs and runs[-1][1] == page:
-            runs[-1] = (runs[-1][0], page + 1)
-        else:
-            runs.append((page, page + 1))
-    return runs
+    for _, run in groupby(enumerate(sorted(pages)), key=lambda pair: pair[1] - pair[0]):
+        numbers = [page for _, page in run]
+        yield numbers[0], numbers[-1] + 1
 
 
 def _give_back(memory: Tensor) -> None:
@@ -119,7 +116,7 @@ class KVCache:
         """Give the system back the memory of pages that hold nothing (CPU only); they are zeros afterwards."""
         if self.device.type != "cpu":
             return
-        runs = _runs(pages)
+        runs = list(_runs(pages))
         for part in self._parts(group_index):
             for first, last in runs:
                 _give_back(part[first:last])

@@ -147,9 +147,9 @@ class Loading:
         )
 
     @property
-    def wrong(self) -> frozenset[str]:
-        """What the self-test of this load has found so far."""
-        return self.selftest.disabled if self.selftest is not None else frozenset()
+    def disabled(self) -> frozenset[str]:
+        """Implementations that failed before, and what the self-test of this load has found so far."""
+        return self.options.disabled | (self.selftest.disabled if self.selftest is not None else frozenset())
 
     def embedding(self, weight: Weight, head: Linear | None) -> Embedding:
         """The embedding; it reads rows of the tied head's prepared weight where that is possible."""
@@ -230,7 +230,7 @@ class Loading:
             activations=self.options.activations,
         )
         while True:
-            impl = choose(implementations("linear"), facts, self.options.disabled | self.wrong).impl
+            impl = choose(implementations("linear"), facts, self.disabled).impl
             # the codes, nearly all of the bytes, are repacked almost always: they are copied only where they were kept
             prepared = self.owned(impl.prepare(self.owned(weight, but="qweight")))
             if self.selftest is None or self.selftest.linear_passed(impl, facts, weight, prepared):

@@ -13,7 +13,6 @@ Every scale is first rounded to what is stored, then the codes are chosen agains
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -106,8 +105,12 @@ def encode(weight: Tensor, target: Target, *, amax: float | None = None, hessian
     if k % target.group_size or k % 2:
         raise ValueError(f"{k} inputs are not a multiple of {target.group_size}")
     alpha = _alpha(wide, amax) if target.name == "nvfp4" else 1.0
-    fit = _fitter(target, alpha)
-    codes, fitted = _carried(wide, hessian, target, fit) if hessian is not None else _nearest(wide, target, fit)
+    if hessian is None:
+        groups = wide.unflatten(-1, (-1, target.group_size))
+        fitted = _fit(groups, None, target, alpha)
+        codes = _codes(groups, fitted, target).flatten(-2)
+    else:
+        codes, fitted = _carried(wide, hessian, target, alpha)
     scales = (fitted.scale if fitted.stored is None else fitted.stored).squeeze(-1)
     packed = pack_nibbles(codes)
     shape, group = (n, k), target.group_size
@@ -173,15 +176,11 @@ def _e4m3(x: Tensor) -> Tensor:
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
-Fitter = Callable[[Tensor, Tensor | None], Fit]  # groups [..., group], importance [..., group] or None -> their scales
-
-
-def _fitter(target: Target, alpha: float) -> Fitter:
+def _fit(groups: Tensor, importance: Tensor | None, target: Target, alpha: float) -> Fit:
+    """The scales of groups [..., group]; `importance` [..., group] weighs their errors."""
     if target.name == "nvfp4":
-        return lambda groups, importance: _fit_nvfp4(groups, importance, alpha)
-    if target.name == "mxfp4":
-        return lambda groups, importance: _fit_mxfp4(groups)
-    return lambda groups, importance: _fit_int4(groups, importance, target)
+        return _fit_nvfp4(groups, importance, alpha)
+    return _fit_mxfp4(groups) if target.name == "mxfp4" else _fit_int4(groups, importance, target)
 
 
 def _codes(groups: Tensor, fit: Fit, target: Target) -> Tensor:
@@ -246,13 +245,7 @@ def _fit_mxfp4(groups: Tensor) -> Fit:
     return Fit(torch.exp2(exponent), None, (exponent + 127).to(torch.uint8))
 
 
-def _nearest(wide: Tensor, target: Target, fit: Fitter) -> tuple[Tensor, Fit]:
-    groups = wide.unflatten(-1, (-1, target.group_size))
-    fitted = fit(groups, None)
-    return _codes(groups, fitted, target).flatten(-2), fitted
-
-
-def _carried(wide: Tensor, hessian: Tensor, target: Target, fit: Fitter) -> tuple[Tensor, Fit]:
+def _carried(wide: Tensor, hessian: Tensor, target: Target, alpha: float) -> tuple[Tensor, Fit]:
     """Column by column; what a column loses is made up for by the columns after it."""
     n, k = wide.shape
     group = target.group_size
@@ -266,7 +259,7 @@ def _carried(wide: Tensor, hessian: Tensor, target: Target, fit: Fitter) -> tupl
         for column in range(start, end):
             if column % group == 0:
                 part = slice(column, column + group)
-                fits.append(fit(left[:, part], importance[part]))
+                fits.append(_fit(left[:, part], importance[part], target, alpha))
             value = left[:, column : column + 1]
             code = _codes(value, fits[-1], target)
             codes[:, column : column + 1] = code

@@ -169,8 +169,8 @@ def _value(cursor: _Cursor, key: str) -> Any:
         return _array(cursor, key)
     if kind not in SCALARS:
         raise cursor.bad(f"value type {kind:,} is unknown, types 0 to 12 exist", begin, key)
-    name, code, dtype = SCALARS[kind]
-    value = struct.unpack_from(code, cursor.file.buffer, cursor.need(dtype.itemsize, f"a {name}"))[0]
+    name, code = SCALARS[kind]
+    value = struct.unpack_from(code, cursor.file.buffer, cursor.need(struct.calcsize(code), f"a {name}"))[0]
     if kind != BOOL:
         return value
     if value > 1:
@@ -187,17 +187,16 @@ def _array(cursor: _Cursor, key: str) -> Any:
         return _string_array(cursor, key)
     if kind not in SCALARS:
         raise cursor.bad(f"array element type {kind:,} is unknown", begin, key)
-    dtype = SCALARS[kind][2]
+    dtype = np.dtype(SCALARS[kind][1])
     count = cursor.count(f"the length of array {shown(key)}", dtype.itemsize, MAX_HEADER_BYTES)
     start = cursor.need(count * dtype.itemsize, f"array {shown(key)}")
-    if kind == BOOL:
-        flags = np.frombuffer(cursor.file.buffer, np.uint8, count, start)
-        if count and flags.max() > 1:
-            at = start + int(np.argmax(flags > 1))
-            raise cursor.bad("a bool is neither 0 nor 1", at, key)
-        return flags.astype(bool)
     # A copy: it outlives the map, and the header limit bounds it.
-    return np.frombuffer(cursor.file.buffer, dtype, count, start).copy()
+    values = np.frombuffer(cursor.file.buffer, dtype, count, start).copy()
+    if kind == BOOL:
+        if (values > 1).any():
+            raise cursor.bad("a bool is neither 0 nor 1", start + int(np.argmax(values > 1)), key)
+        return values.astype(bool)
+    return values
 
 
 def _string_array(cursor: _Cursor, key: str) -> list[bytes]:

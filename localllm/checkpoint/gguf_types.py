@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 TENSOR_TYPES: dict[int, tuple[str, int, int]] = {  # id: (name, elements in a block, bytes of a block)
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
     7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
@@ -20,20 +18,10 @@ RETIRED_TYPES = {
 ACTIVATION_TYPES = {9: "Q8_1", 15: "Q8_K"}
 
 STRING, ARRAY, BOOL = 8, 9, 7
-SCALARS: dict[int, tuple[str, str, np.dtype]] = {
-    # value type id: (name, struct code, numpy dtype)
-    0: ("u8", "<B", np.dtype("u1")),
-    1: ("i8", "<b", np.dtype("i1")),
-    2: ("u16", "<H", np.dtype("<u2")),
-    3: ("i16", "<h", np.dtype("<i2")),
-    4: ("u32", "<I", np.dtype("<u4")),
-    5: ("i32", "<i", np.dtype("<i4")),
-    6: ("f32", "<f", np.dtype("<f4")),
-    7: ("bool", "<B", np.dtype("bool")),
-    10: ("u64", "<Q", np.dtype("<u8")),
-    11: ("i64", "<q", np.dtype("<i8")),
-    12: ("f64", "<d", np.dtype("<f8")),
-}
+SCALARS = {  # value type id: (name, code of struct and numpy)
+    0: ("u8", "<B"), 1: ("i8", "<b"), 2: ("u16", "<H"), 3: ("i16", "<h"), 4: ("u32", "<I"), 5: ("i32", "<i"),
+    6: ("f32", "<f"), 7: ("bool", "<B"), 10: ("u64", "<Q"), 11: ("i64", "<q"), 12: ("f64", "<d"),
+}  # fmt: skip
 
 FILE_TYPES = {  # general.file_type -> the label people know
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",

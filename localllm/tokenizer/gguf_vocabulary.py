@@ -6,7 +6,6 @@ and cached below `paths.cache_dir()`, keyed by the vocabulary.
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import logging
@@ -22,7 +21,7 @@ from localllm.checkpoint.vocabulary import TOKEN_IDS, check_vocabulary, special_
 from localllm.errors import BadModelFile, UnsupportedFormat
 from localllm.paths import cache_dir, read_json, replace_file
 from localllm.tokenizer.regex import ADD_BOS, IGNORE_MERGES, NFC, PRE_TOKENIZERS
-from localllm.tokenizer.tokenizer_json import PIECE, Patient
+from localllm.tokenizer.tokenizer_json import PIECE, Patient, no_collection
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -105,13 +104,8 @@ def build_backend(vocabulary: Vocabulary, control_ids: Sequence[int] = ()) -> Ba
     """The `tokenizers` back end of a vocabulary. `control_ids` are control tokens besides those of type 3."""
     from tokenizers import AddedToken
 
-    collecting = gc.isenabled()
-    gc.disable()  # half a million tuples and strings, none of them garbage: a quarter of the time went into looking
-    try:
+    with no_collection():
         backend = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _gemma4}[vocabulary.model](vocabulary)
-    finally:
-        if collecting:
-            gc.enable()
     tokens = vocabulary.tokens
     control = sorted({*np.flatnonzero(vocabulary.types == CONTROL).tolist(), *control_ids})
     plain = sorted(set(np.flatnonzero(vocabulary.types == USER_DEFINED).tolist()) - set(control))

@@ -12,6 +12,7 @@ import re
 import threading
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -172,14 +173,14 @@ class Tokenizer:
         text = _well_formed(text)
         if not as_text:
             return self._encode(text, special=True)
-        marked = _Spans(as_text)
+        as_text = sorted(as_text)
         control, cuts = [], set()
         for begin, end, index in self.control_text.find(text):
-            if not marked.overlap(begin, end):
+            if not _overlap(as_text, begin, end):
                 control.append((begin, end, index))
             elif self._grows(index) and end - begin > 1:
                 cuts.add(begin + 1)
-        cuts |= {begin + 1 for begin, end, _ in self.added_text.find(text) if marked.overlap(begin, end)}
+        cuts |= {begin + 1 for begin, end, _ in self.added_text.find(text) if _overlap(as_text, begin, end)}
         ids: list[int] = []
         at = 0
         for begin, end, index in [*control, (len(text), len(text), -1)]:
@@ -218,23 +219,20 @@ class Tokenizer:
         limit = LIMIT_S + len(text) / CHARS_PER_S
         if len(text) <= self._unwatched_chars:
             return self._encode_now(text, special, limit)
-        done: list[list[int] | BaseException] = []
+        ids: Future[list[int]] = Future()
 
         def work() -> None:
             try:
-                done.append(self._encode_now(text, special, limit))
+                ids.set_result(self._encode_now(text, special, limit))
             except BaseException as error:
-                done.append(error)
+                ids.set_exception(error)
 
         # The back end cannot be interrupted: a thread that is late is left behind, and with it the lock until it ends.
-        thread = threading.Thread(target=work, name="encode", daemon=True)
-        thread.start()
-        thread.join(limit)
-        if not done:
-            raise _gave_up(text, f"over {limit:.0f} s")
-        if isinstance(done[0], BaseException):
-            raise done[0]
-        return done[0]
+        threading.Thread(target=work, name="encode", daemon=True).start()
+        try:
+            return ids.result(limit)
+        except TimeoutError:
+            raise _gave_up(text, f"over {limit:.0f} s") from None
 
     def _encode_now(self, text: str, special: bool, limit: float) -> list[int]:
         if not self._lock.acquire(timeout=limit):
@@ -291,16 +289,10 @@ def _steps(part: Any) -> list[dict[str, Any]]:
     return next((state[key] for key in ("normalizers", "pretokenizers", "decoders") if state.get(key)), [state])
 
 
-class _Spans:
-    """Ordered spans, asked in order whether something overlaps them."""
-
-    def __init__(self, spans: Sequence[Span]) -> None:
-        self._spans = sorted(spans)
-        self._starts = [begin for begin, _ in self._spans]
-
-    def overlap(self, begin: int, end: int) -> bool:
-        last = bisect_left(self._starts, end)
-        return any(begin < stop for _, stop in self._spans[max(last - 2, 0) : last])
+def _overlap(spans: Sequence[Span], begin: int, end: int) -> bool:
+    """Whether something overlaps one of the ordered spans."""
+    last = bisect_left(spans, (end, 0))
+    return any(begin < stop for _, stop in spans[max(last - 2, 0) : last])
 
 
 def _decoder_kind(backend: Backend) -> tuple[bool, bool]:
