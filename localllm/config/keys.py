@@ -111,7 +111,7 @@ class EngineOptions:
     prefix_cache: bool = _key(FLAG, True, "keep pages of finished prompts for the next one that starts alike")
     max_parallel: int = _key(_whole(1, 1024), 4, "requests computed side by side")
     ttl_s: float = _key(DURATION, 1800.0, "an unused model is unloaded after this time", "ttl")
-    # arguments of the Python API that are no settings
+    # arguments of the Python API that are not settings
     quant: str = "auto"  # what linear layers become while loading: auto, "" (as stored), or a target of `quant.encode`
     prefill_budget: int | None = None  # prompt tokens of a step; None leaves it to the plan
     page_size: int = 16  # tokens

@@ -54,7 +54,7 @@ class GpuFacts:
     throttle: tuple[str, ...] = ()  # why clocks are held down right now: heat, power, brake
     ecc: bool | None = None  # None where the card has none or does not say
     mig: bool = False  # cut into instances
-    display: bool | None = None  # whether a screen hangs on it
+    display: bool | None = None  # whether a screen is attached to it
     processes: tuple[GpuProcess, ...] = ()
 
     @property

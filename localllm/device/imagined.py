@@ -11,7 +11,7 @@ from localllm.terminal import GIB, gib
 from .facts import GpuFacts, MachineFacts
 from .gpu_table import TABLE, GpuModel, named_gpu
 
-FREE_SHARE = 0.98  # of a card's memory, what is free on one that no screen hangs on: a 5090 has 31.4 of 32 GiB to use
+FREE_SHARE = 0.98  # of a card's memory, what is free on one without a screen: a 5090 has 31.4 of 32 GiB to use
 UNKNOWN = GpuModel("", "", capability=89, memory_gib=0, bandwidth_gbs=0)  # a card of which only the memory is named
 UNIFIED = ("GB10", "Thor", "Orin")
 UNIFIED_FREE_SHARE = 0.84  # CUDA tells at most 102 of a GB10's 121.7 GiB as free

@@ -13,7 +13,7 @@ A table holds when all of its keys do. An empty table holds everywhere.
     package          any of these is installed: "vllm", "vllm<0.9"
     without          none of these is installed
     program          any of these is on PATH
-    torch_cuda, driver_cuda, toolkit, ptxas     versions: "<12.9"; not known is no match
+    torch_cuda, driver_cuda, toolkit, ptxas     versions: "<12.9"; one that is not known does not match
     variable         a variable is set: "NAME", or "NAME=regular expression"; NAME may be an expression too
     variable_missing a variable is not set
 """
@@ -33,7 +33,7 @@ from .finding import Survey
 
 
 def unmet(table: Mapping[str, Any], survey: Survey) -> list[str]:
-    """The keys of a table that do not hold here. Raises KeyError for a key that is none."""
+    """The keys of a table that do not hold here. Raises KeyError for an unknown key."""
     return [key for key, value in table.items() if not _TESTS[key](value, survey)]
 
 

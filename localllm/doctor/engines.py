@@ -147,7 +147,7 @@ def _chosen(engine: str, model: ModelKind, too_large: bool, survey: Survey) -> l
 
 
 def suits(table: Mapping[str, Any], model: ModelKind, too_large: bool = False) -> bool:
-    """Whether a model is of the kind a table describes. Raises KeyError for a key that is none."""
+    """Whether a model is of the kind a table describes. Raises KeyError for an unknown key."""
     has = asdict(model) | {"too_large": too_large}
     return all(
         re.search(wanted, model.name, re.IGNORECASE) if key == "name" else has[key] in wanted

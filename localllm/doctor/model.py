@@ -76,7 +76,7 @@ def _here(checkpoint: OpenModel, name: str, planner: Planner) -> Iterator[Named]
 
 
 def _scales(checkpoint: Checkpoint) -> Iterator[Named]:
-    """Whether every scale is a number; old exporters of NVFP4 wrote some that are none."""
+    """Whether every scale is a number; old exporters of NVFP4 wrote some that are not."""
     wrong: dict[str, int] = {}
     read = 0
     for name, info in checkpoint.tensors.items():

@@ -21,7 +21,7 @@ HOST_BYTES = 256 << 20
 MEASURE_S = 0.4  # how long each rate is measured, at least three times
 
 
-def rate(work: Callable[[], None], amount: float, finish: Callable[[], None], seconds: float = MEASURE_S) -> float:
+def rate(work: Callable[[], object], amount: float, finish: Callable[[], None], seconds: float = MEASURE_S) -> float:
     """`amount` per second of the fastest of at least three runs, after one that does not count."""
     work()
     finish()
@@ -41,7 +41,7 @@ def copy_rate(device: str, size: int = COPY_BYTES) -> float:
 
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return rate(lambda: _done(target.copy_(source)), 2 * size, finisher(device))
+    return rate(lambda: target.copy_(source), 2 * size, finisher(device))
 
 
 def transfer_rates(device: str, size: int = HOST_BYTES) -> dict[str, float]:
@@ -51,11 +51,11 @@ def transfer_rates(device: str, size: int = HOST_BYTES) -> dict[str, float]:
     there = torch.empty(size, dtype=torch.uint8, device=device)
     plain = torch.ones(size, dtype=torch.uint8)
     finish = finisher(device)
-    found = {"h2d_pageable": rate(lambda: _done(there.copy_(plain)), size, finish)}
+    found = {"h2d_pageable": rate(lambda: there.copy_(plain), size, finish)}
     if device.startswith("cuda"):
         pinned = plain.pin_memory()
-        found["h2d"] = rate(lambda: _done(there.copy_(pinned, non_blocking=True)), size, finish)
-        found["d2h"] = rate(lambda: _done(pinned.copy_(there, non_blocking=True)), size, finish)
+        found["h2d"] = rate(lambda: there.copy_(pinned, non_blocking=True), size, finish)
+        found["d2h"] = rate(lambda: pinned.copy_(there, non_blocking=True), size, finish)
     return found
 
 
@@ -66,7 +66,7 @@ def matmul_rate(device: str, dtype: str, size: int) -> float:
     kind: torch.dtype = getattr(torch, dtype)
     one = torch.randn(size, size, device=device, dtype=torch.float32).to(kind)
     out = torch.empty_like(one)
-    return rate(lambda: _done(torch.matmul(one, one, out=out)), 2.0 * size**3, finisher(device))
+    return rate(lambda: torch.matmul(one, one, out=out), 2.0 * size**3, finisher(device))
 
 
 def peer_copy(first: str, second: str, size: int = HOST_BYTES) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def peer_copy(first: str, second: str, size: int = HOST_BYTES) -> dict[str, Any]
     source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=first)
     target = torch.zeros(size, dtype=torch.uint8, device=second)
     finish = finisher(second)
-    speed = rate(lambda: _done(target.copy_(source)), size, finish)
+    speed = rate(lambda: target.copy_(source), size, finish)
     return {"bytes_s": speed, "whole": bool(torch.equal(target.cpu(), source.cpu()))}
 
 
@@ -99,10 +99,6 @@ def finisher(device: str) -> Callable[[], None]:
     import torch
 
     return torch.cuda.synchronize if device.startswith("cuda") else lambda: None
-
-
-def _done(tensor: torch.Tensor) -> None:
-    """For expressions whose value is of no use."""
 
 
 JOBS: dict[str, Callable[..., Any]] = {

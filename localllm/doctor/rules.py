@@ -125,6 +125,6 @@ def _near(one: str, other: str, reach: int, text: str) -> int | None:
 
 
 def url_of(source: str) -> str:
-    """The address of a source such as owner/repo#12; itself where it is none."""
+    """The address of a source such as owner/repo#12; itself where it is not one."""
     found = re.fullmatch(r"([\w.-]+/[\w.-]+)#(\d+)", source)
     return f"https://github.com/{found[1]}/issues/{found[2]}" if found else source

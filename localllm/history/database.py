@@ -41,7 +41,7 @@ class HistoryError(LocalLLMError):
 
 
 class Damaged(Exception):
-    """The file is no database of ours, or is broken."""
+    """The file is not a database of ours, or is broken."""
 
 
 def open_database(path: Path) -> tuple[sqlite3.Connection, str]:

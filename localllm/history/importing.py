@@ -33,7 +33,7 @@ class Imported:
 
 
 def read_export(path: Path) -> Imported:
-    """Read an export. Raises ConfigError for a file that is none."""
+    """Read an export. Raises ConfigError for a file that is not one."""
     chats: list[tuple[SavedChat, list[SavedMessage]]] = []
     skipped, source = 0, ""
     for entry in _entries(path):

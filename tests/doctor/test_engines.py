@@ -9,7 +9,7 @@ import pytest
 
 from localllm import paths
 from localllm.device.fake import PROFILES, fake_host, fake_machine
-from localllm.doctor import Survey, engines
+from localllm.doctor import Survey
 from localllm.doctor.conditions import KEYS
 from localllm.doctor.engines import Launch, engine_names, launch
 from localllm.doctor.model_kind import ModelKind, model_kind, suggested
@@ -128,7 +128,7 @@ def test_names_of_engines() -> None:
 
 
 def test_the_data_is_well_formed() -> None:
-    data = engines._data()
+    data = paths.package_toml("localllm.doctor", "engines.toml")
     known = {rule.id for rule in rules()}
     for engine in data["engine"]:
         assert set(engine["rules"]) <= known
