@@ -58,6 +58,20 @@ def log_dir() -> Path:
     return state_dir() / "log"
 
 
+def existing(path: Path) -> Path:
+    """The path itself, or the nearest folder above it that is there."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def home_short(path: Path) -> str:
+    """A path with ~ for the home folder: what is shown may be pasted into an issue."""
+    home = os.path.expanduser("~")
+    text = str(path)
+    return "~" + text[len(home) :] if home != "/" and text.startswith(home + "/") else text
+
+
 def replace_file(
     path: Path, content: str | bytes, *, mode: int | None = None, sync: bool = False, suffix: str = ".part"
 ) -> None:

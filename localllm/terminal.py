@@ -146,6 +146,11 @@ def tokens_short(count: int) -> str:
     return f"{count / 1000:.1f}k" if count < 10_000 else f"{count / 1000:.0f}k"
 
 
+def params_short(count: int) -> str:
+    """A number of parameters: 7.6 B, 135 M."""
+    return f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.0f} M"
+
+
 def seconds_short(seconds: float) -> str:
     """A duration for people: '0.4 s', '12 s', '2:43', '1:02:03'."""
     if seconds < 10:

@@ -6,18 +6,13 @@ import os
 import shutil
 from pathlib import Path
 
+from localllm.paths import existing
+
 from .facts import DiskFacts
 from .procfs import read
 
 NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "lustre", "drvfs", "virtiofs")
 MEMORY = ("tmpfs", "ramfs")
-
-
-def existing(path: Path) -> Path:
-    """The path itself, or the nearest folder above it that is there."""
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path
 
 
 def disk_facts(folder: Path, root: Path = Path("/")) -> DiskFacts:

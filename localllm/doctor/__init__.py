@@ -40,7 +40,7 @@ GROUP_OF: dict[str, str] = {check_id: table.group for table in _TABLES for check
 def run_checks(only: Collection[str] = (), survey: Survey | None = None) -> list[Check]:
     """Run the quick checks, or those named by id, or by the part before the dot where that is not an id (`gpu`).
 
-    Raises ConfigError for a name that is not a check. A check that breaks is a failed check, and its traceback is logged.
+    Raises ConfigError for a name that is not a check. A check that breaks fails, and its traceback is logged.
     """
     return list(running(wanted(only), survey or Survey()))
 

@@ -18,7 +18,7 @@ from localllm.models.architectures import ModelFacts, OpenModel, open_model, reg
 from localllm.plan import fit
 from localllm.plan.plan import Plan
 from localllm.plan.planner import Planner
-from localllm.terminal import gib
+from localllm.terminal import gib, params_short
 from localllm.tokenizer.files import load_tokenizer
 from localllm.tokenizer.tokenizer import Tokenizer
 
@@ -54,8 +54,8 @@ def _checks(resolved: Resolved, planner: Planner) -> Iterator[Named]:
 
 def _here(checkpoint: OpenModel, name: str, planner: Planner) -> Iterator[Named]:
     facts = checkpoint.facts
-    params = f"{facts.num_params / 1e9:.1f} B" if facts.num_params >= 1e9 else f"{facts.num_params / 1e6:.0f} M"
-    title = f"{facts.architecture} ({facts.source_architecture}), {params} parameters, {facts.num_layers} layers"
+    size = f"{params_short(facts.num_params)} parameters, {facts.num_layers} layers"
+    title = f"{facts.architecture} ({facts.source_architecture}), {size}"
     yield "arch", ok(title, architecture=facts.architecture)
     doubt = checkpoint.doubt
     fix = "localllm pull NAME --repair, or correct quantization_config" if doubt else ""

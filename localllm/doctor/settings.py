@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from pathlib import Path
 
 from localllm import paths
 from localllm.config import load_config, settings_file
-from localllm.device.disk import existing
 from localllm.errors import ConfigError
 from localllm.interface import Check
+from localllm.paths import existing, home_short
 
 from .finding import SOFTWARE, Checks, Survey, fail, ok, skip, warn
 
@@ -28,10 +27,9 @@ def config_valid(survey: Survey) -> Check:
     except ConfigError as error:
         return fail(error.message, fix="localllm config edit")
     if config.broken:
-        detail = "the defaults hold until it can be read"
-        return fail(config.broken, detail, "localllm config edit")
+        return fail(config.broken, "the defaults hold until it can be read", "localllm config edit")
     if not config.origins:
-        return ok(f"defaults; {short(settings_file())} may change them")
+        return ok(f"defaults; {home_short(settings_file())} may change them")
     return ok(f"{len(config.origins)} settings", keys=sorted(config.origins))
 
 
@@ -47,8 +45,7 @@ def config_warnings(survey: Survey) -> Check:
         return skip("the settings cannot be read")
     if warnings:
         more = f" (and {len(warnings) - 1} more)" if len(warnings) > 1 else ""
-        title = warnings[0] + more
-        return warn(title, fix="localllm config edit", warnings=warnings)
+        return warn(warnings[0] + more, fix="localllm config edit", warnings=warnings)
     return ok("none")
 
 
@@ -64,10 +61,10 @@ def database(survey: Survey) -> Check:
             told = opened.execute("PRAGMA quick_check(1)" if small else "PRAGMA schema_version").fetchone()[0]
         opened.close()
     except (sqlite3.Error, OSError) as error:
-        return fail(f"{short(place)}: {error}", "", f"mv {place} {place}.broken")
+        return fail(f"{home_short(place)}: {error}", "", f"mv {place} {place}.broken")
     if small and told != "ok":
-        return fail(f"{short(place)} is damaged: {told}", "", f"mv {place} {place}.broken")
-    return ok(f"{short(place)}", bytes=place.stat().st_size)
+        return fail(f"{home_short(place)} is damaged: {told}", "", f"mv {place} {place}.broken")
+    return ok(home_short(place), bytes=place.stat().st_size)
 
 
 @CHECKS.add("folders")
@@ -76,13 +73,6 @@ def folders(survey: Survey) -> Check:
     for place in (paths.data_dir(), paths.cache_dir(), paths.state_dir()):
         parent = existing(place)
         if not os.access(parent, os.W_OK | os.X_OK):
-            title = f"{short(parent)} cannot be written"
+            title = f"{home_short(parent)} cannot be written"
             return fail(title, fix="export LOCALLLM_HOME=~/localllm", path=str(parent))
-    return ok(f"{short(paths.data_dir())} and its like can be written")
-
-
-def short(path: Path) -> str:
-    """With ~ for the home folder: what is shown may be pasted into an issue."""
-    home = os.path.expanduser("~")
-    text = str(path)
-    return "~" + text[len(home) :] if home != "/" and text.startswith(home + "/") else text
+    return ok(f"{home_short(paths.data_dir())} and its like can be written")

@@ -8,15 +8,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from localllm import hub
-from localllm.device.disk import existing
 from localllm.hub.cache import hf_home, hub_dir
 from localllm.hub.local import scan
 from localllm.interface import Check
+from localllm.paths import existing, home_short
 from localllm.processes import running
 from localllm.terminal import GIB, counted, gib
 
 from .finding import STORAGE, Checks, Survey, fail, ok, proxy, skip, warn
-from .settings import short
 
 CHECKS = Checks(STORAGE)
 
@@ -43,7 +42,7 @@ SLOW = {
 def disk_free(survey: Survey) -> Check:
     """Room where models are downloaded to."""
     disk = survey.host.disk
-    title = f"{gib(disk.free_bytes)} free for models in {short(Path(disk.path)) if disk.path else 'the cache'}"
+    title = f"{gib(disk.free_bytes)} free for models in {home_short(Path(disk.path)) if disk.path else 'the cache'}"
     data: dict[str, Any] = {"path": disk.path, "free_bytes": disk.free_bytes}
     if disk.free_bytes < NO_DISK:
         return fail(title, fix="export HF_HOME=/a/larger/disk/hf", **data)
@@ -89,10 +88,10 @@ def hf_cache(survey: Survey) -> Check:
     if not parent.is_dir():
         return fail(f"{parent} is not a folder", fix="export HF_HOME=~/hf", **data)
     if not os.access(parent, os.W_OK | os.X_OK):
-        title = f"{short(place)} cannot be written: models that are there run, downloads do not"
+        title = f"{home_short(place)} cannot be written: models that are there run, downloads do not"
         return warn(title, fix="export HF_HOME=~/hf", **data)
     repos = sum(1 for _ in place.glob("models--*")) if place.is_dir() else 0
-    title = f"{short(place)}, {repos} {'repository' if repos == 1 else 'repositories'}"
+    title = f"{home_short(place)}, {repos} {'repository' if repos == 1 else 'repositories'}"
     return ok(title, repos=repos, **data)
 
 
@@ -102,7 +101,7 @@ def hf_token(survey: Survey) -> Check:
     named = next((n for n in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if os.environ.get(n)), "")
     stored = Path(os.environ.get("HF_TOKEN_PATH") or hf_home() / "token")
     if named or (stored.is_file() and stored.stat().st_size):
-        return ok(f"set ({named or short(stored)})", present=True)
+        return ok(f"set ({named or home_short(stored)})", present=True)
     title = "not set; models behind a license (llama, gemma) will ask for one"
     return warn(title, fix="hf auth login", present=False)
 

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from localllm.device.assembler import assembler
-from localllm.device.disk import disk_facts, existing
+from localllm.device.disk import disk_facts
 from localllm.device.fake import MACHINES
 from localllm.device.host import connect, host, version_key
 from localllm.device.imagined import imagined
 from localllm.errors import ConfigError, DeviceError
+from localllm.paths import existing
 
 GIB = 1 << 30
 

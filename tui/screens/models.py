@@ -16,7 +16,7 @@ from textual.content import Content
 from textual.widgets import DataTable, Input, Static
 
 from localllm.interface import ModelChoice
-from localllm.terminal import clean_line, fit, gib, tokens_short
+from localllm.terminal import clean_line, fit, gib, params_short, tokens_short
 from localllm.tui.downloads import fetch
 from localllm.tui.widgets.engine import MEMORY_MARKS, memory_bar
 
@@ -237,7 +237,7 @@ def _cells(row: ModelChoice, wide: bool, now: str) -> Sequence[str]:
 
 def detail_lines(row: ModelChoice, width: int) -> list[Content]:
     """What the row means, and the bar of its memory."""
-    size = f"{row.params / 1e9:.1f} B" if row.params >= 1e9 else f"{row.params / 1e6:.0f} M" if row.params else ""
+    size = params_short(row.params) if row.params else ""
     active = f" ({row.active_params / 1e9:.1f} B active)" if 0 < row.active_params < row.params else ""
     parts = [row.license, size + active, row.note or row.reason]
     lines = [Content(fit(clean_line(" · ".join(part for part in parts if part)), width))]

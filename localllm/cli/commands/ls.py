@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
@@ -14,9 +13,10 @@ from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.console import iso, picked
 from localllm.cli.frame.options import one_of
 from localllm.errors import LocalLLMError
+from localllm.paths import existing, home_short
 from localllm.plan.quality import note as quality_note
 from localllm.plan.quality import saved as saved_quality
-from localllm.terminal import clean_line, counted, gib, tokens_short
+from localllm.terminal import clean_line, counted, gib, params_short, tokens_short
 
 if TYPE_CHECKING:
     from localllm.hub import LocalModel
@@ -118,27 +118,13 @@ def _ls_row(model: LocalModel, made: Plan | None, reason: str) -> dict[str, Any]
     }
 
 
-def params_short(count: int) -> str:
-    """7.6 B"""
-    return f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.0f} M"
-
-
 def _free() -> int:
     from localllm import hub
 
-    folder = hub.cache.hub_dir()
     try:
-        return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+        return shutil.disk_usage(existing(hub.cache.hub_dir())).free
     except OSError:
         return 0
-
-
-def home_short(path: Path) -> str:
-    """A path with the home folder as ~."""
-    try:
-        return f"~/{path.relative_to(Path.home())}"
-    except (ValueError, RuntimeError):
-        return str(path)
 
 
 def _ago(when: float | None) -> str:

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from localllm.cli.commands.ls import home_short, params_short
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.console import picked
 from localllm.cli.frame.options import Model
 from localllm.cli.names import local, opened
 from localllm.errors import LocalLLMError, ModelNotFound
+from localllm.paths import home_short
 from localllm.plan.quality import note as quality_note
 from localllm.plan.quality import saved as saved_quality
-from localllm.terminal import clean_line, gib
+from localllm.terminal import clean_line, gib, params_short
 
 if TYPE_CHECKING:
     from localllm.config import EngineOptions
