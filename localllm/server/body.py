@@ -38,13 +38,8 @@ async def read_body(request: Request, model: type[Body]) -> Body:
         )
     data = await request.body()
     if len(data) <= INLINE_BYTES:
-        return parse(data, model)
-    return await asyncio.to_thread(parse, data, model)
-
-
-def parse(data: bytes, model: type[Body]) -> Body:
-    """The checked model of JSON text. Raises ApiError 400."""
-    return checked(parse_json(data), model)
+        return checked(parse_json(data), model)
+    return await asyncio.to_thread(lambda: checked(parse_json(data), model))
 
 
 def checked(value: Any, model: type[Body]) -> Body:
@@ -75,7 +70,7 @@ def parse_json(data: bytes) -> dict[str, Any]:
         raise ApiError(400, "The body must be a JSON object.", code="invalid_type")
     if data.count(b"[") + data.count(b"{") > MAX_DEPTH and _is_deep(value):
         raise ApiError(400, f"The body is nested more than {MAX_DEPTH} deep.", code="invalid_json")
-    if b"\\u" in data and has_lone_surrogate(value):
+    if b"\\u" in data and not _is_text(value):
         raise ApiError(400, "The body holds a lone surrogate, which is not valid text.", code="invalid_value")
     return value
 
@@ -142,21 +137,13 @@ def _is_deep(value: Any) -> bool:
     return True
 
 
-def has_lone_surrogate(value: Any) -> bool:
-    """Whether any string holds half of a surrogate pair, which UTF-8 cannot; iterative, so depth does not matter."""
-    stack = [value]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, str):
-            try:
-                item.isascii() or item.encode()
-            except UnicodeEncodeError:
-                return True
-        elif isinstance(item, dict):
-            stack += [*item.keys(), *item.values()]
-        elif isinstance(item, list):
-            stack += item
-    return False
+def _is_text(value: Any) -> bool:
+    """Whether UTF-8 can hold every string: half of a surrogate pair it cannot."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def dotted(location: tuple[int | str, ...]) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -47,7 +47,6 @@ class Exchange:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
-    queue_s: float | None = None
     ttft_s: float | None = None
     decode_tps: float = 0.0
     finish: str = ""
@@ -94,17 +93,27 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def exchange_of(request: Request) -> Exchange:
+def exchange_of(scope: Scope) -> Exchange:
     """The exchange a request belongs to."""
-    found = request.scope.get(KEY)
-    return found if isinstance(found, Exchange) else _of(request.scope)
+    found = scope.get(KEY)
+    if isinstance(found, Exchange):
+        return found
+    given = agent = ""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            given = value.decode("latin-1")
+        elif name == b"user-agent":
+            agent = value[:200].decode("latin-1")
+    request_id = given if ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+    client = scope.get("client")
+    made = Exchange(request_id, scope["method"], scope["path"], client[0] if client else "unix", agent)
+    scope[KEY] = made
+    return made
 
 
 def note_error(scope: Scope, error: LocalLLMError) -> None:
     """Remember for the log why a request was refused."""
-    found = scope.get(KEY)
-    if isinstance(found, Exchange) and error.api_code:
-        found.note = error.api_code
+    exchange_of(scope).note = error.api_code or ""
 
 
 def refuse(scope: Scope, error: LocalLLMError) -> Response:
@@ -140,7 +149,7 @@ class Exchanges:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        exchange = scope[KEY] = _of(scope)
+        exchange = exchange_of(scope)
 
         def begin(message: Message) -> Headers:
             exchange.status = message["status"]
@@ -176,15 +185,3 @@ class Exchanges:
             exchange.more, self._refusal_at, self._refusals = self._refusals, now, 0
         line = json.dumps(exchange.as_json(seconds)) if self.as_json else exchange.as_text(seconds)
         access.log(level, "%s", line)
-
-
-def _of(scope: Scope) -> Exchange:
-    given = agent = ""
-    for name, value in scope["headers"]:
-        if name == b"x-request-id":
-            given = value.decode("latin-1")
-        elif name == b"user-agent":
-            agent = value[:200].decode("latin-1")
-    request_id = given if ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
-    client = scope.get("client")
-    return Exchange(request_id, scope["method"], scope["path"], client[0] if client else "unix", agent)

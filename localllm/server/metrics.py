@@ -173,7 +173,6 @@ class RequestMeter:
             exchange.decode_tps = delta.timing.decode_tps
             if delta.timing.decode_tps:
                 self._metrics.decode_tps[self._model] = delta.timing.decode_tps
-            exchange.queue_s = delta.timing.queue_s
 
     def _end(self, last: OutputDelta, now: float) -> None:
         model, exchange, timing = self._model, self._exchange, last.timing

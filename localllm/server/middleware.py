@@ -177,20 +177,16 @@ class Gate:
 
     def _has_key(self, headers: Headers) -> bool:
         """Whether exactly one key came, as `Authorization: Bearer` or as `x-api-key`, and it is one of ours."""
-        given: list[bytes] = []
+        given: list[tuple[bytes, bytes]] = []
         for name, value in headers:
             if name == b"authorization":
                 scheme, _, key = value.partition(b" ")
-                given.append(key.strip() if scheme.lower() == b"bearer" else b"")
+                given.append((name, key.strip() if scheme.lower() == b"bearer" else b""))
             elif name == b"x-api-key":
-                given.append(value)
-        if not given or len(set(given)) != 1 or (len(given) > 1 and not _both_kinds(headers)):
+                given.append((name, value))
+        keys = {key for _, key in given}
+        # one of each kind may come: the anthropic SDK sends both when both are configured
+        if len(keys) != 1 or len(dict(given)) < len(given):
             return False
-        matches = [hmac.compare_digest(given[0], key) for key in self.api_keys]  # all of them: no early way out
+        matches = [hmac.compare_digest(given[0][1], key) for key in self.api_keys]  # all of them: no early way out
         return any(matches)
-
-
-def _both_kinds(headers: Headers) -> bool:
-    """One header of each kind: the anthropic SDK sends both when both are configured."""
-    names = [name for name, _ in headers if name in (b"authorization", b"x-api-key")]
-    return sorted(names) == [b"authorization", b"x-api-key"]

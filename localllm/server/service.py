@@ -19,7 +19,6 @@ from starlette.requests import Request
 
 from localllm.errors import ContextTooLong
 from localllm.llm.llm import LLM
-from localllm.request import SamplingParams
 from localllm.server.openai.responses_store import ResponseStore
 
 from .admission import Admission, Ticket
@@ -171,7 +170,7 @@ class Service:
         """
         model = await self.find(name)
         self.check_ready()
-        exchange = exchange_of(request)
+        exchange = exchange_of(request.scope)
         exchange.model = model.name
         client = exchange.client_of(user)
         ticket = self.queue(model.name).reserve(client, priority=priority, cost=cost, deadline=deadline)
@@ -250,31 +249,24 @@ class Service:
                 error.param = error.param if is_chat else "prompt"
                 raise
             await reservation.ticket.granted()
-            self._submit(reservation, prompts, params, asked, more)
+            self._mailbox = self._mailbox or Mailbox(asyncio.get_running_loop())
+
+            def on_end(stream: AsyncResponseStream) -> None:
+                self._streams.discard(stream)
+                reservation.release()
+
+            stream = AsyncResponseStream(self._mailbox, params.n, on_end, streams=asked.streams)
+            for prompt in prompts:
+                meter = RequestMeter(
+                    self.metrics, reservation.model.name, params, reservation.exchange, generates=asked.generates
+                )
+                listener = stream.listener(meter.take)
+                stream.started(llm.submit(prompt, params, priority=-asked.priority, listener=listener, **more))
+                self._streams.add(stream)
+                reservation.running = stream  # from now on the stream gives it back
+            if asked.deadline is not None:
+                stream.end_at(asked.deadline)
         return reservation
-
-    def _submit(
-        self, reservation: Reservation, prompts: list[list[int]], params: SamplingParams, asked: Generation,
-        more: dict[str, Any],
-    ) -> None:  # fmt: skip
-        """Hand every prompt to the engine. The reservation is given back when the last answer ends."""
-        self._mailbox = self._mailbox or Mailbox(asyncio.get_running_loop())
-
-        def on_end(stream: AsyncResponseStream) -> None:
-            self._streams.discard(stream)
-            reservation.release()
-
-        stream = AsyncResponseStream(self._mailbox, params.n, on_end, streams=asked.streams)
-        for prompt in prompts:
-            meter = RequestMeter(
-                self.metrics, reservation.model.name, params, reservation.exchange, generates=asked.generates
-            )
-            listener = stream.listener(meter.take)
-            stream.started(reservation.llm.submit(prompt, params, priority=-asked.priority, listener=listener, **more))
-            self._streams.add(stream)
-            reservation.running = stream  # from now on the stream gives it back
-        if asked.deadline is not None:
-            stream.end_at(asked.deadline)
 
     # --- the end -----------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from localllm.server.errors import invalid, not_text, unsupported
-from localllm.server.openai.reading import chat_request, passed
+from localllm.server.openai.reading import chat_request
 from localllm.server.openai.schemas import MAX_MESSAGES, Body, CacheSalt, ChatRequest, Name, Number, ranged
 
 Blocks = StrictStr | Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=1024)]
@@ -92,7 +92,7 @@ _NAMES = {
 def _sampled(body: MessagesRequest) -> dict[str, Any]:
     form = body.output_format or (body.output_config or {}).get("format")
     user = (body.metadata or {}).get("user_id")
-    return passed(body, "stream", "temperature", "top_p", "top_k", "cache_salt") | {
+    return body.model_dump(include={"stream", "temperature", "top_p", "top_k", "cache_salt"}) | {
         "max_completion_tokens": body.max_tokens,
         "stop": body.stop_sequences,
         "user": body.user or (user[:512] if isinstance(user, str) else None),
@@ -153,11 +153,8 @@ def _string(value: Any, where: str) -> str:
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
         raise unsupported(f"{str(tool.get('type'))[:40]!r}: only tools of your own are supported", where)
-    function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
-    if tool.get("description") is not None:
-        function["description"] = tool["description"]
-    if tool.get("strict") is not None:
-        function["strict"] = tool["strict"]
+    more = {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
+    function = {"name": tool.get("name"), "parameters": tool.get("input_schema"), **more}
     return {"type": "function", "function": function}
 
 
@@ -168,13 +165,11 @@ def _choice(choice: dict[str, Any]) -> dict[str, Any]:
         message = "tool_choice.disable_parallel_tool_use must be true or false."
         raise invalid(message, "tool_choice", "invalid_type")
     parallel = {} if disabled is None else {"parallel_tool_calls": not disabled}
-    if kind in ("auto", "none"):
-        return {"tool_choice": kind, **parallel}
-    if kind == "any":
-        return {"tool_choice": "required", **parallel}
-    if kind == "tool":
-        return {"tool_choice": {"type": "function", "function": {"name": choice.get("name")}}, **parallel}
-    raise invalid("tool_choice.type must be one of auto, any, tool, none.", "tool_choice")
+    named = {"type": "function", "function": {"name": choice.get("name")}}
+    ours = {"auto": "auto", "none": "none", "any": "required", "tool": named}
+    if not isinstance(kind, str) or kind not in ours:
+        raise invalid("tool_choice.type must be one of auto, any, tool, none.", "tool_choice")
+    return {"tool_choice": ours[kind], **parallel}
 
 
 def _format(form: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
@@ -20,9 +20,6 @@ OPTIONS = {
     "repeat_penalty": "repetition_penalty", "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty", "seed": "seed", "stop": "stop",
 }  # fmt: skip
-
-
-Model = TypeVar("Model", ChatRequest, CompletionRequest)
 
 
 class OllamaMessage(Body):
@@ -105,7 +102,7 @@ def chat_of(body: OllamaChatRequest) -> ChatRequest:
     fields = with_further(body, _common(body), "format") | {"messages": messages}
     if body.tools:
         fields["tools"] = body.tools
-    return _checked(fields, ChatRequest)
+    return checked(fields, ChatRequest)
 
 
 def generate_of(body: OllamaGenerateRequest) -> ChatRequest | CompletionRequest:
@@ -115,9 +112,9 @@ def generate_of(body: OllamaGenerateRequest) -> ChatRequest | CompletionRequest:
     fields = with_further(body, _common(body), "format")
     if body.raw:
         fields |= {"prompt": body.prompt, "max_tokens": fields.pop("max_completion_tokens", None)}
-        return _checked(fields, CompletionRequest)
+        return checked(fields, CompletionRequest)
     messages = [{"role": "system", "content": body.system}] if body.system else []
-    return _checked(fields | {"messages": [*messages, {"role": "user", "content": body.prompt}]}, ChatRequest)
+    return checked(fields | {"messages": [*messages, {"role": "user", "content": body.prompt}]}, ChatRequest)
 
 
 def check_generate(body: OllamaGenerateRequest) -> None:
@@ -168,10 +165,6 @@ def _common(body: Asked) -> dict[str, Any]:
         else:
             raise invalid("format must be json or a JSON schema.", "format")
     return fields
-
-
-def _checked(fields: dict[str, Any], model: type[Model]) -> Model:
-    return checked({k: v for k, v in fields.items() if v is not None}, model)
 
 
 def renamed(param: str | None) -> str | None:

@@ -172,7 +172,6 @@ async def run_batch(
     """
     transport = httpx.ASGITransport(app=create_app(service, AppOptions()), raise_app_exceptions=False)
     slots = asyncio.Semaphore(2 * service.options.parallel)
-    tasks: set[asyncio.Task[None]] = set()
 
     async def one(client: httpx.AsyncClient, request: dict[str, Any]) -> None:
         try:
@@ -182,22 +181,17 @@ async def run_batch(
         finally:
             slots.release()
 
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=TIMEOUT_S) as client:
-        try:
+    try:
+        async with (
+            httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=TIMEOUT_S) as client,
+            asyncio.TaskGroup() as tasks,
+        ):
             for _, request in _requests(source):
-                if request["custom_id"] in output.answered:
-                    continue
-                await slots.acquire()
-                task = asyncio.ensure_future(one(client, request))
-                tasks.add(task)
-                for finished in [t for t in tasks if t.done()]:
-                    tasks.discard(finished)
-                    finished.result()
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+                if request["custom_id"] not in output.answered:
+                    await slots.acquire()
+                    tasks.create_task(one(client, request))
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from None
 
 
 def _take(request: dict[str, Any], response: httpx.Response, output: Output, counts: BatchCounts) -> None:

@@ -23,38 +23,29 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _SINGLE = {f"guided_{kind}": kind for kind in _KINDS} | {"json_schema": "json", "grammar": "grammar"}
 
 
-def read_constraints(body: Constraints) -> tuple[Constraint | None, ToolUse | None]:
-    """What binds the answer to a request. Raises ApiError 400, its `param` the field."""
-    return _constraint(body), _tool_use(body)
-
-
-# --- constraints -----------------------------------------------------------------------------------------------------
-
-
-def _constraint(body: Constraints) -> Constraint | None:
-    backend = body.guided_decoding_backend
-    if backend is not None and backend not in _BACKENDS:
-        raise unsupported(f"The backend {str(backend)[:40]!r} does not exist here.", "guided_decoding_backend")
+def read_constraint(body: Constraints) -> Constraint | None:
+    """What the answer to a request must be. Raises ApiError 400, its `param` the field."""
+    _check_backend(body.guided_decoding_backend, "guided_decoding_backend")
     if body.guided_whitespace_pattern is not None:
         raise unsupported("guided_whitespace_pattern is not supported.", "guided_whitespace_pattern")
-    found: list[Constraint] = []
-    if body.response_format is not None and (one := _response_format(body.response_format)) is not None:
-        found.append(one)
-    if body.structured_outputs is not None:
-        found.append(_structured_outputs(body.structured_outputs))
-    for name, kind in _SINGLE.items():
-        if (value := getattr(body, name)) is not None and (one := _read(kind, value, name)) is not None:
-            found.append(one)
+    given = [_response_format(body.response_format), _structured_outputs(body.structured_outputs)]
+    given += [_read(kind, getattr(body, name), name) for name, kind in _SINGLE.items()]
+    found = [one for one in given if one is not None]
     if len(found) > 1:
         names = " and ".join(one.param for one in found[:2])
         raise invalid(f"{names} exclude each other: an answer has one constraint.", found[1].param)
     return found[0] if found else None
 
 
-def _response_format(given: Mapping[str, Any]) -> Constraint | None:
-    kind, where = given.get("type"), "response_format"
-    if kind == "text":
+def _check_backend(backend: Any, where: str) -> None:
+    if backend is not None and backend not in _BACKENDS:
+        raise unsupported(f"The backend {str(backend)[:40]!r} does not exist here.", where)
+
+
+def _response_format(given: Mapping[str, Any] | None) -> Constraint | None:
+    if given is None or given.get("type") == "text":
         return None
+    kind, where = given.get("type"), "response_format"
     if kind == "json_object":
         return Constraint("json_object", param=where)
     if kind != "json_schema":
@@ -64,9 +55,8 @@ def _response_format(given: Mapping[str, Any]) -> Constraint | None:
         raise invalid("response_format.json_schema is missing.", where, "missing_required_parameter")
     name, strict = form.get("name"), form.get("strict")
     if name is not None and not (isinstance(name, str) and _NAME.fullmatch(name)):
-        raise invalid(
-            "response_format.json_schema.name must be 1 to 64 letters, digits, _ or -.", where, "invalid_value"
-        )
+        message = "response_format.json_schema.name must be 1 to 64 letters, digits, _ or -."
+        raise invalid(message, where, "invalid_value")
     if strict is not None and not isinstance(strict, bool):
         raise invalid("response_format.json_schema.strict must be true or false.", where, "invalid_type")
     if "schema" not in form:
@@ -80,13 +70,14 @@ def _schema(value: Any, where: str, *, lenient: bool = False) -> Constraint:
     return Constraint("json_schema", value, lenient=lenient, param=where)
 
 
-def _structured_outputs(given: Any) -> Constraint:
+def _structured_outputs(given: Any) -> Constraint | None:
     where = "structured_outputs"
+    if given is None:
+        return None
     if not isinstance(given, Mapping):
         raise invalid("structured_outputs must be an object.", where, "invalid_type")
     for name in ("backend", "_backend"):
-        if given.get(name) is not None and given[name] not in _BACKENDS:
-            raise unsupported(f"The backend {str(given[name])[:40]!r} does not exist here.", where)
+        _check_backend(given.get(name), where)
     if given.get("structural_tag") is not None:
         raise unsupported("structural_tag is not supported; use tools.", where)
     if given.get("whitespace_pattern") is not None:
@@ -102,6 +93,8 @@ def _structured_outputs(given: Any) -> Constraint:
 
 def _read(kind: str, value: Any, where: str) -> Constraint | None:
     """A constraint from a field that holds one of this kind."""
+    if value is None:
+        return None
     if kind == "json":
         try:
             return _schema(json.loads(value) if isinstance(value, str) else value, where)
@@ -117,16 +110,21 @@ def _read(kind: str, value: Any, where: str) -> Constraint | None:
         return Constraint("choice", tuple(value), param=where)
     if not isinstance(value, str) or not value:
         raise invalid(f"{where} must be text that is not empty.", where, "invalid_value")
-    return Constraint("regex" if kind == "regex" else "grammar", value, param=where)
+    return Constraint(kind, value, param=where)  # type: ignore[arg-type]
 
 
 # --- tools -----------------------------------------------------------------------------------------------------------
 
 
-def _tool_use(body: Constraints) -> ToolUse | None:
+def read_tool_use(body: Constraints) -> ToolUse | None:
+    """Which tools may be called. Raises ApiError 400, its `param` the field."""
     tools, choice, field = body.tools, body.tool_choice, "tools"
     if tools is None and body.functions is not None:
-        tools, choice, field = _functions(body.functions), _function_call(body.function_call), "functions"
+        given, choice, field = body.functions, body.function_call, "functions"
+        if not isinstance(given, list) or not all(isinstance(one, Mapping) for one in given):
+            raise invalid("functions must be a list of objects.", "functions", "invalid_type")
+        tools = [{"type": "function", "function": dict(one)} for one in given]
+        choice = {"type": "function", "function": choice} if isinstance(choice, Mapping) else choice
     elif body.function_call not in (None, "none", "auto") and not tools:
         raise invalid("function_call needs functions.", "function_call")
     if not tools:
@@ -154,9 +152,8 @@ def _check_tool(tool: Mapping[str, Any], where: str) -> str:
         raise invalid("function is missing.", f"{where}.function", "missing_required_parameter")
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise invalid(
-            "A function's name must be 1 to 64 letters, digits, _ or -.", f"{where}.function.name", "invalid_value"
-        )
+        message = "A function's name must be 1 to 64 letters, digits, _ or -."
+        raise invalid(message, f"{where}.function.name", "invalid_value")
     for key, kinds in (("description", str), ("parameters", Mapping), ("strict", bool)):
         if function.get(key) is not None and not isinstance(function[key], kinds):
             code = _SCHEMA_CODE if key == "parameters" else "invalid_type"
@@ -167,22 +164,20 @@ def _check_tool(tool: Mapping[str, Any], where: str) -> str:
 def _tool_choice(choice: Any, names: list[str]) -> tuple[str, tuple[str, ...]]:
     """(auto | none | required, the names that may be called; () for all)"""
     where = "tool_choice"
-    if choice is None or choice == "auto":
-        return "auto", ()
-    if choice in ("none", "required"):
-        return str(choice), ()
-    if isinstance(choice, Mapping) and choice.get("type") == "function":
+    if choice in (None, "auto", "none", "required"):
+        return choice or "auto", ()
+    if not isinstance(choice, Mapping):
+        raise invalid("tool_choice must be none, auto or required, or name a function.", where, "invalid_value")
+    if choice.get("type") == "function":
         return "required", (_known(choice, names),)
-    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+    if choice.get("type") == "allowed_tools":
         allowed = choice.get("allowed_tools", choice)
         mode = allowed.get("mode", "auto") if isinstance(allowed, Mapping) else None
         listed = allowed.get("tools") if isinstance(allowed, Mapping) else None
         if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
             raise invalid("allowed_tools must have a mode, auto or required, and tools.", where, "invalid_value")
         return str(mode), tuple(dict.fromkeys(_known(one, names) for one in listed))
-    if isinstance(choice, Mapping):
-        raise unsupported(f"A tool_choice of type {str(choice.get('type'))[:40]!r} is not supported.", where)
-    raise invalid("tool_choice must be none, auto or required, or name a function.", where, "invalid_value")
+    raise unsupported(f"A tool_choice of type {str(choice.get('type'))[:40]!r} is not supported.", where)
 
 
 def _known(choice: Any, names: list[str]) -> str:
@@ -192,13 +187,3 @@ def _known(choice: Any, names: list[str]) -> str:
         message = f"tool_choice names {str(name)[:64]!r}, which is not among the tools."
         raise invalid(message, "tool_choice", "invalid_value")
     return str(name)
-
-
-def _functions(given: Any) -> list[dict[str, Any]]:
-    if not isinstance(given, list) or not all(isinstance(one, Mapping) for one in given):
-        raise invalid("functions must be a list of objects.", "functions", "invalid_type")
-    return [{"type": "function", "function": dict(one)} for one in given]
-
-
-def _function_call(given: Any) -> Any:
-    return {"type": "function", "function": dict(given)} if isinstance(given, Mapping) else given

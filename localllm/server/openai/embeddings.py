@@ -80,12 +80,10 @@ async def embeddings(request: Request, body: EmbeddingRequest) -> dict[str, Any]
     vectors, facts = await _vectors(request, body, texts, "input")
     data = []
     for index, vector in enumerate(vectors):
-        short = vector[: body.dimensions] if body.dimensions else vector
-        short = unit(short) if body.normalize is not False else short
-        shown: Any = short.tolist()
-        if body.encoding_format == "base64":
-            shown = base64.b64encode(short.astype("<f4").tobytes()).decode()
-        data.append({"object": "embedding", "index": index, "embedding": shown})
+        short = vector[: body.dimensions]
+        short = short if body.normalize is False else unit(short)
+        coded = base64.b64encode(short.astype("<f4").tobytes()).decode() if body.encoding_format == "base64" else None
+        data.append({"object": "embedding", "index": index, "embedding": coded or short.tolist()})
     return {"object": "list", "data": data, **facts}
 
 
@@ -110,12 +108,11 @@ async def rerank(request: Request, body: RerankRequest) -> dict[str, Any]:
     vectors, facts = await _vectors(request, body, [body.query, *texts], "documents")
     scores = [_cosine(vectors[0], other) for other in vectors[1:]]
     order = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or None]
-    results = []
-    for i in order:
-        row: dict[str, Any] = {"index": i, "relevance_score": scores[i]}
-        if body.return_documents is not False:
-            row["document"] = {"text": texts[i]}
-        results.append(row)
+    results = [
+        {"index": i, "relevance_score": scores[i]}
+        | ({"document": {"text": texts[i]}} if body.return_documents is not False else {})
+        for i in order
+    ]
     return {"id": new_id("rerank"), "results": results, "method": METHOD, **facts}
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
 from localllm.request import Constraint, Message, ToolUse
@@ -15,7 +16,7 @@ from localllm.server.errors import invalid, not_text, unsupported
 from localllm.server.generation import Conversation, Generation
 from localllm.server.openai.schemas import MAX_PROMPTS, Body, ChatMessage, ChatRequest, CompletionRequest, Sampled
 
-from .constraints import read_constraints
+from .constraints import read_constraint, read_tool_use
 
 RESERVED_KWARGS = {
     "messages", "tools", "chat_template", "tokenize", "add_generation_prompt", "bos_token", "eos_token", "documents",
@@ -81,24 +82,14 @@ def chat_request(body: Body, fields: dict[str, Any], own_format: str) -> ChatReq
     return checked(with_further(body, fields, own_format), ChatRequest)
 
 
-def passed(body: Body, *names: str) -> dict[str, Any]:
-    """Fields that a chat request has under the same name."""
-    return {name: getattr(body, name) for name in names}
-
-
 def read_chat(body: ChatRequest) -> Generation:
     """What a conversation asks for. Raises ApiError."""
     constraint, tool_use = _check_chat(body)
-    conversation = _conversation(body, tool_use)
-    sampling = _sampling(body) | {
-        "max_tokens": body.max_completion_tokens or body.max_tokens,
-        "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
-    }
-    return Generation(
-        body.model, conversation, sampling, constraint, tool_use, streams=bool(body.stream),
-        user=body.user or body.safety_identifier or body.prompt_cache_key or "", priority=body.priority or 0,
-        deadline=_deadline(body), cache_salt=body.cache_salt or "",
-    )  # fmt: skip
+    made = _generation(body, _conversation(body, tool_use), constraint)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    sampling = {"max_tokens": body.max_completion_tokens or body.max_tokens, "logprobs": logprobs}
+    user = body.user or body.safety_identifier or body.prompt_cache_key or ""
+    return replace(made, sampling={**made.sampling, **sampling}, tool_use=tool_use, user=user)
 
 
 def read_conversation(body: ChatRequest) -> Conversation:
@@ -122,29 +113,32 @@ def read_completion(body: CompletionRequest) -> Generation:
     prompts = split_prompts(body.prompt, "prompt", MAX_PROMPTS)
     if len(prompts) * (body.n or 1) > MAX_PROMPTS:
         raise invalid(f"{len(prompts)} prompts times n {body.n} is more than {MAX_PROMPTS}.", "prompt")
-    sampling = _sampling(body) | {
+    made = _generation(body, prompts, constraint)
+    sampling = {
         "max_tokens": max(1, limit),  # scoring only: the one token generated is dropped
         "logprobs": body.logprobs,
-        "prompt_logprobs": body.logprobs if body.echo and body.logprobs is not None else None,
+        "prompt_logprobs": body.logprobs if body.echo else None,
     }
+    return replace(made, sampling={**made.sampling, **sampling}, generates=body.max_tokens != 0)
+
+
+def _generation(
+    body: Sampled, prompts: Conversation | list[str | list[int]], constraint: Constraint | None
+) -> Generation:
+    """What both kinds of request have in common."""
+    deadline = None if body.deadline_ms is None else time.monotonic() + body.deadline_ms / 1000
     return Generation(
-        body.model, prompts, sampling, constraint, streams=bool(body.stream), generates=body.max_tokens != 0,
-        user=body.user or "", priority=body.priority or 0, deadline=_deadline(body), cache_salt=body.cache_salt or "",
+        body.model, prompts, _sampling(body), constraint, streams=bool(body.stream), user=body.user or "",
+        priority=body.priority or 0, deadline=deadline, cache_salt=body.cache_salt or "",
     )  # fmt: skip
 
 
 def split_prompts(value: Any, param: str, limit: int) -> list[str | list[int]]:
     """str | [str] | [int] | [[int]] -> one item per prompt. Raises ApiError at the first that is none of these."""
-    if isinstance(value, str) or _is_ids(value):
-        prompts = [value]
-    elif isinstance(value, list):
-        prompts = value
-    else:
-        what = "missing" if value is None else "text, token ids, or a list of either"
-        raise invalid(f"{param} is {what}.", param, "invalid_type")
-    if not prompts or len(prompts) > limit:
+    prompts = [value] if isinstance(value, str) or _is_ids(value) else value
+    if isinstance(prompts, list) and not 0 < len(prompts) <= limit:
         raise invalid(f"{len(prompts)} texts; 1 to {limit} are taken.", param)
-    if not all(isinstance(p, str) or _is_ids(p) for p in prompts):
+    if not isinstance(prompts, list) or not all(isinstance(p, str) or _is_ids(p) for p in prompts):
         raise invalid(f"{param} must be text, token ids, or a list of either.", param, "invalid_type")
     return prompts
 
@@ -161,7 +155,7 @@ def _check(body: Sampled) -> tuple[Constraint | None, ToolUse | None]:
         value = (body.model_extra or {}).get(name)
         if value is not None and not any(value == one and type(value) is type(one) for one in neutral):
             raise unsupported(f"{name} is not supported.", name)
-    return read_constraints(body)
+    return read_constraint(body), read_tool_use(body)
 
 
 def _check_chat(body: ChatRequest) -> tuple[Constraint | None, ToolUse | None]:
@@ -196,16 +190,11 @@ def _sampling(body: Sampled) -> dict[str, Any]:
     return given
 
 
-def _deadline(body: Sampled) -> float | None:
-    """The deadline on the monotonic clock."""
-    return None if body.deadline_ms is None else time.monotonic() + body.deadline_ms / 1000
-
-
 def _conversation(body: ChatRequest, tool_use: ToolUse | None) -> Conversation:
     """Messages in the plain shape: text only, developer read as system."""
     kwargs = _template_kwargs(body)
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
-    tools = None if tool_use is None or tool_use.choice == "none" else list(tool_use.tools)
+    tools = None if tool_use is None or tool_use.choice == "none" else tool_use.tools
     opens = body.add_generation_prompt is not False
     return Conversation(messages, tools, kwargs, bool(body.continue_final_message), opens)
 

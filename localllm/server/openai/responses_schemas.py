@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from localllm.server.errors import invalid, not_text, unsupported
-from localllm.server.openai.reading import chat_request, passed
+from localllm.server.openai.reading import chat_request
 from localllm.server.openai.schemas import (
     MAX_MESSAGES,
     Body,
@@ -89,8 +89,8 @@ def to_chat(body: ResponsesRequest, items: list[dict[str, Any]]) -> ChatRequest:
     messages = messages_of(items)
     if body.instructions is not None:
         messages.insert(0, {"role": "system", "content": body.instructions})
-    same = ("model", "stream", "temperature", "top_p", "user", "safety_identifier", "prompt_cache_key")
-    fields = passed(body, *same) | {
+    same = {"model", "stream", "temperature", "top_p", "user", "safety_identifier", "prompt_cache_key"}
+    fields = body.model_dump(include=same) | {
         "messages": messages,
         "max_completion_tokens": body.max_output_tokens,
         "logprobs": True if body.wants_logprobs else None,
