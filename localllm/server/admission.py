@@ -19,20 +19,15 @@ MAX_CLIENTS = 4096  # clients whose last turn is remembered
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One request's place: reserved, then granted, then released. Releasing twice does nothing.
-
-    cost      sequences the engine will run for it
-    deadline  on the monotonic clock
-    is_part   stands for one sequence of a request that holds the place
-    """
+    """One request's place: reserved, then granted, then released. Releasing twice does nothing."""
 
     queue: Admission
     client: str
     priority: int
-    cost: int
-    deadline: float | None
+    cost: int  # sequences the engine will run for it
+    deadline: float | None  # on the monotonic clock
     number: int
-    is_part: bool = False
+    is_part: bool = False  # stands for one sequence of a request that holds the place
     is_granted: bool = False
     is_released: bool = False
     _granted: asyncio.Future[None] | None = None

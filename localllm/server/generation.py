@@ -37,32 +37,20 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What is to be generated, checked as far as that goes without the model.
+    """What is to be generated, checked as far as that goes without the model."""
 
-    model       the id that was asked for; None for the default
-    prompts     a conversation, or texts and token ids, each of which is answered
-    sampling    fields of `SamplingParams` that replace the model's defaults
-    streams     deltas are wanted as they come
-    generates   False: only the prompt is scored, the token that the engine makes for it is dropped
-    user        tells the users of one client apart, for fairness
-    priority    lower is earlier
-    deadline    on the monotonic clock
-    cache_salt  requests with different ones share no cached pages
-    shortens    a conversation longer than the window loses its oldest turns
-    """
-
-    model: str | None
-    prompts: Conversation | list[str | list[int]]
-    sampling: Mapping[str, Any]
+    model: str | None  # the id that was asked for; None for the default
+    prompts: Conversation | list[str | list[int]]  # a conversation, or texts and token ids, each of which is answered
+    sampling: Mapping[str, Any]  # fields of `SamplingParams` that replace the model's defaults
     constraint: Constraint | None = None
     tool_use: ToolUse | None = None
-    streams: bool = False
-    generates: bool = True
-    user: str = ""
-    priority: int = 0
-    deadline: float | None = None
-    cache_salt: str = ""
-    shortens: bool = False
+    streams: bool = False  # deltas are wanted as they come
+    generates: bool = True  # False: only the prompt is scored, the token that the engine makes for it is dropped
+    user: str = ""  # tells the users of one client apart, for fairness
+    priority: int = 0  # lower is earlier
+    deadline: float | None = None  # on the monotonic clock
+    cache_salt: str = ""  # requests with different ones share no cached pages
+    shortens: bool = False  # a conversation longer than the window loses its oldest turns
 
     @property
     def num_sequences(self) -> int:

@@ -34,17 +34,12 @@ HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 @dataclass(frozen=True, slots=True)
 class StreamFormat:
-    """How a stream is written.
+    """How a stream is written."""
 
-    on_error  the last chunk when something fails
-    done      the end
-    ping      sent when nothing came for a while; b"" for formats without comments
-    """
-
-    on_error: Callable[[LocalLLMError], bytes]
-    done: bytes = b""
+    on_error: Callable[[LocalLLMError], bytes]  # the last chunk when something fails
+    done: bytes = b""  # the end
     media_type: str = "text/event-stream; charset=utf-8"
-    ping: bytes = b": ping\n\n"
+    ping: bytes = b": ping\n\n"  # sent when nothing came for a while; b"" for formats without comments
 
 
 class Rendering(Protocol):

@@ -27,16 +27,10 @@ MAX_TTL_S = 10 * 365 * 86_400
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model that may be asked for.
+    """A model that may be asked for."""
 
-    name       the id clients use
-    source     what the loader is given
-    modified   seconds since the epoch
-    container  what the files are: gguf | safetensors
-    """
-
-    name: str
-    source: str
+    name: str  # the id clients use
+    source: str  # what the loader is given
     aliases: tuple[str, ...] = ()
     size_bytes: int = 0
     params: int = 0
@@ -45,8 +39,8 @@ class ServedModel:
     max_context: int = 0
     chat: bool = True
     license: str = ""
-    modified: float = 0.0
-    container: str = "safetensors"
+    modified: float = 0.0  # seconds since the epoch
+    container: str = "safetensors"  # what the files are: gguf | safetensors
 
     @classmethod
     def of(cls, llm: LLM, names: Sequence[str]) -> ServedModel:
@@ -94,14 +88,12 @@ class Loader(Protocol):
 class PoolOptions:
     """How long models stay.
 
-    ttl_s      an unused model is unloaded after this time; None never
-    pinned     models that stay, by name
     on_progress   told of every phase of a load, in the loading thread
     on_loaded  called in the loading thread before the first request is let in
     """
 
-    ttl_s: float | None = 1800.0
-    pinned: tuple[str, ...] = ()
+    ttl_s: float | None = 1800.0  # an unused model is unloaded after this time; None never
+    pinned: tuple[str, ...] = ()  # models that stay, by name
     on_progress: Callable[[str, LoadProgress], None] | None = None
     on_loaded: Callable[[ServedModel, LLM], None] | None = None
 
@@ -110,11 +102,6 @@ class PoolOptions:
 class PoolEntry:
     """A model somebody asked for, as the pool keeps it: changed under the pool's lock only.
 
-    users         leases that are held
-    loaded_at     on the wall clock
-    last_used     on the monotonic clock, like `restarted_at` and `waits_since`
-    broken        why its engine is not started again; "" while it is well
-    waiting       requests that get a lease when it is ready
     commands      what a person asked for, done when nobody uses the model
     """
 
@@ -122,14 +109,14 @@ class PoolEntry:
     pinned: bool
     state: State = State.ABSENT
     llm: LLM | None = None
-    users: int = 0
+    users: int = 0  # leases that are held
     ttl_s: float | None = None
-    loaded_at: float = 0.0
-    last_used: float = 0.0
+    loaded_at: float = 0.0  # on the wall clock
+    last_used: float = 0.0  # on the monotonic clock, like `restarted_at` and `waits_since`
     restarted_at: float | None = None
-    broken: str = ""
+    broken: str = ""  # why its engine is not started again; "" while it is well
     waits_since: float | None = None
-    waiting: list[Future[Lease]] = field(default_factory=list)
+    waiting: list[Future[Lease]] = field(default_factory=list)  # requests that get a lease when it is ready
     commands: list[tuple[Callable[[PoolEntry], None], Future[bool]]] = field(default_factory=list)
 
     @property

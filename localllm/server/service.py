@@ -40,16 +40,11 @@ INLINE_CHARS = 2000  # shorter texts are tokenised in the event loop: a thread w
 
 @dataclass(frozen=True, slots=True)
 class ServiceOptions:
-    """How many requests are taken.
+    """How many requests are taken."""
 
-    parallel       sequences a model answers side by side
-    max_queue      requests that may wait, per model
-    default_model  the id meant by a request that names none; "" for the first there is
-    """
-
-    parallel: int = 4
-    max_queue: int = 256
-    default_model: str = ""
+    parallel: int = 4  # sequences a model answers side by side
+    max_queue: int = 256  # requests that may wait, per model
+    default_model: str = ""  # the id meant by a request that names none; "" for the first there is
 
 
 @dataclass(slots=True)
