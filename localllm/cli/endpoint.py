@@ -15,7 +15,7 @@ from localllm.terminal import clean_line
 if TYPE_CHECKING:
     from localllm.interface import ChatBackend
     from localllm.processes import Record
-    from localllm.server.background import BackgroundServer
+    from localllm.server.run import BackgroundServer
 
 LOOPBACK = "127.0.0.1"
 
@@ -49,7 +49,7 @@ class ChatEndpoint:
             raise ServerError("no model is loaded", "/model NAME")
         from localllm.cli.commands.serve import api_keys, taken_by_us
         from localllm.server import ServeOptions, ServiceOptions
-        from localllm.server.background import BackgroundServer
+        from localllm.server.run import BackgroundServer
 
         self.stop()
         settings = self._config.server

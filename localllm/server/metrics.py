@@ -179,23 +179,23 @@ class RequestMeter:
         exchange.finish = str(last.finish_reason)
         self._metrics.success.labels(model, exchange.finish).inc()
         self._metrics.prompt_tokens.labels(model).inc(self._num_prompt_tokens or 0)
-        observe = partial(self._metrics.observe, model)
-        observe(
-            request_prompt_tokens=self._num_prompt_tokens or 0,
-            request_generation_tokens=self._num_tokens,
-            request_params_n=self._params.n,
-            request_num_preemptions=self._num_preemptions,
-            e2e_request_latency_seconds=now - exchange.started,
-        )
+        seen = {
+            "request_prompt_tokens": self._num_prompt_tokens or 0,
+            "request_generation_tokens": self._num_tokens,
+            "request_params_n": self._params.n,
+            "request_num_preemptions": self._num_preemptions,
+            "e2e_request_latency_seconds": now - exchange.started,
+        }
         if self._params.max_tokens is not None:
-            observe(request_params_max_tokens=self._params.max_tokens if self._generates else 0)
+            seen["request_params_max_tokens"] = self._params.max_tokens if self._generates else 0
         if timing is not None and timing.total_s:
-            observe(
-                request_queue_time_seconds=timing.queue_s,
-                request_inference_time_seconds=max(0.0, timing.total_s - timing.queue_s),
-                request_prefill_time_seconds=max(0.0, timing.ttft_s - timing.queue_s),
-                request_decode_time_seconds=max(0.0, timing.total_s - timing.ttft_s),
-            )
+            seen |= {
+                "request_queue_time_seconds": timing.queue_s,
+                "request_inference_time_seconds": max(0.0, timing.total_s - timing.queue_s),
+                "request_prefill_time_seconds": max(0.0, timing.ttft_s - timing.queue_s),
+                "request_decode_time_seconds": max(0.0, timing.total_s - timing.ttft_s),
+            }
+        self._metrics.observe(model, **seen)
 
 
 class _Engines(Collector):

@@ -86,24 +86,18 @@ class Loader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
-    """How long models stay.
-
-    on_progress   told of every phase of a load, in the loading thread
-    on_loaded  called in the loading thread before the first request is let in
-    """
+    """How long models stay."""
 
     ttl_s: float | None = 1800.0  # an unused model is unloaded after this time; None never
     pinned: tuple[str, ...] = ()  # models that stay, by name
+    # both are called in the loading thread: at every phase of a load, and before the first request is let in
     on_progress: Callable[[str, LoadProgress], None] | None = None
     on_loaded: Callable[[ServedModel, LLM], None] | None = None
 
 
 @dataclass(slots=True)
 class PoolEntry:
-    """A model somebody asked for, as the pool keeps it: changed under the pool's lock only.
-
-    commands      what a person asked for, done when nobody uses the model
-    """
+    """A model somebody asked for, as the pool keeps it: changed under the pool's lock only."""
 
     model: ServedModel
     pinned: bool
@@ -117,6 +111,7 @@ class PoolEntry:
     broken: str = ""  # why its engine is not started again; "" while it is well
     waits_since: float | None = None
     waiting: list[Future[Lease]] = field(default_factory=list)  # requests that get a lease when it is ready
+    # what a person asked for, done when nobody uses the model
     commands: list[tuple[Callable[[PoolEntry], None], Future[bool]]] = field(default_factory=list)
 
     @property

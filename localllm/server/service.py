@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -88,7 +90,8 @@ class Service:
         self.pool = pool
         self.options = options or ServiceOptions()
         self.created = int(time.time())
-        self.queues: dict[str, Admission] = {}
+        queue = partial(Admission, self.options.parallel, self.options.max_queue)
+        self.queues: defaultdict[str, Admission] = defaultdict(queue)  # by model
         self.metrics = Metrics(pool, self.queues)
         self.responses = ResponseStore()
         self.is_draining = False
@@ -139,19 +142,13 @@ class Service:
 
     # --- from a request to the engine --------------------------------------------------------------------------------
 
-    def queue(self, name: str) -> Admission:
-        """The queue of one model."""
-        if name not in self.queues:
-            self.queues[name] = Admission(self.options.parallel, self.options.max_queue)
-        return self.queues[name]
-
     def check_room(self) -> None:
         """Raise ApiError 503 or 429 where that is certain before a request is read: most refusals are made here."""
         if self.is_draining:
             self.check_ready()
         only = self.pool.only
         if only is not None:
-            self.queue(only.name).check()
+            self.queues[only.name].check()
 
     @asynccontextmanager
     async def reserve(
@@ -168,7 +165,7 @@ class Service:
         exchange = exchange_of(request.scope)
         exchange.model = model.name
         client = exchange.client_of(user)
-        ticket = self.queue(model.name).reserve(client, priority=priority, cost=cost, deadline=deadline)
+        ticket = self.queues[model.name].reserve(client, priority=priority, cost=cost, deadline=deadline)
         reservation = Reservation(model, ticket, exchange)
         try:
             await asyncio.sleep(0)  # whoever came at the same time is refused before anybody's text is read

@@ -180,7 +180,7 @@ async def test_a_deadline_ends_an_answer_with_what_it_has(client, make_service, 
     busy = make_service(parallel=1)
     async with make_client(busy) as other:
         running = [asyncio.ensure_future(other.post(CHAT, json=ask(max_tokens=200, ignore_eos=True))) for _ in range(4)]
-        while busy.queue("tiny").num_waiting < 2:
+        while busy.queues["tiny"].num_waiting < 2:
             await asyncio.sleep(0)
         late = await other.post(CHAT, json=ask(deadline_ms=1))
         assert (late.status_code, late.json()["error"]["code"]) == (503, "deadline_exceeded")

@@ -85,7 +85,7 @@ async def aborted_at(service, wanted, **fields):
 
 
 async def queued(service, number):
-    queue = service.queue("tiny")
+    queue = service.queues["tiny"]
     blocks = queue.reserve("others", cost=queue.parallel + queue.ahead)
     await blocks.granted()
     await cancelled_when(service, lambda: queue.num_waiting)

@@ -395,7 +395,7 @@ async def test_a_full_queue_is_logged_once_a_second(make_service, make_client, c
     """Whatever is asked; nothing of it is read. The next line says how many had none."""
     caplog.set_level(logging.INFO, "localllm.access")
     service = make_service(parallel=1, max_queue=0)
-    ticket = service.queue("tiny").reserve("somebody")
+    ticket = service.queues["tiny"].reserve("somebody")
     async with make_client(service, log_format=form) as client:
         for path in (CHAT, TEXT, RESPONSES, MESSAGES):
             refused = await client.post(path, content=b"this is not even JSON")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from localllm.request import FinishReason, Timing, TokenLogprob, Usage
+from localllm.tokenizer.tokenizer import Tokenizer
 
 
 def new_id(prefix: str) -> str:
@@ -50,17 +51,10 @@ def timings_json(usage: Usage, timing: Timing) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class TokenBytes(Protocol):
-    """What is needed of a tokenizer."""
-
-    def token_bytes(self, index: int) -> bytes:
-        """The bytes a token stands for"""
-
-
 class TokenNames:
     """Tokens as text and bytes, the way log-probabilities show them."""
 
-    def __init__(self, tokenizer: TokenBytes, *, as_ids: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
         """`as_ids`: "token_id:123" instead of the text."""
         self._tokenizer, self._as_ids = tokenizer, as_ids
 

@@ -194,7 +194,7 @@ def _conversation(body: ChatRequest, tool_use: ToolUse | None) -> Conversation:
     """Messages in the plain shape: text only, developer read as system."""
     kwargs = _template_kwargs(body)
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
-    tools = None if tool_use is None or tool_use.choice == "none" else tool_use.tools
+    tools = None if tool_use is None or tool_use.choice == "none" else list(tool_use.tools)
     opens = body.add_generation_prompt is not False
     return Conversation(messages, tools, kwargs, bool(body.continue_final_message), opens)
 
