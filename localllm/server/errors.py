@@ -6,7 +6,6 @@ OpenAI's shape has all four keys always; below `/v1/messages` it is Anthropic's.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -58,9 +57,6 @@ def not_text(what: str, kind: object, param: str) -> ApiError:
 def unsupported(what: str, param: str) -> ApiError:
     """A feature this version or model does not have, refused by name."""
     return ApiError(400, what, "not_supported_error", "unsupported_feature", param)
-
-
-Rename = Callable[[str | None], str | None]
 
 
 def bug() -> ApiError:

@@ -65,7 +65,7 @@ COUNTERS: dict[str, tuple[str, Read]] = {
 }
 
 
-class Metrics:
+class Metrics(Collector):
     """Everything `/metrics` shows.
 
     generated   tokens per model; counted for every delta, so it is a plain number
@@ -87,7 +87,8 @@ class Metrics:
             name: Histogram(f"vllm:{name}", text, MODEL, registry=registry, buckets=buckets)
             for name, (text, buckets) in HISTOGRAMS.items()
         }
-        registry.register(_Engines(self, pool, queues))
+        self._pool, self._queues = pool, queues
+        registry.register(self)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
@@ -100,6 +101,46 @@ class Metrics:
     def ended(self, exchange: Exchange) -> None:
         """An HTTP request is over."""
         self.http.labels(f"{exchange.status // 100}xx" if 100 <= exchange.status < 600 else "other").inc()
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing known beforehand: names come with the first look."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """What engines and queues count themselves, read whenever somebody looks."""
+        rows = [([name], number) for name, number in self.generated.items()]
+        yield _family(CounterFamily, "vllm:generation_tokens", "Tokens generated.", rows)
+        gaps = [gaps.row(name) for name, gaps in self.gaps.items()]
+        itl = "vllm:inter_token_latency_seconds"
+        yield _family(HistogramMetricFamily, itl, "Between two tokens of an answer.", gaps)
+        models = self._pool.awake()
+        stats = {name: llm.stats() for name, llm in models}
+        for family, table in ((GaugeMetricFamily, GAUGES), (CounterFamily, COUNTERS)):
+            for title, (text, read) in table.items():
+                yield _family(family, title, text, [([name], read(one)) for name, one in stats.items()])
+        steps = [([name], list(one.step_tokens.buckets()), one.step_tokens.total) for name, one in stats.items()]
+        yield _family(HistogramMetricFamily, "vllm:iteration_tokens_total", "Tokens of a step.", steps)
+        gauge = partial(_family, GaugeMetricFamily)
+        yield gauge("localllm:models_loaded", "Models in memory.", [([], len(models))], labels=())
+        waiting = {
+            name: one.num_waiting + (self._queues[name].num_waiting if name in self._queues else 0)
+            for name, one in stats.items()
+        }
+        text = "Requests that wait for their turn."
+        yield gauge("vllm:num_requests_waiting", text, [([name], number) for name, number in waiting.items()])
+        reasons = [
+            ([name, reason], number if reason == "capacity" else 0)
+            for name, number in waiting.items()
+            for reason in ("capacity", "deferred")
+        ]
+        text = "What they wait for: here it is always room."
+        yield gauge("vllm:num_requests_waiting_by_reason", text, reasons, labels=(*MODEL, "reason"))
+        labels = (*MODEL, "block_size", "cache_dtype", "num_gpu_blocks", "enable_prefix_caching")
+        caches = [
+            ([name, str(p.page_size), p.kv, str(sum(p.num_pages)), str(p.prefix_cache).lower()], 1)
+            for name, p in ((name, llm.plan) for name, llm in models)
+        ]
+        yield gauge("vllm:cache_config_info", "How keys and values are kept.", caches, labels=labels)
 
 
 class Gaps:
@@ -196,52 +237,6 @@ class RequestMeter:
                 "request_decode_time_seconds": max(0.0, timing.total_s - timing.ttft_s),
             }
         self._metrics.observe(model, **seen)
-
-
-class _Engines(Collector):
-    """What engines and queues count themselves, read whenever somebody looks at `/metrics`."""
-
-    def __init__(self, metrics: Metrics, pool: ModelPool, queues: Mapping[str, Admission]) -> None:
-        self._metrics, self._pool, self._queues = metrics, pool, queues
-
-    def describe(self) -> Iterable[Metric]:
-        """Nothing known beforehand: names come with the first look."""
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        rows = [([name], number) for name, number in self._metrics.generated.items()]
-        yield _family(CounterFamily, "vllm:generation_tokens", "Tokens generated.", rows)
-        gaps = [gaps.row(name) for name, gaps in self._metrics.gaps.items()]
-        itl = "vllm:inter_token_latency_seconds"
-        yield _family(HistogramMetricFamily, itl, "Between two tokens of an answer.", gaps)
-        models = self._pool.awake()
-        stats = {name: llm.stats() for name, llm in models}
-        for family, table in ((GaugeMetricFamily, GAUGES), (CounterFamily, COUNTERS)):
-            for title, (text, read) in table.items():
-                yield _family(family, title, text, [([name], read(one)) for name, one in stats.items()])
-        steps = [([name], list(one.step_tokens.buckets()), one.step_tokens.total) for name, one in stats.items()]
-        yield _family(HistogramMetricFamily, "vllm:iteration_tokens_total", "Tokens of a step.", steps)
-        gauge = partial(_family, GaugeMetricFamily)
-        yield gauge("localllm:models_loaded", "Models in memory.", [([], len(models))], labels=())
-        waiting = {
-            name: one.num_waiting + (self._queues[name].num_waiting if name in self._queues else 0)
-            for name, one in stats.items()
-        }
-        text = "Requests that wait for their turn."
-        yield gauge("vllm:num_requests_waiting", text, [([name], number) for name, number in waiting.items()])
-        reasons = [
-            ([name, reason], number if reason == "capacity" else 0)
-            for name, number in waiting.items()
-            for reason in ("capacity", "deferred")
-        ]
-        text = "What they wait for: here it is always room."
-        yield gauge("vllm:num_requests_waiting_by_reason", text, reasons, labels=(*MODEL, "reason"))
-        labels = (*MODEL, "block_size", "cache_dtype", "num_gpu_blocks", "enable_prefix_caching")
-        caches = [
-            ([name, str(p.page_size), p.kv, str(sum(p.num_pages)), str(p.prefix_cache).lower()], 1)
-            for name, p in ((name, llm.plan) for name, llm in models)
-        ]
-        yield gauge("vllm:cache_config_info", "How keys and values are kept.", caches, labels=labels)
 
 
 def _family(kind: Any, name: str, text: str, rows: Iterable[Any], labels: Sequence[str] = MODEL) -> Metric:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os.path
 from collections.abc import Sequence
 
 from localllm.errors import LocalLLMError
@@ -35,5 +36,4 @@ def common_prefix(llm: LLM, system: str) -> list[int]:
         llm.encode_chat([Message(role="system", content=system), Message(role="user", content=user)])
         for user in ("a", "1")
     ]
-    length = next((i for i, (x, y) in enumerate(zip(*both, strict=False)) if x != y), min(map(len, both)))
-    return both[0][:length]
+    return list(os.path.commonprefix(both))

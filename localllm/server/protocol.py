@@ -68,8 +68,6 @@ class Connection(H11Protocol):
         self._phase_bytes = 0
         self._write_timer: asyncio.TimerHandle | None = None
 
-    # --- reading -----------------------------------------------------------------------------------------------------
-
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(OneWrite(transport))  # type: ignore[arg-type]
         if len(self.connections) > self.max_connections:
@@ -141,8 +139,6 @@ class Connection(H11Protocol):
                 self.cycle.message_event.set()
             self._refuse(error)
 
-    # --- answers outside the application -----------------------------------------------------------------------------
-
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP gets the same error shape as everything else."""
         too_large = self._phase == "header" and self._phase_bytes >= (self.config.h11_max_incomplete_event_size or 0)
@@ -170,8 +166,6 @@ class Connection(H11Protocol):
             self.transport.abort()
             return
         self.transport.close()
-
-    # --- writing -----------------------------------------------------------------------------------------------------
 
     def pause_writing(self) -> None:
         super().pause_writing()

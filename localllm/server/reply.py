@@ -174,9 +174,6 @@ async def unless_left(receive: Receive) -> AsyncIterator[None]:
         watcher.cancel()
 
 
-# --- how pieces are written -------------------------------------------------------------------------------------------
-
-
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 

@@ -18,7 +18,7 @@ from localllm._version import __version__
 from localllm.server.anthropic import messages as anthropic
 from localllm.server.anthropic import schemas as anthropic_schemas
 from localllm.server.body import read_body
-from localllm.server.errors import Rename, is_anthropic
+from localllm.server.errors import is_anthropic
 from localllm.server.ollama import routes as ollama
 from localllm.server.ollama import schemas as ollama_schemas
 from localllm.server.openai import completions, embeddings, models, responses, responses_schemas
@@ -56,7 +56,7 @@ class Route:
 SSE = "text/event-stream"
 LINES = "application/x-ndjson"
 # where a field of a chat request has a name of its own: for errors
-RENAMES: dict[str, Rename] = {
+RENAMES: dict[str, Callable[[str | None], str | None]] = {
     "/v1/responses": responses_schemas.renamed,
     "/v1/messages": anthropic_schemas.renamed,
     "/v1/messages/count_tokens": anthropic_schemas.renamed,

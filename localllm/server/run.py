@@ -42,26 +42,19 @@ FILES = 65536  # open files wanted: every connection is one
 
 
 @dataclass(frozen=True, slots=True)
-class ServeOptions:
-    """Where and how to listen."""
+class ServeOptions(AppOptions):
+    """Where and how to listen; only browsers and programs of this machine reach a loopback address."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     unix: Path | None = None  # a socket file instead of host and port
-    api_keys: tuple[str, ...] = ()
-    token: str = ""  # lets the owner of this process in: `localllm ps` and `stop`
-    origins: tuple[str, ...] = ()
     insecure: bool = False  # allow a non-loopback address without a key
     preload: tuple[str, ...] = ()  # models to load before requests are taken
-    log_format: str = "text"
     drain_s: float = DRAIN_S
     service: ServiceOptions = ServiceOptions()
 
-    @property
-    def app(self) -> AppOptions:
-        """How callers are treated; only browsers and programs of this machine reach a loopback address."""
-        is_local = self.unix is None and is_loopback(self.host)
-        return AppOptions(is_local, self.api_keys, self.origins, log_format=self.log_format, token=self.token)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "loopback", self.unix is None and is_loopback(self.host))
 
 
 class Hooks(Protocol):
@@ -165,7 +158,7 @@ def _more_files() -> None:
 async def _run(sock: socket.socket, pool: ModelPool, options: ServeOptions, hooks: Hooks) -> None:
     service = Service(pool, options.service)
     service.is_loading = bool(options.preload)
-    server = make_server(service, options.app)
+    server = make_server(service, options)
     url = url_of(sock)
     try:
         with _signals(service, server, options.drain_s, hooks):
@@ -305,7 +298,7 @@ class BackgroundServer:
         self._pool = ModelPool.holding(llm, names)
         self._pool.models()
         self._service = Service(self._pool, options.service)
-        self._server = make_server(self._service, options.app)
+        self._server = make_server(self._service, options)
         self._loop = asyncio.new_event_loop()
         self._ending: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._run, args=(sock,), name="endpoint", daemon=True)

@@ -104,8 +104,6 @@ class Service:
         """End the threads; the models are their owner's."""
         self._text.shutdown(wait=False, cancel_futures=True)
 
-    # --- models ------------------------------------------------------------------------------------------------------
-
     async def models(self) -> tuple[ServedModel, ...]:
         return await self.in_thread(self.pool.models)
 
@@ -119,8 +117,6 @@ class Service:
         if not models:
             raise ApiError(404, "No model is on this machine.", code="model_not_found", param="model")
         return models[0]
-
-    # --- readiness ---------------------------------------------------------------------------------------------------
 
     def check_ready(self) -> None:
         """Raise ApiError 503 when nothing new is taken."""
@@ -139,8 +135,6 @@ class Service:
                 )
             if row.llm.is_dead:
                 raise ApiError(503, f"The engine of {row.name} is being restarted.", "server_error", "engine_dead")
-
-    # --- from a request to the engine --------------------------------------------------------------------------------
 
     def check_room(self) -> None:
         """Raise ApiError 503 or 429 where that is certain before a request is read: most refusals are made here."""
@@ -259,8 +253,6 @@ class Service:
             if asked.deadline is not None:
                 stream.end_at(asked.deadline)
         return reservation
-
-    # --- the end -----------------------------------------------------------------------------------------------------
 
     @property
     def num_streams(self) -> int:

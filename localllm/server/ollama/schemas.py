@@ -12,8 +12,9 @@ from localllm.server.errors import invalid, unsupported
 from localllm.server.openai.reading import with_further
 from localllm.server.openai.schemas import MAX_MESSAGES, TEXTS_OR_IDS, Body, ChatRequest, CompletionRequest
 
-DURATION = re.compile(r"(-?\d+(?:\.\d+)?)(ms|s|m|h)")
-SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|)")
+WAIT = re.compile(r"\d+(\.\d+)?|(\d+(\.\d+)?(ms|s|m|h))+")
+SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
 # their sampling options -> ours; what concerns loading (num_ctx, num_gpu, ...) was decided when the server started
 OPTIONS = {
     "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "typical_p": "typical_p",
@@ -130,17 +131,12 @@ def keep_alive_s(value: str | float | None) -> float | None | Literal["default"]
     if value is None:
         return "default"
     if isinstance(value, str):
-        if re.fullmatch(r"-?\d+(\.\d+)?", value):
-            seconds = float(value)
-        else:
-            sign = -1.0 if value.startswith("-") else 1.0
-            parts = DURATION.findall(value.lstrip("-"))
-            if not parts or "".join(n + u for n, u in parts) != value.lstrip("-"):
-                raise invalid("keep_alive must be a time such as 5m, or seconds.", "keep_alive")
-            seconds = sign * sum(float(number) * SECONDS[unit] for number, unit in parts)
-    else:
-        seconds = float(value)
-    return None if seconds < 0 else seconds
+        text = value.removeprefix("-")
+        if not WAIT.fullmatch(text):
+            raise invalid("keep_alive must be a time such as 5m, or seconds.", "keep_alive")
+        seconds = sum(float(number) * SECONDS[unit] for number, unit in PART.findall(text))
+        value = seconds if text == value else -seconds
+    return None if value < 0 else float(value)
 
 
 def _common(body: Asked) -> dict[str, Any]:

@@ -15,17 +15,18 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any, Literal
 
 import httpx
+from pydantic import BaseModel, Field, StrictStr
 
 from localllm.errors import ConfigError
 from localllm.server.app import create_app
+from localllm.server.body import checked
+from localllm.server.errors import ApiError
 from localllm.server.middleware import AppOptions
 from localllm.server.service import Service
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
-MAX_ID = 512
 TIMEOUT_S = 24 * 3600.0
 
 
@@ -46,43 +47,43 @@ class BatchCounts:
         return time.monotonic() - self.started
 
 
+class BatchLine(BaseModel):
+    """A request of the file."""
+
+    custom_id: Annotated[StrictStr, Field(min_length=1, max_length=512)]
+    method: Literal["POST"] = "POST"
+    url: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
+    body: dict[str, Any]
+
+
 def check(source: Path) -> list[str]:
     """The ids of all requests, in order. Raises ConfigError for the first line that is no request."""
     ids: dict[str, int] = {}
     for number, request in _requests(source):
-        where = f"{source}, line {number}"
-        custom = request.get("custom_id")
-        if not isinstance(custom, str) or not 0 < len(custom) <= MAX_ID:
-            raise ConfigError(
-                f"{where}: custom_id must be text of 1 to {MAX_ID} characters", "give every request an id"
-            )
-        if custom in ids:
-            raise ConfigError(f"{where}: custom_id {custom!r:.80} stands in line {ids[custom]}, too", "make ids unique")
-        if request.get("method", "POST") != "POST" or request.get("url") not in URLS:
-            url = f"{request.get('method', 'POST')} {request.get('url')}"
-            raise ConfigError(f"{where}: {url[:80]!r} cannot be in a batch", f"POST to one of {', '.join(URLS)}")
-        body = request.get("body")
-        if not isinstance(body, dict) or body.get("stream"):
-            raise ConfigError(f"{where}: body must be an object without stream: true", "take stream out")
-        ids[custom] = number
+        first = ids.setdefault(request.custom_id, number)
+        if first != number:
+            twice = f"{source}, line {number}: custom_id {request.custom_id!r:.80} stands in line {first}, too"
+            raise ConfigError(twice, "make ids unique")
+        if request.body.get("stream"):
+            raise ConfigError(f"{source}, line {number}: body has stream: true", "take stream out")
     if not ids:
         raise ConfigError(f"{source} holds no request", 'each line: {"custom_id": "1", "method": "POST", "url": ...}')
     return list(ids)
 
 
-def _requests(source: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _requests(source: Path) -> Iterator[tuple[int, BatchLine]]:
     try:
         with source.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                try:
-                    request = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise ConfigError(f"{source}, line {number}: not JSON: {error}", "one JSON object a line") from None
-                if not isinstance(request, dict):
-                    raise ConfigError(f"{source}, line {number}: not an object", "one JSON object a line")
-                yield number, request
+                if line.strip():
+                    try:
+                        yield number, checked(json.loads(line), BatchLine)
+                    except ApiError as error:
+                        wrong = f"{source}, line {number}: {error.message.rstrip('.')}"
+                        raise ConfigError(wrong, "one request in OpenAI's batch format a line") from None
+                    except (ValueError, RecursionError) as error:
+                        wrong = f"{source}, line {number}: not JSON: {error}"
+                        raise ConfigError(wrong, "one JSON object a line") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{source} is not UTF-8 text", "save it as UTF-8") from None
     except OSError as error:
@@ -173,9 +174,9 @@ async def run_batch(
     transport = httpx.ASGITransport(app=create_app(service, AppOptions()), raise_app_exceptions=False)
     slots = asyncio.Semaphore(2 * service.options.parallel)
 
-    async def one(client: httpx.AsyncClient, request: dict[str, Any]) -> None:
+    async def one(client: httpx.AsyncClient, request: BatchLine) -> None:
         try:
-            response = await client.post(request["url"], json=request["body"])
+            response = await client.post(request.url, json=request.body)
             _take(request, response, output, counts)
             on_change(counts)
         finally:
@@ -187,14 +188,14 @@ async def run_batch(
             asyncio.TaskGroup() as tasks,
         ):
             for _, request in _requests(source):
-                if request["custom_id"] not in output.answered:
+                if request.custom_id not in output.answered:
                     await slots.acquire()
                     tasks.create_task(one(client, request))
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from None
 
 
-def _take(request: dict[str, Any], response: httpx.Response, output: Output, counts: BatchCounts) -> None:
+def _take(request: BatchLine, response: httpx.Response, output: Output, counts: BatchCounts) -> None:
     body = response.json()
     ok = response.status_code == 200
     usage = body.get("usage") or {} if ok else {}
@@ -206,7 +207,7 @@ def _take(request: dict[str, Any], response: httpx.Response, output: Output, cou
     error = None if ok else {"code": body["error"]["code"], "message": body["error"]["message"]}
     output.write(
         {
-            "id": f"batch_req_{uuid.uuid4().hex}", "custom_id": request["custom_id"], "response": answer,
+            "id": f"batch_req_{uuid.uuid4().hex}", "custom_id": request.custom_id, "response": answer,
             "error": error,
         }
     )  # fmt: skip

@@ -49,7 +49,7 @@ class OpenAIRendering:
 
     def __init__(self, reservation: Reservation, body: Sampled) -> None:
         self._reservation, self._stream, self._asked = reservation, reservation.stream, body
-        self.names = TokenNames(reservation.llm.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
+        self.names = TokenNames(reservation.llm, as_ids=bool(body.return_tokens_as_token_ids))
         self.head = {"id": new_id(self.prefix), "created": int(time.time()), "model": reservation.model.name}
         options = body.stream_options
         self.continuous = bool(options and options.continuous_usage_stats)

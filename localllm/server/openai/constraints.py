@@ -113,9 +113,6 @@ def _read(kind: str, value: Any, where: str) -> Constraint | None:
     return Constraint(kind, value, param=where)  # type: ignore[arg-type]
 
 
-# --- tools -----------------------------------------------------------------------------------------------------------
-
-
 def read_tool_use(body: Constraints) -> ToolUse | None:
     """Which tools may be called. Raises ApiError 400, its `param` the field."""
     tools, choice, field = body.tools, body.tool_choice, "tools"

@@ -7,8 +7,8 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from localllm.llm.llm import LLM
 from localllm.request import FinishReason, Timing, TokenLogprob, Usage
-from localllm.tokenizer.tokenizer import Tokenizer
 
 
 def new_id(prefix: str) -> str:
@@ -54,9 +54,9 @@ def timings_json(usage: Usage, timing: Timing) -> dict[str, Any]:
 class TokenNames:
     """Tokens as text and bytes, the way log-probabilities show them."""
 
-    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
+    def __init__(self, llm: LLM, *, as_ids: bool = False) -> None:
         """`as_ids`: "token_id:123" instead of the text."""
-        self._tokenizer, self._as_ids = tokenizer, as_ids
+        self._tokenizer, self._as_ids = llm.tokenizer, as_ids
 
     def text(self, token: int) -> str:
         """The token's text; what is no whole character shows as U+FFFD."""

@@ -14,7 +14,7 @@ from localllm.server.openai.reading import read_chat
 from localllm.server.openai.responses_events import ResponseBuilder
 from localllm.server.openai.responses_store import Stored
 from localllm.server.reply import StreamFormat, reply
-from localllm.server.service import Reservation, Service, service_of
+from localllm.server.service import Service, service_of
 
 
 async def create_response(request: Request, body: schemas.ResponsesRequest) -> Response:
@@ -23,17 +23,13 @@ async def create_response(request: Request, body: schemas.ResponsesRequest) -> R
     schemas.refuse(body)
     items = [*_earlier(service, body), *_named(service, schemas.input_items(body))]
     asked = replace(read_chat(schemas.to_chat(body, items)), shortens=body.truncation == "auto")
-    builder = ResponseBuilder(body, asked.tool_use)
 
-    def keep() -> None:
+    def keep(response: dict[str, Any]) -> None:
         if body.store is not False:
-            service.responses.put(builder.json(), items)
+            service.responses.put(response, items)
 
-    def render(reservation: Reservation) -> ResponseBuilder:
-        builder.opened(reservation, keep)
-        return builder
-
-    return await reply(request, asked, render, StreamFormat(builder.fail))
+    builder = ResponseBuilder(body, asked.tool_use, keep)
+    return await reply(request, asked, builder.opened, StreamFormat(builder.fail))
 
 
 def _discarded(what: str, code: str, param: str) -> ApiError:

@@ -24,11 +24,15 @@ from localllm.server.service import Reservation
 class ResponseBuilder:
     """One response."""
 
-    def __init__(self, body: ResponsesRequest, tool_use: ToolUse | None = None) -> None:
+    def __init__(
+        self, body: ResponsesRequest, tool_use: ToolUse | None = None,
+        keep: Callable[[dict[str, Any]], None] = lambda _: None,
+    ) -> None:  # fmt: skip
+        """`keep` is called with the response when it is whole."""
         self._body, self._model, self._tool_use = body, body.model or "", tool_use
         self._names: TokenNames | None = None
         self._stream: AsyncResponseStream | None = None
-        self._keep: Callable[[], None] = lambda: None
+        self._keep = keep
         self.id = new_id("resp_")
         self._created = int(time.time())
         self.output: list[dict[str, Any]] = []
@@ -41,10 +45,11 @@ class ResponseBuilder:
         self._completed_at: int | None = None
         self._number = -1
 
-    def opened(self, reservation: Reservation, keep: Callable[[], None]) -> None:
-        """The model is there. `keep` is called when the response is whole."""
-        self._model, self._stream, self._keep = reservation.model.name, reservation.stream, keep
-        self._names = TokenNames(reservation.llm.tokenizer)
+    def opened(self, reservation: Reservation) -> ResponseBuilder:
+        """Itself, now that the model is there."""
+        self._model, self._stream = reservation.model.name, reservation.stream
+        self._names = TokenNames(reservation.llm)
+        return self
 
     async def whole(self) -> dict[str, Any]:
         async for _ in self.chunks():
@@ -56,8 +61,6 @@ class ResponseBuilder:
         yield b"".join(self.begin())
         async for chunk in self._stream.rendered(lambda _, delta: self.take(delta)):
             yield chunk
-
-    # --- events ------------------------------------------------------------------------------------------------------
 
     def begin(self) -> list[bytes]:
         return [
@@ -148,7 +151,7 @@ class ResponseBuilder:
         events = [*opened, *self._close(self._status)]
         self._reason = "max_output_tokens" if cut else None
         self._completed_at = None if cut else int(time.time())
-        self._keep()
+        self._keep(self.json())
         return [*events, self._event(f"response.{self._status}", response=self.json())]
 
     def _shown(self, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
@@ -161,8 +164,6 @@ class ResponseBuilder:
         if self._tool_use is not None:
             return self._tool_use.parallel
         return self._body.parallel_tool_calls is not False
-
-    # --- the object --------------------------------------------------------------------------------------------------
 
     def json(self) -> dict[str, Any]:
         body, usage = self._body, self._usage

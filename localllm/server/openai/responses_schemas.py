@@ -8,16 +8,7 @@ from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from localllm.server.errors import invalid, not_text, unsupported
 from localllm.server.openai.reading import chat_request
-from localllm.server.openai.schemas import (
-    MAX_MESSAGES,
-    Body,
-    ChatRequest,
-    Metadata,
-    Name,
-    Number,
-    StreamOptions,
-    ranged,
-)
+from localllm.server.openai.schemas import MAX_MESSAGES, Body, ChatRequest, Filed, Generates, Name, ranged
 
 ROLES = ("system", "developer", "user", "assistant")
 TEXT_PARTS = {"input_text", "output_text", "text"}
@@ -38,36 +29,22 @@ class TextOptions(Body):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(Generates, Filed):
     """POST /v1/responses"""
 
-    model: StrictStr | None = None
     input: StrictStr | Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     instructions: StrictStr | None = None
-    metadata: Metadata | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
-    parallel_tool_calls: StrictBool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     max_output_tokens: Annotated[StrictInt, ranged("max_tokens", ge=16)] | None = None
     max_tool_calls: Annotated[StrictInt, Field(ge=1)] | None = None
-    temperature: Annotated[Number, ranged("temperature", le=2)] | None = None
-    top_p: Annotated[Number, ranged("top_p")] | None = None
     top_logprobs: Annotated[StrictInt, ranged("logprobs")] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     previous_response_id: Name | None = None
     conversation: Any = None
-    store: StrictBool | None = None
-    stream: StrictBool | None = None
-    stream_options: StreamOptions | None = None
     include: Annotated[list[StrictStr], Field(max_length=16)] | None = None
     background: StrictBool | None = None
     prompt: Any = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
-    user: Name | None = None
-    safety_identifier: Annotated[StrictStr, Field(max_length=64)] | None = None
-    prompt_cache_key: Name | None = None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -116,9 +93,9 @@ def renamed(param: str | None) -> str | None:
 
 def input_items(body: ResponsesRequest) -> list[dict[str, Any]]:
     """The input as items."""
-    if isinstance(body.input, str):
-        return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": body.input}]}]
-    return body.input
+    if not isinstance(body.input, str):
+        return body.input
+    return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": body.input}]}]
 
 
 def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -48,15 +48,10 @@ class ResponseStore:
 
     def item(self, item_id: str) -> dict[str, Any] | None:
         """An output item of a response that is kept, the newest response first."""
-        for stored in reversed(self._items.values()):
-            for item in stored.response["output"]:
-                if item.get("id") == item_id:
-                    return dict(item)
-        return None
+        items = (item for stored in reversed(self._items.values()) for item in stored.response["output"])
+        return next((dict(item) for item in items if item.get("id") == item_id), None)
 
     def remove(self, response_id: str) -> bool:
         found = self._items.pop(response_id, None)
-        if found is None:
-            return False
-        self._bytes -= found.size_bytes
-        return True
+        self._bytes -= found.size_bytes if found is not None else 0
+        return found is not None

@@ -76,12 +76,33 @@ class StreamOptions(Body):
     include_obfuscation: StrictBool | None = None
 
 
-class Constraints(Body):
-    """Fields that bind what may be generated: all of them are checked in one place, and none is ever ignored."""
+class Generates(Body):
+    """Fields of every OpenAI route that makes text."""
 
+    model: StrictStr | None = None
+    stream: StrictBool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[Number, ranged("temperature", le=2)] | None = None
+    top_p: Annotated[Number, ranged("top_p")] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: StrictBool | None = None
+    user: Name | None = None
+
+
+class Filed(Body):
+    """Fields of a chat request and of a response that say whose it is; nothing of it is kept but responses."""
+
+    metadata: Metadata | None = None
+    store: StrictBool | None = None
+    safety_identifier: Annotated[StrictStr, Field(max_length=64)] | None = None
+    prompt_cache_key: Name | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
+
+
+class Constraints(Generates):
+    """Fields that bind what may be generated: all of them are checked in one place, and none is ever ignored."""
+
     functions: Any = None
     function_call: Any = None
     response_format: dict[str, Any] | None = None
@@ -100,11 +121,6 @@ class Constraints(Body):
 class Sampled(Constraints):
     """Fields that chat and completions share."""
 
-    model: StrictStr | None = None
-    stream: StrictBool | None = None
-    stream_options: StreamOptions | None = None
-    temperature: Annotated[Number, ranged("temperature", le=2)] | None = None
-    top_p: Annotated[Number, ranged("top_p")] | None = None
     top_k: Annotated[StrictInt, ranged("top_k")] | None = None
     min_p: Annotated[Number, ranged("min_p")] | None = None
     typical_p: Annotated[Number, ranged("typical_p")] | None = None
@@ -124,13 +140,12 @@ class Sampled(Constraints):
     timings_per_token: StrictBool | None = None
     cache_salt: CacheSalt | None = None
     request_id: Annotated[StrictStr, Field(max_length=128)] | None = None
-    user: Name | None = None
     priority: Annotated[StrictInt, Field(ge=-1000, le=1000)] | None = None  # lower is earlier, as in vLLM
     # best effort: not begun by then it is refused, running it ends with what it has
     deadline_ms: Annotated[StrictInt, Field(ge=1, le=86_400_000)] | None = None
 
 
-class ChatRequest(Sampled):
+class ChatRequest(Sampled, Filed):
     """POST /v1/chat/completions"""
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
@@ -144,11 +159,6 @@ class ChatRequest(Sampled):
     include_reasoning: StrictBool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     modalities: list[StrictStr] | None = None
-    metadata: Metadata | None = None
-    store: StrictBool | None = None
-    safety_identifier: Annotated[StrictStr, Field(max_length=64)] | None = None
-    prompt_cache_key: Name | None = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 

@@ -48,8 +48,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> dict[str, Any]:
     service = service_of(request)
     given = [name for name in ("prompt", "messages", "content") if getattr(body, name) is not None]
     if len(given) != 1:
-        what = "one of prompt, messages and content is needed"
-        raise invalid(f"{what}.", "prompt", "missing_required_parameter")
+        raise invalid("one of prompt, messages and content is needed.", "prompt", "missing_required_parameter")
     conversation = None
     if body.messages is not None:
         named = body.model_dump(include={"messages", "chat_template_kwargs", "add_generation_prompt"})
@@ -68,7 +67,7 @@ def _tokens(llm: LLM, body: TokenizeRequest, conversation: Conversation | None) 
         text = body.prompt if body.prompt is not None else body.content or ""
         adds = body.add_special if body.prompt is None else body.add_special_tokens is not False
         ids = llm.encode_prompt(text) if adds else llm.tokenizer.encode(text, special=True)
-    names = TokenNames(llm.tokenizer)
+    names = TokenNames(llm)
     if body.content is not None:  # llama.cpp
         if body.with_pieces:
             return {"tokens": [{"id": i, "piece": names.text(i)} for i in ids]}
