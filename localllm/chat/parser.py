@@ -140,16 +140,14 @@ class ReasoningParser:
         close = text.find(self.closes)
         if close >= 0:
             self._state = "closed"
-            self._emit(text[: self._before_line_ends(text, close)], parts)
-            return text[close + len(self.closes) :]
-        end = len(text)
-        for size in range(min(len(self.closes) - 1, len(text)), 0, -1):
-            if text.endswith(self.closes[:size]):
-                end -= size
-                break
+            said, rest = text[: self._before_line_ends(text, close)], text[close + len(self.closes) :]
+            parts += [("reasoning", said)] if said else []
+            return rest
+        begun = range(len(self.closes) - 1, 0, -1)
+        end = len(text) - next((size for size in begun if text.endswith(self.closes[:size])), 0)
         keep = self._before_line_ends(text, end)
         self._held = text[keep:]
-        self._emit(text[:keep], parts)
+        parts += [("reasoning", text[:keep])] if keep else []
         return ""
 
     @staticmethod
@@ -157,8 +155,3 @@ class ReasoningParser:
         """Where the line ends before `end` begin, going back at most `_MAX_HELD`."""
         begin = max(end - _MAX_HELD, 0)
         return begin + len(text[begin:end].rstrip(_LINE_ENDS))
-
-    @staticmethod
-    def _emit(text: str, parts: list[Part]) -> None:
-        if text:
-            parts.append(("reasoning", text))

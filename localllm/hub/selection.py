@@ -21,9 +21,9 @@ _QUANT_LABEL = re.compile(
 )
 # which quant a repository is asked for when none is named: four bits first, because bytes decide the speed
 _QUANT_ORDER = (
-    *("Q4_K_M", "UD-Q4_K_XL", "Q4_1", "Q4_K_S", "Q4_0", "IQ4_NL", "IQ4_XS", "MXFP4", "Q5_K_M", "Q5_K_S", "Q5_1"),
-    *("Q5_0", "Q6_K", "Q8_0", "Q3_K_M", "Q3_K_L", "BF16", "F16"),
+    "Q4_K_M UD-Q4_K_XL Q4_1 Q4_K_S Q4_0 IQ4_NL IQ4_XS MXFP4 Q5_K_M Q5_K_S Q5_1 Q5_0 Q6_K Q8_0 Q3_K_M Q3_K_L BF16 F16"
 )
+_RANKS = {label: rank for rank, label in enumerate(_QUANT_ORDER.split())}
 
 _SMALL = re.compile(
     r"[^/]+\.(json|jinja)|tokenizer\.model|merges\.txt|vocab\.txt|(additional_chat_templates|chat_templates)/[^/]+\.jinja"
@@ -70,7 +70,7 @@ def gguf_sets(names: Iterable[str], where: str) -> list[GgufSet]:
 def choose_gguf(sets: Sequence[GgufSet], quant: str | None, where: str) -> GgufSet:
     """The one set that `quant` means, or the usual choice when None. Raises ModelNotFound with what there is."""
     if quant is None:
-        return min(sets, key=lambda s: (_rank(s.label), len(s.files[0]), s.files[0]))
+        return min(sets, key=lambda s: (_RANKS.get(s.label, len(_RANKS)), len(s.files[0]), s.files[0]))
     wanted = quant.casefold()
     found = [s for s in sets if s.label.casefold() == wanted]
     found = found or [s for s in sets if wanted in s.files[0].rsplit("/", 1)[-1].casefold()]
@@ -81,10 +81,6 @@ def choose_gguf(sets: Sequence[GgufSet], quant: str | None, where: str) -> GgufS
         raise ModelNotFound(f"{where} has no {shown(quant)}; it has {labels}", f"localllm pull {where}:{sets[0].label}")
     names = ", ".join(s.files[0] for s in found[:6])
     raise ModelNotFound(f"{where}:{shown(quant)} could be {len(found)} files: {names}", "give more of the file name")
-
-
-def _rank(label: str) -> int:
-    return _QUANT_ORDER.index(label) if label in _QUANT_ORDER else len(_QUANT_ORDER)
 
 
 def safetensors_names(names: Iterable[str]) -> list[str]:
