@@ -21,14 +21,10 @@ from .starter import fetch_starter, starter_path, verify_starter
 from .transfer import WORKERS, Job, fetch
 
 
-def _silent(_: LoadProgress) -> None:
-    """Progress nobody looks at."""
-
-
 def download(
     resolved: Resolved,
     *,
-    progress: OnProgress = _silent,
+    progress: OnProgress = lambda _: None,
     cancel: threading.Event | None = None,
     patience: Patience | None = None,
     workers: int = WORKERS,
@@ -77,7 +73,7 @@ class Repaired:
 def repair(
     name: str,
     *,
-    progress: OnProgress = _silent,
+    progress: OnProgress = lambda _: None,
     cancel: threading.Event | None = None,
     offline: bool = False,
     patience: Patience | None = None,

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Literal
 from localllm import paths
 from localllm.errors import BadModelFile, ConfigError, LocalLLMError, ModelNotFound, UnsupportedFormat, UnsupportedModel
 from localllm.hub import catalog
-from localllm.terminal import GIB
 
 from . import cache
 from .names import ModelName, shown
@@ -240,7 +239,7 @@ def remember_model(name: str) -> None:
         return
 
 
-def default_model(fits: Callable[[LocalModel], tuple[bool, float]] | None = None) -> str:
+def default_model(fits: Callable[[LocalModel], tuple[bool, float]]) -> str:
     """The name for a chat that gives none: the model used last; else the largest local chat model that fits at 10
     tokens per second or more; else the starter.
     """
@@ -248,20 +247,9 @@ def default_model(fits: Callable[[LocalModel], tuple[bool, float]] | None = None
     last = _state().get("last")
     if isinstance(last, str) and (last in names or os.path.exists(last)):
         return last
-    verdict = fits or _fits_free_memory
-    chats = [(m, *verdict(m)) for m in list_local() if m.chat and m.supported and not m.broken]
+    chats = [(m, *fits(m)) for m in list_local() if m.chat and m.supported and not m.broken]
     usable = [m for m, runs, tps in chats if runs and tps >= 10]
-    if usable:
-        best = max(usable, key=lambda m: m.params)
-        return best.name
-    return STARTER
-
-
-def _fits_free_memory(model: LocalModel) -> tuple[bool, float]:
-    import psutil
-
-    free = psutil.virtual_memory().available
-    return model.size_bytes * 1.2 + GIB // 2 < free, 20e9 / max(1, model.size_bytes)
+    return max(usable, key=lambda m: m.params).name if usable else STARTER
 
 
 def _state_file() -> Path:

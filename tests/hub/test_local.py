@@ -274,16 +274,16 @@ def test_damage_is_listed_and_repaired(fake_hub: FakeHub, empty_home: Path, file
 
 
 def test_the_model_used_last_comes_first(empty_home: Path) -> None:
-    assert hub.default_model() == "smollm2"
+    assert hub.default_model(lambda _: (True, 20.0)) == "smollm2"
     hub.remember_model("gone/model")
-    assert hub.default_model() == "smollm2", "a model that is no longer here is not offered"
+    assert hub.default_model(lambda _: (True, 20.0)) == "smollm2", "a model that is no longer here is not offered"
     put(empty_home / "data/models/mine", {"mine.gguf": b"GGUF"})
     hub.remember_model("mine")
-    assert hub.default_model() == "mine"
+    assert hub.default_model(lambda _: (True, 20.0)) == "mine"
     assert local.list_local()[0].last_used is not None
     for text in ("", "[]", '{"last": 5, "used": 7}', '{"last": "mine", "used": {"mine": "x"}}', "[" * 100_000):
         (empty_home / "state/models.json").write_text(text)
-        hub.default_model()
+        hub.default_model(lambda _: (True, 20.0))
         local.list_local()
 
 
