@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import tomllib
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +109,8 @@ def read_json(path: Path, max_bytes: int = 1 << 20) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def package_toml(package: str | None, name: str) -> dict[str, Any]:
-    """A TOML file that a package brings."""
-    assert package
-    return tomllib.loads(resources.files(package).joinpath(name).read_text(encoding="utf-8"))
+def toml_beside(module: str, name: str) -> dict[str, Any]:
+    """A TOML file of the program's own data, beside the module whose `__file__` is given."""
+    import tomllib
+
+    return tomllib.loads(Path(module).with_name(name).read_text(encoding="utf-8"))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from localllm.paths import package_toml
+from localllm.paths import toml_beside
 
 Piece = tuple[Literal["content", "reasoning"], str]
-SCRIPT: dict[str, Any] = package_toml(__package__, "script.toml")
+SCRIPT: dict[str, Any] = toml_beside(__file__, "script.toml")
 ANSWERS = {
     message: "".join(text.replace("{n}", str(n)) for times, text in parts for n in range(times))
     for message, parts in SCRIPT["answers"].items()

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.errors import ConfigError
-from localllm.paths import package_toml
+from localllm.paths import toml_beside
 from localllm.terminal import GIB
 
 from .facts import CpuFacts, DiskFacts, GpuFacts, GpuLink, GpuProcess, HostFacts, MachineFacts
 
 _BYTES = {"mib": 1 << 20, "gib": GIB}
 _PARTS = {"gpus": GpuFacts, "gpu_links": GpuLink, "processes": GpuProcess, "disk": DiskFacts}
-_DATA = package_toml(__package__, "machines.toml")
+_DATA = toml_beside(__file__, "machines.toml")
 PROFILES: list[str] = _DATA["profiles"]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from localllm.paths import package_toml
+from localllm.paths import toml_beside
 
 
 class GpuModel(NamedTuple):
@@ -30,7 +30,7 @@ class Generation(NamedTuple):
     min_cuda: str
 
 
-_DATA = package_toml(__package__, "gpus.toml")
+_DATA = toml_beside(__file__, "gpus.toml")
 TABLE = tuple(GpuModel(**row) for row in _DATA["model"])
 _GENERATIONS = tuple(Generation(**row) for row in _DATA["generation"])
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from localllm.device import GpuFacts
 from localllm.errors import ConfigError, DeviceError
-from localllm.paths import package_toml
+from localllm.paths import toml_beside
 from localllm.terminal import gib
 
 from .conditions import holds
@@ -189,4 +189,4 @@ def _device(survey: Survey, best: GpuFacts | None) -> str:
 
 @functools.cache
 def _data() -> dict[str, Any]:
-    return package_toml(__package__, "engines.toml")
+    return toml_beside(__file__, "engines.toml")

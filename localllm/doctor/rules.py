@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from localllm.paths import package_toml
+from localllm.paths import toml_beside
 from localllm.terminal import clean_line, fit
 
 from .conditions import holds, unmet
@@ -76,7 +76,7 @@ class Match:
 @functools.cache
 def rules() -> tuple[Rule, ...]:
     """All rules, in the order of the file."""
-    entries = package_toml(__package__, "rules.toml")["rule"]
+    entries = toml_beside(__file__, "rules.toml")["rule"]
     fixes = [sorted((Fix(**fix) for fix in entry["fixes"]), key=lambda fix: fix.unconfirmed) for entry in entries]
     return tuple(Rule(**entry | {"fixes": cures}) for entry, cures in zip(entries, fixes, strict=True))
 

@@ -12,7 +12,6 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterator
-from importlib import resources
 from pathlib import Path
 
 from localllm.errors import LocalLLMError
@@ -118,7 +117,7 @@ def _migrate(connection: sqlite3.Connection) -> None:
     with transaction(connection):
         if _pragma(connection, "user_version") >= VERSION:
             return  # another process was faster
-        schema = resources.files(__package__).joinpath("schema.sql").read_text(encoding="utf-8")
+        schema = Path(__file__).with_name("schema.sql").read_text(encoding="utf-8")
         for statement in schema.split("\n\n"):  # `executescript` would commit before it begins
             connection.execute(statement)
         connection.execute(f"PRAGMA application_id = {APPLICATION}")

@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from importlib import resources
+from pathlib import Path
 from string import Template
 from typing import Any
 
@@ -65,7 +65,7 @@ def as_html(chat: SavedChat, messages: Sequence[SavedMessage]) -> str:
             f"{parser.render(message.content)}</section>",
         ]
         body.append("".join(parts))
-    page = Template(resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
+    page = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     return page.substitute(title=html.escape(_title(chat)), meta=html.escape(_meta(chat)), body="\n".join(body))
 
 

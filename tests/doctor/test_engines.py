@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from localllm import paths
+from localllm import doctor, paths
 from localllm.device.fake import PROFILES, fake_host, fake_machine
 from localllm.doctor import Survey
 from localllm.doctor.conditions import KEYS
@@ -128,7 +128,7 @@ def test_names_of_engines() -> None:
 
 
 def test_the_data_is_well_formed() -> None:
-    data = paths.package_toml("localllm.doctor", "engines.toml")
+    data = paths.toml_beside(doctor.__file__, "engines.toml")
     known = {rule.id for rule in rules()}
     for engine in data["engine"]:
         assert set(engine["rules"]) <= known
