@@ -9,11 +9,9 @@ import logging
 import os
 import select
 import threading
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from localllm.config import UiConfig
 from localllm.conversation import clipboard
 from localllm.conversation.attention import Attention
 from localllm.conversation.session import Session
+from localllm.paths import toml_beside
 from localllm.terminal import clean_line, no_color
 from localllm.tui.keymap import Keymap
 
@@ -93,7 +92,7 @@ class Frame(App[None]):
 
     def _begin_with_theme(self) -> list[str]:
         """Colours from the start: setting `theme` later would parse every style sheet a second time."""
-        own = tomllib.loads(resources.files(__package__).joinpath("themes.toml").read_text("utf-8"))
+        own = toml_beside(__file__, "themes.toml")
         for name, colours in own.items():
             self.register_theme(Theme(name, **colours))
         wanted = "ansi-dark" if self._colorless else self.options.ui.theme

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from difflib import get_close_matches
-from importlib import resources
 from typing import NamedTuple
 
 from textual.binding import Binding
 from textual.keys import format_key
+
+from localllm.paths import toml_beside
 
 
 class Key(NamedTuple):
@@ -21,7 +21,7 @@ class Key(NamedTuple):
     action: str = ""
 
 
-_TABLES = tomllib.loads(resources.files(__package__).joinpath("keymap.toml").read_text("utf-8"))
+_TABLES = toml_beside(__file__, "keymap.toml")
 VIM: Mapping[str, str] = _TABLES.pop("vim")
 KEYS = {name: Key(where=where, **row) for where, rows in _TABLES.items() for name, row in rows.items()}
 

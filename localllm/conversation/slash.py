@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import tomllib
-from importlib import resources
 from typing import NamedTuple
 
 from localllm.errors import ConfigError
+from localllm.paths import toml_beside
 
 
 class Slash(NamedTuple):
@@ -18,10 +17,7 @@ class Slash(NamedTuple):
     plain: bool = True
 
 
-SLASHES = tuple(
-    Slash(name, **row)
-    for name, row in tomllib.loads(resources.files(__package__).joinpath("slash.toml").read_text("utf-8")).items()
-)
+SLASHES = tuple(Slash(name, **row) for name, row in toml_beside(__file__, "slash.toml").items())
 ALIASES = {"bye": "quit", "exit": "quit", "q": "quit", "?": "help", "clear": "new", "retry": "regen", "models": "model"}
 MAX_PORT = 65_535
 OFF = -1  # what `parse_port` makes of the word off
