@@ -108,9 +108,8 @@ def make_backend(
 def wait_ready(backend: ChatBackend, progress: Progress, on_progress: OnProgress | None = None) -> tuple[Facts, float]:
     """Show phases until the model is ready. Returns its facts and the seconds that took; raises why loading failed."""
     start = time.monotonic()
-    ready = False
     try:
-        while not ready:
+        while True:
             for event in drain(backend):
                 if isinstance(event, Failed):
                     raise BackendError(event)
@@ -118,17 +117,14 @@ def wait_ready(backend: ChatBackend, progress: Progress, on_progress: OnProgress
                     progress.update(event)
                     if on_progress is not None:
                         on_progress(event)
-                    if event.name == "ready":
-                        ready = True
-                        break  # what follows belongs to a turn
+                    if event.name == "ready":  # what follows belongs to a turn
+                        return backend.facts(), time.monotonic() - start
             progress.tick()
-            if not ready:
-                time.sleep(POLL_S)
+            time.sleep(POLL_S)
     except KeyboardInterrupt:
         raise Aborted(progress.interrupted() or "stopped") from None
     finally:
         progress.close()
-    return backend.facts(), time.monotonic() - start
 
 
 def drain(backend: ChatBackend) -> Iterator[ChatEvent]:

@@ -234,4 +234,4 @@ def test_every_error_of_the_program_is_on_the_page() -> None:
                 if known.intersection(re.findall(r"\w+", bases)):
                     named.add(name)
     assert "DoesNotFit" in named
-    assert named - known == {"BackendError"}, "that one carries the code of another"
+    assert named - known == {"ApiError", "BackendError"}, "those carry the code of another"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
@@ -16,6 +17,9 @@ from localllm.cli.session import fake_engine
 from localllm.errors import Aborted, ConfigError, LocalLLMError
 from localllm.request import LoadProgress
 from localllm.terminal import clean_line, counted, seconds_short
+
+if TYPE_CHECKING:
+    from localllm.server.openai.batch import BatchCounts
 
 
 @command(
@@ -78,17 +82,13 @@ def batch(
     return LocalLLMError.exit_code if counts.failed else 0
 
 
-async def _tick(tick: object) -> None:
-    assert callable(tick)
+async def _tick(tick: Callable[[], None]) -> None:
     while True:
         tick()
         await asyncio.sleep(0.1)
 
 
-def _report(env: Env, counts: object, output: Path) -> None:
-    from localllm.server.openai.batch import BatchCounts
-
-    assert isinstance(counts, BatchCounts)
+def _report(env: Env, counts: BatchCounts, output: Path) -> None:
     seconds = counts.seconds
     told = picked(counts, "total skipped failed prompt_tokens completion_tokens")
     told |= {"output": str(output), "answered": counts.done}

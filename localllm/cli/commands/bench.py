@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from localllm.cli.frame.command import Env, command
-from localllm.cli.frame.console import picked
-from localllm.cli.frame.options import LoadFlags, Model, one_of, read_text
+from localllm.cli.frame.console import one_of, picked
+from localllm.cli.frame.options import LoadFlags, Model, numbers, read_text
 from localllm.cli.names import choose
 from localllm.cli.session import fake_engine
-from localllm.config.kinds import parse_tokens
 from localllm.errors import ConfigError
 from localllm.terminal import clean_line, gib
 
@@ -80,8 +79,9 @@ def bench(
         raise ConfigError(
             f"--against must be a URL or one of {', '.join(PEERS)}, not {against!r}", "--against llama.cpp"
         )
-    streams = _numbers(concurrency or ("1,8,16,32" if at_url else "1"), "--concurrency", 1)
-    options = benches.BenchOptions(prompt_tokens, output_tokens, _numbers(depths, "-d"), repeat, warmup, streams)
+    streams = tuple(map(int, numbers(concurrency or ("1,8,16,32" if at_url else "1"), "--concurrency", 1, "1,4")))
+    behind = tuple(map(int, numbers(depths, "-d", 0, "0,4k")))
+    options = benches.BenchOptions(prompt_tokens, output_tokens, behind, repeat, warmup, streams)
     config = env.settings(load.settings() | {"engine.max_parallel": max(streams)})
     choice = choose(env, config, model)
     from localllm.cli.loading import load_llm
@@ -129,18 +129,6 @@ def _measure(
         return benches.run_bench(llm, options, tell, peer)
 
 
-def _numbers(text: str, option: str, least: int = 0) -> tuple[int, ...]:
-    try:
-        numbers = tuple(int(parse_tokens(part)) for part in text.split(",") if part)
-    except ValueError:
-        numbers = ()
-    if not numbers or min(numbers) < least:
-        raise ConfigError(
-            f"{option} is {text!r}: expected numbers such as {max(least, 1)},4", f"{option} {max(least, 1)}"
-        )
-    return numbers
-
-
 def _print(env: Env, result: BenchResult, form: str) -> None:
     console = env.console
     if form == "json":
@@ -157,14 +145,14 @@ def _print(env: Env, result: BenchResult, form: str) -> None:
         writer.writerows(records)
         return
     columns, rows = _load_cells(records) if result.load else _test_cells(result, records)
-    numbers = columns[3 if result.load else 2 :]
+    right = columns[3 if result.load else 2 :]
     if form == "md":
-        marks = ["---:" if name in numbers else "---" for name in columns]
+        marks = ["---:" if name in right else "---" for name in columns]
         for cells in (columns, None, *rows):
             line = f"|{'|'.join(marks)}|" if cells is None else f"| {' | '.join(map(clean_line, cells))} |"
             console.line(line)
     else:
-        console.table(columns, rows, right=numbers)
+        console.table(columns, rows, right=right)
     for line in _notes(result):
         console.line(clean_line(line))
 

@@ -11,16 +11,9 @@ from typer import Argument, Option
 from localllm.cli.attach import find_server
 from localllm.cli.commands.run import answer
 from localllm.cli.frame.command import Env, command
+from localllm.cli.frame.console import one_of
 from localllm.cli.frame.help import OPTIONAL_NUMBER
-from localllm.cli.frame.options import (
-    EngineFlags,
-    MaybeModel,
-    SamplingFlags,
-    System,
-    one_of,
-    setting,
-    text_or_file,
-)
+from localllm.cli.frame.options import EngineFlags, MaybeModel, SamplingFlags, System, setting, text_or_file
 from localllm.cli.full_screen import full_screen, in_tab
 from localllm.cli.names import Choice, choose
 from localllm.cli.question import Job, gather_prompt, messages_of

@@ -11,8 +11,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from localllm.cli.frame.command import Env, command
-from localllm.cli.frame.console import picked
-from localllm.cli.frame.options import nearest
+from localllm.cli.frame.console import nearest, picked
 from localllm.config import KEYS, Key, find_key, load_config, reference, set_key, settings_file, unset_key
 from localllm.config.keys import TABLES
 from localllm.errors import ConfigError

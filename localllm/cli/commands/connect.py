@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from localllm.cli.frame.command import Env, command
-from localllm.cli.frame.options import nearest
+from localllm.cli.frame.console import nearest
 from localllm.conversation.clipboard import osc52
 from localllm.errors import ConfigError
 from localllm.processes import running

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from localllm.cli.frame.command import Env, command
-from localllm.cli.frame.console import iso, picked
-from localllm.cli.frame.options import one_of
+from localllm.cli.frame.console import iso, one_of, picked
 from localllm.errors import LocalLLMError
 from localllm.paths import existing, home_short
 from localllm.plan.quality import note as quality_note

@@ -12,19 +12,16 @@ from typer import Option
 
 from localllm.cli.frame.command import Env, command
 from localllm.cli.frame.console import picked
-from localllm.cli.frame.options import Kv, model_argument
+from localllm.cli.frame.options import Kv, model_argument, numbers
 from localllm.cli.names import local, opened
 from localllm.cli.plan_view import Row, Sheet, Subject, show
 from localllm.config import UserConfig
-from localllm.config.kinds import parse_bytes, parse_tokens
+from localllm.config.kinds import parse_bytes
 from localllm.errors import ConfigError, LocalLLMError
 
 if TYPE_CHECKING:
     from localllm.hub.catalog import DownloadLimit
     from localllm.plan.planner import Planner
-
-DEFAULT_WINDOWS = (8_192, 32_768)
-WINDOW_WORDS = ("auto", "max")
 
 
 @command(
@@ -62,7 +59,7 @@ def plan(
     from localllm.plan.planner import Planner
 
     config = env.settings({"engine.kv": kv, "engine.max_parallel": batch})
-    windows = _windows(ctx)
+    windows = numbers("8k,32k" if ctx is None else ctx, "--ctx", 16, "8k,32k", ("auto", "max"))
     real = machine()
     facts = imagined(
         real,
@@ -87,18 +84,6 @@ def plan(
     if not env.console.emit("plan/1", {"machine": asdict(facts), "rows": listed}):
         show(env, sheet, models or [])
     return 5 if any(not any(r.fits for r in rows if r.subject.asked == name) for name in models or ()) else 0
-
-
-def _windows(text: str | None) -> tuple[int | str, ...]:
-    if text is None:
-        return DEFAULT_WINDOWS
-    try:
-        found = tuple(part if part in WINDOW_WORDS else int(parse_tokens(part)) for part in text.split(",") if part)
-    except ValueError:
-        found = ()
-    if not found or any(isinstance(one, int) and one < 16 for one in found):
-        raise ConfigError(f"--ctx is {text!r}: expected numbers of tokens such as 8k,32k", "localllm plan --ctx 8k,32k")
-    return found
 
 
 def _size(text: str | None, option: str) -> int | None:

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from localllm.cli.frame.command import Env, command
-from localllm.cli.frame.options import EngineFlags, Model, SamplingFlags, System, one_of, text_or_file
+from localllm.cli.frame.console import one_of
+from localllm.cli.frame.options import EngineFlags, Model, SamplingFlags, System, text_or_file
 from localllm.cli.names import Choice, choose
 from localllm.cli.question import (
     TRUNCATE,

@@ -13,8 +13,9 @@ from typer import Option
 
 from localllm._version import __version__
 from localllm.cli.frame.command import Env, command
+from localllm.cli.frame.console import one_of
 from localllm.cli.frame.exits import leave_now
-from localllm.cli.frame.options import EngineFlags, Parallel, model_argument, one_of, read_text
+from localllm.cli.frame.options import EngineFlags, Parallel, model_argument, read_text
 from localllm.cli.names import Choice, agree, choice_of, resolve
 from localllm.cli.session import fake_engine
 from localllm.errors import ConfigError, ModelNotFound, ServerError
@@ -123,11 +124,9 @@ def taken_by_us(error: ServerError, port: int) -> ServerError:
         return error
     who = "localllm" if ours.kind == "serve" else "a chat of localllm"
     what = f"{who} (pid {ours.pid}) serves {', '.join(ours.models) or 'no model yet'} there"
-    if ours.kind != "serve":
-        beside = f"localllm serve --port {port + 1}"
-        return ServerError(f"port {port} is taken: {clean_line(what)}", beside, fixes=((beside, "run beside it"),))
-    fixes = ((f"localllm stop {port}", "end it"), (f"localllm serve --port {port + 1}", "run beside it"))
-    return ServerError(f"port {port} is taken: {clean_line(what)}", f"localllm stop {port}", fixes=fixes)
+    fixes = [(f"localllm stop {port}", "end it")] if ours.kind == "serve" else []
+    fixes.append((f"localllm serve --port {port + 1}", "run beside it"))
+    return ServerError(f"port {port} is taken: {clean_line(what)}", fixes[0][0], fixes=fixes)
 
 
 def here(env: Env, config: UserConfig, name: str) -> Choice:

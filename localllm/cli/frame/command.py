@@ -18,10 +18,10 @@ import typer
 from typer import Option
 
 from localllm.cli.frame import logs
-from localllm.cli.frame.console import Console
+from localllm.cli.frame.console import Console, one_of
 from localllm.cli.frame.exits import exit_code
 from localllm.cli.frame.help import GLOBAL_PANEL, HelpCommand
-from localllm.errors import ConfigError, LocalLLMError
+from localllm.errors import LocalLLMError
 from localllm.testing import refuse_outside_tests
 
 if TYPE_CHECKING:
@@ -61,17 +61,15 @@ class Env:
     """What a command gets beside its own arguments: the console, the options, the settings."""
 
     def __init__(self, options: Options) -> None:
-        if options.color not in (None, "auto", "always", "never"):
-            raise ConfigError(
-                f"--color must be one of auto, always, never, not {options.color!r}", "pass --color never"
-            )
+        color = "auto" if options.color is None else options.color
+        one_of("--color", color, ("auto", "always", "never"), "pass --color never")
         self.options = options
         self._warned = False
         self.console = Console(
             as_json=bool(options.json),
             quiet=bool(options.quiet),
             verbose=options.verbose,
-            color=options.color or "auto",
+            color=color,
             ask=not options.no_input,
             yes=bool(options.yes),
         )

@@ -6,7 +6,7 @@ from the settings (`localllm.config`). A command takes a group of options as one
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +15,7 @@ from typer import Argument, Option
 
 from localllm.cli.frame.command import Env
 from localllm.config import KEYS, UserConfig
+from localllm.config.kinds import parse_tokens
 from localllm.errors import ConfigError
 
 
@@ -130,17 +131,15 @@ class SamplingFlags:
         return {"sampling.temperature": given.pop("temp")} | {f"sampling.{name}": v for name, v in given.items()}
 
 
-def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """The known word that was probably meant; "" where none is near."""
-    from difflib import get_close_matches
-
-    return next(iter(get_close_matches(word, known, 1, cutoff)), "")
-
-
-def one_of(option: str, value: str, known: Sequence[str], hint: str) -> None:
-    """Raise ConfigError for a word that the option does not take."""
-    if value not in known:
-        raise ConfigError(f"{option} must be one of {', '.join(known)}, not {value!r}", hint)
+def numbers(text: str, option: str, least: int, such: str, words: Sequence[str] = ()) -> tuple[int | str, ...]:
+    """The numbers of a list such as `8k,32k`, and those of `words` in it. Raises ConfigError."""
+    try:
+        found = tuple(part if part in words else int(parse_tokens(part)) for part in text.split(",") if part)
+    except ValueError:
+        found = ()
+    if not found or any(isinstance(one, int) and one < least for one in found):
+        raise ConfigError(f"{option} is {text!r}: expected numbers such as {such}", f"{option} {such}")
+    return found
 
 
 def text_or_file(value: str | None, option: str) -> str | None:

@@ -13,14 +13,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import IO, Any
 
-from localllm.cli.frame.console import Console
-from localllm.errors import ConfigError
+from localllm.cli.frame.console import Console, one_of
 from localllm.request import LoadProgress
 from localllm.terminal import cell_width, clean_line, dumb, fit, gib, json_safe, seconds_short
 
 STALL_S = 10.0  # Seconds without movement before the bar says so.
 PLAIN_EVERY_S = 5.0  # A plain line at the latest after this many seconds of movement.
-MODES = ("auto", "plain", "json", "none")
 
 
 class Progress:
@@ -82,10 +80,7 @@ class Progress:
 
 def make_progress(console: Console, mode: str = "auto", title: str = "") -> Progress:
     """The view for a mode; `auto` is a bar on a terminal and lines elsewhere. Raises ConfigError for another word."""
-    if mode not in MODES:
-        raise ConfigError(
-            f"--progress must be one of {', '.join(MODES)}, not {mode!r}", "localllm pull MODEL --progress plain"
-        )
+    one_of("--progress", mode, ("auto", "plain", "json", "none"), "localllm pull MODEL --progress plain")
     if mode == "auto":
         mode = "none" if console.quiet else "bar" if console.err_tty and not dumb() else "plain"
     kinds = {"bar": BarProgress, "plain": PlainProgress, "json": JsonProgress, "none": Progress}
