@@ -31,11 +31,6 @@ class ForwardBatch:
     groups: tuple[AttentionInputs, ...]  # per cache group
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of this step, over all sequences."""
-        return sum(self.query_lens)
-
-    @property
     def is_decode(self) -> bool:
         """Whether every sequence has one token here, and its logits are wanted."""
         return len(self.seq_lens) == self.positions.shape[0] == self.logits_indices.shape[0]

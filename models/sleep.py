@@ -62,18 +62,11 @@ def tensors_of(holder: Any) -> Iterator[Tensor]:
         if isinstance(item, Tensor):
             yield item
         elif isinstance(item, types.FunctionType):  # not its globals: they are the module's
-            waiting.extend(cell.cell_contents for cell in item.__closure__ or () if _is_filled(cell))
+            waiting.extend(item.__closure__ or ())
             waiting.extend(item.__defaults__ or ())
             waiting.extend((item.__kwdefaults__ or {}).values())
         else:
             waiting.extend(gc.get_referents(item))
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
 
 
 def free_cached() -> None:

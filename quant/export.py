@@ -37,13 +37,12 @@ def tensors(weight: Weight) -> dict[str, Tensor]:
         return {"weight_packed": packed, "weight_scale": weight.scales, "weight_shape": torch.tensor(weight.shape)}
     if weight.form == "fp8":
         return {"weight": weight.qweight, "weight_scale": weight.scales}
-    if weight.form == "fp4g16":
-        assert weight.global_scale is not None
-        divisor = (1.0 / weight.global_scale[:1]).contiguous()
-        return {"weight_packed": weight.qweight, "weight_scale": weight.scales, "weight_global_scale": divisor}
-    if weight.form == "fp4g32":
-        return {"weight_packed": weight.qweight, "weight_scale": weight.scales}
-    raise ValueError(f"compressed-tensors has no layout for {weight.form}")
+    if weight.form not in ("fp4g16", "fp4g32"):
+        raise ValueError(f"compressed-tensors has no layout for {weight.form}")
+    found = {"weight_packed": weight.qweight, "weight_scale": weight.scales}
+    if weight.global_scale is not None:
+        found["weight_global_scale"] = (1.0 / weight.global_scale[:1]).contiguous()
+    return found
 
 
 def pack_words(codes: Tensor, bits: int) -> Tensor:
@@ -71,10 +70,8 @@ def configuration(target: Target, ignored: list[str]) -> dict[str, Any]:
         "observer": "minmax",
         "observer_kwargs": {},
     }
-    if target.name == "mxfp4":
-        weights |= {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
-    if target.name == "nvfp4":
-        weights |= {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
+    if target.name in _SCALE_DTYPES:
+        weights |= dict.fromkeys(("scale_dtype", "zp_dtype"), _SCALE_DTYPES[target.name])
     group_0 = {
         "targets": ["Linear"],
         "weights": weights,
@@ -94,6 +91,7 @@ def configuration(target: Target, ignored: list[str]) -> dict[str, Any]:
     }
 
 
+_SCALE_DTYPES = {"mxfp4": "torch.uint8", "nvfp4": "torch.float8_e4m3fn"}
 # target -> bits, type, strategy, whether there are groups, format
 _SCHEMES: dict[str, tuple[int, str, str, bool, str]] = {
     "int4": (4, "int", "group", True, "pack-quantized"),

@@ -57,15 +57,11 @@ def _stacked(parts: Sequence[Tensor | None]) -> Tensor | None:
 
 def _zeros(weights: Sequence[Weight]) -> Tensor | None:
     """An `int4g` without zeros means 8 everywhere: say so where another has some."""
-    if all(w.zeros is None for w in weights) or any(w.mins is not None for w in weights):
-        return _stacked([w.zeros for w in weights])
-    filled = [w.zeros if w.zeros is not None else _eights(w) for w in weights]
-    return _stacked(filled)
-
-
-def _eights(weight: Weight) -> Tensor:
-    assert weight.scales is not None
-    return torch.full(weight.scales.shape, 8, dtype=torch.uint8)
+    zeros = [w.zeros for w in weights]
+    if any(part is not None for part in zeros) and all(w.mins is None for w in weights):
+        eights = [None if w.scales is None else torch.full(w.scales.shape, 8, dtype=torch.uint8) for w in weights]
+        zeros = [eight if part is None else part for part, eight in zip(zeros, eights, strict=True)]
+    return _stacked(zeros)
 
 
 def _fp8_scales(weights: Sequence[Weight]) -> Tensor | None:

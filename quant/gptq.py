@@ -27,9 +27,8 @@ def load_gptq(module: WeightReader, params: dict) -> Weight:
     if n * bits % 32:
         raise BadModelFile(f"{module.prefix} has {n} outputs, {bits}-bit GPTQ needs whole 32-bit words")
     words = module.get("qweight", ("I32",), (k * bits // 32, n))
-    groups = -(-k // params["group_size"])
-    scales = module.scales("scales", (groups, n)).t().contiguous()
-    zeros = _zeros(module, bits, groups, params)
+    scales = module.scales("scales").t().contiguous()
+    zeros = _zeros(module, bits, scales.shape[1], params)
     g_idx = module.get("g_idx", ("I32", "I64"), (k,)) if params["g_idx"] else None
     codes = Codes(bits, lambda rows: unpack_stream(words[:, rows].t(), bits))
     return from_codes(module, codes, group_order(module, scales, zeros, params["group_size"], g_idx))

@@ -8,7 +8,7 @@ stored_formats(checkpoint)                      how each linear module is stored
 from .checkpoint import Checkpoint
 from .formats import stored_formats
 from .formats.module import StoredFormat
+from .mapped_file import TensorInfo
 from .opening import open_checkpoint
-from .tensor_info import TensorInfo
 
 __all__ = ["Checkpoint", "StoredFormat", "TensorInfo", "open_checkpoint", "stored_formats"]

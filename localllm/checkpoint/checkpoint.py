@@ -9,8 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from .mapped_file import MappedFile
-from .tensor_info import TensorInfo
+from .mapped_file import MappedFile, TensorInfo
 
 
 @dataclass(eq=False)

@@ -20,8 +20,7 @@ import numpy as np
 from localllm.errors import BadModelFile, UnsupportedFormat
 
 from .gguf_types import ACTIVATION_TYPES, ARRAY, BOOL, RETIRED_TYPES, SCALARS, STRING, TENSOR_TYPES
-from .mapped_file import MappedFile, bad, pickle_error, shown
-from .tensor_info import TensorInfo
+from .mapped_file import MappedFile, TensorInfo, bad, pickle_error, shown
 
 MAX_HEADER_BYTES = 64 << 20  # a 262,144-token vocabulary with its merges is under 20 MiB
 MAX_ENTRIES = 1 << 17  # tensors, and separately keys; the largest models with one tensor per expert have 50,000

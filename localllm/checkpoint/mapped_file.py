@@ -1,4 +1,4 @@
-"""One file, memory-mapped read-only, and the words for what is wrong with it.
+"""One file, memory-mapped read-only, where a tensor lies in it, and the words for what is wrong with it.
 
 Everything in `checkpoint/` reads through a `MappedFile`: it refuses what is not a regular file (a FIFO, a device),
 without blocking on it, and `bad` makes the error every reader raises: file name, place, what was found and the limit.
@@ -11,6 +11,7 @@ import errno
 import mmap
 import os
 import stat
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,6 +65,18 @@ def pickle_error(path: Path, offset: int | None = None) -> UnsupportedFormat:
     return bad(path, what, offset=offset, hint=hint, error=UnsupportedFormat)
 
 
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of a checkpoint, as stored. Nothing is read."""
+
+    name: str
+    dtype: str  # safetensors: BF16, F16, F32, F8_E4M3, U8, I8, I32, ...; GGUF: F32, F16, BF16, Q4_1, Q4_K, ...
+    shape: tuple[int, ...]  # Torch order, [N, K] for a linear layer; for packed safetensors the stored shape.
+    nbytes: int
+    file: Path
+    offset: int  # Bytes from the start of `file`.
+
+
 class MappedFile:
     """A regular file mapped for reading. `buffer` is the map (slices are bytes), `data` a uint8 view of all of it."""
 
@@ -109,8 +122,7 @@ class MappedFile:
                 os.close(descriptor)
 
     def holds(self, address: int) -> bool:
-        start = 0 if self.data is None else self.data.ctypes.data
-        return start <= address < start + self.size and bool(start)
+        return self.data is not None and 0 <= address - self.data.ctypes.data < self.size
 
     def close(self) -> None:
         """Unmap, as soon as the last view of it is gone."""

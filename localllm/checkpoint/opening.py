@@ -18,9 +18,8 @@ from .checkpoint import Checkpoint
 from .fields import Fields
 from .gguf_file import read_gguf
 from .json_file import read_json_object
-from .mapped_file import MappedFile, bad, pickle_error, read_small, shown
+from .mapped_file import MappedFile, TensorInfo, bad, pickle_error, read_small, shown
 from .safetensors_file import read_safetensors
-from .tensor_info import TensorInfo
 
 PICKLES = (
     ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".npy", ".npz", ".msgpack", ".h5", ".onnx", ".zip", ".tar",

@@ -13,8 +13,7 @@ from typing import Any
 from localllm.errors import UnsupportedFormat
 
 from .json_file import parse_json_object
-from .mapped_file import MappedFile, bad, pickle_error, shown
-from .tensor_info import TensorInfo
+from .mapped_file import MappedFile, TensorInfo, bad, pickle_error, shown
 
 MAX_HEADER_BYTES = 100_000_000
 MAX_TENSORS = 1 << 16

@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
+from itertools import repeat
 from pathlib import Path
 from typing import Literal
 
@@ -116,9 +117,9 @@ def _rows(
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
     """Of each counted token of a window: (next tokens [n], log-probabilities [n, vocab], the reference's)."""
     ours = model.score(window, chunk=ROWS)
-    theirs = None if reference is None else reference.score(window, chunk=ROWS)
+    theirs = repeat(None) if reference is None else reference.score(window, chunk=ROWS)
     row = 0
-    for q, p in ((q, None) for q in ours) if theirs is None else zip(ours, theirs, strict=True):
+    for q, p in zip(ours, theirs, strict=reference is not None):
         first, last = max(row, CONTEXT_FREE), min(row + len(q), len(window) - 1)  # the last row has no next token
         rows = slice(first - row, last - row)
         row += len(q)

@@ -235,10 +235,13 @@ class _Work:
         for module, name in layer.items():
             self._stop_if_asked()
             stored = read_tensor(self.checkpoint, f"{name}.weight")
+            # scales of the checkpoint's own type: other programs load them as it
+            dtype = stored.dtype if stored.dtype in (torch.bfloat16, torch.float16) else torch.float32
+            target = replace(self.target, scale_dtype=dtype)
             values = stored.to(self.device).float()
             hessian = weighed.get(module)
             try:
-                weight = encode(values, self._typed(stored), amax=largest.get(module), hessian=hessian)
+                weight = encode(values, target, amax=largest.get(module), hessian=hessian)
             except ValueError as error:
                 raise BadModelFile(f"{self.checkpoint.path.name}: {name}: {error}") from error
             errors[name] = _error(values, weight, hessian)
@@ -249,11 +252,6 @@ class _Work:
             tensors |= {f"{name}.{suffix}": t.cpu().contiguous() for suffix, t in stored_tensors(weight).items()}
             self._count([f"{name}.weight"], f"layer {index + 1}/{len(self.modules)}")
         return tensors, errors
-
-    def _typed(self, stored: Tensor) -> Target:
-        """The target with scales of the checkpoint's own type, which is what other programs load them as."""
-        scales = stored.dtype if stored.dtype in (torch.bfloat16, torch.float16) else torch.float32
-        return replace(self.target, scale_dtype=scales)
 
     def _largest(self, layer: dict[str, str]) -> dict[str, float]:
         """Largest absolute value over the modules that will be fused, for each of them."""
@@ -266,15 +264,12 @@ class _Work:
 
     # --- disk --------------------------------------------------------------------------------------------------------
 
-    def _identity(self) -> str:
-        """What must be the same for shards of an earlier run to be used."""
+    def _state(self) -> dict[str, Any]:
+        """The shards of an earlier run, where the source and what is asked for are the same; else none."""
         files = sorted({info.file for info in self.checkpoint.tensors.values()})
         stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
         asked = [self.target.name, self.target.group_size, [list(ids) for ids in self.calibration]]
-        return hashlib.sha256(json.dumps([stats, asked]).encode()).hexdigest()
-
-    def _state(self) -> dict[str, Any]:
-        identity = self._identity()
+        identity = hashlib.sha256(json.dumps([stats, asked]).encode()).hexdigest()
         state = paths.read_json(self.folder / "state.json", 64 << 20)
         kept = state.get("identity") == identity
         for row, last in _final_names(state) if kept else ():

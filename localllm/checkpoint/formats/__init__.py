@@ -11,7 +11,7 @@ import re
 from collections import Counter
 
 from ..checkpoint import Checkpoint
-from ..tensor_info import TensorInfo
+from ..mapped_file import TensorInfo
 from . import awq, compressed_tensors, dense, fp8, gguf, gptq, int8, modelopt_int4, mxfp4, nvfp4
 from .module import StoredFormat, StoredModule
 

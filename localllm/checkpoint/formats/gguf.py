@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from ..tensor_info import TensorInfo
+from ..mapped_file import TensorInfo
 from .module import StoredFormat, StoredModule
 
 # blocks of codebooks, which no kernel multiplies: they become bfloat16 while loading

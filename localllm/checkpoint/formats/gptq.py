@@ -19,15 +19,13 @@ def detect(module: StoredModule) -> StoredFormat | None:
         raise module.unsupported(f"qweight is stored as {qweight.dtype}: AWQ and GPTQ use I32 or I16")
     rows, columns = module.matrix("qweight")
     groups, width = module.matrix("scales")
-    sure = module.get("g_idx") is not None
-    if qweight.dtype == "I16" or not (sure or (width == columns and groups != rows)):
+    g_idx = module.get("g_idx")
+    if qweight.dtype == "I16" or (g_idx is None and (width != columns or groups == rows)):
         return None
     label = str(module.setting("checkpoint_format", "format") or "gptq").lower()
     if label not in ("gptq", "gptq_v2") or module.setting("is_marlin_format"):
-        raise module.unsupported(
-            f"GPTQ in the layout {label if label != 'gptq' else 'marlin'}; gptq and gptq_v2 are read"
-        )
-    g_idx = module.get("g_idx")
+        label = "marlin" if label == "gptq" else label
+        raise module.unsupported(f"GPTQ in the layout {label}; gptq and gptq_v2 are read")
     bits = positive(module.setting("bits", "w_bit"))
     if g_idx is not None:
         bits = rows * 32 // g_idx.shape[0] if g_idx.shape[0] else 0
@@ -37,7 +35,6 @@ def detect(module: StoredModule) -> StoredFormat | None:
     k = rows * 32 // bits
     if g_idx is not None:
         module.expect("g_idx", (k,))
-    groups = module.tensors["scales"].shape[0]
     module.expect("scales", (groups, columns))
     sym = module.setting("sym")
     if sym is not True or module.get("qzeros") is not None:

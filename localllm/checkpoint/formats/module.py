@@ -11,8 +11,7 @@ import numpy as np
 from localllm.errors import BadModelFile, UnsupportedFormat
 
 from ..checkpoint import Checkpoint
-from ..mapped_file import bad
-from ..tensor_info import TensorInfo
+from ..mapped_file import TensorInfo, bad
 
 DENSE = {"BF16": "bf16", "F16": "fp16", "F32": "f32", "F64": "f64"}  # dtypes of plain numbers -> label
 POWERS_OF_TWO = ("U8", "F8_E8M0")  # dtypes of MX scales
