@@ -84,7 +84,6 @@ def _event(events: list[dict[str, Any]], name: str) -> Iterator[None]:
 
 
 def _named(label: Label, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """The same call, under a name in the trace."""
 
     def named(*args: Any, **kwargs: Any) -> Any:
         with label(name):

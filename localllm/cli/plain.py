@@ -27,7 +27,7 @@ def talk(env: Env, config: UserConfig, start: Start) -> int:
         raise ConfigError("the line mode needs a model", "localllm chat MODEL --plain")
     progress = env.progress(start.choice.shown)
     here = open_backend(env, config, start.sampling)
-    with closing(backend_of(env, config, start)) if start.attach_to else here as backend:
+    with closing(backend_of(env, config, start)) if start.attached else here as backend:
         backend.start(start.choice.name or None)
         facts, _ = wait_ready(backend, progress)
         if not facts.has_chat_template:

@@ -71,7 +71,6 @@ class Row:
 
     @property
     def fits(self) -> bool:
-        """Whether it may be started so."""
         return self.plan is not None and self.plan.fits
 
     @property

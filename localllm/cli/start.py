@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from localllm.cli.attach import process_at
+from localllm.cli.attach import Attached, process_at
 from localllm.cli.endpoint import ChatEndpoint
 from localllm.cli.frame.command import Env
 from localllm.cli.names import Choice
@@ -39,8 +38,7 @@ class Start:
     files: tuple[Attachment, ...] = ()
     ctx: str | None = None
     inline: bool = False
-    attach_to: str = ""  # the server that computes; "" for this process
-    key: str = ""
+    attached: Attached | None = None  # the server that computes; None for this process
     serve: int | None = OFF  # the port at which the engine of this chat answers other programs; None: the usual one
     record: Record | None = None
 
@@ -85,7 +83,7 @@ def noted(start: Start) -> Iterator[None]:
     record = None
     with suppress(OSError, LocalLLMError):
         record = Record("chat")
-        record.update((start.choice.shown,) if start.choice and not start.attach_to else ())
+        record.update((start.choice.shown,) if start.choice and not start.attached else ())
         start.record = record
     try:
         yield
@@ -96,12 +94,11 @@ def noted(start: Start) -> Iterator[None]:
 
 def backend_of(env: Env, config: UserConfig, start: Start) -> ChatBackend:
     """The engine of this chat: a running server, or one in this process."""
-    if start.attach_to:
+    if start.attached:
         from localllm.backend.over_http import RemoteBackend
 
-        key = start.key or os.environ.get("LOCALLLM_API_KEY", "")
-        sampling, pid = start.sampling, process_at(start.attach_to)
-        return RemoteBackend(start.attach_to, key, given=sampling.given, stop=sampling.stop, pid=pid)
+        (url, key, _), sampling = start.attached, start.sampling
+        return RemoteBackend(url, key, given=sampling.given, stop=sampling.stop, pid=process_at(url))
     return make_backend(env, config, start.sampling)
 
 

@@ -61,7 +61,7 @@ def serve_web(env: Env, start: Start) -> int:
     words: list[str] = []
     key = ""
     if not fake_engine():
-        attached = Attached(start.attach_to, start.key) if start.attach_to else None
+        attached = start.attached
         if attached is None:
             name = start.choice.name if start.choice else ""
             child, attached = _start_server(env, name, start.ctx)

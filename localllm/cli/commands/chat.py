@@ -171,7 +171,7 @@ def _place(env: Env, config: UserConfig, start: Start, wish: str, name: str | No
         start.choice = _choose(env, config, name, start.conversation.model)
         attached = find_server(wish, (start.choice.shown, start.choice.name))
     if attached is not None:
-        start.attach_to, start.key = attached.url, attached.key
+        start.attached = attached
         start.choice = Choice(attached.model, attached.model or attached.url)
 
 

@@ -136,7 +136,6 @@ def _deep(env: Env, survey: Survey, only: list[str]) -> Iterator[Check]:
 
 
 def _kernels(env: Env, card: str | None) -> int:
-    """The table of kernels for a card, or for the CPU."""
     from localllm.device import machine
     from localllm.doctor.kernel_table import rows_of, wanted_capability
 
@@ -158,7 +157,6 @@ def _kernels(env: Env, card: str | None) -> int:
 
 
 def _log(env: Env, source: str, survey: Survey) -> int:
-    """Match a text against the known troubles."""
     text = read_log(source)
     found = match_log(text, survey)
     if not env.console.emit("diagnosis/1", {"source": source, "matches": list(map(doctor_view.match_json, found))}):

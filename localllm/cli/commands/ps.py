@@ -69,7 +69,6 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _others(ours: set[int]) -> list[dict[str, Any]]:
-    """Processes of others on the GPUs."""
     from localllm.device import machine
 
     return [

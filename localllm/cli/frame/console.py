@@ -53,7 +53,6 @@ class Console:
         self._cleaner = Cleaner()
 
     def colored(self, stream: IO[str]) -> bool:
-        """Whether colour may be written to `stream`."""
         if self.color != "auto":
             return self.color == "always"
         if no_color() or dumb():
@@ -85,7 +84,6 @@ class Console:
             self.raw(self.glyphs(text) + "\n")
 
     def heading(self, text: str) -> None:
-        """A line in bold."""
         self.line(self.style(text, "bold"))
 
     def say(self, text: str) -> None:
