@@ -75,7 +75,8 @@ def first_token(folder: Path, device: str, kv: str, started: float) -> dict[str,
 
     from localllm.config import EngineOptions
     from localllm.device import machine
-    from localllm.kernels.verify.records import Records, default_folder, identity
+    from localllm.kernels.cpu.build import cache_folder
+    from localllm.kernels.verify.records import Records, identity
     from localllm.kernels.verify.selftest import SelfTest
     from localllm.models.architectures import open_model
     from localllm.models.loader import LoadOptions, load_model
@@ -85,7 +86,7 @@ def first_token(folder: Path, device: str, kv: str, started: float) -> dict[str,
     with open_model(folder) as checkpoint:
         options = EngineOptions(device=device, kv=kv, ctx=8192, quant="")
         made = Planner(facts_of_machine, options).plan(checkpoint.facts)
-        test = SelfTest(Records("selftest", identity(device, facts_of_machine.driver), default_folder()))
+        test = SelfTest(Records("selftest", identity(device, facts_of_machine.driver), cache_folder()))
         load = LoadOptions(made.device, made.dtype, kv, deterministic=False, selftest=test)
         model = load_model(checkpoint, load)
     stages["weights"] = time.time() - started

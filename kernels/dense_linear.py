@@ -154,11 +154,12 @@ def _next_tile(left: int, tiles: tuple[int, ...]) -> int:
     return above if above and (not fits or left * 2 > above) else fits
 
 
-def _run_tiled(x: Tensor, w: DenseWeight, bias: Tensor | None) -> Tensor:
+def _run(x: Tensor, w: DenseWeight, bias: Tensor | None, *, whole: bool = False) -> Tensor:
+    """In tiles that keep a row's bits, or all rows at once where those may depend on their number."""
     inputs = gathered(x, w.perm, w.pre_scale).to(w.matrix.dtype).contiguous()
     bias = None if bias is None else bias.to(w.matrix.dtype)
     rows = inputs.shape[0]
-    if rows in w.tiles:
+    if rows in w.tiles or (whole and rows):
         return _product(inputs, w, bias).to(x.dtype)
     out = torch.empty(rows, w.shape[0], dtype=x.dtype, device=x.device)
     start = 0
@@ -169,13 +170,6 @@ def _run_tiled(x: Tensor, w: DenseWeight, bias: Tensor | None) -> Tensor:
         out[start : start + filled] = _product(tile if filled == size else _padded(tile, size), w, bias)[:filled]
         start += filled
     return out
-
-
-def _run_whole(x: Tensor, w: DenseWeight, bias: Tensor | None) -> Tensor:
-    inputs = gathered(x, w.perm, w.pre_scale).to(w.matrix.dtype).contiguous()
-    if inputs.shape[0] == 0:
-        return x.new_empty(0, w.shape[0])
-    return _product(inputs, w, None if bias is None else bias.to(w.matrix.dtype)).to(x.dtype)
 
 
 def _rows(w: DenseWeight) -> RowReader | None:
@@ -219,9 +213,7 @@ def _run_stored(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     return out.to(x.dtype)
 
 
-DENSE_BF16 = Impl(
-    "linear", "torch_dense_bf16", _fits_bfloat16, _run_tiled, partial(_prepare, keeps_bfloat16=True), _rows
-)
-DENSE_TILED = Impl("linear", "torch_dense_tiled", _fits_float32, _run_tiled, _prepare, _rows)
-DENSE = Impl("linear", "torch_dense", _fits_whole, _run_whole, _prepare, _rows)
+DENSE_BF16 = Impl("linear", "torch_dense_bf16", _fits_bfloat16, _run, partial(_prepare, keeps_bfloat16=True), _rows)
+DENSE_TILED = Impl("linear", "torch_dense_tiled", _fits_float32, _run, _prepare, _rows)
+DENSE = Impl("linear", "torch_dense", _fits_whole, partial(_run, whole=True), _prepare, _rows)
 REFERENCE = Impl("linear", "torch_dequant", fits_always, _run_stored, lambda weight: weight, weight_rows)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .gguf_blocks import BLOCK_TYPES, CHUNK_ELEMS, E2M1, constant, dequantize_blocks, exp2_e8m0
+from .gguf_blocks import CHUNK_ELEMS, E2M1, constant, dequantize_blocks, exp2_e8m0
 from .weight import Weight
 
 FP8_BLOCK = 128  # Rows and columns that share one scale of a block-scaled FP8 weight.
@@ -32,75 +32,56 @@ def _fp4(packed: Tensor) -> Tensor:
     return pairs.index_select(0, packed.flatten().int()).view(packed.shape[0], -1)
 
 
-def _grouped(values: Tensor, scales: Tensor) -> Tensor:
-    """[rows, K], [rows, K/g] -> [rows, K/g, g] and [rows, K/g, 1], ready to combine."""
-    return values.view(values.shape[0], scales.shape[1], -1)
+def _scaled(values: Tensor, scales: Tensor) -> Tensor:
+    """[rows, K] times the scales [rows, K/g] of its groups."""
+    return (values.view(values.shape[0], scales.shape[1], -1) * scales.unsqueeze(-1)).flatten(1)
 
 
-def _int4g(w: Weight, rows: slice | Tensor) -> Tensor:
-    assert w.scales is not None
-    scales = w.scales[rows].float()
-    q = _grouped(unpack_nibbles(w.qweight[rows]).float(), scales)
+def _int4g(w: Weight, scales: Tensor, rows: slice | Tensor) -> Tensor:
+    scales = scales[rows].float()
+    q = unpack_nibbles(w.qweight[rows]).float().view(scales.shape[0], scales.shape[1], -1)
     if w.mins is not None:
         return (scales.unsqueeze(-1) * q + w.mins[rows].float().unsqueeze(-1)).flatten(1)
     zeros = 8.0 if w.zeros is None else w.zeros[rows].float().unsqueeze(-1)
     return (scales.unsqueeze(-1) * (q - zeros)).flatten(1)
 
 
-def _int8(w: Weight, rows: slice | Tensor) -> Tensor:
-    assert w.scales is not None
-    scales = w.scales[rows].float()
-    return (_grouped(w.qweight[rows].float(), scales) * scales.unsqueeze(-1)).flatten(1)
+def _fp4g16(w: Weight, scales: Tensor, rows: slice | Tensor) -> Tensor:
+    assert w.global_scale is not None
+    return _scaled(_fp4(w.qweight[rows]), scales[rows].float() * w.global_scale[rows].unsqueeze(-1))
 
 
-def _fp4g16(w: Weight, rows: slice | Tensor) -> Tensor:
-    assert w.scales is not None and w.global_scale is not None
-    scales = w.scales[rows].float() * w.global_scale[rows].unsqueeze(-1)
-    return (_grouped(_fp4(w.qweight[rows]), scales) * scales.unsqueeze(-1)).flatten(1)
-
-
-def _fp4g32(w: Weight, rows: slice | Tensor) -> Tensor:
-    assert w.scales is not None
-    half = exp2_e8m0(w.scales[rows])
-    return ((_grouped(_fp4(w.qweight[rows]), half) * 2) * half.unsqueeze(-1)).flatten(1)
-
-
-def _fp8mx(w: Weight, rows: slice | Tensor) -> Tensor:
-    assert w.scales is not None
-    half = exp2_e8m0(w.scales[rows])
-    return ((_grouped(w.qweight[rows].float(), half) * 2) * half.unsqueeze(-1)).flatten(1)
-
-
-def _fp8(w: Weight, rows: slice | Tensor) -> Tensor:
-    assert w.scales is not None
+def _fp8(w: Weight, scales: Tensor, rows: slice | Tensor) -> Tensor:
     n, k = w.shape
     values = w.qweight[rows].float()
-    if w.scales.numel() == 1:
-        return values * w.scales.view(1, 1)
-    if w.scales.shape == (n, 1):
-        return values * w.scales[rows]
+    if scales.numel() == 1:
+        return values * scales.view(1, 1)
+    if scales.shape == (n, 1):
+        return values * scales[rows]
     index = torch.arange(n, device=values.device)[rows] // FP8_BLOCK
-    return values * w.scales[index].repeat_interleave(FP8_BLOCK, 1)[:, :k]
+    return values * scales[index].repeat_interleave(FP8_BLOCK, 1)[:, :k]
 
 
-_FORMS = {
-    "dense": lambda w, rows: w.qweight[rows].float(),
+# form -> (weight, its scales, rows) -> float32 [rows, K]
+_SCALED_FORMS = {
     "int4g": _int4g,
-    "int8": _int8,
+    "int8": lambda w, scales, rows: _scaled(w.qweight[rows].float(), scales[rows].float()),
     "fp4g16": _fp4g16,
-    "fp4g32": _fp4g32,
+    "fp4g32": lambda w, scales, rows: _scaled(_fp4(w.qweight[rows]) * 2, exp2_e8m0(scales[rows])),
     "fp8": _fp8,
-    "fp8mx": _fp8mx,
-    "gguf": lambda w, rows: dequantize_blocks(w.qweight[rows], w.block_type),
+    "fp8mx": lambda w, scales, rows: _scaled(w.qweight[rows].float() * 2, exp2_e8m0(scales[rows])),
 }
 
 
 def stored_rows(weight: Weight, rows: slice | Tensor) -> Tensor:
     """float32 [len(rows), K] in stored column order, without `perm` and `pre_scale`: what multiplies the prepared x."""
-    decode = _FORMS.get(weight.form)
-    if decode is None:
+    if weight.form == "dense":
+        return weight.qweight[rows].float()
+    if weight.form == "gguf":
+        return dequantize_blocks(weight.qweight[rows], weight.block_type)
+    if weight.form not in _SCALED_FORMS or weight.scales is None:
         raise ValueError(f"unknown weight form {weight.form!r}")
-    return decode(weight, rows)
+    return _SCALED_FORMS[weight.form](weight, weight.scales, rows)
 
 
 def dequantize_rows(weight: Weight, rows: slice | Tensor) -> Tensor:
@@ -118,8 +99,6 @@ def natural(rows: Tensor, perm: Tensor | None, pre_scale: Tensor | None) -> Tens
 def dequantize(weight: Weight) -> Tensor:
     """float32 [N, K] of the whole weight, decoded chunk by chunk."""
     n, k = weight.shape
-    if weight.form == "gguf" and weight.block_type not in BLOCK_TYPES:
-        raise ValueError(f"no decoder for GGUF block type {weight.block_type}")
     out = torch.empty(n, k, dtype=torch.float32, device=weight.qweight.device)
     step = row_chunk(k)
     for start in range(0, n, step):

@@ -210,7 +210,7 @@ def _attend(
     queries = queries.view(num_q, tile, num_kv_heads, per_kv, -1).permute(2, 0, 1, 3, 4)
     queries = queries.reshape(num_kv_heads, num_q, tile * per_kv, -1)
 
-    scores = _scores(queries, keys)  # [num_k, num_kv_heads, num_q, rows, KEY_TILE]
+    scores = _products(queries.expand(num_k, -1, -1, -1, -1), keys.transpose(2, 3))
     if softcap is not None:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     if num_queries == 1:
@@ -240,7 +240,7 @@ def _mixed(scores: Tensor, values: Tensor, sink: Tensor | None) -> Tensor:
         top = torch.maximum(top, sink)
     weights = scores.sub_(top).exp_()
     sums = weights.sum(-1, keepdim=True)
-    parts = _weighted(weights, values)
+    parts = _products(weights, values)
     total, norm = parts[0], sums[0]
     for index in range(1, scores.shape[0]):
         total, norm = total + parts[index], norm + sums[index]
@@ -282,32 +282,17 @@ def _hide(scores: Tensor, base: int, positions: Tensor, window: int | None) -> N
     scores.masked_fill_(hidden, float("-inf"))
 
 
-def _scores(queries: Tensor, keys: Tensor) -> Tensor:
-    """Products of all tiles: queries [num_kv_heads, num_q, rows, d] -> [num_k, num_kv_heads, num_q, rows, KEY_TILE]."""
-    num_kv_heads, num_q, rows, head_dim = queries.shape
-    num_k = keys.shape[0]
+def _products(left: Tensor, right: Tensor) -> Tensor:
+    """Of all tiles: [num_k, num_kv_heads, num_q, rows, x] times [num_k, num_kv_heads, x, y], each by itself."""
+    num_k, num_kv_heads, num_q, rows, inner = left.shape
+    width = right.shape[-1]
     if num_q == 1:
-        repeated = queries.view(1, num_kv_heads, rows, head_dim).expand(num_k, -1, -1, -1)
-        flat = torch.bmm(repeated.reshape(-1, rows, head_dim), keys.view(-1, KEY_TILE, head_dim).transpose(1, 2))
-        return flat.view(num_k, num_kv_heads, 1, rows, KEY_TILE)
-    out = torch.empty((num_k, num_kv_heads, num_q, rows, KEY_TILE), dtype=torch.float32, device=queries.device)
+        flat = torch.bmm(left.reshape(-1, rows, inner), right.flatten(0, 1))
+        return flat.view(num_k, num_kv_heads, 1, rows, width)
+    out = torch.empty((num_k, num_kv_heads, num_q, rows, width), dtype=torch.float32, device=left.device)
     for index in range(num_k):
         for head in range(num_kv_heads):
-            torch.bmm(queries[head], keys[index, head].t().expand(num_q, -1, -1), out=out[index, head])
-    return out
-
-
-def _weighted(weights: Tensor, values: Tensor) -> Tensor:
-    """Products of all tiles: [num_k, num_kv_heads, num_q, rows, KEY_TILE] x values -> [..., rows, head_dim]."""
-    num_k, num_kv_heads, num_q, rows, _ = weights.shape
-    head_dim = values.shape[-1]
-    if num_q == 1:
-        flat = torch.bmm(weights.view(-1, rows, KEY_TILE), values.view(-1, KEY_TILE, head_dim))
-        return flat.view(num_k, num_kv_heads, 1, rows, head_dim)
-    out = torch.empty((num_k, num_kv_heads, num_q, rows, head_dim), dtype=torch.float32, device=weights.device)
-    for index in range(num_k):
-        for head in range(num_kv_heads):
-            torch.bmm(weights[index, head], values[index, head].expand(num_q, -1, -1), out=out[index, head])
+            torch.bmm(left[index, head], right[index, head].expand(num_q, -1, -1), out=out[index, head])
     return out
 
 

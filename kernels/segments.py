@@ -194,11 +194,7 @@ def composed(segment: str, runs: Mapping[str, Callable[..., Any]]) -> Callable[.
     return partial(function, *(runs[part] for part in parts))
 
 
-def _references() -> dict[str, Callable[..., Any]]:
-    runs: dict[str, Callable[..., Any]] = {op: getattr(reference, op) for op in OPS}
-    for segment in SEGMENTS:
-        runs[segment] = composed(segment, runs)
-    return runs
-
-
-REFERENCES = _references()  # every op and segment in plain PyTorch
+# every op and segment in plain PyTorch
+REFERENCES: dict[str, Callable[..., Any]] = {op: getattr(reference, op) for op in OPS}
+for _segment in SEGMENTS:
+    REFERENCES[_segment] = composed(_segment, REFERENCES)

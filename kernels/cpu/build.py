@@ -35,34 +35,24 @@ UNKNOWN_FLAG = (
     r"(?:unrecognized command[ -]line option|unknown argument|unsupported (?:option|argument)|invalid feature modifier"
     r"|unknown architecture)[^\n]*?['\u2018\"]([^'\u2019\"\n]+)"
 )
-X86 = ("-mavx2", "-mfma", "-mf16c")
-X86_512 = (*X86, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
-# Compiler flags of each instruction set, best first.
-ISAS: dict[str, tuple[str, ...]] = {
-    "amx": (*X86_512, "-mavx512vnni", "-mamx-tile", "-mamx-int8"),
-    "avx512vnni": (*X86_512, "-mavx512vnni"),
-    "avx512": X86_512,
-    "avxvnni": (*X86, "-mavxvnni"),
-    "avx2": X86,
-    "neoni8mm": ("-march=armv8.2-a+dotprod+i8mm",),
-    "neondot": ("-march=armv8.2-a+dotprod",),
+_AVX2 = ("avx2", "fma", "f16c")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
+# what /proc/cpuinfo must name for each instruction set, the best one first
+NEEDS: dict[str, tuple[str, ...]] = {
+    "amx": (*_AVX512, "avx512_vnni", "amx_tile", "amx_int8"),
+    "avx512vnni": (*_AVX512, "avx512_vnni"),
+    "avx512": _AVX512,
+    "avxvnni": (*_AVX2, "avx_vnni"),
+    "avx2": _AVX2,
+    "neoni8mm": ("asimddp", "i8mm"),
+    "neondot": ("asimddp",),
     "neon": (),
     "portable": (),
 }
-AVX2_FLAGS = frozenset({"avx2", "fma", "f16c"})
-AVX512_FLAGS = AVX2_FLAGS | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
-# What /proc/cpuinfo must name.
-NEEDS = {
-    "amx": AVX512_FLAGS | {"avx512_vnni", "amx_tile", "amx_int8"},
-    "avx512vnni": AVX512_FLAGS | {"avx512_vnni"},
-    "avx512": AVX512_FLAGS,
-    "avxvnni": AVX2_FLAGS | {"avx_vnni"},
-    "avx2": AVX2_FLAGS,
-    "neoni8mm": frozenset({"asimddp", "i8mm"}),
-    "neondot": frozenset({"asimddp"}),
-    "neon": frozenset(),
-    "portable": frozenset(),
-}
+# compiler flags
+ISAS = {
+    isa: tuple("-m" + name.replace("amx_", "amx-").replace("_", "") for name in needs) for isa, needs in NEEDS.items()
+} | {"neoni8mm": ("-march=armv8.2-a+dotprod+i8mm",), "neondot": ("-march=armv8.2-a+dotprod",)}
 # /proc/cpuinfo's names of what macOS tells under hw.optional.arm
 APPLE = {"asimddp": "FEAT_DotProd", "i8mm": "FEAT_I8MM"}
 KEPT_S = 14 * 24 * 3600  # A library that was not loaded for so long is removed after a build.
@@ -87,7 +77,7 @@ def runnable_isas() -> tuple[str, ...]:
     arm, x86 = machine in ("arm64", "aarch64"), machine in ("x86_64", "amd64")
     flags = _flags_of_cpu() if arm or x86 else frozenset()
     there = (isa for isa in ISAS if isa == "portable" or (arm if isa.startswith("neon") else x86))
-    return tuple(isa for isa in there if NEEDS[isa] <= flags)
+    return tuple(isa for isa in there if flags.issuperset(NEEDS[isa]))
 
 
 def _flags_of_cpu() -> frozenset[str]:
@@ -307,7 +297,10 @@ def _build(folder: Path, isa: str, compiler: tuple[str, ...]) -> Library:
         if keep:
             final = folder / f"{_stem(isa)}-{_compiler_hash(compiler)}-{_digest(output)}.so"
             try:
-                _sync(output)
+                with output.open(
+                    "rb"
+                ) as file:  # the bytes before the name: after a power cut there may be a name of nothing
+                    os.fsync(file.fileno())
                 os.replace(output, final)
                 _prune(folder, final)
             except OSError as error:
@@ -315,12 +308,6 @@ def _build(folder: Path, isa: str, compiler: tuple[str, ...]) -> Library:
         note = f"the kernels are compiled at every start: {why}; set LOCALLLM_CACHE to a folder that can be"
         note = note if final == output else ""
         return replace(_load(final, isa, time.monotonic() - started), note=note)
-
-
-def _sync(path: Path) -> None:
-    """The bytes before the name: after a power cut there may be a name of nothing."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def _touch(path: Path) -> None:

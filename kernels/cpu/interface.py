@@ -7,13 +7,12 @@ import struct
 from ctypes import c_double, c_int64, c_uint8, c_void_p
 from typing import Any
 
-from ..kv_pages import KVPages
+from ..kv_pages import KV_DTYPES, KVPages
 
 PAGES = struct.Struct("@4P5q")  # `kv_pages`, packed anew for every call, which costs less than a ctypes structure.
 ATTENTION = struct.Struct("@6P4q2f")  # `ll_attention_args` is PAGES and this.
 KV_TARGET = struct.Struct("@P")  # `kv_target` is PAGES and this.
 STEP = struct.Struct("@2q3P")  # `ll_step` is this and a kv_target.
-FORMATS = ("f32", "bf16", "fp16", "int8", "fp8")  # KV formats, as the C side numbers them.
 PASS = struct.Struct("@4q6Pd3P")
 VIEW = struct.Struct("@4P2q")
 VIEWS = 4  # `ll_pass` is a PASS and this many VIEWs.
@@ -158,7 +157,7 @@ def kv_fields(pages: KVPages) -> tuple[int, ...]:
         0 if k_scales is None else k_scales.data_ptr(),
         0 if v_scales is None else v_scales.data_ptr(),
         *k.shape[1:],
-        FORMATS.index(pages.format),
+        list(KV_DTYPES).index(pages.format),  # as the C side numbers them
         k_scales is not None and k_scales.dim() == 1,
     )
 

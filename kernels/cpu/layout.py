@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..gguf_blocks import E2M1, IQ4
 from ..weight import Weight
 from .build import lib
 from .interface import Code, CSource, CWeight, From, Number
@@ -19,8 +20,6 @@ FLOAT_FORMS = frozenset({"dense", "fp8", "fp8mx"})
 INTEGER_FORMS = frozenset({"int4g", "int8", "fp4g16", "fp4g32", "gguf"})
 NUMBERS = {torch.float32: Number.F32, torch.float16: Number.F16, torch.bfloat16: Number.BF16}
 DENSE = {torch.float32: Code.F32, torch.float16: Code.F16, torch.bfloat16: Code.BF16}
-E2M1_TIMES_2 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 # block type -> (stored rows, codes, scales, mins, zero offset, group)
 GGUF = {
@@ -147,7 +146,7 @@ def _describe(w: Weight, struct: CWeight) -> tuple[int, Tensor, Tensor | None, T
         struct.code, struct.zero_offset, scales, mins, kind = Code.INT8, 128, w.scales, None, From.BYTES_SIGNED
     elif w.form in ("fp4g16", "fp4g32"):
         struct.code, struct.zero_offset, mins, kind = Code.TABLE4, 12, None, From.NIBBLES
-        struct.table[:] = [v + 12 for v in E2M1_TIMES_2]
+        struct.table[:] = [int(2 * v) + 12 for v in E2M1]
         # codes are twice E2M1, so scales are halved: exact in float16 (from E4M3) and in bfloat16 (powers of two)
         scales = (w.scales.float() * 0.5).half() if w.form == "fp4g16" else _e8m0(w.scales, -1)
         struct.group = 16 if w.form == "fp4g16" else 32

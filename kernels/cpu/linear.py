@@ -12,7 +12,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..embedding import RowReader
 from ..registry import Impl, LinearFacts
 from .build import lib, library
 from .layout import FLOAT_FORMS, GGUF, INTEGER_FORMS, Prepared, prepare
@@ -70,11 +69,8 @@ def _fits(facts: LinearFacts, *, exact: bool) -> str | None:
     return library().reason
 
 
-def _rows(prepared: Prepared) -> RowReader:
-    return partial(rows, prepared)
-
-
+_READER = partial(partial, rows)  # prepared -> what reads its rows
 IMPLS = (
-    Impl("linear", "c_int16", partial(_fits, exact=False), run, prepare, _rows),
-    Impl("linear", "c_float32", partial(_fits, exact=True), partial(run, exact=True), prepare, _rows),
+    Impl("linear", "c_int16", partial(_fits, exact=False), run, prepare, _READER),
+    Impl("linear", "c_float32", partial(_fits, exact=True), partial(run, exact=True), prepare, _READER),
 )

@@ -14,7 +14,7 @@ from ..kv_pages import KVPages
 from ..registry import Impl, OpFacts
 from . import linear, segments
 from .build import lib, library
-from .interface import FORMATS, KV_TARGET, pack_pages
+from .interface import KV_TARGET, pack_pages
 
 LARGEST_HEAD = 512
 
@@ -29,8 +29,6 @@ def _fits(facts: OpFacts) -> str | None:
 
 def attention_fits(facts: OpFacts) -> str | None:
     """None, or why caches and heads like these are not for this back end."""
-    if facts.kv_format not in FORMATS:
-        return f"reads pages of {', '.join(FORMATS)}, not {facts.kv_format}"
     if facts.head_dim > LARGEST_HEAD:
         return f"heads of {facts.head_dim} are larger than {LARGEST_HEAD}"
     return _fits(facts)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..cpu.build import cache_folder, library
+from ..cpu.build import library
 
 FOLDER = Path(__file__).parents[1]
 SOURCES = (".py", ".c", ".h")
@@ -121,8 +121,3 @@ class Records:
         except OSError:
             return  # a folder that is full or read-only: found out again next time
         self._changed = False
-
-
-def default_folder() -> Path:
-    """Where records lie: beside the compiled kernels."""
-    return cache_folder()

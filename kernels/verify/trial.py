@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -172,7 +172,7 @@ def ends_kind(embedding: Embedding, head: HeadWeights) -> str:
     )
 
 
-@dataclass(slots=True)
+@dataclass
 class SegmentTrial:
     """Fused segments against those composed of references, on real layers with invented activations."""
 
@@ -181,7 +181,6 @@ class SegmentTrial:
     embedding: Embedding
     head: HeadWeights
     rotations: Callable[[int, Tensor], tuple[Tensor, Tensor]]
-    _made: tuple[Any, ...] | None = None
 
     def error(self, name: str, table: KernelTable) -> str:
         """Nothing, or what is wrong with segment `name` of `table`."""
@@ -189,32 +188,35 @@ class SegmentTrial:
         trial = whole.get(name) or partial(self._one, name)
         return tried("on the first layers of each kind", partial(trial, getattr(table, name)))
 
-    def _inputs(self) -> tuple[Tensor, KVPages, list[View], Tensor, Tensor, Tensor]:
+    @cached_property
+    def _made(self) -> tuple[Tensor, KVPages, list[View], Tensor, Tensor, Tensor]:
         """x, pages, views, cu_query_lens, seq_lens, positions of a small step whose earlier keys are random."""
-        if self._made is None:
-            facts = self.shapes.facts
-            device = torch.device(facts.device)
-            generator = torch.Generator().manual_seed(22)
-            size = facts.page_size
-            rows, num_pages = block_table(SEGMENT_TOKENS, size)
-            starts, slots = [0], []
-            positions: list[int] = []
-            for (new, length), pages in zip(SEGMENT_TOKENS, rows, strict=True):
-                positions += range(length - new, length)
-                slots += [pages[p // size] * size + p % size for p in range(length - new, length)]
-                starts.append(starts[-1] + new)
-            x = torch.randn((starts[-1], self.shapes.hidden), generator=generator)
-            cache = empty_pages(facts, num_pages)
-            count = num_pages * size
-            kv = torch.randn((2, count, facts.num_kv_heads, facts.head_dim), generator=generator).to(device)
-            REFERENCES["kv_write"](kv[0], kv[1], cache, torch.arange(count, device=device))
-            at = torch.tensor(positions, device=device)
-            table = torch.tensor(rows, dtype=torch.int32, device=device)
-            where = torch.tensor(slots, device=device)
-            views = [(*self.rotations(view, at), table, where) for view in range(1 + max(v for *_, v in self.layers))]
-            lens = torch.tensor([length for _, length in SEGMENT_TOKENS], dtype=torch.int32, device=device)
-            cu = torch.tensor(starts, dtype=torch.int32, device=device)
-            self._made = (x.to(device, getattr(torch, facts.dtype)), cache, views, cu, lens, at)
+        facts = self.shapes.facts
+        device = torch.device(facts.device)
+        generator = torch.Generator().manual_seed(22)
+        size = facts.page_size
+        rows, num_pages = block_table(SEGMENT_TOKENS, size)
+        starts, slots = [0], []
+        positions: list[int] = []
+        for (new, length), pages in zip(SEGMENT_TOKENS, rows, strict=True):
+            positions += range(length - new, length)
+            slots += [pages[p // size] * size + p % size for p in range(length - new, length)]
+            starts.append(starts[-1] + new)
+        x = torch.randn((starts[-1], self.shapes.hidden), generator=generator)
+        cache = empty_pages(facts, num_pages)
+        count = num_pages * size
+        kv = torch.randn((2, count, facts.num_kv_heads, facts.head_dim), generator=generator).to(device)
+        REFERENCES["kv_write"](kv[0], kv[1], cache, torch.arange(count, device=device))
+        at = torch.tensor(positions, device=device)
+        table = torch.tensor(rows, dtype=torch.int32, device=device)
+        where = torch.tensor(slots, device=device)
+        views = [(*self.rotations(view, at), table, where) for view in range(1 + max(v for *_, v in self.layers))]
+        lens = torch.tensor([length for _, length in SEGMENT_TOKENS], dtype=torch.int32, device=device)
+        cu = torch.tensor(starts, dtype=torch.int32, device=device)
+        return x.to(device, getattr(torch, facts.dtype)), cache, views, cu, lens, at
+
+    def _inputs(self) -> tuple[Tensor, KVPages, list[View], Tensor, Tensor, Tensor]:
+        """The same, x and pages anew."""
         x, cache, *others = self._made
         return x.clone(), copied(cache), *others
 

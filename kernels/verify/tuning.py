@@ -86,10 +86,8 @@ class Tuner:
 
     def pick(self, shape: Shape, candidates: Sequence[Tile], trial: Trial | None = None) -> Tile:
         """The tile to run with now. Candidates beyond the eighth are ignored; without a `trial` nothing is timed."""
-        found = self._picked.get(shape)
-        return found if found is not None else self._first(shape, candidates, trial)
-
-    def _first(self, shape: Shape, candidates: Sequence[Tile], trial: Trial | None) -> Tile:
+        if shape in self._picked:
+            return self._picked[shape]
         if not candidates:
             raise ValueError(f"{shape.name} has no candidates")
         start, _ = STARTING_POINTS.get((self.capability, shape), ({}, ""))

@@ -18,8 +18,8 @@ from localllm.boot.profile import CpuProfiler, profile_gpu
 from localllm.device import MachineFacts
 from localllm.engine.engine import Engine
 from localllm.errors import OutOfMemory
-from localllm.kernels.cpu.build import library
-from localllm.kernels.verify.records import Records, default_folder, identity
+from localllm.kernels.cpu.build import cache_folder, library
+from localllm.kernels.verify.records import Records, identity
 from localllm.kernels.verify.selftest import SelfTest
 from localllm.kernels.verify.tuning import BUDGET_S, Tuned, gpu_seconds, is_measured, tuner
 from localllm.models.model import Model
@@ -39,8 +39,8 @@ def first_use(plan: Plan, machine: MachineFacts) -> SelfTest:
     known = identity(plan.device, machine.driver)
     if plan.device != "cpu":
         card = machine.gpus[int(plan.device.removeprefix("cuda:") or 0)]
-        tuner().use(Records("tuning", known, default_folder()), card.capability)
-    return SelfTest(Records("selftest", known, default_folder()))
+        tuner().use(Records("tuning", known, cache_folder()), card.capability)
+    return SelfTest(Records("selftest", known, cache_folder()))
 
 
 class Boot:

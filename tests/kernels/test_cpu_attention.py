@@ -221,7 +221,6 @@ def test_what_it_refuses() -> None:
         ops.paged_attention(
             torch.randn(4, 2, 16), nan_pages("f32", (2, 2, 16, 8)), case.table, case.starts, case.lens, 1.0
         )
-    assert "mxfp4" in (ops.attention_fits(OpFacts(kv_format="mxfp4")) or "")
     assert "512" in (ops.attention_fits(OpFacts(head_dim=576)) or "")
     assert "bfloat16" in (ops.attention_fits(OpFacts(dtype="bfloat16")) or "")
     assert "cuda" in (ops.attention_fits(OpFacts(device="cuda")) or "")
