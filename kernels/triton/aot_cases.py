@@ -21,7 +21,7 @@ from .cards import CLASSES, Card
 from .heads import kv_write, qk_norm_rope_kv, rope
 from .launch import TYPES, Launch, recording
 from .layout import CODES, HALVES, SUPER, Prepared
-from .narrow_product import fp8_product, nvfp4_product
+from .narrow import narrow_product
 from .ops import FP4_CAPABILITY, FP8_CAPABILITY
 from .product import PLAIN, Extras, dequantized, launch_gemm, product
 from .product_tiles import gemm_tiles
@@ -282,7 +282,7 @@ def _rounding_specs(card: Card) -> Iterator[KernelSpec]:
     for name in ("e4m3 row", "e4m3 block128") if card.capability >= FP8_CAPABILITY else ():
         for tokens in (64, 256):
             x = _meta(torch.bfloat16, tokens, HIDDEN)
-            launches = _recorded(card, partial(fp8_product, x, described(forms[name], HIDDEN, HIDDEN)))
+            launches = _recorded(card, partial(narrow_product, x, described(forms[name], HIDDEN, HIDDEN)))
             if tokens == 64:
                 yield KernelSpec("quantize", "triton", name, launches[0])
             yield KernelSpec("linear", fp8, f"{name} w8a8 M={tokens}", launches[1])
@@ -291,6 +291,6 @@ def _rounding_specs(card: Card) -> Iterator[KernelSpec]:
         yield KernelSpec("linear", nvfp4, label, reason="no FP4 instructions below compute capability 10.0")
         return
     x, p = _meta(torch.bfloat16, 256, HIDDEN), described(forms["e2m1 e4m3"], HIDDEN, HIDDEN)
-    launches = _recorded(card, partial(nvfp4_product, x, p))
+    launches = _recorded(card, partial(narrow_product, x, p))
     yield KernelSpec("quantize", "triton", "nvfp4", launches[0])
     yield KernelSpec("linear", nvfp4, label, launches[1], expect_mma="mxf4nvf4.block_scale")

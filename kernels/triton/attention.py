@@ -7,7 +7,7 @@ how many programs there are follows from the shapes alone, so a step can be capt
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from functools import cache
 
 import torch
 import triton
@@ -21,29 +21,17 @@ from .attention_tiles import (
     columns_of,
     decode_registers,
     decode_tiles,
-    part_bytes,
     prefill_tiles,
-    search_steps,
     splits_of,
 )
 from .hadamard import run_length
 from .launch import card_of, interpreting, launch
+from .ops import LARGEST_HEAD, PAGE_SIZES
 
-LARGEST_HEAD = 256
-PAGE_SIZES = (16, 32, 64)
 PART_BYTES = 64 << 20  # most bytes of split results held at once when queries of a long chunk are treated one by one
 # keys of a decoding sequence, and tokens of a prompt, that candidates are timed on
 TRIAL_KEYS, TRIAL_QUERIES = 8192, 2048
 AT_ONCE = 16  # splits a step of the merge adds up
-
-
-class _How(NamedTuple):
-    """What attention does besides."""
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
 
 
 def paged_attention(
@@ -65,11 +53,10 @@ def paged_attention(
     every query through the decode kernels, and no chunk or batch changes a bit.
     Raises ValueError for what `fits` of this back end refuses, and for tensors that are not contiguous.
     """
-    how = _How(scale, window, softcap, sinks)
-    step = _Step(q, pages, block_table, cu_query_lens, seq_lens, how)
+    step = _Step(q, pages, block_table, cu_query_lens, seq_lens, (scale, window, softcap, sinks))
     num_tokens, num_seqs = q.shape[0], block_table.shape[0]
     if by_token:
-        each = part_bytes(1, q.shape[1], q.shape[2], step.places)
+        each = step.heads * step.places * (step.dim + 2) * 4  # bytes of a query between the two kernels
         at_once = max(1, min(PART_BYTES // each, 65_535))
         for first in range(0, num_tokens, at_once):
             step.decode(first, min(at_once, num_tokens - first), by_token=True)
@@ -85,19 +72,34 @@ class _Step:
     """One call: checked arguments, and what both kernels take."""
 
     def __init__(
-        self, q: Tensor, pages: KVPages, block_table: Tensor, cu_query_lens: Tensor, seq_lens: Tensor, how: _How
+        self,
+        q: Tensor,
+        pages: KVPages,
+        block_table: Tensor,
+        cu_query_lens: Tensor,
+        seq_lens: Tensor,
+        how: tuple[float, int | None, float | None, Tensor | None],
     ) -> None:
         self.num_tokens, self.heads, self.dim = q.shape
         self.kv_heads, self.page = pages.k.shape[1], pages.k.shape[2]
         self.format = pages.format
-        _check(q, pages, block_table)
-        self.q, self.pages, self.table, self.how = q.contiguous(), pages, block_table, how
+        if self.page not in PAGE_SIZES or self.heads % self.kv_heads:
+            raise ValueError(
+                f"page_size {self.page} must be one of {PAGE_SIZES}, {self.kv_heads} KV heads {self.heads} heads"
+            )
+        if self.dim > LARGEST_HEAD or self.dim % 8:
+            raise ValueError(f"heads of {self.dim}: at most {LARGEST_HEAD}, a multiple of 8")
+        if not (pages.k.is_contiguous() and pages.v.is_contiguous() and block_table.is_contiguous()):
+            raise ValueError("pages and block tables must be contiguous")
+        scale, window, softcap, self.sinks = how
+        self.q, self.table, self.window = q.contiguous(), block_table, window or 0
         self.starts, self.lengths = cu_query_lens, seq_lens
         self.num_seqs = block_table.shape[0]
         self.out = torch.empty_like(self.q)
         card = card_of(q.device)
         self.cap, self.splits = card.capability, splits_of(self.kv_heads, card.num_sms)
-        self.places = self.splits.places(block_table.shape[1] * self.page, how.window)
+        self.places = self.splits.places(block_table.shape[1] * self.page, window)
+        self.numbers = scale, softcap or 0.0, self.window, block_table.shape[1], self.num_seqs
         self.shared = {
             "DIM": self.dim,
             "GROUP": self.heads // self.kv_heads,
@@ -107,9 +109,10 @@ class _Step:
             "FORMAT": self.format,
             "SCALES": "none" if pages.k_scales is None else "layer" if pages.k_scales.dim() == 1 else "token",
             "RUN": run_length(self.dim),
-            "STEPS": search_steps(self.num_seqs),
-            "HAS_WINDOW": how.window is not None,
-            "HAS_SOFTCAP": how.softcap is not None,
+            # halvings that find a sequence; two values, since each is another compiled kernel
+            "STEPS": 8 if self.num_seqs < 256 else 20,
+            "HAS_WINDOW": window is not None,
+            "HAS_SOFTCAP": softcap is not None,
             "INTERPRET": interpreting(),
         }
         k, v = (x.view(torch.int16) if self.format in SCALED_FORMATS else x for x in (pages.k, pages.v))
@@ -122,10 +125,6 @@ class _Step:
         shape = Shape(op, (self.format, self.dim, self.shared["GROUP"], self.kv_heads, self.page))
         trial = _trial(op, self.q, self.format, self.kv_heads, self.page)
         return Tile(**tuner().pick(shape, [tile._asdict() for tile in candidates], trial))
-
-    @property
-    def _numbers(self) -> tuple[float | int, ...]:
-        return self.how.scale, self.how.softcap or 0.0, self.how.window or 0, self.table.shape[1], self.num_seqs
 
     def decode(self, first: int, count: int, by_token: bool, tile: Tile | None = None) -> None:
         """Single queries: rows are tokens from `first` on, or sequences."""
@@ -141,7 +140,7 @@ class _Step:
             attention_decode.decode_split,
             (self.places, self.kv_heads, count),
             *(self.q, *self.kv, self.table, self.starts, self.lengths, sums, norms),
-            *self._numbers,
+            *self.numbers,
             first,
             COLUMNS=columns_of(group),
             KEYS=tile.keys,
@@ -151,33 +150,33 @@ class _Step:
             registers=decode_registers(self.cap, self.format, self.dim, group),
             **shared,
         )
-        sinks = norms if self.how.sinks is None else self.how.sinks
+        sinks = norms if self.sinks is None else self.sinks
         launch(
             attention_decode.merge_splits,
             (self.heads, count),
             *(sums, norms, sinks, self.kv[3], self.out, self.starts, self.lengths),
-            *(self.how.window or 0, self.places, self.num_seqs, first),
+            *(self.window, self.places, self.num_seqs, first),
             PADDED=triton.next_power_of_2(self.dim),
             HEADS=self.heads,
             PLACES=2 * triton.next_power_of_2(self.splits.most),
             AT_ONCE=AT_ONCE,
-            HAS_SINKS=self.how.sinks is not None,
+            HAS_SINKS=self.sinks is not None,
             **{name: shared[name] for name in ("DIM", "FORMAT", "SCALES", "STEPS", "HAS_WINDOW", *split)},
         )
 
     def prefill(self, singles: bool, tile: Tile | None = None) -> None:
         """Sequences of several queries; with `singles` those of one as well."""
         tile = tile or self._picked("attention_prefill", prefill_tiles(self.cap, self.format, self.dim))
-        sinks = self.q if self.how.sinks is None else self.how.sinks
+        sinks = self.q if self.sinks is None else self.sinks
         launch(
             attention_prefill.prefill,
             (self.kv_heads, self.num_tokens // (tile.rows // self.shared["GROUP"]) + self.num_seqs),
             *(self.q, *self.kv, sinks, self.table, self.starts, self.lengths, self.out),
-            *self._numbers,
+            *self.numbers,
             ROWS=tile.rows,
             KEYS=tile.keys,
             SINGLES=singles,
-            HAS_SINKS=self.how.sinks is not None,
+            HAS_SINKS=self.sinks is not None,
             STAGES=tile.num_stages,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
@@ -192,20 +191,19 @@ def _trial(
     _, heads, dim = like.shape
     dtype, device = like.dtype, like.device
     new, length = (1, TRIAL_KEYS) if op == "attention_decode" else (TRIAL_QUERIES, TRIAL_QUERIES)
-    made: list[_Step] = []
+
+    @cache
+    def made() -> _Step:
+        count = -(-length // page)
+        empty = KVPages.empty(kv_format, count, kv_heads, page, dim)
+        pages = KVPages(*(None if part is None else _noise(part, device) for part in empty))
+        q = torch.randn(new, heads, dim, device=device, dtype=dtype)
+        table = torch.arange(count, dtype=torch.int32, device=device)[None]
+        bounds, lengths = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, new], [length]))
+        return _Step(q, pages, table, bounds, lengths, (dim**-0.5, None, None, None))
 
     def trial(choice: Mapping[str, int]) -> Callable[[], object]:
-        if not made:
-            count = -(-length // page)
-            empty = KVPages.empty(kv_format, count, kv_heads, page, dim)
-            pages = KVPages(*(None if part is None else _noise(part, device) for part in empty))
-            q = torch.randn(new, heads, dim, device=device, dtype=dtype)
-            table = torch.arange(count, dtype=torch.int32, device=device)[None]
-            bounds = torch.tensor([0, new], dtype=torch.int32, device=device)
-            lengths = torch.tensor([length], dtype=torch.int32, device=device)
-            made.append(_Step(q, pages, table, bounds, lengths, _How(dim**-0.5)))
-        tile = Tile(**choice)
-        step = made[0]
+        tile, step = Tile(**choice), made()
         step.out.fill_(float("nan"))  # what a kernel leaves out does not pass for the result of the one before it
 
         def run() -> Tensor:
@@ -226,16 +224,3 @@ def _noise(part: Tensor, device: torch.device) -> Tensor:
         largest = 0.02 if part.dim() == 3 else 1.0  # a scale, or a number
         return (torch.rand(part.shape, device=device) * largest).to(part.dtype)
     return torch.randint(0, 100, part.shape, device=device, dtype=torch.uint8).view(part.dtype)  # E4M3: all finite
-
-
-def _check(q: Tensor, pages: KVPages, block_table: Tensor) -> None:
-    num_heads, dim = q.shape[1], q.shape[2]
-    kv_heads, page = pages.k.shape[1], pages.k.shape[2]
-    if page not in PAGE_SIZES or num_heads % kv_heads:
-        raise ValueError(f"page_size {page} must be one of {PAGE_SIZES}, {kv_heads} KV heads {num_heads} heads")
-    if dim > LARGEST_HEAD or dim % 8:
-        raise ValueError(f"heads of {dim}: at most {LARGEST_HEAD}, a multiple of 8")
-    if not (pages.k.is_contiguous() and pages.v.is_contiguous() and block_table.stride(1) == 1):
-        raise ValueError("pages and the rows of block tables must be contiguous")
-    if block_table.stride(0) != block_table.shape[1]:
-        raise ValueError("block tables must be contiguous")

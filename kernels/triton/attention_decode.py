@@ -8,17 +8,6 @@ block table is read one tile ahead, so that no copy waits for it. 8-bit pages ar
 What is split how depends on the sequence's own length only (`split_tokens`), tiles begin at multiples of their size,
 and the merge adds splits in the order of their places: so a token's result depends on nothing beside it, and neither
 on the chunk it came in where `by_token` sends every query this way.
-
-On paper, H100 (3.35 TB/s, 3.0 in a copy; 132 SMs), one sequence of 32k keys, 32 query and 8 KV heads of 128, from what
-was compiled:
-
-bytes      bf16 134 MB = 45 us; 8 bits 69 MB = 23 us. Split results: 64 x 32 x 130 x 4 = 1.1 MB, read from the L2
-programs   512 splits of 512 keys: two waves of two an SM (bf16, 101 KB), one of four (8 bits, 122 registers)
-in flight  bf16 two tiles of 32 KB in each: 128 KB an SM, where 20 KB cover the latency of memory
-issue      bf16 463 instructions a warp for a tile, which memory takes 2,260 cycles for: 20 %; 8 bits 600 to 660 of
-           1,130: 58 %. An RTX 5090 gives a tile three times as long
-ends       one tile not overlapped at the beginning of a program (1.5 us), the merge (2 us, its launch overlapped):
-           0.92 of a copy's bandwidth at 32k in bf16, 0.86 in 8 bits
 """
 
 from __future__ import annotations

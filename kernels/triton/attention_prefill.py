@@ -5,11 +5,7 @@ goes through the keys from the first that any of them sees to the last. Tiles th
 those at the diagonal, and all of them with a window, with masks. Rows do not touch each other and key tiles begin at
 multiples of their size, so a token's result does not depend on the chunk it came in.
 
-On paper, H100, heads of 128, from what was compiled: a tile of 128 rows and 64 keys is 4.2 MFLOP, 560 ns of wgmma; its
-eight warps issue 451 instructions each, 510 ns, a part of it beside the products: 0.55 to 0.7 of the matmul peak. Its
-keys and values are 32 KB from the L2, half of what an SM can take in that time (tiles of 64 rows would need all of it).
-At 4k attention is 7 % of an 8B layer's FLOP: with products at 0.8 of the peak the layer reaches 0.77. 8-bit pages: 698
-instructions, widened once a tile; below sm_90 every warp widens K for itself, hidden behind twice as slow products.
+8-bit pages are widened once a tile; below sm_90 every warp widens K for itself, hidden behind twice as slow products.
 """
 
 from __future__ import annotations
@@ -24,25 +20,14 @@ from .launch import wait_for_previous
 
 
 @triton.jit
-def _load_rows(pages, slot, d, inside, WIDTH: tl.constexpr, MASKED: tl.constexpr):
-    """[keys, dimensions] of the slots; zeros outside."""
-    at = pages + slot[:, None] * WIDTH + d[None, :]
+def _load(pages, slot, d, inside, WIDTH: tl.constexpr, FULL: tl.constexpr, MASKED: tl.constexpr):
+    """Dimensions d of the slots, one of the two along rows, the other along columns; zeros outside."""
+    at = pages + slot * WIDTH + d
     if MASKED:
-        return tl.load(at, mask=inside[:, None] & (d[None, :] < WIDTH), other=0)
-    if d.shape[0] == WIDTH:
+        return tl.load(at, mask=inside & (d < WIDTH), other=0)
+    if FULL:
         return tl.load(at)
-    return tl.load(at, mask=d[None, :] < WIDTH, other=0)
-
-
-@triton.jit
-def _load_columns(pages, slot, d, inside, WIDTH: tl.constexpr, MASKED: tl.constexpr):
-    """[dimensions, keys] of the slots; zeros outside."""
-    at = pages + slot[None, :] * WIDTH + d[:, None]
-    if MASKED:
-        return tl.load(at, mask=inside[None, :] & (d[:, None] < WIDTH), other=0)
-    if d.shape[0] == WIDTH:
-        return tl.load(at)
-    return tl.load(at, mask=d[:, None] < WIDTH, other=0)
+    return tl.load(at, mask=d < WIDTH, other=0)
 
 
 @triton.jit
@@ -66,11 +51,11 @@ def _attend(
         slot = (page.to(tl.int64) * KV_HEADS + head) * PAGE + key % PAGE
         inside = (key >= oldest) & (key < length)
         if EIGHT:  # the other way round than needed: what turns a tile over shares it, so codes are widened once
-            k_tile = _load_rows(k, slot, d, inside, WIDTH, MASKED)
-            v_tile = _load_columns(v, slot, d, inside, WIDTH, MASKED)
+            k_tile = _load(k, slot[:, None], d[None, :], inside[:, None], WIDTH, HALF == WIDTH, MASKED)
+            v_tile = _load(v, slot[None, :], d[:, None], inside[None, :], WIDTH, HALF == WIDTH, MASKED)
         else:
-            k_tile = _load_columns(k, slot, d, inside, WIDTH, MASKED)
-            v_tile = _load_rows(v, slot, d, inside, WIDTH, MASKED)
+            k_tile = _load(k, slot[None, :], d[:, None], inside[None, :], WIDTH, HALF == WIDTH, MASKED)
+            v_tile = _load(v, slot[:, None], d[None, :], inside[:, None], WIDTH, HALF == WIDTH, MASKED)
         if SCALES == "token":
             k_scale = tl.load(k_scales + slot, mask=inside, other=0.0)
             v_scale = tl.load(v_scales + slot, mask=inside, other=1.0)

@@ -1,22 +1,17 @@
-"""How attention cuts its work: keys and rows of a tile, keys of a split. Starting points by card, by bytes on paper.
+"""How attention cuts its work: keys and rows of a tile, keys of a split. Unmeasured: by bytes on paper.
 
-Shared memory of a decode tile (keys x head_dim x 2 tensors x bytes, two tiles under way, a third where wgmma runs
-behind) against what an SM has decides how many programs share one; each must hold a few tens of KB on their way from
-memory (3.35 TB/s x 0.8 us / 132 SMs = 20 KB an SM on an H100, 8 KB on an RTX 5090). Programs an SM, heads of 128:
-
-            bf16 tile       bytes    sm_86/89/120 (100 KB)   sm_80 (164 KB)     8-bit tile     bytes   programs
-    others  32 keys, 2 w    35,328   2                       4                  32 keys, 2 w   19,456  5, 8
-    90, 100 64 keys, 4 w   101,376   2 (228 KB)                                 64 keys, 4 w   36,864  4 (registers)
-
-A long sequence of 8 KV heads makes 64 x 8 = 512 splits on 132 SMs: four programs an SM.
+The shared memory of a decode tile (keys x head_dim x 2 tensors x bytes, two tiles under way, a third where wgmma runs
+behind) decides how many programs share a multiprocessor; together they must hold a few tens of KB on their way from
+memory (3.35 TB/s x 0.8 us / 132 SMs = 20 KB on an H100, 8 KB on an RTX 5090).
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import triton
+
 from ..kv_pages import SCALED_FORMATS
-from .cards import ceil_power
 
 WGMMA = (90, 100)  # cards whose matrix instructions read 64 rows straight from shared memory
 
@@ -51,7 +46,7 @@ def splits_of(num_kv_heads: int, sms: int) -> Splits:
 
 def decode_tiles(cap: int, kv_format: str, head_dim: int, group: int) -> list[Tile]:
     """Candidates for sm_`cap` and `group` query heads a KV head, the expected best first; keys divide every split."""
-    width = ceil_power(head_dim // 2 if kv_format in SCALED_FORMATS else head_dim)
+    width = triton.next_power_of_2(head_dim // 2 if kv_format in SCALED_FORMATS else head_dim)
     if kv_format == "f32":
         return [Tile(16, 4, 2)]
     if cap < 80:  # no matrix instructions: what registers hold
@@ -66,7 +61,7 @@ def decode_tiles(cap: int, kv_format: str, head_dim: int, group: int) -> list[Ti
 
 def prefill_tiles(cap: int, kv_format: str, head_dim: int) -> list[Tile]:
     """Candidates for sm_`cap`: as many rows as registers hold, keys for two or three stages in shared memory."""
-    width = ceil_power(head_dim)
+    width = triton.next_power_of_2(head_dim)
     if cap < 80 or kv_format == "f32":  # no matrix instructions: small tiles, sums in registers
         return [Tile(16, 4, 2, rows=16)]
     if cap in WGMMA:
@@ -86,19 +81,9 @@ def decode_registers(cap: int, kv_format: str, head_dim: int, group: int) -> int
     return 128 if columns_of(group) == 8 else 168
 
 
-def part_bytes(num_rows: int, num_heads: int, head_dim: int, places: int) -> int:
-    """Bytes that the results of splits take between the two kernels of decoding."""
-    return num_rows * num_heads * places * (head_dim + 2) * 4
-
-
 def columns_of(group: int) -> int:
     """Columns of a decode tile: query heads of a KV head, at least what a matrix instruction has."""
-    return max(8, ceil_power(group))
-
-
-def search_steps(num_seqs: int) -> int:
-    """Halvings that find one of `num_seqs` sequences; two values, since each is another compiled kernel."""
-    return 8 if num_seqs < 256 else 20
+    return max(8, triton.next_power_of_2(group))
 
 
 def _floor_power(x: int) -> int:

@@ -35,8 +35,3 @@ class Card(NamedTuple):
     def shared_bytes(self) -> int:
         """Of its class."""
         return CLASSES[max(c for c in CLASSES if c <= max(self.capability, min(CLASSES)))].shared_bytes
-
-
-def ceil_power(number: int) -> int:
-    """The next power of two, for tiles."""
-    return 1 << max(number - 1, 0).bit_length()

@@ -1,7 +1,7 @@
 """8-bit numbers in kernels: E4M3 written and read by its bits, and two neighbouring codes widened at once.
 
 No E4M3 type appears, so the same code compiles below sm_89 and is right in Triton's interpreter, whose casts are not.
-`encode_e4m3` is `kv_codes.encode_e4m3` bit for bit. `widen_*` turn an int16 of two codes (the even dimension in the
+`e4m3_bits` is `kv_codes.encode_e4m3` bit for bit. `widen_*` turn an int16 of two codes (the even dimension in the
 low byte) into two float16 numbers; that is what attention reads pages with: half as many elements to address, and a
 transposed tile that matrix instructions can load, which single bytes are not. NaN codes (0x7F, 0xFF) widen to ±480.
 
@@ -38,12 +38,6 @@ def e4m3_bits(x):
     small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(size >= 0x3C800000, normal, small)
     return tl.where(nan, 0x7F, code) | sign
-
-
-@triton.jit
-def encode_e4m3(x):
-    """The same as uint8."""
-    return e4m3_bits(x).to(tl.uint8)
 
 
 @triton.jit

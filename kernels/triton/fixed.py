@@ -24,17 +24,20 @@ E2M1_OFFSET = tl.constexpr(192)  # makes all of twice an E2M1 number, -12 to 12,
 E2M1_TABLES = (0xC3C2C1C0, 0xCCC8C6C4, 0xBDBEBFC0, 0xB4B8BABC)
 
 
+@triton.constexpr_function
 def dot_text(signed: bool) -> str:
     """$3 and the four unsigned bytes of $1 times those of $2, which are signed or not."""
     return f"dp4a.u32.{'s32' if signed else 'u32'} $0, $1, $2, $3;"
 
 
+@triton.constexpr_function
 def gather_text(place: int) -> str:
     """Byte `place` of four words as one word, the first lowest."""
     pick = 0x0040 + 0x11 * place
     return f"{{ .reg .b32 t, u; prmt.b32 t, $1, $2, {pick}; prmt.b32 u, $3, $4, {pick}; prmt.b32 $0, t, u, 0x5410; }}"
 
 
+@triton.constexpr_function
 def e2m1_bytes_text(part: int) -> str:
     """The four codes of half `part` of a word ($1) as unsigned bytes: 192 + twice the number; $2 to $5: `E2M1_TABLES`.
 
@@ -47,6 +50,7 @@ def e2m1_bytes_text(part: int) -> str:
     )
 
 
+@triton.constexpr_function
 def table_text(index: int) -> str:
     """One of `E2M1_TABLES` that the compiler takes for a variable, one bit being never below itself.
 
@@ -58,12 +62,6 @@ def table_text(index: int) -> str:
     )
 
 
-_gather = triton.constexpr_function(gather_text)
-_e2m1_bytes = triton.constexpr_function(e2m1_bytes_text)
-_e2m1_table = triton.constexpr_function(table_text)
-_dot_text = triton.constexpr_function(dot_text)
-
-
 @triton.jit
 def _largest(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
@@ -73,7 +71,7 @@ def _largest(a, b):
 def _gathered(a, b, c, d, PLACE: tl.constexpr, ASSEMBLY: tl.constexpr):
     """Byte PLACE of four int32 as one int32, the first lowest."""
     if ASSEMBLY:
-        word = tl.inline_asm_elementwise(_gather(PLACE), "=r,r,r,r,r", [a, b, c, d], tl.int32, True, 1)
+        word = tl.inline_asm_elementwise(gather_text(PLACE), "=r,r,r,r,r", [a, b, c, d], tl.int32, True, 1)
     else:
         at: tl.constexpr = 8 * PLACE
         word = (a >> at) & 255 | ((b >> at) & 255) << 8 | ((c >> at) & 255) << 16 | ((d >> at) & 255) << 24
@@ -84,7 +82,7 @@ def _gathered(a, b, c, d, PLACE: tl.constexpr, ASSEMBLY: tl.constexpr):
 def _dot(codes, x, c, SIGNED: tl.constexpr, ASSEMBLY: tl.constexpr):
     """c + the four unsigned bytes of `codes` times those of x, all int32."""
     if ASSEMBLY:
-        c = tl.inline_asm_elementwise(_dot_text(SIGNED), "=r,r,r,r", [codes, x, c], tl.int32, True, 1)
+        c = tl.inline_asm_elementwise(dot_text(SIGNED), "=r,r,r,r", [codes, x, c], tl.int32, True, 1)
     else:
         for i in tl.static_range(4):
             byte = (x << (24 - 8 * i)) >> 24 if SIGNED else (x >> (8 * i)) & 255
@@ -97,7 +95,7 @@ def _table(like, INDEX: tl.constexpr, ASSEMBLY: tl.constexpr):
     """One of `E2M1_TABLES`, int32 [1, CHUNKS, 1]; where there is no assembly, what nobody reads."""
     table = like
     if ASSEMBLY:
-        table = tl.inline_asm_elementwise(_e2m1_table(INDEX), "=r,r", [like], tl.int32, True, 1)
+        table = tl.inline_asm_elementwise(table_text(INDEX), "=r,r", [like], tl.int32, True, 1)
     return table[None, :, None]
 
 
@@ -112,7 +110,7 @@ def _code_bytes(w, tables, PART: tl.constexpr, CODE: tl.constexpr, ASSEMBLY: tl.
         codes = (w >> (4 * PART)) & 0x0F0F0F0F
     elif ASSEMBLY:
         given = [w, tables[0], tables[1], tables[2], tables[3]]
-        codes = tl.inline_asm_elementwise(_e2m1_bytes(PART), "=r,r,r,r,r,r", given, tl.int32, True, 1)
+        codes = tl.inline_asm_elementwise(e2m1_bytes_text(PART), "=r,r,r,r,r,r", given, tl.int32, True, 1)
     else:
         codes = w & 0
         for i in tl.static_range(4):

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from .activation import gate
 from .codes import group_scale, group_terms, half_value, load_high, spread
-from .pairs import e2m1_pairs, e4m3_pairs, int4_pairs, int8_pairs
+from .pairs import bf16_pairs, int4_pairs
 
 
 @triton.jit
@@ -40,18 +40,12 @@ def _exact_operand(
     elif PAIRS and CODE == "int4":
         value = int4_pairs(h, PLANE, ZERO, OPERAND)
     elif PAIRS and OPERAND == "bf16" and CODE == "int8":
-        value = int8_pairs(h, PLANE)
+        value = bf16_pairs(h, PLANE, CODE)
     elif PAIRS and OPERAND == "bf16" and CODE == "e4m3":
-        value = (e4m3_pairs(h, PLANE) * (2.0**120)).to(tl.bfloat16)
+        value = (bf16_pairs(h, PLANE, CODE) * (2.0**120)).to(tl.bfloat16)
     else:
         value = _operand(half_value(h.to(tl.int32), high, PLANE, CODE, LOW, HIGH, ZERO), OPERAND)
     return value
-
-
-@triton.jit
-def _narrow_float(h, PLANE: tl.constexpr, CODE: tl.constexpr):
-    """A plane of E2M1 or E4M3 codes as bfloat16, times 2^-126 or 2^-120."""
-    return e2m1_pairs(h, PLANE) if CODE == "e2m1" else e4m3_pairs(h, PLANE)
 
 
 _LINE = tl.constexpr(64)  # halves in a line of the cache, 128 bytes
@@ -144,7 +138,7 @@ def gemm_kernel(
                     zero = tl.load(min_ptr + row64 * GROUPS + step * (HALVES * PLANES) // GROUP)
                     w = _operand(w - _operand(zero, OPERAND)[:, None], OPERAND)
             elif NARROW:
-                w = (_narrow_float(h, i, CODE) * factor).to(tl.bfloat16)
+                w = (bf16_pairs(h, i, CODE) * factor).to(tl.bfloat16)
             else:
                 value = half_value(h.to(tl.int32), high, i, CODE, LOW, HIGH, ZERO) * factor
                 if MIN != "none":

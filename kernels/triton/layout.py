@@ -182,12 +182,17 @@ def _int8(w: Weight) -> Prepared:
     return Prepared(w.shape, "int8", low, None, "float", _rows(w.scales), zero=128, group=group)
 
 
-def _fp4(w: Weight) -> Prepared:
+# form -> (code, scale_kind, elements of a group)
+NARROW = {"fp4g16": ("e2m1", "e4m3", 16), "fp4g32": ("e2m1", "e8m0", 32), "fp8mx": ("e4m3", "e8m0", 32)}
+
+
+def _narrow(w: Weight) -> Prepared:
     assert w.scales is not None
-    kind, group = ("e4m3", 16) if w.form == "fp4g16" else ("e8m0", 32)
-    low, _ = _packed(w, "e2m1", group)
-    made = Prepared(w.shape, "e2m1", low, None, kind, _rows(w.scales.view(torch.uint8)), group=group)
-    return made if w.global_scale is None else made._replace(row_scale=w.global_scale.float())
+    code, kind, group = NARROW[w.form]
+    low, _ = _packed(w, code, group)
+    row_scale = _nan_scale(w) if code == "e4m3" else None if w.global_scale is None else w.global_scale.float()
+    scales = _rows(w.scales.view(torch.uint8))
+    return Prepared(w.shape, code, low, None, kind, scales, row_scale=row_scale, group=group)
 
 
 def _fp8(w: Weight) -> Prepared:
@@ -202,13 +207,6 @@ def _fp8(w: Weight) -> Prepared:
         raise ValueError(f"fp8 scales of shape {tuple(w.scales.shape)} for a weight of shape {w.shape}")
     made = Prepared(w.shape, "e4m3", low, None, "float", _rows(w.scales.float()), group=128, scale_rows=128)
     return made._replace(row_scale=row_scale)
-
-
-def _fp8mx(w: Weight) -> Prepared:
-    assert w.scales is not None
-    low, _ = _packed(w, "e4m3")
-    scales = _rows(w.scales.view(torch.uint8))
-    return Prepared(w.shape, "e4m3", low, None, "e8m0", scales, row_scale=_nan_scale(w), group=32)
 
 
 def _nan_scale(w: Weight) -> Tensor | None:
@@ -239,14 +237,10 @@ _MAKERS = {
     "dense": _dense,
     "int4g": _int4g,
     "int8": _int8,
-    "fp4g16": _fp4,
-    "fp4g32": _fp4,
     "fp8": _fp8,
-    "fp8mx": _fp8mx,
     "gguf": _gguf,
+    **dict.fromkeys(NARROW, _narrow),
 }
-
-
 FORMS = frozenset(_MAKERS)
 
 
@@ -284,9 +278,10 @@ def _packed(w: Weight, code: str, group: int = 0) -> tuple[Tensor, Tensor | None
         # [rows, C, runs, planes, run] -> [rows, C, planes, halves]
         codes = _pad_columns(_codes(w, rows), kind.chunk).view(-1, chunks, HALVES // run, kind.planes, run)
         codes = codes.transpose(2, 3).flatten(3)
-        low[rows] = _pack_low(codes, kind).flatten(1)
+        low[rows] = _joined(codes, kind.low).to(torch.int16).flatten(1)
         if high is not None:
-            high[rows] = _pack_high(codes >> kind.low, kind).flatten(1)
+            bits = _joined(codes >> kind.low, kind.high).to(torch.uint8)
+            high[rows] = (bits[..., 0::2] | (bits[..., 1::2] << 4) if kind.high_bytes == 4 else bits).flatten(1)
     return low, high
 
 
@@ -295,17 +290,9 @@ def _pad_columns(t: Tensor, multiple: int) -> Tensor:
     return torch.nn.functional.pad(t, (0, missing)) if missing else t
 
 
-def _pack_low(codes: Tensor, kind: Code) -> Tensor:
-    """uint8 [rows, C, planes, 8] -> int16 [rows, C, 8]"""
-    out = torch.zeros(codes.shape[:2] + (HALVES,), dtype=torch.int32, device=codes.device)
-    for i in range(kind.planes):
-        out |= (codes[:, :, i].int() & ((1 << kind.low) - 1)) << (kind.low * i)
-    return out.to(torch.int16)
-
-
-def _pack_high(bits: Tensor, kind: Code) -> Tensor:
-    """uint8 [rows, C, planes, 8] of high bits -> uint8 [rows, C, high_bytes]"""
-    out = torch.zeros(bits.shape[:2] + (HALVES,), dtype=torch.uint8, device=bits.device)
-    for i in range(kind.planes):
-        out |= bits[:, :, i] << (kind.high * i)
-    return out[..., 0::2] | (out[..., 1::2] << 4) if kind.high_bytes == 4 else out
+def _joined(values: Tensor, bits: int) -> Tensor:
+    """uint8 [rows, C, planes, 8], their last bits -> int32 [rows, C, 8]: plane i from bit bits * i on."""
+    out = torch.zeros(values.shape[:2] + (HALVES,), dtype=torch.int32, device=values.device)
+    for i in range(values.shape[2]):
+        out |= (values[:, :, i].int() & ((1 << bits) - 1)) << (bits * i)
+    return out

@@ -3,16 +3,27 @@
 Both operands come as rows of bytes in the order of `layout`; a product over K does not mind the order. FP8 sums are
 taken over 128 elements and added in float32, which is also where block scales go. NVFP4 goes through `tl.dot_scaled`;
 with HAND its codes and scales are decoded instead, on any card, and in the interpreter, which reads every scale of a
-`dot_scaled` as E8M0.
+`dot_scaled` as E8M0. Few rows of x stay exact: a decoding step is bound by the bytes of W, and rounding x would save
+none of them.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from .codes import e4m3_value, half_value
-from .launch import wait_for_previous
+from .launch import interpreting, launch, wait_for_previous
+from .layout import Prepared
+from .product import Extras, product
+from .product_tiles import SMALL_TOKENS
+from .quantize import quantize_e4m3, quantize_nvfp4
+
+BLOCK = 128  # elements of x that share a scale where W has a scale per block
 
 
 @triton.jit
@@ -24,7 +35,7 @@ def _store(acc, out_ptr, bias_ptr, rows, columns, m, n, BIAS: tl.constexpr):
 
 
 @triton.jit
-def w8a8_kernel(
+def _w8a8(
     x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, row_scale_ptr, bias_ptr, out_ptr, m, n,
     BYTES: tl.constexpr, BLOCKS: tl.constexpr, ROW_SCALE: tl.constexpr, BIAS: tl.constexpr, HAND: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
@@ -75,7 +86,7 @@ def _nvfp4_values(codes, scales, HIGH_NIBBLE: tl.constexpr):
 
 
 @triton.jit
-def w4a4_kernel(
+def _w4a4(
     x_ptr, x_scale_ptr, x_row_scale_ptr, w_ptr, w_scale_ptr, row_scale_ptr, bias_ptr, out_ptr, m, n,
     BYTES: tl.constexpr, BIAS: tl.constexpr, HAND: tl.constexpr, OPERAND: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
@@ -112,3 +123,49 @@ def w4a4_kernel(
             acc = tl.dot_scaled(x, xs, "e2m1", w.trans(), ws, "e2m1", acc)
     acc *= tl.load(x_row_scale_ptr + row)[:, None] * tl.load(row_scale_ptr + column)[None, :]
     _store(acc, out_ptr, bias_ptr, rows, columns, m, n, BIAS)
+
+
+def narrow_product(x: Tensor, p: Prepared, bias: Tensor | None = None) -> Tensor:
+    """x [num_tokens, K], rounded to E4M3 for an FP8 weight, to NVFP4 for an NVFP4 one, times it: [num_tokens, N]."""
+    tokens = x.shape[0]
+    if tokens <= SMALL_TOKENS or p.perm is not None or p.pre_scale is not None:
+        return product(x, p, Extras(bias))
+    x, hand = x.contiguous(), interpreting()
+    out = torch.empty(tokens, p.shape[0], dtype=x.dtype, device=x.device)
+    kind = torch.uint8 if hand else torch.float8_e4m3fn
+
+    def new(columns: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(tokens, columns, dtype=dtype, device=x.device)
+
+    def run(kernel: Any, *given: Tensor, least: int, stages: int, **more: Any) -> None:
+        """A program takes 128 rows of x and of W, or 64: not measured."""
+        side = 64 if max(tokens, least) <= 64 else 128
+        grid = (-(-tokens // side), -(-p.shape[0] // side))
+        more |= {"BIAS": bias is not None, "HAND": hand, "TOKENS": side, "ROWS": side, "STAGES": stages}
+        given = (*given, given[0] if bias is None else bias, out)
+        launch(kernel, grid, *given, *out.shape, num_warps=side // 16, num_stages=stages, **more)
+
+    if p.code == "e4m3":
+        padded = p.low.shape[1] * 2
+        groups = 1 if p.scales is None else -(-padded // BLOCK)
+        codes, scales = new(padded, torch.uint8), new(groups, torch.float32)
+        block = BLOCK if groups > 1 or padded <= BLOCK else triton.next_power_of_2(padded)
+        sizes: dict[str, Any] = {"K": x.shape[1], "PADDED": padded, "BLOCK": block}
+        launch(quantize_e4m3, (tokens, groups), x, codes, scales, num_warps=max(1, min(8, block // 256)), **sizes)
+        weight = (p.low.view(kind), scales if p.scales is None else p.scales)
+        has = {"BLOCKS": p.scales is not None, "ROW_SCALE": p.row_scale is not None}
+        row_scale = scales if p.row_scale is None else p.row_scale
+        stages = 2 if hand else 3
+        run(_w8a8, codes.view(kind), scales, *weight, row_scale, least=64, stages=stages, BYTES=padded, **has)
+        return out
+    assert p.scales is not None and p.row_scale is not None
+    padded = p.low.shape[1] * 4
+    codes, scales, row_scales = new(padded // 2, torch.uint8), new(padded // 16, torch.uint8), new(1, torch.float32)
+    block = triton.next_power_of_2(padded)
+    sizes = {"K": x.shape[1], "PADDED": padded, "BLOCK": block}
+    launch(quantize_nvfp4, (tokens,), x, codes, scales, row_scales, num_warps=max(1, min(8, block // 512)), **sizes)
+    given = (codes, scales.view(kind), row_scales, p.low.view(torch.uint8), p.scales.view(kind), p.row_scale)
+    more = {"BYTES": padded // 2, "OPERAND": "f32" if hand else "bf16", "STEP": 32 if hand else 128}
+    # with fewer than 128 rows sm_100 has no block-scaled instruction
+    run(_w4a4, *given, least=64 if hand else 128, stages=2, **more)
+    return out

@@ -15,9 +15,8 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from ..embedding import RowReader
 from ..registry import Facts, Impl, LinearFacts, OpFacts
-from .layout import CODES, FORMS, GGUF, Prepared, prepare
+from .layout import CODES, FORMS, GGUF, prepare
 
 FP8_CAPABILITY = 89  # from here on tensor cores take E4M3
 FP4_CAPABILITY = 100  # from here on they take block-scaled E2M1
@@ -92,26 +91,23 @@ def _lazily(module: str, function: str) -> Callable[..., Any]:
     return run
 
 
-def _rows(prepared: Prepared) -> RowReader:
-    return partial(_lazily("product", "rows"), prepared)
-
-
 def _impl(op: str, module: str, fits: Callable[[OpFacts], str | None] = _fits) -> tuple[Impl, ...]:
     return (Impl(op, "triton", fits, _lazily(module, op)),)
 
 
 def _linear(name: str, fits: Callable[[LinearFacts], str | None], run: Callable[..., Any]) -> Impl:
-    return Impl("linear", name, fits, run, prepare, _rows)
+    return Impl("linear", name, fits, run, prepare, partial(partial, _lazily("product", "rows")))
 
 
 _fp8 = partial(_rounding_fits, activations="fp8", form="fp8")
 _nvfp4 = partial(_rounding_fits, activations="nvfp4", form="fp4g16")
 _PRODUCT = _lazily("product", "linear")
+_NARROW = _lazily("narrow", "narrow_product")
 _ATTENTION = _lazily("attention", "paged_attention")
 IMPLS: Mapping[str, tuple[Impl, ...]] = {
     "linear": (
-        _linear("triton_fp8_w8a8", _fp8, _lazily("narrow_product", "fp8_product")),
-        _linear("triton_nvfp4_w4a4", _nvfp4, _lazily("narrow_product", "nvfp4_product")),
+        _linear("triton_fp8_w8a8", _fp8, _NARROW),
+        _linear("triton_nvfp4_w4a4", _nvfp4, _NARROW),
         _linear("triton", _linear_fits, _PRODUCT),
         _linear("triton_invariant", partial(_linear_fits, fixed_order=True), partial(_PRODUCT, fixed_order=True)),
     ),

@@ -19,6 +19,7 @@ _TWICE = 0x00010001  # a 16-bit constant in both halves of a register
 _ONE = 0x3F80 * _TWICE  # 1 in bfloat16: below sm_90 only fused multiply-adds come in pairs
 
 
+@triton.constexpr_function
 def int4_text(plane: int, zero: int, operand: str) -> str:
     """(nibble `plane`) - zero, exact, zero up to 16: bfloat16, or float16 where operand is f16."""
     if operand == "f16":
@@ -32,6 +33,7 @@ def int4_text(plane: int, zero: int, operand: str) -> str:
     )
 
 
+@triton.constexpr_function
 def int8_text(plane: int) -> str:
     """(byte `plane`) - 128 as bfloat16, exact: 128 + (its low 7 bits), less 128 or 256 by its top bit."""
     return (
@@ -40,6 +42,7 @@ def int8_text(plane: int) -> str:
     )
 
 
+@triton.constexpr_function
 def e2m1_text(plane: int) -> str:
     """e2m1(nibble `plane`) * 2^-126 as bfloat16."""
     return (
@@ -48,6 +51,7 @@ def e2m1_text(plane: int) -> str:
     )
 
 
+@triton.constexpr_function
 def e4m3_text(plane: int) -> str:
     """e4m3(byte `plane`) * 2^-120 as bfloat16."""
     return (
@@ -56,35 +60,22 @@ def e4m3_text(plane: int) -> str:
     )
 
 
-_int4 = triton.constexpr_function(int4_text)
-_int8 = triton.constexpr_function(int8_text)
-_e2m1 = triton.constexpr_function(e2m1_text)
-_e4m3 = triton.constexpr_function(e4m3_text)
+@triton.constexpr_function
+def _bf16_text(code: str, plane: int) -> str:
+    return int8_text(plane) if code == "int8" else e2m1_text(plane) if code == "e2m1" else e4m3_text(plane)
 
 
 @triton.jit
 def int4_pairs(h, PLANE: tl.constexpr, ZERO: tl.constexpr, OPERAND: tl.constexpr):
     """int16 halves -> a plane of nibbles less ZERO, as OPERAND (bf16 or f16) says."""
     if OPERAND == "f16":
-        value = tl.inline_asm_elementwise(_int4(PLANE, ZERO, "f16"), "=r,r", [h], tl.float16, True, 2)
+        value = tl.inline_asm_elementwise(int4_text(PLANE, ZERO, "f16"), "=r,r", [h], tl.float16, True, 2)
     else:
-        value = tl.inline_asm_elementwise(_int4(PLANE, ZERO, "bf16"), "=r,r", [h], tl.bfloat16, True, 2)
+        value = tl.inline_asm_elementwise(int4_text(PLANE, ZERO, "bf16"), "=r,r", [h], tl.bfloat16, True, 2)
     return value
 
 
 @triton.jit
-def int8_pairs(h, PLANE: tl.constexpr):
-    """int16 halves -> a plane of bytes less 128, bfloat16."""
-    return tl.inline_asm_elementwise(_int8(PLANE), "=r,r", [h], tl.bfloat16, True, 2)
-
-
-@triton.jit
-def e2m1_pairs(h, PLANE: tl.constexpr):
-    """int16 halves -> a plane of E2M1 numbers times 2^-126, bfloat16."""
-    return tl.inline_asm_elementwise(_e2m1(PLANE), "=r,r", [h], tl.bfloat16, True, 2)
-
-
-@triton.jit
-def e4m3_pairs(h, PLANE: tl.constexpr):
-    """int16 halves -> a plane of E4M3 numbers times 2^-120, bfloat16."""
-    return tl.inline_asm_elementwise(_e4m3(PLANE), "=r,r", [h], tl.bfloat16, True, 2)
+def bf16_pairs(h, PLANE: tl.constexpr, CODE: tl.constexpr):
+    """int16 halves -> a plane, bfloat16: bytes less 128, E2M1 numbers times 2^-126, or E4M3 numbers times 2^-120."""
+    return tl.inline_asm_elementwise(_bf16_text(CODE, PLANE), "=r,r", [h], tl.bfloat16, True, 2)

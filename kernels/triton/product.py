@@ -23,7 +23,7 @@ from . import dequantize, gemm, gemv
 from .cards import Card
 from .launch import card_of, interpreting, launch
 from .layout import CODES, Prepared
-from .product_tiles import SMALL_TOKENS, gemm_tiles, gemv_tiles, is_fixed, token_class
+from .product_tiles import SMALL_TOKENS, gemm_tiles, gemv_tiles, is_fixed
 from .rms_norm import rms_norm
 
 SLAB_BYTES = 32 << 20  # dense rows decoded at a time: what the plan reserves for long prompts
@@ -69,14 +69,14 @@ def product(
     if extras.norm is not None and tokens > 1:  # for each program to see all of every row would cost more than a launch
         x, extras = rms_norm(x, extras.norm.weight, extras.norm.eps), extras._replace(norm=None)
     card = card_of(x.device)
+    own = SMALL_TOKENS if _is_plain(x, p) else SLAB_TOKENS - 1  # rows that a kernel of ours multiplies
     if fixed_order:
-        launch_gemm(x, p, out, extras, gemm_tiles(*p.shape, p.code, FIXED_TOKENS, card, whole=True)[0])
-    elif tokens == 1 or (card.capability < 80 and tokens <= ROWS_WITHOUT_TENSOR_CORES):
-        _run(x, p, out, extras, _picked(x, p, extras, card))
-    elif tokens >= SLAB_TOKENS or card.capability < 80 or (_is_plain(x, p) and tokens > SMALL_TOKENS):
-        _run(x, p, out, extras, CUBLAS)
+        choice = gemm_tiles(*p.shape, p.code, FIXED_TOKENS, card, whole=True)[0]
+    elif tokens <= (own if card.capability >= 80 else ROWS_WITHOUT_TENSOR_CORES):
+        choice = _picked(x, p, extras, card)
     else:
-        _run(x, p, out, extras, _picked(x, p, extras, card))
+        choice = CUBLAS
+    _run(x, p, out, extras, choice)
     return out
 
 
@@ -253,7 +253,7 @@ def _slab_product(x: Tensor, p: Prepared, out: Tensor, bias: Tensor | None) -> N
 def _picked(x: Tensor, p: Prepared, extras: Extras, card: Card) -> Tile:
     """The constants for this shape: the winner on this card, or what is expected to be best."""
     n, k = p.shape
-    tokens = token_class(x.shape[0])
+    tokens = next((size for size in (8, 16, 32, 64) if x.shape[0] <= size), 128)
     if x.shape[0] == 1 or card.capability < 80:
         shape = Shape("linear_gemv", (n, k, p.code, p.group, extras.gate))
         candidates = gemv_tiles(n, k, p.code, card, bool(extras.gate), is_fixed(p.code, p.run, card))
@@ -276,17 +276,17 @@ def _trial(x: Tensor, p: Prepared, extras: Extras) -> Callable[[Tile], Callable[
     device, dtype, tokens = x.device, x.dtype, x.shape[0]
     n, k = p.shape[0] // (2 if extras.gate else 1), p.shape[1]
     gate, has_norm, has_residual = extras.gate, extras.norm is not None, extras.residual is not None
-    made: list[tuple[Tensor, Prepared, Tensor, Extras]] = []
+
+    @cache
+    def made() -> tuple[Tensor, Prepared, Tensor, Extras]:
+        noise = {name: _noise(name, empty, *kind, device) for name, kind in kinds.items()}
+        out = torch.empty(tokens, n, device=device, dtype=dtype)
+        norm = Norm(torch.ones(k, device=device), 1e-6) if has_norm else None
+        more = Extras(None, norm, torch.zeros_like(out) if has_residual else None, gate)
+        return torch.randn(tokens, k, device=device, dtype=dtype), empty._replace(**noise), out, more
 
     def trial(choice: Tile) -> Callable[[], Tensor]:
-        if not made:
-            noise = {name: _noise(name, empty, *kind, device) for name, kind in kinds.items()}
-            sample = torch.randn(tokens, k, device=device, dtype=dtype)
-            out = torch.empty(tokens, n, device=device, dtype=dtype)
-            norm = Norm(torch.ones(k, device=device), 1e-6) if has_norm else None
-            more = Extras(None, norm, torch.zeros_like(out) if has_residual else None, gate)
-            made.append((sample, empty._replace(**noise), out, more))
-        sample, weight, out, more = made[0]
+        sample, weight, out, more = made()
         out.fill_(float("nan"))  # what a kernel leaves out does not pass for the result of the one before it
 
         def run() -> Tensor:

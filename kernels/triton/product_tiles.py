@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
-from .cards import Card, ceil_power
+import triton
+
+from .cards import Card
 from .layout import CODES, HALVES
 
 Tile = Mapping[str, int]
@@ -43,7 +45,7 @@ def gemv_tiles(n: int, k: int, code: str, card: Card, gated: bool = False, fixed
     fixed   as `is_fixed`: those in whole numbers, which have "fixed": 1 as well
     """
     ranked = FIXED if fixed else WIDE if CODES[code].low >= 8 else NARROW
-    widest = max(ceil_power(-(-k // CODES[code].chunk)), 32)
+    widest = max(triton.next_power_of_2(-(-k // CODES[code].chunk)), 32)
     most = 2 if code in FEW_ROWS else 8
     fit = [(rows, warps) for rows, warps in ranked if 32 * warps <= widest and 1 + gated <= rows <= most]
     fit.sort(key=lambda tile: n // tile[0] < 2 * card.num_sms)  # what leaves multiprocessors idle comes last
@@ -85,8 +87,3 @@ def _shared(rows: int, tokens: int, halves: int, stages: int, code: str) -> int:
     kind = CODES[code]
     step = rows * halves * (2 + kind.high) + halves * kind.planes * tokens * 2
     return max(stages * step + rows * halves // 2, rows * tokens * 4)
-
-
-def token_class(tokens: int) -> int:
-    """Rows of x, rounded up to a tile: 8, 16, 32, 64 or 128."""
-    return next((size for size in (8, 16, 32, 64) if tokens <= size), 128)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .codes import e4m3_value
-from .e4m3 import e4m3_bits, encode_e4m3
+from .e4m3 import e4m3_bits
 from .launch import wait_for_previous
 
 
@@ -26,18 +26,17 @@ def e2m1_bits(x):
 
 @triton.jit
 def quantize_e4m3(
-    x_ptr, code_ptr, scale_ptr, K: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    x_ptr, code_ptr, scale_ptr, K: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """One program: GROUP elements of a row (all of them where GROUP is BLOCK) -> bytes [PADDED] and their scale."""
+    """One program: BLOCK elements of a row -> bytes [PADDED] and their scale."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    spot = part * GROUP + tl.arange(0, BLOCK)
+    spot = part * BLOCK + tl.arange(0, BLOCK)
     # byte 2h + i of a chunk of 16 holds element 8i + h
     k = spot // 16 * 16 + spot % 2 * 8 + spot % 16 // 2
     wait_for_previous(PDL)
     x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(x), 0), 1e-10) / 448.0
-    tl.store(code_ptr + row * PADDED + spot, encode_e4m3(x / scale), mask=spot < PADDED)
+    tl.store(code_ptr + row * PADDED + spot, e4m3_bits(x / scale).to(tl.uint8), mask=spot < PADDED)
     tl.store(scale_ptr + row * tl.num_programs(1) + part, scale)
 
 

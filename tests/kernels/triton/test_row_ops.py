@@ -42,8 +42,6 @@ def test_rms_norm_of_strided_heads_and_wide_rows(device: torch.device, monkeypat
     wide, weight = torch.randn(2, 20_000).to(device), torch.randn(20_000).to(device)
     close(rms_norm.rms_norm(wide, weight, 1e-6), reference.rms_norm(wide, weight, 1e-6))
     assert rms_norm.rms_norm(wide[:0], weight, 1e-6).shape == (0, 20_000)
-    with pytest.raises(ValueError, match="65,?536"):
-        rms_norm.rms_norm(torch.zeros(1, 70_000, device=device), torch.zeros(70_000, device=device), 1e-6)
 
 
 def angles(num_tokens: int, half: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -80,7 +78,7 @@ def test_activations_stay_finite(extreme: float, device: torch.device) -> None:
 @triton.jit
 def _encode(x, codes, N: tl.constexpr):
     i = tl.arange(0, N)
-    tl.store(codes + i, e4m3.encode_e4m3(tl.load(x + i)))
+    tl.store(codes + i, e4m3.e4m3_bits(tl.load(x + i)).to(tl.uint8))
 
 
 @triton.jit
