@@ -10,7 +10,6 @@ from localllm.quant.dense import read_dense
 
 from .architectures.names import NameMap
 
-ATTENTION = "self_attn"
 # What the tools call them below `self_attn`; {} is k or v.
 SUFFIXES = (
     "{}_scale", "{}_proj.{}_scale", "qkv_proj.{}_scale", "qkqkv_proj.{}_scale", "{}_proj.output_scale",
@@ -29,7 +28,7 @@ def read_kv_scales(checkpoint: Checkpoint, names: NameMap, num_layers: int) -> d
         return {}
     found: dict[int, tuple[float, float]] = {}
     for layer in range(num_layers):
-        base = names.source(f"model.layers.{layer}.{ATTENTION}")
+        base = names.source(f"model.layers.{layer}.self_attn")
         pair = [_first(checkpoint, base, part) for part in "kv"]
         k, v = (pair[0] or pair[1]), (pair[1] or pair[0])
         if k is not None and v is not None:

@@ -145,11 +145,11 @@ def _open_regular(path: Path) -> int:
             ) from error
         hint = REPAIR if error.errno == errno.ELOOP else f"check the file's owner and permissions, or {REPAIR}"
         raise bad(path, f"cannot be opened: {error.strerror}", hint=hint) from error
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
         return descriptor
-    folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
     os.close(descriptor)
-    if folder:
+    if stat.S_ISDIR(mode):
         raise bad(path, "is a folder, a file is expected")
     hint = "name a .gguf file, or a folder with safetensors"
     raise bad(path, "is not a regular file (a pipe, socket or device)", hint=hint)

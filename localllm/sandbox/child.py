@@ -121,16 +121,12 @@ class Child:
         process, self._process, self._ready = self._process, None, False
         if process is None:
             return 0
-        try:
-            code = process.wait(wait_s)
-        except subprocess.TimeoutExpired:
-            code = 0
-            process.kill()
-            process.wait()
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            pipe.close()
-        return code
+        with process:  # in the end it closes the pipes and waits
+            try:
+                return process.wait(wait_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                return 0
 
     def _write(self, data: bytes, deadline: float) -> None:
         assert self._process is not None and self._process.stdin is not None

@@ -265,7 +265,7 @@ class Tokenizer:
 
 def _gave_up(text: str, why: str) -> BadModelFile:
     return BadModelFile(
-        f"the tokenizer cannot cut a text of {len(text):,} characters ({why})",
+        f"the tokenizer cannot split a text of {len(text):,} characters ({why})",
         "send a shorter text, or use another model",
     )
 

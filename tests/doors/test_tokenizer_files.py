@@ -179,5 +179,5 @@ def test_a_catastrophic_pattern_on_100_kb(
     prompt.write_text("a" * length)
     result = door("run", folder, "-f", prompt)
     quick_and_small(result, 10)
-    what, hint = refused(result, f"model: the tokenizer cannot cut a text of {length // 1000},")
+    what, hint = refused(result, f"model: the tokenizer cannot split a text of {length // 1000},")
     assert "shorter text" in hint
