@@ -9,7 +9,6 @@ from localllm.conversation import load_times
 from localllm.conversation.saver import AUTOSAVE_S
 from localllm.conversation.session import Session
 from localllm.conversation.slash import OFF
-from localllm.conversation.tree import Exchange
 from localllm.interface import ChatEvent, Delta, Done, Failed, Prefill
 from localllm.request import LoadProgress
 from localllm.terminal import clean_line, tokens_short
@@ -56,7 +55,9 @@ class Stream(Turns):
                 message = self.current[1]
                 await message.draw()
                 self._live_footer(message)
-                self._autosave(message.exchange)
+                if (now := time.monotonic()) - self._saved_at >= AUTOSAVE_S:
+                    self._saved_at = now
+                    self.keep(message.exchange)
             elif self.phase == "loading" and (card := self.transcript.card):
                 card.tick()
         self.refresh_lines()
@@ -82,12 +83,6 @@ class Stream(Turns):
         self._drawn = now, cpu
         return True
 
-    def _autosave(self, exchange: Exchange) -> None:
-        now = time.monotonic()
-        if now - self._saved_at >= AUTOSAVE_S:
-            self._saved_at = now
-            self.keep(exchange)
-
     async def _take(self, event: ChatEvent) -> None:
         if isinstance(event, LoadProgress):
             await self._phase(event)
@@ -103,10 +98,8 @@ class Stream(Turns):
             self._rates.append((time.monotonic(), event.num_tokens))
             self.state.used_tokens += event.num_tokens
             self.current[1].feed(event)
-        elif isinstance(event, Done):
-            await self._done(self.current[1], event)
-        elif isinstance(event, Failed):
-            await self._turn_failed(self.current[1], event)
+        elif isinstance(event, Done | Failed):
+            await self._ended(self.current[1], event)
 
     async def _take_side(self, event: ChatEvent, said: list[str]) -> None:
         if isinstance(event, Delta) and event.kind == "content":
@@ -180,37 +173,23 @@ class Stream(Turns):
         what = "thinking" if not exchange.text else "generating"
         self.state.text = f"{what} {since // 60}:{since % 60:02d}"
 
-    async def _done(self, message: AssistantMessage, event: Done) -> None:
-        exchange, usage = message.exchange, event.usage
+    async def _ended(self, message: AssistantMessage, event: Done | Failed) -> None:
+        exchange, state = message.exchange, self.state
         exchange.add(event)
-        self.state.used_tokens = usage.prompt_tokens + usage.completion_tokens
-        self.query_one(EnginePanel).add(event.timing)
-        self._end()
+        if isinstance(event, Done):
+            state.used_tokens = event.usage.prompt_tokens + event.usage.completion_tokens
+            self.query_one(EnginePanel).add(event.timing)
+        self.current = self._reading = None
+        self._rates.clear()
+        self._history.clear()
+        state.facts, state.text = self.session.backend.facts(), "ready"
         await message.finish()
         self.keep(exchange)
         if exchange.stop != "abort":
-            self.frame.announce("the answer is ready")
+            self.frame.announce("the answer failed" if isinstance(event, Failed) else "the answer is ready")
         if self.can_go_on:
-            enter = (
-                f" · {self.frame.keymap.label('prompt.send')} goes on" if self.frame.options.ui.enter == "send" else ""
-            )
-            self.state.text = ("stopped" if exchange.stop == "abort" else "length limit") + enter
-        await self.next_turn()
-
-    async def _turn_failed(self, message: AssistantMessage, failed: Failed) -> None:
-        exchange = message.exchange
-        exchange.add(failed)
-        self._end()
-        await message.finish()
-        self.keep(exchange)
-        self.frame.announce("the answer failed")
-        if not self.questions.about(exchange, failed):
+            state.text = "stopped" if exchange.stop == "abort" else "length limit"
+            if self.frame.options.ui.enter == "send":
+                state.text += f" · {self.frame.keymap.label('prompt.send')} goes on"
+        if isinstance(event, Done) or not self.questions.about(exchange, event):
             await self.next_turn()
-
-    def _end(self) -> None:
-        self.current = None
-        self._rates.clear()
-        self._history.clear()
-        self._reading = None
-        self.state.facts = self.session.backend.facts()
-        self.state.text = "ready"
