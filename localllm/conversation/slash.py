@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from localllm.errors import ConfigError
@@ -52,17 +53,12 @@ def understand(line: str) -> Typed:
     return Typed(rest.strip(), name)
 
 
-def matching(prefix: str, plain: bool = False) -> list[Slash]:
+def matching(prefix: str) -> list[Slash]:
     """Commands for a half-typed one: those that start with it, then those that hold its letters in order."""
     wanted = prefix.removeprefix("/").lower()
-    known = [slash for slash in SLASHES if slash.plain or not plain]
-    starts = [slash for slash in known if slash.name.startswith(wanted)]
-    return starts + [slash for slash in known if slash not in starts and _subsequence(wanted, slash.name)]
-
-
-def _subsequence(letters: str, name: str) -> bool:
-    rest = iter(name)
-    return all(letter in rest for letter in letters)
+    letters = re.compile(".*".join(map(re.escape, wanted)))
+    known = [slash for slash in SLASHES if letters.search(slash.name)]
+    return sorted(known, key=lambda slash: not slash.name.startswith(wanted))
 
 
 def parse_port(text: str) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from textual import on
 from textual.app import ComposeResult
@@ -30,6 +30,9 @@ class ParamsScreen(Modal[bool]):
         super().__init__()
         self._conversation = conversation
         self._presets = presets
+        self._fields = {name: Input(id=f"p-{name}", compact=True) for name in sampling_keys()}
+        for name, field in self._fields.items():
+            field.value, field.placeholder = _shown(conversation.sampling, name), "the model's own"
 
     def compose(self) -> ComposeResult:
         talk = self._conversation
@@ -40,12 +43,11 @@ class ParamsScreen(Modal[bool]):
                 with Horizontal(classes="row"):
                     yield Static("preset", classes="name")
                     yield Select([(n, n) for n in self._presets], prompt="choose one", compact=True, id="preset")
-            for name in sampling_keys():
+            for name, field in self._fields.items():
                 key = KEYS[f"sampling.{name}"]
-                value = number(talk.sampling[name]) if name in talk.sampling else ""
                 with Horizontal(classes="row"):
                     yield Static(name, classes="name")
-                    yield Input(value, placeholder="the model's own", compact=True, id=f"p-{name}")
+                    yield field
                     yield Static(f"{key.kind.expects} · {key.meaning}", classes="note")
             with Horizontal(classes="row"):
                 yield Static("think", classes="name")
@@ -62,19 +64,15 @@ class ParamsScreen(Modal[bool]):
         if preset is None:
             return
         given = preset.sampling.given()
-        for name in sampling_keys():
-            self.query_one(f"#p-{name}", Input).value = number(given[name]) if name in given else ""
+        for name, field in self._fields.items():
+            field.value = _shown(given, name)
         if preset.system is not None:
             self.query_one("#p-system", TextArea).text = preset.system
 
     @on(Input.Submitted)
-    def _entered(self) -> None:
-        self.action_apply()
-
     def action_apply(self) -> None:
         values = {}
-        for name in sampling_keys():
-            field = self.query_one(f"#p-{name}", Input)
+        for name, field in self._fields.items():
             if field.value.strip():
                 try:
                     values[name] = parse_sampling(name, field.value.strip())
@@ -88,3 +86,7 @@ class ParamsScreen(Modal[bool]):
         talk.system = self.query_one("#p-system", TextArea).text
         talk.think = str(self.query_one("#think", Select).value)
         self.dismiss(True)
+
+
+def _shown(values: Mapping[str, Any], name: str) -> str:
+    return number(values[name]) if name in values else ""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from asyncio.subprocess import PIPE, STDOUT, Process
+from asyncio.subprocess import PIPE, STDOUT
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,7 +34,6 @@ class Viewer(Modal[None]):
         self._text = text
         self._command = command
         self._at_end = at_end
-        self._process: Process | None = None
 
     def compose(self) -> ComposeResult:
         with VerticalScroll(classes="box -tall -wide") as box:
@@ -52,21 +52,20 @@ class Viewer(Modal[None]):
     @work(exclusive=True, exit_on_error=False)
     async def _run(self) -> None:
         env = dict(os.environ) | {"NO_COLOR": "1", "COLUMNS": str(max(40, self.app.size.width - 8))}
-        self._process = process = await start_own(*self._command, stdout=PIPE, stderr=STDOUT, env=env)
+        process = await start_own(*self._command, stdout=PIPE, stderr=STDOUT, env=env)
         assert process.stdout is not None
         text = self.query_one(Static)
         text.update("…")
-        async for line in process.stdout:
-            self._text += line.decode("utf-8", "replace")
-            text.update(clean(self._text))
-        await process.wait()
+        try:
+            async for line in process.stdout:
+                self._text += line.decode("utf-8", "replace")
+                text.update(clean(self._text))
+            await process.wait()
+        finally:  # a command nobody reads is stopped
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
         if not self._text:
             text.update("no output")
-
-    def on_unmount(self) -> None:
-        """A command nobody reads is stopped."""
-        if self._process is not None and self._process.returncode is None:
-            self._process.terminate()
 
     def action_copy(self) -> None:
         self.query_one(VerticalScroll).border_subtitle = self.frame.copy(self._text)

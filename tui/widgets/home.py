@@ -37,7 +37,9 @@ class Home(Vertical):
         yield Static(Content.styled("l o c a l l l m", "bold $primary"), id="home-name")
         yield Static("", id="home-machine", markup=False)
         yield OptionList(markup=False, compact=True, id="home-list")
-        yield Static("", id="home-keys", markup=False)
+        models, doctor, leave = map(self._keys.label, ("models.open", "app.doctor", "app.quit"))
+        keys = f"⏎ start   {models} all models   {doctor} doctor   {leave} quit   or just type"
+        yield Static(keys, id="home-keys", markup=False)
 
     def on_mount(self) -> None:
         self._fill()
@@ -66,21 +68,16 @@ class Home(Vertical):
         bad = [check for check in checks if check.status in ("warn", "fail")]
         key = self._keys.label("app.doctor")
         doctor = f"doctor: {len(bad)} to look at ({key})" if bad else "doctor: all well"
-        self.query_one("#home-machine", Static).update(
-            Content("\n").join([Content(" · ".join(parts)), Content(doctor)])
-        )
+        self.query_one("#home-machine", Static).update(f"{' · '.join(parts)}\n{doctor}")
 
     def _fill(self) -> None:
         listing = self.query_one(OptionList)
         at = listing.highlighted
         listing.set_options(self._options())
-        listing.highlighted = at if at is not None else next(
-            (place for place, option in enumerate(listing.options) if not option.disabled), None
-        )  # fmt: skip
-        self.query_one("#home-keys", Static).update(
-            f"⏎ start   {self._keys.label('models.open')} all models   {self._keys.label('app.doctor')} doctor   "
-            f"{self._keys.label('app.quit')} quit   or just type"
-        )
+        if at is None:
+            listing.action_first()
+        else:
+            listing.highlighted = at
 
     def _options(self) -> Iterator[Option]:
         width = max(40, min(self.size.width or 80, 96) - 6)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.content import Content
 from textual.geometry import Size
-from textual.highlight import highlight
+from textual.highlight import HighlightTheme, highlight
 from textual.reactive import Reactive
 from textual.widgets import Markdown, Static
 from textual.widgets._markdown import (
@@ -30,13 +31,10 @@ from textual.widgets._markdown import (
 
 from localllm.conversation.markdown import Settler, new_parser, opened_fence
 
-from .code_colours import code_colours
 from .copying import CopyCode
 
 TAIL_CHUNK = 3000  # characters of the tail that are laid out again at every update; what is before is frozen
 LONG_CODE = 20  # lines; a longer block can be copied at its end too
-
-# --- settled blocks --------------------------------------------------------------------------------------------------
 
 
 class _Row(NamedTuple):
@@ -115,6 +113,28 @@ def _rows_of(block: MarkdownBlock, indent: int) -> Iterator[_Row]:
             yield _Row(indent, bullet, Content(""))
 
 
+@cache
+def code_colours(name: str) -> tuple[type[HighlightTheme], str] | None:
+    """(kind of token -> Textual's words for its style, background) of a Pygments style; None for "auto" and unknown."""
+    from pygments.styles import get_style_by_name
+    from pygments.util import ClassNotFound
+
+    if name == "auto":
+        return None
+    try:
+        style = get_style_by_name(name)
+    except ClassNotFound:
+        return None
+    words = {}
+    for kind, look in style:
+        parts = [word for word in ("bold", "italic", "underline") if look[word]]
+        parts += [f"#{look['color']}"] if look["color"] else []
+        parts += [f"on #{look['bgcolor']}"] if look["bgcolor"] else []
+        if parts:
+            words[kind] = " ".join(parts)
+    return type("PygmentsTheme", (HighlightTheme,), {"STYLES": words}), style.background_color
+
+
 class Fence(MarkdownFence):
     """A code block with a line above that names the language and copies the code when clicked."""
 
@@ -134,8 +154,8 @@ class Fence(MarkdownFence):
         colours = None if ansi else code_colours(getattr(self.app, "code_theme", "auto"))
         if colours is None:
             return MarkdownFence.highlight(code, language, ansi, dark)
-        self.styles.background = colours.background
-        return highlight(code, language=language or None, theme=colours.tokens)
+        theme, self.styles.background = colours
+        return highlight(code, language=language or None, theme=theme)
 
     def on_click(self, event: Any) -> None:
         """Copy when a line above or below was hit."""
