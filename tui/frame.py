@@ -141,10 +141,6 @@ class Frame(App[None]):
         self._clipboard = text
         return clipboard.copy(text, self._to_terminal)
 
-    def announce(self, what: str) -> None:
-        """An answer has ended: call when nobody looks, as the settings say."""
-        self.attention.call(self.session.conversation.shown_title, what)
-
     def on_app_blur(self) -> None:
         self.attention.look(False)
 
@@ -153,11 +149,6 @@ class Frame(App[None]):
 
     def on_unmount(self) -> None:
         self.attention.end()
-
-    def restart(self) -> None:
-        """Leave, to be started again with this chat: a device error can outlive everything else."""
-        self.wants_restart = True
-        self.exit()
 
     def _handle_exception(self, error: Exception) -> None:
         """Put the traceback into the log; `failure` is what the user is told."""

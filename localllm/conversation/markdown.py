@@ -63,10 +63,6 @@ class Settler:
             self._checked = 0
         return cut, inside
 
-    def reset(self) -> None:
-        """The tail was taken away."""
-        self._checked = 0
-
     def _cut(self, text: str) -> tuple[int, bool]:
         tokens = self._parser.parse(text)
         top = [token for token in tokens if token.level == 0 and token.map]

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from textual.pilot import Pilot
+from textual.widgets import DataTable, OptionList, Static
 
 from localllm.backend.scripted import FakeBackend
 from localllm.conversation.saver import Saver
@@ -159,6 +160,15 @@ def conversation() -> Conversation:
     return restored(chat, messages)
 
 
+async def until(pilot: Pilot[None], done: Callable[[], object]) -> None:
+    """Wait for something to become true, and until nothing moves any more."""
+    end = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < end
+        await pilot.pause(0.05)
+    await pilot.pause()
+
+
 @asynccontextmanager
 async def stage(
     path: Path | None = None, talk: Conversation | None = None, home: bool = False
@@ -169,10 +179,7 @@ async def stage(
     app = ChatApp(Session(backend, talk or Conversation(), saver, "" if home else "qwen3-4b"), ScreenOptions(home=home))
     try:
         async with app.run_test(size=SIZE) as pilot:
-            end = time.monotonic() + 60
-            while not home and app.chat.phase != "ready" and time.monotonic() < end:
-                await pilot.pause(0.05)
-            await pilot.pause(0.3)
+            await until(pilot, lambda: home or app.chat.phase == "ready")
             yield app, pilot
     finally:
         saver.close()
@@ -187,12 +194,13 @@ async def chat(path: Path) -> str:
         history.save(saved_chat(talk))
     async with stage(path, talk) as (app, pilot):
         await pilot.press("f3")
+        await until(pilot, lambda: app.chat.query_one("#chat-list", OptionList).option_count)
         await app.chat.query("Notice").remove()
         app.chat.state.text = "ready"
         app.chat.prompt.put("and what about constexpr?")
-        await pilot.pause(0.4)
+        await until(pilot, lambda: "ready" in str(app.chat.query_one("#state", Static).render()))
         app.chat.transcript.scroll_home(animate=False)
-        await pilot.pause(0.3)
+        await until(pilot, lambda: app.chat.transcript.scroll_y == 0)
         return picture(app)
 
 
@@ -200,7 +208,7 @@ async def models(path: Path) -> str:
     """The picker with fit and speed."""
     async with stage(path, conversation()) as (app, pilot):
         await pilot.press("ctrl+o")
-        await pilot.pause(0.6)
+        await until(pilot, lambda: app.screen.query_one(DataTable).row_count)
         return picture(app)
 
 
@@ -219,9 +227,9 @@ async def engine(path: Path) -> str:
         for number in range(40):
             panel.add(Timing(ttft_s=0.03 + 0.02 * (number % 4), decode_tps=150 + 4.0 * (number % 5)))
         panel._before = None
-        await pilot.pause(0.2)
+        await pilot.pause()
         panel.look()
-        await pilot.pause(0.3)
+        await pilot.pause()
         return picture(app)
 
 
@@ -232,7 +240,7 @@ async def home(path: Path) -> str:
         for saved in history.chats():
             history.save(replace(saved, updated=WHEN - 3600 * int(saved.id[1:])))
     async with stage(path, home=True) as (app, pilot):
-        await pilot.pause(1.0)
+        await until(pilot, lambda: "doctor" in str(app.chat.query_one("#home-machine", Static).render()))
         return picture(app)
 
 

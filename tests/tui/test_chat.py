@@ -244,8 +244,8 @@ async def test_resizing_while_an_answer_comes() -> None:
         await running.send("!md")
         for size in ((60, 24), (118, 34), (39, 11), (100, 40), (20, 5), (118, 34)):
             await running.pilot.resize_terminal(*size)
-            await running.pilot.pause(0.05)
-            assert running.screen.query_one("#small").display == (size[0] < 40 or size[1] < 12)
+            small = size[0] < 40 or size[1] < 12
+            await running.until(lambda small=small: running.screen.query_one("#small").display == small)  # type: ignore[misc]
         await running.until(lambda: running.answers and running.answers[0].exchange.stop)
         assert running.answers[0].answer.source == MARKDOWN
 
@@ -405,8 +405,9 @@ async def test_old_turns_leave_the_screen_and_come_back() -> None:
             await running.ask(f"question {number}")
         assert len(running.screen.query(UserMessage)) == 3
         assert "3 earlier" in running.text("#earlier")
-        running.screen.query_one("#transcript", VerticalScroll).scroll_home(animate=False)
-        await running.pilot.pause(0.1)
+        transcript = running.screen.query_one("#transcript", VerticalScroll)
+        transcript.scroll_home(animate=False)
+        await running.until(lambda: transcript.scroll_y == 0)
         await running.pilot.click("#earlier")
         await running.until(lambda: len(running.screen.query(UserMessage)) == 6)
         assert [a.exchange.user for a in running.answers] == [f"question {n}" for n in range(6)]
@@ -460,7 +461,7 @@ async def test_every_theme_can_be_chosen() -> None:
         await running.ask("!md")
         for theme in running.app.available_themes:
             running.app.theme = theme
-            await running.pilot.pause(0.05)
+            await running.pilot.pause()
 
 
 async def test_an_unknown_theme_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -490,7 +491,7 @@ async def test_an_exception_of_our_own_ends_in_a_log_and_not_on_the_screen(
         async with chat() as running:
             monkeypatch.setattr(type(running.screen), "action_help", lambda self: 1 / 0)
             await running.pilot.press("f1")
-            await running.pilot.pause(0.1)
+            await running.pilot.pause()
     assert isinstance(running.app.failure, ZeroDivisionError)
     assert "the interface failed" in caplog.text
 

@@ -30,7 +30,7 @@ def stats(message: AssistantMessage) -> str:
 async def finish(running: Chat) -> None:
     """Wait until nothing runs."""
     await running.until(lambda: running.screen.current is None and not running.screen.waiting)
-    await running.pilot.pause(0.05)
+    await running.pilot.pause()
 
 
 async def test_answering_again_makes_branches_and_the_disk_has_the_tree(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ async def test_enter_alone_goes_on_with_what_was_stopped_and_with_nothing_else()
         before = exchange.text.rstrip()
         running.prompt.text = "  "
         await running.pilot.press("enter")
-        await running.pilot.pause(0.1)
+        await running.pilot.pause()
         assert len(running.backend.sent) == 2
         running.prompt.text = ""
         await running.pilot.press("enter")
@@ -141,7 +141,7 @@ async def test_enter_alone_goes_on_with_what_was_stopped_and_with_nothing_else()
         assert exchange.text == before + " and so on."
         assert len(running.backend.sent) == 3
         await running.pilot.press("enter")
-        await running.pilot.pause(0.1)
+        await running.pilot.pause()
         assert len(running.backend.sent) == 3 and "ready" in running.text("#state")
 
 

@@ -117,7 +117,8 @@ class Questions:
         frame.push_screen(crash, self._after_crash)
 
     async def _restart(self) -> None:
-        self._screen.frame.restart()
+        self._screen.frame.wants_restart = True  # a device error can outlive everything else
+        self._screen.app.exit()
 
     async def _after_crash(self, choice: Choice | None) -> None:
         async with self._screen.change():

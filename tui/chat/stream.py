@@ -186,7 +186,8 @@ class Stream(Turns):
         await message.finish()
         self.keep(exchange)
         if exchange.stop != "abort":
-            self.frame.announce("the answer failed" if isinstance(event, Failed) else "the answer is ready")
+            what = "the answer failed" if isinstance(event, Failed) else "the answer is ready"
+            self.frame.attention.call(self.conversation.shown_title, what)
         if self.can_go_on:
             state.text = "stopped" if exchange.stop == "abort" else "length limit"
             if self.frame.options.ui.enter == "send":

@@ -62,7 +62,6 @@ class Home(Vertical):
         self._fill()
 
     def show_machine(self, checks: Sequence[Check]) -> None:
-        """What the doctor sees at a glance."""
         found = {check.id: check for check in checks}
         parts = [clean_line(found[name].title) for name in ("gpu.present", "cpu", "ram") if name in found]
         bad = [check for check in checks if check.status in ("warn", "fail")]

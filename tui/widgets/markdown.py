@@ -295,4 +295,3 @@ class Answer(Vertical):
                 if self._text:
                     rest, self._text, self._shown = self._text, "", ""
                     await self._body.settle(rest, False)
-            self._settler.reset()

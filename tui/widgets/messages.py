@@ -176,8 +176,6 @@ class AssistantMessage(Vertical):
         silent = self.screen.has_class("-no-stats") and exchange.stop in ("stop", "length")
         left = "left out of the context · " if exchange.forgotten else ""
         self._footer.update(left + branch + ("" if silent else exchange.stats))
-        self._footer.remove_class("-failed")
-        self._footer.add_class("-done")
 
     async def restore(self) -> None:
         if self.exchange.reasoning:
