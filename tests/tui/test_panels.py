@@ -15,6 +15,7 @@ from localllm.conversation.tree import Conversation
 from localllm.history.records import SavedChat, SavedMessage
 from localllm.history.store import History
 from localllm.interface import Facts
+from localllm.tui.screens.dialogs import PickScreen
 from localllm.tui.screens.models import ModelsScreen
 from localllm.tui.screens.params import ParamsScreen
 from localllm.tui.screens.viewer import Viewer
@@ -355,3 +356,18 @@ async def test_a_database_that_cannot_be_used_costs_the_history_not_the_chat(tmp
             lambda: "not being saved" in "".join(str(n.render()) for n in running.screen.query("Notice"))
         )
         await running.until(lambda: "not saved" in running.text("#state"))
+
+
+async def test_a_message_sent_before_is_searched_and_put_into_the_prompt() -> None:
+    async with chat() as running:
+        await running.ready()
+        for text in ("apples", "pears", "plums"):
+            await running.ask(text)
+        await running.pilot.press("ctrl+r")
+        await running.until(lambda: isinstance(running.app.screen, PickScreen))
+        listing = running.app.screen.query_one(OptionList)
+        assert options(listing)[:3] == ["plums", "pears", "apples"]
+        await running.pilot.press("down", "down", "up", "enter")
+        await running.until(lambda: running.prompt.text == "pears")
+        await running.pilot.press("ctrl+r", *"apl", "backspace", "enter")
+        await running.until(lambda: running.prompt.text == "apples")

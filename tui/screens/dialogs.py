@@ -68,8 +68,11 @@ class PickScreen(Modal[str | None]):
             yield Input(placeholder="search", compact=True)
             yield OptionList(markup=False, compact=True)
 
-    @on(Input.Changed)
     def on_mount(self) -> None:
+        self._narrow()
+
+    @on(Input.Changed)
+    def _narrow(self) -> None:
         words = self.query_one(Input).value.casefold().split()
         self._found = [row for row in self._rows if all(word in row[1].casefold() for word in words)][:SHOWN]
         listing = self.query_one(OptionList)
