@@ -30,7 +30,7 @@ from localllm.kernels.sampling import (
     SamplingInputs,
     top_logprobs,
 )
-from localllm.kernels.select import NotANumber
+from localllm.kernels.token_choice import NotANumber
 from localllm.request import TokenLogprob
 
 from .cuda_graph import Bucket, Captured, Run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from localllm.errors import BadModelFile, InternalError, LocalLLMError, OutOfMemory
-from localllm.kernels.select import NotANumber
+from localllm.kernels.token_choice import NotANumber
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from localllm.kernels import select
+from localllm.kernels import token_choice
 from localllm.request import SamplingParams, TokenLogprob
 
 from .sampled_tokens import RowResult, SampledTokens, ToHost
@@ -84,7 +84,7 @@ def sample(logits: Tensor, sequences: list[Sequence], best: list[int] | None = N
             if is_plain_greedy(sequence.params):
                 largest = best[row] if best is not None else -1
                 if largest < 0:  # or there is a NaN, which is raised
-                    largest = select.argmax(logits[row : row + 1])[0]
+                    largest = token_choice.argmax(logits[row : row + 1])[0]
             if largest >= 0 and _takes_largest(sequence, largest):
                 token = largest
             else:
@@ -117,12 +117,12 @@ def sample_row(logits: Tensor, sequence: Sequence) -> int:
         return int(logits.argmax())
     position = sequence.num_tokens
     if not sorts(params, logits.numel()) and params.min_p == 0:
-        return select.draw(logits, params.temperature, uniform(sequence.seed, position))
+        return token_choice.draw(logits, params.temperature, uniform(sequence.seed, position))
     ids, probs = candidates(logits, params, uniform(sequence.seed, position, 1))
     cumulative = torch.cumsum(probs, -1, dtype=torch.float64)
     if not 0 < float(cumulative[-1]) < math.inf:
         if bool(logits.isnan().any() or logits.isposinf().any()):
-            raise select.NotANumber("NaN or infinity")
+            raise token_choice.NotANumber("NaN or infinity")
         raise ValueError("no token has a finite probability")
     draw = uniform(sequence.seed, position) * float(cumulative[-1])
     index = int(torch.searchsorted(cumulative, torch.tensor(draw, dtype=torch.float64), right=True))
@@ -151,9 +151,9 @@ def candidates(logits: Tensor, params: SamplingParams, chance: float) -> tuple[T
             probs = torch.where(probs >= params.min_p * probs.max(), probs, torch.zeros_like(probs))
         return None, probs
     first = FIRST_CUT if top_k == vocab and params.typical_p == 1 else top_k
-    values, ids = select.top_probabilities(logits, min(top_k, first, vocab), params.temperature)
+    values, ids = token_choice.top_probabilities(logits, min(top_k, first, vocab), params.temperature)
     if values.numel() < top_k and not (params.top_p < 1 and float(values.sum(dtype=torch.float64)) >= params.top_p):
-        values, ids = select.top_probabilities(logits, top_k, params.temperature)
+        values, ids = token_choice.top_probabilities(logits, top_k, params.temperature)
     if top_k < vocab:
         values = values / values.sum()
     if params.top_p < 1:

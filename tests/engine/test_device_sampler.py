@@ -13,7 +13,7 @@ from localllm.engine.sampler import sample
 from localllm.engine.sequence import Sequence
 from localllm.errors import BadModelFile
 from localllm.kernels.sampling import sample as reference
-from localllm.kernels.select import NotANumber
+from localllm.kernels.token_choice import NotANumber
 from localllm.request import Request, SamplingParams
 
 VOCAB = 70

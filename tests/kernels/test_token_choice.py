@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from localllm.kernels import select
+from localllm.kernels import token_choice
 from localllm.kernels.cpu import build
 
 SIZES = [1, 5, 33, 4096, 4097, 49_152, 70_001]
@@ -13,7 +13,7 @@ SIZES = [1, 5, 33, 4096, 4097, 49_152, 70_001]
 
 def without_c(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the reference."""
-    monkeypatch.setattr(select, "library", lambda: build.Library(None, "none", "none"))
+    monkeypatch.setattr(token_choice, "library", lambda: build.Library(None, "none", "none"))
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -21,12 +21,12 @@ def test_argmax(isa: str, n: int) -> None:
     logits = torch.randn(3, n)
     logits[1] = -torch.inf
     logits[2, n // 2 :] = logits[2].max() + 1  # equals: the first one counts
-    assert select.argmax(logits) == [int(logits[0].argmax()), 0, n // 2]
+    assert token_choice.argmax(logits) == [int(logits[0].argmax()), 0, n // 2]
     logits[0, n // 3] = torch.inf
-    assert select.argmax(logits[:1]) == [n // 3]
+    assert token_choice.argmax(logits[:1]) == [n // 3]
     logits[0, n - 1] = torch.nan
-    with pytest.raises(select.NotANumber):
-        select.argmax(logits)
+    with pytest.raises(token_choice.NotANumber):
+        token_choice.argmax(logits)
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -38,17 +38,17 @@ def test_the_most_likely(isa: str, n: int, monkeypatch: pytest.MonkeyPatch) -> N
         for k, temperature in ((1, 1.0), (40, 0.7), (1024, 1.5), (n, 0.01)):
             if k > 5000:
                 continue
-            values, ids = select.top_probabilities(logits, min(k, n), temperature)
+            values, ids = token_choice.top_probabilities(logits, min(k, n), temperature)
             with monkeypatch.context() as patch:
                 without_c(patch)
-                expected, order = select.top_probabilities(logits, min(k, n), temperature)
+                expected, order = token_choice.top_probabilities(logits, min(k, n), temperature)
             assert torch.equal(ids, order)
             torch.testing.assert_close(values, expected, rtol=3e-5, atol=1e-12)
 
 
 def test_sorting_all_of_a_row(isa: str) -> None:
     logits = torch.randn(9000).round(decimals=1)
-    values, ids = select.top_probabilities(logits, 9000, 1.0)
+    values, ids = token_choice.top_probabilities(logits, 9000, 1.0)
     assert torch.equal(ids, torch.argsort(logits, descending=True, stable=True))
     assert float(values.sum()) == pytest.approx(1, abs=1e-5)
 
@@ -58,9 +58,9 @@ def test_drawing(isa: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(n) * 3
     logits[n // 2] = -torch.inf if n > 1 else 0.0
     chances = [0.0, 0.3, 0.5, 0.99, 1 - 2.0**-53]
-    found = [select.draw(logits, 0.8, chance) for chance in chances]
+    found = [token_choice.draw(logits, 0.8, chance) for chance in chances]
     without_c(monkeypatch)
-    expected = [select.draw(logits, 0.8, chance) for chance in chances]
+    expected = [token_choice.draw(logits, 0.8, chance) for chance in chances]
     cumulative = torch.softmax(logits.double() / 0.8, -1).cumsum(-1)
     for place, other, chance in zip(found, expected, chances, strict=True):
         low, high = float(cumulative[place - 1]) if place else 0.0, float(cumulative[place])
@@ -70,7 +70,7 @@ def test_drawing(isa: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_drawn_is_spread_as_the_probabilities(isa: str) -> None:
     logits = torch.tensor([0.0, 1.0, -torch.inf, 2.0])
-    drawn = torch.tensor([select.draw(logits, 1.0, (i + 0.5) / 4000) for i in range(4000)])
+    drawn = torch.tensor([token_choice.draw(logits, 1.0, (i + 0.5) / 4000) for i in range(4000)])
     shares = torch.bincount(drawn, minlength=4) / 4000
     torch.testing.assert_close(shares, torch.softmax(logits, -1), rtol=0, atol=5e-4)
 
@@ -79,11 +79,12 @@ def test_what_is_drawn_is_spread_as_the_probabilities(isa: str) -> None:
 def test_rows_without_an_answer(isa: str, plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if plain:
         without_c(monkeypatch)
-    for bad, error in ((torch.nan, select.NotANumber), (torch.inf, select.NotANumber), (None, select.NothingLeft)):
+    not_a_number, nothing_left = token_choice.NotANumber, token_choice.NothingLeft
+    for bad, error in ((torch.nan, not_a_number), (torch.inf, not_a_number), (None, nothing_left)):
         logits = torch.full((5000,), -torch.inf)
         if bad is not None:
             logits[4500] = bad
         with pytest.raises(error):
-            select.draw(logits, 1.0, 0.5)
+            token_choice.draw(logits, 1.0, 0.5)
         with pytest.raises(error):
-            select.top_probabilities(logits, 3, 1.0)
+            token_choice.top_probabilities(logits, 3, 1.0)
