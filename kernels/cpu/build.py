@@ -138,7 +138,10 @@ def library() -> Library:
     note = ""
     for isa in _choices():
         refused = _refused(folder, isa, compiler)
-        made = Library(None, isa, _first_line(refused)) if refused.exists() else _library(folder, isa, compiler)
+        try:
+            made = Library(None, isa, refused.read_text().partition("\n")[0])
+        except OSError:
+            made = _library(folder, isa, compiler)
         if made.lib is not None and (isa != "amx" or made.lib.ll_amx()):
             # what has no tiles is no worse off: the system keeps them from us, they are wrong, or the compiler has none
             return replace(made, note=made.note or note)
@@ -164,13 +167,6 @@ def _choices() -> tuple[str, ...]:
 def _refused(folder: Path, isa: str, compiler: tuple[str, ...]) -> Path:
     """Where it is noted that this compiler knows no such instructions, so that it is asked once."""
     return folder / f"{_stem(isa)}-{_compiler_hash(compiler) if compiler else 'none'}.refused"
-
-
-def _first_line(path: Path) -> str:
-    try:
-        return path.read_text().partition("\n")[0]
-    except OSError:
-        return f"the C compiler {FLAG_REFUSED}"
 
 
 def _library(folder: Path, isa: str, compiler: tuple[str, ...]) -> Library:

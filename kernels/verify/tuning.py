@@ -140,18 +140,19 @@ class Tuner:
         candidates, trial = self._jobs[shape]
         times: list[tuple[float, Tile]] = []
         failed: list[str] = []
-        first_result: object = None
+        first_result = torch.empty(0)
         for tile in candidates:
             if stop():
                 return None
             try:
                 call = trial(tile)
                 result = call()
-                if not times:  # kept: the next launch overwrites it
-                    first_result = result.clone() if isinstance(result, torch.Tensor) else result
-                elif reason := _disagreement(result, first_result):
-                    failed.append(f"{dict(tile)}: {reason}")
-                    continue
+                if isinstance(result, torch.Tensor):
+                    if not times:  # the next launch overwrites it
+                        first_result = result.clone()
+                    elif reason := compare(result, first_result, AGREEMENT):
+                        failed.append(f"{dict(tile)}: {reason}")
+                        continue
                 times.append((measure(call), tile))
             except Exception as error:  # too much shared memory, a compiler's refusal: the others are still good
                 failed.append(f"{dict(tile)}: {type(error).__name__}: {str(error)[:120]}")
@@ -166,13 +167,6 @@ class Tuner:
         if self.records is not None:
             self.records.put(shape.name, {"tile": dict(best), "us": best_s * 1e6, "first_us": first_s * 1e6})
         return Tuned(shape, best, best_s * 1e6, first_s * 1e6, tuple(failed))
-
-
-def _disagreement(found: object, wanted: object) -> str:
-    """How a tensor differs from that of the first candidate; nothing is said of anything else."""
-    if isinstance(found, torch.Tensor) and isinstance(wanted, torch.Tensor):
-        return compare(found, wanted, AGREEMENT)
-    return ""
 
 
 @cache
