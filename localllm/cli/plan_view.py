@@ -98,7 +98,7 @@ class Sheet:
         return list(dict.fromkeys(row.subject for row in self.rows))
 
 
-def show(env: Env, sheet: Sheet, names: Sequence[str]) -> None:
+def show(env: Env, sheet: Sheet) -> None:
     """Print everything: results on stdout, remarks on stderr."""
     console = env.console
     console.paragraph(machine_line(sheet))

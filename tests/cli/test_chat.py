@@ -46,7 +46,7 @@ class Line:
         model: str = "fake",
     ) -> None:
         self.errors = tmp_path / "stderr"
-        self._fd, other = pty.openpty()
+        self.terminal, other = pty.openpty()
         environ = dict(os.environ) | {"LOCALLLM_ENGINE": "fake:tps=0:load=0", "TERM": "xterm"} | (env or {})
         with self.errors.open("wb") as file:
             self.child = subprocess.Popen(
@@ -56,26 +56,26 @@ class Line:
         os.close(other)
         self.seen = ""
 
-    def wait_for(self, text: str, seconds: float = 20) -> str:
-        """Read until `text` was printed."""
+    def wait_for(self, text: str, seconds: float = 20, times: int = 1) -> str:
+        """Read until `text` was printed, so often."""
         end = time.monotonic() + seconds
-        while text not in self.seen + self.errors.read_text():
+        while (self.seen + self.errors.read_text()).count(text) < times:
             assert time.monotonic() < end, self.seen + self.errors.read_text()
-            if select.select([self._fd], [], [], 0.05)[0]:
+            if select.select([self.terminal], [], [], 0.05)[0]:
                 try:
-                    self.seen += os.read(self._fd, 65536).decode(errors="replace")
+                    self.seen += os.read(self.terminal, 65536).decode(errors="replace")
                 except OSError:  # the child closed the terminal: what it said last is already in the file
                     assert text in self.seen + self.errors.read_text(), self.seen + self.errors.read_text()
         return self.seen
 
     def send(self, text: str) -> None:
         """Type."""
-        os.write(self._fd, text.encode())
+        os.write(self.terminal, text.encode())
 
     def end(self) -> int:
         """Wait for the process."""
         code = self.child.wait(20)
-        os.close(self._fd)
+        os.close(self.terminal)
         return code
 
 
@@ -165,7 +165,7 @@ def test_ctrl_c_stops_an_answer_and_twice_leaves(tmp_path: Path) -> None:
     chat.wait_for("Sentence number 0")
     chat.child.send_signal(2)
     chat.wait_for("stopped by you")
-    time.sleep(0.2)
+    chat.wait_for("> ", times=2)
     chat.child.send_signal(2)
     chat.wait_for("Ctrl-C again")
     for _ in range(10):  # two at the same moment are one, as for a finger; one too many would end a process that ends
@@ -244,14 +244,13 @@ def test_a_base_model_is_told_apart(tmp_path: Path) -> None:
 
 
 def test_the_full_screen_opens_keeps_descriptor_2_off_it_and_leaves_a_clean_terminal(tmp_path: Path) -> None:
-    """R1, R2, R5, R7 without tmux."""
     import fcntl
     import struct
     import termios
 
     home = tmp_path / "home"
     chat = Line(tmp_path, env={"LOCALLLM_HOME": str(home)}, stderr_tty=True)
-    fcntl.ioctl(chat._fd, termios.TIOCSWINSZ, struct.pack("HHHH", 34, 118, 0, 0))
+    fcntl.ioctl(chat.terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 34, 118, 0, 0))
     chat.wait_for("for commands")
     assert "\x1b[?1049h" in chat.seen
     chat.send("hello\r")

@@ -82,7 +82,7 @@ def plan(
     sheet = Sheet(planner, rows, windows, star, facts is not real, target_tps)
     listed = [_json(row, star is not None and row.subject is star.subject) for row in rows]
     if not env.console.emit("plan/1", {"machine": asdict(facts), "rows": listed}):
-        show(env, sheet, models or [])
+        show(env, sheet)
     return 5 if any(not any(r.fits for r in rows if r.subject.asked == name) for name in models or ()) else 0
 
 
