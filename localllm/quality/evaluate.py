@@ -181,10 +181,9 @@ def divergence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
 
 
 def _same_vocabulary(model: LLM, reference: LLM) -> bool:
-    if model.facts.vocab_size != reference.facts.vocab_size:
-        return False
     probe = "The quick brown fox: 12,345 naïve λ-terms\n\tдоброе утро"
-    return model.tokenizer.encode(probe) == reference.tokenizer.encode(probe)
+    same_size = model.facts.vocab_size == reference.facts.vocab_size
+    return same_size and model.tokenizer.encode(probe) == reference.tokenizer.encode(probe)
 
 
 def save(quality: Quality) -> Path:

@@ -12,4 +12,4 @@ def detect(module: StoredModule) -> StoredFormat | None:
         return None
     if weight.dtype not in DENSE:
         raise module.unsupported(f"is a matrix of {weight.dtype}, which is not read")
-    return StoredFormat("dense", DENSE[weight.dtype], (weight.shape[0], weight.shape[1]))
+    return StoredFormat("dense", DENSE[weight.dtype], module.matrix("weight"))

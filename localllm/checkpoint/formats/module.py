@@ -55,8 +55,7 @@ class StoredModule:
 
     def ints(self, suffix: str, count: int) -> list[int] | None:
         """The values of a small I64 or I32 tensor; None when it is absent or of another size."""
-        info = self.tensors.get(suffix)
-        width = {"I64": 8, "I32": 4}.get(info.dtype, 0) if info else 0
+        info, width = self.tensors.get(suffix), {"I64": 8, "I32": 4}.get(self.dtype(suffix), 0)
         if info is None or width * count != info.nbytes:
             return None
         return np.frombuffer(self.model.read(info.name).tobytes(), f"<i{width}").tolist()
