@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from localllm.errors import LocalLLMError
-from localllm.request import LoadProgress, Message, SamplingParams, Timing, Usage
+from localllm.request import FinishReason, LoadProgress, Message, SamplingParams, Timing, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +145,32 @@ class Check:
     ms: float = 0.0
 
 
-class ChatBackend(Protocol):
-    """All an interface knows of the engine. In process, or over HTTP; nothing here blocks."""
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What was asked."""
 
+    id: int
+    messages: list[Message]
+    params: SamplingParams | None
+    template: Mapping[str, Any]
+
+
+class ChatBackend(ABC):
+    """All an interface knows of the engine: in process, over HTTP, or scripted; nothing here blocks.
+
+    Turns are numbered from 0, and each ends in exactly one `Done` or `Failed`. `_running` holds what can end each of
+    them, once there is something.
+    """
+
+    def __init__(self) -> None:
+        self._events: deque[ChatEvent] = deque()
+        self._lock = threading.Condition()
+        self._queue: deque[Turn] = deque()
+        self._running: dict[int, Any] = {}
+        self._stopped: set[int] = set()
+        self._next_turn = 0
+
+    @abstractmethod
     def start(self, model: str | None, changes: Mapping[str, Any] | None = None) -> None:
         """Begin loading; returns at once, phases arrive as events, `LoadProgress("ready")` ends them.
 
@@ -163,26 +188,71 @@ class ChatBackend(Protocol):
         When the last message is the assistant's, it is continued. `template` goes to the chat template:
         enable_thinking, reasoning_effort.
         """
+        with self._lock:
+            turn, self._next_turn = self._next_turn, self._next_turn + 1
+            self._running[turn] = None
+            self._accept(Turn(turn, list(messages), params, template or {}))
+        return turn
 
+    @abstractmethod
     def stop(self, turn: int) -> None:
         """End a turn early; its `Done` has stop "abort"."""
 
+    @abstractmethod
     def rest(self) -> None:
         """Leave off what is done in idle moments (`Facts.times_kernels`)."""
 
-    def events(self) -> deque[ChatEvent]: ...
+    def events(self) -> deque[ChatEvent]:
+        return self._events
 
+    @abstractmethod
     def facts(self) -> Facts: ...
 
+    @abstractmethod
     def count_tokens(self, text: str) -> int:
         """Tokens of a text; an estimate (a quarter of its characters) while no model is there. May take a while."""
 
+    @abstractmethod
     def choices(self, ctx: int | None = None) -> list[ModelChoice]:
         """Rows of the model picker: what is here, then what could be fetched. May take a second.
 
         ctx   the window to judge them by; None leaves it to the plan
         """
 
+    @abstractmethod
     def checks(self) -> list[Check]: ...
 
+    @abstractmethod
     def close(self) -> None: ...
+
+    # --- for those who answer ----------------------------------------------------------------------------------------
+
+    def tell(self, event: ChatEvent) -> None:
+        """Put an event into the queue that the interface drains."""
+        self._events.append(event)
+
+    def _accept(self, turn: Turn) -> None:
+        """Begin or queue a turn. Called under the lock."""
+        self._queue.append(turn)
+        self._lock.notify()
+
+    def _queued(self, has_ended: Callable[[], bool]) -> Iterator[Turn]:
+        """The turns that were queued, in order, as they come; whoever changes what ends this notifies `_lock`."""
+        while True:
+            with self._lock:
+                self._lock.wait_for(lambda: self._queue or has_ended())
+                if has_ended():
+                    return
+                turn = self._queue.popleft()
+            yield turn
+
+    def _end(self, turn: int, event: Done | Failed | None = None) -> None:
+        """Tell of the end of a turn, unless that was done; without an event it was stopped."""
+        with self._lock:
+            if self._running.pop(turn, self) is self:
+                return
+            self._stopped.discard(turn)
+        self.tell(event or Done(turn, FinishReason.ABORT, Usage(), Timing()))
+
+    def _fail(self, turn: int, error: LocalLLMError) -> None:
+        self._end(turn, Failed.of(turn, error))

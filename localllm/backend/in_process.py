@@ -14,9 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from localllm.backend.turns import Turn, Turns
 from localllm.errors import Aborted, InternalError, LocalLLMError
-from localllm.interface import Check, Delta, Done, Facts, Failed, ModelChoice, Prefill
+from localllm.interface import ChatBackend, Check, Delta, Done, Facts, Failed, ModelChoice, Prefill, Turn
 from localllm.llm import local_models
 from localllm.llm.llm import LLM
 from localllm.llm.loaded_model import EngineOptions
@@ -27,7 +26,7 @@ log = logging.getLogger(__name__)
 _KINDS: dict[str, Literal["content", "reasoning", "tool_call"]] = {"reasoning": "reasoning", "tool_call": "tool_call"}
 
 
-class InProcessBackend(Turns):
+class InProcessBackend(ChatBackend):
     """See `interface.ChatBackend`.
 
     default_params   how turns without parameters are sampled; None: what the model's files recommend

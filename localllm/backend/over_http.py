@@ -17,9 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from localllm.backend.turns import Turn, Turns
 from localllm.errors import LocalLLMError, ServerError
-from localllm.interface import Check, Delta, Done, Facts, Failed, ModelChoice, Prefill
+from localllm.interface import ChatBackend, Check, Delta, Done, Facts, Failed, ModelChoice, Prefill, Turn
 from localllm.request import FinishReason, LoadProgress, Message, Timing, Usage
 
 log = logging.getLogger(__name__)
@@ -30,7 +29,7 @@ _SAMPLE = re.compile(r"^([a-zA-Z_:]+)(?:\{([^}]*)\})? ([0-9.eE+-]+)$", re.MULTIL
 _CODES = {"context_length_exceeded": "E901", "model_not_found": "E301", "invalid_api_key": "E401"}
 
 
-class RemoteBackend(Turns):
+class RemoteBackend(ChatBackend):
     """See `interface.ChatBackend`.
 
     url     http://host:port, with or without /v1, or unix:/path

@@ -18,8 +18,7 @@ from typing import Any
 
 from localllm import errors
 from localllm.backend.script import SCRIPT, pieces, script
-from localllm.backend.turns import Turns
-from localllm.interface import Check, Delta, Done, Facts, Failed, ModelChoice, Prefill
+from localllm.interface import ChatBackend, Check, Delta, Done, Facts, Failed, ModelChoice, Prefill
 from localllm.request import LoadProgress, Message, SamplingParams, Timing, Usage
 
 PAGE = 16  # tokens of a page
@@ -27,7 +26,7 @@ HAVE_BYTES = 8 << 30
 _LOAD = ("import", "weights", "kv", "warmup")
 
 
-class FakeBackend(Turns):
+class FakeBackend(ChatBackend):
     """A `ChatBackend` whose answers are written down beforehand.
 
     tps      tokens per second, 0 for no waiting

@@ -11,13 +11,12 @@ from typing import Any
 from textual.pilot import Pilot
 
 from localllm.backend.scripted import FakeBackend
-from localllm.backend.turns import Turn
 from localllm.config import Preset, UiConfig
 from localllm.conversation.saver import Saver
 from localllm.conversation.session import Session
 from localllm.conversation.tree import Conversation
 from localllm.history.store import History
-from localllm.interface import ChatEvent, Delta
+from localllm.interface import ChatEvent, Delta, Turn
 from localllm.request import Message, SamplingParams
 from localllm.tui.app import ChatApp
 from localllm.tui.chat.screen import ChatScreen
