@@ -48,10 +48,6 @@ class DecodeInputs:
             self._idle[SLOTS + group] = page * page_size
         self.load(())
 
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in (self._small, self._starts, self._rows, *self._tables))
-
     def load(self, parts: Many[Scheduled], before: SampledTokens | None = None) -> None:
         """Take the parts of a step, one token each, into the first rows; the others become idle."""
         small = self._idle.copy()

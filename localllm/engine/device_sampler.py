@@ -151,8 +151,6 @@ class DeviceSampler:
     def _on_host(self, logits: Tensor, place: int, sequence: Sequence) -> RowResult:
         """A row of the eager sampler, or what its mask raised."""
         try:
-            if isinstance(sequence.mask_row, Exception):
-                raise sequence.mask_row
             row = logits[place].to("cpu", copy=True)
             token = sample_row(row.clone(), sequence)
             wanted = sequence.params.logprobs

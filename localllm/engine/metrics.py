@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from localllm.request import Timing, Usage
+from localllm.request import Timing
 
 from .sequence import Sequence
 
@@ -71,8 +71,3 @@ def timing_of(sequence: Sequence) -> Timing:
         decode_tps=(outputs - 1) / decode_s if outputs > 1 and decode_s > 0 else 0.0,
         num_preemptions=sequence.num_preemptions,
     )
-
-
-def usage_of(sequence: Sequence) -> Usage:
-    """Token counts of one sequence."""
-    return Usage(sequence.num_prompt_tokens, sequence.num_cached_tokens, sequence.num_output_tokens)

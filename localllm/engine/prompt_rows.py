@@ -25,7 +25,11 @@ def take_rows(part: Scheduled, output: ForwardOutput, row: int, vocab_size: int)
         return
     at, end = part.start + skip, row + part.num_tokens
     if sequence.request.pooling:
-        _pool(sequence, output.normed(row + skip, end))
+        rows = output.normed(row + skip, end)
+        if sequence.request.pooling == "last":
+            sequence.pooled = rows[-1].clone()
+        else:  # the mean, once it is divided
+            sequence.pooled = rows.sum(0) if sequence.pooled is None else sequence.pooled + rows.sum(0)
         sequence.num_rows_done = part.start + part.num_tokens
         return
     for logits in output.pieces(row + skip, end, vocab_size):
@@ -40,15 +44,6 @@ def take_rows(part: Scheduled, output: ForwardOutput, row: int, vocab_size: int)
                 sequence.prompt_logprobs.append(token_logprob(one, target, wanted))
         at += logits.shape[0]
     sequence.num_rows_done = max(sequence.num_rows_done, at)
-
-
-def _pool(sequence: Sequence, rows: torch.Tensor) -> None:
-    """Add rows to the mean of a sequence, or keep the last of them."""
-    if sequence.request.pooling == "last":
-        sequence.pooled = rows[-1].clone()
-    else:
-        total = rows.sum(0)
-        sequence.pooled = total if sequence.pooled is None else sequence.pooled + total
 
 
 def pooled_event(sequence: Sequence) -> TokenEvent:

@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 from localllm.errors import LocalLLMError
 from localllm.request import FinishReason, Request, TokenEvent, Usage
 
-from .metrics import timing_of, usage_of
+from .metrics import timing_of
 from .scheduler import Scheduler
 from .sequence import Sequence
 
@@ -109,12 +109,12 @@ class Publisher:
         event.finish_reason, event.stop_reason = reason, sequence.stop_reason
         if sequence.stop_check is not None:
             event.text = sequence.stop_check.take(last=True)
-        event.usage, event.timing = usage_of(sequence), timing_of(sequence)
+        event.usage = Usage(sequence.num_prompt_tokens, sequence.num_cached_tokens, sequence.num_output_tokens)
+        event.timing = timing_of(sequence)
         forks, sequence.pending_forks = sequence.pending_forks, 0
         self.add(event)
         for index in range(1, forks + 1):
-            usage = replace(event.usage or Usage())
-            self.add(replace(event, index=index, token_ids=[], text=None, usage=usage))
+            self.add(replace(event, index=index, token_ids=[], text=None))
 
     def fail(self, sequence: Sequence, error: LocalLLMError) -> None:
         if sequence.finish_reason is FinishReason.ERROR:

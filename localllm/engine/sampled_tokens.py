@@ -49,16 +49,13 @@ class SampledTokens:
         """Put the tokens of the parts that are ahead into a batch's `token_ids` (int64, one row a part)."""
         row_of = {id(sequence): row for sequence, row in zip(self.sequences, self._rows, strict=True)}
         rows = [row_of[id(part.sequence)] for part in parts]
-        ids = self._device_ids(token_ids.device)
+        ids = self._ids
+        if ids is None:
+            known = [0 if isinstance(result, Exception) else result[0] for result in self.results()]
+            ids = self._ids = from_host(known, torch.int64, token_ids.device)
         if rows != list(range(len(rows))):
             ids = ids.index_select(0, from_host(rows, torch.int64, token_ids.device))
         token_ids[: len(rows)].copy_(ids[: len(rows)])
-
-    def _device_ids(self, device: torch.device) -> Tensor:
-        if self._ids is None:
-            known = [0 if isinstance(result, Exception) else result[0] for result in self.results()]
-            self._ids = from_host(known, torch.int64, device)
-        return self._ids
 
 
 def from_host(values: object, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -137,7 +137,6 @@ class Planner:
         num_pages, work = memory.num_pages(ctx), memory.work_terms(ctx)
         held, read = memory.weights_and_read
         have, margin = memory.have_and_margin
-        expected = self.measured.speeds.expected(memory, ctx)
         made = Plan(
             device=where.device,
             dtype=memory.dtype,
@@ -157,7 +156,7 @@ class Planner:
             margin_bytes=margin,
             have_bytes=have,
             max_ctx=memory.max_ctx,
-            **expected._asdict(),
+            **self.measured.speeds.expected(memory, ctx),
             read_bytes=read,
             sequence_bytes=memory.sequence_bytes(ctx),
             quant=memory.quant,

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from localllm import paths
 from localllm.device import MachineFacts
@@ -40,16 +39,6 @@ def bytes_s_of(tps: float, read_bytes: int, num_layers: int, kind: str) -> float
     return read_bytes / rest if rest > 0 else 0.0
 
 
-class Expected(NamedTuple):
-    """How fast a plan decodes: fields of `Plan`."""
-
-    decode_tps: float
-    decode_tps_full: float
-    basis: str
-    eta: float
-    bandwidth: float
-
-
 @dataclass(frozen=True, slots=True)
 class Measurement:
     """One bench: what was measured, where, and how fast it decoded for one person."""
@@ -58,7 +47,6 @@ class Measurement:
     device: str  # cpu, or the GPU's name
     tps: float
     bytes_s: float  # of weights read
-    file: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +66,8 @@ class Speeds:
         wanted = model_key(facts)
         return next((m.tps for m in self.measured if m.device == device and m.model == wanted), None)
 
-    def expected(self, memory: Memory, ctx: int) -> Expected:
-        """The pace at the start and at the end of a context: measured, else estimated from measured bandwidth."""
+    def expected(self, memory: Memory, ctx: int) -> dict[str, Any]:
+        """Fields of `Plan`: the pace at the start and the end of a context, measured or estimated from bandwidth."""
         facts, kind, gpu = memory.facts, memory.where.kind, memory.where.gpu
         bandwidth, name = (gpu.bandwidth, gpu.name) if gpu else (memory.machine.cpu.bandwidth, "cpu")
         reached, measured = self.bytes_s(facts, name), self.tps(facts, name)
@@ -89,9 +77,10 @@ class Speeds:
             tps_of(eta * bandwidth, count, facts.num_layers, kind)
             for count in (read, read + memory.sequence_bytes(ctx))
         )
+        basis = "measured" if measured else "estimate"
         if measured:
-            return Expected(measured, measured * end / start if start else end, "measured", eta, bandwidth)
-        return Expected(start, end, "estimate", eta, bandwidth)
+            start, end = measured, measured * end / start if start else end
+        return {"decode_tps": start, "decode_tps_full": end, "basis": basis, "eta": eta, "bandwidth": bandwidth}
 
 
 def model_key(facts: ModelFacts) -> tuple[str, int, str, int]:
@@ -129,23 +118,17 @@ def load(machine: MachineFacts, folder: Path | None = None) -> Speeds:
 
 
 def _read(file: Path, machine: MachineFacts) -> Measurement | None:
+    """What a file says of this machine; None where it says nothing, or cannot be read."""
     try:
         saved = paths.read_json(file, MAX_FILE_BYTES)
-        return _measurement(saved["subject"], saved["rows"], machine, file.name)
+        what, rows = saved["subject"], saved["rows"]
+        device = str(what["device"])
+        here = (what["cpu"], what["cores"]) == (machine.cpu.name, machine.cpu.cores_usable)
+        tps = next((float(row["tps"]) for row in rows if _DECODE.fullmatch(str(row["test"]))), 0.0)
+        if not (here if device == "cpu" else device in {gpu.name for gpu in machine.gpus}) or not 0 < tps < MAX_TPS:
+            return None
+        model = (str(what["architecture"]), int(what["params"]), str(what["format"]), int(what["stored_bytes"]))
+        kind = "cpu" if device == "cpu" else "cuda"
+        return Measurement(model, device, tps, bytes_s_of(tps, int(what["read_bytes"]), int(what["layers"]), kind))
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-
-
-def _measurement(
-    what: Mapping[str, Any], rows: Iterable[Mapping[str, Any]], machine: MachineFacts, file: str
-) -> Measurement | None:
-    device = str(what["device"])
-    here = (what["cpu"], what["cores"]) == (machine.cpu.name, machine.cpu.cores_usable)
-    if not (here if device == "cpu" else device in {gpu.name for gpu in machine.gpus}):
-        return None
-    tps = next((float(row["tps"]) for row in rows if _DECODE.fullmatch(str(row["test"]))), 0.0)
-    if not 0 < tps < MAX_TPS:
-        return None
-    model = (str(what["architecture"]), int(what["params"]), str(what["format"]), int(what["stored_bytes"]))
-    kind = "cpu" if device == "cpu" else "cuda"
-    return Measurement(model, device, tps, bytes_s_of(tps, int(what["read_bytes"]), int(what["layers"]), kind), file)
