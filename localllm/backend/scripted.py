@@ -43,8 +43,9 @@ class FakeBackend(ChatBackend):
         default_params: Callable[[], SamplingParams] = SamplingParams,
     ) -> None:
         super().__init__()
-        self.tps = _setting("tps", 200.0) if tps is None else tps
-        self.load_s = _setting("load", 0.02) if load_s is None else load_s
+        given = dict(part.split("=", 1) for part in os.environ.get("LOCALLLM_ENGINE", "").split(":") if "=" in part)
+        self.tps = float(given.get("tps", 200)) if tps is None else tps
+        self.load_s = float(given.get("load", 0.02)) if load_s is None else load_s
         self._default_params = default_params
         self.ctx = ctx
         self.model = ""
@@ -234,11 +235,3 @@ def _choice(row: Mapping[str, Any], window: int) -> ModelChoice:
     return ModelChoice(
         **(made | {name: value for name, value in row.items() if name not in ("parts", "quants")} | {"ctx": ctx})
     )
-
-
-def _setting(name: str, default: float) -> float:
-    for part in os.environ.get("LOCALLLM_ENGINE", "").split(":"):
-        key, _, value = part.partition("=")
-        if key == name:
-            return float(value)
-    return default

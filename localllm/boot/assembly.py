@@ -12,7 +12,6 @@ from localllm.engine.cuda_graph import Captured, CudaCapture, DecodeGraphs, Run
 from localllm.engine.decode_inputs import DecodeInputs
 from localllm.engine.device_sampler import DeviceSampler
 from localllm.engine.engine import Engine, LoopOptions
-from localllm.engine.pages import GroupPages
 from localllm.engine.runner import Runner
 from localllm.engine.scheduler import SchedulerLimits
 from localllm.kernels.verify.selftest import SelfTest
@@ -58,7 +57,6 @@ def assemble(
     runner.capture()
     if decode is not None:
         meter.note("graphs", reserved=True)
-    groups = tuple(GroupPages(count, group.window) for count, group in zip(plan.num_pages, model.groups, strict=True))
     options = LoopOptions(
         max_context=plan.ctx,
         prefix_cache=plan.prefix_cache,
@@ -66,7 +64,7 @@ def assemble(
         check_invariants=check_invariants,
         runs_ahead=device.type == "cuda",
     )
-    return Engine(runner, groups, options, fault)
+    return Engine(runner, plan.num_pages, options, fault)
 
 
 def _sampler(model: Model, plan: Plan, device: torch.device, selftest: SelfTest | None) -> DeviceSampler | None:

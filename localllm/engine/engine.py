@@ -22,7 +22,7 @@ from localllm.errors import DeviceError, InternalError, LocalLLMError, OutOfMemo
 from localllm.request import FinishReason, Request
 
 from .metrics import EngineStats
-from .pages import GroupPages, Pages
+from .pages import Pages
 from .publisher import Listener, Publisher, RequestStream
 from .runner import Runner
 from .scheduler import Scheduler, SchedulerLimits
@@ -58,20 +58,22 @@ class LoopOptions:
 class Engine:
     """Continuous batching over one model, in a thread of its own.
 
-    groups  the page budget of each cache group, as the plan gives it
-    fault   tests: called with the step number before each forward; may raise
+    num_pages  of each cache group, as the plan gives them: the cache may have more
+    fault      tests: called with the step number before each forward; may raise
     """
 
     def __init__(
         self,
         runner: Runner,
-        groups: tuple[GroupPages, ...],
+        num_pages: Many[int],
         options: LoopOptions,
         fault: Callable[[int], None] | None = None,
     ) -> None:
         self.options = options
         self.runner = runner
-        self._pages = Pages(groups, runner.cache.page_size, options.prefix_cache)
+        cache = runner.cache
+        windows = [group.window for group in cache.groups]
+        self._pages = Pages(num_pages, windows, cache.page_size, options.prefix_cache)
         self.scheduler = Scheduler(self._pages, options.limits)
         self._publisher = Publisher(self.scheduler)
         self.stepper = Stepper(runner, self.scheduler, self._publisher, options.runs_ahead, fault)

@@ -17,14 +17,6 @@ from .sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class GroupPages:
-    """What the scheduler must know of a cache group."""
-
-    num_pages: int
-    window: int | None = None  # tokens a query looks back, itself included; None for full attention
-
-
-@dataclass(frozen=True, slots=True)
 class PageCopy:
     """Copy a page before this step writes: it was shared, and one of its holders goes its own way."""
 
@@ -34,13 +26,19 @@ class PageCopy:
 
 
 class Pages:
-    """The pages of all cache groups."""
+    """The pages of all cache groups.
 
-    def __init__(self, groups: Many[GroupPages], page_size: int, prefix_cache: bool = True) -> None:
+    num_pages   of each group
+    windows     per group: tokens a query looks back, itself included; None for full attention
+    """
+
+    def __init__(
+        self, num_pages: Many[int], windows: Many[int | None], page_size: int, prefix_cache: bool = True
+    ) -> None:
         self.page_size = page_size
-        self.groups = tuple(groups)
-        self.pools = tuple(PagePool(g.num_pages) for g in groups)
-        self.tree = RadixCache(self.pools, [g.window for g in groups], page_size)
+        self.windows = tuple(windows)
+        self.pools = tuple(map(PagePool, num_pages))
+        self.tree = RadixCache(self.pools, windows, page_size)
         self.prefix_cache = prefix_cache
 
     def num_needed(self, sequence: Sequence, group: int, num_tokens: int) -> int:
@@ -50,16 +48,16 @@ class Pages:
     def fits_ever(self, num_tokens: int, chunk: int) -> bool:
         """Whether a sequence of this length could run alone: full groups hold it all, window groups their window."""
         size = self.page_size
-        for spec in self.groups:
-            tokens = num_tokens if spec.window is None else min(num_tokens, spec.window + chunk + size)
-            if -(-tokens // size) > spec.num_pages:
+        for pool, window in zip(self.pools, self.windows, strict=True):
+            tokens = num_tokens if window is None else min(num_tokens, window + chunk + size)
+            if -(-tokens // size) > pool.num_pages:
                 return False
         return True
 
     def can_admit(self, sequence: Sequence, first_tokens: int) -> bool:
         """Whether full groups have room for the whole sequence so far, and window groups for its first chunk."""
-        for group, spec in enumerate(self.groups):
-            tokens = sequence.num_tokens if spec.window is None else first_tokens
+        for group, window in enumerate(self.windows):
+            tokens = sequence.num_tokens if window is None else first_tokens
             if self.num_needed(sequence, group, tokens) > self.pools[group].num_available:
                 return False
         return True
@@ -145,8 +143,8 @@ class Pages:
         """After a step: hand newly full pages to the tree, then give back what fell out of the windows."""
         if self.prefix_cache and sequence.request.use_prefix_cache:
             self._grow_tree(sequence)
-        for group, spec in enumerate(self.groups):
-            if spec.window is None:
+        for group, window in enumerate(self.windows):
+            if window is None:
                 continue
             first = min(self.tree.needed_from(group, sequence.num_computed_tokens), len(sequence.block_tables[group]))
             table = sequence.block_tables[group]

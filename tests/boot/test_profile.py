@@ -22,7 +22,7 @@ from localllm.boot.profile import CpuProfiler, WorstSteps
 from localllm.config import EngineOptions
 from localllm.device import rss_anon_bytes
 from localllm.device.fake import MACHINES
-from localllm.engine.pages import GroupPages, Pages
+from localllm.engine.pages import Pages
 from localllm.engine.runner import Runner
 from localllm.kernels import segments
 from localllm.kernels.embedding import Embedding
@@ -113,7 +113,7 @@ def test_a_profile_adds_up() -> None:
 
 def cpu_profiler(made: Plan, found: list[MemoryProfile]) -> tuple[CpuProfiler, Pages]:
     cache = KVCache(cache_groups(model_facts()), made.num_pages, made.page_size, made.kv)
-    pages = Pages([GroupPages(made.num_pages[0])], made.page_size)
+    pages = Pages(made.num_pages, [None], made.page_size)
     runner = Runner(Noting(), cache, 1000)
     return CpuProfiler(runner, pages, made, rss_anon_bytes(), 0, found.append), pages
 

@@ -3,13 +3,13 @@ block table, so that a wrong page, a stale slot or a neighbour's token changes t
 
 import random
 import threading
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from localllm.engine import pressure
 from localllm.engine.engine import Engine, LoopOptions
-from localllm.engine.pages import GroupPages
 from localllm.engine.runner import Runner
 from localllm.engine.scheduler import SchedulerLimits
 from localllm.errors import ContextTooLong, DeviceError, InvalidRequest, OutOfMemory
@@ -26,6 +26,11 @@ def mode(request):
     """Every test once with each step after the other, and once with the next step launched before the tokens are
     known: nothing but the counter may differ."""
     runs_ahead[0] = MODES[request.param]
+
+
+class Group(NamedTuple):
+    num_pages: int
+    window: int | None = None
 
 
 class FakeCache:
@@ -82,11 +87,11 @@ class FakeModel:
 
 
 def make(num_pages=64, window=None, broken=None, prefix_cache=True, max_context=200, fault=None, **limits):
-    groups = tuple([GroupPages(num_pages)] + ([GroupPages(num_pages, window)] if window else []))
+    groups = tuple([Group(num_pages)] + ([Group(num_pages, window)] if window else []))
     runner = Runner(FakeModel(groups, broken), FakeCache(groups), VOCAB)
     limits = SchedulerLimits(**({"max_parallel": 4, "prefill_budget": 16} | limits))
     options = LoopOptions(max_context, prefix_cache, limits, True, runs_ahead[0])
-    return Engine(runner, groups, options, fault)
+    return Engine(runner, [group.num_pages for group in groups], options, fault)
 
 
 def drain(engine, *streams):
@@ -303,9 +308,9 @@ def test_a_listener_that_fails_ends_its_request_only():
 
 
 def test_a_window_smaller_than_a_page_without_full_attention_leaks_nothing():
-    groups = (GroupPages(30, 3),)
+    groups = (Group(30, 3),)
     options = LoopOptions(200, True, SchedulerLimits(4, 7), True, runs_ahead[0])
-    engine = Engine(Runner(FakeModel(groups), FakeCache(groups), VOCAB), groups, options)
+    engine = Engine(Runner(FakeModel(groups), FakeCache(groups), VOCAB), [30], options)
     rng = random.Random(3)
     for _ in range(25):
         prompts = [[rng.randrange(3) for _ in range(rng.randrange(1, 30))] for _ in range(4)]

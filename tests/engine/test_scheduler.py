@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from localllm.engine.pages import GroupPages, Pages
+from localllm.engine.pages import Pages
 from localllm.engine.scheduler import Scheduler, SchedulerLimits
 from localllm.engine.sequence import Sequence
 from localllm.request import Request, SamplingParams
@@ -19,7 +19,7 @@ PAGE = 4
 class Memory:
     def __init__(self, pages: Pages) -> None:
         self.pages = pages
-        self.slots = [[None] * (g.num_pages * PAGE) for g in pages.groups]
+        self.slots = [[None] * (pool.num_pages * PAGE) for pool in pages.pools]
 
     def run(self, step):
         for copy in step.copies:
@@ -39,10 +39,10 @@ class Memory:
 
     def check(self, part):
         tokens = part.sequence.token_ids
-        for group, spec in enumerate(self.pages.groups):
+        for group, window in enumerate(self.pages.windows):
             table = part.sequence.block_tables[group]
             for query in range(part.start, part.start + part.num_tokens):
-                first = 0 if spec.window is None else max(0, query - spec.window + 1)
+                first = 0 if window is None else max(0, query - window + 1)
                 for key in range(first, query + 1):
                     page = table[key // PAGE]
                     assert page >= 0, f"query {query} reads key {key}, whose page was given back"
@@ -50,15 +50,15 @@ class Memory:
 
 
 def build(num_pages=32, window=None, **limits):
-    groups = [GroupPages(num_pages)] + ([GroupPages(num_pages, window)] if window else [])
-    pages = Pages(groups, PAGE)
+    windows = [None, window] if window else [None]
+    pages = Pages([num_pages] * len(windows), windows, PAGE)
     scheduler = Scheduler(pages, SchedulerLimits(**limits))
     return scheduler, Memory(pages)
 
 
 def sequence(scheduler, tokens, index=0, **request):
     request = Request(list(tokens), SamplingParams(), **request)
-    return Sequence(request, index, len(scheduler.pages.groups), 0, 1000)
+    return Sequence(request, index, len(scheduler.pages.pools), 0, 1000)
 
 
 def advance(scheduler, memory, next_token=lambda s: len(s.token_ids) % 7):
@@ -197,7 +197,7 @@ def test_random_traffic(seed, window):
         _, ended = advance(scheduler, memory, lambda s: rng.randrange(5))
         for one in ended:
             for index in range(one.pending_forks):
-                child = Sequence(one.request, index + 1, len(scheduler.pages.groups), 0, one.max_tokens)
+                child = Sequence(one.request, index + 1, len(scheduler.pages.pools), 0, one.max_tokens)
                 one.token_ids.pop()
                 scheduler.add_fork(child, one)
                 one.token_ids.append(one.num_prompt_tokens)
