@@ -153,7 +153,7 @@ class LoadedModel:
             self._notify(LoadProgress("compile", detail="kernels for this CPU, once"))
         set_threads(self.plan.threads)
         if device.type == "cuda":
-            from localllm.boot.card import claim_card
+            from localllm.boot.claim import claim_card
 
             claim_card(self.plan.device, self.machine)
         return device

@@ -97,7 +97,7 @@ def test_an_assembler_that_does_not_know_the_card_is_refused_at_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would end the process, with a line about PTX versions."""
-    from localllm.boot.card import check_assembler
+    from localllm.boot.claim import check_assembler
 
     script = tmp_path / "ptxas"
     script.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.8, V12.8.99'\n")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from localllm.boot.card import check_card, runs_code_of
+from localllm.boot.claim import check_card, runs_code_of
 from localllm.device.fake import MACHINES
 from localllm.errors import DeviceError
 
