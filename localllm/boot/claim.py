@@ -1,9 +1,9 @@
-"""Whether this torch can use the card that the plan took, asked before anything is loaded: cause and cure by name."""
+"""The device that the plan took: whether torch can use the card, with cause and cure, and how many threads compute."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -12,8 +12,9 @@ from localllm.device.assembler import BLACKWELL, assembler
 from localllm.device.gpu_table import generation
 from localllm.device.host import version_key
 from localllm.errors import DeviceError
-from localllm.kernels.cpu.build import name_compiler
+from localllm.kernels.cpu.build import library, name_compiler
 
+HEAVY = ("qkv", "o", "gate_up", "down", "lm_head", "paged_attention")  # the layer classes that need several threads
 LOADING_THREADS = 8  # threads that turn stored formats into ours on the host while a model goes to a card
 
 
@@ -91,3 +92,22 @@ def claim_card(device: str, machine: MachineFacts) -> None:
     torch.cuda.set_device(device)
     name_compiler()
     torch.set_num_threads(max(1, min(LOADING_THREADS, machine.cpu.cores_usable)))
+
+
+def set_threads(count: int) -> None:
+    """Give our kernels `count` threads, and torch one.
+
+    torch's pool waits at a barrier after every small operation: beside another busy process on two cores, loading
+    smollm2 took 13 to 32 s with two torch threads, and 0.4 s with one. `serve_torch` gives it more where it does the
+    heavy work itself.
+    """
+    torch.set_num_threads(1)
+    lib = library().lib
+    if lib is not None:
+        lib.ll_threads(count)
+
+
+def serve_torch(kernels: Mapping[str, str], count: int) -> None:
+    """Give torch `count` threads when a heavy layer class of the loaded model (class -> implementation) runs on it."""
+    if any(kernels.get(name, "").startswith("torch") for name in HEAVY):
+        torch.set_num_threads(count)

@@ -143,7 +143,7 @@ class LoadedModel:
         ThreadPoolExecutor(1).submit(import_module, "torch").result()
         import torch
 
-        from localllm.boot.threads import set_threads
+        from localllm.boot.claim import claim_card, set_threads
         from localllm.kernels.cpu.build import is_built
 
         import_module("localllm.boot.boot")  # its imports are not part of loading
@@ -153,14 +153,12 @@ class LoadedModel:
             self._notify(LoadProgress("compile", detail="kernels for this CPU, once"))
         set_threads(self.plan.threads)
         if device.type == "cuda":
-            from localllm.boot.claim import claim_card
-
             claim_card(self.plan.device, self.machine)
         return device
 
     def _load_weights(self, device: torch.device) -> None:
         from localllm.boot.boot import first_use
-        from localllm.boot.threads import serve_torch
+        from localllm.boot.claim import serve_torch
         from localllm.device import rss_anon_bytes
         from localllm.models.loader import LoadOptions, load_model
 
