@@ -11,7 +11,7 @@ from localllm.boot.memory_meter import Meter
 from localllm.engine.cuda_graph import Captured, CudaCapture, DecodeGraphs, Run
 from localllm.engine.decode_inputs import DecodeInputs
 from localllm.engine.device_sampler import DeviceSampler
-from localllm.engine.engine import Engine, LoopOptions
+from localllm.engine.engine import Engine
 from localllm.engine.runner import Runner
 from localllm.engine.scheduler import SchedulerLimits
 from localllm.kernels.verify.selftest import SelfTest
@@ -30,14 +30,12 @@ def assemble(
     selftest: SelfTest | None = None,
     check_invariants: bool = False,
     capture: Callable[[Run], Captured] | None = None,
-    fault: Callable[[int], None] | None = None,
 ) -> Engine:
     """Everything between the weights and `Engine.start`. Raises what the device raises when memory is short.
 
     meter     notes what torch's allocator took for kv, tables and graphs
     selftest  tries the sampler
     capture   what captures instead of `CudaCapture()`
-    fault     as of `Engine`
     """
     device = torch.device(plan.device)
     if device.type == "cuda":
@@ -57,14 +55,15 @@ def assemble(
     runner.capture()
     if decode is not None:
         meter.note("graphs", reserved=True)
-    options = LoopOptions(
-        max_context=plan.ctx,
+    limits = SchedulerLimits(plan.max_parallel, plan.prefill_budget)
+    return Engine(
+        runner,
+        plan.num_pages,
+        plan.ctx,
+        limits,
         prefix_cache=plan.prefix_cache,
-        limits=SchedulerLimits(plan.max_parallel, plan.prefill_budget),
         check_invariants=check_invariants,
-        runs_ahead=device.type == "cuda",
     )
-    return Engine(runner, plan.num_pages, options, fault)
 
 
 def _sampler(model: Model, plan: Plan, device: torch.device, selftest: SelfTest | None) -> DeviceSampler | None:

@@ -109,7 +109,6 @@ class Boot:
                 meter=self._meter,
                 selftest=self._selftest,
                 check_invariants=self._planner.options.debug_invariants,
-                fault=step_fault(),
             )
         except (MemoryError, RuntimeError) as error:
             if "out of memory" not in str(error).lower() and not isinstance(error, MemoryError):
@@ -118,6 +117,7 @@ class Boot:
                 f"no room for {gib(self.plan.kv_bytes, 1)} of key/value pages on {self.plan.place}",
                 "use a smaller --ctx, or close what else uses the memory",
             ) from error
+        self._engine.stepper.fault = step_fault()
         graphs = self._engine.runner.graphs
         self._graphs_note = graphs.note if graphs is not None else ""
 

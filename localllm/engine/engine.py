@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -38,45 +38,34 @@ IDLE_S = 0.002  # between looks whether a paused request may go on
 IdleJob = Callable[[Callable[[], bool]], bool]  # (has it to stop?) -> is it finished?
 
 
-@dataclass(frozen=True, slots=True)
-class LoopOptions:
-    """What an engine is built with.
-
-    max_context       tokens a sequence may hold
-    check_invariants  verify every page and count after every step
-    runs_ahead        launch a step before the tokens of the one before are on the host: keeps a GPU busy, delays tokens
-                      on a CPU
-    """
-
-    max_context: int
-    prefix_cache: bool = True
-    limits: SchedulerLimits = SchedulerLimits()
-    check_invariants: bool = False
-    runs_ahead: bool = False
-
-
 class Engine:
     """Continuous batching over one model, in a thread of its own.
 
-    num_pages  of each cache group, as the plan gives them: the cache may have more
-    fault      tests: called with the step number before each forward; may raise
+    num_pages         of each cache group, as the plan gives them: the cache may have more
+    max_context       tokens a sequence may hold
+    check_invariants  verify every page and count after every step
     """
 
     def __init__(
         self,
         runner: Runner,
         num_pages: Many[int],
-        options: LoopOptions,
-        fault: Callable[[int], None] | None = None,
+        max_context: int,
+        limits: SchedulerLimits = SchedulerLimits(),
+        *,
+        prefix_cache: bool = True,
+        check_invariants: bool = False,
     ) -> None:
-        self.options = options
         self.runner = runner
+        self.max_context = max_context
+        self.limits = limits  # without pressure
+        self.check_invariants = check_invariants
         cache = runner.cache
         windows = [group.window for group in cache.groups]
-        self._pages = Pages(num_pages, windows, cache.page_size, options.prefix_cache)
-        self.scheduler = Scheduler(self._pages, options.limits)
+        self._pages = Pages(num_pages, windows, cache.page_size, prefix_cache)
+        self.scheduler = Scheduler(self._pages, limits)
         self._publisher = Publisher(self.scheduler)
-        self.stepper = Stepper(runner, self.scheduler, self._publisher, options.runs_ahead, fault)
+        self.stepper = Stepper(runner, self.scheduler, self._publisher)
         self.pressure = self.stepper.pressure
         self._streams = self._publisher.streams
         self._inbox: deque[Callable[[], None]] = deque()
@@ -112,8 +101,8 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raise InvalidRequest, ContextTooLong or OutOfMemory for a request that can never run."""
-        request.check(self.runner.vocab_size, self.options.max_context)
-        if not self._pages.fits_ever(len(request.prompt_token_ids) + 1, self.options.limits.prefill_budget):
+        request.check(self.runner.vocab_size, self.max_context)
+        if not self._pages.fits_ever(len(request.prompt_token_ids) + 1, self.limits.prefill_budget):
             raise OutOfMemory(
                 f"the prompt has {len(request.prompt_token_ids):,} tokens, more than the key/value cache can ever hold",
                 "start with a smaller --ctx for other requests, or with --kv bf16",
@@ -244,7 +233,7 @@ class Engine:
             stats = self.stepper.stats
             stats.longest_step_s = max(stats.longest_step_s, time.monotonic() - self._step_started)
             self._step_started = 0.0
-        if self.options.check_invariants:
+        if self.check_invariants:
             self.scheduler.check_integrity()
 
     def _take_inbox(self) -> None:
@@ -254,7 +243,7 @@ class Engine:
 
     def _accept(self, stream: RequestStream) -> None:
         request, params = stream.request, stream.request.params
-        room = self.options.max_context - len(request.prompt_token_ids)
+        room = self.max_context - len(request.prompt_token_ids)
         seed = params.seed if params.seed is not None else random.SystemRandom().getrandbits(62)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         sequence = Sequence(request, 0, len(self._pages.pools), seed, max_tokens)

@@ -42,23 +42,13 @@ class PendingStep:
 
 
 class Stepper:
-    """Continuous batching over one model.
+    """Continuous batching over one model."""
 
-    runs_ahead  launch a step before the tokens of the one before are on the host
-    fault       tests: called with the step number before each forward; may raise
-    """
-
-    def __init__(
-        self,
-        runner: Runner,
-        scheduler: Scheduler,
-        publisher: Publisher,
-        runs_ahead: bool,
-        fault: Callable[[int], None] | None = None,
-    ) -> None:
+    def __init__(self, runner: Runner, scheduler: Scheduler, publisher: Publisher) -> None:
         self.runner = runner
-        self.runs_ahead = runs_ahead
-        self.fault = fault
+        # launch a step before the tokens of the one before are on the host: keeps a GPU busy, delays tokens on a CPU
+        self.runs_ahead = runner.cache.device.type == "cuda"
+        self.fault: Callable[[int], None] | None = None  # tests: called with the number of each step; may raise
         self.pressure = Pressure(scheduler)
         self.masks = MaskFiller(runner.vocab_size)
         self._scheduler = scheduler

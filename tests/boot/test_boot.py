@@ -112,7 +112,8 @@ def test_a_plan_that_did_not_hold_shrinks_once_says_so_and_is_remembered(
 def idle_engine(when_idle: Callable[[Any], object]) -> Any:
     """Hands on what it is asked to do when idle."""
     runner = SimpleNamespace(graphs=None, capture=lambda: None)
-    return SimpleNamespace(when_idle=when_idle, runner=runner, pressure=SimpleNamespace(note=""))
+    stepper = SimpleNamespace(fault=None)
+    return SimpleNamespace(when_idle=when_idle, runner=runner, stepper=stepper, pressure=SimpleNamespace(note=""))
 
 
 @pytest.mark.parametrize(

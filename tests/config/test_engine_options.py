@@ -57,12 +57,12 @@ PLANNED: dict[str, Callable[[Plan], Any]] = {
 """where the plan shows what is not a field of the same name"""
 RUNNING: dict[str, Callable[[LLM], Any]] = {
     "device": lambda llm: llm.state().device,
-    "ctx": lambda llm: llm.engine.options.max_context,
+    "ctx": lambda llm: llm.engine.max_context,
     "kv": lambda llm: llm.state().kv,
     "threads": lambda llm: int(llm.run_summary.split(" × ")[1].split()[0]),
     "deterministic": lambda llm: "not batch-invariant" not in llm.run_summary,
-    "prefix_cache": lambda llm: llm.engine.options.prefix_cache,
-    "max_parallel": lambda llm: llm.engine.options.limits.max_parallel,
+    "prefix_cache": lambda llm: llm.engine.scheduler.pages.prefix_cache,
+    "max_parallel": lambda llm: llm.engine.limits.max_parallel,
     "dtype": lambda llm: next(part for part in llm.run_summary.split(" · ") if "activations" in part).split()[0],
     "activations": lambda llm: "fp8" if any("rounded to fp8" in line for line in llm.state().warnings) else "",
 }

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from localllm.engine import pressure
-from localllm.engine.engine import Engine, LoopOptions
+from localllm.engine.engine import Engine
 from localllm.engine.runner import Runner
 from localllm.engine.scheduler import SchedulerLimits
 from localllm.errors import ContextTooLong, DeviceError, InvalidRequest, OutOfMemory
@@ -90,8 +90,13 @@ def make(num_pages=64, window=None, broken=None, prefix_cache=True, max_context=
     groups = tuple([Group(num_pages)] + ([Group(num_pages, window)] if window else []))
     runner = Runner(FakeModel(groups, broken), FakeCache(groups), VOCAB)
     limits = SchedulerLimits(**({"max_parallel": 4, "prefill_budget": 16} | limits))
-    options = LoopOptions(max_context, prefix_cache, limits, True, runs_ahead[0])
-    return Engine(runner, [group.num_pages for group in groups], options, fault)
+    pages = [group.num_pages for group in groups]
+    return ready(Engine(runner, pages, max_context, limits, prefix_cache=prefix_cache, check_invariants=True), fault)
+
+
+def ready(engine, fault=None):
+    engine.stepper.runs_ahead, engine.stepper.fault = runs_ahead[0], fault
+    return engine
 
 
 def drain(engine, *streams):
@@ -309,8 +314,8 @@ def test_a_listener_that_fails_ends_its_request_only():
 
 def test_a_window_smaller_than_a_page_without_full_attention_leaks_nothing():
     groups = (Group(30, 3),)
-    options = LoopOptions(200, True, SchedulerLimits(4, 7), True, runs_ahead[0])
-    engine = Engine(Runner(FakeModel(groups), FakeCache(groups), VOCAB), [30], options)
+    runner = Runner(FakeModel(groups), FakeCache(groups), VOCAB)
+    engine = ready(Engine(runner, [30], 200, SchedulerLimits(4, 7), check_invariants=True))
     rng = random.Random(3)
     for _ in range(25):
         prompts = [[rng.randrange(3) for _ in range(rng.randrange(1, 30))] for _ in range(4)]

@@ -18,7 +18,7 @@ from localllm.device.fake import MACHINES
 from localllm.engine.cuda_graph import Captured, CudaCapture, DecodeGraphs, Run
 from localllm.engine.decode_inputs import DecodeInputs
 from localllm.engine.device_sampler import DeviceSampler
-from localllm.engine.engine import Engine, LoopOptions
+from localllm.engine.engine import Engine
 from localllm.engine.runner import Runner
 from localllm.engine.scheduler import SchedulerLimits
 from localllm.kernels.sampling import sample as reference
@@ -74,9 +74,11 @@ def engine_of(
     sampler = DeviceSampler(_op(where), parallel, model.facts.vocab_size, torch.device(where)) if device else None
     if sampler is not None and graphs is not None:
         sampler.capture(graphs.buckets, capture)
-    options = LoopOptions(CONTEXT, True, SchedulerLimits(parallel, 24), True, ahead)
     runner = Runner(model, cache, model.facts.vocab_size, graphs, sampler)
-    return Engine(runner, [PAGES] * len(model.groups), options)
+    limits = SchedulerLimits(parallel, 24)
+    engine = Engine(runner, [PAGES] * len(model.groups), CONTEXT, limits, check_invariants=True)
+    engine.stepper.runs_ahead = ahead
+    return engine
 
 
 def answers(engine: Engine, requests: list[Request]) -> list[list[int]]:

@@ -179,14 +179,14 @@ def test_preemption_changes_nothing(own, own_llm, how):
         while pool.num_reclaimable:
             time.sleep(0.01)
         held = [pool.take() for _ in range(pool.num_free - 12)]
-    own_llm.engine.options = replace(own_llm.engine.options, check_invariants=not held)  # pages held here are nobody's
+    own_llm.engine.check_invariants = not held  # pages held here are nobody's
     try:
         crowd = asyncio.run(run(True))
     finally:
         scheduler.limits = limits
         for page in held:
             pool.release(page)
-        own_llm.engine.options = replace(own_llm.engine.options, check_invariants=True)
+        own_llm.engine.check_invariants = True
     assert preemptions_counted(own.url) - counted == scheduler.num_preemptions - before > 0
     assert [joined(events(r.text)) for r, _ in crowd] == calm
     assert max(steps for _, steps in crowd) <= 10 * max(steps for _, steps in alone)
