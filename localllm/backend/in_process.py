@@ -101,10 +101,8 @@ class InProcessBackend(ChatBackend):
     def facts(self) -> Facts:
         """What is running; empty before the model is ready."""
         llm = self.llm
-        if llm is None:
-            return Facts()
         try:
-            return llm.live_state()
+            return Facts() if llm is None else llm.live_state()
         except (LocalLLMError, AttributeError):  # closed a moment ago, in the backend's thread
             return Facts()
 

@@ -216,10 +216,8 @@ class RemoteBackend(ChatBackend):
                             self.tell(Delta(turn, kind, text))  # type: ignore[arg-type]
                 if not first:
                     self.tell(Prefill(turn, 0, usage.prompt_tokens))
-        except LocalLLMError:
-            raise
-        except Exception:
-            if turn not in self._stopped:
+        except Exception as error:
+            if isinstance(error, LocalLLMError) or turn not in self._stopped:
                 raise
         if turn in self._stopped and not usage.completion_tokens:  # hung up before the end came
             stop, usage = FinishReason.ABORT, replace(usage, completion_tokens=count)

@@ -56,14 +56,8 @@ def assemble(
     if decode is not None:
         meter.note("graphs", reserved=True)
     limits = SchedulerLimits(plan.max_parallel, plan.prefill_budget)
-    return Engine(
-        runner,
-        plan.num_pages,
-        plan.ctx,
-        limits,
-        prefix_cache=plan.prefix_cache,
-        check_invariants=check_invariants,
-    )
+    more = {"prefix_cache": plan.prefix_cache, "check_invariants": check_invariants}
+    return Engine(runner, plan.num_pages, plan.ctx, limits, **more)
 
 
 def _sampler(model: Model, plan: Plan, device: torch.device, selftest: SelfTest | None) -> DeviceSampler | None:

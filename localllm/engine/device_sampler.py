@@ -137,13 +137,18 @@ class DeviceSampler:
                 if result is not None:
                     found.append(result)
                     continue
-                wrong = _problem(status[place])
+                if status[place] & NOT_A_NUMBER:
+                    found.append(NotANumber("NaN or infinity"))
+                    continue
+                if status[place] & NOTHING_LEFT:
+                    found.append(ValueError("no token has a finite probability"))
+                    continue
                 entry = None
                 if sequence.params.logprobs is not None:
                     count = sequence.params.logprobs
                     pairs = zip(top[0][place][:count], top[1][place][:count], strict=True) if count else ()
                     entry = TokenLogprob(ids[place], logprobs[place], tuple(pairs))
-                found.append(wrong or (ids[place], entry))
+                found.append((ids[place], entry))
             return found
 
         return SampledTokens(sequences, wait, out.token_ids, rows)
@@ -211,11 +216,3 @@ class DeviceSampler:
             self.inputs.history[slot].copy_(from_host(row, torch.int32, self._device), non_blocking=True)
         self._slots[slot] = (sequence.number, sequence.num_tokens + 1)
         return slot
-
-
-def _problem(status: int) -> Exception | None:
-    if status & NOT_A_NUMBER:
-        return NotANumber("NaN or infinity")
-    if status & NOTHING_LEFT:
-        return ValueError("no token has a finite probability")
-    return None

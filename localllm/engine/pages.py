@@ -64,8 +64,8 @@ class Pages:
 
     def attach_prefix(self, sequence: Sequence) -> int:
         """Give a fresh sequence the longest cached prefix that leaves one token to compute; returns its tokens."""
-        if not (self.prefix_cache and sequence.reads_prefix_cache):
-            return 0
+        if not (self.prefix_cache and sequence.request.use_prefix_cache) or sequence.wants_all_rows:
+            return 0  # where every row is wanted, every row is computed
         path = self.tree.match(sequence.token_ids, sequence.request.cache_salt, sequence.num_tokens - 1)
         if not path:
             return 0

@@ -88,11 +88,6 @@ class Sequence:
         """Whether every prompt row is needed (score, pooling, prompt logprobs)."""
         return self.request.only_reads or self.params.prompt_logprobs is not None
 
-    @property
-    def reads_prefix_cache(self) -> bool:
-        """Score and prompt logprobs need every row computed, so they do not read the tree."""
-        return self.request.use_prefix_cache and not self.wants_all_rows
-
     def children(self) -> list[Sequence]:
         """The other answers to the same prompt that are still to be split off."""
         made = []

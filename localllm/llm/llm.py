@@ -251,7 +251,9 @@ class LLM(LoadedModel):
         """
         params = params or self.default_params()
         params.check(self.facts.vocab_size)  # before anything is built from it
-        params = self._with_control_stops(params)
+        # a stop string that is a control token's text never shows in the text: stop at the token
+        controls = [i for stop in params.stop if (i := self.tokenizer.control_text.ids.get(stop)) is not None]
+        params = replace(params, stop_token_ids=(*params.stop_token_ids, *controls))
         spec = spec or self.output_rules.spec(prompt_token_ids, chat=splits_reasoning)
         processor = OutputProcessor(self.tokenizer, spec, params)
         request = Request(
@@ -266,11 +268,6 @@ class LLM(LoadedModel):
         )
         tell = processor.listener(listener, lambda: self.engine.abort(request.request_id)) if listener else None
         return ResponseStream(self.engine.submit(request, tell), processor)
-
-    def _with_control_stops(self, params: SamplingParams) -> SamplingParams:
-        """A stop string that is a control token's text never shows in the text: stop at the token."""
-        ids = [i for stop in params.stop if (i := self.tokenizer.control_text.ids.get(stop)) is not None]
-        return replace(params, stop_token_ids=(*params.stop_token_ids, *ids)) if ids else params
 
     def tune(self, seconds: float, on_tuned: Callable[[Any], None] = lambda one: None) -> list[Any]:
         """Time the kernels' tile sizes on this card, for the shapes of this model; a list of `tuning.Tuned`.

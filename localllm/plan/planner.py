@@ -125,7 +125,10 @@ class Planner:
         options, machine, profiles = self.options, self.machine, self.measured.profiles
         excess = profiles.excess_bytes(facts, machine, where.device) if profiles else 0
         budgets = (options.prefill_budget,) if options.prefill_budget else PREFILL[where.kind]
-        dtype, kvs = _dtype(options, where.gpu), _kv_formats(options, where.gpu, self.measured.kl_by_kv)
+        kvs = _kv_formats(options, where.gpu, self.measured.kl_by_kv)
+        dtype = options.dtype
+        if dtype == "auto":
+            dtype = "float32" if where.gpu is None else "bfloat16" if where.gpu.has_bf16 else "float16"
         for quant, kv, rows in itertools.product(_quants(facts, options, where.gpu), kvs, budgets):
             enough = min(facts.max_context, USEFUL_CTX if kv == kvs[-1] else FULL_CTX)
             memory = Memory(facts, machine, options, where, dtype, quant, kv, rows, excess)
@@ -163,7 +166,7 @@ class Planner:
             graph_buckets=memory.graph_buckets,
             work_terms=tuple(work.items()),
             idle=idle_card(machine, where.device),
-            reasons=(*where.reasons, *_weight_reason(memory), why, _kv_reason(memory, self.measured)),
+            reasons=tuple(_reasons(memory, why, self.measured.kl_by_kv)),
         )
         return replace(made, warnings=tuple(_warnings(facts, machine, made, where.gpu)))
 
@@ -205,12 +208,6 @@ def _kv_formats(options: EngineOptions, gpu: GpuFacts | None, measured: Mapping[
     return ("bf16" if gpu.has_bf16 else "fp16", eight)
 
 
-def _dtype(options: EngineOptions, gpu: GpuFacts | None) -> str:
-    if options.dtype != "auto":
-        return options.dtype
-    return "float32" if gpu is None else "bfloat16" if gpu.has_bf16 else "float16"
-
-
 # --- the choice -------------------------------------------------------------------------------------------------------
 
 
@@ -229,25 +226,22 @@ def _context(memory: Memory) -> tuple[int, str]:
     return wanted, f"context {wanted:,}: the model's own"
 
 
-def _weight_reason(memory: Memory) -> tuple[str, ...]:
-    if not memory.quant:
-        return ()
-    if memory.options.quant == memory.quant:
-        return (f"weights {memory.quant}: as asked for",)
-    return (f"weights {memory.quant}: {memory.facts.stored_format} does not fit, so they are quantized while loading",)
-
-
-def _kv_reason(memory: Memory, measured: Measured) -> str:
+def _reasons(memory: Memory, context: str, kl_by_kv: Mapping[str, float]) -> Iterator[str]:
+    yield from memory.where.reasons
+    if memory.quant:
+        asked, stored = memory.options.quant == memory.quant, memory.facts.stored_format
+        why = "as asked for" if asked else f"{stored} does not fit, so they are quantized while loading"
+        yield f"weights {memory.quant}: {why}"
+    yield context
     kv = memory.kv
     if memory.options.kv != "auto":
         why = f"as asked for; {KV_COST[kv]}" if kv in KV_COST else "as asked for"
     elif kv in ("int8", "fp8"):
-        kl = measured.kl_by_kv.get(kv)
-        cost = f"mean KL {kl:.4f} measured for this model" if kl is not None else KV_COST[kv]
+        cost = f"mean KL {kl_by_kv[kv]:.4f} measured for this model" if kv in kl_by_kv else KV_COST[kv]
         why = f"16 bits would leave too little context; {cost}"
     else:
         why = KV_COST["bf16"] if kv == "bf16" else "this card has no bfloat16"
-    return f"KV {kv}: {why}"
+    yield f"KV {kv}: {why}"
 
 
 def _warnings(facts: ModelFacts, machine: MachineFacts, made: Plan, gpu: GpuFacts | None) -> Iterable[str]:
