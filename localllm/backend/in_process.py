@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from localllm.errors import Aborted, InternalError, LocalLLMError
 from localllm.interface import ChatBackend, Check, Delta, Done, Facts, Failed, ModelChoice, Prefill, Turn
@@ -23,7 +23,6 @@ from localllm.llm.outputs import OutputDelta
 from localllm.request import Constraint, LoadProgress, SamplingParams, Timing, Usage
 
 log = logging.getLogger(__name__)
-_KINDS: dict[str, Literal["content", "reasoning", "tool_call"]] = {"reasoning": "reasoning", "tool_call": "tool_call"}
 
 
 class InProcessBackend(ChatBackend):
@@ -136,7 +135,12 @@ class InProcessBackend(ChatBackend):
                 return
             llm = self._load(model, stop)
         except Exception as error:
-            self._fail_all(_explained(error, "loading"), stop)
+            explained = _explained(error, "loading")
+            if stop is self._stop:  # else nobody waits for this model any more
+                self._failure = Failed.of(-1, explained)
+                if not isinstance(explained, Aborted) or not stop.is_set():
+                    self.tell(self._failure)
+                self._drop_queue(self._failure)
             return
         try:
             for queued in self._queued(stop.is_set):
@@ -200,20 +204,12 @@ class InProcessBackend(ChatBackend):
             self.tell(Prefill(turn, *delta.prefill))
         tokens = len(delta.token_ids)
         for kind, text in delta.parts:
-            self.tell(Delta(turn, _KINDS.get(kind, "content"), text, tokens))
+            self.tell(Delta(turn, kind, text, tokens))  # type: ignore[arg-type]
             tokens = 0
         if delta.error is not None:
             self._fail(turn, delta.error)
         elif delta.finish_reason is not None:
             self._end(turn, Done(turn, delta.finish_reason, delta.usage or Usage(), delta.timing or Timing()))
-
-    def _fail_all(self, error: LocalLLMError, stop: threading.Event) -> None:
-        if stop is not self._stop:
-            return  # nobody waits for this model any more
-        self._failure = Failed.of(-1, error)
-        if not isinstance(error, Aborted) or not stop.is_set():
-            self.tell(self._failure)
-        self._drop_queue(self._failure)
 
     def _drop_queue(self, failed: Failed | None) -> None:
         """End what is still queued or running: with the failure, or as stopped."""

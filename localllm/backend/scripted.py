@@ -60,7 +60,7 @@ class FakeBackend(ChatBackend):
 
     def start(self, model: str | None, changes: Mapping[str, Any] | None = None) -> None:
         """Begin "loading" in a thread; what ran before ends."""
-        self._end_thread()
+        self.close()
         self._closed = False
         self.model = model or "fake"
         self.ctx = int((changes or {}).get("ctx") or (64 if self.model == "fake-small" else self.ctx))
@@ -113,9 +113,6 @@ class FakeBackend(ChatBackend):
         return [Check(**row) for row in SCRIPT["checks"]]
 
     def close(self) -> None:
-        self._end_thread()
-
-    def _end_thread(self) -> None:
         with self._lock:
             self._closed = True
             self._lock.notify()

@@ -97,7 +97,11 @@ class OutputRules:
         if not chat or self._template is None:
             if tool_use is not None:
                 raise InvalidRequest("tools need a chat template, this is a base model", "leave the tools out")
-            return OutputSpec(self._plain_mask(constraint), continuing=not chat)
+            if constraint is None:
+                return OutputSpec(continuing=not chat)
+            from localllm.grammar import source_of
+
+            return OutputSpec(self.compiler.mask(source_of(constraint)), continuing=not chat)
         tools = self._usable(tool_use)
         tool_format = self.tool_format if tools is not None else GENERIC
         harmony = find_format(self._template.chosen([])) is HARMONY
@@ -116,13 +120,6 @@ class OutputRules:
             why = f"this model's chat template cannot use tools: {self.support.note}"
             raise InvalidRequest(why, "leave the tools out", param="tools")
         return tool_use
-
-    def _plain_mask(self, constraint: Constraint | None) -> TokenMask | None:
-        if constraint is None:
-            return None
-        from localllm.grammar import source_of
-
-        return self.compiler.mask(source_of(constraint))
 
     def _reasoning(self, tags: tuple[str, str] | None, tail: str, harmony: bool) -> Reasoning | None:
         """What comes before a constrained answer."""

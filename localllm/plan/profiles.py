@@ -100,17 +100,15 @@ class MemoryProfiles:
 
     def keep(self, facts: ModelFacts, machine: MachineFacts, plan: Plan, profile: MemoryProfile) -> None:
         """Remember a profile, and what the plan took too much."""
+        new: dict[str, Any] = {_plan_key(facts, machine, plan): asdict(profile)}
         if not profile.held:
             before = self.excess_bytes(facts, machine, plan.device)
-            self._put(_key("excess", facts, machine, plan.device), before + profile.excess_bytes)
-        self._put(_plan_key(facts, machine, plan), asdict(profile))
-        text = json.dumps({"entries": dict(list(self._entries.items())[-MAX_ENTRIES:])}, indent=1)
+            new[_key("excess", facts, machine, plan.device)] = before + profile.excess_bytes
+        kept = {key: value for key, value in self._entries.items() if key not in new} | new
+        self._entries = dict(list(kept.items())[-MAX_ENTRIES:])
+        text = json.dumps({"entries": self._entries}, indent=1)
         with contextlib.suppress(OSError):
             paths.replace_file(self._file, text)
-
-    def _put(self, key: str, value: object) -> None:
-        self._entries.pop(key, None)
-        self._entries[key] = value
 
 
 def _key(what: str, facts: ModelFacts, machine: MachineFacts, device: str, *numbers: object) -> str:
