@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -40,14 +41,13 @@ def watched(env: Env, title: str, work: Callable[[OnProgress, threading.Event], 
     progress = env.progress(title)
     phases: deque[LoadProgress] = deque()
     cancel = threading.Event()
-    results: list[T] = []
-    errors: list[BaseException] = []
+    done: Future[T] = Future()
 
     def body() -> None:
         try:
-            results.append(work(phases.append, cancel))
+            done.set_result(work(phases.append, cancel))
         except BaseException as error:  # it is raised again in the caller's thread
-            errors.append(error)
+            done.set_exception(error)
 
     thread = threading.Thread(target=body, name="work", daemon=True)
     thread.start()
@@ -63,6 +63,4 @@ def watched(env: Env, title: str, work: Callable[[OnProgress, threading.Event], 
         raise Aborted(progress.interrupted() or "stopped") from None
     finally:
         progress.close()
-    if errors:
-        raise errors[0]
-    return results[0]
+    return done.result()
