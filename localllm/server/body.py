@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
@@ -61,7 +61,7 @@ def parse_json(data: bytes) -> dict[str, Any]:
     _check_counts(data)
     try:
         value = json.loads(
-            data.decode(), parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_without_doubles
+            data.decode(), parse_constant=_finite, parse_float=_finite, object_pairs_hook=_without_doubles
         )
     except (ValueError, RecursionError) as error:
         detail = "nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
@@ -111,15 +111,11 @@ def _without_doubles(items: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _finite(text: str) -> float:
-    """The number, unless it is too large for one, which Python makes infinite."""
+    """The number; NaN is none, nor what Python makes infinite because it is too large."""
     value = float(text)
-    if math.isinf(value):
-        raise ValueError(f"{text[:20]} is too large for a number")
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:20]} is not a finite number")
     return value
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def _is_deep(value: Any) -> bool:

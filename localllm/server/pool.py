@@ -330,7 +330,7 @@ class ModelPool:
             entry.state = State.ABSENT
             futures, entry.waiting, entry.waits_since = entry.waiting, [], None
         for future in futures:
-            _settle(future, error)
+            settle(future, error)
 
     def _obey(self, entry: PoolEntry) -> None:
         was_loaded = entry.llm is not None
@@ -343,7 +343,7 @@ class ModelPool:
                 outcome = entry.explained("putting to sleep", failed)
             with self._changed:
                 entry.commands.remove((action, future))
-            _settle(future, outcome)
+            settle(future, outcome)
 
     def _put_to_sleep(self, entry: PoolEntry) -> None:
         if entry.state is State.READY and entry.llm is not None:
@@ -405,15 +405,15 @@ class ModelPool:
         """Fail what waits, free what is loaded."""
         for entry in self._entries.values():
             for future in entry.waiting:
-                _settle(future, _closing())
+                settle(future, _closing())
             for _, done in entry.commands:
-                _settle(done, False)
+                settle(done, False)
             if entry.llm is not None and self._loader is not None:
                 entry.free(entry.llm)
             entry.llm, entry.state = None, State.ABSENT
 
 
-def _settle(future: Future[Any], outcome: object) -> None:
+def settle(future: Future[Any], outcome: object) -> None:
     """Give a result, or raise an error, where somebody still waits."""
     if future.set_running_or_notify_cancel():
         future.set_exception(outcome) if isinstance(outcome, Exception) else future.set_result(outcome)

@@ -43,13 +43,10 @@ class StreamFormat:
 
 
 class Rendering(Protocol):
-    """How an API shows the answers of one request."""
+    """How an API shows the answers of one request; both raise the error that ended an answer."""
 
-    async def whole(self) -> dict[str, Any]:
-        """The body of a request that does not stream; raises the error that ended an answer"""
-
-    def chunks(self) -> AsyncIterator[bytes]:
-        """The stream but its end; raises the error that ended an answer"""
+    async def whole(self) -> dict[str, Any]: ...  # the body of a request that does not stream
+    def chunks(self) -> AsyncIterator[bytes]: ...  # the stream but its end
 
 
 async def reply(

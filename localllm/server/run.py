@@ -60,17 +60,10 @@ class ServeOptions(AppOptions):
 class Hooks(Protocol):
     """What the command does at the turns of a server's life, in its event loop."""
 
-    def listening(self, url: str) -> None:
-        """The address answers; requests get 503 until `ready`"""
-
-    def ready(self, url: str, service: Service) -> None:
-        """Requests are taken"""
-
-    def tick(self) -> None:
-        """A tenth of a second passed"""
-
-    def draining(self, running: int, again: bool) -> None:
-        """A signal came; `again`: a second one, the process ends at once"""
+    def listening(self, url: str) -> None: ...  # the address answers; requests get 503 until `ready`
+    def ready(self, url: str, service: Service) -> None: ...  # requests are taken
+    def tick(self) -> None: ...  # a tenth of a second passed
+    def draining(self, running: int, again: bool) -> None: ...  # a signal came; `again`: the process ends at once
 
 
 def bind(options: ServeOptions) -> socket.socket:

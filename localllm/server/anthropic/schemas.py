@@ -73,7 +73,14 @@ def to_chat(body: CountRequest) -> ChatRequest:
     if body.tool_choice is not None:
         fields |= _choice(body.tool_choice)
     if isinstance(body, MessagesRequest):
-        fields |= _sampled(body)
+        form = body.output_format or (body.output_config or {}).get("format")
+        user = (body.metadata or {}).get("user_id")
+        fields |= body.model_dump(include={"stream", "temperature", "top_p", "top_k", "cache_salt"}) | {
+            "max_completion_tokens": body.max_tokens,
+            "stop": body.stop_sequences,
+            "user": body.user or (user[:512] if isinstance(user, str) else None),
+            "response_format": None if form is None else _format(form),
+        }
     return chat_request(body, fields, "output_config.format")
 
 
@@ -87,17 +94,6 @@ def renamed(param: str | None) -> str | None:
 _NAMES = {
     "max_completion_tokens": "max_tokens", "response_format": "output_config.format", "stop": "stop_sequences",
 }  # fmt: skip
-
-
-def _sampled(body: MessagesRequest) -> dict[str, Any]:
-    form = body.output_format or (body.output_config or {}).get("format")
-    user = (body.metadata or {}).get("user_id")
-    return body.model_dump(include={"stream", "temperature", "top_p", "top_k", "cache_salt"}) | {
-        "max_completion_tokens": body.max_tokens,
-        "stop": body.stop_sequences,
-        "user": body.user or (user[:512] if isinstance(user, str) else None),
-        "response_format": None if form is None else _format(form),
-    }
 
 
 def _messages(message: MessageParam, where: str) -> list[dict[str, Any]]:

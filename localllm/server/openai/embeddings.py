@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -22,6 +23,7 @@ from localllm.server.metrics import RequestMeter
 from localllm.server.openai.output import new_id
 from localllm.server.openai.reading import split_prompts
 from localllm.server.openai.schemas import TEXTS_OR_IDS, Body, Name
+from localllm.server.pool import settle
 from localllm.server.reply import unless_left
 from localllm.server.service import Reservation, Service, service_of
 
@@ -167,24 +169,17 @@ async def pooled_texts(
 async def _pooled(
     service: Service, reservation: Reservation, ids: list[int], pooling: Pooling, asking: asyncio.Lock
 ) -> np.ndarray:
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[np.ndarray] = loop.create_future()
+    result: Future[np.ndarray] = Future()
     meter = RequestMeter(service.metrics, reservation.model.name, SamplingParams(), reservation.exchange)
 
     def on_event(event: TokenEvent) -> None:
-        if event.finish_reason is not None:
-            meter.take(OutputDelta(0, finish_reason=event.finish_reason, usage=event.usage, timing=event.timing))
-            loop.call_soon_threadsafe(take, event)
-
-    def take(event: TokenEvent) -> None:
-        if result.done():
+        if event.finish_reason is None:
             return
-        if event.error is not None:
-            result.set_exception(event.error)
-        elif event.finish_reason is not FinishReason.STOP or event.pooled is None:
-            result.set_exception(ApiError(503, "The request was ended.", "unavailable_error", "shutting_down"))
-        else:
-            result.set_result(event.pooled)
+        meter.take(OutputDelta(0, finish_reason=event.finish_reason, usage=event.usage, timing=event.timing))
+        pooled = event.pooled if event.finish_reason is FinishReason.STOP else None
+        if pooled is None:
+            ended = ApiError(503, "The request was ended.", "unavailable_error", "shutting_down")
+        settle(result, (event.error or ended) if pooled is None else pooled)
 
     part = reservation.ticket.part()
     try:
@@ -192,7 +187,7 @@ async def _pooled(
             await part.granted()
         abort = reservation.llm.pool(ids, pooling, on_event)
         try:
-            return await result
+            return await asyncio.wrap_future(result)
         except asyncio.CancelledError:
             abort()
             raise
