@@ -1,24 +1,117 @@
-"""The ASGI application: routes, error handlers, the layers around them."""
+"""The ASGI application: every route, the layers around them, the errors, and the OpenAPI document made of all that."""
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
+import inspect
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, get_type_hints
 
 from fastapi import FastAPI
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 
 from localllm._version import __version__
 from localllm.errors import LocalLLMError
+from localllm.server.anthropic import messages as anthropic
+from localllm.server.anthropic import schemas as anthropic_schemas
+from localllm.server.body import read_body
+from localllm.server.errors import ApiError, bug, is_anthropic
+from localllm.server.exchange import Exchanges, refuse
+from localllm.server.middleware import AppOptions, Gate
+from localllm.server.ollama import routes as ollama
+from localllm.server.ollama import schemas as ollama_schemas
+from localllm.server.openai import completions, embeddings, models, responses, responses_schemas
+from localllm.server.other import status, text
+from localllm.server.service import Service
 
-from .errors import ApiError, bug
-from .exchange import Exchanges, refuse
-from .middleware import AppOptions, Gate
-from .routes import RENAMES, ROUTES, document
-from .service import Service
+
+@dataclass(frozen=True)
+class Route:
+    """One operation."""
+
+    method: str
+    path: str  # `{name:path}` takes slashes, too
+    endpoint: Callable[..., Awaitable[Response | dict[str, Any]]]  # of the request, and of its body where it has one
+    answer: tuple[str, ...] = ()  # keys that a JSON answer always has
+    streams: str = ""  # the media type of a streamed answer
+    media: str = "application/json"
+    # refused while the queue is full, before anything is read; not Ollama's, which also unload models
+    needs_room: bool = False
+    for_owner: bool = False  # only the owner's token opens it, a key does not
+
+    @cached_property
+    def body(self) -> type[BaseModel] | None:
+        """What the endpoint takes as its body."""
+        return get_type_hints(self.endpoint).get("body")
+
+    async def __call__(self, request: Request) -> Response:
+        """Answer. Raises LocalLLMError, ClientLeft."""
+        if self.for_owner:
+            status.check_owner(request)
+        body = () if self.body is None else (await read_body(request, self.body),)
+        answer = await self.endpoint(request, *body)
+        return JSONResponse(answer) if isinstance(answer, dict) else answer
+
+
+SSE = "text/event-stream"
+LINES = "application/x-ndjson"
+# where a field of a chat request has a name of its own: for errors
+RENAMES: dict[str, Callable[[str | None], str | None]] = {
+    "/v1/responses": responses_schemas.renamed,
+    "/v1/messages": anthropic_schemas.renamed,
+    "/v1/messages/count_tokens": anthropic_schemas.renamed,
+    "/api/chat": ollama_schemas.renamed,
+    "/api/generate": ollama_schemas.renamed,
+}
+COMPLETION = ("id", "object", "created", "model", "choices", "usage")
+RESPONSE = ("id", "object", "status", "output")
+MESSAGE = ("id", "type", "role", "content", "usage")
+OLLAMA = ("model", "created_at", "done")
+
+ROUTES: tuple[Route, ...] = (
+    Route("POST", "/v1/chat/completions", completions.chat_completions, COMPLETION, SSE, needs_room=True),
+    Route("POST", "/v1/completions", completions.completions, COMPLETION, SSE, needs_room=True),
+    Route("POST", "/v1/responses", responses.create_response, RESPONSE, SSE, needs_room=True),
+    Route("GET", "/v1/responses/{response_id}", responses.get_response, RESPONSE),
+    Route("DELETE", "/v1/responses/{response_id}", responses.delete_response, ("id", "object", "deleted")),
+    Route("GET", "/v1/responses/{response_id}/input_items", responses.list_input_items, ("object", "data")),
+    Route("POST", "/v1/responses/{response_id}/cancel", responses.cancel_response, ("id",)),
+    Route("POST", "/v1/messages", anthropic.messages, MESSAGE, SSE, needs_room=True),
+    Route("POST", "/v1/messages/count_tokens", anthropic.count_tokens, ("input_tokens",)),
+    Route("POST", "/v1/embeddings", embeddings.embeddings, ("object", "data", "model", "usage")),
+    Route("POST", "/v1/score", embeddings.score, ("object", "data", "model", "method")),
+    Route("POST", "/score", embeddings.score, ("object", "data", "model", "method")),
+    Route("POST", "/v1/rerank", embeddings.rerank, ("id", "model", "results", "method")),
+    Route("POST", "/v2/rerank", embeddings.rerank, ("id", "model", "results", "method")),
+    Route("POST", "/rerank", embeddings.rerank, ("id", "model", "results", "method")),
+    Route("POST", "/tokenize", text.tokenize, ("tokens",)),
+    Route("POST", "/detokenize", text.detokenize, ("prompt", "content")),
+    Route("POST", "/apply-template", text.apply_template, ("prompt",)),
+    Route("GET", "/v1/models", models.models, ("object", "data")),
+    Route("GET", "/v1/models/{model_id:path}", models.model, ("id", "object", "created", "owned_by")),
+    Route("POST", "/api/chat", ollama.chat, OLLAMA, LINES),
+    Route("POST", "/api/generate", ollama.generate, OLLAMA, LINES),
+    Route("POST", "/api/embed", ollama.embed, ("model", "embeddings")),
+    Route("POST", "/api/show", ollama.show, ("details", "model_info")),
+    Route("GET", "/api/tags", ollama.tags, ("models",)),
+    Route("GET", "/api/ps", ollama.running, ("models",)),
+    Route("GET", "/api/version", status.version, ("version",)),
+    Route("GET", "/", status.root, ("name", "version", "apis")),
+    Route("GET", "/health", status.health, ("status",)),
+    Route("GET", "/ping", status.ping),
+    Route("GET", "/version", status.version, ("version",)),
+    Route("GET", "/metrics", status.metrics, media="text/plain"),
+    Route("GET", "/localllm/ps", status.processes, ("models",), for_owner=True),
+    Route("POST", "/localllm/unload", status.unload, ("model", "done"), for_owner=True),
+    Route("POST", "/localllm/park", status.park, ("model", "done"), for_owner=True),
+)
 
 
 def create_app(service: Service, options: AppOptions | None = None) -> Any:
@@ -65,3 +158,55 @@ def _methods(request: Request) -> set[str]:
     """The methods that a path takes: each has a route of its own, and an error knows only the first."""
     matching = (route for route in request.app.router.routes if route.matches(request.scope)[0] is not Match.NONE)
     return {method for route in matching for method in route.methods or ()}
+
+
+# --- the OpenAPI document --------------------------------------------------------------------------------------------
+
+REF = "#/components/schemas/{model}"
+TEXT = {"type": "string"}
+TEXT_OR_NULL = {"type": ["string", "null"]}
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+EVENT = _object(data=TEXT) | {"properties": {"data": TEXT, "event": TEXT}}
+ERROR = _object(error=_object(message=TEXT, type=TEXT, param=TEXT_OR_NULL, code=TEXT_OR_NULL))
+ANTHROPIC_ERROR = _object(type={"const": "error"}, error=_object(type=TEXT, message=TEXT))
+
+
+def document() -> dict[str, Any]:
+    """The whole document (OpenAPI 3.1)."""
+    bodies = sorted({route.body for route in ROUTES if route.body is not None}, key=lambda model: model.__name__)
+    _, schemas = models_json_schema([(model, "validation") for model in bodies], ref_template=REF)
+    paths: dict[str, dict[str, Any]] = {}
+    for route in ROUTES:
+        path = route.path.replace(":path}", "}")
+        paths.setdefault(path, {})[route.method.lower()] = _operation(route, path)
+    components = {**schemas.get("$defs", {}), "Error": ERROR, "AnthropicError": ANTHROPIC_ERROR}
+    info = {"title": "localllm", "version": __version__}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}}
+
+
+def _operation(route: Route, path: str) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "object"} if route.media == "application/json" else TEXT
+    if route.answer:
+        schema = {"type": "object", "required": list(route.answer)}
+    content = {route.media: {"schema": schema}}
+    if route.streams:
+        content[route.streams] = {"schema": EVENT if route.streams == SSE else {}}
+    error = {"$ref": REF.format(model="AnthropicError" if is_anthropic(route.path) else "Error")}
+    failure = {"description": "The refusal.", "content": {"application/json": {"schema": error}}}
+    operation: dict[str, Any] = {
+        "operationId": re.sub(r"\W+", "_", f"{route.method.lower()}{path}").strip("_"),
+        "summary": (inspect.getdoc(route.endpoint) or "").splitlines()[0],
+        "responses": {"200": {"description": "The answer.", "content": content}, "4XX": failure, "5XX": failure},
+    }
+    if parameters := re.findall(r"{(\w+)", path):
+        of_path = {"in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        operation["parameters"] = [{"name": name, **of_path} for name in parameters]
+    if route.body is not None:
+        schema = {"$ref": REF.format(model=route.body.__name__)}
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return operation

@@ -50,10 +50,6 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _one(headers: Headers, wanted: bytes) -> str | None:
-    return next((value.decode("latin-1") for name, value in headers if name == wanted), None)
-
-
 @dataclass(frozen=True, slots=True)
 class AppOptions:
     """How the server treats its callers."""
@@ -61,7 +57,6 @@ class AppOptions:
     loopback: bool = True  # reachable from this machine only: Host must be local
     api_keys: tuple[str, ...] = ()  # one of them must come with every request; none: no key is needed
     origins: tuple[str, ...] = ()  # browser origins that may call
-    max_body_bytes: int = MAX_BODY_BYTES
     log_format: str = "text"  # text | json
     token: str = ""  # counts as a key, and is the only one for the routes that manage models; "" for no such routes
 
@@ -80,7 +75,7 @@ class Gate:
         crowded: frozenset[str],
     ) -> None:  # fmt: skip
         self.app, self.api_keys, self.check_room, self.crowded = app, tuple(api_keys), check_room, crowded
-        self.loopback, self.origins, self.max_body = options.loopback, options.origins, options.max_body_bytes
+        self.loopback, self.origins = options.loopback, options.origins
         self.held_bytes = 0  # of bodies whose requests have not ended
         self._full: dict[tuple[str, str], Response] = {}  # the last refusal by message and path, which many get
 
@@ -89,11 +84,11 @@ class Gate:
             await self.app(scope, receive, send)
             return
         headers: Headers = scope["headers"]
-        error = self._malformed(scope, headers) or self._refusal(scope["path"], scope["method"], headers)
+        origin = next((value.decode("latin-1") for name, value in headers if name == b"origin"), None)
+        error = _malformed(scope, headers) or self._refusal(scope, headers, origin)
         if error is not None:
             await refuse(scope, error)(scope, receive, send)
             return
-        origin = _one(headers, b"origin")
         if origin is not None:  # the gate let it in: the browser may read the answer
             extra = [(b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"Origin")]
             send = with_headers(send, lambda _: extra)
@@ -114,11 +109,11 @@ class Gate:
             got = len(message.get("body", b""))
             seen += got
             self.held_bytes += got
-            if seen > self.max_body:
-                raise self._too_large()
-            if seen > SMALL_BODY_BYTES and self.held_bytes > MAX_BODIES * self.max_body:
+            if seen > MAX_BODY_BYTES:
+                raise _too_large()
+            if seen > SMALL_BODY_BYTES and self.held_bytes > MAX_BODIES * MAX_BODY_BYTES:
                 raise ApiError(
-                    503, f"More than {MAX_BODIES * self.max_body} bytes of requests are held; ask again later.",
+                    503, f"More than {MAX_BODIES * MAX_BODY_BYTES} bytes of requests are held; ask again later.",
                     "unavailable_error", "overloaded",
                 )  # fmt: skip
             return message
@@ -135,45 +130,20 @@ class Gate:
             self._full = {key: respond(full, scope["path"])}
         return self._full[key]
 
-    def _malformed(self, scope: Scope, headers: Headers) -> ApiError | None:
-        """What HTTP itself forbids, and sizes that no client needs."""
-        if len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"") > MAX_TARGET_BYTES:
-            return ApiError(414, f"The address is longer than {MAX_TARGET_BYTES} bytes.", code="uri_too_long")
-        if len(headers) > MAX_HEADERS or sum(len(n) + len(v) for n, v in headers) > MAX_HEADER_BYTES:
-            return ApiError(
-                431, f"The headers are more than {MAX_HEADERS}, or larger than {MAX_HEADER_BYTES} bytes.",
-                code="headers_too_large",
-            )  # fmt: skip
-        if not scope["path"].startswith("/"):
-            return ApiError(400, "The address does not begin with a slash.")
-        lengths = [value for name, value in headers if name == b"content-length"]
-        chunked = any(name == b"transfer-encoding" for name, _ in headers)
-        if len(set(lengths)) > 1 or (lengths and chunked):
-            return ApiError(400, "The length of the body is stated in two ways.")
-        if lengths and not (lengths[0].isdigit() and len(lengths[0]) < 20):
-            return ApiError(400, "Content-Length is not a number.")
-        if lengths and int(lengths[0]) > self.max_body:
-            return self._too_large()
-        return None
-
-    def _refusal(self, path: str, method: str, headers: Headers) -> ApiError | None:
+    def _refusal(self, scope: Scope, headers: Headers, origin: str | None) -> ApiError | None:
         hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
         if len(hosts) != 1:
             return ApiError(400, f"{len(hosts)} Host headers, there must be one.")
         if self.loopback and not host_is_local(hosts[0]):
             return ApiError(403, "This host name is not allowed.", "permission_error", "host_not_allowed")
-        origin = _one(headers, b"origin")
         if origin is not None and origin not in self.origins:
             return ApiError(403, "This origin is not allowed.", "permission_error", "origin_not_allowed")
-        preflight = origin is not None and method == "OPTIONS"  # browsers send these without the key
-        if self.api_keys and path not in OPEN_PATHS and not preflight and not self._has_key(headers):
+        preflight = origin is not None and scope["method"] == "OPTIONS"  # browsers send these without the key
+        if self.api_keys and scope["path"] not in OPEN_PATHS and not preflight and not self._has_key(headers):
             return ApiError(401, "The API key is missing or wrong.", "authentication_error", "invalid_api_key")
         if any(name == b"content-encoding" and value.lower() != b"identity" for name, value in headers):
             return ApiError(415, "Encoded bodies are not accepted.", code="unsupported_media_type")
         return None
-
-    def _too_large(self) -> ApiError:
-        return ApiError(413, f"The body is larger than {self.max_body} bytes.", code="content_too_large")
 
     def _has_key(self, headers: Headers) -> bool:
         """Whether exactly one key came, as `Authorization: Bearer` or as `x-api-key`, and it is one of ours."""
@@ -190,3 +160,29 @@ class Gate:
             return False
         matches = [hmac.compare_digest(given[0][1], key) for key in self.api_keys]  # all of them: no early way out
         return any(matches)
+
+
+def _malformed(scope: Scope, headers: Headers) -> ApiError | None:
+    """What HTTP itself forbids, and sizes that no client needs."""
+    if len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"") > MAX_TARGET_BYTES:
+        return ApiError(414, f"The address is longer than {MAX_TARGET_BYTES} bytes.", code="uri_too_long")
+    if len(headers) > MAX_HEADERS or sum(len(n) + len(v) for n, v in headers) > MAX_HEADER_BYTES:
+        return ApiError(
+            431, f"The headers are more than {MAX_HEADERS}, or larger than {MAX_HEADER_BYTES} bytes.",
+            code="headers_too_large",
+        )  # fmt: skip
+    if not scope["path"].startswith("/"):
+        return ApiError(400, "The address does not begin with a slash.")
+    lengths = [value for name, value in headers if name == b"content-length"]
+    chunked = any(name == b"transfer-encoding" for name, _ in headers)
+    if len(set(lengths)) > 1 or (lengths and chunked):
+        return ApiError(400, "The length of the body is stated in two ways.")
+    if lengths and not (lengths[0].isdigit() and len(lengths[0]) < 20):
+        return ApiError(400, "Content-Length is not a number.")
+    if lengths and int(lengths[0]) > MAX_BODY_BYTES:
+        return _too_large()
+    return None
+
+
+def _too_large() -> ApiError:
+    return ApiError(413, f"The body is larger than {MAX_BODY_BYTES} bytes.", code="content_too_large")

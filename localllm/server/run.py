@@ -50,7 +50,6 @@ class ServeOptions(AppOptions):
     unix: Path | None = None  # a socket file instead of host and port
     insecure: bool = False  # allow a non-loopback address without a key
     preload: tuple[str, ...] = ()  # models to load before requests are taken
-    drain_s: float = DRAIN_S
     service: ServiceOptions = ServiceOptions()
 
     def __post_init__(self) -> None:
@@ -154,7 +153,7 @@ async def _run(sock: socket.socket, pool: ModelPool, options: ServeOptions, hook
     server = make_server(service, options)
     url = url_of(sock)
     try:
-        with _signals(service, server, options.drain_s, hooks):
+        with _signals(service, server, hooks):
             hooks.listening(url)
             loading = asyncio.ensure_future(_preload(service, options.preload, server, hooks, url))
             watch = asyncio.ensure_future(_watch(service, server, hooks))
@@ -219,7 +218,7 @@ async def _preload(service: Service, names: tuple[str, ...], server: Any, hooks:
 
 
 @contextlib.contextmanager
-def _signals(service: Service, server: Any, drain_s: float, hooks: Hooks) -> Iterator[None]:
+def _signals(service: Service, server: Any, hooks: Hooks) -> Iterator[None]:
     loop = asyncio.get_running_loop()
     draining: list[asyncio.Task[None]] = []
 
@@ -230,7 +229,7 @@ def _signals(service: Service, server: Any, drain_s: float, hooks: Hooks) -> Ite
     def stop(number: int) -> None:
         if draining:
             drop(number)
-        draining.append(asyncio.ensure_future(drain(service, server, drain_s)))
+        draining.append(asyncio.ensure_future(drain(service, server, DRAIN_S)))
         hooks.draining(service.num_reserved, False)
 
     for number in SIGNALS:

@@ -77,11 +77,10 @@ class State(StrEnum):
 class Loader(Protocol):
     """How models are planned and loaded; handed in by who knows the options."""
 
-    def plan(self, model: ServedModel, machine: MachineFacts) -> Any:
-        """What would run, given these facts: a `plan.planner.Plan`"""
-
-    def load(self, model: ServedModel, machine: MachineFacts, on_progress: OnProgress, cancel: threading.Event) -> LLM:
-        """The loaded model"""
+    def plan(self, model: ServedModel, machine: MachineFacts) -> Any: ...  # what would run: a `plan.planner.Plan`
+    def load(
+        self, model: ServedModel, machine: MachineFacts, on_progress: OnProgress, cancel: threading.Event
+    ) -> LLM: ...
 
 
 @dataclass(frozen=True, slots=True)

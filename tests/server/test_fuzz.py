@@ -10,7 +10,7 @@ import time
 import httpx
 import pytest
 
-from localllm.server.routes import ROUTES, document
+from localllm.server.app import ROUTES, document
 
 from .conftest import CHAT, MESSAGES, RESPONSES, TEXT, ask, settled
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from localllm.errors import ConfigError, ServerError
-from localllm.server.routes import ROUTES
+from localllm.server.app import ROUTES
 from localllm.server.run import ServeOptions, bind
 
 from .conftest import CHAT, MESSAGES, RESPONSES, TEXT, ask

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -37,7 +38,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     return await reply(request, asked, lambda reservation: CompletionRendering(reservation, body), EVENTS)
 
 
-class OpenAIRendering:
+class OpenAIRendering(ABC):
     """The frame of an answer, whole and streamed; each API makes its own choices.
 
     objects  what the whole answer and a chunk call themselves
@@ -57,12 +58,10 @@ class OpenAIRendering:
         self._usages = [Usage() for _ in self._stream.prompts]
         self._running = [Usage(len(ids)) for ids in self._stream.prompts]
 
-    def choices(self, outputs: list[RequestOutput]) -> list[dict[str, Any]]:
-        raise NotImplementedError
-
-    def choices_of(self, number: int, delta: OutputDelta) -> list[dict[str, Any]]:
-        """The choices that a delta of the stream of this number becomes: a chunk each."""
-        raise NotImplementedError
+    @abstractmethod
+    def choices(self, outputs: list[RequestOutput]) -> list[dict[str, Any]]: ...
+    @abstractmethod
+    def choices_of(self, number: int, delta: OutputDelta) -> list[dict[str, Any]]: ...  # of one prompt: a chunk each
 
     async def whole(self) -> dict[str, Any]:
         outputs = await self._stream.outputs()
