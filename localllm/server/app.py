@@ -160,8 +160,6 @@ def _methods(request: Request) -> set[str]:
     return {method for route in matching for method in route.methods or ()}
 
 
-# --- the OpenAPI document --------------------------------------------------------------------------------------------
-
 REF = "#/components/schemas/{model}"
 TEXT = {"type": "string"}
 TEXT_OR_NULL = {"type": ["string", "null"]}

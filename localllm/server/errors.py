@@ -21,15 +21,7 @@ _INSIDES = re.compile(r"(?<=0x)[0-9a-fA-F]{4,}|(?<![\w:/.<])(?:~?/[\w.@+%-]+){2,
 
 
 class ApiError(LocalLLMError):
-    """An error that only HTTP has.
-
-    status       HTTP status
-    message      one sentence
-    kind         OpenAI's error.type
-    code         OpenAI's error.code, or None
-    param        dotted path of the field, or None
-    retry_after  seconds, for 429 and 503
-    """
+    """An error that only HTTP has: kind, code and param (a dotted path) are OpenAI's; `retry_after` in seconds."""
 
     def __init__(
         self, status: int, message: str, kind: str = "invalid_request_error", code: str | None = None,

@@ -134,13 +134,10 @@ def with_headers(send: Send, headers: Callable[[Message], Headers]) -> Send:
 
 
 class Exchanges:
-    """The outermost layer: gives each request its id, adds it to every answer, logs it, and survives every fault.
-
-    on_end  called with the finished exchange, for the counters
-    """
+    """The outermost layer: gives each request its id, adds it to every answer, logs it, and survives every fault."""
 
     def __init__(self, app: ASGIApp, on_end: Callable[[Exchange], None], log_format: str = "text") -> None:
-        self.app, self.on_end = app, on_end
+        self.app, self.on_end = app, on_end  # `on_end` gets the finished exchange, for the counters
         self.as_json = log_format == "json"
         self._refusal_at = -REFUSALS_S
         self._refusals = 0  # without a line of their own since then

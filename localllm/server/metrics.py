@@ -66,18 +66,13 @@ COUNTERS: dict[str, tuple[str, Read]] = {
 
 
 class Metrics(Collector):
-    """Everything `/metrics` shows.
-
-    generated   tokens per model; counted for every delta, so it is a plain number
-    gaps        between two tokens of an answer, per model; counted for every token
-    decode_tps  tokens per second of each model's last answer
-    """
+    """Everything `/metrics` shows."""
 
     def __init__(self, pool: ModelPool, queues: Mapping[str, Admission]) -> None:
         self.registry = registry = CollectorRegistry()
-        self.generated: Counts[str] = Counts()
-        self.gaps: dict[str, Gaps] = {}
-        self.decode_tps: dict[str, float] = {}
+        self.generated: Counts[str] = Counts()  # tokens per model; for every delta, so a plain number
+        self.gaps: dict[str, Gaps] = {}  # between two tokens of an answer, per model; for every token
+        self.decode_tps: dict[str, float] = {}  # tokens per second of each model's last answer
         text = "Prompt tokens of answered requests, cached ones included."
         self.prompt_tokens = Counter("vllm:prompt_tokens", text, MODEL, registry=registry)
         reasons = (*MODEL, "finished_reason")
@@ -163,16 +158,13 @@ class Gaps:
 
 
 class RequestMeter:
-    """Counts the deltas of one request, whether or not somebody still reads them.
-
-    generates  False where its tokens are dropped: a prompt is only scored
-    """
+    """Counts the deltas of one request, whether or not somebody still reads them."""
 
     def __init__(
         self, metrics: Metrics, model: str, params: SamplingParams, exchange: Exchange, *, generates: bool = True
     ) -> None:
         self._metrics, self._model, self._params, self._exchange = metrics, model, params, exchange
-        self._generates = generates
+        self._generates = generates  # False: its tokens are dropped, a prompt is only scored
         self._last: dict[int, float] = {}
         self._num_tokens = 0
         self._num_preemptions = 0

@@ -65,9 +65,7 @@ class Gate:
     """Refuses what may not enter, and what there is no room for before any route is looked for: thrice the capacity may
     be asked for, and each refusal takes time from an answer.
 
-    api_keys    bytes each; none for no key
-    check_room  raises ApiError where the queue is full
-    crowded     the paths to which that matters
+    `check_room` raises ApiError where the queue is full, which matters to the `crowded` paths.
     """
 
     def __init__(

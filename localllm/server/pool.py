@@ -41,12 +41,9 @@ class ModelPool:
     """
 
     def __init__(
-        self,
-        list_models: Callable[[], Sequence[ServedModel]],
-        loader: Loader | None,
-        machine: Callable[[], MachineFacts],
-        options: PoolOptions | None = None,
-    ) -> None:
+        self, list_models: Callable[[], Sequence[ServedModel]], loader: Loader | None,
+        machine: Callable[[], MachineFacts], options: PoolOptions | None = None,
+    ) -> None:  # fmt: skip
         self._list_models, self._loader, self._machine = list_models, loader, machine
         self._options = options or PoolOptions()
         self._changed = threading.Condition()

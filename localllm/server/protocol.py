@@ -51,8 +51,7 @@ class OneWrite:
 
     def flush(self) -> None:
         if self._held:
-            data, self._held = self._held, b""
-            self._transport.write(data)
+            self.write(b"")
 
 
 class Connection(H11Protocol):

@@ -46,24 +46,15 @@ class Mailbox:
 
 
 class AsyncResponseStream:
-    """The answers to all prompts of one request, being made.
-
-    num_answers  to each prompt
-    prompts      the token ids of those that the engine has taken
-    is_late      ended by its deadline
-    """
+    """The answers to all prompts of one request, being made."""
 
     def __init__(
         self, mailbox: Mailbox, num_answers: int, on_end: Callable[[AsyncResponseStream], None], *, streams: bool
     ) -> None:
-        """Nothing is asked yet.
-
-        on_end   called once, when the last answer has ended, read or not
-        streams  False: deltas are handed over when their answer has ended
-        """
-        self.num_answers = num_answers
-        self.prompts: list[Sequence[int]] = []
-        self.is_late = False
+        """`on_end` is called once, when all have ended, read or not; without `streams` deltas come when theirs has."""
+        self.num_answers = num_answers  # to each prompt
+        self.prompts: list[Sequence[int]] = []  # the token ids of those that the engine has taken
+        self.is_late = False  # ended by its deadline
         self._mailbox, self._on_end, self._streams = mailbox, on_end, streams
         self._requests: list[ResponseStream] = []
         self._open = self._unread = 0

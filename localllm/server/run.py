@@ -271,19 +271,10 @@ class BackgroundServer:
     """Serves one loaded model, in a thread of its own; the model stays its owner's: stop this before it is closed."""
 
     def __init__(
-        self,
-        llm: LLM,
-        names: Sequence[str],
-        options: ServeOptions,
-        ended: Callable[[BackgroundServer], None] = lambda _: None,
-    ) -> None:
-        """Listen; what comes is answered from now on.
-
-        names    the model's id, then its aliases
-        ended    called from its thread when the port is closed, by `stop` or by itself
-
-        Raises ConfigError, or ServerError when the port is taken.
-        """
+        self, llm: LLM, names: Sequence[str], options: ServeOptions,
+        ended: Callable[[BackgroundServer], None] = lambda _: None,  # called from its thread when the port is closed
+    ) -> None:  # fmt: skip
+        """Answer from now on. `names`: the model's id, then its aliases. Raises ConfigError or ServerError."""
         sock = bind(options)
         self.url = url_of(sock)
         self._ended = ended

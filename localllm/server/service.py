@@ -81,10 +81,7 @@ class Reservation:
 
 
 class Service:
-    """The models and the order of their requests. Used from one event loop.
-
-    is_loading  the models that were named at the start are not there yet
-    """
+    """The models and the order of their requests. Used from one event loop."""
 
     def __init__(self, pool: ModelPool, options: ServiceOptions | None = None) -> None:
         self.pool = pool
@@ -95,7 +92,7 @@ class Service:
         self.metrics = Metrics(pool, self.queues)
         self.responses = ResponseStore()
         self.is_draining = False
-        self.is_loading = False
+        self.is_loading = False  # the models that were named at the start are not there yet
         self._streams: set[AsyncResponseStream] = set()
         self._mailbox: Mailbox | None = None
         self._text = ThreadPoolExecutor(TEXT_THREADS, "text")
@@ -149,11 +146,7 @@ class Service:
         self, request: Request, name: str | None, *, user: str = "", priority: int = 0, cost: int = 1,
         deadline: float | None = None,
     ) -> AsyncIterator[Reservation]:  # fmt: skip
-        """A place with a loaded model, given back at the end of the block unless a stream has taken it over.
-
-        cost      sequences that the engine will run
-        deadline  on the monotonic clock
-        """
+        """A place with a loaded model (see `Ticket`), given back after the block unless a stream has taken it over."""
         model = await self.find(name)
         self.check_ready()
         exchange = exchange_of(request.scope)

@@ -176,7 +176,7 @@ async def show(request: Request, body: schemas.ShowRequest) -> dict[str, Any]:
     llm = service.pool.llm_of(model.name)
     return {
         "modelfile": "", "parameters": "", "template": (llm.tokenizer.chat_template or "") if llm else "",
-        "license": model.license, "details": _details(model), "modified_at": _iso(model.modified),
+        "license": model.license, "details": details(model), "modified_at": _iso(model.modified),
         "model_info": {
             "general.architecture": arch, "general.parameter_count": model.params,
             f"{arch}.context_length": model.max_context,
@@ -188,11 +188,12 @@ async def show(request: Request, body: schemas.ShowRequest) -> dict[str, Any]:
 def _tag(model: ServedModel) -> dict[str, Any]:
     return {
         "name": model.name, "model": model.name, "modified_at": _iso(model.modified), "size": model.size_bytes,
-        "digest": hashlib.sha256(f"{model.name}:{model.size_bytes}".encode()).hexdigest(), "details": _details(model),
+        "digest": hashlib.sha256(f"{model.name}:{model.size_bytes}".encode()).hexdigest(), "details": details(model),
     }  # fmt: skip
 
 
-def _details(model: ServedModel) -> dict[str, Any]:
+def details(model: ServedModel) -> dict[str, Any]:
+    """Ollama's `details` of a model."""
     unit, letter = next((u, c) for u, c in ((1e9, "B"), (1e6, "M"), (1e3, "K"), (1, "")) if model.params >= u or u == 1)
     return {
         "parent_model": "", "format": model.container, "family": model.architecture, "families": [model.architecture],

@@ -39,12 +39,9 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
 
 
 class OpenAIRendering(ABC):
-    """The frame of an answer, whole and streamed; each API makes its own choices.
+    """The frame of an answer, whole and streamed; each API makes its own choices."""
 
-    objects  what the whole answer and a chunk call themselves
-    """
-
-    objects = ("", "")
+    objects = ("", "")  # what the whole answer and a chunk call themselves
     prefix = ""
     generates = True
 
@@ -72,10 +69,7 @@ class OpenAIRendering(ABC):
         return whole | ({"timings": timings_json(usage, outputs[0].timing)} if self._asked.timings_per_token else {})
 
     async def stream(self, head: dict[str, Any]) -> AsyncIterator[bytes]:
-        """The chunks of all deltas, then the usage where that is wanted.
-
-        head  what all chunks begin with
-        """
+        """The chunks of all deltas, each of which begins with `head`, then the usage where that is wanted."""
         begin = b"data: " + dumps(head)[:-1] + b',"choices":['  # written once
 
         def render(number: int, delta: OutputDelta) -> list[bytes]:

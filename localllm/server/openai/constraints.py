@@ -78,10 +78,9 @@ def _structured_outputs(given: Any) -> Constraint | None:
         raise invalid("structured_outputs must be an object.", where, "invalid_type")
     for name in ("backend", "_backend"):
         _check_backend(given.get(name), where)
-    if given.get("structural_tag") is not None:
-        raise unsupported("structural_tag is not supported; use tools.", where)
-    if given.get("whitespace_pattern") is not None:
-        raise unsupported("whitespace_pattern is not supported.", where)
+    for name in ("structural_tag", "whitespace_pattern"):
+        if given.get(name) is not None:
+            raise unsupported(f"{name} is not supported.", where)
     kinds = [name for name in _KINDS if given.get(name) is not None]
     if len(kinds) != 1:
         raise invalid(f"structured_outputs must have exactly one of {', '.join(_KINDS)}.", where, "invalid_value")

@@ -142,13 +142,10 @@ async def pooled_texts(
     service: Service, reservation: Reservation, texts: Sequence[str | list[int]], pooling: Pooling, param: str, *,
     truncate: bool = False,
 ) -> tuple[Vectors, int]:  # fmt: skip
-    """(a float32 vector per text, tokens read). Every text waits for its own turn: many do not hold up other clients.
-
-    truncate   read as much of a text as the window holds, instead of refusing a longer one
-    """
+    """(a float32 vector per text, tokens read). Every text waits for its own turn: many do not hold up other clients."""
     llm = reservation.llm
     prompts = await service.encode(llm, texts)
-    if truncate:
+    if truncate:  # what the window holds is read, a longer text is not refused
         prompts = [ids[: llm.plan.ctx - 1] for ids in prompts]
     try:
         for prompt in prompts:

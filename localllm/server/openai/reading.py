@@ -62,10 +62,7 @@ def further(body: Body) -> dict[str, Any]:
 
 
 def with_further(body: Body, fields: dict[str, Any], own_format: str) -> dict[str, Any]:
-    """`fields`, made of an API's own, and what `further` finds beside them. Raises ApiError.
-
-    own_format   that API's own field for what a chat request calls response_format
-    """
+    """`fields`, made of an API's own, and what `further` finds; `own_format`: its response_format. Raises ApiError."""
     extra = further(body)
     given = extra.pop("chat_template_kwargs", None)
     if given is not None and not isinstance(given, dict):

@@ -26,9 +26,8 @@ class ResponseBuilder:
 
     def __init__(
         self, body: ResponsesRequest, tool_use: ToolUse | None = None,
-        keep: Callable[[dict[str, Any]], None] = lambda _: None,
+        keep: Callable[[dict[str, Any]], None] = lambda _: None,  # called with the response when it is whole
     ) -> None:  # fmt: skip
-        """`keep` is called with the response when it is whole."""
         self._body, self._model, self._tool_use = body, body.model or "", tool_use
         self._names: TokenNames | None = None
         self._stream: AsyncResponseStream | None = None
