@@ -162,10 +162,11 @@ async def test_token_ids_of_seven_windows_are_read(client):
     assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
 
 
-async def test_bodies_held_together_are_bounded(make_client, service):
+async def test_bodies_held_together_are_bounded(make_client, service, monkeypatch):
     """A slow sender holds what it has sent; sixteen of the largest are the most, and small ones pass all the same."""
     limit = 1 << 20
-    async with make_client(service, max_body_bytes=limit) as client:
+    monkeypatch.setattr("localllm.server.middleware.MAX_BODY_BYTES", limit)
+    async with make_client(service) as client:
         over, arrived = asyncio.Event(), []
 
         async def slowly():

@@ -110,7 +110,8 @@ async def test_response_events_are_numbered_and_end_with_the_whole(client):
     assert all(name == event["type"] for name, event in events)
     last = events[-1][1]
     assert (
-        last["type"] == "response.incomplete" and last["response"]["incompletedetails"]["reason"] == "max_output_tokens"
+        last["type"] == "response.incomplete"
+        and last["response"]["incomplete_details"]["reason"] == "max_output_tokens"
     )
     deltas = [e for _, e in events if e["type"] == "response.output_text.delta"]
     (part,) = last["response"]["output"][0]["content"]
@@ -125,11 +126,11 @@ async def test_a_response_that_is_not_stored_is_gone(client):
     body = (await client.post(RESPONSES, json=respond(store=False))).json()
     assert (await client.get(f"{RESPONSES}/{body['id']}")).status_code == 404
     required = {
-        "id", "object", "created_at", "error", "incompletedetails", "instructions", "metadata", "model", "output",
+        "id", "object", "created_at", "error", "incomplete_details", "instructions", "metadata", "model", "output",
         "parallel_tool_calls", "temperature", "tool_choice", "tools", "top_p", "status", "usage",
     }  # fmt: skip
     assert required <= set(body)
-    assert {"cached_tokens"} == set(body["usage"]["input_tokensdetails"])
+    assert {"cached_tokens"} == set(body["usage"]["input_tokens_details"])
 
 
 BAD_RESPONSES = [
@@ -191,7 +192,7 @@ def test_calls_and_reasoning_become_items_and_events():
     made = one.json()
     assert [item["type"] for item in made["output"]] == ["reasoning", "message", "function_call"]
     assert (
-        made["output"][2]["arguments"] == '{"a":1}' and made["usage"]["output_tokensdetails"]["reasoning_tokens"] == 1
+        made["output"][2]["arguments"] == '{"a":1}' and made["usage"]["output_tokens_details"]["reasoning_tokens"] == 1
     )
 
 

@@ -261,7 +261,7 @@ def test_text_that_cannot_be_made_is_an_error_not_a_hang(own, own_llm, monkeypat
 
 def test_a_step_that_hangs_is_told_by_health(own, own_llm, monkeypatch):
     monkeypatch.setattr("localllm.server.service.STALL_S", 0.2)
-    monkeypatch.setattr(own_llm.engine, "_longest_step_s", 0.0)
+    monkeypatch.setattr(own_llm.engine.stepper.stats, "longest_step_s", 0.0)
     gate = threading.Event()
     own_llm.engine.stepper.fault = lambda step: gate.wait(20)
     try:

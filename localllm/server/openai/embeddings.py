@@ -142,7 +142,7 @@ async def pooled_texts(
     service: Service, reservation: Reservation, texts: Sequence[str | list[int]], pooling: Pooling, param: str, *,
     truncate: bool = False,
 ) -> tuple[Vectors, int]:  # fmt: skip
-    """(a float32 vector per text, tokens read). Every text waits for its own turn: many do not hold up other clients."""
+    """(a float32 vector per text, tokens read). Every text waits for its own turn: many do not hold others up."""
     llm = reservation.llm
     prompts = await service.encode(llm, texts)
     if truncate:  # what the window holds is read, a longer text is not refused
