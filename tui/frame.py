@@ -92,8 +92,7 @@ class Frame(App[None]):
 
     def _begin_with_theme(self) -> list[str]:
         """Colours from the start: setting `theme` later would parse every style sheet a second time."""
-        own = toml_beside(__file__, "themes.toml")
-        for name, colours in own.items():
+        for name, colours in toml_beside(__file__, "themes.toml").items():
             self.register_theme(Theme(name, **colours))
         wanted = "ansi-dark" if self._colorless else self.options.ui.theme
         known = wanted in self.available_themes

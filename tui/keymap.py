@@ -46,7 +46,6 @@ class Keymap:
         return shown(self.keys(name)[0])
 
     def labels(self, name: str) -> str:
-        """All of them, as they are shown."""
         return "  ".join(dict.fromkeys(shown(key) for key in self.keys(name) if not key.startswith("upper_")))
 
     def browse(self) -> dict[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import stat
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,8 +100,3 @@ def matching_files(prefix: str, limit: int = 8) -> list[str]:
     except OSError:
         return []
     return sorted(found, key=str.casefold)[:limit]
-
-
-def with_attachments(text: str, attachments: Sequence[Attachment]) -> str:
-    """A message with its files in front."""
-    return "\n\n".join([*(one.block for one in attachments), text])

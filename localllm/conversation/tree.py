@@ -14,7 +14,7 @@ from typing import Any
 
 from localllm.config import KEYS, Preset
 from localllm.conversation.answer import Answer
-from localllm.conversation.attachments import Attachment, with_attachments
+from localllm.conversation.attachments import Attachment
 from localllm.errors import ConfigError
 from localllm.history.records import new_chat_id, new_message_id
 from localllm.request import Message
@@ -51,8 +51,8 @@ class Exchange(Answer):
 
     @property
     def content(self) -> str:
-        """The question as the model sees it."""
-        return with_attachments(self.user, self.attachments) if self.attachments else self.user
+        """The question as the model sees it, with its files in front."""
+        return "\n\n".join([*(one.block for one in self.attachments), self.user])
 
 
 class Conversation:

@@ -68,11 +68,8 @@ class Stream(Turns):
         if facts.device in ("", "cpu") or now - self._looked < LOOK_S:
             return False
         self._looked = now
-        found = self.session.backend.facts()
-        if found.times_kernels == facts.times_kernels:
-            return False
-        self.state.facts = found
-        return True
+        self.state.facts = self.session.backend.facts()
+        return self.state.facts.times_kernels != facts.times_kernels
 
     def _may_draw(self) -> bool:
         """Keep this thread's share of the CPU small while an answer comes: the model may need the same cores."""

@@ -267,7 +267,6 @@ class Answer(Vertical):
         return self._body.source + self._shown
 
     def feed(self, text: str) -> None:
-        """Take more text; nothing is drawn yet."""
         self._text += text
 
     async def flush(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
@@ -187,9 +187,6 @@ class AssistantMessage(Vertical):
 class Notice(Static):
     """Something the program says, in the transcript."""
 
-    def __init__(self, text: Any) -> None:
-        super().__init__(text if isinstance(text, Content) else clean(str(text)), markup=False)
-
 
 def failure_text(failed: Failed) -> Content:
     """A failure with its fixes, the first line marked."""
@@ -199,6 +196,3 @@ def failure_text(failed: Failed) -> Content:
 
 class Failure(Static):
     """A failure that belongs to no answer: loading, mostly."""
-
-    def __init__(self, failed: Failed) -> None:
-        super().__init__(failure_text(failed), markup=False)

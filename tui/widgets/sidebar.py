@@ -58,7 +58,6 @@ class Sidebar(Vertical):
 
     @property
     def first(self) -> str | None:
-        """The id of the first chat in the list."""
         return next((option.id for option in self.query_one(OptionList).options if option.id), None)
 
     def action_list(self) -> None:

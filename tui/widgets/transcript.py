@@ -21,7 +21,7 @@ from localllm.interface import Failed
 from localllm.terminal import clean
 
 from .loading import LoadCard
-from .messages import AssistantMessage, Failure, Notice, UserMessage
+from .messages import AssistantMessage, Failure, Notice, UserMessage, failure_text
 
 EARLIER_STEP = 5  # turns brought back at once
 
@@ -93,14 +93,11 @@ class Transcript(VerticalScroll):
 
     async def say(self, text: str, kind: str = "", after: Widget | None = None) -> None:
         """Something from the program. `kind` is "" or "warning"."""
-        notice = Notice(clean(text))
-        if kind:
-            notice.add_class(f"-{kind}")
-        await self.mount(notice, after=after)
+        await self.mount(Notice(clean(text), markup=False, classes=kind and f"-{kind}"), after=after)
 
     async def fail(self, failed: Failed) -> None:
         await self.query(Failure).remove()
-        await self.mount(Failure(failed))
+        await self.mount(Failure(failure_text(failed), markup=False))
 
     async def clear(self) -> None:
         self._first = 0
