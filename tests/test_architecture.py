@@ -24,6 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "testing": set(),
     "__init__": {"llm"},
     "schemas": set(),
+    "mcp": set(),
     "interface": set(),
     "kernels": set(),
     "checkpoint": set(),

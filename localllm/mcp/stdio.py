@@ -1,0 +1,117 @@
+"""A program that speaks MCP over its standard streams, with limits: the length of a message, the end of the program."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+from mcp.client.stdio import get_default_environment
+from mcp.shared.message import SessionMessage
+from mcp.types import jsonrpc_message_adapter
+
+from .servers import ServerEntry
+
+MAX_MESSAGE = 8 << 20  # bytes of one line; a program that writes more without a newline is ended
+GRACE_S = 1.0  # after each of: standard input closed, SIGTERM
+_TAIL = 20  # lines of standard error that an error may quote
+
+
+class Program:
+    """An async context manager that yields the streams of the program, as `mcp.Client` takes a transport.
+
+    The client of the mcp package collects a line without a limit (2.3.0): a program that floods its standard output
+    would take the memory of this process.
+    """
+
+    def __init__(self, entry: ServerEntry) -> None:
+        self._entry = entry
+        self._said: deque[str] = deque(maxlen=_TAIL)
+        self._streams = self._run()
+
+    @property
+    def said(self) -> str:
+        """The last line that the program wrote on standard error."""
+        return next((line for line in reversed(self._said) if line.strip()), "").strip()
+
+    async def __aenter__(self) -> tuple[MemoryObjectReceiveStream, MemoryObjectSendStream]:
+        return await self._streams.__aenter__()
+
+    async def __aexit__(self, *error: object) -> bool | None:
+        return await self._streams.__aexit__(*error)  # type: ignore[arg-type]
+
+    @asynccontextmanager
+    async def _run(self) -> AsyncIterator[tuple[MemoryObjectReceiveStream, MemoryObjectSendStream]]:
+        entry = self._entry
+        process = await asyncio.create_subprocess_exec(
+            entry.command, *entry.args, env=get_default_environment() | dict(entry.env), cwd=entry.cwd or None,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+            limit=MAX_MESSAGE, start_new_session=True,
+        )  # fmt: skip
+        received, incoming = anyio.create_memory_object_stream[SessionMessage | Exception](0)
+        outgoing, sent = anyio.create_memory_object_stream[SessionMessage](0)
+        work = (_read(process, received), _write(process, sent), self._log(process))
+        tasks = [asyncio.create_task(one) for one in work]
+        try:
+            yield incoming, outgoing
+        finally:
+            for stream in (incoming, outgoing, received, sent):
+                stream.close()
+            with anyio.CancelScope(shield=True):
+                await _end(process)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _log(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stderr is not None
+        while data := await process.stderr.read(1 << 14):
+            self._said.extend(data.decode("utf-8", "replace")[-2000:].splitlines())
+
+
+async def _read(process: asyncio.subprocess.Process, received: MemoryObjectSendStream) -> None:
+    """Lines of standard output as messages, until the program ends or breaks the protocol."""
+    assert process.stdout is not None
+    async with received:
+        with contextlib.suppress(ValueError, anyio.BrokenResourceError, anyio.ClosedResourceError):
+            # a line over the limit is a ValueError: the stream ends, and with it the connection
+            while line := await process.stdout.readline():
+                try:
+                    message = SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
+                except ValueError as error:
+                    await received.send(error)
+                else:
+                    await received.send(message)
+    while await process.stdout.read(1 << 16):  # a full pipe would keep the program from ending
+        pass
+
+
+async def _write(process: asyncio.subprocess.Process, sent: MemoryObjectReceiveStream[SessionMessage]) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(OSError, anyio.ClosedResourceError):
+        async for message in sent:
+            text = message.message.model_dump_json(by_alias=True, exclude_unset=True)
+            process.stdin.write(text.encode() + b"\n")
+            await process.stdin.drain()
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Ask the program to end: first by closing its input, then by signals to it and to what it started."""
+    assert process.stdin is not None
+    process.stdin.close()
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), GRACE_S)
+            break
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, sign)
+    else:
+        await process.wait()
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)  # what it started and left behind
