@@ -62,7 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "quality": _LLM | {"llm"},
     "backend": {"llm", "doctor", "interface"},
     "server": {"llm", "chat", "config", "device"},
-    "conversation": {"interface", "history", "config"},
+    "conversation": {"interface", "history", "config", "sandbox"},
     "tui": {"interface", "conversation", "history", "config"},
 }
 MAY_IMPORT["cli"] = set(MAY_IMPORT)

@@ -1,0 +1,299 @@
+"""Files and folders that go with a message: their text in parts, and which parts go where not all of them fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from localllm.conversation.extract import SECONDS
+from localllm.errors import ConfigError
+from localllm.sandbox.child import Child, ChildDied, ChildLate
+from localllm.terminal import clean_line, counted, gib
+
+MAX_TEXT_BYTES = 4 << 20
+MAX_BYTES = 64 << 20  # of a PDF or a page
+MAX_FOLDER_FILES = 2_000
+MAX_FOLDER_BYTES = 32 << 20
+PART_CHARS = 1_600  # some 400 tokens: a paragraph or a function with what surrounds it
+_KINDS = {".pdf": "pdf", ".html": "html", ".htm": "html", ".xhtml": "html", ".ipynb": "notebook"}
+_SKIPPED = {"node_modules", "__pycache__", "venv", "dist", "build", "target"}
+_WORD = re.compile(r"[^\W_]+")
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+_NO_SPACES = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")  # scripts that write words without spaces
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of a document: the page, cell or file that it stands in ("" where there is but one), its lines there."""
+
+    where: str
+    text: str
+    lines: str = ""
+
+    @property
+    def place(self) -> str:
+        """'page 3', 'a.py, lines 1-40'"""
+        return ", ".join(word for word in (self.where, self.lines) if word)
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """What was attached. `notes`: what could not be read of it."""
+
+    name: str
+    parts: tuple[Part, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_chars(self) -> int:
+        return sum(len(part.text) for part in self.parts)
+
+    @property
+    def label(self) -> str:
+        """'manual.pdf · 1.2 MiB', safe to show."""
+        return f"{clean_line(self.name)} · {gib(self.num_chars)}"
+
+    def block(self, chosen: Sequence[int] | None = None) -> str:
+        """As the model sees it: all of it, or the chosen parts, each with its place."""
+        if chosen is None:
+            texts, before = [], ""
+            for part in self.parts:
+                texts += [f"[{part.where}]", part.text] if part.where != before else [part.text]
+                before = part.where
+            body, title = "\n".join(texts), self.name
+        else:
+            body = "\n[...]\n".join(f"[{self.parts[i].place}]\n{self.parts[i].text}" for i in chosen)
+            title = f"{self.name} ({len(chosen)} of {len(self.parts)} parts)"
+        fence = "```"
+        while fence in body:
+            fence += "`"
+        return f"{title}:\n{fence}\n{body.rstrip()}\n{fence}"
+
+
+def read_document(path: str | Path) -> Document:
+    """A file or a folder. Raises ConfigError for what is not there, not readable, too large, or without any text."""
+    file = Path(path).expanduser()
+    shown = clean_line(str(path))
+    try:
+        if file.is_dir():
+            return _folder(file, shown)
+        kind = _KINDS.get(file.suffix.lower(), "")
+        data = _bytes(file, shown, MAX_BYTES if kind else MAX_TEXT_BYTES)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{shown} cannot be read: {why}", "check the path") from None
+    if not kind and data.startswith(b"%PDF-"):
+        kind = "pdf"
+    if kind:
+        return _extracted(file.name, shown, kind, data)
+    if b"\0" in data[:8192]:
+        raise ConfigError(f"{shown} is not text", "attach text, PDF, HTML, notebooks or a folder")
+    return Document(file.name, tuple(_split("", _decoded(data))))
+
+
+def _bytes(file: Path, shown: str, limit: int) -> bytes:
+    handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO or a device would block or never end
+    with os.fdopen(handle, "rb") as opened:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode):
+            raise ConfigError(f"{shown} is not a file or a folder", "attach files or folders")
+        if found.st_size > limit:
+            raise ConfigError(f"{shown} is {gib(found.st_size)}; the limit is {gib(limit)}", "attach a part of it")
+        return opened.read(limit + 1)
+
+
+def _decoded(data: bytes) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return data.decode("latin-1")
+
+
+def _extracted(name: str, shown: str, kind: str, data: bytes) -> Document:
+    child = Child("localllm.conversation.extract", "the process that reads documents")
+    try:
+        answer = json.loads(child.exchange(kind.encode() + b"\0" + data, SECONDS))
+    except (ChildDied, ChildLate):
+        answer = {"error": f"reading it takes too much memory or more than {SECONDS:.0f} s"}
+    finally:
+        child.close()
+    if "error" in answer:
+        raise ConfigError(f"{shown}: {clean_line(answer['error'])}", "attach another file, or its text")
+    parts = tuple(part for where, text in answer["parts"] for part in _split(where, text))
+    notes = tuple(clean_line(note) for note in answer["notes"])
+    if not any(part.text.strip() for part in parts):
+        raise ConfigError(f"{shown} has no text" + (f": {notes[0]}" if notes else ""), "attach a file with text")
+    return Document(name, parts, notes)
+
+
+# --- folders ---------------------------------------------------------------------------------------------------------
+
+
+def _folder(folder: Path, shown: str) -> Document:
+    """All text files below a folder; in a git checkout those that git does not ignore."""
+    parts: list[Part] = []
+    notes: list[str] = []
+    left_out = num_bytes = num_files = 0
+    for file in _files(folder):
+        try:
+            size = file.stat().st_size
+            if num_files == MAX_FOLDER_FILES or num_bytes + size > MAX_FOLDER_BYTES:
+                limits = f"{MAX_FOLDER_FILES:,} files or {gib(MAX_FOLDER_BYTES)}"
+                notes.append(f"only the first {counted(num_files, 'file')} were read: a folder may have {limits}")
+                break
+            one = read_document(file)
+        except (ConfigError, OSError):
+            left_out += 1
+            continue
+        num_files, num_bytes = num_files + 1, num_bytes + size
+        name = file.relative_to(folder).as_posix()
+        parts += (replace(part, where=f"{name}, {part.where}" if part.where else name) for part in one.parts)
+    if left_out:
+        notes.append(f"{counted(left_out, 'file')} left out: not text, too large or not readable")
+    if not parts:
+        raise ConfigError(f"{shown} has no text files", "attach a folder with text files")
+    return Document(f"{folder.resolve().name}/", tuple(parts), tuple(notes))
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Regular files in order; nothing hidden, no links, nothing that is made or installed."""
+    command = ["git", "-C", str(folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        listed = subprocess.run(command, capture_output=True, timeout=20, check=True).stdout.decode("utf-8", "replace")
+        names = sorted(name for name in listed.split("\0") if name)
+    except (OSError, subprocess.SubprocessError):
+        names = []
+    for name in names or _walked(folder):
+        if not any(part.startswith(".") or part in _SKIPPED for part in Path(name).parts):
+            file = folder / name
+            if file.is_file() and not file.is_symlink():
+                yield file
+
+
+def _walked(folder: Path) -> Iterator[str]:
+    for base, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in _SKIPPED)
+        yield from (os.path.relpath(os.path.join(base, name), folder) for name in sorted(files))
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def _split(where: str, text: str) -> Iterator[Part]:
+    """A text in parts of at most `PART_CHARS`, cut between lines, a longer line within it."""
+    if len(text) <= PART_CHARS:
+        yield Part(where, text)
+        return
+    held: list[tuple[int, str]] = []
+    size = 0
+    for number, line in enumerate(text.splitlines(), 1):
+        for at in range(0, len(line) or 1, PART_CHARS):
+            piece = line[at : at + PART_CHARS]
+            if held and size + len(piece) > PART_CHARS:
+                yield _part(where, held)
+                held, size = [], 0
+            held.append((number, piece))
+            size += len(piece) + 1
+    yield _part(where, held)
+
+
+def _part(where: str, lines: list[tuple[int, str]]) -> Part:
+    first, last = lines[0][0], lines[-1][0]
+    return Part(
+        where, "\n".join(text for _, text in lines), f"line {first}" if last == first else f"lines {first}-{last}"
+    )
+
+
+# --- what goes with a question ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What is sent of some documents: their blocks, and for each that was not sent whole a line that says so."""
+
+    blocks: tuple[str, ...]
+    notices: tuple[str, ...]
+    num_tokens: int
+
+
+def select(documents: Sequence[Document], question: str, budget: int, count: Callable[[str], int]) -> Selection:
+    """All of the documents where they fit into `budget` tokens, else the parts that suit the question best.
+
+    Parts are ranked by BM25 over all documents. Where the question has no word in common with any of them ("summarize
+    this"), they are taken from the beginning of each document in turn.
+
+    count   the number of tokens of a text
+    """
+    blocks = [document.block() for document in documents]
+    total = sum(map(count, blocks))
+    if total <= budget:
+        return Selection(tuple(blocks), (), total)
+    everything = [(d, p) for d, document in enumerate(documents) for p in range(len(document.parts))]
+    order, matched = _ranked(documents, everything, question)
+    tokens_per_char = total / max(1, sum(map(len, blocks)))
+    chosen: list[tuple[int, int]] = []
+    spent = 0.0
+    for d, p in order:
+        cost = (len(documents[d].parts[p].text) + len(documents[d].parts[p].place) + 12) * tokens_per_char
+        if spent + cost <= budget:
+            chosen.append((d, p))
+            spent += cost
+    while True:
+        taken = {d: sorted(p for one, p in chosen if one == d) for d in sorted({d for d, _ in chosen})}
+        blocks = [documents[d].block(places) for d, places in taken.items()]
+        num_tokens = sum(map(count, blocks))
+        if num_tokens <= budget or not chosen:
+            break
+        del chosen[max(len(chosen) * budget // max(1, num_tokens), len(chosen) - 8) :]  # tokens are not even: again
+    notices = tuple(_notice(d, document, chosen, matched) for d, document in enumerate(documents))
+    return Selection(tuple(blocks), notices, num_tokens)
+
+
+def _ranked(
+    documents: Sequence[Document], everything: list[tuple[int, int]], question: str
+) -> tuple[list[tuple[int, int]], bool]:
+    """All parts, the best first, and whether any has a word of the question."""
+    import bm25s
+    from bm25s.stopwords import STOPWORDS_EN
+
+    index = bm25s.BM25()
+    texts = [documents[d].parts[p] for d, p in everything]
+    index.index([words(f"{part.place} {part.text}") or [""] for part in texts], show_progress=False)
+    asked = dict.fromkeys(word for word in words(question) if word not in STOPWORDS_EN)
+    known = [word for word in asked if word in index.vocab_dict]
+    scores = index.get_scores(known) if known else [0.0] * len(everything)
+    if not max(scores) > 0:
+        return sorted(everything, key=lambda place: (place[1], place[0])), False
+    ranked = sorted(range(len(everything)), key=lambda i: -scores[i])
+    return [everything[i] for i in ranked], True
+
+
+def words(text: str) -> list[str]:
+    """Words in lower case, also those inside of namesLikeThis; pairs of characters where a script has no spaces."""
+    found: list[str] = []
+    for word in _WORD.findall(text):
+        if _NO_SPACES.search(word):
+            found += [word[i : i + 2] for i in range(max(1, len(word) - 1))]
+            continue
+        inner = _CAMEL.split(word)
+        found += [one.lower() for one in inner]
+        if len(inner) > 1:
+            found.append(word.lower())
+    return found
+
+
+def _notice(number: int, document: Document, chosen: list[tuple[int, int]], matched: bool) -> str:
+    sent = sorted(p for d, p in chosen if d == number)
+    name = clean_line(document.name)
+    if not sent:
+        return f"{name}: nothing of it was sent: it does not fit"
+    places = [clean_line(document.parts[p].place) for p in sent]
+    which = "; ".join(places[:4]) + (f"; {len(places) - 4} more" if len(places) > 4 else "")
+    how = "those that suit the question best" if matched else "from its beginning: no word of the question is in it"
+    return f"{name}: {len(sent)} of {counted(len(document.parts), 'part')} sent, {how} ({which})"
